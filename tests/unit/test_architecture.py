@@ -1,0 +1,88 @@
+"""Imports point down only; the lower rooms need neither torch nor vLLM."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "vllm_tiered_kv"
+LAYERS = [
+    {"connector", "server", "api"},
+    {"cache", "device", "remote", "stores"},
+    {"wire", "eviction", "metrics", "native"},
+    {"core"},
+    {"config", "errors"},
+]
+LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+# Within a level rooms do not know each other, with these exceptions.
+ALLOWED_ASIDE: set[tuple[str, str]] = {("config", "errors")}
+FOREIGN = {"connector": {"vllm", "torch"}}
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.add(node.module or "")
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent != PACKAGE or path.stem in LEVEL]
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(FILES) > 20
+    assert {room_of(path) for path in FILES} <= set(LEVEL)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
+def test_imports_point_down(path: Path) -> None:
+    room = room_of(path)
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[0] == "vllm_tiered_kv" and len(parts) > 1 and parts[1] in LEVEL:
+            other = parts[1]
+            down = LEVEL[other] > LEVEL[room]
+            assert other == room or down or (room, other) in ALLOWED_ASIDE, f"{room} -> {name}"
+        if parts[0] in ("vllm", "torch"):
+            assert parts[0] in FOREIGN.get(room, ()), f"{room} imports {name}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
+def test_files_stay_readable_in_one_sitting(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 450
+
+
+def test_the_lower_rooms_load_without_torch_and_vllm() -> None:
+    modules = [
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        for path in FILES
+        if room_of(path) != "connector" and path.stem != "__init__"
+    ]
+    program = (
+        "import sys, importlib\n"
+        "sys.modules['torch'] = sys.modules['vllm'] = None\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=PACKAGE.parent, check=True)
+
+
+def test_registering_does_not_load_the_connector() -> None:
+    program = (
+        "import sys, vllm_tiered_kv.connector.plugin\n"
+        "assert 'vllm_tiered_kv.connector.connector' not in sys.modules\n"
+        "assert 'vllm' not in sys.modules and 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=PACKAGE.parent, check=True)

@@ -1,0 +1,126 @@
+"""Options: sizes, environment, and errors that name the closest valid key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vllm_tiered_kv.config import (
+    Eviction,
+    Mode,
+    StorePolicy,
+    TieredKVConfig,
+    format_size,
+    options_table,
+    parse_size,
+)
+from vllm_tiered_kv.errors import ConfigError
+
+DOCS = Path(__file__).parents[2] / "docs" / "configuration.md"
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("20GiB", 20 << 30),
+        ("1.5GiB", 3 << 29),
+        ("512 MiB", 512 << 20),
+        ("2gb", 2 * 10**9),
+        ("10k", 10_000),
+        ("4096", 4096),
+        (4096, 4096),
+    ],
+)
+def test_sizes(text: object, nbytes: int) -> None:
+    assert parse_size("cpu_memory", text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["20 parsecs", "", "-1GiB", "GiB", "1,5GiB", 0, -4, True, None, 1.5])
+def test_a_bad_size_names_the_key(text: object) -> None:
+    with pytest.raises(ConfigError, match="cpu_memory") as caught:
+        parse_size("cpu_memory", text)
+    assert caught.value.key == "cpu_memory"
+
+
+def test_sizes_print_as_they_are_written() -> None:
+    for text in ("20GiB", "1.5GiB", "512MiB", "4KiB", "17B"):
+        assert format_size(parse_size("x", text)) == text
+
+
+def test_defaults_need_nothing() -> None:
+    config = TieredKVConfig.load({}, {})
+    assert config == TieredKVConfig()
+    assert config.mode is Mode.TIERED
+
+
+def test_values_of_every_kind() -> None:
+    config = TieredKVConfig.load(
+        {
+            "cpu_memory": "1GiB",
+            "mode": "hash_only",
+            "store": "lazy",
+            "eviction": "s3fifo",
+            "store_decode": False,
+            "copy_threads": 3,
+        },
+        {},
+    )
+    assert config.cpu_memory == 1 << 30
+    assert config.mode is Mode.HASH_ONLY
+    assert config.store is StorePolicy.LAZY
+    assert config.eviction is Eviction.S3FIFO
+    assert config.store_decode is False
+    assert config.copy_threads == 3
+
+
+def test_the_environment_wins_over_the_json() -> None:
+    environ = {"TIERED_KV_CPU_MEMORY": "3GiB", "TIERED_KV_STORE_DECODE": "off", "HOME": "/root"}
+    config = TieredKVConfig.load({"cpu_memory": "1GiB"}, environ)
+    assert config.cpu_memory == 3 << 30
+    assert config.store_decode is False
+
+
+@pytest.mark.parametrize(
+    ("key", "closest"),
+    [("cpu_mem", "cpu_memory"), ("evicton", "eviction"), ("stor", "store"), ("Mode", "mode")],
+)
+def test_an_unknown_key_is_an_error_that_names_the_closest(key: str, closest: str) -> None:
+    with pytest.raises(ConfigError, match=f'did you mean "{closest}"'):
+        TieredKVConfig.load({key: 1}, {})
+
+
+def test_an_unknown_variable_is_an_error_too() -> None:
+    with pytest.raises(ConfigError, match='TIERED_KV_CPU_MEMROY.*"cpu_memory"'):
+        TieredKVConfig.load({}, {"TIERED_KV_CPU_MEMROY": "1GiB"})
+
+
+def test_a_key_like_nothing_lists_what_is_known() -> None:
+    with pytest.raises(ConfigError, match="known options: mode, cpu_memory"):
+        TieredKVConfig.load({"zzzzqqq": 1}, {})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("mode", "fast", '"tiered", "hash_only", "naive"'),
+        ("eviction", 3, '"lru", "s3fifo"'),
+        ("store_decode", "maybe", "true or false"),
+        ("store_decode", 1, "true or false"),
+        ("copy_threads", -1, "from 0 to 256"),
+        ("copy_threads", "many", "whole number"),
+        ("copy_threads", True, "whole number"),
+    ],
+)
+def test_a_bad_value_says_what_is_valid(key: str, value: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TieredKVConfig.load({key: value}, {})
+
+
+def test_the_documented_table_is_the_one_in_the_code() -> None:
+    assert options_table() in DOCS.read_text()
+
+
+def test_describe_names_what_was_changed() -> None:
+    text = TieredKVConfig.load({"cpu_memory": "1GiB", "store": "lazy"}, {}).describe()
+    assert text == "cpu_memory=1GiB, store=lazy"

@@ -1,0 +1,160 @@
+"""Arena, staging ring and the CPU copier, with plain numpy memory as the device."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
+from vllm_tiered_kv.core.layout import StridedView, block_runs
+from vllm_tiered_kv.core.transfer import GroupTransfer, int64_array
+from vllm_tiered_kv.device.arena import Arena, memory_limit
+from vllm_tiered_kv.device.cpu_copier import CpuCopier
+from vllm_tiered_kv.device.staging import StagingRing
+from vllm_tiered_kv.errors import ConfigError, CudaError
+from vllm_tiered_kv.metrics.names import DropReason
+
+BLOCKS, LAYERS, PAGE = 6, 3, 40
+
+
+class Device:
+    """Layers of a toy device and everything around them."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(1)
+        self.layers = [rng.integers(0, 255, (BLOCKS, PAGE), np.uint8) for _ in range(LAYERS)]
+        views = [
+            StridedView(f"l{i}", layer.ctypes.data, layer.shape, layer.strides, 1)
+            for i, layer in enumerate(self.layers)
+        ]
+        runs = block_runs(views, BLOCKS)
+        self.geometry = ArenaGeometry.for_blocks(10 * 128, [runs.block_bytes])
+        self.arena = Arena(self.geometry.capacity_bytes)
+        self.copier = CpuCopier({0: runs}, self.geometry, self.arena)
+
+    def block(self, number: int) -> bytes:
+        return b"".join(layer[number].tobytes() for layer in self.layers)
+
+    def wait_for_load(self) -> list:
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            _, loads = self.copier.poll()
+            if loads:
+                return loads
+            time.sleep(0.001)
+        raise AssertionError("the load never ended")
+
+
+@pytest.fixture
+def device():
+    device = Device()
+    yield device
+    device.copier.close()
+    device.arena.close()
+
+
+def pairs(blocks: list[int], slots: list[int]) -> GroupTransfer:
+    return GroupTransfer(0, int64_array(blocks), int64_array(slots))
+
+
+def test_blocks_go_out_and_come_back(device: Device) -> None:
+    before = [device.block(n) for n in range(BLOCKS)]
+    device.copier.store(7, pairs([1, 4], [9, 0]))
+    (done,), _ = device.copier.poll()
+    assert (done.job_id, done.stored, done.reason) == (7, 2, None)
+    assert device.arena.bytes_at(9 * 128, 120).tobytes() == before[1]
+    device.copier.load("r", [pairs([3, 2], [9, 0])])
+    (load,) = device.wait_for_load()
+    assert (load.request_id, load.error) == ("r", None)
+    assert [device.block(n) for n in range(BLOCKS)] == [
+        before[0], before[1], before[4], before[1], before[4], before[5],
+    ]
+
+
+def test_a_bad_store_is_dropped_and_reported(device: Device) -> None:
+    device.copier.store(1, pairs([BLOCKS], [0]))
+    (done,), _ = device.copier.poll()
+    assert (done.stored, done.reason) == (0, DropReason.COPY_FAILED)
+
+
+def test_a_bad_load_is_reported_once_with_its_reason(device: Device) -> None:
+    device.copier.load("r", [pairs([0], [10_000])])
+    (load,) = device.wait_for_load()
+    assert load.request_id == "r"
+    assert "slot_offsets" in load.error
+    assert device.copier.poll() == ([], [])
+
+
+def test_closing_ends_what_was_begun(device: Device) -> None:
+    device.copier.load("r", [pairs([3], [0])])
+    device.copier.close()
+    device.copier.close()
+    assert [load.request_id for load in device.copier.poll()[1]] == ["r"]
+
+
+def test_pairs_must_match() -> None:
+    with pytest.raises(ValueError, match="block_ids and slots"):
+        pairs([1], [])
+
+
+def test_the_ring_is_given_back_in_order_and_wraps() -> None:
+    ring = StagingRing(5)
+    assert list(ring.take(3)) == [0, 1, 2]
+    assert ring.free == 2
+    ring.give_back(2)
+    assert list(ring.take(4)) == [3, 4, 0, 1]
+    with pytest.raises(ValueError, match="0 free"):
+        ring.take(1)
+    with pytest.raises(ValueError, match="5 in use"):
+        ring.give_back(6)
+
+
+def test_an_arena_is_pinned_front_to_back_behind_its_first_chunk() -> None:
+    pinned: list[tuple[int, int]] = []
+    unpinned: list[int] = []
+    gate = threading.Event()
+
+    def pin(address: int, nbytes: int) -> None:
+        if pinned:
+            gate.wait(10)
+        pinned.append((address, nbytes))
+
+    arena = Arena(10_000, pin, unpinned.append, chunk_bytes=4096)
+    assert arena.ready_bytes == 4096  # the engine goes on with this much
+    gate.set()
+    deadline = time.monotonic() + 10
+    while arena.ready_bytes < 10_000 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    base = arena.region.address
+    assert pinned == [(base, 4096), (base + 4096, 4096), (base + 8192, 10_000 - 8192)]
+    arena.close()
+    arena.close()
+    assert sorted(unpinned) == [base, base + 4096, base + 8192]
+
+
+def test_an_arena_that_cannot_be_pinned_whole_is_used_in_part(caplog) -> None:
+    def pin(address: int, nbytes: int) -> None:
+        if len(calls) == 2:
+            raise CudaError("cudaHostRegister: out of memory")
+        calls.append(address)
+
+    calls: list[int] = []
+    arena = Arena(10_000, pin, lambda address: None, chunk_bytes=4096)
+    arena._pinner.join()
+    assert arena.ready_bytes == 8192
+    assert "ulimit -l" in caplog.text
+    arena.close()
+
+
+def test_closing_stops_pinning() -> None:
+    arena = Arena(100 * 4096, lambda a, n: time.sleep(0.01), lambda a: None, chunk_bytes=4096)
+    arena.close()
+    assert arena.ready_bytes < arena.nbytes
+
+
+def test_more_memory_than_there_is_is_a_clear_error() -> None:
+    with pytest.raises(ConfigError, match="cpu_memory.*more than the machine"):
+        Arena(memory_limit() + 1)

@@ -1,0 +1,207 @@
+"""The index against a model: random operations, every invariant after each of them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from vllm_tiered_kv.cache.index import BlockIndex
+from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
+from vllm_tiered_kv.core.key import BlockKey
+from vllm_tiered_kv.core.tiers import Lookup
+from vllm_tiered_kv.errors import InvariantError
+from vllm_tiered_kv.eviction.catalog import POLICIES
+
+
+def key(*path: int) -> BlockKey:
+    return BlockKey(bytes(path).ljust(17, b"\xff"))
+
+
+def make(slots: int = 8, eviction: str = "lru", sizes: tuple[int, ...] = (64,)) -> BlockIndex:
+    return BlockIndex(ArenaGeometry(slots * max(sizes), sizes), eviction)
+
+
+def store(index: BlockIndex, *path: int, size_class: int = 0) -> int | None:
+    """Stores the block at the end of a path; its parent is the path without its end."""
+    parent = key(*path[:-1]) if len(path) > 1 else None
+    slot = index.reserve(key(*path), parent, size_class)
+    if slot is not None:
+        assert index.commit(slot)
+    index.check()
+    return slot
+
+
+def test_a_block_is_visible_only_between_commit_and_removal() -> None:
+    index = make()
+    slot = index.reserve(key(1), None, 0)
+    assert slot is not None
+    assert index.lookup(key(1)) is Lookup.PENDING
+    assert index.match_prefix([key(1)]) == 0
+    index.commit(slot)
+    assert index.lookup(key(1)) is Lookup.HIT
+    assert index.match_prefix([key(1), key(1, 2)]) == 1
+    assert index.remove(key(1))
+    assert index.lookup(key(1)) is Lookup.MISS
+    assert not index.remove(key(1))
+    assert index.used_bytes == 0
+    index.check()
+
+
+def test_an_aborted_reservation_leaves_nothing() -> None:
+    index = make()
+    slot = index.reserve(key(1), None, 0)
+    index.abort(slot)
+    assert index.lookup(key(1)) is Lookup.MISS
+    assert index.used_bytes == 0
+    index.check()
+
+
+@pytest.mark.parametrize("eviction", sorted(POLICIES))
+def test_tails_leave_before_heads(eviction: str) -> None:
+    index = make(4, eviction)
+    for depth in range(1, 5):
+        store(index, *range(depth))
+    store(index, 100)
+    chain = [key(*range(depth)) for depth in range(1, 5)]
+    assert index.match_prefix(chain) == 3
+    store(index, 101)
+    store(index, 102)
+    assert index.match_prefix(chain) == 1 or eviction == "s3fifo"
+    for position, block in enumerate(chain):  # whatever is left has no gap
+        if index.lookup(block) is Lookup.HIT:
+            assert index.match_prefix(chain) >= position + 1
+
+
+def test_the_block_a_new_one_follows_is_not_evicted_for_it() -> None:
+    index = make(2)
+    store(index, 1)
+    store(index, 2)
+    index.touch([key(2)])
+    assert store(index, 1, 1) is not None  # (1) was coldest, yet (2) had to go
+    assert index.lookup(key(1)) is Lookup.HIT
+    assert index.lookup(key(2)) is Lookup.MISS
+
+
+def test_pinned_and_reserved_slots_are_never_reused() -> None:
+    index = make(3)
+    store(index, 1)
+    slots = index.pin([key(1)])
+    reserved = index.reserve(key(2), None, 0)
+    store(index, 3)
+    assert store(index, 4) is not None  # (3) left
+    assert index.lookup(key(3)) is Lookup.MISS
+    assert index.lookup(key(1)) is Lookup.HIT
+    index.pin([key(4)])
+    assert index.reserve(key(5), None, 0) is None  # nothing can leave
+    index.commit(reserved)
+    index.unpin(slots)
+    assert store(index, 5) is not None
+    index.check()
+
+
+def test_a_block_removed_while_read_keeps_its_slot_until_unpinned() -> None:
+    index = make(1)
+    store(index, 1)
+    slots = index.pin([key(1)])
+    index.remove(key(1))
+    index.check()
+    assert index.lookup(key(1)) is Lookup.MISS
+    assert index.reserve(key(2), None, 0) is None
+    index.unpin(slots)
+    assert store(index, 2) is not None
+
+
+def test_a_block_removed_while_written_is_never_seen() -> None:
+    index = make(2)
+    slot = index.reserve(key(1), None, 0)
+    index.clear()
+    index.check()
+    assert index.commit(slot) is False
+    assert index.lookup(key(1)) is Lookup.MISS
+    assert index.used_bytes == 0
+
+
+def test_a_block_can_arrive_before_the_one_it_follows() -> None:
+    index = make(3)
+    store(index, 1, 1)
+    store(index, 1)  # adopts it
+    store(index, 2)
+    index.touch([key(1, 1)])
+    index.touch([key(2)])
+    store(index, 3)  # (1) is coldest but has a follower now: (1, 1) leaves
+    assert index.lookup(key(1)) is Lookup.HIT
+    assert index.lookup(key(1, 1)) is Lookup.MISS
+
+
+def test_memory_moves_between_size_classes_and_is_never_exceeded() -> None:
+    index = make(8, sizes=(64, 192))
+    count = 0
+    while len(index) == count:
+        store(index, 1, count, size_class=0)
+        count += 1
+    assert index.used_bytes <= index.geometry.capacity_bytes
+    for number in range(40):
+        assert store(index, 2, number, size_class=1) is not None
+        assert index.used_bytes <= index.geometry.capacity_bytes
+    assert store(index, 3, size_class=0) is not None
+
+
+def test_misuse_is_an_error() -> None:
+    index = make()
+    slot = store(index, 1)
+    for misuse in (
+        lambda: index.reserve(key(1), None, 0),
+        lambda: index.commit(slot),
+        lambda: index.abort(slot),
+        lambda: index.unpin([slot]),
+    ):
+        with pytest.raises(InvariantError):
+            misuse()
+    index.check()
+
+
+@pytest.mark.parametrize("eviction", sorted(POLICIES))
+@pytest.mark.parametrize("sizes", [(64,), (64, 128), (64, 320, 576)])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_operations_keep_every_invariant(
+    eviction: str, sizes: tuple[int, ...], seed: int
+) -> None:
+    rng = random.Random(seed)
+    index = make(24, eviction, sizes)
+    reserved: list[int] = []
+    pinned: list[list[int]] = []
+    for _ in range(1500):
+        size_class = rng.randrange(len(sizes))
+        path = (size_class, *(rng.randrange(3) for _ in range(rng.randrange(1, 6))))
+        name = key(*path)
+        action = rng.random()
+        if action < 0.45:
+            if index.lookup(name) is Lookup.MISS:
+                parent = key(*path[:-1]) if len(path) > 2 else None
+                slot = index.reserve(name, parent, size_class)
+                if slot is not None:
+                    reserved.append(slot)
+        elif action < 0.65 and reserved:
+            index.commit(reserved.pop(rng.randrange(len(reserved))))
+        elif action < 0.7 and reserved:
+            index.abort(reserved.pop(rng.randrange(len(reserved))))
+        elif action < 0.8:
+            index.touch([key(*path[:depth]) for depth in range(2, len(path) + 1)])
+        elif action < 0.88:
+            if index.lookup(name) is Lookup.HIT and len(pinned) < 4:
+                pinned.append(index.pin([name]))
+        elif action < 0.96 and pinned:
+            index.unpin(pinned.pop(rng.randrange(len(pinned))))
+        elif action < 0.99:
+            index.remove(name)
+        elif action > 0.998:
+            index.clear()
+        index.check()
+    for slot in reserved:
+        index.commit(slot)
+    for slots in pinned:
+        index.unpin(slots)
+    index.clear()
+    index.check()
+    assert index.used_bytes == 0

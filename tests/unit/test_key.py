@@ -1,0 +1,149 @@
+"""Keys: any fact changes them, any process computes the same ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_tiered_kv.core.key import (
+    Fingerprint,
+    RankTag,
+    canonical,
+    extend_chain,
+    group_suffix,
+    root_digest,
+)
+from vllm_tiered_kv.native.cpu import extend_keys
+
+FINGERPRINT = Fingerprint(
+    model="aa",
+    revision="r1",
+    dtype="bfloat16",
+    quantization="",
+    kv_dtype="auto",
+    layout="LBHNC",
+    block_sizes=(16,),
+    group_layers=(("l0", "l1"),),
+    parallel={"tp": 2, "pp": 1, "dcp": 1, "pcp": 1},
+)
+CHANGES = {
+    "model": "ab",
+    "revision": "r2",
+    "dtype": "float16",
+    "quantization": "fp8",
+    "kv_dtype": "fp8_e4m3",
+    "layout": "LBNHC",
+    "block_sizes": (32,),
+    "group_layers": (("l0", "l2"),),
+    "parallel": {"tp": 4, "pp": 1, "dcp": 1, "pcp": 1},
+    "format_version": 2,
+}
+
+tokens = st.lists(st.integers(0, 2**32 - 1), min_size=4, max_size=40)
+scopes = st.tuples(
+    st.binary(max_size=4), st.none() | st.binary(max_size=4), st.none() | st.text(max_size=4)
+)
+
+
+def chain(fingerprint: Fingerprint = FINGERPRINT, scope: tuple = (), ids: tuple = tuple(range(32))):
+    keys, _ = extend_keys(
+        root_digest(fingerprint.namespace(), scope), list(ids), 0, len(ids), 16, None, b"\0"
+    )
+    return keys
+
+
+def test_every_field_of_the_fingerprint_changes_every_key() -> None:
+    assert set(CHANGES) == {field.name for field in dataclasses.fields(Fingerprint)}
+    base = chain()
+    for name, value in CHANGES.items():
+        other = chain(dataclasses.replace(FINGERPRINT, **{name: value}))
+        assert not set(base) & set(other), name
+
+
+@given(scopes, scopes)
+def test_scopes_are_equal_exactly_when_their_keys_are(a: tuple, b: tuple) -> None:
+    assert (a == b) == (chain(scope=a) == chain(scope=b))
+
+
+@settings(max_examples=200)
+@given(tokens, st.data())
+def test_a_changed_token_changes_its_block_and_all_behind_it(ids: list[int], data) -> None:
+    ids = ids[: len(ids) // 4 * 4]
+    at = data.draw(st.integers(0, len(ids) - 1))
+    changed = [*ids]
+    changed[at] ^= data.draw(st.integers(1, 2**32 - 1))
+    root = root_digest(b"n" * 32)
+    a, _ = extend_keys(root, ids, 0, len(ids), 4, None, b"\0")
+    b, _ = extend_keys(root, changed, 0, len(ids), 4, None, b"\0")
+    assert [x == y for x, y in zip(a, b, strict=True)] == [i < at // 4 for i in range(len(a))]
+
+
+@settings(max_examples=200)
+@given(tokens, st.sampled_from([1, 2, 4]), st.dictionaries(st.integers(0, 3), st.binary(max_size=70)))
+def test_the_native_keys_are_the_defined_ones(ids: list[int], size: int, extras: dict) -> None:
+    ids = ids[: len(ids) // size * size]
+    root = root_digest(b"n" * 32)
+    assert extend_keys(root, ids, 0, len(ids), size, extras, b"\7") == extend_chain(
+        root, ids, size, extras, b"\7"
+    )
+
+
+@given(tokens, st.data())
+def test_a_chain_can_be_extended_in_pieces(ids: list[int], data) -> None:
+    ids = ids[: len(ids) // 4 * 4]
+    cut = data.draw(st.integers(0, len(ids) // 4)) * 4
+    root = root_digest(b"n" * 32)
+    whole, end = extend_keys(root, ids, 0, len(ids), 4, None, b"")
+    first, middle = extend_keys(root, ids, 0, cut, 4, None, b"")
+    second, last = extend_keys(middle, ids, cut, len(ids), 4, None, b"")
+    assert (first + second, last) == (whole, end)
+
+
+def test_extra_content_of_a_block_changes_it_and_what_follows() -> None:
+    root = root_digest(b"n" * 32)
+    ids = list(range(64))
+    plain, _ = extend_keys(root, ids, 0, 64, 16, None, b"")
+    image, _ = extend_keys(root, ids, 0, 64, 16, {1: canonical([("mm", "hash", 3)])}, b"")
+    moved, _ = extend_keys(root, ids, 0, 64, 16, {1: canonical([("mm", "hash", 4)])}, b"")
+    assert plain[0] == image[0] == moved[0]
+    assert len({plain[1], image[1], moved[1]}) == 3
+    assert plain[3] != image[3]
+
+
+def test_groups_and_ranks_have_their_own_tags() -> None:
+    assert len({group_suffix(g) for g in range(256)}) == 256
+    tags = [RankTag(tp=t, pp=p, dcp=d, pcp=c) for t in (0, 1) for p in (0, 1) for d in (0, 1) for c in (0, 1)]
+    assert len({tag.encode() for tag in tags}) == 16
+
+
+@pytest.mark.parametrize("seed", ["0", "1", "random"])
+def test_another_process_computes_the_same_keys(seed: str) -> None:
+    program = (
+        "from tests.unit.test_key import chain;"
+        "print(','.join(k.hex() for k in chain(scope=(b'', None, 'salt'))))"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PYTHONHASHSEED": seed, "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    assert printed.split(",") == [key.hex() for key in chain(scope=(b"", None, "salt"))]
+
+
+@given(st.lists(st.none() | st.booleans() | st.binary() | st.text() | st.integers()), st.data())
+def test_canonical_bytes_tell_sequences_apart(parts: list, data) -> None:
+    other = data.draw(st.lists(st.none() | st.booleans() | st.binary() | st.text() | st.integers()))
+    same = [type(p) for p in parts] == [type(p) for p in other] and parts == other
+    assert (canonical(parts) == canonical(other)) == same
+
+
+def test_canonical_refuses_what_it_cannot_write() -> None:
+    with pytest.raises(TypeError, match="float"):
+        canonical([1.5])

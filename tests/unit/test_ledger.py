@@ -1,0 +1,143 @@
+"""Planning and settling transfers: what is committed, aborted, counted, let go."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_tiered_kv.cache.index import BlockIndex
+from vllm_tiered_kv.cache.ledger import StoreReport, TransferLedger
+from vllm_tiered_kv.cache.planner import Group, loadable_tokens, plan_store
+from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
+from vllm_tiered_kv.core.key import BlockKey
+from vllm_tiered_kv.core.tiers import Lookup
+from vllm_tiered_kv.errors import InvariantError
+from vllm_tiered_kv.metrics import names
+from vllm_tiered_kv.metrics.names import DropReason
+from vllm_tiered_kv.metrics.recorder import Recorder
+
+GROUP = Group(group_id=0, block_size=4, block_bytes=60, size_class=0)
+KEYS = [BlockKey(bytes([n]) * 17) for n in range(10)]
+
+
+class Tier:
+    def __init__(self, slots: int, ranks: int = 1) -> None:
+        self.index = BlockIndex(ArenaGeometry(slots * 64, (64,)), "lru")
+        self.recorder = Recorder()
+        self.ledger = TransferLedger(self.index, self.recorder, ranks)
+
+    def store(self, start: int, stop: int) -> int:
+        plan = plan_store(self.index, GROUP, KEYS, start, stop)
+        return self.ledger.open_store(plan.slots, GROUP.block_bytes)
+
+    def dropped(self, reason: DropReason) -> float:
+        return self.recorder.total(names.DROPPED_BLOCKS, "cpu", reason.value)
+
+
+def test_a_store_is_readable_only_when_every_rank_reported() -> None:
+    tier = Tier(8, ranks=3)
+    job = tier.store(0, 4)
+    tier.ledger.report_store(job, [StoreReport(4), StoreReport(4)])
+    assert tier.index.match_prefix(KEYS) == 0
+    assert tier.ledger.has_open_stores
+    tier.ledger.report_store(job, [StoreReport(4)])
+    assert tier.index.match_prefix(KEYS) == 4
+    assert not tier.ledger.has_open_stores
+    assert tier.recorder.total(names.STORED_BLOCKS) == 4
+    assert tier.recorder.total(names.STORED_BYTES) == 240
+    tier.index.check()
+
+
+def test_what_one_rank_dropped_no_rank_has() -> None:
+    tier = Tier(8, ranks=2)
+    job = tier.store(0, 4)
+    tier.ledger.report_store(
+        job, [StoreReport(4), StoreReport(1, DropReason.STAGING_FULL)]
+    )
+    assert tier.index.match_prefix(KEYS) == 1
+    assert tier.dropped(DropReason.STAGING_FULL) == 3
+    assert tier.index.used_bytes == 64
+    tier.index.check()
+
+
+def test_more_reports_than_ranks_is_a_bug() -> None:
+    tier = Tier(8)
+    job = tier.store(0, 2)
+    with pytest.raises(InvariantError):
+        tier.ledger.report_store(job, [StoreReport(2), StoreReport(2)])
+
+
+def test_a_sequence_longer_than_the_tier_keeps_its_head() -> None:
+    tier = Tier(3)
+    plan = plan_store(tier.index, GROUP, KEYS, 0, 10)
+    assert plan.positions == [0, 1, 2]
+    assert plan.dropped == 7
+
+
+def test_blocks_already_there_are_not_stored_again() -> None:
+    tier = Tier(8)
+    tier.ledger.report_store(tier.store(0, 2), [StoreReport(2)])
+    pending = tier.store(2, 3)
+    plan = plan_store(tier.index, GROUP, KEYS, 0, 5)
+    assert plan.positions == [3, 4]
+    tier.ledger.report_store(pending, [StoreReport(1)])
+
+
+def test_a_load_pins_until_it_is_reported() -> None:
+    tier = Tier(2)
+    tier.ledger.report_store(tier.store(0, 2), [StoreReport(2)])
+    slots = tier.ledger.open_load("r", KEYS[:2], 120)
+    assert tier.index.pinned_slots() == set(slots)
+    assert plan_store(tier.index, GROUP, KEYS, 5, 6).dropped == 1
+    assert tier.ledger.is_loading("r")
+    with pytest.raises(InvariantError):
+        tier.ledger.open_load("r", KEYS[:2], 120)
+    tier.ledger.close_load("r", failed=False)
+    assert not tier.index.pinned_slots()
+    assert tier.recorder.total(names.LOADED_BLOCKS, "cpu") == 2
+    assert tier.recorder.total(names.LOADED_BYTES, "cpu") == 120
+
+
+def test_blocks_of_a_failed_load_are_not_offered_again() -> None:
+    tier = Tier(4)
+    tier.ledger.report_store(tier.store(0, 3), [StoreReport(3)])
+    tier.ledger.open_load("r", KEYS[:2], 120)
+    tier.ledger.close_load("r", failed=True)
+    assert tier.index.lookup(KEYS[0]) is Lookup.MISS
+    assert tier.index.lookup(KEYS[2]) is Lookup.HIT
+    assert tier.recorder.total(names.LOAD_FAILURES) == 1
+    assert tier.recorder.total(names.LOADED_BLOCKS) == 0
+    tier.index.check()
+
+
+def test_a_reset_during_a_store_counts_as_dropped() -> None:
+    tier = Tier(4)
+    job = tier.store(0, 3)
+    tier.index.clear()
+    tier.ledger.report_store(job, [StoreReport(3)])
+    assert tier.index.used_bytes == 0
+    assert tier.dropped(DropReason.RESET) == 3
+    assert tier.recorder.total(names.STORED_BLOCKS) == 0
+    tier.index.check()
+
+
+@pytest.mark.parametrize(
+    ("computed", "limit", "expected"),
+    [(0, 40, 20), (0, 19, 16), (8, 40, 12), (20, 40, 0), (24, 40, 0), (0, 3, 0)],
+)
+def test_loadable_tokens_of_one_group(computed: int, limit: int, expected: int) -> None:
+    tier = Tier(8)
+    tier.ledger.report_store(tier.store(0, 5), [StoreReport(5)])
+    assert loadable_tokens(tier.index, [GROUP], [KEYS], computed, limit, 4) == expected
+
+
+def test_a_hit_counts_only_as_far_as_every_group_reaches() -> None:
+    wide = Group(group_id=1, block_size=8, block_bytes=60, size_class=0)
+    wide_keys = [BlockKey(bytes([100 + n]) * 17) for n in range(5)]
+    index = BlockIndex(ArenaGeometry(64 * 20, (64,)), "lru")
+    for name in (*KEYS[:7], *wide_keys[:2]):
+        index.commit(index.reserve(name, None, 0))
+    assert loadable_tokens(index, [GROUP, wide], [KEYS, wide_keys], 0, 40, 8) == 16
+    assert loadable_tokens(index, [wide, GROUP], [wide_keys, KEYS], 0, 40, 8) == 16
+    index.remove(wide_keys[0])
+    assert loadable_tokens(index, [GROUP, wide], [KEYS, wide_keys], 0, 40, 8) == 0
+    assert loadable_tokens(index, [GROUP, wide], [KEYS, wide_keys], 8, 40, 8) == 8

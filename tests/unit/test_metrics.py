@@ -1,0 +1,61 @@
+"""Counting: totals, changes, merging; names defined once and documented."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools.generate_docs import GENERATED, DOCS
+from vllm_tiered_kv.metrics import names
+from vllm_tiered_kv.metrics.recorder import Recorder, label_values, merge
+
+
+def test_totals_stay_and_changes_are_drained() -> None:
+    recorder = Recorder()
+    recorder.add(names.HIT_TOKENS, 5, "cpu")
+    recorder.add(names.HIT_TOKENS, 2, "ssd")
+    recorder.set(names.USED_BYTES, 10, "cpu")
+    assert recorder.drain() == {"hit_tokens": {"cpu": 5, "ssd": 2}, "used_bytes": {"cpu": 10}}
+    recorder.add(names.HIT_TOKENS, 1, "cpu")
+    recorder.set(names.USED_BYTES, 10, "cpu")  # unchanged: nothing to report
+    assert recorder.drain() == {"hit_tokens": {"cpu": 1}}
+    assert recorder.drain() == {}
+    assert recorder.total(names.HIT_TOKENS) == 8
+    assert recorder.total(names.HIT_TOKENS, "cpu") == 6
+
+
+def test_merging_adds_counters_and_replaces_gauges() -> None:
+    a = {"hit_tokens": {"cpu": 5}, "used_bytes": {"cpu": 10}}
+    merge(a, {"hit_tokens": {"cpu": 1, "ssd": 2}, "used_bytes": {"cpu": 3}})
+    assert a == {"hit_tokens": {"cpu": 6, "ssd": 2}, "used_bytes": {"cpu": 3}}
+
+
+def test_labels_are_required_and_survive_the_way() -> None:
+    recorder = Recorder()
+    with pytest.raises(ValueError, match="reason"):
+        recorder.add(names.DROPPED_BLOCKS, 1, "cpu")
+    recorder.add(names.DROPPED_BLOCKS, 1, "cpu", "reset")
+    ((joined, _),) = recorder.drain()["dropped_blocks"].items()
+    assert label_values(joined) == ("cpu", "reset")
+
+
+def test_counters_only_rise_and_kinds_are_kept_apart() -> None:
+    recorder = Recorder()
+    with pytest.raises(ValueError, match="hit_tokens"):
+        recorder.add(names.HIT_TOKENS, -1, "cpu")
+    with pytest.raises(ValueError, match="used_bytes"):
+        recorder.add(names.USED_BYTES, 1, "cpu")
+    with pytest.raises(ValueError, match="counter"):
+        recorder.set(names.HIT_TOKENS, 1, "cpu")
+
+
+@pytest.mark.parametrize("page", sorted(GENERATED))
+def test_generated_tables_are_up_to_date(page: str) -> None:
+    assert GENERATED[page]() in Path(DOCS / page).read_text()
+
+
+def test_names_are_unique_and_all_are_exported() -> None:
+    defined = {value.name for value in vars(names).values() if isinstance(value, names.Metric)}
+    assert defined == set(names.BY_NAME)
+    assert len(names.ALL) == len(names.BY_NAME)

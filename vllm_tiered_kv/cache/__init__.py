@@ -1,0 +1,1 @@
+"""Decisions about blocks: slots, index, plans. No bytes are moved here."""

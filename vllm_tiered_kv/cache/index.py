@@ -1,0 +1,357 @@
+"""The index of a tier: which key lies in which slot, who uses it, what may leave.
+
+A slot goes free -> reserved -> committed -> free, or reserved -> free on abort. Only committed
+blocks are visible to lookups. A pinned slot is being read by a copy and cannot be reused. A block
+that is removed while pinned (or while still being written) becomes *detached*: no lookup finds it
+any more, and its slot returns when the last user lets go.
+
+Blocks of a chain are linked to the block before them. A block with followers never leaves before
+them, so what remains of a prefix is always its useful end: the head.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+
+from vllm_tiered_kv.cache.slots import SlotPool
+from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
+from vllm_tiered_kv.core.key import BlockKey
+from vllm_tiered_kv.core.tiers import Lookup
+from vllm_tiered_kv.errors import InvariantError
+from vllm_tiered_kv.eviction.base import EvictionPolicy
+from vllm_tiered_kv.eviction.catalog import make_policy
+
+
+class _State(enum.Enum):
+    RESERVED = enum.auto()
+    COMMITTED = enum.auto()
+    DETACHED = enum.auto()
+
+
+@dataclass(slots=True)
+class _Entry:
+    """What the index knows of one slot in use."""
+
+    key: BlockKey
+    size_class: int
+    parent_key: BlockKey | None
+    parent: int | None = None  # slot of the block before, when it is here
+    state: _State = _State.RESERVED
+    pins: int = 0
+    used: int = 0  # time of last use, to weigh classes against each other
+    followers: set[int] = field(default_factory=set)
+
+
+class BlockIndex:
+    """Decides which block lies where. Moves no bytes and is used from one thread."""
+
+    def __init__(
+        self,
+        geometry: ArenaGeometry,
+        eviction: str,
+        on_evict: Callable[[BlockKey, int], None] = lambda key, nbytes: None,
+    ) -> None:
+        self.geometry = geometry
+        self._pool = SlotPool(geometry)
+        self._policies: list[EvictionPolicy] = [
+            make_policy(eviction, geometry.capacity_bytes // size) for size in geometry.slot_bytes
+        ]
+        self._on_evict = on_evict
+        self._clock = 0
+        self._slot_of: dict[BlockKey, int] = {}
+        self._entries: dict[int, _Entry] = {}
+        # Blocks that arrived before the block they follow: adopted when it comes.
+        self._orphans: dict[BlockKey, set[int]] = {}
+
+    # ---- questions: no side effects ---------------------------------------------------------
+
+    @property
+    def used_bytes(self) -> int:
+        return self._pool.used_bytes
+
+    def __len__(self) -> int:
+        """Readable blocks."""
+        return sum(e.state is _State.COMMITTED for e in self._entries.values())
+
+    def lookup(self, key: BlockKey) -> Lookup:
+        slot = self._slot_of.get(key)
+        if slot is None:
+            return Lookup.MISS
+        committed = self._entries[slot].state is _State.COMMITTED
+        return Lookup.HIT if committed else Lookup.PENDING
+
+    def match_prefix(self, keys: Sequence[BlockKey], start: int = 0, stop: int | None = None) -> int:
+        """How many keys from `start` on are readable without a gap."""
+        slot_of, entries = self._slot_of, self._entries
+        count = 0
+        for position in range(start, len(keys) if stop is None else stop):
+            slot = slot_of.get(keys[position])
+            if slot is None or entries[slot].state is not _State.COMMITTED:
+                break
+            count += 1
+        return count
+
+    def pinned_slots(self) -> set[int]:
+        return {slot for slot, entry in self._entries.items() if entry.pins}
+
+    # ---- use ----------------------------------------------------------------------------------
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """Marks a prefix as used: from the tail to the head, so that the head stays warmest."""
+        for key in reversed(keys):
+            slot = self._slot_of.get(key)
+            if slot is not None and self._entries[slot].state is _State.COMMITTED:
+                self._mark_used(slot)
+
+    def pin(self, keys: Iterable[BlockKey]) -> list[int]:
+        """Slots of readable blocks, kept in place until `unpin`."""
+        slots = [self._slot_of[key] for key in keys]
+        for slot in slots:
+            entry = self._entries[slot]
+            if entry.state is not _State.COMMITTED:
+                raise InvariantError(f"slot {slot} is pinned before it is committed")
+            entry.pins += 1
+        return slots
+
+    def unpin(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            entry = self._entries[slot]
+            if entry.pins <= 0:
+                raise InvariantError(f"slot {slot} is unpinned more often than pinned")
+            entry.pins -= 1
+            if not entry.pins and entry.state is _State.DETACHED:
+                self._free(slot)
+
+    # ---- write: reserve -> commit | abort -----------------------------------------------------
+
+    def reserve(self, key: BlockKey, parent_key: BlockKey | None, size_class: int) -> int | None:
+        """A slot to write `key` into, evicting if needed; None when nothing can leave.
+
+        The key must be a miss. The block it follows is protected from this very eviction.
+        """
+        if key in self._slot_of:
+            raise InvariantError("a key that is already here cannot be reserved")
+        parent = self._slot_of.get(parent_key) if parent_key is not None else None
+        if parent is not None:
+            self._entries[parent].pins += 1
+        try:
+            slot = self._allocate(size_class)
+        finally:
+            if parent is not None:
+                self._entries[parent].pins -= 1
+        if slot is None:
+            return None
+        self._entries[slot] = _Entry(key, size_class, parent_key)
+        self._slot_of[key] = slot
+        if parent is not None:
+            self._link(slot, parent)
+        elif parent_key is not None:
+            self._orphans.setdefault(parent_key, set()).add(slot)
+        for orphan in self._orphans.pop(key, ()):
+            self._link(orphan, slot)
+        return slot
+
+    def commit(self, slot: int) -> bool:
+        """Makes the block readable; False when it was removed while being written."""
+        entry = self._entries[slot]
+        if entry.state is _State.DETACHED:
+            self._free(slot)
+            return False
+        if entry.state is not _State.RESERVED:
+            raise InvariantError(f"slot {slot} is committed twice")
+        entry.state = _State.COMMITTED
+        self._clock += 1
+        entry.used = self._clock
+        policy = self._policies[entry.size_class]
+        policy.admit(slot, entry.key)
+        if entry.followers:
+            policy.shield(slot)
+        return True
+
+    def abort(self, slot: int) -> None:
+        """Gives a reserved slot back. Its followers, if any, stay as orphans."""
+        entry = self._entries[slot]
+        if entry.state is _State.COMMITTED:
+            raise InvariantError(f"slot {slot} is aborted after its commit")
+        if entry.state is _State.RESERVED:
+            self._detach(slot, evicted=False)
+        self._free(slot)
+
+    # ---- removal ------------------------------------------------------------------------------
+
+    def remove(self, key: BlockKey) -> bool:
+        """Forgets a block at once (it turned out bad); its slot returns when nobody uses it."""
+        slot = self._slot_of.get(key)
+        if slot is None:
+            return False
+        self._remove_slot(slot)
+        return True
+
+    def clear(self) -> None:
+        """Forgets every block. Copies under way keep their slots until they report."""
+        for slot in list(self._slot_of.values()):
+            self._remove_slot(slot)
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _mark_used(self, slot: int) -> None:
+        entry = self._entries[slot]
+        self._clock += 1
+        entry.used = self._clock
+        self._policies[entry.size_class].touch(slot)
+
+    def _link(self, slot: int, parent: int) -> None:
+        self._entries[slot].parent = parent
+        above = self._entries[parent]
+        above.followers.add(slot)
+        if len(above.followers) == 1 and above.state is _State.COMMITTED:
+            self._policies[above.size_class].shield(parent)
+
+    def _unlink(self, slot: int) -> None:
+        entry = self._entries[slot]
+        if entry.parent is not None:
+            above = self._entries[entry.parent]
+            above.followers.discard(slot)
+            if not above.followers and above.state is _State.COMMITTED:
+                self._policies[above.size_class].unshield(entry.parent)
+            entry.parent = None
+        elif entry.parent_key is not None:
+            waiting = self._orphans.get(entry.parent_key)
+            if waiting is not None:
+                waiting.discard(slot)
+                if not waiting:
+                    del self._orphans[entry.parent_key]
+
+    def _detach(self, slot: int, evicted: bool) -> None:
+        """Takes the block out of every lookup and link; the slot itself stays in use."""
+        entry = self._entries[slot]
+        self._unlink(slot)
+        for follower in entry.followers:
+            self._entries[follower].parent = None
+            self._orphans.setdefault(entry.key, set()).add(follower)
+        entry.followers.clear()
+        if entry.state is _State.COMMITTED:
+            self._policies[entry.size_class].forget(slot, entry.key, evicted)
+        del self._slot_of[entry.key]
+        entry.state = _State.DETACHED
+
+    def _remove_slot(self, slot: int) -> None:
+        entry = self._entries[slot]
+        being_written = entry.state is _State.RESERVED
+        self._detach(slot, evicted=False)
+        if not being_written and not entry.pins:
+            self._free(slot)
+
+    def _free(self, slot: int) -> None:
+        del self._entries[slot]
+        self._pool.release(slot)
+
+    def _evict(self, slot: int) -> None:
+        entry = self._entries[slot]
+        self._detach(slot, evicted=True)
+        self._free(slot)
+        self._on_evict(entry.key, self.geometry.slot_bytes[entry.size_class])
+
+    def _allocate(self, size_class: int) -> int | None:
+        slot = self._pool.allocate(size_class)
+        if slot is not None:
+            return slot
+        own = self._coldest(size_class)
+        others = [
+            victim
+            for other in range(len(self._policies))
+            if other != size_class and (victim := self._coldest(other)) is not None
+        ]
+        # Memory moves between classes when the other class holds the colder block.
+        for victim in sorted(others, key=lambda s: self._entries[s].used):
+            if own is not None and self._entries[own].used <= self._entries[victim].used:
+                break
+            if self._evict_slab_of(victim):
+                return self._pool.allocate(size_class)
+        if own is None:
+            return None
+        self._evict(own)
+        return self._pool.allocate(size_class)
+
+    def _coldest(self, size_class: int) -> int | None:
+        with closing(self._policies[size_class].candidates()) as candidates:
+            for slot in candidates:
+                entry = self._entries[slot]
+                if not entry.pins and not entry.followers:
+                    return slot
+        return None
+
+    def _evict_slab_of(self, victim: int) -> bool:
+        """Empties the victim's slab, followers first; False when something in it is in use."""
+        doomed: list[int] = []
+        seen: set[int] = set()
+        pending = [(slot, False) for slot in self._pool.slots_of_slab(self._pool.slab_of(victim))]
+        while pending:
+            slot, expanded = pending.pop()
+            entry = self._entries[slot]
+            if expanded:
+                doomed.append(slot)
+                continue
+            if slot in seen:
+                continue
+            if entry.pins or entry.state is not _State.COMMITTED:
+                return False
+            seen.add(slot)
+            pending.append((slot, True))
+            pending.extend((follower, False) for follower in entry.followers)
+        for slot in doomed:
+            self._evict(slot)
+        return True
+
+    # ---- invariants ---------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises InvariantError unless every rule of this file holds."""
+        self._pool.check(set(self._entries))
+        if {self._entries[slot].key for slot in self._slot_of.values()} != set(self._slot_of):
+            raise InvariantError("a key points at a slot that holds another")
+        for slot, entry in self._entries.items():
+            self._check_entry(slot, entry)
+        for parent_key, waiting in self._orphans.items():
+            if not waiting or parent_key in self._slot_of:
+                raise InvariantError("an orphan waits for a block that is here")
+            for slot in waiting:
+                orphan = self._entries[slot]
+                if orphan.parent is not None or orphan.parent_key != parent_key:
+                    raise InvariantError(f"slot {slot} is an orphan of the wrong block")
+        for size_class, policy in enumerate(self._policies):
+            committed = {
+                slot
+                for slot, entry in self._entries.items()
+                if entry.state is _State.COMMITTED and entry.size_class == size_class
+            }
+            if policy.slots() != committed:
+                raise InvariantError(f"the policy of class {size_class} knows other slots")
+            leaves = {slot for slot in committed if not self._entries[slot].followers}
+            if policy.leaves() != leaves:
+                raise InvariantError(
+                    f"the policy of class {size_class} offers {len(policy.leaves())} leaves, "
+                    f"there are {len(leaves)}"
+                )
+
+    def _check_entry(self, slot: int, entry: _Entry) -> None:
+        if self._pool.class_of(slot) != entry.size_class:
+            raise InvariantError(f"slot {slot} lies in a slab of another class")
+        visible = self._slot_of.get(entry.key) == slot
+        if visible != (entry.state is not _State.DETACHED):
+            raise InvariantError(f"slot {slot} is {entry.state} and visible: {visible}")
+        if entry.pins < 0 or (entry.pins and entry.state is _State.RESERVED):
+            raise InvariantError(f"slot {slot} has {entry.pins} pins while {entry.state}")
+        if entry.parent is not None:
+            above = self._entries.get(entry.parent)
+            if above is None or slot not in above.followers or above.key != entry.parent_key:
+                raise InvariantError(f"slot {slot} follows a block that does not know it")
+        elif entry.state is not _State.DETACHED and entry.parent_key is not None:
+            if slot not in self._orphans.get(entry.parent_key, ()):
+                raise InvariantError(f"slot {slot} lost the block it follows")
+        for follower in entry.followers:
+            if self._entries[follower].parent != slot:
+                raise InvariantError(f"slot {slot} has a follower that follows another")

@@ -1,0 +1,121 @@
+"""Slots of an arena: which are free, and which size class owns which slab.
+
+Classes take slabs from a common pool when they need one and give a slab back as soon as its last
+slot is free, so the capacity is shared exactly and never exceeded.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
+from vllm_tiered_kv.errors import InvariantError
+
+_NO_CLASS = -1
+
+
+class SlotPool:
+    """Hands out slot ids, lowest first: the part of the arena pinned first is used first."""
+
+    def __init__(self, geometry: ArenaGeometry) -> None:
+        self.geometry = geometry
+        num_classes = len(geometry.slot_bytes)
+        self._next_fresh_slab = 0
+        self._returned_slabs: list[int] = []
+        self._slab_class: dict[int, int] = {}
+        self._slab_used: dict[int, int] = {}
+        # Per class: a heap of free slots; entries of slabs that were given back are stale.
+        self._free: list[list[int]] = [[] for _ in range(num_classes)]
+        self._is_free: set[int] = set()
+        self._used_slots = [0] * num_classes
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(
+            used * size
+            for used, size in zip(self._used_slots, self.geometry.slot_bytes, strict=True)
+        )
+
+    def used_slots(self, size_class: int) -> int:
+        return self._used_slots[size_class]
+
+    def class_of(self, slot: int) -> int:
+        return self._slab_class[slot // self.geometry.slots_per_slab]
+
+    def slab_of(self, slot: int) -> int:
+        return slot // self.geometry.slots_per_slab
+
+    def slots_of_slab(self, slab: int) -> list[int]:
+        """Slots in use in a slab."""
+        first = slab * self.geometry.slots_per_slab
+        count = self.geometry.slots_in_slab(self._slab_class[slab])
+        return [slot for slot in range(first, first + count) if slot not in self._is_free]
+
+    def allocate(self, size_class: int) -> int | None:
+        """A free slot of the class, or None when neither it nor a free slab is left."""
+        heap = self._free[size_class]
+        while heap:
+            slot = heapq.heappop(heap)
+            if slot in self._is_free and self.class_of(slot) == size_class:
+                break
+        else:
+            slab = self._take_slab()
+            if slab is None:
+                return None
+            slot = self._open_slab(slab, size_class)
+        self._is_free.discard(slot)
+        self._slab_used[self.slab_of(slot)] += 1
+        self._used_slots[size_class] += 1
+        return slot
+
+    def release(self, slot: int) -> None:
+        slab = self.slab_of(slot)
+        size_class = self._slab_class[slab]
+        self._used_slots[size_class] -= 1
+        self._slab_used[slab] -= 1
+        if self._slab_used[slab]:
+            self._is_free.add(slot)
+            heapq.heappush(self._free[size_class], slot)
+            return
+        first = slab * self.geometry.slots_per_slab
+        self._is_free.difference_update(range(first, first + self.geometry.slots_per_slab))
+        del self._slab_class[slab], self._slab_used[slab]
+        heapq.heappush(self._returned_slabs, slab)
+
+    def _take_slab(self) -> int | None:
+        if self._returned_slabs:
+            return heapq.heappop(self._returned_slabs)
+        if self._next_fresh_slab == self.geometry.num_slabs:
+            return None
+        self._next_fresh_slab += 1
+        return self._next_fresh_slab - 1
+
+    def _open_slab(self, slab: int, size_class: int) -> int:
+        """Gives the slab to the class; its first slot is returned, the others become free."""
+        self._slab_class[slab] = size_class
+        self._slab_used[slab] = 0
+        first = slab * self.geometry.slots_per_slab
+        others = range(first + 1, first + self.geometry.slots_in_slab(size_class))
+        self._is_free.update(others)
+        for slot in others:
+            heapq.heappush(self._free[size_class], slot)
+        return first
+
+    def check(self, used: set[int]) -> None:
+        """Raises unless exactly the slots `used` are in use and all sums agree."""
+        seen: set[int] = set()
+        for slab in self._slab_class:
+            slots = self.slots_of_slab(slab)
+            if len(slots) != self._slab_used[slab] or not slots:
+                raise InvariantError(f"slab {slab} counts {self._slab_used[slab]} of {len(slots)}")
+            seen.update(slots)
+        if seen != used:
+            raise InvariantError(f"slots in use differ from the index: {sorted(seen ^ used)[:8]}")
+        open_slabs = len(self._slab_class) + len(self._returned_slabs)
+        if open_slabs != self._next_fresh_slab or open_slabs > self.geometry.num_slabs:
+            raise InvariantError(f"{open_slabs} slabs known, {self._next_fresh_slab} ever opened")
+        if sum(self._used_slots) != len(used) or self.used_bytes > self.geometry.capacity_bytes:
+            raise InvariantError(f"{self.used_bytes} bytes used of {self.geometry.capacity_bytes}")
+        for slot in self._is_free:
+            if self.slab_of(slot) not in self._slab_class:
+                raise InvariantError(f"slot {slot} is free in a slab nobody owns")

@@ -1,0 +1,256 @@
+"""The one definition of every option: type, default, range and meaning.
+
+Values come from `kv_connector_extra_config` in `--kv-transfer-config`, then from environment
+variables `TIERED_KV_<OPTION>` (which win, so that a deployment can be changed without editing its
+JSON). This is the only module that reads either. `docs/configuration.md` is generated from here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from vllm_tiered_kv.errors import ConfigError
+
+ENV_PREFIX = "TIERED_KV_"
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "k": 1000,
+    "kb": 1000,
+    "m": 1000**2,
+    "mb": 1000**2,
+    "g": 1000**3,
+    "gb": 1000**3,
+    "t": 1000**4,
+    "tb": 1000**4,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+}
+
+
+class Mode(str, enum.Enum):
+    """What the connector does. The last two are baselines for benchmarks."""
+
+    TIERED = "tiered"
+    HASH_ONLY = "hash_only"
+    NAIVE = "naive"
+
+
+class StorePolicy(str, enum.Enum):
+    """When a block is copied out of the GPU."""
+
+    EAGER = "eager"
+    LAZY = "lazy"
+
+
+class Eviction(str, enum.Enum):
+    LRU = "lru"
+    S3FIFO = "s3fifo"
+
+
+def parse_size(key: str, value: object) -> int:
+    """Bytes of 1073741824, "20GiB", "1.5 TB" or "512MiB"."""
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ConfigError(key, f'expected a size such as "20GiB", got {value!r}')
+    if isinstance(value, int):
+        size = value
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        unit = _UNITS.get(match.group(2).lower()) if match else None
+        if match is None or unit is None:
+            raise ConfigError(key, f'{value!r} is not a size; write it like "20GiB" or "500MB"')
+        size = int(float(match.group(1)) * unit)
+    if size <= 0:
+        raise ConfigError(key, f"a size must be positive, got {value!r}")
+    return size
+
+
+def format_size(nbytes: int) -> str:
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if nbytes >= _UNITS[unit.lower()] and nbytes % (_UNITS[unit.lower()] // 1024) == 0:
+            scaled = nbytes / _UNITS[unit.lower()]
+            return f"{scaled:g}{unit}"
+    return f"{nbytes}B"
+
+
+_E = TypeVar("_E", bound=enum.Enum)
+
+
+def _parse_choice(key: str, value: object, choices: type[_E]) -> _E:
+    try:
+        return choices(value)
+    except ValueError:
+        allowed = ", ".join(f'"{choice.value}"' for choice in choices)
+        raise ConfigError(key, f"{value!r} is not one of {allowed}") from None
+
+
+def _parse_bool(key: str, value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    text = str(value).strip().lower()
+    if isinstance(value, str) and text in ("1", "true", "yes", "on"):
+        return True
+    if isinstance(value, str) and text in ("0", "false", "no", "off"):
+        return False
+    raise ConfigError(key, f"expected true or false, got {value!r}")
+
+
+def _parse_int(key: str, value: object, low: int, high: int) -> int:
+    if isinstance(value, str) and re.fullmatch(r"\s*-?\d+\s*", value):
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(key, f"expected a whole number, got {value!r}")
+    if not low <= value <= high:
+        raise ConfigError(key, f"expected a number from {low} to {high}, got {value}")
+    return value
+
+
+def _option(default: Any, kind: str, help: str, **limits: int) -> Any:
+    return field(default=default, metadata={"kind": kind, "help": help, **limits})
+
+
+@dataclass(frozen=True)
+class TieredKVConfig:
+    """All options of the connector, validated. Build it with `TieredKVConfig.load`."""
+
+    mode: Mode = _option(
+        Mode.TIERED,
+        "choice",
+        "`tiered` caches. `hash_only` computes keys but neither stores nor loads, `naive` does "
+        "nothing at all: baselines that tell the cost of hashing from the cost of caching.",
+    )
+    cpu_memory: int = _option(
+        4 << 30,
+        "size",
+        "Pinned CPU memory of the engine's own tier, shared evenly by the workers of the engine. "
+        "An exact limit.",
+    )
+    store: StorePolicy = _option(
+        StorePolicy.EAGER,
+        "choice",
+        "`eager` copies a block out as soon as it is full. `lazy` waits until vLLM is about to "
+        "reuse it, which saves copies when the GPU cache is large; it needs prefix caching.",
+    )
+    store_decode: bool = _option(
+        True,
+        "bool",
+        "Store blocks filled by generated tokens too (multi-turn chat), not only prompt blocks.",
+    )
+    eviction: Eviction = _option(
+        Eviction.LRU,
+        "choice",
+        "Order of eviction. `s3fifo` resists scans: a burst of one-time prompts does not push out "
+        "what is used again and again. Under both, tails of a prefix leave before its head.",
+    )
+    lazy_window: int = _option(
+        0,
+        "int",
+        "With `store: lazy`: how many blocks at the head of vLLM's free queue are kept stored. "
+        "0 means twice what one step can allocate.",
+        low=0,
+        high=1 << 24,
+    )
+    staging_memory: int = _option(
+        256 << 20,
+        "size",
+        "GPU memory of the ring that decouples stores from compute. What does not fit in a step "
+        "is stored in the following ones; the engine never waits for it.",
+    )
+    copy_threads: int = _option(
+        0,
+        "int",
+        "Threads that copy blocks on a CPU back-end. 0 means up to 8, never more than the cores.",
+        low=0,
+        high=256,
+    )
+
+    @classmethod
+    def load(
+        cls,
+        extra_config: Mapping[str, Any] | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> TieredKVConfig:
+        """Validated options from the connector's JSON and the environment."""
+        environ = os.environ if environ is None else environ
+        options = {f.name: f for f in dataclasses.fields(cls)}
+        raw: dict[str, tuple[str, Any]] = {}
+        for key, value in (extra_config or {}).items():
+            _require_known(key, key, options)
+            raw[key] = (key, value)
+        for variable, value in environ.items():
+            if variable.startswith(ENV_PREFIX) and variable not in _OTHER_VARIABLES:
+                key = variable[len(ENV_PREFIX) :].lower()
+                _require_known(key, variable, options)
+                raw[key] = (variable, value)
+        values = {key: _parse(options[key], source, value) for key, (source, value) in raw.items()}
+        return cls(**values)
+
+    def describe(self) -> str:
+        """One line for the log: what differs from the defaults."""
+        changed = [
+            f"{f.name}={_show(getattr(self, f.name), f.metadata['kind'])}"
+            for f in dataclasses.fields(self)
+            if getattr(self, f.name) != f.default or f.name == "cpu_memory"
+        ]
+        return ", ".join(changed)
+
+
+# Read at build or test time by setup.py and the tests; not options of the connector.
+_OTHER_VARIABLES = frozenset({"TIERED_KV_CUDA", "TIERED_KV_CUDA_ARCHS"})
+
+
+def _require_known(key: str, source: str, options: Mapping[str, Any]) -> None:
+    if key in options:
+        return
+    close = difflib.get_close_matches(key, options, n=1, cutoff=0.4)
+    hint = f'did you mean "{close[0]}"?' if close else f"known options: {', '.join(options)}"
+    raise ConfigError(source, f"unknown option; {hint}")
+
+
+def _parse(option: dataclasses.Field[Any], source: str, value: object) -> Any:
+    kind = option.metadata["kind"]
+    if kind == "size":
+        return parse_size(source, value)
+    if kind == "bool":
+        return _parse_bool(source, value)
+    if kind == "int":
+        return _parse_int(source, value, option.metadata["low"], option.metadata["high"])
+    return _parse_choice(source, value, type(option.default))
+
+
+def _show(value: Any, kind: str) -> str:
+    if kind == "size":
+        return format_size(value)
+    return str(value.value if isinstance(value, enum.Enum) else value).lower()
+
+
+def options_table() -> str:
+    """The Markdown table of `docs/configuration.md`."""
+    lines = [
+        "| option | type | default | environment | meaning |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for option in dataclasses.fields(TieredKVConfig):
+        kind = option.metadata["kind"]
+        if kind == "choice":
+            shown = " \\| ".join(f'`"{c.value}"`' for c in type(option.default))
+        elif kind == "int":
+            shown = f"integer {option.metadata['low']} … {option.metadata['high']}"
+        else:
+            shown = {"size": 'size, like `"20GiB"`', "bool": "boolean"}[kind]
+        default = _show(option.default, kind)
+        lines.append(
+            f"| `{option.name}` | {shown} | `{default}` | `{ENV_PREFIX}{option.name.upper()}` "
+            f"| {option.metadata['help']} |"
+        )
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,1 @@
+"""The vLLM connector; the only package that imports vLLM."""

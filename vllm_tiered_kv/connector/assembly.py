@@ -1,0 +1,82 @@
+"""Builds the halves from vLLM's configuration. Both compute the same geometry from it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_tiered_kv.config import StorePolicy, TieredKVConfig, format_size
+from vllm_tiered_kv.connector.kv_layout import group_block_bytes
+from vllm_tiered_kv.connector.lazy_store import LazyStore
+from vllm_tiered_kv.connector.model_identity import fingerprint
+from vllm_tiered_kv.connector.request_keys import KeyMaker
+from vllm_tiered_kv.connector.scheduler_half import SchedulerHalf
+from vllm_tiered_kv.connector.worker_half import WorkerHalf
+from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
+from vllm_tiered_kv.device.staging import StagingRing
+from vllm_tiered_kv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def make_scheduler_half(
+    config: TieredKVConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> SchedulerHalf:
+    block_sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
+    namespace = fingerprint(vllm_config, kv_cache_config).namespace()
+    geometry = arena_geometry(config, vllm_config, kv_cache_config)
+    has_ring = vllm_config.device_config.device_type == "cuda"
+    return SchedulerHalf(
+        config,
+        KeyMaker(namespace, block_sizes),
+        block_sizes,
+        group_block_bytes(kv_cache_config),
+        geometry,
+        num_ranks=vllm_config.parallel_config.world_size,
+        steps_zero_blocks=kv_cache_config.needs_kv_cache_zeroing,
+        lazy=_lazy_store(config, vllm_config, kv_cache_config, min(block_sizes)),
+        max_blocks_in_flight=(
+            StagingRing.units(config.staging_memory, geometry) if has_ring else None
+        ),
+    )
+
+
+def make_worker_half(
+    config: TieredKVConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> WorkerHalf:
+    return WorkerHalf(config, arena_geometry(config, vllm_config, kv_cache_config))
+
+
+def arena_geometry(
+    config: TieredKVConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> ArenaGeometry:
+    """The arena of one worker: its even share of `cpu_memory`."""
+    ranks = vllm_config.parallel_config.world_size
+    block_bytes = group_block_bytes(kv_cache_config)
+    share = config.cpu_memory // ranks
+    if share < max(block_bytes):
+        raise ConfigError(
+            "cpu_memory",
+            f"{format_size(config.cpu_memory)} for {ranks} worker(s) does not hold a single block "
+            f"of {format_size(max(block_bytes))}; choose more",
+        )
+    return ArenaGeometry.for_blocks(share, block_bytes)
+
+
+def _lazy_store(
+    config: TieredKVConfig,
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    smallest_block: int,
+) -> LazyStore | None:
+    if config.store is not StorePolicy.LAZY:
+        return None
+    if not vllm_config.cache_config.enable_prefix_caching:
+        raise ConfigError(
+            "store", '"lazy" needs vLLM\'s prefix caching; enable it or choose "eager"'
+        )
+    per_step = -(-vllm_config.scheduler_config.max_num_batched_tokens // smallest_block)
+    window = config.lazy_window or 2 * (per_step + vllm_config.scheduler_config.max_num_seqs)
+    hash_block_size = kv_cache_config.hash_block_size or smallest_block
+    return LazyStore(window, hash_block_size)

@@ -1,0 +1,202 @@
+"""TieredKVConnector: the class vLLM loads. It only delegates, to the half its role asks for."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from vllm_tiered_kv.config import Mode, TieredKVConfig
+from vllm_tiered_kv.connector.assembly import make_scheduler_half, make_worker_half
+from vllm_tiered_kv.connector.metadata import TieredKVMetadata
+from vllm_tiered_kv.connector.scheduler_half import SchedulerHalf
+from vllm_tiered_kv.connector.stats import TieredKVPromMetrics, TieredKVStats
+from vllm_tiered_kv.connector.support import require_supported_vllm, why_not_cacheable
+from vllm_tiered_kv.connector.worker_half import WorkerHalf
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+_RECOMPUTE_ADVICE = (
+    "a cache load that fails would end its request with an error here: add "
+    '"kv_load_failure_policy": "recompute" beside "kv_connector": "MultiConnector" in '
+    "--kv-transfer-config"
+)
+
+
+class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
+    """Keeps vLLM's KV cache in tiers beyond the GPU."""
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig,
+    ) -> None:
+        warning = require_supported_vllm(vllm.__version__, KVConnectorBase_V1)
+        super().__init__(vllm_config, role, kv_cache_config)
+        config = TieredKVConfig.load(self._kv_transfer_config.kv_connector_extra_config)
+        self.scheduler_half: SchedulerHalf | None = None
+        self.worker_half: WorkerHalf | None = None
+        # A failed load is recomputed, never an error. vLLM reads this after building us.
+        self._kv_transfer_config.kv_load_failure_policy = "recompute"
+
+        reason = why_not_cacheable(vllm_config, kv_cache_config)
+        if reason is not None or config.mode is Mode.NAIVE:
+            if reason is not None and role is KVConnectorRole.SCHEDULER:
+                logger.warning("the KV cache of this model is not tiered: %s", reason)
+            return
+        if role is KVConnectorRole.SCHEDULER:
+            if warning is not None:
+                logger.warning(warning)
+            logger.info("tiered KV cache: %s", config.describe())
+            self.scheduler_half = make_scheduler_half(config, vllm_config, kv_cache_config)
+        elif config.mode is Mode.TIERED:
+            self.worker_half = make_worker_half(config, vllm_config, kv_cache_config)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a dropped store is a future miss, nothing more
+
+    # ---- worker ---------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self.worker_half is None:
+            return
+        self.worker_half.register_kv_caches(kv_caches, self._kv_cache_config)
+        outer = get_kv_transfer_group() if has_kv_transfer_group() else self
+        if outer is not self:  # inside a MultiConnector
+            self.worker_half.wait_for_sources = True
+            if outer._kv_transfer_config.kv_load_failure_policy != "recompute":
+                logger.warning(_RECOMPUTE_ADVICE)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        if self.worker_half is not None:
+            assert isinstance(kv_connector_metadata, TieredKVMetadata)
+            self.worker_half.before_forward(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self.worker_half is not None:
+            self.worker_half.start_loads(self._metadata())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass  # loads are asynchronous and whole: a request runs when its blocks are there
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        pass  # blocks are stored whole, after the forward
+
+    def wait_for_save(self) -> None:
+        if self.worker_half is not None:
+            self.worker_half.after_forward(self._metadata())
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if self.worker_half is None:
+            return KVConnectorTransferResults()
+        return self.worker_half.results()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self.worker_half.worker_metadata() if self.worker_half is not None else None
+
+    def _metadata(self) -> TieredKVMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, TieredKVMetadata)
+        return metadata
+
+    # ---- scheduler ------------------------------------------------------------------------------
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self.scheduler_half is not None:
+            self.scheduler_half.bind_kv_cache_manager(kv_cache_manager)
+
+    def on_new_request(self, request: Request) -> None:
+        if self.scheduler_half is not None:
+            self.scheduler_half.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if self.scheduler_half is None:
+            return 0, False
+        return self.scheduler_half.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        if self.scheduler_half is not None:
+            self.scheduler_half.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        if self.scheduler_half is None:
+            return TieredKVMetadata()
+        return self.scheduler_half.build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if self.scheduler_half is not None:
+            self.scheduler_half.update_connector_output(connector_output)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if self.scheduler_half is not None:
+            self.scheduler_half.request_finished(request, block_ids)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        return self.scheduler_half is not None and self.scheduler_half.has_pending_push_work()
+
+    def reset_cache(self) -> bool | None:
+        return self.scheduler_half.reset_cache() if self.scheduler_half is not None else True
+
+    # ---- both -----------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        if self.worker_half is not None:
+            self.worker_half.shutdown()
+        if self.scheduler_half is not None:
+            self.scheduler_half.shutdown()
+
+    def get_kv_connector_stats(self) -> TieredKVStats | None:
+        return self.scheduler_half.stats() if self.scheduler_half is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TieredKVStats:
+        return TieredKVStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> TieredKVPromMetrics:
+        return TieredKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

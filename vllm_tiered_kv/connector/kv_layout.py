@@ -1,0 +1,69 @@
+"""From vLLM's KV-cache tensors and configuration to byte runs and block sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm_tiered_kv.core.layout import BlockRuns, StridedView, block_runs
+from vllm_tiered_kv.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def group_block_bytes(kv_cache_config: KVCacheConfig) -> list[int]:
+    """Bytes of one block on one rank, per group, as the scheduler knows them.
+
+    Pages may be padded in memory; only the bytes that mean something are moved.
+    """
+    return [
+        sum(
+            int(_layer_spec(group.kv_cache_spec, name).unpadded_page_size_bytes)
+            for name in _own_layers(kv_cache_config, group.layer_names)
+        )
+        for group in kv_cache_config.kv_cache_groups
+    ]
+
+
+def group_runs(
+    kv_caches: Mapping[str, torch.Tensor], kv_cache_config: KVCacheConfig
+) -> dict[int, BlockRuns]:
+    """Byte runs of a block, per group, read from the tensors themselves."""
+    runs: dict[int, BlockRuns] = {}
+    expected = group_block_bytes(kv_cache_config)
+    for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
+        names = _own_layers(kv_cache_config, group.layer_names)
+        missing = [name for name in names if name not in kv_caches]
+        if missing:
+            raise UnsupportedError(f"vLLM registered no KV cache for layer {missing[0]}")
+        views = [strided_view(name, kv_caches[name]) for name in names]
+        runs[group_id] = block_runs(views, kv_cache_config.num_blocks)
+        if runs[group_id].block_bytes != expected[group_id]:
+            raise UnsupportedError(
+                f"KV-cache group {group_id} has {runs[group_id].block_bytes} bytes a block, "
+                f"vLLM's configuration says {expected[group_id]}; this layout is not understood"
+            )
+    return runs
+
+
+def strided_view(name: str, tensor: torch.Tensor) -> StridedView:
+    return StridedView(
+        name=name,
+        address=tensor.data_ptr(),
+        shape=tuple(tensor.shape),
+        strides=tuple(tensor.stride()),
+        itemsize=tensor.element_size(),
+    )
+
+
+def _own_layers(kv_cache_config: KVCacheConfig, layer_names: list[str]) -> list[str]:
+    """Layers of a group that have memory of their own on this rank, in their order."""
+    placed = {name for tensor in kv_cache_config.kv_cache_tensors for name in tensor.layers}
+    return [name for name in layer_names if name in placed]
+
+
+def _layer_spec(spec: Any, layer: str) -> Any:
+    inner = getattr(spec, "kv_cache_specs", None)
+    return inner[layer] if inner is not None else spec

@@ -1,0 +1,183 @@
+"""Who computed these bytes: a digest of what is in the model's files, never of their names.
+
+Two folders with equal weights, config and overrides are one model; one folder whose weights were
+changed is another. Of each weight file the digest covers its size, its tensor index and a sample
+from every tensor, which any fine-tuning changes; hashing hundreds of gigabytes at each start would
+not make a difference anyone could meet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import struct
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_tiered_kv.core.key import Fingerprint
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
+
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_SMALL_FILE = 1 << 20  # files up to this size are covered whole
+_SAMPLE = 4096
+_MAX_TENSORS = 8192
+_MAX_HEADER = 256 << 20
+
+
+def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Fingerprint:
+    """Everything that makes this engine's blocks its own."""
+    model = vllm_config.model_config
+    parallel = vllm_config.parallel_config
+    return Fingerprint(
+        model=model_digest(vllm_config),
+        revision=str(model.revision or ""),
+        dtype=str(model.dtype),
+        quantization=str(model.quantization or ""),
+        kv_dtype=str(vllm_config.cache_config.cache_dtype),
+        layout=str(kv_cache_config.kv_cache_layout),
+        block_sizes=tuple(g.kv_cache_spec.block_size for g in kv_cache_config.kv_cache_groups),
+        group_layers=tuple(
+            (*group.layer_names, repr(group.kv_cache_spec))
+            for group in kv_cache_config.kv_cache_groups
+        ),
+        parallel={
+            "tp": parallel.tensor_parallel_size,
+            "pp": parallel.pipeline_parallel_size,
+            "dcp": parallel.decode_context_parallel_size,
+            "pcp": parallel.prefill_context_parallel_size,
+        },
+    )
+
+
+def model_digest(vllm_config: VllmConfig) -> str:
+    """Digest of weights, config and everything that changes what the weights compute."""
+    model = vllm_config.model_config
+    digest = hashlib.sha256()
+    load_format = str(getattr(vllm_config.load_config, "load_format", "auto"))
+    _add(digest, "load_format", load_format)
+    _add(digest, "hf_config", _stable(model.hf_config.to_dict()))
+    _add(digest, "hf_overrides", repr(model.hf_overrides))
+    if load_format == "dummy":
+        _add(digest, "seed", str(model.seed))
+        return digest.hexdigest()
+    folder = _model_folder(vllm_config)
+    if folder is None:
+        logger.warning(
+            "the files of model %s cannot be read here; its cache is keyed by name and revision, "
+            "so call reset_prefix_cache(reset_connector=True) after changing them in place",
+            model.model,
+        )
+        _add(digest, "name", f"{model.model}@{model.revision}")
+    elif folder.is_file():
+        _add_file(digest, folder)
+    else:
+        _add_folder(digest, folder)
+    return digest.hexdigest()
+
+
+def adapter_digest(name: str, path: str) -> bytes:
+    """Digest of a LoRA adapter's files; read again only when a file's size or time changed."""
+    folder = Path(path)
+    if not folder.exists():
+        return hashlib.sha256(f"adapter by name\0{name}\0{path}".encode()).digest()
+    stamps = tuple(
+        (file.name, stat.st_size, stat.st_mtime_ns)
+        for file in _files(folder)
+        for stat in [file.stat()]
+    )
+    return _adapter_digest(folder, stamps)
+
+
+@lru_cache(maxsize=1024)
+def _adapter_digest(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> bytes:
+    digest = hashlib.sha256(b"adapter files\0")
+    _add_folder(digest, folder)
+    return digest.digest()
+
+
+def _model_folder(vllm_config: VllmConfig) -> Path | None:
+    model = vllm_config.model_config
+    local = Path(model.model)
+    if local.exists():
+        return local
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(
+            snapshot_download(
+                model.model,
+                revision=model.revision,
+                cache_dir=vllm_config.load_config.download_dir,
+                local_files_only=True,
+            )
+        )
+    except Exception as reason:  # any failure means the same: no files to read
+        logger.debug("no local snapshot of %s: %s", model.model, reason)
+        return None
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if file.is_file())
+
+
+def _add_folder(digest: Any, folder: Path) -> None:
+    files = [file for file in _files(folder) if file.suffix in (".json", *_WEIGHT_SUFFIXES)]
+    # Some repositories carry the weights twice; vLLM loads safetensors when they are there.
+    if any(file.suffix == ".safetensors" for file in files):
+        files = [file for file in files if file.suffix in (".json", ".safetensors")]
+    for file in files:
+        _add(digest, "file", file.relative_to(folder).as_posix())
+        _add_file(digest, file)
+
+
+def _add_file(digest: Any, file: Path) -> None:
+    size = file.stat().st_size
+    _add(digest, "size", str(size))
+    with file.open("rb") as stream:
+        if size <= _SMALL_FILE:
+            digest.update(stream.read())
+            return
+        for offset, length in _sampled_ranges(stream, size, file.suffix):
+            stream.seek(offset)
+            digest.update(stream.read(length))
+
+
+def _sampled_ranges(stream: Any, size: int, suffix: str) -> Iterator[tuple[int, int]]:
+    """The index of a safetensors file and the middle of each tensor; else evenly spaced pieces."""
+    if suffix == ".safetensors":
+        (header_bytes,) = struct.unpack("<Q", stream.read(8))
+        if header_bytes <= min(size, _MAX_HEADER):
+            header = json.loads(stream.read(header_bytes))
+            yield 0, 8 + header_bytes
+            spans = sorted(
+                tuple(tensor["data_offsets"])
+                for name, tensor in header.items()
+                if name != "__metadata__"
+            )
+            step = max(1, len(spans) // _MAX_TENSORS)
+            for start, end in spans[::step]:
+                middle = max(start, (start + end - _SAMPLE) // 2)
+                yield 8 + header_bytes + middle, min(_SAMPLE, end - middle)
+            return
+    pieces = 1024
+    for piece in range(pieces):
+        yield piece * (size - _SAMPLE) // (pieces - 1), _SAMPLE
+
+
+def _add(digest: Any, label: str, value: str) -> None:
+    digest.update(f"{label}:{len(value)}:{value};".encode())
+
+
+def _stable(config: dict[str, Any]) -> str:
+    """Canonical text of a config, without what says where or by which library it was saved."""
+    ignored = {"_name_or_path", "transformers_version", "_commit_hash"}
+    kept = {key: value for key, value in config.items() if key not in ignored}
+    return json.dumps(kept, sort_keys=True, default=str)

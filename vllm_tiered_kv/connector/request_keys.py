@@ -1,0 +1,94 @@
+"""Keys of a vLLM request: its scope (epoch, LoRA, salt), its tokens, its multimodal inputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vllm_tiered_kv.connector.model_identity import adapter_digest
+from vllm_tiered_kv.core.key import BlockKey, canonical, group_suffix, root_digest
+from vllm_tiered_kv.native.cpu import extend_keys
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class RequestKeys:
+    """Grows with the request: keys of every full block of its confirmed tokens, per group.
+
+    The chain is hashed once, at the granularity all groups' block sizes are multiples of; a
+    group's key is the digest at its block's end.
+    """
+
+    def __init__(self, root: bytes, block_sizes: Sequence[int]) -> None:
+        self._digest = root
+        self._unit = math.gcd(*block_sizes)
+        self._steps = [size // self._unit for size in block_sizes]
+        self._suffixes = [group_suffix(group_id) for group_id in range(len(block_sizes))]
+        self._units: list[bytes] = []
+        self._mm_index = 0
+        self.of_group: list[list[BlockKey]] = [[] for _ in block_sizes]
+
+    def extend(self, request: Request, num_tokens: int) -> None:
+        """Covers the full blocks of the first `num_tokens` tokens, all of them confirmed."""
+        start = len(self._units) * self._unit
+        stop = num_tokens - num_tokens % self._unit
+        if stop <= start:
+            return
+        single = len(self._steps) == 1
+        keys, self._digest = extend_keys(
+            self._digest,
+            request._all_token_ids,
+            start,
+            stop,
+            self._unit,
+            self._extras(request, start, stop),
+            self._suffixes[0] if single else b"",
+        )
+        self._units.extend(keys)
+        if single:
+            self.of_group[0].extend(BlockKey(key) for key in keys)
+            return
+        for group, step in enumerate(self._steps):
+            have = len(self.of_group[group])
+            ends = self._units[have * step + step - 1 :: step]
+            self.of_group[group].extend(BlockKey(end + self._suffixes[group]) for end in ends)
+
+    def _extras(self, request: Request, start: int, stop: int) -> dict[int, bytes] | None:
+        """What besides the token ids decides a block's content: images, embeddings."""
+        if not request.mm_features and request.prompt_embeds is None:
+            return None
+        from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+
+        extras: dict[int, bytes] = {}
+        for index, first in enumerate(range(start, stop, self._unit)):
+            parts, self._mm_index = generate_block_hash_extra_keys(
+                request, first, first + self._unit, self._mm_index
+            )
+            if parts:
+                # LoRA and salt come along too; they are in the root already and do no harm.
+                extras[index] = canonical(parts)
+        return extras
+
+
+class KeyMaker:
+    """Starts chains for requests of one engine."""
+
+    def __init__(self, namespace: bytes, block_sizes: Sequence[int]) -> None:
+        self._namespace = namespace
+        self._block_sizes = tuple(block_sizes)
+        self._epoch = b""
+
+    def new_epoch(self, nonce: bytes) -> None:
+        """After weights changed in place: no key made from now on equals an earlier one."""
+        self._epoch = nonce
+
+    def keys_for(self, request: Request) -> RequestKeys:
+        lora = request.lora_request
+        scope = (
+            self._epoch,
+            adapter_digest(lora.lora_name, lora.lora_path) if lora else None,
+            request.cache_salt or None,
+        )
+        return RequestKeys(root_digest(self._namespace, scope), self._block_sizes)

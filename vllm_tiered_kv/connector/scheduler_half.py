@@ -1,0 +1,363 @@
+"""The half of the connector that lives with vLLM's scheduler: keys, lookups, plans.
+
+Everything here is bookkeeping in memory; nothing waits for I/O. The rules that keep tokens right:
+
+- Only confirmed tokens get a key: prompt tokens and sampled tokens the scheduler has seen, never
+  drafts or the placeholders of asynchronous scheduling.
+- A block is stored in the step whose forward fills it, or later; the worker reads it in stream
+  order, so no reference to GPU blocks is ever held and `reset_prefix_cache` always works.
+- A load is planned only for readable blocks, which stay pinned until it is reported.
+- A request whose load failed is not offered another one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm_tiered_kv.cache.index import BlockIndex
+from vllm_tiered_kv.cache.ledger import TransferLedger
+from vllm_tiered_kv.cache.planner import Group, loadable_tokens, plan_store
+from vllm_tiered_kv.config import Mode, TieredKVConfig
+from vllm_tiered_kv.connector.lazy_store import LazyStore
+from vllm_tiered_kv.connector.metadata import TieredKVMetadata, TieredKVWorkerMetadata
+from vllm_tiered_kv.connector.request_keys import KeyMaker, RequestKeys
+from vllm_tiered_kv.connector.stats import TieredKVStats
+from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
+from vllm_tiered_kv.core.key import BlockKey
+from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.core.transfer import GroupTransfer, LoadJob, StoreJob, int64_array
+from vllm_tiered_kv.metrics import names
+from vllm_tiered_kv.metrics.names import DropReason
+from vllm_tiered_kv.metrics.recorder import Recorder
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+_CPU = Tier.CPU.value
+
+
+@dataclass
+class _Match:
+    """The answer last given for a request, kept until vLLM admits it."""
+
+    computed: int  # tokens the GPU has
+    loadable: int  # tokens after them the tier has
+    limit: int  # tokens in whole blocks that could have been found
+
+
+@dataclass
+class _RequestState:
+    request: Request
+    keys: RequestKeys
+    stored: list[int]  # per group: blocks already stored or considered
+    closed: DropReason | None = None  # why the rest of this sequence is not stored
+    load_failed: bool = False
+    match: _Match | None = None
+
+
+class SchedulerHalf:
+    def __init__(
+        self,
+        config: TieredKVConfig,
+        key_maker: KeyMaker,
+        block_sizes: list[int],
+        block_bytes: list[int],
+        geometry: ArenaGeometry,
+        num_ranks: int,
+        steps_zero_blocks: bool,
+        lazy: LazyStore | None,
+        max_blocks_in_flight: int | None,
+    ) -> None:
+        """`steps_zero_blocks`: vLLM clears new blocks before the forward, ahead of our hook.
+        `max_blocks_in_flight`: what the workers' staging ring holds; None without a ring."""
+        self._config = config
+        self._key_maker = key_maker
+        self._groups = [
+            Group(group_id, size, nbytes, geometry.class_of_block(nbytes))
+            for group_id, (size, nbytes) in enumerate(zip(block_sizes, block_bytes, strict=True))
+        ]
+        self._alignment = math.lcm(*block_sizes)
+        self._smallest_block = min(block_sizes)
+        self._store_on_finish = not steps_zero_blocks
+        self.recorder = Recorder()
+        self.index = BlockIndex(geometry, config.eviction.value, self._count_eviction)
+        self.ledger = TransferLedger(self.index, self.recorder, num_ranks)
+        self._requests: dict[str, _RequestState] = {}
+        self._next = TieredKVMetadata()
+        self._blocks: KVCacheManager | None = None
+        self._lazy = lazy
+        self._max_blocks_in_flight = max_blocks_in_flight
+        self.recorder.set(names.CAPACITY_BYTES, geometry.capacity_bytes, _CPU)
+
+    # ---- arrival, lookup, admission -----------------------------------------------------------
+
+    def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
+        self._blocks = manager
+
+    def on_new_request(self, request: Request) -> None:
+        self._state(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens the tier can add to the GPU's hit. No side effects on the tier."""
+        state = self._state(request)
+        if state is None:
+            return 0, False
+        state.keys.extend(request, request.num_tokens)
+        # The last token is always computed: its logits are what the request waits for.
+        limit = (request.num_tokens - 1) // self._alignment * self._alignment
+        loadable = 0
+        if self._config.mode is Mode.TIERED and not state.load_failed:
+            loadable = loadable_tokens(
+                self.index,
+                self._groups,
+                state.keys.of_group,
+                num_computed_tokens,
+                limit,
+                self._alignment,
+            )
+        if request.skip_reading_prefix_cache:
+            loadable = 0
+        state.match = _Match(num_computed_tokens, loadable, limit)
+        return loadable, loadable > 0
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """The request is admitted with its blocks: what was only an answer becomes a plan."""
+        state = self._requests.get(request.request_id)
+        if state is None or state.match is None:
+            return
+        match, state.match = state.match, None
+        self._count_lookup(match, num_external_tokens)
+        if not num_external_tokens:
+            return
+        first, last = match.computed, match.computed + num_external_tokens
+        spans = [slice(first // g.block_size, last // g.block_size) for g in self._groups]
+        wanted = [keys[span] for keys, span in zip(state.keys.of_group, spans, strict=True)]
+        nbytes = sum(len(w) * g.block_bytes for w, g in zip(wanted, self._groups, strict=True))
+        slots = iter(
+            self.ledger.open_load(request.request_id, [k for keys in wanted for k in keys], nbytes)
+        )
+        transfers: list[GroupTransfer] = []
+        for group, span, keys in zip(self._groups, spans, wanted, strict=True):
+            targets = [block.block_id for block in blocks.blocks[group.group_id][span]]
+            transfers.append(
+                GroupTransfer(
+                    group.group_id,
+                    int64_array(targets),
+                    int64_array([next(slots) for _ in keys]),
+                )
+            )
+            # The whole prefix was used, also the part the GPU still had.
+            self.index.touch(state.keys.of_group[group.group_id][: span.stop])
+        self._next.loads.append(LoadJob(request.request_id, tuple(transfers)))
+
+    # ---- one step -----------------------------------------------------------------------------
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> TieredKVMetadata:
+        for request_id in scheduler_output.preempted_req_ids or ():
+            self._forget_blocks(request_id)
+        if self._config.mode is not Mode.NAIVE:
+            for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
+                self._plan_stores(request_id, scheduled)
+        if self._lazy is not None:
+            self._plan_lazy_stores(self._lazy)
+        metadata, self._next = self._next, TieredKVMetadata()
+        return metadata
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        metadata = output.kv_connector_worker_meta
+        if isinstance(metadata, TieredKVWorkerMetadata):
+            for job_id, reports in metadata.stores.items():
+                self.ledger.report_store(job_id, reports)
+        for request_id in output.finished_recving or ():
+            self._finish_load(request_id, request_id in output.failed_recving)
+
+    def has_pending_push_work(self) -> bool:
+        """Keeps an idle engine stepping until the last stores are committed."""
+        return self.ledger.has_open_stores or bool(self._next.stores_before)
+
+    # ---- the end of a request -----------------------------------------------------------------
+
+    def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> None:
+        """Forgets the request; its last full blocks are stored if that has not happened yet.
+
+        With asynchronous scheduling or speculation the tokens that fill a block are confirmed
+        only now. The blocks are already going back to the pool, so they are read before the next
+        forward can touch them.
+        """
+        state = self._requests.pop(request.request_id, None)
+        eager = self._config.mode is Mode.TIERED and self._lazy is None
+        if state is None or not eager or not self._store_on_finish:
+            return
+        from vllm.v1.request import RequestStatus
+
+        # Of an aborted request nothing is certain: a step may be under way.
+        if request.status not in (
+            RequestStatus.FINISHED_STOPPED,
+            RequestStatus.FINISHED_LENGTH_CAPPED,
+        ):
+            return
+        ready = self._storable(state, request.num_tokens - 1)
+        if ready // self._smallest_block <= min(state.stored):
+            return
+        state.keys.extend(request, ready)
+        for group, table in zip(self._groups, block_ids, strict=True):
+            start, full = state.stored[group.group_id], ready // group.block_size
+            stop = self._within_ring(start, full)
+            self._next.stores_before += self._store_jobs(state, group, table[start:stop])
+            self.ledger.drop(full - stop, DropReason.STAGING_FULL)
+
+    def reset_cache(self) -> bool:
+        """Forgets everything this engine stored and moves it, and only it, to a fresh epoch.
+
+        Called when weights change in place: blocks computed before must never be found again.
+        """
+        self._key_maker.new_epoch(os.urandom(16))
+        self.index.clear()
+        for state in self._requests.values():
+            state.keys = self._key_maker.keys_for(state.request)
+            state.match = None
+            if state.request.num_computed_tokens:
+                # What the GPU holds of this request was computed before the reset.
+                state.closed = DropReason.RESET
+        if self._lazy is not None:
+            self._lazy.clear()
+        return True
+
+    def shutdown(self) -> None:
+        self._requests.clear()
+
+    def stats(self) -> TieredKVStats | None:
+        self.recorder.set(names.USED_BYTES, self.index.used_bytes, _CPU)
+        self.recorder.set(names.PENDING_STORES, self.ledger.pending_store_blocks, _CPU)
+        samples = self.recorder.drain()
+        return TieredKVStats(data=samples) if samples else None
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _state(self, request: Request) -> _RequestState | None:
+        """What we know of a request; None for one the cache leaves alone."""
+        state = self._requests.get(request.request_id)
+        if state is None:
+            # A resumable session rewrites its own tokens between turns; keys would lie.
+            if self._config.mode is Mode.NAIVE or getattr(request, "resumable", False):
+                return None
+            state = _RequestState(
+                request, self._key_maker.keys_for(request), [0] * len(self._groups)
+            )
+            state.keys.extend(request, request.num_tokens)
+            self._requests[request.request_id] = state
+        return state
+
+    def _storable(self, state: _RequestState, computed: int) -> int:
+        """Of `computed` tokens, those that are confirmed and wanted."""
+        request = state.request
+        ready = min(computed, request.num_tokens)
+        return ready if self._config.store_decode else min(ready, request.num_prompt_tokens)
+
+    def _plan_stores(self, request_id: str, scheduled: int) -> None:
+        state = self._requests.get(request_id)
+        if state is None:
+            return
+        ready = self._storable(state, state.request.num_computed_tokens + scheduled)
+        if ready // self._smallest_block <= min(state.stored):
+            return
+        state.keys.extend(state.request, ready)
+        if self._config.mode is Mode.HASH_ONLY:
+            state.stored = [ready // group.block_size for group in self._groups]
+            return
+        assert self._blocks is not None, "vLLM did not bind its KV-cache manager"
+        tables = self._blocks.get_blocks(request_id).blocks
+        for group in self._groups:
+            start = state.stored[group.group_id]
+            stop = self._within_ring(start, ready // group.block_size)
+            ids = [block.block_id for block in tables[group.group_id][start:stop]]
+            if self._lazy is None:
+                self._next.stores_after += self._store_jobs(state, group, ids)
+                continue
+            keys = state.keys.of_group[group.group_id]
+            for position, block_id in enumerate(ids, start):
+                self._lazy.observe(state.request, block_id, group, position, keys)
+            state.stored[group.group_id] = start + len(ids)
+
+    def _within_ring(self, start: int, stop: int) -> int:
+        """Where to stop storing in this step. The rest follows in later steps: as long as the
+        request runs, its blocks stay what they are."""
+        if self._max_blocks_in_flight is None or self._lazy is not None:
+            return max(start, stop)
+        room = self._max_blocks_in_flight - self.ledger.pending_store_blocks
+        return max(start, min(stop, start + room))
+
+    def _store_jobs(
+        self, state: _RequestState, group: Group, block_ids: list[int]
+    ) -> list[StoreJob]:
+        """Reserves slots for those of the next full blocks that are missing in the tier."""
+        start = state.stored[group.group_id]
+        stop = start + len(block_ids)
+        state.stored[group.group_id] = stop
+        if state.closed is not None:
+            self.ledger.drop(len(block_ids), state.closed)
+            return []
+        keys = state.keys.of_group[group.group_id]
+        plan = plan_store(self.index, group, keys, start, stop)
+        if plan.dropped:
+            state.closed = DropReason.TIER_FULL
+            self.ledger.drop(plan.dropped, DropReason.TIER_FULL)
+        if not start:
+            self.index.touch(keys[:stop])  # a prefix the GPU still had counts as used here too
+        if not plan.slots:
+            return []
+        job_id = self.ledger.open_store(plan.slots, group.block_bytes)
+        sources = [block_ids[position - start] for position in plan.positions]
+        transfer = GroupTransfer(group.group_id, int64_array(sources), int64_array(plan.slots))
+        return [StoreJob(job_id, transfer)]
+
+    def _plan_lazy_stores(self, lazy: LazyStore) -> None:
+        assert self._blocks is not None, "vLLM did not bind its KV-cache manager"
+        plans, dropped = lazy.plan(self._blocks.block_pool, self.index)
+        self.ledger.drop(dropped, DropReason.TIER_FULL)
+        for plan in plans:
+            job_id = self.ledger.open_store(plan.slots, plan.group.block_bytes)
+            transfer = GroupTransfer(
+                plan.group.group_id, int64_array(plan.block_ids), int64_array(plan.slots)
+            )
+            self._next.stores_after.append(StoreJob(job_id, transfer))
+
+    def _forget_blocks(self, request_id: str) -> None:
+        """The request was preempted: its blocks are gone and it starts over."""
+        state = self._requests.get(request_id)
+        if state is not None:
+            state.stored = [0] * len(self._groups)
+            state.closed = None
+
+    def _finish_load(self, request_id: str, failed: bool) -> None:
+        if not self.ledger.is_loading(request_id):
+            return  # another connector's load (MultiConnector)
+        self.ledger.close_load(request_id, failed)
+        state = self._requests.get(request_id)
+        if state is not None and failed:
+            state.load_failed = True
+
+    def _count_lookup(self, match: _Match, loaded: int) -> None:
+        missed = max(0, match.limit - match.computed - loaded)
+        self.recorder.add(names.HIT_TOKENS, loaded, _CPU)
+        self.recorder.add(names.MISS_TOKENS, missed, _CPU)
+        for group in self._groups:
+            self.recorder.add(names.HIT_BLOCKS, loaded // group.block_size, _CPU)
+            self.recorder.add(names.MISS_BLOCKS, missed // group.block_size, _CPU)
+
+    def _count_eviction(self, key: BlockKey, nbytes: int) -> None:
+        self.recorder.add(names.EVICTED_BLOCKS, 1, _CPU)
+        self.recorder.add(names.EVICTED_BYTES, nbytes, _CPU)

@@ -1,0 +1,76 @@
+"""Our metrics on vLLM's own `/metrics` and in its periodic log line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+from vllm_tiered_kv.metrics import names, recorder
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@dataclass
+class TieredKVStats(KVConnectorStats):
+    """Changes since the last report: metric -> label values -> amount, as the recorder drains."""
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> TieredKVStats:
+        recorder.merge(self.data, other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """One flat line for the log."""
+        return {
+            name if labels == "cpu" else f"{name}[{labels}]": value
+            for name, by_label in self.data.items()
+            for labels, value in by_label.items()
+        }
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class TieredKVPromMetrics(KVConnectorPromMetrics):
+    """One Prometheus metric for each definition in `metrics.names`."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._metrics: dict[str, Any] = {}
+        for metric in names.ALL:
+            labels = [*labelnames, *metric.labels]
+            if metric.kind is names.Kind.COUNTER:
+                self._metrics[metric.name] = self._counter_cls(
+                    name=metric.exposed_name, documentation=metric.help, labelnames=labels
+                )
+            else:
+                self._metrics[metric.name] = self._gauge_cls(
+                    name=metric.exposed_name,
+                    documentation=metric.help,
+                    labelnames=labels,
+                    multiprocess_mode="mostrecent",
+                )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        engine_labels = self.per_engine_labelvalues[engine_idx]
+        for name, by_label in transfer_stats_data.items():
+            for joined, value in by_label.items():
+                child = self._metrics[name].labels(*engine_labels, *recorder.label_values(joined))
+                if names.BY_NAME[name].kind is names.Kind.COUNTER:
+                    child.inc(value)
+                else:
+                    child.set(value)

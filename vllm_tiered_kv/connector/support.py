@@ -1,0 +1,74 @@
+"""What can be served: vLLM versions and model features. Everything else is refused in one sentence."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from vllm_tiered_kv.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+OLDEST_VLLM = (0, 32)
+"""First release with every hook the connector relies on (get_transfer_results, on_new_request)."""
+
+NEWEST_TESTED_VLLM = (0, 32)
+
+
+def parse_version(text: str) -> tuple[int, int] | None:
+    match = re.match(r"(\d+)\.(\d+)", text)
+    return (int(match.group(1)), int(match.group(2))) if match else None
+
+
+def require_supported_vllm(version: str, base: type) -> str | None:
+    """Raises for a vLLM that cannot work; returns a warning for one that was not tested.
+
+    `base` is vLLM's connector base class: development builds have no useful version, so the hooks
+    themselves are what decides.
+    """
+    hooks = ("get_transfer_results", "on_new_request", "bind_kv_cache_manager", "finish_forward")
+    missing = [hook for hook in hooks if not hasattr(base, hook)]
+    number = parse_version(version)
+    if missing or (number is not None and (0, 1) < number < OLDEST_VLLM):
+        raise UnsupportedError(
+            f"vllm-tiered-kv needs vLLM {OLDEST_VLLM[0]}.{OLDEST_VLLM[1]} or newer, this is "
+            f"{version}; upgrade vLLM or remove TieredKVConnector from --kv-transfer-config"
+        )
+    if number is not None and number > NEWEST_TESTED_VLLM:
+        return (
+            f"vllm-tiered-kv was tested with vLLM up to {NEWEST_TESTED_VLLM[0]}."
+            f"{NEWEST_TESTED_VLLM[1]}, this is {version}"
+        )
+    return None
+
+
+def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
+    """The reason this model's KV cache is left alone, or None when it can be cached."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
+
+    if not kv_cache_config.kv_cache_groups:
+        return "the model has no KV cache"
+    if len(kv_cache_config.kv_cache_groups) > 255:
+        return "the model has more than 255 KV-cache groups"
+    for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        inner = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+        for layer_spec in inner:
+            if not isinstance(layer_spec, FullAttentionSpec):
+                return (
+                    f"KV-cache group {group_id} is {type(layer_spec).__name__}, and only full "
+                    "attention is supported so far"
+                )
+        if not group.enable_kv_transfer or group.host_resident or not spec.prefix_cacheable:
+            return f"vLLM does not let KV-cache group {group_id} be transferred"
+        if group.is_eagle_group:
+            return f"KV-cache group {group_id} belongs to a draft model"
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.use_eagle():
+        return "speculative decoding with draft layers (EAGLE, MTP) is not supported so far"
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        return "context parallelism is not supported so far"
+    return None

@@ -1,0 +1,148 @@
+"""The half of the connector that lives with a worker: arena, copies, reports.
+
+vLLM calls it once a step, always in this order: `before_forward`, the forward, `start_loads`,
+`after_forward`, `results`. Loads may also start before the forward when another connector loads
+synchronously; the fence set in `before_forward` covers both.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from vllm_tiered_kv.cache.ledger import StoreReport
+from vllm_tiered_kv.config import TieredKVConfig, format_size
+from vllm_tiered_kv.connector.kv_layout import group_runs
+from vllm_tiered_kv.connector.metadata import TieredKVMetadata, TieredKVWorkerMetadata
+from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
+from vllm_tiered_kv.core.layout import BlockRuns
+from vllm_tiered_kv.core.transfer import StoreJob
+from vllm_tiered_kv.device.arena import Arena
+from vllm_tiered_kv.device.copier import Copier
+from vllm_tiered_kv.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerHalf:
+    def __init__(self, config: TieredKVConfig, geometry: ArenaGeometry) -> None:
+        self._config = config
+        self._geometry = geometry
+        self._copier: Copier | None = None
+        self.arena: Arena | None = None
+        self._stored: dict[int, list[StoreReport]] = {}
+        self.wait_for_sources = False
+        """Set when other connectors write GPU blocks on streams of their own."""
+
+    def register_kv_caches(
+        self, kv_caches: dict[str, torch.Tensor], kv_cache_config: KVCacheConfig
+    ) -> None:
+        runs = group_runs(kv_caches, kv_cache_config)
+        device = next(iter(kv_caches.values())).device
+        self._close_copier()
+        self.arena, self._copier = _open_device(device, runs, self._config, self._geometry)
+        logger.info(
+            "CPU tier of %s on %s: %d slabs, %d byte runs a block",
+            format_size(self._geometry.capacity_bytes),
+            device,
+            self._geometry.num_slabs,
+            max(len(group.runs) for group in runs.values()),
+        )
+
+    def before_forward(self, metadata: TieredKVMetadata) -> None:
+        """Reads what the coming forward may overwrite, and fences loads off earlier work."""
+        self._store(metadata.stores_before)
+        if metadata.loads:
+            self._device.fence()
+
+    def start_loads(self, metadata: TieredKVMetadata) -> None:
+        for job in metadata.loads:
+            self._device.load(job.request_id, job.transfers)
+
+    def after_forward(self, metadata: TieredKVMetadata) -> None:
+        self._store(metadata.stores_after)
+
+    def results(self) -> KVConnectorTransferResults:
+        """Loads that ended since the last call, each reported exactly once."""
+        results = KVConnectorTransferResults()
+        if self._copier is None:
+            return results
+        stores, loads = self._copier.poll()
+        for store in stores:
+            self._stored.setdefault(store.job_id, []).append(
+                StoreReport(store.stored, store.reason)
+            )
+        for load in loads:
+            results.finished_recving.add(load.request_id)
+            if load.error is not None:
+                results.failed_recving.add(load.request_id)
+        return results
+
+    def worker_metadata(self) -> TieredKVWorkerMetadata | None:
+        """Stores that ended since the last call."""
+        if not self._stored:
+            return None
+        stored, self._stored = self._stored, {}
+        return TieredKVWorkerMetadata(stored)
+
+    def shutdown(self) -> None:
+        self._close_copier()
+
+    @property
+    def _device(self) -> Copier:
+        assert self._copier is not None, "vLLM did not register its KV caches"
+        return self._copier
+
+    def _store(self, jobs: list[StoreJob]) -> None:
+        for job in jobs:
+            self._device.store(job.job_id, job.transfer)
+        if jobs and self.wait_for_sources:
+            self._device.settle_sources()
+
+    def _close_copier(self) -> None:
+        if self._copier is not None:
+            self._copier.close()
+            self._copier = None
+        if self.arena is not None:
+            self.arena.close()
+            self.arena = None
+
+
+def _open_device(
+    device: torch.device,
+    runs: dict[int, BlockRuns],
+    config: TieredKVConfig,
+    geometry: ArenaGeometry,
+) -> tuple[Arena, Copier]:
+    if device.type == "cpu":
+        from vllm_tiered_kv.device.cpu_copier import CpuCopier
+
+        arena = Arena(geometry.capacity_bytes)
+        return arena, CpuCopier(runs, geometry, arena, config.copy_threads)
+    if device.type == "cuda":
+        import torch
+
+        from vllm_tiered_kv.device.cuda_copier import CudaCopier
+        from vllm_tiered_kv.native import cuda
+
+        reason = cuda.why_unavailable()
+        if reason is not None:
+            raise UnsupportedError(f"vllm-tiered-kv cannot use this GPU: {reason}")
+        index = torch.cuda.current_device() if device.index is None else device.index
+        arena = Arena(geometry.capacity_bytes, cuda.host_register, cuda.host_unregister)
+        copier = CudaCopier(
+            runs,
+            geometry,
+            arena,
+            index,
+            lambda: int(torch.cuda.current_stream(index).cuda_stream),
+            config.staging_memory,
+        )
+        return arena, copier
+    raise UnsupportedError(f"vllm-tiered-kv supports CPU and CUDA devices, not {device.type!r}")

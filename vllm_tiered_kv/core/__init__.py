@@ -1,0 +1,1 @@
+"""Plain data and definitions: keys, layouts, transfers. No torch, no vLLM, no sockets."""

@@ -1,0 +1,90 @@
+"""How one arena of exactly so many bytes is divided among blocks of several sizes.
+
+The arena is a row of equal slabs. A slab belongs to one size class at a time and holds as many of
+its slots as fit. With a single class a slab is one slot, so nothing is lost; with several, the
+slab is the smallest multiple of the largest slot that wastes at most 1/64 for every class.
+
+Scheduler and workers compute the same geometry from the same numbers: a slot id is enough for a
+worker to find the bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vllm_tiered_kv.core.transfer import Int64Array
+
+SLOT_ALIGNMENT = 64
+_MAX_SLAB_FACTOR = 64
+
+
+def aligned(nbytes: int, alignment: int = SLOT_ALIGNMENT) -> int:
+    return -(-nbytes // alignment) * alignment
+
+
+@dataclass(frozen=True)
+class ArenaGeometry:
+    """Slab and slot arithmetic. A slot id is `slab * slots_per_slab + position in the slab`."""
+
+    capacity_bytes: int
+    slot_bytes: tuple[int, ...]  # per size class, aligned
+    slab_bytes: int = field(init=False)
+    num_slabs: int = field(init=False)
+    slots_per_slab: int = field(init=False)  # of the smallest class: the stride of slot ids
+
+    def __post_init__(self) -> None:
+        if not self.slot_bytes or min(self.slot_bytes) <= 0:
+            raise ValueError(f"slot_bytes must be positive, got {self.slot_bytes}")
+        if any(size % SLOT_ALIGNMENT for size in self.slot_bytes):
+            raise ValueError(f"slot_bytes must be multiples of {SLOT_ALIGNMENT}")
+        if len(set(self.slot_bytes)) != len(self.slot_bytes):
+            raise ValueError(f"size classes must differ, got {self.slot_bytes}")
+        if self.capacity_bytes < max(self.slot_bytes):
+            raise ValueError(
+                f"a capacity of {self.capacity_bytes} bytes cannot hold one block of "
+                f"{max(self.slot_bytes)} bytes"
+            )
+        slab = self._choose_slab()
+        object.__setattr__(self, "slab_bytes", slab)
+        object.__setattr__(self, "num_slabs", self.capacity_bytes // slab)
+        object.__setattr__(self, "slots_per_slab", slab // min(self.slot_bytes))
+
+    def _choose_slab(self) -> int:
+        largest = max(self.slot_bytes)
+        if len(self.slot_bytes) == 1:
+            return largest
+        best, least_waste = largest, 1.0
+        for factor in range(1, _MAX_SLAB_FACTOR + 1):
+            slab = largest * factor
+            # A slab is the unit classes take memory from each other in: every class needs one.
+            if slab * len(self.slot_bytes) > self.capacity_bytes:
+                break
+            waste = max(slab % size / slab for size in self.slot_bytes)
+            if waste < least_waste:
+                best, least_waste = slab, waste
+            if waste <= 1 / 64:
+                break
+        return best
+
+    @classmethod
+    def for_blocks(cls, capacity_bytes: int, block_bytes: list[int]) -> ArenaGeometry:
+        """Geometry for blocks of these lengths; equal lengths share a class."""
+        return cls(capacity_bytes, tuple(sorted({aligned(n) for n in block_bytes})))
+
+    @property
+    def max_slots(self) -> int:
+        """One past the largest slot id."""
+        return self.num_slabs * self.slots_per_slab
+
+    def class_of_block(self, block_bytes: int) -> int:
+        return self.slot_bytes.index(aligned(block_bytes))
+
+    def slots_in_slab(self, size_class: int) -> int:
+        return self.slab_bytes // self.slot_bytes[size_class]
+
+    def offsets(self, slots: Int64Array, size_class: int) -> Int64Array:
+        """Byte offsets in the arena of slots of one class."""
+        slabs, positions = np.divmod(slots, self.slots_per_slab)
+        return slabs * self.slab_bytes + positions * self.slot_bytes[size_class]

@@ -1,0 +1,130 @@
+"""Where the bytes of a block lie in a layer's tensor, read from its own shape and strides.
+
+A layer's cache is a strided view whose first dimension is the block (or several kernel blocks per
+block). Everything behind it is collapsed into contiguous byte runs. A run of block `b` starts at
+`address + b * block_stride`; its place in the slot is `slot_offset`. No layout is ever assumed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_tiered_kv.core.transfer import Int64Array
+
+
+@dataclass(frozen=True)
+class StridedView:
+    """A tensor's memory: address of its first element, shape, strides in elements, item size."""
+
+    name: str
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """One contiguous piece of every block."""
+
+    address: int
+    block_stride: int
+    nbytes: int
+    slot_offset: int
+
+
+@dataclass(frozen=True)
+class BlockRuns:
+    """All runs of a block of one KV-cache group, tiling a slot without gap."""
+
+    runs: tuple[Run, ...]
+    num_blocks: int
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(run.nbytes for run in self.runs)
+
+    def arrays(self) -> tuple[np.ndarray, Int64Array, Int64Array, Int64Array]:
+        """Columns as the native layouts take them: addresses, strides, lengths, slot offsets."""
+        return (
+            np.array([run.address for run in self.runs], dtype=np.uint64),
+            np.array([run.block_stride for run in self.runs], dtype=np.int64),
+            np.array([run.nbytes for run in self.runs], dtype=np.int64),
+            np.array([run.slot_offset for run in self.runs], dtype=np.int64),
+        )
+
+
+def block_runs(views: Iterable[StridedView], num_blocks: int) -> BlockRuns:
+    """Runs of a block over all layers of a group; two names of one memory count once."""
+    runs: list[Run] = []
+    offset = 0
+    seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
+    for view in views:
+        identity = (view.address, view.shape, view.strides)
+        if identity in seen:  # layers that share one cache (cross-layer sharing)
+            continue
+        seen.add(identity)
+        for address, block_stride, nbytes in _runs_of_view(view, num_blocks):
+            runs.append(Run(address, block_stride, nbytes, offset))
+            offset += nbytes
+    if not runs:
+        raise ValueError("a KV-cache group without layers has no block layout")
+    return BlockRuns(_merge_adjacent(runs), num_blocks)
+
+
+def _runs_of_view(view: StridedView, num_blocks: int) -> list[tuple[int, int, int]]:
+    shape, strides = view.shape, [s * view.itemsize for s in view.strides]
+    if not shape or shape[0] % num_blocks or shape[0] == 0:
+        raise ValueError(
+            f"layer {view.name}: first dimension of shape {shape} is not a multiple of "
+            f"{num_blocks} blocks"
+        )
+    # Kernel blocks split a block evenly: they are just one more inner dimension.
+    ratio = shape[0] // num_blocks
+    block_stride = strides[0] * ratio
+    inner = [(ratio, strides[0])] if ratio > 1 else []
+    inner += [(n, s) for n, s in zip(shape[1:], strides[1:], strict=True) if n != 1]
+    if any(n == 0 for n, _ in inner):
+        raise ValueError(f"layer {view.name}: empty dimension in shape {shape}")
+    if any(s <= 0 for _, s in inner):
+        raise ValueError(f"layer {view.name}: strides {view.strides} must be positive")
+
+    # In memory order (largest stride first); contiguous neighbours merge from the inside out.
+    inner.sort(key=lambda dim: -dim[1])
+    nbytes = view.itemsize
+    while inner and inner[-1][1] == nbytes:
+        nbytes *= inner.pop()[0]
+    if inner and inner[-1][1] < nbytes:
+        raise ValueError(f"layer {view.name}: strides {view.strides} make elements overlap")
+    return [
+        (view.address + start, block_stride, nbytes) for start in _starts(inner)
+    ]
+
+
+def _starts(dims: Sequence[tuple[int, int]]) -> list[int]:
+    ranges = [range(0, count * stride, stride) for count, stride in dims]
+    return [sum(point) for point in itertools.product(*ranges)]
+
+
+def _merge_adjacent(runs: list[Run]) -> tuple[Run, ...]:
+    """Joins runs that follow each other in memory for every block: block-outermost layouts."""
+    merged: list[Run] = []
+    for run in runs:
+        last = merged[-1] if merged else None
+        if (
+            last is not None
+            and last.block_stride == run.block_stride
+            and last.address + last.nbytes == run.address
+            and last.slot_offset + last.nbytes == run.slot_offset
+            and last.nbytes + run.nbytes <= run.block_stride
+        ):
+            merged[-1] = Run(
+                last.address, last.block_stride, last.nbytes + run.nbytes, last.slot_offset
+            )
+        else:
+            merged.append(run)
+    return tuple(merged)

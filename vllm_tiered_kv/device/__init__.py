@@ -1,0 +1,1 @@
+"""Memory and copies: the arena and the back-ends that move blocks."""

@@ -1,0 +1,58 @@
+"""The protocol of a back-end that moves blocks between a device's layers and the arena.
+
+Nothing here waits for a copy on the engine's path: calls enqueue, `poll` tells what has ended.
+
+Order is the whole point (each line is a way to a wrong token if broken):
+- `store` reads the blocks as they are after all work enqueued so far on the compute stream, and
+  before anything enqueued later: the source may be reused as soon as `store` returns, by anyone
+  who writes on the compute stream or through `load`.
+- `fence` marks the point on the compute stream that later `load` calls must not overtake.
+- `load` writes blocks after the last fence and after every earlier `store`; not after the forward
+  enqueued since the fence, which would end all overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from vllm_tiered_kv.core.transfer import GroupTransfer
+from vllm_tiered_kv.metrics.names import DropReason
+
+
+@dataclass(frozen=True)
+class StoreDone:
+    """The first `stored` blocks of the job are in their slots."""
+
+    job_id: int
+    stored: int
+    reason: DropReason | None = None
+
+
+@dataclass(frozen=True)
+class LoadDone:
+    """All blocks of a request are on the device, or `error` says why not."""
+
+    request_id: str
+    error: str | None = None
+
+
+class Copier(Protocol):
+    def fence(self) -> None:
+        """Marks the compute stream before a step's forward."""
+
+    def store(self, job_id: int, transfer: GroupTransfer) -> None:
+        """Copies blocks out."""
+
+    def load(self, request_id: str, transfers: Sequence[GroupTransfer]) -> None:
+        """Copies blocks in."""
+
+    def settle_sources(self) -> None:
+        """Waits until every source block of a `store` has been read."""
+
+    def poll(self) -> tuple[list[StoreDone], list[LoadDone]]:
+        """What has ended since the last call; never waits."""
+
+    def close(self) -> None:
+        """Waits for copies under way and frees everything. Idempotent."""

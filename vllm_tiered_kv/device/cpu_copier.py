@@ -1,0 +1,110 @@
+"""Moves blocks where the "device" is ordinary memory (vLLM's CPU back-end).
+
+A store happens at once: there is no stream to order it by, and the next forward may overwrite its
+source. A load runs in a thread, beside the compute of other requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Mapping, Sequence
+
+from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
+from vllm_tiered_kv.core.layout import BlockRuns
+from vllm_tiered_kv.core.transfer import GroupTransfer, Int64Array
+from vllm_tiered_kv.device.arena import Arena
+from vllm_tiered_kv.device.copier import LoadDone, StoreDone
+from vllm_tiered_kv.errors import TieredKVError
+from vllm_tiered_kv.metrics.names import DropReason
+from vllm_tiered_kv.native import cpu as native
+
+logger = logging.getLogger(__name__)
+
+
+class CpuCopier:
+    def __init__(
+        self,
+        runs: Mapping[int, BlockRuns],
+        geometry: ArenaGeometry,
+        arena: Arena,
+        threads: int = 0,
+    ) -> None:
+        self._layouts = {
+            group_id: native.BlockLayout(*group_runs.arrays(), group_runs.num_blocks)
+            for group_id, group_runs in runs.items()
+        }
+        self._classes = {
+            group_id: geometry.class_of_block(group_runs.block_bytes)
+            for group_id, group_runs in runs.items()
+        }
+        self._geometry = geometry
+        self._arena = arena
+        self._threads = threads
+        self._stores_done: list[StoreDone] = []
+        self._loads_done: queue.SimpleQueue[LoadDone] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[str, Sequence[GroupTransfer]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread: threading.Thread | None = threading.Thread(
+            target=self._serve_loads, name="tiered-kv-load", daemon=True
+        )
+        self._thread.start()
+
+    def fence(self) -> None:
+        pass  # work on this device has ended when its call returns
+
+    def settle_sources(self) -> None:
+        pass  # likewise
+
+    def store(self, job_id: int, transfer: GroupTransfer) -> None:
+        try:
+            native.gather(
+                self._layouts[transfer.group_id],
+                transfer.block_ids,
+                self._arena.region,
+                self._offsets(transfer),
+                self._threads,
+            )
+            self._stores_done.append(StoreDone(job_id, len(transfer)))
+        except TieredKVError:
+            logger.exception("blocks could not be stored; they count as dropped")
+            self._stores_done.append(StoreDone(job_id, 0, DropReason.COPY_FAILED))
+
+    def load(self, request_id: str, transfers: Sequence[GroupTransfer]) -> None:
+        self._requests.put((request_id, transfers))
+
+    def poll(self) -> tuple[list[StoreDone], list[LoadDone]]:
+        stores, self._stores_done = self._stores_done, []
+        loads = []
+        while not self._loads_done.empty():
+            loads.append(self._loads_done.get())
+        return stores, loads
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._requests.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _offsets(self, transfer: GroupTransfer) -> Int64Array:
+        return self._geometry.offsets(transfer.slots, self._classes[transfer.group_id])
+
+    def _serve_loads(self) -> None:
+        while (request := self._requests.get()) is not None:
+            request_id, transfers = request
+            error = None
+            try:
+                for transfer in transfers:
+                    native.scatter(
+                        self._layouts[transfer.group_id],
+                        transfer.block_ids,
+                        self._arena.region,
+                        self._offsets(transfer),
+                        self._threads,
+                    )
+            except Exception as failure:  # whatever it was, the request must hear of it
+                logger.exception("a load failed; the request is recomputed")
+                error = str(failure)
+            self._loads_done.put(LoadDone(request_id, error))

@@ -1,0 +1,43 @@
+"""Bookkeeping of the store ring: units are taken at the front and given back at the back, in order.
+
+One stream drains the ring, so stores end in the order they began and a plain counter is enough.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
+from vllm_tiered_kv.core.transfer import Int64Array
+
+
+class StagingRing:
+    """Units are as large as the largest slot; at least one."""
+
+    @staticmethod
+    def units(nbytes: int, geometry: ArenaGeometry) -> int:
+        return max(1, nbytes // max(geometry.slot_bytes))
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._next = 0
+        self._used = 0
+
+    @property
+    def free(self) -> int:
+        return self.capacity - self._used
+
+    def take(self, count: int) -> Int64Array:
+        """Indices of `count` units, which may wrap around."""
+        if not 0 <= count <= self.free:
+            raise ValueError(f"{count} units asked of a ring with {self.free} free")
+        units = (np.arange(count, dtype=np.int64) + self._next) % self.capacity
+        self._next = (self._next + count) % self.capacity
+        self._used += count
+        return units
+
+    def give_back(self, count: int) -> None:
+        """The `count` oldest units in use are free again."""
+        if not 0 <= count <= self._used:
+            raise ValueError(f"{count} units given back, {self._used} in use")
+        self._used -= count

@@ -1,0 +1,1 @@
+"""Eviction policies: which unpinned leaf leaves next."""

@@ -1,0 +1,1 @@
+"""Metric names, defined once, and the recorder that counts."""

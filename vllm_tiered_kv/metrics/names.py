@@ -1,0 +1,84 @@
+"""Every metric, defined once: name, kind, labels and what it means.
+
+Names appear on vLLM's own `/metrics` with the prefix `vllm:tiered_kv_`; counters get Prometheus'
+`_total`. Every event is counted in exactly one place, when it is final.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+PREFIX = "vllm:tiered_kv_"
+
+
+class Kind(enum.Enum):
+    COUNTER = "counter"
+    GAUGE = "gauge"
+
+
+class DropReason(str, enum.Enum):
+    """Why a block that could have been stored was not."""
+
+    TIER_FULL = "tier_full"  # everything in the tier is pinned or a head of something in use
+    STAGING_FULL = "staging_full"  # the store ring had no room; the suffix is dropped
+    NOT_PINNED_YET = "not_pinned_yet"  # the arena is still being pinned in the background
+    COPY_FAILED = "copy_failed"
+    RESET = "reset"  # the cache was reset while the store was under way
+
+
+@dataclass(frozen=True)
+class Metric:
+    name: str
+    kind: Kind
+    labels: tuple[str, ...]
+    help: str
+
+    @property
+    def exposed_name(self) -> str:
+        return PREFIX + self.name
+
+
+def _counter(name: str, help: str, *labels: str) -> Metric:
+    return Metric(name, Kind.COUNTER, ("tier", *labels), help)
+
+
+def _gauge(name: str, help: str) -> Metric:
+    return Metric(name, Kind.GAUGE, ("tier",), help)
+
+
+HIT_TOKENS = _counter("hit_tokens", "Prompt tokens served by a tier instead of being computed.")
+MISS_TOKENS = _counter("miss_tokens", "Prompt tokens in whole blocks no tier held.")
+HIT_BLOCKS = _counter("hit_blocks", "Blocks of admitted requests found in a tier.")
+MISS_BLOCKS = _counter("miss_blocks", "Whole blocks of admitted requests not found.")
+LOADED_BLOCKS = _counter("loaded_blocks", "Blocks copied back to the GPU by all ranks.")
+LOADED_BYTES = _counter("loaded_bytes", "Bytes copied back to the GPU, per rank.")
+LOAD_FAILURES = _counter("load_failures", "Loads that failed and were recomputed instead.")
+STORED_BLOCKS = _counter("stored_blocks", "Blocks that became readable in a tier.")
+STORED_BYTES = _counter("stored_bytes", "Bytes of those blocks, per rank.")
+DROPPED_BLOCKS = _counter("dropped_blocks", "Blocks not stored, by reason.", "reason")
+EVICTED_BLOCKS = _counter("evicted_blocks", "Blocks evicted to make room.")
+EVICTED_BYTES = _counter("evicted_bytes", "Bytes of those blocks, per rank.")
+USED_BYTES = _gauge("used_bytes", "Bytes of slots in use, per rank.")
+CAPACITY_BYTES = _gauge("capacity_bytes", "Capacity of the tier in bytes, per rank.")
+PENDING_STORES = _gauge("pending_stores", "Blocks being stored and not yet readable.")
+
+ALL: tuple[Metric, ...] = (
+    HIT_TOKENS,
+    MISS_TOKENS,
+    HIT_BLOCKS,
+    MISS_BLOCKS,
+    LOADED_BLOCKS,
+    LOADED_BYTES,
+    LOAD_FAILURES,
+    STORED_BLOCKS,
+    STORED_BYTES,
+    DROPPED_BLOCKS,
+    EVICTED_BLOCKS,
+    EVICTED_BYTES,
+    USED_BYTES,
+    CAPACITY_BYTES,
+    PENDING_STORES,
+)
+
+BY_NAME: dict[str, Metric] = {metric.name: metric for metric in ALL}

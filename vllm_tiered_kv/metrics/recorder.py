@@ -1,0 +1,70 @@
+"""Counts. Keeps lifetime totals and, apart from them, what changed since the last drain."""
+
+from __future__ import annotations
+
+from vllm_tiered_kv.metrics.names import BY_NAME, Kind, Metric
+
+LabelValues = tuple[str, ...]
+Samples = dict[str, dict[str, float]]
+"""Metric name -> label values joined by ',' -> value: plain data that any transport can carry."""
+
+_SEPARATOR = ","
+
+
+class Recorder:
+    """One per process half; the only place numbers are added up."""
+
+    def __init__(self) -> None:
+        self._totals: dict[tuple[str, LabelValues], float] = {}
+        self._changes: dict[tuple[str, LabelValues], float] = {}
+
+    def add(self, metric: Metric, amount: float, *labels: str) -> None:
+        if metric.kind is not Kind.COUNTER or amount < 0:
+            raise ValueError(f"{metric.name} cannot be increased by {amount}")
+        if amount:
+            key = self._key(metric, labels)
+            self._totals[key] = self._totals.get(key, 0) + amount
+            self._changes[key] = self._changes.get(key, 0) + amount
+
+    def set(self, metric: Metric, value: float, *labels: str) -> None:
+        if metric.kind is not Kind.GAUGE:
+            raise ValueError(f"{metric.name} is a counter")
+        key = self._key(metric, labels)
+        if self._totals.get(key) != value:
+            self._totals[key] = self._changes[key] = value
+
+    def total(self, metric: Metric, *labels: str) -> float:
+        """Lifetime value, summed over the labels left out."""
+        return sum(
+            value
+            for (name, values), value in self._totals.items()
+            if name == metric.name and values[: len(labels)] == labels
+        )
+
+    def drain(self) -> Samples:
+        """What changed since the last call."""
+        samples: Samples = {}
+        for (name, labels), value in self._changes.items():
+            samples.setdefault(name, {})[_SEPARATOR.join(labels)] = value
+        self._changes.clear()
+        return samples
+
+    @staticmethod
+    def _key(metric: Metric, labels: LabelValues) -> tuple[str, LabelValues]:
+        if len(labels) != len(metric.labels):
+            raise ValueError(f"{metric.name} takes labels {metric.labels}, got {labels}")
+        return metric.name, labels
+
+
+def merge(into: Samples, other: Samples) -> Samples:
+    """Adds counters, lets the newer gauge win. Returns `into`."""
+    for name, by_label in other.items():
+        mine = into.setdefault(name, {})
+        is_gauge = BY_NAME[name].kind is Kind.GAUGE
+        for labels, value in by_label.items():
+            mine[labels] = value if is_gauge else mine.get(labels, 0) + value
+    return into
+
+
+def label_values(joined: str) -> LabelValues:
+    return tuple(joined.split(_SEPARATOR))
