@@ -1,0 +1,12 @@
+// Copies between blocks in host memory and slots of an arena.
+#pragma once
+
+#include "block_layout.h"
+
+namespace tiered_kv {
+
+// `batch` has passed check_batch for `slots`. Needs no GIL.
+void copy_blocks(const BlockLayout& layout, const Batch& batch, Direction direction, uint8_t* slots,
+                 int threads);
+
+}  // namespace tiered_kv

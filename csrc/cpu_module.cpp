@@ -1,0 +1,176 @@
+// Python binding of the CPU module: arguments in, one call, errors out.
+#include <cstring>
+#include <string_view>
+
+#include "binding.h"
+#include "block_copy_cpu.h"
+#include "block_keys.h"
+#include "cpu_features.h"
+#include "sha256.h"
+#include "thread_pool.h"
+#include "token_reader.h"
+#include "xxh3.h"
+
+namespace tiered_kv {
+namespace {
+
+constexpr size_t kKeyHashBytes = 16;
+// Below this, dropping the GIL costs more than it gives others.
+constexpr size_t kGilBytes = 4096;
+
+void copy(const BlockLayout& layout, const py::object& block_ids, int64_t address, int64_t nbytes,
+          const py::object& slot_offsets, int64_t threads, Direction direction) {
+  const Batch batch = make_batch(block_ids, slot_offsets);
+  check_batch(layout, batch, direction, "region", address, nbytes);
+  const int count = thread_count(threads);
+  const py::gil_scoped_release no_gil;
+  copy_blocks(layout, batch, direction, reinterpret_cast<uint8_t*>(address), count);
+}
+
+void gather(const BlockLayout& layout, const py::object& block_ids, int64_t address, int64_t nbytes,
+            const py::object& slot_offsets, int64_t threads) {
+  copy(layout, block_ids, address, nbytes, slot_offsets, threads, Direction::kGather);
+}
+
+void scatter(const BlockLayout& layout, const py::object& block_ids, int64_t address,
+             int64_t nbytes, const py::object& slot_offsets, int64_t threads) {
+  copy(layout, block_ids, address, nbytes, slot_offsets, threads, Direction::kScatter);
+}
+
+py::array_t<uint64_t> checksum(int64_t address, int64_t region_nbytes, const py::object& offsets,
+                               int64_t nbytes, int64_t threads) {
+  checked_range("region", address, region_nbytes);
+  if (nbytes < 0) throw ArgumentError("nbytes", std::to_string(nbytes) + " is negative");
+  const std::vector<int64_t> starts = to_vector<int64_t>(offsets, "offsets");
+  for (size_t i = 0; i < starts.size(); ++i) {
+    if (starts[i] < 0 || nbytes > region_nbytes || starts[i] > region_nbytes - nbytes)
+      throw ArgumentError("offsets[" + std::to_string(i) + "]",
+                          std::to_string(nbytes) + " bytes at " + std::to_string(starts[i]) +
+                              " are not within the region of " + std::to_string(region_nbytes));
+  }
+  int count = thread_count(threads);
+  if (starts.size() < 2 || starts.size() * uint64_t(nbytes) < (uint64_t{1} << 20)) count = 1;
+  py::array_t<uint64_t> sums(py::ssize_t(starts.size()));
+  uint64_t* out = sums.mutable_data();
+  const auto* base = reinterpret_cast<const uint8_t*>(address);
+  const py::gil_scoped_release no_gil;
+  parallel_for(starts.size(), count,
+               [&](size_t i) { out[i] = xxh3_64(base + starts[i], size_t(nbytes)); });
+  return sums;
+}
+
+// The bytes of a C-contiguous buffer.
+struct Bytes {
+  explicit Bytes(const py::buffer& data) {
+    if (PyObject_GetBuffer(data.ptr(), &view, PyBUF_SIMPLE) != 0) {
+      PyErr_Clear();
+      throw ArgumentError("data", "not a contiguous buffer");
+    }
+  }
+  Bytes(const Bytes&) = delete;
+  Bytes& operator=(const Bytes&) = delete;
+  ~Bytes() { PyBuffer_Release(&view); }
+  const uint8_t* data() const { return static_cast<const uint8_t*>(view.buf); }
+  size_t size() const { return size_t(view.len); }
+  Py_buffer view;
+};
+
+uint64_t hash_buffer(const py::buffer& data) {
+  const Bytes bytes(data);
+  if (bytes.size() < kGilBytes) return xxh3_64(bytes.data(), bytes.size());
+  const py::gil_scoped_release no_gil;
+  return xxh3_64(bytes.data(), bytes.size());
+}
+
+py::bytes sha256_buffer(const py::buffer& data) {
+  const Bytes bytes(data);
+  uint8_t digest[kSha256Bytes];
+  {
+    const py::gil_scoped_release no_gil;
+    sha256(bytes.data(), bytes.size(), digest);
+  }
+  return py::bytes(reinterpret_cast<const char*>(digest), kSha256Bytes);
+}
+
+Extras read_extras(const py::object& extras, size_t blocks) {
+  Extras read;
+  if (extras.is_none()) return read;
+  if (!py::isinstance<py::dict>(extras)) throw ArgumentError("extras", "not a dict");
+  for (const auto& entry : py::reinterpret_borrow<py::dict>(extras)) {
+    if (!PyLong_Check(entry.first.ptr())) throw ArgumentError("extras", "a key is not an int");
+    int overflow = 0;
+    const long long index = PyLong_AsLongLongAndOverflow(entry.first.ptr(), &overflow);
+    if (!PyBytes_Check(entry.second.ptr()))
+      throw ArgumentError("extras[" + std::to_string(index) + "]", "not bytes");
+    if (overflow != 0 || index < 0 || size_t(index) >= blocks) continue;
+    const std::string_view value(PyBytes_AS_STRING(entry.second.ptr()),
+                                 size_t(PyBytes_GET_SIZE(entry.second.ptr())));
+    if (value.size() > UINT32_MAX)
+      throw ArgumentError("extras[" + std::to_string(index) + "]", "longer than 4 GiB");
+    read.emplace(size_t(index), value);
+  }
+  return read;
+}
+
+py::tuple extend_keys(const py::bytes& parent, const py::object& tokens, int64_t start,
+                      int64_t stop, int64_t block_size, const py::object& extras,
+                      const py::bytes& suffix) {
+  const std::string_view before(parent);
+  const std::string_view after(suffix);
+  if (before.size() != kSha256Bytes)
+    throw ArgumentError("parent", std::to_string(before.size()) + " bytes, expected 32");
+  if (block_size < 1)
+    throw ArgumentError("block_size", std::to_string(block_size) + " is not positive");
+  if (stop >= start && (stop - start) % block_size != 0)
+    throw ArgumentError("stop", std::to_string(start) + " to " + std::to_string(stop) +
+                                    " is not a whole number of blocks of " +
+                                    std::to_string(block_size));
+  const std::vector<uint32_t> values = read_tokens(tokens, start, stop);
+  const size_t blocks = values.size() / size_t(block_size);
+  const Extras by_block = read_extras(extras, blocks);
+  std::vector<uint8_t> digests;
+  {
+    const py::gil_scoped_release no_gil;
+    digests = chain_digests(reinterpret_cast<const uint8_t*>(before.data()), values,
+                            size_t(block_size), by_block);
+  }
+  py::list keys(blocks);
+  for (size_t i = 0; i < blocks; ++i) {
+    PyObject* key = PyBytes_FromStringAndSize(nullptr, py::ssize_t(kKeyHashBytes + after.size()));
+    if (key == nullptr) throw py::error_already_set();
+    char* bytes = PyBytes_AS_STRING(key);
+    std::memcpy(bytes, digests.data() + i * kSha256Bytes, kKeyHashBytes);
+    std::memcpy(bytes + kKeyHashBytes, after.data(), after.size());
+    PyList_SET_ITEM(keys.ptr(), py::ssize_t(i), key);
+  }
+  if (blocks == 0) return py::make_tuple(keys, parent);
+  const auto* last = reinterpret_cast<const char*>(digests.data()) + (blocks - 1) * kSha256Bytes;
+  return py::make_tuple(keys, py::bytes(last, kSha256Bytes));
+}
+
+}  // namespace
+}  // namespace tiered_kv
+
+PYBIND11_MODULE(_cpu, module) {
+  using namespace tiered_kv;
+  translate_argument_errors();
+
+  py::class_<BlockLayout>(module, "BlockLayout")
+      .def(py::init(&make_layout), py::arg("addresses"), py::arg("block_strides"),
+           py::arg("run_bytes"), py::arg("slot_offsets"), py::arg("num_blocks"))
+      .def_property_readonly("num_blocks", &BlockLayout::num_blocks)
+      .def_property_readonly("num_runs", [](const BlockLayout& self) { return self.runs().size(); })
+      .def_property_readonly("block_bytes", &BlockLayout::block_bytes);
+
+  module.def("gather", &gather, py::arg("layout"), py::arg("block_ids"), py::arg("address"),
+             py::arg("nbytes"), py::arg("slot_offsets"), py::arg("threads"));
+  module.def("scatter", &scatter, py::arg("layout"), py::arg("block_ids"), py::arg("address"),
+             py::arg("nbytes"), py::arg("slot_offsets"), py::arg("threads"));
+  module.def("checksum", &checksum, py::arg("address"), py::arg("region_nbytes"),
+             py::arg("offsets"), py::arg("nbytes"), py::arg("threads"));
+  module.def("xxh3_64", &hash_buffer, py::arg("data"));
+  module.def("sha256", &sha256_buffer, py::arg("data"));
+  module.def("extend_keys", &extend_keys, py::arg("parent"), py::arg("tokens"), py::arg("start"),
+             py::arg("stop"), py::arg("block_size"), py::arg("extras"), py::arg("suffix"));
+  module.def("_force_portable", [](bool on) { force_portable.store(on); }, py::arg("on"));
+}

@@ -1,0 +1,144 @@
+#include "thread_pool.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <system_error>
+#include <thread>
+
+#include "block_layout.h"
+
+namespace tiered_kv {
+namespace {
+
+constexpr int kMaxThreads = 256;
+constexpr int kAutoThreads = 8;
+
+class Job {
+ public:
+  Job(size_t count, const std::function<void(size_t)>& work) : count_(count), work_(work) {}
+
+  // Takes items until none is left. `work_` outlives every taken item, since wait() does.
+  void help() {
+    for (size_t i = next_.fetch_add(1); i < count_; i = next_.fetch_add(1)) {
+      work_(i);
+      if (done_.fetch_add(1) + 1 == count_) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        finished_.notify_all();
+      }
+    }
+  }
+
+  void wait() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    finished_.wait(lock, [this] { return done_.load() == count_; });
+  }
+
+ private:
+  const size_t count_;
+  const std::function<void(size_t)>& work_;
+  std::atomic<size_t> next_{0};
+  std::atomic<size_t> done_{0};
+  std::mutex mutex_;
+  std::condition_variable finished_;
+};
+
+class Pool {
+ public:
+  pid_t owner() const { return owner_; }
+
+  void offer(const std::shared_ptr<Job>& job, int helpers) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      while (started_ < helpers && start_helper()) ++started_;
+      helpers = std::min(helpers, started_);
+      for (int i = 0; i < helpers; ++i) jobs_.push_back(job);
+    }
+    for (int i = 0; i < helpers; ++i) offered_.notify_one();
+  }
+
+ private:
+  bool start_helper() {
+    // Signals belong to the interpreter's threads.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    bool started = true;
+    try {
+      std::thread([this] { serve(); }).detach();
+    } catch (const std::system_error&) {
+      started = false;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    return started;
+  }
+
+  [[noreturn]] void serve() {
+    while (true) {
+      std::unique_lock<std::mutex> lock(mutex_);
+      offered_.wait(lock, [this] { return !jobs_.empty(); });
+      const std::shared_ptr<Job> job = std::move(jobs_.front());
+      jobs_.pop_front();
+      lock.unlock();
+      job->help();
+    }
+  }
+
+  const pid_t owner_ = getpid();
+  int started_ = 0;
+  std::mutex mutex_;
+  std::condition_variable offered_;
+  std::deque<std::shared_ptr<Job>> jobs_;
+};
+
+// Never destroyed: helpers wait on it until the process ends. After a fork the parent's pool, whose
+// threads are gone and whose mutex may be held by one of them, is left untouched for a fresh one.
+Pool& pool() {
+  static std::atomic<Pool*> current{nullptr};
+  Pool* seen = current.load();
+  while (seen == nullptr || seen->owner() != getpid()) {
+    Pool* fresh = new Pool;
+    if (current.compare_exchange_strong(seen, fresh)) return *fresh;
+    delete fresh;
+  }
+  return *seen;
+}
+
+int usable_cores() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (sched_getaffinity(0, sizeof(set), &set) == 0) return std::max(1, CPU_COUNT(&set));
+  return std::max(1, int(std::thread::hardware_concurrency()));
+}
+
+}  // namespace
+
+int thread_count(int64_t requested) {
+  if (requested < 0 || requested > kMaxThreads)
+    throw ArgumentError("threads", std::to_string(requested) + " is not in [0, " +
+                                       std::to_string(kMaxThreads) + "]");
+  return requested != 0 ? int(requested) : std::min(kAutoThreads, usable_cores());
+}
+
+void parallel_for(size_t count, int threads, const std::function<void(size_t)>& work) {
+  const int helpers = int(std::min<size_t>(size_t(std::max(threads, 1)), count)) - 1;
+  if (helpers <= 0) {
+    for (size_t i = 0; i < count; ++i) work(i);
+    return;
+  }
+  const auto job = std::make_shared<Job>(count, work);
+  pool().offer(job, helpers);
+  job->help();
+  job->wait();
+}
+
+}  // namespace tiered_kv

@@ -1,0 +1,18 @@
+// Helper threads for copies and checksums, kept between calls and shared by all callers.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
+namespace tiered_kv {
+
+// The threads a call may use: `requested`, or min(8, usable cores) for 0. Throws ArgumentError.
+int thread_count(int64_t requested);
+
+// Runs work(i) for each i in [0, count) on the calling thread and up to threads - 1 helpers, and
+// returns when all are done. `work` must not throw. Helpers do not survive a fork; the child
+// starts its own. Where no helper can be started the caller does all of the work.
+void parallel_for(size_t count, int threads, const std::function<void(size_t)>& work);
+
+}  // namespace tiered_kv
