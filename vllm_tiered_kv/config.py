@@ -243,7 +243,8 @@ def options_table() -> str:
     for option in dataclasses.fields(TieredKVConfig):
         kind = option.metadata["kind"]
         if kind == "choice":
-            shown = " \\| ".join(f'`"{c.value}"`' for c in type(option.default))
+            choices: type[enum.Enum] = type(option.default)
+            shown = " \\| ".join(f'`"{choice.value}"`' for choice in choices)
         elif kind == "int":
             shown = f"integer {option.metadata['low']} … {option.metadata['high']}"
         else:

@@ -39,7 +39,9 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent != PACKAGE or path.stem in LEVEL]
+FILES = [
+    path for path in sorted(PACKAGE.rglob("*.py")) if path.parent != PACKAGE or path.stem in LEVEL
+]
 
 
 def test_there_is_something_to_check() -> None:

@@ -36,7 +36,9 @@ def test_sizes(text: object, nbytes: int) -> None:
     assert parse_size("cpu_memory", text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["20 parsecs", "", "-1GiB", "GiB", "1,5GiB", 0, -4, True, None, 1.5])
+@pytest.mark.parametrize(
+    "text", ["20 parsecs", "", "-1GiB", "GiB", "1,5GiB", 0, -4, True, None, 1.5]
+)
 def test_a_bad_size_names_the_key(text: object) -> None:
     with pytest.raises(ConfigError, match="cpu_memory") as caught:
         parse_size("cpu_memory", text)
@@ -91,7 +93,7 @@ def test_an_unknown_key_is_an_error_that_names_the_closest(key: str, closest: st
 
 
 def test_an_unknown_variable_is_an_error_too() -> None:
-    with pytest.raises(ConfigError, match='TIERED_KV_CPU_MEMROY.*"cpu_memory"'):
+    with pytest.raises(ConfigError, match=r'TIERED_KV_CPU_MEMROY.*"cpu_memory"'):
         TieredKVConfig.load({}, {"TIERED_KV_CPU_MEMROY": "1GiB"})
 
 

@@ -70,7 +70,12 @@ def test_blocks_go_out_and_come_back(device: Device) -> None:
     (load,) = device.wait_for_load()
     assert (load.request_id, load.error) == ("r", None)
     assert [device.block(n) for n in range(BLOCKS)] == [
-        before[0], before[1], before[4], before[1], before[4], before[5],
+        before[0],
+        before[1],
+        before[4],
+        before[1],
+        before[4],
+        before[5],
     ]
 
 
@@ -156,5 +161,5 @@ def test_closing_stops_pinning() -> None:
 
 
 def test_more_memory_than_there_is_is_a_clear_error() -> None:
-    with pytest.raises(ConfigError, match="cpu_memory.*more than the machine"):
+    with pytest.raises(ConfigError, match=r"cpu_memory.*more than the machine"):
         Arena(memory_limit() + 1)

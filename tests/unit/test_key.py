@@ -84,7 +84,9 @@ def test_a_changed_token_changes_its_block_and_all_behind_it(ids: list[int], dat
 
 
 @settings(max_examples=200)
-@given(tokens, st.sampled_from([1, 2, 4]), st.dictionaries(st.integers(0, 3), st.binary(max_size=70)))
+@given(
+    tokens, st.sampled_from([1, 2, 4]), st.dictionaries(st.integers(0, 3), st.binary(max_size=70))
+)
 def test_the_native_keys_are_the_defined_ones(ids: list[int], size: int, extras: dict) -> None:
     ids = ids[: len(ids) // size * size]
     root = root_digest(b"n" * 32)
@@ -117,7 +119,13 @@ def test_extra_content_of_a_block_changes_it_and_what_follows() -> None:
 
 def test_groups_and_ranks_have_their_own_tags() -> None:
     assert len({group_suffix(g) for g in range(256)}) == 256
-    tags = [RankTag(tp=t, pp=p, dcp=d, pcp=c) for t in (0, 1) for p in (0, 1) for d in (0, 1) for c in (0, 1)]
+    tags = [
+        RankTag(tp=t, pp=p, dcp=d, pcp=c)
+        for t in (0, 1)
+        for p in (0, 1)
+        for d in (0, 1)
+        for c in (0, 1)
+    ]
     assert len({tag.encode() for tag in tags}) == 16
 
 

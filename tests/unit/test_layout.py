@@ -123,7 +123,13 @@ def test_slots_of_all_classes_stay_inside_and_apart(sizes: list[int], factor: in
         per_slab = geometry.slots_in_slab(cls)
         assert per_slab >= 1
         assert per_slab <= geometry.slots_per_slab
-        slots = np.array([s * geometry.slots_per_slab + i for s in (0, geometry.num_slabs - 1) for i in range(per_slab)])
+        slots = np.array(
+            [
+                s * geometry.slots_per_slab + i
+                for s in (0, geometry.num_slabs - 1)
+                for i in range(per_slab)
+            ]
+        )
         offsets = geometry.offsets(slots, cls)
         assert offsets.max() + aligned(size) <= geometry.num_slabs * geometry.slab_bytes <= capacity
         assert (offsets % 64 == 0).all()

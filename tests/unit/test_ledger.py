@@ -50,9 +50,7 @@ def test_a_store_is_readable_only_when_every_rank_reported() -> None:
 def test_what_one_rank_dropped_no_rank_has() -> None:
     tier = Tier(8, ranks=2)
     job = tier.store(0, 4)
-    tier.ledger.report_store(
-        job, [StoreReport(4), StoreReport(1, DropReason.STAGING_FULL)]
-    )
+    tier.ledger.report_store(job, [StoreReport(4), StoreReport(1, DropReason.STAGING_FULL)])
     assert tier.index.match_prefix(KEYS) == 1
     assert tier.dropped(DropReason.STAGING_FULL) == 3
     assert tier.index.used_bytes == 64

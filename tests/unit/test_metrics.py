@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.generate_docs import GENERATED, DOCS
+from tools.generate_docs import DOCS, GENERATED
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.recorder import Recorder, label_values, merge
 

@@ -34,8 +34,12 @@ def test_a_newer_one_is_tried_with_a_warning() -> None:
     assert "0.40.0" in (require_supported_vllm("0.40.0", Complete) or "")
 
 
-@pytest.mark.parametrize(("version", "base"), [("0.26.0", Complete), ("0.31.2", Complete), ("dev", Older)])
+@pytest.mark.parametrize(
+    ("version", "base"), [("0.26.0", Complete), ("0.31.2", Complete), ("dev", Older)]
+)
 def test_what_cannot_work_is_refused_in_one_sentence(version: str, base: type) -> None:
-    with pytest.raises(UnsupportedError, match=f"needs vLLM 0.32 or newer, this is {version}") as caught:
+    with pytest.raises(
+        UnsupportedError, match=f"needs vLLM 0.32 or newer, this is {version}"
+    ) as caught:
         require_supported_vllm(version, base)
     assert "\n" not in str(caught.value)

@@ -83,7 +83,9 @@ class BlockIndex:
         committed = self._entries[slot].state is _State.COMMITTED
         return Lookup.HIT if committed else Lookup.PENDING
 
-    def match_prefix(self, keys: Sequence[BlockKey], start: int = 0, stop: int | None = None) -> int:
+    def match_prefix(
+        self, keys: Sequence[BlockKey], start: int = 0, stop: int | None = None
+    ) -> int:
         """How many keys from `start` on are readable without a gap."""
         slot_of, entries = self._slot_of, self._entries
         count = 0
@@ -349,9 +351,12 @@ class BlockIndex:
             above = self._entries.get(entry.parent)
             if above is None or slot not in above.followers or above.key != entry.parent_key:
                 raise InvariantError(f"slot {slot} follows a block that does not know it")
-        elif entry.state is not _State.DETACHED and entry.parent_key is not None:
-            if slot not in self._orphans.get(entry.parent_key, ()):
-                raise InvariantError(f"slot {slot} lost the block it follows")
+        elif (
+            entry.state is not _State.DETACHED
+            and entry.parent_key is not None
+            and slot not in self._orphans.get(entry.parent_key, ())
+        ):
+            raise InvariantError(f"slot {slot} lost the block it follows")
         for follower in entry.followers:
             if self._entries[follower].parent != slot:
                 raise InvariantError(f"slot {slot} has a follower that follows another")

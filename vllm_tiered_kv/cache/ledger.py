@@ -78,9 +78,7 @@ class TransferLedger:
             del self._stores[job_id]
             self._settle(store)
 
-    def open_load(
-        self, request_id: str, keys: Sequence[BlockKey], nbytes: int
-    ) -> list[int]:
+    def open_load(self, request_id: str, keys: Sequence[BlockKey], nbytes: int) -> list[int]:
         """Pins the blocks of a load and returns their slots."""
         if request_id in self._loads:
             raise InvariantError(f"request {request_id} is already loading")

@@ -80,9 +80,7 @@ class LazyStore:
                         dropped += 1
                         del self._observed[block.block_id]
                     else:
-                        plan = plans.setdefault(
-                            seen.group.group_id, LazyPlan(seen.group, [], [])
-                        )
+                        plan = plans.setdefault(seen.group.group_id, LazyPlan(seen.group, [], []))
                         plan.block_ids.append(block.block_id)
                         plan.slots.append(slot)
             block = block.next_free_block

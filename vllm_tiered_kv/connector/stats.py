@@ -21,7 +21,7 @@ class TieredKVStats(KVConnectorStats):
     """Changes since the last report: metric -> label values -> amount, as the recorder drains."""
 
     def reset(self) -> None:
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> TieredKVStats:
         recorder.merge(self.data, other.data)

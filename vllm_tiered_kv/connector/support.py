@@ -1,4 +1,4 @@
-"""What can be served: vLLM versions and model features. Everything else is refused in one sentence."""
+"""What can be served: vLLM versions and model features. The rest is refused in one sentence."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         return "the model has more than 255 KV-cache groups"
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
-        inner = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
-        for layer_spec in inner:
+        uniform = isinstance(spec, UniformTypeKVCacheSpecs)
+        for layer_spec in spec.kv_cache_specs.values() if uniform else [spec]:
             if not isinstance(layer_spec, FullAttentionSpec):
                 return (
                     f"KV-cache group {group_id} is {type(layer_spec).__name__}, and only full "

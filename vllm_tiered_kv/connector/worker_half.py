@@ -7,6 +7,7 @@ synchronously; the fence set in `before_forward` covers both.
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import TYPE_CHECKING
 
@@ -135,7 +136,12 @@ def _open_device(
         if reason is not None:
             raise UnsupportedError(f"vllm-tiered-kv cannot use this GPU: {reason}")
         index = torch.cuda.current_device() if device.index is None else device.index
-        arena = Arena(geometry.capacity_bytes, cuda.host_register, cuda.host_unregister)
+        # Bound to the device: a thread of a later rank must not wake up the first GPU.
+        arena = Arena(
+            geometry.capacity_bytes,
+            functools.partial(cuda.host_register, device=index),
+            functools.partial(cuda.host_unregister, device=index),
+        )
         copier = CudaCopier(
             runs,
             geometry,

@@ -87,4 +87,5 @@ class ArenaGeometry:
     def offsets(self, slots: Int64Array, size_class: int) -> Int64Array:
         """Byte offsets in the arena of slots of one class."""
         slabs, positions = np.divmod(slots, self.slots_per_slab)
-        return slabs * self.slab_bytes + positions * self.slot_bytes[size_class]
+        offsets: Int64Array = slabs * self.slab_bytes + positions * self.slot_bytes[size_class]
+        return offsets

@@ -100,9 +100,7 @@ def _runs_of_view(view: StridedView, num_blocks: int) -> list[tuple[int, int, in
         nbytes *= inner.pop()[0]
     if inner and inner[-1][1] < nbytes:
         raise ValueError(f"layer {view.name}: strides {view.strides} make elements overlap")
-    return [
-        (view.address + start, block_stride, nbytes) for start in _starts(inner)
-    ]
+    return [(view.address + start, block_stride, nbytes) for start in _starts(inner)]
 
 
 def _starts(dims: Sequence[tuple[int, int]]) -> list[int]:

@@ -151,15 +151,11 @@ class CudaCopier:
         self._closed = True
         self._store_stream.synchronize()
         self._load_stream.synchronize()
-        for resource in (
-            self._staging,
-            self._store_stream,
-            self._load_stream,
-            self._fence,
-            self._gathered,
-            *self._spare_events,
-        ):
-            resource.close()
+        self._staging.close()
+        for stream in (self._store_stream, self._load_stream):
+            stream.close()
+        for event in (self._fence, self._gathered, *self._spare_events):
+            event.close()
 
     def _enqueue_store(
         self, transfer: GroupTransfer, offsets: Int64Array, nbytes: int
@@ -183,6 +179,7 @@ class CudaCopier:
             offsets,
             nbytes,
             self._store_stream.handle,
+            device=self._device,
         )
         event = self._event()
         event.record(self._store_stream.handle)

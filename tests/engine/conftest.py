@@ -1,0 +1,37 @@
+"""Engine tests need vLLM; without it they skip with that reason."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+pytest.importorskip("vllm", reason="vLLM is not installed here: run `make test`")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.models import write_model
+
+    return write_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def truth(tiny_model: Path):
+    """What vLLM alone answers, every prompt cold, and the bytes of its KV cache."""
+    from tests.engine.oracle import COUNT, PROMPTS
+    from tests.engine.real_engine import real_engine
+
+    with real_engine(tiny_model, None) as engine:
+        answers = []
+        for ids in PROMPTS:
+            answers += engine.ask([ids], COUNT)
+            engine.drop_gpu_cache()
+        return answers, engine.kv_bytes

@@ -1,0 +1,187 @@
+"""A real vLLM engine in this process, and an oracle that can fail.
+
+Dummy weights answer alike whatever the KV cache holds, so weights are drawn anew at a scale that
+makes outputs depend on it. At the end of every request the bytes of all its full KV blocks are
+kept, by the tokens they stand for: two engines must agree on tokens, logprobs and those bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+from vllm_tiered_kv.connector.connector import TieredKVConnector
+from vllm_tiered_kv.metrics.names import Metric
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    tokens: Tokens
+    logprobs: tuple[float, ...]
+    cached: int
+
+
+@dataclass
+class RealEngine:
+    llm: LLM
+    kv_bytes: dict[Tokens, bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.core = self.llm.llm_engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.runner = self.core.model_executor.driver_worker.worker.model_runner
+        self._keep_kv_bytes()
+
+    @property
+    def connector(self) -> TieredKVConnector:
+        connector = self.scheduler.connector
+        return getattr(connector, "sub_connectors", [connector])[0]
+
+    @property
+    def half(self):
+        return self.connector.scheduler_half
+
+    @property
+    def worker_half(self):
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        group = get_kv_transfer_group()
+        return getattr(group, "sub_connectors", [group])[0].worker_half
+
+    def total(self, metric: Metric, *labels: str) -> float:
+        return self.half.recorder.total(metric, *labels)
+
+    def ask(
+        self, prompts: Sequence[Sequence[int]], count: int = 6, together: bool = False, **extra: Any
+    ):
+        """Answers, one prompt after the other or all at once."""
+        params = SamplingParams(temperature=0, max_tokens=count, logprobs=1, ignore_eos=True)
+        inputs = [{"prompt_token_ids": list(ids), **extra} for ids in prompts]
+        batches = [inputs] if together else [[one] for one in inputs]
+        outputs = [o for batch in batches for o in self.llm.generate(batch, params, use_tqdm=False)]
+        return [
+            Answer(
+                tuple(o.outputs[0].token_ids),
+                tuple(
+                    step[token].logprob
+                    for step, token in zip(
+                        o.outputs[0].logprobs, o.outputs[0].token_ids, strict=True
+                    )
+                ),
+                o.num_cached_tokens,
+            )
+            for o in outputs
+        ]
+
+    def drop_gpu_cache(self) -> None:
+        assert self.llm.reset_prefix_cache()
+
+    def assert_at_rest(self) -> None:
+        scheduler = self.scheduler
+        assert not scheduler.requests
+        assert not scheduler.running
+        assert not scheduler.waiting
+        pool = scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        assert not self.half.index.pinned_slots()
+        assert not self.half.ledger.has_open_stores
+        assert not self.half.ledger._loads
+        assert not self.half._requests
+        self.half.index.check()
+
+    def _keep_kv_bytes(self) -> None:
+        scheduler, block_size = self.scheduler, self.scheduler.block_size
+        free = scheduler._free_request_blocks
+        kv_caches = self.runner.kv_caches
+
+        def keep_and_free(request: Any) -> None:
+            (ids,) = scheduler.kv_cache_manager.get_block_ids(request.request_id)
+            computed = min(request.num_computed_tokens, request.num_tokens - 1)
+            if request.is_finished():
+                for position in range(computed // block_size):
+                    name = tuple(request.all_token_ids[: (position + 1) * block_size])
+                    content = b"".join(
+                        cache[ids[position]].contiguous().view(torch.uint8).numpy().tobytes()
+                        for cache in kv_caches
+                    )
+                    self.kv_bytes[name] = content
+            free(request)
+
+        scheduler._free_request_blocks = keep_and_free
+
+
+def _draw_weights(loader: DummyModelLoader, model: torch.nn.Module, model_config: Any) -> None:
+    """Stands in for vLLM's dummy weights, before they are packed for the CPU's kernels."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 1:
+                weight.fill_(1.0 if "norm" in name else 0.0)
+            else:
+                scale = 1.0 if "embed" in name else 2.5 / weight.shape[-1] ** 0.5
+                weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
+
+
+@contextlib.contextmanager
+def real_engine(
+    model: Path,
+    options: dict[str, Any] | None,
+    transfer: dict[str, Any] | None = None,
+    **engine: Any,
+) -> Iterator[RealEngine]:
+    """An engine with our connector and these options; with None, vLLM alone."""
+    if options is not None and transfer is None:
+        transfer = {
+            "kv_connector": "TieredKVConnector",
+            "kv_connector_module_path": "vllm_tiered_kv.connector.connector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": options,
+        }
+    settings = {
+        "dtype": "float32",
+        "block_size": 32,
+        "max_model_len": 1024,
+        "max_num_batched_tokens": 256,
+        "max_num_seqs": 8,
+        "num_gpu_blocks_override": 256,
+        **engine,
+    }
+    try:
+        with mock.patch.object(DummyModelLoader, "load_weights", _draw_weights):
+            llm = _open(model, transfer, settings)
+        running = RealEngine(llm)
+        yield running
+        running.core.shutdown()
+        del running, llm
+    finally:
+        # An engine that did not start leaves vLLM's globals behind as well.
+        ensure_kv_transfer_shutdown()
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def _open(model: Path, transfer: dict[str, Any] | None, settings: dict[str, Any]) -> LLM:
+    return LLM(
+        model=str(model),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        seed=0,
+        disable_log_stats=False,
+        kv_transfer_config=KVTransferConfig(**transfer) if transfer else None,
+        **settings,
+    )

@@ -1,0 +1,329 @@
+"""The connector under vLLM's real schedulers, with copies that end when they like.
+
+Every read of the cache by the toy model is checked against the one right value, so each of these
+tests fails on any early reuse, lost write or mixed-up block.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from tests.engine.toy_engine import ToyEngine, WrongRead, play
+from vllm_tiered_kv.metrics import names
+from vllm_tiered_kv.metrics.names import DropReason
+
+BOTH = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+
+
+def prompt(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(3, 50) for _ in range(length)]
+
+
+def ask(engine: ToyEngine, ids: list[int], count: int = 6, salt: str = "") -> str:
+    request = engine.add(ids, count, salt)
+    engine.run()
+    assert engine.finished[request].tokens == play(ids, count, salt)[0]
+    return request
+
+
+def total(engine: ToyEngine, metric: names.Metric, *labels: str) -> float:
+    return engine.half.recorder.total(metric, *labels)
+
+
+def assert_tier_is_right(engine: ToyEngine) -> int:
+    """Every readable block holds exactly the KV of the prefix its key was made from."""
+    readable = 0
+    for request_id, right in engine._truth.items():
+        request = engine.requests[request_id]
+        keys = engine.half._key_maker.keys_for(request)
+        keys.extend(request, request.num_tokens)
+        for position, key in enumerate(keys.of_group[0]):
+            slot = engine.half.index._slot_of.get(key)
+            if slot is not None and engine.half.index.match_prefix([key]):
+                span = slice(position * engine.block_size, (position + 1) * engine.block_size)
+                for layer in range(3):
+                    assert (engine.arena[slot][layer] == right[span] ^ layer).all()
+                readable += 1
+    return readable
+
+
+@BOTH
+def test_a_repeated_prompt_is_loaded_and_only_its_end_is_computed(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
+    engine = ToyEngine(tiny_model, async_scheduling)
+    ids = prompt(random.Random(1), 41)
+    ask(engine, ids)
+    assert total(engine, names.HIT_TOKENS) == 0
+    assert total(engine, names.MISS_TOKENS) == 40
+    engine.drop_gpu_cache()
+    request = ask(engine, ids)
+    assert total(engine, names.HIT_TOKENS) == 40
+    assert total(engine, names.LOADED_BLOCKS) == 10
+    assert engine.reported_loads == [request]
+    engine.assert_at_rest()
+    assert assert_tier_is_right(engine)
+
+
+@BOTH
+def test_a_block_aligned_prompt_leaves_its_last_block_to_compute(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
+    engine = ToyEngine(tiny_model, async_scheduling)
+    ids = prompt(random.Random(1), 40)
+    ask(engine, ids)
+    engine.drop_gpu_cache()
+    ask(engine, ids)
+    assert total(engine, names.HIT_TOKENS) == 36
+    engine.assert_at_rest()
+
+
+@BOTH
+def test_what_the_gpu_still_has_is_not_loaded(tiny_model: Path, async_scheduling: bool) -> None:
+    engine = ToyEngine(tiny_model, async_scheduling)
+    rng = random.Random(1)
+    shared = prompt(rng, 20)
+    ask(engine, shared + prompt(rng, 21))
+    ask(engine, shared + prompt(rng, 9))
+    assert total(engine, names.LOADED_BLOCKS) == 0
+    engine.assert_at_rest()
+
+
+@BOTH
+def test_generated_blocks_are_stored_to_the_last_full_one(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
+    """The next turn of a chat finds the answer of this one, whatever the schedule."""
+    for count in range(1, 14):
+        engine = ToyEngine(tiny_model, async_scheduling)
+        ids = prompt(random.Random(count), 9)
+        ask(engine, ids, count)
+        # The KV of all tokens but the last one sampled exists.
+        assert total(engine, names.STORED_BLOCKS) == (9 + count - 1) // 4, count
+        engine.drop_gpu_cache()
+        turn = ids + play(ids, count)[0] + [7, 8, 9]
+        ask(engine, turn)
+        assert total(engine, names.HIT_TOKENS) == (9 + count - 1) // 4 * 4, count
+        engine.assert_at_rest()
+
+
+@BOTH
+def test_prompt_blocks_only_on_request(tiny_model: Path, async_scheduling: bool) -> None:
+    engine = ToyEngine(tiny_model, async_scheduling, extra_config={"store_decode": False})
+    ask(engine, prompt(random.Random(1), 10), 20)
+    assert total(engine, names.STORED_BLOCKS) == 2
+    engine.assert_at_rest()
+
+
+@BOTH
+def test_salts_never_share(tiny_model: Path, async_scheduling: bool) -> None:
+    engine = ToyEngine(tiny_model, async_scheduling)
+    ids = prompt(random.Random(1), 30)
+    for salt in ("", "a", "b"):
+        ask(engine, ids, salt=salt)
+        engine.drop_gpu_cache()
+    assert total(engine, names.HIT_TOKENS) == 0
+    ask(engine, ids, salt="a")
+    assert total(engine, names.HIT_TOKENS) == 28
+
+
+@BOTH
+def test_a_failed_load_is_recomputed_and_not_tried_again(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
+    engine = ToyEngine(tiny_model, async_scheduling)
+    ids = prompt(random.Random(1), 41)
+    ask(engine, ids)
+    engine.drop_gpu_cache()
+    engine.copier.fail_every = 1.0
+    request = ask(engine, ids)
+    assert engine.reported_loads == [request]
+    assert total(engine, names.LOAD_FAILURES) == 1
+    assert total(engine, names.LOADED_BLOCKS) == 0
+    engine.copier.fail_every = 0.0
+    engine.drop_gpu_cache()
+    ask(engine, ids)  # stored anew by the recomputation
+    assert total(engine, names.LOADED_BLOCKS) == 10
+    engine.assert_at_rest()
+    assert assert_tier_is_right(engine)
+
+
+@BOTH
+def test_abort_at_every_stage(tiny_model: Path, async_scheduling: bool) -> None:
+    """Waiting, loading, computing, storing: after any number of steps."""
+    engine = ToyEngine(tiny_model, async_scheduling, gpu_blocks=128, cpu_blocks=64)
+    engine.copier.max_delay = 6
+    ids = prompt(random.Random(1), 61)
+    ask(engine, ids)
+    for steps in range(16):
+        engine.drop_gpu_cache()
+        request = engine.add(ids, 8)
+        for _ in range(steps):
+            engine.step()
+        if not engine.requests[request].is_finished():
+            engine.abort(request)
+        engine.run()
+        engine.assert_at_rest()
+        assert engine.reported_loads.count(request) <= 1
+    ask(engine, ids)
+    assert assert_tier_is_right(engine)
+
+
+@BOTH
+def test_reset_cache_forgets_everything_even_what_is_being_stored(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
+    engine = ToyEngine(tiny_model, async_scheduling)
+    engine.copier.max_delay = 4
+    ids = prompt(random.Random(1), 41)
+    running = engine.add(ids, 30)
+    for _ in range(6):
+        engine.step()
+    assert engine.scheduler.reset_connector_cache()
+    engine.run()
+    assert engine.finished[running].tokens == play(ids, 30)[0]
+    # What the request computed before the reset must not come back under the new epoch.
+    assert engine.half.index.used_bytes == 0
+    assert total(engine, names.DROPPED_BLOCKS, "cpu", DropReason.RESET.value) > 0
+    engine.drop_gpu_cache()
+    ask(engine, ids)
+    assert total(engine, names.HIT_TOKENS) == 0
+    engine.drop_gpu_cache()
+    ask(engine, ids)
+    assert total(engine, names.HIT_TOKENS) == 40
+    engine.assert_at_rest()
+
+
+@BOTH
+def test_reset_prefix_cache_with_running_requests(tiny_model: Path, async_scheduling: bool) -> None:
+    """No block reference of ours stands in the way, whatever is under way."""
+    engine = ToyEngine(tiny_model, async_scheduling)
+    rng = random.Random(5)
+    asked = {}
+    resets = 0
+    for round_ in range(30):
+        ids = prompt(rng, rng.randrange(10, 60))
+        asked[engine.add(ids, 10)] = ids
+        for _ in range(rng.randrange(4)):
+            engine.step()
+        # vLLM itself refuses while a load or, with overlapping steps, a step is under way.
+        engine.land()
+        if not engine.scheduler.kv_holding_waiting:
+            assert engine.scheduler.reset_prefix_cache(
+                reset_running_requests=True, reset_connector=round_ % 3 == 0
+            )
+            resets += 1
+    engine.run()
+    assert resets > 3
+    for request, ids in asked.items():
+        assert engine.finished[request].tokens == play(ids, 10)[0]
+    engine.assert_at_rest()
+    assert_tier_is_right(engine)
+
+
+def test_hash_only_and_naive_store_and_load_nothing(tiny_model: Path) -> None:
+    ids = prompt(random.Random(1), 41)
+    engine = ToyEngine(tiny_model, extra_config={"mode": "hash_only"})
+    for _ in range(2):
+        ask(engine, ids)
+        engine.drop_gpu_cache()
+    assert total(engine, names.STORED_BLOCKS) == total(engine, names.HIT_TOKENS) == 0
+    assert total(engine, names.MISS_TOKENS) == 80
+    engine.assert_at_rest()
+
+
+def workload(engine: ToyEngine, seed: int, requests: int) -> None:
+    """Many clients at once: shared prefixes, aborts at random points, drops of the GPU cache."""
+    rng = random.Random(seed)
+    stems = [prompt(rng, rng.randrange(8, 40)) for _ in range(4)]
+    asked: dict[str, tuple[list[int], int]] = {}
+    alive: list[str] = []
+    for _ in range(requests):
+        stem = rng.choice(stems)
+        ids = stem[: rng.randrange(4, len(stem) + 1)] + prompt(rng, rng.randrange(1, 20))
+        count = rng.randrange(1, 20)
+        request = engine.add(ids, count)
+        asked[request] = (ids, count)
+        alive.append(request)
+        for _ in range(rng.randrange(6)):
+            engine.step()
+        if rng.random() < 0.2:
+            victim = rng.choice(alive)
+            if not engine.requests[victim].is_finished():
+                engine.abort(victim)
+        if rng.random() < 0.1:
+            engine.scheduler.reset_prefix_cache()
+        if rng.random() < 0.02:
+            engine.scheduler.reset_connector_cache()
+    engine.run()
+    for request, (ids, count) in asked.items():
+        finished = engine.finished[request]
+        expected = play(ids, count)[0]
+        if finished.status is RequestStatus.FINISHED_ABORTED:
+            assert finished.tokens == expected[: len(finished.tokens)]
+        else:
+            assert finished.tokens == expected
+    assert all(
+        engine.reported_loads.count(r) <= engine.requests[r].num_preemptions + 1 for r in asked
+    )
+
+
+@BOTH
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"eviction": "lru"},
+        {"eviction": "s3fifo"},
+        {"store": "lazy", "lazy_window": 24},
+        {"store_decode": False},
+    ],
+    ids=["lru", "s3fifo", "lazy", "prompts"],
+)
+def test_random_clients(tiny_model: Path, async_scheduling: bool, seed: int, options: dict) -> None:
+    engine = ToyEngine(
+        tiny_model,
+        async_scheduling,
+        gpu_blocks=28,  # forces preemption
+        cpu_blocks=30,  # forces eviction
+        max_seqs=8,
+        extra_config=options,
+        seed=seed,
+    )
+    engine.copier.fail_every = 0.05
+    engine.copier.drop_stores = 0.1
+    workload(engine, seed, 60)
+    engine.assert_at_rest()
+    assert assert_tier_is_right(engine)
+    assert sum(r.num_preemptions for r in engine.requests.values()) > 0
+    assert total(engine, names.LOADED_BLOCKS) > 0
+    assert total(engine, names.EVICTED_BLOCKS) > 0
+
+
+@BOTH
+def test_random_clients_without_the_gpu_prefix_cache(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
+    engine = ToyEngine(
+        tiny_model, async_scheduling, gpu_blocks=60, cpu_blocks=30, prefix_caching=False
+    )
+    workload(engine, 3, 60)
+    engine.assert_at_rest()
+    assert assert_tier_is_right(engine)
+    assert total(engine, names.LOADED_BLOCKS) > 0
+
+
+@BOTH
+def test_the_checks_above_can_fail(tiny_model: Path, async_scheduling: bool) -> None:
+    """A flipped bit in a slot, or a load reported before it is done, is a wrong read."""
+    engine = ToyEngine(tiny_model, async_scheduling)
+    ids = prompt(random.Random(1), 41)
+    ask(engine, ids)
+    engine.drop_gpu_cache()
+    engine.arena[3, 1, 2] ^= 1
+    with pytest.raises(WrongRead):
+        ask(engine, ids)

@@ -1,0 +1,367 @@
+"""vLLM's real scheduler and our real connector around a model that can be checked completely.
+
+The model's KV of a token is a hash of the whole prefix up to it, so there is exactly one right
+value for every position, and every read of the cache is compared with it. Copies are as slow as a
+test wants them to be: a store reads its source at once (stream order) and lands polls later; a load
+reads its slots and writes its blocks polls later. Whatever is reused too early is caught.
+
+With `async_scheduling`, vLLM's AsyncScheduler runs with two steps in flight: a step is scheduled
+and executed before the output of the one before it is processed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+)
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from vllm_tiered_kv.connector.connector import TieredKVConnector
+from vllm_tiered_kv.core.transfer import GroupTransfer
+from vllm_tiered_kv.device.copier import LoadDone, StoreDone
+from vllm_tiered_kv.metrics.names import DropReason
+
+LAYERS = ("layer.0", "layer.1", "layer.2")
+VOCAB = 50
+_MASK = (1 << 61) - 1
+
+
+def next_token(state: int) -> int:
+    return 3 + (state >> 20) % (VOCAB - 3)
+
+
+def play(prompt: Sequence[int], count: int, salt: str = "") -> tuple[list[int], np.ndarray]:
+    """What the model says after a prompt, and the one right KV of every token: no cache here."""
+    tokens, kv = list(prompt), []
+    state = sum(map(ord, salt))
+    for position in range(len(prompt) + count):
+        if position == len(tokens):
+            tokens.append(next_token(state))
+        state = (state * 6364136223846793005 + tokens[position] + 1442695040888963407) & _MASK
+        kv.append(state)
+    return tokens[len(prompt) :], np.array(kv, np.int64)
+
+
+class WrongRead(AssertionError):
+    """The model was about to attend to KV that is not that of its tokens."""
+
+
+@dataclass
+class _Running:
+    blocks: list[int]
+    computed: int  # tokens before this step's
+
+
+class DelayedCopier:
+    """A back-end with the ordering contract of `device.copier` and copies that take their time."""
+
+    def __init__(self, caches: list[np.ndarray], arena: np.ndarray, rng: random.Random) -> None:
+        self._caches, self._arena, self._rng = caches, arena, rng
+        self._stores: deque[tuple[int, int, GroupTransfer, list[np.ndarray]]] = deque()
+        self._loads: deque[tuple[int, str, Sequence[GroupTransfer]]] = deque()
+        self.max_delay = 3
+        self.fail_loads_of: set[str] = set()
+        self.fail_every = 0.0
+        self.drop_stores = 0.0
+        self.fenced = False
+
+    def fence(self) -> None:
+        self.fenced = True
+
+    def settle_sources(self) -> None:
+        pass
+
+    def store(self, job_id: int, transfer: GroupTransfer) -> None:
+        staged = [
+            np.stack([cache[block] for cache in self._caches]) for block in transfer.block_ids
+        ]
+        self._stores.append((self._rng.randint(0, self.max_delay), job_id, transfer, staged))
+
+    def load(self, request_id: str, transfers: Sequence[GroupTransfer]) -> None:
+        assert self.fenced, "a load without a fence"
+        self._loads.append((self._rng.randint(0, self.max_delay), request_id, transfers))
+
+    def poll(self) -> tuple[list[StoreDone], list[LoadDone]]:
+        stores, loads = [], []
+        while self._stores and self._due(self._stores):
+            _, job_id, transfer, staged = self._stores.popleft()
+            stored = len(staged)
+            if self._rng.random() < self.drop_stores:
+                stored = self._rng.randint(0, stored)
+            for slot, block in zip(transfer.slots[:stored], staged, strict=False):
+                self._arena[slot] = block
+            reason = DropReason.STAGING_FULL if stored < len(staged) else None
+            stores.append(StoreDone(job_id, stored, reason))
+        while self._loads and self._due(self._loads):
+            _, request_id, transfers = self._loads.popleft()
+            failed = request_id in self.fail_loads_of or self._rng.random() < self.fail_every
+            for transfer in transfers:
+                for block, slot in zip(transfer.block_ids, transfer.slots, strict=True):
+                    for layer, cache in enumerate(self._caches):
+                        cache[block] = -1 if failed else self._arena[slot][layer]
+            loads.append(LoadDone(request_id, "planted" if failed else None))
+        return stores, loads
+
+    def close(self) -> None:
+        pass
+
+    @staticmethod
+    def _due(queue: deque) -> bool:
+        if queue[0][0] <= 0:
+            return True
+        queue[0] = (queue[0][0] - 1, *queue[0][1:])
+        return False
+
+
+@dataclass
+class Finished:
+    tokens: list[int]
+    status: RequestStatus
+
+
+@dataclass
+class ToyEngine:
+    model: Path
+    async_scheduling: bool = False
+    block_size: int = 4
+    gpu_blocks: int = 64
+    cpu_blocks: int = 32
+    max_tokens_per_step: int = 32
+    max_seqs: int = 8
+    prefix_caching: bool = True
+    extra_config: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    requests: dict[str, Request] = field(default_factory=dict)
+    finished: dict[str, Finished] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+        block_bytes = len(LAYERS) * self.block_size * 8
+        slot_bytes = -(-block_bytes // 64) * 64
+        args = EngineArgs(
+            model=str(self.model),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            max_model_len=1024,
+            max_num_batched_tokens=1024,
+            max_num_seqs=self.max_seqs,
+            enable_prefix_caching=self.prefix_caching,
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="TieredKVConnector",
+                kv_connector_module_path="vllm_tiered_kv.connector.connector",
+                kv_role="kv_both",
+                kv_connector_extra_config={
+                    "cpu_memory": self.cpu_blocks * slot_bytes,
+                    **self.extra_config,
+                },
+            ),
+        )
+        config = self.config = args.create_engine_config()
+        config.cache_config.block_size = self.block_size
+        config.cache_config.num_gpu_blocks = self.gpu_blocks
+        config.scheduler_config.async_scheduling = self.async_scheduling
+        config.scheduler_config.max_num_batched_tokens = self.max_tokens_per_step
+        self.kv_cache_config = self._kv_cache_config()
+        scheduler_class = AsyncScheduler if self.async_scheduling else Scheduler
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(self.block_size, sha256)
+        self.scheduler = scheduler_class(
+            vllm_config=config,
+            kv_cache_config=self.kv_cache_config,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=self.block_size,
+            log_stats=True,
+        )
+        self.half = self.scheduler.connector.scheduler_half
+        self.worker = TieredKVConnector(config, KVConnectorRole.WORKER, self.kv_cache_config)
+        self.caches = [np.full((self.gpu_blocks, self.block_size), -2, np.int64) for _ in LAYERS]
+        geometry = self.half.index.geometry
+        self.arena = np.full((geometry.max_slots, len(LAYERS), self.block_size), -3, np.int64)
+        self.copier = DelayedCopier(self.caches, self.arena, random.Random(self.seed + 1))
+        if self.worker.worker_half is not None:
+            self.worker.worker_half._copier = self.copier
+        self.depth = 2 if self.async_scheduling else 1
+        self._running: dict[str, _Running] = {}
+        self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self._next_id = 0
+        self._truth: dict[str, np.ndarray] = {}
+        self.reported_loads: list[str] = []
+
+    def _kv_cache_config(self) -> KVCacheConfig:
+        spec = FullAttentionSpec(
+            block_size=self.block_size,
+            num_kv_heads=1,
+            head_size=4,
+            head_size_v=0,
+            dtype=torch.int16,
+        )
+        page = spec.page_size_bytes
+        assert page == self.block_size * 8
+        tensor = KVCacheTensor(
+            size=page * self.gpu_blocks * len(LAYERS),
+            layers=list(LAYERS),
+            layer_stride=page * self.gpu_blocks,
+            block_stride=page,
+        )
+        return KVCacheConfig(
+            num_blocks=self.gpu_blocks,
+            kv_cache_tensors=[tensor],
+            kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), spec)],
+            kv_cache_layout="LBHNC",
+            hash_block_size=self.block_size,
+        )
+
+    # ---- what a client does ---------------------------------------------------------------------
+
+    def add(self, prompt: Sequence[int], max_tokens: int, salt: str = "") -> str:
+        request_id = f"r{self._next_id}"
+        self._next_id += 1
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=list(prompt),
+            sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            pooling_params=None,
+            cache_salt=salt or None,
+            block_hasher=self._hasher,
+        )
+        self.requests[request_id] = request
+        # One more than is asked for: asynchronous scheduling runs a step past the end.
+        self._truth[request_id] = play(prompt, max_tokens + 2, salt)[1]
+        self.scheduler.add_request(request)
+        return request_id
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
+
+    def run(self, limit: int = 3000) -> None:
+        """Steps until nothing is left, stores of an idle engine included."""
+        for _ in range(limit):
+            if not self.scheduler.has_requests() and not self._in_flight:
+                return
+            self.step()
+        raise AssertionError("the engine never came to rest: a request hangs")
+
+    def step(self) -> None:
+        if len(self._in_flight) < self.depth and self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            self._in_flight.append((output, self._execute(output)))
+            if len(self._in_flight) < self.depth and output.total_num_scheduled_tokens:
+                return  # a further step is scheduled before this one's output is looked at
+        self._process_oldest()
+
+    def land(self) -> None:
+        """Processes the outputs of all steps in flight."""
+        while self._in_flight:
+            self._process_oldest()
+
+    def _process_oldest(self) -> None:
+        if self._in_flight:
+            self.scheduler.update_from_output(*self._in_flight.popleft())
+            self._collect()
+        self.half.index.check()
+
+    # ---- what a worker does ---------------------------------------------------------------------
+
+    def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        metadata = output.kv_connector_metadata
+        self.worker.handle_preemptions(metadata)
+        self.worker.bind_connector_metadata(metadata)
+        self._update_batch(output)
+        sampled = {r: self._forward(r, n) for r, n in output.num_scheduled_tokens.items()}
+        self.worker.start_load_kv(None)
+        self.worker.wait_for_save()
+        results = self.worker.get_transfer_results(output.finished_req_ids)
+        self.reported_loads += results.finished_recving
+        connector_output = KVConnectorOutput(
+            finished_sending=results.finished_sending or None,
+            finished_recving=results.finished_recving or None,
+            failed_recving=results.failed_recving,
+            kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
+        )
+        self.worker.clear_connector_metadata()
+        ids = list(sampled)
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={r: i for i, r in enumerate(ids)},
+            sampled_token_ids=[sampled[r] for r in ids],
+            kv_connector_output=connector_output,
+        )
+
+    def _update_batch(self, output: SchedulerOutput) -> None:
+        for request_id in output.finished_req_ids:
+            self._running.pop(request_id, None)
+        for new in output.scheduled_new_reqs:
+            self._running[new.req_id] = _Running(list(new.block_ids[0]), new.num_computed_tokens)
+        cached = output.scheduled_cached_reqs
+        for request_id, blocks, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            running = self._running[request_id]
+            running.computed = computed
+            if request_id in cached.resumed_req_ids:
+                running.blocks = list(blocks[0])
+            elif blocks:
+                running.blocks += blocks[0]
+
+    def _forward(self, request_id: str, count: int) -> list[int]:
+        running = self._running[request_id]
+        right = self._truth[request_id]
+        start, stop = running.computed, running.computed + count
+        at = np.arange(stop)
+        table = np.array(running.blocks)[at // self.block_size]
+        for layer, cache in enumerate(self.caches):
+            seen = cache[table[:start], at[:start] % self.block_size]
+            wrong = np.flatnonzero(seen != right[:start] ^ layer)
+            if len(wrong):
+                raise WrongRead(f"{request_id} reads wrong KV at token {wrong[0]} of {start}")
+            cache[table[start:], at[start:] % self.block_size] = right[start:stop] ^ layer
+        # A chunk that ends before the last known token (of a prompt, or of a request that was
+        # preempted and starts over) samples nothing.
+        known = self.requests[request_id].num_tokens
+        return [next_token(int(right[stop - 1]))] if stop >= known else []
+
+    # ---- after a step ---------------------------------------------------------------------------
+
+    def _collect(self) -> None:
+        for request_id, request in list(self.requests.items()):
+            if request.is_finished() and request_id not in self.finished:
+                self.finished[request_id] = Finished(list(request.output_token_ids), request.status)
+
+    def drop_gpu_cache(self) -> None:
+        assert self.scheduler.reset_prefix_cache()
+
+    def assert_at_rest(self) -> None:
+        """Nothing pinned, reserved, leaked or forgotten, anywhere."""
+        assert not self.scheduler.requests
+        assert not self.scheduler.running
+        assert not self.scheduler.waiting
+        pool = self.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == self.gpu_blocks - 1  # the null block
+        assert not self.half.index.pinned_slots()
+        assert not self.half.ledger.has_open_stores
+        assert not self.half.ledger._loads
+        assert not self.half._requests
+        self.half.index.check()
