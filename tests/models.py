@@ -30,3 +30,17 @@ def write_model(folder: Path, **changes: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**TINY_QWEN2, **changes}))
     return folder
+
+
+QWEN2_7B: dict[str, Any] = {
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
+"""The shape of Qwen2.5-7B; weights are not needed to move blocks of the real size."""

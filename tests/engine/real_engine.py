@@ -21,6 +21,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+from vllm.v1.kv_cache_interface import group_kernel_blocks
 
 from vllm_tiered_kv.connector.connector import TieredKVConnector
 from vllm_tiered_kv.metrics.names import Metric
@@ -106,19 +107,20 @@ class RealEngine:
     def _keep_kv_bytes(self) -> None:
         scheduler, block_size = self.scheduler, self.scheduler.block_size
         free = scheduler._free_request_blocks
-        kv_caches = self.runner.kv_caches
+        num_blocks = scheduler.kv_cache_config.num_blocks
 
         def keep_and_free(request: Any) -> None:
             (ids,) = scheduler.kv_cache_manager.get_block_ids(request.request_id)
-            computed = min(request.num_computed_tokens, request.num_tokens - 1)
-            if request.is_finished():
-                for position in range(computed // block_size):
+            full = min(request.num_computed_tokens, request.num_tokens - 1) // block_size
+            if request.is_finished() and full:
+                content = [
+                    group_kernel_blocks(cache, num_blocks)[ids[:full]].cpu().flatten(1)
+                    for cache in self.runner.kv_caches
+                ]
+                rows = torch.cat(content, dim=1).contiguous().view(torch.uint8).numpy()
+                for position in range(full):
                     name = tuple(request.all_token_ids[: (position + 1) * block_size])
-                    content = b"".join(
-                        cache[ids[position]].contiguous().view(torch.uint8).numpy().tobytes()
-                        for cache in kv_caches
-                    )
-                    self.kv_bytes[name] = content
+                    self.kv_bytes[name] = rows[position].tobytes()
             free(request)
 
         scheduler._free_request_blocks = keep_and_free
@@ -126,14 +128,15 @@ class RealEngine:
 
 def _draw_weights(loader: DummyModelLoader, model: torch.nn.Module, model_config: Any) -> None:
     """Stands in for vLLM's dummy weights, before they are packed for the CPU's kernels."""
-    generator = torch.Generator().manual_seed(7)
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(7)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() == 1:
                 weight.fill_(1.0 if "norm" in name else 0.0)
             else:
                 scale = 1.0 if "embed" in name else 2.5 / weight.shape[-1] ** 0.5
-                weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
+                weight.normal_(0.0, scale, generator=generator)
 
 
 @contextlib.contextmanager
@@ -158,6 +161,7 @@ def real_engine(
         "max_num_batched_tokens": 256,
         "max_num_seqs": 8,
         "num_gpu_blocks_override": 256,
+        "enforce_eager": True,
         **engine,
     }
     try:
@@ -179,7 +183,6 @@ def _open(model: Path, transfer: dict[str, Any] | None, settings: dict[str, Any]
         model=str(model),
         load_format="dummy",
         skip_tokenizer_init=True,
-        enforce_eager=True,
         seed=0,
         disable_log_stats=False,
         kv_transfer_config=KVTransferConfig(**transfer) if transfer else None,

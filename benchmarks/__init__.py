@@ -1,0 +1,1 @@
+"""Programs that measure. Each prints its ratios, writes JSON, and says on what it ran."""

@@ -1,0 +1,210 @@
+"""A real engine on a GPU: 7B shape, CUDA graphs, asynchronous scheduling on and off.
+
+A hit in the tier is compared with vLLM's own hit on the device, which computes the same tokens in
+the same shapes: tokens and logprobs must be equal, and so must the bytes of every KV block.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+if not torch.cuda.is_available():
+    pytest.skip("torch finds no CUDA device", allow_module_level=True)
+
+from tests.engine.real_engine import RealEngine, real_engine  # noqa: E402
+from tests.models import QWEN2_7B, write_model  # noqa: E402
+from vllm_tiered_kv.metrics import names  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+COUNT = 16
+LENGTHS = (10_240, 10_000, 4_097, 3_000, 1_000, 777, 130, 10_240)
+
+
+def make_prompts() -> list[list[int]]:
+    rng = random.Random(5)
+    stem = [rng.randrange(1000, 150_000) for _ in range(2000)]
+    prompts = [[rng.randrange(1000, 150_000) for _ in range(length)] for length in LENGTHS]
+    prompts[-1][:2000] = stem
+    return [*prompts, stem + prompts[2][:500], stem + prompts[3][:700]]
+
+
+PROMPTS = make_prompts()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "qwen2-7b", **QWEN2_7B)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["async", "sync"])
+def engine(request: pytest.FixtureRequest, model: Path) -> Iterator[RealEngine]:
+    start = time.perf_counter()
+    with real_engine(
+        model,
+        {"cpu_memory": "24GiB"},
+        dtype="bfloat16",
+        block_size=16,
+        max_model_len=16_384,
+        max_num_batched_tokens=8192,
+        num_gpu_blocks_override=None,
+        gpu_memory_utilization=0.5,
+        enforce_eager=False,
+        enable_sleep_mode=True,
+        async_scheduling=request.param,
+    ) as running:
+        resolved = running.scheduler.vllm_config.scheduler_config.async_scheduling
+        assert resolved is request.param
+        print(
+            f"\nengine up in {time.perf_counter() - start:.1f} s: async_scheduling={resolved}, "
+            f"{type(running.scheduler).__name__}, "
+            f"{type(running.runner).__module__.rsplit('.', 2)[-2]} runner, "
+            f"layout {running.scheduler.kv_cache_config.kv_cache_layout}, "
+            f"cudagraphs {running.scheduler.vllm_config.compilation_config.cudagraph_mode}"
+        )
+        yield running
+
+
+def settle(engine: RealEngine) -> None:
+    """Lets an idle engine commit its last stores, as the engine's own loop does."""
+    deadline = time.monotonic() + 30
+    while engine.half.has_pending_push_work() and time.monotonic() < deadline:
+        engine.core.step_fn()
+        time.sleep(0.001)
+    assert not engine.half.has_pending_push_work()
+
+
+def forget_all(engine: RealEngine) -> None:
+    settle(engine)
+    assert engine.llm.llm_engine.reset_prefix_cache(reset_connector=True)
+    engine.kv_bytes.clear()
+
+
+def test_a_tier_hit_is_a_device_hit(engine: RealEngine) -> None:
+    forget_all(engine)
+    loaded = 0
+    same_as_cold = 0
+    for ids in PROMPTS:
+        (cold,) = engine.ask([ids], COUNT)
+        (device,) = engine.ask([ids], COUNT)
+        settle(engine)
+        computed = {
+            name: content for name, content in engine.kv_bytes.items() if len(name) <= len(ids)
+        }
+        engine.kv_bytes.clear()
+        engine.drop_gpu_cache()
+        before = engine.total(names.LOADED_BLOCKS)
+        (tier,) = engine.ask([ids], COUNT)
+        assert tier.cached == device.cached == (len(ids) - 1) // 16 * 16
+        assert engine.total(names.LOADED_BLOCKS) - before == tier.cached // 16
+        assert tier.tokens == device.tokens
+        assert tier.logprobs == device.logprobs
+        prefix = {n: c for n, c in engine.kv_bytes.items() if len(n) <= tier.cached}
+        assert len(prefix) == tier.cached // 16
+        assert all(content == computed[name] for name, content in prefix.items())
+        loaded += len(prefix)
+        same_as_cold += cold.tokens == tier.tokens
+        settle(engine)
+        engine.drop_gpu_cache()
+    engine.assert_at_rest()
+    assert engine.total(names.DROPPED_BLOCKS) == 0
+    print(
+        f"\n{len(PROMPTS)} prompts: tokens, logprobs and {loaded} loaded blocks equal to the "
+        f"device's; tokens equal to the cold run in {same_as_cold}"
+    )
+
+
+def test_a_flipped_byte_is_noticed(engine: RealEngine) -> None:
+    forget_all(engine)
+    ids = PROMPTS[2]
+    engine.ask([ids], COUNT)
+    (device,) = engine.ask([ids], COUNT)
+    settle(engine)
+    engine.drop_gpu_cache()
+    geometry = engine.half.index.geometry
+    for slot in list(engine.half.index._entries)[:64]:
+        engine.worker_half.arena.bytes_at(slot * geometry.slab_bytes, geometry.slab_bytes)[
+            1::2
+        ] ^= 0x15
+    (tier,) = engine.ask([ids], COUNT)
+    assert tier.cached == device.cached
+    assert tier.logprobs != device.logprobs
+
+
+def test_all_at_once_with_aborts(engine: RealEngine) -> None:
+    """Loads of some beside the compute of others, aborts in between, bytes checked at the end."""
+    from vllm import SamplingParams
+
+    forget_all(engine)
+    truth: dict = {}
+    for ids in PROMPTS:
+        engine.ask([ids], COUNT)
+    settle(engine)
+    truth.update(engine.kv_bytes)
+    engine.kv_bytes.clear()
+    rng = random.Random(8)
+    params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
+    vllm_engine = engine.llm.llm_engine
+    for round_ in range(4):
+        settle(engine)
+        engine.drop_gpu_cache()
+        live = []
+        for number, ids in enumerate(PROMPTS):
+            name = f"{round_}-{number}"
+            vllm_engine.add_request(name, {"prompt_token_ids": ids}, params)
+            live.append(name)
+            for _ in range(rng.randrange(3)):
+                vllm_engine.step()
+            if rng.random() < 0.3:
+                vllm_engine.abort_request([live.pop(rng.randrange(len(live)))])
+        while vllm_engine.has_unfinished_requests():
+            vllm_engine.step()
+    settle(engine)
+    for _ in range(5):
+        engine.core.step_fn()
+    engine.assert_at_rest()
+    loaded = engine.total(names.LOADED_BLOCKS)
+    assert loaded > 0
+    # The end of a prompt is computed again, in batches of other shapes; the rest was loaded.
+    prompt_blocks = {
+        name: content
+        for name, content in engine.kv_bytes.items()
+        if any(
+            len(name) <= (len(ids) - 1) // 16 * 16 and list(name) == ids[: len(name)]
+            for ids in PROMPTS
+        )
+    }
+    wrong = sum(truth[name] != content for name, content in prompt_blocks.items())
+    print(
+        f"\n{len(prompt_blocks)} prompt blocks compared, {wrong} differ, {loaded:.0f} loaded so far"
+    )
+    assert wrong == 0
+
+
+def test_sleep_and_wake(engine: RealEngine) -> None:
+    """Sleeping discards the device's cache and starts a new epoch; afterwards all works again."""
+    forget_all(engine)
+    ids = PROMPTS[3]
+    (first,) = engine.ask([ids], COUNT)
+    settle(engine)
+    engine.llm.sleep(level=1)
+    engine.llm.wake_up()
+    assert engine.half.index.used_bytes == 0
+    (second,) = engine.ask([ids], COUNT)
+    assert second.cached == 0
+    assert second.tokens == first.tokens
+    (device,) = engine.ask([ids], COUNT)
+    settle(engine)
+    engine.drop_gpu_cache()
+    (tier,) = engine.ask([ids], COUNT)
+    assert tier.cached == (len(ids) - 1) // 16 * 16
+    assert (tier.tokens, tier.logprobs) == (device.tokens, device.logprobs)
+    settle(engine)
+    engine.assert_at_rest()
