@@ -190,20 +190,34 @@ void CudaBlockLayout::copy(const Batch& batch, Direction direction, uint64_t slo
 
 void copy_ranges(int device, uint64_t src, const std::vector<int64_t>& src_offsets, uint64_t dst,
                  const std::vector<int64_t>& dst_offsets, int64_t nbytes_each, cudaMemcpyKind kind,
-                 uint64_t stream_handle) {
-  // Neighbours on both sides become one longer copy: a DMA engine likes few large ones.
+                 uint64_t stream_handle, int64_t host_piece_bytes) {
+  // Neighbours on both sides become one longer copy: a DMA engine likes few large ones. A copy
+  // that would span two pieces of separately registered host memory is cut: CUDA refuses it.
   std::vector<const void*> sources;
   std::vector<void*> targets;
   std::vector<size_t> sizes;
+  const std::vector<int64_t>& host = kind == cudaMemcpyDeviceToHost ? dst_offsets : src_offsets;
+  int64_t src_end = -1, dst_end = -1;
   for (size_t i = 0; i < src_offsets.size(); ++i) {
-    const bool joined = i > 0 && src_offsets[i] - src_offsets[i - 1] == nbytes_each &&
-                        dst_offsets[i] - dst_offsets[i - 1] == nbytes_each;
-    if (joined) {
-      sizes.back() += size_t(nbytes_each);
-    } else {
-      sources.push_back(reinterpret_cast<const void*>(src + uint64_t(src_offsets[i])));
-      targets.push_back(reinterpret_cast<void*>(dst + uint64_t(dst_offsets[i])));
-      sizes.push_back(size_t(nbytes_each));
+    for (int64_t done = 0; done < nbytes_each;) {
+      int64_t length = nbytes_each - done;
+      bool at_piece_start = false;
+      if (host_piece_bytes > 0) {
+        const int64_t within = (host[i] + done) % host_piece_bytes;
+        at_piece_start = within == 0;
+        length = std::min(length, host_piece_bytes - within);
+      }
+      const int64_t from = src_offsets[i] + done, to = dst_offsets[i] + done;
+      if (from == src_end && to == dst_end && !at_piece_start) {
+        sizes.back() += size_t(length);
+      } else {
+        sources.push_back(reinterpret_cast<const void*>(src + uint64_t(from)));
+        targets.push_back(reinterpret_cast<void*>(dst + uint64_t(to)));
+        sizes.push_back(size_t(length));
+      }
+      src_end = from + length;
+      dst_end = to + length;
+      done += length;
     }
   }
   if (sizes.empty()) return;

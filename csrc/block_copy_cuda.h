@@ -42,9 +42,10 @@ class CudaBlockLayout {
   int64_t whole_device_ = 0;
 };
 
-// Copies ranges of nbytes_each by DMA in stream order.
+// Copies ranges of nbytes_each by DMA in stream order. host_piece_bytes: the host side was
+// registered in pieces of so many bytes, counted from its address; 0 for one piece.
 void copy_ranges(int device, uint64_t src, const std::vector<int64_t>& src_offsets, uint64_t dst,
                  const std::vector<int64_t>& dst_offsets, int64_t nbytes_each, cudaMemcpyKind kind,
-                 uint64_t stream_handle);
+                 uint64_t stream_handle, int64_t host_piece_bytes);
 
 }  // namespace tiered_kv

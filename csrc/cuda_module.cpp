@@ -70,11 +70,13 @@ void check_offsets(const char* name, const char* address_name, int64_t address,
 
 void copy_between(int64_t src_address, const py::object& src_offsets, int64_t dst_address,
                   const py::object& dst_offsets, int64_t nbytes_each, uint64_t stream_handle,
-                  std::optional<int> device, cudaMemcpyKind kind) {
+                  std::optional<int> device, int64_t host_piece_bytes, cudaMemcpyKind kind) {
   const auto from = to_vector<int64_t>(src_offsets, "src_offsets");
   const auto to = to_vector<int64_t>(dst_offsets, "dst_offsets");
   if (nbytes_each < 1)
     throw ArgumentError("nbytes_each", std::to_string(nbytes_each) + " is not positive");
+  if (host_piece_bytes < 0)
+    throw ArgumentError("host_piece_bytes", std::to_string(host_piece_bytes) + " is negative");
   if (from.size() != to.size())
     throw ArgumentError("dst_offsets", std::to_string(to.size()) + " entries for " +
                                            std::to_string(from.size()) + " src_offsets");
@@ -83,21 +85,21 @@ void copy_between(int64_t src_address, const py::object& src_offsets, int64_t ds
   check_disjoint("dst_offsets", to, nbytes_each);
   const py::gil_scoped_release no_gil;
   copy_ranges(device.value_or(kCurrentDevice), uint64_t(src_address), from, uint64_t(dst_address),
-              to, nbytes_each, kind, stream_handle);
+              to, nbytes_each, kind, stream_handle, host_piece_bytes);
 }
 
 void copy_to_host(int64_t src_address, const py::object& src_offsets, int64_t dst_address,
                   const py::object& dst_offsets, int64_t nbytes_each, uint64_t stream_handle,
-                  std::optional<int> device) {
+                  std::optional<int> device, int64_t host_piece_bytes) {
   copy_between(src_address, src_offsets, dst_address, dst_offsets, nbytes_each, stream_handle,
-               device, cudaMemcpyDeviceToHost);
+               device, host_piece_bytes, cudaMemcpyDeviceToHost);
 }
 
 void copy_to_device(int64_t src_address, const py::object& src_offsets, int64_t dst_address,
                     const py::object& dst_offsets, int64_t nbytes_each, uint64_t stream_handle,
-                    std::optional<int> device) {
+                    std::optional<int> device, int64_t host_piece_bytes) {
   copy_between(src_address, src_offsets, dst_address, dst_offsets, nbytes_each, stream_handle,
-               device, cudaMemcpyHostToDevice);
+               device, host_piece_bytes, cudaMemcpyHostToDevice);
 }
 
 }  // namespace
@@ -163,8 +165,8 @@ PYBIND11_MODULE(_cuda, module) {
              py::arg("stream_handle"), py::arg("ctas"));
   module.def("copy_to_host", &copy_to_host, py::arg("src_address"), py::arg("src_offsets"),
              py::arg("dst_address"), py::arg("dst_offsets"), py::arg("nbytes_each"),
-             py::arg("stream_handle"), py::arg("device"));
+             py::arg("stream_handle"), py::arg("device"), py::arg("host_piece_bytes"));
   module.def("copy_to_device", &copy_to_device, py::arg("src_address"), py::arg("src_offsets"),
              py::arg("dst_address"), py::arg("dst_offsets"), py::arg("nbytes_each"),
-             py::arg("stream_handle"), py::arg("device"));
+             py::arg("stream_handle"), py::arg("device"), py::arg("host_piece_bytes"));
 }

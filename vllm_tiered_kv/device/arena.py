@@ -42,6 +42,7 @@ class Arena:
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._view: np.ndarray | None = np.frombuffer(self._map, dtype=np.uint8)
         self.nbytes = nbytes
+        self.pin_chunk_bytes = chunk_bytes
         self.region = HostRegion(self._view.ctypes.data, nbytes)
         self._unpin = unpin
         self._pinned: list[int] = []

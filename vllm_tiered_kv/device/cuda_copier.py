@@ -180,6 +180,7 @@ class CudaCopier:
             nbytes,
             self._store_stream.handle,
             device=self._device,
+            host_piece_bytes=self._arena.pin_chunk_bytes,
         )
         event = self._event()
         event.record(self._store_stream.handle)

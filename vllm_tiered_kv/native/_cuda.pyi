@@ -75,6 +75,7 @@ def copy_to_host(
     nbytes_each: int,
     stream_handle: int,
     device: int | None,
+    host_piece_bytes: int,
 ) -> None: ...
 def copy_to_device(
     src_address: int,
@@ -84,4 +85,5 @@ def copy_to_device(
     nbytes_each: int,
     stream_handle: int,
     device: int | None,
+    host_piece_bytes: int,
 ) -> None: ...

@@ -204,11 +204,13 @@ def copy_to_host(
     nbytes_each: int,
     stream_handle: int,
     device: int | None = None,
+    host_piece_bytes: int = 0,
 ) -> None:
     """Queue DMA of `nbytes_each` bytes from each source offset to its target offset.
 
     Ranges that continue each other on both sides travel as one. `device` is made current for the
-    call; None leaves the calling thread's own.
+    call; None leaves the calling thread's own. `host_piece_bytes` says that the host memory was
+    registered in pieces of so many bytes, counted from its address: no copy spans two of them.
     """
     _load().copy_to_host(
         src_address,
@@ -218,6 +220,7 @@ def copy_to_host(
         nbytes_each,
         stream_handle,
         device,
+        host_piece_bytes,
     )
 
 
@@ -229,6 +232,7 @@ def copy_to_device(
     nbytes_each: int,
     stream_handle: int,
     device: int | None = None,
+    host_piece_bytes: int = 0,
 ) -> None:
     """As `copy_to_host` in the other direction."""
     _load().copy_to_device(
@@ -239,4 +243,5 @@ def copy_to_device(
         nbytes_each,
         stream_handle,
         device,
+        host_piece_bytes,
     )

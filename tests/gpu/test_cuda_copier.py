@@ -1,0 +1,194 @@
+"""The CUDA copier: ring, pieces of pinned memory, and the order it promises.
+
+The compute stream is kept busy by a long kernel, so that whatever does not wait shows.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("torch finds no CUDA device", allow_module_level=True)
+
+from vllm_tiered_kv.core.arena_geometry import ArenaGeometry  # noqa: E402
+from vllm_tiered_kv.core.layout import StridedView, block_runs  # noqa: E402
+from vllm_tiered_kv.core.transfer import GroupTransfer, int64_array  # noqa: E402
+from vllm_tiered_kv.device.arena import Arena  # noqa: E402
+from vllm_tiered_kv.device.cuda_copier import CudaCopier  # noqa: E402
+from vllm_tiered_kv.metrics.names import DropReason  # noqa: E402
+from vllm_tiered_kv.native import cuda  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+LAYERS, BLOCKS, PAGE, SLOTS, RING = 5, 64, 20_000, 48, 16
+BUSY_CYCLES = 400_000_000  # about 0.2 s
+
+
+class Bench:
+    """A device with layers of random bytes, an arena pinned in odd pieces, and a copier."""
+
+    def __init__(self) -> None:
+        self.layers = [
+            torch.randint(0, 255, (BLOCKS, PAGE), dtype=torch.uint8, device="cuda")
+            for _ in range(LAYERS)
+        ]
+        views = [
+            StridedView(f"l{i}", t.data_ptr(), tuple(t.shape), t.stride(), 1)
+            for i, t in enumerate(self.layers)
+        ]
+        runs = block_runs(views, BLOCKS)
+        self.geometry = ArenaGeometry.for_blocks(SLOTS * 100_032, [runs.block_bytes])
+        # 7 pages a piece: most slots lie across two pieces.
+        self.arena = Arena(
+            self.geometry.capacity_bytes,
+            functools.partial(cuda.host_register, device=0),
+            functools.partial(cuda.host_unregister, device=0),
+            chunk_bytes=7 * 4096 * 4,
+        )
+        while self.arena.ready_bytes < self.arena.nbytes:
+            time.sleep(0.001)
+        self.stream = torch.cuda.Stream()
+        self.copier = CudaCopier(
+            {0: runs},
+            self.geometry,
+            self.arena,
+            0,
+            lambda: int(self.stream.cuda_stream),
+            RING * 100_032,
+        )
+        torch.cuda.synchronize()
+
+    def block(self, number: int) -> bytes:
+        torch.cuda.synchronize()
+        return b"".join(layer[number].cpu().numpy().tobytes() for layer in self.layers)
+
+    def slot(self, number: int) -> bytes:
+        return self.arena.bytes_at(number * self.geometry.slab_bytes, LAYERS * PAGE).tobytes()
+
+    def finish(self) -> tuple[list, list]:
+        torch.cuda.synchronize()
+        return self.copier.poll()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.copier.close()
+    bench.copier.close()
+    bench.arena.close()
+
+
+def pairs(blocks: list[int], slots: list[int]) -> GroupTransfer:
+    return GroupTransfer(0, int64_array(blocks), int64_array(slots))
+
+
+def test_blocks_go_out_and_come_back_across_pieces(bench: Bench) -> None:
+    rng = np.random.default_rng(1)
+    truth = {n: bench.block(n) for n in range(BLOCKS)}
+    where: dict[int, int] = {}
+    for job in range(12):
+        blocks = rng.choice(BLOCKS, 4, replace=False).tolist()
+        slots = [job * 4 + i for i in range(4)]
+        bench.copier.store(job, pairs(blocks, slots))
+        (done,), _ = bench.finish()
+        assert (done.job_id, done.stored, done.reason) == (job, 4, None)
+        where.update(zip(slots, blocks, strict=True))
+    for slot, block in where.items():
+        assert bench.slot(slot) == truth[block]
+    targets = rng.permutation(BLOCKS)[:SLOTS].tolist()
+    bench.copier.fence()
+    bench.copier.load("r", [pairs(targets, list(range(SLOTS)))])
+    _, (load,) = bench.finish()
+    assert (load.request_id, load.error) == ("r", None)
+    for slot, target in enumerate(targets):
+        assert bench.block(target) == truth[where[slot]]
+    untouched = set(range(BLOCKS)) - set(targets)
+    assert all(bench.block(n) == truth[n] for n in untouched)
+
+
+def test_neighbouring_slots_travel_together_across_pieces(bench: Bench) -> None:
+    truth = [bench.block(n) for n in range(RING)]
+    bench.copier.store(0, pairs(list(range(RING)), list(range(5, 5 + RING))))
+    (done,), _ = bench.finish()
+    assert done.stored == RING
+    assert [bench.slot(5 + n) for n in range(RING)] == truth
+
+
+def test_a_store_reads_after_earlier_compute_and_before_later(bench: Bench) -> None:
+    """Nothing waits on the host; the source may be overwritten as soon as `store` returned."""
+    start = time.perf_counter()
+    with torch.cuda.stream(bench.stream):
+        torch.cuda._sleep(BUSY_CYCLES)
+        for layer in bench.layers:
+            layer[3].fill_(77)  # what the forward writes
+        bench.copier.store(1, pairs([3], [0]))
+        for layer in bench.layers:
+            layer[3].fill_(99)  # what the next one overwrites it with
+    submitted = time.perf_counter() - start
+    assert bench.copier.poll() == ([], [])
+    (done,), _ = bench.finish()
+    assert done.stored == 1
+    assert bench.slot(0) == bytes([77]) * (LAYERS * PAGE)
+    assert submitted < time.perf_counter() - start
+
+
+def test_a_load_waits_for_the_fence_and_not_for_the_forward(bench: Bench) -> None:
+    content = bench.block(5)
+    bench.copier.store(1, pairs([5], [0]))
+    bench.finish()
+    with torch.cuda.stream(bench.stream):
+        torch.cuda._sleep(BUSY_CYCLES)
+        for layer in bench.layers:
+            layer[9].fill_(1)  # a step in flight still writes the block that was given away
+        bench.copier.fence()
+        torch.cuda._sleep(BUSY_CYCLES)  # the forward of this step
+        forward_done = torch.cuda.Event()
+        forward_done.record()
+    bench.copier.load("r", [pairs([9], [0])])
+    while not (loads := bench.copier.poll()[1]):
+        time.sleep(0.001)
+    overlapped = not forward_done.query()
+    assert loads[0].error is None
+    assert bench.block(9) == content  # not what the step in flight wrote
+    assert overlapped
+
+
+def test_a_full_ring_keeps_the_head_of_a_sequence(bench: Bench) -> None:
+    with torch.cuda.stream(bench.stream):
+        torch.cuda._sleep(BUSY_CYCLES)
+    bench.copier.store(1, pairs(list(range(10)), list(range(10))))
+    bench.copier.store(2, pairs(list(range(20, 32)), list(range(10, 22))))
+    bench.copier.store(3, pairs([40], [30]))
+    first, second, third = bench.finish()[0]
+    assert (first.stored, first.reason) == (10, None)
+    assert (second.stored, second.reason) == (RING - 10, DropReason.STAGING_FULL)
+    assert (third.stored, third.reason) == (0, DropReason.STAGING_FULL)
+    assert bench.slot(10 + RING - 11) == bench.block(20 + RING - 11)
+    bench.copier.store(4, pairs([40], [30]))  # drained: there is room again
+    assert bench.finish()[0][0].stored == 1
+
+
+def test_slots_not_pinned_yet_are_not_used(bench: Bench) -> None:
+    bench.arena.ready_bytes = 2 * bench.geometry.slab_bytes
+    bench.copier.store(1, pairs([1, 2, 3], [0, 1, 2]))
+    (done,), _ = bench.finish()
+    assert (done.stored, done.reason) == (2, DropReason.NOT_PINNED_YET)
+
+
+def test_bad_ids_are_reported_not_raised(bench: Bench) -> None:
+    bench.copier.store(1, pairs([BLOCKS], [0]))
+    (done,), _ = bench.finish()
+    assert (done.stored, done.reason) == (0, DropReason.COPY_FAILED)
+    bench.copier.fence()
+    bench.copier.load("r", [pairs([0], [SLOTS])])
+    _, (load,) = bench.finish()
+    assert "slot_offsets" in load.error
+    bench.copier.store(2, pairs([1], [0]))
+    assert bench.finish()[0][0].stored == 1
