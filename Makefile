@@ -10,7 +10,7 @@ CXX_FILES := $(wildcard $(foreach e,c cc cpp cu cuh h hpp,csrc/*.$(e) csrc/*/*.$
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test unit lint format wheel clean distclean
+.PHONY: help demo test unit gpu-test lint format wheel clean distclean
 
 ##@ Try it
 demo: ## ask a small real model about a long text, cold and from the CPU tier
@@ -32,6 +32,12 @@ lint: ## ruff, mypy and clang-format; changes nothing
 	$(LINT)/bin/ruff format --check .
 	$(LINT)/bin/mypy
 	$(if $(CXX_FILES),$(LINT)/bin/clang-format --dry-run --Werror $(CXX_FILES))
+
+gpu-test: ## run the tests that need an NVIDIA GPU
+	@$(SETUP) --env $(FULL) --profile full
+	$(FULL)/bin/python -m pytest tests/gpu -k "not async_on and not async_off" $(PYTEST_FLAGS)
+	$(FULL)/bin/python -m pytest tests/gpu -k async_on $(PYTEST_FLAGS)
+	$(FULL)/bin/python -m pytest tests/gpu -k async_off $(PYTEST_FLAGS)
 
 ##@ Work on it
 format: ## let ruff and clang-format rewrite the sources

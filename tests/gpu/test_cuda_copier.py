@@ -123,20 +123,20 @@ def test_neighbouring_slots_travel_together_across_pieces(bench: Bench) -> None:
 
 def test_a_store_reads_after_earlier_compute_and_before_later(bench: Bench) -> None:
     """Nothing waits on the host; the source may be overwritten as soon as `store` returned."""
-    start = time.perf_counter()
     with torch.cuda.stream(bench.stream):
+        bench.layers[0][0].fill_(1)  # loading a kernel for the first time waits for the device
+        bench.copier.store(0, pairs([0], [1]))
+        bench.finish()
         torch.cuda._sleep(BUSY_CYCLES)
         for layer in bench.layers:
             layer[3].fill_(77)  # what the forward writes
         bench.copier.store(1, pairs([3], [0]))
         for layer in bench.layers:
             layer[3].fill_(99)  # what the next one overwrites it with
-    submitted = time.perf_counter() - start
     assert bench.copier.poll() == ([], [])
     (done,), _ = bench.finish()
     assert done.stored == 1
     assert bench.slot(0) == bytes([77]) * (LAYERS * PAGE)
-    assert submitted < time.perf_counter() - start
 
 
 def test_a_load_waits_for_the_fence_and_not_for_the_forward(bench: Bench) -> None:

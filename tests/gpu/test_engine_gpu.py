@@ -2,6 +2,9 @@
 
 A hit in the tier is compared with vLLM's own hit on the device, which computes the same tokens in
 the same shapes: tokens and logprobs must be equal, and so must the bytes of every KV block.
+
+vLLM's sleep mode allows one engine per process: run `-k async_on` and `-k async_off` apart, as
+`make gpu-test` does.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("models") / "qwen2-7b", **QWEN2_7B)
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["async", "sync"])
+@pytest.fixture(scope="module", params=[True, False], ids=["async_on", "async_off"])
 def engine(request: pytest.FixtureRequest, model: Path) -> Iterator[RealEngine]:
     start = time.perf_counter()
     with real_engine(
