@@ -112,6 +112,54 @@ def test_generated_blocks_are_stored_to_the_last_full_one(
 
 
 @BOTH
+def test_what_the_ring_cannot_take_is_stored_later(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
+    """One token is asked for, so the request is gone before the ring drained once."""
+    engine = ToyEngine(tiny_model, async_scheduling, max_tokens_per_step=64, ring=3)
+    ids = prompt(random.Random(1), 61)
+    ask(engine, ids, 1)
+    assert total(engine, names.STORED_BLOCKS) == 15
+    assert total(engine, names.DROPPED_BLOCKS) == 0
+    engine.drop_gpu_cache()
+    ask(engine, ids, 1)
+    assert total(engine, names.HIT_TOKENS) == 60
+    engine.assert_at_rest()
+    assert assert_tier_is_right(engine)
+
+
+@BOTH
+def test_deferred_blocks_that_were_reused_are_not_stored(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
+    engine = ToyEngine(tiny_model, async_scheduling, max_tokens_per_step=64, gpu_blocks=20, ring=2)
+    engine.copier.max_delay = 8
+    rng = random.Random(1)
+    asked = [prompt(rng, 61) for _ in range(6)]
+    for ids in asked:
+        engine.add(ids, 1)
+    engine.run()
+    assert total(engine, names.DROPPED_BLOCKS, "cpu", DropReason.STAGING_FULL.value) > 0
+    assert assert_tier_is_right(engine)
+    engine.assert_at_rest()
+
+
+@BOTH
+def test_without_hashes_to_tell_what_is_left_is_dropped(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
+    engine = ToyEngine(
+        tiny_model, async_scheduling, max_tokens_per_step=64, ring=3, prefix_caching=False
+    )
+    ask(engine, prompt(random.Random(1), 61), 1)
+    stored = total(engine, names.STORED_BLOCKS)
+    assert 3 <= stored <= 6
+    assert total(engine, names.DROPPED_BLOCKS, "cpu", "staging_full") == 15 - stored
+    engine.assert_at_rest()
+    assert assert_tier_is_right(engine)
+
+
+@BOTH
 def test_prompt_blocks_only_on_request(tiny_model: Path, async_scheduling: bool) -> None:
     engine = ToyEngine(tiny_model, async_scheduling, extra_config={"store_decode": False})
     ask(engine, prompt(random.Random(1), 10), 20)
@@ -281,13 +329,17 @@ def workload(engine: ToyEngine, seed: int, requests: int) -> None:
         {"eviction": "s3fifo"},
         {"store": "lazy", "lazy_window": 24},
         {"store_decode": False},
+        {"ring": 4},
+        {"ring": 3, "store": "lazy", "lazy_window": 24},
     ],
-    ids=["lru", "s3fifo", "lazy", "prompts"],
+    ids=["lru", "s3fifo", "lazy", "prompts", "ring", "lazy_ring"],
 )
 def test_random_clients(tiny_model: Path, async_scheduling: bool, seed: int, options: dict) -> None:
+    options = dict(options)
     engine = ToyEngine(
         tiny_model,
         async_scheduling,
+        ring=options.pop("ring", None),
         gpu_blocks=28,  # forces preemption
         cpu_blocks=30,  # forces eviction
         max_seqs=8,

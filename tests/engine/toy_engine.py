@@ -87,6 +87,7 @@ class DelayedCopier:
         self.fail_every = 0.0
         self.drop_stores = 0.0
         self.fenced = False
+        self.ring: int | None = None
 
     def fence(self) -> None:
         self.fenced = True
@@ -99,6 +100,8 @@ class DelayedCopier:
             np.stack([cache[block] for cache in self._caches]) for block in transfer.block_ids
         ]
         self._stores.append((self._rng.randint(0, self.max_delay), job_id, transfer, staged))
+        in_flight = sum(len(staged) for *_, staged in self._stores)
+        assert self.ring is None or in_flight <= self.ring, "more was stored than the ring holds"
 
     def load(self, request_id: str, transfers: Sequence[GroupTransfer]) -> None:
         assert self.fenced, "a load without a fence"
@@ -152,6 +155,7 @@ class ToyEngine:
     max_tokens_per_step: int = 32
     max_seqs: int = 8
     prefix_caching: bool = True
+    ring: int | None = None
     extra_config: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
     requests: dict[str, Request] = field(default_factory=dict)
@@ -196,11 +200,14 @@ class ToyEngine:
             log_stats=True,
         )
         self.half = self.scheduler.connector.scheduler_half
+        if self.ring is not None:
+            self.half._max_blocks_in_flight = self.ring
         self.worker = TieredKVConnector(config, KVConnectorRole.WORKER, self.kv_cache_config)
         self.caches = [np.full((self.gpu_blocks, self.block_size), -2, np.int64) for _ in LAYERS]
         geometry = self.half.index.geometry
         self.arena = np.full((geometry.max_slots, len(LAYERS), self.block_size), -3, np.int64)
         self.copier = DelayedCopier(self.caches, self.arena, random.Random(self.seed + 1))
+        self.copier.ring = self.ring
         if self.worker.worker_half is not None:
             self.worker.worker_half._copier = self.copier
         self.depth = 2 if self.async_scheduling else 1

@@ -35,7 +35,12 @@ def make_scheduler_half(
         geometry,
         num_ranks=vllm_config.parallel_config.world_size,
         steps_zero_blocks=kv_cache_config.needs_kv_cache_zeroing,
-        lazy=_lazy_store(config, vllm_config, kv_cache_config, min(block_sizes)),
+        lazy=_lazy_store(config, vllm_config, min(block_sizes)),
+        hash_block_size=(
+            kv_cache_config.hash_block_size or min(block_sizes)
+            if vllm_config.cache_config.enable_prefix_caching
+            else None
+        ),
         max_blocks_in_flight=(
             StagingRing.units(config.staging_memory, geometry) if has_ring else None
         ),
@@ -65,10 +70,7 @@ def arena_geometry(
 
 
 def _lazy_store(
-    config: TieredKVConfig,
-    vllm_config: VllmConfig,
-    kv_cache_config: KVCacheConfig,
-    smallest_block: int,
+    config: TieredKVConfig, vllm_config: VllmConfig, smallest_block: int
 ) -> LazyStore | None:
     if config.store is not StorePolicy.LAZY:
         return None
@@ -78,5 +80,4 @@ def _lazy_store(
         )
     per_step = -(-vllm_config.scheduler_config.max_num_batched_tokens // smallest_block)
     window = config.lazy_window or 2 * (per_step + vllm_config.scheduler_config.max_num_seqs)
-    hash_block_size = kv_cache_config.hash_block_size or smallest_block
-    return LazyStore(window, hash_block_size)
+    return LazyStore(window)

@@ -22,6 +22,8 @@ from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import TransferLedger
 from vllm_tiered_kv.cache.planner import Group, loadable_tokens, plan_store
 from vllm_tiered_kv.config import Mode, TieredKVConfig
+from vllm_tiered_kv.connector.deferred_store import DeferredStores
+from vllm_tiered_kv.connector.gpu_block import KnownBlock, StoreBatch
 from vllm_tiered_kv.connector.lazy_store import LazyStore
 from vllm_tiered_kv.connector.metadata import TieredKVMetadata, TieredKVWorkerMetadata
 from vllm_tiered_kv.connector.request_keys import KeyMaker, RequestKeys
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CPU = Tier.CPU.value
+_UNLIMITED = 1 << 62
 
 
 @dataclass
@@ -75,10 +78,12 @@ class SchedulerHalf:
         num_ranks: int,
         steps_zero_blocks: bool,
         lazy: LazyStore | None,
+        hash_block_size: int | None,
         max_blocks_in_flight: int | None,
     ) -> None:
         """`steps_zero_blocks`: vLLM clears new blocks before the forward, ahead of our hook.
-        `max_blocks_in_flight`: what the workers' staging ring holds; None without a ring."""
+        `hash_block_size`: tokens per hash vLLM writes on cached blocks; None without its prefix
+        cache. `max_blocks_in_flight`: what the workers' staging ring holds; None without one."""
         self._config = config
         self._key_maker = key_maker
         self._groups = [
@@ -95,6 +100,8 @@ class SchedulerHalf:
         self._next = TieredKVMetadata()
         self._blocks: KVCacheManager | None = None
         self._lazy = lazy
+        self._deferred = DeferredStores()
+        self._hash_block_size = hash_block_size
         self._max_blocks_in_flight = max_blocks_in_flight
         self.recorder.set(names.CAPACITY_BYTES, geometry.capacity_bytes, _CPU)
 
@@ -171,8 +178,7 @@ class SchedulerHalf:
         if self._config.mode is not Mode.NAIVE:
             for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
                 self._plan_stores(request_id, scheduled)
-        if self._lazy is not None:
-            self._plan_lazy_stores(self._lazy)
+        self._plan_unowned_stores()
         metadata, self._next = self._next, TieredKVMetadata()
         return metadata
 
@@ -186,7 +192,7 @@ class SchedulerHalf:
 
     def has_pending_push_work(self) -> bool:
         """Keeps an idle engine stepping until the last stores are committed."""
-        return self.ledger.has_open_stores or bool(self._next.stores_before)
+        return bool(self.ledger.has_open_stores or self._next.stores_before or self._deferred)
 
     # ---- the end of a request -----------------------------------------------------------------
 
@@ -217,7 +223,7 @@ class SchedulerHalf:
             start, full = state.stored[group.group_id], ready // group.block_size
             stop = self._within_ring(start, full)
             self._next.stores_before += self._store_jobs(state, group, table[start:stop])
-            self.ledger.drop(full - stop, DropReason.STAGING_FULL)
+            self._defer(state, group, table, stop, full)
 
     def reset_cache(self) -> bool:
         """Forgets everything this engine stored and moves it, and only it, to a fresh epoch.
@@ -234,6 +240,7 @@ class SchedulerHalf:
                 state.closed = DropReason.RESET
         if self._lazy is not None:
             self._lazy.clear()
+        self.ledger.drop(self._deferred.clear(), DropReason.RESET)
         return True
 
     def shutdown(self) -> None:
@@ -287,18 +294,20 @@ class SchedulerHalf:
             if self._lazy is None:
                 self._next.stores_after += self._store_jobs(state, group, ids)
                 continue
-            keys = state.keys.of_group[group.group_id]
             for position, block_id in enumerate(ids, start):
-                self._lazy.observe(state.request, block_id, group, position, keys)
+                self._lazy.observe(self._known(state, group, position, block_id))
             state.stored[group.group_id] = start + len(ids)
+
+    def _ring_room(self) -> int:
+        """How many more blocks the workers' staging ring can take right now."""
+        if self._max_blocks_in_flight is None:
+            return _UNLIMITED
+        return max(0, self._max_blocks_in_flight - self.ledger.pending_store_blocks)
 
     def _within_ring(self, start: int, stop: int) -> int:
         """Where to stop storing in this step. The rest follows in later steps: as long as the
         request runs, its blocks stay what they are."""
-        if self._max_blocks_in_flight is None or self._lazy is not None:
-            return max(start, stop)
-        room = self._max_blocks_in_flight - self.ledger.pending_store_blocks
-        return max(start, min(stop, start + room))
+        return max(start, min(stop, start + self._ring_room()))
 
     def _store_jobs(
         self, state: _RequestState, group: Group, block_ids: list[int]
@@ -319,21 +328,48 @@ class SchedulerHalf:
             self.index.touch(keys[:stop])  # a prefix the GPU still had counts as used here too
         if not plan.slots:
             return []
-        job_id = self.ledger.open_store(plan.slots, group.block_bytes)
         sources = [block_ids[position - start] for position in plan.positions]
-        transfer = GroupTransfer(group.group_id, int64_array(sources), int64_array(plan.slots))
-        return [StoreJob(job_id, transfer)]
+        return [self._store_job(StoreBatch(group, sources, plan.slots))]
 
-    def _plan_lazy_stores(self, lazy: LazyStore) -> None:
+    def _known(
+        self, state: _RequestState, group: Group, position: int, block_id: int
+    ) -> KnownBlock:
+        assert self._hash_block_size is not None
+        keys = state.keys.of_group[group.group_id]
+        return KnownBlock.of(state.request, block_id, group, position, keys, self._hash_block_size)
+
+    def _defer(
+        self, state: _RequestState, group: Group, table: list[int], start: int, stop: int
+    ) -> None:
+        """The ring is full: blocks `start` … `stop` of a finished request are stored later, if
+        vLLM's hashes can tell by then that they are still there."""
+        if self._hash_block_size is None or state.closed is not None:
+            self.ledger.drop(max(0, stop - start), state.closed or DropReason.STAGING_FULL)
+            return
+        for position in range(start, stop):
+            self._deferred.add(self._known(state, group, position, table[position]))
+
+    def _plan_unowned_stores(self) -> None:
+        """Stores of blocks no request owns: deferred ones, or those about to be reused."""
+        if not self._deferred and self._lazy is None:
+            return
         assert self._blocks is not None, "vLLM did not bind its KV-cache manager"
-        plans, dropped = lazy.plan(self._blocks.block_pool, self.index)
-        self.ledger.drop(dropped, DropReason.TIER_FULL)
-        for plan in plans:
-            job_id = self.ledger.open_store(plan.slots, plan.group.block_bytes)
-            transfer = GroupTransfer(
-                plan.group.group_id, int64_array(plan.block_ids), int64_array(plan.slots)
-            )
-            self._next.stores_after.append(StoreJob(job_id, transfer))
+        pool = self._blocks.block_pool
+        if self._lazy is not None:
+            batches, refused = self._lazy.plan(pool, self.index, self._ring_room())
+            self.ledger.drop(refused, DropReason.TIER_FULL)
+        else:
+            batches, dropped = self._deferred.plan(pool, self.index, self._ring_room())
+            for reason, count in dropped.items():
+                self.ledger.drop(count, reason)
+        self._next.stores_after += [self._store_job(batch) for batch in batches]
+
+    def _store_job(self, batch: StoreBatch) -> StoreJob:
+        job_id = self.ledger.open_store(batch.slots, batch.group.block_bytes)
+        transfer = GroupTransfer(
+            batch.group.group_id, int64_array(batch.block_ids), int64_array(batch.slots)
+        )
+        return StoreJob(job_id, transfer)
 
     def _forget_blocks(self, request_id: str) -> None:
         """The request was preempted: its blocks are gone and it starts over."""

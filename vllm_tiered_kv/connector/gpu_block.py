@@ -1,0 +1,62 @@
+"""A GPU block whose content we know, and how to tell that it still has it.
+
+vLLM gives every full cached block a hash and takes it away when the block is given to someone
+else. As long as the hash is there at scheduling time, nobody writes the block in that step, in use
+or free: its content can be read without holding a reference to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm_tiered_kv.cache.planner import Group
+from vllm_tiered_kv.core.key import BlockKey
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.request import Request
+
+
+@dataclass(frozen=True)
+class KnownBlock:
+    block_id: int
+    vllm_hash: bytes  # of content and group, as vLLM writes it on the block
+    key: BlockKey
+    parent: BlockKey | None
+    group: Group
+
+    @classmethod
+    def of(
+        cls,
+        request: Request,
+        block_id: int,
+        group: Group,
+        position: int,
+        keys: Sequence[BlockKey],
+        hash_block_size: int,
+    ) -> KnownBlock:
+        """Block `position` of a request, full of confirmed tokens, lies in `block_id`."""
+        from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+
+        end = (position + 1) * group.block_size // hash_block_size
+        return cls(
+            block_id,
+            make_block_hash_with_group_id(request.block_hashes[end - 1], group.group_id),
+            keys[position],
+            keys[position - 1] if position else None,
+            group,
+        )
+
+    def still_there(self, pool: BlockPool) -> bool:
+        return bool(pool.blocks[self.block_id].block_hash == self.vllm_hash)
+
+
+@dataclass
+class StoreBatch:
+    """Blocks of one group with the slots reserved for them, heads of prefixes first."""
+
+    group: Group
+    block_ids: list[int]
+    slots: list[int]
