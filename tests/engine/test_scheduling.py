@@ -167,6 +167,24 @@ def test_prompt_blocks_only_on_request(tiny_model: Path, async_scheduling: bool)
     engine.assert_at_rest()
 
 
+def test_a_request_without_usable_keys_runs_as_if_there_were_no_cache(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = ToyEngine(tiny_model)
+    ids = prompt(random.Random(1), 41)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.half._key_maker, "keys_for", _unreadable)
+        ask(engine, ids)
+        engine.drop_gpu_cache()
+        ask(engine, ids)
+    assert total(engine, names.STORED_BLOCKS) == 0
+    engine.assert_at_rest()
+
+
+def _unreadable(request: object) -> None:
+    raise PermissionError("adapter_model.safetensors")
+
+
 @BOTH
 def test_salts_never_share(tiny_model: Path, async_scheduling: bool) -> None:
     engine = ToyEngine(tiny_model, async_scheduling)

@@ -201,7 +201,7 @@ class ToyEngine:
         )
         self.half = self.scheduler.connector.scheduler_half
         if self.ring is not None:
-            self.half._max_blocks_in_flight = self.ring
+            self.half.stores.max_blocks_in_flight = self.ring
         self.worker = TieredKVConnector(config, KVConnectorRole.WORKER, self.kv_cache_config)
         self.caches = [np.full((self.gpu_blocks, self.block_size), -2, np.int64) for _ in LAYERS]
         geometry = self.half.index.geometry
@@ -371,4 +371,6 @@ class ToyEngine:
         assert not self.half.ledger.has_open_stores
         assert not self.half.ledger._loads
         assert not self.half._requests
+        assert not self.half._left_alone
+        assert not self.half.stores.has_deferred
         self.half.index.check()

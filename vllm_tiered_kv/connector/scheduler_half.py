@@ -15,23 +15,23 @@ from __future__ import annotations
 import logging
 import math
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import TransferLedger
-from vllm_tiered_kv.cache.planner import Group, loadable_tokens, plan_store
+from vllm_tiered_kv.cache.planner import Group, loadable_tokens
 from vllm_tiered_kv.config import Mode, TieredKVConfig
-from vllm_tiered_kv.connector.deferred_store import DeferredStores
-from vllm_tiered_kv.connector.gpu_block import KnownBlock, StoreBatch
 from vllm_tiered_kv.connector.lazy_store import LazyStore
 from vllm_tiered_kv.connector.metadata import TieredKVMetadata, TieredKVWorkerMetadata
-from vllm_tiered_kv.connector.request_keys import KeyMaker, RequestKeys
+from vllm_tiered_kv.connector.request_keys import KeyMaker
+from vllm_tiered_kv.connector.request_state import Match, RequestState
 from vllm_tiered_kv.connector.stats import TieredKVStats
+from vllm_tiered_kv.connector.store_planner import StorePlanner
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Tier
-from vllm_tiered_kv.core.transfer import GroupTransfer, LoadJob, StoreJob, int64_array
+from vllm_tiered_kv.core.transfer import GroupTransfer, LoadJob, int64_array
+from vllm_tiered_kv.errors import TieredKVError
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.names import DropReason
 from vllm_tiered_kv.metrics.recorder import Recorder
@@ -45,26 +45,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CPU = Tier.CPU.value
-_UNLIMITED = 1 << 62
-
-
-@dataclass
-class _Match:
-    """The answer last given for a request, kept until vLLM admits it."""
-
-    computed: int  # tokens the GPU has
-    loadable: int  # tokens after them the tier has
-    limit: int  # tokens in whole blocks that could have been found
-
-
-@dataclass
-class _RequestState:
-    request: Request
-    keys: RequestKeys
-    stored: list[int]  # per group: blocks already stored or considered
-    closed: DropReason | None = None  # why the rest of this sequence is not stored
-    load_failed: bool = False
-    match: _Match | None = None
 
 
 class SchedulerHalf:
@@ -82,8 +62,7 @@ class SchedulerHalf:
         max_blocks_in_flight: int | None,
     ) -> None:
         """`steps_zero_blocks`: vLLM clears new blocks before the forward, ahead of our hook.
-        `hash_block_size`: tokens per hash vLLM writes on cached blocks; None without its prefix
-        cache. `max_blocks_in_flight`: what the workers' staging ring holds; None without one."""
+        The last three are explained at `StorePlanner`."""
         self._config = config
         self._key_maker = key_maker
         self._groups = [
@@ -96,13 +75,13 @@ class SchedulerHalf:
         self.recorder = Recorder()
         self.index = BlockIndex(geometry, config.eviction.value, self._count_eviction)
         self.ledger = TransferLedger(self.index, self.recorder, num_ranks)
-        self._requests: dict[str, _RequestState] = {}
+        self._requests: dict[str, RequestState] = {}
+        self._left_alone: set[str] = set()  # requests the cache has nothing to do with
         self._next = TieredKVMetadata()
         self._blocks: KVCacheManager | None = None
-        self._lazy = lazy
-        self._deferred = DeferredStores()
-        self._hash_block_size = hash_block_size
-        self._max_blocks_in_flight = max_blocks_in_flight
+        self.stores = StorePlanner(
+            self._groups, self.index, self.ledger, lazy, hash_block_size, max_blocks_in_flight
+        )
         self.recorder.set(names.CAPACITY_BYTES, geometry.capacity_bytes, _CPU)
 
     # ---- arrival, lookup, admission -----------------------------------------------------------
@@ -135,7 +114,7 @@ class SchedulerHalf:
             )
         if request.skip_reading_prefix_cache:
             loadable = 0
-        state.match = _Match(num_computed_tokens, loadable, limit)
+        state.match = Match(num_computed_tokens, loadable, limit)
         return loadable, loadable > 0
 
     def update_state_after_alloc(
@@ -174,11 +153,13 @@ class SchedulerHalf:
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> TieredKVMetadata:
         for request_id in scheduler_output.preempted_req_ids or ():
-            self._forget_blocks(request_id)
-        if self._config.mode is not Mode.NAIVE:
-            for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
-                self._plan_stores(request_id, scheduled)
-        self._plan_unowned_stores()
+            if request_id in self._requests:
+                self._requests[request_id].forget_blocks()
+        for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
+            self._plan_stores(request_id, scheduled)
+        if self._config.mode is Mode.TIERED:
+            assert self._blocks is not None, "vLLM did not bind its KV-cache manager"
+            self._next.stores_after += self.stores.store_unowned(self._blocks.block_pool)
         metadata, self._next = self._next, TieredKVMetadata()
         return metadata
 
@@ -192,20 +173,17 @@ class SchedulerHalf:
 
     def has_pending_push_work(self) -> bool:
         """Keeps an idle engine stepping until the last stores are committed."""
-        return bool(self.ledger.has_open_stores or self._next.stores_before or self._deferred)
+        return bool(
+            self.ledger.has_open_stores or self._next.stores_before or self.stores.has_deferred
+        )
 
     # ---- the end of a request -----------------------------------------------------------------
 
     def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> None:
-        """Forgets the request; its last full blocks are stored if that has not happened yet.
-
-        With asynchronous scheduling or speculation the tokens that fill a block are confirmed
-        only now. The blocks are already going back to the pool, so they are read before the next
-        forward can touch them.
-        """
+        """Forgets the request; its last full blocks are stored if that has not happened yet."""
+        self._left_alone.discard(request.request_id)
         state = self._requests.pop(request.request_id, None)
-        eager = self._config.mode is Mode.TIERED and self._lazy is None
-        if state is None or not eager or not self._store_on_finish:
+        if state is None or self._config.mode is not Mode.TIERED or not self._store_on_finish:
             return
         from vllm.v1.request import RequestStatus
 
@@ -219,11 +197,7 @@ class SchedulerHalf:
         if ready // self._smallest_block <= min(state.stored):
             return
         state.keys.extend(request, ready)
-        for group, table in zip(self._groups, block_ids, strict=True):
-            start, full = state.stored[group.group_id], ready // group.block_size
-            stop = self._within_ring(start, full)
-            self._next.stores_before += self._store_jobs(state, group, table[start:stop])
-            self._defer(state, group, table, stop, full)
+        self._next.stores_before += self.stores.store_finished(state, block_ids, ready)
 
     def reset_cache(self) -> bool:
         """Forgets everything this engine stored and moves it, and only it, to a fresh epoch.
@@ -238,9 +212,7 @@ class SchedulerHalf:
             if state.request.num_computed_tokens:
                 # What the GPU holds of this request was computed before the reset.
                 state.closed = DropReason.RESET
-        if self._lazy is not None:
-            self._lazy.clear()
-        self.ledger.drop(self._deferred.clear(), DropReason.RESET)
+        self.stores.reset()
         return True
 
     def shutdown(self) -> None:
@@ -254,21 +226,28 @@ class SchedulerHalf:
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _state(self, request: Request) -> _RequestState | None:
+    def _state(self, request: Request) -> RequestState | None:
         """What we know of a request; None for one the cache leaves alone."""
         state = self._requests.get(request.request_id)
-        if state is None:
-            # A resumable session rewrites its own tokens between turns; keys would lie.
-            if self._config.mode is Mode.NAIVE or getattr(request, "resumable", False):
-                return None
-            state = _RequestState(
-                request, self._key_maker.keys_for(request), [0] * len(self._groups)
-            )
-            state.keys.extend(request, request.num_tokens)
-            self._requests[request.request_id] = state
+        if state is not None or request.request_id in self._left_alone:
+            return state
+        # A resumable session rewrites its own tokens between turns; keys would lie.
+        if getattr(request, "resumable", False):
+            self._left_alone.add(request.request_id)
+            return None
+        try:
+            keys = self._key_maker.keys_for(request)
+            keys.extend(request, request.num_tokens)
+        except (TieredKVError, OSError) as reason:
+            # Such as an adapter that cannot be read: the request runs as if there were no cache.
+            logger.warning("request %s is not cached: %s", request.request_id, reason)
+            self._left_alone.add(request.request_id)
+            return None
+        state = RequestState(request, keys, [0] * len(self._groups))
+        self._requests[request.request_id] = state
         return state
 
-    def _storable(self, state: _RequestState, computed: int) -> int:
+    def _storable(self, state: RequestState, computed: int) -> int:
         """Of `computed` tokens, those that are confirmed and wanted."""
         request = state.request
         ready = min(computed, request.num_tokens)
@@ -287,96 +266,7 @@ class SchedulerHalf:
             return
         assert self._blocks is not None, "vLLM did not bind its KV-cache manager"
         tables = self._blocks.get_blocks(request_id).blocks
-        for group in self._groups:
-            start = state.stored[group.group_id]
-            stop = self._within_ring(start, ready // group.block_size)
-            ids = [block.block_id for block in tables[group.group_id][start:stop]]
-            if self._lazy is None:
-                self._next.stores_after += self._store_jobs(state, group, ids)
-                continue
-            for position, block_id in enumerate(ids, start):
-                self._lazy.observe(self._known(state, group, position, block_id))
-            state.stored[group.group_id] = start + len(ids)
-
-    def _ring_room(self) -> int:
-        """How many more blocks the workers' staging ring can take right now."""
-        if self._max_blocks_in_flight is None:
-            return _UNLIMITED
-        return max(0, self._max_blocks_in_flight - self.ledger.pending_store_blocks)
-
-    def _within_ring(self, start: int, stop: int) -> int:
-        """Where to stop storing in this step. The rest follows in later steps: as long as the
-        request runs, its blocks stay what they are."""
-        return max(start, min(stop, start + self._ring_room()))
-
-    def _store_jobs(
-        self, state: _RequestState, group: Group, block_ids: list[int]
-    ) -> list[StoreJob]:
-        """Reserves slots for those of the next full blocks that are missing in the tier."""
-        start = state.stored[group.group_id]
-        stop = start + len(block_ids)
-        state.stored[group.group_id] = stop
-        if state.closed is not None:
-            self.ledger.drop(len(block_ids), state.closed)
-            return []
-        keys = state.keys.of_group[group.group_id]
-        plan = plan_store(self.index, group, keys, start, stop)
-        if plan.dropped:
-            state.closed = DropReason.TIER_FULL
-            self.ledger.drop(plan.dropped, DropReason.TIER_FULL)
-        if not start:
-            self.index.touch(keys[:stop])  # a prefix the GPU still had counts as used here too
-        if not plan.slots:
-            return []
-        sources = [block_ids[position - start] for position in plan.positions]
-        return [self._store_job(StoreBatch(group, sources, plan.slots))]
-
-    def _known(
-        self, state: _RequestState, group: Group, position: int, block_id: int
-    ) -> KnownBlock:
-        assert self._hash_block_size is not None
-        keys = state.keys.of_group[group.group_id]
-        return KnownBlock.of(state.request, block_id, group, position, keys, self._hash_block_size)
-
-    def _defer(
-        self, state: _RequestState, group: Group, table: list[int], start: int, stop: int
-    ) -> None:
-        """The ring is full: blocks `start` … `stop` of a finished request are stored later, if
-        vLLM's hashes can tell by then that they are still there."""
-        if self._hash_block_size is None or state.closed is not None:
-            self.ledger.drop(max(0, stop - start), state.closed or DropReason.STAGING_FULL)
-            return
-        for position in range(start, stop):
-            self._deferred.add(self._known(state, group, position, table[position]))
-
-    def _plan_unowned_stores(self) -> None:
-        """Stores of blocks no request owns: deferred ones, or those about to be reused."""
-        if not self._deferred and self._lazy is None:
-            return
-        assert self._blocks is not None, "vLLM did not bind its KV-cache manager"
-        pool = self._blocks.block_pool
-        if self._lazy is not None:
-            batches, refused = self._lazy.plan(pool, self.index, self._ring_room())
-            self.ledger.drop(refused, DropReason.TIER_FULL)
-        else:
-            batches, dropped = self._deferred.plan(pool, self.index, self._ring_room())
-            for reason, count in dropped.items():
-                self.ledger.drop(count, reason)
-        self._next.stores_after += [self._store_job(batch) for batch in batches]
-
-    def _store_job(self, batch: StoreBatch) -> StoreJob:
-        job_id = self.ledger.open_store(batch.slots, batch.group.block_bytes)
-        transfer = GroupTransfer(
-            batch.group.group_id, int64_array(batch.block_ids), int64_array(batch.slots)
-        )
-        return StoreJob(job_id, transfer)
-
-    def _forget_blocks(self, request_id: str) -> None:
-        """The request was preempted: its blocks are gone and it starts over."""
-        state = self._requests.get(request_id)
-        if state is not None:
-            state.stored = [0] * len(self._groups)
-            state.closed = None
+        self._next.stores_after += self.stores.store_running(state, tables, ready)
 
     def _finish_load(self, request_id: str, failed: bool) -> None:
         if not self.ledger.is_loading(request_id):
@@ -386,7 +276,7 @@ class SchedulerHalf:
         if state is not None and failed:
             state.load_failed = True
 
-    def _count_lookup(self, match: _Match, loaded: int) -> None:
+    def _count_lookup(self, match: Match, loaded: int) -> None:
         missed = max(0, match.limit - match.computed - loaded)
         self.recorder.add(names.HIT_TOKENS, loaded, _CPU)
         self.recorder.add(names.MISS_TOKENS, missed, _CPU)

@@ -1,0 +1,36 @@
+"""What the scheduler half remembers of a request between its calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm_tiered_kv.connector.request_keys import RequestKeys
+from vllm_tiered_kv.metrics.names import DropReason
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+@dataclass(frozen=True)
+class Match:
+    """The answer last given for a request, kept until vLLM admits it."""
+
+    computed: int  # tokens the GPU has
+    loadable: int  # tokens after them the tier has
+    limit: int  # tokens in whole blocks that could have been found
+
+
+@dataclass
+class RequestState:
+    request: Request
+    keys: RequestKeys
+    stored: list[int]  # per group: blocks already stored or considered
+    closed: DropReason | None = None  # why the rest of this sequence is not stored
+    load_failed: bool = False
+    match: Match | None = None
+
+    def forget_blocks(self) -> None:
+        """The request was preempted: its blocks are gone and it starts over."""
+        self.stored = [0] * len(self.stored)
+        self.closed = None

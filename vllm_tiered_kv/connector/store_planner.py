@@ -1,0 +1,171 @@
+"""Which GPU blocks are copied out, and when: while a request runs, when it ends, and afterwards.
+
+- A running request's blocks are stored in the step whose forward fills them. What the workers'
+  staging ring cannot take follows in later steps: as long as the request runs, its blocks stay
+  what they are.
+- With asynchronous scheduling or speculation, the tokens that fill the last block are confirmed
+  only when the request ends. Its blocks are on their way back to the pool by then, so they are read
+  before the next forward can touch them.
+- What the ring had no room for at the end is deferred: stored as the ring drains, as long as vLLM's
+  hash on the block says that it still holds it. Lazy stores work by the same hash.
+
+No reference to a GPU block is ever held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vllm_tiered_kv.cache.index import BlockIndex
+from vllm_tiered_kv.cache.ledger import TransferLedger
+from vllm_tiered_kv.cache.planner import Group, plan_store
+from vllm_tiered_kv.connector.deferred_store import DeferredStores
+from vllm_tiered_kv.connector.gpu_block import KnownBlock, StoreBatch
+from vllm_tiered_kv.connector.lazy_store import LazyStore
+from vllm_tiered_kv.connector.request_state import RequestState
+from vllm_tiered_kv.core.transfer import GroupTransfer, StoreJob, int64_array
+from vllm_tiered_kv.metrics.names import DropReason
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+_UNLIMITED = 1 << 62
+
+
+class StorePlanner:
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        index: BlockIndex,
+        ledger: TransferLedger,
+        lazy: LazyStore | None,
+        hash_block_size: int | None,
+        max_blocks_in_flight: int | None,
+    ) -> None:
+        """`hash_block_size`: tokens per hash vLLM writes on cached blocks; None without its prefix
+        cache. `max_blocks_in_flight`: what the workers' staging ring holds; None without one."""
+        self._groups = groups
+        self._index = index
+        self._ledger = ledger
+        self._lazy = lazy
+        self._deferred = DeferredStores()
+        self._hash_block_size = hash_block_size
+        self.max_blocks_in_flight = max_blocks_in_flight
+
+    @property
+    def has_deferred(self) -> bool:
+        return bool(self._deferred)
+
+    def store_running(
+        self, state: RequestState, tables: Sequence[Sequence[KVCacheBlock]], ready_tokens: int
+    ) -> list[StoreJob]:
+        """Jobs for the blocks this step's forward completes; to be read after it."""
+        jobs: list[StoreJob] = []
+        for group in self._groups:
+            start, stop = state.stored[group.group_id], ready_tokens // group.block_size
+            if self._lazy is None:
+                stop = self._within_ring(start, stop)
+            ids = [block.block_id for block in tables[group.group_id][start:stop]]
+            if self._lazy is None:
+                jobs += self._store_jobs(state, group, ids)
+            else:
+                self._observe(self._lazy, state, group, ids)
+        return jobs
+
+    def store_finished(
+        self, state: RequestState, tables: Sequence[list[int]], ready_tokens: int
+    ) -> list[StoreJob]:
+        """Jobs for what is left of a finished request; to be read before the next forward."""
+        jobs: list[StoreJob] = []
+        for group in self._groups:
+            table = tables[group.group_id]
+            start, full = state.stored[group.group_id], ready_tokens // group.block_size
+            if self._lazy is not None:
+                self._observe(self._lazy, state, group, table[start:full])
+                continue
+            stop = self._within_ring(start, full)
+            jobs += self._store_jobs(state, group, table[start:stop])
+            self._defer(state, group, table, stop, full)
+        return jobs
+
+    def store_unowned(self, pool: BlockPool) -> list[StoreJob]:
+        """Jobs for blocks no request owns: deferred ones, or those about to be reused."""
+        if self._lazy is not None:
+            batches, refused = self._lazy.plan(pool, self._index, self._ring_room())
+            self._ledger.drop(refused, DropReason.TIER_FULL)
+        else:
+            batches, dropped = self._deferred.plan(pool, self._index, self._ring_room())
+            for reason, count in dropped.items():
+                self._ledger.drop(count, reason)
+        return [self._store_job(batch) for batch in batches]
+
+    def reset(self) -> None:
+        """Forgets blocks seen before the cache was reset."""
+        if self._lazy is not None:
+            self._lazy.clear()
+        self._ledger.drop(self._deferred.clear(), DropReason.RESET)
+
+    def _ring_room(self) -> int:
+        """How many more blocks the workers' staging ring can take right now."""
+        if self.max_blocks_in_flight is None:
+            return _UNLIMITED
+        return max(0, self.max_blocks_in_flight - self._ledger.pending_store_blocks)
+
+    def _within_ring(self, start: int, stop: int) -> int:
+        """Where to stop storing in this step."""
+        return max(start, min(stop, start + self._ring_room()))
+
+    def _store_jobs(
+        self, state: RequestState, group: Group, block_ids: list[int]
+    ) -> list[StoreJob]:
+        """Reserves slots for those of the next full blocks that are missing in the tier."""
+        start = state.stored[group.group_id]
+        stop = start + len(block_ids)
+        state.stored[group.group_id] = stop
+        if state.closed is not None:
+            self._ledger.drop(len(block_ids), state.closed)
+            return []
+        keys = state.keys.of_group[group.group_id]
+        plan = plan_store(self._index, group, keys, start, stop)
+        if plan.dropped:
+            state.closed = DropReason.TIER_FULL
+            self._ledger.drop(plan.dropped, DropReason.TIER_FULL)
+        if not start:
+            self._index.touch(keys[:stop])  # a prefix the GPU still had counts as used here too
+        if not plan.slots:
+            return []
+        sources = [block_ids[position - start] for position in plan.positions]
+        return [self._store_job(StoreBatch(group, sources, plan.slots))]
+
+    def _known(self, state: RequestState, group: Group, position: int, block_id: int) -> KnownBlock:
+        assert self._hash_block_size is not None
+        keys = state.keys.of_group[group.group_id]
+        return KnownBlock.of(state.request, block_id, group, position, keys, self._hash_block_size)
+
+    def _observe(
+        self, lazy: LazyStore, state: RequestState, group: Group, block_ids: list[int]
+    ) -> None:
+        """The next full blocks of a request lie in these GPU blocks."""
+        start = state.stored[group.group_id]
+        for position, block_id in enumerate(block_ids, start):
+            lazy.observe(self._known(state, group, position, block_id))
+        state.stored[group.group_id] = start + len(block_ids)
+
+    def _defer(
+        self, state: RequestState, group: Group, table: list[int], start: int, stop: int
+    ) -> None:
+        """Blocks `start` … `stop` of a finished request found the ring full."""
+        if self._hash_block_size is None or state.closed is not None:
+            self._ledger.drop(max(0, stop - start), state.closed or DropReason.STAGING_FULL)
+            return
+        for position in range(start, stop):
+            self._deferred.add(self._known(state, group, position, table[position]))
+
+    def _store_job(self, batch: StoreBatch) -> StoreJob:
+        job_id = self._ledger.open_store(batch.slots, batch.group.block_bytes)
+        transfer = GroupTransfer(
+            batch.group.group_id, int64_array(batch.block_ids), int64_array(batch.slots)
+        )
+        return StoreJob(job_id, transfer)
