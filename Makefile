@@ -20,7 +20,7 @@ demo: ## ask a small real model about a long text, cold and from the CPU tier
 ##@ Check it
 test: unit ## run all tests: `unit`, then everything with a real vLLM
 	@$(SETUP) --env $(FULL) --profile full
-	$(FULL)/bin/python -m pytest $(PYTEST_FLAGS)
+	$(FULL)/bin/python -m pytest -k "not async_off" $(PYTEST_FLAGS)
 
 unit: ## run the tests that need neither torch nor vLLM, where neither is installed
 	@$(SETUP) --env $(UNIT) --profile unit

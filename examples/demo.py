@@ -145,7 +145,7 @@ def forget(llm: LLM, tiers_too: bool) -> None:
     """Drop the device's prefix cache, and the tiers' content if asked."""
     deadline = time.monotonic() + SETTLE_S
     while not llm.reset_prefix_cache(reset_connector=tiers_too):
-        # Blocks are still held, by a store under way; an idle in-process engine
+        # Blocks are still in use by a request that is ending; an in-process engine
         # moves only when it is stepped.
         if time.monotonic() > deadline:
             raise DemoError(f"the prefix cache was still in use after {SETTLE_S:.0f} s")

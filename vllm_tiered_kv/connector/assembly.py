@@ -1,4 +1,8 @@
-"""Builds the halves from vLLM's configuration. Both compute the same geometry from it."""
+"""Builds the halves from vLLM's configuration.
+
+Each computes the geometry of the arena from its own view of the block sizes; a handshake at start
+makes sure that all views agree.
+"""
 
 from __future__ import annotations
 

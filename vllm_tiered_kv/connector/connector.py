@@ -9,6 +9,7 @@ import vllm
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -19,7 +20,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_tiered_kv.config import Mode, TieredKVConfig
 from vllm_tiered_kv.connector.assembly import make_scheduler_half, make_worker_half
-from vllm_tiered_kv.connector.metadata import TieredKVMetadata
+from vllm_tiered_kv.connector.metadata import TieredKVHandshake, TieredKVMetadata
 from vllm_tiered_kv.connector.scheduler_half import SchedulerHalf
 from vllm_tiered_kv.connector.stats import TieredKVPromMetrics, TieredKVStats
 from vllm_tiered_kv.connector.support import require_supported_vllm, why_not_cacheable
@@ -91,6 +92,12 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
             if outer._kv_transfer_config.kv_load_failure_policy != "recompute":
                 logger.warning(_RECOMPUTE_ADVICE)
 
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        # A MultiConnector would hand ours to every other connector inside it.
+        if self.worker_half is None or self.worker_half.wait_for_sources:
+            return None
+        return TieredKVHandshake(self.worker_half.block_bytes)
+
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if self.worker_half is not None:
             assert isinstance(kv_connector_metadata, TieredKVMetadata)
@@ -131,6 +138,26 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_kv_cache_manager(kv_cache_manager)
         if self.scheduler_half is not None:
             self.scheduler_half.bind_kv_cache_manager(kv_cache_manager)
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """All ranks must cut their blocks as the scheduler thinks, or slots would not match."""
+        if self.scheduler_half is None:
+            return
+        for rank, told in metadata.items():
+            if isinstance(told, TieredKVHandshake):
+                if told.block_bytes == self.scheduler_half.block_bytes:
+                    continue
+                logger.warning(
+                    "the KV cache of this model is not tiered: blocks of rank %s have %s bytes, "
+                    "those of the first rank %s",
+                    rank,
+                    told.block_bytes,
+                    self.scheduler_half.block_bytes,
+                )
+                self.scheduler_half = None
+                return
 
     def on_new_request(self, request: Request) -> None:
         if self.scheduler_half is not None:

@@ -1,16 +1,24 @@
-"""What scheduler half and worker half tell each other, once a step."""
+"""What scheduler half and worker half tell each other: once at start, then once a step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
 
 from vllm_tiered_kv.cache.ledger import StoreReport
 from vllm_tiered_kv.core.transfer import LoadJob, StoreJob
+
+
+@dataclass(frozen=True)
+class TieredKVHandshake(KVConnectorHandshakeMetadata):
+    """A worker to the scheduler, once, at start: the bytes of its blocks, per group."""
+
+    block_bytes: tuple[int, ...]
 
 
 @dataclass

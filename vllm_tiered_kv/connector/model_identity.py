@@ -130,8 +130,10 @@ def _files(folder: Path) -> list[Path]:
 
 def _add_folder(digest: Any, folder: Path) -> None:
     files = [file for file in _files(folder) if file.suffix in (".json", *_WEIGHT_SUFFIXES)]
-    # Some repositories carry the weights twice; vLLM loads safetensors when they are there.
-    if any(file.suffix == ".safetensors" for file in files):
+    files = [file for file in files if file != folder / "config.json"]  # hf_config stands for it
+    # Some repositories carry the weights twice; vLLM loads safetensors when they are there, at
+    # the top: those of a subfolder do not replace the model's own.
+    if any(file.suffix == ".safetensors" and file.parent == folder for file in files):
         files = [file for file in files if file.suffix in (".json", ".safetensors")]
     for file in files:
         _add(digest, "file", file.relative_to(folder).as_posix())
@@ -152,24 +154,37 @@ def _add_file(digest: Any, file: Path) -> None:
 
 def _sampled_ranges(stream: Any, size: int, suffix: str) -> Iterator[tuple[int, int]]:
     """The index of a safetensors file and the middle of each tensor; else evenly spaced pieces."""
-    if suffix == ".safetensors":
-        (header_bytes,) = struct.unpack("<Q", stream.read(8))
-        if header_bytes <= min(size, _MAX_HEADER):
-            header = json.loads(stream.read(header_bytes))
-            yield 0, 8 + header_bytes
-            spans = sorted(
-                tuple(tensor["data_offsets"])
-                for name, tensor in header.items()
-                if name != "__metadata__"
-            )
-            step = max(1, len(spans) // _MAX_TENSORS)
-            for start, end in spans[::step]:
-                middle = max(start, (start + end - _SAMPLE) // 2)
-                yield 8 + header_bytes + middle, min(_SAMPLE, end - middle)
-            return
-    pieces = 1024
-    for piece in range(pieces):
-        yield piece * (size - _SAMPLE) // (pieces - 1), _SAMPLE
+    index = _tensor_index(stream, size) if suffix == ".safetensors" else None
+    if index is None:
+        pieces = 1024
+        for piece in range(pieces):
+            yield piece * (size - _SAMPLE) // (pieces - 1), _SAMPLE
+        return
+    data, spans = index
+    yield 0, data
+    step = max(1, len(spans) // _MAX_TENSORS)
+    for start, end in spans[::step]:
+        middle = max(start, (start + end - _SAMPLE) // 2)
+        yield data + middle, min(_SAMPLE, end - middle)
+
+
+def _tensor_index(stream: Any, size: int) -> tuple[int, list[tuple[int, int]]] | None:
+    """Where a safetensors file's data begins, and the span of each tensor in it; None if the file
+    is broken, which is for vLLM to complain about."""
+    (header_bytes,) = struct.unpack("<Q", stream.read(8))
+    data = 8 + header_bytes
+    if data > min(size, _MAX_HEADER):
+        return None
+    try:
+        header = json.loads(stream.read(header_bytes))
+        offsets = [header[name]["data_offsets"] for name in header if name != "__metadata__"]
+        spans = sorted((int(start), int(end)) for start, end in offsets)
+    except Exception as reason:  # whatever a header can be but an index
+        logger.debug("no tensor index in a weight file: %s", reason)
+        return None
+    if any(not 0 <= start <= end <= size - data for start, end in spans):
+        return None
+    return data, spans
 
 
 def _add(digest: Any, label: str, value: str) -> None:

@@ -89,6 +89,10 @@ class SchedulerHalf:
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         self._blocks = manager
 
+    @property
+    def block_bytes(self) -> tuple[int, ...]:
+        return tuple(group.block_bytes for group in self._groups)
+
     def on_new_request(self, request: Request) -> None:
         self._state(request)
 

@@ -46,7 +46,11 @@ def require_supported_vllm(version: str, base: type) -> str | None:
 
 def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
     """The reason this model's KV cache is left alone, or None when it can be cached."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        MLAAttentionSpec,
+        UniformTypeKVCacheSpecs,
+    )
 
     if not kv_cache_config.kv_cache_groups:
         return "the model has no KV cache"
@@ -56,7 +60,8 @@ def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         spec = group.kv_cache_spec
         uniform = isinstance(spec, UniformTypeKVCacheSpecs)
         for layer_spec in spec.kv_cache_specs.values() if uniform else [spec]:
-            if not isinstance(layer_spec, FullAttentionSpec):
+            # Subclasses may drop blocks of a running request: only what was looked at passes.
+            if type(layer_spec) not in (FullAttentionSpec, MLAAttentionSpec):
                 return (
                     f"KV-cache group {group_id} is {type(layer_spec).__name__}, and only full "
                     "attention is supported so far"

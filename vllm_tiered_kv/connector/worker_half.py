@@ -38,6 +38,7 @@ class WorkerHalf:
         self._copier: Copier | None = None
         self.arena: Arena | None = None
         self._stored: dict[int, list[StoreReport]] = {}
+        self.block_bytes: tuple[int, ...] = ()
         self.wait_for_sources = False
         """Set when other connectors write GPU blocks on streams of their own."""
 
@@ -45,6 +46,7 @@ class WorkerHalf:
         self, kv_caches: dict[str, torch.Tensor], kv_cache_config: KVCacheConfig
     ) -> None:
         runs = group_runs(kv_caches, kv_cache_config)
+        self.block_bytes = tuple(runs[group_id].block_bytes for group_id in sorted(runs))
         device = next(iter(kv_caches.values())).device
         self._close_copier()
         self.arena, self._copier = _open_device(device, runs, self._config, self._geometry)

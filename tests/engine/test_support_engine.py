@@ -1,0 +1,89 @@
+"""Models the cache leaves alone, ranks that do not agree: one sentence, and the engine goes on."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    RSWASpec,
+    SlidingWindowSpec,
+)
+
+from tests.engine.toy_engine import ToyEngine
+from vllm_tiered_kv.connector.metadata import TieredKVHandshake
+from vllm_tiered_kv.connector.support import why_not_cacheable
+
+SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
+FULL = FullAttentionSpec(**SHAPE)
+
+
+def config(**changes: object) -> SimpleNamespace:
+    parallel = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1)
+    return SimpleNamespace(**{"speculative_config": None, "parallel_config": parallel, **changes})
+
+
+def groups(*specs: object, **changes: object) -> KVCacheConfig:
+    return KVCacheConfig(
+        num_blocks=8,
+        kv_cache_tensors=[],
+        kv_cache_groups=[
+            KVCacheGroupSpec([f"l{i}"], spec, **changes) for i, spec in enumerate(specs)
+        ],
+    )
+
+
+def test_full_attention_is_cached_in_one_group_or_several() -> None:
+    assert why_not_cacheable(config(), groups(FULL)) is None
+    assert why_not_cacheable(config(), groups(FULL, replace(FULL, block_size=32))) is None
+    mla = MLAAttentionSpec(**{**SHAPE, "num_kv_heads": 1})
+    assert why_not_cacheable(config(), groups(mla)) is None
+
+
+@pytest.mark.parametrize(
+    ("cache", "reason"),
+    [
+        (groups(), "no KV cache"),
+        (groups(FULL, SlidingWindowSpec(**SHAPE, sliding_window=64)), "group 1 is SlidingWindow"),
+        (groups(RSWASpec(**SHAPE, rswa_window=64)), "RSWASpec"),
+        (groups(FULL, enable_kv_transfer=False), "does not let"),
+        (groups(FULL, is_eagle_group=True), "draft model"),
+    ],
+)
+def test_other_caches_are_left_alone(cache: KVCacheConfig, reason: str) -> None:
+    said = why_not_cacheable(config(), cache)
+    assert said is not None
+    assert reason in said
+    assert "\n" not in said
+
+
+def test_other_engines_are_left_alone() -> None:
+    eagle = SimpleNamespace(use_eagle=lambda: True)
+    assert "EAGLE" in (why_not_cacheable(config(speculative_config=eagle), groups(FULL)) or "")
+    parallel = SimpleNamespace(decode_context_parallel_size=2, prefill_context_parallel_size=1)
+    said = why_not_cacheable(config(parallel_config=parallel), groups(FULL))
+    assert "context parallelism" in (said or "")
+
+
+def test_ranks_that_cut_their_blocks_otherwise_switch_the_cache_off(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = ToyEngine(tiny_model)
+    connector = engine.scheduler.connector
+    own = TieredKVHandshake(engine.half.block_bytes)
+    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): own, (0, 1): own})
+    assert connector.scheduler_half is not None
+    other = TieredKVHandshake((engine.half.block_bytes[0] * 2,))
+    with caplog.at_level(logging.WARNING):
+        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): own, (1, 0): other})
+    assert connector.scheduler_half is None
+    assert "not tiered: blocks of rank (1, 0)" in caplog.text
+    assert connector.get_num_new_matched_tokens(None, 0) == (0, False)
