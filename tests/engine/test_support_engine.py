@@ -27,8 +27,17 @@ FULL = FullAttentionSpec(**SHAPE)
 
 
 def config(**changes: object) -> SimpleNamespace:
-    parallel = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1)
-    return SimpleNamespace(**{"speculative_config": None, "parallel_config": parallel, **changes})
+    return SimpleNamespace(**{"speculative_config": None, "parallel_config": parallel(), **changes})
+
+
+def parallel(**changes: object) -> SimpleNamespace:
+    one = {
+        "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+        "distributed_executor_backend": "mp",
+        "world_size": 2,
+    }
+    return SimpleNamespace(**{**one, **changes})
 
 
 def groups(*specs: object, **changes: object) -> KVCacheConfig:
@@ -56,6 +65,7 @@ def test_full_attention_is_cached_in_one_group_or_several() -> None:
         (groups(RSWASpec(**SHAPE, rswa_window=64)), "RSWASpec"),
         (groups(FULL, enable_kv_transfer=False), "does not let"),
         (groups(FULL, is_eagle_group=True), "draft model"),
+        (groups(replace(FULL, non_causal=True)), "not causal"),
     ],
 )
 def test_other_caches_are_left_alone(cache: KVCacheConfig, reason: str) -> None:
@@ -68,9 +78,12 @@ def test_other_caches_are_left_alone(cache: KVCacheConfig, reason: str) -> None:
 def test_other_engines_are_left_alone() -> None:
     eagle = SimpleNamespace(use_eagle=lambda: True)
     assert "EAGLE" in (why_not_cacheable(config(speculative_config=eagle), groups(FULL)) or "")
-    parallel = SimpleNamespace(decode_context_parallel_size=2, prefill_context_parallel_size=1)
-    said = why_not_cacheable(config(parallel_config=parallel), groups(FULL))
-    assert "context parallelism" in (said or "")
+    for changes, reason in (
+        ({"decode_context_parallel_size": 2}, "context parallelism"),
+        ({"distributed_executor_backend": "external_launcher"}, "external launcher"),
+    ):
+        said = why_not_cacheable(config(parallel_config=parallel(**changes)), groups(FULL))
+        assert reason in (said or "")
 
 
 def test_ranks_that_cut_their_blocks_otherwise_switch_the_cache_off(

@@ -96,6 +96,10 @@ class BlockIndex:
             count += 1
         return count
 
+    def limit(self, usable_bytes: int) -> None:
+        """How much of the arena every worker can use so far; what lies beyond is not handed out."""
+        self._pool.limit(usable_bytes)
+
     def pinned_slots(self) -> set[int]:
         return {slot for slot, entry in self._entries.items() if entry.pins}
 

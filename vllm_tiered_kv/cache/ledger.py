@@ -6,7 +6,7 @@ aborted. A load holds pins until it is reported finished, well or badly.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from vllm_tiered_kv.cache.index import BlockIndex
@@ -30,6 +30,7 @@ class StoreReport:
 class _OpenStore:
     slots: list[int]
     block_bytes: int
+    on_drop: Callable[[DropReason], None] | None
     reports: list[StoreReport] = field(default_factory=list)
 
 
@@ -62,11 +63,16 @@ class TransferLedger:
     def is_loading(self, request_id: str) -> bool:
         return request_id in self._loads
 
-    def open_store(self, slots: Sequence[int], block_bytes: int) -> int:
-        """A job id for reserved slots."""
+    def open_store(
+        self,
+        slots: Sequence[int],
+        block_bytes: int,
+        on_drop: Callable[[DropReason], None] | None = None,
+    ) -> int:
+        """A job id for reserved slots. `on_drop` is called if not all of them arrive."""
         job_id = self._next_job_id
         self._next_job_id += 1
-        self._stores[job_id] = _OpenStore(list(slots), block_bytes)
+        self._stores[job_id] = _OpenStore(list(slots), block_bytes, on_drop)
         return job_id
 
     def report_store(self, job_id: int, reports: Iterable[StoreReport]) -> None:
@@ -111,4 +117,8 @@ class TransferLedger:
         self._recorder.add(names.STORED_BLOCKS, committed, tier)
         self._recorder.add(names.STORED_BYTES, committed * store.block_bytes, tier)
         self.drop(least.stored - committed, DropReason.RESET)
-        self.drop(len(store.slots) - least.stored, least.reason or DropReason.COPY_FAILED)
+        if least.stored < len(store.slots):
+            reason = least.reason or DropReason.COPY_FAILED
+            self.drop(len(store.slots) - least.stored, reason)
+            if store.on_drop is not None:
+                store.on_drop(reason)

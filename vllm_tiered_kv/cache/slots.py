@@ -20,6 +20,7 @@ class SlotPool:
     def __init__(self, geometry: ArenaGeometry) -> None:
         self.geometry = geometry
         num_classes = len(geometry.slot_bytes)
+        self._usable_slabs = geometry.num_slabs
         self._next_fresh_slab = 0
         self._returned_slabs: list[int] = []
         self._slab_class: dict[int, int] = {}
@@ -36,8 +37,10 @@ class SlotPool:
             for used, size in zip(self._used_slots, self.geometry.slot_bytes, strict=True)
         )
 
-    def used_slots(self, size_class: int) -> int:
-        return self._used_slots[size_class]
+    def limit(self, usable_bytes: int) -> None:
+        """Only slabs wholly within the first `usable_bytes` are handed out from now on."""
+        usable = usable_bytes // self.geometry.slab_bytes
+        self._usable_slabs = min(usable, self.geometry.num_slabs)
 
     def class_of(self, slot: int) -> int:
         return self._slab_class[slot // self.geometry.slots_per_slab]
@@ -83,9 +86,9 @@ class SlotPool:
         heapq.heappush(self._returned_slabs, slab)
 
     def _take_slab(self) -> int | None:
-        if self._returned_slabs:
+        if self._returned_slabs and self._returned_slabs[0] < self._usable_slabs:
             return heapq.heappop(self._returned_slabs)
-        if self._next_fresh_slab == self.geometry.num_slabs:
+        if self._next_fresh_slab >= self._usable_slabs:
             return None
         self._next_fresh_slab += 1
         return self._next_fresh_slab - 1

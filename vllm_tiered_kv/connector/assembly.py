@@ -54,7 +54,8 @@ def make_scheduler_half(
 def make_worker_half(
     config: TieredKVConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 ) -> WorkerHalf:
-    return WorkerHalf(config, arena_geometry(config, vllm_config, kv_cache_config))
+    geometry = arena_geometry(config, vllm_config, kv_cache_config)
+    return WorkerHalf(config, geometry, vllm_config.parallel_config.rank)
 
 
 def arena_geometry(

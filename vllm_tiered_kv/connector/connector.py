@@ -6,9 +6,18 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import vllm
-from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+from vllm_tiered_kv.connector.support import require_supported_vllm, why_not_cacheable
+
+# What follows imports names that older releases lack: say so in one sentence before they do.
+require_supported_vllm(vllm.__version__, KVConnectorBase_V1)
+
+from vllm.distributed.kv_transfer import (  # noqa: E402
+    get_kv_transfer_group,
+    has_kv_transfer_group,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
@@ -16,15 +25,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: E402
 
-from vllm_tiered_kv.config import Mode, TieredKVConfig
-from vllm_tiered_kv.connector.assembly import make_scheduler_half, make_worker_half
-from vllm_tiered_kv.connector.metadata import TieredKVHandshake, TieredKVMetadata
-from vllm_tiered_kv.connector.scheduler_half import SchedulerHalf
-from vllm_tiered_kv.connector.stats import TieredKVPromMetrics, TieredKVStats
-from vllm_tiered_kv.connector.support import require_supported_vllm, why_not_cacheable
-from vllm_tiered_kv.connector.worker_half import WorkerHalf
+from vllm_tiered_kv.config import Mode, TieredKVConfig  # noqa: E402
+from vllm_tiered_kv.connector.assembly import make_scheduler_half, make_worker_half  # noqa: E402
+from vllm_tiered_kv.connector.metadata import TieredKVHandshake, TieredKVMetadata  # noqa: E402
+from vllm_tiered_kv.connector.scheduler_half import SchedulerHalf  # noqa: E402
+from vllm_tiered_kv.connector.stats import TieredKVPromMetrics, TieredKVStats  # noqa: E402
+from vllm_tiered_kv.connector.worker_half import WorkerHalf  # noqa: E402
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,6 @@ holds what it held; no reference keeps them from being reused when vLLM needs th
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.cache.index import BlockIndex
@@ -21,13 +20,17 @@ if TYPE_CHECKING:
 
 class DeferredStores:
     def __init__(self) -> None:
-        self._waiting: deque[KnownBlock] = deque()  # heads before tails, request by request
+        # By block id, so never more than there are GPU blocks; heads before tails of a request.
+        self._waiting: dict[int, KnownBlock] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, block: KnownBlock) -> None:
-        self._waiting.append(block)
+    def add(self, block: KnownBlock) -> int:
+        """Says how many blocks were given up for it: what the GPU block held before."""
+        replaced = self._waiting.pop(block.block_id, None)
+        self._waiting[block.block_id] = block
+        return int(replaced is not None and replaced.key != block.key)
 
     def plan(
         self, pool: BlockPool, index: BlockIndex, room: int
@@ -36,7 +39,7 @@ class DeferredStores:
         batches: dict[int, StoreBatch] = {}
         dropped = {DropReason.STAGING_FULL: 0, DropReason.TIER_FULL: 0}
         while self._waiting and room > 0:
-            block = self._waiting.popleft()
+            block = self._waiting.pop(next(iter(self._waiting)))
             if not block.still_there(pool):
                 dropped[DropReason.STAGING_FULL] += 1
                 continue
@@ -51,6 +54,10 @@ class DeferredStores:
             batch.slots.append(slot)
             room -= 1
         return list(batches.values()), dropped
+
+    def forget(self, block_ids: set[int]) -> int:
+        """These GPU blocks hold something else than they seemed to; says how many were waiting."""
+        return sum(self._waiting.pop(block_id, None) is not None for block_id in block_ids)
 
     def clear(self) -> int:
         """Forgets all; says how many there were."""

@@ -35,12 +35,15 @@ class TieredKVMetadata(KVConnectorMetadata):
 
 @dataclass
 class TieredKVWorkerMetadata(KVConnectorWorkerMetadata):
-    """Workers to scheduler: stores that ended, one report per rank."""
+    """Workers to scheduler: stores that ended, one report per rank, and usable memory by rank."""
 
     stores: dict[int, list[StoreReport]] = field(default_factory=dict)
+    usable_bytes: dict[int, int] = field(default_factory=dict)
+    """How much of its arena a rank can use; told whenever it changed."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> TieredKVWorkerMetadata:
         assert isinstance(other, TieredKVWorkerMetadata)
         for job_id, reports in other.stores.items():
             self.stores.setdefault(job_id, []).extend(reports)
+        self.usable_bytes.update(other.usable_bytes)
         return self

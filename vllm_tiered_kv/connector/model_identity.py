@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors")
 _SMALL_FILE = 1 << 20  # files up to this size are covered whole
 _SAMPLE = 4096
 _MAX_TENSORS = 8192
@@ -64,7 +64,7 @@ def model_digest(vllm_config: VllmConfig) -> str:
     load_format = str(getattr(vllm_config.load_config, "load_format", "auto"))
     _add(digest, "load_format", load_format)
     _add(digest, "hf_config", _stable(model.hf_config.to_dict()))
-    _add(digest, "hf_overrides", repr(model.hf_overrides))
+    _add(digest, "hf_overrides", _overrides(model.hf_overrides))
     if load_format == "dummy":
         _add(digest, "seed", str(model.seed))
         return digest.hexdigest()
@@ -79,7 +79,8 @@ def model_digest(vllm_config: VllmConfig) -> str:
     elif folder.is_file():
         _add_file(digest, folder)
     else:
-        _add_folder(digest, folder)
+        # These formats read other files even where safetensors lie beside them.
+        _add_folder(digest, folder, every_format=load_format in ("pt", "npcache"))
     return digest.hexdigest()
 
 
@@ -128,12 +129,13 @@ def _files(folder: Path) -> list[Path]:
     return sorted(file for file in folder.rglob("*") if file.is_file())
 
 
-def _add_folder(digest: Any, folder: Path) -> None:
+def _add_folder(digest: Any, folder: Path, every_format: bool = False) -> None:
     files = [file for file in _files(folder) if file.suffix in (".json", *_WEIGHT_SUFFIXES)]
     files = [file for file in files if file != folder / "config.json"]  # hf_config stands for it
     # Some repositories carry the weights twice; vLLM loads safetensors when they are there, at
     # the top: those of a subfolder do not replace the model's own.
-    if any(file.suffix == ".safetensors" and file.parent == folder for file in files):
+    own = any(file.suffix == ".safetensors" and file.parent == folder for file in files)
+    if own and not every_format:
         files = [file for file in files if file.suffix in (".json", ".safetensors")]
     for file in files:
         _add(digest, "file", file.relative_to(folder).as_posix())
@@ -189,6 +191,13 @@ def _tensor_index(stream: Any, size: int) -> tuple[int, list[tuple[int, int]]] |
 
 def _add(digest: Any, label: str, value: str) -> None:
     digest.update(f"{label}:{len(value)}:{value};".encode())
+
+
+def _overrides(overrides: Any) -> str:
+    """A function is named, not shown: its repr holds an address, another one in each process."""
+    if callable(overrides):
+        return f"{overrides.__module__}.{overrides.__qualname__}"
+    return repr(overrides)
 
 
 def _stable(config: dict[str, Any]) -> str:

@@ -30,6 +30,10 @@ class RequestState:
     load_failed: bool = False
     match: Match | None = None
 
+    def close(self, reason: DropReason) -> None:
+        """A block of this sequence could not be stored: what follows it would be unreachable."""
+        self.closed = self.closed or reason
+
     def forget_blocks(self) -> None:
         """The request was preempted: its blocks are gone and it starts over."""
         self.stored = [0] * len(self.stored)

@@ -76,6 +76,7 @@ class SchedulerHalf:
         self.index = BlockIndex(geometry, config.eviction.value, self._count_eviction)
         self.ledger = TransferLedger(self.index, self.recorder, num_ranks)
         self._requests: dict[str, RequestState] = {}
+        self._usable_bytes: dict[int, int] = {}  # by rank
         self._left_alone: set[str] = set()  # requests the cache has nothing to do with
         self._next = TieredKVMetadata()
         self._blocks: KVCacheManager | None = None
@@ -88,6 +89,7 @@ class SchedulerHalf:
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         self._blocks = manager
+        self.stores.bind(manager.block_pool)
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
@@ -161,9 +163,7 @@ class SchedulerHalf:
                 self._requests[request_id].forget_blocks()
         for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
             self._plan_stores(request_id, scheduled)
-        if self._config.mode is Mode.TIERED:
-            assert self._blocks is not None, "vLLM did not bind its KV-cache manager"
-            self._next.stores_after += self.stores.store_unowned(self._blocks.block_pool)
+        self._next.stores_after += self.stores.store_unowned()
         metadata, self._next = self._next, TieredKVMetadata()
         return metadata
 
@@ -172,8 +172,13 @@ class SchedulerHalf:
         if isinstance(metadata, TieredKVWorkerMetadata):
             for job_id, reports in metadata.stores.items():
                 self.ledger.report_store(job_id, reports)
+            if metadata.usable_bytes:
+                self._usable_bytes.update(metadata.usable_bytes)
+                self.index.limit(min(self._usable_bytes.values()))
         for request_id in output.finished_recving or ():
             self._finish_load(request_id, request_id in output.failed_recving)
+        if output.invalid_block_ids:
+            self._forget_invalid(output.invalid_block_ids)
 
     def has_pending_push_work(self) -> bool:
         """Keeps an idle engine stepping until the last stores are committed."""
@@ -210,13 +215,14 @@ class SchedulerHalf:
         """
         self._key_maker.new_epoch(os.urandom(16))
         self.index.clear()
-        for state in self._requests.values():
-            state.keys = self._key_maker.keys_for(state.request)
-            state.match = None
-            if state.request.num_computed_tokens:
-                # What the GPU holds of this request was computed before the reset.
-                state.closed = DropReason.RESET
         self.stores.reset()
+        states, self._requests = self._requests, {}
+        for state in states.values():
+            renewed = self._state(state.request)
+            if renewed is not None and state.request.num_computed_tokens:
+                # What the GPU holds of this request was computed before the reset.
+                renewed.close(DropReason.RESET)
+                renewed.stored = state.stored
         return True
 
     def shutdown(self) -> None:
@@ -242,7 +248,7 @@ class SchedulerHalf:
         try:
             keys = self._key_maker.keys_for(request)
             keys.extend(request, request.num_tokens)
-        except (TieredKVError, OSError) as reason:
+        except (TieredKVError, OSError, ValueError, TypeError) as reason:
             # Such as an adapter that cannot be read: the request runs as if there were no cache.
             logger.warning("request %s is not cached: %s", request.request_id, reason)
             self._left_alone.add(request.request_id)
@@ -279,6 +285,20 @@ class SchedulerHalf:
         state = self._requests.get(request_id)
         if state is not None and failed:
             state.load_failed = True
+
+    def _forget_invalid(self, block_ids: set[int]) -> None:
+        """Another connector's load failed after blocks built on it were stored: take them back."""
+        assert self._blocks is not None, "vLLM did not bind its KV-cache manager"
+        for request_id, state in self._requests.items():
+            tables = self._blocks.get_blocks(request_id).blocks
+            for group, table in zip(self._groups, tables, strict=True):
+                bad = [n for n, block in enumerate(table) if block.block_id in block_ids]
+                if not bad:
+                    continue
+                for key in state.keys.of_group[group.group_id][bad[0] :]:
+                    self.index.remove(key)
+                self.stores.forget({block.block_id for block in table[bad[0] :]})
+                state.stored[group.group_id] = min(state.stored[group.group_id], bad[0])
 
     def _count_lookup(self, match: Match, loaded: int) -> None:
         missed = max(0, match.limit - match.computed - loaded)

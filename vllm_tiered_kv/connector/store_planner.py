@@ -53,6 +53,12 @@ class StorePlanner:
         self._deferred = DeferredStores()
         self._hash_block_size = hash_block_size
         self.max_blocks_in_flight = max_blocks_in_flight
+        # GPU blocks that outlived a reset of the cache: id -> hash, while it is still on them.
+        self._outdated: dict[int, bytes] = {}
+        self._pool: BlockPool | None = None
+
+    def bind(self, pool: BlockPool) -> None:
+        self._pool = pool
 
     @property
     def has_deferred(self) -> bool:
@@ -81,7 +87,9 @@ class StorePlanner:
         jobs: list[StoreJob] = []
         for group in self._groups:
             table = tables[group.group_id]
-            start, full = state.stored[group.group_id], ready_tokens // group.block_size
+            start = state.stored[group.group_id]
+            # A request that ends while preempted has no blocks left.
+            full = min(ready_tokens // group.block_size, len(table))
             if self._lazy is not None:
                 self._observe(self._lazy, state, group, table[start:full])
                 continue
@@ -90,8 +98,11 @@ class StorePlanner:
             self._defer(state, group, table, stop, full)
         return jobs
 
-    def store_unowned(self, pool: BlockPool) -> list[StoreJob]:
+    def store_unowned(self) -> list[StoreJob]:
         """Jobs for blocks no request owns: deferred ones, or those about to be reused."""
+        if self._lazy is None and not self._deferred:
+            return []
+        pool = self._block_pool
         if self._lazy is not None:
             batches, refused = self._lazy.plan(pool, self._index, self._ring_room())
             self._ledger.drop(refused, DropReason.TIER_FULL)
@@ -102,10 +113,25 @@ class StorePlanner:
         return [self._store_job(batch) for batch in batches]
 
     def reset(self) -> None:
-        """Forgets blocks seen before the cache was reset."""
+        """Forgets blocks seen before the cache was reset.
+
+        vLLM resets its own cache first, but cannot while requests run. Blocks that it kept were
+        computed before the reset and are not stored as long as they are what they were.
+        """
         if self._lazy is not None:
             self._lazy.clear()
         self._ledger.drop(self._deferred.clear(), DropReason.RESET)
+        self._outdated = {
+            block.block_id: block.block_hash
+            for block in self._block_pool.blocks
+            if block.block_hash is not None
+        }
+
+    def forget(self, block_ids: set[int]) -> None:
+        """GPU blocks turned out to hold other bytes than their tokens' KV."""
+        if self._lazy is not None:
+            self._lazy.forget(block_ids)
+        self._ledger.drop(self._deferred.forget(block_ids), DropReason.COPY_FAILED)
 
     def _ring_room(self) -> int:
         """How many more blocks the workers' staging ring can take right now."""
@@ -124,6 +150,7 @@ class StorePlanner:
         start = state.stored[group.group_id]
         stop = start + len(block_ids)
         state.stored[group.group_id] = stop
+        self._refuse_outdated(state, block_ids)
         if state.closed is not None:
             self._ledger.drop(len(block_ids), state.closed)
             return []
@@ -137,7 +164,7 @@ class StorePlanner:
         if not plan.slots:
             return []
         sources = [block_ids[position - start] for position in plan.positions]
-        return [self._store_job(StoreBatch(group, sources, plan.slots))]
+        return [self._store_job(StoreBatch(group, sources, plan.slots), state)]
 
     def _known(self, state: RequestState, group: Group, position: int, block_id: int) -> KnownBlock:
         assert self._hash_block_size is not None
@@ -149,9 +176,12 @@ class StorePlanner:
     ) -> None:
         """The next full blocks of a request lie in these GPU blocks."""
         start = state.stored[group.group_id]
+        state.stored[group.group_id] = start + len(block_ids)
+        self._refuse_outdated(state, block_ids)
+        if state.closed is not None:
+            return
         for position, block_id in enumerate(block_ids, start):
             lazy.observe(self._known(state, group, position, block_id))
-        state.stored[group.group_id] = start + len(block_ids)
 
     def _defer(
         self, state: RequestState, group: Group, table: list[int], start: int, stop: int
@@ -161,10 +191,28 @@ class StorePlanner:
             self._ledger.drop(max(0, stop - start), state.closed or DropReason.STAGING_FULL)
             return
         for position in range(start, stop):
-            self._deferred.add(self._known(state, group, position, table[position]))
+            given_up = self._deferred.add(self._known(state, group, position, table[position]))
+            self._ledger.drop(given_up, DropReason.STAGING_FULL)
 
-    def _store_job(self, batch: StoreBatch) -> StoreJob:
-        job_id = self._ledger.open_store(batch.slots, batch.group.block_bytes)
+    def _refuse_outdated(self, state: RequestState, block_ids: list[int]) -> None:
+        for block_id in block_ids if self._outdated else ():
+            vllm_hash = self._outdated.get(block_id)
+            if vllm_hash is None:
+                continue
+            if self._block_pool.blocks[block_id].block_hash == vllm_hash:
+                state.close(DropReason.RESET)
+                return
+            del self._outdated[block_id]
+
+    @property
+    def _block_pool(self) -> BlockPool:
+        assert self._pool is not None, "vLLM did not bind its KV-cache manager"
+        return self._pool
+
+    def _store_job(self, batch: StoreBatch, owner: RequestState | None = None) -> StoreJob:
+        job_id = self._ledger.open_store(
+            batch.slots, batch.group.block_bytes, owner.close if owner is not None else None
+        )
         transfer = GroupTransfer(
             batch.group.group_id, int64_array(batch.block_ids), int64_array(batch.slots)
         )

@@ -66,6 +66,8 @@ def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
                     f"KV-cache group {group_id} is {type(layer_spec).__name__}, and only full "
                     "attention is supported so far"
                 )
+            if getattr(layer_spec, "non_causal", False):
+                return "attention is not causal: the KV of a prefix depends on what follows it"
         if not group.enable_kv_transfer or group.host_resident or not spec.prefix_cacheable:
             return f"vLLM does not let KV-cache group {group_id} be transferred"
         if group.is_eagle_group:
@@ -76,4 +78,6 @@ def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         return "context parallelism is not supported so far"
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        return "ranks started by an external launcher do not report to one scheduler"
     return None

@@ -23,6 +23,7 @@ from vllm_tiered_kv.core.transfer import StoreJob
 from vllm_tiered_kv.device.arena import Arena
 from vllm_tiered_kv.device.copier import Copier
 from vllm_tiered_kv.errors import UnsupportedError
+from vllm_tiered_kv.metrics.names import DropReason
 
 if TYPE_CHECKING:
     import torch
@@ -32,9 +33,12 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerHalf:
-    def __init__(self, config: TieredKVConfig, geometry: ArenaGeometry) -> None:
+    def __init__(self, config: TieredKVConfig, geometry: ArenaGeometry, rank: int) -> None:
         self._config = config
         self._geometry = geometry
+        self._rank = rank
+        self._told_usable: int | None = None
+        self._due: list[StoreJob] = []  # stores of this step that its forward has to precede
         self._copier: Copier | None = None
         self.arena: Arena | None = None
         self._stored: dict[int, list[StoreReport]] = {}
@@ -60,6 +64,11 @@ class WorkerHalf:
 
     def before_forward(self, metadata: TieredKVMetadata) -> None:
         """Reads what the coming forward may overwrite, and fences loads off earlier work."""
+        for job in self._due:
+            # vLLM skipped `after_forward` of the last step (as it does on inner pipeline stages
+            # with speculation): too late to read the blocks, but not to say so.
+            self._report(job.job_id, StoreReport(0, DropReason.COPY_FAILED))
+        self._due = metadata.stores_after
         self._store(metadata.stores_before)
         if metadata.loads:
             self._device.fence()
@@ -69,6 +78,7 @@ class WorkerHalf:
             self._device.load(job.request_id, job.transfers)
 
     def after_forward(self, metadata: TieredKVMetadata) -> None:
+        self._due = []
         self._store(metadata.stores_after)
 
     def results(self) -> KVConnectorTransferResults:
@@ -78,9 +88,7 @@ class WorkerHalf:
             return results
         stores, loads = self._copier.poll()
         for store in stores:
-            self._stored.setdefault(store.job_id, []).append(
-                StoreReport(store.stored, store.reason)
-            )
+            self._report(store.job_id, StoreReport(store.stored, store.reason))
         for load in loads:
             results.finished_recving.add(load.request_id)
             if load.error is not None:
@@ -88,14 +96,19 @@ class WorkerHalf:
         return results
 
     def worker_metadata(self) -> TieredKVWorkerMetadata | None:
-        """Stores that ended since the last call."""
-        if not self._stored:
+        """Stores that ended since the last call, and how much memory is usable if that changed."""
+        usable = self.arena.ready_bytes if self.arena is not None else None
+        if not self._stored and usable == self._told_usable:
             return None
         stored, self._stored = self._stored, {}
-        return TieredKVWorkerMetadata(stored)
+        self._told_usable = usable
+        return TieredKVWorkerMetadata(stored, {} if usable is None else {self._rank: usable})
 
     def shutdown(self) -> None:
         self._close_copier()
+
+    def _report(self, job_id: int, report: StoreReport) -> None:
+        self._stored.setdefault(job_id, []).append(report)
 
     @property
     def _device(self) -> Copier:

@@ -1,0 +1,234 @@
+"""Rare turns of events, each of which once stored a wrong block, lost the tier, or hung."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tests.engine import toy_engine
+from tests.engine.test_scheduling import BOTH, ask, assert_tier_is_right, prompt, total, workload
+from tests.engine.toy_engine import ToyEngine, play
+from vllm_tiered_kv.cache.ledger import StoreReport
+from vllm_tiered_kv.connector.metadata import TieredKVWorkerMetadata
+from vllm_tiered_kv.metrics import names
+from vllm_tiered_kv.metrics.names import DropReason
+
+
+def readable(engine: ToyEngine, request_id: str) -> list[int]:
+    """Positions of a request's blocks that the tier would serve now."""
+    request = engine.requests[request_id]
+    keys = engine.half._key_maker.keys_for(request)
+    keys.extend(request, request.num_tokens)
+    return [n for n, key in enumerate(keys.of_group[0]) if engine.half.index.match_prefix([key])]
+
+
+def test_blocks_another_connector_failed_to_load_are_taken_back(tiny_model: Path) -> None:
+    """vLLM truncates and recomputes; what was stored from the first bad block on must go."""
+    engine = ToyEngine(tiny_model)
+    engine.copier.max_delay = 0
+    request = engine.add(prompt(random.Random(1), 41), 20)
+    engine.step()
+    engine.step()
+    assert len(readable(engine, request)) == 10
+    output = engine.scheduler.schedule()
+    result = engine._execute(output)
+    (table,) = engine.scheduler.kv_cache_manager.get_block_ids(request)
+    result.kv_connector_output.invalid_block_ids = {table[3]}
+    engine.scheduler.update_from_output(output, result)
+    assert readable(engine, request) == [0, 1, 2]
+    engine.half.index.check()
+    engine.run()
+    assert engine.finished[request].tokens == play(engine.requests[request].prompt_token_ids, 20)[0]
+    assert assert_tier_is_right(engine) >= 14  # stored anew by the recomputation
+    engine.assert_at_rest()
+
+
+@BOTH
+def test_lazy_stores_do_not_cross_a_reset(tiny_model: Path, async_scheduling: bool) -> None:
+    engine = ToyEngine(
+        tiny_model, async_scheduling, extra_config={"store": "lazy", "lazy_window": 64}
+    )
+    request = engine.add(prompt(random.Random(1), 41), 30)
+    for _ in range(8):
+        engine.step()
+    assert engine.requests[request].num_computed_tokens
+    assert engine.scheduler.reset_connector_cache()
+    engine.run()
+    ask(engine, prompt(random.Random(9), 5), 2)  # looks at the free queue
+    assert readable(engine, request) == []
+
+
+@BOTH
+def test_gpu_blocks_that_outlive_a_reset_are_not_stored(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
+    """vLLM keeps its own cache when requests run; a hit there is still from before the reset."""
+    engine = ToyEngine(tiny_model, async_scheduling)
+    ids = prompt(random.Random(1), 41)
+    first = ask(engine, ids, 2)
+    engine.add(prompt(random.Random(2), 9), 40)
+    for _ in range(3):
+        engine.step()
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+    ask(engine, ids, 2)
+    assert readable(engine, first) == []
+    engine.drop_gpu_cache()
+    ask(engine, ids, 2)  # computed anew
+    assert len(readable(engine, first)) == 10
+    engine.assert_at_rest()
+
+
+@BOTH
+def test_a_tier_of_which_a_part_is_unusable_goes_on_with_the_rest(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
+    engine = ToyEngine(tiny_model, async_scheduling, cpu_blocks=16)
+    slab = engine.half.index.geometry.slab_bytes
+    # What a worker reports whose arena could be pinned only in part.
+    engine.half.update_connector_output(
+        SimpleNamespace(
+            kv_connector_worker_meta=TieredKVWorkerMetadata({}, {0: 16 * slab, 1: 8 * slab + 1}),
+            finished_recving=None,
+            failed_recving=set(),
+            invalid_block_ids=set(),
+        )
+    )
+    rng = random.Random(1)
+    for _ in range(10):
+        ids = prompt(rng, 33)
+        ask(engine, ids)
+        assert max(engine.half.index._entries) < 8
+        engine.drop_gpu_cache()
+    assert total(engine, names.EVICTED_BLOCKS) > 0
+    hits = total(engine, names.HIT_TOKENS)
+    ask(engine, ids)
+    assert total(engine, names.HIT_TOKENS) > hits
+    engine.assert_at_rest()
+
+
+def test_reports_of_ranks_are_put_together() -> None:
+    first = TieredKVWorkerMetadata({1: [StoreReport(4)]}, {0: 10})
+    second = TieredKVWorkerMetadata({1: [StoreReport(2)], 2: [StoreReport(1)]}, {1: 5})
+    both = first.aggregate(second)
+    assert both.stores == {1: [StoreReport(4), StoreReport(2)], 2: [StoreReport(1)]}
+    assert both.usable_bytes == {0: 10, 1: 5}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_request_that_ends_while_preempted(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """As a pure producer vLLM frees its blocks at once, under steps still in flight."""
+    transfer = toy_engine.KVTransferConfig
+    monkeypatch.setattr(
+        toy_engine,
+        "KVTransferConfig",
+        lambda **options: transfer(**{**options, "kv_role": "kv_producer"}),
+    )
+    engine = ToyEngine(tiny_model, True, gpu_blocks=28, cpu_blocks=30, ring=1, seed=seed)
+    engine.copier.max_delay = 8
+    workload(engine, seed, 60)
+    engine.assert_at_rest()
+    assert_tier_is_right(engine)
+
+
+def test_deferred_stores_are_bounded_by_the_gpu(tiny_model: Path) -> None:
+    engine = ToyEngine(tiny_model, gpu_blocks=64, ring=1, max_tokens_per_step=64)
+    engine.copier.max_delay = 40
+    rng = random.Random(1)
+    for _ in range(100):
+        engine.add(prompt(rng, 61), 1)
+        engine.step()
+        engine.step()
+        assert len(engine.half.stores._deferred) <= 63
+    engine.run(20_000)
+    engine.assert_at_rest()
+    assert_tier_is_right(engine)
+
+
+def test_a_step_whose_stores_were_never_run_does_not_hang(tiny_model: Path) -> None:
+    """vLLM skips `wait_for_save` on inner pipeline stages with speculation."""
+    engine = ToyEngine(tiny_model)
+    engine.worker.wait_for_save = lambda: None
+    ask(engine, prompt(random.Random(1), 41))
+    assert total(engine, names.STORED_BLOCKS) == 0
+    assert total(engine, names.DROPPED_BLOCKS, "cpu", DropReason.COPY_FAILED.value) > 0
+    engine.assert_at_rest()
+
+
+def test_a_reset_with_a_request_whose_keys_cannot_be_made(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = ToyEngine(tiny_model)
+    ids = prompt(random.Random(1), 41)
+    request = engine.add(ids, 20)
+    for _ in range(4):
+        engine.step()
+
+    def unreadable(request: object) -> None:
+        raise PermissionError("adapter_model.safetensors")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.half._key_maker, "keys_for", unreadable)
+        assert engine.scheduler.reset_connector_cache()
+        engine.run()
+    assert engine.finished[request].tokens == play(ids, 20)[0]
+    assert engine.half.index.used_bytes == 0
+    engine.assert_at_rest()
+
+
+@BOTH
+def test_aborts_between_odd_chunks_store_nothing_half_done(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
+    engine = ToyEngine(
+        tiny_model, async_scheduling, max_tokens_per_step=6, gpu_blocks=128, cpu_blocks=200
+    )
+    rng = random.Random(3)
+    for steps in range(1, 12):
+        request = engine.add(prompt(rng, 61), 4)
+        for _ in range(steps):
+            engine.step()
+        engine.abort(request)
+        engine.run()
+    assert assert_tier_is_right(engine)
+    engine.assert_at_rest()
+
+
+def test_after_a_dropped_block_the_rest_of_its_sequence_is_not_stored(tiny_model: Path) -> None:
+    engine = ToyEngine(tiny_model, max_tokens_per_step=16)
+    engine.copier.max_delay = 0
+    engine.copier.drop_stores = 1.0
+    request = engine.add(prompt(random.Random(4), 61), 2)
+    engine.run()
+    left = readable(engine, request)
+    assert left == list(range(len(left)))  # a head without holes
+    assert len(left) < 15
+    engine.assert_at_rest()
+
+
+def test_a_resumable_session_is_left_alone(tiny_model: Path) -> None:
+    engine = ToyEngine(tiny_model)
+    ids = prompt(random.Random(1), 41)
+    request = engine.add(ids, 2)
+    engine.half._requests.clear()
+    engine.requests[request].resumable = True
+    engine.half.on_new_request(engine.requests[request])
+    assert not engine.half._requests
+    assert engine.half.get_num_new_matched_tokens(engine.requests[request], 0) == (0, False)
+
+
+def test_sources_are_settled_where_other_connectors_write(tiny_model: Path) -> None:
+    engine = ToyEngine(tiny_model)
+    settled: list[int] = []
+    engine.copier.settle_sources = lambda: settled.append(len(engine.copier._stores))
+    ask(engine, prompt(random.Random(1), 41))
+    assert not settled
+    engine.worker.worker_half.wait_for_sources = True
+    ask(engine, prompt(random.Random(2), 41))
+    assert settled
+    assert all(np.array(settled) > 0)  # called with the stores of the step under way

