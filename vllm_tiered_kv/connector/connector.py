@@ -33,6 +33,7 @@ from vllm_tiered_kv.connector.metadata import TieredKVHandshake, TieredKVMetadat
 from vllm_tiered_kv.connector.scheduler_half import SchedulerHalf  # noqa: E402
 from vllm_tiered_kv.connector.stats import TieredKVPromMetrics, TieredKVStats  # noqa: E402
 from vllm_tiered_kv.connector.worker_half import WorkerHalf  # noqa: E402
+from vllm_tiered_kv.errors import UnsupportedError  # noqa: E402
 
 if TYPE_CHECKING:
     import torch
@@ -93,10 +94,16 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self.worker_half is None:
             return
-        self.worker_half.register_kv_caches(kv_caches, self._kv_cache_config)
         outer = get_kv_transfer_group() if has_kv_transfer_group() else self
+        self.worker_half.register_kv_caches(kv_caches, self._kv_cache_config)
         if outer is not self:  # inside a MultiConnector
             self.worker_half.wait_for_sources = True
+            if self.worker_half.num_size_classes > 1:
+                # Without our handshake nobody has checked that all ranks cut the arena alike.
+                raise UnsupportedError(
+                    "vllm-tiered-kv inside a MultiConnector supports models whose KV blocks are "
+                    "all of one size; use TieredKVConnector alone"
+                )
             if outer._kv_transfer_config.kv_load_failure_policy != "recompute":
                 logger.warning(_RECOMPUTE_ADVICE)
 

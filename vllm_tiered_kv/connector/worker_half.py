@@ -22,7 +22,7 @@ from vllm_tiered_kv.core.layout import BlockRuns
 from vllm_tiered_kv.core.transfer import StoreJob
 from vllm_tiered_kv.device.arena import Arena
 from vllm_tiered_kv.device.copier import Copier
-from vllm_tiered_kv.errors import UnsupportedError
+from vllm_tiered_kv.errors import TieredKVError, UnsupportedError
 from vllm_tiered_kv.metrics.names import DropReason
 
 if TYPE_CHECKING:
@@ -53,7 +53,10 @@ class WorkerHalf:
         self.block_bytes = tuple(runs[group_id].block_bytes for group_id in sorted(runs))
         device = next(iter(kv_caches.values())).device
         self._close_copier()
-        self.arena, self._copier = _open_device(device, runs, self._config, self._geometry)
+        if self.arena is None:
+            # Kept if vLLM registers its caches anew: the scheduler's index speaks of this memory.
+            self.arena = _open_arena(device, self._geometry.capacity_bytes)
+        self._copier = _open_copier(device, runs, self._config, self._geometry, self.arena)
         logger.info(
             "CPU tier of %s on %s: %d slabs, %d byte runs a block",
             format_size(self._geometry.capacity_bytes),
@@ -61,6 +64,10 @@ class WorkerHalf:
             self._geometry.num_slabs,
             max(len(group.runs) for group in runs.values()),
         )
+
+    @property
+    def num_size_classes(self) -> int:
+        return len(self._geometry.slot_bytes)
 
     def before_forward(self, metadata: TieredKVMetadata) -> None:
         """Reads what the coming forward may overwrite, and fences loads off earlier work."""
@@ -105,7 +112,14 @@ class WorkerHalf:
         return TieredKVWorkerMetadata(stored, {} if usable is None else {self._rank: usable})
 
     def shutdown(self) -> None:
-        self._close_copier()
+        """Gives everything back. On a GPU that has failed there may be nothing left to give."""
+        try:
+            self._close_copier()
+            if self.arena is not None:
+                self.arena.close()
+        except TieredKVError as error:
+            logger.warning("the CPU tier could not be closed in order: %s", error)
+        self.arena = None
 
     def _report(self, job_id: int, report: StoreReport) -> None:
         self._stored.setdefault(job_id, []).append(report)
@@ -125,45 +139,54 @@ class WorkerHalf:
         if self._copier is not None:
             self._copier.close()
             self._copier = None
-        if self.arena is not None:
-            self.arena.close()
-            self.arena = None
 
 
-def _open_device(
+def _open_arena(device: torch.device, nbytes: int) -> Arena:
+    if device.type == "cpu":
+        return Arena(nbytes)
+    if device.type != "cuda":
+        raise UnsupportedError(f"vllm-tiered-kv supports CPU and CUDA devices, not {device.type!r}")
+    from vllm_tiered_kv.native import cuda
+
+    reason = cuda.why_unavailable()
+    if reason is not None:
+        raise UnsupportedError(f"vllm-tiered-kv cannot use this GPU: {reason}")
+    # Bound to the device: a thread of a later rank must not wake up the first GPU.
+    index = _cuda_index(device)
+    return Arena(
+        nbytes,
+        functools.partial(cuda.host_register, device=index),
+        functools.partial(cuda.host_unregister, device=index),
+    )
+
+
+def _open_copier(
     device: torch.device,
     runs: dict[int, BlockRuns],
     config: TieredKVConfig,
     geometry: ArenaGeometry,
-) -> tuple[Arena, Copier]:
+    arena: Arena,
+) -> Copier:
     if device.type == "cpu":
         from vllm_tiered_kv.device.cpu_copier import CpuCopier
 
-        arena = Arena(geometry.capacity_bytes)
-        return arena, CpuCopier(runs, geometry, arena, config.copy_threads)
-    if device.type == "cuda":
-        import torch
+        return CpuCopier(runs, geometry, arena, config.copy_threads)
+    import torch
 
-        from vllm_tiered_kv.device.cuda_copier import CudaCopier
-        from vllm_tiered_kv.native import cuda
+    from vllm_tiered_kv.device.cuda_copier import CudaCopier
 
-        reason = cuda.why_unavailable()
-        if reason is not None:
-            raise UnsupportedError(f"vllm-tiered-kv cannot use this GPU: {reason}")
-        index = torch.cuda.current_device() if device.index is None else device.index
-        # Bound to the device: a thread of a later rank must not wake up the first GPU.
-        arena = Arena(
-            geometry.capacity_bytes,
-            functools.partial(cuda.host_register, device=index),
-            functools.partial(cuda.host_unregister, device=index),
-        )
-        copier = CudaCopier(
-            runs,
-            geometry,
-            arena,
-            index,
-            lambda: int(torch.cuda.current_stream(index).cuda_stream),
-            config.staging_memory,
-        )
-        return arena, copier
-    raise UnsupportedError(f"vllm-tiered-kv supports CPU and CUDA devices, not {device.type!r}")
+    index = _cuda_index(device)
+    return CudaCopier(
+        runs,
+        geometry,
+        arena,
+        index,
+        lambda: int(torch.cuda.current_stream(index).cuda_stream),
+        config.staging_memory,
+    )
+
+
+def _cuda_index(device: torch.device) -> int:
+    import torch
+
+    return int(torch.cuda.current_device() if device.index is None else device.index)

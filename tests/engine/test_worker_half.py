@@ -1,0 +1,113 @@
+"""The worker half on real tensors: registration, copies, shutdown."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.toy_engine import LAYERS, ToyEngine
+from vllm_tiered_kv.connector.metadata import TieredKVMetadata
+from vllm_tiered_kv.connector.worker_half import WorkerHalf, _open_arena
+from vllm_tiered_kv.core.transfer import GroupTransfer, LoadJob, StoreJob, int64_array
+from vllm_tiered_kv.errors import CudaError, UnsupportedError
+
+BLOCKS, TOKENS = 64, 4
+
+
+def caches(seed: int, channels: int = 4) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (BLOCKS, 1, TOKENS, channels)
+    return {
+        name: torch.randint(-999, 999, shape, dtype=torch.int16, generator=generator)
+        for name in LAYERS
+    }
+
+
+@pytest.fixture
+def engine(tiny_model: Path) -> ToyEngine:
+    return ToyEngine(tiny_model, block_size=TOKENS, gpu_blocks=BLOCKS)
+
+
+@pytest.fixture
+def worker(engine: ToyEngine) -> WorkerHalf:
+    worker = engine.worker.worker_half
+    worker._copier = None  # the toy's
+    yield worker
+    worker.shutdown()
+    worker.shutdown()
+
+
+def pairs(blocks: list[int], slots: list[int]) -> GroupTransfer:
+    return GroupTransfer(0, int64_array(blocks), int64_array(slots))
+
+
+def load(worker: WorkerHalf, transfer: GroupTransfer) -> None:
+    metadata = TieredKVMetadata(loads=[LoadJob("r", (transfer,))])
+    worker.before_forward(metadata)
+    worker.start_loads(metadata)
+    worker.after_forward(metadata)
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        results = worker.results()
+        if results.finished_recving:
+            assert results.finished_recving == {"r"}
+            assert not results.failed_recving
+            return
+        time.sleep(0.001)
+    raise AssertionError("the load never ended")
+
+
+def test_what_was_stored_survives_a_new_registration(engine: ToyEngine, worker: WorkerHalf) -> None:
+    """The scheduler's index still speaks of the same memory."""
+    before = caches(1)
+    worker.register_kv_caches(before, engine.kv_cache_config)
+    metadata = TieredKVMetadata(stores_after=[StoreJob(7, pairs([3, 5], [0, 9]))])
+    worker.before_forward(metadata)
+    worker.after_forward(metadata)
+    worker.results()
+    told = worker.worker_metadata()
+    assert told is not None
+    assert [report.stored for report in told.stores[7]] == [2]
+    assert told.usable_bytes == {0: worker.arena.nbytes}
+    assert worker.worker_metadata() is None  # nothing new
+
+    after = caches(2)
+    worker.register_kv_caches(after, engine.kv_cache_config)
+    load(worker, pairs([11, 12], [9, 0]))
+    for name in LAYERS:
+        assert torch.equal(after[name][11], before[name][5])
+        assert torch.equal(after[name][12], before[name][3])
+        assert torch.equal(after[name][13], caches(2)[name][13])
+
+
+def test_tensors_that_do_not_fit_the_configuration_are_refused(
+    engine: ToyEngine, worker: WorkerHalf
+) -> None:
+    with pytest.raises(UnsupportedError, match=r"group 0 has 192 bytes a block.* says 96"):
+        worker.register_kv_caches(caches(1, channels=8), engine.kv_cache_config)
+    missing = caches(1)
+    del missing[LAYERS[1]]
+    with pytest.raises(UnsupportedError, match=f"no KV cache for layer {LAYERS[1]}"):
+        worker.register_kv_caches(missing, engine.kv_cache_config)
+
+
+def test_a_device_we_do_not_know_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="not 'xpu'"):
+        _open_arena(torch.device("xpu"), 1024)
+
+
+def test_a_device_that_failed_does_not_disturb_the_shutdown(
+    engine: ToyEngine, worker: WorkerHalf, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker.register_kv_caches(caches(1), engine.kv_cache_config)
+
+    def broken() -> None:
+        raise CudaError("cudaStreamSynchronize: an illegal memory access was encountered")
+
+    real, worker._copier.close = worker._copier.close, broken
+    worker.shutdown()
+    assert "illegal memory access" in caplog.text
+    real()
