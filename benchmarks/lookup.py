@@ -1,0 +1,129 @@
+"""What the scheduler pays: keys and lookup of a long prompt, and the index as it grows.
+
+    python -m benchmarks.lookup --out result.json
+
+Needs neither a GPU nor vLLM. Times are medians; `bytes_per_block` is what Python allocated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import environment
+from vllm_tiered_kv.cache.index import BlockIndex
+from vllm_tiered_kv.cache.planner import Group, loadable_tokens
+from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
+from vllm_tiered_kv.core.key import BlockKey, root_digest
+from vllm_tiered_kv.native.cpu import extend_keys
+
+BLOCK_SIZE = 16
+PROMPT_TOKENS = 100_000
+CHAIN = 256  # blocks in each stored sequence
+
+
+def median_ms(work: Callable[[], object], repeats: int = 15) -> float:
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begin)
+    return round(statistics.median(times) * 1e3, 3)
+
+
+def fill(index: BlockIndex, blocks: int) -> list[list[BlockKey]]:
+    """Stores random sequences until there are so many blocks."""
+    chains = []
+    for number in range(blocks // CHAIN):
+        root = root_digest(number.to_bytes(32, "little"))
+        tokens = list(range(number, number + CHAIN * BLOCK_SIZE))
+        keys, _ = extend_keys(root, tokens, 0, len(tokens), BLOCK_SIZE, None, b"\0")
+        chain = [BlockKey(key) for key in keys]
+        for position, key in enumerate(chain):
+            slot = index.reserve(key, chain[position - 1] if position else None, 0)
+            assert slot is not None
+            index.commit(slot)
+        chains.append(chain)
+    return chains
+
+
+def measure_prompt() -> dict[str, float]:
+    rng = random.Random(0)
+    tokens = [rng.randrange(150_000) for _ in range(PROMPT_TOKENS)]
+    root = root_digest(bytes(32))
+    keys, _ = extend_keys(root, tokens, 0, PROMPT_TOKENS, BLOCK_SIZE, None, b"\0")
+    chain = [BlockKey(key) for key in keys]
+    index = BlockIndex(ArenaGeometry(64 * (len(chain) + 1), (64,)), "lru")
+    for position, key in enumerate(chain):
+        slot = index.reserve(key, chain[position - 1] if position else None, 0)
+        assert slot is not None
+        index.commit(slot)
+    group = Group(0, BLOCK_SIZE, 64, 0)
+    hash_ms = median_ms(
+        lambda: extend_keys(root, tokens, 0, PROMPT_TOKENS, BLOCK_SIZE, None, b"\0")
+    )
+    lookup_ms = median_ms(
+        lambda: loadable_tokens(index, [group], [chain], 0, PROMPT_TOKENS, BLOCK_SIZE)
+    )
+    return {
+        "tokens": PROMPT_TOKENS,
+        "keys_ms": hash_ms,
+        "lookup_ms": lookup_ms,
+        "together_ms": round(hash_ms + lookup_ms, 3),
+        "touch_ms": median_ms(lambda: index.touch(chain)),
+    }
+
+
+def measure_index(blocks: int, eviction: str) -> dict[str, float]:
+    gc.collect()
+    tracemalloc.start()
+    index = BlockIndex(ArenaGeometry(64 * blocks, (64,)), eviction)
+    chains = fill(index, blocks)
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    rng = random.Random(1)
+    picked = [rng.choice(chains) for _ in range(20)]
+    lookups = median_ms(lambda: [index.match_prefix(chain) for chain in picked])
+    serial = iter(range(10**9))
+
+    def evict_and_store() -> None:
+        for _ in range(500):
+            name = BlockKey(b"new" + next(serial).to_bytes(14, "little"))
+            slot = index.reserve(name, None, 0)
+            assert slot is not None
+            index.commit(slot)
+
+    return {
+        "blocks": blocks,
+        "bytes_per_block": round(held / blocks),
+        "lookup_us_per_block": round(lookups * 1e3 / (20 * CHAIN), 3),
+        "store_with_eviction_us": round(median_ms(evict_and_store, 5) * 1e3 / 500, 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="where the JSON goes")
+    args = parser.parse_args()
+    report: dict[str, Any] = {"environment": environment.describe(), "prompt": measure_prompt()}
+    print(report["prompt"])
+    report["index"] = {}
+    for eviction in ("lru", "s3fifo"):
+        rows = [measure_index(blocks, eviction) for blocks in (10_240, 102_400, 512_000)]
+        report["index"][eviction] = rows
+        for row in rows:
+            print(eviction, row)
+    if args.out:
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
