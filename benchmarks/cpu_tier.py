@@ -166,8 +166,9 @@ def main() -> None:
         return
 
     modes = [m for m in args.modes.split(",") if not (args.tiny and m == "offloading")]
-    report: dict[str, Any] = {"environment": environment.describe(), "modes": {}}
-    for mode in [*modes, *(["pinning"] if args.pin_gib else [])]:
+    asked = [*modes, *(["pinning"] if args.pin_gib else [])]
+    report: dict[str, Any] = {"environment": environment.describe(), "asked": asked, "modes": {}}
+    for mode in asked:
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks.cpu_tier", "--child", mode, *sys.argv[1:]],
             stdout=subprocess.PIPE,

@@ -15,7 +15,9 @@ ROOT = Path(__file__).parents[1]
 
 def describe() -> dict[str, Any]:
     return {
-        "commit": os.environ.get("TIERED_KV_COMMIT") or _output("git", "rev-parse", "HEAD"),
+        # BENCHMARK_COMMIT is for machines that get the tree without its history.
+        "commit": os.environ.get("BENCHMARK_COMMIT") or _output("git", "rev-parse", "HEAD"),
+        "uncommitted_changes": _output("git", "status", "--porcelain") is not None,
         "command": " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
         "python": platform.python_version(),
         "machine": {

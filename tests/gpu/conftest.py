@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+
+def pytest_configure() -> None:
+    """`make gpu-test` asks for a GPU: without one it fails instead of skipping everything."""
+    if os.environ.get("REQUIRE_GPU") == "1":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise pytest.UsageError("REQUIRE_GPU=1, but torch finds no CUDA device")

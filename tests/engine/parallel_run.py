@@ -1,0 +1,84 @@
+"""Run in a process of its own by test_parallel.py: one engine over two ranks, printed as JSON."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+
+BLOCK = 32
+
+
+def corrupt_arena(worker, rank: int) -> int:
+    """In a worker: flips bits of every slot, on one rank only."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    if worker.rank != rank:
+        return 0
+    arena = get_kv_transfer_group().worker_half.arena
+    arena.bytes_at(0, arena.nbytes)[:] ^= 0x15
+    return arena.nbytes
+
+
+def main(model: str, settings: dict) -> None:
+    from vllm import LLM, SamplingParams
+    from vllm.config import KVTransferConfig
+
+    llm = LLM(
+        model=model,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=1024,
+        block_size=BLOCK,
+        seed=0,
+        disable_log_stats=False,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="TieredKVConnector",
+            kv_connector_module_path="vllm_tiered_kv.connector.connector",
+            kv_role="kv_both",
+            kv_connector_extra_config={"cpu_memory": "8MiB"},
+        ),
+        **settings,
+    )
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, 1000) for _ in range(n)] for n in (300, 170, 420)]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
+
+    def ask() -> list[dict]:
+        answers = []
+        for ids in prompts:
+            (out,) = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
+            tokens = list(out.outputs[0].token_ids)
+            steps = zip(out.outputs[0].logprobs, tokens, strict=True)
+            answers.append(
+                {
+                    "tokens": tokens,
+                    "logprobs": [step[token].logprob for step, token in steps],
+                    "cached": out.num_cached_tokens,
+                }
+            )
+        return answers
+
+    def drop() -> None:
+        deadline = time.monotonic() + 30
+        while not llm.reset_prefix_cache():
+            assert time.monotonic() < deadline, "the prefix cache stayed in use"
+            time.sleep(0.1)
+
+    report = {"cold": ask(), "device": ask()}
+    drop()
+    report["tier"] = ask()
+    drop()
+    report["corrupted_bytes"] = llm.collective_rpc(corrupt_arena, args=(1,))
+    report["corrupted"] = ask()
+    report["counters"] = {
+        metric.name: metric.value
+        for metric in llm.get_metrics()
+        if metric.name.startswith("vllm:tiered_kv_") and hasattr(metric, "value")
+    }
+    print("RESULT " + json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))

