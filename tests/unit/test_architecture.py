@@ -12,7 +12,8 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "vllm_tiered_kv"
 LAYERS = [
     {"connector", "server", "api"},
-    {"cache", "device", "remote", "stores"},
+    {"remote", "stores"},
+    {"cache", "device"},
     {"wire", "eviction", "metrics", "native"},
     {"core"},
     {"config", "errors"},

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from vllm_tiered_kv.cache.index import BlockIndex
-from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
+from vllm_tiered_kv.core.arena_geometry import ArenaGeometry, SlabGeometry
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.errors import InvariantError
@@ -205,3 +205,53 @@ def test_random_operations_keep_every_invariant(
     index.clear()
     index.check()
     assert index.used_bytes == 0
+
+
+def growing(slabs: int, slab_bytes: int = 4096 * 4) -> BlockIndex:
+    return BlockIndex(SlabGeometry(slabs * slab_bytes, slab_bytes, 4096), "lru")
+
+
+def test_classes_are_added_as_they_are_met_and_share_the_slabs() -> None:
+    index = growing(3)
+    small, large = index.add_class(4000, b"a"), index.add_class(8000, b"a")
+    for number in range(6):
+        assert store(index, number, size_class=small) is not None
+    assert store(index, 100, size_class=large) is not None
+    assert index.used_bytes == 6 * 4096 + 8192
+    for number in range(101, 106):  # takes the slabs of the colder class
+        assert store(index, number, size_class=large) is not None
+    assert index.used_bytes <= index.geometry.capacity_bytes
+    assert index.lookup(key(105)) is Lookup.HIT
+
+
+def test_an_owner_at_its_quota_makes_room_among_its_own() -> None:
+    index = growing(4)
+    mine, other = index.add_class(4096, b"mine"), index.add_class(4096, b"other")
+    index.set_quota(b"mine", 2 * index.geometry.slab_bytes)
+    for number in range(4):
+        assert store(index, 200 + number, size_class=other) is not None
+    for number in range(20):
+        assert store(index, number, size_class=mine) is not None
+    assert all(index.lookup(key(200 + number)) is Lookup.HIT for number in range(4))
+    assert [number for number in range(20) if index.lookup(key(number)) is Lookup.HIT] == list(
+        range(12, 20)
+    )
+    for number in range(20, 40):  # the other owner has no quota: it takes the free slab, then more
+        assert store(index, 200 + number, size_class=other) is not None
+    assert index.used_bytes <= index.geometry.capacity_bytes
+
+
+def test_a_block_that_may_not_leave_stays() -> None:
+    refused: list[bytes] = []
+
+    def may_evict(block: bytes) -> bool:
+        refused.append(block)
+        return block != key(0)
+
+    index = BlockIndex(ArenaGeometry(3 * 64, (64,)), "lru", may_evict=may_evict)
+    for number in range(3):
+        store(index, number)
+    store(index, 3)
+    assert index.lookup(key(0)) is Lookup.HIT
+    assert index.lookup(key(1)) is Lookup.MISS
+    assert refused == [key(0), key(1)]

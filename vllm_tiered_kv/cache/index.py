@@ -7,6 +7,9 @@ any more, and its slot returns when the last user lets go.
 
 Blocks of a chain are linked to the block before them. A block with followers never leaves before
 them, so what remains of a prefix is always its useful end: the head.
+
+Size classes may belong to owners with a quota. An owner at its quota makes room among its own
+blocks; others cannot be pushed out by it.
 """
 
 from __future__ import annotations
@@ -17,8 +20,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 
 from vllm_tiered_kv.cache.slots import SlotPool
-from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
-from vllm_tiered_kv.core.key import BlockKey
+from vllm_tiered_kv.core.arena_geometry import Geometry, SlabGeometry
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.errors import InvariantError
 from vllm_tiered_kv.eviction.base import EvictionPolicy
@@ -35,9 +37,9 @@ class _State(enum.Enum):
 class _Entry:
     """What the index knows of one slot in use."""
 
-    key: BlockKey
+    key: bytes
     size_class: int
-    parent_key: BlockKey | None
+    parent_key: bytes | None
     parent: int | None = None  # slot of the block before, when it is here
     state: _State = _State.RESERVED
     pins: int = 0
@@ -50,21 +52,40 @@ class BlockIndex:
 
     def __init__(
         self,
-        geometry: ArenaGeometry,
+        geometry: Geometry,
         eviction: str,
-        on_evict: Callable[[BlockKey, int], None] = lambda key, nbytes: None,
+        on_evict: Callable[[bytes, int], None] = lambda key, nbytes: None,
+        may_evict: Callable[[bytes], bool] = lambda key: True,
     ) -> None:
+        """`may_evict` is asked of a block that is about to leave; it may pin it and refuse."""
         self.geometry = geometry
         self._pool = SlotPool(geometry)
-        self._policies: list[EvictionPolicy] = [
-            make_policy(eviction, geometry.capacity_bytes // size) for size in geometry.slot_bytes
-        ]
+        self._eviction = eviction
+        self._policies: list[EvictionPolicy] = []
+        self._owner_of: list[bytes] = []  # per class
+        self._quota_slabs: dict[bytes, int] = {}
+        for size in geometry.slot_bytes:
+            self._add_policy(size, b"")
         self._on_evict = on_evict
+        self._may_evict = may_evict
         self._clock = 0
-        self._slot_of: dict[BlockKey, int] = {}
+        self._slot_of: dict[bytes, int] = {}
         self._entries: dict[int, _Entry] = {}
         # Blocks that arrived before the block they follow: adopted when it comes.
-        self._orphans: dict[BlockKey, set[int]] = {}
+        self._orphans: dict[bytes, set[int]] = {}
+
+    def add_class(self, block_bytes: int, owner: bytes) -> int:
+        """A class for this owner's blocks of one length; for geometries that grow."""
+        if not isinstance(self.geometry, SlabGeometry):
+            raise InvariantError("the size classes of this index are fixed")
+        size_class = self.geometry.add_class(block_bytes)
+        self._pool.add_class()
+        self._add_policy(self.geometry.slot_bytes[size_class], owner)
+        return size_class
+
+    def set_quota(self, owner: bytes, quota_bytes: int) -> None:
+        """The most this owner's classes may hold, in whole slabs and at least one."""
+        self._quota_slabs[owner] = max(1, quota_bytes // self.geometry.slab_bytes)
 
     # ---- questions: no side effects ---------------------------------------------------------
 
@@ -76,16 +97,14 @@ class BlockIndex:
         """Readable blocks."""
         return sum(e.state is _State.COMMITTED for e in self._entries.values())
 
-    def lookup(self, key: BlockKey) -> Lookup:
+    def lookup(self, key: bytes) -> Lookup:
         slot = self._slot_of.get(key)
         if slot is None:
             return Lookup.MISS
         committed = self._entries[slot].state is _State.COMMITTED
         return Lookup.HIT if committed else Lookup.PENDING
 
-    def match_prefix(
-        self, keys: Sequence[BlockKey], start: int = 0, stop: int | None = None
-    ) -> int:
+    def match_prefix(self, keys: Sequence[bytes], start: int = 0, stop: int | None = None) -> int:
         """How many keys from `start` on are readable without a gap."""
         slot_of, entries = self._slot_of, self._entries
         count = 0
@@ -105,14 +124,14 @@ class BlockIndex:
 
     # ---- use ----------------------------------------------------------------------------------
 
-    def touch(self, keys: Sequence[BlockKey]) -> None:
+    def touch(self, keys: Sequence[bytes]) -> None:
         """Marks a prefix as used: from the tail to the head, so that the head stays warmest."""
         for key in reversed(keys):
             slot = self._slot_of.get(key)
             if slot is not None and self._entries[slot].state is _State.COMMITTED:
                 self._mark_used(slot)
 
-    def pin(self, keys: Iterable[BlockKey]) -> list[int]:
+    def pin(self, keys: Iterable[bytes]) -> list[int]:
         """Slots of readable blocks, kept in place until `unpin`."""
         slots = [self._slot_of[key] for key in keys]
         for slot in slots:
@@ -133,7 +152,7 @@ class BlockIndex:
 
     # ---- write: reserve -> commit | abort -----------------------------------------------------
 
-    def reserve(self, key: BlockKey, parent_key: BlockKey | None, size_class: int) -> int | None:
+    def reserve(self, key: bytes, parent_key: bytes | None, size_class: int) -> int | None:
         """A slot to write `key` into, evicting if needed; None when nothing can leave.
 
         The key must be a miss. The block it follows is protected from this very eviction.
@@ -188,7 +207,7 @@ class BlockIndex:
 
     # ---- removal ------------------------------------------------------------------------------
 
-    def remove(self, key: BlockKey) -> bool:
+    def remove(self, key: bytes) -> bool:
         """Forgets a block at once (it turned out bad); its slot returns when nobody uses it."""
         slot = self._slot_of.get(key)
         if slot is None:
@@ -261,15 +280,31 @@ class BlockIndex:
         self._free(slot)
         self._on_evict(entry.key, self.geometry.slot_bytes[entry.size_class])
 
+    def _add_policy(self, slot_bytes: int, owner: bytes) -> None:
+        capacity = self.geometry.capacity_bytes // slot_bytes
+        self._policies.append(make_policy(self._eviction, capacity))
+        self._owner_of.append(owner)
+
+    def _at_quota(self, owner: bytes) -> bool:
+        quota = self._quota_slabs.get(owner)
+        if quota is None:
+            return False
+        classes = (c for c, other in enumerate(self._owner_of) if other == owner)
+        return sum(self._pool.slabs_of(c) for c in classes) >= quota
+
     def _allocate(self, size_class: int) -> int | None:
-        slot = self._pool.allocate(size_class)
+        owner = self._owner_of[size_class]
+        at_quota = self._at_quota(owner)
+        slot = self._pool.allocate(size_class, may_grow=not at_quota)
         if slot is not None:
             return slot
         own = self._coldest(size_class)
         others = [
             victim
             for other in range(len(self._policies))
-            if other != size_class and (victim := self._coldest(other)) is not None
+            if other != size_class
+            and (not at_quota or self._owner_of[other] == owner)
+            and (victim := self._coldest(other)) is not None
         ]
         # Memory moves between classes when the other class holds the colder block.
         for victim in sorted(others, key=lambda s: self._entries[s].used):
@@ -286,7 +321,7 @@ class BlockIndex:
         with closing(self._policies[size_class].candidates()) as candidates:
             for slot in candidates:
                 entry = self._entries[slot]
-                if not entry.pins and not entry.followers:
+                if not entry.pins and not entry.followers and self._may_evict(entry.key):
                     return slot
         return None
 
@@ -308,6 +343,8 @@ class BlockIndex:
             seen.add(slot)
             pending.append((slot, True))
             pending.extend((follower, False) for follower in entry.followers)
+        if not all(self._may_evict(self._entries[slot].key) for slot in doomed):
+            return False
         for slot in doomed:
             self._evict(slot)
         return True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 
-from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
+from vllm_tiered_kv.core.arena_geometry import Geometry
 from vllm_tiered_kv.errors import InvariantError
 
 _NO_CLASS = -1
@@ -17,18 +17,26 @@ _NO_CLASS = -1
 class SlotPool:
     """Hands out slot ids, lowest first: the part of the arena pinned first is used first."""
 
-    def __init__(self, geometry: ArenaGeometry) -> None:
+    def __init__(self, geometry: Geometry) -> None:
         self.geometry = geometry
-        num_classes = len(geometry.slot_bytes)
         self._usable_slabs = geometry.num_slabs
         self._next_fresh_slab = 0
         self._returned_slabs: list[int] = []
         self._slab_class: dict[int, int] = {}
         self._slab_used: dict[int, int] = {}
         # Per class: a heap of free slots; entries of slabs that were given back are stale.
-        self._free: list[list[int]] = [[] for _ in range(num_classes)]
+        self._free: list[list[int]] = []
         self._is_free: set[int] = set()
-        self._used_slots = [0] * num_classes
+        self._used_slots: list[int] = []
+        self._slabs_of: list[int] = []  # per class, how many
+        for _ in geometry.slot_bytes:
+            self.add_class()
+
+    def add_class(self) -> None:
+        """The geometry has a new class."""
+        self._free.append([])
+        self._used_slots.append(0)
+        self._slabs_of.append(0)
 
     @property
     def used_bytes(self) -> int:
@@ -42,6 +50,10 @@ class SlotPool:
         usable = usable_bytes // self.geometry.slab_bytes
         self._usable_slabs = min(usable, self.geometry.num_slabs)
 
+    def slabs_of(self, size_class: int) -> int:
+        """Slabs the class owns."""
+        return self._slabs_of[size_class]
+
     def class_of(self, slot: int) -> int:
         return self._slab_class[slot // self.geometry.slots_per_slab]
 
@@ -54,15 +66,18 @@ class SlotPool:
         count = self.geometry.slots_in_slab(self._slab_class[slab])
         return [slot for slot in range(first, first + count) if slot not in self._is_free]
 
-    def allocate(self, size_class: int) -> int | None:
-        """A free slot of the class, or None when neither it nor a free slab is left."""
+    def allocate(self, size_class: int, may_grow: bool = True) -> int | None:
+        """A free slot of the class, or None when neither it nor a free slab is left.
+
+        A class that may not grow takes no further slab.
+        """
         heap = self._free[size_class]
         while heap:
             slot = heapq.heappop(heap)
             if slot in self._is_free and self.class_of(slot) == size_class:
                 break
         else:
-            slab = self._take_slab()
+            slab = self._take_slab() if may_grow else None
             if slab is None:
                 return None
             slot = self._open_slab(slab, size_class)
@@ -83,6 +98,7 @@ class SlotPool:
         first = slab * self.geometry.slots_per_slab
         self._is_free.difference_update(range(first, first + self.geometry.slots_per_slab))
         del self._slab_class[slab], self._slab_used[slab]
+        self._slabs_of[size_class] -= 1
         heapq.heappush(self._returned_slabs, slab)
 
     def _take_slab(self) -> int | None:
@@ -97,6 +113,7 @@ class SlotPool:
         """Gives the slab to the class; its first slot is returned, the others become free."""
         self._slab_class[slab] = size_class
         self._slab_used[slab] = 0
+        self._slabs_of[size_class] += 1
         first = slab * self.geometry.slots_per_slab
         others = range(first + 1, first + self.geometry.slots_in_slab(size_class))
         self._is_free.update(others)
@@ -117,6 +134,8 @@ class SlotPool:
         open_slabs = len(self._slab_class) + len(self._returned_slabs)
         if open_slabs != self._next_fresh_slab or open_slabs > self.geometry.num_slabs:
             raise InvariantError(f"{open_slabs} slabs known, {self._next_fresh_slab} ever opened")
+        if sum(self._slabs_of) != len(self._slab_class):
+            raise InvariantError(f"classes own {self._slabs_of} of {len(self._slab_class)} slabs")
         if sum(self._used_slots) != len(used) or self.used_bytes > self.geometry.capacity_bytes:
             raise InvariantError(f"{self.used_bytes} bytes used of {self.geometry.capacity_bytes}")
         for slot in self._is_free:

@@ -28,7 +28,6 @@ from vllm_tiered_kv.connector.request_state import Match, RequestState
 from vllm_tiered_kv.connector.stats import TieredKVStats
 from vllm_tiered_kv.connector.store_planner import StorePlanner
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
-from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.core.transfer import GroupTransfer, LoadJob, int64_array
 from vllm_tiered_kv.errors import TieredKVError
@@ -308,6 +307,6 @@ class SchedulerHalf:
             self.recorder.add(names.HIT_BLOCKS, loaded // group.block_size, _CPU)
             self.recorder.add(names.MISS_BLOCKS, missed // group.block_size, _CPU)
 
-    def _count_eviction(self, key: BlockKey, nbytes: int) -> None:
+    def _count_eviction(self, key: bytes, nbytes: int) -> None:
         self.recorder.add(names.EVICTED_BLOCKS, 1, _CPU)
         self.recorder.add(names.EVICTED_BYTES, nbytes, _CPU)

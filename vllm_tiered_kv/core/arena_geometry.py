@@ -6,11 +6,16 @@ slab is the smallest multiple of the largest slot that wastes at most 1/64 for e
 
 Scheduler and workers compute the same geometry from the same numbers: a slot id is enough for a
 worker to find the bytes.
+
+A store that serves many models meets its sizes one by one: `SlabGeometry` has slabs of a fixed
+size, and classes are added as they come.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -22,6 +27,26 @@ _MAX_SLAB_FACTOR = 64
 
 def aligned(nbytes: int, alignment: int = SLOT_ALIGNMENT) -> int:
     return -(-nbytes // alignment) * alignment
+
+
+class Geometry(Protocol):
+    """What slot bookkeeping needs to know of an arena."""
+
+    @property
+    def capacity_bytes(self) -> int: ...
+    @property
+    def slot_bytes(self) -> Sequence[int]:
+        """Per size class."""
+
+    @property
+    def slab_bytes(self) -> int: ...
+    @property
+    def num_slabs(self) -> int: ...
+    @property
+    def slots_per_slab(self) -> int:
+        """The stride of slot ids."""
+
+    def slots_in_slab(self, size_class: int) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -89,3 +114,33 @@ class ArenaGeometry:
         slabs, positions = np.divmod(slots, self.slots_per_slab)
         offsets: Int64Array = slabs * self.slab_bytes + positions * self.slot_bytes[size_class]
         return offsets
+
+
+class SlabGeometry:
+    """Slabs of a fixed size; a class for each slot size (and owner) is added when it is met."""
+
+    def __init__(self, capacity_bytes: int, slab_bytes: int, alignment: int) -> None:
+        if slab_bytes % alignment or slab_bytes <= 0:
+            raise ValueError(f"a slab of {slab_bytes} bytes is not a multiple of {alignment}")
+        if capacity_bytes < slab_bytes:
+            raise ValueError(f"{capacity_bytes} bytes do not hold a slab of {slab_bytes}")
+        self.capacity_bytes = capacity_bytes
+        self.slab_bytes = slab_bytes
+        self.alignment = alignment
+        self.num_slabs = capacity_bytes // slab_bytes
+        self.slots_per_slab = slab_bytes // alignment
+        self.slot_bytes: list[int] = []
+
+    def add_class(self, block_bytes: int) -> int:
+        """A new class for blocks of this length, which a slab must be able to hold."""
+        if not 0 < block_bytes <= self.slab_bytes:
+            raise ValueError(f"a block of {block_bytes} bytes does not fit in {self.slab_bytes}")
+        self.slot_bytes.append(aligned(block_bytes, self.alignment))
+        return len(self.slot_bytes) - 1
+
+    def slots_in_slab(self, size_class: int) -> int:
+        return self.slab_bytes // self.slot_bytes[size_class]
+
+    def offset(self, slot: int, size_class: int) -> int:
+        slab, position = divmod(slot, self.slots_per_slab)
+        return slab * self.slab_bytes + position * self.slot_bytes[size_class]

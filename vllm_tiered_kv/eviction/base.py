@@ -11,19 +11,17 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Protocol
 
-from vllm_tiered_kv.core.key import BlockKey
-
 
 class EvictionPolicy(Protocol):
     """Mutating calls: everything but `candidates`, which may reorder but never forgets."""
 
-    def admit(self, slot: int, key: BlockKey) -> None:
+    def admit(self, slot: int, key: bytes) -> None:
         """A block became readable in `slot`."""
 
     def touch(self, slot: int) -> None:
         """The block in `slot` was used."""
 
-    def forget(self, slot: int, key: BlockKey, evicted: bool) -> None:
+    def forget(self, slot: int, key: bytes, evicted: bool) -> None:
         """The block left `slot`: evicted for room, or removed for another reason."""
 
     def shield(self, slot: int) -> None:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Generator
 
-from vllm_tiered_kv.core.key import BlockKey
-
 
 class LRUPolicy:
     def __init__(self, capacity: int) -> None:
@@ -20,7 +18,7 @@ class LRUPolicy:
         self._shielded: set[int] = set()
         self._heap: list[tuple[int, int]] = []  # entries whose time is not the slot's are stale
 
-    def admit(self, slot: int, key: BlockKey) -> None:
+    def admit(self, slot: int, key: bytes) -> None:
         self._clock += 1
         self._used[slot] = self._clock
         self._push(slot)
@@ -31,7 +29,7 @@ class LRUPolicy:
         if slot not in self._shielded:
             self._push(slot)
 
-    def forget(self, slot: int, key: BlockKey, evicted: bool) -> None:
+    def forget(self, slot: int, key: bytes, evicted: bool) -> None:
         del self._used[slot]
         self._shielded.discard(slot)
 

@@ -14,8 +14,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Generator
 
-from vllm_tiered_kv.core.key import BlockKey
-
 _SMALL_SHARE = 10  # the small queue aims at one slot in this many
 _MAX_USES = 3
 
@@ -26,12 +24,12 @@ class S3FIFOPolicy:
         self._ghost_limit = max(1, capacity)
         self._small: OrderedDict[int, None] = OrderedDict()  # leaving end first
         self._main: OrderedDict[int, None] = OrderedDict()
-        self._ghost: OrderedDict[BlockKey, None] = OrderedDict()
+        self._ghost: OrderedDict[bytes, None] = OrderedDict()
         self._uses: dict[int, int] = {}
         self._in_main: set[int] = set()
         self._shielded: set[int] = set()
 
-    def admit(self, slot: int, key: BlockKey) -> None:
+    def admit(self, slot: int, key: bytes) -> None:
         self._uses[slot] = 0
         if key in self._ghost:
             del self._ghost[key]
@@ -41,7 +39,7 @@ class S3FIFOPolicy:
     def touch(self, slot: int) -> None:
         self._uses[slot] = min(self._uses[slot] + 1, _MAX_USES)
 
-    def forget(self, slot: int, key: BlockKey, evicted: bool) -> None:
+    def forget(self, slot: int, key: bytes, evicted: bool) -> None:
         del self._uses[slot]
         self._queue(slot).pop(slot, None)
         self._shielded.discard(slot)
