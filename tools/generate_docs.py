@@ -7,6 +7,7 @@ from pathlib import Path
 
 from vllm_tiered_kv.config import options_table
 from vllm_tiered_kv.metrics.names import ALL, Kind
+from vllm_tiered_kv.wire.reference import protocol_reference
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -20,7 +21,11 @@ def metrics_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-GENERATED = {"configuration.md": options_table, "metrics.md": metrics_table}
+GENERATED = {
+    "configuration.md": options_table,
+    "metrics.md": metrics_table,
+    "protocol.md": protocol_reference,
+}
 
 
 def main() -> None:

@@ -1,0 +1,143 @@
+"""A header as a msgpack map: its structure is checked before a single object is made of it.
+
+A msgpack decoder allocates an array when it reads the array's declared length, so a few bytes can
+ask for gigabytes, and nested empty containers cost sixty times their size. `check_structure`
+walks the bytes first and bounds both; decoding then costs no more than a small multiple of the
+header.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import msgpack
+
+from vllm_tiered_kv.errors import ErrorCode, ProtocolError
+from vllm_tiered_kv.wire.limits import (
+    MAX_ERROR_TEXT,
+    MAX_HEADER_BYTES,
+    MAX_HEADER_DEPTH,
+    MAX_HEADER_VALUES,
+    MAX_UINT64,
+)
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+_FIXED = {0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}
+_FIXED |= {0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
+_SIZED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}  # bin and str: bytes of length
+_CONTAINERS = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}  # and values per entry
+_PEEK_BYTES = 32
+
+
+def pack_map(fields: dict[str, Any]) -> bytes:
+    try:
+        header: bytes = msgpack.packb(fields, use_bin_type=True)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ProtocolError(ErrorCode.BAD_MESSAGE, f"cannot be encoded: {error}") from None
+    check_structure(header)
+    return header
+
+
+def unpack_map(header: Buffer) -> dict[Any, Any]:
+    """The fields of a header. Keys are not yet known to be ours, nor values to be valid."""
+    data = memoryview(header).cast("B")
+    check_structure(data)
+    try:
+        fields = msgpack.unpackb(
+            data,
+            raw=False,
+            strict_map_key=True,
+            max_str_len=4 * MAX_ERROR_TEXT,
+            max_bin_len=MAX_HEADER_BYTES,
+            max_array_len=MAX_HEADER_VALUES,
+            max_map_len=MAX_HEADER_VALUES,
+            max_ext_len=0,
+            object_pairs_hook=_without_duplicates,
+        )
+    except ValueError as error:  # all of msgpack's own, and text that is not UTF-8
+        raise ProtocolError(ErrorCode.BAD_MESSAGE, f"not a header: {error}") from None
+    if not isinstance(fields, dict):
+        raise ProtocolError(ErrorCode.BAD_MESSAGE, "a header must be a map")
+    return fields
+
+
+def _without_duplicates(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a field is there twice")
+    return found
+
+
+def check_structure(data: bytes | memoryview) -> None:
+    """One msgpack value, whole, with nothing behind it, within the bounds on size and shape."""
+    end = len(data)
+    if end > MAX_HEADER_BYTES:
+        raise ProtocolError(
+            ErrorCode.TOO_LARGE, f"a header of {end} bytes; at most {MAX_HEADER_BYTES} are allowed"
+        )
+    position = 0
+    values_left = MAX_HEADER_VALUES
+    open_containers = [1]  # values still to come, per level; the header itself is the first
+    while open_containers:
+        if open_containers[-1] == 0:
+            open_containers.pop()
+            continue
+        open_containers[-1] -= 1
+        if position >= end:
+            raise ProtocolError(ErrorCode.BAD_MESSAGE, "the header ends too early")
+        position, children = _step_over(data, position)
+        if children is None:
+            continue
+        values_left -= children
+        if values_left < 0:
+            raise ProtocolError(
+                ErrorCode.TOO_LARGE, f"a header of more than {MAX_HEADER_VALUES} values"
+            )
+        if len(open_containers) > MAX_HEADER_DEPTH:
+            raise ProtocolError(
+                ErrorCode.BAD_MESSAGE, f"nested deeper than {MAX_HEADER_DEPTH} levels"
+            )
+        open_containers.append(children)
+    if position > end:
+        raise ProtocolError(ErrorCode.BAD_MESSAGE, "the header ends too early")
+    if position < end:
+        raise ProtocolError(ErrorCode.BAD_MESSAGE, "bytes behind the header's map")
+
+
+def _step_over(data: bytes | memoryview, position: int) -> tuple[int, int | None]:
+    """Where the next value starts and, if this one is a container, how many values it holds."""
+    tag = data[position]
+    position += 1
+    if tag <= 0x7F or tag >= 0xE0:  # an integer in the tag itself
+        return position, None
+    if tag <= 0x8F:
+        return position, 2 * (tag & 0x0F)
+    if tag <= 0x9F:
+        return position, tag & 0x0F
+    if tag <= 0xBF:
+        return position + (tag & 0x1F), None
+    if tag in _FIXED:
+        return position + _FIXED[tag], None
+    if tag in _SIZED:
+        size = _SIZED[tag]
+        return position + size + int.from_bytes(data[position : position + size], "big"), None
+    if tag in _CONTAINERS:
+        size, values = _CONTAINERS[tag]
+        count = int.from_bytes(data[position : position + size], "big")
+        return position + size, values * count
+    raise ProtocolError(ErrorCode.BAD_MESSAGE, f"msgpack type 0x{tag:02x} is not used here")
+
+
+def peek_request_id(header: Buffer) -> int | None:
+    """The id of a header that may be broken, if its map starts with it as our encoders' do."""
+    unpacker = msgpack.Unpacker(
+        raw=False, max_buffer_size=_PEEK_BYTES, max_array_len=0, max_ext_len=0, max_map_len=64
+    )
+    try:
+        unpacker.feed(bytes(memoryview(header).cast("B")[:_PEEK_BYTES]))
+        unpacker.read_map_header()
+        value = unpacker.unpack() if unpacker.unpack() == "id" else None
+    except (ValueError, msgpack.UnpackException):
+        return None
+    return value if type(value) is int and 0 < value <= MAX_UINT64 else None

@@ -1,0 +1,307 @@
+"""Encoding and decoding of headers, derived from the definitions in `requests` and `replies`.
+
+The place to import messages from. A header is a flat msgpack map `{"id", "op", fields...}`, for
+replies with `"ok"`. Decoding checks every field and names the first that is wrong in a
+ProtocolError; whatever the bytes, nothing else is raised.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+from vllm_tiered_kv.errors import ErrorCode, ProtocolError
+from vllm_tiered_kv.wire.fields import Spec, Text, Uint
+from vllm_tiered_kv.wire.header import Buffer, pack_map, peek_request_id, unpack_map
+from vllm_tiered_kv.wire.limits import (
+    MAX_FRAMES,
+    MAX_MESSAGE_BYTES,
+    MAX_UINT64,
+    PROTOCOL_VERSION,
+)
+from vllm_tiered_kv.wire.replies import (
+    RESERVED,
+    ContainsReply,
+    DeleteReply,
+    ErrorReply,
+    FlushReply,
+    GetReply,
+    HelloReply,
+    InfoReply,
+    LendReply,
+    Limits,
+    MatchReply,
+    PinReply,
+    PutReply,
+    ReleaseReply,
+    Reply,
+    ReserveReply,
+    SealReply,
+    StatsReply,
+    TierCode,
+    put_codes,
+    put_results,
+)
+from vllm_tiered_kv.wire.requests import (
+    Contains,
+    Delete,
+    Flush,
+    Get,
+    Hello,
+    Info,
+    Lend,
+    Match,
+    Message,
+    Pin,
+    Put,
+    Release,
+    Request,
+    Reserve,
+    Seal,
+    Stats,
+)
+
+__all__ = [
+    "PROTOCOL_VERSION",
+    "REPLIES",
+    "REQUESTS",
+    "RESERVED",
+    "UNREADABLE_ID",
+    "Buffer",
+    "Contains",
+    "ContainsReply",
+    "Delete",
+    "DeleteReply",
+    "ErrorCode",
+    "ErrorReply",
+    "Flush",
+    "FlushReply",
+    "Get",
+    "GetReply",
+    "Hello",
+    "HelloReply",
+    "Info",
+    "InfoReply",
+    "Lend",
+    "LendReply",
+    "Limits",
+    "Match",
+    "MatchReply",
+    "Message",
+    "Pin",
+    "PinReply",
+    "ProtocolError",
+    "Put",
+    "PutReply",
+    "Release",
+    "ReleaseReply",
+    "Reply",
+    "Request",
+    "Reserve",
+    "ReserveReply",
+    "Seal",
+    "SealReply",
+    "Stats",
+    "StatsReply",
+    "TierCode",
+    "decode_reply",
+    "decode_request",
+    "encode_reply",
+    "encode_request",
+    "put_codes",
+    "put_results",
+    "specs_of",
+]
+
+UNREADABLE_ID = 0
+"""Id of an error reply to a message whose own id could not be read. No request has it."""
+
+REQUESTS: dict[str, type[Message]] = {cls.op: cls for cls in get_args(Request)}
+REPLIES: dict[str, type[Message]] = {
+    cls.op: cls for cls in get_args(Reply) if cls is not ErrorReply
+}
+
+_MAX_OP = 32
+_ID = Uint(0, MAX_UINT64)
+_M = TypeVar("_M", bound=Message)
+
+
+def _specs(cls: type[Message]) -> dict[str, Spec]:
+    hints = get_type_hints(cls, include_extras=True)
+    return {
+        field.name: get_args(hints[field.name])[1]
+        for field in dataclasses.fields(cls)  # type: ignore[arg-type]
+        if get_origin(hints[field.name]) is Annotated
+    }
+
+
+_SPECS = {cls: _specs(cls) for cls in (*REQUESTS.values(), *REPLIES.values(), ErrorReply)}
+# Left out of a header when it has its default, as `more` is in the last reply of a stream.
+_DEFAULTS = {
+    cls: {
+        field.name: field.default
+        for field in dataclasses.fields(cls)
+        if field.name in _SPECS[cls] and field.default is not dataclasses.MISSING
+    }
+    for cls in _SPECS
+}
+
+
+def specs_of(cls: type[Message]) -> dict[str, Spec]:
+    """The fields of a message in the order of its header."""
+    return dict(_SPECS[cls])
+
+
+def encode_request(request_id: int, request: Request) -> bytes:
+    if request_id == UNREADABLE_ID:
+        raise ProtocolError(ErrorCode.BAD_MESSAGE, "a request cannot have the id 0")
+    return _encode({"id": request_id, "op": request.op}, request, request_id)
+
+
+def encode_reply(request_id: int, reply: Reply) -> bytes:
+    failed = isinstance(reply, ErrorReply)
+    op = reply.request_op[:_MAX_OP] if isinstance(reply, ErrorReply) else reply.op
+    return _encode({"id": request_id, "op": op, "ok": not failed}, reply, request_id)
+
+
+def decode_request(header: Buffer, payload_lengths: Sequence[int]) -> tuple[int, Request]:
+    """The id and the request. `payload_lengths` are those of the frames behind the header."""
+    fields, request_id, op = _open(header)
+    if request_id == UNREADABLE_ID:
+        raise ProtocolError(ErrorCode.BAD_MESSAGE, "a request cannot have the id 0", None, op)
+    cls = REQUESTS.get(op)
+    if cls is None:
+        raise ProtocolError(ErrorCode.UNKNOWN_OP, f"there is no op {op!r}", request_id, op)
+    request = _decode(cls, fields, payload_lengths, request_id)
+    return request_id, request  # type: ignore[return-value]
+
+
+def decode_reply(header: Buffer, payload_lengths: Sequence[int]) -> tuple[int, Reply]:
+    """The id and the reply. `payload_lengths` are those of the frames behind the header."""
+    fields, request_id, op = _open(header)
+    ok = fields.pop("ok", None)
+    if not isinstance(ok, bool):
+        raise ProtocolError(ErrorCode.BAD_MESSAGE, "ok: expected true or false", request_id, op)
+    if not ok:
+        error = _decode(ErrorReply, fields, payload_lengths, request_id)
+        return request_id, dataclasses.replace(error, request_op=op)
+    cls = REPLIES.get(op)
+    if cls is None:
+        raise ProtocolError(ErrorCode.UNKNOWN_OP, f"there is no op {op!r}", request_id, op)
+    reply = _decode(cls, fields, payload_lengths, request_id)
+    return request_id, reply  # type: ignore[return-value]
+
+
+def _encode(fields: dict[str, Any], message: Message, request_id: int) -> bytes:
+    specs, defaults = _SPECS[type(message)], _DEFAULTS[type(message)]
+    width = getattr(message, "width", 0)
+    name = "id"
+    try:
+        _ID.check(request_id)
+        for name, spec in specs.items():
+            value = getattr(message, name)
+            raw = spec.kind.encode(value, width)
+            if name not in defaults or value != defaults[name]:
+                fields[name] = raw
+        name = "message"
+        _check_together(message)
+        return pack_map(fields)
+    except ProtocolError as error:
+        raise _in_context(error, message.op, name, request_id) from None
+
+
+def _open(header: Buffer) -> tuple[dict[Any, Any], int, str]:
+    """The fields without those every message has, and these."""
+    request_id = None
+    name = "header"
+    try:
+        fields = unpack_map(header)
+        name = "id"
+        _ID.check(fields.get("id"))
+        request_id = fields.pop("id")
+        name = "op"
+        Text(_MAX_OP).check(fields.get("op"))
+        return fields, request_id, fields.pop("op")
+    except ProtocolError as error:
+        raise ProtocolError(
+            error.code,
+            f"{name}: {error.message}",
+            peek_request_id(header) if request_id is None else request_id,
+        ) from None
+
+
+def _decode(
+    cls: type[_M], fields: dict[Any, Any], payload_lengths: Sequence[int], request_id: int
+) -> _M:
+    specs, defaults = _SPECS[cls], _DEFAULTS[cls]
+    values: dict[str, Any] = {}
+    name = "message"
+    try:
+        if cls.op == Hello.op:
+            _check_version(fields.get("protocol"))
+        unknown = fields.keys() - specs.keys()
+        if unknown:
+            raise ProtocolError(
+                ErrorCode.BAD_MESSAGE, f"unknown field {next(iter(unknown))[:32]!r}"
+            )
+        width = 0
+        for name, spec in specs.items():
+            if name in fields:
+                values[name] = spec.kind.decode(fields[name], width)
+            elif name in defaults:
+                values[name] = defaults[name]
+            else:
+                raise ProtocolError(ErrorCode.BAD_MESSAGE, "is missing")
+            if name == "width":
+                width = values[name]
+        name = "message"
+        message = cls(**values)
+        _check_together(message)
+        name = "payload"
+        _check_payload(message, payload_lengths)
+        return message
+    except ProtocolError as error:
+        raise _in_context(error, cls.op, name, request_id) from None
+
+
+def _check_version(protocol: Any) -> None:
+    """Comes before all else: another version may have fields this one does not know."""
+    if type(protocol) is int and protocol != PROTOCOL_VERSION:
+        raise ProtocolError(
+            ErrorCode.UNSUPPORTED_VERSION,
+            f"version {protocol} is not spoken here, only version {PROTOCOL_VERSION}",
+        )
+
+
+def _check_together(message: Message) -> None:
+    for name, spec in _SPECS[type(message)].items():
+        if spec.per is not None:
+            here, there = len(getattr(message, name)), len(getattr(message, spec.per))
+            if here != there:
+                raise ProtocolError(ErrorCode.BAD_MESSAGE, f"{there} {spec.per} but {here} {name}")
+    message.check()
+
+
+def _check_payload(message: Message, payload_lengths: Sequence[int]) -> None:
+    stated: list[int] = [] if message.payload is None else getattr(message, message.payload)
+    if len(payload_lengths) > MAX_FRAMES or sum(payload_lengths) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(
+            ErrorCode.TOO_LARGE,
+            f"more than {MAX_FRAMES} frames or {MAX_MESSAGE_BYTES} bytes",
+        )
+    if len(payload_lengths) != len(stated):
+        raise ProtocolError(
+            ErrorCode.BAD_MESSAGE, f"{len(payload_lengths)} frames, expected {len(stated)}"
+        )
+    for index, (actual, expected) in enumerate(zip(payload_lengths, stated, strict=True)):
+        if actual != expected:
+            raise ProtocolError(
+                ErrorCode.BAD_MESSAGE,
+                f"frame {index} has {actual} bytes, expected {expected}",
+            )
+
+
+def _in_context(error: ProtocolError, op: str, name: str, request_id: int) -> ProtocolError:
+    text = f"{op or 'error'}: {name}: {error.message}"
+    return ProtocolError(error.code, text, request_id, op)

@@ -1,0 +1,96 @@
+"""The reference part of docs/protocol.md, made from the definitions themselves."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+from vllm_tiered_kv.core.store import PutResult
+from vllm_tiered_kv.errors import ErrorCode
+from vllm_tiered_kv.wire import limits
+from vllm_tiered_kv.wire.messages import REPLIES, REQUESTS, ErrorReply, Message, TierCode, specs_of
+from vllm_tiered_kv.wire.replies import put_codes
+
+_ERRORS = {
+    ErrorCode.BAD_MESSAGE: "A header, field or payload breaks this protocol.",
+    ErrorCode.UNKNOWN_OP: "There is no such op in this version.",
+    ErrorCode.UNSUPPORTED_VERSION: "The version in `hello` is not spoken; the message says which.",
+    ErrorCode.NO_HELLO: "The session is not open, or the daemon has restarted: say `hello` again.",
+    ErrorCode.MISMATCH: "The namespace is known with other block lengths or another layout.",
+    ErrorCode.UNAUTHORIZED: "This client may not do this.",
+    ErrorCode.READ_ONLY: "This client, or the daemon, does not write.",
+    ErrorCode.TOO_LARGE: "A limit is exceeded; ask for less at once.",
+    ErrorCode.UNAVAILABLE: "Shutting down or overloaded. The only code after which trying the "
+    "same again makes sense.",
+    ErrorCode.NO_ARENA: "The session has no shared memory attached.",
+    ErrorCode.INTERNAL: "The daemon failed; its log says why.",
+}
+_PUTS = {
+    PutResult.STORED: "Stored, as durable as was asked for.",
+    PutResult.PRESENT: "The key was there already, or is being put by someone else.",
+    PutResult.DROPPED: "No room, or a queue was full; nothing was kept.",
+    PutResult.FAILED: "An I/O error, or the checksum did not match; nothing was kept.",
+}
+_TIERS = {
+    TierCode.MISS: "Nowhere.",
+    TierCode.MEMORY: "In the daemon's memory.",
+    TierCode.SSD: "On its SSD.",
+    TierCode.BACKING: "In its backing tier.",
+}
+_LIMITS = {
+    "MAX_HEADER_BYTES": "bytes of a header",
+    "MAX_HEADER_VALUES": "msgpack values in a header: entries of arrays, and keys and values of "
+    "maps, the outermost map's included",
+    "MAX_HEADER_DEPTH": "maps and arrays inside each other, the header's own map included",
+    "MAX_FRAMES": "payload frames of a message",
+    "MAX_MESSAGE_BYTES": "bytes of all payload frames of a message together",
+    "MAX_BLOCK_BYTES": "bytes of one block",
+    "MAX_KEYS": "keys of a message",
+    "MAX_WIRE_KEY_BYTES": "bytes of one key",
+    "MAX_SUFFIXES": "suffixes of a match",
+    "MAX_LOOKUPS": "keys times suffixes of a match",
+    "MAX_BLOCK_LENGTHS": "block lengths in a `hello`",
+    "MAX_CAPABILITIES": "capabilities in the reply to `hello`",
+    "MAX_TTL_MS": "milliseconds of a pin",
+    "MAX_TEXT": "characters (code points) of a text",
+    "MAX_ERROR_TEXT": "characters of the message of an error",
+}
+
+
+def protocol_reference() -> str:
+    """Limits, codes and a table of fields for each message, as Markdown."""
+    parts = [
+        "### Limits\n",
+        _table(("at most", "of"), [(getattr(limits, name), of) for name, of in _LIMITS.items()]),
+        "### Error codes\n",
+        _table(("code", "meaning"), [(f"`{code.value}`", _ERRORS[code]) for code in ErrorCode]),
+        "### Tier codes\n",
+        _table(("code", "where the block lies"), [(int(t), _TIERS[t]) for t in TierCode]),
+        "### Put codes\n",
+        _table(("code", "outcome"), [(put_codes([put])[0], _PUTS[put]) for put in PutResult]),
+    ]
+    for op, request in REQUESTS.items():
+        parts += [f"### {op}\n", *_message("Request", request), *_message("Reply", REPLIES[op])]
+    parts += ["### error\n", *_message("Reply with `ok` false", ErrorReply)]
+    return "\n".join(parts)
+
+
+def _message(title: str, cls: type[Message]) -> list[str]:
+    parts = [f"{title}. {inspect.getdoc(cls)}\n"]
+    specs = specs_of(cls)
+    if specs:
+        rows = []
+        for name, spec in specs.items():
+            each = f"; as many as `{spec.per}`" if spec.per else ""
+            rows.append((f"`{name}`", spec.kind.describe(), spec.meaning + each))
+        parts.append(_table(("field", "type and values", "meaning"), rows))
+    else:
+        parts.append("No fields.\n")
+    if cls.payload is not None:
+        parts.append(f"Payload: one frame for each entry of `{cls.payload}`, of that length.\n")
+    return parts
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[object, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)

@@ -1,0 +1,292 @@
+"""What the daemon answers. Each message is defined here once; codecs and docs derive from it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, TypeAlias
+
+from vllm_tiered_kv.core.store import PutResult
+from vllm_tiered_kv.errors import ErrorCode, ProtocolError
+from vllm_tiered_kv.wire.fields import (
+    Bin,
+    Choice,
+    Codes,
+    CutText,
+    Flag,
+    Record,
+    Spec,
+    Texts,
+    Tree,
+    Uint,
+    Uints,
+    invalid,
+)
+from vllm_tiered_kv.wire.limits import (
+    MAX_BLOCK_BYTES,
+    MAX_CAPABILITIES,
+    MAX_ERROR_TEXT,
+    MAX_FRAMES,
+    MAX_HEADER_BYTES,
+    MAX_KEYS,
+    MAX_MESSAGE_BYTES,
+    MAX_TEXT,
+    PROTOCOL_VERSION,
+)
+from vllm_tiered_kv.wire.requests import Message, check_total
+
+
+class TierCode(enum.IntEnum):
+    """Where a block lies, as one byte."""
+
+    MISS = 0
+    MEMORY = 1
+    SSD = 2
+    BACKING = 3
+
+
+RESERVED = 0  # in ReserveReply.results: the client holds a lease
+_PUT_CODES = {
+    PutResult.STORED: 1,
+    PutResult.PRESENT: 2,
+    PutResult.DROPPED: 3,
+    PutResult.FAILED: 4,
+}
+_PUT_RESULTS = {code: result for result, code in _PUT_CODES.items()}
+
+
+def put_codes(results: Iterable[PutResult]) -> bytes:
+    return bytes(_PUT_CODES[result] for result in results)
+
+
+def put_results(codes: bytes) -> list[PutResult]:
+    """The outcomes in a valid `results`; those of ReserveReply may also hold RESERVED."""
+    return [_PUT_RESULTS[code] for code in codes]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What this daemon accepts in one message; never more than the protocol allows."""
+
+    keys: int = MAX_KEYS
+    frames: int = MAX_FRAMES
+    message_bytes: int = MAX_MESSAGE_BYTES
+    header_bytes: int = MAX_HEADER_BYTES
+
+
+Count: TypeAlias = Annotated[int, Spec(Uint(0, MAX_KEYS), "how many it was done for")]
+Results: TypeAlias = Annotated[bytes, Spec(Codes(1, 4, MAX_KEYS), "the outcome for each")]
+Facts: TypeAlias = Annotated[dict[str, Any], Spec(Tree(), "the facts, by name")]
+Leases: TypeAlias = Annotated[list[int], Spec(Uints(MAX_KEYS), "a lease for each key; 0: none")]
+Offsets: TypeAlias = Annotated[
+    list[int], Spec(Uints(MAX_KEYS), "where each block starts in the arena", per="leases")
+]
+Generations: TypeAlias = Annotated[
+    list[int], Spec(Uints(MAX_KEYS), "generation of each block's slot", per="leases")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class HelloReply(Message):
+    """The session is open."""
+
+    op: ClassVar[str] = "hello"
+    protocol: Annotated[
+        int, Spec(Uint(PROTOCOL_VERSION, PROTOCOL_VERSION), "version of the session")
+    ]
+    server: Annotated[str, Spec(CutText(MAX_TEXT), "name and version of the daemon, for logs")]
+    capabilities: Annotated[list[str], Spec(Texts(MAX_CAPABILITIES), "what this daemon can do")]
+    instance: Annotated[bytes, Spec(Bin((16,)), "random, new at each start of the daemon")]
+    session: Annotated[bytes, Spec(Bin((16,)), "random, names this session")]
+    limits: Annotated[Limits, Spec(Record(Limits), "what the daemon accepts in one message")]
+
+
+@dataclass(frozen=True, slots=True)
+class MatchReply(Message):
+    """The leading positions that are present, and where their fastest copies lie."""
+
+    op: ClassVar[str] = "match"
+    count: Annotated[int, Spec(Uint(0, MAX_KEYS), "leading positions without a gap")]
+    tiers: Annotated[
+        list[int],
+        Spec(Uints(3, 0, MAX_KEYS), "how many of them lie in memory, SSD and backing tier"),
+    ]
+
+    def check(self) -> None:
+        if len(self.tiers) != 3 or sum(self.tiers) != self.count:
+            raise invalid("tiers must be three numbers that add up to count")
+
+
+@dataclass(frozen=True, slots=True)
+class ContainsReply(Message):
+    """A tier code for each key of the request."""
+
+    op: ClassVar[str] = "contains"
+    tiers: Annotated[
+        bytes, Spec(Codes(min(TierCode), max(TierCode), MAX_KEYS), "tier code of each key")
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class GetReply(Message):
+    """Some of the blocks asked for, one payload frame each.
+
+    A key that no reply of the stream names is a miss.
+    """
+
+    op: ClassVar[str] = "get"
+    payload: ClassVar[str | None] = "lengths"
+    positions: Annotated[
+        list[int],
+        Spec(
+            Uints(MAX_FRAMES, 0, MAX_KEYS - 1, distinct=True),
+            "which of the request's keys these are, from 0",
+        ),
+    ]
+    lengths: Annotated[
+        list[int],
+        Spec(Uints(MAX_FRAMES, 1, MAX_BLOCK_BYTES), "bytes of each block", per="positions"),
+    ]
+    checksums: Annotated[
+        list[int], Spec(Uints(MAX_FRAMES), "XXH3-64 of each payload frame", per="positions")
+    ]
+    more: Annotated[bool, Spec(Flag(), "further replies to this request follow; absent: false")] = (
+        False
+    )
+
+    def check(self) -> None:
+        check_total(self.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class PutReply(Message):
+    """A put code for each key of the request."""
+
+    op: ClassVar[str] = "put"
+    results: Results
+
+
+@dataclass(frozen=True, slots=True)
+class PinReply(Message):
+    """How many of the keys are present and were pinned, or were released."""
+
+    op: ClassVar[str] = "pin"
+    count: Count
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteReply(Message):
+    """How many of the keys were present."""
+
+    op: ClassVar[str] = "delete"
+    count: Count
+
+
+@dataclass(frozen=True, slots=True)
+class FlushReply(Message):
+    """All is as durable as the daemon can make it."""
+
+    op: ClassVar[str] = "flush"
+
+
+@dataclass(frozen=True, slots=True)
+class InfoReply(Message):
+    """Facts about the daemon. A client shows them and decides nothing by them."""
+
+    op: ClassVar[str] = "info"
+    facts: Facts
+
+
+@dataclass(frozen=True, slots=True)
+class StatsReply(Message):
+    """The daemon's counters. A client shows them and decides nothing by them."""
+
+    op: ClassVar[str] = "stats"
+    facts: Facts
+
+
+@dataclass(frozen=True, slots=True)
+class LendReply(Message):
+    """Where the blocks lie; all lists have an entry for each key. Without a lease it is a miss."""
+
+    op: ClassVar[str] = "lend"
+    leases: Leases
+    offsets: Offsets
+    lengths: Annotated[
+        list[int],
+        Spec(Uints(MAX_KEYS, 0, MAX_BLOCK_BYTES), "bytes of each block", per="leases"),
+    ]
+    generations: Generations
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseReply(Message):
+    """How many of the leases were there to be given back."""
+
+    op: ClassVar[str] = "release"
+    count: Count
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveReply(Message):
+    """Where to write; all lists have an entry for each key."""
+
+    op: ClassVar[str] = "reserve"
+    leases: Leases
+    offsets: Offsets
+    generations: Generations
+    results: Annotated[
+        bytes,
+        Spec(
+            Codes(RESERVED, 4, MAX_KEYS),
+            "0: reserved; otherwise a put code, and there is no lease",
+            per="leases",
+        ),
+    ]
+
+    def check(self) -> None:
+        for lease, result in zip(self.leases, self.results, strict=True):
+            if (lease != 0) != (result == RESERVED):
+                raise invalid("a key has a lease exactly when its result is 0")
+
+
+@dataclass(frozen=True, slots=True)
+class SealReply(Message):
+    """A put code for each lease of the request."""
+
+    op: ClassVar[str] = "seal"
+    results: Results
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorReply(Message):
+    """The request was refused or failed; it is also the end of a stream. May answer any request."""
+
+    op: ClassVar[str] = ""  # on the wire it carries the op of the request
+    code: Annotated[ErrorCode, Spec(Choice(ErrorCode), "for programs")]
+    message: Annotated[str, Spec(CutText(MAX_ERROR_TEXT), "for people; cut by the sender")]
+    request_op: str = ""  # the request's op; empty where it could not be read
+
+    @classmethod
+    def of(cls, error: ProtocolError) -> ErrorReply:
+        return cls(error.code, error.message, error.op)
+
+
+Reply: TypeAlias = (
+    HelloReply
+    | MatchReply
+    | ContainsReply
+    | GetReply
+    | PutReply
+    | PinReply
+    | DeleteReply
+    | FlushReply
+    | InfoReply
+    | StatsReply
+    | LendReply
+    | ReleaseReply
+    | ReserveReply
+    | SealReply
+    | ErrorReply
+)

@@ -1,0 +1,252 @@
+"""What a client may ask. Each message is defined here once; codecs and docs derive from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, TypeAlias
+
+from vllm_tiered_kv.core.store import Durability
+from vllm_tiered_kv.wire.fields import (
+    Bin,
+    Choice,
+    Flag,
+    Keys,
+    Parents,
+    Spec,
+    Suffixes,
+    Text,
+    Uint,
+    Uints,
+    invalid,
+    too_large,
+)
+from vllm_tiered_kv.wire.limits import (
+    MAX_BLOCK_BYTES,
+    MAX_BLOCK_LENGTHS,
+    MAX_FRAMES,
+    MAX_KEYS,
+    MAX_LOOKUPS,
+    MAX_MESSAGE_BYTES,
+    MAX_SUFFIXES,
+    MAX_TTL_MS,
+    MAX_WIRE_KEY_BYTES,
+    PROTOCOL_VERSION,
+)
+
+
+class Message:
+    """Base of all messages. `payload` names the field with the lengths of its payload frames."""
+
+    __slots__ = ()
+    op: ClassVar[str]
+    payload: ClassVar[str | None] = None
+
+    def check(self) -> None:
+        """Raises ProtocolError where fields that are valid alone do not fit each other."""
+
+
+def check_total(lengths: list[int]) -> None:
+    if sum(lengths) > MAX_MESSAGE_BYTES:
+        raise too_large(f"a payload of {sum(lengths)} bytes; at most {MAX_MESSAGE_BYTES} allowed")
+
+
+Width: TypeAlias = Annotated[int, Spec(Uint(1, MAX_WIRE_KEY_BYTES), "bytes of one key here")]
+KeyList: TypeAlias = Annotated[list[bytes], Spec(Keys(MAX_KEYS), "the blocks, heads first")]
+ParentList: TypeAlias = Annotated[
+    list[bytes | None],
+    Spec(Parents(MAX_KEYS), "the block before each in its chain", per="keys"),
+]
+BlockLengths: TypeAlias = Annotated[
+    list[int],
+    Spec(Uints(MAX_KEYS, 1, MAX_BLOCK_BYTES), "bytes of each block", per="keys"),
+]
+LeaseList: TypeAlias = Annotated[list[int], Spec(Uints(MAX_KEYS, 1, distinct=True), "the leases")]
+
+
+@dataclass(frozen=True, slots=True)
+class Hello(Message):
+    """Opens a session and binds its namespace, key width and block lengths."""
+
+    op: ClassVar[str] = "hello"
+    protocol: Annotated[
+        int, Spec(Uint(PROTOCOL_VERSION, PROTOCOL_VERSION), "version the client speaks")
+    ]
+    client: Annotated[str, Spec(Text(), "name of the client, for logs")]
+    namespace: Annotated[bytes, Spec(Bin((32,)), "digest of what makes blocks compatible")]
+    key_bytes: Annotated[
+        int, Spec(Uint(1, MAX_WIRE_KEY_BYTES), "bytes of a full key in this session")
+    ]
+    block_bytes: Annotated[
+        list[int],
+        Spec(
+            Uints(MAX_BLOCK_LENGTHS, 1, MAX_BLOCK_BYTES, distinct=True),
+            f"block lengths the client will use, at most {MAX_BLOCK_LENGTHS}",
+        ),
+    ]
+    layout: Annotated[str, Spec(Text(), "layout of the bytes inside a block")]
+    arena: Annotated[bytes, Spec(Bin((0, 16)), "token of an attached shared-memory session")]
+
+
+@dataclass(frozen=True, slots=True)
+class Match(Message):
+    """How many leading positions are present without a gap.
+
+    Each key followed by each suffix is a full key, and a position counts only when all of these
+    are present. Without suffixes the keys are full themselves.
+    """
+
+    op: ClassVar[str] = "match"
+    width: Width
+    keys: KeyList
+    suffixes: Annotated[
+        list[bytes],
+        Spec(Suffixes(MAX_SUFFIXES, MAX_WIRE_KEY_BYTES - 1), "endings of the keys, or empty"),
+    ]
+    pin_ms: Annotated[
+        int, Spec(Uint(0, MAX_TTL_MS), "pin what matched for so long; 0 pins nothing")
+    ]
+
+    def check(self) -> None:
+        if self.suffixes and self.width + len(self.suffixes[0]) > MAX_WIRE_KEY_BYTES:
+            raise invalid(f"key and suffix are longer than {MAX_WIRE_KEY_BYTES} bytes")
+        if len(self.keys) * len(self.suffixes) > MAX_LOOKUPS:
+            raise too_large(f"keys times suffixes are more than {MAX_LOOKUPS}")
+
+
+@dataclass(frozen=True, slots=True)
+class Contains(Message):
+    """Which tier holds each key. Changes nothing, not even the order of eviction."""
+
+    op: ClassVar[str] = "contains"
+    width: Width
+    keys: KeyList
+
+
+@dataclass(frozen=True, slots=True)
+class Get(Message):
+    """Reads blocks.
+
+    What does not fit in one message must be asked for as a stream.
+    """
+
+    op: ClassVar[str] = "get"
+    width: Width
+    keys: KeyList
+    stream: Annotated[bool, Spec(Flag(), "may be answered in several messages, in any order")]
+
+    def check(self) -> None:
+        if not self.stream and len(self.keys) > MAX_FRAMES:
+            raise too_large(f"{len(self.keys)} keys; more than {MAX_FRAMES} need a stream")
+
+
+@dataclass(frozen=True, slots=True)
+class Put(Message):
+    """Stores blocks, one payload frame each."""
+
+    op: ClassVar[str] = "put"
+    payload: ClassVar[str | None] = "lengths"
+    width: Width
+    keys: Annotated[list[bytes], Spec(Keys(MAX_FRAMES), "the blocks, heads first")]
+    parents: ParentList
+    lengths: BlockLengths
+    checksums: Annotated[
+        list[int], Spec(Uints(MAX_FRAMES), "XXH3-64 of each payload frame", per="keys")
+    ]
+    durability: Annotated[Durability, Spec(Choice(Durability), "when to acknowledge")]
+
+    def check(self) -> None:
+        check_total(self.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Pin(Message):
+    """Keeps blocks from eviction for a while."""
+
+    op: ClassVar[str] = "pin"
+    width: Width
+    keys: KeyList
+    ttl_ms: Annotated[int, Spec(Uint(0, MAX_TTL_MS), "for how long; 0 releases")]
+
+
+@dataclass(frozen=True, slots=True)
+class Delete(Message):
+    """Forgets blocks."""
+
+    op: ClassVar[str] = "delete"
+    width: Width
+    keys: KeyList
+
+
+@dataclass(frozen=True, slots=True)
+class Flush(Message):
+    """Answered when all that was acknowledged before is as durable as the daemon can make it."""
+
+    op: ClassVar[str] = "flush"
+
+
+@dataclass(frozen=True, slots=True)
+class Info(Message):
+    """What the daemon is: version, tiers, capacities."""
+
+    op: ClassVar[str] = "info"
+
+
+@dataclass(frozen=True, slots=True)
+class Stats(Message):
+    """What the daemon has done and holds: its counters."""
+
+    op: ClassVar[str] = "stats"
+
+
+@dataclass(frozen=True, slots=True)
+class Lend(Message):
+    """Lends blocks in shared memory for reading: each stays where it is until released."""
+
+    op: ClassVar[str] = "lend"
+    width: Width
+    keys: KeyList
+
+
+@dataclass(frozen=True, slots=True)
+class Release(Message):
+    """Gives leases back. A reserved block that was not sealed is dropped."""
+
+    op: ClassVar[str] = "release"
+    leases: LeaseList
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve(Message):
+    """Lends room in shared memory for new blocks, which the client then writes and seals."""
+
+    op: ClassVar[str] = "reserve"
+    width: Width
+    keys: KeyList
+    parents: ParentList
+    lengths: BlockLengths
+
+
+@dataclass(frozen=True, slots=True)
+class Seal(Message):
+    """Makes reserved blocks readable. Ends their leases, whatever the result."""
+
+    op: ClassVar[str] = "seal"
+    leases: LeaseList
+
+
+Request: TypeAlias = (
+    Hello
+    | Match
+    | Contains
+    | Get
+    | Put
+    | Pin
+    | Delete
+    | Flush
+    | Info
+    | Stats
+    | Lend
+    | Release
+    | Reserve
+    | Seal
+)
