@@ -86,7 +86,7 @@ def format_size(nbytes: int) -> str:
 _E = TypeVar("_E", bound=enum.Enum)
 
 
-def _parse_choice(key: str, value: object, choices: type[_E]) -> _E:
+def parse_choice(key: str, value: object, choices: type[_E]) -> _E:
     try:
         return choices(value)
     except ValueError:
@@ -94,7 +94,7 @@ def _parse_choice(key: str, value: object, choices: type[_E]) -> _E:
         raise ConfigError(key, f"{value!r} is not one of {allowed}") from None
 
 
-def _parse_bool(key: str, value: object) -> bool:
+def parse_bool(key: str, value: object) -> bool:
     if isinstance(value, bool):
         return value
     text = str(value).strip().lower()
@@ -105,7 +105,7 @@ def _parse_bool(key: str, value: object) -> bool:
     raise ConfigError(key, f"expected true or false, got {value!r}")
 
 
-def _parse_int(key: str, value: object, low: int, high: int) -> int:
+def parse_int(key: str, value: object, low: int, high: int) -> int:
     if isinstance(value, str) and re.fullmatch(r"\s*-?\d+\s*", value):
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
@@ -115,7 +115,36 @@ def _parse_int(key: str, value: object, low: int, high: int) -> int:
     return value
 
 
-def _option(default: Any, kind: str, help: str, **limits: int) -> Any:
+def _parse_seconds(key: str, value: object, low: float, high: float) -> float:
+    try:
+        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+            raise ValueError
+        seconds = float(value)
+    except ValueError:
+        raise ConfigError(key, f"expected a number of seconds, got {value!r}") from None
+    if not low <= seconds <= high:
+        raise ConfigError(key, f"expected {low:g} to {high:g} seconds, got {value!r}")
+    return seconds
+
+
+def parse_addresses(key: str, value: object) -> tuple[str, ...]:
+    """Addresses of daemons: one, a list, or several in one string, separated by commas.
+
+    `remote.address` says what each may look like.
+    """
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, (list, tuple)) or not all(isinstance(p, str) for p in parts):
+        raise ConfigError(key, f'expected an address such as "tcp://host:9527", got {value!r}')
+    return tuple(part.strip() for part in parts if part.strip())
+
+
+def _parse_text(key: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(key, f"expected a string, got {value!r}")
+    return value
+
+
+def _option(default: Any, kind: str, help: str, **limits: float) -> Any:
     return field(default=default, metadata={"kind": kind, "help": help, **limits})
 
 
@@ -174,6 +203,58 @@ class TieredKVConfig:
         high=256,
     )
 
+    remote: tuple[str, ...] = _option(
+        (),
+        "addresses",
+        "Addresses of cache daemons (`tiered-kv-server`), one or a list. `ipc:///path` on the same "
+        "host shares the daemon's memory; `tcp://host:port` goes over the network. Blocks are "
+        "spread over several daemons by rendezvous hashing; one that is gone costs only its "
+        "share.",
+    )
+    remote_lookup_timeout: float = _option(
+        0.1,
+        "seconds",
+        "How long a new request may wait for the daemon to say what it holds. Afterwards it "
+        "counts as a miss. Other requests run meanwhile.",
+        low=0.001,
+        high=60,
+    )
+    remote_load_timeout: float = _option(
+        5.0,
+        "seconds",
+        "How long loading a request's blocks from a daemon may take. Afterwards they are "
+        "recomputed.",
+        low=0.01,
+        high=600,
+    )
+    remote_queue: int = _option(
+        1 << 30,
+        "size",
+        "Blocks of the CPU tier, in bytes per worker, that may be on their way to a daemon. What "
+        "does not fit is not sent, and counted. At most half of the CPU tier is used for it.",
+    )
+    remote_landing: int = _option(
+        128 << 20,
+        "size",
+        "Pinned memory per worker in which blocks from the network land on their way to the GPU.",
+    )
+    remote_connections: int = _option(
+        4,
+        "int",
+        "Connections of each worker to a daemon for loads, and threads that use them.",
+        low=1,
+        high=64,
+    )
+    remote_key: str = _option(
+        "",
+        "text",
+        "Secret key file of this client (`tiered-kv-server keygen`), for a daemon that asks for "
+        "one.",
+    )
+    remote_server_key: str = _option(
+        "", "text", "Public key file of the daemon. With it, connections are encrypted."
+    )
+
     @classmethod
     def load(
         cls,
@@ -185,14 +266,18 @@ class TieredKVConfig:
         options = {f.name: f for f in dataclasses.fields(cls)}
         raw: dict[str, tuple[str, Any]] = {}
         for key, value in (extra_config or {}).items():
-            _require_known(key, key, options)
+            require_known(key, key, options)
             raw[key] = (key, value)
         for variable, value in environ.items():
             if variable.startswith(ENV_PREFIX) and variable not in _OTHER_VARIABLES:
                 key = variable[len(ENV_PREFIX) :].lower()
-                _require_known(key, variable, options)
+                require_known(key, variable, options)
                 raw[key] = (variable, value)
         values = {key: _parse(options[key], source, value) for key, (source, value) in raw.items()}
+        if bool(values.get("remote_key")) != bool(values.get("remote_server_key")):
+            raise ConfigError(
+                "remote_key", "give both remote_key and remote_server_key, or neither"
+            )
         return cls(**values)
 
     def describe(self) -> str:
@@ -209,7 +294,7 @@ class TieredKVConfig:
 _OTHER_VARIABLES = frozenset({"TIERED_KV_CUDA", "TIERED_KV_CUDA_ARCHS"})
 
 
-def _require_known(key: str, source: str, options: Mapping[str, Any]) -> None:
+def require_known(key: str, source: str, options: Mapping[str, Any]) -> None:
     if key in options:
         return
     close = difflib.get_close_matches(key, options, n=1, cutoff=0.4)
@@ -222,15 +307,25 @@ def _parse(option: dataclasses.Field[Any], source: str, value: object) -> Any:
     if kind == "size":
         return parse_size(source, value)
     if kind == "bool":
-        return _parse_bool(source, value)
+        return parse_bool(source, value)
     if kind == "int":
-        return _parse_int(source, value, option.metadata["low"], option.metadata["high"])
-    return _parse_choice(source, value, type(option.default))
+        return parse_int(source, value, option.metadata["low"], option.metadata["high"])
+    if kind == "seconds":
+        return _parse_seconds(source, value, option.metadata["low"], option.metadata["high"])
+    if kind == "addresses":
+        return parse_addresses(source, value)
+    if kind == "text":
+        return _parse_text(source, value)
+    return parse_choice(source, value, type(option.default))
 
 
 def _show(value: Any, kind: str) -> str:
     if kind == "size":
         return format_size(value)
+    if kind == "addresses":
+        return " ".join(value) or "none"
+    if kind == "text":
+        return value or "none"
     return str(value.value if isinstance(value, enum.Enum) else value).lower()
 
 
@@ -248,7 +343,13 @@ def options_table() -> str:
         elif kind == "int":
             shown = f"integer {option.metadata['low']} … {option.metadata['high']}"
         else:
-            shown = {"size": 'size, like `"20GiB"`', "bool": "boolean"}[kind]
+            shown = {
+                "size": 'size, like `"20GiB"`',
+                "bool": "boolean",
+                "seconds": "seconds",
+                "addresses": "address or list",
+                "text": "path",
+            }[kind]
         default = _show(option.default, kind)
         lines.append(
             f"| `{option.name}` | {shown} | `{default}` | `{ENV_PREFIX}{option.name.upper()}` "

@@ -101,6 +101,7 @@ class RealEngine:
         assert not self.half.index.pinned_slots()
         assert not self.half.ledger.has_open_stores
         assert not self.half.ledger._loads
+        assert not self.half.ledger.has_open_puts
         assert not self.half._requests
         self.half.index.check()
 

@@ -11,7 +11,9 @@ and executed before the output of the one before it is processed.
 
 from __future__ import annotations
 
+import ctypes
 import random
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -41,8 +43,10 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_tiered_kv.connector.connector import TieredKVConnector
 from vllm_tiered_kv.core.transfer import GroupTransfer
+from vllm_tiered_kv.device.arena import Arena
 from vllm_tiered_kv.device.copier import LoadDone, StoreDone
 from vllm_tiered_kv.metrics.names import DropReason
+from vllm_tiered_kv.native.cpu import HostRegion
 
 LAYERS = ("layer.0", "layer.1", "layer.2")
 VOCAB = 50
@@ -88,6 +92,9 @@ class DelayedCopier:
         self.drop_stores = 0.0
         self.fenced = False
         self.ring: int | None = None
+
+    def open_channel(self) -> DelayedChannel:
+        return DelayedChannel(self._caches, random.Random(self._rng.random()))
 
     def fence(self) -> None:
         self.fenced = True
@@ -137,6 +144,30 @@ class DelayedCopier:
             return True
         queue[0] = (queue[0][0] - 1, *queue[0][1:])
         return False
+
+
+class DelayedChannel:
+    """Scatters from any memory, a little later: what must not change meanwhile had better not."""
+
+    def __init__(self, caches: list[np.ndarray], rng: random.Random) -> None:
+        self._caches, self._rng = caches, rng
+
+    def scatter(
+        self, group_id: int, block_ids: np.ndarray, region: HostRegion, offsets: np.ndarray
+    ) -> None:
+        time.sleep(self._rng.random() / 500)
+        shape = (len(self._caches), self._caches[0].shape[1])
+        for block, offset in zip(block_ids.tolist(), offsets.tolist(), strict=True):
+            assert 0 <= offset <= offset + 8 * shape[0] * shape[1] <= region.nbytes
+            raw = (ctypes.c_int64 * (shape[0] * shape[1])).from_address(region.address + offset)
+            for cache, layer in zip(self._caches, np.array(raw).reshape(shape), strict=True):
+                cache[block] = layer
+
+    def finish(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 @dataclass
@@ -205,17 +236,25 @@ class ToyEngine:
         self.worker = TieredKVConnector(config, KVConnectorRole.WORKER, self.kv_cache_config)
         self.caches = [np.full((self.gpu_blocks, self.block_size), -2, np.int64) for _ in LAYERS]
         geometry = self.half.index.geometry
-        self.arena = np.full((geometry.max_slots, len(LAYERS), self.block_size), -3, np.int64)
+        arena = Arena(geometry.capacity_bytes)
+        self.arena = np.lib.stride_tricks.as_strided(
+            arena.bytes_at(0, arena.nbytes).view(np.int64),
+            (geometry.max_slots, len(LAYERS), self.block_size),
+            (slot_bytes, self.block_size * 8, 8),
+        )
+        self.arena[:] = -3
         self.copier = DelayedCopier(self.caches, self.arena, random.Random(self.seed + 1))
         self.copier.ring = self.ring
         if self.worker.worker_half is not None:
             self.worker.worker_half._copier = self.copier
+            self.worker.worker_half.arena = arena
         self.depth = 2 if self.async_scheduling else 1
         self._running: dict[str, _Running] = {}
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._next_id = 0
         self._truth: dict[str, np.ndarray] = {}
         self.reported_loads: list[str] = []
+        self.idle = False
 
     def _kv_cache_config(self) -> KVCacheConfig:
         spec = FullAttentionSpec(
@@ -263,17 +302,24 @@ class ToyEngine:
     def abort(self, request_id: str) -> None:
         self.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
 
-    def run(self, limit: int = 3000) -> None:
+    def run(self, limit: int = 3000, seconds: float = 60) -> None:
         """Steps until nothing is left, stores of an idle engine included."""
-        for _ in range(limit):
+        end = time.monotonic() + seconds
+        while limit > 0 and time.monotonic() < end:
             if not self.scheduler.has_requests() and not self._in_flight:
                 return
             self.step()
+            if self.idle:
+                time.sleep(0.001)  # only threads can get on now
+            else:
+                limit -= 1
         raise AssertionError("the engine never came to rest: a request hangs")
 
     def step(self) -> None:
         if len(self._in_flight) < self.depth and self.scheduler.has_requests():
             output = self.scheduler.schedule()
+            remote = self.half is not None and self.half.remote is not None
+            self.idle = remote and not output.total_num_scheduled_tokens
             self._in_flight.append((output, self._execute(output)))
             if len(self._in_flight) < self.depth and output.total_num_scheduled_tokens:
                 return  # a further step is scheduled before this one's output is looked at
@@ -357,6 +403,10 @@ class ToyEngine:
             if request.is_finished() and request_id not in self.finished:
                 self.finished[request_id] = Finished(list(request.output_token_ids), request.status)
 
+    def close(self) -> None:
+        self.worker.shutdown()
+        self.scheduler.connector.shutdown()
+
     def drop_gpu_cache(self) -> None:
         assert self.scheduler.reset_prefix_cache()
 
@@ -370,6 +420,7 @@ class ToyEngine:
         assert not self.half.index.pinned_slots()
         assert not self.half.ledger.has_open_stores
         assert not self.half.ledger._loads
+        assert not self.half.ledger.has_open_puts
         assert not self.half._requests
         assert not self.half._left_alone
         assert not self.half.stores.has_deferred

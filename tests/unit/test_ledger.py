@@ -7,6 +7,7 @@ import pytest
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import StoreReport, TransferLedger
 from vllm_tiered_kv.cache.planner import Group, loadable_tokens, plan_store
+from vllm_tiered_kv.core import tiers
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Lookup
@@ -89,7 +90,7 @@ def test_a_load_pins_until_it_is_reported() -> None:
     assert tier.ledger.is_loading("r")
     with pytest.raises(InvariantError):
         tier.ledger.open_load("r", KEYS[:2], 120)
-    tier.ledger.close_load("r", failed=False)
+    tier.ledger.close_load("r")
     assert not tier.index.pinned_slots()
     assert tier.recorder.total(names.LOADED_BLOCKS, "cpu") == 2
     assert tier.recorder.total(names.LOADED_BYTES, "cpu") == 120
@@ -99,7 +100,7 @@ def test_blocks_of_a_failed_load_are_not_offered_again() -> None:
     tier = Tier(4)
     tier.ledger.report_store(tier.store(0, 3), [StoreReport(3)])
     tier.ledger.open_load("r", KEYS[:2], 120)
-    tier.ledger.close_load("r", failed=True)
+    tier.ledger.close_load("r", tiers.Tier.CPU)
     assert tier.index.lookup(KEYS[0]) is Lookup.MISS
     assert tier.index.lookup(KEYS[2]) is Lookup.HIT
     assert tier.recorder.total(names.LOAD_FAILURES) == 1

@@ -15,8 +15,8 @@ blocks; others cannot be pushed out by it.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 
 from vllm_tiered_kv.cache.slots import SlotPool
@@ -31,6 +31,8 @@ class _State(enum.Enum):
     RESERVED = enum.auto()
     COMMITTED = enum.auto()
     DETACHED = enum.auto()
+    QUARANTINED = enum.auto()  # of a `DurableIndex`: nobody uses the slot, the disk still knows it
+    RETIRED = enum.auto()  # of a `DurableIndex`: the slot cannot be written
 
 
 @dataclass(slots=True)
@@ -115,6 +117,11 @@ class BlockIndex:
             count += 1
         return count
 
+    def block_in(self, slot: int) -> tuple[bytes, bytes | None]:
+        """Key of the block in a slot, and of the block it follows."""
+        entry = self._entries[slot]
+        return entry.key, entry.parent_key
+
     def limit(self, usable_bytes: int) -> None:
         """How much of the arena every worker can use so far; what lies beyond is not handed out."""
         self._pool.limit(usable_bytes)
@@ -159,24 +166,10 @@ class BlockIndex:
         """
         if key in self._slot_of:
             raise InvariantError("a key that is already here cannot be reserved")
-        parent = self._slot_of.get(parent_key) if parent_key is not None else None
-        if parent is not None:
-            self._entries[parent].pins += 1
-        try:
+        with self._kept(parent_key):
             slot = self._allocate(size_class)
-        finally:
-            if parent is not None:
-                self._entries[parent].pins -= 1
-        if slot is None:
-            return None
-        self._entries[slot] = _Entry(key, size_class, parent_key)
-        self._slot_of[key] = slot
-        if parent is not None:
-            self._link(slot, parent)
-        elif parent_key is not None:
-            self._orphans.setdefault(parent_key, set()).add(slot)
-        for orphan in self._orphans.pop(key, ()):
-            self._link(orphan, slot)
+        if slot is not None:
+            self._enter(slot, _Entry(key, size_class, parent_key))
         return slot
 
     def commit(self, slot: int) -> bool:
@@ -221,6 +214,32 @@ class BlockIndex:
             self._remove_slot(slot)
 
     # ---- inside -------------------------------------------------------------------------------
+
+    @contextmanager
+    def _kept(self, key: bytes | None) -> Iterator[None]:
+        """Protects the block from eviction for a while."""
+        slot = self._slot_of.get(key) if key is not None else None
+        if slot is None:
+            yield
+            return
+        self._entries[slot].pins += 1
+        try:
+            yield
+        finally:
+            self._entries[slot].pins -= 1
+
+    def _enter(self, slot: int, entry: _Entry) -> None:
+        """Makes the block known, and links it to those before and behind it."""
+        self._entries[slot] = entry
+        self._slot_of[entry.key] = slot
+        if entry.parent_key is not None:
+            parent = self._slot_of.get(entry.parent_key)
+            if parent is not None:
+                self._link(slot, parent)
+            else:
+                self._orphans.setdefault(entry.parent_key, set()).add(slot)
+        for orphan in self._orphans.pop(entry.key, ()):
+            self._link(orphan, slot)
 
     def _mark_used(self, slot: int) -> None:
         entry = self._entries[slot]
@@ -293,11 +312,16 @@ class BlockIndex:
         return sum(self._pool.slabs_of(c) for c in classes) >= quota
 
     def _allocate(self, size_class: int) -> int | None:
+        may_grow = not self._at_quota(self._owner_of[size_class])
+        slot = self._pool.allocate(size_class, may_grow)
+        if slot is None and self._evict_for(size_class):
+            slot = self._pool.allocate(size_class)
+        return slot
+
+    def _evict_for(self, size_class: int) -> int:
+        """Evicts what is coldest; how many slots of the class come free, 0 if nothing can leave."""
         owner = self._owner_of[size_class]
         at_quota = self._at_quota(owner)
-        slot = self._pool.allocate(size_class, may_grow=not at_quota)
-        if slot is not None:
-            return slot
         own = self._coldest(size_class)
         others = [
             victim
@@ -311,11 +335,11 @@ class BlockIndex:
             if own is not None and self._entries[own].used <= self._entries[victim].used:
                 break
             if self._evict_slab_of(victim):
-                return self._pool.allocate(size_class)
+                return self.geometry.slots_in_slab(size_class)
         if own is None:
-            return None
+            return 0
         self._evict(own)
-        return self._pool.allocate(size_class)
+        return 1
 
     def _coldest(self, size_class: int) -> int | None:
         with closing(self._policies[size_class].candidates()) as candidates:
@@ -336,7 +360,7 @@ class BlockIndex:
             if expanded:
                 doomed.append(slot)
                 continue
-            if slot in seen:
+            if slot in seen or entry.state is _State.QUARANTINED:
                 continue
             if entry.pins or entry.state is not _State.COMMITTED:
                 return False
@@ -384,7 +408,7 @@ class BlockIndex:
         if self._pool.class_of(slot) != entry.size_class:
             raise InvariantError(f"slot {slot} lies in a slab of another class")
         visible = self._slot_of.get(entry.key) == slot
-        if visible != (entry.state is not _State.DETACHED):
+        if visible != (entry.state in (_State.RESERVED, _State.COMMITTED)):
             raise InvariantError(f"slot {slot} is {entry.state} and visible: {visible}")
         if entry.pins < 0 or (entry.pins and entry.state is _State.RESERVED):
             raise InvariantError(f"slot {slot} has {entry.pins} pins while {entry.state}")
@@ -393,7 +417,7 @@ class BlockIndex:
             if above is None or slot not in above.followers or above.key != entry.parent_key:
                 raise InvariantError(f"slot {slot} follows a block that does not know it")
         elif (
-            entry.state is not _State.DETACHED
+            visible
             and entry.parent_key is not None
             and slot not in self._orphans.get(entry.parent_key, ())
         ):

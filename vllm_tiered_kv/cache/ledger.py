@@ -1,7 +1,8 @@
 """Transfers under way: what they hold, and what becomes of it when they are reported.
 
 A store is final when every rank has reported it; what all ranks stored is committed, the rest is
-aborted. A load holds pins until it is reported finished, well or badly.
+aborted. A load holds pins until it is reported finished, well or badly; so does a put, which sends
+blocks on to a daemon.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from vllm_tiered_kv.metrics.recorder import Recorder
 
 @dataclass(frozen=True)
 class StoreReport:
-    """One rank's word on a store: the first `stored` blocks arrived; why the others did not."""
+    """One rank's word on a store or put: how many blocks arrived, and why the others did not.
+
+    Of a store these are the first ones.
+    """
 
     stored: int
     reason: DropReason | None = None
@@ -31,6 +35,7 @@ class _OpenStore:
     slots: list[int]
     block_bytes: int
     on_drop: Callable[[DropReason], None] | None
+    anchors: list[BlockKey]
     reports: list[StoreReport] = field(default_factory=list)
 
 
@@ -39,6 +44,15 @@ class _OpenLoad:
     keys: list[BlockKey]
     slots: list[int]
     nbytes: int
+    remote_blocks: int
+    remote_bytes: int
+
+
+@dataclass
+class _OpenPut:
+    slots: list[int]
+    block_bytes: int
+    reports: list[StoreReport] = field(default_factory=list)
 
 
 class TransferLedger:
@@ -51,6 +65,14 @@ class TransferLedger:
         self._next_job_id = 0
         self._stores: dict[int, _OpenStore] = {}
         self._loads: dict[str, _OpenLoad] = {}
+        self._puts: dict[int, _OpenPut] = {}
+        self.pending_put_bytes = 0
+        self.on_commit: Callable[[list[int], list[BlockKey]], None] | None = None
+        """Told slots that became readable, each with the anchor its store was opened with."""
+
+    @property
+    def has_open_puts(self) -> bool:
+        return bool(self._puts)
 
     @property
     def has_open_stores(self) -> bool:
@@ -68,11 +90,14 @@ class TransferLedger:
         slots: Sequence[int],
         block_bytes: int,
         on_drop: Callable[[DropReason], None] | None = None,
+        anchors: Sequence[BlockKey] = (),
     ) -> int:
-        """A job id for reserved slots. `on_drop` is called if not all of them arrive."""
-        job_id = self._next_job_id
-        self._next_job_id += 1
-        self._stores[job_id] = _OpenStore(list(slots), block_bytes, on_drop)
+        """A job id for reserved slots. `on_drop` is called if not all of them arrive.
+
+        `anchors`, one for each slot, decide which daemon a block belongs to.
+        """
+        job_id = self._new_job()
+        self._stores[job_id] = _OpenStore(list(slots), block_bytes, on_drop, list(anchors))
         return job_id
 
     def report_store(self, job_id: int, reports: Iterable[StoreReport]) -> None:
@@ -84,33 +109,69 @@ class TransferLedger:
             del self._stores[job_id]
             self._settle(store)
 
-    def open_load(self, request_id: str, keys: Sequence[BlockKey], nbytes: int) -> list[int]:
-        """Pins the blocks of a load and returns their slots."""
+    def open_put(self, slots: Sequence[int], keys: Sequence[BlockKey], block_bytes: int) -> int:
+        """Pins readable blocks that are sent to a daemon."""
+        job_id = self._new_job()
+        self._index.pin(keys)
+        self._puts[job_id] = _OpenPut(list(slots), block_bytes)
+        self.pending_put_bytes += len(slots) * block_bytes
+        return job_id
+
+    def report_put(self, job_id: int, reports: Iterable[StoreReport]) -> None:
+        put = self._puts[job_id]
+        put.reports.extend(reports)
+        if len(put.reports) < self._num_ranks:
+            return
+        del self._puts[job_id]
+        self._index.unpin(put.slots)
+        self.pending_put_bytes -= len(put.slots) * put.block_bytes
+        least = min(put.reports, key=lambda report: report.stored)
+        tier = Tier.REMOTE.value
+        self._recorder.add(names.STORED_BLOCKS, least.stored, tier)
+        self._recorder.add(names.STORED_BYTES, least.stored * put.block_bytes, tier)
+        self.drop(len(put.slots) - least.stored, least.reason or DropReason.REFUSED, Tier.REMOTE)
+
+    def open_load(
+        self,
+        request_id: str,
+        keys: Sequence[BlockKey],
+        nbytes: int,
+        remote_blocks: int = 0,
+        remote_bytes: int = 0,
+    ) -> list[int]:
+        """Pins the blocks of a load and returns their slots. A daemon's are only counted."""
         if request_id in self._loads:
             raise InvariantError(f"request {request_id} is already loading")
         slots = self._index.pin(keys)
-        self._loads[request_id] = _OpenLoad(list(keys), slots, nbytes)
+        self._loads[request_id] = _OpenLoad(list(keys), slots, nbytes, remote_blocks, remote_bytes)
         return slots
 
-    def close_load(self, request_id: str, failed: bool) -> None:
-        """The load is over on all ranks. Blocks of a failed one are not offered again."""
+    def close_load(self, request_id: str, failed: Tier | None = None) -> None:
+        """The load is over on all ranks. Blocks of a tier that failed are not offered again."""
         load = self._loads.pop(request_id)
-        tier = Tier.CPU.value
-        if failed:
+        if failed is Tier.CPU:
             for key in load.keys:
                 self._index.remove(key)
-            self._recorder.add(names.LOAD_FAILURES, 1, tier)
+        if failed is not None:
+            self._recorder.add(names.LOAD_FAILURES, 1, failed.value)
         else:
-            self._recorder.add(names.LOADED_BLOCKS, len(load.keys), tier)
-            self._recorder.add(names.LOADED_BYTES, load.nbytes, tier)
+            self._recorder.add(names.LOADED_BLOCKS, len(load.keys), Tier.CPU.value)
+            self._recorder.add(names.LOADED_BYTES, load.nbytes, Tier.CPU.value)
+            self._recorder.add(names.LOADED_BLOCKS, load.remote_blocks, Tier.REMOTE.value)
+            self._recorder.add(names.LOADED_BYTES, load.remote_bytes, Tier.REMOTE.value)
         self._index.unpin(load.slots)
 
-    def drop(self, blocks: int, reason: DropReason) -> None:
-        self._recorder.add(names.DROPPED_BLOCKS, blocks, Tier.CPU.value, reason.value)
+    def drop(self, blocks: int, reason: DropReason, tier: Tier = Tier.CPU) -> None:
+        self._recorder.add(names.DROPPED_BLOCKS, blocks, tier.value, reason.value)
+
+    def _new_job(self) -> int:
+        self._next_job_id += 1
+        return self._next_job_id - 1
 
     def _settle(self, store: _OpenStore) -> None:
         least = min(store.reports, key=lambda report: report.stored)
-        committed = sum(self._index.commit(slot) for slot in store.slots[: least.stored])
+        readable = [self._index.commit(slot) for slot in store.slots[: least.stored]]
+        committed = sum(readable)
         for slot in store.slots[least.stored :]:
             self._index.abort(slot)
         tier = Tier.CPU.value
@@ -122,3 +183,6 @@ class TransferLedger:
             self.drop(len(store.slots) - least.stored, reason)
             if store.on_drop is not None:
                 store.on_drop(reason)
+        if self.on_commit is not None and store.anchors and committed:
+            kept = [n for n, is_readable in enumerate(readable) if is_readable]
+            self.on_commit([store.slots[n] for n in kept], [store.anchors[n] for n in kept])

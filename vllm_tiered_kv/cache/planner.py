@@ -30,16 +30,21 @@ class StorePlan:
 
 
 def plan_store(
-    index: BlockIndex, group: Group, keys: Sequence[BlockKey], start: int, stop: int
+    index: BlockIndex,
+    group: Group,
+    keys: Sequence[BlockKey],
+    start: int,
+    stop: int,
+    skip: range = range(0),
 ) -> StorePlan:
-    """Reserves slots for the missing blocks among positions `start` … `stop`.
+    """Reserves slots for the missing blocks among positions `start` … `stop`, but not `skip`.
 
     In chain order: where room ends, the rest of the sequence is dropped, never its head.
     """
     positions: list[int] = []
     slots: list[int] = []
     for position in range(start, stop):
-        if index.lookup(keys[position]) is not Lookup.MISS:
+        if position in skip or index.lookup(keys[position]) is not Lookup.MISS:
             continue
         parent = keys[position - 1] if position else None
         slot = index.reserve(keys[position], parent, group.size_class)
@@ -57,17 +62,22 @@ def loadable_tokens(
     computed: int,
     limit: int,
     alignment: int,
+    elsewhere: Sequence[range] | None = None,
 ) -> int:
     """Tokens after `computed` that every group can serve, ending at or before `limit`.
 
-    A hit counts only as far as all groups reach, in whole units of `alignment`.
+    A hit counts only as far as all groups reach, in whole units of `alignment`. `elsewhere` are
+    the positions of each group that another tier holds.
     """
     end = limit - limit % alignment
-    for group, group_keys in zip(groups, keys, strict=True):
+    for number, (group, group_keys) in enumerate(zip(groups, keys, strict=True)):
         if end <= computed:
             return 0
-        first = computed // group.block_size
-        found = index.match_prefix(group_keys, first, end // group.block_size)
-        end = min(end, (first + found) * group.block_size)
+        position, stop = computed // group.block_size, end // group.block_size
+        position += index.match_prefix(group_keys, position, stop)
+        if elsewhere is not None and position in elsewhere[number]:
+            position = elsewhere[number].stop
+            position += index.match_prefix(group_keys, position, stop)
+        end = min(end, position * group.block_size)
         end -= end % alignment
     return max(0, end - computed)

@@ -7,6 +7,7 @@ slot is free, so the capacity is shared exactly and never exceeded.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 
 from vllm_tiered_kv.core.arena_geometry import Geometry
 from vllm_tiered_kv.errors import InvariantError
@@ -85,6 +86,40 @@ class SlotPool:
         self._slab_used[self.slab_of(slot)] += 1
         self._used_slots[size_class] += 1
         return slot
+
+    def free_slots(self, size_class: int, may_grow: bool = True) -> int:
+        """How many slots of the class can still be handed out."""
+        per_slab = self.geometry.slots_in_slab(size_class)
+        free = self._slabs_of[size_class] * per_slab - self._used_slots[size_class]
+        if may_grow:
+            returned = sum(slab < self._usable_slabs for slab in self._returned_slabs)
+            free += (returned + max(0, self._usable_slabs - self._next_fresh_slab)) * per_slab
+        return free
+
+    def adopt(self, slots: Iterable[tuple[int, int]]) -> None:
+        """Takes exactly these (slot, class) out of a fresh pool; a slab has slots of one class."""
+        used: dict[int, set[int]] = {}
+        for slot, size_class in slots:
+            slab = self.slab_of(slot)
+            if self._slab_class.setdefault(slab, size_class) != size_class:
+                raise InvariantError(f"slab {slab} is claimed by two size classes")
+            used.setdefault(slab, set()).add(slot)
+        for slab, taken in used.items():
+            size_class = self._slab_class[slab]
+            first = slab * self.geometry.slots_per_slab
+            last = first + self.geometry.slots_in_slab(size_class) - 1
+            if slab >= self.geometry.num_slabs or min(taken) < first or max(taken) > last:
+                raise InvariantError(f"slab {slab} does not have these slots of its class")
+            free = sorted(set(range(first, last + 1)) - taken)
+            self._is_free.update(free)
+            self._free[size_class].extend(free)
+            self._slab_used[slab] = len(taken)
+            self._slabs_of[size_class] += 1
+            self._used_slots[size_class] += len(taken)
+        for heap in self._free:
+            heapq.heapify(heap)
+        self._next_fresh_slab = max(used, default=-1) + 1
+        self._returned_slabs = [s for s in range(self._next_fresh_slab) if s not in used]
 
     def release(self, slot: int) -> None:
         slab = self.slab_of(slot)

@@ -6,18 +6,22 @@ makes sure that all views agree.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
-from vllm_tiered_kv.config import StorePolicy, TieredKVConfig, format_size
+from vllm_tiered_kv.config import Mode, StorePolicy, TieredKVConfig, format_size
 from vllm_tiered_kv.connector.kv_layout import group_block_bytes
 from vllm_tiered_kv.connector.lazy_store import LazyStore
 from vllm_tiered_kv.connector.model_identity import fingerprint
+from vllm_tiered_kv.connector.remote_io import open_cluster
 from vllm_tiered_kv.connector.request_keys import KeyMaker
 from vllm_tiered_kv.connector.scheduler_half import SchedulerHalf
+from vllm_tiered_kv.connector.shard import rank_tag
 from vllm_tiered_kv.connector.worker_half import WorkerHalf
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.device.staging import StagingRing
 from vllm_tiered_kv.errors import ConfigError
+from vllm_tiered_kv.remote.address import EngineIdentity
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -31,7 +35,7 @@ def make_scheduler_half(
     namespace = fingerprint(vllm_config, kv_cache_config).namespace()
     geometry = arena_geometry(config, vllm_config, kv_cache_config)
     has_ring = vllm_config.device_config.device_type == "cuda"
-    return SchedulerHalf(
+    half = SchedulerHalf(
         config,
         KeyMaker(namespace, block_sizes),
         block_sizes,
@@ -49,13 +53,32 @@ def make_scheduler_half(
             StagingRing.units(config.staging_memory, geometry) if has_ring else None
         ),
     )
+    if config.remote and config.mode is Mode.TIERED:
+        identity = EngineIdentity(
+            namespace,
+            tuple(group_block_bytes(kv_cache_config)),
+            str(kv_cache_config.kv_cache_layout),
+            f"vLLM, pid {os.getpid()}",
+        )
+        parallel = vllm_config.parallel_config
+        half.use_daemons(
+            open_cluster(config, identity),
+            identity,
+            [rank_tag(rank, parallel.tensor_parallel_size) for rank in range(parallel.world_size)],
+            queue_bytes=min(config.remote_queue, geometry.capacity_bytes // 2),
+            # A daemon on this host holds them once for everybody, as near as the CPU tier.
+            keep_copies=not all(address.startswith("ipc://") for address in config.remote),
+        )
+    return half
 
 
 def make_worker_half(
     config: TieredKVConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 ) -> WorkerHalf:
     geometry = arena_geometry(config, vllm_config, kv_cache_config)
-    return WorkerHalf(config, geometry, vllm_config.parallel_config.rank)
+    parallel = vllm_config.parallel_config
+    tag = rank_tag(parallel.rank, parallel.tensor_parallel_size)
+    return WorkerHalf(config, geometry, parallel.rank, tag)
 
 
 def arena_geometry(

@@ -49,9 +49,8 @@ class DeferredStores:
             if slot is None:
                 dropped[DropReason.TIER_FULL] += 1
                 continue
-            batch = batches.setdefault(block.group.group_id, StoreBatch(block.group, [], []))
-            batch.block_ids.append(block.block_id)
-            batch.slots.append(slot)
+            batch = batches.setdefault(block.group.group_id, StoreBatch(block.group))
+            batch.add(block, slot)
             room -= 1
         return list(batches.values()), dropped
 

@@ -8,11 +8,12 @@ or free: its content can be read without holding a reference to it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.cache.planner import Group
 from vllm_tiered_kv.core.key import BlockKey
+from vllm_tiered_kv.remote.placement import anchor_position
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -25,6 +26,7 @@ class KnownBlock:
     vllm_hash: bytes  # of content and group, as vLLM writes it on the block
     key: BlockKey
     parent: BlockKey | None
+    anchor: BlockKey  # decides which daemon it belongs to
     group: Group
 
     @classmethod
@@ -46,6 +48,7 @@ class KnownBlock:
             make_block_hash_with_group_id(request.block_hashes[end - 1], group.group_id),
             keys[position],
             keys[position - 1] if position else None,
+            keys[anchor_position(position)],
             group,
         )
 
@@ -58,5 +61,15 @@ class StoreBatch:
     """Blocks of one group with the slots reserved for them, heads of prefixes first."""
 
     group: Group
-    block_ids: list[int]
-    slots: list[int]
+    block_ids: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    anchors: list[BlockKey] = field(default_factory=list)
+
+    def add(self, block: KnownBlock, slot: int) -> None:
+        self.block_ids.append(block.block_id)
+        self.slots.append(slot)
+        self.anchors.append(block.anchor)
+
+    def reverse(self) -> None:
+        for column in (self.block_ids, self.slots, self.anchors):
+            column.reverse()

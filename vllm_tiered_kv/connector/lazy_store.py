@@ -47,14 +47,12 @@ class LazyStore:
                     refused += 1
                     del self._known[known.block_id]
                     continue
-                batch = batches.setdefault(known.group.group_id, StoreBatch(known.group, [], []))
-                batch.block_ids.append(known.block_id)
-                batch.slots.append(slot)
+                batch = batches.setdefault(known.group.group_id, StoreBatch(known.group))
+                batch.add(known, slot)
                 room -= 1
         for batch in batches.values():
             # The queue gives tails first; should a rank drop the end of this, heads matter more.
-            batch.block_ids.reverse()
-            batch.slots.reverse()
+            batch.reverse()
         return list(batches.values()), refused
 
     def forget(self, block_ids: set[int]) -> None:

@@ -11,7 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_tiered_kv.cache.ledger import StoreReport
-from vllm_tiered_kv.core.transfer import LoadJob, StoreJob
+from vllm_tiered_kv.core.transfer import LoadJob, PutJob, StoreJob
+from vllm_tiered_kv.remote.address import EngineIdentity
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ class TieredKVMetadata(KVConnectorMetadata):
     before its forward."""
     stores_after: list[StoreJob] = field(default_factory=list)
     """Blocks this step's forward fills."""
+    puts: list[PutJob] = field(default_factory=list)
+    """Blocks of the CPU tier to be sent to daemons."""
+    identity: EngineIdentity | None = None
+    """Who this engine is to the daemons, where there are any. The scheduler says it: ranks of a
+    pipeline see only their own layers, and must not come to another namespace."""
 
 
 @dataclass
@@ -40,10 +46,17 @@ class TieredKVWorkerMetadata(KVConnectorWorkerMetadata):
     stores: dict[int, list[StoreReport]] = field(default_factory=dict)
     usable_bytes: dict[int, int] = field(default_factory=dict)
     """How much of its arena a rank can use; told whenever it changed."""
+    puts: dict[int, list[StoreReport]] = field(default_factory=dict)
+    """Puts that ended, one report per rank."""
+    remote_failures: set[str] = field(default_factory=set)
+    """Requests whose load failed in the part that came from a daemon."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> TieredKVWorkerMetadata:
         assert isinstance(other, TieredKVWorkerMetadata)
         for job_id, reports in other.stores.items():
             self.stores.setdefault(job_id, []).extend(reports)
+        for job_id, reports in other.puts.items():
+            self.puts.setdefault(job_id, []).extend(reports)
         self.usable_bytes.update(other.usable_bytes)
+        self.remote_failures |= other.remote_failures
         return self

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from vllm_tiered_kv.connector.remote_lookup import RemoteLookup
 from vllm_tiered_kv.connector.request_keys import RequestKeys
 from vllm_tiered_kv.metrics.names import DropReason
 
@@ -29,6 +30,13 @@ class RequestState:
     closed: DropReason | None = None  # why the rest of this sequence is not stored
     load_failed: bool = False
     match: Match | None = None
+    remote: RemoteLookup | None = None  # what the daemons were asked about this request
+    remote_failed: bool = False  # daemons are not asked again
+    held_elsewhere: list[range] = field(default_factory=list)
+    """Per group: positions that lie in a daemon's memory on this host and are not kept twice."""
+
+    def __post_init__(self) -> None:
+        self.held_elsewhere = [range(0)] * len(self.stored)
 
     def close(self, reason: DropReason) -> None:
         """A block of this sequence could not be stored: what follows it would be unreachable."""
@@ -38,3 +46,4 @@ class RequestState:
         """The request was preempted: its blocks are gone and it starts over."""
         self.stored = [0] * len(self.stored)
         self.closed = None
+        self.remote = None

@@ -1,6 +1,7 @@
 """The half of the connector that lives with vLLM's scheduler: keys, lookups, plans.
 
-Everything here is bookkeeping in memory; nothing waits for I/O. The rules that keep tokens right:
+Everything here is bookkeeping in memory; nothing waits for I/O, and what daemons hold is asked in
+other threads. The rules that keep tokens right:
 
 - Only confirmed tokens get a key: prompt tokens and sampled tokens the scheduler has seen, never
   drafts or the placeholders of asynchronous scheduling.
@@ -13,27 +14,33 @@ Everything here is bookkeeping in memory; nothing waits for I/O. The rules that 
 from __future__ import annotations
 
 import logging
-import math
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import TransferLedger
-from vllm_tiered_kv.cache.planner import Group, loadable_tokens
+from vllm_tiered_kv.cache.planner import Group
 from vllm_tiered_kv.config import Mode, TieredKVConfig
 from vllm_tiered_kv.connector.lazy_store import LazyStore
+from vllm_tiered_kv.connector.load_planner import LoadPlanner
 from vllm_tiered_kv.connector.metadata import TieredKVMetadata, TieredKVWorkerMetadata
+from vllm_tiered_kv.connector.remote_lookup import RemoteLookups
+from vllm_tiered_kv.connector.remote_tier import RemoteTier
+from vllm_tiered_kv.connector.remote_writes import RemoteWrites
 from vllm_tiered_kv.connector.request_keys import KeyMaker
-from vllm_tiered_kv.connector.request_state import Match, RequestState
+from vllm_tiered_kv.connector.request_state import RequestState
 from vllm_tiered_kv.connector.stats import TieredKVStats
 from vllm_tiered_kv.connector.store_planner import StorePlanner
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
+from vllm_tiered_kv.core.key import RankTag
 from vllm_tiered_kv.core.tiers import Tier
-from vllm_tiered_kv.core.transfer import GroupTransfer, LoadJob, int64_array
 from vllm_tiered_kv.errors import TieredKVError
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.names import DropReason
 from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.remote.address import EngineIdentity
+from vllm_tiered_kv.remote.placement import Cluster
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -68,7 +75,6 @@ class SchedulerHalf:
             Group(group_id, size, nbytes, geometry.class_of_block(nbytes))
             for group_id, (size, nbytes) in enumerate(zip(block_sizes, block_bytes, strict=True))
         ]
-        self._alignment = math.lcm(*block_sizes)
         self._smallest_block = min(block_sizes)
         self._store_on_finish = not steps_zero_blocks
         self.recorder = Recorder()
@@ -82,7 +88,38 @@ class SchedulerHalf:
         self.stores = StorePlanner(
             self._groups, self.index, self.ledger, lazy, hash_block_size, max_blocks_in_flight
         )
+        self.loads = LoadPlanner(self._groups, self.index, self.ledger, self.recorder)
+        self.remote: RemoteTier | None = None
+        self._identity: EngineIdentity | None = None
         self.recorder.set(names.CAPACITY_BYTES, geometry.capacity_bytes, _CPU)
+
+    def use_daemons(
+        self,
+        cluster: Cluster,
+        identity: EngineIdentity,
+        ranks: Sequence[RankTag],
+        queue_bytes: int,
+        keep_copies: bool,
+    ) -> None:
+        """Adds the daemons' tiers behind the CPU tier."""
+        config = self._config
+        self._identity = identity
+        self.remote = RemoteTier(
+            cluster,
+            RemoteLookups(
+                cluster,
+                ranks,
+                config.remote_lookup_timeout,
+                config.remote_load_timeout,
+                self.recorder,
+            ),
+            RemoteWrites(cluster, self._groups, self.index, self.ledger, queue_bytes),
+            self.index,
+            self._groups,
+            keep_copies,
+        )
+        self.loads.remote = self.remote
+        self.ledger.on_commit = self.remote.writes.offer
 
     # ---- arrival, lookup, admission -----------------------------------------------------------
 
@@ -95,64 +132,30 @@ class SchedulerHalf:
         return tuple(group.block_bytes for group in self._groups)
 
     def on_new_request(self, request: Request) -> None:
-        self._state(request)
+        state = self._state(request)
+        if state is not None:
+            self.loads.begin(state, request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens the tier can add to the GPU's hit. No side effects on the tier."""
+        """Tokens the tiers can add to the GPU's hit. No side effects on the CPU tier."""
         state = self._state(request)
         if state is None:
             return 0, False
         state.keys.extend(request, request.num_tokens)
-        # The last token is always computed: its logits are what the request waits for.
-        limit = (request.num_tokens - 1) // self._alignment * self._alignment
-        loadable = 0
-        if self._config.mode is Mode.TIERED and not state.load_failed:
-            loadable = loadable_tokens(
-                self.index,
-                self._groups,
-                state.keys.of_group,
-                num_computed_tokens,
-                limit,
-                self._alignment,
-            )
-        if request.skip_reading_prefix_cache:
-            loadable = 0
-        state.match = Match(num_computed_tokens, loadable, limit)
-        return loadable, loadable > 0
+        loadable = self.loads.loadable(state, request, num_computed_tokens)
+        return loadable, bool(loadable)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """The request is admitted with its blocks: what was only an answer becomes a plan."""
+        """The request is admitted with its blocks."""
         state = self._requests.get(request.request_id)
-        if state is None or state.match is None:
-            return
-        match, state.match = state.match, None
-        self._count_lookup(match, num_external_tokens)
-        if not num_external_tokens:
-            return
-        first, last = match.computed, match.computed + num_external_tokens
-        spans = [slice(first // g.block_size, last // g.block_size) for g in self._groups]
-        wanted = [keys[span] for keys, span in zip(state.keys.of_group, spans, strict=True)]
-        nbytes = sum(len(w) * g.block_bytes for w, g in zip(wanted, self._groups, strict=True))
-        slots = iter(
-            self.ledger.open_load(request.request_id, [k for keys in wanted for k in keys], nbytes)
-        )
-        transfers: list[GroupTransfer] = []
-        for group, span, keys in zip(self._groups, spans, wanted, strict=True):
-            targets = [block.block_id for block in blocks.blocks[group.group_id][span]]
-            transfers.append(
-                GroupTransfer(
-                    group.group_id,
-                    int64_array(targets),
-                    int64_array([next(slots) for _ in keys]),
-                )
-            )
-            # The whole prefix was used, also the part the GPU still had.
-            self.index.touch(state.keys.of_group[group.group_id][: span.stop])
-        self._next.loads.append(LoadJob(request.request_id, tuple(transfers)))
+        if state is not None:
+            job = self.loads.admit(state, request, blocks, num_external_tokens)
+            if job is not None:
+                self._next.loads.append(job)
 
     # ---- one step -----------------------------------------------------------------------------
 
@@ -163,6 +166,9 @@ class SchedulerHalf:
         for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
             self._plan_stores(request_id, scheduled)
         self._next.stores_after += self.stores.store_unowned()
+        if self.remote is not None:
+            self._next.identity = self._identity
+            self._next.puts = self.remote.writes.take()
         metadata, self._next = self._next, TieredKVMetadata()
         return metadata
 
@@ -171,18 +177,29 @@ class SchedulerHalf:
         if isinstance(metadata, TieredKVWorkerMetadata):
             for job_id, reports in metadata.stores.items():
                 self.ledger.report_store(job_id, reports)
+            for job_id, reports in metadata.puts.items():
+                self.ledger.report_put(job_id, reports)
             if metadata.usable_bytes:
                 self._usable_bytes.update(metadata.usable_bytes)
                 self.index.limit(min(self._usable_bytes.values()))
+        remote_failures = (
+            metadata.remote_failures if isinstance(metadata, TieredKVWorkerMetadata) else ()
+        )
         for request_id in output.finished_recving or ():
-            self._finish_load(request_id, request_id in output.failed_recving)
+            failed = None
+            if request_id in output.failed_recving:
+                failed = Tier.REMOTE if request_id in remote_failures else Tier.CPU
+            self._finish_load(request_id, failed)
         if output.invalid_block_ids:
             self._forget_invalid(output.invalid_block_ids)
 
     def has_pending_push_work(self) -> bool:
-        """Keeps an idle engine stepping until the last stores are committed."""
+        """Keeps an idle engine stepping until the last stores are committed and sent."""
         return bool(
-            self.ledger.has_open_stores or self._next.stores_before or self.stores.has_deferred
+            self.ledger.has_open_stores
+            or self.ledger.has_open_puts
+            or self._next.stores_before
+            or self.stores.has_deferred
         )
 
     # ---- the end of a request -----------------------------------------------------------------
@@ -226,6 +243,8 @@ class SchedulerHalf:
 
     def shutdown(self) -> None:
         self._requests.clear()
+        if self.remote is not None:
+            self.remote.close()
 
     def stats(self) -> TieredKVStats | None:
         self.recorder.set(names.USED_BYTES, self.index.used_bytes, _CPU)
@@ -277,12 +296,14 @@ class SchedulerHalf:
         tables = self._blocks.get_blocks(request_id).blocks
         self._next.stores_after += self.stores.store_running(state, tables, ready)
 
-    def _finish_load(self, request_id: str, failed: bool) -> None:
+    def _finish_load(self, request_id: str, failed: Tier | None) -> None:
         if not self.ledger.is_loading(request_id):
             return  # another connector's load (MultiConnector)
         self.ledger.close_load(request_id, failed)
         state = self._requests.get(request_id)
-        if state is not None and failed:
+        if state is not None and failed is Tier.REMOTE:
+            state.remote_failed = True  # what the CPU tier has is still good
+        elif state is not None and failed is not None:
             state.load_failed = True
 
     def _forget_invalid(self, block_ids: set[int]) -> None:
@@ -298,14 +319,6 @@ class SchedulerHalf:
                     self.index.remove(key)
                 self.stores.forget({block.block_id for block in table[bad[0] :]})
                 state.stored[group.group_id] = min(state.stored[group.group_id], bad[0])
-
-    def _count_lookup(self, match: Match, loaded: int) -> None:
-        missed = max(0, match.limit - match.computed - loaded)
-        self.recorder.add(names.HIT_TOKENS, loaded, _CPU)
-        self.recorder.add(names.MISS_TOKENS, missed, _CPU)
-        for group in self._groups:
-            self.recorder.add(names.HIT_BLOCKS, loaded // group.block_size, _CPU)
-            self.recorder.add(names.MISS_BLOCKS, missed // group.block_size, _CPU)
 
     def _count_eviction(self, key: bytes, nbytes: int) -> None:
         self.recorder.add(names.EVICTED_BLOCKS, 1, _CPU)

@@ -26,6 +26,7 @@ from vllm_tiered_kv.connector.lazy_store import LazyStore
 from vllm_tiered_kv.connector.request_state import RequestState
 from vllm_tiered_kv.core.transfer import GroupTransfer, StoreJob, int64_array
 from vllm_tiered_kv.metrics.names import DropReason
+from vllm_tiered_kv.remote.placement import anchor_position
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -155,7 +156,8 @@ class StorePlanner:
             self._ledger.drop(len(block_ids), state.closed)
             return []
         keys = state.keys.of_group[group.group_id]
-        plan = plan_store(self._index, group, keys, start, stop)
+        skip = state.held_elsewhere[group.group_id]
+        plan = plan_store(self._index, group, keys, start, stop, skip)
         if plan.dropped:
             state.closed = DropReason.TIER_FULL
             self._ledger.drop(plan.dropped, DropReason.TIER_FULL)
@@ -164,7 +166,8 @@ class StorePlanner:
         if not plan.slots:
             return []
         sources = [block_ids[position - start] for position in plan.positions]
-        return [self._store_job(StoreBatch(group, sources, plan.slots), state)]
+        anchors = [keys[anchor_position(position)] for position in plan.positions]
+        return [self._store_job(StoreBatch(group, sources, plan.slots, anchors), state)]
 
     def _known(self, state: RequestState, group: Group, position: int, block_id: int) -> KnownBlock:
         assert self._hash_block_size is not None
@@ -211,7 +214,10 @@ class StorePlanner:
 
     def _store_job(self, batch: StoreBatch, owner: RequestState | None = None) -> StoreJob:
         job_id = self._ledger.open_store(
-            batch.slots, batch.group.block_bytes, owner.close if owner is not None else None
+            batch.slots,
+            batch.group.block_bytes,
+            owner.close if owner is not None else None,
+            batch.anchors,
         )
         transfer = GroupTransfer(
             batch.group.group_id, int64_array(batch.block_ids), int64_array(batch.slots)

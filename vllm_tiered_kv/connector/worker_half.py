@@ -1,4 +1,4 @@
-"""The half of the connector that lives with a worker: arena, copies, reports.
+"""The half of the connector that lives with a worker: arena, copies, remote I/O, reports.
 
 vLLM calls it once a step, always in this order: `before_forward`, the forward, `start_loads`,
 `after_forward`, `results`. Loads may also start before the forward when another connector loads
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -17,13 +18,19 @@ from vllm_tiered_kv.cache.ledger import StoreReport
 from vllm_tiered_kv.config import TieredKVConfig, format_size
 from vllm_tiered_kv.connector.kv_layout import group_runs
 from vllm_tiered_kv.connector.metadata import TieredKVMetadata, TieredKVWorkerMetadata
+from vllm_tiered_kv.connector.remote_io import RemoteIO
+from vllm_tiered_kv.connector.split_loads import SplitLoads
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
+from vllm_tiered_kv.core.key import RankTag
 from vllm_tiered_kv.core.layout import BlockRuns
+from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.core.transfer import StoreJob
 from vllm_tiered_kv.device.arena import Arena
 from vllm_tiered_kv.device.copier import Copier
+from vllm_tiered_kv.device.pinning import Pin, Unpin
 from vllm_tiered_kv.errors import TieredKVError, UnsupportedError
 from vllm_tiered_kv.metrics.names import DropReason
+from vllm_tiered_kv.remote.address import EngineIdentity
 
 if TYPE_CHECKING:
     import torch
@@ -33,8 +40,20 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerHalf:
-    def __init__(self, config: TieredKVConfig, geometry: ArenaGeometry, rank: int) -> None:
+    def __init__(
+        self,
+        config: TieredKVConfig,
+        geometry: ArenaGeometry,
+        rank: int,
+        rank_tag: RankTag,
+    ) -> None:
         self._config = config
+        self._rank_tag = rank_tag
+        self._remote: RemoteIO | None = None
+        self._loads = SplitLoads()
+        self._put: dict[int, list[StoreReport]] = {}
+        self._remote_failures: set[str] = set()
+        self._pinning: Callable[[], tuple[Pin | None, Unpin | None]] = lambda: (None, None)
         self._geometry = geometry
         self._rank = rank
         self._told_usable: int | None = None
@@ -52,11 +71,13 @@ class WorkerHalf:
         runs = group_runs(kv_caches, kv_cache_config)
         self.block_bytes = tuple(runs[group_id].block_bytes for group_id in sorted(runs))
         device = next(iter(kv_caches.values())).device
+        self._close_remote()
         self._close_copier()
         if self.arena is None:
             # Kept if vLLM registers its caches anew: the scheduler's index speaks of this memory.
             self.arena = _open_arena(device, self._geometry.capacity_bytes)
         self._copier = _open_copier(device, runs, self._config, self._geometry, self.arena)
+        self._pinning = functools.partial(_pinning, device)
         logger.info(
             "CPU tier of %s on %s: %d slabs, %d byte runs a block",
             format_size(self._geometry.capacity_bytes),
@@ -76,13 +97,23 @@ class WorkerHalf:
             # with speculation): too late to read the blocks, but not to say so.
             self._report(job.job_id, StoreReport(0, DropReason.COPY_FAILED))
         self._due = metadata.stores_after
+        if metadata.identity is not None and self._remote is None:
+            self._remote = self._open_remote(metadata.identity)
         self._store(metadata.stores_before)
         if metadata.loads:
             self._device.fence()
 
     def start_loads(self, metadata: TieredKVMetadata) -> None:
         for job in metadata.loads:
-            self._device.load(job.request_id, job.transfers)
+            self._loads.begin(job.request_id, bool(job.transfers) + bool(job.remote))
+            if job.transfers:
+                self._device.load(job.request_id, job.transfers)
+            if job.remote:
+                assert self._remote is not None, "a load from a daemon that nobody configured"
+                self._remote.loader.load(job.request_id, job.remote)
+        for put in metadata.puts:
+            assert self._remote is not None, "a put to a daemon that nobody configured"
+            self._remote.writer.write(put)
 
     def after_forward(self, metadata: TieredKVMetadata) -> None:
         self._due = []
@@ -97,23 +128,44 @@ class WorkerHalf:
         for store in stores:
             self._report(store.job_id, StoreReport(store.stored, store.reason))
         for load in loads:
-            results.finished_recving.add(load.request_id)
-            if load.error is not None:
-                results.failed_recving.add(load.request_id)
+            self._loads.end(load.request_id, Tier.CPU if load.error is not None else None)
+        if self._remote is not None:
+            for load in self._remote.loader.poll():
+                self._loads.end(load.request_id, Tier.REMOTE if load.error is not None else None)
+            for put in self._remote.writer.poll():
+                self._put.setdefault(put.job_id, []).append(put.report)
+        for request_id, failed in self._loads.take_finished():
+            results.finished_recving.add(request_id)
+            if failed is not None:
+                results.failed_recving.add(request_id)
+            if failed is Tier.REMOTE:
+                self._remote_failures.add(request_id)
         return results
 
     def worker_metadata(self) -> TieredKVWorkerMetadata | None:
         """Stores that ended since the last call, and how much memory is usable if that changed."""
         usable = self.arena.ready_bytes if self.arena is not None else None
-        if not self._stored and usable == self._told_usable:
+        if (
+            not self._stored
+            and not self._put
+            and not self._remote_failures
+            and usable == self._told_usable
+        ):
             return None
-        stored, self._stored = self._stored, {}
+        told = TieredKVWorkerMetadata(
+            self._stored,
+            {} if usable is None else {self._rank: usable},
+            self._put,
+            self._remote_failures,
+        )
+        self._stored, self._put, self._remote_failures = {}, {}, set()
         self._told_usable = usable
-        return TieredKVWorkerMetadata(stored, {} if usable is None else {self._rank: usable})
+        return told
 
     def shutdown(self) -> None:
         """Gives everything back. On a GPU that has failed there may be nothing left to give."""
         try:
+            self._close_remote()
             self._close_copier()
             if self.arena is not None:
                 self.arena.close()
@@ -135,6 +187,23 @@ class WorkerHalf:
         if jobs and self.wait_for_sources:
             self._device.settle_sources()
 
+    def _open_remote(self, identity: EngineIdentity) -> RemoteIO:
+        assert self.arena is not None, "vLLM did not register its KV caches"
+        return RemoteIO(
+            self._config,
+            identity,
+            self._rank_tag,
+            self._geometry,
+            self.arena,
+            self._device.open_channel,
+            self._pinning,
+        )
+
+    def _close_remote(self) -> None:
+        if self._remote is not None:
+            self._remote.close()
+            self._remote = None
+
     def _close_copier(self) -> None:
         if self._copier is not None:
             self._copier.close()
@@ -142,8 +211,13 @@ class WorkerHalf:
 
 
 def _open_arena(device: torch.device, nbytes: int) -> Arena:
+    return Arena(nbytes, *_pinning(device))
+
+
+def _pinning(device: torch.device) -> tuple[Pin | None, Unpin | None]:
+    """How memory is made fit for transfers to and from this device."""
     if device.type == "cpu":
-        return Arena(nbytes)
+        return None, None
     if device.type != "cuda":
         raise UnsupportedError(f"vllm-tiered-kv supports CPU and CUDA devices, not {device.type!r}")
     from vllm_tiered_kv.native import cuda
@@ -153,8 +227,7 @@ def _open_arena(device: torch.device, nbytes: int) -> Arena:
         raise UnsupportedError(f"vllm-tiered-kv cannot use this GPU: {reason}")
     # Bound to the device: a thread of a later rank must not wake up the first GPU.
     index = _cuda_index(device)
-    return Arena(
-        nbytes,
+    return (
         functools.partial(cuda.host_register, device=index),
         functools.partial(cuda.host_unregister, device=index),
     )

@@ -23,6 +23,7 @@ from vllm_tiered_kv.core.transfer import Int64Array
 
 SLOT_ALIGNMENT = 64
 _MAX_SLAB_FACTOR = 64
+_MAX_SLAB_BYTES = 256 << 20
 
 
 def aligned(nbytes: int, alignment: int = SLOT_ALIGNMENT) -> int:
@@ -114,6 +115,12 @@ class ArenaGeometry:
         slabs, positions = np.divmod(slots, self.slots_per_slab)
         offsets: Int64Array = slabs * self.slab_bytes + positions * self.slot_bytes[size_class]
         return offsets
+
+
+def default_slab(capacity_bytes: int, alignment: int) -> int:
+    """A 32nd of the capacity, at most 256 MiB: the largest block, and what classes trade in."""
+    slab = min(_MAX_SLAB_BYTES, capacity_bytes // 32)
+    return max(alignment, slab // alignment * alignment)
 
 
 class SlabGeometry:

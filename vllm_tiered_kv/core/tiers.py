@@ -10,6 +10,7 @@ class Tier(str, enum.Enum):
 
     GPU = "gpu"
     CPU = "cpu"
+    REMOTE = "remote"  # a daemon as an engine sees it: any of the three below
     MEMORY = "memory"
     SSD = "ssd"
     BACKING = "backing"

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from vllm_tiered_kv.core.key import BlockKey
+
 Int64Array = npt.NDArray[np.int64]
 
 
@@ -48,8 +50,45 @@ class StoreJob:
 
 
 @dataclass(frozen=True)
+class RemoteTransfer:
+    """Blocks of one group that a daemon has, and the GPU blocks they go to."""
+
+    group_id: int
+    address: str
+    block_ids: Int64Array
+    keys: tuple[BlockKey, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.block_ids) != len(self.keys):
+            raise ValueError(
+                f"block_ids and keys differ in length: {len(self.block_ids)} and {len(self.keys)}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def part(self, start: int, stop: int) -> RemoteTransfer:
+        return RemoteTransfer(
+            self.group_id, self.address, self.block_ids[start:stop], self.keys[start:stop]
+        )
+
+
+@dataclass(frozen=True)
 class LoadJob:
     """All blocks a waiting request needs; it arrives whole or fails whole."""
 
     request_id: str
     transfers: tuple[GroupTransfer, ...]
+    remote: tuple[RemoteTransfer, ...] = ()
+
+
+@dataclass(frozen=True)
+class PutJob:
+    """Blocks in slots of the arena to be sent to a daemon; each rank sends its own shards."""
+
+    job_id: int
+    address: str
+    group_id: int
+    slots: Int64Array
+    keys: tuple[BlockKey, ...]
+    parents: tuple[BlockKey | None, ...]

@@ -1,29 +1,22 @@
 """The memory of the CPU tier: one anonymous mapping, pinned in the background when there is a GPU.
 
-Pinning costs about a tenth of a second per gigabyte. Only the first chunk is pinned before the
-engine goes on; the rest follows in a thread, front to back, which is also the order slots are
-handed out in. `ready_bytes` says how far it got; a slot beyond it is not used yet.
+It is pinned front to back, which is also the order slots are handed out in; a slot beyond
+`ready_bytes` is not used yet.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import mmap
 import os
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from vllm_tiered_kv.config import format_size
-from vllm_tiered_kv.errors import ConfigError, CudaError
+from vllm_tiered_kv.device.pinning import PIN_CHUNK_BYTES, BackgroundPinner, Pin, Unpin
+from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.native.cpu import HostRegion
-
-logger = logging.getLogger(__name__)
-
-PIN_CHUNK_BYTES = 256 << 20
 
 
 class Arena:
@@ -32,8 +25,8 @@ class Arena:
     def __init__(
         self,
         nbytes: int,
-        pin: Callable[[int, int], None] | None = None,
-        unpin: Callable[[int], None] | None = None,
+        pin: Pin | None = None,
+        unpin: Unpin | None = None,
         chunk_bytes: int = PIN_CHUNK_BYTES,
     ) -> None:
         _require_memory(nbytes)
@@ -44,57 +37,31 @@ class Arena:
         self.nbytes = nbytes
         self.pin_chunk_bytes = chunk_bytes
         self.region = HostRegion(self._view.ctypes.data, nbytes)
-        self._unpin = unpin
-        self._pinned: list[int] = []
-        self._stop = threading.Event()
-        self._pinner: threading.Thread | None = None
-        self.ready_bytes = nbytes
-        if pin is not None:
-            self.ready_bytes = 0
-            self._pin_next(pin, chunk_bytes)
-            self._pinner = threading.Thread(
-                target=self._pin_all, args=(pin, chunk_bytes), name="tiered-kv-pin", daemon=True
-            )
-            self._pinner.start()
+        self._pinner = BackgroundPinner(
+            self.region,
+            pin,
+            unpin,
+            "the rest stays unused. Lower cpu_memory or raise the limit of locked memory "
+            "(ulimit -l)",
+            chunk_bytes,
+        )
+
+    @property
+    def ready_bytes(self) -> int:
+        return self._pinner.ready_bytes
 
     def bytes_at(self, offset: int, nbytes: int) -> np.ndarray:
-        """A view of part of the arena; for tests and checks."""
+        """A view of part of the arena."""
         assert self._view is not None, "the arena is closed"
         return self._view[offset : offset + nbytes]
 
     def close(self) -> None:
-        self._stop.set()
-        if self._pinner is not None:
-            self._pinner.join()
-            self._pinner = None
-        while self._pinned and self._unpin is not None:
-            self._unpin(self._pinned.pop())
+        self._pinner.close()
         if self._view is not None:
             self._view = None
             # A caller still holding a view keeps the mapping alive; it goes with that view.
             with contextlib.suppress(BufferError):
                 self._map.close()
-
-    def _pin_next(self, pin: Callable[[int, int], None], chunk_bytes: int) -> None:
-        start = self.ready_bytes
-        length = min(chunk_bytes, self.nbytes - start)
-        pin(self.region.address + start, length)
-        self._pinned.append(self.region.address + start)
-        self.ready_bytes = start + length  # published last: readers only ever see pinned bytes
-
-    def _pin_all(self, pin: Callable[[int, int], None], chunk_bytes: int) -> None:
-        while self.ready_bytes < self.nbytes and not self._stop.is_set():
-            try:
-                self._pin_next(pin, chunk_bytes)
-            except CudaError as error:
-                logger.warning(
-                    "only %s of %s of the CPU tier could be pinned (%s); the rest stays unused. "
-                    "Lower cpu_memory or raise the limit of locked memory (ulimit -l)",
-                    format_size(self.ready_bytes),
-                    format_size(self.nbytes),
-                    error,
-                )
-                return
 
 
 def _require_memory(nbytes: int) -> None:

@@ -8,7 +8,7 @@ Order is the whole point (each line is a way to a wrong token if broken):
   who writes on the compute stream or through `load`.
 - `fence` marks the point on the compute stream that later `load` calls must not overtake.
 - `load` writes blocks after the last fence and after every earlier `store`; not after the forward
-  enqueued since the fence, which would end all overlap.
+  enqueued since the fence, which would end all overlap. A `Channel` keeps the same order.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from vllm_tiered_kv.core.transfer import GroupTransfer
+from vllm_tiered_kv.core.transfer import GroupTransfer, Int64Array
 from vllm_tiered_kv.metrics.names import DropReason
+from vllm_tiered_kv.native.cpu import HostRegion
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,27 @@ class LoadDone:
     error: str | None = None
 
 
+class Channel(Protocol):
+    """Copies blocks in from memory other than the arena, in a thread of its own.
+
+    The memory is pinned where the device asks for that.
+    """
+
+    def scatter(
+        self, group_id: int, block_ids: Int64Array, region: HostRegion, offsets: Int64Array
+    ) -> None:
+        """Starts to copy from these places of the region; may return before the copy ends."""
+
+    def finish(self) -> None:
+        """Waits until every copy of this channel has ended, also after an error."""
+
+    def close(self) -> None: ...
+
+
 class Copier(Protocol):
+    def open_channel(self) -> Channel:
+        """Another way in, for one thread. Close it before the copier."""
+
     def fence(self) -> None:
         """Marks the compute stream before a step's forward."""
 

@@ -52,6 +52,9 @@ class CpuCopier:
         )
         self._thread.start()
 
+    def open_channel(self) -> CpuChannel:
+        return CpuChannel(self._layouts, self._threads)
+
     def fence(self) -> None:
         pass  # work on this device has ended when its call returns
 
@@ -108,3 +111,22 @@ class CpuCopier:
                 logger.exception("a load failed; the request is recomputed")
                 error = str(failure)
             self._loads_done.put(LoadDone(request_id, error))
+
+
+class CpuChannel:
+    """Copies at once, in the calling thread."""
+
+    def __init__(self, layouts: Mapping[int, native.BlockLayout], threads: int) -> None:
+        self._layouts = layouts
+        self._threads = threads
+
+    def scatter(
+        self, group_id: int, block_ids: Int64Array, region: native.HostRegion, offsets: Int64Array
+    ) -> None:
+        native.scatter(self._layouts[group_id], block_ids, region, offsets, self._threads)
+
+    def finish(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

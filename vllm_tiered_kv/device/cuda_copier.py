@@ -27,6 +27,7 @@ from vllm_tiered_kv.device.staging import StagingRing
 from vllm_tiered_kv.errors import TieredKVError
 from vllm_tiered_kv.metrics.names import DropReason
 from vllm_tiered_kv.native import cuda as native
+from vllm_tiered_kv.native.cpu import HostRegion
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,9 @@ class CudaCopier:
         self._loads: deque[_OpenLoad] = deque()
         self._spare_events: list[native.Event] = []
         self._closed = False
+
+    def open_channel(self) -> CudaChannel:
+        return CudaChannel(self._device, self._layouts, self._fence)
 
     def fence(self) -> None:
         self._fence.record(self._compute_stream())
@@ -206,3 +210,39 @@ class CudaCopier:
             return False
         self._spare_events.append(event)
         return True
+
+
+class CudaChannel:
+    """Scatters on a stream of its own, behind the fence.
+
+    The fence may be recorded anew by later steps meanwhile; it only ever moves forward on the
+    compute stream, so waiting for a later one waits for the right one too.
+    """
+
+    def __init__(
+        self, device: int, layouts: Mapping[int, native.CudaBlockLayout], fence: native.Event
+    ) -> None:
+        self._layouts = layouts
+        self._fence = fence
+        self._stream = native.Stream(device, low_priority=True)
+
+    def scatter(
+        self, group_id: int, block_ids: Int64Array, region: HostRegion, offsets: Int64Array
+    ) -> None:
+        self._stream.wait(self._fence)
+        native.scatter(
+            self._layouts[group_id],
+            block_ids,
+            region.address,
+            region.nbytes,
+            offsets,
+            self._stream.handle,
+            ctas=_LOAD_CTAS,
+        )
+
+    def finish(self) -> None:
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        self._stream.synchronize()
+        self._stream.close()

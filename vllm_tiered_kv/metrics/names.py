@@ -25,6 +25,9 @@ class DropReason(str, enum.Enum):
     NOT_PINNED_YET = "not_pinned_yet"  # the arena is still being pinned in the background
     COPY_FAILED = "copy_failed"
     RESET = "reset"  # the cache was reset while the store was under way
+    QUEUE_FULL = "queue_full"  # too many blocks are on their way to the daemon already
+    UNAVAILABLE = "unavailable"  # no daemon answers
+    REFUSED = "refused"  # the daemon did not take it, or sending it failed
 
 
 @dataclass(frozen=True)
@@ -33,10 +36,11 @@ class Metric:
     kind: Kind
     labels: tuple[str, ...]
     help: str
+    prefix: str = PREFIX
 
     @property
     def exposed_name(self) -> str:
-        return PREFIX + self.name
+        return self.prefix + self.name
 
 
 def _counter(name: str, help: str, *labels: str) -> Metric:
@@ -59,6 +63,7 @@ STORED_BYTES = _counter("stored_bytes", "Bytes of those blocks, per rank.")
 DROPPED_BLOCKS = _counter("dropped_blocks", "Blocks not stored, by reason.", "reason")
 EVICTED_BLOCKS = _counter("evicted_blocks", "Blocks evicted to make room.")
 EVICTED_BYTES = _counter("evicted_bytes", "Bytes of those blocks, per rank.")
+LOOKUPS = _counter("lookups", "Questions to a daemon, by what became of them.", "outcome")
 USED_BYTES = _gauge("used_bytes", "Bytes of slots in use, per rank.")
 CAPACITY_BYTES = _gauge("capacity_bytes", "Capacity of the tier in bytes, per rank.")
 PENDING_STORES = _gauge("pending_stores", "Blocks being stored and not yet readable.")
@@ -76,6 +81,7 @@ ALL: tuple[Metric, ...] = (
     DROPPED_BLOCKS,
     EVICTED_BLOCKS,
     EVICTED_BYTES,
+    LOOKUPS,
     USED_BYTES,
     CAPACITY_BYTES,
     PENDING_STORES,

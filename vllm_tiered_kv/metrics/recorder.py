@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from vllm_tiered_kv.metrics.names import BY_NAME, Kind, Metric
 
 LabelValues = tuple[str, ...]
@@ -12,9 +14,10 @@ _SEPARATOR = ","
 
 
 class Recorder:
-    """One per process half; the only place numbers are added up."""
+    """One per process half; the only place numbers are added up. From any thread."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._totals: dict[tuple[str, LabelValues], float] = {}
         self._changes: dict[tuple[str, LabelValues], float] = {}
 
@@ -23,30 +26,39 @@ class Recorder:
             raise ValueError(f"{metric.name} cannot be increased by {amount}")
         if amount:
             key = self._key(metric, labels)
-            self._totals[key] = self._totals.get(key, 0) + amount
-            self._changes[key] = self._changes.get(key, 0) + amount
+            with self._lock:
+                self._totals[key] = self._totals.get(key, 0) + amount
+                self._changes[key] = self._changes.get(key, 0) + amount
 
     def set(self, metric: Metric, value: float, *labels: str) -> None:
         if metric.kind is not Kind.GAUGE:
             raise ValueError(f"{metric.name} is a counter")
         key = self._key(metric, labels)
-        if self._totals.get(key) != value:
-            self._totals[key] = self._changes[key] = value
+        with self._lock:
+            if self._totals.get(key) != value:
+                self._totals[key] = self._changes[key] = value
 
     def total(self, metric: Metric, *labels: str) -> float:
         """Lifetime value, summed over the labels left out."""
         return sum(
             value
-            for (name, values), value in self._totals.items()
-            if name == metric.name and values[: len(labels)] == labels
+            for values, value in self.samples(metric).items()
+            if values[: len(labels)] == labels
         )
+
+    def samples(self, metric: Metric) -> dict[LabelValues, float]:
+        """Lifetime values by label values."""
+        with self._lock:
+            totals = list(self._totals.items())
+        return {values: value for (name, values), value in totals if name == metric.name}
 
     def drain(self) -> Samples:
         """What changed since the last call."""
         samples: Samples = {}
-        for (name, labels), value in self._changes.items():
+        with self._lock:
+            changes, self._changes = self._changes, {}
+        for (name, labels), value in changes.items():
             samples.setdefault(name, {})[_SEPARATOR.join(labels)] = value
-        self._changes.clear()
         return samples
 
     @staticmethod

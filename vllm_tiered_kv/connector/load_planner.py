@@ -1,0 +1,140 @@
+"""What a request loads instead of computing, and where each block of it comes from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vllm_tiered_kv.cache.index import BlockIndex
+from vllm_tiered_kv.cache.ledger import TransferLedger
+from vllm_tiered_kv.cache.planner import Group, loadable_tokens
+from vllm_tiered_kv.connector.remote_tier import LoadSplit, RemoteTier
+from vllm_tiered_kv.connector.request_state import Match, RequestState
+from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.core.transfer import GroupTransfer, LoadJob, int64_array
+from vllm_tiered_kv.metrics import names
+from vllm_tiered_kv.metrics.recorder import Recorder
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.request import Request
+
+_CPU = Tier.CPU.value
+_REMOTE = Tier.REMOTE.value
+
+
+class LoadPlanner:
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        index: BlockIndex,
+        ledger: TransferLedger,
+        recorder: Recorder,
+    ) -> None:
+        self._groups = groups
+        self._alignment = math.lcm(*(group.block_size for group in groups))
+        self._index = index
+        self._ledger = ledger
+        self._recorder = recorder
+        self.remote: RemoteTier | None = None
+
+    def begin(self, state: RequestState, request: Request) -> None:
+        """A request has arrived: the daemons are asked ahead of the scheduler's question."""
+        if self.remote is not None and not request.skip_reading_prefix_cache:
+            self.remote.begin(state, 0, self._limit(request))
+
+    def loadable(self, state: RequestState, request: Request, computed: int) -> int | None:
+        """Tokens after `computed` that can be loaded; None while a daemon has not answered."""
+        limit = self._limit(request)
+        loadable = 0
+        if not state.load_failed and not request.skip_reading_prefix_cache:
+            elsewhere = None
+            if self.remote is not None:
+                elsewhere = self.remote.positions(state, computed, limit)
+                if elsewhere is None:
+                    return None
+            loadable = loadable_tokens(
+                self._index,
+                self._groups,
+                state.keys.of_group,
+                computed,
+                limit,
+                self._alignment,
+                elsewhere,
+            )
+        state.match = Match(computed, loadable, limit)
+        return loadable
+
+    def admit(
+        self, state: RequestState, request: Request, blocks: KVCacheBlocks, tokens: int
+    ) -> LoadJob | None:
+        """The request has its blocks: what was only an answer becomes a plan, and is pinned."""
+        match, state.match = state.match, None
+        if match is None:
+            return None
+        loads = [
+            self._split(state, group, match.computed, tokens, blocks) for group in self._groups
+        ]
+        self._count(match, tokens, loads)
+        state.remote = None  # used up; a request that starts over asks anew
+        if not tokens:
+            return None
+        slots = iter(self._open(state, request, loads))
+        transfers: list[GroupTransfer] = []
+        for group, load in zip(self._groups, loads, strict=True):
+            table = blocks.blocks[group.group_id]
+            if load.local:
+                transfers.append(
+                    GroupTransfer(
+                        group.group_id,
+                        int64_array([table[position].block_id for position in load.local]),
+                        int64_array([next(slots) for _ in load.local]),
+                    )
+                )
+            # The whole prefix was used, also the part the GPU still had.
+            stop = (match.computed + tokens) // group.block_size
+            self._index.touch(state.keys.of_group[group.group_id][:stop])
+        remote = tuple(transfer for load in loads for transfer in load.remote)
+        return LoadJob(request.request_id, tuple(transfers), remote)
+
+    def _limit(self, request: Request) -> int:
+        """How far a load may reach: the last token is always computed, for its logits."""
+        return (request.num_tokens - 1) // self._alignment * self._alignment
+
+    def _split(
+        self,
+        state: RequestState,
+        group: Group,
+        computed: int,
+        loaded: int,
+        blocks: KVCacheBlocks,
+    ) -> LoadSplit:
+        span = range(computed // group.block_size, (computed + loaded) // group.block_size)
+        if self.remote is None:
+            return LoadSplit(list(span), [])
+        table = blocks.blocks[group.group_id]
+        return self.remote.split(state, group, span, [table[n].block_id for n in span])
+
+    def _open(self, state: RequestState, request: Request, loads: Sequence[LoadSplit]) -> list[int]:
+        keys = []
+        nbytes = remote_blocks = remote_bytes = 0
+        for group, load in zip(self._groups, loads, strict=True):
+            group_keys = state.keys.of_group[group.group_id]
+            keys += [group_keys[position] for position in load.local]
+            nbytes += len(load.local) * group.block_bytes
+            remote_blocks += load.num_remote
+            remote_bytes += load.num_remote * group.block_bytes
+        return self._ledger.open_load(request.request_id, keys, nbytes, remote_blocks, remote_bytes)
+
+    def _count(self, match: Match, loaded: int, loads: Sequence[LoadSplit]) -> None:
+        missed = max(0, match.limit - match.computed - loaded)
+        # Groups agree on the tokens; where they came from is told by the first.
+        remote = loads[0].num_remote * self._groups[0].block_size
+        self._recorder.add(names.HIT_TOKENS, loaded - remote, _CPU)
+        self._recorder.add(names.HIT_TOKENS, remote, _REMOTE)
+        self._recorder.add(names.MISS_TOKENS, missed, _CPU)
+        for group, load in zip(self._groups, loads, strict=True):
+            self._recorder.add(names.HIT_BLOCKS, len(load.local), _CPU)
+            self._recorder.add(names.HIT_BLOCKS, load.num_remote, _REMOTE)
+            self._recorder.add(names.MISS_BLOCKS, missed // group.block_size, _CPU)

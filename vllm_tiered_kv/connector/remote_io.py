@@ -1,0 +1,76 @@
+"""A worker's way to the daemons: loads in, blocks out, shared memory where they are neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from vllm_tiered_kv.config import TieredKVConfig
+from vllm_tiered_kv.connector.remote_loader import RemoteLoader
+from vllm_tiered_kv.connector.remote_writer import RemoteWriter
+from vllm_tiered_kv.connector.shard import Shard
+from vllm_tiered_kv.connector.shared_region import SharedRegions
+from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
+from vllm_tiered_kv.core.key import RankTag
+from vllm_tiered_kv.core.transfer import Int64Array
+from vllm_tiered_kv.device.arena import Arena
+from vllm_tiered_kv.device.copier import Channel
+from vllm_tiered_kv.device.pinning import Pin, Unpin
+from vllm_tiered_kv.remote.address import EngineIdentity
+from vllm_tiered_kv.remote.curve import CurveKeys
+from vllm_tiered_kv.remote.placement import Cluster
+
+_OTHER_CONNECTIONS = 4  # beside those of loads: writes and lookups
+
+
+def open_cluster(config: TieredKVConfig, identity: EngineIdentity) -> Cluster:
+    keys = None
+    if config.remote_key:
+        keys = CurveKeys.load(config.remote_key, config.remote_server_key)
+    return Cluster(
+        config.remote,
+        identity,
+        timeout_s=config.remote_load_timeout,
+        curve=keys,
+        max_connections=config.remote_connections + _OTHER_CONNECTIONS,
+    )
+
+
+class RemoteIO:
+    def __init__(
+        self,
+        config: TieredKVConfig,
+        identity: EngineIdentity,
+        rank: RankTag,
+        geometry: ArenaGeometry,
+        arena: Arena,
+        open_channel: Callable[[], Channel],
+        pinning: Callable[[], tuple[Pin | None, Unpin | None]],
+    ) -> None:
+        shard = Shard(identity.namespace, rank, dict(enumerate(identity.block_bytes)))
+        self._cluster = open_cluster(config, identity)
+        stores = self._cluster.stores
+        self._regions = SharedRegions(stores, *pinning())
+        self.loader = RemoteLoader(
+            stores,
+            shard,
+            self._regions,
+            open_channel,
+            lambda nbytes: Arena(nbytes, *pinning()),
+            config.remote_landing,
+            config.remote_connections,
+            config.remote_load_timeout,
+        )
+
+        def offsets_of(group_id: int, slots: Int64Array) -> Int64Array:
+            size_class = geometry.class_of_block(shard.block_bytes[group_id])
+            return geometry.offsets(slots, size_class)
+
+        self.writer = RemoteWriter(
+            stores, shard, self._regions, arena, offsets_of, config.remote_load_timeout
+        )
+
+    def close(self) -> None:
+        self.loader.close()
+        self.writer.close()
+        self._regions.close()
+        self._cluster.close()

@@ -1,0 +1,152 @@
+"""Brings blocks from daemons to the device, in threads beside the model's.
+
+A load is cut into pieces, and several threads work on them: while one piece is on the network,
+another is on its way to the GPU. Blocks of a daemon on this host are read where they lie, in shared
+memory; others land in pinned memory first. A load is reported when its last piece has ended, so
+that nothing is ever written into GPU blocks that vLLM has taken back; when one piece fails, the
+rest is not even begun.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from vllm_tiered_kv.connector.shard import Shard
+from vllm_tiered_kv.connector.shared_region import SharedRegions
+from vllm_tiered_kv.core.arena_geometry import aligned
+from vllm_tiered_kv.core.transfer import RemoteTransfer, int64_array
+from vllm_tiered_kv.device.arena import Arena
+from vllm_tiered_kv.device.copier import Channel, LoadDone
+from vllm_tiered_kv.remote.store import RemoteStore
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Load:
+    request_id: str
+    deadline: float
+    pieces_left: int
+    error: str | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class RemoteLoader:
+    def __init__(
+        self,
+        stores: Mapping[str, RemoteStore],
+        shard: Shard,
+        regions: SharedRegions,
+        open_channel: Callable[[], Channel],
+        open_landing: Callable[[int], Arena],
+        landing_bytes: int,
+        threads: int,
+        timeout_s: float,
+    ) -> None:
+        self._stores = stores
+        self._shard = shard
+        self._regions = regions
+        self._open_landing = open_landing
+        self._timeout_s = timeout_s
+        largest = max(map(aligned, shard.block_bytes.values()))
+        self._piece_bytes = max(landing_bytes // threads, largest)
+        self._pieces: queue.SimpleQueue[tuple[_Load, RemoteTransfer] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[LoadDone] = queue.SimpleQueue()
+        # Made here, on the thread of the model: a device is current there.
+        self._channels = [open_channel() for _ in range(threads)]
+        self._threads = [
+            threading.Thread(target=self._work, args=(channel,), name=f"tiered-kv-fetch-{n}")
+            for n, channel in enumerate(self._channels)
+        ]
+        for thread in self._threads:
+            thread.daemon = True
+            thread.start()
+
+    def load(self, request_id: str, transfers: Sequence[RemoteTransfer]) -> None:
+        """Starts to load. Everything the blocks must wait for has been fenced before."""
+        pieces = [piece for transfer in transfers for piece in self._cut(transfer)]
+        load = _Load(request_id, time.monotonic() + self._timeout_s, len(pieces))
+        for piece in pieces:
+            self._pieces.put((load, piece))
+
+    def poll(self) -> list[LoadDone]:
+        done = []
+        while not self._done.empty():
+            done.append(self._done.get())
+        return done
+
+    def close(self) -> None:
+        """Ends what is under way; waiting pieces fail. Idempotent."""
+        self._timeout_s = 0.0
+        for _ in self._threads:
+            self._pieces.put(None)
+        for thread in self._threads:
+            thread.join()
+        for channel in self._channels:
+            channel.close()
+        self._threads, self._channels = [], []
+
+    def _cut(self, transfer: RemoteTransfer) -> list[RemoteTransfer]:
+        if self._regions.covers(transfer.address):
+            return [transfer]  # nothing has to land anywhere
+        blocks = self._piece_bytes // aligned(self._shard.block_bytes[transfer.group_id])
+        return [transfer.part(start, start + blocks) for start in range(0, len(transfer), blocks)]
+
+    def _work(self, channel: Channel) -> None:
+        landing: Arena | None = None
+        while (item := self._pieces.get()) is not None:
+            load, piece = item
+            error = load.error
+            if error is None and time.monotonic() >= load.deadline:
+                error = "it took longer than remote_load_timeout"
+            if error is None:
+                try:
+                    if not self._regions.covers(piece.address) and landing is None:
+                        landing = self._open_landing(self._piece_bytes)
+                    error = self._fetch(channel, landing, piece, load.deadline)
+                except Exception as failure:  # whatever it was, the request must hear of it
+                    logger.exception("a load from %s failed", piece.address)
+                    error = str(failure) or type(failure).__name__
+                finally:
+                    channel.finish()
+            self._end_piece(load, error)
+        if landing is not None:
+            landing.close()
+
+    def _fetch(
+        self, channel: Channel, landing: Arena | None, piece: RemoteTransfer, deadline: float
+    ) -> str | None:
+        """Copies a piece to the device; the reason if it could not be had."""
+        keys = self._shard.keys(piece.keys)
+        nbytes = self._shard.block_bytes[piece.group_id]
+        region = self._regions.of(piece.address)
+        if region is not None:
+            return region.load(channel, piece.group_id, piece.block_ids, keys, nbytes, deadline)
+        if landing is None or len(keys) * aligned(nbytes) > landing.nbytes:
+            return "the daemon's shared memory went away"
+        offsets = [n * aligned(nbytes) for n in range(len(keys))]
+        buffers = [memoryview(landing.bytes_at(offset, nbytes).data) for offset in offsets]
+        found = self._stores[piece.address].get(keys, buffers, deadline)
+        if not all(found):
+            return f"{found.count(False)} of {len(found)} blocks are no longer there"
+        channel.scatter(piece.group_id, piece.block_ids, landing.region, int64_array(offsets))
+        return None
+
+    def _end_piece(self, load: _Load, error: str | None) -> None:
+        with load.lock:
+            load.error = load.error or error
+            load.pieces_left -= 1
+            if load.pieces_left:
+                return
+        if load.error is not None:
+            logger.warning(
+                "blocks of request %s could not be loaded from a daemon (%s); they are recomputed",
+                load.request_id,
+                load.error,
+            )
+        self._done.put(LoadDone(load.request_id, load.error))

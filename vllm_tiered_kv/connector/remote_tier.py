@@ -1,0 +1,109 @@
+"""The daemons as the scheduler sees them: one more place where blocks of a request may lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm_tiered_kv.cache.index import BlockIndex
+from vllm_tiered_kv.cache.planner import Group
+from vllm_tiered_kv.connector.remote_lookup import RemoteAnswer, RemoteLookups
+from vllm_tiered_kv.connector.remote_writes import RemoteWrites
+from vllm_tiered_kv.connector.request_state import RequestState
+from vllm_tiered_kv.core.tiers import Lookup
+from vllm_tiered_kv.core.transfer import RemoteTransfer, int64_array
+from vllm_tiered_kv.remote.placement import Cluster
+
+
+@dataclass(frozen=True)
+class LoadSplit:
+    """Positions of one group's load: those of the CPU tier, and those daemons have."""
+
+    local: list[int]
+    remote: list[RemoteTransfer]
+
+    @property
+    def num_remote(self) -> int:
+        return sum(len(transfer) for transfer in self.remote)
+
+
+class RemoteTier:
+    def __init__(
+        self,
+        cluster: Cluster,
+        lookups: RemoteLookups,
+        writes: RemoteWrites,
+        index: BlockIndex,
+        groups: Sequence[Group],
+        keep_copies: bool,
+    ) -> None:
+        """`keep_copies`: blocks loaded from a daemon are kept in the CPU tier too."""
+        self._cluster = cluster
+        self._lookups = lookups
+        self.writes = writes
+        self._index = index
+        self._groups = groups
+        self._keep_copies = keep_copies
+
+    def begin(self, state: RequestState, computed: int, limit: int) -> None:
+        """Asks the daemons for what the CPU tier lacks of a request, if anything."""
+        if state.remote is not None or state.remote_failed:
+            return
+        keys, firsts = [], []
+        for group, group_keys in zip(self._groups, state.keys.of_group, strict=True):
+            first, stop = computed // group.block_size, limit // group.block_size
+            firsts.append(first + self._index.match_prefix(group_keys, first, stop))
+            keys.append(group_keys[:stop])
+        missing = any(first < len(group) for first, group in zip(firsts, keys, strict=True))
+        if missing and self._cluster.server_for(keys[0][0]) is not None:
+            state.remote = self._lookups.start(keys, firsts)
+
+    def positions(self, state: RequestState, computed: int, limit: int) -> list[range] | None:
+        """What daemons hold of a request, per group; None while that is not known."""
+        if computed >= limit:
+            return [range(0)] * len(self._groups)  # the GPU has it all: nothing to wait for
+        self.begin(state, computed, limit)
+        if state.remote is None:
+            return [range(0)] * len(self._groups)
+        self._lookups.poll(state.remote)
+        if state.remote.is_pending:
+            return None
+        answer = state.remote.answer
+        return answer.positions() if answer is not None else [range(0)] * len(self._groups)
+
+    def split(
+        self, state: RequestState, group: Group, span: range, block_ids: Sequence[int]
+    ) -> LoadSplit:
+        """Where each block of an admitted load comes from; the CPU tier where it has it."""
+        answer = state.remote.answer if state.remote is not None else None
+        keys = state.keys.of_group[group.group_id]
+        local: list[int] = []
+        by_address: dict[str, list[int]] = {}
+        for position in span:
+            if answer is None or self._index.lookup(keys[position]) is Lookup.HIT:
+                local.append(position)
+            else:
+                address = answer.address_of(group.group_id, position)
+                by_address.setdefault(address, []).append(position)
+        if by_address and not self._keep_copies:
+            state.held_elsewhere[group.group_id] = _range_of(answer, group.group_id)
+        return LoadSplit(
+            local,
+            [
+                RemoteTransfer(
+                    group.group_id,
+                    address,
+                    int64_array([block_ids[position - span.start] for position in positions]),
+                    tuple(keys[position] for position in positions),
+                )
+                for address, positions in by_address.items()
+            ],
+        )
+
+    def close(self) -> None:
+        self._lookups.close()
+        self._cluster.close()
+
+
+def _range_of(answer: RemoteAnswer | None, group_id: int) -> range:
+    return answer.positions()[group_id] if answer is not None else range(0)

@@ -1,0 +1,187 @@
+"""Memory of daemons on this host, made fit for the device: blocks move without a socket.
+
+Attaching and pinning happen in a background thread; until both are done, and when a daemon is gone,
+the network path is used. A daemon that comes back is attached to anew. Memory in use by a copy is
+kept mapped until that copy has ended, whatever becomes of its daemon.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+
+from vllm_tiered_kv.config import format_size
+from vllm_tiered_kv.core.store import PutItem, PutResult, StoreKey
+from vllm_tiered_kv.core.transfer import Int64Array, int64_array
+from vllm_tiered_kv.device.copier import Channel
+from vllm_tiered_kv.device.pinning import BackgroundPinner, Pin, Unpin
+from vllm_tiered_kv.errors import CudaError
+from vllm_tiered_kv.native.bytes_copy import copy_bytes
+from vllm_tiered_kv.remote.shared_memory import Reservation, SharedMemory
+from vllm_tiered_kv.remote.store import RemoteStore
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 0.5
+
+
+class SharedRegion:
+    """One daemon's arena, attached and pinned."""
+
+    def __init__(self, memory: SharedMemory, pin: Pin | None, unpin: Unpin | None) -> None:
+        self.memory = memory
+        self._pinner = BackgroundPinner(
+            memory.arena.region, pin, unpin, "blocks go through a socket instead"
+        )
+        self._users = 0
+        self._retired = False
+        self._lock = threading.Lock()
+
+    @property
+    def is_ready(self) -> bool:
+        return self.memory.alive and self._pinner.ready_bytes == self.memory.arena.capacity_bytes
+
+    def load(
+        self,
+        channel: Channel,
+        group_id: int,
+        block_ids: Int64Array,
+        keys: Sequence[StoreKey],
+        nbytes: int,
+        deadline: float,
+    ) -> str | None:
+        """Copies blocks to the device from where they lie; the reason if that was not possible."""
+        if not self._enter():
+            return "the daemon's shared memory went away"
+        try:
+            lent = self.memory.lend(keys, deadline)
+            try:
+                offsets = [
+                    block.offset
+                    for block in lent.blocks
+                    if block is not None and block.nbytes == nbytes
+                ]
+                if len(offsets) < len(keys):
+                    return f"{len(keys) - len(offsets)} of {len(keys)} blocks are no longer there"
+                region = self.memory.arena.region
+                channel.scatter(group_id, block_ids, region, int64_array(offsets))
+                channel.finish()
+                if not all(self.memory.still_valid(lent)):
+                    return "blocks changed while they were copied"
+                return None
+            finally:
+                channel.finish()  # also after an error: nothing may read what is given back
+                lent.release()
+        finally:
+            self._leave()
+
+    def store(self, items: Sequence[PutItem], deadline: float) -> list[PutResult] | None:
+        """Copies blocks into the daemon's memory; None when it is not to be had."""
+        if not self._enter():
+            return None
+        try:
+            places = self.memory.reserve(
+                [(item.key, item.parent, item.payload.nbytes) for item in items], deadline
+            )
+            reserved = [place for place in places if isinstance(place, Reservation)]
+            try:
+                for item, place in zip(items, places, strict=True):
+                    if isinstance(place, Reservation):
+                        view = self.memory.arena.view(place.offset, place.nbytes)
+                        copy_bytes(view, item.payload)
+            except BaseException:
+                self.memory.abandon(reserved)
+                raise
+            sealed = iter(self.memory.seal(reserved, deadline))
+            return [next(sealed) if isinstance(place, Reservation) else place for place in places]
+        finally:
+            self._leave()
+
+    def retire(self) -> None:
+        """No new copies; the memory is given up when the last one has ended."""
+        with self._lock:
+            already, self._retired = self._retired, True
+            idle = not self._users
+        if idle and not already:
+            self._close()
+
+    def _enter(self) -> bool:
+        with self._lock:
+            if self._retired:
+                return False
+            self._users += 1
+            return True
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            last = self._retired and not self._users
+        if last:
+            self._close()
+
+    def _close(self) -> None:
+        self._pinner.close()
+        self.memory.close()
+
+
+class SharedRegions:
+    """The regions of all daemons that can be attached to, by address."""
+
+    def __init__(
+        self, stores: Mapping[str, RemoteStore], pin: Pin | None, unpin: Unpin | None
+    ) -> None:
+        self._stores = {a: s for a, s in stores.items() if a.startswith("ipc://")}
+        self._pin, self._unpin = pin, unpin
+        self._regions: dict[str, SharedRegion] = {}
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        if self._stores:
+            self._thread = threading.Thread(
+                target=self._keep_attached, name="tiered-kv-attach", daemon=True
+            )
+            self._thread.start()
+
+    def of(self, address: str) -> SharedRegion | None:
+        """The daemon's memory if blocks can be moved there right now."""
+        region = self._regions.get(address)
+        return region if region is not None and region.is_ready else None
+
+    def covers(self, address: str) -> bool:
+        return self.of(address) is not None
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        for region in self._regions.values():
+            region.retire()
+        self._regions = {}
+
+    def _keep_attached(self) -> None:
+        while not self._stop.is_set():
+            for address, store in self._stores.items():
+                region = self._regions.get(address)
+                if region is not None and region.memory.alive:
+                    continue
+                if region is not None:
+                    del self._regions[address]
+                    region.retire()
+                self._attach(address, store)
+            self._stop.wait(_RETRY_S)
+
+    def _attach(self, address: str, store: RemoteStore) -> None:
+        memory = store.attach()
+        if memory is None:
+            return
+        try:
+            self._regions[address] = SharedRegion(memory, self._pin, self._unpin)
+        except CudaError as error:
+            logger.warning("memory of %s cannot be used by this GPU: %s", address, error)
+            self._stores = {a: s for a, s in self._stores.items() if a != address}
+            memory.close()
+            return
+        logger.info(
+            "attached to %s of memory of %s", format_size(memory.arena.capacity_bytes), address
+        )

@@ -1,0 +1,118 @@
+"""Memory that a daemon and the engines of its host map at once.
+
+One memfd: a table of generations, then the slots. The daemon creates it and passes the descriptor
+to processes that attach. Its size is sealed, so nobody can shrink it under another's feet; it lives
+as long as anybody maps it, so a daemon that dies takes no engine with it.
+
+A slot's generation is odd while it is written and grows with every use. Whoever copies out of a
+slot it was lent compares the generation before and after: bytes that changed meanwhile are not
+used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+
+import numpy as np
+
+from vllm_tiered_kv.config import format_size
+from vllm_tiered_kv.core.arena_geometry import aligned
+from vllm_tiered_kv.errors import ArenaError
+from vllm_tiered_kv.native.cpu import HostRegion
+
+PAGE = 4096
+"""Slots begin at multiples of this: what direct I/O asks for, and the grain of the table."""
+
+_HUGE_PAGE = 2 << 20
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class SharedArena:
+    """`capacity_bytes` of slots at a fixed address. `close` is idempotent."""
+
+    def __init__(self, fd: int, capacity_bytes: int) -> None:
+        """Takes the descriptor over. Use `create` or `attach`."""
+        self.fd = fd
+        self.capacity_bytes = capacity_bytes
+        try:
+            self._map = mmap.mmap(fd, _file_bytes(capacity_bytes), mmap.MAP_SHARED)
+        except OSError as error:
+            os.close(fd)
+            raise ArenaError(
+                f"{format_size(capacity_bytes)} of shared memory cannot be mapped: {error.strerror}"
+            ) from error
+        with contextlib.suppress(OSError, AttributeError):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        whole = np.frombuffer(self._map, dtype=np.uint8)
+        self._generations: np.ndarray | None = whole[: capacity_bytes // PAGE * 8].view(np.uint64)
+        table = _table_bytes(capacity_bytes)
+        self._slots: np.ndarray | None = whole[table : table + capacity_bytes]
+        self.region = HostRegion(self._slots.ctypes.data, capacity_bytes)
+        self._view: memoryview | None = memoryview(self._slots.data)
+
+    @classmethod
+    def create(cls, capacity_bytes: int, huge_pages: bool = False) -> SharedArena:
+        """Fresh memory. `huge_pages` takes them from the system's reserve, or fails."""
+        capacity_bytes = capacity_bytes // PAGE * PAGE
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB if huge_pages else 0)
+        fd = os.memfd_create("tiered-kv-arena", flags)
+        try:
+            os.ftruncate(fd, _file_bytes(capacity_bytes))
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        except OSError as error:
+            os.close(fd)
+            raise ArenaError(
+                f"{format_size(capacity_bytes)} of shared memory cannot be had: {error.strerror}"
+            ) from error
+        return cls(fd, capacity_bytes)
+
+    @classmethod
+    def attach(cls, fd: int, capacity_bytes: int) -> SharedArena:
+        """Maps an arena of another process. Takes the descriptor over."""
+        wrong = None
+        if capacity_bytes <= 0 or capacity_bytes % PAGE:
+            wrong = f"an arena cannot have {capacity_bytes} bytes"
+        elif os.fstat(fd).st_size != _file_bytes(capacity_bytes):
+            wrong = f"the arena's size does not fit {capacity_bytes} bytes of slots"
+        elif fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            wrong = "the arena could shrink while it is mapped"
+        if wrong is not None:
+            os.close(fd)
+            raise ArenaError(wrong)
+        return cls(fd, capacity_bytes)
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        assert self._view is not None, "the arena is closed"
+        if not 0 <= offset <= offset + nbytes <= self.capacity_bytes:
+            raise ArenaError(f"{nbytes} bytes at {offset} lie outside the arena")
+        return self._view[offset : offset + nbytes]
+
+    def generation(self, offset: int) -> int:
+        assert self._generations is not None, "the arena is closed"
+        return int(self._generations[offset // PAGE])
+
+    def next_generation(self, offset: int) -> int:
+        """Only the daemon calls this."""
+        assert self._generations is not None, "the arena is closed"
+        self._generations[offset // PAGE] += np.uint64(1)
+        return int(self._generations[offset // PAGE])
+
+    def close(self) -> None:
+        if self._slots is None:
+            return
+        self._slots = self._generations = self._view = None
+        os.close(self.fd)
+        # A caller still holding a view keeps the mapping alive; it goes with that view.
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+
+def _table_bytes(capacity_bytes: int) -> int:
+    return aligned(capacity_bytes // PAGE * 8, _HUGE_PAGE)
+
+
+def _file_bytes(capacity_bytes: int) -> int:
+    return _table_bytes(capacity_bytes) + aligned(capacity_bytes, _HUGE_PAGE)

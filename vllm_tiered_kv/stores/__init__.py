@@ -1,0 +1,1 @@
+"""Places that hold blocks by key; one contract for all of them."""

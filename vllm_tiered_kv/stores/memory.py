@@ -1,0 +1,257 @@
+"""Blocks in shared memory: the daemon's fastest tier.
+
+As a BlockStore it copies in and out. The daemon uses the other face, which copies nothing: `hold`
+pins blocks where they lie, `reserve` hands out a slot to fill, `commit` or `abort` ends it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from vllm_tiered_kv.cache.index import BlockIndex
+from vllm_tiered_kv.config import format_size
+from vllm_tiered_kv.core.arena_geometry import SlabGeometry, default_slab
+from vllm_tiered_kv.core.store import (
+    BlockFacts,
+    Durability,
+    PutItem,
+    PutResult,
+    StoreKey,
+    StoreUsage,
+    namespace_of,
+)
+from vllm_tiered_kv.core.tiers import Lookup
+from vllm_tiered_kv.device.shared_arena import PAGE, SharedArena
+from vllm_tiered_kv.native.bytes_copy import copy_bytes
+from vllm_tiered_kv.native.cpu import xxh3_64
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A slot that stays where it is: pinned for reading, or reserved for writing."""
+
+    key: StoreKey
+    parent: StoreKey | None
+    slot: int
+    offset: int  # in the arena
+    nbytes: int
+    generation: int
+    checksum: int  # of a readable block; 0 while it is written
+    view: memoryview
+
+
+class MemoryStore:
+    """A BlockStore of exactly so many bytes. All calls may be made from any thread."""
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        eviction: str = "lru",
+        huge_pages: bool = False,
+        may_evict: Callable[[bytes], bool] = lambda key: True,
+        on_evict: Callable[[bytes, int], None] = lambda key, nbytes: None,
+    ) -> None:
+        """Both callbacks run under this store's lock; see BlockIndex."""
+        self.arena = SharedArena.create(capacity_bytes, huge_pages)
+        capacity = self.arena.capacity_bytes
+        self._geometry = SlabGeometry(capacity, default_slab(capacity, PAGE), PAGE)
+        self._index = BlockIndex(self._geometry, eviction, self._evicted, may_evict)
+        self._on_evict = on_evict
+        self._classes: dict[tuple[bytes, int], int] = {}  # (namespace, slot bytes) -> class
+        self._readable: dict[StoreKey, Held] = {}
+        self._lock = threading.RLock()
+        self._told_too_large: set[int] = set()
+        self._closed = False
+
+    # ---- BlockStore -----------------------------------------------------------------------------
+
+    def match(self, keys: Sequence[StoreKey]) -> int:
+        with self._lock:
+            count = self._index.match_prefix(keys)
+            self._index.touch(keys[:count])
+            return count
+
+    def contains(self, keys: Sequence[StoreKey]) -> list[bool]:
+        with self._lock:
+            return [key in self._readable for key in keys]
+
+    def get(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[bool]:
+        found = []
+        held = self.hold(keys)
+        try:
+            for block, buffer in zip(held, into, strict=True):
+                fits = block is not None and block.nbytes == buffer.nbytes
+                if block is not None and fits:
+                    copy_bytes(buffer, block.view)
+                found.append(fits)
+        finally:
+            self.let_go([block for block in held if block is not None])
+        return found
+
+    def put(
+        self, items: Sequence[PutItem], durability: Durability = Durability.MEMORY
+    ) -> list[PutResult]:
+        slots = self.reserve_chain([(item.key, item.parent, item.payload.nbytes) for item in items])
+        return [
+            slot if isinstance(slot, PutResult) else self.fill(slot, item.payload, item.checksum)
+            for slot, item in zip(slots, items, strict=True)
+        ]
+
+    def delete(self, keys: Sequence[StoreKey]) -> int:
+        with self._lock:
+            present = sum(self._readable.pop(key, None) is not None for key in keys)
+            for key in keys:
+                self._index.remove(key)  # also what is still being written
+            return present
+
+    def describe(self, keys: Sequence[StoreKey]) -> list[BlockFacts | None]:
+        with self._lock:
+            held = [self._readable.get(key) for key in keys]
+            return [
+                None if block is None else BlockFacts(block.nbytes, block.checksum, block.parent)
+                for block in held
+            ]
+
+    def flush(self) -> None:
+        pass  # nothing here outlives the process
+
+    def usage(self) -> StoreUsage:
+        with self._lock:
+            return StoreUsage(
+                len(self._readable), self._index.used_bytes, self._geometry.capacity_bytes
+            )
+
+    def close(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._readable.clear()
+                self.arena.close()
+
+    # ---- without copies -------------------------------------------------------------------------
+
+    def set_quota(self, namespace: bytes, quota_bytes: int) -> None:
+        with self._lock:
+            self._index.set_quota(namespace, quota_bytes)
+
+    def lookup(self, key: StoreKey) -> Lookup:
+        with self._lock:
+            return self._index.lookup(key)
+
+    def hold(self, keys: Sequence[StoreKey], touch: bool = True) -> list[Held | None]:
+        """Readable blocks, pinned where they lie until `let_go`; None for each that is not here.
+
+        `touch` counts it as a use; `may_evict` must not (the policy is being walked just then).
+        """
+        with self._lock:
+            held = [self._readable.get(key) for key in keys]
+            present = [block.key for block in held if block is not None]
+            self._index.pin(present)
+            if touch:
+                self._index.touch(present)
+            return held
+
+    def let_go(self, held: Iterable[Held]) -> None:
+        with self._lock:
+            self._index.unpin(block.slot for block in held)
+
+    def reserve(self, key: StoreKey, parent: StoreKey | None, nbytes: int) -> Held | PutResult:
+        """A slot to fill, to be ended by `commit` or `abort`; or why there is none."""
+        with self._lock:
+            if self._closed:
+                return PutResult.DROPPED
+            if self._index.lookup(key) is not Lookup.MISS:
+                return PutResult.PRESENT
+            size_class = self._class_for(namespace_of(key), nbytes)
+            slot = None
+            if size_class is not None:
+                slot = self._index.reserve(key, parent, size_class)
+            if slot is None or size_class is None:
+                return PutResult.DROPPED
+            offset = self._geometry.offset(slot, size_class)
+            generation = self.arena.next_generation(offset)
+            if generation % 2 == 0:  # the slot was given up half-written before
+                generation = self.arena.next_generation(offset)
+            view = self.arena.view(offset, nbytes)
+            return Held(key, parent, slot, offset, nbytes, generation, 0, view)
+
+    def reserve_chain(
+        self, blocks: Iterable[tuple[StoreKey, StoreKey | None, int]]
+    ) -> list[Held | PutResult]:
+        """Slots for (key, parent, length) in chain order. What follows a block that found no room
+        is dropped too: it could not be found without its head, and would push out other heads."""
+        dropped: set[StoreKey] = set()
+        slots: list[Held | PutResult] = []
+        with self._lock:
+            for key, parent, nbytes in blocks:
+                slot: Held | PutResult = PutResult.DROPPED
+                if parent not in dropped:
+                    slot = self.reserve(key, parent, nbytes)
+                if slot is PutResult.DROPPED:
+                    dropped.add(key)
+                slots.append(slot)
+        return slots
+
+    def fill(self, slot: Held, payload: memoryview, checksum: int | None) -> PutResult:
+        """Copies a block into its slot, verifies it there and ends the reservation."""
+        try:
+            copy_bytes(slot.view, payload)
+        except BaseException:
+            self.abort(slot)
+            raise
+        return self.seal(slot, checksum)
+
+    def seal(self, slot: Held, checksum: int | None) -> PutResult:
+        """Verifies what was written into the slot and makes it readable."""
+        actual = xxh3_64(slot.view)
+        if checksum is not None and actual != checksum:
+            self.abort(slot)
+            return PutResult.FAILED
+        return PutResult.STORED if self.commit(slot, actual) else PutResult.DROPPED
+
+    def commit(self, slot: Held, checksum: int) -> bool:
+        """Makes the block readable; False when it was deleted while being written."""
+        with self._lock:
+            generation = self.arena.next_generation(slot.offset)
+            if not self._index.commit(slot.slot):
+                return False
+            self._readable[slot.key] = replace(slot, generation=generation, checksum=checksum)
+            return True
+
+    def abort(self, slot: Held) -> None:
+        with self._lock:
+            self._index.abort(slot.slot)
+
+    def check(self) -> None:
+        """Raises InvariantError unless the bookkeeping is consistent."""
+        with self._lock:
+            self._index.check()
+
+    # ---- inside ---------------------------------------------------------------------------------
+
+    def _class_for(self, namespace: bytes, nbytes: int) -> int | None:
+        if not 0 < nbytes <= self._geometry.slab_bytes:
+            if nbytes not in self._told_too_large and len(self._told_too_large) < 64:
+                self._told_too_large.add(nbytes)
+                logger.warning(
+                    "blocks of %s are not cached: this memory tier takes blocks up to %s; "
+                    "give it more memory",
+                    format_size(nbytes),
+                    format_size(self._geometry.slab_bytes),
+                )
+            return None
+        slot_bytes = -(-nbytes // PAGE) * PAGE
+        size_class = self._classes.get((namespace, slot_bytes))
+        if size_class is None:
+            size_class = self._index.add_class(slot_bytes, namespace)
+            self._classes[namespace, slot_bytes] = size_class
+        return size_class
+
+    def _evicted(self, key: bytes, nbytes: int) -> None:
+        self._readable.pop(StoreKey(key), None)
+        self._on_evict(key, nbytes)
