@@ -126,3 +126,29 @@ def test_the_documented_table_is_the_one_in_the_code() -> None:
 def test_describe_names_what_was_changed() -> None:
     text = TieredKVConfig.load({"cpu_memory": "1GiB", "store": "lazy"}, {}).describe()
     assert text == "cpu_memory=1GiB, store=lazy"
+
+
+def test_addresses_may_be_one_a_list_or_separated_by_commas() -> None:
+    both = ("tcp://a:1", "ipc:///run/kv")
+    assert TieredKVConfig.load({"remote": "tcp://a:1"}, {}).remote == both[:1]
+    assert TieredKVConfig.load({"remote": list(both)}, {}).remote == both
+    assert TieredKVConfig.load({}, {"TIERED_KV_REMOTE": "tcp://a:1, ipc:///run/kv"}).remote == both
+    assert TieredKVConfig.load({"remote": ""}, {}).remote == ()
+    for wrong in (7, [7], {"host": 1}, None):
+        with pytest.raises(ConfigError, match="remote"):
+            TieredKVConfig.load({"remote": wrong}, {})
+
+
+def test_seconds_have_limits() -> None:
+    assert TieredKVConfig.load({"remote_lookup_timeout": 2}, {}).remote_lookup_timeout == 2.0
+    assert (
+        TieredKVConfig.load({}, {"TIERED_KV_REMOTE_LOAD_TIMEOUT": "0.5"}).remote_load_timeout == 0.5
+    )
+    for wrong in ("soon", True, 0, 1e9, float("nan"), None):
+        with pytest.raises(ConfigError, match="remote_lookup_timeout"):
+            TieredKVConfig.load({"remote_lookup_timeout": wrong}, {})
+
+
+def test_keys_come_in_pairs() -> None:
+    with pytest.raises(ConfigError, match="remote_server_key"):
+        TieredKVConfig.load({"remote_key": "/keys/engine"}, {})

@@ -1,0 +1,283 @@
+"""The scheduler's side of the daemons: runs of positions, lookups with a deadline, bounded puts."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from vllm_tiered_kv.cache.index import BlockIndex
+from vllm_tiered_kv.cache.ledger import StoreReport, TransferLedger
+from vllm_tiered_kv.cache.planner import Group, loadable_tokens, plan_store
+from vllm_tiered_kv.connector.remote_lookup import RemoteLookups, placed_runs
+from vllm_tiered_kv.connector.remote_writes import RemoteWrites
+from vllm_tiered_kv.connector.shard import rank_tag
+from vllm_tiered_kv.connector.split_loads import SplitLoads
+from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
+from vllm_tiered_kv.core.key import BlockKey, RankTag
+from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.metrics import names
+from vllm_tiered_kv.metrics.names import DropReason
+from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.remote.placement import anchor_position
+from vllm_tiered_kv.remote.store import RemoteMatch
+
+GROUP = Group(group_id=0, block_size=4, block_bytes=64, size_class=0)
+
+
+def chain(count: int) -> list[BlockKey]:
+    return [BlockKey(n.to_bytes(16, "little") + b"\0") for n in range(1, count + 1)]
+
+
+@dataclass
+class Server:
+    """A daemon reduced to what it answers."""
+
+    address: str
+    holds: set[bytes] = field(default_factory=set)
+    answers: threading.Event = field(default_factory=threading.Event)
+    asked: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.answers.set()
+
+    def match_all(
+        self, keys: Sequence[BlockKey], ranks: Sequence[RankTag], pin_ms: int, deadline: float
+    ) -> RemoteMatch | None:
+        self.asked.append(len(keys))
+        if not self.answers.wait(max(0, deadline - time.monotonic())):
+            return None
+        count = next((n for n, key in enumerate(keys) if key not in self.holds), len(keys))
+        return RemoteMatch(count, {Tier.MEMORY: count})
+
+
+class Servers:
+    """Places anchors on servers as a test says."""
+
+    def __init__(self, by_anchor: dict[bytes, Server | None]) -> None:
+        self.by_anchor = by_anchor
+
+    def server_for(self, anchor: bytes) -> Server | None:
+        return self.by_anchor[anchor]
+
+
+def placed(keys: list[BlockKey], *servers: Server | None) -> Servers:
+    anchors = sorted({anchor_position(n) for n in range(len(keys))})
+    return Servers({keys[a]: server for a, server in zip(anchors, servers, strict=True)})
+
+
+def test_runs_of_one_server_are_one_question() -> None:
+    keys = chain(700)
+    a, b = Server("a"), Server("b")
+    runs = [
+        (start, stop, s.address) for start, stop, s in placed_runs(placed(keys, a, a, b), keys, 5)
+    ]
+    assert runs == [(5, 512, "a"), (512, 700, "b")]
+    assert list(placed_runs(placed(keys, a, None, b), keys, 0)) == [(0, 64, a)]
+    assert list(placed_runs(placed(keys, None, a, b), keys, 0)) == []
+    assert list(placed_runs(placed(keys, a, a, b), keys, 700)) == []
+
+
+def ask(servers: Servers, keys: list[BlockKey], first: int = 0, timeout: float = 30.0):
+    recorder = Recorder()
+    lookups = RemoteLookups(servers, [RankTag()], timeout, 1.0, recorder)  # type: ignore[arg-type]
+    lookup = lookups.start([keys], [first])
+    end = time.monotonic() + 60
+    while lookup.is_pending and time.monotonic() < end:
+        lookups.poll(lookup)
+        time.sleep(0.001)
+    return lookup, recorder, lookups
+
+
+def test_a_lookup_goes_on_from_daemon_to_daemon_and_ends_at_the_first_gap() -> None:
+    keys = chain(700)
+    a, b = Server("a", set(keys)), Server("b", set(keys[:600]))
+    lookup, recorder, lookups = ask(placed(keys, a, a, b), keys, first=10)
+    assert lookup.answer is not None
+    assert lookup.answer.positions() == [range(10, 600)]
+    assert lookup.answer.address_of(0, 511) == "a"
+    assert lookup.answer.address_of(0, 512) == "b"
+    assert a.asked == [502]
+    assert recorder.total(names.LOOKUPS, "remote", "hit") == 1
+    lookups.close()
+
+
+def test_a_gap_on_the_first_daemon_leaves_the_second_in_peace() -> None:
+    keys = chain(700)
+    a, b = Server("a", set(keys) - {keys[100]}), Server("b", set(keys))
+    lookup, _, lookups = ask(placed(keys, a, a, b), keys)
+    assert lookup.answer is not None
+    assert lookup.answer.positions() == [range(100)]
+    assert b.asked == []
+    lookups.close()
+
+
+def test_nothing_found_is_a_miss() -> None:
+    keys = chain(20)
+    lookup, recorder, lookups = ask(placed(keys, Server("a")), keys)
+    assert lookup.answer is not None
+    assert lookup.answer.positions() == [range(0)]
+    assert recorder.total(names.LOOKUPS, "remote", "miss") == 1
+    lookups.close()
+
+
+def test_past_its_deadline_a_lookup_is_a_miss_and_polling_never_waits() -> None:
+    keys = chain(20)
+    silent = Server("a", set(keys))
+    silent.answers.clear()
+    lookup, recorder, lookups = ask(placed(keys, silent), keys, timeout=0.05)
+    assert lookup.given_up or (lookup.answer is not None and not any(lookup.answer.spans))
+    assert recorder.total(names.LOOKUPS, "remote", "hit") == 0
+    silent.answers.set()
+    lookups.poll(lookup)  # an answer that comes later changes nothing
+    assert lookup.answer is None or not any(lookup.answer.spans)
+    lookups.close()
+
+
+def test_a_lookup_that_waits_for_a_thread_keeps_its_deadline_too() -> None:
+    keys = chain(4)
+    silent = Server("a", set(keys))
+    silent.answers.clear()
+    servers = placed(keys, silent)
+    lookups = RemoteLookups(servers, [RankTag()], 0.2, 1.0, Recorder(), threads=1)  # type: ignore[arg-type]
+    started = [lookups.start([keys], [0]) for _ in range(5)]
+    end = time.monotonic() + 30
+    while any(lookup.is_pending for lookup in started) and time.monotonic() < end:
+        for lookup in started:
+            lookups.poll(lookup)
+        time.sleep(0.001)
+    assert not any(lookup.is_pending for lookup in started)
+    silent.answers.set()
+    lookups.close()
+
+
+class Tiers:
+    """An index with a ledger, and puts to one server."""
+
+    def __init__(self, slots: int, queue_blocks: int, ranks: int = 1) -> None:
+        self.recorder = Recorder()
+        self.index = BlockIndex(ArenaGeometry(slots * 64, (64,)), "lru")
+        self.ledger = TransferLedger(self.index, self.recorder, ranks)
+        self.keys = chain(16)
+        self.server = Server("tcp://a:1")
+        self.servers = placed(self.keys, self.server)
+        self.writes = RemoteWrites(
+            self.servers,  # type: ignore[arg-type]
+            [GROUP],
+            self.index,
+            self.ledger,
+            queue_blocks * GROUP.block_bytes,
+        )
+        self.ledger.on_commit = self.writes.offer
+
+    def store(self, start: int, stop: int) -> None:
+        plan = plan_store(self.index, GROUP, self.keys, start, stop)
+        anchors = [self.keys[anchor_position(p)] for p in plan.positions]
+        job = self.ledger.open_store(plan.slots, GROUP.block_bytes, None, anchors)
+        for _ in range(self.ledger._num_ranks):
+            self.ledger.report_store(job, [StoreReport(len(plan.slots))])
+
+    def dropped(self, reason: DropReason) -> float:
+        return self.recorder.total(names.DROPPED_BLOCKS, "remote", reason.value)
+
+
+def test_a_block_on_its_way_is_pinned_until_every_rank_has_sent_it() -> None:
+    tiers = Tiers(slots=8, queue_blocks=8, ranks=2)
+    tiers.store(0, 3)
+    (job,) = tiers.writes.take()
+    assert tiers.writes.take() == []
+    assert job.keys == tuple(tiers.keys[:3])
+    assert job.parents == (None, *tiers.keys[:2])
+    assert tiers.index.pinned_slots() == set(job.slots.tolist())
+    tiers.ledger.report_put(job.job_id, [StoreReport(3)])
+    assert tiers.index.pinned_slots()
+    tiers.ledger.report_put(job.job_id, [StoreReport(2, DropReason.REFUSED)])
+    assert not tiers.index.pinned_slots()
+    assert not tiers.ledger.has_open_puts
+    assert tiers.recorder.total(names.STORED_BLOCKS, "remote") == 2
+    assert tiers.dropped(DropReason.REFUSED) == 1
+
+
+def test_a_full_queue_drops_tails_and_counts_them() -> None:
+    tiers = Tiers(slots=16, queue_blocks=4)
+    tiers.store(0, 6)
+    (job,) = tiers.writes.take()
+    assert job.keys == tuple(tiers.keys[:4])
+    assert tiers.dropped(DropReason.QUEUE_FULL) == 2
+    tiers.store(6, 8)
+    assert tiers.writes.take() == []
+    assert tiers.dropped(DropReason.QUEUE_FULL) == 4
+    tiers.ledger.report_put(job.job_id, [StoreReport(4)])
+    tiers.store(8, 10)
+    (job,) = tiers.writes.take()
+    assert len(job.keys) == 2
+
+
+def test_without_a_daemon_nothing_is_pinned() -> None:
+    tiers = Tiers(slots=8, queue_blocks=8)
+    tiers.servers.by_anchor = dict.fromkeys(tiers.servers.by_anchor)
+    tiers.store(0, 3)
+    assert tiers.writes.take() == []
+    assert not tiers.index.pinned_slots()
+    assert tiers.dropped(DropReason.UNAVAILABLE) == 3
+
+
+def test_a_reset_while_blocks_are_sent_frees_them_afterwards() -> None:
+    tiers = Tiers(slots=4, queue_blocks=4)
+    tiers.store(0, 4)
+    (job,) = tiers.writes.take()
+    tiers.index.clear()
+    assert tiers.index.reserve(tiers.keys[9], None, 0) is None, "a slot being sent was reused"
+    tiers.ledger.report_put(job.job_id, [StoreReport(4)])
+    assert tiers.index.used_bytes == 0
+    tiers.index.check()
+
+
+def test_a_hit_goes_from_tier_to_tier_without_a_gap() -> None:
+    tiers = Tiers(slots=16, queue_blocks=0)
+    tiers.store(0, 2)
+    tiers.store(5, 7)
+
+    def tokens(remote: range, computed: int = 0, limit: int = 40) -> int:
+        return loadable_tokens(tiers.index, [GROUP], [tiers.keys], computed, limit, 4, [remote])
+
+    assert tokens(range(0)) == 8
+    assert tokens(range(2, 4)) == 16
+    assert tokens(range(2, 5)) == 28  # the CPU tier goes on where the daemon ends
+    assert tokens(range(3, 9)) == 8  # a gap at 2
+    assert tokens(range(1, 10)) == 40
+    assert tokens(range(1, 10), computed=24) == 16
+    assert tokens(range(1, 10), limit=18) == 16
+
+
+def test_a_load_in_two_parts_is_over_with_the_second() -> None:
+    loads = SplitLoads()
+    loads.begin("a", 2)
+    loads.begin("b", 1)
+    loads.end("a", None)
+    assert loads.take_finished() == []
+    loads.end("b", Tier.REMOTE)
+    loads.end("a", None)
+    assert loads.take_finished() == [("b", Tier.REMOTE), ("a", None)]
+    assert loads.take_finished() == []
+
+
+@pytest.mark.parametrize("order", [(Tier.CPU, Tier.REMOTE), (Tier.REMOTE, Tier.CPU)])
+def test_of_two_failures_the_one_that_names_bad_blocks_counts(order: tuple[Tier, Tier]) -> None:
+    loads = SplitLoads()
+    loads.begin("a", 2)
+    for failed in order:
+        loads.end("a", failed)
+    assert loads.take_finished() == [("a", Tier.CPU)]
+
+
+def test_ranks_are_numbered_as_vllm_does() -> None:
+    assert [rank_tag(rank, 2) for rank in range(4)] == [
+        RankTag(tp=0, pp=0),
+        RankTag(tp=1, pp=0),
+        RankTag(tp=0, pp=1),
+        RankTag(tp=1, pp=1),
+    ]
