@@ -1,0 +1,415 @@
+"""Engines over a real daemon, with a model whose every read of the cache is checked.
+
+The daemon is killed, frozen, restarted empty and replaced while requests load and store. Whatever
+happens to it, every request ends with the right tokens and nothing stays pinned.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.daemon.daemon_process import DaemonProcess
+from tests.engine.toy_engine import ToyEngine, play
+from tests.remote.faulty_daemon import Fault, FaultyDaemon, Frames, block_reply, framed
+from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.metrics import names
+from vllm_tiered_kv.remote.shared_memory import SharedMemory
+from vllm_tiered_kv.wire.messages import (
+    ErrorCode,
+    ErrorReply,
+    Get,
+    GetReply,
+    Match,
+    MatchReply,
+    Request,
+)
+
+pytestmark = pytest.mark.engine
+
+REMOTE = Tier.REMOTE.value
+TRANSPORTS = ["tcp", "ipc"]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Short, unlike tmp_path: the path of a socket has little room."""
+    with tempfile.TemporaryDirectory(prefix="kv-") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def daemon(folder: Path) -> Iterator[DaemonProcess]:
+    with DaemonProcess(folder, "--memory", "16MiB") as process:
+        yield process
+
+
+def address(daemon: DaemonProcess, transport: str) -> str:
+    return daemon.ipc if transport == "ipc" else daemon.endpoint
+
+
+def engine(model: Path, remote: str | list[str], **settings) -> ToyEngine:
+    extra = {"remote_lookup_timeout": 5, "remote_landing": "64KiB", **settings.pop("extra", {})}
+    return ToyEngine(model, extra_config={"remote": remote, **extra}, **settings)
+
+
+def prompts(seed: int, count: int, low: int = 30, high: int = 90) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, 50) for _ in range(rng.randrange(low, high))] for _ in range(count)]
+
+
+def serve(toy: ToyEngine, asked: list[list[int]], count: int = 5) -> None:
+    """One after the other, all right, nothing left behind."""
+    for prompt in asked:
+        request = toy.add(prompt, count)
+        toy.run()
+        assert toy.finished[request].tokens == play(prompt, count)[0]
+    toy.assert_at_rest()
+
+
+def total(toy: ToyEngine, metric: names.Metric, *labels: str) -> float:
+    return toy.half.recorder.total(metric, *labels)
+
+
+def wait_attached(toy: ToyEngine, at: str) -> None:
+    """Steps once, so that the worker opens its way to the daemon, and waits for shared memory."""
+    toy.add([3], 1)
+    toy.run()
+    regions = toy.worker.worker_half._remote._regions
+    end = time.monotonic() + 30
+    while at.startswith("ipc://") and not regions.covers(at):
+        assert time.monotonic() < end, "the daemon's memory was never attached"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_second_engine_is_served_what_the_first_one_stored(
+    tiny_model: Path, daemon: DaemonProcess, transport: str, async_scheduling: bool
+) -> None:
+    at = address(daemon, transport)
+    asked = prompts(1, 6)
+    first = engine(tiny_model, at, async_scheduling=async_scheduling)
+    wait_attached(first, at)
+    serve(first, asked)
+    assert total(first, names.LOADED_BLOCKS) == 0
+    first.close()
+
+    second = engine(tiny_model, at, async_scheduling=async_scheduling)
+    wait_attached(second, at)
+    serve(second, asked)
+    whole = sum((len(prompt) - 1) // 4 for prompt in asked)
+    assert total(second, names.LOADED_BLOCKS, REMOTE) == whole
+    assert total(second, names.HIT_TOKENS, REMOTE) == 4 * whole
+    assert total(second, names.LOAD_FAILURES) == 0
+    kept = total(second, names.STORED_BLOCKS, Tier.CPU.value)
+    # What came over the network is kept here too; what lies in this host's memory is not.
+    assert (kept >= whole) == (transport == "tcp")
+    second.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_tiers_serve_one_prefix_together(
+    tiny_model: Path, daemon: DaemonProcess, transport: str
+) -> None:
+    """GPU, CPU tier and daemon each have a part of the same prefix."""
+    at = address(daemon, transport)
+    (prompt,) = prompts(2, 1, 200, 201)
+    first = engine(tiny_model, at, cpu_blocks=64, max_tokens_per_step=64)
+    wait_attached(first, at)
+    serve(first, [prompt])
+    first.close()
+    second = engine(tiny_model, at, cpu_blocks=64, max_tokens_per_step=64)
+    wait_attached(second, at)
+    serve(second, [prompt[:64]])
+    second.half.index.remove(_keys(second, prompt[:64])[10])
+    serve(second, [prompt[:120]])
+    serve(second, [prompt])
+    assert total(second, names.LOADED_BLOCKS, REMOTE) > 0
+    second.drop_gpu_cache()
+    serve(second, [prompt])
+    assert total(second, names.LOAD_FAILURES) == 0
+    second.close()
+
+
+def _keys(toy: ToyEngine, prompt: list[int]) -> list[bytes]:
+    request = toy.requests[toy.add(prompt, 1)]
+    keys = list(toy.half._requests[request.request_id].keys.of_group[0])
+    toy.run()
+    return keys
+
+
+def test_bytes_changed_in_the_daemon_are_recomputed(
+    tiny_model: Path, daemon: DaemonProcess
+) -> None:
+    asked = prompts(3, 4)
+    first = engine(tiny_model, daemon.endpoint)
+    serve(first, asked)
+    first.close()
+    neighbour = engine(tiny_model, daemon.ipc)
+    wait_attached(neighbour, daemon.ipc)
+    memory: SharedMemory = neighbour.worker.worker_half._remote._regions.of(daemon.ipc).memory
+    np.frombuffer(memory.arena.view(0, memory.arena.capacity_bytes), np.uint8)[:] ^= 0x10
+    del memory
+    neighbour.close()
+    second = engine(tiny_model, daemon.endpoint)
+    serve(second, asked)  # a wrong byte would be seen by the model
+    assert total(second, names.LOAD_FAILURES, REMOTE) > 0
+    assert total(second, names.LOADED_BLOCKS, REMOTE) == 0
+    second.drop_gpu_cache()
+    serve(second, asked)
+    second.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_daemon_that_was_never_there(tiny_model: Path, folder: Path, transport: str) -> None:
+    at = f"ipc://{folder}/nobody" if transport == "ipc" else "tcp://127.0.0.1:1"
+    toy = engine(tiny_model, at, extra={"remote_lookup_timeout": 0.05})
+    serve(toy, prompts(4, 4))
+    assert total(toy, names.STORED_BLOCKS, REMOTE) == 0
+    assert total(toy, names.DROPPED_BLOCKS, REMOTE) > 0
+    toy.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_frozen_daemon_costs_deadlines_and_nothing_else(
+    tiny_model: Path, daemon: DaemonProcess, transport: str
+) -> None:
+    at = address(daemon, transport)
+    asked = prompts(5, 6)
+    first = engine(tiny_model, at)
+    wait_attached(first, at)
+    serve(first, asked)
+    first.close()
+    timeouts = {"remote_lookup_timeout": 0.2, "remote_load_timeout": 0.5}
+    second = engine(tiny_model, at, extra=timeouts, seed=1)
+    wait_attached(second, at)
+    serve(second, asked[:1])
+    loaded = total(second, names.LOADED_BLOCKS, REMOTE)
+    assert loaded > 0
+    daemon.freeze()
+    serve(second, asked[1:4])
+    assert total(second, names.LOADED_BLOCKS, REMOTE) == loaded
+    daemon.thaw()
+    _until_served_again(second, loaded)
+    second.close()
+
+
+def _until_served_again(toy: ToyEngine, loaded: float) -> None:
+    """The breaker lets a probe through after a while, and the tier is used again."""
+    end = time.monotonic() + 60
+    seed = 1000
+    while total(toy, names.LOADED_BLOCKS, REMOTE) <= loaded:
+        assert time.monotonic() < end, "the daemon is back, but nobody uses it"
+        seed += 1
+        asked = prompts(seed, 1)
+        serve(toy, asked)
+        toy.half.index.clear()
+        toy.drop_gpu_cache()
+        serve(toy, asked)
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_daemon_that_dies_and_comes_back_empty(
+    tiny_model: Path, daemon: DaemonProcess, transport: str
+) -> None:
+    at = address(daemon, transport)
+    asked = prompts(6, 6)
+    timeouts = {"remote_lookup_timeout": 0.2, "remote_load_timeout": 1}
+    toy = engine(tiny_model, at, extra=timeouts)
+    wait_attached(toy, at)
+    serve(toy, asked)
+    daemon.kill()
+    toy.half.index.clear()
+    toy.drop_gpu_cache()
+    serve(toy, asked)
+    loaded = total(toy, names.LOADED_BLOCKS, REMOTE)
+    daemon.restart()
+    _until_served_again(toy, loaded)
+    toy.close()
+
+
+def test_an_aborted_load_ends_before_its_blocks_are_given_away(
+    tiny_model: Path, daemon: DaemonProcess
+) -> None:
+    asked = prompts(7, 12, 60, 120)
+    first = engine(tiny_model, daemon.endpoint, gpu_blocks=48, cpu_blocks=600)
+    serve(first, asked)
+    first.close()
+    second = engine(tiny_model, daemon.endpoint, gpu_blocks=48, cpu_blocks=600)
+    rng = random.Random(7)
+    for round_ in range(8):
+        ids = [second.add(prompt, 3) for prompt in asked]
+        for _ in range(200):
+            if second._in_flight or second.scheduler.has_requests():
+                second.step()
+            if ids and rng.random() < 0.1:
+                second.abort(ids.pop(rng.randrange(len(ids))))
+            time.sleep(0.0002)
+        second.run()
+        second.assert_at_rest()
+        for request in ids:
+            prompt = list(second.requests[request].prompt_token_ids)
+            assert second.finished[request].tokens == play(prompt, 3)[0]
+        second.half.index.clear()
+        second.drop_gpu_cache()
+        del round_
+    assert total(second, names.LOADED_BLOCKS, REMOTE) > 0
+    second.close()
+
+
+def test_two_daemons_share_the_blocks_and_one_that_dies_costs_its_share(
+    tiny_model: Path, folder: Path
+) -> None:
+    folders = [folder / "a", folder / "b"]
+    for folder in folders:
+        folder.mkdir()
+    with (
+        DaemonProcess(folders[0], "--memory", "16MiB") as a,
+        DaemonProcess(folders[1], "--memory", "16MiB") as b,
+    ):
+        both = [a.endpoint, b.endpoint]
+        asked = prompts(8, 24)
+        extra = {"remote_lookup_timeout": 1, "remote_load_timeout": 2}
+        first = engine(tiny_model, both, extra=extra, cpu_blocks=900)
+        serve(first, asked)
+        first.close()
+        second = engine(tiny_model, both, extra=extra, cpu_blocks=900)
+        serve(second, asked)
+        whole = sum((len(prompt) - 1) // 4 for prompt in asked)
+        assert total(second, names.LOADED_BLOCKS, REMOTE) == whole
+        second.close()
+        b.kill()
+        third = engine(tiny_model, both, extra=extra, cpu_blocks=900)
+        serve(third, asked)
+        assert 0 < total(third, names.LOADED_BLOCKS, REMOTE) < whole
+        # What the dead one had is recomputed and goes to the other. Now and then a request finds
+        # out that the dead one is still dead.
+        share = total(third, names.LOADED_BLOCKS, REMOTE)
+        third.half.index.clear()
+        third.drop_gpu_cache()
+        serve(third, asked)
+        assert total(third, names.LOADED_BLOCKS, REMOTE) - share > share
+        third.close()
+
+
+def _silent(daemon: FaultyDaemon, request_id: int, request: Request) -> list[Frames]:
+    return []
+
+
+def _of_another_version(daemon: FaultyDaemon, request_id: int, request: Request) -> list[Frames]:
+    refusal = ErrorReply(ErrorCode.UNSUPPORTED_VERSION, "only version 2 is spoken here")
+    return [framed(request_id, refusal)]
+
+
+def _mixed_up(daemon: FaultyDaemon, request_id: int, request: Request) -> list[Frames]:
+    return [daemon.honest(request_id + 1, request)]
+
+
+def _garbage(daemon: FaultyDaemon, request_id: int, request: Request) -> list[Frames]:
+    return [[b"\xc1" * 40, b"?"]]
+
+
+def _forgetful(daemon: FaultyDaemon, request_id: int, request: Request) -> list[Frames] | None:
+    """Says it has everything, and then has nothing."""
+    if isinstance(request, Match):
+        count = len(request.keys)
+        return [framed(request_id, MatchReply(count, [count, 0, 0]))]
+    return [framed(request_id, GetReply([], [], []))] if isinstance(request, Get) else None
+
+
+def _liar(daemon: FaultyDaemon, request_id: int, request: Request) -> list[Frames] | None:
+    """Has everything, and sends other bytes."""
+    if isinstance(request, Get):
+        blocks = {position: bytes(96) for position in range(len(request.keys))}
+        return [block_reply(request_id, blocks, flip=1)]
+    return _forgetful(daemon, request_id, request)
+
+
+@pytest.mark.parametrize(
+    "fault", [_silent, _of_another_version, _mixed_up, _garbage, _forgetful, _liar]
+)
+def test_something_else_listens_there(tiny_model: Path, fault: Fault) -> None:
+    with FaultyDaemon(fault) as other:
+        timeouts = {"remote_lookup_timeout": 0.1, "remote_load_timeout": 0.5}
+        toy = engine(tiny_model, other.address, extra=timeouts)
+        serve(toy, prompts(9, 4))
+        assert total(toy, names.LOADED_BLOCKS, REMOTE) == 0
+        failures = total(toy, names.LOAD_FAILURES, REMOTE)
+        # Once for each request: what a daemon lost is not asked for in a loop.
+        assert failures == (4 if fault in (_forgetful, _liar) else 0)
+        toy.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+def test_chaos(tiny_model: Path, folder: Path, transport: str, async_scheduling: bool) -> None:
+    """Random requests, aborts and cache resets while the daemon is killed, frozen, restarted."""
+    daemon = DaemonProcess(
+        folder, "--memory", "1MiB", "--ssd", str(folder / "ssd"), "--ssd-space", "4MiB"
+    ).start()
+    at = address(daemon, transport)
+    rng = random.Random(10)
+    stop = threading.Event()
+
+    def torment() -> None:
+        chance = random.Random(11)
+        while not stop.wait(chance.random() * 0.4):
+            if chance.random() < 0.5:
+                daemon.freeze()
+                stop.wait(chance.random() * 0.8)
+                daemon.thaw()
+            else:
+                daemon.kill()
+                stop.wait(chance.random() * 0.5)
+                daemon.restart()
+
+    toy = engine(
+        tiny_model,
+        at,
+        async_scheduling=async_scheduling,
+        gpu_blocks=96,
+        cpu_blocks=64,
+        extra={"remote_lookup_timeout": 0.05, "remote_load_timeout": 0.3},
+    )
+    stems = prompts(12, 10, 40, 100)
+    tormentor = threading.Thread(target=torment)
+    tormentor.start()
+    try:
+        expected: dict[str, list[int]] = {}
+        end = time.monotonic() + 15
+        while time.monotonic() < end:
+            stem = rng.choice(stems)
+            prompt = stem[: rng.randrange(8, len(stem))] + [rng.randrange(3, 50)] * rng.randrange(9)
+            request = toy.add(prompt, 4)
+            expected[request] = play(prompt, 4)[0]
+            for _ in range(rng.randrange(12)):
+                if toy._in_flight or toy.scheduler.has_requests():
+                    toy.step()
+            if rng.random() < 0.1:
+                toy.abort(request)
+                del expected[request]
+            if rng.random() < 0.05:
+                toy.half.index.clear()
+                toy.scheduler.reset_prefix_cache()
+            time.sleep(0.002)
+        toy.run(limit=100000)
+    finally:
+        stop.set()
+        tormentor.join()
+    toy.assert_at_rest()
+    for request, tokens in expected.items():
+        assert toy.finished[request].tokens == tokens
+    assert len(expected) > 100
+    assert total(toy, names.LOADED_BLOCKS, REMOTE) > 0, "the daemon never served anything"
+    toy.close()
+    daemon.end()

@@ -1,0 +1,337 @@
+"""A shared directory on file systems that fail, are full, or do not tell the truth."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.stores.contract import assert_holds, assert_lacks, chain_items, chain_keys, item, read
+from tests.stores.contract import store_key as named
+from tests.stores.shared_dir_cases import FaultyOps, failing, file_of, litter, opened
+from vllm_tiered_kv.core.store import Durability, PutResult
+from vllm_tiered_kv.stores.shared_dir.events import Event
+from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps
+
+SIZE = 5000
+KEY = named("a")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A directory that exists, so that faults meet the calls under test and not its making."""
+    with opened(tmp_path / "s") as store:
+        store.put([item(named("earlier"), SIZE)])
+    return tmp_path / "s"
+
+
+# ---- writing ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["open", "writev", "close", "link"])
+@pytest.mark.parametrize(
+    ("code", "result", "event"),
+    [
+        (errno.ENOSPC, PutResult.DROPPED, Event.NO_SPACE),
+        (errno.EDQUOT, PutResult.DROPPED, Event.NO_SPACE),
+        (errno.EIO, PutResult.FAILED, Event.WRITE_ERROR),
+        (errno.EROFS, PutResult.FAILED, Event.WRITE_ERROR),
+        (errno.ESTALE, PutResult.FAILED, Event.WRITE_ERROR),
+    ],
+)
+def test_a_failed_write_is_an_outcome_and_leaves_nothing(
+    root: Path, call: str, code: int, result: PutResult, event: Event
+) -> None:
+    ops = FaultyOps()
+    with opened(root, ops) as store:
+        store.clock.estimate()
+        ops.faults[call] = failing(code)
+        assert store.put([item(KEY, SIZE)]) == [result]
+        assert store.counts.snapshot()[event] == 1
+        ops.faults.clear()
+        assert_lacks(store, KEY, SIZE)
+        assert litter(root) == []
+        assert store.put([item(KEY, SIZE)]) == [PutResult.STORED]
+        assert_holds(store, KEY, SIZE)
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3, 4])
+def test_a_failed_sync_keeps_nothing(root: Path, nth: int) -> None:
+    """The file, its folder, and the two folders on the way to it."""
+    seen = [0]
+
+    def fail_nth(fd: int) -> None:
+        seen[0] += 1
+        if seen[0] == nth:
+            raise OSError(errno.EIO, "sync")
+
+    ops = FaultyOps()
+    with opened(root, ops) as store:
+        ops.faults["fsync"] = fail_nth
+        assert store.put([item(KEY, SIZE)], Durability.DISK) == [PutResult.FAILED]
+        assert_lacks(store, KEY, SIZE)
+        assert litter(root) == []
+        assert store.put([item(KEY, SIZE)], Durability.DISK) == [PutResult.STORED]
+
+
+def test_short_writes_are_continued(root: Path) -> None:
+    ops = FaultyOps(writev=lambda fd, parts: os.write(fd, parts[0][:777]))
+    with opened(root, ops) as store:
+        assert store.put([item(KEY, SIZE)]) == [PutResult.STORED]
+        assert_holds(store, KEY, SIZE)
+
+
+def test_a_chain_without_room_is_cut_at_its_tail(root: Path) -> None:
+    keys = chain_keys("chain", 8)
+    ops = FaultyOps(writev=failing(errno.ENOSPC))
+    with opened(root, ops, threads=1) as store:
+        assert store.put(chain_items(keys)) == [PutResult.DROPPED] * 8
+        tried = [name for name, _ in ops.calls if name == "writev"]
+        assert len(tried) == 1  # what follows a dropped block is not even written
+        assert litter(root) == []
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tiered-kv-test", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("a file system can be mounted by root only")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk(tiny_disk: Path) -> None:
+    keys = chain_keys("a", 20)
+    with opened(tiny_disk, threads=1) as store:
+        results = store.put(chain_items(keys, 50_000))
+        stored = results.count(PutResult.STORED)
+        assert 0 < stored < 12
+        assert results == [PutResult.STORED] * stored + [PutResult.DROPPED] * (20 - stored)
+        assert store.match(keys) == stored
+        for key in keys[:stored]:
+            assert_holds(store, key, 50_000)
+        assert litter(tiny_disk) == []
+        store.delete(keys[:5])
+        assert store.put(chain_items(keys[:3], 50_000)) == [PutResult.STORED] * 3
+
+
+# ---- durability ---------------------------------------------------------------------------------
+
+
+def steps(ops: FaultyOps) -> list[str]:
+    """The calls that decide what a crash leaves, in order."""
+    return [name for name, _ in ops.calls if name in ("writev", "fsync", "link")]
+
+
+def test_on_disk_means_synced_before_and_after_it_gets_its_name(root: Path) -> None:
+    ops = FaultyOps()
+    with opened(root, ops) as store:
+        ops.calls.clear()
+        assert store.put([item(KEY, SIZE)], Durability.DISK) == [PutResult.STORED]
+        assert steps(ops) == ["writev", "fsync", "link", "fsync", "fsync", "fsync"]
+        folders = [
+            args[0] for name, args in ops.calls if name == "open" and args[1] & os.O_DIRECTORY
+        ]
+        shard = file_of(store, KEY).parent
+        assert folders == [str(shard), str(shard.parent), str(shard.parent.parent)]
+        ops.calls.clear()
+        assert store.put([item(KEY, SIZE)], Durability.DISK) == [PutResult.PRESENT]
+        assert len(steps(ops)) == 4  # whoever wrote it may not have synced it
+
+
+@pytest.mark.parametrize("durability", [Durability.RECEIVED, Durability.MEMORY])
+def test_otherwise_nothing_is_synced_until_a_flush(root: Path, durability: Durability) -> None:
+    ops = FaultyOps()
+    with opened(root, ops) as store:
+        ops.calls.clear()
+        store.put([item(KEY, SIZE)], durability)
+        assert not {"fsync", "syncfs"} & {name for name, _ in ops.calls}
+        store.flush()
+        assert "syncfs" in {name for name, _ in ops.calls}
+
+
+def test_a_failed_flush_is_counted(root: Path) -> None:
+    with opened(root, FaultyOps(syncfs=failing(errno.EIO, 1))) as store:
+        store.flush()
+        assert store.counts.snapshot()[Event.FLUSH_ERROR] == 1
+
+
+# ---- names that network file systems give --------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ETIMEDOUT, errno.EEXIST, errno.EPERM])
+def test_a_link_that_was_made_though_it_says_not(root: Path, code: int) -> None:
+    def lie(source: str, target: str) -> None:
+        os.link(source, target)
+        raise OSError(code, os.strerror(code))
+
+    with opened(root, FaultyOps(link=lie)) as store:
+        assert store.put([item(KEY, SIZE)]) == [PutResult.STORED]
+        assert_holds(store, KEY, SIZE)
+        assert litter(root) == []
+
+
+def test_a_link_beaten_by_another_writer(root: Path) -> None:
+    """The other one publishes between our look and our link."""
+    with opened(root) as other:
+
+        def be_late(source: str, target: str) -> None:
+            other.put([item(KEY, SIZE, version=1)])
+
+        with opened(root, FaultyOps(link=be_late)) as store:
+            assert store.put([item(KEY, SIZE)]) == [PutResult.PRESENT]
+            assert_holds(store, KEY, SIZE, version=1)
+            assert litter(root) == []
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV])
+def test_file_systems_without_hard_links(root: Path, code: int) -> None:
+    with opened(root, FaultyOps(link=failing(code))) as store:
+        assert store.put([item(KEY, SIZE)]) == [PutResult.STORED]
+        assert store.put([item(KEY, SIZE, version=1)]) == [PutResult.PRESENT]
+        assert_holds(store, KEY, SIZE)
+        assert litter(root) == []
+
+
+def test_a_folder_removed_under_a_writer_is_made_again(root: Path) -> None:
+    with opened(root) as store:
+        shard = str(file_of(store, KEY).parent)
+        times = [2]
+
+        def vanish(path: str, flags: int, mode: int = 0) -> None:
+            if path.endswith(".tmp") and times[0] and os.path.isdir(shard):
+                times[0] -= 1
+                os.rmdir(shard)
+
+        with opened(root, FaultyOps(open=vanish)) as unlucky:
+            assert unlucky.put([item(KEY, SIZE)]) == [PutResult.STORED]
+            assert times == [0]
+        assert_holds(store, KEY, SIZE)
+
+
+# ---- reading ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [errno.ENOENT, errno.ESTALE])
+@pytest.mark.parametrize("call", ["open", "fstat", "preadv"])
+def test_a_file_that_vanishes_is_a_plain_miss(root: Path, call: str, code: int) -> None:
+    ops = FaultyOps()
+    with opened(root, ops) as store:
+        store.put([item(KEY, SIZE)])
+        store.flush()
+        ops.faults[call] = failing(code)
+        assert read(store, KEY, SIZE) is None
+        ops.faults.clear()
+        counts = store.counts.snapshot()
+        assert counts[Event.READ_ERROR] == counts[Event.DAMAGED] == 0
+        assert_holds(store, KEY, SIZE)
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE, errno.ETIMEDOUT])
+def test_a_failed_read_is_a_miss_that_removes_nothing(root: Path, code: int) -> None:
+    ops = FaultyOps()
+    with opened(root, ops) as store:
+        store.put([item(KEY, SIZE)])
+        store.flush()
+        ops.faults["open"] = failing(code)
+        assert read(store, KEY, SIZE) is None
+        ops.faults.clear()
+        assert store.counts.snapshot()[Event.READ_ERROR] == 1
+        assert_holds(store, KEY, SIZE)
+
+
+def test_a_read_error_is_tried_again_and_what_stays_unreadable_goes(root: Path) -> None:
+    ops = FaultyOps()
+    with opened(root, ops) as store:
+        store.put([item(KEY, SIZE)])
+        store.flush()
+        ops.faults["preadv"] = failing(errno.EIO, times=1)
+        assert_holds(store, KEY, SIZE)
+        ops.faults["preadv"] = failing(errno.EIO)
+        assert read(store, KEY, SIZE) is None
+        ops.faults.clear()
+        assert_lacks(store, KEY, SIZE)
+        assert store.put([item(KEY, SIZE)]) == [PutResult.STORED]
+
+
+def test_short_reads_are_continued(root: Path) -> None:
+    def some(fd: int, parts: list[memoryview], offset: int) -> int:
+        return os.preadv(fd, [parts[0][:333]], offset)
+
+    with opened(root, FaultyOps(preadv=some)) as store:
+        store.put([item(KEY, SIZE)])
+        assert_holds(store, KEY, SIZE)
+
+
+def test_a_read_that_ends_early_is_a_miss(root: Path) -> None:
+    def end_early(fd: int, parts: list[memoryview], offset: int) -> int:
+        return 0 if offset >= 3000 else os.preadv(fd, [parts[0][: 3000 - offset]], offset)
+
+    with opened(root, FaultyOps(preadv=end_early)) as store:
+        store.put([item(KEY, SIZE)])
+        assert read(store, KEY, SIZE) is None
+        assert store.counts.snapshot()[Event.DAMAGED] == 1
+
+
+def test_a_damaged_file_that_was_replaced_meanwhile_stays(root: Path) -> None:
+    """A reader holds a damaged file; before it removes it, another host has healed the key."""
+    with opened(root) as other:
+        other.put([item(KEY, SIZE)])
+        path = file_of(other, KEY)
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+        healed = []
+
+        def heal(*args: Any) -> None:
+            if not healed:
+                healed.append(True)
+                assert other.delete([KEY]) == 1
+                assert other.put([item(KEY, SIZE)]) == [PutResult.STORED]
+
+        for call in ("lstat", "rename"):  # seen in time, and only after the rename
+            healed.clear()
+            ops = FaultyOps()
+            with opened(root, ops) as store:
+                store.clock.estimate()
+                ops.faults[call] = heal
+                assert store.get([KEY], [memoryview(bytearray(SIZE))]) == [False]
+                assert healed
+                ops.faults.clear()
+                assert_holds(store, KEY, SIZE)
+                assert litter(root) == []
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+
+def test_a_rename_that_was_made_though_it_says_not(root: Path) -> None:
+    def lie(source: str, target: str) -> None:
+        os.rename(source, target)
+        raise OSError(errno.ENOENT, "no such file")
+
+    with opened(root, FaultyOps(rename=lie)) as store:
+        store.put([item(KEY, SIZE)])
+        path = file_of(store, KEY)
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+        assert read(store, KEY, SIZE) is None
+        assert litter(root) == []
+        assert not path.exists()
+
+
+def test_a_scan_that_fails_is_counted(root: Path) -> None:
+    with opened(root, FaultyOps(scandir=failing(errno.EIO))) as store:
+        assert store.usage().blocks == 0
+        assert store.counts.snapshot()[Event.READ_ERROR] == 1
+
+
+def test_the_real_calls_work(tmp_path: Path) -> None:
+    ops = FileOps()
+    fd = ops.open(str(tmp_path), os.O_RDONLY | os.O_DIRECTORY)
+    ops.syncfs(fd)
+    ops.close(fd)
+    with pytest.raises(OSError):
+        ops.syncfs(fd)

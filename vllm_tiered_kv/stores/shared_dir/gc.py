@@ -1,0 +1,279 @@
+"""Collecting a shared directory: blocks unused for too long, blocks beyond the capacity, litter.
+
+Any number of collectors on any number of hosts may run at once, with no agreement between them:
+
+- Ages are taken by the file server's clock (`clock.py`).
+- A block is only looked at when nothing happened to it for the grace period: mtime says when it
+  was written or used, ctime when it was published, however long the writer took for it.
+- A removal takes back what it finds changed since the scan (`removal.py`).
+- Two collectors choose alike; what is gone when its turn comes counts as freed, so that two of
+  them do not free twice what one should.
+
+Capacity is a goal: between collections, and while everything is within the grace period, the
+directory may hold more. Memory is bounded: a scan keeps the coldest `max_candidates` blocks; where
+that was not enough, the report says that there is `more` to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from vllm_tiered_kv.core.store import StoreKey
+from vllm_tiered_kv.stores.shared_dir.eviction_order import (
+    Candidate,
+    Ranked,
+    coldest_part,
+    removal_order,
+)
+from vllm_tiered_kv.stores.shared_dir.file_ops import is_absent
+from vllm_tiered_kv.stores.shared_dir.removal import Removal
+from vllm_tiered_kv.stores.shared_dir.store import SharedDirStore
+from vllm_tiered_kv.stores.shared_dir.tree import FOLDER, Entry, EntryKind
+from vllm_tiered_kv.stores.shared_dir.usage import Totals
+
+logger = logging.getLogger(__name__)
+
+MAX_CANDIDATES = 100_000
+_FUTURE_NS = 300 * 10**9  # a file dated later than this was dated by another clock
+_ALL_TIME_NS = -(1 << 63)
+
+
+@dataclass
+class GcReport:
+    """What one collection found and did."""
+
+    scanned_blocks: int = 0
+    scanned_bytes: int = 0
+    removed_blocks: int = 0
+    removed_bytes: int = 0
+    gone_blocks: int = 0  # another collector removed them first
+    gone_bytes: int = 0
+    spared_blocks: int = 0  # used or published again since the scan
+    removed_temps: int = 0
+    removed_trash: int = 0  # removals finished for a collector that died
+    restored_blocks: int = 0  # taken back from the trash of a collector that died
+    redated_blocks: int = 0  # dated in the future: given the present
+    foreign_files: int = 0  # not ours, left alone
+    errors: int = 0
+    more: bool = False  # another collection right away would find more to remove
+    interrupted: bool = False  # `stop` said so
+    error_text: str = ""
+
+
+@dataclass
+class _Scan:
+    """What is kept of a scan: sums, and a heap whose top is the warmest of the coldest."""
+
+    coldest: list[tuple[int, bytes, Candidate]] = field(default_factory=list)
+    overflowed: bool = False
+
+
+class SharedDirGc:
+    """`collect` may be called at any time, from any thread; one runs at a time."""
+
+    def __init__(
+        self,
+        store: SharedDirStore,
+        max_candidates: int = MAX_CANDIDATES,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._store = store
+        self._settings = store.settings
+        self._tree = store.tree
+        self._ops = store.ops
+        self._max_candidates = max_candidates
+        self.stop = stop
+        self._lock = threading.Lock()
+
+    def collect(self, now: float | None = None) -> GcReport:
+        """`now` stands in for the server's time, in tests."""
+        report = GcReport()
+        with self._lock:
+            try:
+                with contextlib.suppress(OSError):  # only tells others that we are at it
+                    self._ops.touch(self._tree.collected_path)
+                present = self._store.clock.measure() if now is None else now
+                self._collect(report, int(present * 1e9))
+            except OSError as error:
+                report.errors += 1
+                report.error_text = str(error)
+                logger.warning("%s could not be collected: %s", self._tree.folder, error)
+        return report
+
+    def due(self, interval_s: float) -> bool:
+        """Whether no collection, on any host, began within the interval."""
+        try:
+            began = self._ops.lstat(self._tree.collected_path).st_mtime_ns / 1e9
+            return abs(self._store.clock.measure() - began) >= interval_s
+        except OSError:
+            return True
+
+    # ---- looking --------------------------------------------------------------------------------
+
+    def _collect(self, report: GcReport, now_ns: int) -> None:
+        scan = _Scan()
+        for namespace in self._tree.namespaces():
+            for shard in self._tree.shards(namespace):
+                self._look_through(shard, report, scan, now_ns)
+                if report.interrupted:
+                    return
+                self._remove_if_abandoned(shard, now_ns)
+            self._remove_if_abandoned(namespace, now_ns)
+        self._remove_drafts(now_ns)
+        self._evict(report, scan, now_ns)
+        self._store.usage_tracker.scanned(
+            Totals(
+                report.scanned_blocks - report.removed_blocks - report.gone_blocks,
+                report.scanned_bytes - report.removed_bytes - report.gone_bytes,
+            )
+        )
+
+    def _look_through(self, shard: str, report: GcReport, scan: _Scan, now_ns: int) -> None:
+        try:
+            for entry in self._tree.shard_entries(shard):
+                if self.stop():
+                    report.interrupted = True
+                    return
+                self._look_at(entry, report, scan, now_ns)
+        except OSError as error:  # one folder that cannot be read does not save the others
+            report.errors += 1
+            report.error_text = str(error)
+
+    def _look_at(self, entry: Entry, report: GcReport, scan: _Scan, now_ns: int) -> None:
+        age_ns = now_ns - entry.newest_ns
+        if entry.kind is EntryKind.FOREIGN:
+            report.foreign_files += 1
+        elif entry.kind is EntryKind.TEMP:
+            if abs(age_ns) >= self._settings.stale_temp_s * 1e9 and self._unlink(entry, report):
+                report.removed_temps += 1
+        elif entry.kind is EntryKind.TRASH:
+            if abs(age_ns) >= self._settings.grace_s * 1e9:
+                self._settle(entry, report)
+        elif entry.key is not None:
+            report.scanned_blocks += 1
+            report.scanned_bytes += entry.status.st_size
+            if age_ns < -_FUTURE_NS:
+                self._redate(entry.key, report)
+            elif age_ns >= self._settings.grace_s * 1e9:
+                self._consider(entry.key, entry.status, scan)
+
+    def _consider(self, key: StoreKey, status: os.stat_result, scan: _Scan) -> None:
+        block = Candidate(key, status.st_mtime_ns, status.st_size, status.st_ino)
+        item = (-block.mtime_ns, key, block)
+        if len(scan.coldest) < self._max_candidates:
+            heapq.heappush(scan.coldest, item)
+        else:
+            scan.overflowed = True
+            heapq.heappushpop(scan.coldest, item)
+
+    # ---- removing -------------------------------------------------------------------------------
+
+    def _evict(self, report: GcReport, scan: _Scan, now_ns: int) -> None:
+        settings = self._settings
+        free_bytes = 0
+        if settings.capacity_bytes and report.scanned_bytes > settings.capacity_bytes:
+            goal = int(settings.capacity_bytes * settings.low_watermark)
+            free_bytes = report.scanned_bytes - goal
+        expire_before_ns = _ALL_TIME_NS
+        if settings.ttl_s is not None:
+            expire_before_ns = now_ns - int(settings.ttl_s * 1e9)
+        blocks = coldest_part(
+            [block for _, _, block in scan.coldest],
+            free_bytes,
+            expire_before_ns,
+            int(settings.touch_interval_s * 1e9),
+        )
+        parents: dict[StoreKey, StoreKey | None] = {}
+        for block in blocks:
+            if self.stop():
+                report.interrupted = True
+                return
+            parents[block.key] = self._parent_of(block)
+        order = removal_order(blocks, parents)
+        left_bytes = self._remove_in_order(order, free_bytes, expire_before_ns, report)
+        # Not where something was in use: its heads are being touched this very moment.
+        if scan.overflowed and report.removed_blocks and not report.spared_blocks:
+            warmest_ns = -scan.coldest[0][0]
+            report.more = left_bytes > 0 or warmest_ns < expire_before_ns
+
+    def _remove_in_order(
+        self, order: list[Ranked], free_bytes: int, expire_before_ns: int, report: GcReport
+    ) -> int:
+        """How many bytes are still to be freed."""
+        in_use: set[StoreKey] = set()  # followed by a block that was used since the scan
+        for ranked in order:
+            block = ranked.block
+            if free_bytes <= 0 and ranked.recency_ns >= expire_before_ns:
+                break
+            if self.stop():
+                report.interrupted = True
+                break
+            outcome = Removal.SPARED
+            if block.key not in in_use:
+                outcome = self._store.remover.remove(block.key, block.seen)
+            if outcome is Removal.REMOVED:
+                report.removed_blocks += 1
+                report.removed_bytes += block.nbytes
+                free_bytes -= block.nbytes
+            elif outcome is Removal.GONE:
+                report.gone_blocks += 1
+                report.gone_bytes += block.nbytes
+                free_bytes -= block.nbytes
+            else:
+                report.errors += outcome is Removal.FAILED
+                report.spared_blocks += outcome is Removal.SPARED
+                if ranked.parent is not None:
+                    in_use.add(ranked.parent)
+        return free_bytes
+
+    def _parent_of(self, block: Candidate) -> StoreKey | None:
+        found = self._store.reader.peek(block.key)
+        return None if found is None else found.header.parent
+
+    def _settle(self, entry: Entry, report: GcReport) -> None:
+        assert entry.key is not None
+        assert entry.condemned is not None
+        outcome = self._store.remover.settle(entry.key, entry.path, entry.condemned)
+        report.removed_trash += outcome is Removal.REMOVED
+        report.restored_blocks += outcome is Removal.SPARED
+        report.errors += outcome is Removal.FAILED
+
+    def _redate(self, key: StoreKey, report: GcReport) -> None:
+        """Or it would stay forever: never old, and always the most recent."""
+        try:
+            self._ops.touch(self._tree.block_path(key))
+            report.redated_blocks += 1
+        except OSError as error:
+            report.errors += not is_absent(error)
+
+    def _unlink(self, entry: Entry, report: GcReport) -> bool:
+        try:
+            self._ops.unlink(entry.path)
+        except OSError as error:
+            report.errors += not is_absent(error)
+            return False
+        return True
+
+    def _remove_if_abandoned(self, folder: str, now_ns: int) -> None:
+        """An empty folder nothing happened in for long: a model nobody serves any more."""
+        with contextlib.suppress(OSError):  # not empty, mostly
+            changed_ns = self._ops.lstat(folder).st_mtime_ns
+            if now_ns - changed_ns >= self._settings.stale_temp_s * 1e9:
+                self._ops.rmdir(folder)
+
+    def _remove_drafts(self, now_ns: int) -> None:
+        """What a process left that died while it made the tree."""
+        root = os.path.dirname(self._tree.folder)
+        with contextlib.suppress(OSError):  # another collector is at it; there is a next time
+            for found in self._ops.scandir(root):
+                if found.name.startswith(f".{FOLDER}-") and found.is_dir(follow_symlinks=False):
+                    age_ns = now_ns - found.stat(follow_symlinks=False).st_ctime_ns
+                    if abs(age_ns) >= self._settings.stale_temp_s * 1e9:
+                        shutil.rmtree(found.path, ignore_errors=True)

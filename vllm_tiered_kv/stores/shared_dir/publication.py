@@ -1,0 +1,115 @@
+"""Giving a block its name: written aside first, then linked, so that nobody sees half of it.
+
+`link` refuses to replace, so a block that is there is never exchanged under its readers, and of
+two writers of one key one wins. Network file systems may carry out a link and report an error, or
+carry it out twice and report that the name exists: the truth is whether the name and the temporary
+file are one inode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import errno
+import os
+
+from vllm_tiered_kv.core.store import StoreKey
+from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps, advance
+from vllm_tiered_kv.stores.shared_dir.tree import Identity, Tree
+
+NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+_NO_LINKS = frozenset(
+    {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK}
+)
+_FOLDER_ATTEMPTS = 3  # a collector may remove an empty folder just after it was made
+
+
+class Published(enum.Enum):
+    NEW = enum.auto()
+    TAKEN = enum.auto()  # someone else published this key first
+
+
+class Publisher:
+    def __init__(self, tree: Tree, ops: FileOps) -> None:
+        self._tree = tree
+        self._ops = ops
+
+    def publish(self, key: StoreKey, header: bytes, payload: memoryview, sync: bool) -> Published:
+        """Raises OSError where the file system fails; nothing is left behind then."""
+        temp, fd = self._open_temp(key)
+        path = self._tree.block_path(key)
+        try:
+            self._write(fd, header, payload, sync)
+            outcome = self._give_name(temp, path)
+            if sync:
+                self._sync_name(key, temp, path)
+        finally:
+            with contextlib.suppress(OSError):  # otherwise a collector finds it
+                self._ops.unlink(temp)
+        return outcome
+
+    def sync_present(self, key: StoreKey) -> None:
+        """Makes a block someone else wrote as durable as one written with `sync`."""
+        fd = self._ops.open(self._tree.block_path(key), os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            self._ops.fsync(fd)
+        finally:
+            self._ops.close(fd)
+        self._tree.sync_shard(key)
+
+    def _open_temp(self, key: StoreKey) -> tuple[str, int]:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        for _ in range(_FOLDER_ATTEMPTS):
+            temp = self._tree.temp_path(key)
+            try:
+                return temp, self._ops.open(temp, flags)
+            except FileNotFoundError:
+                with contextlib.suppress(FileNotFoundError):
+                    self._tree.make_shard(key)
+        temp = self._tree.temp_path(key)
+        return temp, self._ops.open(temp, flags)
+
+    def _write(self, fd: int, header: bytes, payload: memoryview, sync: bool) -> None:
+        try:
+            parts = advance([memoryview(header), payload], 0)
+            while parts:
+                parts = advance(parts, self._ops.writev(fd, parts))
+            if sync:
+                self._ops.fsync(fd)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._ops.close(fd)
+            raise
+        self._ops.close(fd)  # network file systems report a full disk or quota here
+
+    def _give_name(self, temp: str, path: str) -> Published:
+        try:
+            self._ops.link(temp, path)
+        except FileExistsError:
+            return Published.NEW if self._is_one_file(temp, path) else Published.TAKEN
+        except OSError as error:
+            if self._is_one_file(temp, path):
+                return Published.NEW
+            if error.errno not in _NO_LINKS:
+                raise
+            # No hard links here. A rename could replace a block published this very moment: by
+            # the same content, and as a whole, so that readers of either see no difference.
+            with contextlib.suppress(FileNotFoundError):
+                self._ops.lstat(path)
+                return Published.TAKEN
+            self._ops.rename(temp, path)
+        return Published.NEW
+
+    def _sync_name(self, key: StoreKey, temp: str, path: str) -> None:
+        try:
+            self._tree.sync_shard(key)
+        except OSError:
+            if self._is_one_file(temp, path):  # failed means that nothing was kept
+                self._ops.unlink(path)
+            raise
+
+    def _is_one_file(self, temp: str, path: str) -> bool:
+        try:
+            return Identity.of(self._ops.lstat(temp)) == Identity.of(self._ops.lstat(path))
+        except OSError:
+            return False

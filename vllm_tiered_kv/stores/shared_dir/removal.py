@@ -1,0 +1,111 @@
+"""Removing a file only if it is the one that was looked at.
+
+There is no "unlink if unchanged". Between a look at a block and its unlink, another collector may
+have removed it and a writer published the key anew, or a reader may have used it. So a removal
+has three steps:
+
+1. rename to a trash name that nobody else uses: from now on nobody finds the block, and whatever
+   was renamed is in our hands alone;
+2. open the trash and compare inode and mtime with what was seen. Opening matters: network file
+   systems may answer a plain stat from a cache, but ask the server at an open;
+3. the same: unlink. Not the same: link it back under its name, then unlink the trash. If the key
+   was published meanwhile, the link finds the name taken, and that is the same content.
+
+A reader that has the file open goes on reading. A reader between 1 and 3 sees a miss, a writer
+publishes the block again. A collector that dies between 1 and 3 leaves a trash name that says what
+was seen, and any other collector finishes from step 2 (`settle`); two that do so at once disturb
+neither, as each step on a trash name succeeds for one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+
+from vllm_tiered_kv.core.store import StoreKey
+from vllm_tiered_kv.stores.shared_dir.events import Event, EventCounts
+from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps, is_absent
+from vllm_tiered_kv.stores.shared_dir.tree import Identity, Tree
+from vllm_tiered_kv.stores.shared_dir.usage import UsageTracker
+
+
+class Removal(enum.Enum):
+    REMOVED = enum.auto()
+    GONE = enum.auto()  # someone else removed it
+    SPARED = enum.auto()  # it is not what was seen: used or published since
+    FAILED = enum.auto()  # the file system refused; counted
+
+
+class Remover:
+    def __init__(self, tree: Tree, ops: FileOps, counts: EventCounts, usage: UsageTracker) -> None:
+        self._tree = tree
+        self._ops = ops
+        self._counts = counts
+        self._usage = usage
+
+    def remove(self, key: StoreKey, seen: Identity) -> Removal:
+        """Removes the block of this key if it is still the file that was seen."""
+        path = self._tree.block_path(key)
+        trash = self._tree.trash_path(key, seen)
+        try:
+            status = self._ops.lstat(path)
+            if Identity.of(status) != seen:
+                return Removal.SPARED  # seen in time: it need not even be invisible for a moment
+            try:
+                self._ops.rename(path, trash)
+            except OSError:
+                # A network file system may report a rename as failed that it has made.
+                if not self._exists(trash):
+                    raise
+        except OSError as error:
+            return self._outcome_of(error)
+        outcome = self.settle(key, trash, seen)
+        if outcome is Removal.REMOVED:
+            self._usage.changed(-1, -status.st_size)
+        return outcome
+
+    def settle(self, key: StoreKey, trash: str, seen: Identity) -> Removal:
+        """Decides about a file in the trash: it goes if it is what was seen, else back."""
+        try:
+            if self._identity(trash) == seen:
+                self._ops.unlink(trash)
+                return Removal.REMOVED
+            self._put_back(trash, self._tree.block_path(key))
+        except OSError as error:
+            return self._outcome_of(error)
+        return Removal.SPARED
+
+    def _identity(self, path: str) -> Identity:
+        fd = self._ops.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            return Identity.of(self._ops.fstat(fd))
+        finally:
+            self._ops.close(fd)
+
+    def _put_back(self, trash: str, path: str) -> None:
+        try:
+            self._ops.link(trash, path)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            if is_absent(error):
+                return  # another collector settled it
+            if not self._exists(path):  # no hard links here
+                self._ops.rename(trash, path)
+                return
+        with contextlib.suppress(FileNotFoundError):
+            self._ops.unlink(trash)
+
+    def _exists(self, path: str) -> bool:
+        try:
+            self._ops.lstat(path)
+        except OSError:
+            return False
+        return True
+
+    def _outcome_of(self, error: OSError) -> Removal:
+        if is_absent(error):
+            return Removal.GONE
+        self._counts.add(Event.REMOVE_ERROR)
+        return Removal.FAILED

@@ -1,0 +1,292 @@
+"""A BlockStore over a directory that many daemons or engines on many hosts use at once.
+
+There is no index and no lock: a block is there when its file is (`tree.py`), files get their names
+when they are complete (`publication.py`), are verified at every read (`block_file.py`), and leave
+by a collection (`gc.py`). Whatever the file system reports is an outcome of the call, never an
+exception.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from vllm_tiered_kv.core.store import (
+    BlockFacts,
+    Durability,
+    PutItem,
+    PutResult,
+    StoreKey,
+    StoreUsage,
+)
+from vllm_tiered_kv.native.cpu import xxh3_64
+from vllm_tiered_kv.stores.shared_dir.block_file import BlockReader, ReadBlock
+from vllm_tiered_kv.stores.shared_dir.clock import ServerClock
+from vllm_tiered_kv.stores.shared_dir.events import Event, EventCounts
+from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps, is_absent
+from vllm_tiered_kv.stores.shared_dir.format import (
+    HEADER_BYTES,
+    BlockHeader,
+    encode_header,
+    is_key,
+)
+from vllm_tiered_kv.stores.shared_dir.publication import NO_SPACE, Published, Publisher
+from vllm_tiered_kv.stores.shared_dir.recency import Recency, Use
+from vllm_tiered_kv.stores.shared_dir.removal import Remover
+from vllm_tiered_kv.stores.shared_dir.settings import SharedDirSettings
+from vllm_tiered_kv.stores.shared_dir.tree import EntryKind, open_tree
+from vllm_tiered_kv.stores.shared_dir.usage import Totals, UsageTracker
+
+logger = logging.getLogger(__name__)
+
+_KEYS_A_TASK = 32  # a lookup is far cheaper than handing it to another thread
+_KEPT = frozenset({PutResult.STORED, PutResult.PRESENT})
+
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
+
+
+class SharedDirStore:
+    """Opens the directory, or makes it. ConfigError where something else is there."""
+
+    def __init__(self, settings: SharedDirSettings, ops: FileOps | None = None) -> None:
+        self.settings = settings
+        self.ops = ops or FileOps()
+        self.counts = EventCounts()
+        self.tree = open_tree(settings.root, self.ops)
+        self.clock = ServerClock(self.ops, self.tree.clock_path)
+        self.usage_tracker = UsageTracker()
+        self.remover = Remover(self.tree, self.ops, self.counts, self.usage_tracker)
+        self.reader = BlockReader(self.tree, self.ops, self.counts, self.remover)
+        self._publisher = Publisher(self.tree, self.ops)
+        self.recency = Recency(
+            self.tree,
+            self.ops,
+            self.counts,
+            self.reader,
+            self.clock,
+            settings.touch_interval_s,
+        )
+        self._pool = ThreadPoolExecutor(settings.threads, thread_name_prefix="tiered-kv-shared")
+        self._close_lock = threading.Lock()
+        self._closed = False
+
+    # ---- lookups --------------------------------------------------------------------------------
+
+    def match(self, keys: Sequence[StoreKey]) -> int:
+        count = 0
+        keys = [] if self._closed else keys
+        window = _KEYS_A_TASK * self.settings.threads
+        for start in range(0, len(keys), window):
+            for present in self.contains(keys[start : start + window]):
+                if not present:
+                    return count
+                count += 1
+        return count
+
+    def contains(self, keys: Sequence[StoreKey]) -> list[bool]:
+        if self._closed:
+            return [False] * len(keys)
+        tasks = [keys[at : at + _KEYS_A_TASK] for at in range(0, len(keys), _KEYS_A_TASK)]
+        answers = self._map(lambda task: [self._is_here(key) for key in task], tasks)
+        return [here for answer in answers for here in answer]
+
+    def describe(self, keys: Sequence[StoreKey]) -> list[BlockFacts | None]:
+        """Reads headers only: a block whose payload is damaged is still described."""
+        if self._closed:
+            return [None] * len(keys)
+        return self._map(self._facts, keys)
+
+    def _is_here(self, key: StoreKey) -> bool:
+        if not is_key(key):
+            return False
+        try:
+            status = self.ops.lstat(self.tree.block_path(key))
+        except OSError as error:
+            if not is_absent(error):
+                self.counts.add(Event.READ_ERROR)
+            return False
+        # What a crashed machine leaves of a file that was never synced is often empty.
+        return stat.S_ISREG(status.st_mode) and status.st_size >= HEADER_BYTES
+
+    def _facts(self, key: StoreKey) -> BlockFacts | None:
+        found = self.reader.peek(key) if is_key(key) else None
+        if found is None:
+            return None
+        header = found.header
+        return BlockFacts(header.payload_bytes, header.payload_checksum, header.parent)
+
+    # ---- bytes ----------------------------------------------------------------------------------
+
+    def get(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[bool]:
+        wanted = list(zip(keys, into, strict=True))
+        if self._closed:
+            return [False] * len(wanted)
+        found = self._map(lambda one: self._get_one(*one), wanted)
+        self.recency.used(
+            [Use(r.header.key, r.header.parent, r.mtime_ns / 1e9) for r in found if r is not None]
+        )
+        return [read is not None for read in found]
+
+    def _get_one(self, key: StoreKey, into: memoryview) -> ReadBlock | None:
+        if not is_key(key):
+            self.counts.add(Event.BAD_KEY)
+            return None
+        return self.reader.read(key, into.cast("B"))
+
+    def put(
+        self, items: Sequence[PutItem], durability: Durability = Durability.MEMORY
+    ) -> list[PutResult]:
+        """What follows a block that found no room is not tried: it would be of no use."""
+        if self._closed:
+            return [PutResult.DROPPED] * len(items)
+        dropped: set[StoreKey] = set()
+        results: dict[int, PutResult] = {}
+
+        def put_at(at: int) -> None:
+            item = items[at]
+            if item.parent is not None and item.parent in dropped:
+                results[at] = PutResult.DROPPED
+            else:
+                results[at] = self._put_one(item, durability)
+            if results[at] is PutResult.DROPPED:
+                dropped.add(item.key)
+
+        first: dict[StoreKey, int] = {}
+        for at, item in enumerate(items):
+            first.setdefault(item.key, at)
+        self._map(put_at, list(first.values()))
+        for at, item in enumerate(items):  # a key named twice: in order, the first one wins
+            if first[item.key] != at:
+                put_at(at)
+        now = self.clock.estimate()
+        kept = [at for at in sorted(results) if results[at] in _KEPT]
+        self.recency.used([Use(items[at].key, items[at].parent, now) for at in kept])
+        return [results[at] for at in range(len(items))]
+
+    def _put_one(self, item: PutItem, durability: Durability) -> PutResult:
+        if not is_key(item.key) or (item.parent is not None and not is_key(item.parent)):
+            self.counts.add(Event.BAD_KEY)
+            return PutResult.FAILED
+        payload = item.payload.cast("B")
+        sync = durability is Durability.DISK
+        try:
+            if self._keep_present(item.key, len(payload), sync):
+                return PutResult.PRESENT
+            checksum = xxh3_64(payload)
+            if item.checksum is not None and item.checksum != checksum:
+                self.counts.add(Event.BAD_CHECKSUM)
+                return PutResult.FAILED
+            header = BlockHeader(item.key, item.parent, len(payload), checksum)
+            published = self._publisher.publish(item.key, encode_header(header), payload, sync)
+            if published is Published.NEW:
+                self.usage_tracker.changed(1, header.file_bytes)
+                return PutResult.STORED
+            if sync:
+                self._publisher.sync_present(item.key)
+            return PutResult.PRESENT
+        except OSError as error:
+            if error.errno in NO_SPACE:
+                self.counts.add(Event.NO_SPACE)
+                return PutResult.DROPPED
+            self.counts.add(Event.WRITE_ERROR)
+            logger.debug("a block could not be written to %s: %s", self.tree.folder, error)
+            return PutResult.FAILED
+
+    def _keep_present(self, key: StoreKey, payload_bytes: int, sync: bool) -> bool:
+        """Whether the block is here, and will not be collected from under this put."""
+        try:
+            status = self.ops.lstat(self.tree.block_path(key))
+        except OSError as error:
+            if is_absent(error):
+                return False
+            raise
+        if status.st_size != HEADER_BYTES + payload_bytes and self.reader.peek(key) is None:
+            return False  # cut short by a crash, say; gone by now
+        # A touch is what a collector looks for before it removes. Where it finds no file any
+        # more, the block has just been collected, and is written again.
+        if self.recency.is_stale(status.st_mtime_ns / 1e9) and not self.recency.touch(key):
+            return False
+        if sync:
+            self._publisher.sync_present(key)
+        return True
+
+    # ---- the rest -------------------------------------------------------------------------------
+
+    def delete(self, keys: Sequence[StoreKey]) -> int:
+        return 0 if self._closed else sum(self._map(self._delete_one, keys))
+
+    def _delete_one(self, key: StoreKey) -> int:
+        if not is_key(key):
+            return 0
+        path = self.tree.block_path(key)
+        try:
+            size = self.ops.lstat(path).st_size
+            self.ops.unlink(path)
+        except OSError as error:
+            if not is_absent(error):
+                self.counts.add(Event.REMOVE_ERROR)
+            return 0
+        self.usage_tracker.changed(-1, -size)
+        return 1
+
+    def flush(self) -> None:
+        """Syncs the file system. An error is counted: which blocks it concerns is not known, and
+        each of them is verified when it is read."""
+        self.recency.drain()
+        try:
+            fd = self.ops.open(self.tree.folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                self.ops.syncfs(fd)
+            finally:
+                self.ops.close(fd)
+        except OSError as error:
+            self.counts.add(Event.FLUSH_ERROR)
+            logger.warning("%s could not be flushed: %s", self.tree.folder, error)
+
+    def usage(self) -> StoreUsage:
+        """By a scan; between scans what this process knows. Other hosts change it meanwhile."""
+        totals = self.usage_tracker.latest(self.settings.usage_max_age_s)
+        if totals is None:
+            totals = self._scan()
+            self.usage_tracker.scanned(totals)
+        return StoreUsage(totals.blocks, totals.nbytes, self.settings.capacity_bytes)
+
+    def _scan(self) -> Totals:
+        blocks = nbytes = 0
+        try:
+            for entry in self.tree.entries():
+                if entry.kind is EntryKind.BLOCK:
+                    blocks += 1
+                    nbytes += entry.status.st_size
+        except OSError as error:
+            self.counts.add(Event.READ_ERROR)
+            logger.warning("%s could not be scanned: %s", self.tree.folder, error)
+        return Totals(blocks, nbytes)
+
+    def close(self) -> None:
+        """Afterwards every lookup is a miss and every put is dropped."""
+        with self._close_lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._pool.shutdown(wait=True)
+            self.flush()
+            self.recency.close()
+
+    def _map(self, call: Callable[[_In], _Out], tasks: Iterable[_In]) -> list[_Out]:
+        tasks = list(tasks)
+        if len(tasks) > 1:
+            try:
+                pending = [self._pool.submit(call, task) for task in tasks]
+            except RuntimeError:
+                if not self._closed:
+                    raise
+            else:
+                return [one.result() for one in pending]
+        return [call(task) for task in tasks]
