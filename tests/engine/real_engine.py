@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,6 +88,14 @@ class RealEngine:
             )
             for o in outputs
         ]
+
+    def settle(self) -> None:
+        """Lets an idle engine store and send what it has, as a server's engine does by itself."""
+        end = time.monotonic() + 60
+        while self.scheduler.has_requests():
+            assert time.monotonic() < end, "the engine never came to rest"
+            self.core.step()
+            time.sleep(0.001)
 
     def drop_gpu_cache(self) -> None:
         assert self.llm.reset_prefix_cache()

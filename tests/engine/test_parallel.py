@@ -13,32 +13,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.engine.parallel_run import BLOCK
-from tests.models import TINY_QWEN2
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = (300, 170, 420)
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    folder = tmp_path_factory.mktemp("models") / "random"
-    torch.manual_seed(7)
-    model = Qwen2ForCausalLM(Qwen2Config(**TINY_QWEN2))
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.dim() == 1:
-                weight.fill_(1.0 if "norm" in name else 0.0)
-            else:
-                weight.normal_(0.0, 1.0 if "embed" in name else 2.5 / weight.shape[-1] ** 0.5)
-    model.save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,74 @@
+"""Run in a process of its own by test_remote_engines.py: one engine over a daemon.
+
+Answers the prompts, waits until everything worth keeping has left for the daemon, prints the
+answers and its counters as JSON, and then stays up until it is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+
+BLOCK = 32
+LENGTHS = (300, 170, 420, 96, 510)
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(5)
+    return [[rng.randrange(3, 1000) for _ in range(n)] for n in LENGTHS]
+
+
+def main(model: str, options: dict, stored_blocks: int) -> None:
+    from vllm import LLM, SamplingParams
+    from vllm.config import KVTransferConfig
+
+    llm = LLM(
+        model=model,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=1024,
+        block_size=BLOCK,
+        seed=0,
+        enforce_eager=True,
+        disable_log_stats=False,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="TieredKVConnector",
+            kv_connector_module_path="vllm_tiered_kv.connector.connector",
+            kv_role="kv_both",
+            kv_connector_extra_config=options,
+        ),
+    )
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
+
+    def counters() -> dict[str, float]:
+        return {
+            f"{metric.name.removeprefix('vllm:tiered_kv_')}[{metric.labels['tier']}]": metric.value
+            for metric in llm.get_metrics()
+            if metric.name.startswith("vllm:tiered_kv_") and "tier" in metric.labels
+        }
+
+    answers = []
+    for ids in prompts():
+        (out,) = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
+        tokens = list(out.outputs[0].token_ids)
+        steps = zip(out.outputs[0].logprobs, tokens, strict=True)
+        answers.append(
+            {
+                "tokens": tokens,
+                "logprobs": [step[token].logprob for step, token in steps],
+                "cached": out.num_cached_tokens,
+            }
+        )
+    deadline = time.monotonic() + 60
+    while counters().get("stored_blocks[remote]", 0) < stored_blocks:
+        assert time.monotonic() < deadline, counters()
+        llm.generate([{"prompt_token_ids": [7]}], params, use_tqdm=False)  # brings fresh counters
+        time.sleep(0.1)
+    print("RESULT " + json.dumps({"answers": answers, "counters": counters()}), flush=True)
+    time.sleep(600)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]))

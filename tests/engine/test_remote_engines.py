@@ -1,0 +1,104 @@
+"""Real engines in processes of their own that share a daemon, and outlive each other's death."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.daemon.daemon_process import DaemonProcess
+from tests.engine.remote_run import BLOCK, LENGTHS
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+WHOLE = [(length - 1) // BLOCK * BLOCK for length in LENGTHS]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kv-") as path:
+        yield Path(path)
+
+
+def run_and_kill(model: Path, options: dict, stored_blocks: int = 0) -> dict:
+    """An engine that answers all prompts and is then killed with everything it started."""
+    environment = {
+        **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "tests.engine.remote_run",
+                str(model),
+                json.dumps(options),
+                str(stored_blocks),
+            ],
+            env=environment,
+            cwd=ROOT,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            deadline = time.monotonic() + 300
+            while True:
+                log.seek(0)
+                text = log.read()
+                lines = [line for line in text.splitlines() if line.startswith("RESULT ")]
+                if lines:
+                    return json.loads(lines[0].removeprefix("RESULT "))
+                assert process.poll() is None, text[-4000:]
+                assert time.monotonic() < deadline, text[-4000:]
+                time.sleep(0.2)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def test_engines_share_a_daemon_across_their_deaths_and_its_own(
+    random_model: Path, folder: Path
+) -> None:
+    with DaemonProcess(
+        folder,
+        *("--memory", "64MiB"),
+        *("--ssd", str(folder / "ssd"), "--ssd-space", "128MiB"),
+    ) as daemon:
+        blocks = sum(length // BLOCK for length in LENGTHS)
+        first = run_and_kill(
+            random_model, {"cpu_memory": "16MiB", "remote": daemon.endpoint}, blocks
+        )
+        assert [answer["cached"] for answer in first["answers"]] == [0] * len(LENGTHS)
+        assert len({tuple(answer["tokens"]) for answer in first["answers"]}) == len(LENGTHS)
+
+        # The second maps the daemon's memory.
+        second = run_and_kill(random_model, {"cpu_memory": "16MiB", "remote": daemon.ipc})
+        assert [answer["cached"] for answer in second["answers"]] == WHOLE
+        assert _said(second) == _said(first)
+        assert second["counters"]["hit_tokens[remote]"] == sum(WHOLE)
+        assert second["counters"].get("load_failures[remote]", 0) == 0
+
+        daemon.terminate()
+        daemon.restart()
+        third = run_and_kill(random_model, {"cpu_memory": "16MiB", "remote": daemon.endpoint})
+        assert [answer["cached"] for answer in third["answers"]] == WHOLE
+        assert _said(third) == _said(first)
+        assert third["counters"]["loaded_blocks[remote]"] == sum(WHOLE) // BLOCK
+        assert "recovered" in daemon.logs
+
+
+def _said(report: dict) -> list[tuple]:
+    return [(answer["tokens"], answer["logprobs"]) for answer in report["answers"]]

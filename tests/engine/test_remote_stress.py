@@ -1,0 +1,67 @@
+"""One engine over four tiers, each too small for the prompts, so that each of them serves some."""
+
+from __future__ import annotations
+
+import random
+import re
+import tempfile
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.daemon.daemon_process import DaemonProcess
+from tests.engine.oracle import BLOCK, BLOCK_BYTES, COUNT, PROMPTS, Truth, assert_same
+from tests.engine.real_engine import real_engine
+from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.metrics import names
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kv-") as path:
+        yield Path(path)
+
+
+def daemon_hits(daemon: DaemonProcess) -> dict[str, float]:
+    """Blocks asked for and found, by the tier of the daemon they lay in."""
+    page = urllib.request.urlopen(f"{daemon.http}/metrics", timeout=10).read().decode()
+    pattern = r'^tiered_kv_server_hit_blocks_total\{tier="(\w+)"\} (\S+)$'
+    return {tier: float(value) for tier, value in re.findall(pattern, page, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("transport", ["tcp", "ipc"])
+def test_every_tier_serves_its_part(
+    tiny_model: Path, truth: Truth, folder: Path, transport: str
+) -> None:
+    working_set = sum(len(ids) // BLOCK for ids in PROMPTS) * BLOCK_BYTES
+    cpu, memory, ssd = 32 * BLOCK_BYTES, 96 * BLOCK_BYTES, 192 * BLOCK_BYTES
+    assert max(cpu, memory, ssd) < working_set
+    with DaemonProcess(
+        folder,
+        *("--memory", str(memory), "--http", "127.0.0.1:0"),
+        *("--ssd", str(folder / "ssd"), "--ssd-space", str(ssd)),
+    ) as daemon:
+        remote = daemon.ipc if transport == "ipc" else daemon.endpoint
+        options = {"cpu_memory": cpu, "remote": remote, "remote_lookup_timeout": 5}
+        with real_engine(tiny_model, options) as engine:
+            rng = random.Random(3)
+            order = list(range(len(PROMPTS)))
+            for _ in range(4):
+                rng.shuffle(order)
+                # Some again at once: what was used last is what the CPU tier still has.
+                for number in [n for n in order for _ in range(rng.choice([1, 1, 2]))]:
+                    answers = engine.ask([PROMPTS[number]], COUNT)
+                    engine.settle()
+                    assert_same(answers, engine, ([truth[0][number]], truth[1]))
+                    engine.drop_gpu_cache()
+            assert engine.total(names.LOADED_BLOCKS, Tier.CPU.value) > 0
+            assert engine.total(names.LOADED_BLOCKS, Tier.REMOTE.value) > 0
+            assert engine.total(names.EVICTED_BLOCKS) > 0
+            hits = daemon_hits(daemon)
+            assert hits["memory"] > 0
+            assert hits["ssd"] > 0
+            engine.assert_at_rest()
