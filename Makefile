@@ -35,9 +35,11 @@ lint: ## ruff, mypy and clang-format; changes nothing
 
 gpu-test: ## run the tests that need an NVIDIA GPU
 	@$(SETUP) --env $(FULL) --profile full
-	REQUIRE_GPU=1 $(FULL)/bin/python -m pytest tests/gpu -k "not async_on and not async_off" $(PYTEST_FLAGS)
+	REQUIRE_GPU=1 $(FULL)/bin/python -m pytest tests/gpu -k "not async_on and not async_off and not ipc and not tcp" $(PYTEST_FLAGS)
 	REQUIRE_GPU=1 $(FULL)/bin/python -m pytest tests/gpu -k async_on $(PYTEST_FLAGS)
 	REQUIRE_GPU=1 $(FULL)/bin/python -m pytest tests/gpu -k async_off $(PYTEST_FLAGS)
+	REQUIRE_GPU=1 $(FULL)/bin/python -m pytest tests/gpu/test_remote_gpu.py -k ipc $(PYTEST_FLAGS)
+	REQUIRE_GPU=1 $(FULL)/bin/python -m pytest tests/gpu/test_remote_gpu.py -k tcp $(PYTEST_FLAGS)
 
 ##@ Work on it
 format: ## let ruff and clang-format rewrite the sources

@@ -21,6 +21,8 @@ from vllm_tiered_kv.core.layout import StridedView, block_runs  # noqa: E402
 from vllm_tiered_kv.core.transfer import GroupTransfer, int64_array  # noqa: E402
 from vllm_tiered_kv.device.arena import Arena  # noqa: E402
 from vllm_tiered_kv.device.cuda_copier import CudaCopier  # noqa: E402
+from vllm_tiered_kv.device.pinning import BackgroundPinner  # noqa: E402
+from vllm_tiered_kv.device.shared_arena import SharedArena  # noqa: E402
 from vllm_tiered_kv.metrics.names import DropReason  # noqa: E402
 from vllm_tiered_kv.native import cuda  # noqa: E402
 
@@ -192,3 +194,40 @@ def test_bad_ids_are_reported_not_raised(bench: Bench) -> None:
     assert "slot_offsets" in load.error
     bench.copier.store(2, pairs([1], [0]))
     assert bench.finish()[0][0].stored == 1
+
+
+def test_a_channel_reads_shared_memory_behind_the_fence(bench: Bench) -> None:
+    """As blocks of a daemon's memory are loaded: a mapped memfd, pinned in pieces, own stream."""
+    arena = SharedArena.create(64 * 102_400)
+    pinner = BackgroundPinner(
+        arena.region,
+        functools.partial(cuda.host_register, device=0),
+        functools.partial(cuda.host_unregister, device=0),
+        "",
+        chunk_bytes=7 * 4096 * 4,
+    )
+    while pinner.ready_bytes < arena.capacity_bytes:
+        time.sleep(0.001)
+    rng = np.random.default_rng(4)
+    contents = [rng.bytes(LAYERS * PAGE) for _ in range(8)]
+    offsets = [n * 102_400 for n in (3, 60, 7, 8, 9, 31, 0, 44)]
+    for offset, content in zip(offsets, contents, strict=True):
+        arena.view(offset, len(content))[:] = content
+    channel = bench.copier.open_channel()
+    channel.scatter(0, int64_array([1]), arena.region, int64_array([0]))  # loads the kernel
+    channel.finish()
+    with torch.cuda.stream(bench.stream):
+        torch.cuda._sleep(BUSY_CYCLES)
+        for layer in bench.layers:
+            layer[20].fill_(1)  # a step in flight still writes the block that was given away
+        bench.copier.fence()
+        torch.cuda._sleep(BUSY_CYCLES)
+        behind = torch.cuda.Event()
+        behind.record()
+    channel.scatter(0, int64_array(list(range(20, 28))), arena.region, int64_array(offsets))
+    channel.finish()
+    assert not behind.query(), "the channel waited for the forward"
+    assert [bench.block(20 + n) for n in range(8)] == contents
+    channel.close()
+    pinner.close()
+    arena.close()
