@@ -108,9 +108,10 @@ class ConnectionLost(RemoteError):
 
 
 class RemoteRefusal(RemoteError):
-    """The daemon answered, with an error."""
+    """The daemon answered, with an error: to one request, or to being talked to at all."""
 
-    def __init__(self, code: ErrorCode, message: str) -> None:
+    def __init__(self, code: ErrorCode, message: str, refuses_session: bool = False) -> None:
         super().__init__(f"{code.value}: {message}")
         self.code = code
         self.message = message
+        self.refuses_session = refuses_session

@@ -1,0 +1,133 @@
+"""A daemon that can misbehave: a ROUTER in a thread that keeps blocks in a dictionary.
+
+The real daemon cannot be made to send a wrong id, another's reply or half a stream. `fault` sees
+every request first and may answer it otherwise; None leaves it to the honest part.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+
+import xxhash
+import zmq
+
+from vllm_tiered_kv.core.store import PutResult
+from vllm_tiered_kv.wire.messages import (
+    PROTOCOL_VERSION,
+    Contains,
+    ContainsReply,
+    Delete,
+    DeleteReply,
+    Flush,
+    FlushReply,
+    Get,
+    GetReply,
+    Hello,
+    HelloReply,
+    Limits,
+    Match,
+    MatchReply,
+    Put,
+    PutReply,
+    Reply,
+    Request,
+    Stats,
+    StatsReply,
+    decode_request,
+    encode_reply,
+    put_codes,
+)
+
+Frames = list[bytes]
+Fault = Callable[["FaultyDaemon", int, Request], "list[Frames] | None"]
+
+
+def framed(request_id: int, reply: Reply, payload: Sequence[bytes] = ()) -> Frames:
+    return [encode_reply(request_id, reply), *payload]
+
+
+def block_reply(
+    request_id: int, blocks: dict[int, bytes], more: bool = False, flip: int = 0
+) -> Frames:
+    """Blocks by position; `flip` makes their checksums wrong."""
+    payload = list(blocks.values())
+    checksums = [xxhash.xxh3_64_intdigest(block) ^ flip for block in payload]
+    reply = GetReply(list(blocks), [len(block) for block in payload], checksums, more)
+    return framed(request_id, reply, payload)
+
+
+class FaultyDaemon:
+    def __init__(self, fault: Fault | None = None, limits: Limits | None = None) -> None:
+        self.fault = fault
+        self.limits = limits or Limits()
+        self.instance = secrets.token_bytes(16)
+        self.blocks: dict[bytes, bytes] = {}
+        self.seen: list[Request] = []
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.bind("tcp://127.0.0.1:*")
+        self.address = self._socket.last_endpoint.decode().rstrip("\0")
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> FaultyDaemon:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(10)
+        self._context.destroy(linger=0)
+
+    def ops(self) -> list[str]:
+        return [request.op for request in self.seen]
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            if not self._socket.poll(20):
+                continue
+            identity, header, *payload = self._socket.recv_multipart()
+            request_id, request = decode_request(header, [len(frame) for frame in payload])
+            self.seen.append(request)
+            answers = self.fault(self, request_id, request) if self.fault else None
+            if answers is None:
+                answers = [self.honest(request_id, request, payload)]
+            for frames in answers:
+                self._socket.send_multipart([identity, *frames])
+
+    def honest(self, request_id: int, request: Request, payload: Sequence[bytes] = ()) -> Frames:
+        if isinstance(request, Get):
+            return block_reply(
+                request_id,
+                {n: self.blocks[k] for n, k in enumerate(request.keys) if k in self.blocks},
+            )
+        return framed(request_id, self._answer(request, payload))
+
+    def _answer(self, request: Request, payload: Sequence[bytes]) -> Reply:
+        if isinstance(request, Hello):
+            token = secrets.token_bytes(16)
+            return HelloReply(PROTOCOL_VERSION, "faulty", [], self.instance, token, self.limits)
+        if isinstance(request, Contains):
+            return ContainsReply(bytes(key in self.blocks for key in request.keys))
+        if isinstance(request, Match):
+            count = 0
+            for key in request.keys:
+                if not all(key + end in self.blocks for end in request.suffixes or [b""]):
+                    break
+                count += 1
+            return MatchReply(count, [count, 0, 0])
+        if isinstance(request, Put):
+            self.blocks.update(zip(request.keys, payload, strict=True))
+            return PutReply(put_codes([PutResult.STORED] * len(payload)))
+        if isinstance(request, Delete):
+            return DeleteReply(sum(self.blocks.pop(key, None) is not None for key in request.keys))
+        if isinstance(request, Flush):
+            return FlushReply()
+        assert isinstance(request, Stats), request
+        return StatsReply({})

@@ -1,0 +1,361 @@
+"""A daemon that lies, stalls or speaks another language costs misses: no exception, no hang, and
+never a wrong byte."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.remote.engine import IDENTITY, NBYTES, buffers, content, identity, items, keys, within
+from tests.remote.faulty_daemon import Fault, FaultyDaemon, Frames, block_reply, framed
+from vllm_tiered_kv.core.store import Durability, PutResult
+from vllm_tiered_kv.errors import ConnectionLost, ErrorCode
+from vllm_tiered_kv.remote.address import ServerAddress
+from vllm_tiered_kv.remote.connection import Connection, Settings
+from vllm_tiered_kv.remote.health import BreakerState
+from vllm_tiered_kv.remote.store import RemoteStore
+from vllm_tiered_kv.remote.transfers import PUTS_UNDER_WAY
+from vllm_tiered_kv.wire.messages import (
+    ContainsReply,
+    Delete,
+    ErrorReply,
+    Get,
+    Hello,
+    Limits,
+    Match,
+    Put,
+    PutReply,
+    Request,
+    StatsReply,
+)
+
+KEYS = keys("chain", 8)
+
+
+@pytest.fixture
+def daemon() -> Iterator[FaultyDaemon]:
+    with FaultyDaemon() as running:
+        running.blocks = {key[16:]: content(key) for key in KEYS}
+        yield running
+
+
+@pytest.fixture
+def store(daemon: FaultyDaemon) -> Iterator[RemoteStore]:
+    opened = RemoteStore(daemon.address, IDENTITY, timeout_s=10.0, connect_timeout_s=5.0)
+    yield opened
+    opened.close()
+
+
+def on(kind: type, answer: Callable[[FaultyDaemon, int, Request], list[Frames]]) -> Fault:
+    def fault(daemon: FaultyDaemon, request_id: int, request: Request) -> list[Frames] | None:
+        return answer(daemon, request_id, request) if isinstance(request, kind) else None
+
+    return fault
+
+
+def assert_served(store: RemoteStore) -> None:
+    """All is well (again)."""
+    into = buffers(len(KEYS))
+    assert store.get(KEYS, into) == [True] * len(KEYS)
+    assert [bytes(buffer) for buffer in into] == [content(key) for key in KEYS]
+
+
+def patiently(check: Callable[[], bool], seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not check():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
+def test_an_honest_daemon_is_understood(store: RemoteStore) -> None:
+    assert_served(store)
+    assert store.match(KEYS) == 8
+    assert store.contains([*KEYS[:2], *keys("other", 1)]) == [True, True, False]
+
+
+@pytest.mark.parametrize("kind", [Hello, Match, Get])
+def test_silence_is_a_miss(daemon: FaultyDaemon, store: RemoteStore, kind: type) -> None:
+    daemon.fault = on(kind, lambda *_: [])
+    assert store.get(KEYS[:1], buffers(1), deadline=within(0.2)) == [kind is Match]
+    assert store.match_all([KEYS[0][16:33]], [], deadline=within(0.2)) is not None
+    for _ in range(4):
+        into = buffers(2)
+        store.get(KEYS[:2], into, deadline=within(0.1))
+    assert (store.breaker.state is BreakerState.CLOSED) == (kind is Match)
+    daemon.fault = None
+    patiently(lambda: store.match(KEYS) == 8)
+    assert_served(store)
+
+
+def test_a_late_reply_is_nobodys(daemon: FaultyDaemon, store: RemoteStore) -> None:
+    def dawdle(daemon: FaultyDaemon, request_id: int, request: Request) -> list[Frames]:
+        time.sleep(0.3)
+        return [daemon.honest(request_id, request)]
+
+    assert_served(store)
+    daemon.fault = on(Get, dawdle)
+    into = buffers(1)
+    assert store.get(KEYS[:1], into, deadline=within(0.1)) == [False]
+    daemon.fault = None
+    time.sleep(0.5)
+    assert bytes(into[0]) == bytes(NBYTES), "nothing is written after the return"
+    assert_served(store)
+
+
+def test_replies_to_other_ids_are_ignored(daemon: FaultyDaemon, store: RemoteStore) -> None:
+    daemon.fault = on(
+        Get, lambda d, i, _: [block_reply(i + 1000, {0: content(KEYS[1])}), d.honest(i, _)]
+    )
+    assert_served(store)
+    daemon.fault = on(Get, lambda d, i, _: [block_reply(i + 1000, {0: content(KEYS[1])})])
+    assert store.get(KEYS[:1], buffers(1), deadline=within(0.2)) == [False]
+
+
+def test_a_reply_that_comes_twice_counts_once(daemon: FaultyDaemon, store: RemoteStore) -> None:
+    daemon.fault = lambda d, i, r: None if isinstance(r, Put) else [d.honest(i, r)] * 2
+    for _ in range(3):
+        assert_served(store)
+        assert store.match(KEYS) == 8
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda d, i, r: [[b""]],
+        lambda d, i, r: [[b"\xc1"]],
+        lambda d, i, r: [d.honest(i, r)[:-1]],
+        lambda d, i, r: [[*d.honest(i, r), b"more"]],
+        lambda d, i, r: [[d.honest(i, r)[0][:-3], *d.honest(i, r)[1:]]],
+        lambda d, i, r: [[*d.honest(i, r)[:-1], d.honest(i, r)[-1][:-1]]],
+        lambda d, i, r: [framed(i, StatsReply({}))],
+        lambda d, i, r: [block_reply(i, {len(r.keys): content(KEYS[0])})],
+        lambda d, i, r: [block_reply(i, {0: content(KEYS[1])}, flip=1)],
+        lambda d, i, r: [block_reply(i, {0: content(KEYS[0])[:-1]})],
+        lambda d, i, r: [[b"x"] * 3000],
+    ],
+    ids=[
+        "empty header",
+        "no msgpack",
+        "a frame less",
+        "a frame more",
+        "half a header",
+        "a short frame",
+        "another's reply",
+        "a position not asked for",
+        "a wrong checksum",
+        "another length",
+        "too many frames",
+    ],
+)
+def test_a_broken_get_is_a_miss(
+    daemon: FaultyDaemon,
+    store: RemoteStore,
+    answer: Callable[[FaultyDaemon, int, Request], list[Frames]],
+) -> None:
+    daemon.fault = on(Get, answer)
+    assert store.get(KEYS[:1], buffers(1), deadline=within(5)) == [False]
+    daemon.fault = None
+    daemon.blocks[KEYS[0][16:]] = content(KEYS[0])  # a damaged one was deleted
+    assert_served(store)
+
+
+def test_a_position_that_comes_twice_ends_the_stream(
+    daemon: FaultyDaemon, store: RemoteStore
+) -> None:
+    first, other = content(KEYS[0]), content(KEYS[1])
+    daemon.fault = on(
+        Get, lambda d, i, _: [block_reply(i, {0: first}, more=True), block_reply(i, {0: other})]
+    )
+    into = buffers(2)
+    assert store.get(KEYS[:2], into) == [True, False]
+    assert bytes(into[0]) == first
+
+
+def test_a_damaged_block_is_counted_and_deleted(daemon: FaultyDaemon, store: RemoteStore) -> None:
+    bad = content(KEYS[2])[:-1] + b"\0"
+    checksum_of = block_reply(1, {0: content(KEYS[2])})[0]
+    assert checksum_of
+    daemon.blocks[KEYS[2][16:]] = bad
+
+    def stale_checksums(daemon: FaultyDaemon, request_id: int, request: Request) -> list[Frames]:
+        assert isinstance(request, Get)
+        right = [content(key) for key in KEYS]
+        header = block_reply(request_id, dict(enumerate(right)))[0]
+        return [[header, *(daemon.blocks[key] for key in request.keys)]]
+
+    daemon.fault = on(Get, stale_checksums)
+    assert store.get(KEYS, buffers(8)) == [key is not KEYS[2] for key in KEYS]
+    assert store.counts.damaged_blocks == 1
+    assert [r.keys for r in daemon.seen if isinstance(r, Delete)] == [[KEYS[2][16:]]]
+    assert KEYS[2][16:] not in daemon.blocks
+
+
+def test_what_came_before_the_end_of_a_stream_is_kept(
+    daemon: FaultyDaemon, store: RemoteStore
+) -> None:
+    some = {1: content(KEYS[1]), 0: content(KEYS[0])}
+    daemon.fault = on(Get, lambda d, i, _: [block_reply(i, some, more=True)])
+    into = buffers(3)
+    assert store.get(KEYS[:3], into, deadline=within(0.3)) == [True, True, False]
+    assert bytes(into[1]) == content(KEYS[1])
+    assert store.breaker.state is BreakerState.CLOSED
+    failed = ErrorReply(ErrorCode.INTERNAL, "the disk is gone", "get")
+    daemon.fault = on(Get, lambda d, i, _: [block_reply(i, some, more=True), framed(i, failed)])
+    assert store.get(KEYS[:3], buffers(3)) == [True, True, False]
+    daemon.fault = None
+    assert_served(store)
+
+
+def test_a_stream_may_come_in_any_order(daemon: FaultyDaemon, store: RemoteStore) -> None:
+    def stream(daemon: FaultyDaemon, request_id: int, request: Request) -> list[Frames]:
+        order = [5, 0, 7, 2, 1, 6, 3, 4]
+        parts = [block_reply(request_id, {n: content(KEYS[n])}, more=True) for n in order]
+        return [*parts, block_reply(request_id, {})]
+
+    daemon.fault = on(Get, stream)
+    assert_served(store)
+
+
+def test_a_daemon_that_forgot_us_is_greeted_again(daemon: FaultyDaemon, store: RemoteStore) -> None:
+    assert_served(store)
+    forgot = ErrorReply(ErrorCode.NO_HELLO, "who is this?", "match")
+    daemon.fault = on(Match, lambda d, i, _: [framed(i, forgot)])
+    assert store.match(KEYS) == 0
+    daemon.fault = None
+    daemon.instance = bytes(16)
+    assert_served(store)
+    assert daemon.ops().count("hello") == 2
+    assert store.counts.restarts == 1
+
+
+@pytest.mark.parametrize(
+    "code", [ErrorCode.MISMATCH, ErrorCode.UNSUPPORTED_VERSION, ErrorCode.UNAUTHORIZED]
+)
+def test_a_refused_engine_goes_on_alone_and_says_so_once(
+    daemon: FaultyDaemon,
+    store: RemoteStore,
+    code: ErrorCode,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    refusal = ErrorReply(code, "blocks of 4096 bytes are expected", "hello")
+    daemon.fault = on(Hello, lambda d, i, _: [framed(i, refusal)])
+    for _ in range(20):
+        assert store.get(KEYS[:1], buffers(1)) == [False]
+        assert set(store.put(items(KEYS[:1]))) == {PutResult.FAILED}
+    assert not store.available
+    assert daemon.ops() == ["hello"]
+    said = [r.getMessage() for r in caplog.records if "refuses this engine" in r.getMessage()]
+    assert len(said) == 1
+    assert "blocks of 4096 bytes are expected" in said[0]
+
+
+def test_a_refused_request_is_not_a_sick_daemon(daemon: FaultyDaemon, store: RemoteStore) -> None:
+    refusal = ErrorReply(ErrorCode.READ_ONLY, "this client may only read", "put")
+    daemon.fault = on(Put, lambda d, i, _: [framed(i, refusal)])
+    for _ in range(5):
+        assert store.put(items(keys("new", 2))) == [PutResult.FAILED] * 2
+    assert store.available
+    assert_served(store)
+
+
+def test_an_overloaded_daemon_gets_a_rest(daemon: FaultyDaemon, store: RemoteStore) -> None:
+    busy = ErrorReply(ErrorCode.UNAVAILABLE, "too many requests", "match")
+    daemon.fault = on(Match, lambda d, i, _: [framed(i, busy)])
+    for _ in range(3):
+        assert store.match(KEYS) == 0
+    assert not store.available
+    daemon.fault = None
+    patiently(lambda: store.match(KEYS) == 8)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_answers_that_do_not_fit_the_question_are_none(
+    daemon: FaultyDaemon, store: RemoteStore, count: int
+) -> None:
+    daemon.fault = on(Put, lambda d, i, _: [framed(i, PutReply(b"\x01" * count))])
+    assert store.put(items(keys("new", 2))) == [PutResult.FAILED] * 2
+    daemon.fault = lambda d, i, r: (
+        [framed(i, ContainsReply(b"\x01" * count))] if r.op == "contains" else None
+    )
+    assert store.contains(KEYS[:2]) == [False, False]
+
+
+def test_only_what_is_missing_is_sent(daemon: FaultyDaemon, store: RemoteStore) -> None:
+    new = keys("new", 2)
+    assert store.put(items([KEYS[0], new[0], KEYS[1], new[1]])) == [
+        PutResult.PRESENT,
+        PutResult.STORED,
+        PutResult.PRESENT,
+        PutResult.STORED,
+    ]
+    assert [r.keys for r in daemon.seen if isinstance(r, Put)] == [[key[16:] for key in new]]
+    assert daemon.blocks[new[1][16:]] == content(new[1])
+
+
+def test_the_daemons_limits_are_kept() -> None:
+    limits = Limits(keys=3, frames=2, message_bytes=2 * NBYTES)
+    with FaultyDaemon(limits=limits) as daemon:
+        store = RemoteStore(daemon.address, IDENTITY, timeout_s=10.0, connect_timeout_s=5.0)
+        assert store.put(items(KEYS)) == [PutResult.STORED] * 8
+        assert_served(store)
+        assert store.contains(KEYS) == [True] * 8
+        assert store.match(KEYS) == 8
+        assert store.delete(KEYS) == 8
+        store.close()
+        for request in daemon.seen:
+            assert len(getattr(request, "keys", [])) <= (2 if isinstance(request, Put) else 3)
+
+
+def test_a_dropped_head_takes_its_tail_along() -> None:
+    def no_room(daemon: FaultyDaemon, request_id: int, request: Request) -> list[Frames] | None:
+        if isinstance(request, Put) and daemon.ops().count("put") == 1:
+            return [framed(request_id, PutReply(b"\x03"))]
+        return None
+
+    with FaultyDaemon(no_room, Limits(frames=1)) as daemon:
+        store = RemoteStore(daemon.address, IDENTITY, timeout_s=10.0, connect_timeout_s=5.0)
+        results = store.put(items(KEYS))
+        store.close()
+        assert results[0] is PutResult.DROPPED
+        assert set(results[PUTS_UNDER_WAY:]) == {PutResult.DROPPED}
+        assert daemon.ops().count("put") == PUTS_UNDER_WAY, "what was under way, and nothing after"
+
+
+def test_keys_of_another_engine_are_not_asked_for(daemon: FaultyDaemon, store: RemoteStore) -> None:
+    foreign = keys("chain", 3, of=identity(name="another"))
+    assert store.match([*KEYS[:2], *foreign]) == 2
+    assert store.contains([KEYS[0], foreign[0]]) == [True, False]
+    assert store.get([foreign[0], KEYS[0]], buffers(2)) == [False, True]
+    assert store.put(items([foreign[0]])) == [PutResult.FAILED]
+    assert store.delete(foreign) == 0
+
+
+def test_a_peer_that_goes_away_in_the_middle_of_a_message(daemon: FaultyDaemon) -> None:
+    """libzmq forgets the frames it had taken, so that their trackers are never done."""
+
+    class EndsTheDaemon(list[memoryview]):
+        def __iter__(self) -> Iterator[memoryview]:
+            yield self[0]
+            daemon.stop()
+            time.sleep(0.3)
+            yield self[1]
+
+    connection = Connection(Settings(ServerAddress(daemon.address), 5.0), IDENTITY.hello())
+    connection.open(within(30))
+    chain = items(KEYS[:2])
+    request = Put(
+        25,
+        [item.key[16:] for item in chain],
+        [None, None],
+        [NBYTES] * 2,
+        [0, 0],
+        Durability.MEMORY,
+    )
+    payload = EndsTheDaemon([item.payload for item in chain])
+    with pytest.raises(ConnectionLost):
+        connection.call(request, PutReply, payload, deadline=within(30))
+    assert connection.idle
+    assert connection._context is None, "only its end proves that nothing is read any more"
+    connection.close()

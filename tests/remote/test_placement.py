@@ -1,0 +1,115 @@
+"""Which daemon holds what: stable, even, the same in every process."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.remote.engine import IDENTITY, block_keys
+from vllm_tiered_kv.errors import ConfigError
+from vllm_tiered_kv.remote.placement import ANCHORS, Cluster, Placement, anchor_position, spans
+
+SERVERS = [f"tcp://10.0.0.{n}:9527" for n in range(1, 6)]
+KEYS = block_keys("placement", 4000)
+
+
+def test_every_server_is_named_once_and_order_of_configuration_does_not_matter() -> None:
+    placement = Placement(SERVERS)
+    shuffled = Placement(random.Random(0).sample(SERVERS, len(SERVERS)))
+    for key in KEYS[:200]:
+        assert sorted(placement.order(key)) == SERVERS
+        assert placement.order(key) == shuffled.order(key)
+
+
+def test_shares_are_even() -> None:
+    placement = Placement(SERVERS)
+    shares = Counter(placement.order(key)[0] for key in KEYS)
+    for server in SERVERS:
+        assert 0.8 * len(KEYS) / 5 < shares[server] < 1.2 * len(KEYS) / 5
+
+
+@pytest.mark.parametrize("gone", SERVERS)
+def test_a_removed_server_moves_only_its_share_and_spreads_it(gone: str) -> None:
+    before, after = Placement(SERVERS), Placement([s for s in SERVERS if s != gone])
+    heirs: Counter[str] = Counter()
+    for key in KEYS:
+        was = before.order(key)
+        assert after.order(key) == [server for server in was if server != gone]
+        if was[0] == gone:
+            heirs[after.order(key)[0]] += 1
+    assert len(heirs) == 4
+
+
+def test_every_process_agrees() -> None:
+    program = (
+        "from tests.remote.test_placement import *\n"
+        "print([Placement(SERVERS).order(key)[0] for key in KEYS[:300]])\n"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PYTHONHASHSEED": "7"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert said.stdout.strip() == str([Placement(SERVERS).order(key)[0] for key in KEYS[:300]])
+
+
+@given(st.integers(0, 10_000))
+def test_the_anchor_is_the_last_one_before(position: int) -> None:
+    anchor = anchor_position(position)
+    assert anchor in ANCHORS
+    assert anchor <= position
+    assert not any(anchor < other <= position for other in ANCHORS)
+
+
+@given(st.integers(0, 6000), st.integers(0, 6000))
+def test_spans_cover_the_positions_in_order(start: int, length: int) -> None:
+    runs = list(spans(start, start + length))
+    covered = [position for _, begin, end in runs for position in range(begin, end)]
+    assert covered == list(range(start, start + length))
+    for anchor, begin, end in runs:
+        assert {anchor_position(position) for position in (begin, end - 1)} == {anchor}
+
+
+def test_there_is_no_position_before_the_first() -> None:
+    with pytest.raises(ValueError):
+        anchor_position(-1)
+
+
+def test_conversations_with_a_shared_head_part_at_the_next_anchor() -> None:
+    placement = Placement(SERVERS)
+    homes = Counter(placement.order(block_keys(f"chat {n}", 1)[0])[0] for n in range(200))
+    assert len(homes) == len(SERVERS)
+
+
+@pytest.mark.parametrize("addresses", [[], ["tcp://a:1", "tcp://A:01"], ["a:1"]])
+def test_what_cannot_be_a_cluster_is_said(addresses: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        Placement(addresses)
+
+
+def test_a_dead_server_is_skipped_and_its_keys_go_to_the_next_in_order() -> None:
+    cluster = Cluster(SERVERS[:3], IDENTITY)
+    dead = cluster.stores[SERVERS[0]]
+    attempt = dead.breaker.begin()
+    assert attempt is not None
+    dead.breaker.refuse(attempt, "closed for the test")
+    for key in KEYS[:300]:
+        order = cluster.placement.order(key)
+        chosen = cluster.server_for(key)
+        assert chosen is not None
+        assert str(chosen.address) == next(s for s in order if s != SERVERS[0])
+    for server in SERVERS[1:3]:
+        attempt = cluster.stores[server].breaker.begin()
+        assert attempt is not None
+        cluster.stores[server].breaker.refuse(attempt, "closed for the test")
+    assert cluster.server_for(KEYS[0]) is None
+    assert not cluster.available
+    cluster.close()

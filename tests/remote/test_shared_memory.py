@@ -1,0 +1,404 @@
+"""The memory of a daemon on this host: lent, written, outlived, and never believed unchecked."""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgpack
+import pytest
+
+from tests.daemon.daemon_process import DaemonProcess
+from tests.daemon.raw_client import RawClient
+from tests.remote.engine import (
+    IDENTITY,
+    NBYTES,
+    buffers,
+    content,
+    identity,
+    items,
+    keys,
+    within,
+)
+from vllm_tiered_kv.core.store import PutResult
+from vllm_tiered_kv.device.shared_arena import PAGE, SharedArena
+from vllm_tiered_kv.errors import ArenaError
+from vllm_tiered_kv.remote import attachment
+from vllm_tiered_kv.remote.health import BreakerState
+from vllm_tiered_kv.remote.shared_memory import LentBlock, Reservation, SharedMemory
+from vllm_tiered_kv.remote.store import RemoteStore
+from vllm_tiered_kv.wire.messages import Stats
+
+MEMORY = 16 << 20
+CHAIN = keys("chain", 6)
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
+    with DaemonProcess(tmp_path, "--memory", str(MEMORY)) as running:
+        yield running
+
+
+@pytest.fixture
+def store(daemon: DaemonProcess) -> Iterator[RemoteStore]:
+    opened = RemoteStore(daemon.ipc, IDENTITY, timeout_s=20.0, connect_timeout_s=10.0)
+    assert set(opened.put(items(CHAIN))) == {PutResult.STORED}
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def memory(store: RemoteStore) -> SharedMemory:
+    attached = store.attach()
+    assert attached is not None
+    return attached
+
+
+def lent_bytes(memory: SharedMemory, block: LentBlock | None) -> bytes:
+    assert block is not None
+    return bytes(memory.arena.view(block.offset, block.nbytes))
+
+
+def reserved(memory: SharedMemory, name: str, count: int) -> list[Reservation]:
+    wanted = [(key, None, NBYTES) for key in keys(name, count)]
+    found = [one for one in memory.reserve(wanted) if isinstance(one, Reservation)]
+    assert len(found) == count
+    return found
+
+
+def fill(memory: SharedMemory, block: Reservation) -> None:
+    memory.arena.view(block.offset, block.nbytes)[:] = content(block.key)
+
+
+def leases_of(daemon: DaemonProcess) -> int:
+    """How many the daemon says there are."""
+    with RawClient(daemon.endpoint) as client:
+        client.ask(identity(1, name="a looker-on").hello())
+        leases = client.ask(Stats()).facts["leases"]
+        assert isinstance(leases, int)
+        return leases
+
+
+def push_out(store: RemoteStore, rounds: int = 3) -> None:
+    """Puts so much that everything evictable leaves."""
+    for n in range(rounds):
+        for part in range(8):
+            store.put(items(keys(f"filler {n} {part}", MEMORY // NBYTES // 8)))
+
+
+def eventually(check: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not check():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.02)
+
+
+def test_blocks_are_read_where_they_lie(store: RemoteStore, memory: SharedMemory) -> None:
+    assert store.attach() is memory
+    lent = memory.lend([*CHAIN, *keys("other", 1)])
+    assert lent.blocks[-1] is None
+    assert [lent_bytes(memory, block) for block in lent.blocks[:-1]] == [
+        content(key) for key in CHAIN
+    ]
+    assert memory.still_valid(lent) == [True] * 6 + [False]
+    lent.release()
+    lent.release()
+
+
+def test_what_is_lent_stays_and_what_is_not_may_go(
+    store: RemoteStore, memory: SharedMemory
+) -> None:
+    held, given_back = memory.lend(CHAIN[:3]), memory.lend(CHAIN[3:])
+    given_back.release()
+    push_out(store)
+    assert store.contains(CHAIN[3:]) == [False] * 3
+    assert memory.still_valid(held) == [True] * 3
+    assert [lent_bytes(memory, block) for block in held.blocks] == [
+        content(key) for key in CHAIN[:3]
+    ]
+    assert memory.still_valid(given_back) == [False] * 3, "their slots were used again"
+    held.release()
+    push_out(store)
+    assert store.contains(CHAIN[:3]) == [False] * 3
+
+
+def test_a_deleted_block_keeps_its_place_while_it_is_lent(
+    store: RemoteStore, memory: SharedMemory
+) -> None:
+    lent = memory.lend(CHAIN[:1])
+    assert store.delete(CHAIN[:1]) == 1
+    push_out(store)
+    assert memory.still_valid(lent) == [True]
+    assert lent_bytes(memory, lent.blocks[0]) == content(CHAIN[0])
+    lent.release()
+
+
+def test_blocks_are_written_in_place(
+    daemon: DaemonProcess, store: RemoteStore, memory: SharedMemory
+) -> None:
+    new = keys("new", 2)
+    outcome = memory.reserve(
+        [(new[0], None, NBYTES), (CHAIN[0], None, NBYTES), (new[1], new[0], NBYTES)]
+    )
+    assert outcome[1] is PutResult.PRESENT
+    blocks = [one for one in outcome if isinstance(one, Reservation)]
+    for block in blocks:
+        fill(memory, block)
+    assert store.contains(new) == [False, False], "not before they are sealed"
+    assert memory.seal(blocks) == [PutResult.STORED] * 2
+    far = RemoteStore(daemon.endpoint, IDENTITY, timeout_s=20.0, connect_timeout_s=10.0)
+    into = buffers(2)
+    assert far.get(new, into) == [True, True]
+    assert [bytes(buffer) for buffer in into] == [content(key) for key in new]
+    far.close()
+    assert memory.seal(blocks) == [PutResult.FAILED] * 2, "a lease is good once"
+    assert memory.seal([]) == []
+
+
+def test_abandoned_room_comes_back(store: RemoteStore, memory: SharedMemory) -> None:
+    for n in range(20):
+        memory.abandon(reserved(memory, f"abandoned {n}", 50))
+    assert store.contains(keys("abandoned 0", 1)) == [False]
+    blocks = reserved(memory, "abandoned 0", 50)
+    for block in blocks:
+        fill(memory, block)
+    assert set(memory.seal(blocks)) == {PutResult.STORED}
+
+
+def test_a_daemon_killed_while_its_memory_is_lent(
+    daemon: DaemonProcess, store: RemoteStore, memory: SharedMemory
+) -> None:
+    lent = memory.lend(CHAIN)
+    blocks = reserved(memory, "unsealed", 2)
+    assert memory.alive
+    daemon.kill()
+    eventually(lambda: not memory.alive)
+    assert memory.still_valid(lent) == [True] * 6
+    assert [lent_bytes(memory, block) for block in lent.blocks] == [content(key) for key in CHAIN]
+    fill(memory, blocks[0])
+    assert memory.seal(blocks) == [PutResult.FAILED] * 2
+    lent.release()
+    assert memory.lend(CHAIN).blocks == [None] * 6
+    assert memory.reserve([(keys("new", 1)[0], None, NBYTES)]) == [PutResult.FAILED]
+    assert store.attach() is None
+
+    daemon.restart()
+    fresh: list[SharedMemory] = []
+
+    def attached() -> bool:
+        found = store.attach()
+        fresh.extend([] if found is None else [found])
+        return found is not None
+
+    eventually(attached)
+    assert fresh[0] is not memory
+    assert store.put(items(CHAIN)) == [PutResult.STORED] * 6
+    again = fresh[0].lend(CHAIN)
+    assert [lent_bytes(fresh[0], block) for block in again.blocks] == [
+        content(key) for key in CHAIN
+    ]
+    assert lent_bytes(memory, lent.blocks[0]) == content(CHAIN[0]), "the old mapping stays"
+    memory.close()
+    memory.close()
+    assert fresh[0].still_valid(again) == [True] * 6
+
+
+def test_leases_that_come_too_late_go_back(
+    daemon: DaemonProcess, store: RemoteStore, memory: SharedMemory
+) -> None:
+    """What a stopped daemon lends when it goes on was asked for by nobody any more."""
+    assert memory.lend(keys("other", 1)).blocks == [None]
+    daemon.freeze()
+    assert memory.lend(CHAIN, deadline=within(0.2)).blocks == [None] * 6
+    wanted = [(key, None, NBYTES) for key in keys("late", 2)]
+    assert memory.reserve(wanted, deadline=within(0.2)) == [PutResult.FAILED] * 2
+    daemon.thaw()
+
+    def all_is_back() -> bool:
+        memory.lend(CHAIN[:1]).release()
+        return leases_of(daemon) == 0
+
+    eventually(all_is_back)
+    assert store.breaker.state is BreakerState.CLOSED
+    push_out(store)
+    assert store.contains(CHAIN) == [False] * 6, "nothing is lent, so all of it could leave"
+    assert not isinstance(reserved(memory, "late", 2)[0], PutResult), "nor is it reserved"
+
+
+def test_a_release_that_fails_is_made_up_for(daemon: DaemonProcess, memory: SharedMemory) -> None:
+    lent = memory.lend(CHAIN)
+    memory._timeout = 0.1
+    with memory._lock:  # as a call that takes its time
+        lent.release()
+    memory._timeout = 20.0
+    assert leases_of(daemon) == 6
+    memory.lend(keys("other", 1))
+    assert leases_of(daemon) == 0
+
+
+def test_many_threads(store: RemoteStore, memory: SharedMemory) -> None:
+    wrong: list[str] = []
+
+    def work(name: str) -> None:
+        for _ in range(30):
+            lent = memory.lend(CHAIN)
+            copies = [lent_bytes(memory, block) for block in lent.blocks]
+            if copies != [content(key) for key in CHAIN] or not all(memory.still_valid(lent)):
+                wrong.append("other bytes")
+            lent.release()
+            memory.abandon(reserved(memory, name, 2))
+
+    threads = [threading.Thread(target=work, args=(f"thread {n}",)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert wrong == []
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_closed_memory_lends_nothing(store: RemoteStore, memory: SharedMemory) -> None:
+    lent = memory.lend(CHAIN)
+    memory.close()
+    assert not memory.alive
+    assert memory.lend(CHAIN).blocks == [None] * 6
+    lent.release()
+    again = store.attach()
+    assert again is not None
+    assert again is not memory
+
+
+class ArenaPeer:
+    """What answers at the arena's socket: `reply` gets the client's packet and the connection."""
+
+    def __init__(self, path: Path, reply: Callable[[socket.socket], None]) -> None:
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listening.bind(str(path))
+        self._listening.listen(4)
+        self._thread = threading.Thread(target=self._run, args=(reply,), daemon=True)
+        self._thread.start()
+
+    def _run(self, reply: Callable[[socket.socket], None]) -> None:
+        connection, _ = self._listening.accept()
+        with connection:
+            connection.recv(4096)
+            reply(connection)
+            if connection.fileno() >= 0:
+                connection.settimeout(30)
+                connection.recv(1)  # until the client has had enough
+
+    def close(self) -> None:
+        self._listening.close()
+        self._thread.join(30)
+
+
+ANSWER = {
+    "ok": True,
+    "protocol": 1,
+    "token": bytes(16),
+    "capacity": 4 * PAGE,
+    "instance": bytes(16),
+}
+
+
+def send_with(connection: socket.socket, packet: bytes, *descriptors: int) -> None:
+    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
+    connection.sendmsg([packet], [rights] if descriptors else [])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ok": False, "code": "unavailable", "message": "no"},
+        {"ok": 1},
+        {"ok": None},
+        {"protocol": 2},
+        {"protocol": "1"},
+        {"token": b"short"},
+        {"token": "x" * 16},
+        {"instance": None},
+        {"capacity": 0},
+        {"capacity": -PAGE},
+        {"capacity": 4 * PAGE + 1},
+        {"capacity": 1 << 62},
+        {"capacity": 8 << 20},
+        {"capacity": True},
+        {"capacity": "4096"},
+    ],
+    ids=str,
+)
+def test_a_strange_answer_attaches_nothing(tmp_path: Path, change: dict[str, object]) -> None:
+    arena = SharedArena.create(4 * PAGE)
+    packet = msgpack.packb({**ANSWER, **change})
+    peer = ArenaPeer(tmp_path / "arena", lambda link: send_with(link, packet, arena.fd))
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ArenaError):
+        attachment.attach(str(tmp_path / "arena"), "test", 30.0)
+    eventually(lambda: len(os.listdir("/proc/self/fd")) <= before)
+    peer.close()
+    arena.close()
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        lambda link: send_with(link, msgpack.packb(ANSWER)),
+        lambda link: send_with(link, msgpack.packb(ANSWER), 0, 1),
+        lambda link: send_with(link, msgpack.packb(ANSWER), 0),
+        lambda link: send_with(link, b"\xc1"),
+        lambda link: send_with(link, b"\xdd\xff\xff\xff\xff"),
+        lambda link: send_with(link, msgpack.packb([1, 2])),
+        lambda link: send_with(link, bytes(100_000)),
+        lambda link: link.close(),
+        lambda link: None,
+    ],
+    ids=[
+        "no descriptor",
+        "two descriptors",
+        "no memory",
+        "no msgpack",
+        "a huge array",
+        "a list",
+        "too long",
+        "the end",
+        "silence",
+    ],
+)
+def test_an_answer_without_memory_attaches_nothing(
+    tmp_path: Path, reply: Callable[[socket.socket], None]
+) -> None:
+    peer = ArenaPeer(tmp_path / "arena", reply)
+    with pytest.raises(ArenaError):
+        attachment.attach(str(tmp_path / "arena"), "test", 0.5)
+    peer.close()
+
+
+def test_memory_that_could_shrink_is_not_mapped(tmp_path: Path) -> None:
+    descriptor = os.memfd_create("unsealed")
+    os.ftruncate(descriptor, 4 << 20)
+    packet = msgpack.packb(ANSWER)
+    peer = ArenaPeer(tmp_path / "arena", lambda link: send_with(link, packet, descriptor))
+    with pytest.raises(ArenaError):
+        attachment.attach(str(tmp_path / "arena"), "test", 30.0)
+    peer.close()
+    os.close(descriptor)
+
+
+def test_the_right_answer_attaches(tmp_path: Path) -> None:
+    arena = SharedArena.create(4 * PAGE)
+    arena.view(PAGE, 5)[:] = b"bytes"
+    packet = msgpack.packb(ANSWER)
+    peer = ArenaPeer(tmp_path / "arena", lambda link: send_with(link, packet, arena.fd))
+    attached = attachment.attach(str(tmp_path / "arena"), "test", 30.0)
+    assert attached.alive
+    assert bytes(attached.arena.view(PAGE, 5)) == b"bytes"
+    assert os.get_inheritable(attached.arena.fd) is False
+    attached.close()
+    assert not attached.alive
+    peer.close()
+    arena.close()

@@ -1,0 +1,1 @@
+"""The client of `tiered-kv-server`: calls with deadlines, health, placement, shared memory."""

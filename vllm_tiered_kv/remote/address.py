@@ -1,0 +1,91 @@
+"""Where a daemon listens, and which client of it we are.
+
+`tcp://host:port` or `ipc:///path`. The text of an address takes part in placement: engines that
+share daemons must write them alike, so it is brought to one form.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from vllm_tiered_kv.core.key import CONTENT_BYTES, RankTag
+from vllm_tiered_kv.core.store import NAMESPACE_BYTES, StoreKey
+from vllm_tiered_kv.errors import ConfigError
+from vllm_tiered_kv.wire.limits import PROTOCOL_VERSION
+from vllm_tiered_kv.wire.messages import Hello
+
+ARENA_SUFFIX = ".arena"
+"""The socket that hands out shared memory lies beside the daemon's `ipc://` socket."""
+
+_LONGEST_PATH = 107  # bytes in sockaddr_un, without the final zero
+_TCP = re.compile(r"tcp://(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):(\d{1,5})")
+_EXAMPLES = '"tcp://host:9527" or "ipc:///run/tiered-kv.sock"'
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """A valid address of a daemon."""
+
+    endpoint: str
+
+    @classmethod
+    def parse(cls, text: object, key: str = "remote") -> ServerAddress:
+        """Raises ConfigError, in the name of option `key`, for what cannot be an address."""
+        if not isinstance(text, str):
+            raise ConfigError(key, f"expected an address such as {_EXAMPLES}, got {text!r}")
+        text = text.strip()
+        if text.startswith("tcp://"):
+            match = _TCP.fullmatch(text)
+            if match is None or not 0 < int(match.group(2)) < 65536:
+                raise ConfigError(key, f'{text!r} is not like "tcp://host:9527"')
+            return cls(f"tcp://{match.group(1).lower()}:{int(match.group(2))}")
+        if text.startswith("ipc://"):
+            path = text.removeprefix("ipc://")
+            if not path.startswith("/") or path.endswith("/") or "\0" in path:
+                raise ConfigError(key, f'{text!r} is not an absolute path like "ipc:///run/x.sock"')
+            if len((path + ARENA_SUFFIX).encode()) > _LONGEST_PATH:
+                longest = _LONGEST_PATH - len(ARENA_SUFFIX)
+                raise ConfigError(key, f"the path of {text!r} is longer than {longest} bytes")
+            return cls(text)
+        raise ConfigError(key, f"{text!r} is not an address; write it like {_EXAMPLES}")
+
+    @property
+    def arena_path(self) -> str | None:
+        """The socket that hands out shared memory; only a daemon on this host has one."""
+        if not self.endpoint.startswith("ipc://"):
+            return None
+        return self.endpoint.removeprefix("ipc://") + ARENA_SUFFIX
+
+    def __str__(self) -> str:
+        return self.endpoint
+
+
+@dataclass(frozen=True, slots=True)
+class EngineIdentity:
+    """What an engine tells a daemon about itself when a session opens."""
+
+    namespace: bytes  # 32 bytes: `core.key.Fingerprint.namespace`
+    block_bytes: tuple[int, ...]  # every length a block of this engine can have, per rank
+    layout: str
+    client: str  # for the daemon's log
+    key_bytes: int = CONTENT_BYTES + 1 + len(RankTag().encode())  # of a key without its namespace
+
+    def hello(self, arena_token: bytes = b"") -> Hello:
+        return Hello(
+            PROTOCOL_VERSION,
+            self.client,
+            self.namespace,
+            self.key_bytes,
+            sorted(set(self.block_bytes)),
+            self.layout,
+            arena_token,
+        )
+
+    def wire_key(self, key: StoreKey) -> bytes | None:
+        """The key as it travels, without its namespace; None for one this session cannot name."""
+        ours = (
+            len(key) == NAMESPACE_BYTES + self.key_bytes
+            and key[:NAMESPACE_BYTES] == self.namespace[:NAMESPACE_BYTES]
+        )
+        return key[NAMESPACE_BYTES:] if ours else None

@@ -1,0 +1,343 @@
+"""The memory of a daemon on this host: blocks are lent where they lie instead of being sent.
+
+A lease keeps a block's place until it is released, however long that takes, so a reply with leases
+must never be lost: calls go over a connection of their own that stays open when a call times out,
+and leases that arrive too late, or whose release was not confirmed, are given back with the next
+call.
+
+When the daemon dies the mapping stays: what was lent can still be read, and nobody writes there any
+more. Leases die with the daemon.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from vllm_tiered_kv.core.store import PutResult, StoreKey
+from vllm_tiered_kv.device.shared_arena import PAGE, SharedArena
+from vllm_tiered_kv.errors import (
+    ConnectionLost,
+    ErrorCode,
+    ProtocolError,
+    RemoteError,
+    RemoteRefusal,
+)
+from vllm_tiered_kv.remote.address import EngineIdentity
+from vllm_tiered_kv.remote.attachment import Attachment, attach
+from vllm_tiered_kv.remote.calls import judge
+from vllm_tiered_kv.remote.connection import Connection, Settings
+from vllm_tiered_kv.remote.health import Breaker
+from vllm_tiered_kv.wire.limits import MAX_KEYS
+from vllm_tiered_kv.wire.messages import (
+    RESERVED,
+    HelloReply,
+    Lend,
+    LendReply,
+    Release,
+    ReleaseReply,
+    Reply,
+    Request,
+    Reserve,
+    ReserveReply,
+    Seal,
+    SealReply,
+    put_results,
+)
+
+logger = logging.getLogger(__name__)
+
+_CLOSING_S = 0.5  # what giving leases back may take when the memory is closed
+_R = TypeVar("_R", bound=Reply)
+
+
+@dataclass(frozen=True, slots=True)
+class LentBlock:
+    """Where a block lies, to be read."""
+
+    offset: int
+    nbytes: int
+    generation: int
+    lease: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Where a new block may be written, until it is sealed or abandoned."""
+
+    key: StoreKey
+    offset: int
+    nbytes: int
+    generation: int
+    lease: int
+
+
+@dataclass(slots=True)
+class Lent:
+    """Blocks that stay where they are until `release`; None for each that is a miss."""
+
+    blocks: list[LentBlock | None]
+    _memory: SharedMemory | None = field(repr=False, default=None)
+
+    def release(self) -> None:
+        """Call it when no copy reads the blocks any more. Idempotent, does not raise."""
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.give_back(block.lease for block in self.blocks if block is not None)
+
+
+class SharedMemory:
+    """From `RemoteStore.attach`. All calls may be made from any thread."""
+
+    def __init__(
+        self,
+        attachment: Attachment,
+        identity: EngineIdentity,
+        settings: Settings,
+        breaker: Breaker,
+        timeout_s: float,
+    ) -> None:
+        self._attachment = attachment
+        self._address = settings.address
+        self._identity = identity
+        self._breaker = breaker
+        self._timeout = timeout_s
+        self._closing = threading.Event()
+        self._lock = threading.Lock()  # of the connection
+        self._owed: set[int] = set()  # leases to give back
+        self._owed_lock = threading.Lock()
+        self._replaced = False  # the daemon there now does not know us
+        self._connection = Connection(
+            settings,
+            identity.hello(attachment.token),
+            closing=self._closing,
+            on_late=self._late,
+            on_hello=self._greeted,
+        )
+
+    @classmethod
+    def attach(
+        cls,
+        path: str,
+        identity: EngineIdentity,
+        settings: Settings,
+        breaker: Breaker,
+        timeout_s: float,
+    ) -> SharedMemory:
+        """Raises ArenaError when the daemon has no memory to share."""
+        attachment = attach(path, identity.client, settings.connect_timeout_s)
+        # A heartbeat would end the session of a process that was stopped for a while, and with it
+        # the replies to what it asked; the link tells more reliably that the daemon is gone.
+        settings = replace(settings, heartbeat=False)
+        return cls(attachment, identity, settings, breaker, timeout_s)
+
+    @property
+    def arena(self) -> SharedArena:
+        return self._attachment.arena
+
+    @property
+    def alive(self) -> bool:
+        """False once the daemon is gone. The mapping stays valid until `close`."""
+        return not self.closed and not self._replaced and self._attachment.alive
+
+    @property
+    def closed(self) -> bool:
+        return self._closing.is_set()
+
+    # ---- reading --------------------------------------------------------------------------------
+
+    def lend(self, keys: Sequence[StoreKey], deadline: float | None = None) -> Lent:
+        """Blocks in place; misses where the daemon has none, or did not answer in time."""
+        blocks: list[LentBlock | None] = [None] * len(keys)
+        wire_keys = {
+            index: wire
+            for index, key in enumerate(keys)
+            if (wire := self._identity.wire_key(key)) is not None
+        }
+        if wire_keys:
+            request = Lend(self._identity.key_bytes, list(wire_keys.values()))
+            reply = self._ask(
+                request, LendReply, deadline, lambda r: self._check(r, r.lengths, len(wire_keys))
+            )
+            if reply is not None:
+                facts = zip(
+                    reply.offsets, reply.lengths, reply.generations, reply.leases, strict=True
+                )
+                for index, (offset, nbytes, generation, lease) in zip(
+                    wire_keys, facts, strict=True
+                ):
+                    if lease:
+                        blocks[index] = LentBlock(offset, nbytes, generation, lease)
+        return Lent(blocks, self)
+
+    def still_valid(self, lent: Lent) -> list[bool]:
+        """Whether what was copied from each block is that block. To be asked after the copy."""
+        return [
+            block is not None and self.arena.generation(block.offset) == block.generation
+            for block in lent.blocks
+        ]
+
+    # ---- writing --------------------------------------------------------------------------------
+
+    def reserve(
+        self,
+        items: Sequence[tuple[StoreKey, StoreKey | None, int]],
+        deadline: float | None = None,
+    ) -> list[Reservation | PutResult]:
+        """Room for blocks given as (key, parent, length), heads first; or why there is none."""
+        outcome: list[Reservation | PutResult] = [PutResult.FAILED] * len(items)
+        wire_keys = {
+            index: wire
+            for index, (key, _, nbytes) in enumerate(items)
+            if (wire := self._identity.wire_key(key)) is not None and nbytes > 0
+        }
+        if not wire_keys:
+            return outcome
+        parents = [items[index][1] for index in wire_keys]
+        lengths = [items[index][2] for index in wire_keys]
+        request = Reserve(
+            self._identity.key_bytes,
+            list(wire_keys.values()),
+            [None if parent is None else self._identity.wire_key(parent) for parent in parents],
+            lengths,
+        )
+        reply = self._ask(
+            request, ReserveReply, deadline, lambda r: self._check(r, lengths, len(lengths))
+        )
+        if reply is None:
+            return outcome
+        for position, index in enumerate(wire_keys):
+            code = reply.results[position]
+            if code != RESERVED:
+                outcome[index] = put_results(bytes([code]))[0]
+                continue
+            outcome[index] = Reservation(
+                items[index][0],
+                reply.offsets[position],
+                lengths[position],
+                reply.generations[position],
+                reply.leases[position],
+            )
+        return outcome
+
+    def seal(
+        self, reservations: Sequence[Reservation], deadline: float | None = None
+    ) -> list[PutResult]:
+        """Makes written blocks readable. Nothing may be written to them from here on."""
+        leases = [reservation.lease for reservation in reservations]
+        if not leases:
+            return []
+
+        def check(reply: SealReply) -> None:
+            if len(reply.results) != len(leases):
+                raise ConnectionLost(f"{len(reply.results)} results for {len(leases)} leases")
+
+        reply = self._ask(Seal(leases), SealReply, deadline, check)
+        if reply is None:
+            self._owe(leases)  # of no effect on those that were sealed after all
+            return [PutResult.FAILED] * len(leases)
+        return put_results(reply.results)
+
+    def abandon(self, reservations: Iterable[Reservation]) -> None:
+        """Gives room back unused. Nothing may write to it any more."""
+        self.give_back(reservation.lease for reservation in reservations)
+
+    # ---- the rest -------------------------------------------------------------------------------
+
+    def give_back(self, leases: Iterable[int]) -> None:
+        """Ends leases, now or with the next call that reaches the daemon. Does not raise."""
+        self._owe(leases)
+        self._ask(None, ReleaseReply, None, lambda reply: None)
+
+    def close(self) -> None:
+        """Unmaps the memory, which ends all leases. No copy may be under way. Idempotent."""
+        if self.closed:
+            return
+        if self._owed:
+            self._ask(None, ReleaseReply, time.monotonic() + _CLOSING_S, lambda reply: None)
+        self._closing.set()
+        with self._lock:
+            self._connection.close()
+            self._attachment.close()
+
+    # ---- inside ---------------------------------------------------------------------------------
+
+    def _ask(
+        self,
+        request: Request | None,
+        kind: type[_R],
+        deadline: float | None,
+        check: Callable[[_R], None],
+    ) -> _R | None:
+        """The reply to a request, or None. Leases that are owed go back ahead of it."""
+        attempt = self._breaker.begin() if self.alive else None
+        if attempt is None:
+            return None
+        end = time.monotonic() + self._timeout if deadline is None else deadline
+        if not self._lock.acquire(timeout=max(0.0, end - time.monotonic())):
+            self._breaker.forget(attempt)
+            return None
+        try:
+            self._pay(end)
+            answer = None
+            if request is not None:
+                answer = self._connection.call(request, kind, deadline=end)
+                try:
+                    check(answer)
+                except ConnectionLost:
+                    self._late(answer)
+                    self._connection.drop()
+                    raise
+            self._breaker.succeed(attempt)
+            with contextlib.suppress(RemoteError):
+                self._pay(end)  # leases that came too late came during this call
+            return answer
+        except (RemoteError, ProtocolError) as error:
+            logger.debug("daemon %s did not lend: %s", self._address, error)
+            if isinstance(error, RemoteRefusal) and error.code is ErrorCode.NO_ARENA:
+                self._replaced = True
+                self._breaker.succeed(attempt)
+            elif not self.closed:
+                judge(self._breaker, attempt, error)
+        finally:
+            self._breaker.forget(attempt)
+            self._lock.release()
+        return None
+
+    def _pay(self, deadline: float) -> None:
+        with self._owed_lock:
+            owed = sorted(self._owed)[:MAX_KEYS]
+        if owed:
+            self._connection.call(Release(owed), ReleaseReply, deadline=deadline)
+            with self._owed_lock:
+                self._owed.difference_update(owed)
+
+    def _owe(self, leases: Iterable[int]) -> None:
+        with self._owed_lock:
+            self._owed.update(leases)
+
+    def _late(self, reply: Reply) -> None:
+        """Nobody waits for these leases any more."""
+        if isinstance(reply, (LendReply, ReserveReply)):
+            self._owe(lease for lease in reply.leases if lease)
+
+    def _greeted(self, greeting: HelloReply) -> None:
+        if greeting.instance != self._attachment.instance:
+            self._replaced = True
+            raise ConnectionLost("another daemon answers than the one whose memory this is")
+
+    def _check(
+        self, reply: LendReply | ReserveReply, lengths: Sequence[int], expected: int
+    ) -> None:
+        """Raises unless the reply fits the request and all that it names lies in the arena."""
+        if len(reply.leases) != expected:
+            raise ConnectionLost(f"{len(reply.leases)} leases for {expected} blocks")
+        capacity = self.arena.capacity_bytes
+        for lease, offset, nbytes in zip(reply.leases, reply.offsets, lengths, strict=True):
+            if lease and (offset % PAGE or nbytes == 0 or offset + nbytes > capacity):
+                raise ConnectionLost("the daemon named a place outside its memory")

@@ -1,0 +1,345 @@
+"""A BlockStore over one daemon.
+
+Nothing that happens to the daemon or the network is an exception here: what cannot be answered in
+time is a miss, what cannot be stored is FAILED, and the breaker keeps a dead daemon from costing
+more than a few deadlines. All calls may be made from any thread; each takes a connection for its
+duration. Deadlines are times of `time.monotonic`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_tiered_kv.core.key import BlockKey, RankTag
+from vllm_tiered_kv.core.store import Durability, PutItem, PutResult, StoreKey, StoreUsage
+from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.errors import ArenaError, ConnectionLost
+from vllm_tiered_kv.remote.address import EngineIdentity, ServerAddress
+from vllm_tiered_kv.remote.calls import Caller, RemoteCounts
+from vllm_tiered_kv.remote.connection import Connection, Settings
+from vllm_tiered_kv.remote.curve import CurveKeys
+from vllm_tiered_kv.remote.health import Breaker
+from vllm_tiered_kv.remote.shared_memory import SharedMemory
+from vllm_tiered_kv.remote.transfers import ReadTask, WriteTask, read, write
+from vllm_tiered_kv.wire.limits import MAX_KEYS, MAX_LOOKUPS
+from vllm_tiered_kv.wire.messages import (
+    Contains,
+    ContainsReply,
+    Delete,
+    DeleteReply,
+    Flush,
+    FlushReply,
+    Match,
+    MatchReply,
+    Stats,
+    StatsReply,
+    TierCode,
+)
+
+_SLOWEST_BYTES_PER_S = 64 << 20  # a tier slower than this is not worth waiting for
+_FLUSH_S = 60.0
+_ATTACH_AGAIN_S = 1.0  # a stopped daemon must not cost every caller the time to connect
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteMatch:
+    """How many leading blocks a daemon has, and where their fastest copies lie."""
+
+    count: int
+    by_tier: dict[Tier, int]
+
+
+class RemoteStore:
+    """Connects when first used. Neither this nor anything else here raises for a bad daemon."""
+
+    def __init__(
+        self,
+        address: str,
+        identity: EngineIdentity,
+        *,
+        timeout_s: float = 2.0,
+        connect_timeout_s: float = 0.5,
+        curve: CurveKeys | None = None,
+        breaker: Breaker | None = None,
+        max_connections: int = 8,
+    ) -> None:
+        """`timeout_s` holds for calls without a deadline of their own; those that move blocks get
+        a second more for every 64 MiB."""
+        self.address = ServerAddress.parse(address)
+        self.identity = identity
+        self.breaker = breaker or Breaker(str(self.address))
+        self._timeout = timeout_s
+        largest = max(identity.block_bytes, default=0)
+        settings = Settings(self.address, connect_timeout_s, curve, largest)
+        self._caller = Caller(identity, settings, self.breaker, max_connections)
+        self._attaching = threading.Lock()
+        self._memory: list[SharedMemory] = []
+        self._attach_not_before = 0.0
+
+    @property
+    def available(self) -> bool:
+        """Whether a call made now would reach out to the daemon. Never waits."""
+        return not self._caller.pool.closing.is_set() and self.breaker.available
+
+    @property
+    def counts(self) -> RemoteCounts:
+        return self._caller.counts
+
+    # ---- questions ------------------------------------------------------------------------------
+
+    def match_all(
+        self,
+        keys: Sequence[BlockKey],
+        ranks: Sequence[RankTag],
+        pin_ms: int = 0,
+        deadline: float | None = None,
+    ) -> RemoteMatch | None:
+        """How many leading blocks are there for all ranks, in one round trip; None: unknown.
+
+        At most as many keys as fit one message are asked for: 65536, less with very many ranks.
+        """
+        if not keys or not ranks:
+            return RemoteMatch(0, {})
+        end = self._deadline(deadline)
+        suffixes = [rank.encode() for rank in ranks]
+        answer: MatchReply | None = None
+        asked = 0
+
+        def ask(connection: Connection) -> None:
+            nonlocal answer, asked
+            some: list[bytes] = list(keys[: _most_keys(connection, len(suffixes))])
+            request = Match(len(keys[0]), some, suffixes, pin_ms)
+            answer = connection.call(request, MatchReply, deadline=end)
+            asked = len(some)
+
+        if not self._caller.attempt(ask, end) or answer is None:
+            return None
+        counts = dict(zip((Tier.MEMORY, Tier.SSD, Tier.BACKING), answer.tiers, strict=True))
+        by_tier = {tier: count for tier, count in counts.items() if count}
+        return RemoteMatch(min(answer.count, asked), by_tier)
+
+    def match(self, keys: Sequence[StoreKey]) -> int:
+        end = self._deadline()
+        ours: list[bytes] = []
+        for key in keys:
+            wire = self.identity.wire_key(key)
+            if wire is None:
+                break
+            ours.append(wire)
+        count = 0
+
+        def ask(connection: Connection) -> None:
+            nonlocal count
+            for some in _batches(ours, connection):
+                request = Match(self.identity.key_bytes, some, [], 0)
+                matched = connection.call(request, MatchReply, deadline=end).count
+                count += min(matched, len(some))
+                if matched < len(some):
+                    return
+
+        if ours:
+            self._caller.attempt(ask, end)
+        return count
+
+    def contains(self, keys: Sequence[StoreKey]) -> list[bool]:
+        end = self._deadline()
+        ours = [self.identity.wire_key(key) for key in keys]
+        wanted = [key for key in ours if key is not None]
+        present: set[bytes] = set()
+
+        def ask(connection: Connection) -> None:
+            present.update(self._present(connection, wanted, end))
+
+        if wanted:
+            self._caller.attempt(ask, end)
+        return [key in present for key in ours]
+
+    # ---- blocks ---------------------------------------------------------------------------------
+
+    def get(
+        self,
+        keys: Sequence[StoreKey],
+        into: Sequence[memoryview],
+        deadline: float | None = None,
+    ) -> list[bool]:
+        """As BlockStore. What has not arrived by the deadline is a miss; after the return nothing
+        is written to the buffers."""
+        tasks: list[ReadTask | None] = []
+        for key, buffer in zip(keys, into, strict=True):
+            ours = self.identity.wire_key(key) if buffer.nbytes else None
+            tasks.append(None if ours is None else ReadTask(ours, buffer))
+        wanted = [task for task in tasks if task is not None]
+        if wanted:
+            end = self._deadline(deadline, sum(task.into.nbytes for task in wanted))
+            self._caller.attempt(lambda connection: self._read(connection, wanted, end), end)
+        return [task is not None and task.found for task in tasks]
+
+    def put(
+        self,
+        items: Sequence[PutItem],
+        durability: Durability = Durability.MEMORY,
+        deadline: float | None = None,
+    ) -> list[PutResult]:
+        """As BlockStore. What is not acknowledged by the deadline is FAILED, and may have been
+        stored; after the return nothing reads the payloads."""
+        tasks: list[WriteTask | None] = []
+        for item in items:
+            key = self.identity.wire_key(item.key) if item.payload.nbytes else None
+            parent = None if item.parent is None else self.identity.wire_key(item.parent)
+            tasks.append(None if key is None else WriteTask(key, parent, item))
+        offered = [task for task in tasks if task is not None]
+        if offered:
+            end = self._deadline(deadline, sum(task.item.payload.nbytes for task in offered))
+            self._caller.attempt(
+                lambda connection: self._write(connection, offered, durability, end), end
+            )
+        return [PutResult.FAILED if task is None else task.result for task in tasks]
+
+    def delete(self, keys: Sequence[StoreKey]) -> int:
+        end = self._deadline()
+        distinct = dict.fromkeys(keys)
+        ours = [wire for key in distinct if (wire := self.identity.wire_key(key)) is not None]
+        count = 0
+
+        def ask(connection: Connection) -> None:
+            nonlocal count
+            for some in _batches(ours, connection):
+                request = Delete(self.identity.key_bytes, some)
+                count += connection.call(request, DeleteReply, deadline=end).count
+
+        if ours:
+            self._caller.attempt(ask, end)
+        return count
+
+    # ---- the rest -------------------------------------------------------------------------------
+
+    def flush(self, deadline: float | None = None) -> None:
+        """As BlockStore, as far as the daemon can be reached. Waits up to a minute for its disk."""
+        end = time.monotonic() + _FLUSH_S if deadline is None else deadline
+
+        def ask(connection: Connection) -> None:
+            connection.call(Flush(), FlushReply, deadline=end)
+
+        self._caller.attempt(ask, end)
+
+    def usage(self) -> StoreUsage:
+        """What the daemon's memory tier holds, of all engines; zeros when it does not say."""
+        end = self._deadline()
+        usage = StoreUsage(0, 0, 0)
+
+        def ask(connection: Connection) -> None:
+            nonlocal usage
+            facts = connection.call(Stats(), StatsReply, deadline=end).facts
+            usage = StoreUsage(
+                _number(facts, "blocks"),
+                _number(facts, "used_bytes"),
+                _number(facts, "capacity_bytes"),
+            )
+
+        self._caller.attempt(ask, end)
+        return usage
+
+    def attach(self) -> SharedMemory | None:
+        """The daemon's memory, where it runs on this host and offers it; None otherwise.
+
+        The same one as long as the daemon lives. After a restart of the daemon a call gives the
+        new one's memory; the old stays mapped until it is closed.
+        """
+        path = self.address.arena_path
+        if path is None or not self.available:
+            return None
+        with self._attaching:
+            self._memory = [memory for memory in self._memory if not memory.closed]
+            for memory in self._memory:
+                if memory.alive:
+                    return memory
+            if time.monotonic() < self._attach_not_before:
+                return None
+            try:
+                memory = SharedMemory.attach(
+                    path, self.identity, self._caller.settings, self.breaker, self._timeout
+                )
+            except ArenaError as error:
+                self._caller.tell_once(f"does not share its memory: {error}")
+                self._attach_not_before = time.monotonic() + _ATTACH_AGAIN_S
+                return None
+            self._memory.append(memory)
+            return memory
+
+    def close(self) -> None:
+        """Ends calls under way and closes shared memory: its copies must have ended before."""
+        with self._attaching:
+            for memory in self._memory:
+                memory.close()
+            self._caller.close(self._timeout)
+
+    # ---- inside ---------------------------------------------------------------------------------
+
+    def _deadline(self, deadline: float | None = None, nbytes: int = 0) -> float:
+        if deadline is not None:
+            return deadline
+        return time.monotonic() + self._timeout + nbytes / _SLOWEST_BYTES_PER_S
+
+    def _read(self, connection: Connection, tasks: list[ReadTask], deadline: float) -> None:
+        try:
+            read(connection, tasks, deadline, self._caller.helpers)
+        finally:
+            damaged = list(dict.fromkeys(task.key for task in tasks if task.damaged))
+            if damaged:
+                self._caller.count(damaged_blocks=len(damaged))
+                self._caller.tell_once("sends damaged blocks; they count as misses")
+        for some in _batches(damaged, connection):
+            connection.call(Delete(self.identity.key_bytes, some), DeleteReply, deadline=deadline)
+
+    def _write(
+        self,
+        connection: Connection,
+        tasks: list[WriteTask],
+        durability: Durability,
+        deadline: float,
+    ) -> None:
+        # What is there need not travel again, unless it may not be as durable as asked for.
+        if durability is not Durability.DISK:
+            present = self._present(connection, [task.key for task in tasks], deadline)
+            for task in tasks:
+                if task.key in present:
+                    task.result = PutResult.PRESENT
+            tasks = [task for task in tasks if task.key not in present]
+        if tasks:
+            write(connection, tasks, durability, deadline)
+
+    def _present(
+        self, connection: Connection, keys: Sequence[bytes], deadline: float
+    ) -> set[bytes]:
+        """Which of the keys the daemon has, in any tier."""
+        present: set[bytes] = set()
+        for some in _batches(keys, connection):
+            request = Contains(self.identity.key_bytes, some)
+            tiers = connection.call(request, ContainsReply, deadline=deadline).tiers
+            if len(tiers) != len(some):
+                raise ConnectionLost(f"{len(tiers)} tiers for {len(some)} keys")
+            present.update(
+                key for key, tier in zip(some, tiers, strict=True) if tier != TierCode.MISS
+            )
+        return present
+
+
+def _most_keys(connection: Connection, suffixes: int = 1) -> int:
+    return max(1, min(MAX_KEYS, connection.limits.keys, MAX_LOOKUPS // suffixes))
+
+
+def _batches(keys: Sequence[bytes], connection: Connection) -> Iterator[list[bytes]]:
+    most = _most_keys(connection)
+    for start in range(0, len(keys), most):
+        yield list(keys[start : start + most])
+
+
+def _number(facts: dict[str, Any], name: str) -> int:
+    """A fact of the memory tier, should this daemon state it."""
+    by_tier = facts.get(name)
+    value = by_tier.get(Tier.MEMORY.value) if isinstance(by_tier, dict) else None
+    return value if type(value) is int else 0

@@ -1,0 +1,246 @@
+"""Blocks in bulk over one connection, several requests deep.
+
+A large `get` or `put` is cut into requests of a bounded size, and the next ones are under way while
+the bytes of one are copied or checked, so that the wire does not idle. What arrives is copied and
+checked by helper threads: both together take longer than the wire does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, Future, wait
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from vllm_tiered_kv.core.store import Durability, PutItem, PutResult
+from vllm_tiered_kv.errors import ConnectionLost
+from vllm_tiered_kv.native.bytes_copy import copy_bytes
+from vllm_tiered_kv.native.cpu import xxh3_64
+from vllm_tiered_kv.remote.connection import Connection, Incoming
+from vllm_tiered_kv.wire.limits import MAX_FRAMES
+from vllm_tiered_kv.wire.messages import Get, GetReply, Limits, Put, PutReply, put_results
+
+REQUEST_BYTES = 8 << 20
+GETS_UNDER_WAY = 3
+PUTS_UNDER_WAY = 3
+_PIECE_BYTES = 1 << 20  # what is worth waking a helper for
+_MOST_LANDING_BYTES = 32 << 20  # received and not yet copied, beyond what is under way
+
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True)
+class ReadTask:
+    """A block to read, and what became of it."""
+
+    key: bytes  # as it travels
+    into: memoryview
+    found: bool = False
+    damaged: bool = False
+
+
+@dataclass(slots=True)
+class WriteTask:
+    """A block to write, and what became of it."""
+
+    key: bytes  # as it travels
+    parent: bytes | None
+    item: PutItem
+    result: PutResult = PutResult.FAILED
+
+
+@dataclass(slots=True)
+class _Reading:
+    tasks: list[ReadTask]
+    seen: set[int] = field(default_factory=set)
+
+
+def read(
+    connection: Connection, tasks: Sequence[ReadTask], deadline: float, helpers: Executor
+) -> None:
+    """Fills in the tasks. When it raises, those that are marked found are whole and verified, and
+    nothing is written to the others' buffers any more."""
+    waiting = deque(_cut(tasks, [task.into.nbytes for task in tasks], connection.limits))
+    reading: dict[int, _Reading] = {}
+    landing = _Landing(helpers)
+
+    def ask() -> None:
+        while waiting and len(reading) < GETS_UNDER_WAY:
+            some = waiting.popleft()
+            request = Get(len(some[0].key), [task.key for task in some], stream=True)
+            reading[connection.send(request, deadline=deadline)] = _Reading(some)
+
+    try:
+        ask()
+        while reading:
+            incoming = connection.receive(deadline=deadline)
+            assert isinstance(incoming.reply, GetReply)
+            asked = reading[incoming.request_id]
+            if not incoming.reply.more:
+                del reading[incoming.request_id]
+                ask()
+            landing.take(_arrivals(incoming, incoming.reply, asked), is_last=not reading)
+    finally:
+        landing.finish()
+
+
+def _arrivals(incoming: Incoming, reply: GetReply, asked: _Reading) -> list[_Arrival]:
+    """What came, as far as it fits what was asked for."""
+    arrivals = []
+    facts = zip(reply.positions, reply.checksums, incoming.payload, strict=True)
+    for position, checksum, payload in facts:
+        if position >= len(asked.tasks) or position in asked.seen:
+            raise ConnectionLost("the daemon sent a block that was not asked for")
+        asked.seen.add(position)
+        task = asked.tasks[position]
+        if payload.nbytes == task.into.nbytes:
+            arrivals.append(_Arrival(task, payload, checksum))
+    return arrivals
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    task: ReadTask
+    payload: memoryview
+    checksum: int
+
+
+def _land(arrivals: Sequence[_Arrival]) -> None:
+    for arrival in arrivals:
+        task = arrival.task
+        copy_bytes(task.into, arrival.payload)
+        task.found = xxh3_64(task.into) == arrival.checksum
+        task.damaged = not task.found
+
+
+class _Landing:
+    """Copies on their way into the callers' buffers. Nothing is lost sight of: see `finish`."""
+
+    def __init__(self, helpers: Executor) -> None:
+        self._helpers = helpers
+        self._under_way: deque[tuple[Future[None], int]] = deque()
+        self._nbytes = 0
+
+    def take(self, arrivals: list[_Arrival], is_last: bool) -> None:
+        while self._under_way and self._nbytes > _MOST_LANDING_BYTES:
+            self._wait_for_oldest()
+        pieces = list(_pieces(arrivals))
+        kept = pieces.pop() if is_last and pieces else []  # this thread would only wait
+        for piece in pieces:
+            nbytes = sum(arrival.payload.nbytes for arrival in piece)
+            try:
+                self._under_way.append((self._helpers.submit(_land, piece), nbytes))
+            except RuntimeError:  # the store is being closed, and its helpers are gone
+                _land(piece)
+            else:
+                self._nbytes += nbytes
+        _land(kept)
+
+    def finish(self) -> None:
+        """Returns when no buffer is written to any more, also when a copy has failed."""
+        wait([future for future, _ in self._under_way])
+        while self._under_way:
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        future, nbytes = self._under_way.popleft()
+        self._nbytes -= nbytes
+        future.result()
+
+
+def _pieces(arrivals: Sequence[_Arrival]) -> Iterator[list[_Arrival]]:
+    piece: list[_Arrival] = []
+    nbytes = 0
+    for arrival in arrivals:
+        piece.append(arrival)
+        nbytes += arrival.payload.nbytes
+        if nbytes >= _PIECE_BYTES:
+            yield piece
+            piece, nbytes = [], 0
+    if piece:
+        yield piece
+
+
+def write(
+    connection: Connection, tasks: Sequence[WriteTask], durability: Durability, deadline: float
+) -> None:
+    """Fills in the results. No payload is read after it has returned or raised."""
+    headless: set[bytes] = set()  # found no room, or follow one that did not
+    for task in tasks:
+        if task.item.payload.nbytes > connection.limits.message_bytes:
+            task.result = PutResult.DROPPED
+            headless.add(task.key)
+    headless |= _descendants(tasks, headless)
+    fitting = [task for task in tasks if task.result is not PutResult.DROPPED]
+    lengths = [task.item.payload.nbytes for task in fitting]
+    waiting = deque(_cut(fitting, lengths, connection.limits))
+    writing: dict[int, list[WriteTask]] = {}
+
+    def offer() -> None:
+        while waiting and len(writing) < PUTS_UNDER_WAY:
+            some = []
+            for task in waiting.popleft():
+                if task.parent in headless:  # it could never be found
+                    task.result = PutResult.DROPPED
+                else:
+                    some.append(task)
+            if some:
+                writing[_send_put(connection, some, durability, deadline)] = some
+
+    offer()
+    while writing:
+        incoming = connection.receive(deadline=deadline)
+        assert isinstance(incoming.reply, PutReply)
+        sent = writing.pop(incoming.request_id)
+        results = put_results(incoming.reply.results)
+        if len(results) != len(sent):
+            raise ConnectionLost(f"{len(results)} results for {len(sent)} blocks")
+        for task, result in zip(sent, results, strict=True):
+            task.result = result
+        dropped = {task.key for task in sent if task.result is PutResult.DROPPED}
+        if dropped:
+            headless |= dropped
+            headless.update(_descendants(tasks, headless))
+        offer()
+    connection.settle(deadline=deadline)
+
+
+def _descendants(tasks: Sequence[WriteTask], heads: set[bytes]) -> set[bytes]:
+    """What follows the heads in their chains. Tasks are in chain order."""
+    found: set[bytes] = set()
+    for task in tasks:
+        if task.parent is not None and (task.parent in heads or task.parent in found):
+            found.add(task.key)
+    return found
+
+
+def _send_put(
+    connection: Connection, tasks: list[WriteTask], durability: Durability, deadline: float
+) -> int:
+    items = [task.item for task in tasks]
+    request = Put(
+        len(tasks[0].key),
+        [task.key for task in tasks],
+        [task.parent for task in tasks],
+        [item.payload.nbytes for item in items],
+        [xxh3_64(item.payload) if item.checksum is None else item.checksum for item in items],
+        durability,
+    )
+    return connection.send(request, [item.payload for item in items], deadline=deadline)
+
+
+def _cut(tasks: Sequence[_T], lengths: Sequence[int], limits: Limits) -> Iterator[list[_T]]:
+    """Runs of tasks whose bytes fit one request; a block that is larger goes alone."""
+    most_bytes = min(REQUEST_BYTES, limits.message_bytes)
+    most_blocks = max(1, min(MAX_FRAMES, limits.frames, limits.keys))
+    some: list[_T] = []
+    nbytes = 0
+    for task, length in zip(tasks, lengths, strict=True):
+        if some and (nbytes + length > most_bytes or len(some) == most_blocks):
+            yield some
+            some, nbytes = [], 0
+        some.append(task)
+        nbytes += length
+    if some:
+        yield some
