@@ -231,15 +231,25 @@ class BlockIndex:
     def _enter(self, slot: int, entry: _Entry) -> None:
         """Makes the block known, and links it to those before and behind it."""
         self._entries[slot] = entry
-        self._slot_of[entry.key] = slot
         if entry.parent_key is not None:
             parent = self._slot_of.get(entry.parent_key)
             if parent is not None:
                 self._link(slot, parent)
             else:
                 self._orphans.setdefault(entry.parent_key, set()).add(slot)
+        self._slot_of[entry.key] = slot
         for orphan in self._orphans.pop(entry.key, ()):
-            self._link(orphan, slot)
+            if self._is_before(orphan, slot):  # blocks in a circle could never leave
+                self._entries[orphan].parent_key = None
+            else:
+                self._link(orphan, slot)
+
+    def _is_before(self, slot: int, other: int) -> bool:
+        """Whether `slot` is `other`, or comes before it in its chain."""
+        above: int | None = other
+        while above is not None and above != slot:
+            above = self._entries[above].parent
+        return above is not None
 
     def _mark_used(self, slot: int) -> None:
         entry = self._entries[slot]

@@ -7,9 +7,11 @@ slot is free, so the capacity is shared exactly and never exceeded.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+
+import numpy as np
 
 from vllm_tiered_kv.core.arena_geometry import Geometry
+from vllm_tiered_kv.core.transfer import Int64Array
 from vllm_tiered_kv.errors import InvariantError
 
 _NO_CLASS = -1
@@ -96,30 +98,39 @@ class SlotPool:
             free += (returned + max(0, self._usable_slabs - self._next_fresh_slab)) * per_slab
         return free
 
-    def adopt(self, slots: Iterable[tuple[int, int]]) -> None:
-        """Takes exactly these (slot, class) out of a fresh pool; a slab has slots of one class."""
-        used: dict[int, set[int]] = {}
-        for slot, size_class in slots:
-            slab = self.slab_of(slot)
-            if self._slab_class.setdefault(slab, size_class) != size_class:
-                raise InvariantError(f"slab {slab} is claimed by two size classes")
-            used.setdefault(slab, set()).add(slot)
-        for slab, taken in used.items():
-            size_class = self._slab_class[slab]
-            first = slab * self.geometry.slots_per_slab
-            last = first + self.geometry.slots_in_slab(size_class) - 1
-            if slab >= self.geometry.num_slabs or min(taken) < first or max(taken) > last:
+    def adopt(self, slots: Int64Array, size_classes: Int64Array) -> None:
+        """Takes exactly these slots out of a fresh pool; a slab has slots of one class."""
+        if not len(slots):
+            return
+        numbers, positions = np.divmod(slots, self.geometry.slots_per_slab)
+        slabs, first, inverse = np.unique(numbers, return_index=True, return_inverse=True)
+        class_of_slab = size_classes[first]
+        if not np.array_equal(class_of_slab[inverse], size_classes):
+            raise InvariantError("a slab is claimed by two size classes")
+        by_slab = np.split(
+            positions[np.argsort(inverse, kind="stable")], np.cumsum(np.bincount(inverse))[:-1]
+        )
+        for slab, size_class, taken in zip(
+            slabs.tolist(), class_of_slab.tolist(), by_slab, strict=True
+        ):
+            count = self.geometry.slots_in_slab(size_class)
+            is_taken = np.zeros(count, bool)
+            if slab >= self.geometry.num_slabs or taken.max() >= count:
                 raise InvariantError(f"slab {slab} does not have these slots of its class")
-            free = sorted(set(range(first, last + 1)) - taken)
+            is_taken[taken] = True
+            free = (np.flatnonzero(~is_taken) + slab * self.geometry.slots_per_slab).tolist()
             self._is_free.update(free)
             self._free[size_class].extend(free)
+            self._slab_class[slab] = size_class
             self._slab_used[slab] = len(taken)
             self._slabs_of[size_class] += 1
             self._used_slots[size_class] += len(taken)
         for heap in self._free:
             heapq.heapify(heap)
-        self._next_fresh_slab = max(used, default=-1) + 1
-        self._returned_slabs = [s for s in range(self._next_fresh_slab) if s not in used]
+        self._next_fresh_slab = max(self._slab_class, default=-1) + 1
+        self._returned_slabs = [
+            slab for slab in range(self._next_fresh_slab) if slab not in self._slab_class
+        ]
 
     def release(self, slot: int) -> None:
         slab = self.slab_of(slot)

@@ -1,0 +1,253 @@
+"""The SSD tier against its disk: reads and writes of blocks beside fio, and recovery.
+
+    python -m benchmarks.ssd_tier --folder /mnt/nvme/scratch --out result.json
+
+fio does the same transfers: as many blocks of the same size, O_DIRECT, as many threads, a file
+that is reserved before. Its runs and ours alternate; ratios are those of the medians. The store
+is used as a daemon uses it, by a few callers with a batch of blocks each. Writing includes making
+everything durable at the end, for both. Recovery opens a folder whose index says
+100 GB of blocks are there, over a data file that is sparse, until the first answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import mmap
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks import environment
+from vllm_tiered_kv.config import parse_size
+from vllm_tiered_kv.core.arena_geometry import SlabGeometry
+from vllm_tiered_kv.core.store import PutItem, PutResult, StoreKey
+from vllm_tiered_kv.stores.ssd.budget import Budget
+from vllm_tiered_kv.stores.ssd.disk import OsDisk
+from vllm_tiered_kv.stores.ssd.folder import read_superblock
+from vllm_tiered_kv.stores.ssd.journal import Journal
+from vllm_tiered_kv.stores.ssd.record_format import ALIGNMENT, encode_put
+from vllm_tiered_kv.stores.ssd.store import SsdStore
+
+KIB, MIB = 1 << 10, 1 << 20
+BLOCK_BYTES = {"Qwen2.5-3B": 576 * KIB, "Llama-3.1-8B": 2 * MIB, "Qwen2.5-32B": 4 * MIB}
+BATCH = 32  # blocks in one call
+CALLERS = 3
+RECOVERED_BYTES = 100 * 10**9
+RECOVERED_BLOCK = 576 * KIB
+NAMESPACE = bytes(16)
+_KEPT_FREE = 256  # slots a full store may keep free
+
+
+def key(number: int) -> StoreKey:
+    return StoreKey(NAMESPACE + number.to_bytes(17, "little") + bytes(8))
+
+
+def gb_per_s(nbytes: int, work: Callable[[], None]) -> float:
+    begin = time.perf_counter()
+    work()
+    return nbytes / (time.perf_counter() - begin) / 1e9
+
+
+class OwnRun:
+    """A fresh store that is filled, read, and filled again with eviction."""
+
+    def __init__(self, folder: Path, space: int, block: int, threads: int) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        self.store = SsdStore(folder, space, io_threads=threads)
+        budget = self.store._budget
+        slots = budget.num_slabs * (budget.slab_bytes // block)
+        self.blocks = (slots - _KEPT_FREE) // BATCH * BATCH
+        self.nbytes = self.blocks * block
+        self._order = list(range(self.blocks))
+        random.Random(0).shuffle(self._order)
+        self._buffers = [aligned_buffers(block) for _ in range(CALLERS)]
+
+    def _share_out(self, work: Callable[[list[memoryview], int], None]) -> None:
+        """Every batch once, by all callers together."""
+        starts = deque(range(0, self.blocks, BATCH))
+
+        def caller(buffers: list[memoryview]) -> None:
+            while True:
+                try:
+                    start = starts.popleft()
+                except IndexError:
+                    return
+                work(buffers, start)
+
+        with ThreadPoolExecutor(CALLERS) as pool:
+            for future in [pool.submit(caller, buffers) for buffers in self._buffers]:
+                future.result()
+
+    def write(self, first: int = 0) -> None:
+        def put(buffers: list[memoryview], start: int) -> None:
+            keys = range(first + start, first + start + BATCH)
+            items = [PutItem(key(n), None, buffer) for n, buffer in zip(keys, buffers, strict=True)]
+            assert self.store.put(items) == [PutResult.STORED] * BATCH
+
+        self._share_out(put)
+        self.store.flush()
+
+    def replace(self) -> None:
+        self.write(self.blocks)
+
+    def read(self) -> None:
+        def get(buffers: list[memoryview], start: int) -> None:
+            keys = [key(number) for number in self._order[start : start + BATCH]]
+            assert all(self.store.get(keys, buffers))
+
+        self._share_out(get)
+
+
+def aligned_buffers(block: int) -> list[memoryview]:
+    memory = mmap.mmap(-1, BATCH * block)
+    for start in range(0, len(memory), MIB):
+        memory[start : start + MIB] = random.randbytes(min(MIB, len(memory) - start))
+    whole = memoryview(memory)
+    return [whole[at * block : (at + 1) * block] for at in range(BATCH)]
+
+
+def fio_gb_per_s(folder: Path, how: str, nbytes: int, block: int, threads: int) -> float:
+    """One run of fio over one file of these bytes, each thread its share."""
+    path = folder / "fio-data"
+    share = nbytes // block // threads * block
+    command = [
+        "fio", "--name=blocks", f"--filename={path}", f"--rw={how}", f"--bs={block}", "--direct=1",
+        "--ioengine=psync", "--thread", f"--numjobs={threads}", f"--size={share}",
+        f"--offset_increment={share}", "--fallocate=native", "--group_reporting",
+        "--output-format=json", "--end_fsync=1", "--refill_buffers=0", "--norandommap=0",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+    side = job["read" if "read" in how else "write"]
+    return float(side["io_bytes"] / (job["job_runtime"] / threads / 1000) / 1e9)
+
+
+def measure_speed(
+    folder: Path, space: int, block: int, threads: int, repeats: int, with_fio: bool
+) -> dict[str, Any]:
+    runs: dict[str, list[float]] = {}
+
+    def add(name: str, speed: float) -> None:
+        runs.setdefault(name, []).append(round(speed, 3))
+
+    direct = True
+    nbytes = 0
+    for _ in range(repeats):
+        run = OwnRun(folder / "store", space, block, threads)
+        nbytes, direct = run.nbytes, run.store.direct_io
+        add("write", gb_per_s(nbytes, run.write))
+        add("read", gb_per_s(nbytes, run.read))
+        add("replace", gb_per_s(nbytes, run.replace))
+        run.store.close()
+        shutil.rmtree(folder / "store")
+        if with_fio:
+            add("fio_write", fio_gb_per_s(folder, "write", nbytes, block, threads))
+            add("fio_read", fio_gb_per_s(folder, "randread", nbytes, block, threads))
+            add("fio_replace", fio_gb_per_s(folder, "write", nbytes, block, threads))
+            (folder / "fio-data").unlink()
+    row: dict[str, Any] = {"block_bytes": block, "bytes": nbytes, "direct_io": direct, "runs": runs}
+    for name in ("write", "read", "replace"):
+        row[f"{name}_gb_per_s"] = statistics.median(runs[name])
+        if with_fio:
+            ratio = row[f"{name}_gb_per_s"] / statistics.median(runs[f"fio_{name}"])
+            row[f"{name}_of_fio"] = round(ratio, 3)
+    return row
+
+
+class SparseDisk(OsDisk):
+    """Reserves nothing: a large index needs no large disk."""
+
+    def allocate(self, fd: int, nbytes: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "sparse on purpose")
+
+
+def make_large_folder(folder: Path, space: int) -> int:
+    """A folder whose index is full of blocks that were never written; how many."""
+    disk = SparseDisk()
+    SsdStore(folder, space, disk=disk).close()
+    superblock = read_superblock(folder)
+    assert superblock is not None
+    budget = Budget.divide(space, superblock.slab_bytes)
+    geometry = SlabGeometry(budget.data_bytes, budget.slab_bytes, ALIGNMENT)
+    per_slab = geometry.slots_in_slab(geometry.add_class(RECOVERED_BLOCK))
+    rng = random.Random(0)
+    records = []
+    for number in range(budget.num_slabs * per_slab):
+        slab, position = divmod(number, per_slab)
+        slot = slab * geometry.slots_per_slab + position
+        parent = key(number - 1) if number % 256 else None
+        records.append(encode_put(key(number), parent, slot, RECOVERED_BLOCK, rng.getrandbits(64)))
+    rng.shuffle(records)  # the order of use is not that of the slots
+    Journal.create(disk, folder, superblock.store, 1000, records).close()
+    return len(records)
+
+
+def measure_recovery(folder: Path, repeats: int) -> dict[str, Any]:
+    path = folder / "large"
+    shutil.rmtree(path, ignore_errors=True)
+    blocks = make_large_folder(path, RECOVERED_BYTES)
+    seconds, cold = [], []
+    for number in range(2 * repeats):
+        if number % 2:  # every other time from the disk
+            fd = os.open(path / "journal", os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+        begin = time.perf_counter()
+        store = SsdStore(path, RECOVERED_BYTES, disk=SparseDisk())
+        assert store.match([key(0)]) == 1
+        (cold if number % 2 else seconds).append(round(time.perf_counter() - begin, 3))
+        found = sum(store.contains([key(n) for n in range(blocks)]))
+        assert found == store.recovery.blocks == blocks
+        store.close()
+    journal = (path / "journal").stat().st_size
+    shutil.rmtree(path)
+    return {
+        "bytes": RECOVERED_BYTES,
+        "blocks": blocks,
+        "journal_bytes": journal,
+        "seconds_to_serving": statistics.median(seconds),
+        "seconds_to_serving_cold_journal": statistics.median(cold),
+        "runs": seconds,
+        "runs_cold": cold,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, required=True, help="on the disk to be measured")
+    parser.add_argument("--space", default="2GiB", help="size of the store for each run")
+    parser.add_argument("--threads", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="where the JSON goes")
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    with_fio = shutil.which("fio") is not None
+    if not with_fio:
+        print("fio is not installed: no comparison with it", file=sys.stderr)
+    report: dict[str, Any] = {"environment": environment.describe(), "threads": args.threads}
+    report["load_average_before"] = os.getloadavg()[0]  # others' work slows us more than fio
+    report["recovery"] = measure_recovery(args.folder, args.repeats)
+    print({name: value for name, value in report["recovery"].items() if "runs" not in name})
+    report["speed"] = {}
+    for shape, block in BLOCK_BYTES.items():
+        space = parse_size("--space", args.space)
+        row = measure_speed(args.folder, space, block, args.threads, args.repeats, with_fio)
+        report["speed"][shape] = row
+        print(shape, {name: value for name, value in row.items() if name != "runs"})
+    if args.out:
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""A random workload on a store, and what must be found after it ended without warning."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+from tests.stores.ssd_blocks import check, content, item, key, present, read
+from vllm_tiered_kv.core.store import Durability, PutResult
+from vllm_tiered_kv.stores.ssd.store import SsdStore
+
+KEYS = 120
+ACKNOWLEDGE = "acknowledge"  # a put said DISK
+LEAVE = "leave"  # the block is about to be evicted or deleted
+
+
+class Violation(AssertionError):
+    """Something that must never be found after a crash was found."""
+
+
+class Witness(Protocol):
+    def note(self, event: str, key: bytes) -> None: ...
+
+
+def still_owed(before: set[bytes], events: Iterable[tuple[str, bytes]]) -> set[bytes]:
+    """What was acknowledged as on disk, and has not left."""
+    keys = set(before)
+    for event, name in events:
+        if event == ACKNOWLEDGE:
+            keys.add(name)
+        else:
+            keys.discard(name)
+    return keys
+
+
+def note_departures(store: SsdStore, witness: Witness) -> Counter[bytes]:
+    """Tells the witness of every block that leaves; how often each key has, from now on."""
+    left: Counter[bytes] = Counter()
+    leave = store._index._on_leave
+
+    def noted(slot: int) -> None:
+        name = store._index._entries[slot].key
+        left[name] += 1
+        witness.note(LEAVE, name)
+        leave(slot)
+
+    store._index._on_leave = noted
+    return left
+
+
+def work(store: SsdStore, witness: Witness, left: Counter[bytes], seed: int, steps: int) -> None:
+    """Puts of both kinds, reads, deletes; chains, batches, keys that come back."""
+    rng = random.Random(seed)
+    for _ in range(steps):
+        first = rng.randrange(KEYS)
+        action = rng.random()
+        if action < 0.7:
+            batch = range(first, min(KEYS, first + rng.randint(1, 4)))
+            items = [item(n, n - 1 if n > first else None) for n in batch]
+            durability = rng.choice((Durability.MEMORY, Durability.DISK))
+            left_before = [left[i.key] for i in items]
+            results = store.put(items, durability)
+            for i, result, before in zip(items, results, left_before, strict=True):
+                assert result in (PutResult.STORED, PutResult.PRESENT, PutResult.DROPPED)
+                if durability is Durability.DISK and result is PutResult.STORED:
+                    with store._lock:
+                        # Another thread may have pushed it out by now, a third put it again.
+                        if left[i.key] == before:
+                            witness.note(ACKNOWLEDGE, i.key)
+        elif action < 0.85:
+            found = read(store, first)
+            assert found in (None, content(first))
+        elif action < 0.97:
+            store.delete([key(first)])
+        else:
+            store.flush()
+
+
+def inspect(folder: Path, owed_keys: set[bytes], capacity: int, strict: bool = True) -> None:
+    try:
+        store = SsdStore(folder, capacity, io_threads=1)
+    except Exception as error:
+        raise Violation(f"recovery raised {error!r}") from error
+    try:
+        check(store)
+        reported = present(store, range(KEYS))
+        lost = owed_keys - {key(n) for n in reported}
+        if lost:
+            raise Violation(f"{len(lost)} acknowledged blocks are lost")
+        for n in reported:
+            found = read(store, n)
+            if found is not None and found != content(n):
+                raise Violation(f"block {n} has wrong bytes")
+            if found is None and (strict or key(n) in owed_keys):
+                raise Violation(f"block {n} is reported and cannot be read")
+        new = KEYS + 1
+        assert store.put([item(new)], Durability.DISK) == [PutResult.STORED]
+        assert read(store, new) == content(new)
+        check(store)
+    finally:
+        store.close()

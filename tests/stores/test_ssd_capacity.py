@@ -1,0 +1,198 @@
+"""The space of an SSD tier: never exceeded, shared by quotas, made smaller and larger."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.stores.ssd_blocks import check, content, item, key, opened, present, put, read
+from vllm_tiered_kv.core.store import PutItem, PutResult, StoreKey
+from vllm_tiered_kv.errors import ConfigError
+from vllm_tiered_kv.stores.ssd.budget import MIN_CAPACITY, Budget
+from vllm_tiered_kv.stores.ssd.disk import OsDisk
+from vllm_tiered_kv.stores.ssd.store import SsdStore
+
+KIB = 1 << 10
+MIB = 1 << 20
+
+
+def used_on_disk(folder: Path) -> tuple[int, int]:
+    """Bytes in files, and bytes the file system spends on them and on the folder."""
+    total = blocks = 0
+    for path in [folder, *folder.iterdir()]:
+        try:
+            facts = path.stat()
+        except FileNotFoundError:  # a temporary file, gone by now
+            continue
+        total += facts.st_size if path != folder else 0
+        blocks += facts.st_blocks * 512
+    return total, blocks
+
+
+class WatchingDisk(OsDisk):
+    """Measures the folder after every call that can make it larger."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+        self.most = (0, 0)
+
+    def _measure(self) -> None:
+        sizes, blocks = used_on_disk(self._folder)
+        self.most = (max(self.most[0], sizes), max(self.most[1], blocks))
+
+    def write(self, fd: int, data: memoryview, offset: int) -> int:
+        moved = super().write(fd, data, offset)
+        self._measure()
+        return moved
+
+    def sync(self, fd: int) -> None:
+        super().sync(fd)
+        self._measure()
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._measure()
+        super().rename(source, target)
+
+
+@pytest.mark.parametrize("capacity", [MIN_CAPACITY, 200 * KIB + 123, 333 * KIB, MIB, 3 * MIB])
+def test_the_capacity_is_never_exceeded(tmp_path: Path, capacity: int) -> None:
+    folder = tmp_path / "store"
+    disk = WatchingDisk(folder)
+    rng = random.Random(capacity)
+    with opened(folder, capacity, disk=disk) as store:
+        for _ in range(120):
+            first = rng.randrange(2000)
+            store.put([item(n) for n in range(first, first + 8)])
+            usage = store.usage()
+            assert usage.used_bytes <= usage.capacity_bytes == capacity
+        assert store.counters.evicted_blocks > 0
+        store.flush()
+        check(store)
+    assert store.counters.compactions > 0
+    assert disk.most[0] <= capacity
+    assert disk.most[1] <= capacity
+
+
+@pytest.mark.parametrize("capacity", [MIN_CAPACITY, MIB, 1 << 30, 100 << 30, 5 << 40])
+def test_shares_add_up_and_leave_most_for_data(capacity: int) -> None:
+    budget = Budget.divide(capacity, None)
+    index = 3 * 168 * budget.max_blocks
+    assert budget.data_bytes + index <= capacity
+    assert budget.data_bytes >= capacity * (0.98 if capacity >= 1 << 30 else 0.6)
+    assert budget.num_slabs >= 8
+    if capacity >= 1 << 30:
+        assert budget.max_blocks * 64 * KIB >= 0.9 * capacity
+
+
+def test_a_capacity_too_small_to_be_of_use_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="at least 160KiB"):
+        SsdStore(tmp_path / "store", MIN_CAPACITY - 1)
+    with opened(tmp_path / "store", 64 * MIB) as store:
+        put(store, 1)
+    with pytest.raises(ConfigError, match="slab"):
+        SsdStore(tmp_path / "store", MIN_CAPACITY)
+    with opened(tmp_path / "store", 64 * MIB) as store:
+        assert present(store, [1]) == [1]
+
+
+def test_shrinking_keeps_the_hottest_and_growing_keeps_all(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    with opened(folder, 800 * KIB) as store:
+        put(store, *range(100))
+        for number in (3, 50, 97):
+            assert read(store, number) == content(number)
+    lines: list[str] = []
+    with opened(folder, 400 * KIB, progress=lines.append) as store:
+        left = present(store, range(100))
+        assert 20 < len(left) < 100
+        assert {3, 50, 97} <= set(left)
+        assert store.recovery.blocks == len(left)
+        assert store.recovery.dropped == {"the space was made smaller": 100 - len(left)}
+        assert [read(store, number) for number in left] == [content(n) for n in left]
+        assert any("moving" in line for line in lines)
+        check(store)
+        assert max(used_on_disk(folder)) <= 400 * KIB
+        put(store, *range(200, 220))
+    left += range(200, 220)
+    with opened(folder, 400 * KIB) as store:
+        left = present(store, left)
+    with opened(folder, 2 * MIB) as store:
+        assert present(store, left) == left
+        put(store, *range(300, 400))
+        assert [read(store, number) for number in left] == [content(n) for n in left]
+        check(store)
+
+
+def test_shrinking_cuts_chains_from_their_tails(tmp_path: Path) -> None:
+    chains = [range(start, start + 80, 4) for start in (0, 80, 160)]
+    with opened(tmp_path / "store", 400 * KIB) as store:
+        for chain in chains:
+            store.put([item(n, n - 4 if n > chain[0] else None) for n in chain])
+    with opened(tmp_path / "store", 200 * KIB) as store:
+        assert store.recovery.dropped
+        for chain in chains:
+            keys = [key(n) for n in chain]
+            assert store.match(keys) == sum(store.contains(keys))
+
+
+def test_quotas_keep_namespaces_apart(tmp_path: Path) -> None:
+    with opened(tmp_path / "store", MIB) as store:
+        greedy = b"greedy".ljust(16)
+        store.set_quota(greedy, 240 * KIB)
+        put(store, *range(20))
+        for number in range(400):
+            name = StoreKey(greedy + number.to_bytes(8, "little"))
+            assert store.put([PutItem(name, None, memoryview(bytes(4096)))]) == [PutResult.STORED]
+        assert present(store, range(20)) == list(range(20))
+        assert store.usage().used_bytes < 500 * KIB
+        check(store)
+
+
+def test_no_more_is_evicted_than_is_needed(tmp_path: Path) -> None:
+    with opened(tmp_path / "store") as store:
+        number = 0
+        while not store.counters.evicted_blocks:
+            put(store, number)
+            number += 4  # of one size
+        warm = present(store, range(0, number, 4))[-20:]
+        assert store.put([item(n) for n in (number, *warm)]) == [
+            PutResult.STORED,
+            *([PutResult.PRESENT] * len(warm)),
+        ]
+        assert store.counters.evicted_blocks == 2
+
+
+def test_a_large_store_keeps_a_little_free_and_a_quota_is_not_emptied(tmp_path: Path) -> None:
+    with opened(tmp_path / "store", 16 * MIB, slab_bytes=MIB) as store:
+        limited = b"limited".ljust(16)
+        store.set_quota(limited, MIB)
+        block = memoryview(bytes(8192))
+        for number in range(1500):
+            mine = StoreKey(limited + number.to_bytes(8, "little"))
+            for name in (mine, key(number)):
+                assert store.put([PutItem(name, None, block)]) == [PutResult.STORED]
+        names = [StoreKey(limited + n.to_bytes(8, "little")) for n in range(1500)]
+        assert sum(store.contains(names)) == 128  # all of its one slab: 1 MiB
+        assert store.usage().blocks >= 186 - 10  # what the index of this space holds
+        check(store)
+
+
+def test_small_blocks_fill_the_index_before_the_space(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path / "store", 8 * MIB) as store:
+        most = store._budget.max_blocks
+        for start in range(0, 2 * most, 16):
+            items = [
+                PutItem(key(number), None, memoryview(b"tiny"))
+                for number in range(start, start + 16)
+            ]
+            assert store.put(items) == [PutResult.STORED] * 16
+        assert store.usage().blocks == most
+        assert sum("index is full" in record.message for record in caplog.records) == 1
+        check(store)
+    with opened(tmp_path / "store", 8 * MIB) as store:
+        assert store.recovery.blocks == most

@@ -1,0 +1,316 @@
+"""Files that are not what was written: flipped bits, cut ends, missing files, foreign folders."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.stores.ssd_blocks import SMALL, check, content, item, key, opened, present, put, read
+from vllm_tiered_kv.core.store import Durability, PutResult
+from vllm_tiered_kv.errors import StoreFormatError, StoreLockedError
+from vllm_tiered_kv.stores.ssd.record_format import (
+    FORMAT_VERSION,
+    HEADER_COPIES,
+    RECORD_BYTES,
+    Superblock,
+)
+from vllm_tiered_kv.stores.ssd.store import SsdStore
+from vllm_tiered_kv.stores.ssd.verify import verify
+
+BLOCKS = range(30)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A closed store with blocks, some of them rewritten in the journal's course."""
+    path = tmp_path / "store"
+    with opened(path, 400 << 10) as store:
+        for number in BLOCKS:
+            put(store, number)
+        store.delete([key(3), key(4)])
+        put(store, 3, 4)
+        assert present(store, BLOCKS) == list(BLOCKS)
+    return path
+
+
+def flip(path: Path, bit: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(bit // 8)
+        byte = file.read(1)[0]
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ (1 << bit % 8)]))
+
+
+def readable(path: Path, capacity: int = 400 << 10) -> set[int]:
+    """What can be read, all of it right; the store goes on working."""
+    with opened(path, capacity) as store:
+        good = set()
+        for number in present(store, BLOCKS):
+            found = read(store, number)
+            assert found in (None, content(number)), "wrong bytes were served"
+            if found is None:
+                assert not present(store, [number]), "a damaged block is still reported"
+            else:
+                good.add(number)
+        check(store)
+        for number in set(BLOCKS) - good:  # nothing is in the way of storing them again
+            put(store, number, durability=Durability.DISK)
+            assert read(store, number) == content(number)
+        check(store)
+    return good
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_flipped_bits_are_detected(folder: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    flips = rng.choice((1, 1, 3, 40))
+    for _ in range(flips):
+        path = folder / rng.choice(("data", "journal"))
+        flip(path, rng.randrange(8 * path.stat().st_size))
+    assert len(readable(folder)) >= len(BLOCKS) - flips
+    assert readable(folder) == set(BLOCKS)
+
+
+def test_a_flipped_bit_in_a_block_is_a_counted_miss(folder: Path) -> None:
+    for bit in range(0, 8 * (folder / "data").stat().st_size, 4096 * 8):
+        flip(folder / "data", bit)  # the first bit of every page
+    with opened(folder, 400 << 10) as store:
+        assert [read(store, number) for number in BLOCKS] == [None] * len(BLOCKS)
+        assert store.counters.bad_blocks == len(BLOCKS)
+        assert store.usage().blocks == store.usage().used_bytes == 0
+        put(store, *BLOCKS)
+
+
+def test_every_bit_of_a_record_counts(folder: Path) -> None:
+    """Whichever bit of a record flips, its block is lost or right, and all others stay."""
+    size = (folder / "journal").stat().st_size
+    rng = random.Random(0)
+    for bit in rng.sample(range(8 * RECORD_BYTES), 80):
+        copy = folder.parent / "copy"
+        shutil.copytree(folder, copy)
+        number = rng.randrange(HEADER_COPIES, size // RECORD_BYTES)
+        flip(copy / "journal", 8 * RECORD_BYTES * number + bit)
+        with opened(copy, 400 << 10) as store:
+            assert store.recovery.damaged_records + (store.recovery.torn_bytes > 0) == 1
+            assert len(present(store, BLOCKS)) >= len(BLOCKS) - 1
+        shutil.rmtree(copy)
+
+
+def test_both_headers_must_be_damaged_to_lose_the_journal(folder: Path) -> None:
+    flip(folder / "journal", 100)
+    copy = folder.parent / "copy"
+    shutil.copytree(folder, copy)
+    assert readable(copy) == set(BLOCKS)
+    flip(folder / "journal", 8 * RECORD_BYTES + 100)
+    with opened(folder, 400 << 10) as store:
+        assert store.recovery.blocks == 0
+        assert store.recovery.torn_bytes > 0
+        put(store, 1)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_cut_journal_keeps_what_is_left(folder: Path, seed: int) -> None:
+    journal = folder / "journal"
+    records = journal.stat().st_size // RECORD_BYTES
+    kept = random.Random(seed).randrange(HEADER_COPIES, records)
+    torn = random.Random(seed).randrange(RECORD_BYTES)
+    os.truncate(journal, kept * RECORD_BYTES + torn)
+    with opened(folder, 400 << 10) as store:
+        assert store.recovery.torn_bytes == torn
+        assert len(present(store, BLOCKS)) >= len(BLOCKS) - (records - kept)
+    with opened(folder, 400 << 10) as store:
+        assert store.recovery.torn_bytes == 0
+    assert readable(folder) <= set(BLOCKS)
+
+
+def test_garbage_behind_the_journal_is_cut(folder: Path) -> None:
+    with (folder / "journal").open("ab") as file:
+        file.write(random.Random(0).randbytes(1000))
+    with opened(folder, 400 << 10) as store:
+        assert store.recovery.torn_bytes == 1000
+    assert readable(folder) == set(BLOCKS)
+
+
+def test_records_of_an_older_journal_never_pass(folder: Path) -> None:
+    """The same records behind a new journal's end, as a reused disk block may have them."""
+    old = (folder / "journal").read_bytes()
+    with opened(folder, 400 << 10) as store:
+        store.delete([key(number) for number in BLOCKS])
+        put(store, 1)
+        read(store, 1)  # changes the order of use: a new journal is written at the end
+    new = (folder / "journal").read_bytes()
+    (folder / "journal").write_bytes(new + old[len(new) :])
+    with opened(folder, 400 << 10) as store:
+        assert present(store, BLOCKS) == [1]
+        assert store.recovery.torn_bytes == len(old) - len(new)
+
+
+@pytest.mark.parametrize("share", [0, 0.1, 0.5, 0.7])
+def test_a_cut_data_file_drops_what_was_behind_the_cut(folder: Path, share: float) -> None:
+    nbytes = int((folder / "data").stat().st_size * share)
+    os.truncate(folder / "data", nbytes)
+    with opened(folder, 400 << 10) as store:
+        [(reason, dropped)] = store.recovery.dropped.items()
+        assert "data file" in reason
+        left = present(store, BLOCKS)
+        assert len(left) == store.recovery.blocks == len(BLOCKS) - dropped
+        assert [read(store, number) for number in left] == [content(n) for n in left]
+    assert len(readable(folder)) >= len(left)
+
+
+def test_missing_files_are_reported(folder: Path) -> None:
+    (folder / "data").unlink()
+    with opened(folder, 400 << 10) as store:
+        assert store.recovery.dropped == {"the data file is missing": len(BLOCKS)}
+        put(store, 1, durability=Durability.DISK)
+    (folder / "journal").unlink()
+    with opened(folder, 400 << 10) as store:
+        assert store.recovery.blocks == 0
+        put(store, 2, durability=Durability.DISK)
+    with opened(folder, 400 << 10) as store:
+        assert present(store, BLOCKS) == [2]
+
+
+def test_a_lost_format_file_is_refused_and_nothing_touched(folder: Path) -> None:
+    (folder / "FORMAT").unlink()
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "LOCK"}
+    with pytest.raises(StoreFormatError, match="no FORMAT file"):
+        SsdStore(folder, SMALL)
+    assert before == {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "LOCK"}
+
+
+def test_a_foreign_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("mine")
+    with pytest.raises(StoreFormatError, match=r"thesis\.tex"):
+        SsdStore(tmp_path, SMALL)
+    assert (tmp_path / "thesis.tex").read_text() == "mine"
+    with pytest.raises(StoreFormatError):
+        verify(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def other_version(text: str) -> str:
+    return text.replace(f'"version": {FORMAT_VERSION}', f'"version": {FORMAT_VERSION + 1}')
+
+
+def older_version(text: str) -> str:
+    return text.replace(f'"version": {FORMAT_VERSION}', '"version": 0')
+
+
+def other_format(text: str) -> str:
+    return text.replace("vllm_tiered_kv", "somebody_else")
+
+
+def flipped_number(text: str) -> str:
+    facts = json.loads(text)
+    facts["slab_bytes"] += 4096
+    return json.dumps(facts)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (other_version, f"format version {FORMAT_VERSION + 1}"),
+        (older_version, "format version 0"),
+        (other_format, "not one of this cache"),
+        (flipped_number, "damaged"),
+        (lambda text: text[:40], "damaged"),
+        (lambda text: "", "damaged"),
+        (lambda text: "[]", "damaged"),
+    ],
+)
+def test_a_folder_of_another_format_is_refused(folder: Path, change, message: str) -> None:
+    path = folder / "FORMAT"
+    path.write_text(change(path.read_text()))
+    before = {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "LOCK"}
+    for attempt in (lambda: SsdStore(folder, SMALL), lambda: verify(folder)):
+        with pytest.raises(StoreFormatError, match=message):
+            attempt()
+    assert before == {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "LOCK"}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_damaged_format_file_never_passes(seed: int) -> None:
+    rng = random.Random(seed)
+    good = Superblock(bytes(16), 1 << 20).encode()
+    assert Superblock.decode(good) == Superblock(bytes(16), 1 << 20)
+    bad = bytearray(good)
+    bad[rng.randrange(len(bad) - 1)] ^= 1 << rng.randrange(8)
+    with contextlib.suppress(ValueError):
+        assert Superblock.decode(bytes(bad)) == Superblock(bytes(16), 1 << 20)
+
+
+def test_a_second_store_is_refused_and_told_who_holds_it(folder: Path) -> None:
+    with opened(folder, 400 << 10):
+        for attempt in (lambda: SsdStore(folder, SMALL), lambda: verify(folder)):
+            with pytest.raises(StoreLockedError) as refused:
+                attempt()
+            assert refused.value.pid == os.getpid()
+            assert str(os.getpid()) in str(refused.value)
+    with opened(folder, 400 << 10) as store:
+        assert store.recovery.blocks == len(BLOCKS)
+
+
+def test_a_store_that_could_not_be_opened_is_not_locked(folder: Path) -> None:
+    path = folder / "FORMAT"
+    good = path.read_text()
+    path.write_text(other_version(good))
+    with pytest.raises(StoreFormatError):
+        SsdStore(folder, SMALL)
+    path.write_text(good)
+    assert readable(folder) == set(BLOCKS)
+
+
+# ---- verify -------------------------------------------------------------------------------------
+
+
+def test_verify_finds_a_sound_folder_sound(folder: Path) -> None:
+    lines: list[str] = []
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    report = verify(folder, lines.append)
+    assert report.is_sound
+    assert report.good_blocks == len(BLOCKS)
+    assert report.good_bytes == sum(len(content(number)) for number in BLOCKS)
+    assert lines
+    assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_verify_finds_planted_damage(folder: Path) -> None:
+    data = (folder / "data").read_bytes()
+    planted = [5, 17]
+    for number in planted:
+        offset = data.index(content(number))
+        flip(folder / "data", 8 * offset + 77)
+    report = verify(folder)
+    assert not report.is_sound
+    assert sorted(report.bad_keys) == sorted(key(number) for number in planted)
+    assert report.good_blocks == len(BLOCKS) - len(planted)
+    flip(folder / "journal", 8 * RECORD_BYTES * (HEADER_COPIES + 2) + 99)
+    assert verify(folder).journal.damaged_records == 1
+
+
+def test_verify_reports_what_is_missing(folder: Path) -> None:
+    os.truncate(folder / "data", 8192)
+    assert "the data file ends before them" in verify(folder).journal.dropped
+    (folder / "data").unlink()
+    assert not verify(folder).is_sound
+    (folder / "journal").unlink()
+    report = verify(folder)
+    assert report.journal_missing
+    assert not report.is_sound
+
+
+def test_a_block_put_with_a_wrong_checksum_is_not_kept(tmp_path: Path) -> None:
+    with opened(tmp_path / "store") as store:
+        good = item(1)
+        bad = type(good)(good.key, None, good.payload, checksum=1)
+        assert store.put([bad], Durability.DISK) == [PutResult.FAILED]
+        assert not present(store, [1])
+        assert store.put([good]) == [PutResult.STORED]
+        check(store)

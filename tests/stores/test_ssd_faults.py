@@ -1,0 +1,318 @@
+"""Disks that refuse: full, failing to read, to write or to sync, files deleted under the store."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.stores.ssd_blocks import SMALL, check, content, item, key, opened, present, put, read
+from vllm_tiered_kv.core.store import Durability, PutResult
+from vllm_tiered_kv.errors import ConfigError
+from vllm_tiered_kv.stores.ssd.disk import OsDisk
+from vllm_tiered_kv.stores.ssd.store import SsdStore
+
+RETRY = 0.05
+
+
+class FaultyDisk(OsDisk):
+    """Calls in `faults`, by call and file, fail with that error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.faults: dict[tuple[str, str], int] = {}
+        self.short: set[tuple[str, str]] = set()
+        self.bad_offsets: set[int] = set()  # of the data file
+        self._names: dict[int, str] = {}
+
+    def _maybe_fail(self, call: str, name: str) -> None:
+        code = self.faults.get((call, name))
+        if code is not None:
+            raise OSError(code, os.strerror(code))
+
+    def open(self, path: Path, flags: int) -> int:
+        self._maybe_fail("open", path.name)
+        fd = super().open(path, flags)
+        self._names[fd] = path.name.removesuffix(".tmp")
+        return fd
+
+    def read(self, fd: int, into: memoryview, offset: int) -> int:
+        self._maybe_fail("read", self._names[fd])
+        if ("read", self._names[fd]) in self.short:
+            return super().read(fd, into[:512], offset)
+        return super().read(fd, into, offset)
+
+    def write(self, fd: int, data: memoryview, offset: int) -> int:
+        self._maybe_fail("write", self._names[fd])
+        if self._names[fd] == "data" and offset in self.bad_offsets:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if ("write", self._names[fd]) in self.short:
+            return super().write(fd, data[: max(1, data.nbytes // 8192) * 4096], offset)
+        return super().write(fd, data, offset)
+
+    def sync(self, fd: int) -> None:
+        self._maybe_fail("sync", self._names[fd])
+        super().sync(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._maybe_fail("rename", target.name)
+        super().rename(source, target)
+
+    def sync_folder(self, folder: Path) -> None:
+        self._maybe_fail("sync", "folder")
+        super().sync_folder(folder)
+
+
+@pytest.fixture
+def disk() -> FaultyDisk:
+    return FaultyDisk()
+
+
+@pytest.fixture
+def store(tmp_path: Path, disk: FaultyDisk) -> Iterator[SsdStore]:
+    with opened(tmp_path / "store", disk=disk, retry_seconds=RETRY) as opened_store:
+        yield opened_store
+        disk.faults.clear()
+        disk.short.clear()
+        disk.bad_offsets.clear()
+        check(opened_store)
+
+
+def put_until_stored(store: SsdStore, number: int) -> None:
+    deadline = time.monotonic() + 30
+    while store.put([item(number)], Durability.DISK) != [PutResult.STORED]:
+        assert time.monotonic() < deadline
+        time.sleep(RETRY / 5)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [("write", "data"), ("sync", "data"), ("write", "journal"), ("sync", "journal")],
+)
+def test_what_cannot_be_written_is_not_kept_and_may_come_again(
+    store: SsdStore, disk: FaultyDisk, tmp_path: Path, call: str, name: str, code: int
+) -> None:
+    put(store, 1, durability=Durability.DISK)
+    disk.faults[call, name] = code
+    assert store.put([item(2), item(3)], Durability.DISK) == [PutResult.FAILED] * 2
+    assert not present(store, [2, 3])
+    assert read(store, 1) == content(1)  # reading goes on
+    assert store.put([item(4)], Durability.DISK) == [PutResult.FAILED]  # writing pauses
+    assert store.counters.failed_blocks >= 3
+    disk.faults.clear()
+    put_until_stored(store, 2)
+    assert read(store, 2) == content(2)
+    assert read(store, 1) == content(1)
+    shutil.copytree(tmp_path / "store", tmp_path / "copy")
+    with opened(tmp_path / "copy") as recovered:
+        assert present(recovered, range(5)) == [1, 2]
+        assert read(recovered, 2) == content(2)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"), [("open", "journal.tmp"), ("rename", "journal"), ("sync", "folder")]
+)
+def test_a_compaction_that_fails_is_tried_again(
+    store: SsdStore, disk: FaultyDisk, tmp_path: Path, call: str, name: str
+) -> None:
+    disk.faults[call, name] = errno.ENOSPC
+    failed = False
+    acknowledged: set[int] = set()
+    for round_ in range(60):  # enough records to need a new journal
+        number = round_ % 20
+        store.delete([key(number)])
+        acknowledged.discard(number)
+        [result] = store.put([item(number)], Durability.DISK)
+        failed = failed or result is PutResult.FAILED
+        if result is PutResult.STORED:
+            acknowledged.add(number)
+        if failed:
+            break
+    assert failed
+    assert set(present(store, range(20))) >= acknowledged
+    disk.faults.clear()
+    put_until_stored(store, 100)
+    shutil.copytree(tmp_path / "store", tmp_path / "copy")
+    with opened(tmp_path / "copy") as recovered:
+        assert set(present(recovered, range(20))) >= acknowledged
+        assert read(recovered, 100) == content(100)
+
+
+def test_a_read_error_is_a_miss_and_the_block_is_gone(store: SsdStore, disk: FaultyDisk) -> None:
+    put(store, 1, 2)
+    disk.faults["read", "data"] = errno.EIO
+    assert read(store, 1) is None
+    disk.faults.clear()
+    assert read(store, 1) is None
+    assert not present(store, [1])
+    assert read(store, 2) == content(2)
+    assert store.counters.read_errors == 1
+    put(store, 1)
+    assert read(store, 1) == content(1)
+
+
+def test_short_reads_and_writes_are_errors(store: SsdStore, disk: FaultyDisk) -> None:
+    put(store, 2)
+    disk.short.add(("read", "data"))
+    assert read(store, 2) is None
+    disk.short = {("write", "data")}
+    assert store.put([item(6)]) == [PutResult.FAILED]
+    disk.short.clear()
+    put_until_stored(store, 6)
+    assert read(store, 6) == content(6)
+
+
+def test_a_slot_that_cannot_be_written_is_not_tried_for_ever(
+    store: SsdStore, disk: FaultyDisk
+) -> None:
+    disk.bad_offsets = {0}
+    put_until_stored(store, 1)
+    assert store.counters.retired_slots == 1
+    for number in range(2, 60):
+        put(store, number)
+    assert store.counters.failed_blocks == 1 or store.counters.retired_slots == 1
+    check(store)
+
+
+def test_one_clear_line_when_writing_stops(
+    store: SsdStore, disk: FaultyDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk.faults["write", "journal"] = errno.ENOSPC
+    for number in range(20):
+        assert store.put([item(number)], Durability.DISK) == [PutResult.FAILED]
+    told = [r for r in caplog.records if "cannot be written" in r.message]
+    assert len(told) == 1
+    assert "No space left" in told[0].message
+    disk.faults.clear()
+    put_until_stored(store, 1)
+    assert any("writing again" in record.message for record in caplog.records)
+
+
+def test_flush_and_close_end_on_a_broken_disk(tmp_path: Path, disk: FaultyDisk) -> None:
+    store = SsdStore(tmp_path / "store", SMALL, disk=disk, retry_seconds=RETRY)
+    put(store, 1)
+    for call in ("write", "sync"):
+        for name in ("data", "journal"):
+            disk.faults[call, name] = errno.EIO
+    store.flush()
+    store.delete([key(1)])
+    store.close()
+    disk.faults.clear()
+    with opened(tmp_path / "store") as store:  # the lock was given back
+        put(store, 2)
+
+
+def test_an_unreadable_page_of_the_journal_costs_its_records_only(
+    tmp_path: Path, disk: FaultyDisk
+) -> None:
+    class BadPage(FaultyDisk):
+        def read(self, fd: int, into: memoryview, offset: int) -> int:
+            if self._names[fd] == "journal" and offset <= 8192 < offset + into.nbytes:
+                raise OSError(errno.EIO, "bad page")
+            return super().read(fd, into, offset)
+
+    with opened(tmp_path / "store", 2 << 20) as store:
+        put(store, *range(80))
+    with opened(tmp_path / "store", 2 << 20, disk=BadPage()) as store:
+        assert 20 <= store.recovery.damaged_records <= 30
+        left = present(store, range(80))
+        assert len(left) == 80 - store.recovery.damaged_records
+        assert [read(store, number) for number in left] == [content(n) for n in left]
+
+
+def test_deleted_files_are_noticed_while_running(tmp_path: Path) -> None:
+    with opened(tmp_path / "store", retry_seconds=RETRY) as store:
+        put(store, 1, durability=Durability.DISK)
+        (tmp_path / "store" / "journal").unlink()
+        [first] = store.put([item(2)], Durability.DISK)
+        assert first is PutResult.FAILED
+        put_until_stored(store, 3)  # a new journal was written
+        shutil.copytree(tmp_path / "store", tmp_path / "copy")
+        with opened(tmp_path / "copy") as recovered:
+            assert present(recovered, range(5)) == [1, 3]
+        (tmp_path / "store" / "data").unlink()
+        for number in range(10, 15):  # never acknowledged as on disk: it is not
+            assert store.put([item(number)], Durability.DISK) == [PutResult.FAILED]
+            time.sleep(RETRY)
+
+
+def test_io_errors_while_everybody_works(tmp_path: Path, disk: FaultyDisk) -> None:
+    """Faults come and go under load: no exception, no wrong byte, no leak."""
+    errors: list[BaseException] = []
+
+    def work(first: int) -> None:
+        try:
+            for number in range(first, first + 150):
+                store.put([item(number)], Durability.DISK if number % 3 else Durability.MEMORY)
+                for earlier in range(max(first, number - 5), number):
+                    assert read(store, earlier) in (None, content(earlier))
+                store.delete([key(number - 3)])
+        except BaseException as error:
+            errors.append(error)
+
+    with opened(tmp_path / "store", disk=disk, retry_seconds=0.001) as store:
+        threads = [threading.Thread(target=work, args=(1000 * t,)) for t in range(1, 4)]
+        for thread in threads:
+            thread.start()
+        kinds = [("write", "data"), ("sync", "data"), ("write", "journal"), ("read", "data")]
+        step = 0
+        while any(thread.is_alive() for thread in threads):
+            disk.faults = {kinds[step // 2 % 4]: errno.EIO} if step % 2 else {}
+            step += 1
+            time.sleep(0.002)
+        disk.faults = {}
+        assert not errors
+        put_until_stored(store, 9999)
+        check(store)
+        assert not store._index.pinned_slots()
+
+
+# ---- a real file system that is full ------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    folder = tmp_path / "mount"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("mounting a file system is not permitted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_file_system(small_disk: Path) -> None:
+    with opened(small_disk / "store", 400 << 10, retry_seconds=RETRY) as store:
+        put(store, 1, durability=Durability.DISK)
+        filler = small_disk / "filler"
+        with pytest.raises(OSError, match="No space"):
+            filler.write_bytes(bytes(1 << 20))
+        results = [store.put([item(n)], Durability.DISK)[0] for n in range(2, 200)]
+        assert PutResult.FAILED in results
+        assert read(store, 1) == content(1)
+        kept = [n for n, result in enumerate(results, 2) if result is PutResult.STORED]
+        check(store)
+        filler.unlink()
+        put_until_stored(store, 300)
+        kept = present(store, kept)
+    with opened(small_disk / "store", 400 << 10) as store:
+        assert present(store, kept) == kept
+        assert read(store, 300) == content(300)
+
+
+def test_more_space_than_there_is_is_refused_and_leaves_no_trace(small_disk: Path) -> None:
+    with pytest.raises(ConfigError, match="no room for 8MiB"):
+        SsdStore(small_disk / "store", 8 << 20)
+    with opened(small_disk / "store", 400 << 10) as store:
+        put(store, 1)

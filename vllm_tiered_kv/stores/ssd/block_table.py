@@ -1,0 +1,175 @@
+"""What lies where on the disk, and what the journal has to be told about it.
+
+Everything here happens under the store's lock. The record of a block, as the journal has it, is
+all that is kept of it beside the index: a new generation of the journal is these records, in
+order of use.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from vllm_tiered_kv.cache.durable_index import DurableIndex
+from vllm_tiered_kv.core.arena_geometry import SlabGeometry, aligned
+from vllm_tiered_kv.core.store import BlockFacts, PutItem, PutResult, StoreKey, namespace_of
+from vllm_tiered_kv.core.tiers import Lookup
+from vllm_tiered_kv.stores.ssd.budget import Budget
+from vllm_tiered_kv.stores.ssd.committer import Committer
+from vllm_tiered_kv.stores.ssd.record_format import ALIGNMENT, decode, encode_del, encode_put
+from vllm_tiered_kv.stores.ssd.recovery import LiveBlocks
+from vllm_tiered_kv.stores.ssd.settings import SsdCounters
+
+logger = logging.getLogger(__name__)
+
+_ROOM_ATTEMPTS = 32  # others may take the room that was just made
+_MAX_AHEAD = 1024  # slots kept free, so that a put need not wait for an eviction to be durable
+_AHEAD_SHARE = 32  # but no more than one in this many of a class
+_MANY_SLOTS = 512  # and none where there are fewer
+
+
+class BlockTable:
+    """Index and records of one store; the `CommitOwner` of its committer."""
+
+    committer: Committer  # set before the first change
+
+    def __init__(self, folder: Path, budget: Budget, eviction: str, counters: SsdCounters) -> None:
+        self._folder = folder
+        self._budget = budget
+        self._counters = counters
+        self._told_too_many = False
+        self.geometry = SlabGeometry(budget.data_bytes, budget.slab_bytes, ALIGNMENT)
+        self.index = DurableIndex(self.geometry, eviction, self._on_evict, self._on_leave)
+        self.records: dict[int, bytes] = {}  # by slot
+        self.live_bytes = 0  # slots of readable blocks
+        self._class_of: dict[tuple[bytes, int], int] = {}
+
+    def restore(self, live: LiveBlocks) -> None:
+        """Fills an empty table."""
+        classes = [self._class(owner, slot_bytes) for owner, slot_bytes in live.class_shapes]
+        of_block = [classes[number] for number in live.classes]
+        self.index.restore(live.keys, live.parents, live.slots, of_block)
+        self.records = dict(zip(live.slots, live.records, strict=True))
+        self.live_bytes = sum(self.geometry.slot_bytes[size_class] for size_class in of_block)
+
+    def size_class(self, key: StoreKey, nbytes: int) -> int:
+        return self._class(namespace_of(key), aligned(nbytes, ALIGNMENT))
+
+    def _class(self, owner: bytes, slot_bytes: int) -> int:
+        number = self._class_of.get((owner, slot_bytes))
+        if number is None:
+            number = self.index.add_class(slot_bytes, owner)
+            self._class_of[owner, slot_bytes] = number
+        return number
+
+    def offset(self, slot: int, length: int) -> int:
+        slab, position = divmod(slot, self.geometry.slots_per_slab)
+        return slab * self.geometry.slab_bytes + position * aligned(length, ALIGNMENT)
+
+    def facts(self, key: StoreKey) -> BlockFacts | None:
+        if self.index.lookup(key) is not Lookup.HIT:
+            return None
+        known = decode(self.records[self.index.slot_of(key)])
+        parent = StoreKey(known.parent) if known.parent is not None else None
+        return BlockFacts(known.length, known.payload_checksum, parent)
+
+    # ---- blocks coming ------------------------------------------------------------------------
+
+    def reserve(self, item: PutItem, size_class: int, coming: Sequence[PutItem]) -> int | PutResult:
+        """A slot for the block, or why there is none; may wait for evictions to be durable.
+
+        Room is made at once for all that is `coming`, this block included.
+        """
+        for _ in range(_ROOM_ATTEMPTS):
+            if self.index.lookup(item.key) is not Lookup.MISS:
+                return PutResult.PRESENT
+            if self.index.held >= self._budget.max_blocks:
+                self._tell_too_many()
+                if not self.index.evict_coldest(item.parent):
+                    return PutResult.DROPPED
+            slot = self.index.reserve(item.key, item.parent, size_class)
+            if slot is not None:
+                return slot
+            if not (self.index.has_quarantined or self.committer.is_releasing):
+                missing = sum(self.index.lookup(other.key) is Lookup.MISS for other in coming)
+                slots = min(missing, _MAX_AHEAD) + self._ahead(size_class)
+                if not self.index.make_room(size_class, slots, item.parent):
+                    return PutResult.DROPPED
+            if not self.committer.wait_release():
+                return PutResult.FAILED
+        return PutResult.DROPPED
+
+    def evict_ahead(self, size_class: int) -> None:
+        """Keeps a few slots free, so that the next put finds them."""
+        ahead = self._ahead(size_class)
+        if (
+            ahead
+            and not (self.index.has_quarantined or self.committer.is_releasing)
+            and self.index.free_slots(size_class) < ahead // 2
+            and self.index.make_room(size_class, ahead)
+        ):
+            self.committer.kick()
+
+    def _ahead(self, size_class: int) -> int:
+        slots = self.index.owned_slots(size_class)
+        return min(_MAX_AHEAD, slots // _AHEAD_SHARE) if slots >= _MANY_SLOTS else 0
+
+    def _tell_too_many(self) -> None:
+        if not self._told_too_many:
+            self._told_too_many = True
+            logger.warning(
+                "%s: the index is full with %d blocks: they are small for this space, and part "
+                "of it stays unused",
+                self._folder,
+                self._budget.max_blocks,
+            )
+
+    def commit(self, item: PutItem, slot: int, length: int, checksum: int) -> bytes | None:
+        """Makes a written block visible and queues its record; None if it was deleted before."""
+        if not self.index.commit(slot):
+            return None
+        record = encode_put(item.key, item.parent, slot, length, checksum)
+        self.records[slot] = record
+        self.live_bytes += aligned(length, ALIGNMENT)
+        self.committer.append(record)
+        return record
+
+    def forget(self, slot: int, record: bytes) -> bool:
+        """Removes the block if it is still the one with this record."""
+        return self.records.get(slot) is record and self.index.remove(decode(record).key)
+
+    # ---- blocks leaving -----------------------------------------------------------------------
+
+    def _on_leave(self, slot: int) -> None:
+        left = decode(self.records.pop(slot))
+        self.live_bytes -= aligned(left.length, ALIGNMENT)
+        self.committer.append(encode_del(left.key, slot))
+
+    def _on_evict(self, key: bytes, nbytes: int) -> None:
+        self._counters.evicted_blocks += 1
+        self._counters.evicted_bytes += nbytes
+
+    # ---- for the committer --------------------------------------------------------------------
+
+    def live_records(self) -> list[bytes]:
+        return [self.records[slot] for slot in self.index.coldest_first()]
+
+    def live_count(self) -> int:
+        return len(self.records)
+
+    def take_leaving(self) -> list[int]:
+        return self.index.take_quarantined()
+
+    def released(self, slots: list[int]) -> None:
+        self.index.release(slots)
+
+    def retake(self, slots: list[int]) -> None:
+        self.index.quarantine_again(slots)
+
+    def lost(self, slots: list[int]) -> None:
+        for slot in slots:
+            record = self.records.get(slot)
+            if record is not None:
+                self.forget(slot, record)
+                self._counters.failed_blocks += 1

@@ -1,0 +1,106 @@
+"""Every call that changes or reads the disk, in one place.
+
+The store never calls `os` for its files: tests put a disk here that fails, or that remembers what
+was written, synced and renamed in which order, so that every disk a power loss could leave behind
+can be rebuilt and recovered from.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import errno
+import os
+from pathlib import Path
+from typing import Protocol
+
+
+class Disk(Protocol):
+    """Calls raise OSError; reads and writes say how much they moved."""
+
+    def open(self, path: Path, flags: int) -> int: ...
+    def close(self, fd: int) -> None: ...
+    def read(self, fd: int, into: memoryview, offset: int) -> int: ...
+    def write(self, fd: int, data: memoryview, offset: int) -> int: ...
+    def sync(self, fd: int) -> None:
+        """Returns when the file's contents and size are durable (fdatasync)."""
+
+    def allocate(self, fd: int, nbytes: int) -> None:
+        """Backs the first bytes of the file with disk space and makes it at least that long."""
+
+    def truncate(self, fd: int, nbytes: int) -> None: ...
+    def size(self, fd: int) -> int: ...
+    def is_linked(self, fd: int) -> bool:
+        """Whether the file still has a name: a deleted one forgets all it is told."""
+
+    def rename(self, source: Path, target: Path) -> None: ...
+    def unlink(self, path: Path) -> None: ...
+    def sync_folder(self, folder: Path) -> None:
+        """Returns when names created, renamed or removed in the folder are durable."""
+
+
+class OsDisk:
+    """The real one."""
+
+    def __init__(self) -> None:
+        # `os.posix_fallocate` would write zeros over every page where the file system cannot
+        # allocate; the system call says so instead.
+        self._fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+        self._fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+    def open(self, path: Path, flags: int) -> int:
+        return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def read(self, fd: int, into: memoryview, offset: int) -> int:
+        return os.preadv(fd, [into], offset)
+
+    def write(self, fd: int, data: memoryview, offset: int) -> int:
+        return os.pwritev(fd, [data], offset)
+
+    def sync(self, fd: int) -> None:
+        os.fdatasync(fd)
+
+    def allocate(self, fd: int, nbytes: int) -> None:
+        while self._fallocate(fd, 0, 0, nbytes):
+            code = ctypes.get_errno()
+            if code != errno.EINTR:
+                raise OSError(code, os.strerror(code))
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        os.ftruncate(fd, nbytes)
+
+    def size(self, fd: int) -> int:
+        return os.fstat(fd).st_size
+
+    def is_linked(self, fd: int) -> bool:
+        return os.fstat(fd).st_nlink > 0
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.rename(source, target)
+
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)
+
+    def sync_folder(self, folder: Path) -> None:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def read_all(disk: Disk, fd: int, into: memoryview, offset: int) -> None:
+    """A short read is an error: the file ends where it must not."""
+    moved = disk.read(fd, into, offset)
+    if moved != into.nbytes:
+        raise OSError(errno.EIO, f"read {moved} of {into.nbytes} bytes at {offset}")
+
+
+def write_all(disk: Disk, fd: int, data: memoryview, offset: int) -> None:
+    """A short write is an error, most often a full disk."""
+    moved = disk.write(fd, data, offset)
+    if moved != data.nbytes:
+        raise OSError(errno.ENOSPC, f"wrote {moved} of {data.nbytes} bytes at {offset}")

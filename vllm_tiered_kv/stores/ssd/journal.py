@@ -1,0 +1,148 @@
+"""The index on the disk: a file of fixed-size records, appended to and now and then rewritten.
+
+Records have their place and their number, so a damaged one costs itself and not what follows.
+A new generation is written beside the old one, synced, and renamed over it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from vllm_tiered_kv.stores.ssd.disk import Disk, read_all, write_all
+from vllm_tiered_kv.stores.ssd.folder import JOURNAL, TEMPORARY
+from vllm_tiered_kv.stores.ssd.record_format import (
+    HEADER_COPIES,
+    RECORD,
+    RECORD_BYTES,
+    JournalHeader,
+    RecordArray,
+    decode_headers,
+    encode_headers,
+    is_valid,
+    seal,
+)
+
+_CHUNK_BYTES = 8 << 20
+_PAGE_BYTES = 4096
+
+
+class Journal:
+    """The journal being appended to. One thread at a time."""
+
+    def __init__(self, disk: Disk, fd: int, header: JournalHeader, records: int) -> None:
+        self._disk = disk
+        self._fd = fd
+        self._header = header
+        self.records = records  # those in the file, headers included
+
+    @classmethod
+    def create(
+        cls, disk: Disk, folder: Path, store: bytes, generation: int, records: Sequence[bytes]
+    ) -> Journal:
+        """A new generation with these records, durable and in place of any older one."""
+        header = JournalHeader(store, generation, int.from_bytes(os.urandom(8), "little"))
+        body = bytearray(b"".join(records))
+        seal(body, HEADER_COPIES, header.salt)
+        temporary = folder / (JOURNAL + TEMPORARY)
+        fd = disk.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        try:
+            headers = encode_headers(header)
+            write_all(disk, fd, memoryview(headers), 0)
+            for start in range(0, len(body), _CHUNK_BYTES):
+                chunk = memoryview(body)[start : start + _CHUNK_BYTES]
+                write_all(disk, fd, chunk, len(headers) + start)
+            disk.sync(fd)
+            disk.rename(temporary, folder / JOURNAL)
+            disk.sync_folder(folder)
+        except BaseException:
+            disk.close(fd)
+            raise
+        return cls(disk, fd, header, HEADER_COPIES + len(records))
+
+    @property
+    def generation(self) -> int:
+        return self._header.generation
+
+    def append(self, records: Sequence[bytes]) -> None:
+        """Hands the records to the file system. After an error the file must be given up."""
+        body = bytearray(b"".join(records))
+        seal(body, self.records, self._header.salt)
+        write_all(self._disk, self._fd, memoryview(body), self.records * RECORD_BYTES)
+        self.records += len(records)
+
+    def sync(self) -> None:
+        self._disk.sync(self._fd)
+
+    def is_linked(self) -> bool:
+        return self._disk.is_linked(self._fd)
+
+    def close(self) -> None:
+        self._disk.close(self._fd)
+
+
+@dataclass(frozen=True)
+class JournalContents:
+    """All that a journal file says, good and bad."""
+
+    header: JournalHeader | None  # None: there is no journal, or none that can be trusted
+    exists: bool
+    records: RecordArray  # the valid ones, in order
+    damaged: int  # invalid records with valid ones behind them
+    torn_bytes: int  # behind the last valid record
+    end: int  # number of records up to and including the last valid one
+
+    @property
+    def is_clean(self) -> bool:
+        return self.header is not None and not self.damaged and not self.torn_bytes
+
+
+def read_journal(disk: Disk, folder: Path, store: bytes) -> JournalContents:
+    """Reads and checks the whole journal."""
+    nothing = np.empty(0, RECORD)
+    try:
+        fd = disk.open(folder / JOURNAL, os.O_RDONLY)
+    except FileNotFoundError:
+        return JournalContents(None, False, nothing, 0, 0, 0)
+    try:
+        raw = _read_what_can_be_read(disk, fd)
+    finally:
+        disk.close(fd)
+    whole = len(raw) // RECORD_BYTES
+    array = np.frombuffer(raw, RECORD, count=whole)
+    header = decode_headers(array, store)
+    if header is None:
+        return JournalContents(None, True, nothing, 0, len(raw), 0)
+    valid = is_valid(array, 0, header.salt)
+    valid[:HEADER_COPIES] = is_valid(array[:HEADER_COPIES], 0, 0)
+    last = int(np.flatnonzero(valid)[-1])
+    end = max(last + 1, HEADER_COPIES)
+    damaged = int(np.count_nonzero(~valid[:end]))
+    valid[:HEADER_COPIES] = False
+    return JournalContents(header, True, array[valid], damaged, len(raw) - end * RECORD_BYTES, end)
+
+
+def _read_what_can_be_read(disk: Disk, fd: int) -> bytearray:
+    """The file's bytes; pages that cannot be read are zeros, which no checksum accepts."""
+    raw = bytearray(disk.size(fd))
+    for start in range(0, len(raw), _CHUNK_BYTES):
+        chunk = memoryview(raw)[start : start + _CHUNK_BYTES]
+        try:
+            read_all(disk, fd, chunk, start)
+        except OSError:
+            for page in range(0, len(chunk), _PAGE_BYTES):
+                with contextlib.suppress(OSError):
+                    disk.read(fd, chunk[page : page + _PAGE_BYTES], start + page)
+    return raw
+
+
+def open_journal(disk: Disk, folder: Path, contents: JournalContents) -> Journal:
+    """Goes on with a clean journal."""
+    assert contents.header is not None
+    fd = disk.open(folder / JOURNAL, os.O_RDWR)
+    return Journal(disk, fd, contents.header, contents.end)

@@ -1,0 +1,196 @@
+"""The one definition of what is on the disk: superblock, journal header, journal record.
+
+Writer, recovery and `verify` share this file; `docs/ssd-format.md` tells it in prose. Numbers are
+little-endian. A record's checksum is the XXH3 of the bytes before it, mixed with a salt that is
+new for every journal file: bytes left over from another journal never pass for a record.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_tiered_kv.core.store import MAX_KEY_BYTES
+from vllm_tiered_kv.native import cpu
+
+FORMAT_NAME = "vllm_tiered_kv ssd tier"
+FORMAT_VERSION = 1
+ALIGNMENT = 4096  # of slots in the data file, and of direct I/O
+
+PUT = 1  # the slot holds this block
+DEL = 2  # the slot holds nothing
+HEADER = 3
+
+RECORD = np.dtype(
+    [
+        ("sequence", "<u8"),  # number of the record in its file
+        ("kind", "u1"),
+        ("key_bytes", "u1"),
+        ("parent_bytes", "u1"),  # 0: the block follows none
+        ("reserved", "u1"),
+        ("length", "<u4"),  # of the block
+        ("slot", "<u8"),
+        ("payload_checksum", "<u8"),
+        ("key", f"V{MAX_KEY_BYTES}"),
+        ("parent", f"V{MAX_KEY_BYTES}"),
+        ("checksum", "<u8"),
+    ]
+)
+RECORD_BYTES = RECORD.itemsize
+_CHECKED_BYTES = RECORD_BYTES - 8
+_BODY = struct.Struct(f"<QBBBxIQQ{MAX_KEY_BYTES}s{MAX_KEY_BYTES}sQ")
+
+HEADER_COPIES = 2  # a flipped bit in one header must not cost the whole journal
+
+RecordArray = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Record:
+    """A journal record, decoded."""
+
+    kind: int
+    key: bytes
+    parent: bytes | None
+    slot: int
+    length: int
+    payload_checksum: int
+
+
+def encode_put(
+    key: bytes, parent: bytes | None, slot: int, length: int, payload_checksum: int
+) -> bytes:
+    """Without sequence and checksum, which the journal gives it."""
+    above = parent or b""
+    return _BODY.pack(0, PUT, len(key), len(above), length, slot, payload_checksum, key, above, 0)
+
+
+def encode_del(key: bytes, slot: int) -> bytes:
+    return _BODY.pack(0, DEL, len(key), 0, 0, slot, 0, key, b"", 0)
+
+
+def decode(record: bytes) -> Record:
+    """A record that has passed its checks."""
+    _, kind, key_bytes, parent_bytes, length, slot, payload, key, parent, _ = _BODY.unpack(record)
+    above = parent[:parent_bytes] if parent_bytes else None
+    return Record(kind, key[:key_bytes], above, slot, length, payload)
+
+
+def seal(records: bytearray, first_sequence: int, salt: int) -> None:
+    """Numbers the records and gives them their checksums, in place."""
+    array = np.frombuffer(records, RECORD)
+    array["sequence"] = np.arange(first_sequence, first_sequence + len(array), dtype=np.uint64)
+    array["checksum"] = _checksums(array) ^ np.uint64(salt)
+
+
+def is_valid(array: RecordArray, first_sequence: int, salt: int) -> NDArray[np.bool_]:
+    """Which records are what was once sealed at this place of this journal."""
+    numbers = np.arange(first_sequence, first_sequence + len(array), dtype=np.uint64)
+    sealed = array["checksum"] == (_checksums(array) ^ np.uint64(salt))
+    valid: NDArray[np.bool_] = sealed & (array["sequence"] == numbers)
+    return valid
+
+
+def _checksums(array: RecordArray) -> NDArray[np.uint64]:
+    if not len(array):
+        return np.empty(0, np.uint64)
+    region = cpu.HostRegion(array.__array_interface__["data"][0], array.nbytes)
+    offsets = np.arange(0, array.nbytes, RECORD_BYTES, dtype=np.int64)
+    return cpu.checksum(region, offsets, _CHECKED_BYTES, 1)
+
+
+# ---- journal header: its first records, all alike but for their numbers ------------------------
+
+_HEADER_KEY = struct.Struct("<16sIIQ8s")  # store, version, record bytes, generation, magic
+_HEADER_MAGIC = b"TKVJRNL\0"
+
+
+@dataclass(frozen=True)
+class JournalHeader:
+    store: bytes  # the superblock's uuid
+    generation: int
+    salt: int
+
+
+def encode_headers(header: JournalHeader) -> bytes:
+    key = _HEADER_KEY.pack(
+        header.store, FORMAT_VERSION, RECORD_BYTES, header.generation, _HEADER_MAGIC
+    )
+    # The salt itself stands where a block has its checksum.
+    one = _BODY.pack(0, HEADER, len(key), 0, 0, 0, header.salt, key, b"", 0)
+    copies = bytearray(one * HEADER_COPIES)
+    seal(copies, 0, 0)
+    return bytes(copies)
+
+
+def decode_headers(array: RecordArray, store: bytes) -> JournalHeader | None:
+    """The first good copy that belongs to this store, or None."""
+    valid = is_valid(array[:HEADER_COPIES], 0, 0)
+    for row in np.flatnonzero(valid):
+        record = decode(array[row].tobytes())
+        if record.kind != HEADER or len(record.key) != _HEADER_KEY.size:
+            continue
+        owner, version, record_bytes, generation, magic = _HEADER_KEY.unpack(record.key)
+        known = (magic, version, record_bytes) == (_HEADER_MAGIC, FORMAT_VERSION, RECORD_BYTES)
+        if known and owner == store:
+            return JournalHeader(owner, generation, record.payload_checksum)
+    return None
+
+
+# ---- superblock: one line of JSON, for people to read -------------------------------------------
+
+
+@dataclass(frozen=True)
+class Superblock:
+    """What never changes in the life of a folder."""
+
+    store: bytes  # 16 random bytes
+    slab_bytes: int
+
+    def encode(self) -> bytes:
+        facts = self._facts()
+        facts["checksum"] = f"{_json_checksum(facts):016x}"
+        return json.dumps(facts).encode() + b"\n"
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT_NAME,
+            "version": FORMAT_VERSION,
+            "store": self.store.hex(),
+            "slab_bytes": self.slab_bytes,
+            "alignment": ALIGNMENT,
+        }
+
+    @classmethod
+    def decode(cls, data: bytes) -> Superblock:
+        """Raises ValueError with a sentence for people."""
+        try:
+            facts = json.loads(data)
+        except ValueError:
+            facts = None
+        if not isinstance(facts, dict) or facts.get("format") != FORMAT_NAME:
+            raise ValueError("its FORMAT file is damaged or not one of this cache")
+        if facts.get("version") != FORMAT_VERSION:
+            raise ValueError(
+                f"it has format version {facts.get('version')!r}, this release reads "
+                f"{FORMAT_VERSION}"
+            )
+        stated = facts.pop("checksum", None)
+        if stated != f"{_json_checksum(facts):016x}":
+            raise ValueError("its FORMAT file is damaged (checksum)")
+        try:
+            found = cls(bytes.fromhex(facts["store"]), int(facts["slab_bytes"]))
+        except (KeyError, TypeError, ValueError):
+            raise ValueError("its FORMAT file lacks a field") from None
+        if found._facts() != facts or found.slab_bytes <= 0 or found.slab_bytes % ALIGNMENT:
+            raise ValueError("its FORMAT file has values this release cannot read")
+        return found
+
+
+def _json_checksum(facts: dict[str, Any]) -> int:
+    return cpu.xxh3_64(json.dumps(facts, sort_keys=True).encode())

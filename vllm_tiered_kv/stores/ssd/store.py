@@ -1,0 +1,405 @@
+"""The SSD tier: a `BlockStore` on a local disk.
+
+One lock guards what is where (`block_table.py`) and what the journal still has to be told
+(`committer.py`); it is never held across I/O. Blocks are written first and become visible, and
+known to the journal, when they are whole. Slots being read are pinned; slots of blocks that left
+wait in quarantine until the journal knows.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from vllm_tiered_kv.config import format_size
+from vllm_tiered_kv.core.store import (
+    MAX_KEY_BYTES,
+    BlockFacts,
+    Durability,
+    PutItem,
+    PutResult,
+    StoreKey,
+    StoreUsage,
+    namespace_of,
+)
+from vllm_tiered_kv.core.tiers import Lookup
+from vllm_tiered_kv.native import cpu
+from vllm_tiered_kv.stores.ssd.block_io import BlockRead, BlockWrite, as_bytes
+from vllm_tiered_kv.stores.ssd.block_table import BlockTable
+from vllm_tiered_kv.stores.ssd.committer import Committer
+from vllm_tiered_kv.stores.ssd.disk import Disk, OsDisk
+from vllm_tiered_kv.stores.ssd.io_threads import IoThreads
+from vllm_tiered_kv.stores.ssd.opening import open_folder
+from vllm_tiered_kv.stores.ssd.record_format import decode
+from vllm_tiered_kv.stores.ssd.recovery import RecoveryReport
+from vllm_tiered_kv.stores.ssd.settings import Backoff, FsyncPolicy, SsdCounters
+
+logger = logging.getLogger(__name__)
+
+
+class _ClosedError(Exception):
+    """The store was closed before the call."""
+
+
+class SsdStore:
+    """Thread-safe; every call blocks until its I/O is done."""
+
+    def __init__(
+        self,
+        folder: Path,
+        capacity_bytes: int,
+        *,
+        eviction: str = "lru",
+        fsync: FsyncPolicy = FsyncPolicy.GROUP,
+        io_threads: int = 8,
+        disk: Disk | None = None,
+        progress: Callable[[str], None] | None = None,
+        slab_bytes: int | None = None,
+        retry_seconds: float = 5.0,
+    ) -> None:
+        """`slab_bytes` bounds the size of a block; it is fixed when the folder is made."""
+        begin = time.monotonic()
+        self.folder = folder
+        self.counters = SsdCounters()
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._active = 0
+        self._closed = False
+        self._order_changed = False
+        self._told: set[str] = set()
+        self._backoff = Backoff(retry_seconds)  # of writing blocks
+        self._progress = progress or (lambda line: None)
+        disk = disk or OsDisk()
+        opened = open_folder(folder, capacity_bytes, slab_bytes, disk, io_threads, self._progress)
+        self._budget = opened.budget
+        self._data = opened.data
+        self._folder_lock = opened.lock
+        self._table = BlockTable(folder, opened.budget, eviction, self.counters)
+        try:
+            with _few_collections():
+                self._table.restore(opened.live)
+        except BaseException:
+            opened.close()
+            raise
+        self._index = self._table.index
+        self._threads = IoThreads(io_threads)
+        self._committer = self._table.committer = Committer(
+            self._lock,
+            self._table,
+            disk,
+            folder,
+            opened.store,
+            opened.data,
+            opened.journal,
+            fsync,
+            opened.budget.max_journal_records,
+            self.counters,
+            Backoff(retry_seconds),
+        )
+        self._committer.start()
+        self.recovery: RecoveryReport = opened.report
+        self.recovery.seconds = time.monotonic() - begin
+        logger.info("%s: %s", folder, self.recovery)
+        self._progress(str(self.recovery))
+
+    # ---- questions ----------------------------------------------------------------------------
+
+    @property
+    def direct_io(self) -> bool:
+        """Whether blocks go past the page cache."""
+        return self._data.direct
+
+    def match(self, keys: Sequence[StoreKey]) -> int:
+        with self._lock:
+            if self._closed:
+                return 0
+            found = self._index.match_prefix(keys)
+            self._touch(keys[:found])
+            return found
+
+    def contains(self, keys: Sequence[StoreKey]) -> list[bool]:
+        with self._lock:
+            if self._closed:
+                return [False] * len(keys)
+            return [self._index.lookup(key) is Lookup.HIT for key in keys]
+
+    def describe(self, keys: Sequence[StoreKey]) -> list[BlockFacts | None]:
+        """Length, checksum and parent of each block, from the index."""
+        with self._lock:
+            if self._closed:
+                return [None] * len(keys)
+            return [self._table.facts(key) for key in keys]
+
+    def usage(self) -> StoreUsage:
+        with self._lock:
+            return StoreUsage(
+                len(self._table.records), self._table.live_bytes, self._budget.capacity_bytes
+            )
+
+    def set_quota(self, namespace: bytes, quota_bytes: int) -> None:
+        """The most one namespace may hold, in whole slabs and at least one."""
+        with self._lock:
+            self._index.set_quota(namespace_of(StoreKey(namespace)), quota_bytes)
+
+    # ---- read ---------------------------------------------------------------------------------
+
+    def get(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[bool]:
+        found = [False] * len(keys)
+        asked = list(zip(keys, map(as_bytes, into), strict=True))
+        try:
+            with self._operation():
+                with self._lock:
+                    reads = self._pin(asked)
+                try:
+                    self._threads.each(self._read, reads)
+                finally:
+                    with self._lock:
+                        self._unpin(reads)
+                for read in reads:
+                    found[read.position] = read.good
+        except _ClosedError:
+            pass
+        return found
+
+    def _pin(self, asked: Sequence[tuple[StoreKey, memoryview]]) -> list[BlockRead]:
+        reads = []
+        for position, (key, view) in enumerate(asked):
+            if self._index.lookup(key) is not Lookup.HIT:
+                continue
+            [slot] = self._index.pin([key])
+            record = self._table.records[slot]
+            wanted = decode(record)
+            if view.nbytes != wanted.length:
+                self._index.unpin([slot])
+                continue
+            reads.append(BlockRead(position, slot, record, wanted, view))
+        self._touch([StoreKey(read.wanted.key) for read in reads])
+        return reads
+
+    def _read(self, read: BlockRead) -> None:
+        offset = self._table.offset(read.slot, read.wanted.length)
+        try:
+            self._data.read(offset, read.into)
+        except OSError as error:
+            self._tell_once("a block cannot be read and is forgotten (%s)", error)
+            read.refused = True
+            return
+        read.good = cpu.xxh3_64(read.into) == read.wanted.payload_checksum
+
+    def _unpin(self, reads: list[BlockRead]) -> None:
+        for read in reads:
+            if read.good:
+                self.counters.read_blocks += 1
+                self.counters.read_bytes += read.wanted.length
+            elif self._table.forget(read.slot, read.record):
+                if read.refused:
+                    self.counters.read_errors += 1
+                else:
+                    self.counters.bad_blocks += 1
+                    self._tell_once(
+                        "a block is damaged and is forgotten (%s)", "its checksum differs"
+                    )
+            self._index.unpin([read.slot])
+
+    # ---- write --------------------------------------------------------------------------------
+
+    def put(
+        self, items: Sequence[PutItem], durability: Durability = Durability.MEMORY
+    ) -> list[PutResult]:
+        results = [PutResult.DROPPED] * len(items)
+        payloads = [as_bytes(item.payload) for item in items]
+        try:
+            with self._operation():
+                with self._lock:
+                    writes = self._admit(items, payloads, results)
+                try:
+                    self._threads.each(self._write, writes)
+                finally:
+                    with self._lock:
+                        self._seal(writes, results)
+                if durability is Durability.DISK:
+                    with self._lock:
+                        self._make_durable(writes, results)
+        except _ClosedError:
+            return results
+        with self._lock:
+            self.counters.failed_blocks += results.count(PutResult.FAILED)
+            self.counters.dropped_blocks += results.count(PutResult.DROPPED)
+        return results
+
+    def _admit(
+        self, items: Sequence[PutItem], payloads: list[memoryview], results: list[PutResult]
+    ) -> list[BlockWrite]:
+        """Reserves slots, heads first; what follows a block that found none is left out too."""
+        writes: list[BlockWrite] = []
+        left_out: set[bytes] = set()
+        used: set[int] = set()
+        for position, (item, payload) in enumerate(zip(items, payloads, strict=True)):
+            outcome: int | PutResult
+            if item.parent in left_out:
+                outcome = PutResult.DROPPED
+            elif not self._is_writable():
+                outcome = PutResult.FAILED
+            elif not self._is_storable(item, payload.nbytes):
+                outcome = PutResult.DROPPED
+            else:
+                size_class = self._table.size_class(item.key, payload.nbytes)
+                outcome = self._table.reserve(item, size_class, items[position:])
+            if isinstance(outcome, PutResult):
+                results[position] = outcome
+                if outcome is not PutResult.PRESENT:
+                    left_out.add(item.key)
+            else:
+                writes.append(BlockWrite(position, item, payload, outcome))
+                used.add(size_class)
+        for size_class in used:
+            self._table.evict_ahead(size_class)
+        return writes
+
+    def _is_writable(self) -> bool:
+        return self._committer.is_writable and time.monotonic() >= self._backoff.until
+
+    def _is_storable(self, item: PutItem, nbytes: int) -> bool:
+        largest = self._budget.slab_bytes
+        if nbytes > largest:
+            self.counters.too_large_blocks += 1
+            sizes = f"{format_size(nbytes)}, more than a slab of {format_size(largest)}"
+            self._tell_once(
+                "blocks are too large (%s): make the folder anew with more space", sizes
+            )
+        longest_key = max(len(item.key), len(item.parent or b""))
+        return 0 < nbytes <= largest and bool(item.key) and longest_key <= MAX_KEY_BYTES
+
+    def _write(self, write: BlockWrite) -> None:
+        write.checksum = cpu.xxh3_64(write.payload)
+        if write.item.checksum is not None and write.item.checksum != write.checksum:
+            self._tell_once("a block is refused (%s)", "it came with another checksum")
+            return
+        if time.monotonic() < self._backoff.until:
+            return  # another block has just failed
+        offset = self._table.offset(write.slot, write.payload.nbytes)
+        try:
+            self._data.write(offset, write.payload)
+        except OSError as error:
+            write.retire = error.errno == errno.EIO
+            self._pause_writing(error)
+            return
+        write.result = PutResult.STORED
+
+    def _seal(self, writes: list[BlockWrite], results: list[PutResult]) -> None:
+        """Makes what was written whole visible, and tells the journal."""
+        for write in writes:
+            if write.result is not PutResult.STORED:
+                if write.retire:
+                    self._index.retire(write.slot)
+                    self.counters.retired_slots += 1
+                else:
+                    self._index.abort(write.slot)
+            else:
+                length = write.payload.nbytes
+                write.record = self._table.commit(write.item, write.slot, length, write.checksum)
+                if write.record is None:
+                    write.result = PutResult.DROPPED  # deleted while being written
+                else:
+                    self.counters.written_blocks += 1
+                    self.counters.written_bytes += length
+                    self._backoff.succeeded()
+            results[write.position] = write.result
+
+    def _make_durable(self, writes: list[BlockWrite], results: list[PutResult]) -> None:
+        """Waits for the records of this batch, and of those of its blocks that were here."""
+        stored = [(write, write.record) for write in writes if write.record is not None]
+        if not stored and PutResult.PRESENT not in results:
+            return
+        if self._committer.wait(self._committer.barrier()):
+            return
+        for write, record in stored:
+            self._table.forget(write.slot, record)
+            results[write.position] = PutResult.FAILED
+
+    # ---- removal ------------------------------------------------------------------------------
+
+    def delete(self, keys: Sequence[StoreKey]) -> int:
+        with self._lock:
+            if self._closed:
+                return 0
+            here = [key for key in keys if self._index.lookup(key) is Lookup.HIT]
+            return sum(self._index.remove(key) for key in here)
+
+    def flush(self) -> None:
+        with self._lock:
+            if not self._closed and not self._committer.flush():
+                logger.error("%s: not everything could be made durable", self.folder)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            while self._active:
+                self._idle.wait()
+            blocks = len(self._table.records)
+        self._progress(f"writing the index of {blocks} blocks")
+        self._threads.close()
+        self._committer.close(rewrite=self._order_changed)
+        self._data.close()
+        self._folder_lock.release()
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    @contextmanager
+    def _operation(self) -> Iterator[None]:
+        """Keeps the files open for the length of a call."""
+        with self._lock:
+            if self._closed:
+                raise _ClosedError
+            self._active += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._active -= 1
+                if not self._active:
+                    self._idle.notify_all()
+
+    def _touch(self, keys: Sequence[StoreKey]) -> None:
+        if keys:
+            self._index.touch(keys)
+            self._order_changed = True
+
+    def _tell_once(self, message: str, detail: object) -> None:
+        """A disk that goes bad does so a thousand times; the counters have the rest."""
+        if message not in self._told:
+            self._told.add(message)
+            logger.warning("%s: " + message + "; counted from now on", self.folder, detail)
+
+    def _pause_writing(self, error: OSError) -> None:
+        with self._lock:
+            now = time.monotonic()
+            if now < self._backoff.until:
+                return
+            delay = self._backoff.failed(now)
+        logger.error(
+            "%s: a block cannot be written (%s); nothing is written for %g s, reading goes on",
+            self.folder,
+            error,
+            delay,
+        )
+
+
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """Filling a large index makes nothing but objects that stay: collecting would only cost."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
