@@ -178,7 +178,7 @@ def test_a_full_ring_keeps_the_head_of_a_sequence(bench: Bench) -> None:
 
 
 def test_slots_not_pinned_yet_are_not_used(bench: Bench) -> None:
-    bench.arena.ready_bytes = 2 * bench.geometry.slab_bytes
+    bench.arena._pinner.ready_bytes = 2 * bench.geometry.slab_bytes
     bench.copier.store(1, pairs([1, 2, 3], [0, 1, 2]))
     (done,), _ = bench.finish()
     assert (done.stored, done.reason) == (2, DropReason.NOT_PINNED_YET)

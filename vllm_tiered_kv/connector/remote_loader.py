@@ -101,36 +101,45 @@ class RemoteLoader:
         landing: Arena | None = None
         while (item := self._pieces.get()) is not None:
             load, piece = item
-            error = load.error
-            if error is None and time.monotonic() >= load.deadline:
-                error = "it took longer than remote_load_timeout"
-            if error is None:
-                try:
-                    if not self._regions.covers(piece.address) and landing is None:
-                        landing = self._open_landing(self._piece_bytes)
+            ended = False
+
+            def end(error: str | None, load: _Load = load) -> None:
+                nonlocal ended
+                ended = True
+                self._end_piece(load, error)
+
+            try:
+                if load.error is not None:
+                    end(load.error)
+                elif time.monotonic() >= load.deadline:
+                    end("it took longer than remote_load_timeout")
+                elif (region := self._regions.of(piece.address)) is not None:
+                    keys = self._shard.keys(piece.keys)
+                    nbytes = self._shard.block_bytes[piece.group_id]
+                    region.load(channel, piece, keys, nbytes, load.deadline, end)
+                else:
+                    landing = landing or self._open_landing(self._piece_bytes)
                     error = self._fetch(channel, landing, piece, load.deadline)
-                except Exception as failure:  # whatever it was, the request must hear of it
-                    logger.exception("a load from %s failed", piece.address)
-                    error = str(failure) or type(failure).__name__
-                finally:
                     channel.finish()
-            self._end_piece(load, error)
+                    end(error)
+            except Exception as failure:  # whatever it was, the request must hear of it
+                logger.exception("a load from %s failed", piece.address)
+                channel.finish()
+                if not ended:
+                    end(str(failure) or type(failure).__name__)
         if landing is not None:
             landing.close()
 
     def _fetch(
-        self, channel: Channel, landing: Arena | None, piece: RemoteTransfer, deadline: float
+        self, channel: Channel, landing: Arena, piece: RemoteTransfer, deadline: float
     ) -> str | None:
-        """Copies a piece to the device; the reason if it could not be had."""
-        keys = self._shard.keys(piece.keys)
+        """Brings a piece over the network; the reason if it could not be had."""
         nbytes = self._shard.block_bytes[piece.group_id]
-        region = self._regions.of(piece.address)
-        if region is not None:
-            return region.load(channel, piece.group_id, piece.block_ids, keys, nbytes, deadline)
-        if landing is None or len(keys) * aligned(nbytes) > landing.nbytes:
-            return "the daemon's shared memory went away"
-        offsets = [n * aligned(nbytes) for n in range(len(keys))]
+        if len(piece) * aligned(nbytes) > landing.nbytes:
+            return "the daemon's shared memory went away"  # it was not cut to land here
+        offsets = [n * aligned(nbytes) for n in range(len(piece))]
         buffers = [memoryview(landing.bytes_at(offset, nbytes).data) for offset in offsets]
+        keys = self._shard.keys(piece.keys)
         found = self._stores[piece.address].get(keys, buffers, deadline)
         if not all(found):
             return f"{found.count(False)} of {len(found)} blocks are no longer there"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CPU = Tier.CPU.value
+_YIELD_S = 0.0001
 
 
 class SchedulerHalf:
@@ -167,6 +169,10 @@ class SchedulerHalf:
             self._plan_stores(request_id, scheduled)
         self._next.stores_after += self.stores.store_unowned()
         if self.remote is not None:
+            if self._requests and not scheduler_output.total_num_scheduled_tokens:
+                # Nothing to compute, requests wait: threads that talk to a daemon need the
+                # interpreter more than a loop that asks whether they are ready.
+                time.sleep(_YIELD_S)
             self._next.identity = self._identity
             self._next.puts = self.remote.writes.take()
         metadata, self._next = self._next, TieredKVMetadata()

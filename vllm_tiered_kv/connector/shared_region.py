@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from vllm_tiered_kv.config import format_size
 from vllm_tiered_kv.core.store import PutItem, PutResult, StoreKey
-from vllm_tiered_kv.core.transfer import Int64Array, int64_array
+from vllm_tiered_kv.core.transfer import RemoteTransfer, int64_array
 from vllm_tiered_kv.device.copier import Channel
 from vllm_tiered_kv.device.pinning import BackgroundPinner, Pin, Unpin
 from vllm_tiered_kv.errors import CudaError
 from vllm_tiered_kv.native.bytes_copy import copy_bytes
-from vllm_tiered_kv.remote.shared_memory import Reservation, SharedMemory
+from vllm_tiered_kv.remote.shared_memory import Lent, Reservation, SharedMemory
 from vllm_tiered_kv.remote.store import RemoteStore
 
 logger = logging.getLogger(__name__)
@@ -45,36 +45,43 @@ class SharedRegion:
     def load(
         self,
         channel: Channel,
-        group_id: int,
-        block_ids: Int64Array,
+        piece: RemoteTransfer,
         keys: Sequence[StoreKey],
         nbytes: int,
         deadline: float,
-    ) -> str | None:
-        """Copies blocks to the device from where they lie; the reason if that was not possible."""
+        end: Callable[[str | None], None],
+    ) -> None:
+        """Copies blocks to the device from where they lie.
+
+        `end` is told when the copy has ended, with the reason if it is of no use. The blocks are
+        given back after that: nobody has to wait for it.
+        """
         if not self._enter():
-            return "the daemon's shared memory went away"
+            end("the daemon's shared memory went away")
+            return
         try:
             lent = self.memory.lend(keys, deadline)
             try:
-                offsets = [
-                    block.offset
-                    for block in lent.blocks
-                    if block is not None and block.nbytes == nbytes
-                ]
-                if len(offsets) < len(keys):
-                    return f"{len(keys) - len(offsets)} of {len(keys)} blocks are no longer there"
-                region = self.memory.arena.region
-                channel.scatter(group_id, block_ids, region, int64_array(offsets))
-                channel.finish()
-                if not all(self.memory.still_valid(lent)):
-                    return "blocks changed while they were copied"
-                return None
+                error = self._copy(channel, piece, lent, nbytes)
             finally:
                 channel.finish()  # also after an error: nothing may read what is given back
-                lent.release()
+            end(error)
+            lent.release()
         finally:
             self._leave()
+
+    def _copy(self, channel: Channel, piece: RemoteTransfer, lent: Lent, nbytes: int) -> str | None:
+        offsets = [
+            block.offset for block in lent.blocks if block is not None and block.nbytes == nbytes
+        ]
+        if len(offsets) < len(piece):
+            return f"{len(piece) - len(offsets)} of {len(piece)} blocks are no longer there"
+        region = self.memory.arena.region
+        channel.scatter(piece.group_id, piece.block_ids, region, int64_array(offsets))
+        channel.finish()
+        if not all(self.memory.still_valid(lent)):
+            return "blocks changed while they were copied"
+        return None
 
     def store(self, items: Sequence[PutItem], deadline: float) -> list[PutResult] | None:
         """Copies blocks into the daemon's memory; None when it is not to be had."""
