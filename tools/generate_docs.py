@@ -6,33 +6,40 @@ import re
 from pathlib import Path
 
 from vllm_tiered_kv.config import options_table
-from vllm_tiered_kv.metrics.names import ALL, Kind
+from vllm_tiered_kv.metrics import names, server_names
+from vllm_tiered_kv.metrics.names import Kind, Metric
+from vllm_tiered_kv.server.options import options_table as server_options_table
 from vllm_tiered_kv.wire.reference import protocol_reference
 
 DOCS = Path(__file__).parents[1] / "docs"
 
 
-def metrics_table() -> str:
+def metrics_table(metrics: tuple[Metric, ...]) -> str:
     lines = ["| metric | labels | meaning |", "| --- | --- | --- |"]
-    for metric in ALL:
+    for metric in metrics:
         suffix = "_total" if metric.kind is Kind.COUNTER else ""
         labels = ", ".join(f"`{label}`" for label in metric.labels)
         lines.append(f"| `{metric.exposed_name}{suffix}` | {labels} | {metric.help} |")
     return "\n".join(lines) + "\n"
 
 
+# By page; the second part of one page has a name of its own behind a "#".
 GENERATED = {
     "configuration.md": options_table,
-    "metrics.md": metrics_table,
+    "metrics.md": lambda: metrics_table(names.ALL),
+    "metrics.md#daemon": lambda: metrics_table(server_names.ALL),
     "protocol.md": protocol_reference,
+    "server.md": server_options_table,
 }
 
 
 def main() -> None:
     for name, table in GENERATED.items():
-        path = DOCS / name
+        page, _, part = name.partition("#")
+        path = DOCS / page
+        marker = f"generated: {part}" if part else "generated"
         text = re.sub(
-            r"(<!-- generated -->\n).*?(<!-- end -->)",
+            rf"(<!-- {marker} -->\n).*?(<!-- end -->)",
             lambda match, table=table: match.group(1) + table() + match.group(2),
             path.read_text(),
             flags=re.DOTALL,

@@ -52,7 +52,7 @@ def test_counters_only_rise_and_kinds_are_kept_apart() -> None:
 
 @pytest.mark.parametrize("page", sorted(GENERATED))
 def test_generated_tables_are_up_to_date(page: str) -> None:
-    assert GENERATED[page]() in Path(DOCS / page).read_text()
+    assert GENERATED[page]() in Path(DOCS / page.partition("#")[0]).read_text()
 
 
 def test_names_are_unique_and_all_are_exported() -> None:

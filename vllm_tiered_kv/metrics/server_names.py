@@ -29,6 +29,8 @@ NOT_WRITTEN = _counter(
     "not_written_blocks", "Blocks a slower tier's full queue did not take.", "tier"
 )
 EVICTED = _counter("evicted_blocks", "Blocks evicted to make room.", "tier")
+DAMAGED = _counter("damaged_blocks", "Blocks that read back wrong or not at all.", "tier")
+NOT_KEPT = _counter("failed_writes", "Blocks a tier could not write, or had no room for.", "tier")
 REQUESTS = _counter("requests", "Requests received, by op.", "op")
 ERRORS = _counter("errors", "Requests answered with an error, by code.", "code")
 BYTES_IN = _counter("received_bytes", "Bytes of requests, headers and payload.")
@@ -58,6 +60,8 @@ ALL: tuple[Metric, ...] = (
     NOT_PROMOTED,
     NOT_WRITTEN,
     EVICTED,
+    DAMAGED,
+    NOT_KEPT,
     REQUESTS,
     ERRORS,
     BYTES_IN,

@@ -30,6 +30,8 @@ from vllm_tiered_kv.native.cpu import xxh3_64
 
 logger = logging.getLogger(__name__)
 
+_REMEMBERED_DROPS = 65536
+
 
 @dataclass(frozen=True, slots=True)
 class Held:
@@ -65,6 +67,7 @@ class MemoryStore:
         self._classes: dict[tuple[bytes, int], int] = {}  # (namespace, slot bytes) -> class
         self._readable: dict[StoreKey, Held] = {}
         self._lock = threading.RLock()
+        self._dropped: dict[StoreKey, None] = {}  # that found no room, oldest first
         self._told_too_large: set[int] = set()
         self._closed = False
 
@@ -173,6 +176,7 @@ class MemoryStore:
                 slot = self._index.reserve(key, parent, size_class)
             if slot is None or size_class is None:
                 return PutResult.DROPPED
+            self._dropped.pop(key, None)
             offset = self._geometry.offset(slot, size_class)
             generation = self.arena.next_generation(offset)
             if generation % 2 == 0:  # the slot was given up half-written before
@@ -181,20 +185,30 @@ class MemoryStore:
             return Held(key, parent, slot, offset, nbytes, generation, 0, view)
 
     def reserve_chain(
-        self, blocks: Iterable[tuple[StoreKey, StoreKey | None, int]]
+        self,
+        blocks: Iterable[tuple[StoreKey, StoreKey | None, int]],
+        is_elsewhere: Callable[[StoreKey], bool] = lambda key: False,
     ) -> list[Held | PutResult]:
-        """Slots for (key, parent, length) in chain order. What follows a block that found no room
-        is dropped too: it could not be found without its head, and would push out other heads."""
-        dropped: set[StoreKey] = set()
+        """Slots for (key, parent, length) in chain order. What follows a block that found no room,
+        now or lately, is dropped too: it could not be found without its head, and would push out
+        other heads. Unless that block is elsewhere, in another tier."""
         slots: list[Held | PutResult] = []
         with self._lock:
             for key, parent, nbytes in blocks:
-                slot: Held | PutResult = PutResult.DROPPED
-                if parent not in dropped:
+                if (
+                    parent is not None
+                    and parent in self._dropped
+                    and self._index.lookup(key) is Lookup.MISS
+                    and not is_elsewhere(parent)
+                ):
+                    slot: Held | PutResult = PutResult.DROPPED
+                else:
                     slot = self.reserve(key, parent, nbytes)
                 if slot is PutResult.DROPPED:
-                    dropped.add(key)
+                    self._dropped[key] = None
                 slots.append(slot)
+            while len(self._dropped) > _REMEMBERED_DROPS:
+                del self._dropped[next(iter(self._dropped))]
         return slots
 
     def fill(self, slot: Held, payload: memoryview, checksum: int | None) -> PutResult:

@@ -1,0 +1,139 @@
+"""A real daemon in a process of its own, for tests to start, stop, freeze and kill."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+START_TIMEOUT_S = 60.0
+_LISTENING = re.compile(r"listening on (\S+)")
+_METRICS = re.compile(r"metrics on (http://\S+)/metrics")
+
+
+class DaemonProcess:
+    """`start` returns when the daemon listens. Its sockets, files and logs lie in `folder`.
+
+    It listens on a free tcp port and on `folder/kv.sock`. After `restart` both are the same.
+    """
+
+    def __init__(self, folder: Path, *arguments: str, listen: Sequence[str] | None = None) -> None:
+        self.folder = folder
+        self.arguments = list(arguments)
+        self.ipc_path = folder / "kv.sock"
+        self._listen = list(
+            ["tcp://127.0.0.1:*", f"ipc://{self.ipc_path}"] if listen is None else listen
+        )
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log = folder / "daemon.log"
+        self._log_start = 0
+        self.endpoints: list[str] = []
+        self.http = ""
+
+    def __enter__(self) -> DaemonProcess:
+        return self.start()
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    @property
+    def endpoint(self) -> str:
+        """The tcp endpoint, or the first there is."""
+        return next((e for e in self.endpoints if e.startswith("tcp://")), self.endpoints[0])
+
+    @property
+    def ipc(self) -> str:
+        return f"ipc://{self.ipc_path}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def logs(self) -> str:
+        """All that was logged since the last start."""
+        with self._log.open("rb") as file:
+            file.seek(self._log_start)
+            return file.read().decode()
+
+    def launch(self) -> None:
+        """Starts the process and does not wait for it to listen."""
+        self._log.touch()
+        self._log_start = self._log.stat().st_size
+        listen = [part for endpoint in self._listen for part in ("--listen", endpoint)]
+        http = [] if any(a.startswith("--http") for a in self.arguments) else ["--http", "off"]
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "vllm_tiered_kv.server.cli",
+                    *listen,
+                    *http,
+                    *self.arguments,
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def start(self) -> DaemonProcess:
+        self.launch()
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while "ready after" not in self.logs:
+            assert self._process is not None
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the daemon did not start:\n{self.logs}")
+            time.sleep(0.01)
+        self.endpoints = _LISTENING.findall(self.logs)
+        metrics = _METRICS.search(self.logs)
+        self.http = metrics.group(1) if metrics else ""
+        return self
+
+    def restart(self) -> DaemonProcess:
+        """Starts again, on the same endpoints, what has been stopped or killed."""
+        self.end()
+        self._listen = self.endpoints
+        return self.start()
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def freeze(self) -> None:
+        self.signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self.signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """As kill -9 does."""
+        self.signal(signal.SIGKILL)
+        self.wait()
+
+    def terminate(self, timeout: float = 60.0) -> int:
+        """SIGTERM; the exit status."""
+        self.signal(signal.SIGTERM)
+        return self.wait(timeout)
+
+    def wait(self, timeout: float = 60.0) -> int:
+        assert self._process is not None
+        return self._process.wait(timeout)
+
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def rss_bytes(self) -> int:
+        text = Path(f"/proc/{self.pid}/statm").read_text()
+        return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def end(self) -> None:
+        """However it may be doing."""
+        if self.is_running():
+            self.thaw()
+            self.kill()

@@ -1,0 +1,298 @@
+"""The command line: options, refusals, keys, signals, the pages for monitors."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.daemon.conftest import Connect, StartDaemon
+from tests.daemon.daemon_process import DaemonProcess
+from tests.daemon.raw_client import block, key
+from vllm_tiered_kv.config import Eviction
+from vllm_tiered_kv.errors import ConfigError
+from vllm_tiered_kv.server.options import ServerOptions, options_table, quota_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "vllm_tiered_kv.server.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=ROOT,
+    )
+
+
+def test_flags_win_over_the_file() -> None:
+    file = {"memory": "1GiB", "eviction": "s3fifo", "listen": "ipc:///tmp/x", "backing_ttl": "7d"}
+    options = ServerOptions.load(file, {"memory": "2GiB", "huge_pages": True})
+    assert options.memory == 2 << 30
+    assert options.eviction is Eviction.S3FIFO
+    assert options.listen == ["ipc:///tmp/x"]
+    assert options.huge_pages
+    assert options.backing_ttl == 7 * 86400
+
+
+def test_quotas() -> None:
+    listed = ServerOptions.load(None, {"memory_quota": ["4GiB", "ab12=1GiB"]}).memory_quota
+    mapped = ServerOptions.load({"memory_quota": {"default": "4GiB", "ab12": "1GiB"}}).memory_quota
+    assert listed == mapped == {"": 4 << 30, "ab12": 1 << 30}
+    assert quota_of(listed, bytes.fromhex("ab12ff")) == 1 << 30
+    assert quota_of(listed, bytes.fromhex("ab13ff")) == 4 << 30
+    assert quota_of({}, b"\0") is None
+
+
+@pytest.mark.parametrize(
+    ("file", "sentence"),
+    [
+        ({"memroy": "1GiB"}, 'memroy: unknown option; did you mean "memory"?'),
+        ({"memory": "lots"}, "is not a size"),
+        ({"memory": "1KiB"}, "too few"),
+        ({"eviction": "fifo"}, "is not one of"),
+        ({"workers": 0}, "expected a number from 1"),
+        ({"huge_pages": "maybe"}, "expected true or false"),
+        ({"stall_timeout": "soon"}, "is not a duration"),
+        ({"listen": []}, "at least one"),
+        ({"listen": [5]}, "expected text"),
+        ({"memory_quota": {"xyz": "1GiB"}}, "not the start of a namespace"),
+        ({"ssd_quota": "1GiB"}, "there is no SSD tier"),
+        ({"secret_key": "/x"}, "belong together"),
+        ({"backing": "redis://x"}, "is not like"),
+    ],
+)
+def test_a_wrong_option_is_named(file: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigError) as wrong:
+        ServerOptions.load(file)
+    assert sentence in str(wrong.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--memory", "lots"], "--memory: 'lots' is not a size"),
+        (["--listen", "tcp://0.0.0.0:9527"], "can be reached from other hosts, which needs keys"),
+        (["--listen", "tcp://*:9527"], "which needs keys"),
+        (["--listen", "tcp://eth0:9527"], "which needs keys"),
+        (["--listen", "tcp://[::]:9527"], "which needs keys"),
+        (["--listen", "tcp://127.0.0.1"], "is not like"),
+        (["--listen", "udp://127.0.0.1:1"], "begins with neither"),
+        (["--listen", "ipc://relative"], "write the whole path"),
+        (["--listen", "ipc://@abstract"], "write the whole path"),
+        (["--listen", "ipc:///no/such/folder/x"], "is not a folder"),
+        (["--listen", "ipc:///tmp/" + "x" * 120], "too long"),
+        (["--http", "0.0.0.0:9528"], "is not on 127.0.0.1"),
+        (["--http", "nowhere"], "is not like"),
+        (["--config", "/no/such/file"], "cannot be read"),
+        (["--secret-key", "/no/such/file", "--clients", "/x"], "cannot be read"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(arguments: list[str], sentence: str) -> None:
+    done = run("--http", "off", *arguments)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_yaml(folder: Path) -> None:
+    path = folder / "server.yaml"
+    for text, sentence in (
+        ("memroy: 1GiB", 'did you mean "memory"?'),
+        ("- a\n- b", "must map options to values"),
+        ("a: [", "is not YAML"),
+        ("!!python/object/apply:os.system ['false']", "is not YAML"),
+    ):
+        path.write_text(text)
+        done = run("--config", str(path))
+        assert done.returncode == 2
+        assert sentence in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_a_daemon_from_a_file(folder: Path, connect: Connect) -> None:
+    path = folder / "server.yaml"
+    path.write_text("memory: 32MiB\nhttp: off\nlog_level: debug\n")
+    with DaemonProcess(folder, "--config", str(path), "--memory", "16MiB") as daemon:
+        assert "memory: 16MiB" in daemon.logs
+        connect(daemon.endpoint).put({key(1): block(1)})
+
+
+def test_help_teaches() -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    assert "examples:" in done.stdout
+    for command in ("keygen", "verify", "status"):
+        assert run(command, "--help").returncode == 0
+        assert f"tiered-kv-server {command}" in done.stdout
+
+
+def test_the_documented_options_are_these() -> None:
+    assert options_table() in (ROOT / "docs" / "server.md").read_text()
+
+
+def test_keygen(folder: Path) -> None:
+    done = run("keygen", str(folder / "keys"), "engine")
+    assert done.returncode == 0
+    secret = folder / "keys" / "engine.key_secret"
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    assert "secret-key" not in (folder / "keys" / "engine.key").read_text()
+    assert str(secret) in done.stdout
+    before = secret.read_text()
+    again = run("keygen", str(folder / "keys"), "engine")
+    assert again.returncode == 2
+    assert "there already" in again.stderr
+    assert secret.read_text() == before
+    assert run("keygen", str(folder), "../x").returncode == 2
+
+
+def test_verify_of_nothing(folder: Path) -> None:
+    done = run("verify", str(folder))
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_status(start: StartDaemon, connect: Connect) -> None:
+    daemon = start()
+    connect(daemon.endpoint).put({key(1): block(1)})
+    for endpoint in (daemon.endpoint, daemon.ipc):
+        done = run("status", endpoint)
+        assert done.returncode == 0
+        assert "tiered-kv-server" in done.stdout
+        assert "put_blocks             stored 1" in done.stdout
+    daemon.kill()
+    done = run("status", daemon.endpoint, "--timeout", "0.2")
+    assert done.returncode == 1
+    assert "no answer" in done.stderr
+
+
+def test_an_address_in_use(start: StartDaemon, folder: Path) -> None:
+    first = start()
+    for endpoint, sentence in (
+        (first.endpoint, "is in use by another process"),
+        (first.ipc, "another daemon listens"),
+    ):
+        other = DaemonProcess(folder, "--memory", "16MiB", listen=[endpoint])
+        other.launch()
+        assert other.wait() == 2
+        assert sentence in other.logs
+        assert "Traceback" not in other.logs
+
+
+def test_a_start_that_fails_late_gives_everything_back(start: StartDaemon, folder: Path) -> None:
+    first = start("--memory", "16MiB", "--http", "127.0.0.1:0")
+    taken = first.http.removeprefix("http://")
+    ssd = ("--ssd", str(folder / "ssd"), "--ssd-space", "64MiB")
+    other = DaemonProcess(folder, "--memory", "16MiB", "--http", taken, *ssd)
+    other.launch()
+    assert other.wait() == 2
+    assert "cannot listen on" in other.logs
+    assert "Traceback" not in other.logs
+    assert not other.ipc_path.exists()
+    with DaemonProcess(folder, "--memory", "16MiB", *ssd) as daemon:
+        assert daemon.terminate() == 0
+
+
+def test_sockets_of_a_dead_daemon_are_replaced(start: StartDaemon, connect: Connect) -> None:
+    daemon = start()
+    daemon.kill()
+    assert daemon.ipc_path.exists()
+    daemon.restart()
+    connect(daemon.ipc).put({key(1): block(1)})
+    assert daemon.terminate() == 0
+    assert not daemon.ipc_path.exists()
+    assert not Path(f"{daemon.ipc_path}.arena").exists()
+
+
+def test_what_is_no_socket_is_not_replaced(folder: Path) -> None:
+    (folder / "kv.sock").write_text("precious")
+    daemon = DaemonProcess(folder, "--memory", "16MiB")
+    daemon.launch()
+    assert daemon.wait() == 2
+    assert "is not a socket" in daemon.logs
+    assert (folder / "kv.sock").read_text() == "precious"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_end_it_in_order(start: StartDaemon, number: int) -> None:
+    daemon = start()
+    daemon.signal(number)
+    assert daemon.wait() == 0
+    assert "stopping" in daemon.logs
+    assert "everything is written" in daemon.logs
+
+
+def test_a_second_signal_ends_it_at_once(start: StartDaemon) -> None:
+    daemon = start()
+    daemon.freeze()
+    daemon.signal(signal.SIGTERM)
+    daemon.signal(signal.SIGINT)
+    daemon.thaw()
+    assert daemon.wait() in (0, 1)
+
+
+def fetch(url: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_pages_for_monitors(start: StartDaemon, connect: Connect) -> None:
+    daemon = start("--memory", "64MiB", "--http", "127.0.0.1:0")
+    client = connect(daemon.endpoint)
+    client.put({key(n): block(n) for n in range(3)})
+    client.get([key(0), key(9)])
+    assert fetch(f"{daemon.http}/healthz") == (200, "ok\n")
+    assert fetch(f"{daemon.http}/other")[0] == 404
+    status, text = fetch(f"{daemon.http}/metrics")
+    assert status == 200
+    lines = text.splitlines()
+    for line in (
+        'tiered_kv_server_put_blocks_total{result="stored"} 3',
+        'tiered_kv_server_hit_blocks_total{tier="memory"} 1',
+        "tiered_kv_server_missed_blocks_total 1",
+        'tiered_kv_server_used_bytes{tier="memory"} 12288',
+        'tiered_kv_server_capacity_bytes{tier="memory"} 67108864',
+        "tiered_kv_server_sessions 1",
+        'tiered_kv_server_requests_total{op="put"} 1',
+        "# TYPE tiered_kv_server_sessions gauge",
+    ):
+        assert line in lines
+    types = [line for line in lines if line.startswith("# TYPE")]
+    assert len(types) == len(set(types))
+
+
+def test_rude_monitors_do_no_harm(start: StartDaemon, connect: Connect) -> None:
+    daemon = start("--memory", "64MiB", "--http", "127.0.0.1:0")
+    port = int(daemon.http.rpartition(":")[2])
+    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]
+    for n, connection in enumerate(silent):
+        if n % 2:
+            connection.sendall(os.urandom(100) + b"\r\n\r\n")
+    connect(daemon.endpoint).put({key(1): block(1)})
+    for connection in silent:
+        connection.close()
+    assert fetch(f"{daemon.http}/healthz")[0] == 200
+    assert daemon.terminate() == 0
+
+
+def test_no_torch_no_vllm_and_little_else() -> None:
+    """Starting must stay quick: what is not needed is not imported."""
+    program = (
+        "import sys, vllm_tiered_kv.server.cli, vllm_tiered_kv.server.daemon\n"
+        "heavy = {'torch', 'vllm', 'yaml', 'asyncio', 'multiprocessing.pool'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)

@@ -1,0 +1,106 @@
+"""The loop: what it calls, in which order, and that nothing stops it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from vllm_tiered_kv.server.reactor import Reactor
+
+
+@pytest.fixture
+def reactor() -> Iterator[Reactor]:
+    loop = Reactor()
+    yield loop
+    loop.close()
+
+
+def test_posts_from_other_threads_arrive(reactor: Reactor) -> None:
+    seen: list[int] = []
+
+    def post_many(first: int) -> None:
+        for n in range(first, first + 1000):
+            reactor.post(lambda n=n: seen.append(n))  # type: ignore[misc]
+
+    threads = [threading.Thread(target=post_many, args=(n * 1000,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    while len(seen) < 4000:
+        reactor.turn()
+    for thread in threads:
+        thread.join()
+    assert sorted(seen) == list(range(4000))
+    assert [n for n in seen if n < 1000] == list(range(1000))
+
+
+def test_timers_in_order_and_cancelled(reactor: Reactor) -> None:
+    seen: list[str] = []
+    reactor.after(0.03, lambda: seen.append("late"))
+    reactor.after(0.01, lambda: seen.append("early"))
+    reactor.after(0.02, lambda: seen.append("never")).cancel()
+    reactor.after(0.05, reactor.stop)
+    reactor.every(0.01, lambda: seen.append("tick"))
+    reactor.run()
+    assert [one for one in seen if one != "tick"] == ["early", "late"]
+    assert seen.count("tick") >= 2
+
+
+def test_descriptors_and_sockets(reactor: Reactor) -> None:
+    context = zmq.Context()
+    pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    pull.bind("inproc://reactor-test")
+    push.connect("inproc://reactor-test")
+    read_end, write_end = os.pipe()
+    seen: list[bytes] = []
+    reactor.watch(pull, lambda: seen.append(pull.recv()))
+    reactor.watch(read_end, lambda: seen.append(os.read(read_end, 10)))
+    push.send(b"socket")
+    os.write(write_end, b"pipe")
+    while len(seen) < 2:
+        reactor.turn()
+    reactor.forget(read_end)
+    os.write(write_end, b"unheard")
+    reactor.post(lambda: None)
+    reactor.turn()
+    assert sorted(seen) == [b"pipe", b"socket"]
+    reactor.forget(pull)
+    for end in (read_end, write_end):
+        os.close(end)
+    pull.close()
+    push.close()
+    context.term()
+
+
+def test_a_failing_callback_does_not_stop_the_loop(
+    reactor: Reactor, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("on purpose")
+
+    seen: list[int] = []
+    reactor.post(fail)
+    reactor.post(lambda: seen.append(1))
+    reactor.after(0, fail)
+    reactor.after(0, lambda: seen.append(2))
+    reactor.after(0.01, reactor.stop)
+    reactor.run()
+    assert seen == [1, 2]
+    assert caplog.text.count("RuntimeError: on purpose") == 2
+
+
+def test_hand_over_is_at_once_on_the_loop_itself(reactor: Reactor) -> None:
+    order: list[str] = []
+
+    def on_loop() -> None:
+        reactor.hand_over(lambda: order.append("inside"))
+        order.append("after")
+        reactor.stop()
+
+    reactor.hand_over(on_loop)
+    assert order == []
+    reactor.run()
+    assert order == ["inside", "after"]

@@ -1,0 +1,186 @@
+"""Who may connect to what, and who may only read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import zmq
+
+from tests.daemon.conftest import StartDaemon
+from tests.daemon.daemon_process import DaemonProcess
+from tests.daemon.raw_client import KEY_BYTES, RawClient, Refused, attach, block, key, wire
+from tests.daemon.test_cli import run
+from vllm_tiered_kv.core.store import Durability, PutResult
+from vllm_tiered_kv.errors import ErrorCode
+from vllm_tiered_kv.server.curve import load_server_keys, read_public_key, write_key_pair
+
+
+class Keys:
+    """A daemon's keys and those of its clients, in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        write_key_pair(folder, "server", read_only=False)
+        write_key_pair(folder / "clients", "writer", read_only=False)
+        write_key_pair(folder / "clients", "reader", read_only=True)
+        write_key_pair(folder / "strangers", "stranger", read_only=False)
+        self.arguments = (
+            "--memory",
+            "64MiB",
+            "--secret-key",
+            str(folder / "server.key_secret"),
+            "--clients",
+            str(folder / "clients"),
+        )
+
+    def connect(
+        self, endpoint: str, who: str, server: str = "server", identity: bytes | None = None
+    ) -> RawClient:
+        own = load_server_keys(str(next(self.folder.glob(f"*/{who}.key_secret"))))
+        return RawClient(
+            endpoint,
+            identity,
+            curve_serverkey=read_public_key(str(next(self.folder.glob(f"**/{server}.key")))),
+            curve_publickey=own.public,
+            curve_secretkey=own.secret,
+        )
+
+
+@pytest.fixture
+def keys(folder: Path) -> Keys:
+    return Keys(folder / "keys")
+
+
+@pytest.fixture
+def daemon(start: StartDaemon, keys: Keys) -> DaemonProcess:
+    return start(*keys.arguments)
+
+
+def test_a_known_client_reads_and_writes(daemon: DaemonProcess, keys: Keys) -> None:
+    with keys.connect(daemon.endpoint, "writer") as writer:
+        writer.hello()
+        assert writer.put({key(1): block(1)}) == [PutResult.STORED]
+        with keys.connect(daemon.endpoint, "reader") as reader:
+            reader.hello()
+            assert reader.get([key(1)]) == {key(1): block(1)}
+            assert reader.match([key(1)], pin_ms=60_000).count == 1
+            assert reader.stats()["pins"] == 0
+            reader.ask(wire.Flush())
+
+
+def test_a_reader_may_only_read(daemon: DaemonProcess, keys: Keys) -> None:
+    with keys.connect(daemon.endpoint, "reader") as reader:
+        reader.hello()
+        for request, payload in [
+            (wire.Put(KEY_BYTES, [], [], [], [], Durability.MEMORY), []),
+            (wire.Delete(KEY_BYTES, [key(1)]), []),
+            (wire.Pin(KEY_BYTES, [key(1)], 1000), []),
+        ]:
+            with pytest.raises(Refused) as refused:
+                reader.ask(request, payload)
+            assert refused.value.code is ErrorCode.READ_ONLY
+
+
+def test_a_reader_may_not_write_in_place(daemon: DaemonProcess, keys: Keys) -> None:
+    """A token does not make a writer of it, should it get hold of one."""
+    attached = attach(daemon.ipc_path)
+    with keys.connect(daemon.endpoint, "reader") as reader:
+        reader.hello(arena=attached.token)
+        for request in (wire.Reserve(KEY_BYTES, [key(1)], [None], [4096]), wire.Seal([1])):
+            with pytest.raises(Refused) as refused:
+                reader.ask(request)
+            assert refused.value.code is ErrorCode.READ_ONLY
+    attached.close()
+
+
+@pytest.mark.parametrize("who", ["stranger", "no keys", "wrong server"])
+def test_others_are_not_heard(daemon: DaemonProcess, keys: Keys, who: str) -> None:
+    if who == "no keys":
+        client = RawClient(daemon.endpoint)
+    elif who == "wrong server":
+        client = keys.connect(daemon.endpoint, "writer", server="stranger")
+    else:
+        client = keys.connect(daemon.endpoint, who)
+    with client:
+        client.send(wire.Hello(1, "x", bytes(32), KEY_BYTES, [4096], "x", b""))
+        with pytest.raises(TimeoutError):
+            client.receive(timeout_s=1.0)
+    with keys.connect(daemon.endpoint, "writer") as writer:
+        writer.hello()
+        assert writer.stats()["sessions"] == 1
+
+
+def test_an_identity_does_not_carry_rights_over(daemon: DaemonProcess, keys: Keys) -> None:
+    """A reader that takes a writer's routing id does not get its session."""
+    with keys.connect(daemon.endpoint, "writer", identity=b"shared") as writer:
+        writer.hello()
+    with keys.connect(daemon.endpoint, "reader", identity=b"shared") as reader:
+        with pytest.raises(Refused) as refused:
+            reader.put({key(1): block(1)})
+        assert refused.value.code is ErrorCode.NO_HELLO
+
+
+def test_local_sockets_need_no_keys(daemon: DaemonProcess) -> None:
+    with RawClient(daemon.ipc) as client:
+        client.hello()
+        assert client.put({key(1): block(1)}) == [PutResult.STORED]
+
+
+def test_other_hosts_with_keys(start: StartDaemon, keys: Keys) -> None:
+    daemon = start(*keys.arguments, listen=["tcp://0.0.0.0:*"])
+    port = daemon.endpoint.rpartition(":")[2]
+    with keys.connect(f"tcp://127.0.0.1:{port}", "writer") as writer:
+        writer.hello()
+        assert writer.put({key(1): block(1)}) == [PutResult.STORED]
+
+
+def test_clients_from_a_file(start: StartDaemon, keys: Keys, folder: Path) -> None:
+    lines = ["# who may connect", ""]
+    for who, mark in (("writer", ""), ("reader", " read-only")):
+        lines.append(read_public_key(str(keys.folder / "clients" / f"{who}.key")).decode() + mark)
+    allowed = folder / "allowed"
+    allowed.write_text("\n".join(lines))
+    daemon = start(*keys.arguments[:-1], str(allowed))
+    with keys.connect(daemon.endpoint, "writer") as writer:
+        writer.hello()
+        writer.put({key(1): block(1)})
+    with keys.connect(daemon.endpoint, "reader") as reader:
+        reader.hello()
+        with pytest.raises(Refused):
+            reader.put({key(1): block(1)})
+
+
+def test_wrong_key_files_are_named(keys: Keys, folder: Path) -> None:
+    empty = folder / "empty"
+    empty.mkdir()
+    short = folder / "short"
+    short.write_text("abc\n")
+    marked = folder / "marked"
+    marked.write_text(read_public_key(str(keys.folder / "server.key")).decode() + " admin\n")
+    open_to_all = folder / "server.key_secret"
+    open_to_all.write_text((keys.folder / "server.key_secret").read_text())
+    open_to_all.chmod(0o644)
+    good = str(keys.folder / "server.key_secret")
+    for secret, clients, sentence in [
+        (str(keys.folder / "server.key"), str(keys.folder / "clients"), "is not a secret key"),
+        (str(open_to_all), str(keys.folder / "clients"), "can be read by others"),
+        (good, str(empty), "nobody could connect"),
+        (good, str(short), "line 1: not a public key"),
+        (good, str(marked), "only 'read-only' may follow"),
+    ]:
+        done = run("--http", "off", "--secret-key", secret, "--clients", clients)
+        assert done.returncode == 2
+        assert sentence in done.stderr
+
+
+def test_status_with_keys(daemon: DaemonProcess, keys: Keys) -> None:
+    server_key = str(keys.folder / "server.key")
+    own = str(keys.folder / "clients" / "reader.key_secret")
+    done = run("status", daemon.endpoint, "--server-key", server_key, "--secret-key", own)
+    assert done.returncode == 0
+    assert "capacity_bytes" in done.stdout
+
+
+def test_zmq_can_do_this() -> None:
+    assert zmq.has("curve")

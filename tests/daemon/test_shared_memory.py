@@ -1,0 +1,261 @@
+"""Processes that share the daemon's memory: what they are given, and how it comes back."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import msgpack
+import pytest
+
+from tests.daemon.conftest import Connect, StartDaemon
+from tests.daemon.daemon_process import DaemonProcess
+from tests.daemon.raw_client import KEY_BYTES, RawClient, Refused, attach, block, key, wire
+from tests.daemon.test_verbs import blocks, eventually
+from vllm_tiered_kv.core.store import PutResult
+from vllm_tiered_kv.device.shared_arena import SharedArena
+from vllm_tiered_kv.errors import ErrorCode
+
+MIB = 1 << 20
+
+
+def test_a_block_is_written_and_read_in_place(start: StartDaemon, connect: Connect) -> None:
+    daemon = start()
+    attached = attach(daemon.ipc_path)
+    arena = SharedArena.attach(attached.fd, attached.answer["capacity"])
+    client = connect(daemon.ipc, arena=attached.token)
+    reserved = client.reserve({key(1): 4096, key(2): 4096})
+    assert list(reserved.results) == [wire.RESERVED] * 2
+    assert client.tiers([key(1)]) == [0]
+    assert client.reserve({key(1): 4096}).results == wire.put_codes([PutResult.PRESENT])
+    arena.view(reserved.offsets[0], 4096)[:] = block(1)
+    assert arena.generation(reserved.offsets[0]) == reserved.generations[0]
+    assert client.seal([reserved.leases[0]]) == [PutResult.STORED]
+    assert client.release([reserved.leases[1]]) == 1
+    assert client.seal([reserved.leases[1]]) == [PutResult.FAILED]
+    assert client.get([key(1), key(2)]) == {key(1): block(1)}
+    lent = client.lend([key(1), key(2)])
+    assert lent.leases[1] == 0
+    assert lent.lengths == [4096, 0]
+    assert bytes(arena.view(lent.offsets[0], 4096)) == block(1)
+    assert arena.generation(lent.offsets[0]) == lent.generations[0]
+    assert client.release([lent.leases[0], 12345]) == 1
+    assert client.release([lent.leases[0]]) == 0
+    stats = client.stats()
+    assert (stats["leases"], stats["leased_bytes"]) == (0, 0)
+    arena.close()
+    attached.connection.close()
+
+
+def test_a_lease_cannot_be_given_back_by_another_process(
+    start: StartDaemon, connect: Connect
+) -> None:
+    daemon = start()
+    one, other = attach(daemon.ipc_path), attach(daemon.ipc_path)
+    client, stranger = connect(daemon.ipc, arena=one.token), connect(daemon.ipc, arena=other.token)
+    client.put(blocks(1))
+    lease = client.lend([key(0)]).leases[0]
+    assert stranger.release([lease]) == 0
+    assert client.stats()["leases"] == 1
+    one.close()
+    other.close()
+
+
+def test_the_token_is_needed(start: StartDaemon, connect: Connect) -> None:
+    daemon = start()
+    client = connect(daemon.ipc)
+    for request in (
+        wire.Lend(KEY_BYTES, [key(1)]),
+        wire.Reserve(KEY_BYTES, [key(1)], [None], [4096]),
+        wire.Release([1]),
+        wire.Seal([1]),
+    ):
+        with pytest.raises(Refused) as refused:
+            client.ask(request)
+        assert refused.value.code is ErrorCode.NO_ARENA
+    with pytest.raises(Refused) as refused:
+        client.hello(arena=bytes(16))
+    assert refused.value.code is ErrorCode.NO_ARENA
+
+
+@pytest.mark.parametrize(
+    ("hello", "code"),
+    [
+        ({"protocol": 2, "client": "x"}, "unsupported_version"),
+        ({"protocol": 1}, "bad_message"),
+        ({"protocol": 1, "client": 5}, "bad_message"),
+        ({"protocol": 1, "client": "x" * 1000}, "bad_message"),
+        (b"\xc1garbage", "bad_message"),
+        (b"\x00", "bad_message"),
+        (msgpack.packb({"protocol": 1, "client": "x", "more": "y" * 5000}), "too_large"),
+    ],
+)
+def test_a_wrong_greeting_is_refused(start: StartDaemon, hello: object, code: str) -> None:
+    daemon = start()
+    refused = attach(daemon.ipc_path, hello)
+    assert refused.answer["ok"] is False
+    assert refused.answer["code"] == code
+    assert refused.fd == -1
+    assert refused.connection.recv(1) == b""
+    good = attach(daemon.ipc_path)
+    assert good.answer["ok"] is True
+    good.close()
+    refused.close()
+
+
+def test_sockets_are_for_this_user_alone(start: StartDaemon) -> None:
+    daemon = start()
+    for path in (daemon.ipc_path, Path(f"{daemon.ipc_path}.arena")):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_leases_take_at_most_half_of_the_memory(start: StartDaemon, connect: Connect) -> None:
+    daemon = start("--memory", "1MiB")
+    attached = attach(daemon.ipc_path)
+    client = connect(daemon.ipc, arena=attached.token)
+    reserved = client.reserve({key(n): 4096 for n in range(200)})
+    assert list(reserved.results) == [wire.RESERVED] * 128 + list(
+        wire.put_codes([PutResult.DROPPED] * 72)
+    )
+    assert client.release([lease for lease in reserved.leases if lease]) == 128
+    attached.close()
+
+
+BORROWER = """
+    import os, sys, time
+    from tests.daemon.raw_client import RawClient, attach, key
+    attached = attach(sys.argv[1])
+    client = RawClient("ipc://" + sys.argv[1])
+    client.hello(arena=attached.token)
+    lent = client.lend([key(n) for n in range(4)])
+    reserved = client.reserve({key(100): 4096})
+    assert all(lent.leases) and all(reserved.leases)
+    if "close" in sys.argv:
+        attached.connection.close()
+        client.close()
+    print(*lent.offsets, flush=True)
+    time.sleep(600)
+"""
+
+
+def borrower(daemon: DaemonProcess, *arguments: str) -> tuple[subprocess.Popen[str], list[int]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(BORROWER), str(daemon.ipc_path), *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert process.stdout is not None
+    return process, [int(word) for word in process.stdout.readline().split()]
+
+
+def push_out(client: RawClient, start: int) -> None:
+    for n in range(start, start + 600):
+        client.put(blocks(1, start=n))
+
+
+@pytest.mark.parametrize("how", ["stopped", "disconnected"])
+def test_leases_outlive_pressure_and_end_with_the_process(
+    start: StartDaemon, connect: Connect, how: str
+) -> None:
+    daemon = start("--memory", "1MiB")
+    client = connect(daemon.endpoint)
+    client.put(blocks(4))
+    process, offsets = borrower(daemon, *(["close"] if how == "disconnected" else []))
+    try:
+        if how == "stopped":
+            process.send_signal(signal.SIGSTOP)
+        own = attach(daemon.ipc_path)
+        memory = SharedArena.attach(own.fd, own.answer["capacity"])
+        push_out(client, 1000)
+        time.sleep(0.5)  # nothing is taken back by time
+        stats = client.stats()
+        assert (stats["leases"], stats["leased_bytes"]) == (5, 5 * 4096)
+        assert client.tiers([key(n) for n in range(4)]) == [1] * 4
+        for n, offset in enumerate(offsets):
+            assert bytes(memory.view(offset, 4096)) == block(n)
+        process.kill()
+        process.wait()
+        eventually(lambda: client.stats()["leases"] == 0)
+        assert client.stats()["leased_bytes"] == 0
+        assert client.put({key(100): block(100)}) == [PutResult.STORED]  # no longer reserved
+        push_out(client, 2000)
+        assert client.tiers([key(n) for n in range(4)]) == [0] * 4
+        memory.close()
+        own.connection.close()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_child_that_inherited_the_connection_keeps_the_leases(
+    start: StartDaemon, connect: Connect
+) -> None:
+    """A forked child maps the memory, too."""
+    daemon = start("--memory", "1MiB")
+    client = connect(daemon.endpoint)
+    client.put(blocks(4))
+    read_end, write_end = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        os.close(read_end)
+        attached = attach(daemon.ipc_path)
+        own = RawClient(daemon.ipc)
+        own.hello(arena=attached.token)
+        own.lend([key(0)])
+        child = os.fork()
+        if child == 0:
+            time.sleep(600)
+        os.write(write_end, str(child).encode())
+        os._exit(0)
+    os.close(write_end)
+    child = int(os.read(read_end, 32))
+    try:
+        os.waitpid(parent, 0)
+        time.sleep(0.5)
+        assert client.stats()["leases"] == 1
+    finally:
+        os.kill(child, signal.SIGKILL)
+    eventually(lambda: client.stats()["leases"] == 0)
+
+
+def test_the_memory_outlives_the_daemon(start: StartDaemon, connect: Connect) -> None:
+    daemon = start()
+    attached = attach(daemon.ipc_path)
+    client = connect(daemon.ipc, arena=attached.token)
+    client.put(blocks(1))
+    offset = client.lend([key(0)]).offsets[0]
+    arena = SharedArena.attach(attached.fd, attached.answer["capacity"])
+    daemon.kill()
+    assert attached.connection.recv(1) == b""  # this is how a client notices
+    assert bytes(arena.view(offset, 4096)) == block(0)
+    arena.close()
+    attached.connection.close()
+
+
+def test_the_size_is_sealed(start: StartDaemon) -> None:
+    daemon = start()
+    attached = attach(daemon.ipc_path)
+    with pytest.raises(OSError):
+        os.ftruncate(attached.fd, 4096)
+    mmap.mmap(attached.fd, 4096).close()
+    attached.close()
+
+
+def test_a_restarted_daemon_knows_no_token_of_before(start: StartDaemon, connect: Connect) -> None:
+    daemon = start()
+    attached = attach(daemon.ipc_path)
+    daemon.kill()
+    daemon.restart()
+    client = connect(daemon.ipc, greet=False)
+    with pytest.raises(Refused) as refused:
+        client.hello(arena=attached.token)
+    assert refused.value.code is ErrorCode.NO_ARENA
+    attached.close()

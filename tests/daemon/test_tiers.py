@@ -1,0 +1,238 @@
+"""Memory over SSD over a shared folder, through a daemon that is stopped, killed and restarted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.daemon.conftest import Connect, StartDaemon
+from tests.daemon.daemon_process import DaemonProcess
+from tests.daemon.raw_client import KEY_BYTES, NAMESPACE, Refused, attach, block, key, wire
+from tests.daemon.test_verbs import blocks, eventually
+from vllm_tiered_kv.core.store import Durability, PutResult
+from vllm_tiered_kv.errors import ErrorCode
+
+KIB = 1 << 10
+MIB = 1 << 20
+SIZE = 64 * KIB
+
+SMALL = ("--memory", "4MiB", "--ssd-space", "64MiB")
+
+
+def verify(folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "vllm_tiered_kv.server.cli", "verify", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_what_memory_cannot_hold_is_served_from_ssd(
+    start: StartDaemon, connect: Connect, folder: Path
+) -> None:
+    daemon = start(*SMALL, "--ssd", str(folder / "ssd"))
+    client = connect(daemon.endpoint, block_bytes=[SIZE])
+    wanted = blocks(200, SIZE)
+    for k, payload in wanted.items():
+        assert client.put({k: payload}) == [PutResult.STORED]
+        if k[0] % 16 == 0:
+            client.ask(wire.Flush())  # the disk must not fall behind
+    client.ask(wire.Flush())
+    reply = client.match(list(wanted))
+    assert reply.count == 200
+    assert reply.tiers[1] > 100
+    assert reply.tiers[0] > 10
+    assert client.get(list(wanted), stream=True) == wanted
+    stats = client.stats()
+    assert stats["promoted_blocks"]["ssd"] > 100
+    assert stats["used_bytes"]["memory"] <= 4 * MIB
+    assert stats["used_bytes"]["ssd"] <= 64 * MIB
+
+
+def test_sigterm_writes_everything_and_a_restart_finds_it(
+    start: StartDaemon, connect: Connect, folder: Path
+) -> None:
+    daemon = start("--memory", "32MiB", "--ssd-space", "64MiB", "--ssd", str(folder / "ssd"))
+    client = connect(daemon.endpoint, block_bytes=[SIZE])
+    wanted = blocks(100, SIZE)
+    for k, payload in wanted.items():
+        assert client.put({k: payload}) == [PutResult.STORED]
+    assert daemon.terminate() == 0
+    daemon.restart()
+    again = connect(daemon.endpoint, block_bytes=[SIZE])
+    assert again.match(list(wanted)).tiers == [0, 100, 0]
+    assert again.get(list(wanted), stream=True) == wanted
+    assert again.match(list(wanted)).tiers == [100, 0, 0]
+    assert daemon.terminate() == 0
+    sound = verify(folder / "ssd")
+    assert sound.returncode == 0
+    assert "100 blocks" in sound.stdout
+
+
+def test_what_is_acknowledged_as_on_disk_survives_kill_9(
+    start: StartDaemon, connect: Connect, folder: Path
+) -> None:
+    daemon = start("--memory", "32MiB", "--ssd-space", "64MiB", "--ssd", str(folder / "ssd"))
+    client = connect(daemon.endpoint, block_bytes=[SIZE])
+    wanted = blocks(20, SIZE)
+    assert set(client.put(wanted, Durability.DISK)) == {PutResult.STORED}
+    assert set(client.put(wanted, Durability.DISK)) == {PutResult.PRESENT}
+    daemon.kill()
+    daemon.restart()
+    again = connect(daemon.endpoint, block_bytes=[SIZE])
+    assert again.get(list(wanted)) == wanted
+
+
+def test_flush_makes_everything_durable(start: StartDaemon, connect: Connect, folder: Path) -> None:
+    daemon = start("--memory", "32MiB", "--ssd-space", "64MiB", "--ssd", str(folder / "ssd"))
+    client = connect(daemon.endpoint, block_bytes=[SIZE])
+    wanted = blocks(20, SIZE)
+    client.put(wanted)
+    client.ask(wire.Flush())
+    daemon.kill()
+    daemon.restart()
+    assert connect(daemon.endpoint, block_bytes=[SIZE]).get(list(wanted)) == wanted
+
+
+def test_deleted_blocks_stay_deleted(start: StartDaemon, connect: Connect, folder: Path) -> None:
+    daemon = start("--memory", "32MiB", "--ssd-space", "64MiB", "--ssd", str(folder / "ssd"))
+    client = connect(daemon.endpoint, block_bytes=[SIZE])
+    for start_at in range(0, 100, 10):  # deleted while they are being written behind
+        some = blocks(10, SIZE, start_at)
+        client.put(some)
+        assert client.ask(wire.Delete(KEY_BYTES, list(some))).count == 10
+    keys = [key(n) for n in range(100)]
+    client.ask(wire.Flush())
+    assert client.tiers(keys) == [0] * 100
+    assert daemon.terminate() == 0
+    daemon.restart()
+    assert connect(daemon.endpoint, block_bytes=[SIZE]).tiers(keys) == [0] * 100
+
+
+def test_blocks_on_ssd_can_be_lent_and_pinned(
+    start: StartDaemon, connect: Connect, folder: Path
+) -> None:
+    daemon = start("--memory", "32MiB", "--ssd-space", "64MiB", "--ssd", str(folder / "ssd"))
+    client = connect(daemon.endpoint, block_bytes=[SIZE])
+    client.put(blocks(30, SIZE))
+    assert daemon.terminate() == 0
+    daemon.restart()
+    attached = attach(daemon.ipc_path)
+    client = connect(daemon.ipc, block_bytes=[SIZE], arena=attached.token)
+    lent = client.lend([key(n) for n in range(10)])
+    assert all(lent.leases)
+    assert client.match([key(n) for n in range(30)], pin_ms=60_000).tiers == [10, 20, 0]
+    eventually(lambda: client.stats()["pins"] == 30)
+    assert client.match([key(n) for n in range(30)]).tiers == [30, 0, 0]
+    attached.close()
+
+
+def test_the_shape_of_a_namespace_survives_a_restart(
+    start: StartDaemon, connect: Connect, folder: Path
+) -> None:
+    daemon = start(*SMALL, "--ssd", str(folder / "ssd"))
+    connect(daemon.endpoint, block_bytes=[SIZE])
+    assert daemon.terminate() == 0
+    known = json.loads((folder / "ssd" / "namespaces.json").read_text())
+    assert known["namespaces"][NAMESPACE.hex()]["block_bytes"] == [SIZE]
+    daemon.restart()
+    with pytest.raises(Refused) as refused:
+        connect(daemon.endpoint, block_bytes=[2 * SIZE])
+    assert refused.value.code is ErrorCode.MISMATCH
+    assert daemon.terminate() == 0
+    (folder / "ssd" / "namespaces.json").write_text("{not json")
+    daemon.restart()
+    assert "namespaces.json is not used" in daemon.logs
+    connect(daemon.endpoint, block_bytes=[2 * SIZE])
+
+
+def test_a_second_daemon_on_the_folder_is_refused(
+    start: StartDaemon, connect: Connect, folder: Path
+) -> None:
+    first = start(*SMALL, "--ssd", str(folder / "ssd"))
+    other = DaemonProcess(folder, *SMALL, "--ssd", str(folder / "ssd"))
+    other.launch()
+    assert other.wait() == 1
+    assert f"is in use by process {first.pid}" in other.logs
+    assert "Traceback" not in other.logs
+    connect(first.endpoint, block_bytes=[SIZE]).put(blocks(1, SIZE))
+    locked = verify(folder / "ssd")
+    assert locked.returncode == 1
+    assert "is in use" in locked.stderr
+
+
+def test_a_folder_that_is_not_ours_is_refused(folder: Path) -> None:
+    (folder / "ssd").mkdir()
+    (folder / "ssd" / "holiday.jpg").write_bytes(b"x")
+    daemon = DaemonProcess(folder, *SMALL, "--ssd", str(folder / "ssd"))
+    daemon.launch()
+    assert daemon.wait() == 1
+    assert "holiday.jpg" in daemon.logs
+    assert "Traceback" not in daemon.logs
+    assert os.listdir(folder / "ssd") == ["holiday.jpg"] or "LOCK" in os.listdir(folder / "ssd")
+
+
+def test_verify_finds_damage(start: StartDaemon, connect: Connect, folder: Path) -> None:
+    daemon = start(*SMALL, "--ssd", str(folder / "ssd"))
+    client = connect(daemon.endpoint, block_bytes=[SIZE])
+    wanted = blocks(10, SIZE)
+    client.put(wanted)
+    assert daemon.terminate() == 0
+    data = folder / "ssd" / "data"
+    content = data.read_bytes()
+    at = content.index(block(3, SIZE))
+    with data.open("r+b") as file:
+        file.seek(at + 1000)
+        file.write(b"flipped")
+    damaged = verify(folder / "ssd")
+    assert damaged.returncode == 1
+    assert "1 blocks hold other bytes" in damaged.stdout
+    assert key(3).hex() in damaged.stdout
+    daemon.restart()
+    again = connect(daemon.endpoint, block_bytes=[SIZE])
+    assert again.get(list(wanted)) == {k: v for k, v in wanted.items() if k != key(3)}
+    assert again.stats()["damaged_blocks"]["ssd"] == 1
+
+
+def test_two_daemons_share_a_backing_folder(
+    start: StartDaemon, connect: Connect, folder: Path
+) -> None:
+    backing = f"file://{folder / 'shared'}"
+    (folder / "shared").mkdir()
+    one = start("--memory", "16MiB", "--backing", backing)
+    other = start("--memory", "16MiB", "--backing", backing)
+    client = connect(one.endpoint, block_bytes=[SIZE])
+    wanted = blocks(10, SIZE)
+    client.put(wanted)
+    client.ask(wire.Flush())
+    reader = connect(other.endpoint, block_bytes=[SIZE])
+    assert reader.match([*wanted, key(99)]).tiers == [0, 0, 10]
+    assert reader.tiers([key(0), key(99)]) == [3, 0]
+    assert reader.get([*wanted, key(99)], stream=True) == wanted
+    assert reader.match(list(wanted)).tiers == [10, 0, 0]
+    assert reader.ask(wire.Delete(KEY_BYTES, [key(0)])).count == 1
+    assert reader.tiers([key(0)]) == [0]
+    assert one.terminate() == 0
+    assert other.terminate() == 0
+
+
+def test_quotas_keep_a_namespace_from_pushing_others_out(
+    start: StartDaemon, connect: Connect
+) -> None:
+    greedy, modest = bytes([0xAB]) * 32, bytes([0xCD]) * 32
+    daemon = start("--memory", "4MiB", "--memory-quota", "2MiB", "--memory-quota", "ab=1MiB")
+    one = connect(daemon.endpoint, namespace=modest)
+    for n in range(256):
+        one.put(blocks(1, start=n))
+    other = connect(daemon.endpoint, namespace=greedy)
+    for n in range(2000):
+        other.put(blocks(1, start=n))
+    assert one.match([key(n) for n in range(256)]).count == 256
+    held = sum(tier == 1 for n in range(2000) for tier in other.tiers([key(n)]))
+    assert held == MIB // 4096

@@ -1,0 +1,1 @@
+"""The daemon: tiers behind a socket."""

@@ -1,0 +1,152 @@
+"""Requests of processes that share the memory: where blocks lie, and where new ones may go."""
+
+from __future__ import annotations
+
+from vllm_tiered_kv.core.store import PutResult, StoreKey
+from vllm_tiered_kv.metrics import server_names as names
+from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.server.call import Call
+from vllm_tiered_kv.server.leases import Attachment, Leases
+from vllm_tiered_kv.server.reactor import Reactor
+from vllm_tiered_kv.server.tiered_store import TieredStore
+from vllm_tiered_kv.stores.memory import Held
+from vllm_tiered_kv.wire.messages import (
+    RESERVED,
+    Lend,
+    LendReply,
+    Release,
+    ReleaseReply,
+    Reserve,
+    ReserveReply,
+    Seal,
+    SealReply,
+    put_codes,
+)
+
+
+class ArenaHandlers:
+    """Runs on the reactor's thread."""
+
+    def __init__(
+        self, reactor: Reactor, store: TieredStore, leases: Leases, recorder: Recorder
+    ) -> None:
+        self._reactor = reactor
+        self._store = store
+        self._leases = leases
+        self._recorder = recorder
+
+    def lend(self, call: Call, request: Lend) -> None:
+        attachment = call.session.require_attachment()
+        keys = call.session.keys(request.width, request.keys)
+        # What cannot be lent anyway must not be read from a disk, and push out others, for it.
+        fitting = self._leases.room_bytes // call.session.largest_block
+        lending = _Lending(self._leases, call, attachment, len(keys), min(len(keys), fitting))
+        self._store.fetch(
+            keys[:fitting],
+            lambda n, block: self._reactor.hand_over(lambda: lending.arrived(n, block)),
+        )
+
+    def release(self, call: Call, request: Release) -> None:
+        attachment = call.session.require_attachment()
+        call.reply(ReleaseReply(self._leases.release(attachment, request.leases)))
+
+    def reserve(self, call: Call, request: Reserve) -> None:
+        session = call.session
+        attachment = session.require_attachment()
+        session.require_writer()
+        session.require_lengths(request.lengths)
+        keys = session.keys(request.width, request.keys)
+        parents = session.parents(request.parents)
+        slots = self._store.reserve(
+            self._that_fit(list(zip(keys, parents, request.lengths, strict=True)))
+        )
+        slots += [PutResult.DROPPED] * (len(keys) - len(slots))
+        leases, offsets, generations, results = [], [], [], bytearray()
+        for slot in slots:
+            lease = None
+            if isinstance(slot, Held):
+                lease = self._leases.grant(attachment, slot, is_reservation=True)
+            result = slot if isinstance(slot, PutResult) else PutResult.DROPPED
+            granted = lease is not None and isinstance(slot, Held)
+            leases.append(lease or 0)
+            offsets.append(slot.offset if granted and isinstance(slot, Held) else 0)
+            generations.append(slot.generation if granted and isinstance(slot, Held) else 0)
+            results += bytes([RESERVED]) if granted else put_codes([result])
+            if not granted:
+                self._recorder.add(names.PUTS, 1, result.name.lower())
+        call.reply(
+            ReserveReply(leases, offsets, generations, bytes(results)),
+            lost=lambda: self._take_back(attachment, leases),
+        )
+
+    def seal(self, call: Call, request: Seal) -> None:
+        attachment = call.session.require_attachment()
+        call.session.require_writer()
+        slots = [self._leases.take_reserved(attachment, lease) for lease in request.leases]
+        good = [slot for slot in slots if slot is not None]
+
+        def done(results: list[PutResult]) -> None:
+            each = iter(results)
+            codes = put_codes(PutResult.FAILED if slot is None else next(each) for slot in slots)
+            call.later(lambda: SealReply(codes))
+
+        if good:
+            self._store.sealed(good, done)
+        else:
+            done([])
+
+    def _that_fit(
+        self, blocks: list[tuple[StoreKey, StoreKey | None, int]]
+    ) -> list[tuple[StoreKey, StoreKey | None, int]]:
+        """The leading blocks that leases still have room for: heads before tails."""
+        total = 0
+        for n, (_, _, nbytes) in enumerate(blocks):
+            total += nbytes
+            if not self._leases.has_room(total):
+                return blocks[:n]
+        return blocks
+
+    def _take_back(self, attachment: Attachment, leases: list[int]) -> None:
+        """Nobody has heard of these leases: the reply was never sent."""
+        self._leases.release(attachment, leases)
+
+
+class _Lending:
+    """Collects the blocks of one `lend` as they come into memory."""
+
+    def __init__(
+        self, leases: Leases, call: Call, attachment: Attachment, count: int, expected: int
+    ) -> None:
+        """Of `count` keys the first `expected` will arrive."""
+        self._leases = leases
+        self._call = call
+        self._attachment = attachment
+        self._left = expected
+        self._ids = [0] * count
+        self._offsets = [0] * count
+        self._lengths = [0] * count
+        self._generations = [0] * count
+        if not expected:
+            self._answer()
+
+    def arrived(self, position: int, block: Held | None) -> None:
+        if block is not None:
+            lease = self._leases.grant(self._attachment, block, is_reservation=False)
+            if lease is not None:
+                self._ids[position] = lease
+                self._offsets[position] = block.offset
+                self._lengths[position] = block.nbytes
+                self._generations[position] = block.generation
+        self._left -= 1
+        if not self._left:
+            self._answer()
+
+    def _answer(self) -> None:
+        self._call.reply(
+            LendReply(self._ids, self._offsets, self._lengths, self._generations),
+            lost=self._take_back,
+        )
+
+    def _take_back(self) -> None:
+        """Nobody has heard of these leases: the reply was never sent."""
+        self._leases.release(self._attachment, self._ids)

@@ -1,0 +1,69 @@
+"""The backing tier: a folder on a shared file system, with its collector."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from vllm_tiered_kv.core.store import (
+    BlockFacts,
+    Durability,
+    PutItem,
+    PutResult,
+    StoreKey,
+    StoreUsage,
+)
+from vllm_tiered_kv.stores.shared_dir.gc import SharedDirGc
+from vllm_tiered_kv.stores.shared_dir.gc_thread import GcThread
+from vllm_tiered_kv.stores.shared_dir.settings import SharedDirSettings
+from vllm_tiered_kv.stores.shared_dir.store import SharedDirStore
+
+_COLLECT_EVERY_S = 300.0
+
+
+class BackingFolder:
+    """A LowerStore. Unlike the shared directory's own, `usage` never scans: monitors ask for it."""
+
+    def __init__(self, folder: str, capacity_bytes: int, ttl_s: int) -> None:
+        settings = SharedDirSettings(
+            folder, capacity_bytes=capacity_bytes, ttl_s=float(ttl_s) if ttl_s else None
+        )
+        self._store = SharedDirStore(settings)
+        self._collector = GcThread(SharedDirGc(self._store), _COLLECT_EVERY_S)
+        self._collector.start()
+
+    def match(self, keys: Sequence[StoreKey]) -> int:
+        return self._store.match(keys)
+
+    def contains(self, keys: Sequence[StoreKey]) -> list[bool]:
+        return self._store.contains(keys)
+
+    def describe(self, keys: Sequence[StoreKey]) -> list[BlockFacts | None]:
+        return self._store.describe(keys)
+
+    def get(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[bool]:
+        return self._store.get(keys, into)
+
+    def put(
+        self, items: Sequence[PutItem], durability: Durability = Durability.MEMORY
+    ) -> list[PutResult]:
+        results = self._store.put(items, durability)
+        if PutResult.DROPPED in results:
+            self._collector.wake()
+        return results
+
+    def delete(self, keys: Sequence[StoreKey]) -> int:
+        return self._store.delete(keys)
+
+    def flush(self) -> None:
+        self._store.flush()
+
+    def usage(self) -> StoreUsage:
+        """As of the last collection; nothing before the first one."""
+        known = self._store.usage_tracker.latest(math.inf)
+        blocks, nbytes = (0, 0) if known is None else (known.blocks, known.nbytes)
+        return StoreUsage(blocks, nbytes, self._store.settings.capacity_bytes)
+
+    def close(self) -> None:
+        self._collector.stop()
+        self._store.close()

@@ -1,0 +1,85 @@
+"""One request being served, and how it is answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from vllm_tiered_kv.errors import ErrorCode, ProtocolError
+from vllm_tiered_kv.metrics import server_names as names
+from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.server.outbox import Outbox
+from vllm_tiered_kv.server.reactor import Reactor
+from vllm_tiered_kv.server.sessions import Session
+from vllm_tiered_kv.stores.memory import Held
+from vllm_tiered_kv.wire.messages import ErrorReply, Reply, encode_reply
+
+
+class Call:
+    """Answered exactly once, or streamed and then answered once. On the reactor's thread."""
+
+    __slots__ = ("_outbox", "_reactor", "_recorder", "is_over", "op", "request_id", "session")
+
+    def __init__(
+        self,
+        session: Session,
+        request_id: int,
+        op: str,
+        outbox: Outbox,
+        reactor: Reactor,
+        recorder: Recorder,
+    ) -> None:
+        self.session = session
+        self.request_id = request_id
+        self.op = op
+        self.is_over = False
+        self._outbox = outbox
+        self._reactor = reactor
+        self._recorder = recorder
+        session.under_way += 1
+
+    def reply(
+        self,
+        reply: Reply,
+        payload: Sequence[Held] = (),
+        lost: Callable[[], None] | None = None,
+    ) -> None:
+        """The last word. Takes over the claimed blocks; `lost` is called if it was never sent."""
+        if not self.is_over:
+            self.is_over = True
+            self.session.under_way -= 1
+            self.part(reply, payload, lost)
+
+    def part(
+        self,
+        reply: Reply,
+        payload: Sequence[Held] = (),
+        lost: Callable[[], None] | None = None,
+    ) -> None:
+        """One message of a stream."""
+        if self.session.is_open:
+            header = encode_reply(self.request_id, reply)
+            self._outbox.send(self.session.peer, header, payload, lost)
+        else:
+            self._outbox.let_go(self.session.peer, payload)
+            if lost is not None:
+                lost()
+
+    def fail(self, error: ProtocolError) -> None:
+        self._recorder.add(names.ERRORS, 1, error.code.value)
+        self.reply(ErrorReply(error.code, error.message, self.op))
+
+    def fail_internally(self) -> None:
+        self.fail(ProtocolError(ErrorCode.INTERNAL, "the daemon failed; its log says why"))
+
+    def later(self, answer: Callable[[], Reply]) -> None:
+        """Answers from any thread."""
+
+        def on_loop() -> None:
+            try:
+                reply = answer()
+            except Exception:
+                self.fail_internally()
+                raise
+            self.reply(reply)
+
+        self._reactor.hand_over(on_loop)

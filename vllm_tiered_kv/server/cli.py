@@ -1,0 +1,178 @@
+"""`tiered-kv-server`: runs the daemon, makes keys, verifies a folder, shows a daemon's status."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from vllm_tiered_kv import __version__
+from vllm_tiered_kv.errors import ConfigError, TieredKVError
+from vllm_tiered_kv.server.options import ServerOptions, add_flags, read_yaml
+
+logger = logging.getLogger("tiered-kv-server")
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+
+_DESCRIPTION = """\
+A cache for KV blocks that any number of vLLM engines share: memory first, then SSD, then a folder
+on a shared file system."""
+
+_EXAMPLES = """\
+examples:
+  tiered-kv-server --memory 20GiB
+      memory only, for engines on this host
+  tiered-kv-server --memory 20GiB --ssd /mnt/nvme/kv --ssd-space 500GiB
+      survives restarts; SSD hits are read into memory
+  tiered-kv-server --listen ipc:///run/kv.sock --listen tcp://127.0.0.1:9527
+      processes of this user may share the memory instead of copying it
+  tiered-kv-server keygen /etc/tiered-kv server
+  tiered-kv-server keygen /etc/tiered-kv/clients engine1
+  tiered-kv-server --listen tcp://0.0.0.0:9527 --secret-key /etc/tiered-kv/server.key_secret \\
+      --clients /etc/tiered-kv/clients
+      for other hosts: encrypted, and for known clients only
+  tiered-kv-server --config server.yaml --memory 40GiB
+      options from a file (memory: 20GiB, listen: [...]); flags win
+
+other commands (each has --help):
+  tiered-kv-server keygen FOLDER NAME     makes a key pair
+  tiered-kv-server verify FOLDER          checks every block of an SSD folder
+  tiered-kv-server status ENDPOINT        shows what a daemon holds and does
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    commands = {"keygen": _keygen, "verify": _verify, "status": _status}
+    command = commands.get(arguments[0]) if arguments else None
+    try:
+        return _run(arguments) if command is None else command(arguments[1:])
+    except ConfigError as error:
+        print(f"tiered-kv-server: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except (TieredKVError, OSError) as error:
+        print(f"tiered-kv-server: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _run(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="tiered-kv-server",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=_Formatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"tiered-kv-server {__version__}")
+    parser.add_argument("--config", metavar="FILE", help="YAML file with options; flags win")
+    add_flags(parser)
+    flags = vars(parser.parse_args(arguments))
+    file = flags.pop("config")
+    options = ServerOptions.load(read_yaml(file) if file else None, flags)
+    logging.basicConfig(
+        level=options.log_level.value.upper(),
+        format="%(asctime)s %(levelname).1s %(message)s",
+        stream=sys.stderr,
+    )
+    return serve(options)
+
+
+def serve(options: ServerOptions) -> int:
+    from vllm_tiered_kv.server.daemon import Daemon  # --help should not wait for numpy
+
+    started = time.monotonic()
+    daemon = Daemon.open(options)
+    _stop_on_signals(daemon.stop)
+    for line in daemon.tier_lines:
+        logger.info(line)
+    if daemon.http_address is not None:
+        logger.info("metrics on http://%s/metrics", daemon.http_address)
+    for endpoint in daemon.endpoints:
+        logger.info("listening on %s", endpoint)
+    logger.info("ready after %.1f s", time.monotonic() - started)
+    daemon.run()
+    logger.info("stopped; everything is written")
+    return 0
+
+
+def _stop_on_signals(stop: object) -> None:
+    assert callable(stop)
+    seen = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal seen
+        if seen:
+            os.write(2, b"tiered-kv-server: stopped at once; what was not written is lost\n")
+            os._exit(EXIT_FAILED)
+        seen = True
+        stop()
+
+    signal.signal(signal.SIGTERM, handle)
+    signal.signal(signal.SIGINT, handle)
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28, width=100)
+
+
+def _keygen(arguments: Sequence[str]) -> int:
+    from vllm_tiered_kv.server.curve import write_key_pair
+
+    parser = argparse.ArgumentParser(
+        prog="tiered-kv-server keygen", description="Makes a CURVE key pair."
+    )
+    parser.add_argument("folder", metavar="FOLDER", type=Path)
+    parser.add_argument("name", metavar="NAME", help="of the daemon or client the keys are for")
+    parser.add_argument("--read-only", action="store_true", help="this client may only read")
+    given = parser.parse_args(arguments)
+    if Path(given.name).name != given.name or given.name.startswith("."):
+        raise ConfigError("keygen", f"{given.name!r} cannot be part of a file's name")
+    public, secret = write_key_pair(given.folder, given.name, given.read_only)
+    print(
+        f"{secret}  secret: for {given.name} alone\n"
+        f"{public}  public: for those it talks to\n\n"
+        f"For a daemon:  --secret-key {secret}; its clients need {public.name}.\n"
+        f"For a client:  put {public.name} into the daemon's --clients folder; the client needs "
+        f"{secret.name}."
+    )
+    return 0
+
+
+def _verify(arguments: Sequence[str]) -> int:
+    from vllm_tiered_kv.server.verification import verify_folder
+
+    parser = argparse.ArgumentParser(
+        prog="tiered-kv-server verify",
+        description="Reads every block of an SSD folder that no daemon uses, and checks it. "
+        "The exit status is 1 if anything is damaged.",
+    )
+    parser.add_argument("folder", metavar="FOLDER", type=Path)
+    return verify_folder(parser.parse_args(arguments).folder)
+
+
+def _status(arguments: Sequence[str]) -> int:
+    from vllm_tiered_kv.server.status import show_status
+
+    parser = argparse.ArgumentParser(
+        prog="tiered-kv-server status", description="Shows what a daemon holds and does."
+    )
+    parser.add_argument("endpoint", metavar="ENDPOINT", help="like tcp://127.0.0.1:9527")
+    parser.add_argument("--server-key", metavar="FILE", help="the daemon's public key")
+    parser.add_argument("--secret-key", metavar="FILE", help="this client's secret key")
+    parser.add_argument("--timeout", metavar="SECONDS", type=float, default=5.0)
+    given = parser.parse_args(arguments)
+    return show_status(given.endpoint, given.server_key, given.secret_key, given.timeout)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

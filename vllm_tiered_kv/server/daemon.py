@@ -1,0 +1,290 @@
+"""The daemon, put together: sockets, tiers, handlers, and an orderly end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from vllm_tiered_kv import __version__
+from vllm_tiered_kv.core.store import NAMESPACE_BYTES
+from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.metrics import server_names as names
+from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.server import tiers
+from vllm_tiered_kv.server.allowances import Allowances
+from vllm_tiered_kv.server.arena_handlers import ArenaHandlers
+from vllm_tiered_kv.server.arena_server import ArenaServer
+from vllm_tiered_kv.server.curve import Clients, Doorkeeper, load_clients, load_server_keys
+from vllm_tiered_kv.server.endpoints import (
+    SocketPathLock,
+    bind,
+    bind_arena_socket,
+    check_endpoint,
+)
+from vllm_tiered_kv.server.facts import Facts, Sample, tier_samples
+from vllm_tiered_kv.server.gateway import ARENA_CAPABILITY, CAPABILITIES, Gateway
+from vllm_tiered_kv.server.handlers import Handlers
+from vllm_tiered_kv.server.http import HttpServer, parse_address
+from vllm_tiered_kv.server.leases import Leases
+from vllm_tiered_kv.server.namespaces import Namespaces
+from vllm_tiered_kv.server.options import ServerOptions, quota_of
+from vllm_tiered_kv.server.outbox import Outbox
+from vllm_tiered_kv.server.pin_handlers import PinHandlers
+from vllm_tiered_kv.server.pins import Pins
+from vllm_tiered_kv.server.reactor import Reactor
+from vllm_tiered_kv.server.sessions import Listener, Sessions
+from vllm_tiered_kv.server.tiered_store import TieredStore
+from vllm_tiered_kv.wire.messages import PROTOCOL_VERSION
+
+logger = logging.getLogger(__name__)
+
+_IDLE_SESSION_S = 24 * 3600.0
+_LAST_REPLIES_S = 10.0  # for replies under way when the daemon is told to stop
+_SLOW_LOOP_S = 15.0
+
+
+class Daemon:
+    """Serves in `run` until `stop`. Make it with `open`."""
+
+    @classmethod
+    def open(cls, options: ServerOptions) -> Daemon:
+        """Binds the sockets and opens the tiers, or gives everything back and raises."""
+        daemon = cls(options)
+        try:
+            daemon._open()
+        except BaseException:
+            daemon._abandon()
+            raise
+        return daemon
+
+    def __init__(self, options: ServerOptions) -> None:
+        self.options = options
+        self._recorder = Recorder()
+        self._reactor = Reactor()
+        self._allowances = Allowances.of_memory(options.memory)
+        self._instance = secrets.token_bytes(16)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(options.io_threads)
+        self._path_locks: list[SocketPathLock] = []
+        self._listeners: list[Listener] = []
+        self._arena_sockets: list[socket.socket] = []
+        self._doorkeeper: Doorkeeper | None = None
+        self._http: HttpServer | None = None
+        self._opened: TieredStore | None = None
+        self._stopping = False
+
+    def _open(self) -> None:
+        options, reactor = self.options, self._reactor
+        clients = self._open_sockets()
+        self._store = self._opened = tiers.open_tiers(options, self._recorder)
+        memory = self._store.memory
+        self._outbox = Outbox(
+            reactor, memory, self._allowances, self._recorder, options.stall_timeout
+        )
+        self._leases = Leases(memory, self._allowances)
+        self._pins = Pins(memory, self._allowances)
+        folder = Path(options.ssd) if options.ssd else None
+        self._namespaces = Namespaces(folder, self._allowances.namespaces, self._set_quotas)
+        self._facts = Facts(self._recorder, self._gauges)
+        self._handlers = Handlers(
+            reactor,
+            self._store,
+            self._outbox,
+            self._allowances,
+            self._recorder,
+            ArenaHandlers(reactor, self._store, self._leases, self._recorder),
+            PinHandlers(reactor, self._store, self._pins),
+            self.info,
+            self._facts.stats,
+        )
+        self._sessions = Sessions(
+            options.max_sessions,
+            _IDLE_SESSION_S,
+            lambda session: reactor.post(self._handlers.transfers.pump),
+        )
+        self._arena = ArenaServer(reactor, memory, self._leases, self._allowances, self._instance)
+        for listening in self._arena_sockets:
+            self._arena.serve(listening)
+        capabilities = [*CAPABILITIES, *([ARENA_CAPABILITY] if self._arena_sockets else [])]
+        self._gateway = Gateway(
+            reactor,
+            self._outbox,
+            self._handlers,
+            self._sessions,
+            self._namespaces,
+            self._leases,
+            clients,
+            self._allowances,
+            self._recorder,
+            self._instance,
+            capabilities,
+        )
+        for listener in self._listeners:
+            self._gateway.serve(listener)
+        reactor.every(0.2, self._pins.expire)
+        reactor.every(30.0, self._sessions.drop_idle)
+        if options.http != "off":
+            self._http = HttpServer(options.http, self._facts.prometheus, self._sick)
+
+    def _open_sockets(self) -> Clients | None:
+        """Before the tiers: what is wrong here shows at once, and file modes concern no other
+        thread."""
+        options = self.options
+        keys = clients = None
+        if options.http != "off":
+            parse_address(options.http)
+        for endpoint in options.listen:
+            check_endpoint(endpoint, bool(options.secret_key))
+        if options.secret_key:
+            keys = load_server_keys(options.secret_key)
+            clients = load_clients(options.clients)
+            self._doorkeeper = Doorkeeper(self._context, clients)
+            self._reactor.watch(self._doorkeeper.socket, self._doorkeeper.answer)
+        for endpoint in options.listen:
+            if endpoint.startswith("ipc://"):
+                self._path_locks.append(SocketPathLock(endpoint.removeprefix("ipc://")))
+            listener = bind(self._context, endpoint, keys, self._allowances, options.stall_timeout)
+            self._listeners.append(listener)
+            if listener.is_local:
+                self._arena_sockets.append(bind_arena_socket(listener.endpoint))
+        return clients
+
+    # ---- life -----------------------------------------------------------------------------------
+
+    @property
+    def endpoints(self) -> list[str]:
+        return [listener.endpoint for listener in self._listeners]
+
+    @property
+    def http_address(self) -> str | None:
+        return None if self._http is None else self._http.address
+
+    @property
+    def tier_lines(self) -> list[str]:
+        return tiers.describe(self.options, self._store)
+
+    def run(self) -> None:
+        """Serves until `stop` has been called and everything is written."""
+        try:
+            self._reactor.run()
+        finally:
+            self._close()
+
+    def stop(self) -> None:
+        """Ends the daemon in order. From any thread, and from signal handlers."""
+        self._reactor.post(self._begin_to_stop)
+
+    def _begin_to_stop(self) -> None:
+        if self._stopping:
+            return
+        self._stopping = True
+        self._gateway.is_closing = True
+        logger.info("stopping: no new requests are taken")
+        self._stop_by = time.monotonic() + _LAST_REPLIES_S
+        self._await_replies()
+
+    def _await_replies(self) -> None:
+        under_way = self._sessions.under_way
+        if (under_way or not self._outbox.is_empty) and time.monotonic() < self._stop_by:
+            self._reactor.after(0.01, self._await_replies)
+            return
+        if under_way:
+            logger.warning("%d requests are left without a reply", under_way)
+        # The loop goes on answering "unavailable" meanwhile: a client then knows at once.
+        threading.Thread(target=self._write_back, name="tiered-kv-stop").start()
+
+    def _write_back(self) -> None:
+        try:
+            self._store.drain(
+                lambda tier, left: logger.info("%d blocks are left to write to %s", left, tier)
+            )
+        except Exception:
+            logger.exception("not everything could be written")
+        finally:
+            self._reactor.post(self._reactor.stop)
+
+    def _close(self) -> None:
+        if self._http is not None:
+            self._http.close()
+        self._arena.close()
+        self._close_sockets(linger_ms=1000)
+        self._store.close()
+        self._namespaces.close()
+        for lock in self._path_locks:
+            lock.release()
+        self._reactor.close()
+
+    def _abandon(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+        for listening in self._arena_sockets:
+            listening.close()
+        self._close_sockets(linger_ms=0)
+        for lock in self._path_locks:
+            lock.release()
+
+    def _close_sockets(self, linger_ms: int) -> None:
+        """Returns when zmq is done with them: it refers to the memory, and removes files."""
+        for listener in self._listeners:
+            listener.socket.close(linger=linger_ms)
+        if self._doorkeeper is not None:
+            self._doorkeeper.close()
+        self._context.term()
+
+    # ---- about itself ---------------------------------------------------------------------------
+
+    def info(self) -> dict[str, Any]:
+        return {
+            "server": f"tiered-kv-server {__version__}",
+            "protocol": PROTOCOL_VERSION,
+            "instance": self._instance.hex(),
+            "pid": os.getpid(),
+            "endpoints": self.endpoints,
+            "tiers": {tier: usage.capacity_bytes for tier, usage in self._store.usages().items()},
+            "largest_block": self._allowances.largest_block,
+            "message_bytes": self._allowances.message,
+        }
+
+    def _gauges(self) -> Iterator[Sample]:
+        for tier, usage in self._store.usages().items():
+            yield from tier_samples(tier, usage)
+        if self._store.ssd is not None:
+            counted = self._store.ssd.counters
+            yield names.EVICTED, (Tier.SSD.value,), counted.evicted_blocks
+            yield names.DAMAGED, (Tier.SSD.value,), counted.bad_blocks + counted.read_errors
+            yield names.NOT_KEPT, (Tier.SSD.value,), counted.failed_blocks + counted.dropped_blocks
+        for tier, (blocks, nbytes) in self._store.pending_writes().items():
+            yield names.PENDING_BLOCKS, (tier,), blocks
+            yield names.PENDING_BYTES, (tier,), nbytes
+        yield names.SESSIONS, (), len(self._sessions)
+        yield names.ATTACHMENTS, (), self._leases.attachments
+        yield names.NAMESPACES, (), len(self._namespaces)
+        yield names.LEASES, (), len(self._leases)
+        yield names.LEASED_BYTES, (), self._leases.held_bytes
+        yield names.PINS, (), len(self._pins)
+        yield names.PINNED_BYTES, (), self._pins.held_bytes
+        yield names.REPLY_BYTES, (), self._outbox.claimed_bytes
+        yield names.PUT_BYTES, (), self._handlers.put_bytes
+
+    def _sick(self) -> str | None:
+        if self._stopping:
+            return "stopping"
+        behind = time.monotonic() - self._reactor.last_turn
+        return f"not responding for {behind:.0f} s" if behind > _SLOW_LOOP_S else None
+
+    def _set_quotas(self, namespace: bytes) -> None:
+        owner = namespace[:NAMESPACE_BYTES]
+        quota = quota_of(self.options.memory_quota, namespace)
+        if quota is not None:
+            self._store.memory.set_quota(owner, quota)
+        quota = quota_of(self.options.ssd_quota, namespace)
+        if quota is not None:
+            self._store.set_ssd_quota(owner, quota)

@@ -1,0 +1,72 @@
+"""What the daemon says about itself: to `info` and `stats`, and as Prometheus text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from vllm_tiered_kv.core.store import StoreUsage
+from vllm_tiered_kv.metrics import server_names as names
+from vllm_tiered_kv.metrics.names import Kind, Metric
+from vllm_tiered_kv.metrics.recorder import Recorder
+
+Sample = tuple[Metric, tuple[str, ...], float]
+Gauges = Callable[[], Iterator[Sample]]
+
+
+class Facts:
+    """`gauges` reads numbers that are kept elsewhere at the moment of asking; from any thread."""
+
+    def __init__(self, recorder: Recorder, gauges: Gauges) -> None:
+        self._recorder = recorder
+        self._gauges = gauges
+
+    def samples(self) -> Iterator[Sample]:
+        """In the order of the names: all samples of a metric together."""
+        by_name: dict[str, dict[tuple[str, ...], float]] = {}
+        for metric, labels, value in self._gauges():
+            by_name.setdefault(metric.name, {})[labels] = value
+        for metric in names.ALL:
+            values = by_name.get(metric.name, {})
+            if metric.kind is Kind.COUNTER:
+                values = {**values, **self._recorder.samples(metric)}
+                if not metric.labels:
+                    values.setdefault((), 0)
+            for labels, value in sorted(values.items()):
+                yield metric, labels, value
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers by name; by name and label where there is one."""
+        tree: dict[str, Any] = {}
+        for metric, labels, value in self.samples():
+            if labels:
+                tree.setdefault(metric.name, {})[labels[0]] = int(value)
+            else:
+                tree[metric.name] = int(value)
+        return tree
+
+    def prometheus(self) -> str:
+        lines: list[str] = []
+        told: set[str] = set()
+        for metric, labels, value in self.samples():
+            name = metric.exposed_name + ("_total" if metric.kind is Kind.COUNTER else "")
+            if name not in told:
+                told.add(name)
+                lines.append(f"# HELP {name} {metric.help}")
+                lines.append(f"# TYPE {name} {metric.kind.value}")
+            pairs = ",".join(
+                f'{label}="{text}"' for label, text in zip(metric.labels, labels, strict=True)
+            )
+            braces = f"{{{pairs}}}" if pairs else ""
+            lines.append(f"{name}{braces} {_number(value)}")
+        return "\n".join(lines) + "\n"
+
+
+def tier_samples(tier: str, usage: StoreUsage) -> Iterator[Sample]:
+    yield names.CAPACITY_BYTES, (tier,), usage.capacity_bytes
+    yield names.USED_BYTES, (tier,), usage.used_bytes
+    yield names.BLOCKS, (tier,), usage.blocks
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if value == int(value) else repr(value)

@@ -1,0 +1,185 @@
+"""What the daemon does for each kind of request."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import zmq
+
+from vllm_tiered_kv.core.store import PutItem, PutResult
+from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.errors import ErrorCode, ProtocolError
+from vllm_tiered_kv.metrics import server_names as names
+from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.server.allowances import Allowances
+from vllm_tiered_kv.server.arena_handlers import ArenaHandlers
+from vllm_tiered_kv.server.call import Call
+from vllm_tiered_kv.server.locator import Located
+from vllm_tiered_kv.server.outbox import Outbox
+from vllm_tiered_kv.server.pin_handlers import PinHandlers
+from vllm_tiered_kv.server.reactor import Reactor
+from vllm_tiered_kv.server.tiered_store import TieredStore
+from vllm_tiered_kv.server.transfers import Transfers
+from vllm_tiered_kv.wire.messages import (
+    Contains,
+    ContainsReply,
+    Delete,
+    DeleteReply,
+    Flush,
+    FlushReply,
+    Get,
+    Info,
+    InfoReply,
+    Lend,
+    Match,
+    MatchReply,
+    Pin,
+    Put,
+    PutReply,
+    Release,
+    Request,
+    Reserve,
+    Seal,
+    Stats,
+    StatsReply,
+    TierCode,
+    put_codes,
+)
+
+logger = logging.getLogger(__name__)
+
+Facts = Callable[[], dict[str, Any]]
+
+_TIER_CODES = {
+    None: TierCode.MISS,
+    Tier.MEMORY: TierCode.MEMORY,
+    Tier.SSD: TierCode.SSD,
+    Tier.BACKING: TierCode.BACKING,
+}
+
+
+class Handlers:
+    """Runs on the reactor's thread; what the store answers from other threads is posted."""
+
+    def __init__(
+        self,
+        reactor: Reactor,
+        store: TieredStore,
+        outbox: Outbox,
+        allowances: Allowances,
+        recorder: Recorder,
+        arena: ArenaHandlers,
+        pins: PinHandlers,
+        info: Facts,
+        stats: Facts,
+    ) -> None:
+        self._reactor = reactor
+        self._store = store
+        self._allowances = allowances
+        self._recorder = recorder
+        self.transfers = Transfers(reactor, store, outbox, allowances.message)
+        self._pins = pins
+        self._info = info
+        self._stats = stats
+        self.put_bytes = 0  # received and not yet copied
+        self._by_type: dict[type, Callable[[Call, Any, Sequence[zmq.Frame]], None]] = {
+            Match: self._match,
+            Contains: self._contains,
+            Get: self._get,
+            Put: self._put,
+            Delete: self._delete,
+            Flush: self._flush,
+            Info: lambda call, request, frames: call.reply(InfoReply(self._info())),
+            Stats: lambda call, request, frames: call.reply(StatsReply(self._stats())),
+            Pin: lambda call, request, frames: pins.pin(call, request),
+            Lend: lambda call, request, frames: arena.lend(call, request),
+            Release: lambda call, request, frames: arena.release(call, request),
+            Reserve: lambda call, request, frames: arena.reserve(call, request),
+            Seal: lambda call, request, frames: arena.seal(call, request),
+        }
+
+    def serve(self, call: Call, request: Request, frames: Sequence[zmq.Frame]) -> None:
+        """Answers now or later; whatever happens, there is one answer."""
+        try:
+            self._by_type[type(request)](call, request, frames)
+        except ProtocolError as error:
+            call.fail(error)
+        except Exception:
+            logger.exception("a %s request failed", request.op)
+            call.fail_internally()
+
+    def _match(self, call: Call, request: Match, frames: Sequence[zmq.Frame]) -> None:
+        session = call.session
+        suffix = len(request.suffixes[0]) if request.suffixes else 0
+        session.require_width(request.width + suffix)
+        keys = session.prefixed(request.keys)
+
+        def found(located: Located) -> None:
+            tiers = [located.tiers.get(tier, 0) for tier in (Tier.MEMORY, Tier.SSD, Tier.BACKING)]
+            call.reply(MatchReply(located.count, tiers))
+            if request.pin_ms and located.count and not session.read_only:
+                matched = keys[: located.count]
+                self._pins.keep(session, matched, request.suffixes, request.pin_ms / 1000)
+
+        self._store.match(
+            keys, request.suffixes, lambda located: self._reactor.hand_over(lambda: found(located))
+        )
+
+    def _contains(self, call: Call, request: Contains, frames: Sequence[zmq.Frame]) -> None:
+        def found(tiers: list[Tier | None]) -> None:
+            call.later(lambda: ContainsReply(bytes(_TIER_CODES[tier] for tier in tiers)))
+
+        self._store.contains(call.session.keys(request.width, request.keys), found)
+
+    def _get(self, call: Call, request: Get, frames: Sequence[zmq.Frame]) -> None:
+        keys = call.session.keys(request.width, request.keys)
+        self.transfers.start(call, keys, request.stream)
+
+    def _put(self, call: Call, request: Put, frames: Sequence[zmq.Frame]) -> None:
+        session = call.session
+        session.require_writer()
+        session.require_lengths(request.lengths)
+        keys = session.keys(request.width, request.keys)
+        total = sum(request.lengths)
+        if total > self._allowances.message:
+            raise ProtocolError(
+                ErrorCode.TOO_LARGE,
+                f"{total} bytes in one message; this daemon takes {self._allowances.message}",
+            )
+        if self.put_bytes + total > self._allowances.puts:
+            self._recorder.add(names.PUTS, len(keys), PutResult.DROPPED.name.lower())
+            call.reply(PutReply(put_codes([PutResult.DROPPED] * len(keys))))
+            return
+        parents = session.parents(request.parents)
+        items = [
+            PutItem(key, parent, frame.buffer, checksum)
+            for key, parent, frame, checksum in zip(
+                keys, parents, frames, request.checksums, strict=True
+            )
+        ]
+        self.put_bytes += total
+        uncopied = [total]
+
+        def forget() -> None:
+            if uncopied:
+                self.put_bytes -= uncopied.pop()
+
+        def copied() -> None:
+            self._reactor.post(forget)
+
+        def done(results: list[PutResult]) -> None:
+            codes = put_codes(results)
+            call.later(lambda: PutReply(codes))
+
+        self._store.put(items, request.durability, done, copied)
+
+    def _delete(self, call: Call, request: Delete, frames: Sequence[zmq.Frame]) -> None:
+        call.session.require_writer()
+        keys = call.session.keys(request.width, request.keys)
+        self._pins.release(keys)
+        self._store.delete(keys, lambda count: call.later(lambda: DeleteReply(count)))
+
+    def _flush(self, call: Call, request: Flush, frames: Sequence[zmq.Frame]) -> None:
+        self._store.flush(lambda: call.later(FlushReply))

@@ -1,0 +1,133 @@
+"""Slots in the hands of attached processes: lent for reading, or reserved for writing.
+
+A lease ends when it is given back or when its process is dead. Never by time: a process that is
+stopped may have copies queued that still read or write the slot.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from vllm_tiered_kv.server.allowances import Allowances
+from vllm_tiered_kv.stores.memory import Held, MemoryStore
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    slot: Held
+    is_reservation: bool
+
+
+@dataclass(slots=True, eq=False)
+class Attachment:
+    """A process that maps the arena."""
+
+    token: bytes
+    pid: int
+    pidfd: int
+    client: str
+    leases: dict[int, Lease] = field(default_factory=dict)
+    is_disconnected: bool = False
+    is_dead: bool = False
+
+    @property
+    def is_gone(self) -> bool:
+        """Neither it, nor a process that inherited its connection, can touch the memory."""
+        return self.is_disconnected and self.is_dead
+
+
+class Leases:
+    """Used on the reactor's thread only."""
+
+    def __init__(self, memory: MemoryStore, allowances: Allowances) -> None:
+        self._memory = memory
+        self._most_bytes = allowances.leases
+        self._bytes = 0
+        self._count = 0  # read by other threads, as are the bytes
+        self._ids = itertools.count(1)
+        self._attachments: dict[bytes, Attachment] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        return self._bytes
+
+    @property
+    def attachments(self) -> int:
+        return len(self._attachments)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def attach(self, attachment: Attachment) -> None:
+        self._attachments[attachment.token] = attachment
+
+    def find(self, token: bytes) -> Attachment | None:
+        return self._attachments.get(token)
+
+    @property
+    def room_bytes(self) -> int:
+        return max(0, self._most_bytes - self._bytes)
+
+    def has_room(self, nbytes: int) -> bool:
+        return nbytes <= self.room_bytes
+
+    def grant(self, attachment: Attachment, slot: Held, is_reservation: bool) -> int | None:
+        """The id of the lease; None, and the slot is given back, when too much is out already."""
+        lease = Lease(slot, is_reservation)
+        if attachment.is_gone or not self.has_room(slot.nbytes):
+            self._return([lease])
+            return None
+        lease_id = next(self._ids)
+        attachment.leases[lease_id] = lease
+        self._bytes += slot.nbytes
+        self._count += 1
+        return lease_id
+
+    def release(self, attachment: Attachment, lease_ids: Sequence[int]) -> int:
+        """Gives slots back; what was reserved and not sealed is dropped. How many there were."""
+        ended = [
+            lease
+            for lease_id in lease_ids
+            if (lease := attachment.leases.pop(lease_id, None)) is not None
+        ]
+        self._bytes -= sum(lease.slot.nbytes for lease in ended)
+        self._count -= len(ended)
+        self._return(ended)
+        return len(ended)
+
+    def take_reserved(self, attachment: Attachment, lease_id: int) -> Held | None:
+        """The slot of a reservation, which ends here; None if this is none."""
+        lease = attachment.leases.get(lease_id)
+        if lease is None or not lease.is_reservation:
+            return None
+        del attachment.leases[lease_id]
+        self._bytes -= lease.slot.nbytes
+        self._count -= 1
+        return lease.slot
+
+    def end_if_gone(self, attachment: Attachment) -> bool:
+        """Takes everything back from a process that is dead and disconnected."""
+        if not attachment.is_gone:
+            return False
+        self._attachments.pop(attachment.token, None)
+        count = self.release(attachment, list(attachment.leases))
+        os.close(attachment.pidfd)
+        logger.info(
+            "process %d (%s) has ended; %d leases came back",
+            attachment.pid,
+            attachment.client,
+            count,
+        )
+        return True
+
+    def _return(self, leases: Sequence[Lease]) -> None:
+        self._memory.let_go([lease.slot for lease in leases if not lease.is_reservation])
+        for lease in leases:
+            if lease.is_reservation:
+                self._memory.abort(lease.slot)

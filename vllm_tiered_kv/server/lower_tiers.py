@@ -1,0 +1,187 @@
+"""The way down: what is in memory is written behind to every slower tier.
+
+A queue that is full refuses; what it refused stays in memory, is offered again when it is about to
+be evicted, and at the latest by `flush`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from vllm_tiered_kv.core.store import Durability, LowerStore, PutResult, StoreKey
+from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.metrics import server_names as names
+from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.server.write_behind import WriteBehind
+from vllm_tiered_kv.stores.memory import MemoryStore
+
+_WRITERS = 4  # per tier
+
+Progress = Callable[[str, int], None]
+"""Told of a tier and how many blocks are left to write to it."""
+
+
+class LowerTiers:
+    """The tiers below memory, fastest first. Calls may be made from any thread."""
+
+    def __init__(
+        self,
+        memory: MemoryStore,
+        tiers: Sequence[tuple[str, LowerStore]],
+        backing: LowerStore | None,
+        recorder: Recorder,
+        queue_bytes: int,
+    ) -> None:
+        self._memory = memory
+        self._tiers = tiers
+        self._backing = backing
+        self._recorder = recorder
+        self._behind = {
+            tier: WriteBehind(memory, store, queue_bytes, _WRITERS, tier) for tier, store in tiers
+        }
+        self._refused: dict[str, dict[StoreKey, None]] = {tier: {} for tier, _ in tiers}
+        self._refused_lock = threading.Lock()
+
+    def write_behind(
+        self,
+        keys: Sequence[StoreKey],
+        results: list[PutResult],
+        durability: Durability,
+        done: Callable[[list[PutResult]], None],
+    ) -> None:
+        """Goes on with blocks that memory has taken, with these results. `done` is called when
+        they are as durable as was asked for."""
+        for result in results:
+            self._recorder.add(names.PUTS, 1, result.name.lower())
+        if durability is not Durability.DISK:
+            stored = [key for key, r in zip(keys, results, strict=True) if r is PutResult.STORED]
+            for tier in self._behind:
+                for key in stored:
+                    self._offer(tier, key)
+            done(results)
+            return
+        waiting = _Countdown(results, done)
+        for n, key in enumerate(keys):
+            if results[n] in (PutResult.STORED, PutResult.PRESENT):
+                self._make_durable(key, waiting.expect(n))
+                if results[n] is PutResult.STORED:
+                    for tier, _ in self._tiers[1:]:
+                        self._offer(tier, key)
+        waiting.start()
+
+    def _make_durable(self, key: StoreKey, written: Callable[[PutResult], None]) -> None:
+        """In the fastest tier that is a disk."""
+        if not self._tiers:
+            written(PutResult.DROPPED)  # in memory, and no disk to be had
+            return
+        tier, _ = self._tiers[0]
+        (block,) = self._memory.hold([key], touch=False)
+        if block is not None and self._behind[tier].offer(block, Durability.DISK, written):
+            return
+        if block is not None:
+            self._memory.let_go([block])
+            self._refuse(tier, key)
+        written(PutResult.DROPPED)
+
+    def _offer(self, tier: str, key: StoreKey, wait: bool = False) -> bool:
+        """False when the queue is full; a block that has left memory is nobody's concern."""
+        (block,) = self._memory.hold([key], touch=False)
+        if block is None or self._behind[tier].offer(block, Durability.MEMORY, wait=wait):
+            return True
+        self._memory.let_go([block])
+        self._refuse(tier, key)
+        return False
+
+    def _refuse(self, tier: str, key: StoreKey) -> None:
+        self._recorder.add(names.NOT_WRITTEN, 1, tier)
+        with self._refused_lock:
+            self._refused[tier][key] = None
+
+    # ---- eviction from memory, asked under its lock ---------------------------------------------
+
+    def may_leave_memory(self, key: StoreKey) -> bool:
+        """A block that no disk has yet may stay until one has it."""
+        if not self._tiers:
+            return True
+        tier, store = self._tiers[0]
+        if store is self._backing or store.contains([key])[0]:
+            return True  # a backing store is never asked here: it may be slow
+        (block,) = self._memory.hold([key], touch=False)
+        if block is None:
+            return True
+        if self._behind[tier].offer(block, Durability.MEMORY):
+            return False
+        self._memory.let_go([block])
+        return True
+
+    def left_memory(self, key: StoreKey) -> None:
+        self._recorder.add(names.EVICTED, 1, Tier.MEMORY.value)
+        self._forget_refused([key])
+
+    def _forget_refused(self, keys: Sequence[StoreKey]) -> None:
+        if any(self._refused.values()):
+            with self._refused_lock:
+                for refused in self._refused.values():
+                    for key in keys:
+                        refused.pop(key, None)
+
+    # ---- the rest -------------------------------------------------------------------------------
+
+    def delete(self, keys: Sequence[StoreKey]) -> None:
+        self._forget_refused(keys)
+        for tier, store in self._tiers:
+            self._behind[tier].discard(keys)
+            store.delete(keys)
+
+    def flush(self, progress: Progress = lambda tier, left: None) -> None:
+        """Writes all that waits and all that was refused, and makes it durable."""
+        for tier, store in self._tiers:
+            behind = self._behind[tier]
+            with self._refused_lock:
+                refused, self._refused[tier] = self._refused[tier], {}
+            for key in refused:
+                self._offer(tier, key, wait=True)
+            behind.drain(lambda left, tier=tier: progress(tier, left))  # type: ignore[misc]
+            store.flush()
+
+    def pending(self) -> dict[str, tuple[int, int]]:
+        """Blocks and bytes waiting to be written, by tier."""
+        return {tier: (b.pending_blocks, b.pending_bytes) for tier, b in self._behind.items()}
+
+    def close(self) -> None:
+        for behind in self._behind.values():
+            behind.close()
+        for _, store in self._tiers:
+            store.close()
+
+
+class _Countdown:
+    """Collects the outcomes of writes that several threads end, and reports them once."""
+
+    def __init__(self, results: list[PutResult], done: Callable[[list[PutResult]], None]) -> None:
+        self._results = results
+        self._done = done
+        self._left = 1  # until `start`
+        self._lock = threading.Lock()
+
+    def expect(self, position: int) -> Callable[[PutResult], None]:
+        with self._lock:
+            self._left += 1
+
+        def arrived(result: PutResult) -> None:
+            if result is not PutResult.PRESENT:  # present there: as durable as asked for
+                self._results[position] = result
+            self._finish_one()
+
+        return arrived
+
+    def start(self) -> None:
+        self._finish_one()
+
+    def _finish_one(self) -> None:
+        with self._lock:
+            self._left -= 1
+            if self._left:
+                return
+        self._done(self._results)

@@ -1,0 +1,369 @@
+"""The one definition of every option of the daemon: type, default and meaning.
+
+Values come from a YAML file (`--config`) and from command-line flags, which win. Environment
+variables are not read. The table in `docs/server.md` is generated from here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import enum
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm_tiered_kv.config import (
+    Eviction,
+    format_size,
+    parse_bool,
+    parse_choice,
+    parse_int,
+    parse_size,
+    require_known,
+)
+from vllm_tiered_kv.errors import ConfigError
+from vllm_tiered_kv.stores.ssd.settings import FsyncPolicy
+
+EVERYONE = ""
+"""The prefix of a quota that holds for namespaces no other entry names."""
+
+Quotas = Mapping[str, int]
+"""Hex prefix of a namespace -> bytes."""
+
+_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+class LogLevel(str, enum.Enum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+def _option(default: Any, kind: str, help: str, **more: Any) -> Any:
+    metadata = {"kind": kind, "help": help, **more}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """All options of the daemon, validated one by one. Build it with `load`."""
+
+    memory: int = _option(
+        4 << 30,
+        "size",
+        "Shared memory of the memory tier. An exact limit. The largest block it takes is a 32nd "
+        "of it, at most 256MiB.",
+    )
+    eviction: Eviction = _option(
+        Eviction.LRU,
+        "choice",
+        "Order of eviction from memory. `s3fifo` resists scans.",
+    )
+    huge_pages: bool = _option(
+        False,
+        "bool",
+        "Take the memory from the system's reserve of huge pages (`vm.nr_hugepages`); the daemon "
+        "does not start if there are too few.",
+    )
+    ssd: str = _option(
+        "",
+        "path",
+        "Folder of the SSD tier, on a local file system. One daemon at a time uses it. Without "
+        "it nothing outlives the daemon.",
+    )
+    ssd_space: int = _option(
+        100 << 30, "size", "Disk space of the SSD tier, allocated at once. An exact limit."
+    )
+    ssd_eviction: Eviction = _option(Eviction.LRU, "choice", "Order of eviction from the SSD.")
+    ssd_fsync: FsyncPolicy = _option(
+        FsyncPolicy.GROUP,
+        "choice",
+        "What a block acknowledged as on disk survives: with `group` a power failure (writes at "
+        "the same time share their syncs), with `never` the death of the daemon.",
+    )
+    backing: str = _option(
+        "",
+        "text",
+        "A slower tier behind the others, shared by many daemons: `file:///mnt/kv` is a folder "
+        "on a shared file system.",
+    )
+    backing_space: int = _option(
+        0, "size", "What collections bring the backing folder down to. 0: no limit.", low=0
+    )
+    backing_ttl: int = _option(
+        0, "duration", "Blocks of the backing folder unused for so long are removed. 0: never."
+    )
+    listen: list[str] = _option(
+        ["tcp://127.0.0.1:9527"],
+        "list",
+        "Where clients connect: `tcp://ADDRESS:PORT`, or `ipc:///PATH` for processes of the same "
+        "user on this host, which can then share the memory directly. An address other than "
+        "loopback needs keys.",
+    )
+    http: str = _option(
+        "127.0.0.1:9528",
+        "text",
+        "Where `/metrics` and `/healthz` are served, on loopback only. `off` disables it.",
+    )
+    secret_key: str = _option(
+        "",
+        "path",
+        "File with the daemon's secret CURVE key, as `keygen` writes it. With it every tcp "
+        "connection is encrypted, and only the clients below may connect.",
+    )
+    clients: str = _option(
+        "",
+        "path",
+        "Public keys of the clients that may connect: a folder of `.key` files, or a file with "
+        "a key on each line, followed by `read-only` if it may only read.",
+    )
+    memory_quota: Quotas = _option(
+        {},
+        "quotas",
+        "The most memory one namespace may take: a size for all, `PREFIX=SIZE` for those whose "
+        "name in hex starts with it. Kept in whole slabs, a 32nd of the memory each.",
+    )
+    ssd_quota: Quotas = _option({}, "quotas", "The same for the SSD tier.")
+    write_queue: int = _option(
+        0,
+        "size",
+        "Blocks waiting to be written to a slower tier, which stay in memory meanwhile; what "
+        "exceeds it is not written. 0: a quarter of the memory.",
+        low=0,
+    )
+    workers: int = _option(16, "int", "Threads that copy, check and read blocks.", low=1, high=1024)
+    io_threads: int = _option(
+        4, "int", "Threads that move bytes between sockets and memory.", low=1, high=64
+    )
+    max_sessions: int = _option(
+        4096,
+        "int",
+        "Sessions at a time. When there are more, the one idle for longest has to say hello again.",
+        low=1,
+        high=1 << 20,
+    )
+    stall_timeout: int = _option(
+        30,
+        "duration",
+        "A client that takes none of its replies for so long is disconnected.",
+        low=1,
+    )
+    log_level: LogLevel = _option(LogLevel.INFO, "choice", "How much is logged, to stderr.")
+
+    @classmethod
+    def load(
+        cls, file: Mapping[str, Any] | None = None, flags: Mapping[str, Any] | None = None
+    ) -> ServerOptions:
+        """Validated options from the content of a YAML file and from flags, which win."""
+        options = {option.name: option for option in dataclasses.fields(cls)}
+        values: dict[str, Any] = {}
+        for key, raw in (file or {}).items():
+            require_known(str(key), str(key), options)
+            values[key] = _parse(options[key], key, raw)
+        for key, raw in (flags or {}).items():
+            values[key] = _parse(options[key], flag_of(key), raw)
+        loaded = cls(**values)
+        loaded._check_together()
+        return loaded
+
+    def _check_together(self) -> None:
+        if self.memory < 1 << 20:
+            raise ConfigError("memory", f"{self.memory} bytes are too few; give it at least 1MiB")
+        if not self.listen:
+            raise ConfigError("listen", "name at least one endpoint")
+        if bool(self.secret_key) != bool(self.clients):
+            raise ConfigError(
+                "secret_key" if self.clients else "clients",
+                "secret_key and clients belong together; set both or neither",
+            )
+        if self.ssd_quota and not self.ssd:
+            raise ConfigError("ssd_quota", "there is no SSD tier; name its folder with ssd")
+        if self.backing and not self.backing.startswith("file:///"):
+            raise ConfigError("backing", f'{self.backing!r} is not like "file:///mnt/kv"')
+
+    @property
+    def backing_folder(self) -> str | None:
+        return self.backing.removeprefix("file://") if self.backing else None
+
+
+def quota_of(quotas: Quotas, namespace: bytes) -> int | None:
+    """The quota of this namespace: that of the longest prefix that fits."""
+    name = namespace.hex()
+    fitting = [prefix for prefix in quotas if name.startswith(prefix)]
+    return quotas[max(fitting, key=len)] if fitting else None
+
+
+def read_yaml(path: str) -> Mapping[str, Any]:
+    import yaml  # only who uses a file pays for it
+
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError("--config", f"{path} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError("--config", f"{path} is not YAML: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError("--config", f"{path} must map options to values")
+    return content
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """A flag for each option; what is not given is not in the result."""
+    for option in dataclasses.fields(ServerOptions):
+        kind = option.metadata["kind"]
+        text = option.metadata["help"].replace("`", "").replace("%", "%%")
+        default = _show(_default(option), kind)
+        more: dict[str, Any] = {"action": "append"} if kind in ("list", "quotas") else {}
+        if kind == "bool":
+            more = {"nargs": "?", "const": True}
+        parser.add_argument(
+            flag_of(option.name),
+            dest=option.name,
+            default=argparse.SUPPRESS,
+            metavar=_METAVARS.get(kind) or "|".join(_choices(option)),
+            help=f"{text} [{default}]" if default else text,
+            **more,
+        )
+
+
+def options_table() -> str:
+    """The Markdown table of `docs/server.md`."""
+    lines = ["| option | type | default | meaning |", "| --- | --- | --- | --- |"]
+    for option in dataclasses.fields(ServerOptions):
+        kind = option.metadata["kind"]
+        shown = _TYPES.get(kind)
+        if kind == "choice":
+            shown = " \\| ".join(f"`{choice}`" for choice in _choices(option))
+        elif kind == "int":
+            shown = f"integer {option.metadata['low']} … {option.metadata['high']}"
+        default = _show(_default(option), kind)
+        lines.append(
+            f"| `{option.name}` | {shown} | {f'`{default}`' if default else ''} "
+            f"| {option.metadata['help']} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+_METAVARS = {
+    "size": "SIZE",
+    "bool": "true|false",
+    "path": "PATH",
+    "text": "TEXT",
+    "list": "ENDPOINT",
+    "quotas": "[PREFIX=]SIZE",
+    "int": "N",
+    "duration": "TIME",
+}
+_TYPES = {
+    "size": "size, like `20GiB`",
+    "bool": "boolean",
+    "path": "path",
+    "text": "text",
+    "list": "list; the flag may be repeated",
+    "quotas": "size, or map of prefix to size; the flag may be repeated",
+    "duration": "duration, like `30s`, `12h` or `7d`",
+}
+
+
+def _parse(option: dataclasses.Field[Any], source: str, raw: Any) -> Any:
+    kind = option.metadata["kind"]
+    low = option.metadata.get("low")
+    if kind == "size" and low == 0 and raw in (0, "0"):
+        return 0
+    if kind == "int":
+        return parse_int(source, raw, low or 0, option.metadata["high"])
+    if kind == "choice":
+        return parse_choice(source, raw, type(option.default))
+    if kind == "duration":
+        return _parse_duration(source, raw, low or 0)
+    return _PARSERS[kind](source, raw)
+
+
+def _parse_text(key: str, value: Any) -> str:
+    if value is False and key in ("http", "--http"):
+        return "off"  # YAML reads a bare off as a boolean
+    if not isinstance(value, str):
+        raise ConfigError(key, f"expected text, got {value!r}")
+    return value
+
+
+def _parse_list(key: str, value: Any) -> list[str]:
+    values = value if isinstance(value, list) else [value]
+    return [_parse_text(key, one) for one in values]
+
+
+def _parse_duration(key: str, value: Any, low: int) -> int:
+    """Seconds of 30, "30s", "12h" or "7d"."""
+    match = re.fullmatch(r"\s*(\d+)\s*([a-z]*)\s*", str(value)) if value is not True else None
+    unit = _SECONDS.get(match.group(2)) if match else None
+    if match is None or unit is None:
+        raise ConfigError(key, f'{value!r} is not a duration; write it like "30s", "12h" or "7d"')
+    seconds = int(match.group(1)) * unit
+    if seconds < low:
+        raise ConfigError(key, f"must be at least {low} s, got {value!r}")
+    return seconds
+
+
+def _parse_quotas(key: str, value: Any) -> Quotas:
+    """From "4GiB", "ab12=4GiB", a list of these, or a map with "default" for everyone else."""
+    entries: list[tuple[str, Any]] = []
+    if isinstance(value, Mapping):
+        entries = [("" if name == "default" else str(name), size) for name, size in value.items()]
+    else:
+        for one in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
+            prefix, separator, size = str(one).rpartition("=")
+            entries.append((prefix, size if separator else one))
+    quotas: dict[str, int] = {}
+    for prefix, size in entries:
+        if not re.fullmatch(r"[0-9a-fA-F]*", prefix):
+            raise ConfigError(key, f"{prefix!r} is not the start of a namespace in hex")
+        quotas[prefix.lower()] = parse_size(key, size)
+    return quotas
+
+
+_PARSERS: dict[str, Callable[[str, Any], Any]] = {
+    "size": parse_size,
+    "bool": parse_bool,
+    "path": _parse_text,
+    "text": _parse_text,
+    "list": _parse_list,
+    "quotas": _parse_quotas,
+}
+
+
+def _choices(option: dataclasses.Field[Any]) -> list[str]:
+    choices: type[enum.Enum] = type(option.default)
+    return [str(choice.value) for choice in choices]
+
+
+def _default(option: dataclasses.Field[Any]) -> Any:
+    if option.default is not dataclasses.MISSING:
+        return option.default
+    assert option.default_factory is not dataclasses.MISSING
+    return option.default_factory()
+
+
+def _show(value: Any, kind: str) -> str:
+    if isinstance(value, enum.Enum):
+        return str(value.value)
+    if kind == "size":
+        return format_size(value) if value else "0"
+    if kind == "duration":
+        return f"{value}s" if value else "0"
+    if kind == "bool":
+        return str(value).lower()
+    if kind == "list":
+        return ", ".join(value)
+    return str(value) if value else ""

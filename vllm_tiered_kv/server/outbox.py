@@ -1,0 +1,255 @@
+"""Replies on their way to clients, and the blocks they keep pinned.
+
+Payload is sent from where it lies: zmq refers to the memory until the bytes are in the kernel, and
+a block is let go only when zmq says that it is done (MessageTracker). Only very little of it is
+copied instead. A client that stops reading therefore pins what it asked for. How much that can be
+is bounded per client and in total by *claims*, which are made before a block is fetched. A tcp
+client that reads nothing for the stall timeout is disconnected by the kernel (TCP_USER_TIMEOUT),
+which ends zmq's references.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import zmq
+
+from vllm_tiered_kv.metrics import server_names as names
+from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.server.allowances import Allowances
+from vllm_tiered_kv.server.reactor import Reactor
+from vllm_tiered_kv.server.sessions import Peer
+from vllm_tiered_kv.stores.memory import Held, MemoryStore
+
+logger = logging.getLogger(__name__)
+
+_COPY_BYTES = 64 << 10  # so little is copied: keeping track of it would cost more
+_SOONEST_LOOK_S = 0.001
+_LATEST_LOOK_S = 0.05
+
+
+@dataclass(slots=True)
+class _Message:
+    header: bytes
+    payload: Sequence[Held]
+    lost: Callable[[], None] | None
+
+
+@dataclass(slots=True)
+class _Line:
+    """What is on its way to one client."""
+
+    claimed: int = 0  # bytes fetched, or to be, and not yet let go
+    waiting: deque[_Message] = field(default_factory=deque)  # zmq does not take it yet
+    in_zmq: deque[tuple[zmq.MessageTracker, Held]] = field(default_factory=deque)
+    last_progress: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.claimed and not self.waiting and not self.in_zmq
+
+
+class Outbox:
+    """Used on the reactor's thread only."""
+
+    def __init__(
+        self,
+        reactor: Reactor,
+        memory: MemoryStore,
+        allowances: Allowances,
+        recorder: Recorder,
+        stall_s: float,
+    ) -> None:
+        self._reactor = reactor
+        self._memory = memory
+        self._allowances = allowances
+        self._recorder = recorder
+        self._stall_s = stall_s
+        self._lines: dict[Peer, _Line] = {}
+        self._busy: set[Peer] = set()  # with something waiting or in zmq
+        self._claimed = 0
+        self._freed = False  # since those who wait for room were told
+        self._look_after = _SOONEST_LOOK_S
+        self._looking = False
+        self.on_gone: Callable[[Peer, str], None] = lambda peer, why: None
+        """Told of a client that has disconnected or takes nothing; `drop` is then called."""
+        self.on_room: Callable[[], None] = lambda: None
+        """Told when claims have become smaller."""
+        reactor.each_turn(self._look)
+        reactor.every(1.0, self._find_stalled)
+
+    @property
+    def claimed_bytes(self) -> int:
+        return self._claimed
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._busy
+
+    # ---- claims ---------------------------------------------------------------------------------
+
+    def has_claims(self, peer: Peer) -> bool:
+        line = self._lines.get(peer)
+        return line is not None and line.claimed > 0
+
+    def claim(self, peer: Peer, nbytes: int, must: bool = False) -> bool:
+        """Room for blocks to be fetched and sent; False when there is none, unless it must be."""
+        line = self._lines.get(peer)
+        mine = 0 if line is None else line.claimed
+        fits = (
+            mine + nbytes <= self._allowances.replies_per_client
+            and self._claimed + nbytes <= self._allowances.replies
+        )
+        if not fits and not must:
+            return False
+        if line is None:
+            line = self._lines[peer] = _Line()
+        line.claimed += nbytes
+        self._claimed += nbytes
+        return True
+
+    def unclaim(self, peer: Peer, nbytes: int) -> None:
+        line = self._lines[peer]
+        line.claimed -= nbytes
+        self._claimed -= nbytes
+        self._freed = True
+        if line.is_idle:
+            del self._lines[peer]
+
+    def let_go(self, peer: Peer, blocks: Sequence[Held]) -> None:
+        """Of blocks that were claimed and will not be sent."""
+        if blocks:
+            self._memory.let_go(blocks)
+            self.unclaim(peer, sum(block.nbytes for block in blocks))
+
+    # ---- sending --------------------------------------------------------------------------------
+
+    def send(
+        self,
+        peer: Peer,
+        header: bytes,
+        payload: Sequence[Held] = (),
+        lost: Callable[[], None] | None = None,
+    ) -> None:
+        """Takes over the claimed blocks of `payload`. `lost` is called if it was never sent."""
+        message = _Message(header, payload, lost)
+        line = self._lines.get(peer)
+        if line is None:
+            line = self._lines[peer] = _Line()
+        if line.waiting or not self._try(peer, line, message):
+            line.waiting.append(message)
+            self._busy.add(peer)
+            if len(line.waiting) > self._allowances.queued_replies_per_session:
+                self.on_gone(peer, "it does not take its replies")
+                return
+        if line.is_idle:
+            self._lines.pop(peer, None)
+
+    def drop(self, peer: Peer) -> None:
+        """Forgets what has not been sent. What zmq refers to stays pinned until it does not."""
+        line = self._lines.get(peer)
+        if line is None:
+            return
+        waiting, line.waiting = line.waiting, deque()
+        for message in waiting:
+            self._give_up(peer, message)
+        if line.is_idle:
+            self._lines.pop(peer, None)
+
+    def _try(self, peer: Peer, line: _Line, message: _Message) -> bool:
+        """False when the client must take something first. A client that is gone is told of."""
+        socket = peer.listener.socket
+        payload_bytes = sum(block.nbytes for block in message.payload)
+        is_small = payload_bytes <= _COPY_BYTES
+        frames = [
+            zmq.Frame(block.view, track=not is_small, copy=is_small, copy_threshold=0)
+            for block in message.payload
+        ]
+        try:
+            flags = zmq.NOBLOCK | zmq.SNDMORE
+            socket.send(peer.identity, flags)  # the only frame that can be refused
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            self._give_up(peer, message)
+            if error.errno == zmq.EHOSTUNREACH:
+                self.on_gone(peer, "it has disconnected")
+            else:
+                logger.warning("a reply could not be sent: %s", error)
+            return True
+        socket.send(message.header, zmq.SNDMORE if message.payload else 0)
+        for n, (frame, block) in enumerate(zip(frames, message.payload, strict=True), 1):
+            socket.send(frame, zmq.SNDMORE if n < len(frames) else 0, copy=False)
+            if not is_small:
+                line.in_zmq.append((frame.tracker, block))
+        self._recorder.add(names.BYTES_OUT, len(message.header) + payload_bytes)
+        if is_small:
+            self.let_go(peer, message.payload)
+        else:
+            line.last_progress = time.monotonic()
+            self._busy.add(peer)
+            self._look_after = _SOONEST_LOOK_S
+        return True
+
+    def _give_up(self, peer: Peer, message: _Message) -> None:
+        self.let_go(peer, message.payload)
+        if message.lost is not None:
+            message.lost()
+
+    # ---- looking after what was sent ------------------------------------------------------------
+
+    def _look(self) -> None:
+        for peer in list(self._busy):
+            line = self._lines.get(peer)
+            if line is None:
+                self._busy.discard(peer)
+                continue
+            self._collect(peer, line)
+            while line.waiting:
+                message = line.waiting.popleft()
+                if not self._try(peer, line, message):
+                    line.waiting.appendleft(message)
+                    break
+                line.last_progress = time.monotonic()
+            if not line.waiting and not line.in_zmq:
+                self._busy.discard(peer)
+                if line.is_idle:
+                    self._lines.pop(peer, None)
+        if self._freed:
+            self._freed = False
+            self._look_after = _SOONEST_LOOK_S
+            self.on_room()
+            if self._freed:  # again: others get their turn first
+                self._reactor.post(lambda: None)
+        if self._busy and not self._looking:
+            self._looking = True
+            self._reactor.after(self._look_after, self._looked)
+            self._look_after = min(2 * self._look_after, _LATEST_LOOK_S)
+
+    def _looked(self) -> None:
+        self._looking = False
+
+    def _collect(self, peer: Peer, line: _Line) -> None:
+        """Lets go of what zmq is done with."""
+        done: list[Held] = []
+        while line.in_zmq and line.in_zmq[0][0].done:
+            done.append(line.in_zmq.popleft()[1])
+        if done:
+            line.last_progress = time.monotonic()
+            self._memory.let_go(done)
+            nbytes = sum(block.nbytes for block in done)
+            line.claimed -= nbytes
+            self._claimed -= nbytes
+            self._freed = True
+
+    def _find_stalled(self) -> None:
+        """The kernel watches tcp clients; a local one keeps its memory but not its session."""
+        limit = time.monotonic() - self._stall_s
+        for peer in list(self._busy):
+            line = self._lines.get(peer)
+            if line is not None and line.waiting and line.last_progress < limit:
+                self.on_gone(peer, f"it has taken nothing for {self._stall_s:g} s")

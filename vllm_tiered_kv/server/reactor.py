@@ -1,0 +1,146 @@
+"""One thread that waits for sockets, descriptors, timers and other threads, and calls back.
+
+All of the daemon's own state is touched on this thread alone, so it needs no locks. Whatever else
+a thread has to say, it posts. A callback that raises is logged and never stops the loop.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import zmq
+
+logger = logging.getLogger(__name__)
+
+Callback = Callable[[], None]
+
+_MAX_POLL_S = 1.0  # the loop turns at least this often, so that its pulse can be watched
+
+
+class Timer:
+    """A call to come. `cancel` is idempotent."""
+
+    __slots__ = ("_callback", "due")
+
+    def __init__(self, due: float, callback: Callback) -> None:
+        self.due = due
+        self._callback: Callback | None = callback
+
+    def cancel(self) -> None:
+        self._callback = None
+
+    def fire(self) -> None:
+        callback, self._callback = self._callback, None
+        if callback is not None:
+            callback()
+
+
+class Reactor:
+    """Everything but `post`, `hand_over` and `last_turn` belongs to the thread that calls `run`."""
+
+    def __init__(self) -> None:
+        self._poller = zmq.Poller()
+        self._watched: dict[zmq.Socket[bytes] | int, Callback] = {}
+        self._posted: deque[Callback] = deque()
+        self._timers: list[tuple[float, int, Timer]] = []
+        self._order = itertools.count()
+        self._each_turn: list[Callback] = []
+        self._running = False
+        self._thread = 0
+        self.last_turn = time.monotonic()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake_lock = threading.RLock()  # a signal handler may post within a post
+        self.watch(self._wake, self._woken)
+
+    def watch(self, source: zmq.Socket[bytes] | int, readable: Callback) -> None:
+        """Calls `readable` whenever the socket or descriptor is readable, or hung up."""
+        self._watched[source] = readable
+        self._poller.register(source, zmq.POLLIN)
+
+    def forget(self, source: zmq.Socket[bytes] | int) -> None:
+        if self._watched.pop(source, None) is not None:
+            self._poller.unregister(source)
+
+    def post(self, callback: Callback) -> None:
+        """Has the loop call it soon. From any thread, and from signal handlers."""
+        self._posted.append(callback)
+        with self._wake_lock:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+
+    def hand_over(self, callback: Callback) -> None:
+        """Calls it on the loop's thread: now if this is it, soon otherwise."""
+        if threading.get_ident() == self._thread:
+            callback()
+        else:
+            self.post(callback)
+
+    def after(self, seconds: float, callback: Callback) -> Timer:
+        timer = Timer(time.monotonic() + seconds, callback)
+        heapq.heappush(self._timers, (timer.due, next(self._order), timer))
+        return timer
+
+    def every(self, seconds: float, callback: Callback) -> None:
+        def again() -> None:
+            self.after(seconds, again)
+            callback()
+
+        self.after(seconds, again)
+
+    def each_turn(self, callback: Callback) -> None:
+        """Called at the end of every turn of the loop."""
+        self._each_turn.append(callback)
+
+    def run(self) -> None:
+        """Returns after `stop`."""
+        self._running = True
+        self._thread = threading.get_ident()
+        while self._running:
+            self.turn()
+
+    def stop(self) -> None:
+        self._running = False
+
+    def turn(self) -> None:
+        """Waits for something to do and does it."""
+        for source, _ in self._poller.poll(self._patience_ms()):
+            ready = self._watched.get(source)  # an earlier callback may have forgotten it
+            if ready is not None:
+                self._call(ready)
+        for _ in range(len(self._posted)):
+            self._call(self._posted.popleft())
+        now = self.last_turn = time.monotonic()
+        while self._timers and self._timers[0][0] <= now:
+            self._call(heapq.heappop(self._timers)[2].fire)
+        for callback in self._each_turn:
+            self._call(callback)
+
+    def close(self) -> None:
+        with self._wake_lock:
+            os.close(self._wake)
+            self._wake = -1
+
+    def _patience_ms(self) -> int:
+        if self._posted:
+            return 0
+        wait = _MAX_POLL_S
+        if self._timers:
+            wait = min(wait, self._timers[0][0] - time.monotonic())
+        return max(0, int(wait * 1000) + 1) if wait > 0 else 0
+
+    def _woken(self) -> None:
+        os.eventfd_read(self._wake)
+
+    @staticmethod
+    def _call(callback: Callback) -> None:
+        try:
+            callback()
+        except Exception:
+            logger.exception("a callback failed; the daemon goes on")

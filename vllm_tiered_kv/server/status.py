@@ -1,0 +1,93 @@
+"""`tiered-kv-server status`: asks a daemon what it is and what it does."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import zmq
+
+from vllm_tiered_kv.config import format_size
+from vllm_tiered_kv.errors import ConfigError, ProtocolError, TieredKVError
+from vllm_tiered_kv.server.curve import load_server_keys, read_public_key
+from vllm_tiered_kv.wire.messages import (
+    PROTOCOL_VERSION,
+    ErrorReply,
+    Hello,
+    Info,
+    Request,
+    Stats,
+    decode_reply,
+    encode_request,
+)
+
+
+class StatusError(TieredKVError, RuntimeError):
+    """The daemon could not be asked."""
+
+
+def show_status(
+    endpoint: str, server_key: str | None, secret_key: str | None, timeout_s: float
+) -> int:
+    if bool(server_key) != bool(secret_key):
+        raise ConfigError("status", "--server-key and --secret-key belong together")
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    try:
+        socket.linger = 0
+        socket.ipv6 = "[" in endpoint
+        if server_key and secret_key:
+            own = load_server_keys(secret_key)
+            socket.curve_serverkey = read_public_key(server_key)
+            socket.curve_publickey, socket.curve_secretkey = own.public, own.secret
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            raise ConfigError("status", f"{endpoint!r}: {error}") from error
+        # A client without block lengths only looks.
+        _ask(
+            socket,
+            1,
+            Hello(PROTOCOL_VERSION, "status", secrets.token_bytes(32), 1, [], "", b""),
+            timeout_s,
+        )
+        info = _ask(socket, 2, Info(), timeout_s)
+        stats = _ask(socket, 3, Stats(), timeout_s)
+    finally:
+        socket.close()
+        context.term()
+    for facts in (info, stats):
+        print("\n".join(_lines(facts.facts)))
+    return 0
+
+
+def _ask(socket: zmq.Socket[bytes], request_id: int, request: Request, timeout_s: float) -> Any:
+    socket.send(encode_request(request_id, request))
+    if not socket.poll(int(timeout_s * 1000)):
+        raise StatusError(f"no answer within {timeout_s:g} s; is it there, and do the keys fit?")
+    header, *payload = socket.recv_multipart()
+    try:
+        _, reply = decode_reply(header, [len(part) for part in payload])
+    except ProtocolError as error:
+        raise StatusError(f"not a daemon of this version: {error.message}") from error
+    if isinstance(reply, ErrorReply):
+        raise StatusError(f"refused: {reply.message}")
+    return reply
+
+
+def _lines(facts: dict[str, Any]) -> list[str]:
+    lines = []
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            shown = ", ".join(f"{label} {_show(name, inner)}" for label, inner in value.items())
+        elif isinstance(value, list):
+            shown = ", ".join(map(str, value))
+        else:
+            shown = _show(name, value)
+        lines.append(f"{name:22} {shown}")
+    return lines
+
+
+def _show(name: str, value: Any) -> str:
+    is_size = name in ("tiers", "largest_block") or name.endswith("_bytes")
+    return f"{value} ({format_size(value)})" if is_size and value >= 1 << 20 else str(value)

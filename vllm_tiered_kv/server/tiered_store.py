@@ -1,0 +1,343 @@
+"""Memory over SSD over a backing store, as one.
+
+A hit in a slower tier is read into memory and served from there (promotion). Every block put is
+written behind to the slower tiers, so a block that leaves memory is usually on the SSD already;
+one that is not may stay until it has been written, as long as the queue takes it (demotion).
+
+Calls return at once and answer through a callback, from this thread or another. Only memory is
+touched on the caller's thread; whatever reads a disk runs in the pool.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from vllm_tiered_kv.core.store import (
+    BlockFacts,
+    Durability,
+    LowerStore,
+    PutItem,
+    PutResult,
+    StoreKey,
+    StoreUsage,
+)
+from vllm_tiered_kv.core.tiers import Lookup, Tier
+from vllm_tiered_kv.metrics import server_names as names
+from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.server.locator import LOOKUPS_AT_ONCE, Located, Locator
+from vllm_tiered_kv.server.lower_tiers import LowerTiers
+from vllm_tiered_kv.stores.memory import Held, MemoryStore
+from vllm_tiered_kv.stores.ssd.store import SsdStore
+
+logger = logging.getLogger(__name__)
+
+Ready = Callable[[int, "Held | None"], None]
+"""Called once for each position of a fetch: the block, held for the receiver, or None."""
+
+_MEMORY, _SSD, _BACKING = Tier.MEMORY.value, Tier.SSD.value, Tier.BACKING.value
+
+
+class TieredStore:
+    def __init__(
+        self,
+        memory_bytes: int,
+        ssd: SsdStore | None,
+        backing: LowerStore | None,
+        recorder: Recorder,
+        eviction: str = "lru",
+        huge_pages: bool = False,
+        workers: int = 16,
+        write_queue_bytes: int | None = None,
+    ) -> None:
+        self._recorder = recorder
+        self.memory = MemoryStore(
+            memory_bytes,
+            eviction,
+            huge_pages,
+            lambda key: self._lower.may_leave_memory(StoreKey(key)),
+            lambda key, nbytes: self._lower.left_memory(StoreKey(key)),
+        )
+        self.ssd = ssd
+        self.backing = backing
+        self._slower: list[tuple[str, LowerStore]] = []
+        if ssd is not None:
+            self._slower.append((_SSD, ssd))
+        if backing is not None:
+            self._slower.append((_BACKING, backing))
+        self._locator = Locator(self.memory, ssd, backing)
+        # Blocks waiting to be written are pinned: they must leave room for new ones.
+        queue_bytes = write_queue_bytes or memory_bytes // 4
+        self._lower = LowerTiers(self.memory, self._slower, backing, recorder, queue_bytes)
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="tiered-kv-io")
+        self._reading: dict[StoreKey, list[tuple[int, Ready]]] = {}
+        self._lock = threading.Lock()
+        self._to_flush: list[Callable[[], None]] = []
+        self._flushing = False
+
+    # ---- where is it? ---------------------------------------------------------------------------
+
+    def match(
+        self,
+        keys: Sequence[StoreKey],
+        suffixes: Sequence[bytes],
+        done: Callable[[Located], None],
+    ) -> None:
+        """Counts leading keys that are here with every suffix; without suffixes the keys are
+        whole."""
+        endings = suffixes or [b""]
+        lookups = len(keys) * len(endings)
+        if self.backing is None and lookups <= LOOKUPS_AT_ONCE:
+            done(self._locator.locate(keys, endings))
+        else:
+            self._in_pool(
+                lambda: done(self._locator.locate(keys, endings)), lambda: done(Located(0, {}))
+            )
+
+    def contains(self, keys: Sequence[StoreKey], done: Callable[[list[Tier | None]], None]) -> None:
+        if self.backing is None and len(keys) <= LOOKUPS_AT_ONCE:
+            done(self._locator.tiers_of(keys))
+        else:
+            self._in_pool(
+                lambda: done(self._locator.tiers_of(keys)), lambda: done([None] * len(keys))
+            )
+
+    def _in_pool(self, work: Callable[[], None], failed: Callable[[], None]) -> None:
+        """Does it in the pool; whoever waits is answered, come what may."""
+
+        def guarded() -> None:
+            try:
+                work()
+            except Exception:
+                logger.exception("a request to the tiers failed")
+                failed()
+
+        try:
+            self._pool.submit(guarded)
+        except RuntimeError:  # closed meanwhile
+            failed()
+
+    # ---- out ------------------------------------------------------------------------------------
+
+    def fetch(self, keys: Sequence[StoreKey], ready: Ready) -> None:
+        """Brings blocks into memory and hands each to `ready`, in no particular order."""
+        held = self.memory.hold(keys)
+        missing = [n for n, block in enumerate(held) if block is None]
+        self._recorder.add(names.HITS, len(held) - len(missing), _MEMORY)
+        for n, block in enumerate(held):
+            if block is not None:
+                ready(n, block)
+        for n, may_be_here in zip(
+            missing, self._may_be_slower([keys[n] for n in missing]), strict=True
+        ):
+            if not may_be_here:
+                self._miss(n, ready)
+                continue
+            with self._lock:
+                waiters = self._reading.setdefault(keys[n], [])
+                waiters.append((n, ready))
+                first = len(waiters) == 1
+            if first:
+                self._in_pool(partial(self._read, keys[n]), partial(self._answer, keys[n]))
+
+    def _may_be_slower(self, keys: Sequence[StoreKey]) -> list[bool]:
+        """What is worth a look in the pool: the SSD's index is in memory, a backing store's not."""
+        if self.ssd is None or self.backing is not None:
+            return [bool(self._slower)] * len(keys)
+        return self.ssd.contains(keys) if keys else []
+
+    def _miss(self, position: int, ready: Ready) -> None:
+        self._recorder.add(names.MISSES, 1)
+        ready(position, None)
+
+    def _read(self, key: StoreKey) -> None:
+        """Reads one block into memory, in the pool, and answers everybody who waits for it."""
+        try:
+            self._promote(key)
+        except Exception:  # a bug here must not leave the waiters without an answer
+            logger.exception("a block could not be read; it counts as a miss")
+        self._answer(key)
+
+    def _answer(self, key: StoreKey) -> None:
+        with self._lock:
+            waiters = self._reading.pop(key, [])
+        for (position, ready), block in zip(
+            waiters, self.memory.hold([key] * len(waiters)), strict=True
+        ):
+            if block is None:
+                self._miss(position, ready)
+            else:
+                ready(position, block)
+
+    def _promote(self, key: StoreKey) -> None:
+        for tier, store in self._slower:
+            (facts,) = store.describe([key])
+            if facts is None:
+                continue
+            slot = self.memory.reserve(key, facts.parent, facts.nbytes)
+            if slot is PutResult.PRESENT and self.memory.lookup(key) is Lookup.HIT:
+                return  # it came by another way meanwhile
+            if isinstance(slot, PutResult):
+                self._recorder.add(names.NOT_PROMOTED, 1, tier)
+                return
+            if self._read_into(slot, store, facts):
+                self._recorder.add(names.HITS, 1, tier)
+                self._recorder.add(names.PROMOTED, 1, tier)
+                return
+
+    def _read_into(self, slot: Held, store: LowerStore, facts: BlockFacts) -> bool:
+        try:
+            (good,) = store.get([slot.key], [slot.view])
+        except BaseException:
+            self.memory.abort(slot)
+            raise
+        if good:
+            return self.memory.commit(slot, facts.checksum)
+        self.memory.abort(slot)
+        return False
+
+    # ---- in -------------------------------------------------------------------------------------
+
+    def put(
+        self,
+        items: Sequence[PutItem],
+        durability: Durability,
+        done: Callable[[list[PutResult]], None],
+        copied: Callable[[], None],
+    ) -> None:
+        """Stores blocks. `copied` is called when the payloads are no longer needed, `done` when
+        they are as durable as was asked for."""
+        slots = self.reserve([(item.key, item.parent, item.payload.nbytes) for item in items])
+        if durability is Durability.RECEIVED:
+            done([PutResult.STORED if isinstance(slot, Held) else slot for slot in slots])
+            done = _ignore
+        self._in_pool(
+            partial(self._fill, items, slots, durability, done, copied),
+            partial(self._refuse, slots, done, copied),
+        )
+
+    def _refuse(
+        self,
+        slots: list[Held | PutResult],
+        done: Callable[[list[PutResult]], None],
+        copied: Callable[[], None],
+    ) -> None:
+        copied()
+        done([PutResult.FAILED] * len(slots))
+
+    def _fill(
+        self,
+        items: Sequence[PutItem],
+        slots: list[Held | PutResult],
+        durability: Durability,
+        done: Callable[[list[PutResult]], None],
+        copied: Callable[[], None],
+    ) -> None:
+        filled: list[PutResult] = []
+        for slot, item in zip(slots, items, strict=True):
+            try:
+                filled.append(
+                    slot
+                    if isinstance(slot, PutResult)
+                    else self.memory.fill(slot, item.payload, item.checksum)
+                )
+            except Exception:  # the sender must hear of it
+                logger.exception("a block could not be taken over")
+                filled.append(PutResult.FAILED)
+        copied()
+        self._lower.write_behind([item.key for item in items], filled, durability, done)
+
+    def reserve(
+        self, blocks: Sequence[tuple[StoreKey, StoreKey | None, int]]
+    ) -> list[Held | PutResult]:
+        """Slots in memory for (key, parent, length), in chain order."""
+        return self.memory.reserve_chain(blocks, self._may_be_elsewhere)
+
+    def _may_be_elsewhere(self, key: StoreKey) -> bool:
+        if self.backing is not None:
+            return True  # not asked here: it may be slow
+        return self.ssd is not None and self.ssd.contains([key])[0]
+
+    def sealed(self, slots: Sequence[Held], done: Callable[[list[PutResult]], None]) -> None:
+        """Takes over slots an attached process has filled: verifies and publishes them."""
+        self._in_pool(
+            partial(self._seal, slots, done), lambda: done([PutResult.FAILED] * len(slots))
+        )
+
+    def _seal(self, slots: Sequence[Held], done: Callable[[list[PutResult]], None]) -> None:
+        results = []
+        for slot in slots:
+            try:
+                results.append(self.memory.seal(slot, None))
+            except Exception:  # the sender must hear of it
+                logger.exception("a block could not be taken over")
+                results.append(PutResult.FAILED)
+        self._lower.write_behind([slot.key for slot in slots], results, Durability.MEMORY, done)
+
+    # ---- the rest -------------------------------------------------------------------------------
+
+    def delete(self, keys: Sequence[StoreKey], done: Callable[[int], None]) -> None:
+        def work() -> None:
+            present = sum(tier is not None for tier in self._locator.tiers_of(keys))
+            self.memory.delete(keys)
+            self._lower.delete(keys)
+            self.memory.delete(keys)  # read back from there meanwhile
+            done(present)
+
+        self._in_pool(work, lambda: done(0))
+
+    def flush(self, done: Callable[[], None]) -> None:
+        """Calls `done` when all that was put before is as durable as it can be."""
+        with self._lock:
+            self._to_flush.append(done)
+            first = len(self._to_flush) == 1 and not self._flushing
+            self._flushing = self._flushing or first
+        if first:  # not in the pool: it may have to wait for as long as the disk takes
+            threading.Thread(target=self._flush, name="tiered-kv-flush", daemon=True).start()
+
+    def _flush(self) -> None:
+        """Serves all who wait at once, and then those who came meanwhile."""
+        while True:
+            with self._lock:
+                waiting, self._to_flush = self._to_flush, []
+                if not waiting:
+                    self._flushing = False
+                    return
+            try:
+                self._lower.flush()
+            except Exception:
+                logger.exception("flushing failed")
+            for done in waiting:
+                done()
+
+    def pending_writes(self) -> dict[str, tuple[int, int]]:
+        """Blocks and bytes waiting to be written, by tier."""
+        return self._lower.pending()
+
+    def usages(self) -> dict[str, StoreUsage]:
+        usages = {_MEMORY: self.memory.usage()}
+        for tier, store in self._slower:
+            usages[tier] = store.usage()
+        return usages
+
+    def set_ssd_quota(self, namespace: bytes, quota_bytes: int) -> None:
+        if self.ssd is not None:
+            self.ssd.set_quota(namespace, quota_bytes)
+
+    def drain(self, progress: Callable[[str, int], None] = lambda tier, left: None) -> None:
+        """Ends what is under way and writes everything to the slower tiers. Nothing may be asked
+        of this store meanwhile or afterwards."""
+        self._pool.shutdown(wait=True)
+        self._lower.flush(progress)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True)
+        self._lower.close()
+        self.memory.close()
+
+
+def _ignore(results: list[PutResult]) -> None:
+    pass

@@ -1,0 +1,76 @@
+"""Opens the tiers the options ask for."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from vllm_tiered_kv.config import format_size
+from vllm_tiered_kv.errors import ConfigError
+from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.server.backing import BackingFolder
+from vllm_tiered_kv.server.options import ServerOptions
+from vllm_tiered_kv.server.tiered_store import TieredStore
+from vllm_tiered_kv.stores.ssd.store import SsdStore
+
+logger = logging.getLogger(__name__)
+
+
+def open_tiers(options: ServerOptions, recorder: Recorder) -> TieredStore:
+    ssd = _open_ssd(options) if options.ssd else None
+    try:
+        backing = _open_backing(options) if options.backing else None
+    except BaseException:
+        if ssd is not None:
+            ssd.close()
+        raise
+    try:
+        return TieredStore(
+            options.memory,
+            ssd,
+            backing,
+            recorder,
+            options.eviction.value,
+            options.huge_pages,
+            options.workers,
+            options.write_queue or None,
+        )
+    except BaseException:
+        for store in (ssd, backing):
+            if store is not None:
+                store.close()
+        raise
+
+
+def describe(options: ServerOptions, store: TieredStore) -> list[str]:
+    """A line for each tier, for the log."""
+    lines = [f"memory: {format_size(options.memory)}, eviction {options.eviction.value}"]
+    usages = store.usages()
+    if "ssd" in usages:
+        lines.append(
+            f"ssd: {format_size(options.ssd_space)} in {options.ssd}, {usages['ssd'].blocks} blocks"
+        )
+    if options.backing:
+        lines.append(f"backing: {options.backing}")
+    return lines
+
+
+def _open_ssd(options: ServerOptions) -> SsdStore:
+    try:
+        return SsdStore(
+            Path(options.ssd),
+            options.ssd_space,
+            eviction=options.ssd_eviction.value,
+            fsync=options.ssd_fsync,
+            progress=lambda line: logger.info("ssd: %s", line),
+        )
+    except OSError as error:
+        raise ConfigError("ssd", f"{options.ssd}: {error.strerror or error}") from error
+
+
+def _open_backing(options: ServerOptions) -> BackingFolder:
+    assert options.backing_folder is not None
+    try:
+        return BackingFolder(options.backing_folder, options.backing_space, options.backing_ttl)
+    except OSError as error:
+        raise ConfigError("backing", f"{options.backing}: {error.strerror or error}") from error

@@ -1,0 +1,171 @@
+"""A bounded queue of blocks on their way from memory to a slower store.
+
+A block waits pinned where it lies, so nothing is copied and nothing can change under the writer.
+A full queue takes no more; what it refused stays in memory and may be offered again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from vllm_tiered_kv.core.store import BlockStore, Durability, PutItem, PutResult, StoreKey
+from vllm_tiered_kv.stores.memory import Held, MemoryStore
+
+logger = logging.getLogger(__name__)
+
+_BATCH_BYTES = 16 << 20
+
+Written = Callable[[PutResult], None]
+
+
+@dataclass(slots=True)
+class _Waiting:
+    block: Held
+    durability: Durability
+    written: list[Written]
+
+
+class WriteBehind:
+    """Writers that move held blocks into `target`. Blocks it takes are let go when written."""
+
+    def __init__(
+        self,
+        memory: MemoryStore,
+        target: BlockStore,
+        capacity_bytes: int,
+        threads: int,
+        name: str,
+    ) -> None:
+        self._memory = memory
+        self._target = target
+        self._capacity = capacity_bytes
+        self._queue: deque[_Waiting] = deque()
+        self._by_key: dict[StoreKey, _Waiting] = {}  # queued or being written
+        self._bytes = 0
+        self._closing = False
+        self._changed = threading.Condition()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"tiered-kv-{name}-{n}", daemon=True)
+            for n in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def pending_bytes(self) -> int:
+        return self._bytes
+
+    @property
+    def pending_blocks(self) -> int:
+        return len(self._by_key)
+
+    def offer(
+        self,
+        block: Held,
+        durability: Durability,
+        written: Written | None = None,
+        wait: bool = False,
+    ) -> bool:
+        """Takes over the caller's hold on `block`, unless the queue is full (False).
+
+        `written` is called from a writer with the outcome. `wait` waits for room instead.
+        """
+        with self._changed:
+            while wait and self._bytes and self._bytes + block.nbytes > self._capacity:
+                self._changed.wait()
+            waiting = self._by_key.get(block.key)
+            if waiting is not None and (written is None or durability is waiting.durability):
+                if written is not None:
+                    waiting.written.append(written)
+                duplicate = True
+            elif self._closing or self._bytes + block.nbytes > self._capacity:
+                return False
+            else:
+                duplicate = False
+                waiting = _Waiting(block, durability, [written] if written is not None else [])
+                self._by_key[block.key] = waiting
+                self._queue.append(waiting)
+                self._bytes += block.nbytes
+                self._changed.notify()
+        if duplicate:
+            self._memory.let_go([block])
+        return True
+
+    def discard(self, keys: Iterable[StoreKey]) -> None:
+        """Forgets what waits under these keys. Returns when none of them is being written."""
+        unwritten: list[_Waiting] = []
+        wanted = set(keys)
+        with self._changed:
+            for waiting in [w for w in self._queue if w.block.key in wanted]:
+                self._queue.remove(waiting)
+                unwritten.append(waiting)
+        self._finish(unwritten, [PutResult.DROPPED] * len(unwritten))
+        with self._changed:
+            while not wanted.isdisjoint(self._by_key):
+                self._changed.wait()
+
+    def drain(self, progress: Callable[[int], None] | None = None) -> None:
+        """Returns when the queue is empty; tells how many blocks are left, about once a second."""
+        with self._changed:
+            while self._by_key:
+                if not self._changed.wait(timeout=1.0) and progress is not None:
+                    progress(len(self._by_key))
+
+    def close(self, progress: Callable[[int], None] | None = None) -> None:
+        """Writes what is queued, then stops. Idempotent."""
+        self.drain(progress)
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self) -> None:
+        while batch := self._next_batch():
+            results: list[PutResult]
+            try:
+                results = self._target.put(
+                    [
+                        PutItem(w.block.key, w.block.parent, w.block.view, w.block.checksum)
+                        for w in batch
+                    ],
+                    batch[0].durability,
+                )
+            except Exception:  # the queue must go on whatever the store did
+                logger.exception("writing blocks behind failed; they stay in memory only")
+                results = [PutResult.FAILED] * len(batch)
+            self._finish(batch, results)
+
+    def _next_batch(self) -> list[_Waiting]:
+        """What to write together: consecutive blocks of equal durability. Empty at the end."""
+        with self._changed:
+            while not self._queue:
+                if self._closing:
+                    return []
+                self._changed.wait()
+            batch = [self._queue.popleft()]
+            nbytes = batch[0].block.nbytes
+            while (
+                self._queue
+                and self._queue[0].durability is batch[0].durability
+                and nbytes + self._queue[0].block.nbytes <= _BATCH_BYTES
+            ):
+                batch.append(self._queue.popleft())
+                nbytes += batch[-1].block.nbytes
+            return batch
+
+    def _finish(self, batch: list[_Waiting], results: list[PutResult]) -> None:
+        self._memory.let_go([waiting.block for waiting in batch])
+        with self._changed:
+            for waiting in batch:
+                if self._by_key.get(waiting.block.key) is waiting:
+                    del self._by_key[waiting.block.key]
+                self._bytes -= waiting.block.nbytes
+            self._changed.notify_all()
+        for waiting, result in zip(batch, results, strict=True):
+            for written in waiting.written:
+                written(result)
