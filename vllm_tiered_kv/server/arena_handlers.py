@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from vllm_tiered_kv.core.store import PutResult, StoreKey
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
@@ -41,9 +43,11 @@ class ArenaHandlers:
         # What cannot be lent anyway must not be read from a disk, and push out others, for it.
         fitting = self._leases.room_bytes // call.session.largest_block
         lending = _Lending(self._leases, call, attachment, len(keys), min(len(keys), fitting))
-        self._store.fetch(
-            keys[:fitting],
-            lambda n, block: self._reactor.hand_over(lambda: lending.arrived(n, block)),
+        here, missing = self._store.hold_here(keys[:fitting])
+        lending.arrived(here)
+        self._store.fetch_slower(
+            [(n, keys[n]) for n in missing],
+            lambda n, block: self._reactor.hand_over(lambda: lending.arrived([(n, block)])),
         )
 
     def release(self, call: Call, request: Release) -> None:
@@ -65,7 +69,7 @@ class ArenaHandlers:
         for slot in slots:
             lease = None
             if isinstance(slot, Held):
-                lease = self._leases.grant(attachment, slot, is_reservation=True)
+                lease = self._leases.reserve(attachment, slot)
             result = slot if isinstance(slot, PutResult) else PutResult.DROPPED
             granted = lease is not None and isinstance(slot, Held)
             leases.append(lease or 0)
@@ -122,6 +126,7 @@ class _Lending:
         self._call = call
         self._attachment = attachment
         self._left = expected
+        self._lease: int | None = None
         self._ids = [0] * count
         self._offsets = [0] * count
         self._lengths = [0] * count
@@ -129,15 +134,21 @@ class _Lending:
         if not expected:
             self._answer()
 
-    def arrived(self, position: int, block: Held | None) -> None:
-        if block is not None:
-            lease = self._leases.grant(self._attachment, block, is_reservation=False)
-            if lease is not None:
-                self._ids[position] = lease
-                self._offsets[position] = block.offset
-                self._lengths[position] = block.nbytes
-                self._generations[position] = block.generation
-        self._left -= 1
+    def arrived(self, blocks: Sequence[tuple[int, Held | None]]) -> None:
+        """Blocks by position; None for one that is nowhere."""
+        if not blocks:
+            return
+        held = [block for _, block in blocks if block is not None]
+        lease = self._leases.lend(self._attachment, held, self._lease) if held else 0
+        if lease:
+            self._lease = lease
+            for position, block in blocks:
+                if block is not None:
+                    self._ids[position] = lease
+                    self._offsets[position] = block.offset
+                    self._lengths[position] = block.nbytes
+                    self._generations[position] = block.generation
+        self._left -= len(blocks)
         if not self._left:
             self._answer()
 
@@ -148,5 +159,6 @@ class _Lending:
         )
 
     def _take_back(self) -> None:
-        """Nobody has heard of these leases: the reply was never sent."""
-        self._leases.release(self._attachment, self._ids)
+        """Nobody has heard of this lease: the reply was never sent."""
+        if self._lease is not None:
+            self._leases.release(self._attachment, [self._lease])

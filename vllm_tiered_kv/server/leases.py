@@ -1,7 +1,8 @@
 """Slots in the hands of attached processes: lent for reading, or reserved for writing.
 
 A lease ends when it is given back or when its process is dead. Never by time: a process that is
-stopped may have copies queued that still read or write the slot.
+stopped may have copies queued that still read or write the slot. All blocks lent by one request
+share a lease, because a prompt has hundreds of them; each reservation has its own.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ from vllm_tiered_kv.stores.memory import Held, MemoryStore
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Lease:
-    slot: Held
+    slots: list[Held]
     is_reservation: bool
+
+    @property
+    def nbytes(self) -> int:
+        return sum(slot.nbytes for slot in self.slots)
 
 
 @dataclass(slots=True, eq=False)
@@ -77,28 +82,49 @@ class Leases:
     def has_room(self, nbytes: int) -> bool:
         return nbytes <= self.room_bytes
 
-    def grant(self, attachment: Attachment, slot: Held, is_reservation: bool) -> int | None:
-        """The id of the lease; None, and the slot is given back, when too much is out already."""
-        lease = Lease(slot, is_reservation)
+    def reserve(self, attachment: Attachment, slot: Held) -> int | None:
+        """The id of a lease; None, and the slot is given back, when too much is out already."""
         if attachment.is_gone or not self.has_room(slot.nbytes):
-            self._return([lease])
+            self._memory.abort(slot)
             return None
+        return self._open(attachment, Lease([slot], is_reservation=True))
+
+    def lend(self, attachment: Attachment, slots: Sequence[Held], lease_id: int | None) -> int:
+        """Lends blocks under this lease, or a new one. 0, and all are given back, when too much
+        is out already."""
+        nbytes = sum(slot.nbytes for slot in slots)
+        if attachment.is_gone or not self.has_room(nbytes):
+            self._memory.let_go(slots)
+            return 0
+        lease = attachment.leases.get(lease_id) if lease_id is not None else None
+        if lease is None or lease_id is None:
+            return self._open(attachment, Lease(list(slots), is_reservation=False))
+        lease.slots.extend(slots)
+        self._bytes += nbytes
+        self._count += len(slots)
+        return lease_id
+
+    def _open(self, attachment: Attachment, lease: Lease) -> int:
         lease_id = next(self._ids)
         attachment.leases[lease_id] = lease
-        self._bytes += slot.nbytes
-        self._count += 1
+        self._bytes += lease.nbytes
+        self._count += len(lease.slots)
         return lease_id
 
     def release(self, attachment: Attachment, lease_ids: Sequence[int]) -> int:
-        """Gives slots back; what was reserved and not sealed is dropped. How many there were."""
+        """Gives slots back; what was reserved and not sealed is dropped. How many leases ended."""
         ended = [
             lease
             for lease_id in lease_ids
             if (lease := attachment.leases.pop(lease_id, None)) is not None
         ]
-        self._bytes -= sum(lease.slot.nbytes for lease in ended)
-        self._count -= len(ended)
-        self._return(ended)
+        self._bytes -= sum(lease.nbytes for lease in ended)
+        self._count -= sum(len(lease.slots) for lease in ended)
+        for lease in ended:
+            if lease.is_reservation:
+                self._memory.abort(lease.slots[0])
+            else:
+                self._memory.let_go(lease.slots)
         return len(ended)
 
     def take_reserved(self, attachment: Attachment, lease_id: int) -> Held | None:
@@ -107,9 +133,10 @@ class Leases:
         if lease is None or not lease.is_reservation:
             return None
         del attachment.leases[lease_id]
-        self._bytes -= lease.slot.nbytes
+        (slot,) = lease.slots
+        self._bytes -= slot.nbytes
         self._count -= 1
-        return lease.slot
+        return slot
 
     def end_if_gone(self, attachment: Attachment) -> bool:
         """Takes everything back from a process that is dead and disconnected."""
@@ -125,9 +152,3 @@ class Leases:
             count,
         )
         return True
-
-    def _return(self, leases: Sequence[Lease]) -> None:
-        self._memory.let_go([lease.slot for lease in leases if not lease.is_reservation])
-        for lease in leases:
-            if lease.is_reservation:
-                self._memory.abort(lease.slot)

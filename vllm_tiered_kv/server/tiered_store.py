@@ -124,24 +124,32 @@ class TieredStore:
 
     def fetch(self, keys: Sequence[StoreKey], ready: Ready) -> None:
         """Brings blocks into memory and hands each to `ready`, in no particular order."""
+        here, missing = self.hold_here(keys)
+        for n, block in here:
+            ready(n, block)
+        self.fetch_slower([(n, keys[n]) for n in missing], ready)
+
+    def hold_here(self, keys: Sequence[StoreKey]) -> tuple[list[tuple[int, Held]], list[int]]:
+        """Blocks in memory with their positions, held for the receiver; and the others'
+        positions."""
         held = self.memory.hold(keys)
-        missing = [n for n, block in enumerate(held) if block is None]
-        self._recorder.add(names.HITS, len(held) - len(missing), _MEMORY)
-        for n, block in enumerate(held):
-            if block is not None:
-                ready(n, block)
-        for n, may_be_here in zip(
-            missing, self._may_be_slower([keys[n] for n in missing]), strict=True
-        ):
-            if not may_be_here:
+        here = [(n, block) for n, block in enumerate(held) if block is not None]
+        self._recorder.add(names.HITS, len(here), _MEMORY)
+        return here, [n for n, block in enumerate(held) if block is None]
+
+    def fetch_slower(self, wanted: Sequence[tuple[int, StoreKey]], ready: Ready) -> None:
+        """As `fetch`, for (position, key) of blocks that are not in memory."""
+        may_be_here = self._may_be_slower([key for _, key in wanted])
+        for (n, key), may_be in zip(wanted, may_be_here, strict=True):
+            if not may_be:
                 self._miss(n, ready)
                 continue
             with self._lock:
-                waiters = self._reading.setdefault(keys[n], [])
+                waiters = self._reading.setdefault(key, [])
                 waiters.append((n, ready))
                 first = len(waiters) == 1
             if first:
-                self._in_pool(partial(self._read, keys[n]), partial(self._answer, keys[n]))
+                self._in_pool(partial(self._read, key), partial(self._answer, key))
 
     def _may_be_slower(self, keys: Sequence[StoreKey]) -> list[bool]:
         """What is worth a look in the pool: the SSD's index is in memory, a backing store's not."""

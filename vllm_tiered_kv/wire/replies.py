@@ -208,7 +208,10 @@ class StatsReply(Message):
 
 @dataclass(frozen=True, slots=True)
 class LendReply(Message):
-    """Where the blocks lie; all lists have an entry for each key. Without a lease it is a miss."""
+    """Where the blocks lie; all lists have an entry for each key. Without a lease it is a miss.
+
+    Blocks may share a lease: they are given back together.
+    """
 
     op: ClassVar[str] = "lend"
     leases: Leases
