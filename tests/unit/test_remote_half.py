@@ -98,8 +98,10 @@ def test_a_lookup_goes_on_from_daemon_to_daemon_and_ends_at_the_first_gap() -> N
     lookup, recorder, lookups = ask(placed(keys, a, a, b), keys, first=10)
     assert lookup.answer is not None
     assert lookup.answer.positions() == [range(10, 600)]
-    assert lookup.answer.address_of(0, 511) == "a"
-    assert lookup.answer.address_of(0, 512) == "b"
+    assert [(s.start, s.stop, s.address) for s in lookup.answer.spans[0]] == [
+        (10, 512, "a"),
+        (512, 600, "b"),
+    ]
     assert a.asked == [502]
     assert recorder.total(names.LOOKUPS, "remote", "hit") == 1
     lookups.close()

@@ -45,7 +45,13 @@ class RemoteTier:
         self._groups = groups
         self._keep_copies = keep_copies
 
-    def begin(self, state: RequestState, computed: int, limit: int) -> None:
+    def begin(self, state: RequestState, limit: int) -> None:
+        """Asks the daemons about a request that has just arrived, ahead of need."""
+        self._ask(state, 0, limit)
+        if state.remote is not None:
+            state.remote.renewable = True
+
+    def _ask(self, state: RequestState, computed: int, limit: int) -> None:
         """Asks the daemons for what the CPU tier lacks of a request, if anything."""
         if state.remote is not None or state.remote_failed:
             return
@@ -62,12 +68,15 @@ class RemoteTier:
         """What daemons hold of a request, per group; None while that is not known."""
         if computed >= limit:
             return [range(0)] * len(self._groups)  # the GPU has it all: nothing to wait for
-        self.begin(state, computed, limit)
+        if state.remote is not None and state.remote.is_outdated:
+            state.remote = None
+        self._ask(state, computed, limit)
         if state.remote is None:
             return [range(0)] * len(self._groups)
         self._lookups.poll(state.remote)
         if state.remote.is_pending:
             return None
+        state.remote.renewable = True
         answer = state.remote.answer
         return answer.positions() if answer is not None else [range(0)] * len(self._groups)
 
@@ -79,12 +88,17 @@ class RemoteTier:
         keys = state.keys.of_group[group.group_id]
         local: list[int] = []
         by_address: dict[str, list[int]] = {}
+        # Not a lookup for each position: those of a long prompt are thousands.
+        remote = iter(answer.spans[group.group_id] if answer is not None else ())
+        part = next(remote, None)
         for position in span:
             if answer is None or self._index.lookup(keys[position]) is Lookup.HIT:
                 local.append(position)
-            else:
-                address = answer.address_of(group.group_id, position)
-                by_address.setdefault(address, []).append(position)
+                continue
+            while part is not None and position >= part.stop:
+                part = next(remote, None)
+            assert part is not None, f"nobody has block {position}"
+            by_address.setdefault(part.address, []).append(position)
         if by_address and not self._keep_copies:
             state.held_elsewhere[group.group_id] = _range_of(answer, group.group_id)
         return LoadSplit(

@@ -71,15 +71,13 @@ class SharedRegion:
             self._leave()
 
     def _copy(self, channel: Channel, piece: RemoteTransfer, lent: Lent, nbytes: int) -> str | None:
-        offsets = [
-            block.offset for block in lent.blocks if block is not None and block.nbytes == nbytes
-        ]
-        if len(offsets) < len(piece):
-            return f"{len(piece) - len(offsets)} of {len(piece)} blocks are no longer there"
+        there = sum(length == nbytes for length in lent.lengths)
+        if there < len(piece) or not lent.is_complete:
+            return f"{len(piece) - there} of {len(piece)} blocks are no longer there"
         region = self.memory.arena.region
-        channel.scatter(piece.group_id, piece.block_ids, region, int64_array(offsets))
+        channel.scatter(piece.group_id, piece.block_ids, region, int64_array(lent.offsets))
         channel.finish()
-        if not all(self.memory.still_valid(lent)):
+        if not self.memory.are_still_valid(lent):
             return "blocks changed while they were copied"
         return None
 

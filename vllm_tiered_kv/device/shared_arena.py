@@ -17,9 +17,11 @@ import mmap
 import os
 
 import numpy as np
+import numpy.typing as npt
 
 from vllm_tiered_kv.config import format_size
 from vllm_tiered_kv.core.arena_geometry import aligned
+from vllm_tiered_kv.core.transfer import Int64Array
 from vllm_tiered_kv.errors import ArenaError
 from vllm_tiered_kv.native.cpu import HostRegion
 
@@ -73,12 +75,15 @@ class SharedArena:
     def attach(cls, fd: int, capacity_bytes: int) -> SharedArena:
         """Maps an arena of another process. Takes the descriptor over."""
         wrong = None
-        if capacity_bytes <= 0 or capacity_bytes % PAGE:
-            wrong = f"an arena cannot have {capacity_bytes} bytes"
-        elif os.fstat(fd).st_size != _file_bytes(capacity_bytes):
-            wrong = f"the arena's size does not fit {capacity_bytes} bytes of slots"
-        elif fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-            wrong = "the arena could shrink while it is mapped"
+        try:
+            if capacity_bytes <= 0 or capacity_bytes % PAGE:
+                wrong = f"an arena cannot have {capacity_bytes} bytes"
+            elif os.fstat(fd).st_size != _file_bytes(capacity_bytes):
+                wrong = f"the arena's size does not fit {capacity_bytes} bytes of slots"
+            elif fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+                wrong = "the arena could shrink while it is mapped"
+        except OSError as error:
+            wrong = f"the descriptor is not one of memory: {error.strerror}"
         if wrong is not None:
             os.close(fd)
             raise ArenaError(wrong)
@@ -93,6 +98,11 @@ class SharedArena:
     def generation(self, offset: int) -> int:
         assert self._generations is not None, "the arena is closed"
         return int(self._generations[offset // PAGE])
+
+    def have_generations(self, offsets: Int64Array, generations: npt.NDArray[np.uint64]) -> bool:
+        """Whether the slots at these offsets are all still at these generations."""
+        assert self._generations is not None, "the arena is closed"
+        return bool(np.array_equal(self._generations[offsets // PAGE], generations))
 
     def next_generation(self, offset: int) -> int:
         """Only the daemon calls this."""

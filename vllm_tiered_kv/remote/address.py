@@ -7,6 +7,7 @@ share daemons must write them alike, so it is brought to one form.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_tiered_kv.core.key import CONTENT_BYTES, RankTag
@@ -81,6 +82,14 @@ class EngineIdentity:
             self.layout,
             arena_token,
         )
+
+    def wire_keys(self, keys: Sequence[StoreKey]) -> list[bytes] | None:
+        """All keys as they travel; None when this session cannot name all of them."""
+        prefix = self.namespace[:NAMESPACE_BYTES]
+        nbytes = NAMESPACE_BYTES + self.key_bytes
+        if not all(len(key) == nbytes and key.startswith(prefix) for key in keys):
+            return None
+        return [key[NAMESPACE_BYTES:] for key in keys]
 
     def wire_key(self, key: StoreKey) -> bytes | None:
         """The key as it travels, without its namespace; None for one this session cannot name."""

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+import numpy as np
+
 from vllm_tiered_kv.core.store import PutResult, StoreKey
 from vllm_tiered_kv.device.shared_arena import PAGE, SharedArena
 from vllm_tiered_kv.errors import (
@@ -79,16 +81,29 @@ class Reservation:
 
 @dataclass(slots=True)
 class Lent:
-    """Blocks that stay where they are until `release`; None for each that is a miss."""
+    """Blocks that stay where they are until `release`. A prompt has hundreds: they are columns."""
 
-    blocks: list[LentBlock | None]
+    leases: list[int]  # 0: a miss
+    offsets: list[int]
+    lengths: list[int]
+    generations: list[int]
     _memory: SharedMemory | None = field(repr=False, default=None)
+
+    @property
+    def blocks(self) -> list[LentBlock | None]:
+        """One by one; None for each that is a miss."""
+        rows = zip(self.offsets, self.lengths, self.generations, self.leases, strict=True)
+        return [LentBlock(*row) if row[3] else None for row in rows]
+
+    @property
+    def is_complete(self) -> bool:
+        return 0 not in self.leases
 
     def release(self) -> None:
         """Call it when no copy reads the blocks any more. Idempotent, does not raise."""
         memory, self._memory = self._memory, None
         if memory is not None:
-            memory.give_back(block.lease for block in self.blocks if block is not None)
+            memory.give_back(set(self.leases) - {0})
 
 
 class SharedMemory:
@@ -153,30 +168,29 @@ class SharedMemory:
 
     def lend(self, keys: Sequence[StoreKey], deadline: float | None = None) -> Lent:
         """Blocks in place; misses where the daemon has none, or did not answer in time."""
-        blocks: list[LentBlock | None] = [None] * len(keys)
-        wire_keys = {
-            index: wire
-            for index, key in enumerate(keys)
-            if (wire := self._identity.wire_key(key)) is not None
-        }
-        if wire_keys:
-            request = Lend(self._identity.key_bytes, list(wire_keys.values()))
-            reply = self._ask(
-                request, LendReply, deadline, lambda r: self._check(r, r.lengths, len(wire_keys))
-            )
-            if reply is not None:
-                facts = zip(
-                    reply.offsets, reply.lengths, reply.generations, reply.leases, strict=True
-                )
-                for index, (offset, nbytes, generation, lease) in zip(
-                    wire_keys, facts, strict=True
-                ):
-                    if lease:
-                        blocks[index] = LentBlock(offset, nbytes, generation, lease)
-        return Lent(blocks, self)
+        wire_keys = self._identity.wire_keys(keys)
+        if not wire_keys:
+            nothing = [0] * len(keys)
+            return Lent(nothing, nothing, nothing, nothing, self)
+        reply = self._ask(
+            Lend(self._identity.key_bytes, wire_keys),
+            LendReply,
+            deadline,
+            lambda r: self._check(r, r.lengths, len(wire_keys)),
+        )
+        if reply is None:
+            nothing = [0] * len(keys)
+            return Lent(nothing, nothing, nothing, nothing, self)
+        return Lent(reply.leases, reply.offsets, reply.lengths, reply.generations, self)
+
+    def are_still_valid(self, lent: Lent) -> bool:
+        """Whether what was copied from the blocks is those blocks. To be asked after the copy."""
+        return lent.is_complete and self.arena.have_generations(
+            np.array(lent.offsets, np.int64), np.array(lent.generations, np.uint64)
+        )
 
     def still_valid(self, lent: Lent) -> list[bool]:
-        """Whether what was copied from each block is that block. To be asked after the copy."""
+        """As `are_still_valid`, of each block."""
         return [
             block is not None and self.arena.generation(block.offset) == block.generation
             for block in lent.blocks

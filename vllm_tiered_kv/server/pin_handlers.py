@@ -84,13 +84,22 @@ class _Pinning:
             return
         self._next += len(some)
         self._left = len(some)
-        self._handlers.store.fetch(
-            some, lambda n, block: self._handlers.reactor.post(lambda: self._arrived(block))
+        here, missing = self._handlers.store.hold_here(some)
+        for _, block in here:
+            self._keep(block)
+        self._handlers.store.fetch_slower(
+            [(n, some[n]) for n in missing],
+            lambda n, block: self._handlers.reactor.post(lambda: self._arrived(block)),
         )
+        if not missing:
+            self._handlers.reactor.post(self.go_on)  # others have their turn in between
 
-    def _arrived(self, block: Held | None) -> None:
+    def _keep(self, block: Held | None) -> None:
         if block is not None and self._handlers.pins.pin(block, self._ttl_s):
             self._pinned += 1
         self._left -= 1
+
+    def _arrived(self, block: Held | None) -> None:
+        self._keep(block)
         if not self._left:
             self.go_on()
