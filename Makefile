@@ -10,7 +10,7 @@ CXX_FILES := $(wildcard $(foreach e,c cc cpp cu cuh h hpp,csrc/*.$(e) csrc/*/*.$
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test unit gpu-test lint format wheel clean distclean
+.PHONY: help demo test unit daemon gpu-test lint format wheel clean distclean
 
 ##@ Try it
 demo: ## ask a small real model about a long text, cold and from the CPU tier
@@ -18,13 +18,17 @@ demo: ## ask a small real model about a long text, cold and from the CPU tier
 	@$(FULL)/bin/python examples/demo.py
 
 ##@ Check it
-test: unit ## run all tests: `unit`, then everything with a real vLLM
+test: unit daemon ## run all tests: `unit`, `daemon`, then everything with a real vLLM
 	@$(SETUP) --env $(FULL) --profile full
-	$(FULL)/bin/python -m pytest -k "not async_off" $(PYTEST_FLAGS)
+	$(FULL)/bin/python -m pytest tests/engine tests/gpu tests/packaging -k "not async_off" $(PYTEST_FLAGS)
 
 unit: ## run the tests that need neither torch nor vLLM, where neither is installed
 	@$(SETUP) --env $(UNIT) --profile unit
 	$(UNIT)/bin/python -m pytest tests/unit $(PYTEST_FLAGS)
+
+daemon: ## run the tests of stores, daemon and client, in the same place
+	@$(SETUP) --env $(UNIT) --profile unit
+	$(UNIT)/bin/python -m pytest tests/stores tests/remote tests/daemon $(PYTEST_FLAGS)
 
 lint: ## ruff, mypy and clang-format; changes nothing
 	@$(SETUP) --env $(LINT) --profile lint
