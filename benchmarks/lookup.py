@@ -12,6 +12,7 @@ import gc
 import json
 import random
 import statistics
+import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -19,15 +20,22 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import environment
+from tests.daemon.daemon_process import DaemonProcess
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.planner import Group, loadable_tokens
+from vllm_tiered_kv.connector.remote_lookup import RemoteLookups
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
-from vllm_tiered_kv.core.key import BlockKey, root_digest
+from vllm_tiered_kv.core.key import BlockKey, RankTag, root_digest
+from vllm_tiered_kv.core.store import PutItem, PutResult, store_key
+from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.native.cpu import extend_keys
+from vllm_tiered_kv.remote.address import EngineIdentity
+from vllm_tiered_kv.remote.placement import Cluster
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 100_000
 CHAIN = 256  # blocks in each stored sequence
+_REMOTE_BLOCK = 4096  # bytes; a lookup does not depend on it
 
 
 def median_ms(work: Callable[[], object], repeats: int = 15) -> float:
@@ -82,6 +90,45 @@ def measure_prompt() -> dict[str, float]:
     }
 
 
+def measure_remote() -> dict[str, float]:
+    """A lookup of the same prompt in a daemon that holds it: what the scheduler's thread spends on
+    it, and how long the answer takes."""
+    rng = random.Random(0)
+    tokens = [rng.randrange(150_000) for _ in range(PROMPT_TOKENS)]
+    keys, _ = extend_keys(root_digest(bytes(32)), tokens, 0, PROMPT_TOKENS, BLOCK_SIZE, None, b"\0")
+    chain = [BlockKey(key) for key in keys]
+    identity = EngineIdentity(bytes(32), (_REMOTE_BLOCK,), "benchmark", "benchmark")
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:
+        with DaemonProcess(Path(folder), "--memory", "256MiB") as daemon:
+            cluster = Cluster([daemon.endpoint], identity)
+            stored = [store_key(bytes(32), key, RankTag()) for key in chain]
+            payload = memoryview(bytes(_REMOTE_BLOCK))
+            results = cluster.stores[daemon.endpoint].put(
+                [
+                    PutItem(key, stored[n - 1] if n else None, payload)
+                    for n, key in enumerate(stored)
+                ]
+            )
+            assert set(results) == {PutResult.STORED}
+            lookups = RemoteLookups(cluster, [RankTag()], 10.0, 0.0, Recorder())
+            answers = []
+            started = []
+            for _ in range(15):
+                begin = time.perf_counter()
+                lookup = lookups.start([chain], [0])
+                started.append(time.perf_counter() - begin)
+                found = lookup.future.result().positions()
+                answers.append(time.perf_counter() - begin)
+                assert found == [range(len(chain))]
+            lookups.close()
+            cluster.close()
+    return {
+        "tokens": PROMPT_TOKENS,
+        "scheduler_ms": round(statistics.median(started) * 1e3, 3),
+        "answer_ms": round(statistics.median(answers) * 1e3, 3),
+    }
+
+
 def measure_index(blocks: int, eviction: str) -> dict[str, float]:
     gc.collect()
     tracemalloc.start()
@@ -115,6 +162,8 @@ def main() -> None:
     args = parser.parse_args()
     report: dict[str, Any] = {"environment": environment.describe(), "prompt": measure_prompt()}
     print(report["prompt"])
+    report["remote"] = measure_remote()
+    print("remote", report["remote"])
     report["index"] = {}
     for eviction in ("lru", "s3fifo"):
         rows = [measure_index(blocks, eviction) for blocks in (10_240, 102_400, 512_000)]

@@ -174,11 +174,12 @@ def test_the_wheel_names_neither_vllm_nor_torch(built: Built) -> None:
     assert metadata["Requires-Python"] == ">=3.10"
 
 
-def test_the_wheel_brings_the_entry_point(built: Built) -> None:
+def test_the_wheel_brings_plugin_and_command(built: Built) -> None:
     parsed = configparser.ConfigParser()
     parsed.read_string(built.read(".dist-info/entry_points.txt"))
     assert {section: dict(parsed[section]) for section in parsed.sections()} == {
-        "vllm.general_plugins": {"tiered_kv": f"{PACKAGE}.connector.plugin:register"}
+        "vllm.general_plugins": {"tiered_kv": f"{PACKAGE}.connector.plugin:register"},
+        "console_scripts": {"tiered-kv-server": f"{PACKAGE}.server.cli:main"},
     }
 
 
