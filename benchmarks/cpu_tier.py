@@ -11,18 +11,14 @@ mode runs in a process of its own on the same prompts. Compare within one run on
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
-import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import environment
+from benchmarks import children, environment
 from tests.models import QWEN2_7B, write_model
 
 MODES = ("vllm", "naive", "hash_only", "tiered", "offloading")
@@ -105,20 +101,13 @@ def measure(mode: str, tiny: bool) -> dict[str, Any]:
     drop()
     tier_batch = ask(*fresh)
 
-    def ms(values: list[float]) -> dict[str, float]:
-        return {
-            "median": round(statistics.median(values) * 1e3, 3),
-            "min": round(min(values) * 1e3, 3),
-            "max": round(max(values) * 1e3, 3),
-        }
-
     return {
         "mode": mode,
         "prompt_tokens": length,
         "engine_start_s": round(started, 2),
-        "cold_ms": ms(cold),
-        "device_hit_ms": ms(device),
-        "tier_hit_ms": ms(tier),
+        "cold_ms": children.milliseconds(cold),
+        "device_hit_ms": children.milliseconds(device),
+        "tier_hit_ms": children.milliseconds(tier),
         "cold_batch_s": round(cold_batch, 4),
         "tier_batch_s": round(tier_batch, 4),
     }
@@ -162,25 +151,13 @@ def main() -> None:
             if args.child == "pinning"
             else measure(args.child, args.tiny)
         )
-        print("RESULT " + json.dumps(result))
+        children.tell(result)
         return
 
     modes = [m for m in args.modes.split(",") if not (args.tiny and m == "offloading")]
     asked = [*modes, *(["pinning"] if args.pin_gib else [])]
-    report: dict[str, Any] = {"environment": environment.describe(), "asked": asked, "modes": {}}
-    for mode in asked:
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.cpu_tier", "--child", mode, *sys.argv[1:]],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        result = json.loads(lines[-1][7:]) if lines else {"failed": done.returncode}
-        report["modes"][mode] = result
-        print(mode, json.dumps(result), flush=True)
-        if args.out:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(report, indent=1) + "\n")
+    report: dict[str, Any] = {"environment": environment.describe(), "asked": asked}
+    children.run("benchmarks.cpu_tier", asked, report, "modes", args.out)
 
 
 if __name__ == "__main__":

@@ -11,18 +11,15 @@ CPU tier and the daemon, the other half in the daemon alone.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import environment
+from benchmarks import children, environment
 from tests.daemon.daemon_process import DaemonProcess
 from tests.models import QWEN2_7B, write_model
 
@@ -124,8 +121,8 @@ def _measure(way: str, address: str, tiny: bool, repetitions: int) -> dict[str, 
         "way": way,
         "prompt_tokens": length,
         "repetitions": len(hits["cpu"]),
-        "cold_ms": _ms(cold),
-        **{f"{kind}_hit_ms": _ms(values) for kind, values in hits.items()},
+        "cold_ms": children.milliseconds(cold),
+        **{f"{kind}_hit_ms": children.milliseconds(values) for kind, values in hits.items()},
         "daemon_over_cpu": round(
             statistics.median(hits["daemon"]) / statistics.median(hits["cpu"]), 3
         ),
@@ -151,14 +148,6 @@ def _loaded(half: Any) -> dict[str, float]:
     return {tier: half.recorder.total(names.LOADED_BLOCKS, tier) for tier in ("cpu", "remote")}
 
 
-def _ms(values: list[float]) -> dict[str, float]:
-    return {
-        "median": round(statistics.median(values) * 1e3, 3),
-        "min": round(min(values) * 1e3, 3),
-        "max": round(max(values) * 1e3, 3),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -172,22 +161,10 @@ def main() -> None:
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if args.child:
-        print("RESULT " + json.dumps(measure(args.child, args.tiny, args.repetitions)))
+        children.tell(measure(args.child, args.tiny, args.repetitions))
         return
-    report: dict[str, Any] = {"environment": environment.describe(), "ways": {}}
-    for way in args.ways.split(","):
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.daemon_tier", "--child", way, *sys.argv[1:]],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        result = json.loads(lines[-1][7:]) if lines else {"failed": done.returncode}
-        report["ways"][way] = result
-        print(way, json.dumps(result), flush=True)
-        if args.out:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(report, indent=1) + "\n")
+    report: dict[str, Any] = {"environment": environment.describe()}
+    children.run("benchmarks.daemon_tier", args.ways.split(","), report, "ways", args.out)
 
 
 if __name__ == "__main__":
