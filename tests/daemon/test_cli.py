@@ -223,6 +223,20 @@ def test_what_is_no_socket_is_not_replaced(folder: Path) -> None:
     assert (folder / "kv.sock").read_text() == "precious"
 
 
+def test_locks_are_not_links_to_other_files(folder: Path) -> None:
+    precious = folder / "precious"
+    precious.write_text("precious")
+    ssd = folder / "ssd"
+    ssd.mkdir()
+    for lock in (folder / "kv.sock.lock", ssd / "LOCK"):
+        lock.symlink_to(precious)
+        result = run("--listen", f"ipc://{folder / 'kv.sock'}", "--http", "off", "--ssd", str(ssd))
+        assert result.returncode == 2, result.stderr
+        assert "symbolic link" in result.stderr
+        assert precious.read_text() == "precious"
+        lock.unlink()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_end_it_in_order(start: StartDaemon, number: int) -> None:
     daemon = start()

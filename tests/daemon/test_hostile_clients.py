@@ -282,6 +282,44 @@ def test_more_puts_than_there_is_room_for_are_dropped(start: StartDaemon, connec
     assert daemon.rss_bytes() < 300 * MIB
 
 
+def test_what_follows_a_dropped_message_is_dropped(start: StartDaemon, connect: Connect) -> None:
+    """Or it would push out the head of its own chain, without which nobody finds it."""
+    size = 16 << 10
+    daemon = start("--memory", "1MiB")
+    client = connect(daemon.endpoint, block_bytes=[size])
+    keys = [key(n) for n in range(160)]
+
+    def offer(first: int) -> int:
+        numbers = range(first, first + 16)
+        payload = [block(n, size) for n in numbers]
+        put = wire.Put(
+            KEY_BYTES,
+            [keys[n] for n in numbers],
+            [keys[n - 1] if n else None for n in numbers],
+            [size] * 16,
+            [xxh3_64(part) for part in payload],
+            Durability.MEMORY,
+        )
+        return client.send(put, payload)
+
+    def results(count: int) -> list[PutResult]:
+        replies = sorted((client.receive() for _ in range(count)), key=lambda reply: reply[0])
+        return [result for reply in replies for result in wire.put_results(reply[1].results)]
+
+    daemon.freeze()  # so that it takes them all at once, which is more than it has room for
+    for first in range(0, 80, 16):
+        offer(first)
+    daemon.thaw()
+    got = results(5)
+    stored = got.count(PutResult.STORED)
+    assert 0 < stored < 64
+    for first in range(80, 160, 16):
+        offer(first)
+        got += results(1)
+    assert got == [PutResult.STORED] * stored + [PutResult.DROPPED] * (160 - stored)
+    assert client.match(keys).count == sum(map(bool, client.tiers(keys))) == stored
+
+
 def test_a_frozen_daemon_answers_when_it_goes_on(start: StartDaemon, connect: Connect) -> None:
     daemon: DaemonProcess = start()
     client = connect(daemon.endpoint)

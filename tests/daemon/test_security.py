@@ -82,6 +82,17 @@ def test_a_reader_may_only_read(daemon: DaemonProcess, keys: Keys) -> None:
             assert refused.value.code is ErrorCode.READ_ONLY
 
 
+def test_a_reader_does_not_say_what_blocks_look_like(daemon: DaemonProcess, keys: Keys) -> None:
+    with keys.connect(daemon.endpoint, "reader") as reader:
+        reader.hello(block_bytes=[4096], layout="a mistake")
+        with keys.connect(daemon.endpoint, "writer") as writer:
+            writer.hello(block_bytes=[8192], layout="right")
+            assert writer.put({key(1): block(1, 8192)}) == [PutResult.STORED]
+        with pytest.raises(Refused) as refused:
+            reader.hello(block_bytes=[4096], layout="a mistake")
+        assert refused.value.code is ErrorCode.MISMATCH
+
+
 def test_a_reader_may_not_write_in_place(daemon: DaemonProcess, keys: Keys) -> None:
     """A token does not make a writer of it, should it get hold of one."""
     attached = attach(daemon.ipc_path)

@@ -236,3 +236,40 @@ def test_quotas_keep_a_namespace_from_pushing_others_out(
     assert one.match([key(n) for n in range(256)]).count == 256
     held = sum(tier == 1 for n in range(2000) for tier in other.tiers([key(n)]))
     assert held == MIB // 4096
+
+
+def test_quotas_hold_for_clients_that_only_look_up(
+    start: StartDaemon, connect: Connect, folder: Path
+) -> None:
+    """What they bring into memory counts, also when they are the first after a restart."""
+    daemon = start(*SMALL, "--ssd", str(folder / "ssd"), "--memory-quota", "1MiB")
+    wanted = blocks(40, SIZE)
+    client = connect(daemon.endpoint, block_bytes=[SIZE])
+    for k, payload in wanted.items():
+        client.put({k: payload}, Durability.DISK)
+    assert daemon.terminate() == 0
+    daemon.restart()
+    reader = connect(daemon.endpoint, block_bytes=[])
+    assert reader.get(list(wanted), stream=True) == wanted
+    assert reader.stats()["used_bytes"]["memory"] <= MIB
+
+
+def test_a_reply_too_large_is_not_read_from_disk_to_the_end(
+    start: StartDaemon, connect: Connect, folder: Path
+) -> None:
+    daemon = start(
+        "--memory", "32MiB", "--ssd-space", "64MiB", "--ssd", str(folder / "ssd"), "--workers", "1"
+    )  # fmt: skip
+    wanted = blocks(700, SIZE)
+    client = connect(daemon.endpoint, block_bytes=[SIZE])
+    for k, payload in wanted.items():
+        assert client.put({k: payload}, Durability.DISK) == [PutResult.STORED]
+    assert daemon.terminate() == 0
+    daemon.restart()
+    client = connect(daemon.endpoint, block_bytes=[SIZE])
+    with pytest.raises(Refused) as refused:
+        client.get(list(wanted))
+    assert refused.value.code is ErrorCode.TOO_LARGE
+    eventually(lambda: client.stats()["reply_bytes"] == 0)
+    assert client.stats()["promoted_blocks"]["ssd"] < 400
+    assert client.get(list(wanted), stream=True) == wanted

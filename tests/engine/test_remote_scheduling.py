@@ -10,7 +10,7 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -346,6 +346,50 @@ def test_something_else_listens_there(tiny_model: Path, fault: Fault) -> None:
         failures = total(toy, names.LOAD_FAILURES, REMOTE)
         # Once for each request: what a daemon lost is not asked for in a loop.
         assert failures == (4 if fault in (_forgetful, _liar) else 0)
+        toy.close()
+
+
+def test_a_slowed_daemon_serves_some_and_times_out_for_others(tiny_model: Path) -> None:
+    """It keeps every block, and answers far within the deadlines, far beyond, or at about them."""
+    rng = random.Random(13)
+    deadline = 0.3
+    slowed: dict[type, tuple[float, float]] = {}
+
+    def delay(request: Request) -> float:
+        return rng.uniform(*slowed.get(type(request), (0, 0)))
+
+    def served(toy: ToyEngine, done: Callable[[], bool]) -> bool:
+        """Prompts the daemon holds, until this has happened; a busy machine needs another."""
+        for prompt in asked:
+            toy.half.index.clear()
+            toy.drop_gpu_cache()
+            serve(toy, [prompt])
+            if done():
+                return True
+        return False
+
+    asked = prompts(13, 12)
+    with FaultyDaemon() as daemon:
+        first = engine(tiny_model, daemon.address)
+        serve(first, asked)
+        first.close()
+        daemon.delay = delay
+        timeouts = {"remote_lookup_timeout": deadline, "remote_load_timeout": deadline}
+        toy = engine(tiny_model, daemon.address, extra=timeouts)
+        short, long, about = (0, deadline / 20), (5 * deadline, 9 * deadline), (0, 2 * deadline)
+
+        slowed.update({Match: short, Get: short})
+        assert served(toy, lambda: total(toy, names.LOADED_BLOCKS, REMOTE) > 0)
+        before = total(toy, names.LOAD_FAILURES, REMOTE)
+        slowed[Get] = long
+        assert served(toy, lambda: total(toy, names.LOAD_FAILURES, REMOTE) > before)
+        before = total(toy, names.LOOKUPS, REMOTE, "timeout")
+        slowed.update({Match: long, Get: short})
+        assert served(toy, lambda: total(toy, names.LOOKUPS, REMOTE, "timeout") > before)
+        slowed.update({Match: about, Get: about})
+        served(toy, lambda: False)
+        slowed.clear()
+        _until_served_again(toy, total(toy, names.LOADED_BLOCKS, REMOTE))
         toy.close()
 
 

@@ -1,13 +1,17 @@
 """A daemon that can misbehave: a ROUTER in a thread that keeps blocks in a dictionary.
 
 The real daemon cannot be made to send a wrong id, another's reply or half a stream. `fault` sees
-every request first and may answer it otherwise; None leaves it to the honest part.
+every request first and may answer it otherwise; None leaves it to the honest part. `delay` says
+for how many seconds the answers to a request are held back, while others pass them by.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import secrets
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import xxhash
@@ -42,6 +46,9 @@ from vllm_tiered_kv.wire.messages import (
 
 Frames = list[bytes]
 Fault = Callable[["FaultyDaemon", int, Request], "list[Frames] | None"]
+Delay = Callable[[Request], float]
+
+_PATIENCE_S = 0.02  # how long it may take to notice `stop`
 
 
 def framed(request_id: int, reply: Reply, payload: Sequence[bytes] = ()) -> Frames:
@@ -61,6 +68,7 @@ def block_reply(
 class FaultyDaemon:
     def __init__(self, fault: Fault | None = None, limits: Limits | None = None) -> None:
         self.fault = fault
+        self.delay: Delay | None = None
         self.limits = limits or Limits()
         self.instance = secrets.token_bytes(16)
         self.blocks: dict[bytes, bytes] = {}
@@ -89,8 +97,15 @@ class FaultyDaemon:
         return [request.op for request in self.seen]
 
     def _run(self) -> None:
+        held_back: list[tuple[float, int, Frames]] = []  # due, in order of arrival
+        arrivals = itertools.count()
         while not self._stop.is_set():
-            if not self._socket.poll(20):
+            while held_back and held_back[0][0] <= time.monotonic():
+                self._socket.send_multipart(heapq.heappop(held_back)[2])
+            patience = _PATIENCE_S
+            if held_back:
+                patience = min(patience, max(0.0, held_back[0][0] - time.monotonic()))
+            if not self._socket.poll(patience * 1000):
                 continue
             identity, header, *payload = self._socket.recv_multipart()
             request_id, request = decode_request(header, [len(frame) for frame in payload])
@@ -98,8 +113,9 @@ class FaultyDaemon:
             answers = self.fault(self, request_id, request) if self.fault else None
             if answers is None:
                 answers = [self.honest(request_id, request, payload)]
+            due = time.monotonic() + self.delay(request) if self.delay else 0.0
             for frames in answers:
-                self._socket.send_multipart([identity, *frames])
+                heapq.heappush(held_back, (due, next(arrivals), [identity, *frames]))
 
     def honest(self, request_id: int, request: Request, payload: Sequence[bytes] = ()) -> Frames:
         if isinstance(request, Get):

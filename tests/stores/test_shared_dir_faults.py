@@ -163,6 +163,47 @@ def test_a_failed_flush_is_counted(root: Path) -> None:
         assert store.counts.snapshot()[Event.FLUSH_ERROR] == 1
 
 
+def test_a_block_collected_while_it_is_made_durable_is_written_again(root: Path) -> None:
+    """It was there at the first look, and is gone when it is opened to be synced."""
+    with opened(root) as other:
+        other.put([item(KEY, SIZE)])
+        path = file_of(other, KEY)
+
+        def collect(opened_path: str, flags: int, mode: int = 0) -> None:
+            if opened_path == str(path):
+                path.unlink(missing_ok=True)
+
+        with opened(root, FaultyOps(open=collect)) as store:
+            assert store.put([item(KEY, SIZE)], Durability.DISK) == [PutResult.STORED]
+            assert store.counts.snapshot()[Event.WRITE_ERROR] == 0
+        assert_holds(other, KEY, SIZE)
+        assert litter(root) == []
+
+
+@pytest.mark.parametrize("times", [1, 100])
+def test_another_writers_block_that_is_collected_at_once(root: Path, times: int) -> None:
+    """Published between our look and our link, gone before it is synced; now and then forever."""
+    with opened(root) as other:
+        path = file_of(other, KEY)
+        left = [times]
+
+        def be_late(source: str, target: str) -> None:
+            if left[0]:
+                left[0] -= 1
+                other.put([item(KEY, SIZE)])
+
+        def collect(opened_path: str, flags: int, mode: int = 0) -> None:
+            if opened_path == str(path):
+                path.unlink(missing_ok=True)
+
+        with opened(root, FaultyOps(link=be_late, open=collect)) as store:
+            expected = PutResult.STORED if times == 1 else PutResult.DROPPED
+            assert store.put([item(KEY, SIZE)], Durability.DISK) == [expected]
+            assert store.counts.snapshot()[Event.WRITE_ERROR] == 0
+        assert path.exists() == (times == 1)
+        assert litter(root) == []
+
+
 # ---- names that network file systems give --------------------------------------------------------
 
 

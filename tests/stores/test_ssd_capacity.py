@@ -196,3 +196,26 @@ def test_small_blocks_fill_the_index_before_the_space(
         check(store)
     with opened(tmp_path / "store", 8 * MIB) as store:
         assert store.recovery.blocks == most
+
+
+def test_a_quota_made_smaller_holds_for_what_is_recovered(tmp_path: Path) -> None:
+    def names(count: int) -> list[StoreKey]:
+        return [StoreKey(b"owner".ljust(16) + n.to_bytes(8, "little")) for n in range(count)]
+
+    def used(store: SsdStore) -> int:
+        return sum(store.contains(names(100))) * 4096
+
+    with opened(tmp_path / "store", MIB, slab_bytes=64 * KIB) as store:
+        put(store, *range(20))
+        for name in names(100):
+            assert store.put([PutItem(name, None, memoryview(bytes(4096)))]) == [PutResult.STORED]
+        assert used(store) == 400 * KIB
+    with opened(tmp_path / "store", MIB) as store:
+        store.set_quota(names(1)[0], 128 * KIB)
+        assert 64 * KIB < used(store) <= 128 * KIB
+        assert present(store, range(20)) == list(range(20))
+        check(store)
+        for name in names(100):
+            assert store.put([PutItem(name, None, memoryview(bytes(4096)))]) != [PutResult.FAILED]
+        assert used(store) <= 128 * KIB
+        check(store)

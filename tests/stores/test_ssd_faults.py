@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -316,3 +317,59 @@ def test_more_space_than_there_is_is_refused_and_leaves_no_trace(small_disk: Pat
         SsdStore(small_disk / "store", 8 << 20)
     with opened(small_disk / "store", 400 << 10) as store:
         put(store, 1)
+
+
+class SlowDisk(FaultyDisk):
+    """Its first write of a block takes until `go`, and may fail then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def write(self, fd: int, data: memoryview, offset: int) -> int:
+        if self._names[fd] == "data" and not self.begun.is_set():
+            self.begun.set()
+            assert self.go.wait(60)
+        return super().write(fd, data, offset)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_on_disk_waits_for_another_ones_write(tmp_path: Path, fails: bool) -> None:
+    """The block is being put by somebody who does not care how durable it is."""
+    disk = SlowDisk()
+    with (
+        opened(tmp_path / "store", disk=disk, retry_seconds=RETRY) as store,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        first = threads.submit(store.put, [item(1)])
+        assert disk.begun.wait(60)
+        second = threads.submit(store.put, [item(1)], Durability.DISK)
+        wait([second], timeout=0.3)
+        if not second.done():  # as it should be: there is nothing to promise yet
+            if fails:
+                disk.faults["write", "data"] = errno.EIO
+            disk.go.set()
+        result = second.result(60)[0]
+        shutil.copytree(tmp_path / "store", tmp_path / "after a crash")
+        disk.go.set()
+        assert first.result(60)[0] is (PutResult.FAILED if fails else PutResult.STORED)
+    assert result is (PutResult.DROPPED if fails else PutResult.PRESENT)
+    with opened(tmp_path / "after a crash") as store:
+        assert read(store, 1) == (None if fails else content(1))
+
+
+def test_present_and_not_known_to_be_on_disk(store: SsdStore, disk: FaultyDisk) -> None:
+    assert store.put([item(1)]) == [PutResult.STORED]
+    disk.faults["sync", "journal"] = errno.EIO
+    assert store.put([item(1)], Durability.DISK) == [PutResult.FAILED]
+    disk.faults.clear()
+    assert eventually_writable(store, 1) is PutResult.PRESENT
+
+
+def eventually_writable(store: SsdStore, number: int) -> PutResult:
+    end = time.monotonic() + 30
+    while True:
+        [result] = store.put([item(number)], Durability.DISK)
+        if result is not PutResult.FAILED or time.monotonic() > end:
+            return result
+        time.sleep(RETRY)

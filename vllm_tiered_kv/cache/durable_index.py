@@ -61,6 +61,20 @@ class DurableIndex(BlockIndex):
         readable.sort()
         return [slot for _, slot in readable]
 
+    def set_quota(self, owner: bytes, quota_bytes: int) -> None:
+        """As a BlockIndex; what was recovered beyond the quota leaves, a slab at a time."""
+        before = self._quota_slabs.get(owner)
+        super().set_quota(owner, quota_bytes)
+        quota = self._quota_slabs[owner]
+        if quota == before:
+            return
+        classes = [number for number, other in enumerate(self._owner_of) if other == owner]
+        for _ in range(sum(map(self._pool.slabs_of, classes)) - quota):
+            coldest = [slot for c in classes if (slot := self._coldest(c)) is not None]
+            coldest.sort(key=lambda slot: self._entries[slot].used)
+            if not any(map(self._evict_slab_of, coldest)):
+                break  # all in use: the owner cannot grow, and what leaves is not replaced
+
     # ---- room ---------------------------------------------------------------------------------
 
     def make_room(self, size_class: int, slots: int, parent_key: bytes | None = None) -> int:

@@ -138,7 +138,8 @@ class SocketPathLock:
         self._path = path
         lock_path = path + LOCK_SUFFIX
         try:
-            self._fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._fd = os.open(lock_path, flags, 0o600)
         except OSError as error:
             raise ConfigError("listen", f"{lock_path}: {error.strerror}") from error
         try:

@@ -141,7 +141,7 @@ class Gateway:
             user=user,
             read_only=read_only,
             namespace=hello.namespace,
-            shape=self._namespaces.admit(hello),
+            shape=self._namespaces.admit(hello, read_only),
             attachment=attachment,
         )
         self._sessions.open(session)

@@ -150,6 +150,7 @@ class Handlers:
             )
         if self.put_bytes + total > self._allowances.puts:
             self._recorder.add(names.PUTS, len(keys), PutResult.DROPPED.name.lower())
+            self._store.memory.turn_away(keys)
             call.reply(PutReply(put_codes([PutResult.DROPPED] * len(keys))))
             return
         parents = session.parents(request.parents)

@@ -13,8 +13,8 @@ from vllm_tiered_kv.core.store import Durability, LowerStore, PutResult, StoreKe
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
-from vllm_tiered_kv.server.write_behind import WriteBehind
-from vllm_tiered_kv.stores.memory import MemoryStore
+from vllm_tiered_kv.server.write_behind import WriteBehind, Written
+from vllm_tiered_kv.stores.memory import Handed, MemoryStore
 
 _WRITERS = 4  # per tier
 
@@ -70,28 +70,32 @@ class LowerTiers:
                         self._offer(tier, key)
         waiting.start()
 
-    def _make_durable(self, key: StoreKey, written: Callable[[PutResult], None]) -> None:
+    def _make_durable(self, key: StoreKey, written: Written) -> None:
         """In the fastest tier that is a disk."""
         if not self._tiers:
             written(PutResult.DROPPED)  # in memory, and no disk to be had
             return
         tier, _ = self._tiers[0]
-        (block,) = self._memory.hold([key], touch=False)
-        if block is not None and self._behind[tier].offer(block, Durability.DISK, written):
-            return
-        if block is not None:
-            self._memory.let_go([block])
+        handed = self._hand_to(tier, key, Durability.DISK, written)
+        if handed is Handed.REFUSED:
             self._refuse(tier, key)
-        written(PutResult.DROPPED)
+        if handed is not Handed.TAKEN:
+            written(PutResult.DROPPED)
 
-    def _offer(self, tier: str, key: StoreKey, wait: bool = False) -> bool:
-        """False when the queue is full; a block that has left memory is nobody's concern."""
-        (block,) = self._memory.hold([key], touch=False)
-        if block is None or self._behind[tier].offer(block, Durability.MEMORY, wait=wait):
-            return True
-        self._memory.let_go([block])
-        self._refuse(tier, key)
-        return False
+    def _offer(self, tier: str, key: StoreKey) -> None:
+        """A block that has left memory is nobody's concern."""
+        if self._hand_to(tier, key) is Handed.REFUSED:
+            self._refuse(tier, key)
+
+    def _hand_to(
+        self,
+        tier: str,
+        key: StoreKey,
+        durability: Durability = Durability.MEMORY,
+        written: Written | None = None,
+    ) -> Handed:
+        offer = self._behind[tier].offer
+        return self._memory.hand_over(key, lambda block: offer(block, durability, written))
 
     def _refuse(self, tier: str, key: StoreKey) -> None:
         self._recorder.add(names.NOT_WRITTEN, 1, tier)
@@ -107,13 +111,7 @@ class LowerTiers:
         tier, store = self._tiers[0]
         if store is self._backing or store.contains([key])[0]:
             return True  # a backing store is never asked here: it may be slow
-        (block,) = self._memory.hold([key], touch=False)
-        if block is None:
-            return True
-        if self._behind[tier].offer(block, Durability.MEMORY):
-            return False
-        self._memory.let_go([block])
-        return True
+        return self._hand_to(tier, key) is not Handed.TAKEN
 
     def left_memory(self, key: StoreKey) -> None:
         self._recorder.add(names.EVICTED, 1, Tier.MEMORY.value)
@@ -141,7 +139,9 @@ class LowerTiers:
             with self._refused_lock:
                 refused, self._refused[tier] = self._refused[tier], {}
             for key in refused:
-                self._offer(tier, key, wait=True)
+                # Not held while it waits: it may be deleted meanwhile, and must stay so.
+                while self._hand_to(tier, key) is Handed.REFUSED and behind.wait_for_room():
+                    pass
             behind.drain(lambda left, tier=tier: progress(tier, left))  # type: ignore[misc]
             store.flush()
 

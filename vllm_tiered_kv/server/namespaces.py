@@ -47,30 +47,31 @@ class Namespaces:
     def __len__(self) -> int:
         return len(self._shapes)
 
-    def admit(self, hello: Hello) -> Shape:
+    def admit(self, hello: Hello, read_only: bool = False) -> Shape:
         """The shape of this client's blocks; ProtocolError where others know another one.
 
-        A client that names no block lengths only looks up what others have put.
+        A client that names no block lengths only looks up what others have put. Neither its word
+        nor that of one that may only read binds those who write.
         """
         said = Shape(hello.key_bytes, frozenset(hello.block_bytes), hello.layout)
         known = self._shapes.pop(hello.namespace, None)
         if known is not None:
             self._shapes[hello.namespace] = known
             _require_equal(hello.namespace, known, said)
-        elif said.block_bytes:
+        elif said.block_bytes and not read_only:
             if len(self._shapes) >= self._most:
                 forgotten = next(iter(self._shapes))
                 del self._shapes[forgotten]
                 self._met.discard(forgotten)
             self._shapes[hello.namespace] = said
             self._save()
-        if said.block_bytes and hello.namespace not in self._met:
+        if hello.namespace in self._shapes and hello.namespace not in self._met:
             self._met.add(hello.namespace)
             logger.info(
                 "namespace %s: %r, blocks of %s bytes",
                 hello.namespace.hex(),
                 hello.client,
-                sorted(said.block_bytes),
+                sorted(self._shapes[hello.namespace].block_bytes),
             )
             self._on_new(hello.namespace)
         return known or said

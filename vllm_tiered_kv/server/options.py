@@ -134,7 +134,8 @@ class ServerOptions:
         0,
         "size",
         "Blocks waiting to be written to a slower tier, which stay in memory meanwhile; what "
-        "exceeds it is not written. 0: a quarter of the memory.",
+        "exceeds it is offered again before it is evicted, and written by a flush. 0: a quarter "
+        "of the memory.",
         low=0,
     )
     workers: int = _option(16, "int", "Threads that copy, check and read blocks.", low=1, high=1024)
@@ -151,7 +152,8 @@ class ServerOptions:
     stall_timeout: int = _option(
         30,
         "duration",
-        "A client that takes none of its replies for so long is disconnected.",
+        "A client that takes none of its replies for so long is disconnected; over `ipc://` it has "
+        "to say hello again.",
         low=1,
     )
     log_level: LogLevel = _option(LogLevel.INFO, "choice", "How much is logged, to stderr.")

@@ -6,6 +6,10 @@ copied instead. A client that stops reading therefore pins what it asked for. Ho
 is bounded per client and in total by *claims*, which are made before a block is fetched. A tcp
 client that reads nothing for the stall timeout is disconnected by the kernel (TCP_USER_TIMEOUT),
 which ends zmq's references.
+
+Should zmq lose a message together with a connection, it would never say that it is done. So once a
+client is known to be gone, what was under way to it is let go after a while all the same: whatever
+might still read the memory then has nobody to send it to.
 """
 
 from __future__ import annotations
@@ -18,18 +22,24 @@ from dataclasses import dataclass, field
 
 import zmq
 
+from vllm_tiered_kv.errors import ErrorCode
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.allowances import Allowances
 from vllm_tiered_kv.server.reactor import Reactor
 from vllm_tiered_kv.server.sessions import Peer
 from vllm_tiered_kv.stores.memory import Held, MemoryStore
+from vllm_tiered_kv.wire.messages import UNREADABLE_ID, ErrorReply, encode_reply
 
 logger = logging.getLogger(__name__)
 
 _COPY_BYTES = 64 << 10  # so little is copied: keeping track of it would cost more
 _SOONEST_LOOK_S = 0.001
 _LATEST_LOOK_S = 0.05
+_PROBE = encode_reply(
+    UNREADABLE_ID, ErrorReply(ErrorCode.UNAVAILABLE, "replies under way are not taken", "")
+)
+_GRACE_S = 10.0  # for zmq to be done with what was under way to a client that is gone
 
 
 @dataclass(slots=True)
@@ -47,10 +57,20 @@ class _Line:
     waiting: deque[_Message] = field(default_factory=deque)  # zmq does not take it yet
     in_zmq: deque[tuple[zmq.MessageTracker, Held]] = field(default_factory=deque)
     last_progress: float = field(default_factory=time.monotonic)
+    last_probe: float = 0.0
 
     @property
     def is_idle(self) -> bool:
         return not self.claimed and not self.waiting and not self.in_zmq
+
+
+@dataclass(frozen=True, slots=True)
+class _Leftover:
+    """Something that was under way to a client that is gone."""
+
+    tracker: zmq.MessageTracker
+    block: Held
+    until: float
 
 
 class Outbox:
@@ -71,6 +91,7 @@ class Outbox:
         self._stall_s = stall_s
         self._lines: dict[Peer, _Line] = {}
         self._busy: set[Peer] = set()  # with something waiting or in zmq
+        self._leftovers: list[_Leftover] = []
         self._claimed = 0
         self._freed = False  # since those who wait for room were told
         self._look_after = _SOONEST_LOOK_S
@@ -177,6 +198,7 @@ class Outbox:
         except zmq.ZMQError as error:
             self._give_up(peer, message)
             if error.errno == zmq.EHOSTUNREACH:
+                self._leave_behind(line)
                 self.on_gone(peer, "it has disconnected")
             else:
                 logger.warning("a reply could not be sent: %s", error)
@@ -248,8 +270,37 @@ class Outbox:
 
     def _find_stalled(self) -> None:
         """The kernel watches tcp clients; a local one keeps its memory but not its session."""
-        limit = time.monotonic() - self._stall_s
+        now = time.monotonic()
+        limit = now - self._stall_s
         for peer in list(self._busy):
             line = self._lines.get(peer)
-            if line is not None and line.waiting and line.last_progress < limit:
+            if line is None or line.last_progress >= limit:
+                continue
+            if line.waiting:
                 self.on_gone(peer, f"it has taken nothing for {self._stall_s:g} s")
+            elif line.last_probe < limit:
+                line.last_probe = now
+                self.send(peer, _PROBE)  # only a client that is there can be sent something
+        self._clear_leftovers(now)
+
+    def _leave_behind(self, line: _Line) -> None:
+        """The client is gone: what zmq has is of no use to anybody."""
+        until = time.monotonic() + _GRACE_S
+        while line.in_zmq:
+            tracker, block = line.in_zmq.popleft()
+            line.claimed -= block.nbytes
+            self._leftovers.append(_Leftover(tracker, block, until))
+
+    def _clear_leftovers(self, now: float) -> None:
+        kept: list[_Leftover] = []
+        over: list[Held] = []
+        for left in self._leftovers:
+            if left.tracker.done or left.until <= now:
+                over.append(left.block)
+            else:
+                kept.append(left)
+        if over:
+            self._leftovers = kept
+            self._memory.let_go(over)
+            self._claimed -= sum(block.nbytes for block in over)
+            self._freed = True

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 
 from vllm_tiered_kv.core.store import (
@@ -75,6 +75,7 @@ class TieredStore:
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="tiered-kv-io")
         self._reading: dict[StoreKey, list[tuple[int, Ready]]] = {}
         self._lock = threading.Lock()
+        self._fills: set[Future[None]] = set()  # of blocks that were received
         self._to_flush: list[Callable[[], None]] = []
         self._flushing = False
 
@@ -105,8 +106,14 @@ class TieredStore:
                 lambda: done(self._locator.tiers_of(keys)), lambda: done([None] * len(keys))
             )
 
-    def _in_pool(self, work: Callable[[], None], failed: Callable[[], None]) -> None:
-        """Does it in the pool; whoever waits is answered, come what may."""
+    def _in_pool(
+        self,
+        work: Callable[[], None],
+        failed: Callable[[], None],
+        among: set[Future[None]] | None = None,
+    ) -> None:
+        """Does it in the pool; whoever waits is answered, come what may. Meanwhile it is `among`
+        these."""
 
         def guarded() -> None:
             try:
@@ -116,9 +123,13 @@ class TieredStore:
                 failed()
 
         try:
-            self._pool.submit(guarded)
+            future = self._pool.submit(guarded)
         except RuntimeError:  # closed meanwhile
             failed()
+            return
+        if among is not None:
+            among.add(future)
+            future.add_done_callback(among.discard)
 
     # ---- out ------------------------------------------------------------------------------------
 
@@ -225,6 +236,7 @@ class TieredStore:
         self._in_pool(
             partial(self._fill, items, slots, durability, done, copied),
             partial(self._refuse, slots, done, copied),
+            self._fills,
         )
 
     def _refuse(
@@ -315,6 +327,7 @@ class TieredStore:
                     self._flushing = False
                     return
             try:
+                wait(self._fills.copy())
                 self._lower.flush()
             except Exception:
                 logger.exception("flushing failed")

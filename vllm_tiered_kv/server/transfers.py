@@ -69,7 +69,7 @@ class Transfer:
     def go_on(self) -> None:
         """Fetches what there is room for and sends what is ready."""
         self._is_waiting = False
-        while self._next < len(self._keys) and self._may_go_on():
+        while self._next < len(self._keys) and self._may_go_on() and not self._may_be_full():
             count = self._room_for()
             if count == 0:
                 self._is_waiting = True
@@ -81,6 +81,13 @@ class Transfer:
 
     def _may_go_on(self) -> bool:
         return self._call.session.is_open and not self._call.is_over
+
+    def _may_be_full(self) -> bool:
+        """Whether a single message may be too large already with what is still on its way: the
+        rest is not worth reading, and pushing others out of memory, before that is known."""
+        coming = self._fetching * self._call.session.largest_block
+        most = self._transfers.most_message_bytes
+        return not self._stream and bool(coming) and self._ready_bytes + coming > most
 
     def _room_for(self) -> int:
         """Claims room for some of the next keys; how many."""

@@ -1,7 +1,9 @@
 """A bounded queue of blocks on their way from memory to a slower store.
 
 A block waits pinned where it lies, so nothing is copied and nothing can change under the writer.
-A full queue takes no more; what it refused stays in memory and may be offered again.
+A full queue takes no more; what it refused stays in memory and may be offered again. While the
+store keeps nothing (a full disk), the queue takes a block at a time: whoever makes room in memory
+must not offer half of it in vain.
 """
 
 from __future__ import annotations
@@ -22,11 +24,12 @@ _BATCH_BYTES = 16 << 20
 Written = Callable[[PutResult], None]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Waiting:
     block: Held
     durability: Durability
     written: list[Written]
+    has_ended: bool = False
 
 
 class WriteBehind:
@@ -47,7 +50,10 @@ class WriteBehind:
         self._by_key: dict[StoreKey, _Waiting] = {}  # queued or being written
         self._bytes = 0
         self._closing = False
-        self._changed = threading.Condition()
+        self._in_vain = False  # of the last blocks the target kept none
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._ended = threading.Condition(self._lock)
         self._threads = [
             threading.Thread(target=self._run, name=f"tiered-kv-{name}-{n}", daemon=True)
             for n in range(threads)
@@ -63,26 +69,19 @@ class WriteBehind:
     def pending_blocks(self) -> int:
         return len(self._by_key)
 
-    def offer(
-        self,
-        block: Held,
-        durability: Durability,
-        written: Written | None = None,
-        wait: bool = False,
-    ) -> bool:
-        """Takes over the caller's hold on `block`, unless the queue is full (False).
+    def offer(self, block: Held, durability: Durability, written: Written | None = None) -> bool:
+        """Takes over the caller's hold on `block`, unless the queue is full (False). A queue that
+        is empty takes any block.
 
-        `written` is called from a writer with the outcome. `wait` waits for room instead.
+        `written` is called from a writer with the outcome.
         """
-        with self._changed:
-            while wait and self._bytes and self._bytes + block.nbytes > self._capacity:
-                self._changed.wait()
+        with self._lock:
             waiting = self._by_key.get(block.key)
             if waiting is not None and (written is None or durability is waiting.durability):
                 if written is not None:
                     waiting.written.append(written)
                 duplicate = True
-            elif self._closing or self._bytes + block.nbytes > self._capacity:
+            elif self._closing or not self._has_room(block.nbytes, written is not None):
                 return False
             else:
                 duplicate = False
@@ -90,37 +89,54 @@ class WriteBehind:
                 self._by_key[block.key] = waiting
                 self._queue.append(waiting)
                 self._bytes += block.nbytes
-                self._changed.notify()
+                self._work.notify()
         if duplicate:
             self._memory.let_go([block])
         return True
 
+    def _has_room(self, nbytes: int, is_awaited: bool) -> bool:
+        if not self._bytes:
+            return True
+        may_queue = is_awaited or not self._in_vain
+        return may_queue and self._bytes + nbytes <= self._capacity
+
     def discard(self, keys: Iterable[StoreKey]) -> None:
         """Forgets what waits under these keys. Returns when none of them is being written."""
-        unwritten: list[_Waiting] = []
         wanted = set(keys)
-        with self._changed:
-            for waiting in [w for w in self._queue if w.block.key in wanted]:
-                self._queue.remove(waiting)
-                unwritten.append(waiting)
+        with self._lock:
+            unwritten = [w for w in self._queue if w.block.key in wanted]
+            if unwritten:
+                self._queue = deque(w for w in self._queue if w.block.key not in wanted)
         self._finish(unwritten, [PutResult.DROPPED] * len(unwritten))
-        with self._changed:
+        with self._lock:
             while not wanted.isdisjoint(self._by_key):
-                self._changed.wait()
+                self._ended.wait()
+
+    def wait_for_room(self) -> bool:
+        """Returns when a block has left the queue, or none is in it; False when it is closed."""
+        with self._lock:
+            if self._bytes and not self._closing:
+                self._ended.wait()
+            return not self._closing
 
     def drain(self, progress: Callable[[int], None] | None = None) -> None:
-        """Returns when the queue is empty; tells how many blocks are left, about once a second."""
-        with self._changed:
-            while self._by_key:
-                if not self._changed.wait(timeout=1.0) and progress is not None:
+        """Returns when all that waits now is written, whatever comes meanwhile; tells how many
+        blocks are left, about once a second."""
+        with self._lock:
+            ahead = list(self._by_key.values())
+            while ahead:
+                if ahead[-1].has_ended:
+                    ahead.pop()
+                elif not self._ended.wait(timeout=1.0) and progress is not None:
                     progress(len(self._by_key))
 
     def close(self, progress: Callable[[int], None] | None = None) -> None:
         """Writes what is queued, then stops. Idempotent."""
         self.drain(progress)
-        with self._changed:
+        with self._lock:
             self._closing = True
-            self._changed.notify_all()
+            self._work.notify_all()
+            self._ended.notify_all()
         for thread in self._threads:
             thread.join()
 
@@ -138,15 +154,16 @@ class WriteBehind:
             except Exception:  # the queue must go on whatever the store did
                 logger.exception("writing blocks behind failed; they stay in memory only")
                 results = [PutResult.FAILED] * len(batch)
+            self._in_vain = not any(r in (PutResult.STORED, PutResult.PRESENT) for r in results)
             self._finish(batch, results)
 
     def _next_batch(self) -> list[_Waiting]:
         """What to write together: consecutive blocks of equal durability. Empty at the end."""
-        with self._changed:
+        with self._lock:
             while not self._queue:
                 if self._closing:
                     return []
-                self._changed.wait()
+                self._work.wait()
             batch = [self._queue.popleft()]
             nbytes = batch[0].block.nbytes
             while (
@@ -160,12 +177,13 @@ class WriteBehind:
 
     def _finish(self, batch: list[_Waiting], results: list[PutResult]) -> None:
         self._memory.let_go([waiting.block for waiting in batch])
-        with self._changed:
+        with self._lock:
             for waiting in batch:
+                waiting.has_ended = True
                 if self._by_key.get(waiting.block.key) is waiting:
                     del self._by_key[waiting.block.key]
                 self._bytes -= waiting.block.nbytes
-            self._changed.notify_all()
+            self._ended.notify_all()
         for waiting, result in zip(batch, results, strict=True):
             for written in waiting.written:
                 written(result)

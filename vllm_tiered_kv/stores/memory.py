@@ -6,6 +6,7 @@ pins blocks where they lie, `reserve` hands out a slot to fill, `commit` or `abo
 
 from __future__ import annotations
 
+import enum
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -45,6 +46,14 @@ class Held:
     generation: int
     checksum: int  # of a readable block; 0 while it is written
     view: memoryview
+
+
+class Handed(enum.Enum):
+    """What became of a block that was offered to someone."""
+
+    TAKEN = enum.auto()
+    REFUSED = enum.auto()
+    ABSENT = enum.auto()  # it is not here
 
 
 class MemoryStore:
@@ -163,6 +172,21 @@ class MemoryStore:
         with self._lock:
             self._index.unpin(block.slot for block in held)
 
+    def hand_over(self, key: StoreKey, take: Callable[[Held], bool]) -> Handed:
+        """Holds a block for `take`, which says whether it takes the hold over.
+
+        In one step: a block that is being deleted is either gone before, or known to whoever took
+        it by the time `delete` returns. `take` runs under this store's lock.
+        """
+        with self._lock:
+            (block,) = self.hold([key], touch=False)
+            if block is None:
+                return Handed.ABSENT
+            if take(block):
+                return Handed.TAKEN
+            self.let_go([block])
+            return Handed.REFUSED
+
     def reserve(self, key: StoreKey, parent: StoreKey | None, nbytes: int) -> Held | PutResult:
         """A slot to fill, to be ended by `commit` or `abort`; or why there is none."""
         with self._lock:
@@ -204,12 +228,19 @@ class MemoryStore:
                     slot: Held | PutResult = PutResult.DROPPED
                 else:
                     slot = self.reserve(key, parent, nbytes)
-                if slot is PutResult.DROPPED:
-                    self._dropped[key] = None
                 slots.append(slot)
+                if slot is PutResult.DROPPED:
+                    self.turn_away([key])
+        return slots
+
+    def turn_away(self, keys: Sequence[StoreKey]) -> None:
+        """These blocks find no room: what follows them in their chains will not, either."""
+        with self._lock:
+            for key in keys:
+                if self._index.lookup(key) is Lookup.MISS:
+                    self._dropped[key] = None
             while len(self._dropped) > _REMEMBERED_DROPS:
                 del self._dropped[next(iter(self._dropped))]
-        return slots
 
     def fill(self, slot: Held, payload: memoryview, checksum: int | None) -> PutResult:
         """Copies a block into its slot, verifies it there and ends the reservation."""

@@ -14,7 +14,7 @@ import errno
 import os
 
 from vllm_tiered_kv.core.store import StoreKey
-from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps, advance
+from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps, advance, is_absent
 from vllm_tiered_kv.stores.shared_dir.tree import Identity, Tree
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -48,14 +48,23 @@ class Publisher:
                 self._ops.unlink(temp)
         return outcome
 
-    def sync_present(self, key: StoreKey) -> None:
-        """Makes a block someone else wrote as durable as one written with `sync`."""
-        fd = self._ops.open(self._tree.block_path(key), os.O_RDONLY | os.O_NOFOLLOW)
+    def sync_present(self, key: StoreKey) -> bool:
+        """Makes a block someone else wrote as durable as one written with `sync`.
+
+        False where it has left since it was seen. Raises OSError where the file system fails.
+        """
+        try:
+            fd = self._ops.open(self._tree.block_path(key), os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError as error:
+            if is_absent(error):
+                return False
+            raise
         try:
             self._ops.fsync(fd)
         finally:
             self._ops.close(fd)
         self._tree.sync_shard(key)
+        return True
 
     def _open_temp(self, key: StoreKey) -> tuple[str, int]:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL

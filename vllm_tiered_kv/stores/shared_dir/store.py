@@ -44,6 +44,7 @@ from vllm_tiered_kv.stores.shared_dir.usage import Totals, UsageTracker
 
 logger = logging.getLogger(__name__)
 
+_PUT_ATTEMPTS = 3  # a block that was here may be collected before it is made durable
 _KEYS_A_TASK = 32  # a lookup is far cheaper than handing it to another thread
 _KEPT = frozenset({PutResult.STORED, PutResult.PRESENT})
 
@@ -173,23 +174,12 @@ class SharedDirStore:
         if not is_key(item.key) or (item.parent is not None and not is_key(item.parent)):
             self.counts.add(Event.BAD_KEY)
             return PutResult.FAILED
-        payload = item.payload.cast("B")
-        sync = durability is Durability.DISK
         try:
-            if self._keep_present(item.key, len(payload), sync):
-                return PutResult.PRESENT
-            checksum = xxh3_64(payload)
-            if item.checksum is not None and item.checksum != checksum:
-                self.counts.add(Event.BAD_CHECKSUM)
-                return PutResult.FAILED
-            header = BlockHeader(item.key, item.parent, len(payload), checksum)
-            published = self._publisher.publish(item.key, encode_header(header), payload, sync)
-            if published is Published.NEW:
-                self.usage_tracker.changed(1, header.file_bytes)
-                return PutResult.STORED
-            if sync:
-                self._publisher.sync_present(item.key)
-            return PutResult.PRESENT
+            for _ in range(_PUT_ATTEMPTS):
+                result = self._try_to_put(item, sync=durability is Durability.DISK)
+                if result is not None:
+                    return result
+            return PutResult.DROPPED
         except OSError as error:
             if error.errno in NO_SPACE:
                 self.counts.add(Event.NO_SPACE)
@@ -197,6 +187,24 @@ class SharedDirStore:
             self.counts.add(Event.WRITE_ERROR)
             logger.debug("a block could not be written to %s: %s", self.tree.folder, error)
             return PutResult.FAILED
+
+    def _try_to_put(self, item: PutItem, sync: bool) -> PutResult | None:
+        """None where someone else's block was in the way, and left before it was durable."""
+        payload = item.payload.cast("B")
+        if self._keep_present(item.key, len(payload), sync):
+            return PutResult.PRESENT
+        checksum = xxh3_64(payload)
+        if item.checksum is not None and item.checksum != checksum:
+            self.counts.add(Event.BAD_CHECKSUM)
+            return PutResult.FAILED
+        header = BlockHeader(item.key, item.parent, len(payload), checksum)
+        published = self._publisher.publish(item.key, encode_header(header), payload, sync)
+        if published is Published.NEW:
+            self.usage_tracker.changed(1, header.file_bytes)
+            return PutResult.STORED
+        if sync and not self._publisher.sync_present(item.key):
+            return None
+        return PutResult.PRESENT
 
     def _keep_present(self, key: StoreKey, payload_bytes: int, sync: bool) -> bool:
         """Whether the block is here, and will not be collected from under this put."""
@@ -212,9 +220,7 @@ class SharedDirStore:
         # more, the block has just been collected, and is written again.
         if self.recency.is_stale(status.st_mtime_ns / 1e9) and not self.recency.touch(key):
             return False
-        if sync:
-            self._publisher.sync_present(key)
-        return True
+        return not sync or self._publisher.sync_present(key)
 
     # ---- the rest -------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import errno
 import logging
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import Protocol
 
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 INTERVAL_SECONDS = 1.0  # how long a record may wait for company
 BATCH_RECORDS = 1024  # how many do not wait
+_REMEMBERED_FAILURES = 256  # nobody waits longer than that
 _DEAD_RECORDS = 4096  # a journal is rewritten when more than this, and most of it, is dead
 
 
@@ -91,6 +93,8 @@ class Committer:
         self._next = 1  # the cycle that will take what is queued now
         self._done = 0  # the last cycle that ended
         self._durable = 0  # the last cycle that ended well
+        # Those whose blocks were lost: a later one that ends well does not bring them back.
+        self._failed: deque[int] = deque(maxlen=_REMEMBERED_FAILURES)
         self._releasing = False  # a cycle with slots to release is under way
         self._urgent = False
         self._sync_all = False  # whatever the policy
@@ -140,7 +144,7 @@ class Committer:
             self.kick()
         while self._done < cycle and not self._stopped:
             self._finished.wait()
-        return self._durable >= cycle
+        return self._durable >= cycle and cycle not in self._failed
 
     def wait_release(self) -> bool:
         """Returns when what is in quarantine now has left it; False when it could not."""
@@ -202,15 +206,16 @@ class Committer:
         self._releasing = bool(leaving)
         rewrite = self._should_rewrite(len(batch))
         records = self._owner.live_records() if rewrite else batch
-        written = [r.slot for r in map(decode, batch) if r.kind == PUT] if self._group else []
+        written = _slots_put(batch) if self._group else []
         sync_data = sync_all or rewrite or bool(written)
         self._lock.release()
         error: OSError | None = None
         lost: list[int] = []
+        data_in_doubt = False
         try:
             self._write(records, rewrite, sync_data, sync_all)
         except _DataSyncError as failure:
-            error, lost = failure.args[0], written
+            error, lost, data_in_doubt = failure.args[0], written, True
         except OSError as failure:
             error = failure
         finally:
@@ -220,6 +225,11 @@ class Committer:
         if error is None:
             self._succeed(number, leaving)
         else:
+            self._failed.append(number)
+            if data_in_doubt and self._group:
+                # So is what was written while this went on, whose turn would be the next cycle.
+                lost += _slots_put(self._queue)
+                self._failed.append(self._next)
             self._fail(error, leaving, lost)
         self._finished.notify_all()
 
@@ -272,3 +282,7 @@ class Committer:
         self._queue = []
         self._owner.retake(leaving)
         self._owner.lost(lost)
+
+
+def _slots_put(records: list[bytes]) -> list[int]:
+    return [record.slot for record in map(decode, records) if record.kind == PUT]

@@ -69,6 +69,7 @@ class SsdStore:
         self.counters = SsdCounters()
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
+        self._sealed = threading.Condition(self._lock)
         self._active = 0
         self._closed = False
         self._order_changed = False
@@ -225,7 +226,7 @@ class SsdStore:
                         self._seal(writes, results)
                 if durability is Durability.DISK:
                     with self._lock:
-                        self._make_durable(writes, results)
+                        self._make_durable(items, writes, results)
         except _ClosedError:
             return results
         with self._lock:
@@ -311,9 +312,13 @@ class SsdStore:
                     self.counters.written_bytes += length
                     self._backoff.succeeded()
             results[write.position] = write.result
+        self._sealed.notify_all()
 
-    def _make_durable(self, writes: list[BlockWrite], results: list[PutResult]) -> None:
+    def _make_durable(
+        self, items: Sequence[PutItem], writes: list[BlockWrite], results: list[PutResult]
+    ) -> None:
         """Waits for the records of this batch, and of those of its blocks that were here."""
+        self._await_others(items, results)
         stored = [(write, write.record) for write in writes if write.record is not None]
         if not stored and PutResult.PRESENT not in results:
             return
@@ -322,6 +327,18 @@ class SsdStore:
         for write, record in stored:
             self._table.forget(write.slot, record)
             results[write.position] = PutResult.FAILED
+        for position, result in enumerate(results):
+            if result is PutResult.PRESENT:  # it stays here, but nobody knows for how long
+                results[position] = PutResult.FAILED
+
+    def _await_others(self, items: Sequence[PutItem], results: list[PutResult]) -> None:
+        """A block somebody else is writing has no record yet, and may never get one."""
+        present = [n for n, result in enumerate(results) if result is PutResult.PRESENT]
+        while any(self._index.lookup(items[n].key) is Lookup.PENDING for n in present):
+            self._sealed.wait()
+        for n in present:
+            if self._index.lookup(items[n].key) is Lookup.MISS:
+                results[n] = PutResult.DROPPED
 
     # ---- removal ------------------------------------------------------------------------------
 

@@ -1,0 +1,88 @@
+"""Replies that are sent from where blocks lie, and clients that go away in the middle."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import zmq
+
+from vllm_tiered_kv.core.store import PutItem, StoreKey
+from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.server import outbox as outbox_module
+from vllm_tiered_kv.server.allowances import Allowances
+from vllm_tiered_kv.server.outbox import Outbox
+from vllm_tiered_kv.server.reactor import Reactor
+from vllm_tiered_kv.server.sessions import Listener, Peer
+from vllm_tiered_kv.stores.memory import MemoryStore
+
+MIB = 1 << 20
+SIZE = 128 << 10
+KEY = StoreKey(bytes(24))
+
+
+def turn_until(reactor: Reactor, condition: object) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        reactor.turn()
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_what_a_dead_client_was_sent_is_let_go(
+    monkeypatch: pytest.MonkeyPatch, is_lost: bool
+) -> None:
+    """Also when zmq never says that it is done with it."""
+    lost: list[zmq.Frame] = []
+    make_frame = zmq.Frame
+
+    def frame_that_is_lost(*arguments: object, **more: object) -> zmq.Frame:
+        lost.append(make_frame(*arguments, **more))  # type: ignore[arg-type]
+        return lost[-1]
+
+    if is_lost:
+        monkeypatch.setattr(outbox_module.zmq, "Frame", frame_that_is_lost)
+    monkeypatch.setattr(outbox_module, "_GRACE_S", 0.1)
+    memory = MemoryStore(4 * MIB)
+    memory.put([PutItem(KEY, None, memoryview(bytes(SIZE)))])
+    reactor = Reactor()
+    outbox = Outbox(reactor, memory, Allowances.of_memory(4 * MIB), Recorder(), stall_s=0.1)
+    gone: list[str] = []
+
+    def forget(peer: Peer, why: str) -> None:
+        gone.append(why)
+        outbox.drop(peer)
+
+    outbox.on_gone = forget
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.router_mandatory = True
+        router.linger = 0
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        client = context.socket(zmq.DEALER)
+        client.linger = 0
+        client.connect(f"tcp://127.0.0.1:{port}")
+        client.send(b"hello")
+        identity, _ = router.recv_multipart()
+        peer = Peer(Listener(router, "", is_local=False), identity)
+        reactor.watch(router, lambda: router.recv_multipart())
+        (held,) = memory.hold([KEY])
+        assert held is not None
+        assert outbox.claim(peer, SIZE)
+        assert memory._index.pinned_slots() == {held.slot}
+        reactor.post(lambda: outbox.send(peer, b"header", [held]))
+        reactor.turn()
+        if is_lost:  # a client that is there may still be sent it
+            assert client.recv_multipart() == [b"header", bytes(SIZE)]
+            turn_until(reactor, lambda: client.poll(0))  # it is asked for, by an error reply
+            assert outbox.claimed_bytes == SIZE
+        client.close()
+        turn_until(reactor, lambda: outbox.claimed_bytes == 0)
+        assert not memory._index.pinned_slots()
+        assert gone == (["it has disconnected"] if is_lost else [])
+        assert outbox.is_empty
+        assert not outbox.has_claims(peer)
+        reactor.forget(router)
+    lost.clear()
+    reactor.close()
+    memory.close()

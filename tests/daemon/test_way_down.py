@@ -1,0 +1,189 @@
+"""From memory to the SSD: the queue in between, `flush` and `delete` while it is full."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.daemon.raw_client import block
+from tests.daemon.test_verbs import eventually
+from vllm_tiered_kv.core.store import Durability, PutItem, PutResult, StoreKey
+from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.native.cpu import xxh3_64
+from vllm_tiered_kv.server.tiered_store import TieredStore
+from vllm_tiered_kv.server.write_behind import WriteBehind
+from vllm_tiered_kv.stores.memory import MemoryStore
+from vllm_tiered_kv.stores.ssd.disk import OsDisk
+from vllm_tiered_kv.stores.ssd.store import SsdStore
+
+MIB = 1 << 20
+SIZE = 32 << 10
+PATIENCE_S = 30.0
+
+
+def key(n: int) -> StoreKey:
+    return StoreKey(bytes(16) + n.to_bytes(8, "little"))
+
+
+def item(n: int) -> PutItem:
+    return PutItem(key(n), None, memoryview(block(n, SIZE)), xxh3_64(block(n, SIZE)))
+
+
+class GatedDisk(OsDisk):
+    """Blocks are written only while the gate is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.waiting = 0
+        self.is_full = False
+
+    def write(self, fd: int, data: memoryview, offset: int) -> int:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if data.nbytes == SIZE:
+            self.waiting += 1
+            assert self.gate.wait(PATIENCE_S)
+            self.waiting -= 1
+        return super().write(fd, data, offset)
+
+
+@pytest.fixture
+def disk() -> GatedDisk:
+    return GatedDisk()
+
+
+@pytest.fixture
+def store(tmp_path: Path, disk: GatedDisk) -> Iterator[TieredStore]:
+    """With a write queue of a single block, and a single worker."""
+    ssd = SsdStore(tmp_path / "ssd", 16 * MIB, disk=disk)
+    tiered = TieredStore(4 * MIB, ssd, None, Recorder(), workers=1, write_queue_bytes=SIZE)
+    yield tiered
+    disk.gate.set()
+    tiered.close()
+
+
+def put(store: TieredStore, n: int, durability: Durability = Durability.MEMORY) -> PutResult:
+    answered = threading.Event()
+    answer: list[PutResult] = []
+
+    def done(results: list[PutResult]) -> None:
+        answer.extend(results)
+        answered.set()
+
+    store.put([item(n)], durability, done, lambda: None)
+    assert answered.wait(PATIENCE_S)
+    return answer[0]
+
+
+def test_a_block_deleted_while_flush_waits_for_room_stays_deleted(
+    store: TieredStore, disk: GatedDisk
+) -> None:
+    disk.gate.clear()
+    assert put(store, 1) is put(store, 2) is PutResult.STORED
+    eventually(lambda: disk.waiting == 1)
+    flushed, deleted = threading.Event(), threading.Event()
+    store.flush(flushed.set)
+    time.sleep(0.2)  # to reach the queue, which is full
+    store.delete([key(2)], lambda count: deleted.set())
+    assert deleted.wait(PATIENCE_S)
+    disk.gate.set()
+    assert flushed.wait(PATIENCE_S)
+    assert store.ssd is not None
+    assert store.ssd.contains([key(1), key(2)]) == [True, False]
+    assert store.memory.contains([key(2)]) == [False]
+
+
+def test_flush_covers_what_was_only_received(store: TieredStore) -> None:
+    """Also while the one worker is busy with something else."""
+    busy = threading.Event()
+    store._pool.submit(busy.wait, PATIENCE_S)
+    assert put(store, 1, Durability.RECEIVED) is PutResult.STORED
+    flushed = threading.Event()
+    store.flush(flushed.set)
+    threading.Timer(0.2, busy.set).start()
+    assert flushed.wait(PATIENCE_S)
+    assert store.ssd is not None
+    assert store.ssd.contains([key(1)]) == [True]
+
+
+class GatedStore(MemoryStore):
+    """A put ends when its block is let through."""
+
+    def __init__(self) -> None:
+        super().__init__(MIB)
+        self.let_through = {key(n): threading.Event() for n in range(4)}
+
+    def put(
+        self, items: Sequence[PutItem], durability: Durability = Durability.MEMORY
+    ) -> list[PutResult]:
+        for one in items:
+            assert self.let_through[one.key].wait(PATIENCE_S)
+        return super().put(items, durability)
+
+
+def test_drain_does_not_wait_for_what_comes_later() -> None:
+    """Or it would never end while others go on writing."""
+    memory, target = MemoryStore(4 * MIB), GatedStore()
+    memory.put([item(1), item(2)])
+    behind = WriteBehind(memory, target, MIB, 1, "test")
+
+    def offer(n: int) -> None:
+        (held,) = memory.hold([key(n)])
+        assert held is not None
+        assert behind.offer(held, Durability.MEMORY)
+
+    offer(1)
+    waits = threading.Event()
+    drained = threading.Thread(target=behind.drain, args=[lambda left: waits.set()], daemon=True)
+    drained.start()
+    assert waits.wait(PATIENCE_S)
+    offer(2)
+    target.let_through[key(1)].set()
+    drained.join(PATIENCE_S / 2)
+    assert not drained.is_alive()
+    assert behind.pending_blocks == 1
+    target.let_through[key(2)].set()
+    behind.close()
+    assert target.contains([key(1), key(2)]) == [True, True]
+    assert not memory._index.pinned_slots()
+
+
+def test_a_block_larger_than_the_queue_is_written_all_the_same(tmp_path: Path) -> None:
+    ssd = SsdStore(tmp_path / "ssd", 16 * MIB)
+    tiered = TieredStore(4 * MIB, ssd, None, Recorder(), write_queue_bytes=SIZE // 2)
+    try:
+        assert put(tiered, 1, Durability.DISK) is PutResult.STORED
+        assert ssd.contains([key(1)]) == [True]
+    finally:
+        tiered.close()
+
+
+def test_a_full_disk_is_not_offered_everything_for_every_block(
+    tmp_path: Path, disk: GatedDisk
+) -> None:
+    """Making room for one block would take as long as offering a quarter of the memory."""
+    ssd = SsdStore(tmp_path / "ssd", 16 * MIB, disk=disk, retry_seconds=0.01)
+    tiered = TieredStore(4 * MIB, ssd, None, Recorder())
+    try:
+        disk.is_full = True
+        for n in range(256):
+            assert put(tiered, n) is PutResult.STORED
+        refused = ssd.counters.failed_blocks
+        assert refused > 0
+        for n in range(1000, 1100):
+            assert put(tiered, n) is PutResult.STORED
+        assert ssd.counters.failed_blocks - refused < 500
+        disk.is_full = False
+        eventually(lambda: put(tiered, 2000, Durability.DISK) is not PutResult.FAILED)
+        assert ssd.contains([key(2000)]) == [True]
+    finally:
+        disk.is_full = False
+        tiered.close()
