@@ -64,6 +64,7 @@ class ArenaHandlers:
         slots = self._store.reserve(
             self._that_fit(list(zip(keys, parents, request.lengths, strict=True)))
         )
+        self._store.memory.turn_away(keys[len(slots) :])
         slots += [PutResult.DROPPED] * (len(keys) - len(slots))
         leases, offsets, generations, results = [], [], [], bytearray()
         for slot in slots:

@@ -179,6 +179,9 @@ class ArenaServer:
         connection.close()
         del self._connections[attachment]
         attachment.is_disconnected = True
+        if not attachment.leases:
+            self._died(attachment)  # it may live on, but has nothing of ours and gets no more
+            return
         self._leases.end_if_gone(attachment)
 
     def _died(self, attachment: Attachment) -> None:

@@ -14,6 +14,7 @@ from vllm_tiered_kv.stores.memory import Held
 from vllm_tiered_kv.wire.messages import Pin, PinReply
 
 _AT_ONCE = 64  # keys fetched at a time
+_MOST_KEEPING = 64  # matches whose blocks are being pinned
 
 
 class PinHandlers:
@@ -23,6 +24,7 @@ class PinHandlers:
         self._reactor = reactor
         self._store = store
         self._pins = pins
+        self._keeping = 0
 
     def pin(self, call: Call, request: Pin) -> None:
         call.session.require_writer()
@@ -37,9 +39,18 @@ class PinHandlers:
     def keep(
         self, session: Session, keys: Sequence[StoreKey], suffixes: Sequence[bytes], ttl_s: float
     ) -> None:
-        """Pins what a match found, and brings into memory what lies in slower tiers."""
+        """Pins what a match found, and brings into memory what lies in slower tiers.
+
+        Only a favour: with many under way already, the rest goes without.
+        """
+        if self._keeping >= _MOST_KEEPING:
+            return
+        self._keeping += 1
         whole = [StoreKey(key + suffix) for key in keys for suffix in suffixes or [b""]]
-        _Pinning(self, whole, session, ttl_s, lambda count: None).go_on()
+        _Pinning(self, whole, session, ttl_s, self._kept).go_on()
+
+    def _kept(self, count: int) -> None:
+        self._keeping -= 1
 
     def release(self, keys: Sequence[StoreKey]) -> None:
         self._pins.release(keys)
