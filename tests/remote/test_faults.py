@@ -357,5 +357,5 @@ def test_a_peer_that_goes_away_in_the_middle_of_a_message(daemon: FaultyDaemon) 
     with pytest.raises(ConnectionLost):
         connection.call(request, PutReply, payload, deadline=within(30))
     assert connection.idle
-    assert connection._context is None, "only its end proves that nothing is read any more"
+    assert connection._zmq.context is None, "only its end proves that nothing is read any more"
     connection.close()

@@ -148,7 +148,7 @@ def test_an_arena_that_cannot_be_pinned_whole_is_used_in_part(caplog) -> None:
 
     calls: list[int] = []
     arena = Arena(10_000, pin, lambda address: None, chunk_bytes=4096)
-    arena._pinner.join()
+    arena._pinner._thread.join()
     assert arena.ready_bytes == 8192
     assert "ulimit -l" in caplog.text
     arena.close()

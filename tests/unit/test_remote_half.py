@@ -2,28 +2,48 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests.daemon.daemon_process import DaemonProcess
+from tests.remote.faulty_daemon import FaultyDaemon
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import StoreReport, TransferLedger
 from vllm_tiered_kv.cache.planner import Group, loadable_tokens, plan_store
+from vllm_tiered_kv.config import TieredKVConfig
+from vllm_tiered_kv.connector.remote_io import RemoteIO
+from vllm_tiered_kv.connector.remote_loader import RemoteLoader
 from vllm_tiered_kv.connector.remote_lookup import RemoteLookups, placed_runs
+from vllm_tiered_kv.connector.remote_tier import RemoteTier
 from vllm_tiered_kv.connector.remote_writes import RemoteWrites
-from vllm_tiered_kv.connector.shard import rank_tag
+from vllm_tiered_kv.connector.request_state import RequestState
+from vllm_tiered_kv.connector.shard import Shard, rank_tag
+from vllm_tiered_kv.connector.shared_region import SharedRegions
 from vllm_tiered_kv.connector.split_loads import SplitLoads
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.key import BlockKey, RankTag
+from vllm_tiered_kv.core.store import PutItem, PutResult
 from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.core.transfer import RemoteTransfer, int64_array
+from vllm_tiered_kv.device.arena import Arena
+from vllm_tiered_kv.device.shared_arena import PAGE, SharedArena
+from vllm_tiered_kv.errors import ArenaError, CudaError
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.names import DropReason
 from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.remote.address import EngineIdentity
 from vllm_tiered_kv.remote.placement import anchor_position
-from vllm_tiered_kv.remote.store import RemoteMatch
+from vllm_tiered_kv.remote.store import RemoteMatch, RemoteStore
 
 GROUP = Group(group_id=0, block_size=4, block_bytes=64, size_class=0)
 
@@ -156,6 +176,81 @@ def test_a_lookup_that_waits_for_a_thread_keeps_its_deadline_too() -> None:
     lookups.close()
 
 
+def test_a_lookup_that_breaks_is_a_miss() -> None:
+    """The answer is taken in the engine's own loop: nothing may be raised there."""
+    keys = chain(4)
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    server = Server("a", set(keys))
+    server.match_all = broken  # type: ignore[method-assign]
+    lookup, recorder, lookups = ask(placed(keys, server), keys)
+    assert lookup.answer is not None
+    assert lookup.answer.positions() == [range(0)]
+    assert recorder.total(names.LOOKUPS, "remote", "miss") == 1
+    lookups.close()
+
+
+class Asked:
+    """What a scheduler is told of one request whose blocks one server may have."""
+
+    def __init__(self, fresh_s: float) -> None:
+        self.keys = chain(4)
+        self.server = Server("tcp://a:1")
+        servers = placed(self.keys, self.server)
+        index = BlockIndex(ArenaGeometry(64, (64,)), "lru")
+        self.lookups = RemoteLookups(servers, [RankTag()], 30.0, fresh_s, Recorder())  # type: ignore[arg-type]
+        self.tier = RemoteTier(servers, self.lookups, None, index, [GROUP], True)  # type: ignore[arg-type]
+        keys = SimpleNamespace(of_group=[self.keys])
+        self.state = RequestState(None, keys, [0])  # type: ignore[arg-type]
+
+    def positions(self) -> range:
+        end = time.monotonic() + 60
+        while (answer := self.tier.positions(self.state, 0, 16)) is None:
+            assert time.monotonic() < end, "a request waits forever"
+            time.sleep(0.001)
+        return answer[0]
+
+    def age(self) -> None:
+        assert self.state.remote is not None
+        self.state.remote.fresh_until = 0.0
+
+
+def test_a_request_that_waited_in_line_is_looked_up_anew() -> None:
+    """Its blocks may have come, or gone, since it arrived."""
+    asked = Asked(fresh_s=60)
+    asked.tier.begin(asked.state, 16)
+    assert asked.positions() == range(0)
+    asked.server.holds = set(asked.keys)
+    assert asked.positions() == range(0)
+    assert len(asked.server.asked) == 1, "a fresh answer is asked for again"
+    asked.age()
+    assert asked.positions() == range(4)
+    asked.server.holds = set()
+    asked.age()
+    assert asked.positions() == range(0)
+    asked.lookups.close()
+
+
+def test_an_answer_is_used_even_when_steps_take_longer_than_it_stays_fresh() -> None:
+    asked = Asked(fresh_s=-1000)
+    asked.server.holds = set(asked.keys)
+    asked.tier.begin(asked.state, 16)
+    for _ in range(3):
+        assert asked.positions() == range(4)
+    assert len(asked.server.asked) == 4
+    asked.lookups.close()
+
+
+def test_a_request_that_starts_over_keeps_its_blocks_again() -> None:
+    """What a daemon had of it then, it need not have now."""
+    state = RequestState(None, None, [7])  # type: ignore[arg-type]
+    state.held_elsewhere = [range(5)]
+    state.forget_blocks()
+    assert state.held_elsewhere == [range(0)]
+
+
 class Tiers:
     """An index with a ledger, and puts to one server."""
 
@@ -283,3 +378,125 @@ def test_ranks_are_numbered_as_vllm_does() -> None:
         RankTag(tp=0, pp=1),
         RankTag(tp=1, pp=1),
     ]
+
+
+def test_memory_to_land_in_is_pinned_before_it_is_used() -> None:
+    """However large it is: a GPU that reads memory which is not pinned takes the engine down."""
+    pinned: list[int] = []
+
+    def pin(address: int, nbytes: int) -> None:
+        pinned.append(nbytes)
+
+    def unpin(address: int) -> None: ...
+
+    io = RemoteIO(
+        TieredKVConfig.load({"remote": "tcp://127.0.0.1:1"}, {}),
+        EngineIdentity(bytes(32), (64,), "LBHNC", "test"),
+        RankTag(),
+        ArenaGeometry(64, (64,)),
+        Arena(64),
+        lambda: SimpleNamespace(close=lambda: None),  # type: ignore[arg-type,return-value]
+        lambda: (pin, unpin),
+    )
+    landing = io.loader._open_landing(300 << 20)
+    assert pinned == [300 << 20]
+    assert landing.ready_bytes == landing.nbytes
+    landing.close()
+    io.close()
+
+
+def test_a_descriptor_that_is_no_memory_is_closed(tmp_path: Path) -> None:
+    memory = SharedArena.create(PAGE)
+    fake = tmp_path / "file"
+    fake.write_bytes(b"")
+    os.truncate(fake, os.fstat(memory.fd).st_size)
+    memory.close()
+    fd = os.open(fake, os.O_RDWR)
+    with pytest.raises(ArenaError):
+        SharedArena.attach(fd, PAGE)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+_DROPS_A_CLUSTER = """
+import gc, sys
+from vllm_tiered_kv.core.key import BlockKey, RankTag
+from vllm_tiered_kv.remote.address import EngineIdentity
+from vllm_tiered_kv.remote.placement import Cluster
+
+gc.disable()
+for _ in range(20):
+    cluster = Cluster([sys.argv[1]], EngineIdentity(bytes(32), (64,), "x", "test"))
+    (store,) = cluster.stores.values()
+    assert store.match_all([BlockKey(bytes(17))], [RankTag()]) is not None
+    del cluster, store
+    gc.collect()
+"""
+
+
+def test_an_engine_dropped_without_being_closed_does_not_hang() -> None:
+    """A context of zmq waits for its sockets, and garbage is collected in any order."""
+    with FaultyDaemon() as daemon:
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", _DROPS_A_CLUSTER, daemon.address],
+            check=True,
+            timeout=60,
+        )
+
+
+class BrokenChannel:
+    """A device that has had enough."""
+
+    def scatter(self, *arguments: object) -> None:
+        raise CudaError("planted")
+
+    def finish(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def daemon() -> Iterator[DaemonProcess]:
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:
+        with DaemonProcess(Path(folder), "--memory", "16MiB") as process:
+            yield process
+
+
+def attached(daemon: DaemonProcess) -> tuple[RemoteStore, SharedRegions, list[BlockKey]]:
+    identity = EngineIdentity(bytes(32), (4096,), "layout", "test")
+    store = RemoteStore(daemon.ipc, identity)
+    keys = chain(8)
+    shard = Shard(bytes(32), RankTag(), {0: 4096})
+    items = [PutItem(key, None, memoryview(bytes(4096))) for key in shard.keys(keys)]
+    assert set(store.put(items)) == {PutResult.STORED}
+    regions = SharedRegions({daemon.ipc: store}, None, None)
+    end = time.monotonic() + 30
+    while not regions.covers(daemon.ipc):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return store, regions, keys
+
+
+def test_a_load_that_breaks_gives_back_what_it_borrowed(daemon: DaemonProcess) -> None:
+    store, regions, keys = attached(daemon)
+    shard = Shard(bytes(32), RankTag(), {0: 4096})
+    loader = RemoteLoader(
+        {daemon.ipc: store}, shard, regions, BrokenChannel, Arena, 1 << 20, 2, timeout_s=30
+    )
+    transfer = RemoteTransfer(0, daemon.ipc, int64_array(list(range(8))), tuple(keys))
+    loader.load("r", [transfer])
+    end = time.monotonic() + 30
+    done = []
+    while not done:
+        assert time.monotonic() < end
+        done = loader.poll()
+        time.sleep(0.005)
+    assert [(load.request_id, load.error) for load in done] == [("r", "planted")]
+    loader.close()
+    # Nothing is held any more: deleted blocks free their memory at once.
+    assert store.delete(shard.keys(keys)) == len(keys)
+    assert store.usage().used_bytes == 0
+    regions.close()
+    store.close()

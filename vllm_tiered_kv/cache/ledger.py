@@ -36,6 +36,7 @@ class _OpenStore:
     block_bytes: int
     on_drop: Callable[[DropReason], None] | None
     anchors: list[BlockKey]
+    sources: list[int]
     reports: list[StoreReport] = field(default_factory=list)
 
 
@@ -91,14 +92,30 @@ class TransferLedger:
         block_bytes: int,
         on_drop: Callable[[DropReason], None] | None = None,
         anchors: Sequence[BlockKey] = (),
+        sources: Sequence[int] = (),
     ) -> int:
         """A job id for reserved slots. `on_drop` is called if not all of them arrive.
 
-        `anchors`, one for each slot, decide which daemon a block belongs to.
+        `anchors`, one for each slot, decide which daemon a block belongs to; `sources` are the GPU
+        blocks they are read from.
         """
         job_id = self._new_job()
-        self._stores[job_id] = _OpenStore(list(slots), block_bytes, on_drop, list(anchors))
+        self._stores[job_id] = _OpenStore(
+            list(slots), block_bytes, on_drop, list(anchors), list(sources)
+        )
         return job_id
+
+    def spoil_stores(self, sources: set[int]) -> None:
+        """These GPU blocks held something else than their tokens' KV: what was read from them, and
+        whatever follows it, never becomes readable."""
+        bad: set[bytes] = set()
+        for store in self._stores.values():
+            for slot, source in zip(store.slots, store.sources, strict=False):
+                key, parent = self._index.block_in(slot)
+                if source in sources or parent in bad:
+                    bad.add(key)
+        for key in bad:
+            self._index.remove(key)
 
     def report_store(self, job_id: int, reports: Iterable[StoreReport]) -> None:
         store = self._stores[job_id]

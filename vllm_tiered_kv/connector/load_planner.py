@@ -42,7 +42,7 @@ class LoadPlanner:
     def begin(self, state: RequestState, request: Request) -> None:
         """A request has arrived: the daemons are asked ahead of the scheduler's question."""
         if self.remote is not None and not request.skip_reading_prefix_cache:
-            self.remote.begin(state, 0, self._limit(request))
+            self.remote.begin(state, self._limit(request))
 
     def loadable(self, state: RequestState, request: Request, computed: int) -> int | None:
         """Tokens after `computed` that can be loaded; None while a daemon has not answered."""

@@ -55,7 +55,8 @@ class RemoteIO:
             shard,
             self._regions,
             open_channel,
-            lambda nbytes: Arena(nbytes, *pinning()),
+            # In one piece, before it is used: a GPU must not read memory that is not pinned.
+            lambda nbytes: Arena(nbytes, *pinning(), chunk_bytes=nbytes),
             config.remote_landing,
             config.remote_connections,
             config.remote_load_timeout,

@@ -9,6 +9,7 @@ rest is not even begun.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -22,6 +23,7 @@ from vllm_tiered_kv.core.arena_geometry import aligned
 from vllm_tiered_kv.core.transfer import RemoteTransfer, int64_array
 from vllm_tiered_kv.device.arena import Arena
 from vllm_tiered_kv.device.copier import Channel, LoadDone
+from vllm_tiered_kv.errors import TieredKVError
 from vllm_tiered_kv.remote.store import RemoteStore
 
 logger = logging.getLogger(__name__)
@@ -53,6 +55,7 @@ class RemoteLoader:
         self._regions = regions
         self._open_landing = open_landing
         self._timeout_s = timeout_s
+        self._closing = False
         largest = max(map(aligned, shard.block_bytes.values()))
         self._piece_bytes = max(landing_bytes // threads, largest)
         self._pieces: queue.SimpleQueue[tuple[_Load, RemoteTransfer] | None] = queue.SimpleQueue()
@@ -82,7 +85,7 @@ class RemoteLoader:
 
     def close(self) -> None:
         """Ends what is under way; waiting pieces fail. Idempotent."""
-        self._timeout_s = 0.0
+        self._closing = True
         for _ in self._threads:
             self._pieces.put(None)
         for thread in self._threads:
@@ -92,9 +95,8 @@ class RemoteLoader:
         self._threads, self._channels = [], []
 
     def _cut(self, transfer: RemoteTransfer) -> list[RemoteTransfer]:
-        if self._regions.covers(transfer.address):
-            return [transfer]  # nothing has to land anywhere
-        blocks = self._piece_bytes // aligned(self._shard.block_bytes[transfer.group_id])
+        block = aligned(self._shard.block_bytes[transfer.group_id])
+        blocks = max(1, (self._regions.piece_bytes(transfer.address) or self._piece_bytes) // block)
         return [transfer.part(start, start + blocks) for start in range(0, len(transfer), blocks)]
 
     def _work(self, channel: Channel) -> None:
@@ -109,8 +111,8 @@ class RemoteLoader:
                 self._end_piece(load, error)
 
             try:
-                if load.error is not None:
-                    end(load.error)
+                if load.error is not None or self._closing:
+                    end(load.error or "the engine is stopping")
                 elif time.monotonic() >= load.deadline:
                     end("it took longer than remote_load_timeout")
                 elif (region := self._regions.of(piece.address)) is not None:
@@ -124,7 +126,8 @@ class RemoteLoader:
                     end(error)
             except Exception as failure:  # whatever it was, the request must hear of it
                 logger.exception("a load from %s failed", piece.address)
-                channel.finish()
+                with contextlib.suppress(TieredKVError):  # of a GPU that has failed altogether
+                    channel.finish()
                 if not ended:
                     end(str(failure) or type(failure).__name__)
         if landing is not None:

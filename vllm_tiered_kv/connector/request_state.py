@@ -36,6 +36,10 @@ class RequestState:
     """Per group: positions that lie in a daemon's memory on this host and are not kept twice."""
 
     def __post_init__(self) -> None:
+        self.held_nowhere_else()
+
+    def held_nowhere_else(self) -> None:
+        """No daemon is known to hold blocks of this request any more."""
         self.held_elsewhere = [range(0)] * len(self.stored)
 
     def close(self, reason: DropReason) -> None:
@@ -47,3 +51,4 @@ class RequestState:
         self.stored = [0] * len(self.stored)
         self.closed = None
         self.remote = None
+        self.held_nowhere_else()

@@ -85,6 +85,7 @@ class SchedulerHalf:
         self._requests: dict[str, RequestState] = {}
         self._usable_bytes: dict[int, int] = {}  # by rank
         self._left_alone: set[str] = set()  # requests the cache has nothing to do with
+        self._remote_failures: set[str] = set()  # loads under way that failed at a daemon
         self._next = TieredKVMetadata()
         self._blocks: KVCacheManager | None = None
         self.stores = StorePlanner(
@@ -169,9 +170,10 @@ class SchedulerHalf:
             self._plan_stores(request_id, scheduled)
         self._next.stores_after += self.stores.store_unowned()
         if self.remote is not None:
-            if self._requests and not scheduler_output.total_num_scheduled_tokens:
-                # Nothing to compute, requests wait: threads that talk to a daemon need the
-                # interpreter more than a loop that asks whether they are ready.
+            waiting = self._requests or self.ledger.has_open_puts
+            if waiting and not scheduler_output.total_num_scheduled_tokens:
+                # Nothing to compute, requests or blocks wait: threads that talk to a daemon need
+                # the interpreter more than a loop that asks whether they are ready.
                 time.sleep(_YIELD_S)
             self._next.identity = self._identity
             self._next.puts = self.remote.writes.take()
@@ -179,6 +181,9 @@ class SchedulerHalf:
         return metadata
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
+        if output.invalid_block_ids:
+            # Ahead of the reports: what they make readable is sent on to daemons, for everybody.
+            self._forget_invalid(output.invalid_block_ids)
         metadata = output.kv_connector_worker_meta
         if isinstance(metadata, TieredKVWorkerMetadata):
             for job_id, reports in metadata.stores.items():
@@ -188,16 +193,14 @@ class SchedulerHalf:
             if metadata.usable_bytes:
                 self._usable_bytes.update(metadata.usable_bytes)
                 self.index.limit(min(self._usable_bytes.values()))
-        remote_failures = (
-            metadata.remote_failures if isinstance(metadata, TieredKVWorkerMetadata) else ()
-        )
+            # A rank says this when its own part is over, vLLM reports a load when all ranks' are.
+            self._remote_failures |= metadata.remote_failures
         for request_id in output.finished_recving or ():
             failed = None
             if request_id in output.failed_recving:
-                failed = Tier.REMOTE if request_id in remote_failures else Tier.CPU
+                failed = Tier.REMOTE if request_id in self._remote_failures else Tier.CPU
+            self._remote_failures.discard(request_id)
             self._finish_load(request_id, failed)
-        if output.invalid_block_ids:
-            self._forget_invalid(output.invalid_block_ids)
 
     def has_pending_push_work(self) -> bool:
         """Keeps an idle engine stepping until the last stores are committed and sent."""
@@ -307,14 +310,18 @@ class SchedulerHalf:
             return  # another connector's load (MultiConnector)
         self.ledger.close_load(request_id, failed)
         state = self._requests.get(request_id)
-        if state is not None and failed is Tier.REMOTE:
+        if state is None or failed is None:
+            return
+        state.held_nowhere_else()  # what is computed instead may be the only copy
+        if failed is Tier.REMOTE:
             state.remote_failed = True  # what the CPU tier has is still good
-        elif state is not None and failed is not None:
+        else:
             state.load_failed = True
 
     def _forget_invalid(self, block_ids: set[int]) -> None:
         """Another connector's load failed after blocks built on it were stored: take them back."""
         assert self._blocks is not None, "vLLM did not bind its KV-cache manager"
+        self.ledger.spoil_stores(block_ids)  # also those of requests that ended meanwhile
         for request_id, state in self._requests.items():
             tables = self._blocks.get_blocks(request_id).blocks
             for group, table in zip(self._groups, tables, strict=True):

@@ -24,6 +24,7 @@ from vllm_tiered_kv.remote.store import RemoteStore
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
+_PIECE_BYTES = 128 << 20
 
 
 class SharedRegion:
@@ -62,11 +63,13 @@ class SharedRegion:
         try:
             lent = self.memory.lend(keys, deadline)
             try:
-                error = self._copy(channel, piece, lent, nbytes)
+                try:
+                    error = self._copy(channel, piece, lent, nbytes)
+                finally:
+                    channel.finish()  # also after an error: nothing may read what is given back
+                end(error)
             finally:
-                channel.finish()  # also after an error: nothing may read what is given back
-            end(error)
-            lent.release()
+                lent.release()
         finally:
             self._leave()
 
@@ -154,6 +157,17 @@ class SharedRegions:
 
     def covers(self, address: str) -> bool:
         return self.of(address) is not None
+
+    def piece_bytes(self, address: str) -> int | None:
+        """How much of a load to borrow at a time; None where nothing can be borrowed.
+
+        In pieces the first one is copied while the next is asked for, and no load needs more than
+        a daemon lends to one process.
+        """
+        region = self.of(address)
+        if region is None:
+            return None
+        return min(_PIECE_BYTES, region.memory.arena.capacity_bytes // 16)
 
     def close(self) -> None:
         self._stop.set()

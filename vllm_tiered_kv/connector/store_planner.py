@@ -72,10 +72,10 @@ class StorePlanner:
         jobs: list[StoreJob] = []
         for group in self._groups:
             start, stop = state.stored[group.group_id], ready_tokens // group.block_size
-            if self._lazy is None:
-                stop = self._within_ring(start, stop)
             ids = [block.block_id for block in tables[group.group_id][start:stop]]
+            self._refuse_outdated(state, ids)
             if self._lazy is None:
+                ids = ids[: self._within_ring(start, stop) - start]
                 jobs += self._store_jobs(state, group, ids)
             else:
                 self._observe(self._lazy, state, group, ids)
@@ -91,6 +91,7 @@ class StorePlanner:
             start = state.stored[group.group_id]
             # A request that ends while preempted has no blocks left.
             full = min(ready_tokens // group.block_size, len(table))
+            self._refuse_outdated(state, table[start:full])
             if self._lazy is not None:
                 self._observe(self._lazy, state, group, table[start:full])
                 continue
@@ -151,7 +152,6 @@ class StorePlanner:
         start = state.stored[group.group_id]
         stop = start + len(block_ids)
         state.stored[group.group_id] = stop
-        self._refuse_outdated(state, block_ids)
         if state.closed is not None:
             self._ledger.drop(len(block_ids), state.closed)
             return []
@@ -180,11 +180,12 @@ class StorePlanner:
         """The next full blocks of a request lie in these GPU blocks."""
         start = state.stored[group.group_id]
         state.stored[group.group_id] = start + len(block_ids)
-        self._refuse_outdated(state, block_ids)
         if state.closed is not None:
             return
+        skip = state.held_elsewhere[group.group_id]
         for position, block_id in enumerate(block_ids, start):
-            lazy.observe(self._known(state, group, position, block_id))
+            if position not in skip:
+                lazy.observe(self._known(state, group, position, block_id))
 
     def _defer(
         self, state: RequestState, group: Group, table: list[int], start: int, stop: int
@@ -193,19 +194,32 @@ class StorePlanner:
         if self._hash_block_size is None or state.closed is not None:
             self._ledger.drop(max(0, stop - start), state.closed or DropReason.STAGING_FULL)
             return
+        skip = state.held_elsewhere[group.group_id]
         for position in range(start, stop):
+            if position in skip:
+                continue
             given_up = self._deferred.add(self._known(state, group, position, table[position]))
             self._ledger.drop(given_up, DropReason.STAGING_FULL)
 
     def _refuse_outdated(self, state: RequestState, block_ids: list[int]) -> None:
+        """Stores nothing of a request that builds on what outlived a reset.
+
+        What it builds outlives the reset too, and gets its hash later than that: blocks that were
+        being loaded then, or are computed from now on.
+        """
         for block_id in block_ids if self._outdated else ():
             vllm_hash = self._outdated.get(block_id)
             if vllm_hash is None:
                 continue
             if self._block_pool.blocks[block_id].block_hash == vllm_hash:
                 state.close(DropReason.RESET)
-                return
+                break
             del self._outdated[block_id]
+        if state.closed is DropReason.RESET:
+            for block_id in block_ids:
+                vllm_hash = self._block_pool.blocks[block_id].block_hash
+                if vllm_hash is not None:
+                    self._outdated[block_id] = vllm_hash
 
     @property
     def _block_pool(self) -> BlockPool:
@@ -218,6 +232,7 @@ class StorePlanner:
             batch.group.block_bytes,
             owner.close if owner is not None else None,
             batch.anchors,
+            batch.block_ids,
         )
         transfer = GroupTransfer(
             batch.group.group_id, int64_array(batch.block_ids), int64_array(batch.slots)

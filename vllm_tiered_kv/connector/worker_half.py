@@ -7,6 +7,7 @@ synchronously; the fence set in `before_forward` covers both.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable
@@ -189,6 +190,9 @@ class WorkerHalf:
 
     def _open_remote(self, identity: EngineIdentity) -> RemoteIO:
         assert self.arena is not None, "vLLM did not register its KV caches"
+        if self.block_bytes:
+            # Where no handshake has compared them (inside a MultiConnector), the daemon does.
+            identity = dataclasses.replace(identity, block_bytes=self.block_bytes)
         return RemoteIO(
             self._config,
             identity,

@@ -18,6 +18,7 @@ import logging
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -89,6 +90,27 @@ class Incoming:
     payload: list[memoryview]
 
 
+@dataclass(slots=True)
+class _Resources:
+    """What zmq holds for a connection.
+
+    Kept apart from it, for a connection that is dropped without `close`: the collector of garbage
+    would end the context ahead of its sockets, and wait for them forever.
+    """
+
+    context: zmq.Context[zmq.SyncSocket] | None = None
+    socket: zmq.SyncSocket | None = None
+    monitor: zmq.SyncSocket | None = None
+
+    def give_back(self) -> None:
+        for socket in (self.socket, self.monitor):
+            if socket is not None:
+                socket.close(linger=0)
+        if self.context is not None:
+            self.context.term()
+        self.context = self.socket = self.monitor = None
+
+
 class Connection:
     """Connects and says hello when it is first used, and again whenever it has to."""
 
@@ -103,15 +125,14 @@ class Connection:
     ) -> None:
         """`closing` ends waiting calls early. With `on_late` a call that times out leaves the
         socket open, and replies that come too late are handed over: they may carry leases."""
-        self._context: zmq.Context[zmq.SyncSocket] | None = None
+        self._zmq = _Resources()
+        weakref.finalize(self, self._zmq.give_back).atexit = False
         self._settings = settings
         self._hello = hello
         self._closing = closing
         self._on_late = on_late
         self._on_hello = on_hello
         self._ids = itertools.count(1)
-        self._socket: zmq.SyncSocket | None = None
-        self._monitor: zmq.SyncSocket | None = None
         self._under_way: dict[int, str] = {}
         self._sending: list[zmq.MessageTracker] = []
         self.greeting: HelloReply | None = None
@@ -198,9 +219,9 @@ class Connection:
         self.drop()
 
     def _ensure_open(self, deadline: float) -> None:
-        if self._socket is not None and self._peer_event() is not None:
+        if self._zmq.socket is not None and self._peer_event() is not None:
             self.drop()
-        if self._socket is not None:
+        if self._zmq.socket is not None:
             return
         connected = min(deadline, time.monotonic() + self._settings.connect_timeout_s)
         self._open_socket()
@@ -222,9 +243,9 @@ class Connection:
 
     def _open_socket(self) -> None:
         settings = self._settings
-        if self._context is None:
-            self._context = zmq.Context()
-        socket = self._context.socket(zmq.DEALER)
+        if self._zmq.context is None:
+            self._zmq.context = zmq.Context()
+        socket = self._zmq.context.socket(zmq.DEALER)
         try:
             for option, value in (
                 (zmq.LINGER, 0),
@@ -244,25 +265,25 @@ class Connection:
             if settings.curve is not None:
                 settings.curve.apply(socket)
             name = f"inproc://tiered-kv-monitor-{next(_monitors)}"
-            self._monitor = socket.get_monitor_socket(_EVENTS, name)
-            self._socket = socket
+            self._zmq.monitor = socket.get_monitor_socket(_EVENTS, name)
+            self._zmq.socket = socket
             socket.connect(settings.address.endpoint)
         except zmq.ZMQError as error:
-            self._socket = socket
+            self._zmq.socket = socket
             self.drop()
             raise ConnectionLost(f"no connection can be made: {error}") from None
 
     def _post(self, request: Request, payload: Sequence[memoryview], deadline: float) -> int:
-        assert self._socket is not None
+        assert self._zmq.socket is not None
         request_id = next(self._ids)
         header = encode_request(request_id, request)
         self._wait(zmq.POLLOUT, deadline)
         last = len(payload) - 1
         try:
-            self._socket.send(header, zmq.NOBLOCK | (zmq.SNDMORE if payload else 0))
+            self._zmq.socket.send(header, zmq.NOBLOCK | (zmq.SNDMORE if payload else 0))
             for index, frame in enumerate(payload):
                 flags = zmq.NOBLOCK | (zmq.SNDMORE if index < last else 0)
-                tracker: Any = self._socket.send(frame, flags, copy=False, track=True)
+                tracker: Any = self._zmq.socket.send(frame, flags, copy=False, track=True)
                 if not tracker.done:
                     self._sending.append(tracker)
         except zmq.ZMQError as error:
@@ -294,11 +315,11 @@ class Connection:
             return Incoming(request_id, reply, frames[1:])
 
     def _receive_frames(self, deadline: float) -> list[memoryview]:
-        assert self._socket is not None
+        assert self._zmq.socket is not None
         frames: list[memoryview] = []
         while True:
             try:
-                frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+                frame = self._zmq.socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 if frames:
                     raise ConnectionLost("half a message arrived") from None
@@ -314,16 +335,16 @@ class Connection:
 
     def _wait(self, flag: int, deadline: float) -> None:
         """Returns when the socket is ready. What has arrived goes before news of its end."""
-        assert self._socket is not None
-        assert self._monitor is not None
-        watched = [(self._socket, flag), (self._monitor, zmq.POLLIN)]
+        assert self._zmq.socket is not None
+        assert self._zmq.monitor is not None
+        watched = [(self._zmq.socket, flag), (self._zmq.monitor, zmq.POLLIN)]
         while True:
             left = deadline - time.monotonic()
             slice_ms = math.ceil(max(0.0, min(left, _SLICE_S)) * 1000)
             ready = dict(zmq.zmq_poll(watched, slice_ms))
-            if ready.get(self._socket, 0) & flag:
+            if ready.get(self._zmq.socket, 0) & flag:
                 return
-            if self._monitor in ready:
+            if self._zmq.monitor in ready:
                 reason = self._peer_event()
                 if reason is not None:
                     raise reason
@@ -334,9 +355,9 @@ class Connection:
 
     def _peer_event(self) -> ConnectionLost | RemoteRefusal | None:
         """What became of the peer, if anything."""
-        assert self._monitor is not None
+        assert self._zmq.monitor is not None
         try:
-            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
+            event = recv_monitor_message(self._zmq.monitor, zmq.NOBLOCK)["event"]
         except zmq.ZMQError:
             return None
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
@@ -349,8 +370,8 @@ class Connection:
 
     def drop(self) -> None:
         """Forgets what is under way. The next call starts with a fresh socket."""
-        socket, monitor = self._socket, self._monitor
-        self._socket = self._monitor = self.greeting = None
+        socket, monitor = self._zmq.socket, self._zmq.monitor
+        self._zmq.socket = self._zmq.monitor = self.greeting = None
         self._under_way.clear()
         if socket is not None:
             with contextlib.suppress(zmq.ZMQError):
@@ -368,7 +389,7 @@ class Connection:
 
     def _end_context(self) -> None:
         """After this zmq reads nobody's memory."""
-        context, self._context = self._context, None
+        context, self._zmq.context = self._zmq.context, None
         if context is None:
             return
         # Its sockets are closed, so it ends at once, unless libzmq is resolving a host's name.

@@ -1,0 +1,165 @@
+"""Ways to a wrong token, a lost block or a waiting request that only daemons open up."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from tests.engine.toy_engine import ToyEngine, play
+from tests.remote.faulty_daemon import FaultyDaemon, Frames, framed
+from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.metrics import names
+from vllm_tiered_kv.wire.messages import Get, GetReply, Match, MatchReply, Request
+
+pytestmark = pytest.mark.engine
+
+CPU, REMOTE = Tier.CPU.value, Tier.REMOTE.value
+
+
+def engine(model: Path, daemon: FaultyDaemon, **settings) -> ToyEngine:
+    extra = {"remote": daemon.address, "remote_lookup_timeout": 5, **settings.pop("extra", {})}
+    return ToyEngine(model, extra_config=extra, **settings)
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 50) for _ in range(length)]
+
+
+def serve(toy: ToyEngine, asked: list[int], count: int = 3) -> None:
+    request = toy.add(asked, count)
+    toy.run()
+    assert toy.finished[request].tokens == play(asked, count)[0]
+    toy.assert_at_rest()
+
+
+def total(toy: ToyEngine, metric: names.Metric, *labels: str) -> float:
+    return toy.half.recorder.total(metric, *labels)
+
+
+def forgetful(daemon: FaultyDaemon, request_id: int, request: Request) -> list[Frames] | None:
+    """Says it has everything, and then has nothing."""
+    if isinstance(request, Match):
+        count = len(request.keys)
+        return [framed(request_id, MatchReply(count, [count, 0, 0]))]
+    return [framed(request_id, GetReply([], [], []))] if isinstance(request, Get) else None
+
+
+def test_blocks_a_daemon_lost_are_kept_when_they_are_computed_again(tiny_model: Path) -> None:
+    """A neighbour's blocks are not kept twice; but now there is no first copy."""
+    with FaultyDaemon(forgetful) as daemon:
+        toy = engine(tiny_model, daemon)
+        toy.half.remote._keep_copies = False  # as if it were on this host
+        serve(toy, prompt(1, 41))
+        assert total(toy, names.LOAD_FAILURES, REMOTE) == 1
+        assert total(toy, names.STORED_BLOCKS, CPU) >= 10
+        assert len(daemon.blocks) >= 10
+        toy.close()
+
+
+def test_a_daemons_failure_is_known_as_such_though_another_rank_ends_later(
+    tiny_model: Path,
+) -> None:
+    """vLLM holds a report back until every rank has made it; what a worker says beside it comes
+    at once. What the CPU tier had of the load is still good."""
+    with FaultyDaemon() as daemon:
+        toy = engine(tiny_model, daemon)
+        asked = prompt(2, 61)
+        serve(toy, asked[:33])
+        toy.drop_gpu_cache()
+        daemon.fault = forgetful
+        held_back: list[KVConnectorTransferResults] = []
+        results_of_first_rank = toy.worker.get_transfer_results
+
+        def results_of_both_ranks(finished: set[str]) -> KVConnectorTransferResults:
+            held_back.append(results_of_first_rank(finished))
+            if len(held_back) <= 4:
+                return KVConnectorTransferResults()
+            return held_back.pop(0)
+
+        toy.worker.get_transfer_results = results_of_both_ranks
+        in_tier = len(toy.half.index)
+        serve(toy, asked)
+        assert total(toy, names.LOAD_FAILURES, REMOTE) == 1
+        assert total(toy, names.LOAD_FAILURES, CPU) == 0
+        assert total(toy, names.LOADED_BLOCKS, CPU) == 8  # at the second attempt
+        assert len(toy.half.index) > in_tier
+        toy.close()
+
+
+@pytest.mark.parametrize("aborted", [False, True], ids=["goes-on", "aborted"])
+def test_blocks_built_on_anothers_failed_load_do_not_reach_a_daemon(
+    tiny_model: Path, aborted: bool
+) -> None:
+    """The store of such a block may be reported in the very step that tells of the failure. What a
+    daemon has once, every engine that shares it would read."""
+    with FaultyDaemon() as daemon:
+        first = engine(tiny_model, daemon)
+        first.copier.max_delay = 0
+        asked = prompt(3, 41)
+        request = first.add(asked, 3)
+        # The other connector "loads" what this step computes: nothing is stored before the next.
+        plan_stores, first.half._plan_stores = first.half._plan_stores, lambda *_: None
+        while first.requests[request].num_computed_tokens < 32:
+            first.step()
+        first.half._plan_stores = plan_stores
+        (table,) = first.scheduler.kv_cache_manager.get_block_ids(request)
+        for cache in first.caches:
+            cache[table[3:8]] = -7  # what the failed load left there
+        first._forward = lambda *_: [3]
+        output = first.scheduler.schedule()
+        assert output.num_scheduled_tokens
+        result = first._execute(output)
+        del first._forward
+        result.kv_connector_output.invalid_block_ids = {table[3]}
+        if aborted:
+            first.abort(request)
+        first.scheduler.update_from_output(output, result)
+        (job,) = first.half.remote.writes._next
+        assert len(job.keys) == 3, "blocks that hold something else are sent"
+        first.run()
+        assert aborted or first.finished[request].tokens == play(asked, 3)[0]
+        first.assert_at_rest()
+        first.close()
+
+        second = engine(tiny_model, daemon)
+        serve(second, asked)  # a wrong byte would be seen by the model
+        assert total(second, names.LOADED_BLOCKS, REMOTE) == (3 if aborted else 10)
+        second.close()
+
+
+def test_a_worker_whose_blocks_are_of_another_size_is_refused(tiny_model: Path) -> None:
+    """Only a daemon notices where vLLM carries no handshake, as inside a MultiConnector."""
+    with FaultyDaemon() as daemon:
+        toy = engine(tiny_model, daemon)
+        toy.worker.worker_half.block_bytes = (128,)
+        serve(toy, prompt(4, 41))
+        hellos = [request for request in daemon.seen if request.op == "hello"]
+        assert {tuple(hello.block_bytes) for hello in hellos} == {(96,), (128,)}
+        toy.close()
+
+
+def test_what_was_loading_during_a_reset_is_not_stored_after_it(tiny_model: Path) -> None:
+    """vLLM gives such blocks their hash only when the load has ended, and then serves them."""
+    with FaultyDaemon() as daemon:
+        first = engine(tiny_model, daemon)
+        asked = prompt(5, 41)
+        serve(first, asked)
+        first.close()
+        toy = engine(tiny_model, daemon, extra={"remote_load_timeout": 30})
+        daemon.delay = lambda request: 0.5 if isinstance(request, Get) else 0.0
+        loading = toy.add(asked, 3)
+        while not toy.half.ledger.is_loading(loading):
+            toy.step()
+        toy.scheduler.reset_connector_cache()
+        toy.run()
+        assert toy.reported_loads == [loading]
+        serve(toy, [*asked, 7, 8, 9, 10, 11, 12])
+        assert total(toy, names.STORED_BLOCKS, CPU) == 0
+        toy.drop_gpu_cache()
+        serve(toy, asked)
+        assert total(toy, names.STORED_BLOCKS, CPU) >= 10
+        toy.close()
