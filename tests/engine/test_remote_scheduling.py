@@ -6,6 +6,7 @@ happens to it, every request ends with the right tokens and nothing stays pinned
 
 from __future__ import annotations
 
+import itertools
 import random
 import tempfile
 import threading
@@ -358,14 +359,20 @@ def test_a_slowed_daemon_serves_some_and_times_out_for_others(tiny_model: Path) 
     def delay(request: Request) -> float:
         return rng.uniform(*slowed.get(type(request), (0, 0)))
 
+    def serve_from_daemon(toy: ToyEngine, prompt: list[int]) -> None:
+        toy.half.index.clear()
+        toy.drop_gpu_cache()
+        serve(toy, [prompt])
+
     def served(toy: ToyEngine, done: Callable[[], bool]) -> bool:
-        """Prompts the daemon holds, until this has happened; a busy machine needs another."""
-        for prompt in asked:
-            toy.half.index.clear()
-            toy.drop_gpu_cache()
-            serve(toy, [prompt])
-            if done():
-                return True
+        """Prompts the daemon holds, again and again until this has happened: the breaker may have
+        to be waited for, and a busy machine needs another try."""
+        end = time.monotonic() + 60
+        for prompt in itertools.cycle(asked):
+            serve_from_daemon(toy, prompt)
+            if done() or time.monotonic() > end:
+                return done()
+            time.sleep(0.02)
         return False
 
     asked = prompts(13, 12)
@@ -387,7 +394,8 @@ def test_a_slowed_daemon_serves_some_and_times_out_for_others(tiny_model: Path) 
         slowed.update({Match: long, Get: short})
         assert served(toy, lambda: total(toy, names.LOOKUPS, REMOTE, "timeout") > before)
         slowed.update({Match: about, Get: about})
-        served(toy, lambda: False)
+        for prompt in asked:
+            serve_from_daemon(toy, prompt)
         slowed.clear()
         _until_served_again(toy, total(toy, names.LOADED_BLOCKS, REMOTE))
         toy.close()
@@ -423,7 +431,7 @@ def test_chaos(tiny_model: Path, folder: Path, transport: str, async_scheduling:
         async_scheduling=async_scheduling,
         gpu_blocks=96,
         cpu_blocks=64,
-        extra={"remote_lookup_timeout": 0.05, "remote_load_timeout": 0.3},
+        extra={"remote_lookup_timeout": 0.2, "remote_load_timeout": 0.3},
     )
     stems = prompts(12, 10, 40, 100)
     tormentor = threading.Thread(target=torment)
@@ -454,6 +462,6 @@ def test_chaos(tiny_model: Path, folder: Path, transport: str, async_scheduling:
     for request, tokens in expected.items():
         assert toy.finished[request].tokens == tokens
     assert len(expected) > 100
-    assert total(toy, names.LOADED_BLOCKS, REMOTE) > 0, "the daemon never served anything"
+    _until_served_again(toy, total(toy, names.LOADED_BLOCKS, REMOTE))
     toy.close()
     daemon.end()

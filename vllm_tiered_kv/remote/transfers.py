@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from vllm_tiered_kv.core.store import Durability, PutItem, PutResult
 from vllm_tiered_kv.errors import ConnectionLost
+from vllm_tiered_kv.native.allocator import keep_large_buffers
 from vllm_tiered_kv.native.bytes_copy import copy_bytes
 from vllm_tiered_kv.native.cpu import xxh3_64
 from vllm_tiered_kv.remote.connection import Connection, Incoming
@@ -61,6 +62,7 @@ def read(
 ) -> None:
     """Fills in the tasks. When it raises, those that are marked found are whole and verified, and
     nothing is written to the others' buffers any more."""
+    keep_large_buffers()
     waiting = deque(_cut(tasks, [task.into.nbytes for task in tasks], connection.limits))
     reading: dict[int, _Reading] = {}
     landing = _Landing(helpers)

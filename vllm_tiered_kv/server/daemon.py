@@ -19,6 +19,7 @@ from vllm_tiered_kv.core.store import NAMESPACE_BYTES
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.native.allocator import keep_large_buffers
 from vllm_tiered_kv.server import tiers
 from vllm_tiered_kv.server.allowances import Allowances
 from vllm_tiered_kv.server.arena_handlers import ArenaHandlers
@@ -72,6 +73,7 @@ class Daemon:
         self._reactor = Reactor()
         self._allowances = Allowances.of_memory(options.memory)
         self._instance = secrets.token_bytes(16)
+        keep_large_buffers()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(options.io_threads)
         self._path_locks: list[SocketPathLock] = []
         self._listeners: list[Listener] = []
