@@ -81,6 +81,9 @@ def test_a_wrong_option_is_named(file: dict[str, object], sentence: str) -> None
     ("arguments", "sentence"),
     [
         (["--memory", "lots"], "--memory: 'lots' is not a size"),
+        (["--memry", "1GiB"], "--memry: unknown argument; did you mean --memory?"),
+        (["--ssdspace=1GiB"], "did you mean --ssd-space?"),
+        (["frobnicate"], "frobnicate: unknown argument; --help lists the options"),
         (["--listen", "tcp://0.0.0.0:9527"], "can be reached from other hosts, which needs keys"),
         (["--listen", "tcp://*:9527"], "which needs keys"),
         (["--listen", "tcp://eth0:9527"], "which needs keys"),

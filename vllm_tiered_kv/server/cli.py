@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import logging
 import os
 import signal
@@ -75,7 +76,13 @@ def _run(arguments: Sequence[str]) -> int:
     parser.add_argument("--version", action="version", version=f"tiered-kv-server {__version__}")
     parser.add_argument("--config", metavar="FILE", help="YAML file with options; flags win")
     add_flags(parser)
-    flags = vars(parser.parse_args(arguments))
+    given, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        known = [option for option in parser._option_string_actions if option.startswith("--")]
+        close = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
+        hint = f"did you mean {close[0]}?" if close else "--help lists the options"
+        raise ConfigError(unknown[0], f"unknown argument; {hint}")
+    flags = vars(given)
     file = flags.pop("config")
     options = ServerOptions.load(read_yaml(file) if file else None, flags)
     logging.basicConfig(
