@@ -404,11 +404,18 @@ def test_a_slowed_daemon_serves_some_and_times_out_for_others(tiny_model: Path) 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-def test_chaos(tiny_model: Path, folder: Path, transport: str, async_scheduling: bool) -> None:
+def test_chaos(
+    tiny_model: Path,
+    folder: Path,
+    transport: str,
+    async_scheduling: bool,
+    request: pytest.FixtureRequest,
+) -> None:
     """Random requests, aborts and cache resets while the daemon is killed, frozen, restarted."""
     daemon = DaemonProcess(
         folder, "--memory", "1MiB", "--ssd", str(folder / "ssd"), "--ssd-space", "4MiB"
     ).start()
+    request.addfinalizer(daemon.end)
     at = address(daemon, transport)
     rng = random.Random(10)
     stop = threading.Event()
@@ -442,14 +449,14 @@ def test_chaos(tiny_model: Path, folder: Path, transport: str, async_scheduling:
         while time.monotonic() < end:
             stem = rng.choice(stems)
             prompt = stem[: rng.randrange(8, len(stem))] + [rng.randrange(3, 50)] * rng.randrange(9)
-            request = toy.add(prompt, 4)
-            expected[request] = play(prompt, 4)[0]
+            name = toy.add(prompt, 4)
+            expected[name] = play(prompt, 4)[0]
             for _ in range(rng.randrange(12)):
                 if toy._in_flight or toy.scheduler.has_requests():
                     toy.step()
             if rng.random() < 0.1:
-                toy.abort(request)
-                del expected[request]
+                toy.abort(name)
+                del expected[name]
             if rng.random() < 0.05:
                 toy.half.index.clear()
                 toy.scheduler.reset_prefix_cache()
@@ -459,9 +466,8 @@ def test_chaos(tiny_model: Path, folder: Path, transport: str, async_scheduling:
         stop.set()
         tormentor.join()
     toy.assert_at_rest()
-    for request, tokens in expected.items():
-        assert toy.finished[request].tokens == tokens
+    for name, tokens in expected.items():
+        assert toy.finished[name].tokens == tokens
     assert len(expected) > 100
     _until_served_again(toy, total(toy, names.LOADED_BLOCKS, REMOTE))
     toy.close()
-    daemon.end()
