@@ -165,13 +165,21 @@ CudaBlockLayout::CudaBlockLayout(int device, BlockLayout layout)
 }
 
 void CudaBlockLayout::copy(const Batch& batch, Direction direction, uint64_t slots,
-                           uint64_t stream_handle, int64_t ctas) const {
+                           uint64_t stream_handle, int64_t ctas, SlotPart part) const {
   if (ctas < 0 || ctas > kMaxCtas)
     throw ArgumentError("ctas", std::to_string(ctas) + " is not in [0, 65535]");
   if (ctas == 0) ctas = whole_device_;
   const int alignment = std::min(alignment_, widest(slots));
-  const auto* pieces = reinterpret_cast<const Piece*>(table_.address());
-  const uint32_t num_pieces = uint32_t(pieces_.size());
+  // Pieces lie in the order of their place in the slot.
+  const auto at = [this](int64_t offset) {
+    return std::partition_point(pieces_.begin(), pieces_.end(), [offset](const Piece& piece) {
+      return int64_t(piece.slot_offset) < offset;
+    });
+  };
+  const auto first = at(part.begin), last = at(part.end);
+  if (first >= last) return;
+  const auto* pieces = reinterpret_cast<const Piece*>(table_.address()) + (first - pieces_.begin());
+  const uint32_t num_pieces = uint32_t(last - first);
   const DeviceGuard guard(device_);
   size_t begin = 0;
   while (begin < batch.block_ids.size()) {

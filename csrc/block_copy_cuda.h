@@ -18,6 +18,12 @@ struct alignas(16) Piece {
   uint32_t unused;
 };
 
+// Bytes [begin, end) of a slot.
+struct SlotPart {
+  int64_t begin = 0;
+  int64_t end = INT64_MAX;
+};
+
 class CudaBlockLayout {
  public:
   // Uploads the table of pieces to the device.
@@ -29,9 +35,9 @@ class CudaBlockLayout {
 
   // Launches the copy on a stream and returns at once. `batch` has passed check_batch for `slots`;
   // it travels inside the launch, so nothing has to outlive this call but the two memories.
-  // `ctas` of 0 takes the whole device.
+  // `ctas` of 0 takes the whole device. Only pieces that begin in `part` of a slot are copied.
   void copy(const Batch& batch, Direction direction, uint64_t slots, uint64_t stream_handle,
-            int64_t ctas) const;
+            int64_t ctas, SlotPart part = {}) const;
 
  private:
   const int device_;

@@ -155,6 +155,12 @@ void Event::record(uint64_t stream_handle) {
   check(cudaEventRecord(event, to_stream(stream_handle)), "cudaEventRecord");
 }
 
+void Event::wait_in(uint64_t stream_handle) const {
+  const cudaEvent_t event = get();
+  const DeviceGuard guard(device_);
+  check(cudaStreamWaitEvent(to_stream(stream_handle), event, 0), "cudaStreamWaitEvent");
+}
+
 bool Event::query() {
   const cudaEvent_t event = get();
   const DeviceGuard guard(device_);

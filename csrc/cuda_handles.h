@@ -79,6 +79,8 @@ class Event {
 
   cudaEvent_t get() const;
   void record(uint64_t stream_handle);
+  // Lets later work of any stream wait for this; the caller does not.
+  void wait_in(uint64_t stream_handle) const;
   bool query();
   void synchronize();
   void close();

@@ -36,11 +36,11 @@ std::unique_ptr<CudaBlockLayout> make_cuda_layout(int device, const py::object& 
 
 void copy_blocks(const CudaBlockLayout& layout, const py::object& block_ids, int64_t address,
                  int64_t nbytes, const py::object& slot_offsets, uint64_t stream_handle,
-                 int64_t ctas, Direction direction) {
+                 int64_t ctas, Direction direction, SlotPart part = {}) {
   const Batch batch = make_batch(block_ids, slot_offsets);
   check_batch(layout.layout(), batch, direction, "target", address, nbytes);
   const py::gil_scoped_release no_gil;
-  layout.copy(batch, direction, uint64_t(address), stream_handle, ctas);
+  layout.copy(batch, direction, uint64_t(address), stream_handle, ctas, part);
 }
 
 void gather(const CudaBlockLayout& layout, const py::object& block_ids, int64_t target_address,
@@ -52,9 +52,13 @@ void gather(const CudaBlockLayout& layout, const py::object& block_ids, int64_t 
 
 void scatter(const CudaBlockLayout& layout, const py::object& block_ids, int64_t target_address,
              int64_t target_nbytes, const py::object& slot_offsets, uint64_t stream_handle,
-             int64_t ctas) {
+             int64_t ctas, int64_t part_begin, std::optional<int64_t> part_end) {
+  const SlotPart part{part_begin, part_end.value_or(INT64_MAX)};
+  if (part.begin < 0 || part.end < part.begin)
+    throw ArgumentError("part_end", std::to_string(part.end) + " is below part_begin " +
+                                        std::to_string(part.begin) + ", or that is negative");
   copy_blocks(layout, block_ids, target_address, target_nbytes, slot_offsets, stream_handle, ctas,
-              Direction::kScatter);
+              Direction::kScatter, part);
 }
 
 void check_offsets(const char* name, const char* address_name, int64_t address,
@@ -128,6 +132,7 @@ PYBIND11_MODULE(_cuda, module) {
   py::class_<Event>(module, "Event")
       .def(py::init<int>(), py::arg("device"), NoGil())
       .def("record", &Event::record, py::arg("stream_handle"), NoGil())
+      .def("wait_in", &Event::wait_in, py::arg("stream_handle"), NoGil())
       .def("query", &Event::query, NoGil())
       .def("synchronize", &Event::synchronize, NoGil())
       .def("close", &Event::close, NoGil());
@@ -162,7 +167,7 @@ PYBIND11_MODULE(_cuda, module) {
              py::arg("ctas"));
   module.def("scatter", &scatter, py::arg("layout"), py::arg("block_ids"),
              py::arg("target_address"), py::arg("target_nbytes"), py::arg("slot_offsets"),
-             py::arg("stream_handle"), py::arg("ctas"));
+             py::arg("stream_handle"), py::arg("ctas"), py::arg("part_begin"), py::arg("part_end"));
   module.def("copy_to_host", &copy_to_host, py::arg("src_address"), py::arg("src_offsets"),
              py::arg("dst_address"), py::arg("dst_offsets"), py::arg("nbytes_each"),
              py::arg("stream_handle"), py::arg("device"), py::arg("host_piece_bytes"));

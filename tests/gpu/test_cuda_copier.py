@@ -6,8 +6,10 @@ The compute stream is kept busy by a long kernel, so that whatever does not wait
 from __future__ import annotations
 
 import functools
+import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,13 +18,16 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("torch finds no CUDA device", allow_module_level=True)
 
+from vllm_tiered_kv.config import CopyStrategy  # noqa: E402
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry  # noqa: E402
 from vllm_tiered_kv.core.layout import StridedView, block_runs  # noqa: E402
 from vllm_tiered_kv.core.transfer import GroupTransfer, int64_array  # noqa: E402
 from vllm_tiered_kv.device.arena import Arena  # noqa: E402
 from vllm_tiered_kv.device.cuda_copier import CudaCopier  # noqa: E402
+from vllm_tiered_kv.device.inbound_choice import TuningFile  # noqa: E402
 from vllm_tiered_kv.device.pinning import BackgroundPinner  # noqa: E402
 from vllm_tiered_kv.device.shared_arena import SharedArena  # noqa: E402
+from vllm_tiered_kv.errors import CudaError  # noqa: E402
 from vllm_tiered_kv.metrics.names import DropReason  # noqa: E402
 from vllm_tiered_kv.native import cuda  # noqa: E402
 
@@ -35,16 +40,22 @@ BUSY_CYCLES = 400_000_000  # about 0.2 s
 class Bench:
     """A device with layers of random bytes, an arena pinned in odd pieces, and a copier."""
 
-    def __init__(self) -> None:
-        self.layers = [
-            torch.randint(0, 255, (BLOCKS, PAGE), dtype=torch.uint8, device="cuda")
-            for _ in range(LAYERS)
-        ]
+    def __init__(self, way: str = "layers-direct", tuning_file: Path | None = None) -> None:
+        layout, strategy = way.split("-")
+        if layout == "blocks":  # all layers of a block together
+            together = torch.randint(0, 255, (BLOCKS, LAYERS, PAGE), dtype=torch.uint8).cuda()
+            self.layers = [together[:, n] for n in range(LAYERS)]
+        else:
+            self.layers = [
+                torch.randint(0, 255, (BLOCKS, PAGE), dtype=torch.uint8, device="cuda")
+                for _ in range(LAYERS)
+            ]
         views = [
             StridedView(f"l{i}", t.data_ptr(), tuple(t.shape), t.stride(), 1)
             for i, t in enumerate(self.layers)
         ]
         runs = block_runs(views, BLOCKS)
+        assert len(runs.runs) == (1 if layout == "blocks" else LAYERS)
         self.geometry = ArenaGeometry.for_blocks(SLOTS * 100_032, [runs.block_bytes])
         # 7 pages a piece: most slots lie across two pieces.
         self.arena = Arena(
@@ -62,8 +73,10 @@ class Bench:
             self.arena,
             0,
             lambda: int(self.stream.cuda_stream),
-            RING * 100_032,
+            RING * 100_032 * 4 // 3 + 4,  # three quarters of it are the ring
+            TuningFile("test", CopyStrategy(strategy), tuning_file),
         )
+        assert self.copier._ring.capacity == RING
         torch.cuda.synchronize()
 
     def block(self, number: int) -> bytes:
@@ -78,9 +91,19 @@ class Bench:
         return self.copier.poll()
 
 
-@pytest.fixture
-def bench() -> Iterator[Bench]:
-    bench = Bench()
+WAYS = (
+    "layers-direct",
+    "layers-staged",
+    "layers-auto",
+    "blocks-direct",
+    "blocks-dma",
+    "blocks-auto",
+)
+
+
+@pytest.fixture(params=WAYS)
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    bench = Bench(request.param)
     yield bench
     bench.copier.close()
     bench.copier.close()
@@ -160,6 +183,110 @@ def test_a_load_waits_for_the_fence_and_not_for_the_forward(bench: Bench) -> Non
     assert loads[0].error is None
     assert bench.block(9) == content  # not what the step in flight wrote
     assert overlapped
+
+
+def in_slots(bench: Bench, count: int) -> list[bytes]:
+    """The first blocks lie in the slots of their numbers, and are gone from the device."""
+    truth = [bench.block(n) for n in range(count)]
+    for start in range(0, count, RING):
+        stop = min(count, start + RING)
+        bench.copier.store(start, pairs(list(range(start, stop)), list(range(start, stop))))
+        bench.finish()
+    return truth
+
+
+@pytest.mark.parametrize("by_layer", [False, True], ids=["whole", "by-layer"])
+def test_the_forward_waits_for_what_is_loaded_ahead_of_it(bench: Bench, by_layer: bool) -> None:
+    truth = in_slots(bench, SLOTS)
+    seen = [torch.zeros(SLOTS, PAGE, dtype=torch.uint8, device="cuda") for _ in range(LAYERS)]
+    targets = torch.arange(BLOCKS - SLOTS, BLOCKS, device="cuda")
+    for layer in bench.layers:
+        layer[0].clone(), layer[targets].clone()  # loads the kernels
+    torch.cuda.synchronize()
+    with torch.cuda.stream(bench.stream):
+        torch.cuda._sleep(BUSY_CYCLES)
+        for layer in bench.layers:
+            layer[BLOCKS - SLOTS :].fill_(1)  # a step in flight still writes these blocks
+        bench.copier.fence()
+        order = np.random.default_rng(1).permutation(SLOTS)
+        located = [
+            bench.copier.locate(pairs((BLOCKS - SLOTS + part).tolist(), part.tolist()))
+            for part in np.split(order, 3)
+        ]
+        bench.copier.load_ahead([7, 8], located, by_layer)
+        assert bench.copier.poll_ahead() == []
+        for n, layer in enumerate(bench.layers):
+            if by_layer:
+                bench.copier.wait_for_layer(f"l{n}")
+            seen[n].copy_(layer[targets])
+        bench.copier.finish_ahead()
+    assert not bench.stream.query(), "the host waited"
+    torch.cuda.synchronize()
+    assert bench.copier.poll_ahead() == [7, 8]
+    for slot in range(SLOTS):
+        assert b"".join(layer[slot].cpu().numpy().tobytes() for layer in seen) == truth[slot]
+        assert bench.block(BLOCKS - SLOTS + slot) == truth[slot]
+    assert bench.copier.poll() == ([], [])
+
+
+def test_what_follows_a_forward_waits_for_layers_nobody_asked_for(bench: Bench) -> None:
+    truth = in_slots(bench, 4)
+    with torch.cuda.stream(bench.stream):
+        bench.copier.fence()
+        located = bench.copier.locate(pairs([50, 51, 52, 53], [0, 1, 2, 3]))
+        bench.copier.load_ahead([1], [located], True)
+        bench.copier.wait_for_layer("l0")
+        bench.copier.wait_for_layer("a layer that does not exist")
+        bench.copier.finish_ahead()
+        bench.copier.wait_for_layer("l1")  # long over
+    bench.stream.synchronize()
+    assert [bench.block(n) for n in range(50, 54)] == truth
+
+
+def test_many_loads_of_all_sizes(bench: Bench) -> None:
+    truth = in_slots(bench, SLOTS)
+    rng = np.random.default_rng(3)
+    for round_ in range(20):
+        count = int(rng.integers(1, SLOTS + 1))
+        targets = rng.permutation(BLOCKS)[:count]
+        slots = rng.permutation(SLOTS)[:count]
+        bench.copier.fence()
+        half = count // 2
+        bench.copier.load("a", [pairs(targets[:half].tolist(), slots[:half].tolist())])
+        bench.copier.load("b", [pairs(targets[half:].tolist(), slots[half:].tolist())])
+        _, loads = bench.finish()
+        assert [(load.request_id, load.error) for load in loads] == [("a", None), ("b", None)]
+        for target, slot in zip(targets, slots, strict=True):
+            assert bench.block(int(target)) == truth[slot], round_
+
+
+def test_what_was_measured_is_remembered_and_changes_no_byte(tmp_path: Path) -> None:
+    file = tmp_path / "copy.json"
+    for way in ("layers-auto", "blocks-auto", "layers-auto"):
+        bench = Bench(way, file)
+        bench.copier.close()
+        bench.arena.close()
+    plans = json.loads(file.read_text())["plans"]
+    assert len(plans) == 2
+    ways = {way for plan in plans.values() for way in plan["bytes_per_second"]["many"]}
+    assert ways == {"direct", "staged", "dma"}
+
+
+def test_a_failing_copy_ahead_is_done_in_the_simplest_way(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    truth = in_slots(bench, 2)
+
+    def fail(*args: object) -> None:
+        raise CudaError("planted")
+
+    monkeypatch.setattr(bench.copier._inbound, "enqueue", fail)
+    with torch.cuda.stream(bench.stream):
+        bench.copier.fence()
+        bench.copier.load_ahead([3], [bench.copier.locate(pairs([60, 61], [0, 1]))], False)
+    bench.stream.synchronize()
+    assert [bench.block(60), bench.block(61)] == truth
+    assert bench.copier.poll_ahead() == [3]
 
 
 def test_a_full_ring_keeps_the_head_of_a_sequence(bench: Bench) -> None:

@@ -43,6 +43,8 @@ class BlockRuns:
 
     runs: tuple[Run, ...]
     num_blocks: int
+    layer_ends: tuple[tuple[str, int], ...] = ()
+    """Where each layer's bytes end in a slot; layers that share memory end at the same place."""
 
     @property
     def block_bytes(self) -> int:
@@ -62,18 +64,19 @@ def block_runs(views: Iterable[StridedView], num_blocks: int) -> BlockRuns:
     """Runs of a block over all layers of a group; two names of one memory count once."""
     runs: list[Run] = []
     offset = 0
-    seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
+    ends: dict[tuple[int, tuple[int, ...], tuple[int, ...]], int] = {}
+    layer_ends: list[tuple[str, int]] = []
     for view in views:
         identity = (view.address, view.shape, view.strides)
-        if identity in seen:  # layers that share one cache (cross-layer sharing)
-            continue
-        seen.add(identity)
-        for address, block_stride, nbytes in _runs_of_view(view, num_blocks):
-            runs.append(Run(address, block_stride, nbytes, offset))
-            offset += nbytes
+        if identity not in ends:  # else layers that share one cache (cross-layer sharing)
+            for address, block_stride, nbytes in _runs_of_view(view, num_blocks):
+                runs.append(Run(address, block_stride, nbytes, offset))
+                offset += nbytes
+            ends[identity] = offset
+        layer_ends.append((view.name, ends[identity]))
     if not runs:
         raise ValueError("a KV-cache group without layers has no block layout")
-    return BlockRuns(_merge_adjacent(runs), num_blocks)
+    return BlockRuns(_merge_adjacent(runs), num_blocks, tuple(layer_ends))
 
 
 def _runs_of_view(view: StridedView, num_blocks: int) -> list[tuple[int, int, int]]:

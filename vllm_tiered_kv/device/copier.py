@@ -9,6 +9,8 @@ Order is the whole point (each line is a way to a wrong token if broken):
 - `fence` marks the point on the compute stream that later `load` calls must not overtake.
 - `load` writes blocks after the last fence and after every earlier `store`; not after the forward
   enqueued since the fence, which would end all overlap. A `Channel` keeps the same order.
+- `load_ahead` is for blocks that the coming forward reads: the compute stream waits for them, as a
+  whole or layer by layer, and what is enqueued after `finish_ahead` comes after all of them.
 """
 
 from __future__ import annotations
@@ -37,6 +39,18 @@ class LoadDone:
 
     request_id: str
     error: str | None = None
+    ended_at: float | None = None
+    """By `time.monotonic`, if that is known better than that it has ended."""
+
+
+@dataclass(frozen=True)
+class PinnedBlocks:
+    """GPU blocks of one group, and the places of a pinned region they come from."""
+
+    group_id: int
+    block_ids: Int64Array
+    region: HostRegion
+    offsets: Int64Array
 
 
 class Channel(Protocol):
@@ -68,6 +82,30 @@ class Copier(Protocol):
 
     def load(self, request_id: str, transfers: Sequence[GroupTransfer]) -> None:
         """Copies blocks in."""
+
+    def locate(self, transfer: GroupTransfer) -> PinnedBlocks:
+        """Where the slots of a transfer lie in the arena."""
+
+    def load_ahead(
+        self, job_ids: Sequence[int], blocks: Sequence[PinnedBlocks], by_layer: bool
+    ) -> None:
+        """Copies blocks in ahead of the forward that reads them; once a step.
+
+        With `by_layer`, each layer of the forward has to call `wait_for_layer` before it reads.
+        An error means that nothing is under way any more and that the blocks hold anything.
+        """
+
+    def wait_for_layer(self, name: str) -> None:
+        """Lets the compute stream wait for this layer's part of `load_ahead`."""
+
+    def finish_ahead(self) -> None:
+        """The forward has been enqueued."""
+
+    def settle_ahead(self) -> None:
+        """Waits until no copy of `load_ahead` is under way."""
+
+    def poll_ahead(self) -> list[int]:
+        """Jobs of `load_ahead` that have ended since the last call."""
 
     def settle_sources(self) -> None:
         """Waits until every source block of a `store` has been read."""

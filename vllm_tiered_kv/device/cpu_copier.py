@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Mapping, Sequence
 
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.layout import BlockRuns
 from vllm_tiered_kv.core.transfer import GroupTransfer, Int64Array
 from vllm_tiered_kv.device.arena import Arena
-from vllm_tiered_kv.device.copier import LoadDone, StoreDone
+from vllm_tiered_kv.device.copier import LoadDone, PinnedBlocks, StoreDone
 from vllm_tiered_kv.errors import TieredKVError
 from vllm_tiered_kv.metrics.names import DropReason
 from vllm_tiered_kv.native import cpu as native
@@ -43,6 +44,7 @@ class CpuCopier:
         self._arena = arena
         self._threads = threads
         self._stores_done: list[StoreDone] = []
+        self._ahead_done: list[int] = []
         self._loads_done: queue.SimpleQueue[LoadDone] = queue.SimpleQueue()
         self._requests: queue.SimpleQueue[tuple[str, Sequence[GroupTransfer]] | None] = (
             queue.SimpleQueue()
@@ -78,6 +80,37 @@ class CpuCopier:
     def load(self, request_id: str, transfers: Sequence[GroupTransfer]) -> None:
         self._requests.put((request_id, transfers))
 
+    def locate(self, transfer: GroupTransfer) -> PinnedBlocks:
+        return PinnedBlocks(
+            transfer.group_id, transfer.block_ids, self._arena.region, self._offsets(transfer)
+        )
+
+    def load_ahead(
+        self, job_ids: Sequence[int], blocks: Sequence[PinnedBlocks], by_layer: bool
+    ) -> None:
+        for part in blocks:
+            native.scatter(
+                self._layouts[part.group_id],
+                part.block_ids,
+                part.region,
+                part.offsets,
+                self._threads,
+            )
+        self._ahead_done += job_ids
+
+    def wait_for_layer(self, name: str) -> None:
+        pass  # all are there when `load_ahead` returns
+
+    def finish_ahead(self) -> None:
+        pass
+
+    def settle_ahead(self) -> None:
+        pass  # likewise
+
+    def poll_ahead(self) -> list[int]:
+        done, self._ahead_done = self._ahead_done, []
+        return done
+
     def poll(self) -> tuple[list[StoreDone], list[LoadDone]]:
         stores, self._stores_done = self._stores_done, []
         loads = []
@@ -110,7 +143,7 @@ class CpuCopier:
             except Exception as failure:  # whatever it was, the request must hear of it
                 logger.exception("a load failed; the request is recomputed")
                 error = str(failure)
-            self._loads_done.put(LoadDone(request_id, error))
+            self._loads_done.put(LoadDone(request_id, error, time.monotonic()))
 
 
 class CpuChannel:

@@ -5,8 +5,9 @@ memory (a fraction of a millisecond; after it the source is free), then the stor
 ring into the arena by whole-block DMA. A full ring drops the end of the sequence: the engine never
 waits for PCIe.
 
-In: one kernel with few thread blocks reads the slots through their mapping and scatters them, on
-the load stream, behind the fence.
+In: on the load stream, behind the fence, the fastest way for so many blocks (`inbound`). What the
+coming forward reads is loaded ahead of it: the compute stream waits, where vLLM calls us before
+each layer only for the layers it has come to.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.layout import BlockRuns
 from vllm_tiered_kv.core.transfer import GroupTransfer, Int64Array
 from vllm_tiered_kv.device.arena import Arena
-from vllm_tiered_kv.device.copier import LoadDone, StoreDone
-from vllm_tiered_kv.device.staging import StagingRing
+from vllm_tiered_kv.device.copier import LoadDone, PinnedBlocks, StoreDone
+from vllm_tiered_kv.device.cuda_channel import CudaChannel
+from vllm_tiered_kv.device.dma_lanes import DmaLanes
+from vllm_tiered_kv.device.inbound_choice import ChosenInbound, TuningFile
+from vllm_tiered_kv.device.layer_parts import LayerParts
+from vllm_tiered_kv.device.staging import StagingRing, split_staging, store_parts
 from vllm_tiered_kv.errors import TieredKVError
 from vllm_tiered_kv.metrics.names import DropReason
 from vllm_tiered_kv.native import cuda as native
-from vllm_tiered_kv.native.cpu import HostRegion
 
 logger = logging.getLogger(__name__)
-
-_LOAD_CTAS = 8  # enough to saturate PCIe; more would only take compute away
 
 
 @dataclass
@@ -48,6 +50,12 @@ class _OpenLoad:
     error: str | None = None
 
 
+@dataclass
+class _OpenAhead:
+    job_ids: Sequence[int]
+    event: native.Event
+
+
 class CudaCopier:
     def __init__(
         self,
@@ -57,8 +65,11 @@ class CudaCopier:
         device: int,
         compute_stream: Callable[[], int],
         staging_bytes: int,
+        tuning: TuningFile | None = None,
+        is_fresh: bool = True,
     ) -> None:
-        """`compute_stream` tells the handle of the stream the model runs on right now."""
+        """`compute_stream` tells the handle of the stream the model runs on right now. In a fresh
+        arena nothing is kept yet, so that it may serve to measure copies."""
         self._device = device
         self._layouts = {
             group_id: native.CudaBlockLayout(device, *group_runs.arrays(), group_runs.num_blocks)
@@ -71,18 +82,26 @@ class CudaCopier:
         self._geometry = geometry
         self._arena = arena
         self._compute_stream = compute_stream
-        self._ring = StagingRing(StagingRing.units(staging_bytes, geometry))
+        store_bytes, load_bytes = split_staging(staging_bytes)
+        self._ring = StagingRing(StagingRing.units(store_bytes, geometry))
         self._ring_unit = max(geometry.slot_bytes)
         self._staging = native.DeviceBuffer(device, self._ring.capacity * self._ring_unit)
         self._store_stream = native.Stream(device, low_priority=True)
+        self._store_lanes = DmaLanes(device)
         self._load_stream = native.Stream(device, low_priority=True)
+        self._inbound = ChosenInbound(device, runs, self._layouts, load_bytes, tuning)
         self._fence = native.Event(device)
         self._gathered = native.Event(device)
         self._stores: deque[_OpenStore] = deque()
         self._stores_done: list[StoreDone] = []
         self._loads: deque[_OpenLoad] = deque()
+        self._parts = {group_id: LayerParts.of(r) for group_id, r in runs.items()}
+        self._part_events = [native.Event(device) for _ in self._parts[min(self._parts)].ends]
+        self._parts_waited: int | None = None  # None: no layer has to wait for anything
+        self._ahead: deque[_OpenAhead] = deque()
         self._spare_events: list[native.Event] = []
         self._closed = False
+        self._inbound.tune(self._load_stream, arena, is_fresh)
 
     def open_channel(self) -> CudaChannel:
         return CudaChannel(self._device, self._layouts, self._fence)
@@ -110,6 +129,7 @@ class CudaCopier:
             # Some of it may be under way: nothing of this job is used, and the ring units it
             # took come back behind whatever was enqueued.
             logger.exception("blocks could not be stored; they count as dropped")
+            self._store_lanes.synchronize()
             self._store_stream.synchronize()
             self._stores.append(
                 _OpenStore(StoreDone(job_id, 0, DropReason.COPY_FAILED), None, count)
@@ -117,28 +137,70 @@ class CudaCopier:
             return
         self._stores.append(_OpenStore(StoreDone(job_id, count, reason), event, count))
 
+    def locate(self, transfer: GroupTransfer) -> PinnedBlocks:
+        return PinnedBlocks(
+            transfer.group_id, transfer.block_ids, self._arena.region, self._offsets(transfer)
+        )
+
     def load(self, request_id: str, transfers: Sequence[GroupTransfer]) -> None:
         try:
             # The fence lies behind every gather of earlier steps: all ran on the compute stream.
             self._load_stream.wait(self._fence)
             for transfer in transfers:
-                native.scatter(
-                    self._layouts[transfer.group_id],
-                    transfer.block_ids,
-                    self._arena.region.address,
-                    self._arena.nbytes,
-                    self._offsets(transfer),
-                    self._load_stream.handle,
-                    ctas=_LOAD_CTAS,
-                )
+                self._inbound.enqueue(self.locate(transfer), self._load_stream)
             event = self._event()
             event.record(self._load_stream.handle)
             self._loads.append(_OpenLoad(request_id, event))
         except TieredKVError as failure:
             logger.exception("a load failed; the request is recomputed")
-            # A kernel that did start must not write into blocks given to someone else.
-            self._load_stream.synchronize()
+            # A copy that did start must not write into blocks given to someone else.
+            self._settle_loads()
             self._loads.append(_OpenLoad(request_id, None, str(failure)))
+
+    def load_ahead(
+        self, job_ids: Sequence[int], blocks: Sequence[PinnedBlocks], by_layer: bool
+    ) -> None:
+        try:
+            self._load_stream.wait(self._fence)
+            if by_layer and len(self._parts) == 1:
+                self._enqueue_parts(blocks)
+            else:
+                for part in blocks:
+                    self._inbound.enqueue(part, self._load_stream)
+            event = self._event()
+            event.record(self._load_stream.handle)
+        except TieredKVError:
+            logger.exception("a load failed; it is tried in the simplest way there is")
+            self._parts_waited = None
+            self._settle_loads()
+            event = self._load_simply(blocks)
+        if self._parts_waited is None:
+            event.wait_in(self._compute_stream())
+        self._ahead.append(_OpenAhead(job_ids, event))
+
+    def wait_for_layer(self, name: str) -> None:
+        if self._parts_waited is None:
+            return
+        part = self._parts[min(self._parts)].part_of_layer.get(name, len(self._part_events) - 1)
+        if part >= self._parts_waited:
+            self._part_events[part].wait_in(self._compute_stream())
+            self._parts_waited = part + 1
+
+    def finish_ahead(self) -> None:
+        if self._parts_waited is None:
+            return
+        if self._parts_waited < len(self._part_events):  # not every layer has attention
+            self._part_events[-1].wait_in(self._compute_stream())
+        self._parts_waited = None
+
+    def settle_ahead(self) -> None:
+        self._settle_loads()
+
+    def poll_ahead(self) -> list[int]:
+        done: list[int] = []
+        while self._ahead and self._ended(self._ahead[0].event):
+            done += self._ahead.popleft().job_ids
+        return done
 
     def poll(self) -> tuple[list[StoreDone], list[LoadDone]]:
         self._reclaim()
@@ -153,12 +215,14 @@ class CudaCopier:
         if self._closed:
             return
         self._closed = True
+        self._store_lanes.close()
         self._store_stream.synchronize()
-        self._load_stream.synchronize()
+        self._settle_loads()
+        self._inbound.close()
         self._staging.close()
         for stream in (self._store_stream, self._load_stream):
             stream.close()
-        for event in (self._fence, self._gathered, *self._spare_events):
+        for event in (self._fence, self._gathered, *self._part_events, *self._spare_events):
             event.close()
 
     def _enqueue_store(
@@ -166,29 +230,46 @@ class CudaCopier:
     ) -> native.Event:
         units = self._ring.take(len(transfer)) * self._ring_unit
         compute = self._compute_stream()
-        native.gather(
-            self._layouts[transfer.group_id],
-            transfer.block_ids,
-            self._staging.address,
-            self._staging.nbytes,
-            units,
-            compute,
-        )
-        self._gathered.record(compute)
-        self._store_stream.wait(self._gathered)
-        native.copy_to_host(
-            self._staging.address,
-            units,
-            self._arena.region.address,
-            offsets,
-            nbytes,
-            self._store_stream.handle,
-            device=self._device,
-            host_piece_bytes=self._arena.pin_chunk_bytes,
-        )
+        staging = self._staging.address
+        for part in store_parts(len(transfer)):
+            native.gather(
+                self._layouts[transfer.group_id],
+                transfer.block_ids[part],
+                staging,
+                self._staging.nbytes,
+                units[part],
+                compute,
+            )
+            self._gathered.record(compute)
+            self._store_stream.wait(self._gathered)
+            self._store_lanes.to_host(
+                self._store_stream, staging, units[part], self._arena.region, offsets[part], nbytes
+            )
         event = self._event()
         event.record(self._store_stream.handle)
         return event
+
+    def _enqueue_parts(self, blocks: Sequence[PinnedBlocks]) -> None:
+        """Layer by layer over all blocks: what the forward reads first comes first."""
+        begin = 0
+        for end, event in zip(self._parts[min(self._parts)].ends, self._part_events, strict=True):
+            for part in blocks:
+                self._inbound.enqueue_part(part, self._load_stream, begin, end)
+            event.record(self._load_stream.handle)
+            begin = end
+        self._parts_waited = 0
+
+    def _load_simply(self, blocks: Sequence[PinnedBlocks]) -> native.Event:
+        """One kernel for each group and nothing else; what fails here, fails for everybody."""
+        for part in blocks:
+            self._inbound.enqueue_part(part, self._load_stream, 0, None)
+        event = self._event()
+        event.record(self._load_stream.handle)
+        return event
+
+    def _settle_loads(self) -> None:
+        self._inbound.synchronize()
+        self._load_stream.synchronize()
 
     def _reclaim(self) -> None:
         """Notes ended stores, in order; their ring units are free again."""
@@ -210,39 +291,3 @@ class CudaCopier:
             return False
         self._spare_events.append(event)
         return True
-
-
-class CudaChannel:
-    """Scatters on a stream of its own, behind the fence.
-
-    The fence may be recorded anew by later steps meanwhile; it only ever moves forward on the
-    compute stream, so waiting for a later one waits for the right one too.
-    """
-
-    def __init__(
-        self, device: int, layouts: Mapping[int, native.CudaBlockLayout], fence: native.Event
-    ) -> None:
-        self._layouts = layouts
-        self._fence = fence
-        self._stream = native.Stream(device, low_priority=True)
-
-    def scatter(
-        self, group_id: int, block_ids: Int64Array, region: HostRegion, offsets: Int64Array
-    ) -> None:
-        self._stream.wait(self._fence)
-        native.scatter(
-            self._layouts[group_id],
-            block_ids,
-            region.address,
-            region.nbytes,
-            offsets,
-            self._stream.handle,
-            ctas=_LOAD_CTAS,
-        )
-
-    def finish(self) -> None:
-        self._stream.synchronize()
-
-    def close(self) -> None:
-        self._stream.synchronize()
-        self._stream.close()

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from vllm_tiered_kv.config import format_size
 from vllm_tiered_kv.core.arena_geometry import aligned
 from vllm_tiered_kv.core.transfer import Int64Array
+from vllm_tiered_kv.device.pinning import PIN_CHUNK_BYTES
 from vllm_tiered_kv.errors import ArenaError
 from vllm_tiered_kv.native.cpu import HostRegion
 
@@ -52,7 +53,7 @@ class SharedArena:
         self._generations: np.ndarray | None = whole[: capacity_bytes // PAGE * 8].view(np.uint64)
         table = _table_bytes(capacity_bytes)
         self._slots: np.ndarray | None = whole[table : table + capacity_bytes]
-        self.region = HostRegion(self._slots.ctypes.data, capacity_bytes)
+        self.region = HostRegion(self._slots.ctypes.data, capacity_bytes, PIN_CHUNK_BYTES)
         self._view: memoryview | None = memoryview(self._slots.data)
 
     @classmethod

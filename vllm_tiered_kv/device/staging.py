@@ -11,6 +11,20 @@ from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.transfer import Int64Array
 
 
+def split_staging(nbytes: int) -> tuple[int, int]:
+    """How `staging_memory` is shared: what stores get, what loads get.
+
+    Loads empty theirs as fast as the bus fills it; stores arrive in bursts.
+    """
+    return nbytes - nbytes // 4, nbytes // 4
+
+
+def store_parts(count: int) -> list[slice]:
+    """A large store in two: the bus begins when the first eighth has been gathered."""
+    first = count // 8
+    return [slice(0, first), slice(first, count)] if first >= 4 else [slice(0, count)]
+
+
 class StagingRing:
     """Units are as large as the largest slot; at least one."""
 

@@ -74,6 +74,10 @@ class Event:
     def record(self, stream_handle: int) -> None:
         self._native.record(stream_handle)
 
+    def wait_in(self, stream_handle: int) -> None:
+        """Let later work of any stream wait for this point; the caller does not."""
+        self._native.wait_in(stream_handle)
+
     def query(self) -> bool:
         """Whether the work before the last `record` is done; true where nothing was recorded."""
         return self._native.query()
@@ -189,10 +193,25 @@ def scatter(
     slot_offsets: NDArray[np.int64],
     stream_handle: int,
     ctas: int = 0,
+    part_begin: int = 0,
+    part_end: int | None = None,
 ) -> None:
-    """As `gather` in the other direction; the block ids are unique, slots may repeat."""
+    """As `gather` in the other direction; the block ids are unique, slots may repeat.
+
+    With a part, only pieces (of at most 16 KiB) that begin in these bytes of a slot are copied:
+    parts that follow each other copy everything, and after one of them all bytes before its end
+    are there.
+    """
     _load().scatter(
-        layout._native, block_ids, target_address, target_nbytes, slot_offsets, stream_handle, ctas
+        layout._native,
+        block_ids,
+        target_address,
+        target_nbytes,
+        slot_offsets,
+        stream_handle,
+        ctas,
+        part_begin,
+        part_end,
     )
 
 

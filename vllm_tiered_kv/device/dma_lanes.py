@@ -1,0 +1,101 @@
+"""Several streams that share one batch of whole-block DMA.
+
+Between two transfers of a stream the bus idles for a moment. With blocks of half a megabyte that
+is a tenth of the time; with four streams taking turns on the bus it is a hundredth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from vllm_tiered_kv.core.transfer import Int64Array
+from vllm_tiered_kv.native import cuda as native
+from vllm_tiered_kv.native.cpu import HostRegion
+
+_LANES = 4
+_MIN_BLOCKS_PER_LANE = 4  # below that, waiting for each other costs more than the pauses
+
+
+class DmaLanes:
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._streams = [native.Stream(device, low_priority=True) for _ in range(_LANES - 1)]
+        self._begin = native.Event(device)
+        self._ends = [native.Event(device) for _ in self._streams]
+
+    def to_device(
+        self,
+        stream: native.Stream,
+        region: HostRegion,
+        sources: Int64Array,
+        target: int,
+        targets: Int64Array,
+        nbytes: int,
+    ) -> None:
+        """Copies after what `stream` has been given so far; later work of `stream` comes after."""
+
+        def copy(part: slice, handle: int) -> None:
+            native.copy_to_device(
+                region.address,
+                sources[part],
+                target,
+                targets[part],
+                nbytes,
+                handle,
+                device=self._device,
+                host_piece_bytes=region.piece_bytes,
+            )
+
+        self._share(stream, len(sources), copy)
+
+    def to_host(
+        self,
+        stream: native.Stream,
+        source: int,
+        sources: Int64Array,
+        region: HostRegion,
+        targets: Int64Array,
+        nbytes: int,
+    ) -> None:
+        """As `to_device` in the other direction."""
+
+        def copy(part: slice, handle: int) -> None:
+            native.copy_to_host(
+                source,
+                sources[part],
+                region.address,
+                targets[part],
+                nbytes,
+                handle,
+                device=self._device,
+                host_piece_bytes=region.piece_bytes,
+            )
+
+        self._share(stream, len(sources), copy)
+
+    def synchronize(self) -> None:
+        for stream in self._streams:
+            stream.synchronize()
+
+    def close(self) -> None:
+        self.synchronize()
+        for stream in self._streams:
+            stream.close()
+        for event in (self._begin, *self._ends):
+            event.close()
+
+    def _share(self, stream: native.Stream, count: int, copy: Callable[[slice, int], None]) -> None:
+        lanes = min(_LANES, max(1, count // _MIN_BLOCKS_PER_LANE))
+        bounds = np.linspace(0, count, lanes + 1).astype(int).tolist()
+        if lanes > 1:
+            self._begin.record(stream.handle)
+        for lane in range(1, lanes):
+            helper = self._streams[lane - 1]
+            helper.wait(self._begin)
+            copy(slice(bounds[lane], bounds[lane + 1]), helper.handle)
+            self._ends[lane - 1].record(helper.handle)
+        copy(slice(bounds[0], bounds[1]), stream.handle)
+        for lane in range(1, lanes):
+            stream.wait(self._ends[lane - 1])

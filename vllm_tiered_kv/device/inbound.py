@@ -1,0 +1,225 @@
+"""Ways to bring blocks from pinned memory to a CUDA device, behind one interface.
+
+- `WholeBlocks`: plain DMA, no kernel at all, where a block is one run of device memory (vLLM's
+  block-outermost layouts).
+- `Staged`: DMA of whole blocks into a small ring of device memory, and a kernel that scatters what
+  has arrived while the next part is on the bus.
+- `Direct`: a kernel of a few thread blocks reads the slots through their mapping. The least work
+  to start, so it is the one for few blocks; it leaves about a twentieth of the bus unused.
+
+All begin after what the stream has been given so far, and later work of the stream comes after
+them. Which one is best is measured (`copy_tuning`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+
+from vllm_tiered_kv.core.arena_geometry import aligned
+from vllm_tiered_kv.core.layout import BlockRuns
+from vllm_tiered_kv.core.transfer import Int64Array
+from vllm_tiered_kv.device.dma_lanes import DmaLanes
+from vllm_tiered_kv.errors import NativeError
+from vllm_tiered_kv.native import cuda as native
+from vllm_tiered_kv.native.cpu import HostRegion
+
+DIRECT_CTAS = 8  # enough to saturate PCIe; more would only take compute away
+_SCATTER_CTAS = 32  # many times the bus, a quarter of a large device
+_STAGES = 2  # parts of the staging memory: one is filled while the other is emptied
+
+
+def require_within(region: HostRegion, offsets: Int64Array, nbytes: int) -> None:
+    """DMA takes any address; the kernels check their slots themselves."""
+    if offsets.min() < 0 or offsets.max() + nbytes > region.nbytes:
+        raise NativeError(f"slot_offsets: not all lie in a region of {region.nbytes} bytes")
+
+
+class Inbound(Protocol):
+    def enqueue(
+        self,
+        group_id: int,
+        block_ids: Int64Array,
+        region: HostRegion,
+        offsets: Int64Array,
+        stream: native.Stream,
+    ) -> None: ...
+
+    def synchronize(self) -> None:
+        """Waits for whatever was enqueued on streams of its own; after an error."""
+
+    def close(self) -> None: ...
+
+
+class WholeBlocks:
+    def __init__(self, device: int, runs: Mapping[int, BlockRuns]) -> None:
+        self._runs = {group_id: group.runs[0] for group_id, group in runs.items()}
+        self._num_blocks = {group_id: group.num_blocks for group_id, group in runs.items()}
+        self._lanes = DmaLanes(device)
+
+    @staticmethod
+    def fits(runs: Mapping[int, BlockRuns]) -> bool:
+        return all(len(group.runs) == 1 for group in runs.values())
+
+    def enqueue(
+        self,
+        group_id: int,
+        block_ids: Int64Array,
+        region: HostRegion,
+        offsets: Int64Array,
+        stream: native.Stream,
+    ) -> None:
+        run = self._runs[group_id]
+        require_within(region, offsets, run.nbytes)
+        if block_ids.min() < 0 or block_ids.max() >= self._num_blocks[group_id]:
+            raise NativeError(f"block_ids: not all are in [0, {self._num_blocks[group_id]})")
+        targets = block_ids * run.block_stride
+        self._lanes.to_device(stream, region, offsets, run.address, targets, run.nbytes)
+
+    def synchronize(self) -> None:
+        self._lanes.synchronize()
+
+    def close(self) -> None:
+        self._lanes.close()
+
+
+class Direct:
+    def __init__(self, layouts: Mapping[int, native.CudaBlockLayout]) -> None:
+        self._layouts = layouts
+
+    def enqueue(
+        self,
+        group_id: int,
+        block_ids: Int64Array,
+        region: HostRegion,
+        offsets: Int64Array,
+        stream: native.Stream,
+    ) -> None:
+        self.enqueue_part(group_id, block_ids, region, offsets, stream, 0, None)
+
+    def enqueue_part(
+        self,
+        group_id: int,
+        block_ids: Int64Array,
+        region: HostRegion,
+        offsets: Int64Array,
+        stream: native.Stream,
+        begin: int,
+        end: int | None,
+    ) -> None:
+        """Only these bytes of every slot, and perhaps a few behind them."""
+        native.scatter(
+            self._layouts[group_id],
+            block_ids,
+            region.address,
+            region.nbytes,
+            offsets,
+            stream.handle,
+            ctas=DIRECT_CTAS,
+            part_begin=begin,
+            part_end=end,
+        )
+
+    def gather(
+        self,
+        group_id: int,
+        block_ids: Int64Array,
+        region: HostRegion,
+        offsets: Int64Array,
+        stream: native.Stream,
+    ) -> None:
+        """The other way round, from the device to the slots."""
+        native.gather(
+            self._layouts[group_id],
+            block_ids,
+            region.address,
+            region.nbytes,
+            offsets,
+            stream.handle,
+            ctas=DIRECT_CTAS,
+        )
+
+    def synchronize(self) -> None:
+        pass  # it uses the caller's stream alone
+
+    def close(self) -> None:
+        pass
+
+
+class Staged:
+    def __init__(
+        self,
+        device: int,
+        layouts: Mapping[int, native.CudaBlockLayout],
+        block_bytes: Mapping[int, int],
+        staging: native.DeviceBuffer,
+    ) -> None:
+        """Takes the staging memory over."""
+        self._layouts = layouts
+        self._block_bytes = block_bytes
+        self._staging = staging
+        self._stage_bytes = staging.nbytes // _STAGES
+        self._device = device
+        self._bus = native.Stream(device, low_priority=True)
+        self._begin = native.Event(device)
+        self._filled = [native.Event(device) for _ in range(_STAGES)]
+        self._emptied = [native.Event(device) for _ in range(_STAGES)]
+        self._next = 0
+
+    @staticmethod
+    def fits(staging_bytes: int, block_bytes: Mapping[int, int]) -> bool:
+        return staging_bytes // _STAGES >= max(aligned(n) for n in block_bytes.values())
+
+    def enqueue(
+        self,
+        group_id: int,
+        block_ids: Int64Array,
+        region: HostRegion,
+        offsets: Int64Array,
+        stream: native.Stream,
+    ) -> None:
+        nbytes = self._block_bytes[group_id]
+        require_within(region, offsets, nbytes)
+        blocks = self._stage_bytes // aligned(nbytes)
+        self._begin.record(stream.handle)
+        self._bus.wait(self._begin)
+        for start in range(0, len(block_ids), blocks):
+            part = slice(start, start + blocks)
+            stage, self._next = self._next, (self._next + 1) % _STAGES
+            count = len(block_ids[part])
+            staged = np.arange(count, dtype=np.int64) * aligned(nbytes) + stage * self._stage_bytes
+            self._bus.wait(self._emptied[stage])
+            native.copy_to_device(
+                region.address,
+                offsets[part],
+                self._staging.address,
+                staged,
+                nbytes,
+                self._bus.handle,
+                device=self._device,
+                host_piece_bytes=region.piece_bytes,
+            )
+            self._filled[stage].record(self._bus.handle)
+            stream.wait(self._filled[stage])
+            native.scatter(
+                self._layouts[group_id],
+                block_ids[part],
+                self._staging.address,
+                self._staging.nbytes,
+                staged,
+                stream.handle,
+                ctas=_SCATTER_CTAS,
+            )
+            self._emptied[stage].record(stream.handle)
+
+    def synchronize(self) -> None:
+        self._bus.synchronize()
+
+    def close(self) -> None:
+        self._bus.synchronize()
+        self._bus.close()
+        self._staging.close()
+        for event in (self._begin, *self._filled, *self._emptied):
+            event.close()
