@@ -1,5 +1,8 @@
 // Python binding of the CPU module: arguments in, one call, errors out.
+#include <pybind11/stl.h>
+
 #include <cstring>
+#include <deque>
 #include <string_view>
 
 #include "binding.h"
@@ -61,16 +64,18 @@ py::array_t<uint64_t> checksum(int64_t address, int64_t region_nbytes, const py:
 
 // The bytes of a C-contiguous buffer.
 struct Bytes {
-  explicit Bytes(const py::buffer& data) {
-    if (PyObject_GetBuffer(data.ptr(), &view, PyBUF_SIMPLE) != 0) {
+  explicit Bytes(const py::handle& data, const std::string& name = "data",
+                 int flags = PyBUF_SIMPLE) {
+    if (PyObject_GetBuffer(data.ptr(), &view, flags) != 0) {
       PyErr_Clear();
-      throw ArgumentError("data", "not a contiguous buffer");
+      const char* kind = (flags & PyBUF_WRITABLE) != 0 ? "writable " : "";
+      throw ArgumentError(name, std::string("not a contiguous ") + kind + "buffer");
     }
   }
   Bytes(const Bytes&) = delete;
   Bytes& operator=(const Bytes&) = delete;
   ~Bytes() { PyBuffer_Release(&view); }
-  const uint8_t* data() const { return static_cast<const uint8_t*>(view.buf); }
+  uint8_t* data() const { return static_cast<uint8_t*>(view.buf); }
   size_t size() const { return size_t(view.len); }
   Py_buffer view;
 };
@@ -80,6 +85,35 @@ uint64_t hash_buffer(const py::buffer& data) {
   if (bytes.size() < kGilBytes) return xxh3_64(bytes.data(), bytes.size());
   const py::gil_scoped_release no_gil;
   return xxh3_64(bytes.data(), bytes.size());
+}
+
+std::deque<Bytes> open_buffers(const py::sequence& buffers, const std::string& name, int flags) {
+  std::deque<Bytes> opened;
+  for (size_t i = 0; i < buffers.size(); ++i)
+    opened.emplace_back(buffers[i], name + "[" + std::to_string(i) + "]", flags);
+  return opened;
+}
+
+std::vector<uint64_t> copy_and_hash(const py::sequence& into, const py::sequence& sources) {
+  if (into.size() != sources.size())
+    throw ArgumentError(
+        "sources", std::to_string(sources.size()) + " buffers for " + std::to_string(into.size()));
+  const std::deque<Bytes> to = open_buffers(into, "into", PyBUF_WRITABLE);
+  const std::deque<Bytes> from = open_buffers(sources, "sources", PyBUF_SIMPLE);
+  for (size_t i = 0; i < to.size(); ++i) {
+    const std::string name = "into[" + std::to_string(i) + "]";
+    if (to[i].size() != from[i].size())
+      throw ArgumentError(
+          name, std::to_string(to[i].size()) + " bytes for " + std::to_string(from[i].size()));
+    if (to[i].data() < from[i].data() + from[i].size() &&
+        from[i].data() < to[i].data() + to[i].size())
+      throw ArgumentError(name, "overlaps its source");
+  }
+  std::vector<uint64_t> sums(to.size());
+  const py::gil_scoped_release no_gil;
+  for (size_t i = 0; i < to.size(); ++i)
+    sums[i] = copy_xxh3_64(to[i].data(), from[i].data(), from[i].size());
+  return sums;
 }
 
 py::bytes sha256_buffer(const py::buffer& data) {
@@ -169,6 +203,7 @@ PYBIND11_MODULE(_cpu, module) {
   module.def("checksum", &checksum, py::arg("address"), py::arg("region_nbytes"),
              py::arg("offsets"), py::arg("nbytes"), py::arg("threads"));
   module.def("xxh3_64", &hash_buffer, py::arg("data"));
+  module.def("copy_and_hash", &copy_and_hash, py::arg("into"), py::arg("sources"));
   module.def("sha256", &sha256_buffer, py::arg("data"));
   module.def("extend_keys", &extend_keys, py::arg("parent"), py::arg("tokens"), py::arg("start"),
              py::arg("stop"), py::arg("block_size"), py::arg("extras"), py::arg("suffix"));

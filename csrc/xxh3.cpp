@@ -40,6 +40,8 @@ constexpr size_t kStripe = 64;
 constexpr size_t kSecretStep = 8;
 constexpr size_t kRoundStripes = (kSecretBytes - kStripe) / kSecretStep;
 constexpr size_t kRoundBytes = kRoundStripes * kStripe;
+// Smaller copies stay in the caches, where whoever reads them next finds them.
+[[maybe_unused]] constexpr size_t kStreamedBytes = 64 << 10;
 
 uint32_t read32(const uint8_t* p) {
   uint32_t value;
@@ -162,13 +164,17 @@ __attribute__((target("avx2"))) inline __m256i load256(const uint8_t* p) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
 }
 
-__attribute__((target("avx2"))) inline __m256i accumulate_half(__m256i acc, const uint8_t* data,
-                                                               const uint8_t* secret) {
-  const __m256i value = load256(data);
+__attribute__((target("avx2"))) inline __m256i accumulate_value(__m256i acc, __m256i value,
+                                                                const uint8_t* secret) {
   const __m256i keyed = _mm256_xor_si256(value, load256(secret));
   const __m256i product = _mm256_mul_epu32(keyed, _mm256_srli_epi64(keyed, 32));
   const __m256i swapped = _mm256_shuffle_epi32(value, _MM_SHUFFLE(1, 0, 3, 2));
   return _mm256_add_epi64(acc, _mm256_add_epi64(product, swapped));
+}
+
+__attribute__((target("avx2"))) inline __m256i accumulate_half(__m256i acc, const uint8_t* data,
+                                                               const uint8_t* secret) {
+  return accumulate_value(acc, load256(data), secret);
 }
 
 __attribute__((target("avx2"))) inline __m256i scramble_half(__m256i acc, const uint8_t* secret) {
@@ -180,7 +186,23 @@ __attribute__((target("avx2"))) inline __m256i scramble_half(__m256i acc, const 
   return _mm256_add_epi64(low, _mm256_slli_epi64(high, 32));
 }
 
-__attribute__((target("avx2"))) void consume_avx2(Lanes& lanes, const uint8_t* data, size_t size) {
+// Writes past the caches: a block is larger than what is left of them, and a line that is only
+// written need not be read first.
+template <size_t kAlignment>
+__attribute__((target("avx2"))) inline void stream256(uint8_t* into, __m256i value) {
+  if constexpr (kAlignment == 32) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(into), value);
+  } else {
+    auto* const halves = reinterpret_cast<__m128i*>(into);
+    _mm_stream_si128(halves, _mm256_castsi256_si128(value));
+    _mm_stream_si128(halves + 1, _mm256_extracti128_si256(value, 1));
+  }
+}
+
+// Unless `kAlignment` is 0, the bytes are also copied to `into`, which has that alignment.
+template <size_t kAlignment>
+__attribute__((target("avx2"))) void consume_avx2(Lanes& lanes, const uint8_t* data, size_t size,
+                                                  uint8_t* into) {
   __m256i* const halves = reinterpret_cast<__m256i*>(lanes.v);
   __m256i a = _mm256_load_si256(halves), b = _mm256_load_si256(halves + 1);
   const uint8_t* const last = data + size - kStripe;
@@ -189,11 +211,17 @@ __attribute__((target("avx2"))) void consume_avx2(Lanes& lanes, const uint8_t* d
 #pragma GCC unroll 16
     for (size_t i = 0; i < kRoundStripes; ++i) {
       _mm_prefetch(reinterpret_cast<const char*>(data + i * kStripe + 512), _MM_HINT_T0);
-      a = accumulate_half(a, data + i * kStripe, kSecret + i * kSecretStep);
-      b = accumulate_half(b, data + i * kStripe + 32, kSecret + i * kSecretStep + 32);
+      const __m256i low = load256(data + i * kStripe), high = load256(data + i * kStripe + 32);
+      if constexpr (kAlignment > 0) {
+        stream256<kAlignment>(into + i * kStripe, low);
+        stream256<kAlignment>(into + i * kStripe + 32, high);
+      }
+      a = accumulate_value(a, low, kSecret + i * kSecretStep);
+      b = accumulate_value(b, high, kSecret + i * kSecretStep + 32);
     }
     a = scramble_half(a, kSecret + kSecretBytes - kStripe);
     b = scramble_half(b, kSecret + kSecretBytes - kStripe + 32);
+    if constexpr (kAlignment > 0) into += kRoundBytes;
   }
   for (size_t i = 0; i < left / kStripe; ++i) {
     a = accumulate_half(a, data + i * kStripe, kSecret + i * kSecretStep);
@@ -203,26 +231,32 @@ __attribute__((target("avx2"))) void consume_avx2(Lanes& lanes, const uint8_t* d
   b = accumulate_half(b, last + 32, kSecret + kSecretBytes - kStripe - 7 + 32);
   _mm256_store_si256(halves, a);
   _mm256_store_si256(halves + 1, b);
+  if constexpr (kAlignment > 0) {
+    std::memcpy(into, data, size_t(last + kStripe - data));
+    _mm_sfence();  // or others might see the block announced before its bytes
+  }
 }
 
 #endif
 
-uint64_t hash_long(const uint8_t* data, size_t size) {
-  Lanes lanes;
-#if defined(__x86_64__)
-  if (has_avx2()) {
-    consume_avx2(lanes, data, size);
-  } else {
-    consume_portable(lanes, data, size);
-  }
-#else
-  consume_portable(lanes, data, size);
-#endif
+uint64_t merge(const Lanes& lanes, size_t size) {
   uint64_t acc = size * kPrime64_1;
   for (size_t i = 0; i < 4; ++i) {
     acc += fold(lanes.v[2 * i] ^ secret64(11 + 16 * i), lanes.v[2 * i + 1] ^ secret64(19 + 16 * i));
   }
   return avalanche(acc);
+}
+
+uint64_t hash_long(const uint8_t* data, size_t size) {
+  Lanes lanes;
+#if defined(__x86_64__)
+  if (has_avx2()) {
+    consume_avx2<0>(lanes, data, size, nullptr);
+    return merge(lanes, size);
+  }
+#endif
+  consume_portable(lanes, data, size);
+  return merge(lanes, size);
 }
 
 }  // namespace
@@ -232,6 +266,20 @@ uint64_t xxh3_64(const uint8_t* data, size_t size) {
   if (size <= 128) return hash_17_to_128(data, size);
   if (size <= 240) return hash_129_to_240(data, size);
   return hash_long(data, size);
+}
+
+uint64_t copy_xxh3_64(uint8_t* into, const uint8_t* data, size_t size) {
+#if defined(__x86_64__)
+  const auto address = reinterpret_cast<uintptr_t>(into);
+  if (size >= kStreamedBytes && address % 16 == 0 && has_avx2()) {
+    Lanes lanes;
+    const auto consume = address % 32 == 0 ? consume_avx2<32> : consume_avx2<16>;
+    consume(lanes, data, size, into);
+    return merge(lanes, size);
+  }
+#endif
+  if (size > 0) std::memcpy(into, data, size);
+  return xxh3_64(into, size);
 }
 
 }  // namespace tiered_kv

@@ -16,7 +16,7 @@ from vllm_tiered_kv.remote.address import ServerAddress
 from vllm_tiered_kv.remote.connection import Connection, Settings
 from vllm_tiered_kv.remote.health import BreakerState
 from vllm_tiered_kv.remote.store import RemoteStore
-from vllm_tiered_kv.remote.transfers import PUTS_UNDER_WAY
+from vllm_tiered_kv.remote.transfers import REQUESTS_UNDER_WAY
 from vllm_tiered_kv.wire.messages import (
     ContainsReply,
     Delete,
@@ -319,8 +319,10 @@ def test_a_dropped_head_takes_its_tail_along() -> None:
         results = store.put(items(KEYS))
         store.close()
         assert results[0] is PutResult.DROPPED
-        assert set(results[PUTS_UNDER_WAY:]) == {PutResult.DROPPED}
-        assert daemon.ops().count("put") == PUTS_UNDER_WAY, "what was under way, and nothing after"
+        assert set(results[REQUESTS_UNDER_WAY:]) == {PutResult.DROPPED}
+        assert daemon.ops().count("put") == REQUESTS_UNDER_WAY, (
+            "what was under way, and nothing after"
+        )
 
 
 def test_keys_of_another_engine_are_not_asked_for(daemon: FaultyDaemon, store: RemoteStore) -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from vllm_tiered_kv.errors import NativeError, NoDeviceError
 from vllm_tiered_kv.native import _cpu, cuda
+from vllm_tiered_kv.native.bytes_copy import copy_and_hash
 from vllm_tiered_kv.native.cpu import HostRegion, checksum, extend_keys, sha256, xxh3_64
 
 ZERO = bytes(32)
@@ -53,6 +54,58 @@ def test_xxh3_of_long_messages(size: int) -> None:
     assert xxh3_64(data) == xxhash.xxh3_64_intdigest(data)
     # Unaligned, and of another kind of buffer.
     assert xxh3_64(memoryview(data)[1:]) == xxhash.xxh3_64_intdigest(data[1:])
+
+
+def at_alignment(size: int, remainder: int) -> tuple[np.ndarray, int]:
+    """Zeros, and where in them `size` bytes begin at this remainder of 64, with room around."""
+    memory = np.zeros(size + 192, dtype=np.uint8)
+    return memory, 64 - memory.ctypes.data % 64 + remainder
+
+
+def copied_and_hashed(data: bytes, remainder: int) -> None:
+    memory, start = at_alignment(len(data), remainder)
+    end = start + len(data)
+    sums = copy_and_hash([memoryview(memory)[start:end]], [memoryview(data)])
+    assert sums == [xxhash.xxh3_64_intdigest(data)]
+    assert memory[start:end].tobytes() == data
+    assert not memory[:start].any(), "a byte before the place was written"
+    assert not memory[end:].any(), "a byte behind the place was written"
+
+
+@pytest.mark.parametrize("remainder", [0, 1, 8, 16, 32, 48])
+@pytest.mark.parametrize("size", [65_535, 65_536, 65_537, 66_559, 66_560, 589_824, 1_000_003])
+def test_copies_are_whole_and_their_sums_right(size: int, remainder: int) -> None:
+    copied_and_hashed(random.Random(size).randbytes(size), remainder)
+
+
+@given(st.binary(max_size=2000), st.integers(0, 63))
+@settings(max_examples=50)
+def test_short_copies_are_whole_and_their_sums_right(data: bytes, remainder: int) -> None:
+    copied_and_hashed(data, remainder)
+
+
+def test_several_copies_have_their_sums_in_order() -> None:
+    sources = [random.Random(n).randbytes(1000 * n) for n in range(5)]
+    places = [bytearray(len(source)) for source in sources]
+    sums = copy_and_hash([memoryview(p) for p in places], [memoryview(s) for s in sources])
+    assert sums == [xxhash.xxh3_64_intdigest(source) for source in sources]
+    assert [bytes(place) for place in places] == sources
+    assert copy_and_hash([], []) == []
+
+
+def test_copies_that_cannot_be_move_nothing() -> None:
+    good, zeros = memoryview(b"1" * 8), bytearray(16)
+    place, other = memoryview(zeros)[:8], memoryview(zeros)[8:]
+    for into, sources, message in (
+        ([place], [], r"^sources: 0 buffers for 1"),
+        ([place, other], [good, good[:7]], r"^into\[1\]: 8 bytes for 7"),
+        ([place, memoryview(bytes(8))], [good, good], r"^into\[1\]: not a contiguous writable"),
+        ([place, other], [good, memoryview(bytes(16))[::2]], r"^sources\[1\]: not a contiguous"),
+        ([place, other], [good, memoryview(zeros)[4:12]], r"^into\[1\]: overlaps its source"),
+    ):
+        with pytest.raises(NativeError, match=message):
+            copy_and_hash(into, sources)
+        assert zeros == bytes(16)
 
 
 def test_hashes_refuse_what_is_not_contiguous() -> None:

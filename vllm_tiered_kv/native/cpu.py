@@ -35,6 +35,8 @@ class HostRegion:
 
     address: int
     nbytes: int
+    piece_bytes: int = 0
+    """Registered with a device in pieces of so many bytes, counted from the address; 0: in one."""
 
 
 def gather(

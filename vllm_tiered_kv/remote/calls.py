@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from vllm_tiered_kv.errors import (
@@ -29,7 +27,7 @@ logger = logging.getLogger(__name__)
 # a request say nothing about the next one.
 _PASSING = {ErrorCode.UNAVAILABLE, ErrorCode.INTERNAL, ErrorCode.BAD_MESSAGE}
 _MOST_SENTENCES = 64
-_MOST_HELPERS = 4
+_OPENING_S = 0.25  # a daemon that is there needs a fraction of it, if busy a large one
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +37,6 @@ class RemoteCounts:
     damaged_blocks: int = 0  # arrived with another checksum than they were sent with
     failed_calls: int = 0  # ended by a timeout, a broken connection or a refusal
     restarts: int = 0  # times another instance of the daemon answered
-
-
-def _helper_count() -> int:
-    return max(1, min(_MOST_HELPERS, len(os.sched_getaffinity(0)) - 1))
 
 
 def judge(breaker: Breaker, attempt: Attempt, error: Exception) -> None:
@@ -78,10 +72,10 @@ class Caller:
         self.settings = settings
         self.breaker = breaker
         self.pool = ConnectionPool(self._connect, max_connections)
-        self.helpers = ThreadPoolExecutor(_helper_count(), "tiered-kv-landing")
         self.counts = RemoteCounts()
         self._hello = identity.hello()
         self._lock = threading.Lock()
+        self._opening = threading.Lock()
         self._instance: bytes | None = None
         self._told: set[str] = set()
 
@@ -94,7 +88,7 @@ class Caller:
             with self.pool.lend(deadline) as connection:
                 before = connection.progress
                 try:
-                    connection.open(deadline)
+                    self._open(connection, deadline)
                     work(connection)
                 except (RemoteError, ProtocolError) as error:
                     self._failed(attempt, error, connection.progress > before)
@@ -107,9 +101,8 @@ class Caller:
             self.breaker.forget(attempt)
 
     def close(self, wait_s: float) -> None:
-        """Ends calls under way and leaves neither sockets nor threads behind. Idempotent."""
+        """Ends calls under way and leaves no sockets behind. Idempotent."""
         self.pool.close(wait_s)
-        self.helpers.shutdown(wait=True)
 
     def count(self, *, damaged_blocks: int = 0, failed_calls: int = 0, restarts: int = 0) -> None:
         with self._lock:
@@ -126,6 +119,19 @@ class Caller:
                 return
             self._told.add(sentence)
         logger.warning("daemon %s %s", self.settings.address, sentence)
+
+    def _open(self, connection: Connection, deadline: float) -> None:
+        """Sockets are opened one after the other, as far as that costs no time: the daemon's zmq
+        gives a connection to its least busy thread, but those that come at once to the same."""
+        patience = 0.0
+        if not connection.is_open:
+            patience = min(_OPENING_S, (deadline - time.monotonic()) / 4)
+        has_turn = patience > 0 and self._opening.acquire(timeout=patience)
+        try:
+            connection.open(deadline)
+        finally:
+            if has_turn:
+                self._opening.release()
 
     def _failed(self, attempt: Attempt, error: Exception, progress: bool) -> None:
         self.count(failed_calls=1)

@@ -134,6 +134,7 @@ class Connection:
         self._on_hello = on_hello
         self._ids = itertools.count(1)
         self._under_way: dict[int, str] = {}
+        self._given_up: set[int] = set()
         self._sending: list[zmq.MessageTracker] = []
         self.greeting: HelloReply | None = None
         self.progress = 0
@@ -202,6 +203,16 @@ class Connection:
         self._end_context()
 
     @property
+    def awaits_late_replies(self) -> bool:
+        """Whether replies may still come that nobody waits for any more."""
+        return bool(self._given_up)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a socket; its peer may be gone."""
+        return self._zmq.socket is not None
+
+    @property
     def idle(self) -> bool:
         return not self._under_way and not self._sending
 
@@ -214,6 +225,7 @@ class Connection:
         if isinstance(error, RemoteRefusal):
             return
         if isinstance(error, RemoteTimeout) and self._on_late is not None and not self._sending:
+            self._given_up.update(self._under_way)
             self._under_way.clear()
             return
         self.drop()
@@ -303,6 +315,7 @@ class Connection:
                 raise ConnectionLost(f"the daemon broke the protocol: {error.message}") from None
             op = self._under_way.get(request_id)
             if op is None:
+                self._given_up.discard(request_id)
                 if self._on_late is not None:
                     self._on_late(reply)
                 continue
@@ -373,6 +386,7 @@ class Connection:
         socket, monitor = self._zmq.socket, self._zmq.monitor
         self._zmq.socket = self._zmq.monitor = self.greeting = None
         self._under_way.clear()
+        self._given_up.clear()
         if socket is not None:
             with contextlib.suppress(zmq.ZMQError):
                 socket.disable_monitor()

@@ -286,7 +286,7 @@ class RemoteStore:
 
     def _read(self, connection: Connection, tasks: list[ReadTask], deadline: float) -> None:
         try:
-            read(connection, tasks, deadline, self._caller.helpers)
+            read(connection, tasks, deadline)
         finally:
             damaged = list(dict.fromkeys(task.key for task in tasks if task.damaged))
             if damaged:

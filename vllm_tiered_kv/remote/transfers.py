@@ -2,31 +2,27 @@
 
 A large `get` or `put` is cut into requests of a bounded size, and the next ones are under way while
 the bytes of one are copied or checked, so that the wire does not idle. What arrives is copied and
-checked by helper threads: both together take longer than the wire does.
+checked in one pass by the thread that received it, which is faster than the wire.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from vllm_tiered_kv.core.store import Durability, PutItem, PutResult
 from vllm_tiered_kv.errors import ConnectionLost
 from vllm_tiered_kv.native.allocator import keep_large_buffers
-from vllm_tiered_kv.native.bytes_copy import copy_bytes
+from vllm_tiered_kv.native.bytes_copy import copy_and_hash
 from vllm_tiered_kv.native.cpu import xxh3_64
 from vllm_tiered_kv.remote.connection import Connection, Incoming
 from vllm_tiered_kv.wire.limits import MAX_FRAMES
 from vllm_tiered_kv.wire.messages import Get, GetReply, Limits, Put, PutReply, put_results
 
-REQUEST_BYTES = 8 << 20
-GETS_UNDER_WAY = 3
-PUTS_UNDER_WAY = 3
-_PIECE_BYTES = 1 << 20  # what is worth waking a helper for
-_MOST_LANDING_BYTES = 32 << 20  # received and not yet copied, beyond what is under way
+REQUEST_BYTES = 4 << 20  # the first bytes wait for one to be hashed, the last for one to be copied
+REQUESTS_UNDER_WAY = 6
 
 _T = TypeVar("_T")
 
@@ -57,34 +53,28 @@ class _Reading:
     seen: set[int] = field(default_factory=set)
 
 
-def read(
-    connection: Connection, tasks: Sequence[ReadTask], deadline: float, helpers: Executor
-) -> None:
+def read(connection: Connection, tasks: Sequence[ReadTask], deadline: float) -> None:
     """Fills in the tasks. When it raises, those that are marked found are whole and verified, and
     nothing is written to the others' buffers any more."""
     keep_large_buffers()
     waiting = deque(_cut(tasks, [task.into.nbytes for task in tasks], connection.limits))
     reading: dict[int, _Reading] = {}
-    landing = _Landing(helpers)
 
     def ask() -> None:
-        while waiting and len(reading) < GETS_UNDER_WAY:
+        while waiting and len(reading) < REQUESTS_UNDER_WAY:
             some = waiting.popleft()
             request = Get(len(some[0].key), [task.key for task in some], stream=True)
             reading[connection.send(request, deadline=deadline)] = _Reading(some)
 
-    try:
-        ask()
-        while reading:
-            incoming = connection.receive(deadline=deadline)
-            assert isinstance(incoming.reply, GetReply)
-            asked = reading[incoming.request_id]
-            if not incoming.reply.more:
-                del reading[incoming.request_id]
-                ask()
-            landing.take(_arrivals(incoming, incoming.reply, asked), is_last=not reading)
-    finally:
-        landing.finish()
+    ask()
+    while reading:
+        incoming = connection.receive(deadline=deadline)
+        assert isinstance(incoming.reply, GetReply)
+        asked = reading[incoming.request_id]
+        if not incoming.reply.more:
+            del reading[incoming.request_id]
+            ask()
+        _land(_arrivals(incoming, incoming.reply, asked))
 
 
 def _arrivals(incoming: Incoming, reply: GetReply, asked: _Reading) -> list[_Arrival]:
@@ -109,59 +99,12 @@ class _Arrival:
 
 
 def _land(arrivals: Sequence[_Arrival]) -> None:
-    for arrival in arrivals:
-        task = arrival.task
-        copy_bytes(task.into, arrival.payload)
-        task.found = xxh3_64(task.into) == arrival.checksum
-        task.damaged = not task.found
-
-
-class _Landing:
-    """Copies on their way into the callers' buffers. Nothing is lost sight of: see `finish`."""
-
-    def __init__(self, helpers: Executor) -> None:
-        self._helpers = helpers
-        self._under_way: deque[tuple[Future[None], int]] = deque()
-        self._nbytes = 0
-
-    def take(self, arrivals: list[_Arrival], is_last: bool) -> None:
-        while self._under_way and self._nbytes > _MOST_LANDING_BYTES:
-            self._wait_for_oldest()
-        pieces = list(_pieces(arrivals))
-        kept = pieces.pop() if is_last and pieces else []  # this thread would only wait
-        for piece in pieces:
-            nbytes = sum(arrival.payload.nbytes for arrival in piece)
-            try:
-                self._under_way.append((self._helpers.submit(_land, piece), nbytes))
-            except RuntimeError:  # the store is being closed, and its helpers are gone
-                _land(piece)
-            else:
-                self._nbytes += nbytes
-        _land(kept)
-
-    def finish(self) -> None:
-        """Returns when no buffer is written to any more, also when a copy has failed."""
-        wait([future for future, _ in self._under_way])
-        while self._under_way:
-            self._wait_for_oldest()
-
-    def _wait_for_oldest(self) -> None:
-        future, nbytes = self._under_way.popleft()
-        self._nbytes -= nbytes
-        future.result()
-
-
-def _pieces(arrivals: Sequence[_Arrival]) -> Iterator[list[_Arrival]]:
-    piece: list[_Arrival] = []
-    nbytes = 0
-    for arrival in arrivals:
-        piece.append(arrival)
-        nbytes += arrival.payload.nbytes
-        if nbytes >= _PIECE_BYTES:
-            yield piece
-            piece, nbytes = [], 0
-    if piece:
-        yield piece
+    checksums = copy_and_hash(
+        [arrival.task.into for arrival in arrivals], [arrival.payload for arrival in arrivals]
+    )
+    for arrival, checksum in zip(arrivals, checksums, strict=True):
+        arrival.task.found = checksum == arrival.checksum
+        arrival.task.damaged = not arrival.task.found
 
 
 def write(
@@ -180,7 +123,7 @@ def write(
     writing: dict[int, list[WriteTask]] = {}
 
     def offer() -> None:
-        while waiting and len(writing) < PUTS_UNDER_WAY:
+        while waiting and len(writing) < REQUESTS_UNDER_WAY:
             some = []
             for task in waiting.popleft():
                 if task.parent in headless:  # it could never be found

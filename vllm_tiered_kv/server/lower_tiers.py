@@ -7,6 +7,7 @@ be evicted, and at the latest by `flush`.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from vllm_tiered_kv.core.store import Durability, LowerStore, PutResult, StoreKey
@@ -52,8 +53,8 @@ class LowerTiers:
     ) -> None:
         """Goes on with blocks that memory has taken, with these results. `done` is called when
         they are as durable as was asked for."""
-        for result in results:
-            self._recorder.add(names.PUTS, 1, result.name.lower())
+        for result, count in Counter(results).items():
+            self._recorder.add(names.PUTS, count, result.name.lower())
         if durability is not Durability.DISK:
             stored = [key for key, r in zip(keys, results, strict=True) if r is PutResult.STORED]
             for tier in self._behind:

@@ -1,9 +1,10 @@
 """Replies on their way to clients, and the blocks they keep pinned.
 
 Payload is sent from where it lies: zmq refers to the memory until the bytes are in the kernel, and
-a block is let go only when zmq says that it is done (MessageTracker). Only very little of it is
-copied instead. A client that stops reading therefore pins what it asked for. How much that can be
-is bounded per client and in total by *claims*, which are made before a block is fetched. A tcp
+a block is let go only when zmq has let go of the view of it that it was given. A weak reference
+tells; a MessageTracker would, too, but costs more than the frame. Only very little of the payload
+is copied instead. A client that stops reading therefore pins what it asked for. How much that can
+be is bounded per client and in total by *claims*, which are made before a block is fetched. A tcp
 client that reads nothing for the stall timeout is disconnected by the kernel (TCP_USER_TIMEOUT),
 which ends zmq's references.
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +44,10 @@ _PROBE = encode_reply(
 _GRACE_S = 10.0  # for zmq to be done with what was under way to a client that is gone
 
 
+_View = weakref.ref[memoryview]
+"""What zmq was given: dead when zmq is done with it."""
+
+
 @dataclass(slots=True)
 class _Message:
     header: bytes
@@ -55,7 +61,7 @@ class _Line:
 
     claimed: int = 0  # bytes fetched, or to be, and not yet let go
     waiting: deque[_Message] = field(default_factory=deque)  # zmq does not take it yet
-    in_zmq: deque[tuple[zmq.MessageTracker, Held]] = field(default_factory=deque)
+    in_zmq: deque[tuple[_View, Held]] = field(default_factory=deque)
     last_progress: float = field(default_factory=time.monotonic)
     last_probe: float = 0.0
 
@@ -68,7 +74,7 @@ class _Line:
 class _Leftover:
     """Something that was under way to a client that is gone."""
 
-    tracker: zmq.MessageTracker
+    view: _View
     block: Held
     until: float
 
@@ -186,10 +192,8 @@ class Outbox:
         socket = peer.listener.socket
         payload_bytes = sum(block.nbytes for block in message.payload)
         is_small = payload_bytes <= _COPY_BYTES
-        frames = [
-            zmq.Frame(block.view, track=not is_small, copy=is_small, copy_threshold=0)
-            for block in message.payload
-        ]
+        views = [memoryview(block.view) for block in message.payload]
+        frames = [zmq.Frame(view, copy=is_small, copy_threshold=0) for view in views]
         try:
             flags = zmq.NOBLOCK | zmq.SNDMORE
             socket.send(peer.identity, flags)  # the only frame that can be refused
@@ -204,10 +208,10 @@ class Outbox:
                 logger.warning("a reply could not be sent: %s", error)
             return True
         socket.send(message.header, zmq.SNDMORE if message.payload else 0)
-        for n, (frame, block) in enumerate(zip(frames, message.payload, strict=True), 1):
+        for n, frame in enumerate(frames, 1):
             socket.send(frame, zmq.SNDMORE if n < len(frames) else 0, copy=False)
-            if not is_small:
-                line.in_zmq.append((frame.tracker, block))
+        if not is_small:
+            line.in_zmq.extend(zip(map(weakref.ref, views), message.payload, strict=True))
         self._recorder.add(names.BYTES_OUT, len(message.header) + payload_bytes)
         if is_small:
             self.let_go(peer, message.payload)
@@ -258,7 +262,7 @@ class Outbox:
     def _collect(self, peer: Peer, line: _Line) -> None:
         """Lets go of what zmq is done with."""
         done: list[Held] = []
-        while line.in_zmq and line.in_zmq[0][0].done:
+        while line.in_zmq and line.in_zmq[0][0]() is None:
             done.append(line.in_zmq.popleft()[1])
         if done:
             line.last_progress = time.monotonic()
@@ -287,15 +291,15 @@ class Outbox:
         """The client is gone: what zmq has is of no use to anybody."""
         until = time.monotonic() + _GRACE_S
         while line.in_zmq:
-            tracker, block = line.in_zmq.popleft()
+            view, block = line.in_zmq.popleft()
             line.claimed -= block.nbytes
-            self._leftovers.append(_Leftover(tracker, block, until))
+            self._leftovers.append(_Leftover(view, block, until))
 
     def _clear_leftovers(self, now: float) -> None:
         kept: list[_Leftover] = []
         over: list[Held] = []
         for left in self._leftovers:
-            if left.tracker.done or left.until <= now:
+            if left.view() is None or left.until <= now:
                 over.append(left.block)
             else:
                 kept.append(left)

@@ -10,7 +10,7 @@ import enum
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
 
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.config import format_size
@@ -26,17 +26,20 @@ from vllm_tiered_kv.core.store import (
 )
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.device.shared_arena import PAGE, SharedArena
-from vllm_tiered_kv.native.bytes_copy import copy_bytes
+from vllm_tiered_kv.native.bytes_copy import copy_and_hash, copy_bytes
 from vllm_tiered_kv.native.cpu import xxh3_64
 
 logger = logging.getLogger(__name__)
 
 _REMEMBERED_DROPS = 65536
+_KEYS_AT_ONCE = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A slot that stays where it is: pinned for reading, or reserved for writing."""
+class Held(NamedTuple):
+    """A slot that stays where it is: pinned for reading, or reserved for writing.
+
+    A tuple: every block that is put makes two, and a dataclass takes several times as long.
+    """
 
     key: StoreKey
     parent: StoreKey | None
@@ -109,10 +112,7 @@ class MemoryStore:
         self, items: Sequence[PutItem], durability: Durability = Durability.MEMORY
     ) -> list[PutResult]:
         slots = self.reserve_chain([(item.key, item.parent, item.payload.nbytes) for item in items])
-        return [
-            slot if isinstance(slot, PutResult) else self.fill(slot, item.payload, item.checksum)
-            for slot, item in zip(slots, items, strict=True)
-        ]
+        return self.fill(slots, items)
 
     def delete(self, keys: Sequence[StoreKey]) -> int:
         with self._lock:
@@ -167,6 +167,35 @@ class MemoryStore:
             if touch:
                 self._index.touch(present)
             return held
+
+    def hold_head(
+        self, keys: Sequence[StoreKey], endings: Sequence[bytes], nbytes: int, most: int
+    ) -> list[Held]:
+        """Leading keys that are here with every ending and of this length, pinned until `let_go`:
+        key by key, `most` blocks at most. Not yet a use of them: see `touch`."""
+        stride = len(endings)
+        held: list[Held] = []
+        with self._lock:
+            find: Callable[[bytes], Held | None] = cast(Any, self._readable).get
+            # In steps: what lies behind a gap need not be put together.
+            for start in range(0, most // stride, _KEYS_AT_ONCE):
+                some = keys[start : min(start + _KEYS_AT_ONCE, most // stride)]
+                before = len(held)
+                for key in [key + ending for key in some for ending in endings]:
+                    block = find(key)
+                    if block is None or block.nbytes != nbytes:
+                        break
+                    held.append(block)
+                if len(held) - before < _KEYS_AT_ONCE * stride:
+                    break
+            del held[len(held) // stride * stride :]
+            self._index.pin(block.key for block in held)
+        return held
+
+    def touch(self, held: Sequence[Held]) -> None:
+        """Counts as a use of these blocks, should they still be here."""
+        with self._lock:
+            self._index.touch([block.key for block in held])
 
     def let_go(self, held: Iterable[Held]) -> None:
         with self._lock:
@@ -242,19 +271,37 @@ class MemoryStore:
             while len(self._dropped) > _REMEMBERED_DROPS:
                 del self._dropped[next(iter(self._dropped))]
 
-    def fill(self, slot: Held, payload: memoryview, checksum: int | None) -> PutResult:
-        """Copies a block into its slot, verifies it there and ends the reservation."""
+    def fill(self, slots: Sequence[Held | PutResult], items: Sequence[PutItem]) -> list[PutResult]:
+        """Copies blocks into the slots they got, verifies them on the way and ends the
+        reservations; for the others, why there was no slot."""
+        taken = [
+            (slot, item)
+            for slot, item in zip(slots, items, strict=True)
+            if not isinstance(slot, PutResult)
+        ]
         try:
-            copy_bytes(slot.view, payload)
+            checksums = copy_and_hash(
+                [slot.view for slot, _ in taken], [item.payload for _, item in taken]
+            )
         except BaseException:
-            self.abort(slot)
+            for slot, _ in taken:
+                self.abort(slot)
             raise
-        return self.seal(slot, checksum)
+        with self._lock:
+            ended = iter(
+                [
+                    self._end(slot, item.checksum, actual)
+                    for (slot, item), actual in zip(taken, checksums, strict=True)
+                ]
+            )
+        return [slot if isinstance(slot, PutResult) else next(ended) for slot in slots]
 
     def seal(self, slot: Held, checksum: int | None) -> PutResult:
         """Verifies what was written into the slot and makes it readable."""
-        actual = xxh3_64(slot.view)
-        if checksum is not None and actual != checksum:
+        return self._end(slot, checksum, xxh3_64(slot.view))
+
+    def _end(self, slot: Held, expected: int | None, actual: int) -> PutResult:
+        if expected is not None and actual != expected:
             self.abort(slot)
             return PutResult.FAILED
         return PutResult.STORED if self.commit(slot, actual) else PutResult.DROPPED
@@ -265,7 +312,7 @@ class MemoryStore:
             generation = self.arena.next_generation(slot.offset)
             if not self._index.commit(slot.slot):
                 return False
-            self._readable[slot.key] = replace(slot, generation=generation, checksum=checksum)
+            self._readable[slot.key] = slot._replace(generation=generation, checksum=checksum)
             return True
 
     def abort(self, slot: Held) -> None:
