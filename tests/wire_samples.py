@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from vllm_tiered_kv.core.store import Durability, PutResult
+from vllm_tiered_kv.wire.fields import pack_uints
 from vllm_tiered_kv.wire.messages import (
+    Borrow,
+    BorrowReply,
     Contains,
     ContainsReply,
     Delete,
@@ -61,6 +64,7 @@ REQUEST_SAMPLES: list[Request] = [
     Info(),
     Stats(),
     Lend(25, [A, B]),
+    Borrow(17, [A[:17], B[:17]], [bytes(8), b"\1" * 8], 4096),
     Release([1, 2, (1 << 64) - 1]),
     Reserve(25, [A, B], [None, A], [4096, 1 << 30]),
     Seal([3]),
@@ -78,6 +82,8 @@ REPLY_SAMPLES: list[Reply] = [
     InfoReply({"tiers": [{"name": "memory", "bytes": 1 << 63}], "ratio": 0.5, "on": True}),
     StatsReply({"hits": {"memory": -1}, "none": [], "empty": {}}),
     LendReply([0, 9], [0, 1 << 40], [0, 4096], [0, 7]),
+    BorrowReply(3, [2, 1, 0], 2, 9, pack_uints([0, 4096, 1 << 40, 8192]), pack_uints(range(4))),
+    BorrowReply(0, [0, 0, 0], 0, 0, b"", b""),
     ReleaseReply(2),
     ReserveReply([9, 0], [4096, 0], [7, 0], bytes([0, 2])),
     SealReply(bytes([1])),

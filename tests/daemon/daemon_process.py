@@ -29,6 +29,7 @@ class DaemonProcess:
         self._listen = list(
             ["tcp://127.0.0.1:*", f"ipc://{self.ipc_path}"] if listen is None else listen
         )
+        self.program = ["-m", "vllm_tiered_kv.server.cli"]
         self._process: subprocess.Popen[bytes] | None = None
         self._log = folder / "daemon.log"
         self._log_start = 0
@@ -72,8 +73,7 @@ class DaemonProcess:
             self._process = subprocess.Popen(
                 [
                     sys.executable,
-                    "-m",
-                    "vllm_tiered_kv.server.cli",
+                    *self.program,
                     *listen,
                     *http,
                     *self.arguments,

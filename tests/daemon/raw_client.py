@@ -149,6 +149,13 @@ class RawClient:
     def lend(self, keys: Sequence[bytes]) -> wire.LendReply:
         return self.ask(wire.Lend(len(keys[0]), list(keys)))  # type: ignore[no-any-return]
 
+    def borrow(
+        self, keys: Sequence[bytes], suffixes: Sequence[bytes] = (), length: int = 4096
+    ) -> wire.BorrowReply:
+        return self.ask(  # type: ignore[no-any-return]
+            wire.Borrow(len(keys[0]), list(keys), list(suffixes), length)
+        )
+
     def reserve(self, lengths: dict[bytes, int]) -> wire.ReserveReply:
         keys = list(lengths)
         return self.ask(  # type: ignore[no-any-return]

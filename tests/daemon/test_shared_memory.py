@@ -74,6 +74,7 @@ def test_the_token_is_needed(start: StartDaemon, connect: Connect) -> None:
     for request in (
         wire.Lend(KEY_BYTES, [key(1)]),
         wire.Reserve(KEY_BYTES, [key(1)], [None], [4096]),
+        wire.Borrow(KEY_BYTES, [key(1)], [], 4096),
         wire.Release([1]),
         wire.Seal([1]),
     ):

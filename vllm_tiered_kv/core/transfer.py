@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from vllm_tiered_kv.core.key import BlockKey
+from vllm_tiered_kv.core.key import BlockKey, RankTag
 
 Int64Array = npt.NDArray[np.int64]
+UInt64Array = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,33 @@ class StoreJob:
 
 
 @dataclass(frozen=True)
+class LentBlocks:
+    """Where blocks lie in a daemon's memory, and stay until the load is reported.
+
+    A row for each rank, a column for each block. The places mean something only to a process that
+    has mapped the memory of this name.
+    """
+
+    arena_id: bytes
+    ranks: tuple[RankTag, ...]
+    offsets: Int64Array
+    generations: UInt64Array
+
+    def at(self, columns: slice | Int64Array) -> LentBlocks:
+        """Some of the blocks."""
+        return LentBlocks(
+            self.arena_id, self.ranks, self.offsets[:, columns], self.generations[:, columns]
+        )
+
+    def of_rank(self, rank: RankTag) -> tuple[Int64Array, UInt64Array] | None:
+        """Offsets and generations of one rank's blocks."""
+        if rank not in self.ranks:
+            return None
+        row = self.ranks.index(rank)
+        return np.ascontiguousarray(self.offsets[row]), self.generations[row]
+
+
+@dataclass(frozen=True)
 class RemoteTransfer:
     """Blocks of one group that a daemon has, and the GPU blocks they go to."""
 
@@ -57,6 +85,8 @@ class RemoteTransfer:
     address: str
     block_ids: Int64Array
     keys: tuple[BlockKey, ...]
+    lent: LentBlocks | None = None
+    """Where they lie, if the daemon lent them when it was asked for them."""
 
     def __post_init__(self) -> None:
         if len(self.block_ids) != len(self.keys):
@@ -69,17 +99,26 @@ class RemoteTransfer:
 
     def part(self, start: int, stop: int) -> RemoteTransfer:
         return RemoteTransfer(
-            self.group_id, self.address, self.block_ids[start:stop], self.keys[start:stop]
+            self.group_id,
+            self.address,
+            self.block_ids[start:stop],
+            self.keys[start:stop],
+            None if self.lent is None else self.lent.at(slice(start, stop)),
         )
 
 
 @dataclass(frozen=True)
 class LoadJob:
-    """All blocks a waiting request needs; it arrives whole or fails whole."""
+    """All blocks a waiting request needs; it arrives whole or fails whole.
+
+    Ahead of the step's forward if that reads them already, else beside it.
+    """
 
     request_id: str
     transfers: tuple[GroupTransfer, ...]
     remote: tuple[RemoteTransfer, ...] = ()
+    ahead: int | None = None
+    """The job to report, of a load ahead of the forward."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -38,6 +39,7 @@ from vllm_tiered_kv.remote.health import Breaker
 from vllm_tiered_kv.wire.limits import MAX_KEYS
 from vllm_tiered_kv.wire.messages import (
     RESERVED,
+    BorrowReply,
     HelloReply,
     Lend,
     LendReply,
@@ -56,6 +58,7 @@ logger = logging.getLogger(__name__)
 
 _CLOSING_S = 0.5  # what giving leases back may take when the memory is closed
 _R = TypeVar("_R", bound=Reply)
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +164,11 @@ class SharedMemory:
         return not self.closed and not self._replaced and self._attachment.alive
 
     @property
+    def arena_id(self) -> bytes:
+        """Names this memory in all processes that map it; another daemon's has another."""
+        return self._attachment.instance
+
+    @property
     def closed(self) -> bool:
         return self._closing.is_set()
 
@@ -253,7 +261,7 @@ class SharedMemory:
 
         reply = self._ask(Seal(leases), SealReply, deadline, check)
         if reply is None:
-            self._owe(leases)  # of no effect on those that were sealed after all
+            self.owe(leases)  # of no effect on those that were sealed after all
             return [PutResult.FAILED] * len(leases)
         return put_results(reply.results)
 
@@ -265,11 +273,34 @@ class SharedMemory:
 
     def give_back(self, leases: Iterable[int]) -> None:
         """Ends leases, now or with the next call that reaches the daemon. Does not raise."""
-        self._owe(leases)
+        self.owe(leases)
         self._ask(None, ReleaseReply, None, lambda reply: None)
 
+    def owe(self, leases: Iterable[int]) -> None:
+        """Leases to be given back with the next call. Does not wait."""
+        with self._owed_lock:
+            self._owed.update(leases)
+
+    def settle(self) -> None:
+        """Gives back what is owed and listens for what came too late. Does not raise."""
+
+        def ask(connection: Connection, end: float) -> None:
+            self._pay(end)
+            if connection.awaits_late_replies:
+                connection.call(Release([]), ReleaseReply, deadline=end)
+                self._pay(end)
+
+        if not self.is_settled:
+            self.call(ask, None)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is owed, and no reply may still come that brings leases."""
+        return not self._owed and not self._connection.awaits_late_replies
+
     def close(self) -> None:
-        """Unmaps the memory, which ends all leases. No copy may be under way. Idempotent."""
+        """Unmaps the memory. No copy may be under way. Idempotent. Leases that were not given back
+        end with this process."""
         if self.closed:
             return
         if self._owed:
@@ -279,37 +310,26 @@ class SharedMemory:
             self._connection.close()
             self._attachment.close()
 
-    # ---- inside ---------------------------------------------------------------------------------
+    # ---- for those who ask more than this -------------------------------------------------------
 
-    def _ask(
+    def call(
         self,
-        request: Request | None,
-        kind: type[_R],
+        work: Callable[[Connection, float], _T],
         deadline: float | None,
-        check: Callable[[_R], None],
-    ) -> _R | None:
-        """The reply to a request, or None. Leases that are owed go back ahead of it."""
+        patience: float = math.inf,
+    ) -> _T | None:
+        """What comes of `work` with the connection, or None. Waits no longer than `patience` for
+        others who use it."""
         attempt = self._breaker.begin() if self.alive else None
         if attempt is None:
             return None
         end = time.monotonic() + self._timeout if deadline is None else deadline
-        if not self._lock.acquire(timeout=max(0.0, end - time.monotonic())):
+        if not self._lock.acquire(timeout=max(0.0, min(end - time.monotonic(), patience))):
             self._breaker.forget(attempt)
             return None
         try:
-            self._pay(end)
-            answer = None
-            if request is not None:
-                answer = self._connection.call(request, kind, deadline=end)
-                try:
-                    check(answer)
-                except ConnectionLost:
-                    self._late(answer)
-                    self._connection.drop()
-                    raise
+            answer = work(self._connection, end)
             self._breaker.succeed(attempt)
-            with contextlib.suppress(RemoteError):
-                self._pay(end)  # leases that came too late came during this call
             return answer
         except (RemoteError, ProtocolError) as error:
             logger.debug("daemon %s did not lend: %s", self._address, error)
@@ -323,6 +343,38 @@ class SharedMemory:
             self._lock.release()
         return None
 
+    def believe(self, reply: Reply, check: Callable[[], None]) -> None:
+        """Raises, and the connection is dropped, where `check` raises ConnectionLost."""
+        try:
+            check()
+        except ConnectionLost:
+            self._late(reply)
+            self._connection.drop()
+            raise
+
+    # ---- inside ---------------------------------------------------------------------------------
+
+    def _ask(
+        self,
+        request: Request | None,
+        kind: type[_R],
+        deadline: float | None,
+        check: Callable[[_R], None],
+    ) -> _R | None:
+        """The reply to a request, or None. Leases that are owed go back ahead of it."""
+
+        def ask(connection: Connection, end: float) -> _R | None:
+            self._pay(end)
+            answer = None
+            if request is not None:
+                answer = connection.call(request, kind, deadline=end)
+                self.believe(answer, lambda: check(answer))
+            with contextlib.suppress(RemoteError):
+                self._pay(end)  # leases that came too late came during this call
+            return answer
+
+        return self.call(ask, deadline)
+
     def _pay(self, deadline: float) -> None:
         with self._owed_lock:
             owed = sorted(self._owed)[:MAX_KEYS]
@@ -331,14 +383,12 @@ class SharedMemory:
             with self._owed_lock:
                 self._owed.difference_update(owed)
 
-    def _owe(self, leases: Iterable[int]) -> None:
-        with self._owed_lock:
-            self._owed.update(leases)
-
     def _late(self, reply: Reply) -> None:
         """Nobody waits for these leases any more."""
         if isinstance(reply, (LendReply, ReserveReply)):
-            self._owe(lease for lease in reply.leases if lease)
+            self.owe(lease for lease in reply.leases if lease)
+        elif isinstance(reply, BorrowReply) and reply.lease:
+            self.owe([reply.lease])
 
     def _greeted(self, greeting: HelloReply) -> None:
         if greeting.instance != self._attachment.instance:

@@ -26,6 +26,7 @@ class Allowances:
     puts: int  # payloads received and not yet copied
     pins: int  # blocks pinned by clients
     leases: int  # blocks lent and reserved
+    loans: int  # of these, blocks lent with a lookup: nobody may ever come to read them
     requests_per_session: int = 256  # under way
     queued_replies_per_session: int = 1024  # that the client does not take
     attachments: int = 256  # processes that share the memory
@@ -43,6 +44,7 @@ class Allowances:
             puts=max(2 * message, min(memory_bytes // 2, 1 << 30)),
             pins=memory_bytes // 2,
             leases=memory_bytes // 2,
+            loans=memory_bytes // 4,
         )
 
     def announced(self) -> Limits:

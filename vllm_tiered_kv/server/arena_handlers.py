@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vllm_tiered_kv.core.store import PutResult, StoreKey
+from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.call import Call
 from vllm_tiered_kv.server.leases import Attachment, Leases
+from vllm_tiered_kv.server.locator import Located
 from vllm_tiered_kv.server.reactor import Reactor
 from vllm_tiered_kv.server.tiered_store import TieredStore
 from vllm_tiered_kv.stores.memory import Held
+from vllm_tiered_kv.wire.fields import pack_uints
+from vllm_tiered_kv.wire.limits import MAX_KEYS
 from vllm_tiered_kv.wire.messages import (
     RESERVED,
+    Borrow,
+    BorrowReply,
     Lend,
     LendReply,
     Release,
@@ -48,6 +54,39 @@ class ArenaHandlers:
         self._store.fetch_slower(
             [(n, keys[n]) for n in missing],
             lambda n, block: self._reactor.hand_over(lambda: lending.arrived([(n, block)])),
+        )
+
+    def borrow(self, call: Call, request: Borrow) -> None:
+        session = call.session
+        attachment = session.require_attachment()
+        suffix = len(request.suffixes[0]) if request.suffixes else 0
+        session.require_width(request.width + suffix)
+        most = min(self._leases.loan_room_bytes // request.length, MAX_KEYS)
+
+        def found(held: list[Held], rest: Located) -> None:
+            lent = len(held) // (len(request.suffixes) or 1)
+            tiers = [rest.tiers.get(tier, 0) for tier in (Tier.MEMORY, Tier.SSD, Tier.BACKING)]
+            tiers[0] += lent
+            lease = self._leases.loan(attachment, held)
+            blocks = held if lease else []
+            reply = BorrowReply(
+                lent + rest.count,
+                tiers,
+                lent if lease else 0,
+                lease,
+                pack_uints([block.offset for block in blocks]),
+                pack_uints([block.generation for block in blocks]),
+            )
+            call.reply(reply, lost=lambda: self._take_back(attachment, [lease]))
+            # Somebody waits for the answer, nobody for this.
+            self._reactor.post(lambda: self._store.memory.touch(blocks))
+
+        self._store.borrow(
+            session.prefixed(request.keys),
+            request.suffixes,
+            request.length,
+            most,
+            lambda held, rest: self._reactor.hand_over(lambda: found(held, rest)),
         )
 
     def release(self, call: Call, request: Release) -> None:

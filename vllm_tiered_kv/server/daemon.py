@@ -32,7 +32,7 @@ from vllm_tiered_kv.server.endpoints import (
     check_endpoint,
 )
 from vllm_tiered_kv.server.facts import Facts, Sample, tier_samples
-from vllm_tiered_kv.server.gateway import ARENA_CAPABILITY, CAPABILITIES, Gateway
+from vllm_tiered_kv.server.gateway import ARENA_CAPABILITIES, CAPABILITIES, Gateway
 from vllm_tiered_kv.server.handlers import Handlers
 from vllm_tiered_kv.server.http import HttpServer, parse_address
 from vllm_tiered_kv.server.leases import Leases
@@ -115,7 +115,7 @@ class Daemon:
         self._arena = ArenaServer(reactor, memory, self._leases, self._allowances, self._instance)
         for listening in self._arena_sockets:
             self._arena.serve(listening)
-        capabilities = [*CAPABILITIES, *([ARENA_CAPABILITY] if self._arena_sockets else [])]
+        capabilities = [*CAPABILITIES, *(ARENA_CAPABILITIES if self._arena_sockets else [])]
         self._gateway = Gateway(
             reactor,
             self._outbox,

@@ -26,6 +26,7 @@ from vllm_tiered_kv.server.reactor import Reactor
 from vllm_tiered_kv.server.sessions import Listener, Peer, Session, Sessions
 from vllm_tiered_kv.wire.frames import split
 from vllm_tiered_kv.wire.messages import (
+    BORROW_CAPABILITY,
     PROTOCOL_VERSION,
     UNREADABLE_ID,
     ErrorReply,
@@ -38,7 +39,7 @@ from vllm_tiered_kv.wire.messages import (
 logger = logging.getLogger(__name__)
 
 CAPABILITIES = ("streaming", "pins")
-ARENA_CAPABILITY = "shared_memory"
+ARENA_CAPABILITIES = ("shared_memory", BORROW_CAPABILITY)
 
 _MESSAGES_A_TURN = 32  # of one socket, before others get their turn
 

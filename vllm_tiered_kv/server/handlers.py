@@ -23,6 +23,7 @@ from vllm_tiered_kv.server.reactor import Reactor
 from vllm_tiered_kv.server.tiered_store import TieredStore
 from vllm_tiered_kv.server.transfers import Transfers
 from vllm_tiered_kv.wire.messages import (
+    Borrow,
     Contains,
     ContainsReply,
     Delete,
@@ -95,6 +96,7 @@ class Handlers:
             Stats: lambda call, request, frames: call.reply(StatsReply(self._stats())),
             Pin: lambda call, request, frames: pins.pin(call, request),
             Lend: lambda call, request, frames: arena.lend(call, request),
+            Borrow: lambda call, request, frames: arena.borrow(call, request),
             Release: lambda call, request, frames: arena.release(call, request),
             Reserve: lambda call, request, frames: arena.reserve(call, request),
             Seal: lambda call, request, frames: arena.seal(call, request),

@@ -3,6 +3,9 @@
 A lease ends when it is given back or when its process is dead. Never by time: a process that is
 stopped may have copies queued that still read or write the slot. All blocks lent by one request
 share a lease, because a prompt has hundreds of them; each reservation has its own.
+
+What is lent with a lookup, a *loan*, may wait long for its request to be admitted. Loans together
+are therefore limited to a part of what may be out, so that those who copy always find room.
 """
 
 from __future__ import annotations
@@ -22,11 +25,9 @@ logger = logging.getLogger(__name__)
 @dataclass(slots=True)
 class Lease:
     slots: list[Held]
-    is_reservation: bool
-
-    @property
-    def nbytes(self) -> int:
-        return sum(slot.nbytes for slot in self.slots)
+    nbytes: int
+    is_reservation: bool = False
+    is_loan: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +54,8 @@ class Leases:
     def __init__(self, memory: MemoryStore, allowances: Allowances) -> None:
         self._memory = memory
         self._most_bytes = allowances.leases
+        self._most_loaned = allowances.loans
+        self._loaned = 0
         self._bytes = 0
         self._count = 0  # read by other threads, as are the bytes
         self._ids = itertools.count(1)
@@ -87,7 +90,7 @@ class Leases:
         if attachment.is_gone or not self.has_room(slot.nbytes):
             self._memory.abort(slot)
             return None
-        return self._open(attachment, Lease([slot], is_reservation=True))
+        return self._open(attachment, Lease([slot], slot.nbytes, is_reservation=True))
 
     def lend(self, attachment: Attachment, slots: Sequence[Held], lease_id: int | None) -> int:
         """Lends blocks under this lease, or a new one. 0, and all are given back, when too much
@@ -98,16 +101,30 @@ class Leases:
             return 0
         lease = attachment.leases.get(lease_id) if lease_id is not None else None
         if lease is None or lease_id is None:
-            return self._open(attachment, Lease(list(slots), is_reservation=False))
+            return self._open(attachment, Lease(list(slots), nbytes))
         lease.slots.extend(slots)
+        lease.nbytes += nbytes
         self._bytes += nbytes
         self._count += len(slots)
         return lease_id
+
+    @property
+    def loan_room_bytes(self) -> int:
+        return max(0, min(self.room_bytes, self._most_loaned - self._loaned))
+
+    def loan(self, attachment: Attachment, slots: list[Held]) -> int:
+        """As `lend`, to somebody who has asked what is here. 0 also where there are no slots."""
+        nbytes = sum(slot.nbytes for slot in slots)
+        if not slots or attachment.is_gone or nbytes > self.loan_room_bytes:
+            self._memory.let_go(slots)
+            return 0
+        return self._open(attachment, Lease(slots, nbytes, is_loan=True))
 
     def _open(self, attachment: Attachment, lease: Lease) -> int:
         lease_id = next(self._ids)
         attachment.leases[lease_id] = lease
         self._bytes += lease.nbytes
+        self._loaned += lease.nbytes if lease.is_loan else 0
         self._count += len(lease.slots)
         return lease_id
 
@@ -119,6 +136,7 @@ class Leases:
             if (lease := attachment.leases.pop(lease_id, None)) is not None
         ]
         self._bytes -= sum(lease.nbytes for lease in ended)
+        self._loaned -= sum(lease.nbytes for lease in ended if lease.is_loan)
         self._count -= sum(len(lease.slots) for lease in ended)
         for lease in ended:
             if lease.is_reservation:

@@ -98,6 +98,33 @@ class TieredStore:
                 lambda: done(self._locator.locate(keys, endings)), lambda: done(Located(0, {}))
             )
 
+    def borrow(
+        self,
+        keys: Sequence[StoreKey],
+        suffixes: Sequence[bytes],
+        nbytes: int,
+        most: int,
+        done: Callable[[list[Held], Located], None],
+    ) -> None:
+        """As `match`. Blocks of so many bytes at the head that lie in memory are held for the
+        receiver, `most` of them at most; all others are only counted."""
+        endings = suffixes or [b""]
+
+        def work() -> None:
+            held = self.memory.hold_head(keys, endings, nbytes, most)
+            try:
+                rest = self._locator.locate(keys[len(held) // len(endings) :], endings)
+            except BaseException:
+                self.memory.let_go(held)
+                raise
+            self._recorder.add(names.HITS, len(held), _MEMORY)
+            done(held, rest)
+
+        if self.backing is None and len(keys) * len(endings) <= LOOKUPS_AT_ONCE:
+            work()
+        else:
+            self._in_pool(work, lambda: done([], Located(0, {})))
+
     def contains(self, keys: Sequence[StoreKey], done: Callable[[list[Tier | None]], None]) -> None:
         if self.backing is None and len(keys) <= LOOKUPS_AT_ONCE:
             done(self._locator.tiers_of(keys))
@@ -256,17 +283,11 @@ class TieredStore:
         done: Callable[[list[PutResult]], None],
         copied: Callable[[], None],
     ) -> None:
-        filled: list[PutResult] = []
-        for slot, item in zip(slots, items, strict=True):
-            try:
-                filled.append(
-                    slot
-                    if isinstance(slot, PutResult)
-                    else self.memory.fill(slot, item.payload, item.checksum)
-                )
-            except Exception:  # the sender must hear of it
-                logger.exception("a block could not be taken over")
-                filled.append(PutResult.FAILED)
+        try:
+            filled = self.memory.fill(slots, items)
+        except Exception:  # the sender must hear of it
+            logger.exception("blocks could not be taken over")
+            filled = [s if isinstance(s, PutResult) else PutResult.FAILED for s in slots]
         copied()
         self._lower.write_behind([item.key for item in items], filled, durability, done)
 

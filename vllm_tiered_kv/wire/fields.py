@@ -11,7 +11,7 @@ import enum
 import math
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -205,6 +205,26 @@ class Uints:
             raise invalid(f"expected numbers, {_range(self.low, self.high)}")
         if self.distinct and len(set(numbers)) != len(numbers):
             raise invalid("a number is there twice")
+
+
+@dataclass(frozen=True)
+class PackedUints(_Same):
+    """As `Uints`, but kept packed: for those who go on with them as an array."""
+
+    most: int
+
+    def describe(self) -> str:
+        return f"bin, u64le numbers, {_range(0, MAX_UINT64)}"
+
+    def check(self, value: Any) -> None:
+        _require(value, bytes, "packed numbers")
+        if len(value) % 8:
+            raise invalid(f"{len(value)} bytes are no whole number of u64le numbers")
+        _require_count(len(value) // 8, self.most, "numbers")
+
+
+def pack_uints(numbers: Iterable[int]) -> bytes:
+    return _little_endian(array("Q", numbers)).tobytes()
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from vllm_tiered_kv.wire.limits import (
 )
 from vllm_tiered_kv.wire.replies import (
     RESERVED,
+    BorrowReply,
     ContainsReply,
     DeleteReply,
     ErrorReply,
@@ -44,6 +45,8 @@ from vllm_tiered_kv.wire.replies import (
     put_results,
 )
 from vllm_tiered_kv.wire.requests import (
+    BORROW_CAPABILITY,
+    Borrow,
     Contains,
     Delete,
     Flush,
@@ -63,11 +66,14 @@ from vllm_tiered_kv.wire.requests import (
 )
 
 __all__ = [
+    "BORROW_CAPABILITY",
     "PROTOCOL_VERSION",
     "REPLIES",
     "REQUESTS",
     "RESERVED",
     "UNREADABLE_ID",
+    "Borrow",
+    "BorrowReply",
     "Buffer",
     "Contains",
     "ContainsReply",

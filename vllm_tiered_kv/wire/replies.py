@@ -15,6 +15,7 @@ from vllm_tiered_kv.wire.fields import (
     Codes,
     CutText,
     Flag,
+    PackedUints,
     Record,
     Spec,
     Texts,
@@ -76,6 +77,11 @@ class Limits:
 
 
 Count: TypeAlias = Annotated[int, Spec(Uint(0, MAX_KEYS), "how many it was done for")]
+Matched: TypeAlias = Annotated[int, Spec(Uint(0, MAX_KEYS), "leading positions without a gap")]
+TierCounts: TypeAlias = Annotated[
+    list[int],
+    Spec(Uints(3, 0, MAX_KEYS), "how many of them lie in memory, SSD and backing tier"),
+]
 Results: TypeAlias = Annotated[bytes, Spec(Codes(1, 4, MAX_KEYS), "the outcome for each")]
 Facts: TypeAlias = Annotated[dict[str, Any], Spec(Tree(), "the facts, by name")]
 Leases: TypeAlias = Annotated[list[int], Spec(Uints(MAX_KEYS), "a lease for each key; 0: none")]
@@ -85,6 +91,11 @@ Offsets: TypeAlias = Annotated[
 Generations: TypeAlias = Annotated[
     list[int], Spec(Uints(MAX_KEYS), "generation of each block's slot", per="leases")
 ]
+
+
+def _check_tiers(count: int, tiers: list[int]) -> None:
+    if len(tiers) != 3 or sum(tiers) != count:
+        raise invalid("tiers must be three numbers that add up to count")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +118,11 @@ class MatchReply(Message):
     """The leading positions that are present, and where their fastest copies lie."""
 
     op: ClassVar[str] = "match"
-    count: Annotated[int, Spec(Uint(0, MAX_KEYS), "leading positions without a gap")]
-    tiers: Annotated[
-        list[int],
-        Spec(Uints(3, 0, MAX_KEYS), "how many of them lie in memory, SSD and backing tier"),
-    ]
+    count: Matched
+    tiers: TierCounts
 
     def check(self) -> None:
-        if len(self.tiers) != 3 or sum(self.tiers) != self.count:
-            raise invalid("tiers must be three numbers that add up to count")
+        _check_tiers(self.count, self.tiers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +231,35 @@ class LendReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class BorrowReply(Message):
+    """What is present, as in the reply to `match`, and where the positions lie that are lent.
+
+    Blocks go by position and within it by suffix, in the order of the request. They share a lease.
+    """
+
+    op: ClassVar[str] = "borrow"
+    count: Matched
+    tiers: TierCounts
+    lent: Annotated[int, Spec(Uint(0, MAX_KEYS), "leading positions that are lent")]
+    lease: Annotated[int, Spec(Uint(), "the lease of all of them; 0: nothing is lent")]
+    offsets: Annotated[
+        bytes, Spec(PackedUints(MAX_KEYS), "where each lent block starts in the arena")
+    ]
+    generations: Annotated[
+        bytes, Spec(PackedUints(MAX_KEYS), "generation of each block's slot", per="offsets")
+    ]
+
+    def check(self) -> None:
+        _check_tiers(self.count, self.tiers)
+        if self.lent > self.tiers[0]:
+            raise invalid("more is lent than lies in memory")
+        if not (bool(self.lent) == bool(self.lease) == bool(self.offsets)):
+            raise invalid("blocks are lent exactly when there is a lease")
+        if self.lent and len(self.offsets) // 8 % self.lent:
+            raise invalid("positions must have as many blocks each")
+
+
+@dataclass(frozen=True, slots=True)
 class ReleaseReply(Message):
     """How many of the leases were there to be given back."""
 
@@ -288,6 +324,7 @@ Reply: TypeAlias = (
     | InfoReply
     | StatsReply
     | LendReply
+    | BorrowReply
     | ReleaseReply
     | ReserveReply
     | SealReply

@@ -33,6 +33,9 @@ from vllm_tiered_kv.wire.limits import (
     PROTOCOL_VERSION,
 )
 
+BORROW_CAPABILITY = "borrow"
+"""Of a daemon that knows the op of this name."""
+
 
 class Message:
     """Base of all messages. `payload` names the field with the lengths of its payload frames."""
@@ -50,8 +53,19 @@ def check_total(lengths: list[int]) -> None:
         raise too_large(f"a payload of {sum(lengths)} bytes; at most {MAX_MESSAGE_BYTES} allowed")
 
 
+def check_suffixes(width: int, keys: list[bytes], suffixes: list[bytes]) -> None:
+    if suffixes and width + len(suffixes[0]) > MAX_WIRE_KEY_BYTES:
+        raise invalid(f"key and suffix are longer than {MAX_WIRE_KEY_BYTES} bytes")
+    if len(keys) * len(suffixes) > MAX_LOOKUPS:
+        raise too_large(f"keys times suffixes are more than {MAX_LOOKUPS}")
+
+
 Width: TypeAlias = Annotated[int, Spec(Uint(1, MAX_WIRE_KEY_BYTES), "bytes of one key here")]
 KeyList: TypeAlias = Annotated[list[bytes], Spec(Keys(MAX_KEYS), "the blocks, heads first")]
+SuffixList: TypeAlias = Annotated[
+    list[bytes],
+    Spec(Suffixes(MAX_SUFFIXES, MAX_WIRE_KEY_BYTES - 1), "endings of the keys, or empty"),
+]
 ParentList: TypeAlias = Annotated[
     list[bytes | None],
     Spec(Parents(MAX_KEYS), "the block before each in its chain", per="keys"),
@@ -98,19 +112,13 @@ class Match(Message):
     op: ClassVar[str] = "match"
     width: Width
     keys: KeyList
-    suffixes: Annotated[
-        list[bytes],
-        Spec(Suffixes(MAX_SUFFIXES, MAX_WIRE_KEY_BYTES - 1), "endings of the keys, or empty"),
-    ]
+    suffixes: SuffixList
     pin_ms: Annotated[
         int, Spec(Uint(0, MAX_TTL_MS), "pin what matched for so long; 0 pins nothing")
     ]
 
     def check(self) -> None:
-        if self.suffixes and self.width + len(self.suffixes[0]) > MAX_WIRE_KEY_BYTES:
-            raise invalid(f"key and suffix are longer than {MAX_WIRE_KEY_BYTES} bytes")
-        if len(self.keys) * len(self.suffixes) > MAX_LOOKUPS:
-            raise too_large(f"keys times suffixes are more than {MAX_LOOKUPS}")
+        check_suffixes(self.width, self.keys, self.suffixes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +216,26 @@ class Lend(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Borrow(Message):
+    """As `match`, and lends what lies in memory from the first position on.
+
+    A position is lent with all its suffixes or not at all. Only for a daemon with the capability
+    `borrow`.
+    """
+
+    op: ClassVar[str] = "borrow"
+    width: Width
+    keys: KeyList
+    suffixes: SuffixList
+    length: Annotated[
+        int, Spec(Uint(1, MAX_BLOCK_BYTES), "bytes of each block; others are not lent")
+    ]
+
+    def check(self) -> None:
+        check_suffixes(self.width, self.keys, self.suffixes)
+
+
+@dataclass(frozen=True, slots=True)
 class Release(Message):
     """Gives leases back. A reserved block that was not sealed is dropped."""
 
@@ -246,6 +274,7 @@ Request: TypeAlias = (
     | Info
     | Stats
     | Lend
+    | Borrow
     | Release
     | Reserve
     | Seal

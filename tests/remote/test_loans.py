@@ -1,0 +1,312 @@
+"""Lookups that borrow: one question, places for every rank, and everything comes back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.daemon.daemon_process import DaemonProcess
+from tests.daemon.raw_client import RawClient
+from tests.remote.engine import IDENTITY, NBYTES, block_keys, content, identity, items, within
+from tests.remote.test_shared_memory import eventually, leases_of
+from vllm_tiered_kv.core.key import BlockKey, RankTag
+from vllm_tiered_kv.core.store import PutResult, StoreKey, store_key
+from vllm_tiered_kv.device.shared_arena import PAGE
+from vllm_tiered_kv.errors import ConnectionLost
+from vllm_tiered_kv.remote.loans import LentMatch, LoanDesk, _check
+from vllm_tiered_kv.remote.store import RemoteStore
+from vllm_tiered_kv.wire.fields import pack_uints
+from vllm_tiered_kv.wire.messages import Borrow, BorrowReply
+
+RANKS = [RankTag(tp=0), RankTag(tp=1)]
+CHAIN = block_keys("a chain", 6)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kv-") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def daemon(folder: Path) -> Iterator[DaemonProcess]:
+    with DaemonProcess(folder, "--memory", "16MiB") as running:
+        yield running
+
+
+@pytest.fixture
+def store(daemon: DaemonProcess) -> Iterator[RemoteStore]:
+    opened = open_store(daemon)
+    fill(opened)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def desk(store: RemoteStore) -> Iterator[LoanDesk]:
+    made = LoanDesk(store)
+    yield made
+    made.close()
+
+
+def open_store(daemon: DaemonProcess, timeout_s: float = 20.0) -> RemoteStore:
+    return RemoteStore(daemon.ipc, IDENTITY, timeout_s=timeout_s, connect_timeout_s=10.0)
+
+
+def of_rank(rank: RankTag, chain: Sequence[BlockKey] = CHAIN) -> list[StoreKey]:
+    return [store_key(IDENTITY.namespace, key, rank) for key in chain]
+
+
+def fill(store: RemoteStore) -> None:
+    for rank in RANKS:
+        assert set(store.put(items(of_rank(rank)))) == {PutResult.STORED}
+
+
+def ask(desk: LoanDesk, chain: Sequence[BlockKey] = CHAIN, seconds: float = 20.0) -> LentMatch:
+    match = desk.match(chain, RANKS, NBYTES, within(seconds))
+    assert match is not None
+    return match
+
+
+def test_another_process_of_the_engine_reads_what_one_has_borrowed(
+    daemon: DaemonProcess, desk: LoanDesk
+) -> None:
+    worker = open_store(daemon)
+    memory = worker.attach()
+    assert memory is not None
+    match = ask(desk, [*CHAIN, *block_keys("others", 2)])
+    assert match.count == match.loan.blocks == 6  # type: ignore[union-attr]
+    loan = match.loan
+    assert loan is not None
+    assert loan.arena_id == memory.arena_id
+    assert leases_of(daemon) == 12
+    for row, rank in enumerate(RANKS):
+        read = [bytes(memory.arena.view(offset, NBYTES)) for offset in loan.offsets[row].tolist()]
+        assert read == [content(key) for key in of_rank(rank)]
+        assert memory.arena.have_generations(loan.offsets[row], loan.generations[row])
+    loan.release()
+    loan.release()
+    eventually(lambda: leases_of(daemon) == 0)
+    assert desk.open_loans == 0
+    worker.close()
+
+
+def test_it_is_one_request(daemon: DaemonProcess, store: RemoteStore, desk: LoanDesk) -> None:
+    ask(desk).loan.release()  # type: ignore[union-attr]
+    before = requests(daemon)
+    ask(desk)
+    after = requests(daemon)
+    assert after["borrow"] - before["borrow"] == 1
+    assert (after.get("match"), after.get("lend")) == (before.get("match"), before.get("lend"))
+
+
+def requests(daemon: DaemonProcess) -> dict[str, int]:
+    with RawClient(daemon.endpoint) as client:
+        client.ask(identity(1, name="a looker-on").hello())
+        return dict(client.stats()["requests"])
+
+
+def test_more_than_may_be_lent_is_still_found(daemon: DaemonProcess, store: RemoteStore) -> None:
+    chain = block_keys("long", 60)
+    for rank in RANKS:
+        assert set(store.put(items(of_rank(rank, chain)))) == {PutResult.STORED}
+    desk = LoanDesk(store)
+    match = ask(desk, chain)
+    assert match.count == 60
+    assert match.loan is not None
+    assert match.loan.blocks == (4 << 20) // NBYTES // 2  # a quarter of the memory, two ranks
+    second = ask(desk, chain)
+    assert (second.count, second.loan) == (60, None)
+    match.loan.release()
+    eventually(lambda: ask_and_release(desk, chain) > 0)
+    desk.close()
+    assert leases_of(daemon) == 0
+
+
+def ask_and_release(desk: LoanDesk, chain: Sequence[BlockKey]) -> int:
+    loan = ask(desk, chain).loan
+    if loan is None:
+        return 0
+    loan.release()
+    return loan.blocks
+
+
+def test_a_loan_that_came_too_late_goes_back_by_itself(daemon: DaemonProcess) -> None:
+    store = open_store(daemon, timeout_s=2.0)
+    fill(store)
+    desk = LoanDesk(store)
+    ask(desk).loan.release()  # type: ignore[union-attr]
+    eventually(lambda: leases_of(daemon) == 0)
+    daemon.freeze()
+    assert desk.match(CHAIN, RANKS, NBYTES, within(0.2)) is None
+    daemon.thaw()
+    eventually(lambda: requests(daemon)["borrow"] == 2)
+    eventually(lambda: leases_of(daemon) == 0)
+    assert desk.open_loans == 0
+    desk.close()
+    store.close()
+
+
+def test_what_a_stopped_daemon_does_not_take_back_it_gets_later(daemon: DaemonProcess) -> None:
+    store = open_store(daemon, timeout_s=0.3)
+    fill(store)
+    desk = LoanDesk(store)
+    loans = [ask(desk, CHAIN[: n + 1]).loan for n in range(3)]
+    daemon.freeze()
+    for loan in loans:
+        assert loan is not None
+        loan.release()
+    time.sleep(1.0)  # so that giving back fails before it succeeds
+    daemon.thaw()
+    eventually(lambda: leases_of(daemon) == 0)
+    desk.close()
+    store.close()
+
+
+def test_closing_gives_everything_back(daemon: DaemonProcess, store: RemoteStore) -> None:
+    desk = LoanDesk(store)
+    for n in range(1, 4):
+        ask(desk, CHAIN[:n])
+    assert leases_of(daemon) == 12
+    desk.close()
+    assert leases_of(daemon) == 0
+
+
+def test_a_daemon_that_was_restarted_lends_other_memory(
+    daemon: DaemonProcess, store: RemoteStore, desk: LoanDesk
+) -> None:
+    before = ask(desk).loan
+    assert before is not None
+    daemon.kill()
+    gone = desk.match(CHAIN, RANKS, NBYTES, within(1.0))
+    assert gone is None or not gone.count
+    daemon.restart()
+    eventually(lambda: set(store.put(items(of_rank(RANKS[0])))) == {PutResult.STORED})
+    fill_again = items(of_rank(RANKS[1]))
+    eventually(lambda: PutResult.FAILED not in store.put(fill_again))
+    found: list[LentMatch] = []
+
+    def lends_again() -> bool:
+        match = desk.match(CHAIN, RANKS, NBYTES, within(5.0))
+        if match is not None and match.loan is not None:
+            found.append(match)
+        return bool(found)
+
+    eventually(lends_again)
+    (match,) = found
+    assert match.count == 6
+    assert match.loan is not None
+    assert match.loan.arena_id != before.arena_id
+    before.release()  # of a daemon that is no more: must not end another's lease
+    time.sleep(0.2)
+    assert leases_of(daemon) == 12
+
+
+_OLD_DAEMON = """
+from vllm_tiered_kv.server import cli, daemon
+from vllm_tiered_kv.wire import messages
+
+daemon.ARENA_CAPABILITIES = ("shared_memory",)
+del messages.REQUESTS["borrow"]
+raise SystemExit(cli.main())
+"""
+
+
+def test_a_daemon_that_does_not_know_it_is_asked_as_before(folder: Path) -> None:
+    daemon = DaemonProcess(folder, "--memory", "16MiB")
+    daemon.program = ["-c", textwrap.dedent(_OLD_DAEMON)]
+    with daemon:
+        store = open_store(daemon)
+        fill(store)
+        desk = LoanDesk(store)
+        for _ in range(3):
+            match = ask(desk)
+            assert (match.count, match.loan) == (6, None)
+        seen = requests(daemon)
+        assert seen["match"] == 3
+        assert "borrow" not in seen
+        desk.close()
+        store.close()
+
+
+def test_many_threads_borrow_and_give_back(daemon: DaemonProcess, desk: LoanDesk) -> None:
+    counts: list[int] = []
+
+    def work(seed: int) -> None:
+        for n in range(20):
+            match = ask(desk, CHAIN[: 1 + (seed + n) % 6])
+            counts.append(match.count - 1 - (seed + n) % 6)
+            if match.loan is not None:
+                match.loan.release()
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counts == [0] * 120
+    eventually(lambda: leases_of(daemon) == 0)
+
+
+_ENGINE = """
+    import sys, time
+    from tests.remote.engine import IDENTITY, NBYTES
+    from tests.remote.test_loans import CHAIN, RANKS
+    from vllm_tiered_kv.remote.loans import LoanDesk
+    from vllm_tiered_kv.remote.store import RemoteStore
+    desk = LoanDesk(RemoteStore(sys.argv[1], IDENTITY, timeout_s=20.0))
+    print(desk.match(CHAIN, RANKS, NBYTES, time.monotonic() + 20).loan.blocks, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_killed_scheduler_leaves_nothing_lent(daemon: DaemonProcess, store: RemoteStore) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(_ENGINE), daemon.ipc],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip() == "6"
+        assert leases_of(daemon) == 12
+    finally:
+        process.kill()
+        process.wait()
+    eventually(lambda: leases_of(daemon) == 0)
+
+
+@pytest.mark.parametrize(
+    ("count", "lent", "offsets"),
+    [
+        (3, 0, []),
+        (2, 2, [0, PAGE]),
+        (1, 1, [0, PAGE, 2 * PAGE]),
+        (1, 1, [0, 1]),
+        (1, 1, [0, 16 * PAGE]),
+        (1, 1, [0, 2**64 - PAGE]),
+    ],
+    ids=["too many", "places missing", "places too many", "between", "beyond", "far beyond"],
+)
+def test_places_are_not_believed_unchecked(count: int, lent: int, offsets: list[int]) -> None:
+    request = Borrow(17, [bytes(17)] * 2, [b"\0", b"\1"], PAGE)
+    reply = BorrowReply(
+        count, [count, 0, 0], lent, int(bool(lent)), pack_uints(offsets), pack_uints(offsets)
+    )
+    with pytest.raises(ConnectionLost):
+        _check(reply, request, 16 * PAGE)
+
+
+def test_places_that_fit_are_believed() -> None:
+    request = Borrow(17, [bytes(17)] * 2, [b"\0", b"\1"], PAGE)
+    places = pack_uints([0, 15 * PAGE])
+    _check(BorrowReply(2, [2, 0, 0], 1, 5, places, places), request, 16 * PAGE)

@@ -1,0 +1,197 @@
+"""Workers read what their scheduler was lent: from the memory they have mapped, asking nobody."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.daemon.daemon_process import DaemonProcess
+from tests.remote.engine import block_keys, content, items
+from tests.remote.test_loans import requests
+from vllm_tiered_kv.connector.remote_loader import RemoteLoader
+from vllm_tiered_kv.connector.shard import Shard
+from vllm_tiered_kv.connector.shared_region import SharedRegions
+from vllm_tiered_kv.core.key import RankTag
+from vllm_tiered_kv.core.layout import BlockRuns, Run
+from vllm_tiered_kv.core.store import PutResult
+from vllm_tiered_kv.core.transfer import LentBlocks, RemoteTransfer, int64_array
+from vllm_tiered_kv.device.arena import Arena
+from vllm_tiered_kv.device.cpu_copier import CpuChannel
+from vllm_tiered_kv.native import cpu as native
+from vllm_tiered_kv.remote.address import EngineIdentity
+from vllm_tiered_kv.remote.loans import Loan, LoanDesk
+from vllm_tiered_kv.remote.store import RemoteStore
+
+NBYTES = 4096
+RANKS = (RankTag(tp=0), RankTag(tp=1))
+IDENTITY = EngineIdentity(bytes(32), (NBYTES,), "layout", "test")
+KEYS = block_keys("lent", 8)
+
+
+@dataclass
+class Worker:
+    """The rank 1 of an engine over one daemon, and the desk of its scheduler."""
+
+    daemon: DaemonProcess
+    store: RemoteStore
+    desk: LoanDesk
+    regions: SharedRegions
+    loader: RemoteLoader
+    device: np.ndarray
+
+    def borrow(self) -> Loan:
+        match = self.desk.match(KEYS, RANKS, NBYTES, time.monotonic() + 20)
+        assert match is not None
+        assert match.loan is not None
+        return match.loan
+
+    def load(self, transfer: RemoteTransfer) -> str | None:
+        """Why it failed, if it did."""
+        self.device[:] = 0
+        self.loader.load("r", [transfer])
+        end = time.monotonic() + 60
+        while not (done := self.loader.poll()):
+            assert time.monotonic() < end
+            time.sleep(0.005)
+        (one,) = done
+        return one.error
+
+    def is_right(self) -> bool:
+        wanted = [content(key, NBYTES) for key in shard(RANKS[1]).keys(KEYS)]
+        return [bytes(self.device[n]) for n in range(len(KEYS))] == wanted
+
+
+def shard(rank: RankTag) -> Shard:
+    return Shard(IDENTITY.namespace, rank, {0: NBYTES})
+
+
+def lent(loan: Loan, ranks: Sequence[RankTag] = RANKS, **changes: object) -> RemoteTransfer:
+    blocks = {"arena_id": loan.arena_id, "generations": loan.generations, **changes}
+    places = LentBlocks(ranks=tuple(ranks), offsets=loan.offsets, **blocks)  # type: ignore[arg-type]
+    ids = int64_array(list(range(len(KEYS))))
+    address = loan._desk._store.address
+    return RemoteTransfer(0, str(address), ids, tuple(KEYS), places)
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:
+        with DaemonProcess(Path(folder), "--memory", "16MiB") as daemon:
+            made = make(daemon)
+            yield made
+            made.loader.close()
+            made.regions.close()
+            made.desk.close()
+            made.store.close()
+
+
+def make(daemon: DaemonProcess) -> Worker:
+    store = RemoteStore(daemon.ipc, IDENTITY, timeout_s=5.0, connect_timeout_s=10.0)
+    for rank in RANKS:
+        assert set(store.put(items(shard(rank).keys(KEYS), NBYTES))) == {PutResult.STORED}
+    own = RemoteStore(daemon.ipc, IDENTITY, timeout_s=1.0, connect_timeout_s=10.0)
+    regions = SharedRegions({daemon.ipc: own}, None, None)
+    end = time.monotonic() + 30
+    while not regions.covers(daemon.ipc):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    device = np.zeros((len(KEYS), NBYTES), np.uint8)
+    runs = BlockRuns((Run(device.ctypes.data, NBYTES, NBYTES, 0),), len(KEYS))
+    layout = native.BlockLayout(*runs.arrays(), len(KEYS))
+    loader = RemoteLoader(
+        {daemon.ipc: own},
+        shard(RANKS[1]),
+        regions,
+        lambda: CpuChannel({0: layout}, 1),
+        Arena,
+        1 << 20,
+        2,
+        timeout_s=1.0,
+    )
+    return Worker(daemon, store, LoanDesk(store), regions, loader, device)
+
+
+def test_each_rank_reads_its_own_blocks_and_asks_nobody(worker: Worker) -> None:
+    transfer = lent(worker.borrow())
+    before = requests(worker.daemon)
+    assert worker.load(transfer) is None
+    assert worker.is_right()
+    after = requests(worker.daemon)
+    assert {op for op in after if after[op] != before.get(op)} <= {"hello", "stats"}
+
+
+@pytest.mark.parametrize("how", ["frozen", "killed"])
+def test_what_was_lent_is_loaded_whatever_becomes_of_the_daemon(worker: Worker, how: str) -> None:
+    transfer = lent(worker.borrow())
+    if how == "frozen":
+        worker.daemon.freeze()
+        error = worker.load(transfer)
+        worker.daemon.thaw()
+    else:
+        # Held as by a copy under way: otherwise the worker soon gives up a dead daemon's memory.
+        resident = worker.regions.resident(transfer, RANKS[1])
+        assert resident is not None
+        worker.daemon.kill()
+        channel = worker.loader._channels[0]
+        blocks = resident.blocks
+        channel.scatter(blocks.group_id, blocks.block_ids, blocks.region, blocks.offsets)
+        error = None if resident.are_intact else "changed"
+        resident.leave()
+    assert error is None
+    assert worker.is_right()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [(RANKS, {"arena_id": bytes(16)}), ((RANKS[0], RankTag(tp=2)), {})],
+    ids=["another memory", "another rank"],
+)
+def test_places_that_are_not_ours_are_not_read(
+    worker: Worker, ranks: Sequence[RankTag], changes: dict[str, object]
+) -> None:
+    """The blocks are asked for by their keys instead."""
+    loan = worker.borrow()
+    transfer = lent(loan, ranks, **changes)
+    assert worker.regions.resident(transfer, RANKS[1]) is None
+    loan.offsets[:] = 0
+    assert worker.load(transfer) is None
+    assert worker.is_right()
+    assert requests(worker.daemon)["lend"] > 0
+
+
+def test_blocks_that_changed_are_not_used(worker: Worker) -> None:
+    """They cannot while the loan lasts: the process that borrowed them has given them back."""
+    loan = worker.borrow()
+    transfer = lent(loan, generations=loan.generations + np.uint64(2))
+    assert worker.load(transfer) == "blocks changed while they were copied"
+
+
+def test_memory_stays_mapped_until_the_last_copy_has_ended(worker: Worker) -> None:
+    transfer = lent(worker.borrow())
+    resident = worker.regions.resident(transfer, RANKS[1])
+    assert resident is not None
+    region = worker.regions._regions[worker.daemon.ipc]
+    worker.regions.close()
+    assert not region.memory.closed
+    assert resident.are_intact
+    assert worker.regions.resident(transfer, RANKS[1]) is None
+    resident.leave()
+    assert region.memory.closed
+
+
+def test_a_part_of_what_is_lent(worker: Worker) -> None:
+    loan = worker.borrow()
+    part = lent(loan).part(2, 5)
+    assert part.lent is not None
+    assert np.array_equal(part.lent.offsets, loan.offsets[:, 2:5])
+    some = lent(loan).lent.at(int64_array([5, 1]))  # type: ignore[union-attr]
+    assert np.array_equal(some.generations, loan.generations[:, [5, 1]])
+    offsets, _ = some.of_rank(RANKS[1])  # type: ignore[misc]
+    assert offsets.flags.c_contiguous
+    assert offsets.tolist() == [loan.offsets[1, 5], loan.offsets[1, 1]]
