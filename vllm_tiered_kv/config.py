@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from vllm_tiered_kv.errors import ConfigError
@@ -51,6 +52,37 @@ class StorePolicy(str, enum.Enum):
 
     EAGER = "eager"
     LAZY = "lazy"
+
+
+class BlockLayout(str, enum.Enum):
+    """How the KV cache is asked to lie in GPU memory."""
+
+    CONTIGUOUS = "contiguous"
+    ANY = "any"
+
+
+class StepLoads(str, enum.Enum):
+    """Whether a step may wait for blocks its own requests need."""
+
+    AUTO = "auto"
+    NEVER = "never"
+
+
+class CopyStrategy(str, enum.Enum):
+    """How blocks get to a GPU; see `device.inbound`."""
+
+    AUTO = "auto"
+    DMA = "dma"
+    STAGED = "staged"
+    DIRECT = "direct"
+
+
+class LoadPolicy(str, enum.Enum):
+    """Whether blocks a tier holds are loaded or computed again."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
 
 
 class Eviction(str, enum.Enum):
@@ -181,6 +213,13 @@ class TieredKVConfig:
         "Order of eviction. `s3fifo` resists scans: a burst of one-time prompts does not push out "
         "what is used again and again. Under both, tails of a prefix leave before its head.",
     )
+    load_policy: LoadPolicy = _option(
+        LoadPolicy.AUTO,
+        "choice",
+        "`auto` loads what is expected to be faster than computing it again, by the speeds of the "
+        "tiers and of the model as measured while running. `always` loads whatever a tier holds: "
+        "to save compute whatever the latency, and for tests. `never` only stores.",
+    )
     lazy_window: int = _option(
         0,
         "int",
@@ -194,6 +233,33 @@ class TieredKVConfig:
         "size",
         "GPU memory of the ring that decouples stores from compute. What does not fit in a step "
         "is stored in the following ones; the engine never waits for it.",
+    )
+    block_layout: BlockLayout = _option(
+        BlockLayout.CONTIGUOUS,
+        "choice",
+        "`contiguous` asks vLLM to keep all layers of a GPU block together, so that whole blocks "
+        "move by DMA; attention back-ends that cannot are left as they are. `any` leaves vLLM's "
+        "own layout.",
+    )
+    step_loads: StepLoads = _option(
+        StepLoads.AUTO,
+        "choice",
+        "`auto`: while no other request runs, a request is computed in the very step that loads "
+        "its prefix, each layer as soon as its blocks are there. `never`: every load runs beside "
+        "the steps, which costs one more step.",
+    )
+    copy_strategy: CopyStrategy = _option(
+        CopyStrategy.AUTO,
+        "choice",
+        "How blocks are copied to a GPU. `auto` measures at start what is fastest and remembers "
+        "it; `dma` needs contiguous blocks, `staged` goes through GPU memory, `direct` is a "
+        "kernel reading CPU memory. What the layout does not allow becomes `direct`.",
+    )
+    copy_tuning_file: str = _option(
+        "",
+        "text",
+        "Where that measurement is remembered. Empty: `vllm-tiered-kv/copy.json` in the user's "
+        "cache folder (`$XDG_CACHE_HOME` or `~/.cache`).",
     )
     copy_threads: int = _option(
         0,
@@ -279,6 +345,14 @@ class TieredKVConfig:
                 "remote_key", "give both remote_key and remote_server_key, or neither"
             )
         return cls(**values)
+
+    def tuning_path(self, environ: Mapping[str, str] | None = None) -> Path:
+        """The file of `copy_tuning_file`."""
+        if self.copy_tuning_file:
+            return Path(self.copy_tuning_file)
+        environ = os.environ if environ is None else environ
+        cache = environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        return Path(cache) / "vllm-tiered-kv" / "copy.json"
 
     def describe(self) -> str:
         """One line for the log: what differs from the defaults."""

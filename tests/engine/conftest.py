@@ -12,6 +12,9 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+# What is loaded must not depend on how fast this machine computes a tiny model. The environment
+# wins over other settings, and reaches engines in processes of their own.
+os.environ.setdefault("TIERED_KV_LOAD_POLICY", "always")
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: run `make test`")
 

@@ -20,6 +20,7 @@ import pytest
 from tests.daemon.daemon_process import DaemonProcess
 from tests.engine.toy_engine import ToyEngine, play
 from tests.remote.faulty_daemon import Fault, FaultyDaemon, Frames, block_reply, framed
+from tests.remote.test_shared_memory import eventually, leases_of
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.remote.shared_memory import SharedMemory
@@ -471,3 +472,4 @@ def test_chaos(
     assert len(expected) > 100
     _until_served_again(toy, total(toy, names.LOADED_BLOCKS, REMOTE))
     toy.close()
+    eventually(lambda: leases_of(daemon) == 0)

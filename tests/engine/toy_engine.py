@@ -18,12 +18,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from vllm import SamplingParams
-from vllm.config import KVTransferConfig
+from vllm.config import CUDAGraphMode, KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
@@ -44,7 +45,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm_tiered_kv.connector.connector import TieredKVConnector
 from vllm_tiered_kv.core.transfer import GroupTransfer
 from vllm_tiered_kv.device.arena import Arena
-from vllm_tiered_kv.device.copier import LoadDone, StoreDone
+from vllm_tiered_kv.device.copier import LoadDone, PinnedBlocks, StoreDone
+from vllm_tiered_kv.errors import CudaError
 from vllm_tiered_kv.metrics.names import DropReason
 from vllm_tiered_kv.native.cpu import HostRegion
 
@@ -92,6 +94,10 @@ class DelayedCopier:
         self.drop_stores = 0.0
         self.fenced = False
         self.ring: int | None = None
+        self.fail_ahead = 0.0
+        self.ahead_blocks = 0
+        self._ahead: deque[tuple[int, list[int]]] = deque()
+        self._awaited: dict[str, list[PinnedBlocks]] = {}  # by layer: what it waits for
 
     def open_channel(self) -> DelayedChannel:
         return DelayedChannel(self._caches, random.Random(self._rng.random()))
@@ -113,6 +119,59 @@ class DelayedCopier:
     def load(self, request_id: str, transfers: Sequence[GroupTransfer]) -> None:
         assert self.fenced, "a load without a fence"
         self._loads.append((self._rng.randint(0, self.max_delay), request_id, transfers))
+
+    def locate(self, transfer: GroupTransfer) -> PinnedBlocks:
+        # The toy's slots are rows of its arena.
+        return PinnedBlocks(transfer.group_id, transfer.block_ids, HostRegion(0, 0), transfer.slots)
+
+    def load_ahead(
+        self, job_ids: Sequence[int], blocks: Sequence[PinnedBlocks], by_layer: bool
+    ) -> None:
+        """Layers that nobody waits for stay as they were: a forgotten wait is a wrong read."""
+        assert self.fenced, "a load without a fence"
+        assert not self._awaited, "the last forward was not finished"
+        for part in blocks:
+            for cache in self._caches:
+                cache[part.block_ids] = -1
+        if self._rng.random() < self.fail_ahead:
+            raise CudaError("planted")
+        self._awaited = {name: list(blocks) for name in LAYERS}
+        self.ahead_blocks += sum(len(part.block_ids) for part in blocks)
+        if not by_layer:
+            self.finish_ahead()
+        self._ahead.append((self._rng.randint(0, self.max_delay), list(job_ids)))
+
+    def wait_for_layer(self, name: str) -> None:
+        for part in self._awaited.pop(name, ()):
+            layer = LAYERS.index(name)
+            self._caches[layer][part.block_ids] = self._read(part)[:, layer]
+
+    def _read(self, part: PinnedBlocks) -> np.ndarray:
+        """Blocks as they are now, of the toy's arena or of a daemon's."""
+        if not part.region.nbytes:
+            return self._arena[part.offsets]
+        shape = (len(self._caches), self._caches[0].shape[1])
+        blocks = []
+        for offset in part.offsets.tolist():
+            assert 0 <= offset <= offset + 8 * shape[0] * shape[1] <= part.region.nbytes
+            raw = (ctypes.c_int64 * (shape[0] * shape[1])).from_address(
+                part.region.address + offset
+            )
+            blocks.append(np.array(raw).reshape(shape))
+        return np.stack(blocks)
+
+    def finish_ahead(self) -> None:
+        for name in list(self._awaited):
+            self.wait_for_layer(name)
+
+    def settle_ahead(self) -> None:
+        pass
+
+    def poll_ahead(self) -> list[int]:
+        done: list[int] = []
+        while self._ahead and self._due(self._ahead):
+            done += self._ahead.popleft()[1]
+        return done
 
     def poll(self) -> tuple[list[StoreDone], list[LoadDone]]:
         stores, loads = [], []
@@ -254,6 +313,8 @@ class ToyEngine:
         self._next_id = 0
         self._truth: dict[str, np.ndarray] = {}
         self.reported_loads: list[str] = []
+        self.layer_calls = 0.5  # how often a forward calls us at each layer
+        self._calls_layers = False
         self.idle = False
 
     def _kv_cache_config(self) -> KVCacheConfig:
@@ -343,8 +404,17 @@ class ToyEngine:
         self.worker.handle_preemptions(metadata)
         self.worker.bind_connector_metadata(metadata)
         self._update_batch(output)
+        context = SimpleNamespace(
+            attn_metadata={} if self.rng.random() < self.layer_calls else None,
+            cudagraph_runtime_mode=CUDAGraphMode.NONE,
+            ubatch_slices=None,
+        )
+        if output.has_sync_kv_loads:
+            self.worker.start_load_kv(context)
+        self._calls_layers = context.attn_metadata is not None
         sampled = {r: self._forward(r, n) for r, n in output.num_scheduled_tokens.items()}
-        self.worker.start_load_kv(None)
+        if not output.has_sync_kv_loads:
+            self.worker.start_load_kv(context)
         self.worker.wait_for_save()
         results = self.worker.get_transfer_results(output.finished_req_ids)
         self.reported_loads += results.finished_recving
@@ -352,6 +422,7 @@ class ToyEngine:
             finished_sending=results.finished_sending or None,
             finished_recving=results.finished_recving or None,
             failed_recving=results.failed_recving,
+            invalid_block_ids=self.worker.get_block_ids_with_load_errors(),
             kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
         )
         self.worker.clear_connector_metadata()
@@ -385,7 +456,15 @@ class ToyEngine:
         start, stop = running.computed, running.computed + count
         at = np.arange(stop)
         table = np.array(running.blocks)[at // self.block_size]
+        half = self.worker.worker_half
+        if half is not None and half._ahead._invalid_blocks & set(running.blocks):
+            # It computes nonsense from what did not arrive; vLLM is told and starts it over.
+            for cache in self.caches:
+                cache[table[start:], at[start:] % self.block_size] = -4
+            return [VOCAB]
         for layer, cache in enumerate(self.caches):
+            if self._calls_layers:
+                self.worker.wait_for_layer_load(LAYERS[layer])
             seen = cache[table[:start], at[:start] % self.block_size]
             wrong = np.flatnonzero(seen != right[:start] ^ layer)
             if len(wrong):
@@ -421,6 +500,11 @@ class ToyEngine:
         assert not self.half.ledger.has_open_stores
         assert not self.half.ledger._loads
         assert not self.half.ledger.has_open_puts
+        end = time.monotonic() + 30
+        while self.half.remote is not None and self.half.remote.open_loans:
+            # An answer that nobody waited for may just be coming in.
+            assert time.monotonic() < end, "what daemons lent was not given back"
+            time.sleep(0.001)
         assert not self.half._requests
         assert not self.half._left_alone
         assert not self.half.stores.has_deferred

@@ -172,7 +172,7 @@ def test_slots_reused_without_quarantine_are_noticed(
         BlockIndex._free(index, slot)
 
     monkeypatch.setattr(DurableIndex, "_free", free_at_once)
-    monkeypatch.setattr(DurableIndex, "_allocate", BlockIndex._allocate)
+    monkeypatch.setattr(DurableIndex, "_make_free", BlockIndex._make_free)
     disk = record(folder / "store", 90)
     with pytest.raises(Violation):
         search(disk, folder, 400, 90)

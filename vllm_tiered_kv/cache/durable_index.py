@@ -57,6 +57,7 @@ class DurableIndex(BlockIndex):
 
     def coldest_first(self) -> list[int]:
         """Slots of all readable blocks, in the order of their last use."""
+        self.tell_uses()
         readable = [(e.used, s) for s, e in self._entries.items() if e.state is _State.COMMITTED]
         readable.sort()
         return [slot for _, slot in readable]
@@ -139,6 +140,7 @@ class DurableIndex(BlockIndex):
             raise InvariantError("only an empty index can be restored")
         self._pool.adopt(np.array(slots, np.int64), np.array(size_classes, np.int64))
         self._slot_of = dict(zip(keys, slots, strict=True))
+        self._readable = set(keys)
         rows = dict(zip(keys, range(len(keys)), strict=True))
         nowhere = len(keys)
         parents = [rows.get(key, nowhere) for key in parent_keys]  # type: ignore[arg-type]
@@ -167,9 +169,8 @@ class DurableIndex(BlockIndex):
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _allocate(self, size_class: int, evict: bool = True) -> int | None:
-        may_grow = not self._at_quota(self._owner_of[size_class])
-        return self._pool.allocate(size_class, may_grow)
+    def _make_free(self, size_class: int) -> int | None:
+        return None  # a slot comes free when the disk says so; see `make_room`
 
     def _detach(self, slot: int, evicted: bool) -> None:
         if self._entries[slot].state is _State.COMMITTED:

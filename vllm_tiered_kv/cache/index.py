@@ -18,6 +18,7 @@ import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 
 from vllm_tiered_kv.cache.slots import SlotPool
 from vllm_tiered_kv.core.arena_geometry import Geometry, SlabGeometry
@@ -25,6 +26,8 @@ from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.errors import InvariantError
 from vllm_tiered_kv.eviction.base import EvictionPolicy
 from vllm_tiered_kv.eviction.catalog import make_policy
+
+_MAX_UNTOLD_USES = 64
 
 
 class _State(enum.Enum):
@@ -72,6 +75,8 @@ class BlockIndex:
         self._may_evict = may_evict
         self._clock = 0
         self._slot_of: dict[bytes, int] = {}
+        self._readable: set[bytes] = set()  # the committed ones: a long prefix is asked about often
+        self._uses: list[Sequence[bytes]] = []  # prefixes used, not yet told to the policies
         self._entries: dict[int, _Entry] = {}
         # Blocks that arrived before the block they follow: adopted when it comes.
         self._orphans: dict[bytes, set[int]] = {}
@@ -97,25 +102,29 @@ class BlockIndex:
 
     def __len__(self) -> int:
         """Readable blocks."""
-        return sum(e.state is _State.COMMITTED for e in self._entries.values())
+        return len(self._readable)
 
     def lookup(self, key: bytes) -> Lookup:
-        slot = self._slot_of.get(key)
-        if slot is None:
-            return Lookup.MISS
-        committed = self._entries[slot].state is _State.COMMITTED
-        return Lookup.HIT if committed else Lookup.PENDING
+        if key in self._readable:
+            return Lookup.HIT
+        return Lookup.PENDING if key in self._slot_of else Lookup.MISS
 
     def match_prefix(self, keys: Sequence[bytes], start: int = 0, stop: int | None = None) -> int:
         """How many keys from `start` on are readable without a gap."""
-        slot_of, entries = self._slot_of, self._entries
         count = 0
-        for position in range(start, len(keys) if stop is None else stop):
-            slot = slot_of.get(keys[position])
-            if slot is None or entries[slot].state is not _State.COMMITTED:
+        for is_readable in map(self._readable.__contains__, islice(keys, start, stop)):
+            if not is_readable:
                 break
             count += 1
         return count
+
+    def first_missing(self, keys: Sequence[bytes], start: int, stop: int) -> int:
+        """The first position from `start` on whose key is a miss; `stop` if there is none."""
+        for is_known in map(self._slot_of.__contains__, islice(keys, start, stop)):
+            if not is_known:
+                break
+            start += 1
+        return start
 
     def block_in(self, slot: int) -> tuple[bytes, bytes | None]:
         """Key of the block in a slot, and of the block it follows."""
@@ -132,11 +141,22 @@ class BlockIndex:
     # ---- use ----------------------------------------------------------------------------------
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Marks a prefix as used: from the tail to the head, so that the head stays warmest."""
-        for key in reversed(keys):
-            slot = self._slot_of.get(key)
-            if slot is not None and self._entries[slot].state is _State.COMMITTED:
-                self._mark_used(slot)
+        """Marks a prefix as used. Only noted for now: the order matters when something has to
+        leave, and a request that waits should not pay for it."""
+        self._uses.append(keys)
+        if len(self._uses) >= _MAX_UNTOLD_USES:
+            self.tell_uses()
+
+    def tell_uses(self) -> None:
+        """Tells the policies what was used, to be called when nobody waits."""
+        if not self._uses:
+            return
+        uses, self._uses = self._uses, []
+        for keys in uses:
+            # From the tail to the head, so that the head stays warmest.
+            for key in reversed(keys):
+                if key in self._readable:
+                    self._mark_used(self._slot_of[key])
 
     def pin(self, keys: Iterable[bytes]) -> list[int]:
         """Slots of readable blocks, kept in place until `unpin`."""
@@ -166,10 +186,13 @@ class BlockIndex:
         """
         if key in self._slot_of:
             raise InvariantError("a key that is already here cannot be reserved")
-        with self._kept(parent_key):
-            slot = self._allocate(size_class)
-        if slot is not None:
-            self._enter(slot, _Entry(key, size_class, parent_key))
+        slot = self._take_free(size_class)
+        if slot is None:
+            with self._kept(parent_key):
+                slot = self._make_free(size_class)
+            if slot is None:
+                return None
+        self._enter(slot, _Entry(key, size_class, parent_key))
         return slot
 
     def commit(self, slot: int) -> bool:
@@ -180,7 +203,9 @@ class BlockIndex:
             return False
         if entry.state is not _State.RESERVED:
             raise InvariantError(f"slot {slot} is committed twice")
+        self.tell_uses()  # in the order it happened
         entry.state = _State.COMMITTED
+        self._readable.add(entry.key)
         self._clock += 1
         entry.used = self._clock
         policy = self._policies[entry.size_class]
@@ -290,6 +315,7 @@ class BlockIndex:
         if entry.state is _State.COMMITTED:
             self._policies[entry.size_class].forget(slot, entry.key, evicted)
         del self._slot_of[entry.key]
+        self._readable.discard(entry.key)
         entry.state = _State.DETACHED
 
     def _remove_slot(self, slot: int) -> None:
@@ -321,12 +347,12 @@ class BlockIndex:
         classes = (c for c, other in enumerate(self._owner_of) if other == owner)
         return sum(self._pool.slabs_of(c) for c in classes) >= quota
 
-    def _allocate(self, size_class: int) -> int | None:
-        may_grow = not self._at_quota(self._owner_of[size_class])
-        slot = self._pool.allocate(size_class, may_grow)
-        if slot is None and self._evict_for(size_class):
-            slot = self._pool.allocate(size_class)
-        return slot
+    def _take_free(self, size_class: int) -> int | None:
+        may_grow = not self._quota_slabs or not self._at_quota(self._owner_of[size_class])
+        return self._pool.allocate(size_class, may_grow)
+
+    def _make_free(self, size_class: int) -> int | None:
+        return self._pool.allocate(size_class) if self._evict_for(size_class) else None
 
     def _evict_for(self, size_class: int) -> int:
         """Evicts what is coldest; how many slots of the class come free, 0 if nothing can leave."""
@@ -352,6 +378,7 @@ class BlockIndex:
         return 1
 
     def _coldest(self, size_class: int) -> int | None:
+        self.tell_uses()
         with closing(self._policies[size_class].candidates()) as candidates:
             for slot in candidates:
                 entry = self._entries[slot]
@@ -383,55 +410,8 @@ class BlockIndex:
             self._evict(slot)
         return True
 
-    # ---- invariants ---------------------------------------------------------------------------
-
     def check(self) -> None:
         """Raises InvariantError unless every rule of this file holds."""
-        self._pool.check(set(self._entries))
-        if {self._entries[slot].key for slot in self._slot_of.values()} != set(self._slot_of):
-            raise InvariantError("a key points at a slot that holds another")
-        for slot, entry in self._entries.items():
-            self._check_entry(slot, entry)
-        for parent_key, waiting in self._orphans.items():
-            if not waiting or parent_key in self._slot_of:
-                raise InvariantError("an orphan waits for a block that is here")
-            for slot in waiting:
-                orphan = self._entries[slot]
-                if orphan.parent is not None or orphan.parent_key != parent_key:
-                    raise InvariantError(f"slot {slot} is an orphan of the wrong block")
-        for size_class, policy in enumerate(self._policies):
-            committed = {
-                slot
-                for slot, entry in self._entries.items()
-                if entry.state is _State.COMMITTED and entry.size_class == size_class
-            }
-            if policy.slots() != committed:
-                raise InvariantError(f"the policy of class {size_class} knows other slots")
-            leaves = {slot for slot in committed if not self._entries[slot].followers}
-            if policy.leaves() != leaves:
-                raise InvariantError(
-                    f"the policy of class {size_class} offers {len(policy.leaves())} leaves, "
-                    f"there are {len(leaves)}"
-                )
+        from vllm_tiered_kv.cache.index_check import check_index
 
-    def _check_entry(self, slot: int, entry: _Entry) -> None:
-        if self._pool.class_of(slot) != entry.size_class:
-            raise InvariantError(f"slot {slot} lies in a slab of another class")
-        visible = self._slot_of.get(entry.key) == slot
-        if visible != (entry.state in (_State.RESERVED, _State.COMMITTED)):
-            raise InvariantError(f"slot {slot} is {entry.state} and visible: {visible}")
-        if entry.pins < 0 or (entry.pins and entry.state is _State.RESERVED):
-            raise InvariantError(f"slot {slot} has {entry.pins} pins while {entry.state}")
-        if entry.parent is not None:
-            above = self._entries.get(entry.parent)
-            if above is None or slot not in above.followers or above.key != entry.parent_key:
-                raise InvariantError(f"slot {slot} follows a block that does not know it")
-        elif (
-            visible
-            and entry.parent_key is not None
-            and slot not in self._orphans.get(entry.parent_key, ())
-        ):
-            raise InvariantError(f"slot {slot} lost the block it follows")
-        for follower in entry.followers:
-            if self._entries[follower].parent != slot:
-                raise InvariantError(f"slot {slot} has a follower that follows another")
+        check_index(self)

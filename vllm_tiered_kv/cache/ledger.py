@@ -47,6 +47,14 @@ class _OpenLoad:
     nbytes: int
     remote_blocks: int
     remote_bytes: int
+    on_end: Callable[[], None] | None = None
+
+
+@dataclass
+class _OpenAhead:
+    request_id: str
+    load: _OpenLoad
+    reports: list[bool] = field(default_factory=list)
 
 
 @dataclass
@@ -66,6 +74,7 @@ class TransferLedger:
         self._next_job_id = 0
         self._stores: dict[int, _OpenStore] = {}
         self._loads: dict[str, _OpenLoad] = {}
+        self._ahead: dict[int, _OpenAhead] = {}
         self._puts: dict[int, _OpenPut] = {}
         self.pending_put_bytes = 0
         self.on_commit: Callable[[list[int], list[BlockKey]], None] | None = None
@@ -155,17 +164,55 @@ class TransferLedger:
         nbytes: int,
         remote_blocks: int = 0,
         remote_bytes: int = 0,
+        on_end: Callable[[], None] | None = None,
     ) -> list[int]:
-        """Pins the blocks of a load and returns their slots. A daemon's are only counted."""
+        """Pins the blocks of a load and returns their slots. A daemon's are only counted: `on_end`
+        is called when nobody reads them any more."""
         if request_id in self._loads:
             raise InvariantError(f"request {request_id} is already loading")
         slots = self._index.pin(keys)
-        self._loads[request_id] = _OpenLoad(list(keys), slots, nbytes, remote_blocks, remote_bytes)
+        self._loads[request_id] = _OpenLoad(
+            list(keys), slots, nbytes, remote_blocks, remote_bytes, on_end
+        )
         return slots
+
+    @property
+    def has_open_loads(self) -> bool:
+        """Whether loads run beside the steps."""
+        return bool(self._loads)
+
+    @property
+    def has_open_ahead(self) -> bool:
+        return bool(self._ahead)
+
+    def move_ahead(self, request_id: str) -> int:
+        """Makes an open load one that each rank reports by its number, not by its request.
+
+        vLLM reports no end of a load that a step waits for; by then the request may even have
+        started over.
+        """
+        job_id = self._new_job()
+        self._ahead[job_id] = _OpenAhead(request_id, self._loads.pop(request_id))
+        return job_id
+
+    def report_ahead(self, job_id: int, reports: Iterable[bool]) -> str | None:
+        """What ranks say of such a load; the request if it is now over and failed."""
+        ahead = self._ahead[job_id]
+        ahead.reports.extend(reports)
+        if len(ahead.reports) < self._num_ranks:
+            return None
+        del self._ahead[job_id]
+        failed = None
+        if not all(ahead.reports):
+            failed = Tier.CPU if ahead.load.keys else Tier.REMOTE
+        self._close(ahead.load, failed)
+        return ahead.request_id if failed is not None else None
 
     def close_load(self, request_id: str, failed: Tier | None = None) -> None:
         """The load is over on all ranks. Blocks of a tier that failed are not offered again."""
-        load = self._loads.pop(request_id)
+        self._close(self._loads.pop(request_id), failed)
+
+    def _close(self, load: _OpenLoad, failed: Tier | None) -> None:
         if failed is Tier.CPU:
             for key in load.keys:
                 self._index.remove(key)
@@ -177,6 +224,8 @@ class TransferLedger:
             self._recorder.add(names.LOADED_BLOCKS, load.remote_blocks, Tier.REMOTE.value)
             self._recorder.add(names.LOADED_BYTES, load.remote_bytes, Tier.REMOTE.value)
         self._index.unpin(load.slots)
+        if load.on_end is not None:
+            load.on_end()
 
     def drop(self, blocks: int, reason: DropReason, tier: Tier = Tier.CPU) -> None:
         self._recorder.add(names.DROPPED_BLOCKS, blocks, tier.value, reason.value)

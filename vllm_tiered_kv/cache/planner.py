@@ -43,7 +43,7 @@ def plan_store(
     """
     positions: list[int] = []
     slots: list[int] = []
-    for position in range(start, stop):
+    for position in range(index.first_missing(keys, start, stop), stop):
         if position in skip or index.lookup(keys[position]) is not Lookup.MISS:
             continue
         parent = keys[position - 1] if position else None

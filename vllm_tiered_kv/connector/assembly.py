@@ -19,7 +19,7 @@ from vllm_tiered_kv.connector.scheduler_half import SchedulerHalf
 from vllm_tiered_kv.connector.shard import rank_tag
 from vllm_tiered_kv.connector.worker_half import WorkerHalf
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
-from vllm_tiered_kv.device.staging import StagingRing
+from vllm_tiered_kv.device.staging import StagingRing, split_staging
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.remote.address import EngineIdentity
 
@@ -49,8 +49,11 @@ def make_scheduler_half(
             if vllm_config.cache_config.enable_prefix_caching
             else None
         ),
+        step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         max_blocks_in_flight=(
-            StagingRing.units(config.staging_memory, geometry) if has_ring else None
+            StagingRing.units(split_staging(config.staging_memory)[0], geometry)
+            if has_ring
+            else None
         ),
     )
     if config.remote and config.mode is Mode.TIERED:
@@ -78,7 +81,13 @@ def make_worker_half(
     geometry = arena_geometry(config, vllm_config, kv_cache_config)
     parallel = vllm_config.parallel_config
     tag = rank_tag(parallel.rank, parallel.tensor_parallel_size)
-    return WorkerHalf(config, geometry, parallel.rank, tag)
+    return WorkerHalf(
+        config,
+        geometry,
+        parallel.rank,
+        tag,
+        steps_can_be_discarded=not vllm_config.scheduler_config.async_scheduling,
+    )
 
 
 def arena_geometry(

@@ -29,6 +29,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: E402
 
 from vllm_tiered_kv.config import Mode, TieredKVConfig  # noqa: E402
 from vllm_tiered_kv.connector.assembly import make_scheduler_half, make_worker_half  # noqa: E402
+from vllm_tiered_kv.connector.forward_hooks import calls_each_layer, wanted_layout  # noqa: E402
 from vllm_tiered_kv.connector.metadata import TieredKVHandshake, TieredKVMetadata  # noqa: E402
 from vllm_tiered_kv.connector.scheduler_half import SchedulerHalf  # noqa: E402
 from vllm_tiered_kv.connector.stats import TieredKVPromMetrics, TieredKVStats  # noqa: E402
@@ -85,6 +86,10 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         elif config.mode is Mode.TIERED:
             self.worker_half = make_worker_half(config, vllm_config, kv_cache_config)
 
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        return wanted_layout(vllm_config)
+
     @property
     def requires_kv_delivery(self) -> bool:
         return False  # a dropped store is a future miss, nothing more
@@ -120,10 +125,11 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self.worker_half is not None:
-            self.worker_half.start_loads(self._metadata())
+            self.worker_half.start_loads(self._metadata(), calls_each_layer(forward_context))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        pass  # loads are asynchronous and whole: a request runs when its blocks are there
+        if self.worker_half is not None:
+            self.worker_half.before_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
@@ -138,6 +144,9 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self.worker_half is None:
             return KVConnectorTransferResults()
         return self.worker_half.results()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self.worker_half.take_invalid_blocks() if self.worker_half is not None else set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self.worker_half.worker_metadata() if self.worker_half is not None else None

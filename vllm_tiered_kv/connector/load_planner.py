@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import TransferLedger
 from vllm_tiered_kv.cache.planner import Group, loadable_tokens
+from vllm_tiered_kv.connector.ahead_policy import AheadPolicy
+from vllm_tiered_kv.connector.load_or_recompute import LoadOrRecompute
 from vllm_tiered_kv.connector.remote_tier import LoadSplit, RemoteTier
 from vllm_tiered_kv.connector.request_state import Match, RequestState
 from vllm_tiered_kv.core.tiers import Tier
@@ -31,7 +33,11 @@ class LoadPlanner:
         index: BlockIndex,
         ledger: TransferLedger,
         recorder: Recorder,
+        ahead: AheadPolicy,
+        judge: LoadOrRecompute,
     ) -> None:
+        self.ahead = ahead
+        self.judge = judge
         self._groups = groups
         self._alignment = math.lcm(*(group.block_size for group in groups))
         self._index = index
@@ -41,6 +47,8 @@ class LoadPlanner:
 
     def begin(self, state: RequestState, request: Request) -> None:
         """A request has arrived: the daemons are asked ahead of the scheduler's question."""
+        if not self.judge.asks_daemons:
+            return
         if self.remote is not None and not request.skip_reading_prefix_cache:
             self.remote.begin(state, self._limit(request))
 
@@ -48,11 +56,11 @@ class LoadPlanner:
         """Tokens after `computed` that can be loaded; None while a daemon has not answered."""
         limit = self._limit(request)
         loadable = 0
+        elsewhere = None
         if not state.load_failed and not request.skip_reading_prefix_cache:
-            elsewhere = None
-            if self.remote is not None:
+            if self.remote is not None and self.judge.asks_daemons:
                 elsewhere = self.remote.positions(state, computed, limit)
-                if elsewhere is None:
+                if elsewhere is None and self.judge.waits_for_daemons(state, computed):
                     return None
             loadable = loadable_tokens(
                 self._index,
@@ -63,7 +71,14 @@ class LoadPlanner:
                 self._alignment,
                 elsewhere,
             )
-        state.match = Match(computed, loadable, limit)
+        choice = self.judge.choose(state, computed, loadable, elsewhere)
+        loadable = choice.tokens
+        ahead = (
+            bool(loadable)
+            and (self.remote is None or self.remote.is_resident(state))
+            and self.ahead.allows(request.request_id, self._bytes(loadable))
+        )
+        state.match = Match(computed, loadable, limit, ahead, choice)
         return loadable
 
     def admit(
@@ -77,10 +92,17 @@ class LoadPlanner:
             self._split(state, group, match.computed, tokens, blocks) for group in self._groups
         ]
         self._count(match, tokens, loads)
-        state.remote = None  # used up; a request that starts over asks anew
+        if match.choice is not None:
+            is_timed = not match.ahead
+            self.judge.admitted(request.request_id, match.choice, tokens, is_timed)
+        lookup, state.remote = state.remote, None  # used up; who starts over asks anew
+        if lookup is not None and not any(load.remote for load in loads):
+            lookup.drop()
+            lookup = None
         if not tokens:
             return None
-        slots = iter(self._open(state, request, loads))
+        on_end = None if lookup is None else lookup.drop
+        slots = iter(self._open(state, request, loads, on_end))
         transfers: list[GroupTransfer] = []
         for group, load in zip(self._groups, loads, strict=True):
             table = blocks.blocks[group.group_id]
@@ -96,7 +118,14 @@ class LoadPlanner:
             stop = (match.computed + tokens) // group.block_size
             self._index.touch(state.keys.of_group[group.group_id][:stop])
         remote = tuple(transfer for load in loads for transfer in load.remote)
-        return LoadJob(request.request_id, tuple(transfers), remote)
+        if not match.ahead:
+            return LoadJob(request.request_id, tuple(transfers), remote)
+        self.ahead.admitted(self._bytes(tokens))
+        job_id = self._ledger.move_ahead(request.request_id)
+        return LoadJob(request.request_id, tuple(transfers), remote, job_id)
+
+    def _bytes(self, tokens: int) -> int:
+        return sum(tokens // group.block_size * group.block_bytes for group in self._groups)
 
     def _limit(self, request: Request) -> int:
         """How far a load may reach: the last token is always computed, for its logits."""
@@ -116,7 +145,13 @@ class LoadPlanner:
         table = blocks.blocks[group.group_id]
         return self.remote.split(state, group, span, [table[n].block_id for n in span])
 
-    def _open(self, state: RequestState, request: Request, loads: Sequence[LoadSplit]) -> list[int]:
+    def _open(
+        self,
+        state: RequestState,
+        request: Request,
+        loads: Sequence[LoadSplit],
+        on_end: Callable[[], None] | None,
+    ) -> list[int]:
         keys = []
         nbytes = remote_blocks = remote_bytes = 0
         for group, load in zip(self._groups, loads, strict=True):
@@ -125,15 +160,19 @@ class LoadPlanner:
             nbytes += len(load.local) * group.block_bytes
             remote_blocks += load.num_remote
             remote_bytes += load.num_remote * group.block_bytes
-        return self._ledger.open_load(request.request_id, keys, nbytes, remote_blocks, remote_bytes)
+        return self._ledger.open_load(
+            request.request_id, keys, nbytes, remote_blocks, remote_bytes, on_end
+        )
 
     def _count(self, match: Match, loaded: int, loads: Sequence[LoadSplit]) -> None:
-        missed = max(0, match.limit - match.computed - loaded)
+        held = max(loaded, match.choice.held if match.choice is not None else 0)
+        missed = max(0, match.limit - match.computed - held)
         # Groups agree on the tokens; where they came from is told by the first.
         remote = loads[0].num_remote * self._groups[0].block_size
         self._recorder.add(names.HIT_TOKENS, loaded - remote, _CPU)
         self._recorder.add(names.HIT_TOKENS, remote, _REMOTE)
         self._recorder.add(names.MISS_TOKENS, missed, _CPU)
+        self._recorder.add(names.RECOMPUTED_TOKENS, held - loaded, _CPU)
         for group, load in zip(self._groups, loads, strict=True):
             self._recorder.add(names.HIT_BLOCKS, len(load.local), _CPU)
             self._recorder.add(names.HIT_BLOCKS, load.num_remote, _REMOTE)

@@ -34,6 +34,8 @@ class TieredKVMetadata(KVConnectorMetadata):
     """Blocks this step's forward fills."""
     puts: list[PutJob] = field(default_factory=list)
     """Blocks of the CPU tier to be sent to daemons."""
+    measured_step: int | None = None
+    """Told back with the output of the step, so that it is known when it ended."""
     identity: EngineIdentity | None = None
     """Who this engine is to the daemons, where there are any. The scheduler says it: ranks of a
     pipeline see only their own layers, and must not come to another namespace."""
@@ -50,6 +52,13 @@ class TieredKVWorkerMetadata(KVConnectorWorkerMetadata):
     """Puts that ended, one report per rank."""
     remote_failures: set[str] = field(default_factory=set)
     """Requests whose load failed in the part that came from a daemon."""
+    ahead: dict[int, list[bool]] = field(default_factory=dict)
+    """Loads ahead of a forward that ended, one report per rank: whether it went well."""
+    load_seconds: dict[str, dict[str, float]] = field(default_factory=dict)
+    """By request and tier: how long a load took that has ended."""
+    measured_step: int | None = None
+    ready_arenas: dict[int, frozenset[bytes]] = field(default_factory=dict)
+    """By rank: memories of daemons that are mapped there; told whenever that changed."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> TieredKVWorkerMetadata:
         assert isinstance(other, TieredKVWorkerMetadata)
@@ -58,5 +67,13 @@ class TieredKVWorkerMetadata(KVConnectorWorkerMetadata):
         for job_id, reports in other.puts.items():
             self.puts.setdefault(job_id, []).extend(reports)
         self.usable_bytes.update(other.usable_bytes)
+        self.ready_arenas.update(other.ready_arenas)
         self.remote_failures |= other.remote_failures
+        for request_id, by_tier in other.load_seconds.items():
+            mine = self.load_seconds.setdefault(request_id, {})
+            for tier, seconds in by_tier.items():
+                mine[tier] = max(mine.get(tier, 0.0), seconds)
+        self.measured_step = self.measured_step or other.measured_step
+        for job_id, ended in other.ahead.items():
+            self.ahead.setdefault(job_id, []).extend(ended)
         return self

@@ -8,10 +8,10 @@ from vllm_tiered_kv.config import TieredKVConfig
 from vllm_tiered_kv.connector.remote_loader import RemoteLoader
 from vllm_tiered_kv.connector.remote_writer import RemoteWriter
 from vllm_tiered_kv.connector.shard import Shard
-from vllm_tiered_kv.connector.shared_region import SharedRegions
+from vllm_tiered_kv.connector.shared_region import Resident, SharedRegions
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.key import RankTag
-from vllm_tiered_kv.core.transfer import Int64Array
+from vllm_tiered_kv.core.transfer import Int64Array, RemoteTransfer
 from vllm_tiered_kv.device.arena import Arena
 from vllm_tiered_kv.device.copier import Channel
 from vllm_tiered_kv.device.pinning import Pin, Unpin
@@ -47,6 +47,7 @@ class RemoteIO:
         pinning: Callable[[], tuple[Pin | None, Unpin | None]],
     ) -> None:
         shard = Shard(identity.namespace, rank, dict(enumerate(identity.block_bytes)))
+        self._rank = rank
         self._cluster = open_cluster(config, identity)
         stores = self._cluster.stores
         self._regions = SharedRegions(stores, *pinning())
@@ -69,6 +70,16 @@ class RemoteIO:
         self.writer = RemoteWriter(
             stores, shard, self._regions, arena, offsets_of, config.remote_load_timeout
         )
+
+    def resident(self, transfer: RemoteTransfer) -> Resident | None:
+        """The blocks of a transfer if they can be copied right now, without asking the daemon."""
+        return self._regions.resident(transfer, self._rank)
+
+    @property
+    def ready_arenas(self) -> frozenset[bytes]:
+        """Memories of daemons whose lent blocks are resident here. It may be one less at any time,
+        when a daemon dies; then `resident` says so."""
+        return self._regions.ready_arenas
 
     def close(self) -> None:
         self.loader.close()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_tiered_kv.connector.shard import Shard
-from vllm_tiered_kv.connector.shared_region import SharedRegions
+from vllm_tiered_kv.connector.shared_region import Resident, SharedRegions
 from vllm_tiered_kv.core.arena_geometry import aligned
 from vllm_tiered_kv.core.transfer import RemoteTransfer, int64_array
 from vllm_tiered_kv.device.arena import Arena
@@ -27,6 +27,8 @@ from vllm_tiered_kv.errors import TieredKVError
 from vllm_tiered_kv.remote.store import RemoteStore
 
 logger = logging.getLogger(__name__)
+
+_LEAST_PIECE_BYTES = 1 << 20
 
 
 @dataclass
@@ -95,8 +97,17 @@ class RemoteLoader:
         self._threads, self._channels = [], []
 
     def _cut(self, transfer: RemoteTransfer) -> list[RemoteTransfer]:
+        lent = self._regions.resident(transfer, self._shard.rank)
+        if lent is not None:
+            lent.leave()
+            return [transfer]  # nothing has to be asked for: one copy is as fast as several
         block = aligned(self._shard.block_bytes[transfer.group_id])
-        blocks = max(1, (self._regions.piece_bytes(transfer.address) or self._piece_bytes) // block)
+        nbytes = self._regions.piece_bytes(transfer.address)
+        if nbytes is None:
+            # A load that is smaller than its pieces could be still uses all connections.
+            share = len(transfer) * block // max(1, len(self._threads))
+            nbytes = min(self._piece_bytes, max(share, _LEAST_PIECE_BYTES))
+        blocks = max(1, nbytes // block)
         return [transfer.part(start, start + blocks) for start in range(0, len(transfer), blocks)]
 
     def _work(self, channel: Channel) -> None:
@@ -115,6 +126,8 @@ class RemoteLoader:
                     end(load.error or "the engine is stopping")
                 elif time.monotonic() >= load.deadline:
                     end("it took longer than remote_load_timeout")
+                elif (lent := self._regions.resident(piece, self._shard.rank)) is not None:
+                    self._copy(channel, lent, end)
                 elif (region := self._regions.of(piece.address)) is not None:
                     keys = self._shard.keys(piece.keys)
                     nbytes = self._shard.block_bytes[piece.group_id]
@@ -132,6 +145,17 @@ class RemoteLoader:
                     end(str(failure) or type(failure).__name__)
         if landing is not None:
             landing.close()
+
+    def _copy(self, channel: Channel, lent: Resident, end: Callable[[str | None], None]) -> None:
+        blocks = lent.blocks
+        try:
+            try:
+                channel.scatter(blocks.group_id, blocks.block_ids, blocks.region, blocks.offsets)
+            finally:
+                channel.finish()  # also after an error: nothing may read what is given up
+            end(None if lent.are_intact else "blocks changed while they were copied")
+        finally:
+            lent.leave()
 
     def _fetch(
         self, channel: Channel, landing: Arena, piece: RemoteTransfer, deadline: float
@@ -161,4 +185,4 @@ class RemoteLoader:
                 load.request_id,
                 load.error,
             )
-        self._done.put(LoadDone(load.request_id, load.error))
+        self._done.put(LoadDone(load.request_id, load.error, time.monotonic()))

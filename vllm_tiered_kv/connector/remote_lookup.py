@@ -3,20 +3,28 @@
 A lookup runs in a thread and has a deadline; until then vLLM is told "not known yet" and goes on
 with other requests, afterwards it counts as a miss. Blocks that were found are pinned by the daemon
 for as long as a load may take; of a request that has waited longer the daemons are asked anew.
+
+A daemon on this host lends what lies in its memory along with the answer: workers that have mapped
+it then copy without asking again. What was lent goes back when its load has ended, or when the
+answer is dropped, whichever way that comes about: `RemoteLookup.drop` is the only way out.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vllm_tiered_kv.core.key import BlockKey, RankTag
 from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.core.transfer import LentBlocks, int64_array
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.remote.loans import Loan, LoanDesk
 from vllm_tiered_kv.remote.placement import Cluster, spans
 from vllm_tiered_kv.remote.store import RemoteStore
 
@@ -28,11 +36,19 @@ _REMOTE = Tier.REMOTE.value
 
 @dataclass(frozen=True)
 class RemoteSpan:
-    """Positions of one group that one daemon holds."""
+    """Positions of one group that one daemon holds, and has lent if there is a loan."""
 
     start: int
     stop: int
     address: str
+    loan: Loan | None = None
+    by_tier: Mapping[Tier, int] = field(default_factory=dict)
+    """How many of them the daemon has in its memory, on its SSD and behind it."""
+
+    def shares(self) -> dict[Tier, float]:
+        """The same as parts of the whole."""
+        total = sum(self.by_tier.values())
+        return {tier: count / total for tier, count in self.by_tier.items() if count}
 
 
 @dataclass(frozen=True)
@@ -40,6 +56,10 @@ class RemoteAnswer:
     """What daemons hold, per group: spans without a gap between them."""
 
     spans: tuple[tuple[RemoteSpan, ...], ...]
+
+    @property
+    def loans(self) -> list[Loan]:
+        return [span.loan for group in self.spans for span in group if span.loan is not None]
 
     def positions(self) -> list[range]:
         return [range(s[0].start, s[-1].stop) if s else range(0) for s in self.spans]
@@ -50,6 +70,7 @@ class RemoteLookup:
     """One question under way or answered."""
 
     future: Future[RemoteAnswer]
+    asked_at: float
     deadline: float
     fresh_until: float
     answer: RemoteAnswer | None = None
@@ -63,8 +84,24 @@ class RemoteLookup:
         return self.answer is None and not self.given_up
 
     @property
+    def age_s(self) -> float:
+        return time.monotonic() - self.asked_at
+
+    @property
     def is_outdated(self) -> bool:
         return self.renewable and time.monotonic() > self.fresh_until
+
+    def drop(self) -> None:
+        """Nobody wants the answer any more, and no copy reads what was lent with it: that goes
+        back, now or when it comes. Idempotent, never waits."""
+        if not self.future.cancel():
+            self.future.add_done_callback(_give_back)
+
+
+def _give_back(future: Future[RemoteAnswer]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        for loan in future.result().loans:
+            loan.release()
 
 
 class RemoteLookups:
@@ -84,13 +121,25 @@ class RemoteLookups:
         self._pin_ms = int(pin_s * 1000)
         self._recorder = recorder
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tiered-kv-lookup")
+        self.answers: deque[tuple[int, int]] = deque(maxlen=64)
+        """Blocks asked for and found, of the last answers, whether anybody still wanted them."""
+        self._desks: dict[str, LoanDesk] = {}
+        self._desks_lock = threading.Lock()
 
-    def start(self, keys: Sequence[Sequence[BlockKey]], firsts: Sequence[int]) -> RemoteLookup:
-        """Asks for the positions from `firsts` on, per group."""
-        deadline = time.monotonic() + self._timeout_s
+    def start(
+        self,
+        keys: Sequence[Sequence[BlockKey]],
+        firsts: Sequence[int],
+        block_bytes: Sequence[int] = (),
+    ) -> RemoteLookup:
+        """Asks for the positions from `firsts` on, per group, and borrows them where their length
+        is given."""
+        now = time.monotonic()
+        deadline = now + self._timeout_s
         wanted = [list(group_keys) for group_keys in keys]
-        future = self._pool.submit(self._ask, wanted, firsts, deadline)
-        return RemoteLookup(future, deadline, deadline + self._pin_s)
+        lengths = list(block_bytes) or [0] * len(wanted)
+        future = self._pool.submit(self._ask, wanted, firsts, lengths, deadline)
+        return RemoteLookup(future, now, deadline, deadline + self._pin_s)
 
     def poll(self, lookup: RemoteLookup) -> None:
         """Notes an answer that has come, or that it is too late for one."""
@@ -101,39 +150,89 @@ class RemoteLookups:
             found = any(lookup.answer.spans)
             self._recorder.add(names.LOOKUPS, 1, _REMOTE, "hit" if found else "miss")
         elif time.monotonic() > lookup.deadline:
-            lookup.future.cancel()
+            lookup.drop()
             lookup.given_up = True
             self._recorder.add(names.LOOKUPS, 1, _REMOTE, "timeout")
 
     def close(self) -> None:
+        """No load may be under way: all that was lent goes back."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+        for desk in self._desks.values():
+            desk.close()
+
+    def lent(self, span: RemoteSpan, positions: list[int]) -> LentBlocks | None:
+        """Where these positions of a span lie, for workers; None if they are not lent."""
+        loan = span.loan
+        if loan is None:
+            return None
+        whole = LentBlocks(loan.arena_id, tuple(self._ranks), loan.offsets, loan.generations)
+        return whole.at(int64_array(positions) - span.start)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self._ranks)
+
+    @property
+    def open_loans(self) -> int:
+        """Answers whose blocks are still lent to this engine."""
+        return sum(desk.open_loans for desk in list(self._desks.values()))
 
     def _ask(
-        self, keys: list[list[BlockKey]], firsts: Sequence[int], deadline: float
+        self,
+        keys: list[list[BlockKey]],
+        firsts: Sequence[int],
+        lengths: Sequence[int],
+        deadline: float,
     ) -> RemoteAnswer:
+        found: list[list[RemoteSpan]] = [[] for _ in keys]
         try:
-            return RemoteAnswer(
-                tuple(
-                    tuple(self._ask_group(group_keys, first, deadline))
-                    for group_keys, first in zip(keys, firsts, strict=True)
-                )
-            )
+            for group, (group_keys, first, nbytes) in enumerate(
+                zip(keys, firsts, lengths, strict=True)
+            ):
+                for span in self._ask_group(group_keys, first, nbytes, deadline):
+                    found[group].append(span)
+            asked = sum(len(group) - first for group, first in zip(keys, firsts, strict=True))
+            self.answers.append((asked, sum(s.stop - s.start for group in found for s in group)))
+            return RemoteAnswer(tuple(map(tuple, found)))
         except Exception:  # whatever it was, it must not end the engine
             logger.exception("what daemons hold could not be asked")
+            for loan in RemoteAnswer(tuple(map(tuple, found))).loans:
+                loan.release()
             return RemoteAnswer(((),) * len(keys))
 
-    def _ask_group(self, keys: list[BlockKey], first: int, deadline: float) -> Iterator[RemoteSpan]:
+    def _ask_group(
+        self, keys: list[BlockKey], first: int, nbytes: int, deadline: float
+    ) -> Iterator[RemoteSpan]:
         for start, stop, server in placed_runs(self._cluster, keys, first):
             for begin in range(start, stop, _MAX_KEYS_PER_QUESTION):
                 end = min(stop, begin + _MAX_KEYS_PER_QUESTION)
-                # A neighbour's blocks are lent a moment later: not worth pinning them twice.
-                pin_ms = 0 if str(server.address).startswith("ipc://") else self._pin_ms
-                match = server.match_all(keys[begin:end], self._ranks, pin_ms, deadline)
-                if match is None or not match.count:
+                count, loan, by_tier = self._match(server, keys[begin:end], nbytes, deadline)
+                lent = 0 if loan is None else loan.blocks
+                if lent:
+                    in_memory = {Tier.MEMORY: lent}
+                    yield RemoteSpan(begin, begin + lent, str(server.address), loan, in_memory)
+                if lent < count:
+                    rest = {**by_tier, Tier.MEMORY: by_tier.get(Tier.MEMORY, 0) - lent}
+                    address = str(server.address)
+                    yield RemoteSpan(begin + lent, begin + count, address, by_tier=rest)
+                if count < end - begin:
                     return
-                yield RemoteSpan(begin, begin + match.count, str(server.address))
-                if match.count < end - begin:
-                    return
+
+    def _match(
+        self, server: RemoteStore, keys: list[BlockKey], nbytes: int, deadline: float
+    ) -> tuple[int, Loan | None, Mapping[Tier, int]]:
+        is_neighbour = str(server.address).startswith("ipc://")
+        if is_neighbour and nbytes:
+            lent = self._desk(server).match(keys, self._ranks, nbytes, deadline)
+            return (0, None, {}) if lent is None else (lent.count, lent.loan, lent.by_tier)
+        # What a neighbour does not lend now it lends a moment later: not worth pinning it, too.
+        pin_ms = 0 if is_neighbour else self._pin_ms
+        match = server.match_all(keys, self._ranks, pin_ms, deadline)
+        return (0, None, {}) if match is None else (match.count, None, match.by_tier)
+
+    def _desk(self, server: RemoteStore) -> LoanDesk:
+        with self._desks_lock:
+            return self._desks.setdefault(str(server.address), LoanDesk(server))
 
 
 def placed_runs(

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.planner import Group
-from vllm_tiered_kv.connector.remote_lookup import RemoteAnswer, RemoteLookups
+from vllm_tiered_kv.connector.remote_lookup import RemoteAnswer, RemoteLookups, RemoteSpan
 from vllm_tiered_kv.connector.remote_writes import RemoteWrites
 from vllm_tiered_kv.connector.request_state import RequestState
+from vllm_tiered_kv.connector.shared_region import LENT_FOR_SURE_S
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.core.transfer import RemoteTransfer, int64_array
 from vllm_tiered_kv.remote.placement import Cluster
@@ -40,10 +41,12 @@ class RemoteTier:
         """`keep_copies`: blocks loaded from a daemon are kept in the CPU tier too."""
         self._cluster = cluster
         self._lookups = lookups
+        self.answers = lookups.answers
         self.writes = writes
         self._index = index
         self._groups = groups
         self._keep_copies = keep_copies
+        self._arenas_of_rank: dict[int, frozenset[bytes]] = {}
 
     def begin(self, state: RequestState, limit: int) -> None:
         """Asks the daemons about a request that has just arrived, ahead of need."""
@@ -62,14 +65,15 @@ class RemoteTier:
             keys.append(group_keys[:stop])
         missing = any(first < len(group) for first, group in zip(firsts, keys, strict=True))
         if missing and self._cluster.server_for(keys[0][0]) is not None:
-            state.remote = self._lookups.start(keys, firsts)
+            lengths = [group.block_bytes for group in self._groups]
+            state.remote = self._lookups.start(keys, firsts, lengths)
 
     def positions(self, state: RequestState, computed: int, limit: int) -> list[range] | None:
         """What daemons hold of a request, per group; None while that is not known."""
         if computed >= limit:
             return [range(0)] * len(self._groups)  # the GPU has it all: nothing to wait for
         if state.remote is not None and state.remote.is_outdated:
-            state.remote = None
+            state.drop_lookup()
         self._ask(state, computed, limit)
         if state.remote is None:
             return [range(0)] * len(self._groups)
@@ -87,7 +91,7 @@ class RemoteTier:
         answer = state.remote.answer if state.remote is not None else None
         keys = state.keys.of_group[group.group_id]
         local: list[int] = []
-        by_address: dict[str, list[int]] = {}
+        by_part: list[tuple[RemoteSpan, list[int]]] = []
         # Not a lookup for each position: those of a long prompt are thousands.
         remote = iter(answer.spans[group.group_id] if answer is not None else ())
         part = next(remote, None)
@@ -98,21 +102,54 @@ class RemoteTier:
             while part is not None and position >= part.stop:
                 part = next(remote, None)
             assert part is not None, f"nobody has block {position}"
-            by_address.setdefault(part.address, []).append(position)
-        if by_address and not self._keep_copies:
+            if not by_part or by_part[-1][0] is not part:
+                by_part.append((part, []))
+            by_part[-1][1].append(position)
+        if by_part and not self._keep_copies:
             state.held_elsewhere[group.group_id] = _range_of(answer, group.group_id)
         return LoadSplit(
             local,
             [
                 RemoteTransfer(
                     group.group_id,
-                    address,
+                    part.address,
                     int64_array([block_ids[position - span.start] for position in positions]),
                     tuple(keys[position] for position in positions),
+                    self._lookups.lent(part, positions),
                 )
-                for address, positions in by_address.items()
+                for part, positions in by_part
             ],
         )
+
+    def heard_arenas(self, rank: int, arenas: frozenset[bytes]) -> None:
+        """A worker says from which memories it can copy right now: `RemoteIO.ready_arenas`."""
+        self._arenas_of_rank[rank] = arenas
+
+    def is_resident(self, state: RequestState) -> bool:
+        """Whether whatever daemons hold of a request has been lent, in memory that every rank can
+        copy from: then the load of it waits for nobody.
+
+        The daemon was there when it lent, and workers keep its memory mapped for a while after it
+        has gone: that is what makes it certain, not what they said last.
+        """
+        answer = state.remote.answer if state.remote is not None else None
+        if answer is None or not any(answer.spans):
+            return True
+        if state.remote is None or state.remote.age_s > LENT_FOR_SURE_S:
+            return False
+        if len(self._arenas_of_rank) < self._lookups.num_ranks:
+            return False
+        ready = frozenset.intersection(*self._arenas_of_rank.values())
+        return all(
+            span.loan is not None and span.loan.arena_id in ready
+            for group in answer.spans
+            for span in group
+        )
+
+    @property
+    def open_loans(self) -> int:
+        """Answers whose blocks daemons still keep for this engine."""
+        return self._lookups.open_loans
 
     def close(self) -> None:
         self._lookups.close()

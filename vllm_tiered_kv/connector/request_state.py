@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from vllm_tiered_kv.cache.load_economics import Choice
 from vllm_tiered_kv.connector.remote_lookup import RemoteLookup
 from vllm_tiered_kv.connector.request_keys import RequestKeys
 from vllm_tiered_kv.metrics.names import DropReason
@@ -20,6 +21,8 @@ class Match:
     computed: int  # tokens the GPU has
     loadable: int  # tokens after them the tier has
     limit: int  # tokens in whole blocks that could have been found
+    ahead: bool = False  # vLLM was told that the step waits for the load
+    choice: Choice | None = None  # what the tiers hold, and why not all of it is loaded
 
 
 @dataclass
@@ -42,6 +45,12 @@ class RequestState:
         """No daemon is known to hold blocks of this request any more."""
         self.held_elsewhere = [range(0)] * len(self.stored)
 
+    def drop_lookup(self) -> None:
+        """What the daemons were asked is of no use any more; what they lent goes back."""
+        lookup, self.remote = self.remote, None
+        if lookup is not None:
+            lookup.drop()
+
     def close(self, reason: DropReason) -> None:
         """A block of this sequence could not be stored: what follows it would be unreachable."""
         self.closed = self.closed or reason
@@ -50,5 +59,5 @@ class RequestState:
         """The request was preempted: its blocks are gone and it starts over."""
         self.stored = [0] * len(self.stored)
         self.closed = None
-        self.remote = None
+        self.drop_lookup()
         self.held_nowhere_else()

@@ -23,7 +23,9 @@ from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import TransferLedger
 from vllm_tiered_kv.cache.planner import Group
 from vllm_tiered_kv.config import Mode, TieredKVConfig
+from vllm_tiered_kv.connector.ahead_policy import AheadPolicy
 from vllm_tiered_kv.connector.lazy_store import LazyStore
+from vllm_tiered_kv.connector.load_or_recompute import LoadOrRecompute
 from vllm_tiered_kv.connector.load_planner import LoadPlanner
 from vllm_tiered_kv.connector.metadata import TieredKVMetadata, TieredKVWorkerMetadata
 from vllm_tiered_kv.connector.remote_lookup import RemoteLookups
@@ -68,6 +70,7 @@ class SchedulerHalf:
         lazy: LazyStore | None,
         hash_block_size: int | None,
         max_blocks_in_flight: int | None,
+        step_tokens: int = 8192,
     ) -> None:
         """`steps_zero_blocks`: vLLM clears new blocks before the forward, ahead of our hook.
         The last three are explained at `StorePlanner`."""
@@ -91,7 +94,11 @@ class SchedulerHalf:
         self.stores = StorePlanner(
             self._groups, self.index, self.ledger, lazy, hash_block_size, max_blocks_in_flight
         )
-        self.loads = LoadPlanner(self._groups, self.index, self.ledger, self.recorder)
+        self._ahead = AheadPolicy(config.step_loads, len(self._groups), self.ledger)
+        self.judge = LoadOrRecompute(config, self._groups, self.index, self.recorder, step_tokens)
+        self.loads = LoadPlanner(
+            self._groups, self.index, self.ledger, self.recorder, self._ahead, self.judge
+        )
         self.remote: RemoteTier | None = None
         self._identity: EngineIdentity | None = None
         self.recorder.set(names.CAPACITY_BYTES, geometry.capacity_bytes, _CPU)
@@ -122,6 +129,7 @@ class SchedulerHalf:
             keep_copies,
         )
         self.loads.remote = self.remote
+        self.judge.answers = self.remote.answers
         self.ledger.on_commit = self.remote.writes.offer
 
     # ---- arrival, lookup, admission -----------------------------------------------------------
@@ -148,7 +156,8 @@ class SchedulerHalf:
             return 0, False
         state.keys.extend(request, request.num_tokens)
         loadable = self.loads.loadable(state, request, num_computed_tokens)
-        return loadable, bool(loadable)
+        is_beside = state.match is not None and not state.match.ahead
+        return loadable, bool(loadable) and is_beside
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -166,9 +175,15 @@ class SchedulerHalf:
         for request_id in scheduler_output.preempted_req_ids or ():
             if request_id in self._requests:
                 self._requests[request_id].forget_blocks()
+        self._ahead.step_planned(scheduler_output.num_scheduled_tokens)
         for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
             self._plan_stores(request_id, scheduled)
         self._next.stores_after += self.stores.store_unowned()
+        if not scheduler_output.total_num_scheduled_tokens:
+            self.index.tell_uses()  # no request waits for this step
+        self._next.measured_step = self.judge.step_planned(
+            scheduler_output.num_scheduled_tokens, self._requests, bool(self._next.loads)
+        )
         if self.remote is not None:
             waiting = self._requests or self.ledger.has_open_puts
             if waiting and not scheduler_output.total_num_scheduled_tokens:
@@ -185,7 +200,12 @@ class SchedulerHalf:
             # Ahead of the reports: what they make readable is sent on to daemons, for everybody.
             self._forget_invalid(output.invalid_block_ids)
         metadata = output.kv_connector_worker_meta
+        self.judge.output_came(getattr(metadata, "measured_step", None))
         if isinstance(metadata, TieredKVWorkerMetadata):
+            self.judge.loads_took(metadata.load_seconds)
+            for rank, arenas in metadata.ready_arenas.items():
+                if self.remote is not None:
+                    self.remote.heard_arenas(rank, arenas)
             for job_id, reports in metadata.stores.items():
                 self.ledger.report_store(job_id, reports)
             for job_id, reports in metadata.puts.items():
@@ -193,6 +213,10 @@ class SchedulerHalf:
             if metadata.usable_bytes:
                 self._usable_bytes.update(metadata.usable_bytes)
                 self.index.limit(min(self._usable_bytes.values()))
+            for job_id, ended in metadata.ahead.items():
+                failed_request = self.ledger.report_ahead(job_id, ended)
+                if failed_request in self._requests:
+                    self._requests[failed_request].load_failed = True
             # A rank says this when its own part is over, vLLM reports a load when all ranks' are.
             self._remote_failures |= metadata.remote_failures
         for request_id in output.finished_recving or ():
@@ -206,6 +230,7 @@ class SchedulerHalf:
         """Keeps an idle engine stepping until the last stores are committed and sent."""
         return bool(
             self.ledger.has_open_stores
+            or self.ledger.has_open_ahead
             or self.ledger.has_open_puts
             or self._next.stores_before
             or self.stores.has_deferred
@@ -216,7 +241,10 @@ class SchedulerHalf:
     def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> None:
         """Forgets the request; its last full blocks are stored if that has not happened yet."""
         self._left_alone.discard(request.request_id)
+        self._ahead.finished(request.request_id)
         state = self._requests.pop(request.request_id, None)
+        if state is not None:
+            state.drop_lookup()
         if state is None or self._config.mode is not Mode.TIERED or not self._store_on_finish:
             return
         from vllm.v1.request import RequestStatus
@@ -243,6 +271,7 @@ class SchedulerHalf:
         self.stores.reset()
         states, self._requests = self._requests, {}
         for state in states.values():
+            state.drop_lookup()
             renewed = self._state(state.request)
             if renewed is not None and state.request.num_computed_tokens:
                 # What the GPU holds of this request was computed before the reset.
@@ -258,6 +287,7 @@ class SchedulerHalf:
     def stats(self) -> TieredKVStats | None:
         self.recorder.set(names.USED_BYTES, self.index.used_bytes, _CPU)
         self.recorder.set(names.PENDING_STORES, self.ledger.pending_store_blocks, _CPU)
+        self.judge.record()
         samples = self.recorder.drain()
         return TieredKVStats(data=samples) if samples else None
 
@@ -309,6 +339,7 @@ class SchedulerHalf:
         if not self.ledger.is_loading(request_id):
             return  # another connector's load (MultiConnector)
         self.ledger.close_load(request_id, failed)
+        self.judge.load_ended(request_id, failed)
         state = self._requests.get(request_id)
         if state is None or failed is None:
             return

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from vllm_tiered_kv.config import format_size
+from vllm_tiered_kv.core.key import RankTag
 from vllm_tiered_kv.core.store import PutItem, PutResult, StoreKey
-from vllm_tiered_kv.core.transfer import RemoteTransfer, int64_array
-from vllm_tiered_kv.device.copier import Channel
+from vllm_tiered_kv.core.transfer import RemoteTransfer, UInt64Array, int64_array
+from vllm_tiered_kv.device.copier import Channel, PinnedBlocks
 from vllm_tiered_kv.device.pinning import BackgroundPinner, Pin, Unpin
 from vllm_tiered_kv.errors import CudaError
 from vllm_tiered_kv.native.bytes_copy import copy_bytes
@@ -25,6 +28,35 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
 _PIECE_BYTES = 128 << 20
+LENT_FOR_SURE_S = 10.0
+"""How old the word of a daemon may be for a step to rely on its memory."""
+_KEPT_S = 60.0
+"""How long the memory of a daemon that has gone stays mapped: far longer than that, and than a
+step that was planned meanwhile takes to begin."""
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Blocks that a daemon has lent, to be copied from where they lie without asking anybody.
+
+    The memory stays mapped and pinned until `leave`, to be called when the copies have ended.
+    """
+
+    blocks: PinnedBlocks
+    _generations: UInt64Array
+    _region: SharedRegion
+
+    @property
+    def are_intact(self) -> bool:
+        """Whether what was copied is those blocks. To be asked after the copy, before `leave`.
+
+        Always, unless the process that borrowed them has died or given them back too early.
+        """
+        return self._region.memory.arena.have_generations(self.blocks.offsets, self._generations)
+
+    def leave(self) -> None:
+        """Once."""
+        self._region.leave()
 
 
 class SharedRegion:
@@ -36,12 +68,17 @@ class SharedRegion:
             memory.arena.region, pin, unpin, "blocks go through a socket instead"
         )
         self._users = 0
+        self.departed_at = 0.0
         self._retired = False
         self._lock = threading.Lock()
 
     @property
     def is_ready(self) -> bool:
-        return self.memory.alive and self._pinner.ready_bytes == self.memory.arena.capacity_bytes
+        return self.memory.alive and self.is_pinned
+
+    @property
+    def is_pinned(self) -> bool:
+        return self._pinner.ready_bytes == self.memory.arena.region.nbytes
 
     def load(
         self,
@@ -57,7 +94,7 @@ class SharedRegion:
         `end` is told when the copy has ended, with the reason if it is of no use. The blocks are
         given back after that: nobody has to wait for it.
         """
-        if not self._enter():
+        if not self.enter():
             end("the daemon's shared memory went away")
             return
         try:
@@ -71,7 +108,7 @@ class SharedRegion:
             finally:
                 lent.release()
         finally:
-            self._leave()
+            self.leave()
 
     def _copy(self, channel: Channel, piece: RemoteTransfer, lent: Lent, nbytes: int) -> str | None:
         there = sum(length == nbytes for length in lent.lengths)
@@ -86,7 +123,7 @@ class SharedRegion:
 
     def store(self, items: Sequence[PutItem], deadline: float) -> list[PutResult] | None:
         """Copies blocks into the daemon's memory; None when it is not to be had."""
-        if not self._enter():
+        if not self.enter():
             return None
         try:
             places = self.memory.reserve(
@@ -104,7 +141,7 @@ class SharedRegion:
             sealed = iter(self.memory.seal(reserved, deadline))
             return [next(sealed) if isinstance(place, Reservation) else place for place in places]
         finally:
-            self._leave()
+            self.leave()
 
     def retire(self) -> None:
         """No new copies; the memory is given up when the last one has ended."""
@@ -114,14 +151,15 @@ class SharedRegion:
         if idle and not already:
             self._close()
 
-    def _enter(self) -> bool:
+    def enter(self) -> bool:
+        """Keeps the memory mapped until `leave`; False if it is being given up."""
         with self._lock:
             if self._retired:
                 return False
             self._users += 1
             return True
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         with self._lock:
             self._users -= 1
             last = self._retired and not self._users
@@ -142,6 +180,7 @@ class SharedRegions:
         self._stores = {a: s for a, s in stores.items() if a.startswith("ipc://")}
         self._pin, self._unpin = pin, unpin
         self._regions: dict[str, SharedRegion] = {}
+        self._departed: dict[bytes, SharedRegion] = {}  # of daemons that have gone
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         if self._stores:
@@ -154,6 +193,29 @@ class SharedRegions:
         """The daemon's memory if blocks can be moved there right now."""
         region = self._regions.get(address)
         return region if region is not None and region.is_ready else None
+
+    def resident(self, transfer: RemoteTransfer, rank: RankTag) -> Resident | None:
+        """The blocks of a transfer if they were lent and this process can copy them right now, or
+        None. Also of a daemon that has died since: nobody writes its memory any more."""
+        if transfer.lent is None:
+            return None
+        region = self._regions.get(transfer.address)
+        if region is None or transfer.lent.arena_id != region.memory.arena_id:
+            region = self._departed.get(transfer.lent.arena_id)
+        places = transfer.lent.of_rank(rank)
+        if region is None or places is None or not region.is_pinned or not region.enter():
+            return None
+        offsets, generations = places
+        blocks = PinnedBlocks(
+            transfer.group_id, transfer.block_ids, region.memory.arena.region, offsets
+        )
+        return Resident(blocks, generations, region)
+
+    @property
+    def ready_arenas(self) -> frozenset[bytes]:
+        """Memories from which blocks that are lent can be copied right now."""
+        regions = list(self._regions.values())
+        return frozenset(region.memory.arena_id for region in regions if region.is_ready)
 
     def covers(self, address: str) -> bool:
         return self.of(address) is not None
@@ -174,9 +236,9 @@ class SharedRegions:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        for region in self._regions.values():
+        for region in (*self._regions.values(), *self._departed.values()):
             region.retire()
-        self._regions = {}
+        self._regions, self._departed = {}, {}
 
     def _keep_attached(self) -> None:
         while not self._stop.is_set():
@@ -185,9 +247,15 @@ class SharedRegions:
                 if region is not None and region.memory.alive:
                     continue
                 if region is not None:
+                    # Steps that were planned while it was there may still read from it.
+                    region.departed_at = time.monotonic()
+                    self._departed[region.memory.arena_id] = region
                     del self._regions[address]
-                    region.retire()
                 self._attach(address, store)
+            for arena_id, region in list(self._departed.items()):
+                if time.monotonic() > region.departed_at + _KEPT_S:
+                    del self._departed[arena_id]
+                    region.retire()
             self._stop.wait(_RETRY_S)
 
     def _attach(self, address: str, store: RemoteStore) -> None:

@@ -17,7 +17,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from vllm_tiered_kv.cache.ledger import StoreReport
 from vllm_tiered_kv.config import TieredKVConfig, format_size
+from vllm_tiered_kv.connector.ahead_loads import AheadLoads
 from vllm_tiered_kv.connector.kv_layout import group_runs
+from vllm_tiered_kv.connector.load_times import LoadTimes
 from vllm_tiered_kv.connector.metadata import TieredKVMetadata, TieredKVWorkerMetadata
 from vllm_tiered_kv.connector.remote_io import RemoteIO
 from vllm_tiered_kv.connector.split_loads import SplitLoads
@@ -47,13 +49,20 @@ class WorkerHalf:
         geometry: ArenaGeometry,
         rank: int,
         rank_tag: RankTag,
+        steps_can_be_discarded: bool = True,
     ) -> None:
+        """`steps_can_be_discarded` is explained at `AheadLoads`."""
+        self._ahead = AheadLoads(steps_can_be_discarded)
         self._config = config
         self._rank_tag = rank_tag
         self._remote: RemoteIO | None = None
         self._loads = SplitLoads()
+        self._times = LoadTimes()
+        self._measured_step: int | None = None
         self._put: dict[int, list[StoreReport]] = {}
         self._remote_failures: set[str] = set()
+        self._told_arenas: frozenset[bytes] = frozenset()
+        self._layers_not_seen: set[str] = set()
         self._pinning: Callable[[], tuple[Pin | None, Unpin | None]] = lambda: (None, None)
         self._geometry = geometry
         self._rank = rank
@@ -71,13 +80,18 @@ class WorkerHalf:
     ) -> None:
         runs = group_runs(kv_caches, kv_cache_config)
         self.block_bytes = tuple(runs[group_id].block_bytes for group_id in sorted(runs))
+        # vLLM calls us before a layer unless it runs a whole graph; better seen than assumed.
+        self._layers_not_seen = {name for group in runs.values() for name, _ in group.layer_ends}
         device = next(iter(kv_caches.values())).device
         self._close_remote()
         self._close_copier()
+        is_fresh = self.arena is None
         if self.arena is None:
             # Kept if vLLM registers its caches anew: the scheduler's index speaks of this memory.
             self.arena = _open_arena(device, self._geometry.capacity_bytes)
-        self._copier = _open_copier(device, runs, self._config, self._geometry, self.arena)
+        self._copier = _open_copier(
+            device, runs, self._config, self._geometry, self.arena, is_fresh
+        )
         self._pinning = functools.partial(_pinning, device)
         logger.info(
             "CPU tier of %s on %s: %d slabs, %d byte runs a block",
@@ -98,26 +112,43 @@ class WorkerHalf:
             # with speculation): too late to read the blocks, but not to say so.
             self._report(job.job_id, StoreReport(0, DropReason.COPY_FAILED))
         self._due = metadata.stores_after
+        self._measured_step = metadata.measured_step
+        self._device.finish_ahead()
         if metadata.identity is not None and self._remote is None:
             self._remote = self._open_remote(metadata.identity)
         self._store(metadata.stores_before)
         if metadata.loads:
             self._device.fence()
 
-    def start_loads(self, metadata: TieredKVMetadata) -> None:
+    def start_loads(self, metadata: TieredKVMetadata, calls_each_layer: bool = False) -> None:
+        """`calls_each_layer`: the coming forward calls `before_layer` as it comes to each."""
+        ahead = [job for job in metadata.loads if job.ahead is not None]
+        if ahead:
+            by_layer = calls_each_layer and not self._layers_not_seen
+            self._ahead.start(self._device, self._remote, ahead, by_layer)
         for job in metadata.loads:
+            if job.ahead is not None:
+                continue
             self._loads.begin(job.request_id, bool(job.transfers) + bool(job.remote))
             if job.transfers:
+                self._times.begin(job.request_id, Tier.CPU)
                 self._device.load(job.request_id, job.transfers)
             if job.remote:
                 assert self._remote is not None, "a load from a daemon that nobody configured"
+                self._times.begin(job.request_id, Tier.REMOTE)
                 self._remote.loader.load(job.request_id, job.remote)
         for put in metadata.puts:
             assert self._remote is not None, "a put to a daemon that nobody configured"
             self._remote.writer.write(put)
 
+    def before_layer(self, name: str) -> None:
+        if self._layers_not_seen:
+            self._layers_not_seen.discard(name)
+        self._device.wait_for_layer(name)
+
     def after_forward(self, metadata: TieredKVMetadata) -> None:
         self._due = []
+        self._device.finish_ahead()
         self._store(metadata.stores_after)
 
     def results(self) -> KVConnectorTransferResults:
@@ -125,16 +156,20 @@ class WorkerHalf:
         results = KVConnectorTransferResults()
         if self._copier is None:
             return results
+        self._ahead.poll(self._copier)
         stores, loads = self._copier.poll()
         for store in stores:
             self._report(store.job_id, StoreReport(store.stored, store.reason))
         for load in loads:
+            self._times.end(load.request_id, Tier.CPU, load.ended_at, load.error is None)
             self._loads.end(load.request_id, Tier.CPU if load.error is not None else None)
         if self._remote is not None:
             for load in self._remote.loader.poll():
+                self._times.end(load.request_id, Tier.REMOTE, load.ended_at, load.error is None)
                 self._loads.end(load.request_id, Tier.REMOTE if load.error is not None else None)
             for put in self._remote.writer.poll():
                 self._put.setdefault(put.job_id, []).append(put.report)
+        self._times.asked()
         for request_id, failed in self._loads.take_finished():
             results.finished_recving.add(request_id)
             if failed is not None:
@@ -143,14 +178,22 @@ class WorkerHalf:
                 self._remote_failures.add(request_id)
         return results
 
+    def take_invalid_blocks(self) -> set[int]:
+        return self._ahead.take_invalid_blocks()
+
     def worker_metadata(self) -> TieredKVWorkerMetadata | None:
         """Stores that ended since the last call, and how much memory is usable if that changed."""
         usable = self.arena.ready_bytes if self.arena is not None else None
+        arenas = self._remote.ready_arenas if self._remote is not None else frozenset()
         if (
             not self._stored
             and not self._put
             and not self._remote_failures
+            and not self._ahead
+            and not self._times
+            and self._measured_step is None
             and usable == self._told_usable
+            and arenas == self._told_arenas
         ):
             return None
         told = TieredKVWorkerMetadata(
@@ -158,9 +201,14 @@ class WorkerHalf:
             {} if usable is None else {self._rank: usable},
             self._put,
             self._remote_failures,
+            self._ahead.take_ended(),
+            self._times.take(),
+            self._measured_step,
+            {self._rank: arenas} if arenas != self._told_arenas else {},
         )
+        self._measured_step = None
         self._stored, self._put, self._remote_failures = {}, {}, set()
-        self._told_usable = usable
+        self._told_usable, self._told_arenas = usable, arenas
         return told
 
     def shutdown(self) -> None:
@@ -205,6 +253,9 @@ class WorkerHalf:
 
     def _close_remote(self) -> None:
         if self._remote is not None:
+            if self._copier is not None:
+                self._copier.settle_ahead()  # nothing may read memory that is given up
+            self._ahead.close()
             self._remote.close()
             self._remote = None
 
@@ -243,6 +294,7 @@ def _open_copier(
     config: TieredKVConfig,
     geometry: ArenaGeometry,
     arena: Arena,
+    is_fresh: bool,
 ) -> Copier:
     if device.type == "cpu":
         from vllm_tiered_kv.device.cpu_copier import CpuCopier
@@ -251,6 +303,7 @@ def _open_copier(
     import torch
 
     from vllm_tiered_kv.device.cuda_copier import CudaCopier
+    from vllm_tiered_kv.device.inbound_choice import TuningFile
 
     index = _cuda_index(device)
     return CudaCopier(
@@ -260,6 +313,12 @@ def _open_copier(
         index,
         lambda: int(torch.cuda.current_stream(index).cuda_stream),
         config.staging_memory,
+        TuningFile(
+            f"{torch.cuda.get_device_name(index)}, CUDA {torch.version.cuda}",
+            config.copy_strategy,
+            config.tuning_path(),
+        ),
+        is_fresh,
     )
 
 

@@ -53,6 +53,9 @@ def _gauge(name: str, help: str) -> Metric:
 
 HIT_TOKENS = _counter("hit_tokens", "Prompt tokens served by a tier instead of being computed.")
 MISS_TOKENS = _counter("miss_tokens", "Prompt tokens in whole blocks no tier held.")
+RECOMPUTED_TOKENS = _counter(
+    "recomputed_tokens", "Prompt tokens a tier held that were computed: expected to be faster."
+)
 HIT_BLOCKS = _counter("hit_blocks", "Blocks of admitted requests found in a tier.")
 MISS_BLOCKS = _counter("miss_blocks", "Whole blocks of admitted requests not found.")
 LOADED_BLOCKS = _counter("loaded_blocks", "Blocks copied back to the GPU by all ranks.")
@@ -64,6 +67,21 @@ DROPPED_BLOCKS = _counter("dropped_blocks", "Blocks not stored, by reason.", "re
 EVICTED_BLOCKS = _counter("evicted_blocks", "Blocks evicted to make room.")
 EVICTED_BYTES = _counter("evicted_bytes", "Bytes of those blocks, per rank.")
 LOOKUPS = _counter("lookups", "Questions to a daemon, by what became of them.", "outcome")
+LOAD_DECISIONS = _counter(
+    "load_decisions",
+    "What became of the blocks of an admitted request that a tier held: `load`, `shorten` (only "
+    "the part nearer to the head), `recompute`, or `probe` (a small piece, to learn how fast the "
+    "tier is).",
+    "decision",
+)
+LOAD_SPEED = _gauge(
+    "load_bytes_per_second",
+    "Estimated speed of loads from the CPU tier, or from a daemon's memory, SSD or backing store; "
+    "per rank.",
+)
+PREFILL_SPEED = _gauge(
+    "prefill_tokens_per_second", "Estimated speed of computing the beginning of a prompt."
+)
 USED_BYTES = _gauge("used_bytes", "Bytes of slots in use, per rank.")
 CAPACITY_BYTES = _gauge("capacity_bytes", "Capacity of the tier in bytes, per rank.")
 PENDING_STORES = _gauge("pending_stores", "Blocks being stored and not yet readable.")
@@ -71,6 +89,7 @@ PENDING_STORES = _gauge("pending_stores", "Blocks being stored and not yet reada
 ALL: tuple[Metric, ...] = (
     HIT_TOKENS,
     MISS_TOKENS,
+    RECOMPUTED_TOKENS,
     HIT_BLOCKS,
     MISS_BLOCKS,
     LOADED_BLOCKS,
@@ -82,6 +101,9 @@ ALL: tuple[Metric, ...] = (
     EVICTED_BLOCKS,
     EVICTED_BYTES,
     LOOKUPS,
+    LOAD_DECISIONS,
+    LOAD_SPEED,
+    PREFILL_SPEED,
     USED_BYTES,
     CAPACITY_BYTES,
     PENDING_STORES,

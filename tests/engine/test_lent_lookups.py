@@ -1,0 +1,305 @@
+"""Engines beside their daemon: what a lookup was lent is read in place, and always comes back."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.daemon.daemon_process import DaemonProcess
+from tests.engine.test_remote_scheduling import (
+    REMOTE,
+    engine,
+    prompts,
+    serve,
+    total,
+    wait_attached,
+)
+from tests.engine.toy_engine import ToyEngine, play
+from tests.remote.test_loans import requests
+from tests.remote.test_shared_memory import eventually, leases_of
+from vllm_tiered_kv.metrics import names
+
+pytestmark = pytest.mark.engine
+
+COUNT = 5
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kv-") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def daemon(folder: Path) -> Iterator[DaemonProcess]:
+    with DaemonProcess(folder, "--memory", "16MiB") as process:
+        yield process
+
+
+def filled(model: Path, daemon: DaemonProcess, asked: list[list[int]], **settings) -> ToyEngine:
+    """An engine whose prompts lie in the daemon's memory and nowhere else."""
+    first = engine(model, daemon.ipc)
+    wait_attached(first, daemon.ipc)
+    serve(first, asked)
+    first.close()
+    second = engine(model, daemon.ipc, **settings)
+    wait_attached(second, daemon.ipc)
+    return second
+
+
+def answered(toy: ToyEngine, prompt: list[int]) -> str:
+    """A request that the daemon has been asked about, and which no step has seen yet."""
+    request = toy.add(prompt, COUNT)
+    lookup = toy.half._requests[request].remote
+    assert lookup is not None
+    answer = lookup.future.result(timeout=30)
+    assert answer.loans, "nothing was lent"
+    return request
+
+
+def whole(asked: list[list[int]]) -> int:
+    return sum((len(prompt) - 1) // 4 for prompt in asked)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+def test_a_hit_is_one_question(
+    tiny_model: Path, daemon: DaemonProcess, async_scheduling: bool
+) -> None:
+    asked = prompts(1, 6)
+    toy = filled(tiny_model, daemon, asked, async_scheduling=async_scheduling)
+    before = requests(daemon)
+    serve(toy, asked)
+    assert total(toy, names.LOADED_BLOCKS, REMOTE) == whole(asked)
+    assert total(toy, names.LOAD_FAILURES) == 0
+    after = requests(daemon)
+    assert after["borrow"] - before["borrow"] == len(asked)
+    assert after.get("lend") == before.get("lend")
+    assert after.get("match") == before.get("match")
+    eventually(lambda: leases_of(daemon) == 0)
+    toy.close()
+
+
+def test_a_load_waits_for_nobody_when_every_rank_has_mapped_what_was_lent(
+    tiny_model: Path, daemon: DaemonProcess
+) -> None:
+    (asked,) = prompts(9, 1)
+    toy = filled(tiny_model, daemon, [asked])
+    remote, ready = toy.half.remote, toy.worker.worker_half._remote.ready_arenas
+    remote._arenas_of_rank.clear()
+    state = toy.half._requests[answered(toy, asked)]
+    remote.positions(state, 0, 4)  # takes the answer
+    assert not remote.is_resident(state), "no worker has said anything"
+    remote.heard_arenas(0, frozenset({bytes(16)}))
+    assert not remote.is_resident(state)
+    remote.heard_arenas(0, ready)
+    assert remote.is_resident(state)
+    toy.run()
+    toy.assert_at_rest()
+    toy.close()
+
+
+def until_loading(toy: ToyEngine, request: str) -> None:
+    """Beside the steps, or ahead of one; such a load may be over by the end of its step."""
+    ledger = toy.half.ledger
+    while not ledger.is_loading(request) and not ledger.has_open_ahead:
+        if toy.copier.ahead_blocks or request in toy.finished:
+            break
+        toy.step()
+
+
+@pytest.fixture(params=["auto", "never"], autouse=True)
+def step_loads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERED_KV_STEP_LOADS", request.param)
+
+
+def _abort_at_once(toy: ToyEngine, prompt: list[int]) -> None:
+    toy.abort(toy.add(prompt, COUNT))
+
+
+def _abort_when_answered(toy: ToyEngine, prompt: list[int]) -> None:
+    toy.abort(answered(toy, prompt))
+
+
+def _abort_while_loading(toy: ToyEngine, prompt: list[int]) -> None:
+    request = answered(toy, prompt)
+    until_loading(toy, request)
+    toy.abort(request)
+
+
+def _reset(toy: ToyEngine, prompt: list[int]) -> None:
+    answered(toy, prompt)
+    toy.scheduler.reset_connector_cache()
+
+
+def _reset_while_loading(toy: ToyEngine, prompt: list[int]) -> None:
+    request = answered(toy, prompt)
+    until_loading(toy, request)
+    toy.scheduler.reset_connector_cache()
+
+
+def _outdate(toy: ToyEngine, prompt: list[int]) -> None:
+    state = toy.half._requests[answered(toy, prompt)]
+    state.remote.renewable = True
+    state.remote.fresh_until = 0.0
+
+
+def _finish_on_the_device(toy: ToyEngine, prompt: list[int]) -> None:
+    serve(toy, [prompt])
+    answered(toy, [*prompt[:20], 3])  # the device has it all
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        _abort_at_once,
+        _abort_when_answered,
+        _abort_while_loading,
+        _reset,
+        _reset_while_loading,
+        _outdate,
+        _finish_on_the_device,
+    ],
+)
+def test_what_was_lent_comes_back_however_it_ends(
+    tiny_model: Path, daemon: DaemonProcess, end: Callable[[ToyEngine, list[int]], None]
+) -> None:
+    asked = prompts(2, 3)
+    toy = filled(tiny_model, daemon, asked)
+    toy.copier.max_delay = 0
+    end(toy, asked[0])
+    toy.run()
+    toy.assert_at_rest()
+    eventually(lambda: leases_of(daemon) == 0)
+    toy.drop_gpu_cache()
+    serve(toy, asked)
+    toy.close()
+
+
+def test_an_engine_that_stops_gives_everything_back(
+    tiny_model: Path, daemon: DaemonProcess
+) -> None:
+    asked = prompts(3, 3)
+    toy = filled(tiny_model, daemon, asked)
+    for prompt in asked:
+        answered(toy, prompt)
+    assert leases_of(daemon) == whole(asked)
+    toy.close()
+    assert leases_of(daemon) == 0
+
+
+def test_a_preempted_request_borrows_anew(tiny_model: Path, daemon: DaemonProcess) -> None:
+    asked = prompts(4, 8, 60, 90)
+    toy = filled(tiny_model, daemon, asked, gpu_blocks=48)
+    ids = {toy.add(prompt, 40): prompt for prompt in asked}
+    toy.run()
+    for request, prompt in ids.items():
+        assert toy.finished[request].tokens == play(prompt, 40)[0]
+    toy.assert_at_rest()
+    eventually(lambda: leases_of(daemon) == 0)
+    toy.close()
+
+
+def test_a_daemon_frozen_after_the_lookup_is_not_missed(
+    tiny_model: Path, daemon: DaemonProcess
+) -> None:
+    asked = prompts(5, 3)
+    timeouts = {"remote_lookup_timeout": 5, "remote_load_timeout": 1}
+    toy = filled(tiny_model, daemon, asked, extra=timeouts)
+    ids = [answered(toy, prompt) for prompt in asked]
+    daemon.freeze()
+    toy.run(limit=100_000)
+    daemon.thaw()
+    for request, prompt in zip(ids, asked, strict=True):
+        assert toy.finished[request].tokens == play(prompt, COUNT)[0]
+    assert total(toy, names.LOADED_BLOCKS, REMOTE) == whole(asked)
+    assert total(toy, names.LOAD_FAILURES) == 0
+    toy.assert_at_rest()
+    eventually(lambda: leases_of(daemon) == 0)
+    toy.close()
+
+
+@pytest.mark.parametrize("restarted", [False, True], ids=["stays-away", "comes-back"])
+def test_a_daemon_killed_after_the_lookup(
+    tiny_model: Path, daemon: DaemonProcess, restarted: bool
+) -> None:
+    """Its memory stays mapped for a while and is read; another daemon's is another."""
+    asked = prompts(6, 4)
+    timeouts = {"remote_lookup_timeout": 5, "remote_load_timeout": 1}
+    toy = filled(tiny_model, daemon, asked, extra=timeouts)
+    ids = [answered(toy, prompt) for prompt in asked]
+    before = toy.worker.worker_half._remote.ready_arenas
+    daemon.kill()
+    if restarted:
+        daemon.restart()
+        remote = toy.worker.worker_half._remote
+        eventually(lambda: bool(remote.ready_arenas - before))
+    toy.run(limit=100_000)
+    for request, prompt in zip(ids, asked, strict=True):
+        assert toy.finished[request].tokens == play(prompt, COUNT)[0]
+    toy.assert_at_rest()
+    assert total(toy, names.LOADED_BLOCKS, REMOTE) == whole(asked)
+    if restarted:
+        eventually(lambda: leases_of(daemon) == 0)
+    toy.close()
+
+
+_STINGY_DAEMON = """
+import dataclasses
+from vllm_tiered_kv.server import cli
+from vllm_tiered_kv.server.allowances import Allowances
+
+of_memory = Allowances.of_memory
+Allowances.of_memory = lambda memory: dataclasses.replace(of_memory(memory), loans=64 * 96)
+raise SystemExit(cli.main())
+"""
+
+
+def test_more_than_a_daemon_lends_is_loaded_all_the_same(tiny_model: Path, folder: Path) -> None:
+    """Requests that wait together have more blocks than lookups may keep in place."""
+    daemon = DaemonProcess(folder, "--memory", "16MiB")
+    daemon.program = ["-c", _STINGY_DAEMON]
+    with daemon:
+        asked = prompts(7, 8, 70, 90)
+        toy = filled(tiny_model, daemon, asked, gpu_blocks=256)
+        before = requests(daemon)
+        ids = {toy.add(prompt, COUNT): prompt for prompt in asked}
+        for request in ids:
+            toy.half._requests[request].remote.future.result(timeout=30)
+        assert leases_of(daemon) == 64 < whole(asked)
+        toy.run()
+        for request, prompt in ids.items():
+            assert toy.finished[request].tokens == play(prompt, COUNT)[0]
+        assert total(toy, names.LOADED_BLOCKS, REMOTE) == whole(asked)
+        assert requests(daemon)["lend"] > before.get("lend", 0)
+        toy.assert_at_rest()
+        eventually(lambda: leases_of(daemon) == 0)
+        toy.close()
+
+
+def test_many_requests_and_aborts_leave_nothing_lent(
+    tiny_model: Path, daemon: DaemonProcess
+) -> None:
+    asked = prompts(8, 12, 40, 90)
+    toy = filled(tiny_model, daemon, asked, gpu_blocks=96)
+    for round_ in range(6):
+        ids = {toy.add(prompt, 3): prompt for prompt in asked}
+        for n, request in enumerate(list(ids)):
+            for _ in range(toy.rng.randrange(4)):
+                if toy.scheduler.has_requests():
+                    toy.step()
+            if (n + round_) % 3 == 0:
+                toy.abort(request)
+                del ids[request]
+            time.sleep(0.001)
+        toy.run()
+        for request, prompt in ids.items():
+            assert toy.finished[request].tokens == play(prompt, 3)[0]
+        toy.assert_at_rest()
+        toy.drop_gpu_cache()
+    assert total(toy, names.LOADED_BLOCKS, REMOTE) > 0
+    eventually(lambda: leases_of(daemon) == 0)
+    toy.close()

@@ -1,0 +1,266 @@
+"""How tiers and model are measured, and how long a request waits for an answer."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_tiered_kv.cache.index import BlockIndex
+from vllm_tiered_kv.cache.load_economics import Choice, Decision, Span
+from vllm_tiered_kv.cache.planner import Group
+from vllm_tiered_kv.config import TieredKVConfig
+from vllm_tiered_kv.connector.load_or_recompute import LoadOrRecompute
+from vllm_tiered_kv.connector.load_times import LoadTimes
+from vllm_tiered_kv.connector.remote_lookup import RemoteAnswer, RemoteLookup, RemoteSpan
+from vllm_tiered_kv.connector.request_state import RequestState
+from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
+from vllm_tiered_kv.core.key import BlockKey
+from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.metrics import names
+from vllm_tiered_kv.metrics.recorder import Recorder
+
+GROUP = Group(group_id=0, block_size=4, block_bytes=64, size_class=0)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Judge(LoadOrRecompute):
+    def __init__(self, **options: object) -> None:
+        self.clock, self.recorder = Clock(), Recorder()
+        self.index = BlockIndex(ArenaGeometry.for_blocks(64 * 1024, [64]), "lru", lambda *_: None)
+        config = TieredKVConfig.load({"remote": "tcp://far:1", **options}, {})
+        super().__init__(config, [GROUP], self.index, self.recorder, 64, self.clock)
+
+
+def state(tokens: int, computed: int = 0) -> RequestState:
+    request = SimpleNamespace(request_id="r", num_tokens=tokens, num_computed_tokens=computed)
+    keys = [BlockKey(n.to_bytes(16, "little") + b"\0") for n in range(1, tokens // 4 + 1)]
+    return RequestState(request, SimpleNamespace(of_group=[keys]), [0])
+
+
+def samples(judge: Judge) -> list[tuple[float, float, float]]:
+    return [sample for size in judge.economics.prefill._samples.values() for sample in size]
+
+
+# ---- steps --------------------------------------------------------------------------------------
+
+
+def test_a_prefill_step_is_timed_from_its_plan_to_its_output() -> None:
+    judge = Judge()
+    number = judge.step_planned({"a": 40}, {"a": state(100, 60)}, False)
+    judge.clock.now += 0.25
+    judge.output_came(number)
+    assert samples(judge) == [(40, 40 * 80, pytest.approx(0.25))]
+
+
+def test_a_step_planned_ahead_begins_when_the_one_before_has_ended() -> None:
+    judge = Judge()
+    first = judge.step_planned({"a": 64}, {"a": state(200)}, False)
+    second = judge.step_planned({"a": 64}, {"a": state(200, 64)}, False)
+    judge.clock.now += 1.0
+    judge.output_came(first)
+    judge.clock.now += 0.5
+    judge.output_came(second)
+    assert sorted(seconds for *_, seconds in samples(judge)) == pytest.approx([0.5, 1.0])
+
+
+def test_steps_that_say_little_about_prefill_are_not_measured() -> None:
+    judge = Judge()
+    prompt, decode = state(100), state(50, 50)
+    assert judge.step_planned({}, {}, False) is None
+    assert judge.step_planned({"d": 1, "e": 1}, {"d": decode, "e": decode}, False) is None
+    assert judge.step_planned({"p": 40}, {"p": prompt}, has_loads=True) is None
+    assert judge.step_planned({"p": 4, "d": 1, "e": 1}, {"p": prompt}, False) is None
+    assert judge.step_planned({"d": 5}, {"d": decode}, False) is None  # drafts
+    assert judge.step_planned({"unknown": 40}, {}, False) is None
+    assert judge.step_planned({"p": 40, "d": 1}, {"p": prompt, "d": decode}, False) is not None
+    judge.output_came(None)
+    judge.output_came(12345)
+    assert samples(judge) == []
+
+
+def test_numbers_that_never_come_back_are_forgotten() -> None:
+    judge = Judge()
+    for _ in range(1000):
+        judge.step_planned({"a": 40}, {"a": state(100)}, False)
+    assert len(judge._steps) <= 16
+
+
+def test_nothing_is_measured_that_decides_nothing() -> None:
+    judge = Judge(load_policy="always")
+    assert judge.step_planned({"a": 40}, {"a": state(100)}, False) is None
+
+
+# ---- loads --------------------------------------------------------------------------------------
+
+
+def admitted(judge: Judge, tokens: int = 40, is_timed: bool = True) -> None:
+    spans = (Span(Tier.REMOTE, tokens, {Tier.SSD: 1.0}),)
+    choice = Choice(tokens, tokens, {Tier.REMOTE: Decision.LOAD}, spans)
+    judge.admitted("r", choice, tokens, is_timed)
+
+
+def test_the_slowest_rank_and_the_way_back_are_learnt() -> None:
+    judge = Judge()
+    admitted(judge)
+    judge.loads_took({"r": {"remote": 0.1}, "other": {"remote": 9.0}})
+    judge.loads_took({"r": {"remote": 0.3}})
+    judge.clock.now += 0.32
+    judge.load_ended("r", None)
+    judge.load_ended("r", None)  # another connector's, or a second report
+    economics = judge.economics
+    assert economics.speeds[Tier.SSD].seconds(640) == pytest.approx(0.3)
+    assert economics.handover.value == pytest.approx(0.02)
+    assert economics._backlogs[Tier.REMOTE].seconds(judge.clock.now) == 0
+    assert judge.recorder.total(names.LOAD_DECISIONS, "remote", "load") == 1
+    judge.record()
+    assert judge.recorder.total(names.LOAD_SPEED, "ssd") > 0
+
+
+def test_the_way_back_is_not_learnt_from_a_busy_engine() -> None:
+    judge = Judge()
+    admitted(judge)
+    judge.step_planned({"d": 1}, {}, False)
+    judge.loads_took({"r": {"remote": 0.1}})
+    judge.clock.now += 5
+    judge.load_ended("r", None)
+    assert judge.economics.handover.value < 0.01
+    assert judge.economics.speeds[Tier.SSD].count == 1
+
+
+@pytest.mark.parametrize(("elapsed", "learnt"), [(0.01, 0), (4.9, 1)])
+def test_a_load_that_was_given_up_tells_that_the_tier_is_slow(elapsed: float, learnt: int) -> None:
+    judge = Judge()
+    admitted(judge)
+    judge.clock.now += elapsed
+    judge.load_ended("r", Tier.REMOTE)
+    assert judge.economics.speeds[Tier.SSD].count == learnt
+
+
+def test_a_load_whose_end_is_not_told_is_not_waited_for() -> None:
+    judge = Judge()
+    admitted(judge, is_timed=False)
+    assert judge._loads == {}
+    assert not len(judge.economics._backlogs[Tier.REMOTE])
+
+
+def test_spans_follow_the_chain() -> None:
+    judge, asked = Judge(), state(81)
+    keys = asked.keys.of_group[0]
+    for n in (*range(4), *range(16, 20)):
+        slot = judge.index.reserve(keys[n], keys[n - 1] if n else None, 0)
+        judge.index.commit(slot)
+    asked.remote = RemoteLookup(
+        Future(),
+        0.0,
+        0.0,
+        0.0,
+        RemoteAnswer(
+            (
+                (
+                    RemoteSpan(2, 8, "a", by_tier={Tier.MEMORY: 6}),
+                    RemoteSpan(8, 16, "b", by_tier={Tier.MEMORY: 2, Tier.SSD: 6}),
+                ),
+            )
+        ),
+    )
+    assert judge._spans(asked, 4, 76, [range(2, 16)]) == [
+        Span(Tier.CPU, 12),
+        Span(Tier.REMOTE, 16, {Tier.MEMORY: 1.0}),
+        Span(Tier.REMOTE, 32, {Tier.MEMORY: 0.25, Tier.SSD: 0.75}),
+        Span(Tier.CPU, 16),
+    ]
+    assert judge._spans(asked, 0, 16, [range(2, 16)]) == [Span(Tier.CPU, 16)]
+    assert judge._spans(asked, 4, 12, None) == [Span(Tier.CPU, 12)]
+
+
+# ---- lookups ------------------------------------------------------------------------------------
+
+
+def waiting(judge: Judge, tokens: int) -> RequestState:
+    asked = state(tokens)
+    asked.remote = RemoteLookup(Future(), judge.clock.now, judge.clock.now + 0.1, 1e9)
+    return asked
+
+
+def taught(judge: Judge, seconds_per_token: float) -> None:
+    for _ in range(4):
+        judge.economics.prefill.observe(64, 64 * 32, 64 * seconds_per_token)
+
+
+def test_an_answer_is_waited_for_as_long_as_it_may_save() -> None:
+    judge = Judge()
+    asked = waiting(judge, 400)
+    judge.clock.now += 0.05
+    assert judge.waits_for_daemons(asked, 0)  # how long computing takes nobody knows
+    taught(judge, 0.0005)
+    assert judge.waits_for_daemons(asked, 0)  # 200 ms to save
+    judge.answers.extend([(100, 0)] * 60)
+    assert not judge.waits_for_daemons(asked, 0)  # but daemons never have anything
+    judge.answers.extend([(100, 100)] * 60)
+    assert judge.waits_for_daemons(asked, 0)
+    for _ in range(8):
+        judge.economics.speeds[Tier.MEMORY].observe(64 * 100, 10.0)
+    assert not judge.waits_for_daemons(asked, 0)  # or take longer than computing
+    assert judge.waits_for_daemons(waiting(judge, 400), 0)  # a little patience is always there
+
+
+def test_always_waits() -> None:
+    judge = Judge(load_policy="always")
+    asked = waiting(judge, 400)
+    taught(judge, 0.0005)
+    judge.answers.extend([(100, 0)] * 60)
+    judge.clock.now += 0.09
+    assert judge.waits_for_daemons(asked, 0)
+
+
+# ---- a worker's clock ---------------------------------------------------------------------------
+
+
+def test_a_load_that_waited_for_another_is_counted_from_its_end() -> None:
+    clock = Clock()
+    times = LoadTimes(clock)
+    times.begin("a", Tier.REMOTE)
+    times.begin("b", Tier.REMOTE)
+    times.begin("b", Tier.CPU)
+    clock.now += 5
+    times.end("a", Tier.REMOTE, 101.0, True)
+    times.end("b", Tier.REMOTE, 103.0, True)
+    times.end("b", Tier.CPU, 100.5, True)
+    assert times
+    taken = times.take()
+    assert taken == {"a": {"remote": 1.0}, "b": {"remote": 2.0, "cpu": 0.5}}
+    assert not times
+    assert times.take() == {}
+
+
+def test_a_failed_load_has_no_time_but_still_makes_others_wait() -> None:
+    times = LoadTimes(clock := Clock())
+    times.begin("a", Tier.REMOTE)
+    times.begin("b", Tier.REMOTE)
+    clock.now += 5
+    times.end("a", Tier.REMOTE, 104.0, False)
+    times.end("b", Tier.REMOTE, 105.0, True)
+    times.end("b", Tier.REMOTE, 105.0, True)
+    assert times.take() == {"b": {"remote": 1.0}}
+
+
+@pytest.mark.parametrize(("asked_after", "is_told"), [(0.9, True), (0.1, False)])
+def test_an_end_seen_late_is_told_only_if_it_cannot_be_far_off(
+    asked_after: float, is_told: bool
+) -> None:
+    times = LoadTimes(clock := Clock())
+    times.begin("a", Tier.CPU)
+    clock.now += asked_after
+    times.asked()
+    clock.now = 101.0
+    times.end("a", Tier.CPU, None, True)
+    assert bool(times.take()) == is_told

@@ -1,0 +1,94 @@
+"""A worker's loads that the coming forward waits for: from the CPU tier, and from a daemon's memory
+that is mapped here and was lent by the lookup.
+
+vLLM has promised the request's tokens to this very step, so such a load must not fail for want of
+anything that could be foreseen; the scheduler half plans it only where all is at hand. What fails
+nevertheless is reported by block, where vLLM can still throw the step away. With asynchronous
+scheduling it cannot: the next step, already under way, would be believed. A GPU that takes no
+copies ends the engine then, as it would at vLLM's own next copy.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from vllm_tiered_kv.connector.remote_io import RemoteIO
+from vllm_tiered_kv.connector.shared_region import Resident
+from vllm_tiered_kv.core.transfer import LoadJob
+from vllm_tiered_kv.device.copier import Copier, PinnedBlocks
+from vllm_tiered_kv.errors import CudaError
+
+logger = logging.getLogger(__name__)
+
+
+class AheadLoads:
+    def __init__(self, steps_can_be_discarded: bool) -> None:
+        """`steps_can_be_discarded`: vLLM has no later step under way when it hears of an error of
+        this one, so that its result can be thrown away."""
+        self._steps_can_be_discarded = steps_can_be_discarded
+        self._ended: dict[int, list[bool]] = {}
+        self._invalid_blocks: set[int] = set()
+        self._borrowed: dict[int, list[Resident]] = {}  # by job, while its copies may be under way
+
+    def __bool__(self) -> bool:
+        """Whether there is something to report."""
+        return bool(self._ended)
+
+    def start(
+        self, copier: Copier, remote: RemoteIO | None, jobs: Sequence[LoadJob], by_layer: bool
+    ) -> None:
+        numbers = [job.ahead for job in jobs if job.ahead is not None]
+        try:
+            blocks: list[PinnedBlocks] = []
+            for number, job in zip(numbers, jobs, strict=True):
+                blocks += [copier.locate(transfer) for transfer in job.transfers]
+                blocks += self._borrow(number, job, remote)
+            copier.load_ahead(numbers, blocks, by_layer)
+        except Exception as error:  # whatever it was, the requests must hear of it
+            for number in numbers:
+                self._give_back(number)
+            if not self._steps_can_be_discarded:
+                raise CudaError(
+                    f"blocks of this step cannot be copied to the GPU: {error}"
+                ) from error
+            logger.exception("a load failed; its requests are recomputed")
+            self._ended.update({number: [False] for number in numbers})
+            for job in jobs:
+                for local in job.transfers:
+                    self._invalid_blocks.update(local.block_ids.tolist())
+                for borrowed in job.remote:
+                    self._invalid_blocks.update(borrowed.block_ids.tolist())
+
+    def poll(self, copier: Copier) -> None:
+        for number in copier.poll_ahead():
+            self._give_back(number)
+            self._ended[number] = [True]
+
+    def take_ended(self) -> dict[int, list[bool]]:
+        """Jobs that ended since the last call, and whether they went well."""
+        ended, self._ended = self._ended, {}
+        return ended
+
+    def take_invalid_blocks(self) -> set[int]:
+        """GPU blocks that this step's forward read although their load had failed."""
+        invalid, self._invalid_blocks = self._invalid_blocks, set()
+        return invalid
+
+    def close(self) -> None:
+        """No copy is under way any more."""
+        for number in list(self._borrowed):
+            self._give_back(number)
+
+    def _borrow(self, number: int, job: LoadJob, remote: RemoteIO | None) -> list[PinnedBlocks]:
+        residents = self._borrowed.setdefault(number, []) if job.remote else []
+        for transfer in job.remote:
+            resident = remote.resident(transfer) if remote is not None else None
+            if resident is None:
+                raise CudaError(f"memory of {transfer.address} is not mapped here")
+            residents.append(resident)
+        return [resident.blocks for resident in residents]
+
+    def _give_back(self, number: int) -> None:
+        for resident in self._borrowed.pop(number, ()):
+            resident.leave()

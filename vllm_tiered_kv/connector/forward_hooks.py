@@ -1,0 +1,44 @@
+"""What vLLM's forward offers a connector: the layout of its cache, a call at each layer."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from vllm_tiered_kv.config import BlockLayout, Mode, TieredKVConfig
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_BLOCK_OUTERMOST = "BLHNC"
+
+
+def wanted_layout(vllm_config: VllmConfig) -> str | None:
+    """The KV-cache layout to ask vLLM for; None leaves the choice to it."""
+    from vllm.platforms import current_platform
+
+    assert vllm_config.kv_transfer_config is not None
+    config = TieredKVConfig.load(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    if config.block_layout is not BlockLayout.CONTIGUOUS or config.mode is not Mode.TIERED:
+        return None
+    if not current_platform.is_cuda_alike():
+        return None  # copies by the CPU gain nothing, and its attention has one layout only
+    # A MultiConnector refuses to start when two of its connectors ask for different layouts, and
+    # ours is a wish, not a need. Nothing in the configuration it passes on tells that it asks.
+    asker = sys._getframe(2).f_globals.get("__name__", "")
+    return None if asker.endswith(".multi_connector") else _BLOCK_OUTERMOST
+
+
+def calls_each_layer(forward_context: Any) -> bool:
+    """Whether the coming forward calls `wait_for_layer_load` as it comes to each layer.
+
+    Within one whole CUDA graph it does not, and without attention metadata there are no layers to
+    come to. Two micro-batches would come to them twice, on two streams.
+    """
+    from vllm.config import CUDAGraphMode
+
+    return (
+        getattr(forward_context, "attn_metadata", None) is not None
+        and getattr(forward_context, "cudagraph_runtime_mode", None) != CUDAGraphMode.FULL
+        and getattr(forward_context, "ubatch_slices", None) is None
+    )

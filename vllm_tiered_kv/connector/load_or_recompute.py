@@ -1,0 +1,238 @@
+"""Measures the tiers and the model while they work, and asks `cache.load_economics` what pays.
+
+How long a load took is said by the workers (`connector.load_times`). How long a prefill takes is
+seen here, from the times at which vLLM schedules steps and hands their outputs back:
+
+- With asynchronous scheduling a step is planned while the one before it runs. It begins when it was
+  planned or when the output of the one before has come, whichever is later.
+- An output does not say which step it belongs to, and a step without a forward may have none.
+  So a step that is worth measuring is given a number, which the workers send back with its output.
+- Worth measuring are steps of which prompt tokens are the bulk, without loads in them. What few
+  decodes share such a step adds little to it.
+- Stages of a pipeline overlap: there this measures the pace of steps, not how long one takes. The
+  prefill of a prompt in several steps takes about as long as that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from vllm_tiered_kv.cache.index import BlockIndex
+from vllm_tiered_kv.cache.load_economics import Choice, LoadEconomics, Span
+from vllm_tiered_kv.cache.planner import Group
+from vllm_tiered_kv.config import LoadPolicy, TieredKVConfig
+from vllm_tiered_kv.connector.request_state import RequestState
+from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.metrics import names
+from vllm_tiered_kv.metrics.recorder import Recorder
+
+_PREFILL_SHARE = 0.8  # of a step's tokens, for it to tell how long a prefill takes
+_PATIENCE = 0.03  # of its prefill: what a request may wait for an answer that is worth nothing
+_HIT_RATE_WEIGHT = 0.1
+_MOST_MEASURED = 16  # steps under way; one whose number never comes back is forgotten
+
+
+@dataclass
+class _Load:
+    choice: Choice
+    begun_at: float
+    forwards: int  # steps with a forward that were planned before it
+    seconds: dict[Tier, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Step:
+    tokens: int
+    attended: float
+    planned_at: float
+
+
+class LoadOrRecompute:
+    def __init__(
+        self,
+        config: TieredKVConfig,
+        groups: Sequence[Group],
+        index: BlockIndex,
+        recorder: Recorder,
+        step_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`step_tokens`: the most tokens vLLM computes in a step."""
+        self._policy = config.load_policy
+        self._group = groups[0]  # groups agree on the tokens; where they lie is told by the first
+        self._index = index
+        self._recorder = recorder
+        self._clock = clock
+        self._timeout_s = config.remote_load_timeout
+        is_mapped = all(address.startswith("ipc://") for address in config.remote)
+        self.economics = LoadEconomics(
+            config.load_policy,
+            sum(group.block_bytes / group.block_size for group in groups),
+            math.lcm(*(group.block_size for group in groups)),
+            step_tokens,
+            config.remote_load_timeout,
+            (Tier.CPU, Tier.MEMORY) if is_mapped else (Tier.CPU,),
+        )
+        self._lookup_s = config.remote_lookup_timeout
+        self.answers: deque[tuple[int, int]] = deque()
+        """Blocks that daemons were asked for and had, one pair for each answer."""
+        self._hit_rate = 1.0
+        self._usual_shares: Mapping[Tier, float] = {}
+        self._loads: dict[str, _Load] = {}
+        self._steps: dict[int, _Step] = {}
+        self._next_step = 0
+        self._forwards = 0
+        self._output_at = 0.0
+
+    # ---- a request ------------------------------------------------------------------------------
+
+    @property
+    def asks_daemons(self) -> bool:
+        return self._policy is not LoadPolicy.NEVER
+
+    def waits_for_daemons(self, state: RequestState, computed: int) -> bool:
+        """Whether a request should go on waiting for what daemons have to say about it.
+
+        For as long as an answer is expected to save, by what answers were worth lately. They are
+        all counted, also those nobody has waited for.
+        """
+        lookup = state.remote
+        tokens = state.request.num_tokens - computed
+        alone_s = self.economics.recompute_seconds(computed, tokens)
+        if self._policy is not LoadPolicy.AUTO or lookup is None or alone_s is None:
+            return True
+        while self.answers:
+            asked, found = self.answers.popleft()
+            self._hit_rate += _HIT_RATE_WEIGHT * (found / max(asked, 1) - self._hit_rate)
+        now = self._clock()
+        span = Span(Tier.REMOTE, tokens, self._usual_shares)
+        saved_s = self._hit_rate * (alone_s - self.economics.seconds(now, tokens, [span]))
+        waited_s = now - (lookup.deadline - self._lookup_s)
+        return waited_s < max(saved_s, _PATIENCE * alone_s)
+
+    def choose(
+        self, state: RequestState, computed: int, held: int, elsewhere: Sequence[range] | None
+    ) -> Choice:
+        """How much to load of the `held` tokens after `computed`. Changes nothing."""
+        spans = self._spans(state, computed, held, elsewhere)
+        return self.economics.choose(self._clock(), computed, state.request.num_tokens, spans)
+
+    def admitted(self, request_id: str, choice: Choice, tokens: int, is_timed: bool) -> None:
+        """vLLM has taken the answer, or less of it. `is_timed`: the end of the load is told."""
+        if tokens != choice.tokens:
+            choice = dataclasses.replace(choice, tokens=tokens)
+        now = self._clock()
+        self._usual_shares = next(
+            (span.shares for span in choice.spans if span.tier is Tier.REMOTE), self._usual_shares
+        )
+        for tier, decision in choice.decisions.items():
+            self._recorder.add(names.LOAD_DECISIONS, 1, tier.value, decision.value)
+        self.economics.settle(request_id, now, choice)
+        if not tokens:
+            return
+        if is_timed:
+            self._loads[request_id] = _Load(choice, now, self._forwards)
+        else:
+            self.economics.ended(request_id, now, choice, {})
+
+    def loads_took(self, seconds: Mapping[str, Mapping[str, float]]) -> None:
+        """Ranks have said how long parts of loads took; the slowest rank counts."""
+        for request_id, by_tier in seconds.items():
+            load = self._loads.get(request_id)
+            if load is None:
+                continue
+            for name, taken in by_tier.items():
+                tier = Tier(name)
+                load.seconds[tier] = max(load.seconds.get(tier, 0.0), taken)
+
+    def load_ended(self, request_id: str, failed: Tier | None) -> None:
+        load = self._loads.pop(request_id, None)
+        if load is None:
+            return
+        now = self._clock()
+        elapsed = now - load.begun_at
+        if failed is None:
+            seconds = load.seconds
+            if seconds and self._forwards == load.forwards:
+                self.economics.handover.observe(max(0.0, elapsed - max(seconds.values())))
+        else:
+            # One that was given up tells that the tier is slow, one that is gone tells nothing.
+            is_late = failed is Tier.REMOTE and elapsed > self._timeout_s / 2
+            seconds = {Tier.REMOTE: elapsed} if is_late else {}
+        self.economics.ended(request_id, now, load.choice, seconds)
+
+    # ---- a step ---------------------------------------------------------------------------------
+
+    def step_planned(
+        self, scheduled: Mapping[str, int], states: Mapping[str, RequestState], has_loads: bool
+    ) -> int | None:
+        """The number of a step that is worth measuring."""
+        if not scheduled:
+            return None
+        self._forwards += 1
+        if self._policy is not LoadPolicy.AUTO or has_loads:
+            return None
+        total = sum(scheduled.values())
+        if total < 2 * len(scheduled):
+            return None  # decodes
+        tokens, attended = 0, 0.0
+        for request_id, count in scheduled.items():
+            state = states.get(request_id) if count > 1 else None
+            if state is None:
+                continue
+            computed = state.request.num_computed_tokens
+            if computed + 1 < state.request.num_tokens:
+                tokens += count
+                attended += count * (computed + count / 2)
+        if tokens < _PREFILL_SHARE * total:
+            return None
+        self._next_step += 1
+        self._steps[self._next_step] = _Step(tokens, attended, self._clock())
+        if len(self._steps) > _MOST_MEASURED:
+            del self._steps[next(iter(self._steps))]
+        return self._next_step
+
+    def output_came(self, number: int | None) -> None:
+        """vLLM hands back the output of a step; its number, if it has one."""
+        now = self._clock()
+        step = self._steps.pop(number, None) if number is not None else None
+        if step is not None:
+            seconds = now - max(step.planned_at, self._output_at)
+            self.economics.prefill.observe(step.tokens, step.attended, seconds)
+        self._output_at = now
+
+    def record(self) -> None:
+        """Puts the estimates into the metrics."""
+        for tier, speed in self.economics.speeds.items():
+            if speed.count:
+                self._recorder.set(names.LOAD_SPEED, round(speed.bytes_per_s), tier.value)
+        prefill = self.economics.prefill.tokens_per_s()
+        if prefill is not None:
+            self._recorder.set(names.PREFILL_SPEED, round(prefill), Tier.GPU.value)
+
+    # ---- inside ---------------------------------------------------------------------------------
+
+    def _spans(
+        self, state: RequestState, computed: int, held: int, elsewhere: Sequence[range] | None
+    ) -> list[Span]:
+        answer = state.remote.answer if state.remote is not None else None
+        remote = elsewhere[self._group.group_id] if elsewhere is not None else range(0)
+        if not remote or answer is None:
+            return [Span(Tier.CPU, held)]
+        size = self._group.block_size
+        first, stop = computed // size, (computed + held) // size
+        keys = state.keys.of_group[self._group.group_id]
+        position = first + self._index.match_prefix(keys, first, stop)
+        spans = [Span(Tier.CPU, (position - first) * size)]
+        for part in answer.spans[self._group.group_id]:
+            end = min(part.stop, stop)
+            if end > position:
+                spans.append(Span(Tier.REMOTE, (end - position) * size, part.shares()))
+                position = end
+        spans.append(Span(Tier.CPU, (stop - position) * size))
+        return [span for span in spans if span.tokens]
