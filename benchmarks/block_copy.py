@@ -1,22 +1,33 @@
-"""Bandwidth of moving blocks between a GPU's layers and pinned slots, against one large memcpy.
+"""Bandwidth of moving blocks between a GPU and pinned slots (P1), and what it costs compute (P2).
 
     python -m benchmarks.block_copy --out result.json
 
-For every shape: random blocks and random slots; `staged` is gather into device memory followed by
-whole-block DMA (and the reverse), `direct N` a kernel of N thread blocks on mapped pinned memory.
+For every shape of the seeds, with random blocks and random slots of a real arena:
+
+- `memcpy`: one large copy, the limit.
+- layer-outermost layout (`layers`): `staged` (out: gather into device memory, then DMA of whole
+  blocks; in: the reverse, overlapped), `direct` (a kernel on mapped memory), and `pages`: one DMA
+  descriptor for every page of every layer, in one batch, as vLLM's OffloadingConnector copies.
+- block-outermost layout (`blocks`): `dma`, and out `staged` as above.
+
+`compute` is a loop of matrix products beside such copies, in random order, against the loop alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks import environment
+from vllm_tiered_kv.device.staging import store_parts
 
 SHAPES = {  # layers, KV heads; head size 128, 2 bytes, K and V
     "Qwen2.5-32B": (64, 8),
@@ -25,111 +36,270 @@ SHAPES = {  # layers, KV heads; head size 128, 2 bytes, K and V
     "glm-4-9b": (40, 4),
     "Llama-3.1-8B": (32, 8),
 }
-CTAS = (4, 8, 16, 32, 64)
 BATCH_BYTES = 512 << 20
-REPEATS = 7
+REPEATS = 9
+COMPUTE_REPEATS = 15
+MATRIX = 8192
 
 
-def measure(layers: int, heads: int, block_size: int) -> dict[str, Any]:
-    import torch
+class Bench:
+    """Layers of one shape in both layouts, an arena of twice the batch, and every way to copy."""
 
-    from vllm_tiered_kv.core.layout import StridedView, block_runs
-    from vllm_tiered_kv.native import cuda
+    def __init__(self, layers: int, heads: int, block_size: int) -> None:
+        import torch
 
-    page = block_size * heads * 128 * 2 * 2
-    block = layers * page
-    count = BATCH_BYTES // block
-    blocks = count * 2
-    memory = torch.randint(0, 255, (layers, blocks, page), dtype=torch.uint8, device="cuda")
-    views = [
-        StridedView(f"l{i}", memory[i].data_ptr(), (blocks, page), (page, 1), 1)
-        for i in range(layers)
-    ]
-    runs = block_runs(views, blocks)
-    layout = cuda.CudaBlockLayout(0, *runs.arrays(), blocks)
-    arena = torch.empty(count * 2 * block, dtype=torch.uint8, pin_memory=True)
-    staging = torch.empty(count * block, dtype=torch.uint8, device="cuda")
-    rng = np.random.default_rng(0)
-    ids = rng.permutation(blocks)[:count].astype(np.int64)
-    slots = rng.permutation(count * 2)[:count].astype(np.int64) * block
-    dense = np.arange(count, dtype=np.int64) * block
-    stream = torch.cuda.Stream()
-    handle = int(stream.cuda_stream)
-    total = count * block
+        from vllm_tiered_kv.core.layout import StridedView, block_runs
+        from vllm_tiered_kv.device.arena import Arena
+        from vllm_tiered_kv.device.dma_lanes import DmaLanes
+        from vllm_tiered_kv.device.inbound import Direct, Staged, WholeBlocks
+        from vllm_tiered_kv.native import cuda
 
-    def rate(work: Any) -> float:
-        times = []
+        self.torch, self.cuda = torch, cuda
+        self.layers, self.page = layers, block_size * heads * 128 * 2 * 2
+        self.block = layers * self.page
+        self.count = BATCH_BYTES // self.block
+        self.total = self.count * self.block
+        blocks = self.count * 2
+        # One memory seen in both layouts: only where the bytes of a block lie differs.
+        self.memory = torch.randint(
+            0, 255, (blocks * self.block,), dtype=torch.uint8, device="cuda"
+        )
+        base = self.memory.data_ptr()
+        self.layouts, self.runs = {}, {}
+        for name, layer_step, block_step in (
+            ("layers", blocks * self.page, self.page),
+            ("blocks", self.page, self.block),
+        ):
+            views = [
+                StridedView(f"l{n}", base + n * layer_step, (blocks, self.page), (block_step, 1), 1)
+                for n in range(layers)
+            ]
+            self.runs[name] = block_runs(views, blocks)
+            self.layouts[name] = cuda.CudaBlockLayout(0, *self.runs[name].arrays(), blocks)
+        self.arena = Arena(blocks * self.block, cuda.host_register, cuda.host_unregister)
+        while self.arena.ready_bytes < self.arena.nbytes:
+            time.sleep(0.001)
+        rng = np.random.default_rng(0)
+        self.ids = rng.permutation(blocks)[: self.count].astype(np.int64)
+        self.slots = rng.permutation(blocks)[: self.count].astype(np.int64) * self.block
+        self.dense = np.arange(self.count, dtype=np.int64) * self.block
+        self.ring = torch.empty(self.total, dtype=torch.uint8, device="cuda")
+        self.stream = cuda.Stream(0, low_priority=True)
+        self.compute = cuda.Stream(0, low_priority=False)
+        self.began, self.gathered = cuda.Event(0), cuda.Event(0)
+        self.lanes = DmaLanes(0)
+        by_layer = {0: self.layouts["layers"]}
+        staging = cuda.DeviceBuffer(0, 64 << 20)
+        sizes = {0: self.block}
+        self.ways_in: dict[str, Any] = {"layers direct": Direct(by_layer)}
+        if Staged.fits(staging.nbytes, sizes):
+            self.ways_in["layers staged"] = Staged(0, by_layer, sizes, staging)
+        self.ways_in["blocks dma"] = WholeBlocks(0, {0: self.runs["blocks"]})
+        pages = np.arange(layers, dtype=np.int64)[None, :]
+        self.slot_pages = (self.slots[:, None] + pages * self.page).ravel()
+        self.layer_pages = (pages * blocks * self.page + self.ids[:, None] * self.page).ravel()
+
+    def inbound(self) -> dict[str, Callable[[], None]]:
+        region = self.arena.region
+
+        def take(way: Any) -> Callable[[], None]:
+            return lambda: way.enqueue(0, self.ids, region, self.slots, self.stream)
+
+        return {
+            **{name: take(way) for name, way in self.ways_in.items()},
+            "layers pages": lambda: self._copy(
+                self.cuda.copy_to_device,
+                (region.address, self.slot_pages),
+                (self.memory.data_ptr(), self.layer_pages),
+                self.page,
+            ),
+            "memcpy": lambda: self._copy(
+                self.cuda.copy_to_device,
+                (region.address, self.dense),
+                (self.ring.data_ptr(), self.dense),
+                self.block,
+            ),
+        }
+
+    def outbound(self) -> dict[str, Callable[[], None]]:
+        region = self.arena.region
+
+        def staged(layout: str) -> Callable[[], None]:
+            return lambda: self._gather_and_drain(layout)
+
+        return {
+            "layers staged": staged("layers"),
+            "blocks staged": staged("blocks"),
+            "layers direct": lambda: self.cuda.gather(
+                self.layouts["layers"],
+                self.ids,
+                region.address,
+                region.nbytes,
+                self.slots,
+                self.stream.handle,
+                ctas=8,
+            ),
+            "layers pages": lambda: self._copy(
+                self.cuda.copy_to_host,
+                (self.memory.data_ptr(), self.layer_pages),
+                (region.address, self.slot_pages),
+                self.page,
+            ),
+            "memcpy": lambda: self._copy(
+                self.cuda.copy_to_host,
+                (self.ring.data_ptr(), self.dense),
+                (region.address, self.dense),
+                self.block,
+            ),
+        }
+
+    def rates(self, ways: dict[str, Callable[[], None]]) -> dict[str, float]:
+        """GB/s of each; they take turns."""
+        torch = self.torch
+        stream = torch.cuda.ExternalStream(self.stream.handle)
+        times: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(REPEATS):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record(stream)
-            work()
-            end.record(stream)
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
-        return round(total / statistics.median(times[1:]) / 1e6, 2)
+            for name, work in ways.items():
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record(stream)
+                work()
+                end.record(stream)
+                end.synchronize()
+                times[name].append(begin.elapsed_time(end))
+        return {
+            name: round(self.total / statistics.median(taken[1:]) / 1e6, 2)
+            for name, taken in times.items()
+        }
 
-    def memcpy(out: bool) -> None:
-        with torch.cuda.stream(stream):
-            if out:
-                arena[:total].copy_(staging, non_blocking=True)
-            else:
-                staging.copy_(arena[:total], non_blocking=True)
+    def slowdowns(self, ways: dict[str, Callable[[], None]]) -> dict[str, Any]:
+        """How much longer matrix products take beside copies that go on all the while."""
+        torch = self.torch
+        left, right, product = (
+            torch.randn(MATRIX, MATRIX, device="cuda", dtype=torch.bfloat16) for _ in range(3)
+        )
+        compute = torch.cuda.Stream(priority=-1)
+        times: dict[str, list[float]] = {name: [] for name in ("alone", *ways)}
+        rng = random.Random(0)
+        for turn in range(COMPUTE_REPEATS):
+            for name in rng.sample(list(times), len(times)):
+                torch.cuda.synchronize()
+                work = ways.get(name)
+                with torch.cuda.stream(compute):
+                    for _ in range(2):
+                        torch.mm(left, right, out=product)  # at full clock when it counts
+                    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    if work is not None:
+                        for _ in range(6):  # some 60 ms on the bus; the products take 30
+                            work()
+                    begin.record(compute)
+                    for _ in range(20):
+                        torch.mm(left, right, out=product)
+                    end.record(compute)
+                end.synchronize()
+                if turn:
+                    times[name].append(begin.elapsed_time(end))
+        alone = statistics.median(times["alone"])
+        return {
+            "alone_ms": round(alone, 3),
+            "of_alone": {
+                name: round(statistics.median(taken) / alone, 4)
+                for name, taken in times.items()
+                if name != "alone"
+            },
+            "spread_alone": [round(min(times["alone"]), 3), round(max(times["alone"]), 3)],
+        }
 
-    def staged_out() -> None:
-        cuda.gather(layout, ids, staging.data_ptr(), total, dense, handle)
-        cuda.copy_to_host(staging.data_ptr(), dense, arena.data_ptr(), slots, block, handle)
+    def close(self) -> None:
+        self.torch.cuda.synchronize()
+        for way in self.ways_in.values():
+            way.close()
+        self.lanes.close()
+        self.arena.close()
 
-    def staged_in() -> None:
-        cuda.copy_to_device(arena.data_ptr(), slots, staging.data_ptr(), dense, block, handle)
-        cuda.scatter(layout, ids, staging.data_ptr(), total, dense, handle)
+    def _gather_and_drain(self, layout: str) -> None:
+        """As the copier stores: gathered on the compute stream, drained behind it."""
+        ring = self.ring.data_ptr()
+        self.began.record(self.stream.handle)
+        self.compute.wait(self.began)
+        for part in store_parts(self.count):
+            self.cuda.gather(
+                self.layouts[layout],
+                self.ids[part],
+                ring,
+                self.total,
+                self.dense[part],
+                self.compute.handle,
+            )
+            self.gathered.record(self.compute.handle)
+            self.stream.wait(self.gathered)
+            self.lanes.to_host(
+                self.stream,
+                ring,
+                self.dense[part],
+                self.arena.region,
+                self.slots[part],
+                self.block,
+            )
 
-    def direct(copy: Any, ctas: int) -> float:
-        return rate(
-            lambda: copy(layout, ids, arena.data_ptr(), arena.numel(), slots, handle, ctas=ctas)
+    def _copy(
+        self, copy: Any, source: tuple[int, Any], target: tuple[int, Any], nbytes: int
+    ) -> None:
+        copy(
+            *source,
+            *target,
+            nbytes,
+            self.stream.handle,
+            device=0,
+            host_piece_bytes=self.arena.region.piece_bytes,
         )
 
-    result: dict[str, Any] = {
-        "block_bytes": block,
-        "blocks": count,
-        "memcpy": {"d2h": rate(lambda: memcpy(True)), "h2d": rate(lambda: memcpy(False))},
-        "gather_on_device": rate(
-            lambda: cuda.gather(layout, ids, staging.data_ptr(), total, dense, handle)
-        ),
-        "staged": {"d2h": rate(staged_out), "h2d": rate(staged_in)},
-    }
-    for ctas in CTAS:
-        result[f"direct {ctas}"] = {
-            "d2h": direct(cuda.gather, ctas),
-            "h2d": direct(cuda.scatter, ctas),
-        }
-    return result
+
+def ratios(result: dict[str, Any]) -> dict[str, float]:
+    """The goals of P1: the way the connector takes, of one large copy and of page-wise DMA."""
+    told: dict[str, float] = {}
+    for way, layout in (("in", "layers"), ("in", "blocks"), ("out", "layers"), ("out", "blocks")):
+        rates = result[way]
+        ours = max(
+            rate
+            for name, rate in rates.items()
+            if name.startswith(layout) and name != "layers pages"
+        )
+        told[f"{layout} {way} of memcpy"] = round(ours / rates["memcpy"], 3)
+        told[f"{layout} {way} of pages"] = round(ours / rates["layers pages"], 2)
+    return told
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="where the JSON goes")
+    parser.add_argument("--compute", default="Qwen2.5-7B/16", help="shape beside which to compute")
     args = parser.parse_args()
-    report: dict[str, Any] = {"environment": environment.describe(), "unit": "GB/s", "shapes": {}}
+    report: dict[str, Any] = {
+        "environment": environment.describe(),
+        "unit": "GB/s",
+        "batch_bytes": BATCH_BYTES,
+        "shapes": {},
+    }
     for block_size in (16, 64):
         for name, (layers, heads) in SHAPES.items():
-            result = measure(layers, heads, block_size)
+            bench = Bench(layers, heads, block_size)
+            result: dict[str, Any] = {
+                "block_bytes": bench.block,
+                "blocks": bench.count,
+                "in": bench.rates(bench.inbound()),
+                "out": bench.rates(bench.outbound()),
+            }
+            result["ratios"] = ratios(result)
             report["shapes"][f"{name}/{block_size}"] = result
-            limit = result["memcpy"]
-            best_h2d = max(
-                v["h2d"] for k, v in result.items() if k == "staged" or k.startswith("direct")
-            )
-            print(
-                f"{name:14} {block_size:3}  memcpy {limit['d2h']:5.1f} {limit['h2d']:5.1f}  "
-                f"staged {result['staged']['d2h']:5.1f} {result['staged']['h2d']:5.1f}  "
-                + "  ".join(
-                    f"d{c} {result[f'direct {c}']['d2h']:4.1f} {result[f'direct {c}']['h2d']:4.1f}"
-                    for c in CTAS
-                )
-                + f"  best in/limit {best_h2d / limit['h2d']:.2f}",
-                flush=True,
-            )
-    if args.out:
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+            if f"{name}/{block_size}" == args.compute:
+                ways = {f"in: {n}": w for n, w in bench.inbound().items() if n != "memcpy"}
+                ways |= {f"out: {n}": w for n, w in bench.outbound().items() if n != "memcpy"}
+                report["compute"] = bench.slowdowns(ways)
+                print("compute", json.dumps(report["compute"]), flush=True)
+            bench.close()
+            print(f"{name}/{block_size}", json.dumps(result), flush=True)
+            if args.out:
+                args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

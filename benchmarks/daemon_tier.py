@@ -61,6 +61,7 @@ def _measure(way: str, address: str, tiny: bool, repetitions: int) -> dict[str, 
                 "cpu_memory": memory,
                 "remote": address,
                 "remote_lookup_timeout": 5,
+                "load_policy": "always",
             },
         ),
     )

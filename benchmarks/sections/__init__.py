@@ -1,0 +1,1 @@
+"""Parts of docs/benchmarks.md, one a module; `benchmarks/report.py` puts them together."""

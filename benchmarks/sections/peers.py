@@ -1,0 +1,156 @@
+"""Our connector beside its peers (`benchmarks/peers.py`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.markdown import image, measured_on, median, number, table
+from benchmarks.peer_goals import KINDS, cold_throughput
+from benchmarks.plots import Plot, Series
+from benchmarks.samples import Samples
+from benchmarks.stored_results import Result, Results
+
+_INTRO = """\
+Every engine is a process of its own on the same device; they take turns on the same prompts, in
+rotating order. A *device hit* is a prompt whose KV blocks are all in the device's prefix cache, a
+*tier hit* one whose blocks are in host memory alone, a *batch* so many prompts asked at once. The
+*load cost* is a tier hit less the device hit of the same engine in the same turn. All times are to
+the first token. Times are medians with quartiles, in milliseconds. Compare within a table only.
+"""
+_FAST_MODE = """\
+Times of device hits have two modes on this machine. They are split where the variance of the
+logarithms on both sides is least (over all engines of the table): the fast mode ends at {limit} ms.
+"""
+
+
+def section(results: Results) -> str:
+    found = results.of("peers")
+    if not found:
+        return ""
+    return "\n".join(["## Beside the peers\n", _INTRO, *(_run(result) for result in found)])
+
+
+def _run(result: Result) -> str:
+    images = [image(plot.name, plot.title) for plot in _plots(result)]
+    return "\n".join([f"### {result.name}\n", describe(result), *images])
+
+
+def describe(result: Result) -> str:
+    """One run as text: goals and tables."""
+    data = result.data
+    copy = data["pinned_copy"]
+    parts = [measured_on(result)]
+    parts.append(_sizes(data))
+    if data["derived"]["goals"]:
+        parts.append(_goals(data["derived"]["goals"]))
+    samples = Samples.from_rows(data["samples"]["columns"], data["samples"]["rows"])
+    for group in data["derived"]["groups"]:
+        parts.append(_table(group, samples.where(group=group["group"]), copy))
+        if group["fast_mode_limit_ms"] is not None:
+            parts.append(_FAST_MODE.format(limit=group["fast_mode_limit_ms"]))
+    failed = {mode: e["failed"] for mode, e in data["engines"].items() if "failed" in e}
+    parts += [f"`{mode}` failed: {why}\n" for mode, why in failed.items()]
+    if data.get("left_out"):
+        parts.append(f"Not run on this machine: {', '.join(data['left_out'])}.\n")
+    return "\n".join(parts)
+
+
+def _sizes(data: dict[str, Any]) -> str:
+    text = (
+        f"Prompts of {data['prompt_tokens']:,} tokens ({data['prompt_bytes'] / 1e6:,.1f} MB of "
+        f"KV), batches of {data['batch']}."
+    )
+    copy = data["pinned_copy"]
+    if copy:
+        text += (
+            f" One copy of so many bytes to the device takes {copy['to_device_ms']:.1f} ms "
+            f"({copy['to_device_gbs']:.1f} GB/s), measured in the same run."
+        )
+    return text + "\n"
+
+
+def _goals(goals: list[dict[str, Any]]) -> str:
+    return table(
+        ["goal", "what", "measured", "wanted", "reached"],
+        [
+            [
+                goal["id"],
+                f"{goal['what']} (table {goal['group'] + 1})",
+                f"{goal['value']:.3f} {goal['unit']}",
+                f"{'≤' if goal['at_most'] else '≥'} {goal['limit']} {goal['unit']}",
+                "yes" if goal["reached"] else "**no**",
+            ]
+            for goal in goals
+        ],
+    )
+
+
+def _table(group: dict[str, Any], samples: Samples, copy: dict[str, float] | None) -> str:
+    header = ["mode", *(kind.replace("_", " ") for kind in KINDS), "fast device hit"]
+    header += ["load cost", "× copy", "cold throughput of vllm", "hits", "tokens equal"]  # noqa: RUF001
+    rows = []
+    for mode, found in group["modes"].items():
+        cost = found.get("load_cost")
+        tiers = [found[kind] for kind in ("tier_hit", "tier_batch") if kind in found]
+        rows.append(
+            [
+                f"`{mode}`",
+                *(median(found.get(kind)) for kind in (*KINDS, "device_hit_fast", "load_cost")),
+                number(cost["median"] / copy["to_device_ms"], 2) if cost and copy else number(None),
+                number(cold_throughput(samples, mode), 3),
+                _of(tiers, "hits"),
+                _of(tiers, "equal"),
+            ]
+        )
+    return f"Table {group['group'] + 1}:\n\n" + table(header, rows)
+
+
+def _of(tiers: list[dict[str, Any]], name: str) -> str:
+    if not tiers:
+        return number(None)
+    return f"{sum(t[name] for t in tiers)} of {sum(t['requests'] for t in tiers)}"
+
+
+def plots(results: Results) -> list[Plot]:
+    return [plot for result in results.of("peers") for plot in _plots(result)]
+
+
+def _plots(result: Result) -> list[Plot]:
+    """Load cost and batches from the tier, by mode; a mode of several groups by its first."""
+    modes: dict[str, dict[str, Any]] = {}
+    for group in result.data["derived"]["groups"]:
+        for mode, found in group["modes"].items():
+            modes.setdefault(mode, found)
+    copy = result.data["pinned_copy"]
+    limit = copy["to_device_ms"] if copy else None
+    batch = result.data["batch"]
+    made = [
+        _bars(result, modes, "load_cost", "Load cost of a tier hit", limit),
+        _bars(
+            result, modes, "tier_batch", f"{batch} prompts from the tier", limit and limit * batch
+        ),
+    ]
+    return [plot for plot in made if plot is not None]
+
+
+def _bars(
+    result: Result, modes: dict[str, dict[str, Any]], kind: str, title: str, limit: float | None
+) -> Plot | None:
+    found = {mode: m[kind] for mode, m in modes.items() if kind in m and m[kind]["median"] > 0}
+    if not found:
+        return None
+    found = dict(sorted(found.items(), key=lambda item: item[1]["median"]))
+
+    def each(name: str) -> tuple[float, ...]:
+        return tuple(spread[name] for spread in found.values())
+
+    return Plot(
+        name=f"{result.name}-{kind.replace('_', '-')}",
+        title=title,
+        x_label="",
+        y_label="ms, median and quartiles",
+        series=(Series(title, tuple(found), each("median"), each("q1"), each("q3")),),
+        bars=True,
+        limit=limit,
+        limit_label="the same bytes in one copy",
+    )

@@ -1,0 +1,40 @@
+"""The SSD tier beside fio (`benchmarks/ssd_tier.py`)."""
+
+from __future__ import annotations
+
+from benchmarks.markdown import measured_on, number, table
+from benchmarks.stored_results import Result, Results
+
+_INTRO = """\
+Blocks written, read and replaced, in GB/s, and as a part of what fio reaches with the same block
+size and direct I/O (goal P9: at least 0.95). Recovery is of a tier of 100 GB (goal P14: 2 s).
+"""
+_ACTIONS = ("write", "read", "replace")
+
+
+def section(results: Results) -> str:
+    found = results.of("ssd_tier")
+    if not found:
+        return ""
+    return "\n".join(["## The SSD tier\n", _INTRO, *(_run(result) for result in found)])
+
+
+def _run(result: Result) -> str:
+    rows = [
+        [
+            name,
+            f"{case['block_bytes'] / 1024:,.0f} KiB",
+            *(number(case.get(f"{action}_gb_per_s"), 2) for action in _ACTIONS),
+            *(number(case.get(f"{action}_of_fio"), 2) for action in _ACTIONS),
+        ]
+        for name, case in result.data["speed"].items()
+    ]
+    header = ["shape", "block", *_ACTIONS, *(f"{action} of fio" for action in _ACTIONS)]
+    text = measured_on(result) + "\n" + table(header, rows)
+    recovery = result.data.get("recovery")
+    if recovery:
+        text += (
+            f"\nServing {recovery['blocks']:,} blocks {recovery['seconds_to_serving']:.1f} s after "
+            f"the start, {recovery['seconds_to_serving_cold_journal']:.1f} s with a cold journal.\n"
+        )
+    return text

@@ -1,0 +1,140 @@
+"""Long prompts asked again and again: computed, from the GPU, the CPU tier, and a daemon.
+
+    python -m benchmarks.seeds.long_prefill --out result.json
+
+Distinct prompts of 10240 tokens, two at a time, three rounds each, by tokens of output.
+With a daemon three more follow after the engine has been killed and started again.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.engine_process import EngineProcess, EngineSpec
+from benchmarks.seeds import engine_kinds
+from benchmarks.seeds.command_line import run_table
+from benchmarks.seeds.prompts import Prompts
+from benchmarks.seeds.record import Record
+from benchmarks.seeds.shapes import QWEN_7B, TINY
+from benchmarks.seeds.workbench import Workbench
+
+_ROUNDS = (1, 2, 3)
+_ROUNDS_AFTER_RESTART = (4, 5, 6)
+_REMOTE = ("remote+prefix_caching", "remote+no_prefix_caching")
+ROWS = {  # system, GPU cache, rounds
+    "naive": ("vllm", False, (1,)),
+    "prefix_caching": ("vllm", True, _ROUNDS),
+    "offloading+prefix_caching": ("tiered", True, _ROUNDS),
+    "offloading+no_gpu_caching": ("tiered", False, _ROUNDS),
+    "remote+prefix_caching": ("daemon", True, _ROUNDS),
+    "remote+no_prefix_caching": ("daemon", False, _ROUNDS),
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    prompt_tokens: int = 10_240
+    prompts: int = 2
+    """10 in the original; the daemon holds all of them for every length of output, twice."""
+    outputs: tuple[int, ...] = (2, 4, 8, 16, 32, 64, 128)
+    attach_s: int = 8
+    """For the engines to map and pin the daemon's memory, in the background."""
+
+
+SIZES = Sizes()
+TINY_SIZES = Sizes(prompt_tokens=1024, prompts=2, outputs=(2, 8), attach_s=1)
+
+
+def specs(bench: Workbench, sizes: Sizes) -> list[EngineSpec]:
+    return [_spec(bench, sizes, row) for row in ROWS]
+
+
+def measure(bench: Workbench, record: Record, sizes: Sizes) -> None:
+    of_row = dict(zip(ROWS, specs(bench, sizes), strict=True))
+    engines = bench.engines(list(of_row.values()), record)
+    shape = TINY if bench.tiny else QWEN_7B
+    fresh = Prompts(shape.vocabulary, seed=4)
+    _warm_up(bench, engines, fresh, record, sizes)
+    # Rows do not share prompts: two of them share a daemon.
+    prompts = {
+        (row, output): fresh.distinct(sizes.prompts, sizes.prompt_tokens)
+        for row in ROWS
+        for output in sizes.outputs
+    }
+    for output in sizes.outputs:
+        for row, (_, _, rounds) in ROWS.items():
+            for number in rounds:
+                _ask(bench, engines, of_row[row].name, prompts, record, row, output, number)
+    again = bench.restart([of_row[row] for row in _REMOTE], record, room=True)
+    _warm_up(bench, again, fresh, record, sizes)
+    for output in sizes.outputs:
+        for row in _REMOTE:
+            for number in _ROUNDS_AFTER_RESTART:
+                _ask(bench, again, of_row[row].name, prompts, record, row, output, number)
+
+
+def _warm_up(
+    bench: Workbench,
+    engines: dict[str, EngineProcess],
+    fresh: Prompts,
+    record: Record,
+    sizes: Sizes,
+) -> None:
+    for name, engine in engines.items():
+        with bench.surviving(name, record):
+            engine.ask(fresh.distinct(2, sizes.prompt_tokens // 4), 4)
+            engine.settle()
+    time.sleep(sizes.attach_s)
+
+
+def _ask(
+    bench: Workbench,
+    engines: dict[str, EngineProcess],
+    name: str,
+    prompts: dict[tuple[str, int], list[list[int]]],
+    record: Record,
+    row: str,
+    output: int,
+    number: int,
+) -> None:
+    if record.over or not bench.alive([name]):
+        return
+    labels = {"row": row, "round": number, "output": output}
+    with bench.surviving(name, record):
+        engine, asked_for = engines[name], prompts[row, output]
+        before = engine.loaded()
+        asked = engine.ask(asked_for, output)
+        record.add(asked.seconds, len(asked_for), **labels)
+        engine.settle()
+        loaded = {tier: count - before.get(tier, 0) for tier, count in engine.loaded().items()}
+        record.detail(labels, loaded_blocks=loaded)
+
+
+def _spec(bench: Workbench, sizes: Sizes, row: str) -> EngineSpec:
+    system, gpu_cache, _ = ROWS[row]
+    shape = TINY if bench.tiny else QWEN_7B
+    one_set = sizes.prompts * (sizes.prompt_tokens + max(sizes.outputs)) * _bytes_per_token(bench)
+    cpu_memory = 2 * one_set
+    transfer: dict[str, Any] | None = None
+    if system == "tiered":
+        transfer = engine_kinds.connector(cpu_memory=cpu_memory)
+    if system == "daemon":
+        memory = int(len(_REMOTE) * (len(sizes.outputs) + 1) * one_set * 1.2)
+        address = bench.daemon("long", "--memory", str(memory)).ipc
+        transfer = engine_kinds.with_daemon(address, cpu_memory)
+    kv_bytes = max(one_set * 5 // 4, (shape.max_model_len + 512) * _bytes_per_token(bench))
+    return engine_kinds.engine(shape, system, transfer, gpu_cache=gpu_cache, kv_bytes=kv_bytes)
+
+
+def _bytes_per_token(bench: Workbench) -> int:
+    return 4096 if bench.tiny else QWEN_7B.token_bytes
+
+
+def main() -> None:
+    run_table("long_prefill", measure, SIZES, TINY_SIZES, __doc__)
+
+
+if __name__ == "__main__":
+    main()

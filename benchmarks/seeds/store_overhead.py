@@ -1,0 +1,111 @@
+"""What storing costs the engine: swap_out to the CPU tier, transfer_out to a daemon's memory.
+
+    python -m benchmarks.seeds.store_overhead --out result.json
+
+Prompts of 8192 tokens that nobody has seen, one token of output, by tokens per step; with and
+without the GPU's prefix cache, with synchronous and asynchronous scheduling. All engines live at
+the same time and take turns. With small steps prompts run one after the other, so fewer of them
+tell the same rate: each cell says how many it was measured with.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.engine_process import EngineSpec
+from benchmarks.seeds import small_engines
+from benchmarks.seeds.command_line import run_table
+from benchmarks.seeds.engine_kinds import CHUNK
+from benchmarks.seeds.prompts import Prompts
+from benchmarks.seeds.record import Record
+from benchmarks.seeds.workbench import Workbench
+
+SYSTEMS = ("vllm", "tiered", "daemon")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    prompt_tokens: int = 8192
+    prompts: int = 4
+    steps_at_most: int = 32
+    """Prompts are left out as long as more steps than these would be needed."""
+    chunks: tuple[int, ...] = (1024, 768, 512, 384, 256, 128, 64, 32)
+    repetitions: int = 2
+    once_below: int = 128
+    """Smaller chunks than this are measured once: they take the longest."""
+    asynchronous: int = 1
+    gpu_cache_off: int = 1
+    attach_s: int = 8
+    """For the engines to map and pin the daemon's memory, in the background."""
+
+
+SIZES = Sizes()
+TINY_SIZES = Sizes(
+    prompt_tokens=512,
+    chunks=(1024, 256, 64),
+    repetitions=1,
+    asynchronous=0,  # vLLM has none on a CPU
+    gpu_cache_off=0,
+    attach_s=1,
+)
+
+
+def specs(bench: Workbench, sizes: Sizes) -> list[EngineSpec]:
+    return [small_engines.engine(bench, **labels) for labels in _labels(sizes)]
+
+
+def _labels(sizes: Sizes) -> list[dict[str, Any]]:
+    return [
+        {"system": system, "scheduling": scheduling, "gpu_cache": gpu_cache}
+        for gpu_cache in ([True, False] if sizes.gpu_cache_off else [True])
+        for scheduling in (["sync", "async"] if sizes.asynchronous else ["sync"])
+        for system in SYSTEMS
+    ]
+
+
+def measure(bench: Workbench, record: Record, sizes: Sizes) -> None:
+    wanted, cells = specs(bench, sizes), _labels(sizes)
+    names = [spec.name for spec in wanted]
+    engines = bench.engines(wanted, record, room=True)
+    fresh = Prompts(small_engines.shape_of(bench).vocabulary, seed=2)
+    for name in bench.alive(names):
+        with bench.surviving(name, record):
+            engines[name].ask(fresh.distinct(2, sizes.prompt_tokens))
+            engines[name].settle()
+    time.sleep(sizes.attach_s)
+    for repetition in range(sizes.repetitions):
+        for chunk in sizes.chunks:
+            if repetition and chunk < sizes.once_below:
+                continue
+            count = prompts_for(sizes, chunk)
+            order = list(zip(names, cells, strict=True))
+            turn = repetition * len(sizes.chunks) % len(order)
+            for name, cell in order[turn:] + order[:turn]:
+                if record.over:
+                    break
+                if not bench.alive([name]):
+                    continue
+                with bench.surviving(name, record):
+                    engine = engines[name]
+                    engine.set_chunk(chunk)
+                    asked = engine.ask(fresh.distinct(count, sizes.prompt_tokens))
+                    record.add(asked.seconds, count, **cell, chunk=chunk)
+                    engine.settle()
+    for name in bench.alive(names):
+        with bench.surviving(name, record):
+            engines[name].set_chunk(CHUNK)
+
+
+def prompts_for(sizes: Sizes, chunk: int) -> int:
+    steps = -(-sizes.prompt_tokens // chunk)
+    return max(1, min(sizes.prompts, sizes.steps_at_most // steps))
+
+
+def main() -> None:
+    run_table("store_overhead", measure, SIZES, TINY_SIZES, __doc__)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""TTFT with a tier that is slower than the model: load all of it, what pays, or nothing.
+
+    python -m benchmarks.slow_tier --out result.json                7B shape on a GPU
+    python -m benchmarks.slow_tier --tiny --out result.json         the same code on a laptop
+    python -m benchmarks.slow_tier --link 1.6GB --out result.json   over a link of that speed
+
+The prompts lie on the SSD of a daemon, whose memory holds but a part of one. They are more than the
+CPU tier of an engine holds, and each engine asks for them in turn: it never finds one there.
+Engines: vLLM alone, and ours with `load_policy` always, auto and never, side by side, taking turns.
+`auto` starts without any knowledge of the disk or the model; its first rounds are counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks import environment
+from benchmarks.engine_process import EngineSpec
+from benchmarks.fleet import Fleet, say
+from benchmarks.peer_modes import Scale
+from benchmarks.samples import spread
+from benchmarks.slow_link import SlowLink
+from tests.daemon.daemon_process import DaemonProcess
+from tests.models import QWEN2_7B
+from vllm_tiered_kv.config import parse_size
+
+MODES = ("vllm", "always", "auto", "never")
+GOAL = 1.05
+
+
+def spec(mode: str, scale: Scale, remote: str) -> EngineSpec:
+    extra = {
+        "cpu_memory": scale.tier_bytes,
+        "remote": remote,
+        "remote_lookup_timeout": 5,
+        "remote_load_timeout": 60,
+        "load_policy": mode,
+    }
+    ours = {
+        "kv_connector": "TieredKVConnector",
+        "kv_connector_module_path": "vllm_tiered_kv.connector.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+    return EngineSpec(
+        name=mode,
+        model=scale.model,
+        transfer=None if mode == "vllm" else ours,
+        options={
+            "kv_cache_memory_bytes": scale.device_bytes,
+            "max_model_len": scale.prompt_tokens + 64,
+        },
+    )
+
+
+@contextlib.contextmanager
+def daemon(folder: Path, scale: Scale, prompts: int, link: str | None) -> Iterator[str]:
+    """Where a daemon with a slow tier is reached."""
+    arguments = [
+        *("--memory", str(max(64 << 20, scale.prompt_bytes // 2))),
+        *("--ssd", str(folder / "ssd")),
+        *("--ssd-space", str(max(1 << 30, 2 * prompts * scale.prompt_bytes))),
+    ]
+    with contextlib.ExitStack() as stack:
+        endpoint = stack.enter_context(DaemonProcess(folder, *arguments)).endpoint
+        if link is not None:
+            speed = parse_size("link", link)
+            endpoint = stack.enter_context(SlowLink(endpoint, speed)).endpoint
+        yield endpoint
+
+
+def fill(fleet: Fleet, prompts: list[list[int]]) -> None:
+    """Twice: what found a queue full the first time is stored the second time."""
+    for prompt in [*prompts, *prompts]:
+        fleet.running["never"].ask([prompt])
+        fleet.running["never"].forget_device()
+    time.sleep(3)  # for the daemon to write behind
+
+
+def measure(
+    fleet: Fleet, prompts: list[list[int]], rounds: int, deadline: float
+) -> Iterator[dict[str, Any]]:
+    """Each engine a prompt of its own in a round: what one has read may be in memory after it."""
+    apart = len(prompts) // len(MODES)
+    for number in range(rounds):
+        names = [name for name in MODES if name in fleet.running]
+        for place in range(len(names)):
+            if time.monotonic() > deadline:
+                return
+            mode = names[(place + number) % len(names)]
+            prompt = prompts[(number + apart * MODES.index(mode)) % len(prompts)]
+            with fleet.left_out_on_failure():
+                engine = fleet.running[mode]
+                engine.forget_device()
+                asked = engine.ask([prompt])
+                yield {
+                    "round": number,
+                    "mode": mode,
+                    "ms": round(asked.seconds * 1000, 3),
+                    "loaded_tokens": asked.cached[0],
+                    "first_token": asked.tokens[0][0],
+                    "prompt": prompts.index(prompt),
+                }
+
+
+def derive(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    times = {mode: [s["ms"] for s in samples if s["mode"] == mode] for mode in MODES}
+    times = {mode: values for mode, values in times.items() if values}
+    found: dict[str, Any] = {"ms": {mode: spread(values) for mode, values in times.items()}}
+    if "vllm" not in times:
+        return found
+    alone = statistics.median(times["vllm"])
+    found["ratio_to_vllm"] = {
+        mode: round(statistics.median(values) / alone, 4) for mode, values in times.items()
+    }
+    found["worst_ratio"] = {mode: round(max(v) / alone, 4) for mode, v in times.items()}
+    firsts = {(s["prompt"], s["first_token"]) for s in samples}
+    found["same_first_token"] = len(firsts) == len({prompt for prompt, _ in firsts})
+    if "auto" in times:
+        found["goal"] = f"P10: auto at most {GOAL} of vllm"
+        found["reached"] = found["ratio_to_vllm"]["auto"] <= GOAL
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, without GPU")
+    parser.add_argument("--tokens", type=int, default=0, help="length of a prompt")
+    parser.add_argument("--prompts", type=int, default=8, help="how many different ones")
+    parser.add_argument("--rounds", type=int, default=32)
+    parser.add_argument("--link", help="limit what comes from the daemon, such as 1.6GB a second")
+    parser.add_argument("--folder", type=Path, help="where the SSD tier goes")
+    parser.add_argument("--budget", type=float, default=500.0, help="seconds in all")
+    parser.add_argument("--out", type=Path, help="where the JSON goes")
+    args = parser.parse_args()
+    deadline = time.monotonic() + args.budget
+    tokens = args.tokens or (960 if args.tiny else 10_240)
+    model = {} if args.tiny else QWEN2_7B
+    one = Scale(model, tokens, 1, 0, 0).prompt_bytes
+    scale = Scale(model, tokens, 1, 7 * one // 2, (256 << 20) if args.tiny else (2 << 30))
+    rng = random.Random(0)
+    vocabulary = 900 if args.tiny else 150_000
+    prompts = [[rng.randrange(100, vocabulary) for _ in range(tokens)] for _ in range(args.prompts)]
+    report: dict[str, Any] = {
+        "environment": environment.describe(),
+        "prompt_tokens": tokens,
+        "prompt_bytes": one,
+        "link": args.link,
+        "samples": [],
+    }
+    samples: list[dict[str, Any]] = report["samples"]
+    with (
+        tempfile.TemporaryDirectory(prefix="kv-", dir=args.folder) as folder,
+        daemon(Path(folder), scale, len(prompts), args.link) as remote,
+        Fleet(lambda mode: spec(mode, scale, remote), Path(folder)) as fleet,
+    ):
+        for number in range(1, len(MODES) + 1):
+            # The first alone: it fills vLLM's compile cache. A small machine takes them singly.
+            if number == 1 or number == len(MODES) or args.tiny:
+                fleet.start(MODES[:number])
+        report["engines"] = fleet.described
+        if "never" not in fleet.running:
+            raise SystemExit("the engine that fills the daemon did not start")
+        say("filling the daemon")
+        fill(fleet, prompts)
+        for sample in measure(fleet, prompts, args.rounds, deadline):
+            samples.append(sample)
+            say(f"{sample['round']:3} {sample['mode']:7} {sample['ms']:9.1f} ms")
+            if args.out and sample["mode"] == MODES[-1]:
+                args.out.write_text(json.dumps({**report, "derived": derive(samples)}) + "\n")
+        report["loaded_blocks"] = {name: e.loaded() for name, e in fleet.running.items()}
+    report["derived"] = derive(samples)
+    if args.out:
+        text = json.dumps({k: v for k, v in report.items() if k != "samples"}, indent=1)
+        rows = ",\n  ".join(json.dumps(sample) for sample in samples)
+        args.out.write_text(text.removesuffix("\n}") + f',\n "samples": [\n  {rows}\n ]\n}}\n')
+    print(json.dumps(report["derived"], indent=1))
+
+
+if __name__ == "__main__":
+    main()
