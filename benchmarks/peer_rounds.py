@@ -91,6 +91,7 @@ class Rounds:
         before = engine.loaded()
         engine.forget_device()
         found = engine.ask(asked[which : which + 1])
+        engine.settle()  # a load is counted when its end was reported, which may be a step later
         real = not before or engine.loaded() != before
         answer = self._answers[mode, which]
         self._note(number, turn, mode, "tier_hit", found, answer, real)

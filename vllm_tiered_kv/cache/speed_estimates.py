@@ -116,7 +116,7 @@ class PrefillSpeed:
         self._count += 1
         self._news += 1
         # Here and not when it is asked for: then a request is waiting for the answer.
-        if self._news > min(self._count // 8, 4):  # the more is known, the less a step changes
+        if self._news > min(self._count // 4, 16):  # the more is known, the less a step changes
             self._news = 0
             self._fit = self._fitted()
 

@@ -3,10 +3,16 @@
 The blocks belong to nobody any more, but they lie at the far end of vLLM's free queue with their
 content intact. They are stored as the ring drains, each as long as its hash says that it still
 holds what it held; no reference keeps them from being reused when vLLM needs the memory.
+
+A request that ends only leaves a note behind: what its blocks are is worked out when there is room
+for them, not while its client waits for the answer.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.cache.index import BlockIndex
@@ -18,37 +24,65 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
 
+@dataclass
+class _Note:
+    """Blocks of one request, heads before tails."""
+
+    positions: range
+    block_at: Callable[[int], KnownBlock]
+
+
 class DeferredStores:
     def __init__(self) -> None:
-        # By block id, so never more than there are GPU blocks; heads before tails of a request.
-        self._waiting: dict[int, KnownBlock] = {}
+        self._notes: deque[_Note] = deque()
+        self._count = 0
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return self._count
 
-    def add(self, block: KnownBlock) -> int:
-        """Says how many blocks were given up for it: what the GPU block held before."""
-        replaced = self._waiting.pop(block.block_id, None)
-        self._waiting[block.block_id] = block
-        return int(replaced is not None and replaced.key != block.key)
+    def add(
+        self, positions: range, block_at: Callable[[int], KnownBlock], num_gpu_blocks: int
+    ) -> int:
+        """Notes these positions of a request. Says how many blocks were given up for them: there
+        cannot be more than the GPU has, so the oldest have been reused."""
+        if positions:
+            self._notes.append(_Note(positions, block_at))
+            self._count += len(positions)
+        given_up = 0
+        while self._count > num_gpu_blocks:
+            note = self._notes[0]
+            excess = min(self._count - num_gpu_blocks, len(note.positions))
+            note.positions = note.positions[excess:]
+            self._count -= excess
+            given_up += excess
+            if not note.positions:
+                self._notes.popleft()
+        return given_up
 
     def plan(
         self, pool: BlockPool, index: BlockIndex, room: int
     ) -> tuple[list[StoreBatch], dict[DropReason, int]]:
         """At most `room` blocks to store in this step, and what was given up and why."""
         batches: dict[int, StoreBatch] = {}
+        planned: set[int] = set()
         dropped = {DropReason.STAGING_FULL: 0, DropReason.TIER_FULL: 0}
-        while self._waiting and room > 0:
-            block = self._waiting.pop(next(iter(self._waiting)))
+        while self._notes and room > 0:
+            note = self._notes[0]
+            block = note.block_at(note.positions[0])
+            note.positions = note.positions[1:]
+            self._count -= 1
+            if not note.positions:
+                self._notes.popleft()
             if not block.still_there(pool):
                 dropped[DropReason.STAGING_FULL] += 1
                 continue
-            if index.lookup(block.key) is not Lookup.MISS:
+            if block.block_id in planned or index.lookup(block.key) is not Lookup.MISS:
                 continue
             slot = index.reserve(block.key, block.parent, block.group.size_class)
             if slot is None:
                 dropped[DropReason.TIER_FULL] += 1
                 continue
+            planned.add(block.block_id)
             batch = batches.setdefault(block.group.group_id, StoreBatch(block.group))
             batch.add(block, slot)
             room -= 1
@@ -56,10 +90,19 @@ class DeferredStores:
 
     def forget(self, block_ids: set[int]) -> int:
         """These GPU blocks hold something else than they seemed to; says how many were waiting."""
-        return sum(self._waiting.pop(block_id, None) is not None for block_id in block_ids)
+        forgotten = 0
+        for note in self._notes:
+            blocks = [note.block_at(position) for position in note.positions]
+            kept = [block for block in blocks if block.block_id not in block_ids]
+            if len(kept) < len(blocks):
+                forgotten += len(blocks) - len(kept)
+                note.positions, note.block_at = range(len(kept)), kept.__getitem__
+        self._notes = deque(note for note in self._notes if note.positions)
+        self._count -= forgotten
+        return forgotten
 
     def clear(self) -> int:
         """Forgets all; says how many there were."""
-        count = len(self._waiting)
-        self._waiting.clear()
+        count, self._count = self._count, 0
+        self._notes.clear()
         return count

@@ -32,6 +32,7 @@ from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.recorder import Recorder
 
 _PREFILL_SHARE = 0.8  # of a step's tokens, for it to tell how long a prefill takes
+_LEAST_PREFILL = 128  # tokens of it: the end of a prompt that was found takes no time to speak of
 _PATIENCE = 0.03  # of its prefill: what a request may wait for an answer that is worth nothing
 _HIT_RATE_WEIGHT = 0.1
 _MOST_MEASURED = 16  # steps under way; one whose number never comes back is forgotten
@@ -64,6 +65,7 @@ class LoadOrRecompute:
     ) -> None:
         """`step_tokens`: the most tokens vLLM computes in a step."""
         self._policy = config.load_policy
+        self._least_prefill = min(_LEAST_PREFILL, step_tokens // 8)
         self._group = groups[0]  # groups agree on the tokens; where they lie is told by the first
         self._index = index
         self._recorder = recorder
@@ -189,7 +191,7 @@ class LoadOrRecompute:
             if computed + 1 < state.request.num_tokens:
                 tokens += count
                 attended += count * (computed + count / 2)
-        if tokens < _PREFILL_SHARE * total:
+        if tokens < max(_PREFILL_SHARE * total, self._least_prefill):
             return None
         self._next_step += 1
         self._steps[self._next_step] = _Step(tokens, attended, self._clock())

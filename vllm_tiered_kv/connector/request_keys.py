@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from vllm_tiered_kv.connector.model_identity import adapter_digest
 from vllm_tiered_kv.core.key import BlockKey, canonical, group_suffix, root_digest
@@ -48,7 +48,7 @@ class RequestKeys:
         )
         self._units.extend(keys)
         if single:
-            self.of_group[0].extend(BlockKey(key) for key in keys)
+            self.of_group[0].extend(cast("list[BlockKey]", keys))  # a call for each would show
             return
         for group, step in enumerate(self._steps):
             have = len(self.of_group[group])

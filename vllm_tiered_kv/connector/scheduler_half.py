@@ -179,8 +179,8 @@ class SchedulerHalf:
         for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
             self._plan_stores(request_id, scheduled)
         self._next.stores_after += self.stores.store_unowned()
-        if not scheduler_output.total_num_scheduled_tokens:
-            self.index.tell_uses()  # no request waits for this step
+        if not self._requests:
+            self.index.tell_uses()  # nobody waits
         self._next.measured_step = self.judge.step_planned(
             scheduler_output.num_scheduled_tokens, self._requests, bool(self._next.loads)
         )

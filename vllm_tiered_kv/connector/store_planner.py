@@ -195,10 +195,17 @@ class StorePlanner:
             self._ledger.drop(max(0, stop - start), state.closed or DropReason.STAGING_FULL)
             return
         skip = state.held_elsewhere[group.group_id]
-        for position in range(start, stop):
-            if position in skip:
-                continue
-            given_up = self._deferred.add(self._known(state, group, position, table[position]))
+
+        def block_at(position: int) -> KnownBlock:
+            return self._known(state, group, position, table[position])
+
+        # What a daemon holds is one run of positions: there is a part before it and one behind.
+        parts = [range(start, stop)]
+        if skip:
+            parts = [range(start, min(stop, skip.start)), range(max(start, skip.stop), stop)]
+        for positions in parts:
+            # One of them is vLLM's null block.
+            given_up = self._deferred.add(positions, block_at, len(self._block_pool.blocks) - 1)
             self._ledger.drop(given_up, DropReason.STAGING_FULL)
 
     def _refuse_outdated(self, state: RequestState, block_ids: list[int]) -> None:
