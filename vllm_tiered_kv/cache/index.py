@@ -147,6 +147,10 @@ class BlockIndex:
         if len(self._uses) >= _MAX_UNTOLD_USES:
             self.tell_uses()
 
+    @property
+    def has_untold_uses(self) -> bool:
+        return bool(self._uses)
+
     def tell_uses(self) -> None:
         """Tells the policies what was used, to be called when nobody waits."""
         if not self._uses:

@@ -231,6 +231,7 @@ class SchedulerHalf:
         return bool(
             self.ledger.has_open_stores
             or self.ledger.has_open_ahead
+            or self.index.has_untold_uses
             or self.ledger.has_open_puts
             or self._next.stores_before
             or self.stores.has_deferred

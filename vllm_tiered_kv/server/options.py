@@ -71,6 +71,12 @@ class ServerOptions:
         "Take the memory from the system's reserve of huge pages (`vm.nr_hugepages`); the daemon "
         "does not start if there are too few.",
     )
+    prefault: bool = _option(
+        True,
+        "bool",
+        "Take all of the memory from the system at the start, in the background. Otherwise it is "
+        "taken as blocks come, which makes the first ones slower.",
+    )
     ssd: str = _option(
         "",
         "path",

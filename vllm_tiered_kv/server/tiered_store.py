@@ -26,6 +26,7 @@ from vllm_tiered_kv.core.store import (
     StoreUsage,
 )
 from vllm_tiered_kv.core.tiers import Lookup, Tier
+from vllm_tiered_kv.device.prefaulter import Prefaulter
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.locator import LOOKUPS_AT_ONCE, Located, Locator
@@ -52,6 +53,7 @@ class TieredStore:
         huge_pages: bool = False,
         workers: int = 16,
         write_queue_bytes: int | None = None,
+        prefault: bool = False,
     ) -> None:
         self._recorder = recorder
         self.memory = MemoryStore(
@@ -61,6 +63,7 @@ class TieredStore:
             lambda key: self._lower.may_leave_memory(StoreKey(key)),
             lambda key, nbytes: self._lower.left_memory(StoreKey(key)),
         )
+        self._prefaulter = Prefaulter(self.memory.arena.region) if prefault else None
         self.ssd = ssd
         self.backing = backing
         self._slower: list[tuple[str, LowerStore]] = []
@@ -378,6 +381,8 @@ class TieredStore:
     def close(self) -> None:
         self._pool.shutdown(wait=True)
         self._lower.close()
+        if self._prefaulter is not None:
+            self._prefaulter.close()
         self.memory.close()
 
 

@@ -34,6 +34,7 @@ def open_tiers(options: ServerOptions, recorder: Recorder) -> TieredStore:
             options.huge_pages,
             options.workers,
             options.write_queue or None,
+            options.prefault,
         )
     except BaseException:
         for store in (ssd, backing):

@@ -1,0 +1,37 @@
+"""Memory is provided ahead of its use, and stays what it is."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from vllm_tiered_kv.device.prefaulter import Prefaulter
+from vllm_tiered_kv.device.shared_arena import SharedArena
+from vllm_tiered_kv.native import prefault
+from vllm_tiered_kv.native.cpu import HostRegion
+
+
+def resident_bytes(fd: int) -> int:
+    return Path(f"/proc/self/fd/{fd}").stat().st_blocks * 512
+
+
+def test_an_arena_is_provided_in_the_background_without_touching_its_bytes() -> None:
+    arena = SharedArena.create(96 << 20)
+    arena.view(70 << 20, 5)[:] = b"bytes"
+    assert resident_bytes(arena.fd) < 8 << 20
+    prefaulter = Prefaulter(arena.region)
+    for _ in range(1000):
+        if resident_bytes(arena.fd) >= 96 << 20:
+            break
+        time.sleep(0.01)
+    assert resident_bytes(arena.fd) >= 96 << 20
+    prefaulter.close()
+    prefaulter.close()
+    assert bytes(arena.view(70 << 20, 5)) == b"bytes"
+    assert not any(arena.view(0, 4096))
+    arena.close()
+
+
+def test_an_address_that_is_none_is_refused_not_fatal() -> None:
+    assert not prefault.populate(0, 4096)
+    Prefaulter(HostRegion(4096, 4096)).close()
