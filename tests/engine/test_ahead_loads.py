@@ -6,9 +6,14 @@ import random
 from pathlib import Path
 
 import pytest
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 
 from tests.engine.test_scheduling import BOTH, ask, assert_tier_is_right, prompt, total
 from tests.engine.toy_engine import ToyEngine, WrongRead, play
+from vllm_tiered_kv.cache.load_economics import Decision
+from vllm_tiered_kv.config import TieredKVConfig
+from vllm_tiered_kv.connector.assembly import make_worker_half
+from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.errors import CudaError
 from vllm_tiered_kv.metrics import names
 
@@ -108,6 +113,50 @@ def test_a_step_that_cannot_be_taken_back_says_what_is_wrong(tiny_model: Path) -
     engine.add(ids, 6)
     with pytest.raises(CudaError, match="cannot be copied to the GPU"):
         engine.run()
+
+
+def test_only_a_lone_step_can_be_taken_back(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stages of a pipeline have several steps under way, too."""
+    engine = ToyEngine(tiny_model)
+
+    def can_be_discarded() -> bool:
+        half = make_worker_half(TieredKVConfig(), engine.config, engine.kv_cache_config)
+        return half._ahead._steps_can_be_discarded
+
+    assert can_be_discarded()
+    monkeypatch.setattr(engine.config.parallel_config, "pipeline_parallel_size", 2)
+    assert not can_be_discarded()
+    monkeypatch.undo()
+    monkeypatch.setattr(engine.config.scheduler_config, "async_scheduling", True)
+    assert not can_be_discarded()
+
+
+def test_an_offer_that_vllm_does_not_take(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As inside a MultiConnector whose first connector has more to offer."""
+    monkeypatch.setenv("TIERED_KV_LOAD_POLICY", "auto")
+    engine = ToyEngine(tiny_model)
+    ids = prompt(random.Random(1), 41)
+    warm(engine, ids)
+    economics = engine.half.judge.economics
+    for _ in range(8):  # the tier is slow and computing is fast: what is offered is a probe
+        economics.speeds[Tier.CPU].observe(1000.0, 5.0)
+        economics.speeds[Tier.CPU].observe(100.0, 0.5)
+        economics.prefill.observe(32, 500.0, 0.01)
+    economics._probing[Tier.CPU].heard_at = -1e9
+    request = engine.requests[engine.add(ids, 4)]
+    half = engine.half
+    offered, _ = half.get_num_new_matched_tokens(request, 0)
+    assert offered
+    decisions = half._requests[request.request_id].match.choice.decisions
+    assert decisions == {Tier.CPU: Decision.PROBE}
+    half.update_state_after_alloc(request, KVCacheBlocks(([],)), 0)
+    assert economics._probing[Tier.CPU].name is None
+    engine.run()
+    engine.assert_at_rest()
 
 
 def test_a_layer_that_does_not_wait_reads_what_is_not_there(

@@ -410,6 +410,8 @@ class ToyEngine:
             ubatch_slices=None,
         )
         if output.has_sync_kv_loads:
+            # Here vLLM may clear new blocks, those to be loaded among them.
+            self.copier.fenced = False
             self.worker.start_load_kv(context)
         self._calls_layers = context.attn_metadata is not None
         sampled = {r: self._forward(r, n) for r, n in output.num_scheduled_tokens.items()}

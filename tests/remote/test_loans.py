@@ -310,3 +310,27 @@ def test_places_that_fit_are_believed() -> None:
     request = Borrow(17, [bytes(17)] * 2, [b"\0", b"\1"], PAGE)
     places = pack_uints([0, 15 * PAGE])
     _check(BorrowReply(2, [2, 0, 0], 1, 5, places, places), request, 16 * PAGE)
+
+
+def mapped_arenas() -> int:
+    return sum("tiered-kv-arena" in line for line in Path("/proc/self/maps").open())
+
+
+@pytest.mark.parametrize("asks", [True, False], ids=["asked-again", "idle"])
+def test_the_memory_of_a_daemon_that_has_gone_is_given_up(
+    daemon: DaemonProcess, desk: LoanDesk, asks: bool
+) -> None:
+    """Kept mapped, it would hold all of it, whatever became of the daemon."""
+    before = mapped_arenas()
+    loan = ask(desk).loan
+    assert loan is not None
+    loan.release()  # the thread that gives back looks after the rest
+    assert mapped_arenas() == before + 1
+    daemon.kill()
+
+    def is_given_up() -> bool:
+        if asks:
+            desk.match(CHAIN, RANKS, NBYTES, within(0.3))
+        return mapped_arenas() == before
+
+    eventually(is_given_up)

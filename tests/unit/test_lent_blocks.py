@@ -14,6 +14,8 @@ import pytest
 from tests.daemon.daemon_process import DaemonProcess
 from tests.remote.engine import block_keys, content, items
 from tests.remote.test_loans import requests
+from tests.remote.test_shared_memory import eventually
+from vllm_tiered_kv.connector import shared_region
 from vllm_tiered_kv.connector.remote_loader import RemoteLoader
 from vllm_tiered_kv.connector.shard import Shard
 from vllm_tiered_kv.connector.shared_region import SharedRegions
@@ -195,3 +197,22 @@ def test_a_part_of_what_is_lent(worker: Worker) -> None:
     offsets, _ = some.of_rank(RANKS[1])  # type: ignore[misc]
     assert offsets.flags.c_contiguous
     assert offsets.tolist() == [loan.offsets[1, 5], loan.offsets[1, 1]]
+
+
+def test_memory_of_a_daemon_that_has_gone_is_kept_a_while_and_only_one_at_a_time(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps planned while it was there may still read it; two at a time may be too much."""
+    monkeypatch.setattr(shared_region, "_KEPT_S", 2.0)
+    transfer = lent(worker.borrow())
+    worker.daemon.kill()
+    worker.daemon.start()
+    old = transfer.lent.arena_id
+    eventually(lambda: old not in worker.regions.ready_arenas)
+    assert not worker.regions.ready_arenas
+    resident = worker.regions.resident(transfer, RANKS[1])
+    assert resident is not None
+    resident.leave()
+    eventually(lambda: bool(worker.regions.ready_arenas))
+    assert old not in worker.regions.ready_arenas
+    assert worker.regions.resident(transfer, RANKS[1]) is None

@@ -193,8 +193,8 @@ class LoadEconomics:
             probing.since += 1
             if probing.heard_at is None:
                 probing.heard_at = now
-            if decision is Decision.PROBE:
-                amounts = self._amounts(choice.tokens, choice.spans)[tier]
+            amounts = self._amounts(choice.tokens, choice.spans).get(tier, {})
+            if decision is Decision.PROBE and amounts:  # vLLM may have taken less, or nothing
                 probing.name, probing.since = name, 0
                 probing.expected_s = self._service_s(amounts)
 

@@ -11,15 +11,18 @@ copies ends the engine then, as it would at vLLM's own next copy.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 
 from vllm_tiered_kv.connector.remote_io import RemoteIO
 from vllm_tiered_kv.connector.shared_region import Resident
-from vllm_tiered_kv.core.transfer import LoadJob
+from vllm_tiered_kv.core.transfer import LoadJob, RemoteTransfer
 from vllm_tiered_kv.device.copier import Copier, PinnedBlocks
 from vllm_tiered_kv.errors import CudaError
 
 logger = logging.getLogger(__name__)
+
+_MAPPED_ANEW_S = 5.0
 
 
 class AheadLoads:
@@ -83,12 +86,22 @@ class AheadLoads:
     def _borrow(self, number: int, job: LoadJob, remote: RemoteIO | None) -> list[PinnedBlocks]:
         residents = self._borrowed.setdefault(number, []) if job.remote else []
         for transfer in job.remote:
-            resident = remote.resident(transfer) if remote is not None else None
-            if resident is None:
-                raise CudaError(f"memory of {transfer.address} is not mapped here")
-            residents.append(resident)
+            residents.append(_resident(transfer, remote))
         return [resident.blocks for resident in residents]
 
     def _give_back(self, number: int) -> None:
         for resident in self._borrowed.pop(number, ()):
             resident.leave()
+
+
+def _resident(transfer: RemoteTransfer, remote: RemoteIO | None) -> Resident:
+    """It was said to be mapped and stays so. If it is being mapped anew, waiting is worth it."""
+    end = time.monotonic() + _MAPPED_ANEW_S
+    while remote is not None:
+        resident = remote.resident(transfer)
+        if resident is not None:
+            return resident
+        if time.monotonic() > end:
+            break
+        time.sleep(0.01)
+    raise CudaError(f"memory of {transfer.address} is not mapped here")

@@ -86,7 +86,11 @@ def make_worker_half(
         geometry,
         parallel.rank,
         tag,
-        steps_can_be_discarded=not vllm_config.scheduler_config.async_scheduling,
+        # Later steps are under way with asynchronous scheduling and in a pipeline.
+        steps_can_be_discarded=(
+            not vllm_config.scheduler_config.async_scheduling
+            and parallel.pipeline_parallel_size == 1
+        ),
     )
 
 

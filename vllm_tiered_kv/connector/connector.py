@@ -136,6 +136,10 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         pass  # blocks are stored whole, after the forward
 
+    def finish_forward(self) -> None:
+        if self.worker_half is not None:
+            self.worker_half.finish_ahead()
+
     def wait_for_save(self) -> None:
         if self.worker_half is not None:
             self.worker_half.after_forward(self._metadata())

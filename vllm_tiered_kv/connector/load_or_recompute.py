@@ -126,6 +126,8 @@ class LoadOrRecompute:
 
     def admitted(self, request_id: str, choice: Choice, tokens: int, is_timed: bool) -> None:
         """vLLM has taken the answer, or less of it. `is_timed`: the end of the load is told."""
+        if choice.tokens and not tokens:
+            return  # vLLM did not take the offer
         if tokens != choice.tokens:
             choice = dataclasses.replace(choice, tokens=tokens)
         now = self._clock()

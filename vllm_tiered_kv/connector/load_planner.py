@@ -72,7 +72,7 @@ class LoadPlanner:
                 elsewhere,
             )
         choice = self.judge.choose(state, computed, loadable, elsewhere)
-        loadable = choice.tokens
+        loadable = min(loadable, choice.tokens)
         ahead = (
             bool(loadable)
             and (self.remote is None or self.remote.is_resident(state))

@@ -102,6 +102,7 @@ class RemoteTier:
             while part is not None and position >= part.stop:
                 part = next(remote, None)
             assert part is not None, f"nobody has block {position}"
+            assert position >= part.start, f"block {position} lies before what was found"
             if not by_part or by_part[-1][0] is not part:
                 by_part.append((part, []))
             by_part[-1][1].append(position)

@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
 _PIECE_BYTES = 128 << 20
-LENT_FOR_SURE_S = 10.0
+LENT_FOR_SURE_S = 2.0
 """How old the word of a daemon may be for a step to rely on its memory."""
-_KEPT_S = 60.0
+_KEPT_S = 15.0
 """How long the memory of a daemon that has gone stays mapped: far longer than that, and than a
 step that was planned meanwhile takes to begin."""
 
@@ -180,7 +180,7 @@ class SharedRegions:
         self._stores = {a: s for a, s in stores.items() if a.startswith("ipc://")}
         self._pin, self._unpin = pin, unpin
         self._regions: dict[str, SharedRegion] = {}
-        self._departed: dict[bytes, SharedRegion] = {}  # of daemons that have gone
+        self._departed: dict[str, SharedRegion] = {}  # of daemons that have gone
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         if self._stores:
@@ -199,11 +199,21 @@ class SharedRegions:
         None. Also of a daemon that has died since: nobody writes its memory any more."""
         if transfer.lent is None:
             return None
-        region = self._regions.get(transfer.address)
-        if region is None or transfer.lent.arena_id != region.memory.arena_id:
-            region = self._departed.get(transfer.lent.arena_id)
+        region = next(
+            (
+                region
+                for region in (
+                    self._regions.get(transfer.address),
+                    self._departed.get(transfer.address),
+                )
+                if region is not None
+                and region.memory.arena_id == transfer.lent.arena_id
+                and region.is_pinned
+            ),
+            None,
+        )
         places = transfer.lent.of_rank(rank)
-        if region is None or places is None or not region.is_pinned or not region.enter():
+        if region is None or places is None or not region.enter():
             return None
         offsets, generations = places
         blocks = PinnedBlocks(
@@ -249,14 +259,19 @@ class SharedRegions:
                 if region is not None:
                     # Steps that were planned while it was there may still read from it.
                     region.departed_at = time.monotonic()
-                    self._departed[region.memory.arena_id] = region
+                    self._departed[address] = region
                     del self._regions[address]
-                self._attach(address, store)
-            for arena_id, region in list(self._departed.items()):
-                if time.monotonic() > region.departed_at + _KEPT_S:
-                    del self._departed[arena_id]
-                    region.retire()
+                self._let_go(address)
+                if address not in self._departed:
+                    # Not two memories of a daemon at a time; until then blocks take the socket.
+                    self._attach(address, store)
             self._stop.wait(_RETRY_S)
+
+    def _let_go(self, address: str) -> None:
+        region = self._departed.get(address)
+        if region is not None and time.monotonic() > region.departed_at + _KEPT_S:
+            del self._departed[address]
+            region.retire()
 
     def _attach(self, address: str, store: RemoteStore) -> None:
         memory = store.attach()

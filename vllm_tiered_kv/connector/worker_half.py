@@ -124,6 +124,9 @@ class WorkerHalf:
         """`calls_each_layer`: the coming forward calls `before_layer` as it comes to each."""
         ahead = [job for job in metadata.loads if job.ahead is not None]
         if ahead:
+            # vLLM may have cleared these very blocks since `before_forward`; this is still ahead
+            # of the forward.
+            self._device.fence()
             by_layer = calls_each_layer and not self._layers_not_seen
             self._ahead.start(self._device, self._remote, ahead, by_layer)
         for job in metadata.loads:
@@ -146,6 +149,10 @@ class WorkerHalf:
             self._layers_not_seen.discard(name)
         self._device.wait_for_layer(name)
 
+    def finish_ahead(self) -> None:
+        """The layers of the model are enqueued; what follows may read any of them."""
+        self._device.finish_ahead()
+
     def after_forward(self, metadata: TieredKVMetadata) -> None:
         self._due = []
         self._device.finish_ahead()
@@ -156,8 +163,19 @@ class WorkerHalf:
         results = KVConnectorTransferResults()
         if self._copier is None:
             return results
-        self._ahead.poll(self._copier)
-        stores, loads = self._copier.poll()
+        self._collect(self._copier)
+        for request_id, failed in self._loads.take_finished():
+            results.finished_recving.add(request_id)
+            if failed is not None:
+                results.failed_recving.add(request_id)
+            if failed is Tier.REMOTE:
+                self._remote_failures.add(request_id)
+        return results
+
+    def _collect(self, copier: Copier) -> None:
+        """What has ended since the last call."""
+        self._ahead.poll(copier)
+        stores, loads = copier.poll()
         for store in stores:
             self._report(store.job_id, StoreReport(store.stored, store.reason))
         for load in loads:
@@ -170,13 +188,6 @@ class WorkerHalf:
             for put in self._remote.writer.poll():
                 self._put.setdefault(put.job_id, []).append(put.report)
         self._times.asked()
-        for request_id, failed in self._loads.take_finished():
-            results.finished_recving.add(request_id)
-            if failed is not None:
-                results.failed_recving.add(request_id)
-            if failed is Tier.REMOTE:
-                self._remote_failures.add(request_id)
-        return results
 
     def take_invalid_blocks(self) -> set[int]:
         return self._ahead.take_invalid_blocks()
@@ -261,6 +272,8 @@ class WorkerHalf:
 
     def _close_copier(self) -> None:
         if self._copier is not None:
+            self._copier.settle_ahead()
+            self._collect(self._copier)  # the scheduler must hear of all that was under way
             self._copier.close()
             self._copier = None
 

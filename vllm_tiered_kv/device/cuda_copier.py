@@ -103,6 +103,8 @@ class CudaCopier:
         self._ahead: deque[_OpenAhead] = deque()
         self._spare_events: list[native.Event] = []
         self._closed = False
+        self.fence()
+        self._load_stream.wait(self._fence)  # whatever vLLM still does to its new cache
         self._inbound.tune(self._load_stream, arena, is_fresh)
 
     def open_channel(self) -> CudaChannel:

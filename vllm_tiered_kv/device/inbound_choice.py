@@ -83,7 +83,10 @@ class ChosenInbound:
             return count * nbytes / fastest
 
         self._plan = tuned_plan(
-            self._signature(), list(self._ways), measure if is_fresh else None, self._tuning.file
+            self._signature(),
+            list(self._ways),
+            measure if is_fresh and room else None,
+            self._tuning.file,
         )
 
     def enqueue(self, blocks: PinnedBlocks, stream: native.Stream) -> None:

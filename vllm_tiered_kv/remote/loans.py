@@ -31,6 +31,7 @@ from vllm_tiered_kv.wire.messages import BORROW_CAPABILITY, Borrow, BorrowReply
 
 _BUSY_S = 0.05  # how long to wait for others who ask: the daemon answers dozens in that time
 _RETRY_S = 0.5
+_LOOK_S = 5.0  # how often to see whether the daemon has gone, when nobody asks
 _CLOSING_S = 0.5  # for a daemon to take everything back
 
 
@@ -135,19 +136,29 @@ class LoanDesk:
         memory = self._memory
         if memory is not None and memory.alive:
             return memory if self._lends else None
+        self._leave(memory)
         found = self._store.attach()
         if found is None:
             return None
         with self._lock:
-            old = self._memory
-            if old is not None and (old is found or old.alive):  # another thread was faster
-                return old if self._lends else None
-            self._memory, self._lends = found, True
-            if old is not None:
-                self._open.pop(old, None)
-        if old is not None:
-            old.close()  # nothing here reads it, and its leases died with its daemon
-        return found
+            other = self._memory
+            if other is None or not other.alive:
+                self._memory, self._lends = found, True
+                return found
+        if other is not found:  # another thread was faster
+            found.close()
+        return other if self._lends else None
+
+    def _leave(self, memory: SharedMemory | None) -> None:
+        """Gives up the memory of a daemon that has gone. Nothing here reads it, and its leases died
+        with its daemon; kept, it would hold all of that memory."""
+        if memory is None:
+            return
+        with self._lock:
+            if self._memory is memory:
+                self._memory = None
+            self._open.pop(memory, None)
+        memory.close()
 
     def _borrow(
         self,
@@ -199,8 +210,11 @@ class LoanDesk:
     def _settle(self) -> None:
         while True:
             # What a daemon did not take, being stopped for example, is offered again.
-            self._wake.wait(_RETRY_S if self._unsettled else None)
+            self._wake.wait(_RETRY_S if self._unsettled else _LOOK_S)
             self._wake.clear()
+            memory = self._memory
+            if memory is not None and not memory.alive:
+                self._leave(memory)
             with self._lock:
                 unsettled = list(self._unsettled)
             for memory in unsettled:
