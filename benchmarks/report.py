@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks import plots
 from benchmarks.plots import Plot
-from benchmarks.sections import copies, daemon, index, peers, pinning, ssd
+from benchmarks.sections import copies, daemon, index, peers, pinning, slow_tier, ssd
 from benchmarks.seeds import figures as seed_figures
 from benchmarks.seeds import tables as seed_tables
 from benchmarks.stored_results import Results
@@ -28,6 +28,7 @@ SECTIONS: list[Callable[[Results], str]] = [
     ssd.section,
     index.section,
     pinning.section,
+    slow_tier.section,
 ]
 PLOTS: list[Callable[[Results], list[Plot]]] = [
     peers.plots,
