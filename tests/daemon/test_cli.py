@@ -313,3 +313,26 @@ def test_no_torch_no_vllm_and_little_else() -> None:
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
+_DAEMON_OF_A_FULL_DISK = """
+from vllm_tiered_kv.server import cli
+from vllm_tiered_kv.server.tiered_store import TieredStore
+
+
+def drain(self, progress):
+    raise OSError("planted")
+
+
+TieredStore.drain = drain
+raise SystemExit(cli.main())
+"""
+
+
+def test_a_daemon_that_could_not_write_everything_says_so_and_fails(tmp_path: Path) -> None:
+    daemon = DaemonProcess(tmp_path, "--memory", "16MiB")
+    daemon.program = ["-c", _DAEMON_OF_A_FULL_DISK]
+    with daemon:
+        assert daemon.terminate() == 1
+        assert "not everything could be written" in daemon.logs
+        assert "everything is written" not in daemon.logs

@@ -107,6 +107,9 @@ def serve(options: ServerOptions) -> int:
         logger.info("listening on %s", endpoint)
     logger.info("ready after %.1f s", time.monotonic() - started)
     daemon.run()
+    if not daemon.all_written:
+        logger.error("stopped; not everything could be written, and what was not is lost")
+        return 1
     logger.info("stopped; everything is written")
     return 0
 

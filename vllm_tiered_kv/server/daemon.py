@@ -82,6 +82,8 @@ class Daemon:
         self._http: HttpServer | None = None
         self._opened: TieredStore | None = None
         self._stopping = False
+        self.all_written = True
+        """Of a daemon that has ended: whether it wrote back all that it had to."""
 
     def _open(self) -> None:
         options, reactor = self.options, self._reactor
@@ -210,6 +212,7 @@ class Daemon:
             )
         except Exception:
             logger.exception("not everything could be written")
+            self.all_written = False
         finally:
             self._reactor.post(self._reactor.stop)
 
