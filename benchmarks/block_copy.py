@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import environment
+from vllm_tiered_kv.device.copier import PinnedBlocks
 from vllm_tiered_kv.device.staging import store_parts
 
 SHAPES = {  # layers, KV heads; head size 128, 2 bytes, K and V
@@ -103,7 +104,8 @@ class Bench:
         region = self.arena.region
 
         def take(way: Any) -> Callable[[], None]:
-            return lambda: way.enqueue(0, self.ids, region, self.slots, self.stream)
+            blocks = PinnedBlocks(0, self.ids, region, self.slots)
+            return lambda: way.enqueue(blocks, self.stream)
 
         return {
             **{name: take(way) for name, way in self.ways_in.items()},

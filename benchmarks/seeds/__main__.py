@@ -55,6 +55,7 @@ def main() -> None:
     end = None if args.budget is None else time.monotonic() + args.budget
     ending = f"-{args.suffix}.json" if args.suffix else ".json"
     names = args.only.split(",")
+    failed: list[str] = []
     with Workbench(args.tiny) as bench:
         for name, following in zip(names, [*names[1:], None], strict=True):
             table = by_name[name]
@@ -74,7 +75,10 @@ def main() -> None:
             except Exception:
                 traceback.print_exc()
                 record.note("failed", traceback.format_exc().splitlines()[-1])
+                failed.append(name)
             record.save()
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}; the other tables are written")
 
 
 if __name__ == "__main__":

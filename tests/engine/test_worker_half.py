@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.toy_engine import LAYERS, ToyEngine
+from tests.engine.delayed_copier import LAYERS
+from tests.engine.toy_engine import ToyEngine
 from vllm_tiered_kv.connector.metadata import TieredKVMetadata
 from vllm_tiered_kv.connector.worker_half import WorkerHalf, _open_arena
 from vllm_tiered_kv.core.transfer import GroupTransfer, LoadJob, StoreJob, int64_array

@@ -20,32 +20,24 @@ import numpy as np
 
 from vllm_tiered_kv.core.arena_geometry import aligned
 from vllm_tiered_kv.core.layout import BlockRuns
-from vllm_tiered_kv.core.transfer import Int64Array
+from vllm_tiered_kv.device.copier import PinnedBlocks
 from vllm_tiered_kv.device.dma_lanes import DmaLanes
 from vllm_tiered_kv.errors import NativeError
 from vllm_tiered_kv.native import cuda as native
-from vllm_tiered_kv.native.cpu import HostRegion
 
 DIRECT_CTAS = 8  # enough to saturate PCIe; more would only take compute away
 _SCATTER_CTAS = 32  # many times the bus, a quarter of a large device
 _STAGES = 2  # parts of the staging memory: one is filled while the other is emptied
 
 
-def require_within(region: HostRegion, offsets: Int64Array, nbytes: int) -> None:
+def require_within(blocks: PinnedBlocks, nbytes: int) -> None:
     """DMA takes any address; the kernels check their slots themselves."""
-    if offsets.min() < 0 or offsets.max() + nbytes > region.nbytes:
-        raise NativeError(f"slot_offsets: not all lie in a region of {region.nbytes} bytes")
+    if blocks.offsets.min() < 0 or blocks.offsets.max() + nbytes > blocks.region.nbytes:
+        raise NativeError(f"slot_offsets: not all lie in a region of {blocks.region.nbytes} bytes")
 
 
 class Inbound(Protocol):
-    def enqueue(
-        self,
-        group_id: int,
-        block_ids: Int64Array,
-        region: HostRegion,
-        offsets: Int64Array,
-        stream: native.Stream,
-    ) -> None: ...
+    def enqueue(self, blocks: PinnedBlocks, stream: native.Stream) -> None: ...
 
     def synchronize(self) -> None:
         """Waits for whatever was enqueued on streams of its own; after an error."""
@@ -63,20 +55,15 @@ class WholeBlocks:
     def fits(runs: Mapping[int, BlockRuns]) -> bool:
         return all(len(group.runs) == 1 for group in runs.values())
 
-    def enqueue(
-        self,
-        group_id: int,
-        block_ids: Int64Array,
-        region: HostRegion,
-        offsets: Int64Array,
-        stream: native.Stream,
-    ) -> None:
-        run = self._runs[group_id]
-        require_within(region, offsets, run.nbytes)
-        if block_ids.min() < 0 or block_ids.max() >= self._num_blocks[group_id]:
-            raise NativeError(f"block_ids: not all are in [0, {self._num_blocks[group_id]})")
-        targets = block_ids * run.block_stride
-        self._lanes.to_device(stream, region, offsets, run.address, targets, run.nbytes)
+    def enqueue(self, blocks: PinnedBlocks, stream: native.Stream) -> None:
+        run, num_blocks = self._runs[blocks.group_id], self._num_blocks[blocks.group_id]
+        require_within(blocks, run.nbytes)
+        if blocks.block_ids.min() < 0 or blocks.block_ids.max() >= num_blocks:
+            raise NativeError(f"block_ids: not all are in [0, {num_blocks})")
+        targets = blocks.block_ids * run.block_stride
+        self._lanes.to_device(
+            stream, blocks.region, blocks.offsets, run.address, targets, run.nbytes
+        )
 
     def synchronize(self) -> None:
         self._lanes.synchronize()
@@ -89,54 +76,33 @@ class Direct:
     def __init__(self, layouts: Mapping[int, native.CudaBlockLayout]) -> None:
         self._layouts = layouts
 
-    def enqueue(
-        self,
-        group_id: int,
-        block_ids: Int64Array,
-        region: HostRegion,
-        offsets: Int64Array,
-        stream: native.Stream,
-    ) -> None:
-        self.enqueue_part(group_id, block_ids, region, offsets, stream, 0, None)
+    def enqueue(self, blocks: PinnedBlocks, stream: native.Stream) -> None:
+        self.enqueue_part(blocks, stream, 0, None)
 
     def enqueue_part(
-        self,
-        group_id: int,
-        block_ids: Int64Array,
-        region: HostRegion,
-        offsets: Int64Array,
-        stream: native.Stream,
-        begin: int,
-        end: int | None,
+        self, blocks: PinnedBlocks, stream: native.Stream, begin: int, end: int | None
     ) -> None:
         """Only these bytes of every slot, and perhaps a few behind them."""
         native.scatter(
-            self._layouts[group_id],
-            block_ids,
-            region.address,
-            region.nbytes,
-            offsets,
+            self._layouts[blocks.group_id],
+            blocks.block_ids,
+            blocks.region.address,
+            blocks.region.nbytes,
+            blocks.offsets,
             stream.handle,
             ctas=DIRECT_CTAS,
             part_begin=begin,
             part_end=end,
         )
 
-    def gather(
-        self,
-        group_id: int,
-        block_ids: Int64Array,
-        region: HostRegion,
-        offsets: Int64Array,
-        stream: native.Stream,
-    ) -> None:
+    def gather(self, blocks: PinnedBlocks, stream: native.Stream) -> None:
         """The other way round, from the device to the slots."""
         native.gather(
-            self._layouts[group_id],
-            block_ids,
-            region.address,
-            region.nbytes,
-            offsets,
+            self._layouts[blocks.group_id],
+            blocks.block_ids,
+            blocks.region.address,
+            blocks.region.nbytes,
+            blocks.offsets,
             stream.handle,
             ctas=DIRECT_CTAS,
         )
@@ -172,40 +138,33 @@ class Staged:
     def fits(staging_bytes: int, block_bytes: Mapping[int, int]) -> bool:
         return staging_bytes // _STAGES >= max(aligned(n) for n in block_bytes.values())
 
-    def enqueue(
-        self,
-        group_id: int,
-        block_ids: Int64Array,
-        region: HostRegion,
-        offsets: Int64Array,
-        stream: native.Stream,
-    ) -> None:
-        nbytes = self._block_bytes[group_id]
-        require_within(region, offsets, nbytes)
-        blocks = self._stage_bytes // aligned(nbytes)
+    def enqueue(self, blocks: PinnedBlocks, stream: native.Stream) -> None:
+        nbytes = self._block_bytes[blocks.group_id]
+        require_within(blocks, nbytes)
+        per_stage = self._stage_bytes // aligned(nbytes)
         self._begin.record(stream.handle)
         self._bus.wait(self._begin)
-        for start in range(0, len(block_ids), blocks):
-            part = slice(start, start + blocks)
+        for start in range(0, len(blocks.block_ids), per_stage):
+            part = slice(start, start + per_stage)
             stage, self._next = self._next, (self._next + 1) % _STAGES
-            count = len(block_ids[part])
+            count = len(blocks.block_ids[part])
             staged = np.arange(count, dtype=np.int64) * aligned(nbytes) + stage * self._stage_bytes
             self._bus.wait(self._emptied[stage])
             native.copy_to_device(
-                region.address,
-                offsets[part],
+                blocks.region.address,
+                blocks.offsets[part],
                 self._staging.address,
                 staged,
                 nbytes,
                 self._bus.handle,
                 device=self._device,
-                host_piece_bytes=region.piece_bytes,
+                host_piece_bytes=blocks.region.piece_bytes,
             )
             self._filled[stage].record(self._bus.handle)
             stream.wait(self._filled[stage])
             native.scatter(
-                self._layouts[group_id],
-                block_ids[part],
+                self._layouts[blocks.group_id],
+                blocks.block_ids[part],
                 self._staging.address,
                 self._staging.nbytes,
                 staged,

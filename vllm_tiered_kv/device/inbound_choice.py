@@ -75,9 +75,7 @@ class ChosenInbound:
                 arena.region,
                 np.arange(count, dtype=np.int64) * aligned(nbytes),
             )
-            self._direct.gather(
-                blocks.group_id, blocks.block_ids, blocks.region, blocks.offsets, stream
-            )
+            self._direct.gather(blocks, stream)
             stream.synchronize()
             fastest = min(self._time(way, blocks, stream) for _ in range(_REPEATS))
             return count * nbytes / fastest
@@ -93,16 +91,13 @@ class ChosenInbound:
         if not len(blocks.block_ids):
             return
         nbytes = len(blocks.block_ids) * self._block_bytes[blocks.group_id]
-        way = self._ways[self._plan.choose(nbytes)]
-        way.enqueue(blocks.group_id, blocks.block_ids, blocks.region, blocks.offsets, stream)
+        self._ways[self._plan.choose(nbytes)].enqueue(blocks, stream)
 
     def enqueue_part(
         self, blocks: PinnedBlocks, stream: native.Stream, begin: int, end: int | None
     ) -> None:
         """Only these bytes of every slot: what the kernel alone can do."""
-        self._direct.enqueue_part(
-            blocks.group_id, blocks.block_ids, blocks.region, blocks.offsets, stream, begin, end
-        )
+        self._direct.enqueue_part(blocks, stream, begin, end)
 
     def synchronize(self) -> None:
         for way in self._ways.values():
@@ -114,9 +109,7 @@ class ChosenInbound:
 
     def _time(self, way: str, blocks: PinnedBlocks, stream: native.Stream) -> float:
         begin = time.perf_counter()
-        self._ways[way].enqueue(
-            blocks.group_id, blocks.block_ids, blocks.region, blocks.offsets, stream
-        )
+        self._ways[way].enqueue(blocks, stream)
         stream.synchronize()
         return time.perf_counter() - begin
 

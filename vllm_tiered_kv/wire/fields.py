@@ -10,6 +10,7 @@ import dataclasses
 import enum
 import math
 import sys
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -57,11 +58,11 @@ def _require_count(count: int, most: int, noun: str) -> None:
         raise too_large(f"{count} {noun}; at most {most} are allowed")
 
 
-class _Same:
+class _Same(ABC):
     """A kind whose value looks the same in a header as in a message."""
 
-    def check(self, value: Any) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def check(self, value: Any) -> None: ...
 
     def encode(self, value: Any, width: int) -> Any:
         self.check(value)

@@ -1,0 +1,171 @@
+"""Copies that take their time, for a model whose every read is checked.
+
+A store reads its source at once (stream order) and lands polls later; a load reads its slots and
+writes its blocks polls later. Whatever is reused too early is caught.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from vllm_tiered_kv.core.transfer import GroupTransfer
+from vllm_tiered_kv.device.copier import LoadDone, PinnedBlocks, StoreDone
+from vllm_tiered_kv.errors import CudaError
+from vllm_tiered_kv.metrics.names import DropReason
+from vllm_tiered_kv.native.cpu import HostRegion
+
+LAYERS = ("layer.0", "layer.1", "layer.2")
+
+
+class DelayedCopier:
+    """A back-end with the ordering contract of `device.copier` and copies that take their time."""
+
+    def __init__(self, caches: list[np.ndarray], arena: np.ndarray, rng: random.Random) -> None:
+        self._caches, self._arena, self._rng = caches, arena, rng
+        self._stores: deque[tuple[int, int, GroupTransfer, list[np.ndarray]]] = deque()
+        self._loads: deque[tuple[int, str, Sequence[GroupTransfer]]] = deque()
+        self.max_delay = 3
+        self.fail_loads_of: set[str] = set()
+        self.fail_every = 0.0
+        self.drop_stores = 0.0
+        self.fenced = False
+        self.ring: int | None = None
+        self.fail_ahead = 0.0
+        self.ahead_blocks = 0
+        self._ahead: deque[tuple[int, list[int]]] = deque()
+        self._awaited: dict[str, list[PinnedBlocks]] = {}  # by layer: what it waits for
+
+    def open_channel(self) -> DelayedChannel:
+        return DelayedChannel(self._caches, random.Random(self._rng.random()))
+
+    def fence(self) -> None:
+        self.fenced = True
+
+    def settle_sources(self) -> None:
+        pass
+
+    def store(self, job_id: int, transfer: GroupTransfer) -> None:
+        staged = [
+            np.stack([cache[block] for cache in self._caches]) for block in transfer.block_ids
+        ]
+        self._stores.append((self._rng.randint(0, self.max_delay), job_id, transfer, staged))
+        in_flight = sum(len(staged) for *_, staged in self._stores)
+        assert self.ring is None or in_flight <= self.ring, "more was stored than the ring holds"
+
+    def load(self, request_id: str, transfers: Sequence[GroupTransfer]) -> None:
+        assert self.fenced, "a load without a fence"
+        self._loads.append((self._rng.randint(0, self.max_delay), request_id, transfers))
+
+    def locate(self, transfer: GroupTransfer) -> PinnedBlocks:
+        # The toy's slots are rows of its arena.
+        return PinnedBlocks(transfer.group_id, transfer.block_ids, HostRegion(0, 0), transfer.slots)
+
+    def load_ahead(
+        self, job_ids: Sequence[int], blocks: Sequence[PinnedBlocks], by_layer: bool
+    ) -> None:
+        """Layers that nobody waits for stay as they were: a forgotten wait is a wrong read."""
+        assert self.fenced, "a load without a fence"
+        assert not self._awaited, "the last forward was not finished"
+        for part in blocks:
+            for cache in self._caches:
+                cache[part.block_ids] = -1
+        if self._rng.random() < self.fail_ahead:
+            raise CudaError("planted")
+        self._awaited = {name: list(blocks) for name in LAYERS}
+        self.ahead_blocks += sum(len(part.block_ids) for part in blocks)
+        if not by_layer:
+            self.finish_ahead()
+        self._ahead.append((self._rng.randint(0, self.max_delay), list(job_ids)))
+
+    def wait_for_layer(self, name: str) -> None:
+        for part in self._awaited.pop(name, ()):
+            layer = LAYERS.index(name)
+            self._caches[layer][part.block_ids] = self._read(part)[:, layer]
+
+    def _read(self, part: PinnedBlocks) -> np.ndarray:
+        """Blocks as they are now, of the toy's arena or of a daemon's."""
+        if not part.region.nbytes:
+            return self._arena[part.offsets]
+        shape = (len(self._caches), self._caches[0].shape[1])
+        blocks = []
+        for offset in part.offsets.tolist():
+            assert 0 <= offset <= offset + 8 * shape[0] * shape[1] <= part.region.nbytes
+            raw = (ctypes.c_int64 * (shape[0] * shape[1])).from_address(
+                part.region.address + offset
+            )
+            blocks.append(np.array(raw).reshape(shape))
+        return np.stack(blocks)
+
+    def finish_ahead(self) -> None:
+        for name in list(self._awaited):
+            self.wait_for_layer(name)
+
+    def settle_ahead(self) -> None:
+        pass
+
+    def poll_ahead(self) -> list[int]:
+        done: list[int] = []
+        while self._ahead and self._due(self._ahead):
+            done += self._ahead.popleft()[1]
+        return done
+
+    def poll(self) -> tuple[list[StoreDone], list[LoadDone]]:
+        stores, loads = [], []
+        while self._stores and self._due(self._stores):
+            _, job_id, transfer, staged = self._stores.popleft()
+            stored = len(staged)
+            if self._rng.random() < self.drop_stores:
+                stored = self._rng.randint(0, stored)
+            for slot, block in zip(transfer.slots[:stored], staged, strict=False):
+                self._arena[slot] = block
+            reason = DropReason.STAGING_FULL if stored < len(staged) else None
+            stores.append(StoreDone(job_id, stored, reason))
+        while self._loads and self._due(self._loads):
+            _, request_id, transfers = self._loads.popleft()
+            failed = request_id in self.fail_loads_of or self._rng.random() < self.fail_every
+            for transfer in transfers:
+                for block, slot in zip(transfer.block_ids, transfer.slots, strict=True):
+                    for layer, cache in enumerate(self._caches):
+                        cache[block] = -1 if failed else self._arena[slot][layer]
+            loads.append(LoadDone(request_id, "planted" if failed else None))
+        return stores, loads
+
+    def close(self) -> None:
+        pass
+
+    @staticmethod
+    def _due(queue: deque) -> bool:
+        if queue[0][0] <= 0:
+            return True
+        queue[0] = (queue[0][0] - 1, *queue[0][1:])
+        return False
+
+
+class DelayedChannel:
+    """Scatters from any memory, a little later: what must not change meanwhile had better not."""
+
+    def __init__(self, caches: list[np.ndarray], rng: random.Random) -> None:
+        self._caches, self._rng = caches, rng
+
+    def scatter(
+        self, group_id: int, block_ids: np.ndarray, region: HostRegion, offsets: np.ndarray
+    ) -> None:
+        time.sleep(self._rng.random() / 500)
+        shape = (len(self._caches), self._caches[0].shape[1])
+        for block, offset in zip(block_ids.tolist(), offsets.tolist(), strict=True):
+            assert 0 <= offset <= offset + 8 * shape[0] * shape[1] <= region.nbytes
+            raw = (ctypes.c_int64 * (shape[0] * shape[1])).from_address(region.address + offset)
+            for cache, layer in zip(self._caches, np.array(raw).reshape(shape), strict=True):
+                cache[block] = layer
+
+    def finish(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
