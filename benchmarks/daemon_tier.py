@@ -112,6 +112,7 @@ def _measure(way: str, address: str, tiny: bool, repetitions: int) -> dict[str, 
                     _forget(half, one["prompt_token_ids"])
                 before = _loaded(half)
                 hits[kind].append(ask(one))
+                rest()  # a load within the step is reported by a later one
                 after = _loaded(half)
                 tier = "remote" if kind == "daemon" else "cpu"
                 assert after[tier] > before[tier], f"a {kind} hit was none"

@@ -120,7 +120,25 @@ def hit_rates(data: dict[str, Any]) -> str:
         )
         + "`transfer_in-1` writes to the daemon, `transfer_in-2` reads what another engine wrote. "
         "The partial last block (yoco) is not reused, so that column is left out.\n\n"
+        + _noise(cells)
         + table(header, rows)
+    )
+
+
+def _noise(cells: Cells) -> str:
+    """How far apart equal work was measured."""
+    rates = [
+        cells.rate(column="naive", scheduling=scheduling, percent=percent)
+        for scheduling in _SCHEDULING
+        for percent in cells.values("percent")
+    ]
+    measured = [rate for rate in rates if rate is not None]
+    if len(measured) < 2:
+        return ""
+    return (
+        "The hit rate changes nothing for `naive`, which computes everything: that its rows lie "
+        f"between {min(measured):.1f} and {max(measured):.1f} is the noise of this run, in which "
+        "all engines share one machine.\n\n"
     )
 
 
