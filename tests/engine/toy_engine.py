@@ -94,6 +94,7 @@ class ToyEngine:
     ring: int | None = None
     ranks: int = 1  # `toy_ranks.RankedToyEngine` has the workers of more than one
     extra_config: dict[str, Any] = field(default_factory=dict)
+    parallel_config: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
     requests: dict[str, Request] = field(default_factory=dict)
     finished: dict[str, Finished] = field(default_factory=dict)
@@ -125,6 +126,8 @@ class ToyEngine:
         config.cache_config.num_gpu_blocks = self.gpu_blocks
         config.parallel_config.tensor_parallel_size = self.ranks
         config.parallel_config.world_size = self.ranks
+        for name, value in self.parallel_config.items():
+            setattr(config.parallel_config, name, value)
         config.scheduler_config.async_scheduling = self.async_scheduling
         config.scheduler_config.max_num_batched_tokens = self.max_tokens_per_step
         self.kv_cache_config = self._kv_cache_config()
