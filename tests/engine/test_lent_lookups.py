@@ -222,6 +222,23 @@ def test_a_daemon_frozen_after_the_lookup_is_not_missed(
     toy.close()
 
 
+def test_room_that_came_too_late_goes_back_though_nothing_is_asked_any_more(
+    tiny_model: Path, daemon: DaemonProcess
+) -> None:
+    """A worker asked for room for its blocks, gave up, and has had nothing to do since."""
+    timeouts = {"remote_lookup_timeout": 0.1, "remote_load_timeout": 0.3}
+    toy = engine(tiny_model, daemon.ipc, extra=timeouts)
+    wait_attached(toy, daemon.ipc)
+    first, second = prompts(10, 2)
+    serve(toy, [first])
+    daemon.freeze()
+    serve(toy, [second])
+    daemon.thaw()
+    memory = toy.worker.worker_half._remote._regions.of(daemon.ipc).memory
+    eventually(lambda: memory.is_settled and leases_of(daemon) == 0)
+    toy.close()
+
+
 @pytest.mark.parametrize("restarted", [False, True], ids=["stays-away", "comes-back"])
 def test_a_daemon_killed_after_the_lookup(
     tiny_model: Path, daemon: DaemonProcess, restarted: bool

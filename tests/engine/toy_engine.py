@@ -92,7 +92,9 @@ class ToyEngine:
     max_seqs: int = 8
     prefix_caching: bool = True
     ring: int | None = None
+    ranks: int = 1  # `toy_ranks.RankedToyEngine` has the workers of more than one
     extra_config: dict[str, Any] = field(default_factory=dict)
+    parallel_config: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
     requests: dict[str, Request] = field(default_factory=dict)
     finished: dict[str, Finished] = field(default_factory=dict)
@@ -114,7 +116,7 @@ class ToyEngine:
                 kv_connector_module_path="vllm_tiered_kv.connector.connector",
                 kv_role="kv_both",
                 kv_connector_extra_config={
-                    "cpu_memory": self.cpu_blocks * slot_bytes,
+                    "cpu_memory": self.cpu_blocks * slot_bytes * self.ranks,
                     **self.extra_config,
                 },
             ),
@@ -122,6 +124,10 @@ class ToyEngine:
         config = self.config = args.create_engine_config()
         config.cache_config.block_size = self.block_size
         config.cache_config.num_gpu_blocks = self.gpu_blocks
+        config.parallel_config.tensor_parallel_size = self.ranks
+        config.parallel_config.world_size = self.ranks
+        for name, value in self.parallel_config.items():
+            setattr(config.parallel_config, name, value)
         config.scheduler_config.async_scheduling = self.async_scheduling
         config.scheduler_config.max_num_batched_tokens = self.max_tokens_per_step
         self.kv_cache_config = self._kv_cache_config()
@@ -300,7 +306,7 @@ class ToyEngine:
 
     def _forward(self, request_id: str, count: int) -> list[int]:
         running = self._running[request_id]
-        right = self._truth[request_id]
+        right = self._right(request_id)
         start, stop = running.computed, running.computed + count
         at = np.arange(stop)
         table = np.array(running.blocks)[at // self.block_size]
@@ -322,6 +328,9 @@ class ToyEngine:
         # preempted and starts over) samples nothing.
         known = self.requests[request_id].num_tokens
         return [next_token(int(right[stop - 1]))] if stop >= known else []
+
+    def _right(self, request_id: str) -> np.ndarray:
+        return self._truth[request_id]
 
     # ---- after a step ---------------------------------------------------------------------------
 

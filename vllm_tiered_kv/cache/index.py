@@ -229,10 +229,13 @@ class BlockIndex:
 
     # ---- removal ------------------------------------------------------------------------------
 
-    def remove(self, key: bytes) -> bool:
-        """Forgets a block at once (it turned out bad); its slot returns when nobody uses it."""
+    def remove(self, key: bytes, in_slot: int | None = None) -> bool:
+        """Forgets a block at once (it turned out bad); its slot returns when nobody uses it.
+
+        With `in_slot`, only what lies there: it may have been replaced by a good one meanwhile.
+        """
         slot = self._slot_of.get(key)
-        if slot is None:
+        if slot is None or in_slot not in (None, slot):
             return False
         self._remove_slot(slot)
         return True

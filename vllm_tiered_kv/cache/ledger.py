@@ -214,8 +214,9 @@ class TransferLedger:
 
     def _close(self, load: _OpenLoad, failed: Tier | None) -> None:
         if failed is Tier.CPU:
-            for key in load.keys:
-                self._index.remove(key)
+            # Ranks report one by one: what the first failure made vLLM compute anew may be here.
+            for key, slot in zip(load.keys, load.slots, strict=True):
+                self._index.remove(key, slot)
         if failed is not None:
             self._recorder.add(names.LOAD_FAILURES, 1, failed.value)
         else:

@@ -243,18 +243,25 @@ class SharedRegions:
 
     def close(self) -> None:
         self._stop.set()
+        self._retire_all()  # ends what the thread may be waiting for
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        self._retire_all()
+        self._regions, self._departed = {}, {}
+
+    def _retire_all(self) -> None:
         for region in (*self._regions.values(), *self._departed.values()):
             region.retire()
-        self._regions, self._departed = {}, {}
 
     def _keep_attached(self) -> None:
         while not self._stop.is_set():
             for address, store in self._stores.items():
                 region = self._regions.get(address)
                 if region is not None and region.memory.alive:
+                    # What came too late, or could not be given back, must not wait for the next
+                    # load: of an idle engine there is none.
+                    region.memory.settle()
                     continue
                 if region is not None:
                     # Steps that were planned while it was there may still read from it.

@@ -1,0 +1,146 @@
+"""Ranks that fail apart from each other: a hit counts only where every rank has it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.engine.test_scheduling import ask, prompt, total, workload
+from tests.engine.toy_engine import WrongRead
+from tests.engine.toy_ranks import RankedToyEngine
+from vllm_tiered_kv.errors import CudaError
+from vllm_tiered_kv.metrics import names
+from vllm_tiered_kv.metrics.names import DropReason
+
+BOTH = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+EITHER_RANK = pytest.mark.parametrize("bad", [0, 1], ids=["first-rank", "second-rank"])
+
+
+@pytest.fixture(params=["auto", "never"], autouse=True)
+def step_loads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("TIERED_KV_STEP_LOADS", request.param)
+    return str(request.param)
+
+
+@BOTH
+def test_each_rank_stores_and_loads_its_own_shard(
+    tiny_model: Path, async_scheduling: bool, step_loads: str
+) -> None:
+    engine = RankedToyEngine(tiny_model, async_scheduling)
+    ids = prompt(random.Random(1), 41)
+    ask(engine, ids)
+    assert total(engine, names.STORED_BLOCKS) == 11
+    engine.drop_gpu_cache()
+    request = ask(engine, ids)
+    assert total(engine, names.LOADED_BLOCKS) == 10
+    assert engine.reported_loads == ([] if step_loads == "auto" else [request])
+    engine.assert_at_rest()
+    engine.drop_gpu_cache()
+    first, second = (rank.arena for rank in engine.all_ranks)
+    second[:] = first  # what the other rank holds is of no use here
+    with pytest.raises(WrongRead):
+        ask(engine, ids)
+
+
+@BOTH
+@EITHER_RANK
+def test_a_load_that_one_rank_cannot_do_is_recomputed_on_all(
+    tiny_model: Path, async_scheduling: bool, bad: int, step_loads: str
+) -> None:
+    engine = RankedToyEngine(tiny_model, async_scheduling)
+    ids = prompt(random.Random(1), 41)
+    ask(engine, ids)
+    engine.drop_gpu_cache()
+    engine.copiers[bad].fail_every = engine.copiers[bad].fail_ahead = 1.0
+    if step_loads == "auto" and async_scheduling:
+        with pytest.raises(CudaError):  # such a step cannot be taken back
+            ask(engine, ids)
+        return
+    request = ask(engine, ids)
+    assert engine.reported_loads == ([] if step_loads == "auto" else [request])
+    assert total(engine, names.LOAD_FAILURES) == 1
+    assert total(engine, names.LOADED_BLOCKS) == 0
+    engine.copiers[bad].fail_every = engine.copiers[bad].fail_ahead = 0.0
+    engine.drop_gpu_cache()
+    hits = total(engine, names.HIT_TOKENS)
+    ask(engine, ids)
+    assert total(engine, names.HIT_TOKENS) > hits  # the recomputation was stored anew
+    engine.assert_at_rest()
+
+
+@BOTH
+@EITHER_RANK
+def test_a_block_that_one_rank_did_not_store_is_a_miss(
+    tiny_model: Path, async_scheduling: bool, bad: int
+) -> None:
+    engine = RankedToyEngine(tiny_model, async_scheduling)
+    engine.copiers[bad].drop_stores = 1.0
+    rng = random.Random(2)
+    asked = [prompt(rng, 61) for _ in range(4)]
+    for ids in asked:
+        ask(engine, ids, 2)
+    dropped = total(engine, names.DROPPED_BLOCKS, "cpu", DropReason.STAGING_FULL.value)
+    assert dropped > 0
+    # What the other rank has stored all of counts for nothing.
+    assert total(engine, names.STORED_BLOCKS) + dropped == sum((len(i) + 1) // 4 for i in asked)
+    engine.copiers[bad].drop_stores = 0.0
+    for ids in asked:
+        engine.drop_gpu_cache()
+        ask(engine, ids, 2)
+    assert total(engine, names.LOAD_FAILURES) == 0
+    engine.assert_at_rest()
+
+
+@BOTH
+def test_a_load_is_over_when_the_slowest_rank_is_done(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
+    """The blocks of an aborted request stay its own until then."""
+    engine = RankedToyEngine(tiny_model, async_scheduling, gpu_blocks=40)
+    engine.copiers[0].max_delay = 0
+    engine.copiers[1].max_delay = 12
+    rng = random.Random(3)
+    ids = prompt(rng, 61)
+    ask(engine, ids)
+    for steps in range(12):
+        engine.drop_gpu_cache()
+        loading = engine.add(ids, 4)
+        for _ in range(steps):
+            engine.step()
+        if not engine.requests[loading].is_finished():
+            engine.abort(loading)
+        ask(engine, prompt(rng, 61))  # would be given the blocks that are still written
+        engine.run()
+        engine.assert_at_rest()
+
+
+@BOTH
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"ring": 4}, {"store": "lazy", "lazy_window": 24}],
+    ids=["eager", "ring", "lazy"],
+)
+def test_random_clients(
+    tiny_model: Path, async_scheduling: bool, seed: int, options: dict, step_loads: str
+) -> None:
+    options = dict(options)
+    engine = RankedToyEngine(
+        tiny_model,
+        async_scheduling,
+        ring=options.pop("ring", None),
+        gpu_blocks=28,
+        cpu_blocks=30,
+        extra_config=options,
+        seed=seed,
+    )
+    for number, copier in enumerate(engine.copiers):
+        copier.fail_every = 0.2
+        copier.drop_stores = 0.1
+        copier.max_delay = 2 + 3 * number
+        copier.fail_ahead = 0.0 if async_scheduling else 0.2
+    workload(engine, seed, 60)
+    engine.assert_at_rest()
+    assert total(engine, names.HIT_TOKENS) > 0

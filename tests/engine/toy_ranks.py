@@ -1,0 +1,105 @@
+"""The toy engine over several tensor-parallel ranks, each with memory, copies and faults of its own.
+
+Every rank runs the same steps on its own cache and checks its own reads; what ranks report is put
+together by vLLM's own aggregator. Blocks of one rank hold the KV of another's under a mask, so that
+a shard served to the wrong rank is a wrong read.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+
+from tests.engine.delayed_copier import DelayedCopier
+from tests.engine.toy_engine import ToyEngine, _Running
+from vllm_tiered_kv.connector.connector import TieredKVConnector
+from vllm_tiered_kv.device.arena import Arena
+
+_MASK_OF_RANK = 0x5A5A << 40  # other shards of the same tokens hold other bytes
+
+
+@dataclass
+class ToyRank:
+    """What `ToyEngine` keeps for its one worker."""
+
+    worker: TieredKVConnector
+    caches: list[np.ndarray]
+    arena: np.ndarray
+    copier: DelayedCopier
+    running: dict[str, _Running] = field(default_factory=dict)
+
+
+@dataclass
+class RankedToyEngine(ToyEngine):
+    ranks: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        first = ToyRank(self.worker, self.caches, self.arena, self.copier, self._running)
+        self.all_ranks = [first, *(self._open_rank(rank) for rank in range(1, self.ranks))]
+        self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, self.ranks)
+        self._rank = 0
+
+    @property
+    def copiers(self) -> list[DelayedCopier]:
+        return [rank.copier for rank in self.all_ranks]
+
+    def close(self) -> None:
+        for rank in self.all_ranks[1:]:
+            rank.worker.shutdown()
+        super().close()
+
+    def _open_rank(self, rank: int) -> ToyRank:
+        config = copy.copy(self.config)
+        config.parallel_config = copy.copy(config.parallel_config)
+        config.parallel_config.rank = rank
+        worker = TieredKVConnector(config, KVConnectorRole.WORKER, self.kv_cache_config)
+        caches = [np.full_like(cache, -2) for cache in self.caches]
+        geometry = self.half.index.geometry
+        memory = Arena(geometry.capacity_bytes)
+        arena = np.lib.stride_tricks.as_strided(
+            memory.bytes_at(0, memory.nbytes).view(np.int64), self.arena.shape, self.arena.strides
+        )
+        arena[:] = -3
+        copier = DelayedCopier(caches, arena, random.Random(self.seed + 100 * rank))
+        copier.ring = self.ring
+        assert worker.worker_half is not None
+        worker.worker_half._copier = copier
+        worker.worker_half.arena = memory
+        return ToyRank(worker, caches, arena, copier)
+
+    def _use(self, number: int) -> None:
+        rank = self.all_ranks[number]
+        self._rank = number
+        self.worker, self.caches, self.arena = rank.worker, rank.caches, rank.arena
+        self.copier, self._running = rank.copier, rank.running
+
+    def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        outputs: list[ModelRunnerOutput | None] = []
+        shared = output.kv_connector_metadata
+        try:
+            for number in range(self.ranks):
+                self._use(number)
+                output.kv_connector_metadata = copy.deepcopy(shared)  # as between processes
+                reported = len(self.reported_loads)
+                outputs.append(super()._execute(output))
+                del self.reported_loads[reported:]
+        finally:
+            self._use(0)
+            output.kv_connector_metadata = shared
+        merged = self._aggregator.aggregate(outputs)
+        assert merged is not None
+        assert merged.kv_connector_output is not None
+        self.reported_loads += merged.kv_connector_output.finished_recving or ()
+        return merged
+
+    def _right(self, request_id: str) -> np.ndarray:
+        return super()._right(request_id) ^ (self._rank * _MASK_OF_RANK)
+

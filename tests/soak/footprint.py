@@ -1,0 +1,109 @@
+"""What a process holds of the system: threads, descriptors, mappings, memory, shared files."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+_OUR_THREADS = "tiered-kv"
+_SHARED_FILES = (Path("/dev/shm"), Path("/tmp"))
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    threads: int  # all of them, those of native libraries included
+    ours: tuple[str, ...]  # names of the threads we started
+    descriptors: int
+    memfd_maps: int  # mapped memory of daemons
+    shared_files: frozenset[str]  # under /dev/shm and /tmp, of this project
+    rss_bytes: int
+
+    @classmethod
+    def now(cls, pid: int | None = None) -> Footprint:
+        """Of a process, or of this one."""
+        own = pid is None
+        if own:
+            gc.collect()
+            _trim()
+        root = Path("/proc", "self" if own else str(pid))
+        names = [t.name for t in threading.enumerate()] if own else []
+        return cls(
+            threads=len(os.listdir(root / "task")),
+            ours=tuple(sorted(name for name in names if name.startswith(_OUR_THREADS))),
+            descriptors=len(os.listdir(root / "fd")),
+            memfd_maps=sum("/memfd:" in line for line in (root / "maps").open()),
+            shared_files=shared_files(),
+            rss_bytes=int((root / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+        )
+
+    def beyond(self, other: Footprint, rss_slack: int) -> list[str]:
+        """In words, what there is more of than in the other, memory aside what is allowed."""
+        more = []
+        for name in ("threads", "descriptors", "memfd_maps"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine > theirs:
+                more.append(f"{mine} {name} instead of {theirs}")
+        threads = Counter(self.ours) - Counter(other.ours)
+        more += [f"thread {name}" for name in threads.elements()]
+        more += [f"file {name}" for name in sorted(self.shared_files - other.shared_files)]
+        grown = self.rss_bytes - other.rss_bytes
+        if grown > rss_slack:
+            more.append(f"{grown / 2**20:.1f} MiB of memory, {rss_slack / 2**20:.0f} are allowed")
+        return more
+
+
+def shared_files() -> frozenset[str]:
+    return frozenset(
+        str(path)
+        for folder in _SHARED_FILES
+        if folder.is_dir()
+        for path in folder.iterdir()
+        if "tiered" in path.name
+    )
+
+
+def settled(
+    baseline: Footprint, rss_slack: int, seconds: float = 30.0, pid: int | None = None
+) -> list[str]:
+    """What a process holds beyond the baseline once it had time to give it back."""
+    end = time.monotonic() + seconds
+    while (more := Footprint.now(pid).beyond(baseline, rss_slack)) and time.monotonic() < end:
+        time.sleep(0.05)
+    return more
+
+
+def held_items(roots: Iterable[object], belongs: Callable[[type], bool]) -> int:
+    """How many entries all containers have that can be reached from here through objects of these
+    types: what is forgotten in a dictionary shows long before memory grows."""
+    seen: set[int] = set()
+    todo = list(roots)
+    items = 0
+    while todo:
+        found = todo.pop()
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
+        kind = type(found)
+        if isinstance(found, _CONTAINERS) or kind.__name__ == "deque":
+            items += len(found)  # type: ignore[arg-type]
+        elif not belongs(kind):
+            continue
+        todo += gc.get_referents(found)
+    return items
+
+
+def of_this_package(kind: type) -> bool:
+    return kind.__module__.startswith("vllm_tiered_kv")
+
+
+def _trim() -> None:
+    """Freed memory goes back to the system, so that what remains is in use."""
+    ctypes.CDLL(None).malloc_trim(0)
