@@ -2,12 +2,14 @@
 
     python -m tools.sanitize asan      # memory errors and undefined behaviour
     python -m tools.sanitize tsan      # data races
+    python -m tools.sanitize tsan --prove
 
 The build is made from a copy of the sources under `build/`; the module of the working tree is not
 touched. Python itself is not instrumented, so the sanitizer's library is loaded ahead of it.
 Reports go to files, of every process that the tests start, and any report is a failure, whatever
-the tests say. Leaks are not looked for: the interpreter itself never frees what it needs to the
-end, and a leak of ours always has it on its stack.
+the tests say. `--prove` plants faults in the copy and wants to see them reported. Leaks are not
+looked for: the interpreter itself never frees what it needs to the end, and a leak of ours always
+has it on its stack.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,12 +46,24 @@ DAEMON_TESTS = (
 
 
 @dataclass(frozen=True)
+class Plant:
+    """A fault that does not change what a test sees, and the words that must report it."""
+
+    source: str
+    old: str
+    new: str
+    test: str
+    words: str
+
+
+@dataclass(frozen=True)
 class Sanitizer:
     flags: str
     libraries: tuple[str, ...]
     options: Mapping[str, str]
     """Variables for the run; `{reports}` is where reports go."""
     tests: tuple[str, ...]
+    plants: tuple[Plant, ...]
     # The shadow memory needs addresses as they are without randomisation.
     fixed_addresses: bool = False
 
@@ -66,6 +80,25 @@ SANITIZERS = {
             "PYTHONMALLOC": "malloc",
         },
         tests=(*THREADED_TESTS, *DAEMON_TESTS),
+        plants=(
+            Plant(
+                "csrc/sha256.cpp",
+                "  uint8_t tail[2 * kChunk];\n",
+                "  uint8_t tail[2 * kChunk];\n"
+                "  if (whole > 0 && *(volatile const uint8_t*)(data + size + 8) == 1) return;\n",
+                "tests/unit/test_native_hashing.py::test_sha256_of_long_messages",
+                "AddressSanitizer: heap-buffer-overflow",
+            ),
+            Plant(
+                "csrc/xxh3.cpp",
+                "uint64_t xxh3_64(const uint8_t* data, size_t size) {\n",
+                "uint64_t xxh3_64(const uint8_t* data, size_t size) {\n"
+                "  static volatile int most = 2147483647;\n"
+                "  if (most + 1 == 7) return 7;\n",
+                "tests/unit/test_native_hashing.py::test_xxh3_of_every_short_length",
+                "runtime error: signed integer overflow",
+            ),
+        ),
     ),
     "tsan": Sanitizer(
         flags="thread",
@@ -75,6 +108,26 @@ SANITIZERS = {
         # Nothing that talks to a daemon: how zmq's threads hand messages over cannot be seen from
         # outside of zmq, and each of them would look like a race.
         tests=THREADED_TESTS,
+        plants=(
+            Plant(
+                "csrc/block_copy_cpu.cpp",
+                "    begin += bytes;\n",
+                "    begin += bytes;\n    static int64_t copied = 0;\n    copied += bytes;\n",
+                "tests/unit/test_native_threads.py::test_all_kinds_of_calls",
+                "ThreadSanitizer: data race",
+            ),
+            Plant(
+                "csrc/thread_pool.cpp",
+                "const std::shared_ptr<Job> job = std::move(jobs_.front());\n"
+                "      jobs_.pop_front();\n      lock.unlock();\n",
+                "const std::shared_ptr<Job> job = std::move(jobs_.front());\n"
+                "      jobs_.pop_front();\n      lock.unlock();\n"
+                "      static int taken = 0;\n"
+                "      taken += 1;\n",
+                "tests/unit/test_native_threads.py::test_readers_share_memory",
+                "ThreadSanitizer: data race",
+            ),
+        ),
         fixed_addresses=True,
     ),
 }
@@ -91,8 +144,14 @@ def library(name: str) -> str:
     return str(Path(found).resolve())
 
 
-def build(tree: Path, sanitizer: Sanitizer) -> None:
+def build(tree: Path, sanitizer: Sanitizer, plants: Sequence[Plant] = ()) -> None:
     copy_sources(tree, compiled=False)
+    for plant in plants:
+        source = tree / plant.source
+        text = source.read_text()
+        if text.count(plant.old) != 1:
+            raise SystemExit(f"{plant.source} has no place for a planted fault any more")
+        source.write_text(text.replace(plant.old, plant.new))
     log = tree.parent / "build.log"
     with log.open("w") as output:
         built = subprocess.run(
@@ -125,14 +184,35 @@ def test(tree: Path, sanitizer: Sanitizer, reports: Path, arguments: list[str]) 
     return subprocess.run(command, cwd=tree, env=surroundings).returncode
 
 
+def prove(name: str, sanitizer: Sanitizer) -> int:
+    folder = ROOT / "build" / f"{name}-prove"
+    reports = folder / "reports"
+    print(f"building with {len(sanitizer.plants)} planted faults in {folder}", flush=True)
+    build(folder / "tree", sanitizer, sanitizer.plants)
+    missed = 0
+    for plant in sanitizer.plants:
+        shutil.rmtree(reports, ignore_errors=True)
+        reports.mkdir()
+        test(folder / "tree", sanitizer, reports / "report", ["-q", "--tb=no", plant.test])
+        texts = [report.read_text(errors="replace") for report in reports.iterdir()]
+        where = plant.source.removeprefix("csrc/")
+        found = any(plant.words in text and where in text for text in texts)
+        missed += not found
+        print(f"{'reported' if found else 'MISSED'}: {plant.words} in {plant.source}", flush=True)
+    return 1 if missed else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("sanitizer", choices=SANITIZERS)
+    parser.add_argument("--prove", action="store_true", help="see that planted faults are reported")
     parser.add_argument("arguments", nargs="*", help="other tests, or options of pytest after --")
     options = parser.parse_args()
     sanitizer = SANITIZERS[options.sanitizer]
+    if options.prove:
+        return prove(options.sanitizer, sanitizer)
     folder = ROOT / "build" / options.sanitizer
     reports = folder / "reports"
     shutil.rmtree(reports, ignore_errors=True)

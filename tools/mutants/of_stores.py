@@ -149,14 +149,6 @@ STORES = (
         _POWER_LOSS,
     ),
     Mutation(
-        "ssd-slots-reused-after-a-failed-commit",
-        "stores/ssd/committer.py",
-        "        self._owner.retake(leaving)\n",
-        "        self._owner.released(leaving)\n",
-        "after a crash an old key points at a new block's bytes",
-        ("tests/stores/test_ssd_commit.py", "tests/stores/test_ssd_faults.py"),
-    ),
-    Mutation(
         "ssd-lost-cycle-counts-as-durable",
         "stores/ssd/committer.py",
         "return self._durable >= cycle and cycle not in self._failed",
