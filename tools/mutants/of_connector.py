@@ -182,8 +182,9 @@ CONNECTOR = (
     Mutation(
         "load-forgets-an-earlier-failure",
         "connector/split_loads.py",
+        "        if failed is Tier.CPU or load.failed is None:\n"
         "            load.failed = failed or load.failed\n",
-        "            load.failed = failed\n",
+        "        load.failed = failed\n",
         "a request goes on with blocks of which a part is missing",
         _WORKER,
     ),

@@ -92,7 +92,7 @@ SERVER = (
         "return self._hand_to(tier, key) is not Handed.TAKEN",
         "return True",
         "a block leaves memory before any disk has it",
-        ("tests/daemon/test_way_down.py", "tests/daemon/test_under_load.py"),
+        ("tests/daemon/test_way_down.py",),
     ),
     Mutation(
         "on-disk-acknowledged-from-memory",
