@@ -56,7 +56,7 @@ def find_sanitizer(named: str | None) -> Path:
             return path.absolute()
     raise SystemExit(
         "no compute-sanitizer: it is part of the CUDA toolkit and of the package "
-        "nvidia-cuda-sanitizer-api (install the version of your CUDA, or name it by --sanitizer)"
+        "nvidia-cuda-sanitizer-api, from 13.4 on; or name one by --sanitizer"
     )
 
 
