@@ -87,7 +87,7 @@ CONNECTOR = (
 """,
         "",
         "blocks of a step that never ran are stored",
-        (*_SCHEDULING, *_HAZARDS),
+        _HAZARDS,
         Needs.VLLM,
     ),
     Mutation(
@@ -105,7 +105,7 @@ CONNECTOR = (
         "        self._key_maker.new_epoch(os.urandom(16))\n",
         "",
         "a daemon serves blocks computed before the weights changed",
-        ("tests/engine/test_remote_hazards.py", *_SCHEDULING),
+        ("tests/engine/test_remote_hazards.py",),
         Needs.VLLM,
     ),
     Mutation(
@@ -123,7 +123,7 @@ CONNECTOR = (
         "                self._requests[request_id].forget_blocks()\n",
         "                pass\n",
         "the blocks of a preempted request are not stored a second time",
-        (*_SCHEDULING, *_HAZARDS),
+        _HAZARDS,
         Needs.VLLM,
     ),
     Mutation(
