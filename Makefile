@@ -10,7 +10,8 @@ CXX_FILES := $(wildcard $(foreach e,c cc cpp cu cuh h hpp,csrc/*.$(e) csrc/*/*.$
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test unit daemon gpu-test lint format wheel clean distclean
+.PHONY: help demo test unit daemon lint check-native asan tsan coverage mutants \
+  gpu-test gpu-sanitize format wheel clean distclean
 
 ##@ Try it
 demo: ## ask a small real model about a long text, cold and from the CPU tier
@@ -30,12 +31,33 @@ daemon: ## run the tests of stores, daemon and client, in the same place
 	@$(SETUP) --env $(UNIT) --profile unit
 	$(UNIT)/bin/python -m pytest tests/stores tests/remote tests/daemon $(PYTEST_FLAGS)
 
-lint: ## ruff, mypy and clang-format; changes nothing
+lint: ## ruff, mypy, clang-format and `check-native`; changes nothing
 	@$(SETUP) --env $(LINT) --profile lint
 	$(LINT)/bin/ruff check .
 	$(LINT)/bin/ruff format --check .
 	$(LINT)/bin/mypy
 	$(if $(CXX_FILES),$(LINT)/bin/clang-format --dry-run --Werror $(CXX_FILES))
+	$(LINT)/bin/python -m tools.check_native
+
+check-native: ## read csrc for bugs with clang-tidy and cppcheck
+	@$(SETUP) --env $(LINT) --profile lint
+	$(LINT)/bin/python -m tools.check_native
+
+asan: ## run the tests of native code with ASan and UBSan
+	@$(SETUP) --env $(UNIT) --profile unit
+	$(UNIT)/bin/python -m tools.sanitize asan -- $(PYTEST_FLAGS)
+
+tsan: ## run the tests of native code with TSan
+	@$(SETUP) --env $(UNIT) --profile unit
+	$(UNIT)/bin/python -m tools.sanitize tsan -- $(PYTEST_FLAGS)
+
+coverage: ## say which lines and branches all tests but those of the GPU reach
+	@$(SETUP) --env $(FULL) --profile full
+	$(FULL)/bin/python -m tools.measure_coverage
+
+mutants: ## break the code on purpose, line by line, and see that tests fail
+	@$(SETUP) --env $(FULL) --profile full
+	$(FULL)/bin/python -m tools.mutants
 
 gpu-test: ## run the tests that need an NVIDIA GPU
 	@$(SETUP) --env $(FULL) --profile full
@@ -44,6 +66,10 @@ gpu-test: ## run the tests that need an NVIDIA GPU
 	REQUIRE_GPU=1 $(FULL)/bin/python -m pytest tests/gpu -k async_off $(PYTEST_FLAGS)
 	REQUIRE_GPU=1 $(FULL)/bin/python -m pytest tests/gpu/test_remote_gpu.py -k ipc $(PYTEST_FLAGS)
 	REQUIRE_GPU=1 $(FULL)/bin/python -m pytest tests/gpu/test_remote_gpu.py -k tcp $(PYTEST_FLAGS)
+
+gpu-sanitize: ## run the tests of the CUDA copies under compute-sanitizer
+	@$(SETUP) --env $(FULL) --profile full
+	$(FULL)/bin/python -m tools.gpu_sanitize
 
 ##@ Work on it
 format: ## let ruff and clang-format rewrite the sources
@@ -57,7 +83,7 @@ wheel: ## build source archive and wheel into dist/
 	$(LINT)/bin/python -m build
 
 clean: ## remove what was built, keep the environments
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
 	rm -f vllm_tiered_kv/native/*.so
 	find vllm_tiered_kv tests examples tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -67,4 +93,4 @@ distclean: clean ## remove the environments too
 help: ## show this list
 	@awk 'BEGIN { FS = ":.*## " } \
 	  /^##@/ { printf "\n%s\n", substr($$0, 5) } \
-	  /^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	  /^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

@@ -5,6 +5,7 @@ torch, so that one wheel serves every torch and pip's build isolation is no obst
 
 TIERED_KV_CUDA        0 leaves `_cuda` out, 1 makes a missing CUDA toolkit an error
 TIERED_KV_CUDA_ARCHS  compute capabilities to compile for, for instance "90" or "80,90"
+TIERED_KV_SANITIZE    sanitizers to compile `_cpu` with, as gcc names them; for the checks only
 CUDA_HOME, CUDA_PATH  where to look for nvcc before PATH
 """
 
@@ -23,6 +24,11 @@ from setuptools.command.build_ext import build_ext
 
 DEFAULT_ARCHS = (80, 90, 100, 120)
 CXX_FLAGS = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra"]
+SANITIZERS = os.environ.get("TIERED_KV_SANITIZE", "")
+if SANITIZERS:
+    # Frames and line numbers for the reports; -O1 is as fast as keeps them true. Python's own flags
+    # have -fwrapv, with which an overflow is nothing to report.
+    CXX_FLAGS += ["-O1", "-g", "-fno-omit-frame-pointer", "-fno-wrapv", f"-fsanitize={SANITIZERS}"]
 HEADERS = sorted(str(path) for path in Path("csrc").glob("*.h"))
 
 
@@ -160,7 +166,7 @@ def extension(name: str, *sources: str) -> Extension:
         depends=HEADERS,
         include_dirs=[pybind11.get_include()],
         extra_compile_args=CXX_FLAGS,
-        extra_link_args=["-pthread"],
+        extra_link_args=["-pthread", *([f"-fsanitize={SANITIZERS}"] if SANITIZERS else [])],
         language="c++",
     )
 

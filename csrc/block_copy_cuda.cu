@@ -169,7 +169,7 @@ void CudaBlockLayout::copy(const Batch& batch, Direction direction, uint64_t slo
   if (ctas < 0 || ctas > kMaxCtas)
     throw ArgumentError("ctas", std::to_string(ctas) + " is not in [0, 65535]");
   if (ctas == 0) ctas = whole_device_;
-  const int alignment = std::min(alignment_, widest(slots));
+  const int width = std::min(alignment_, widest(slots));
   // Pieces lie in the order of their place in the slot.
   const auto at = [this](int64_t offset) {
     return std::partition_point(pieces_.begin(), pieces_.end(), [offset](const Piece& piece) {
@@ -185,12 +185,12 @@ void CudaBlockLayout::copy(const Batch& batch, Direction direction, uint64_t slo
   while (begin < batch.block_ids.size()) {
     const size_t left = batch.block_ids.size() - begin;
     if (left <= kSmallBatch) {
-      launch_pairs<kSmallBatch>(batch, begin, left, pieces, num_pieces, slots, alignment, direction,
+      launch_pairs<kSmallBatch>(batch, begin, left, pieces, num_pieces, slots, width, direction,
                                 ctas, to_stream(stream_handle));
       return;
     }
     const size_t count = std::min<size_t>(left, kLargeBatch);
-    launch_pairs<kLargeBatch>(batch, begin, count, pieces, num_pieces, slots, alignment, direction,
+    launch_pairs<kLargeBatch>(batch, begin, count, pieces, num_pieces, slots, width, direction,
                               ctas, to_stream(stream_handle));
     begin += count;
   }

@@ -52,7 +52,7 @@ void check_same_stride(const std::vector<Placed>& runs) {
     const int64_t residue = run.begin % stride;
     if (!ring.empty()) {
       auto next = ring.lower_bound(residue);
-      auto before = next == ring.begin() ? std::prev(ring.end()) : std::prev(next);
+      const auto before = next == ring.begin() ? std::prev(ring.end()) : std::prev(next);
       if (next == ring.end()) next = ring.begin();
       // Distances around the ring. A lone neighbour at the same residue is a collision whichever
       // way round it is seen: distance 0.
@@ -91,7 +91,7 @@ bool collide(const Placed& p, const Placed& q, int64_t num_blocks) {
   const bool solid = width >= q.stride - 1;
   const int128 limit =
       solid ? int128(num_blocks - 1) * q.stride + width : int128(num_blocks) * q.stride - 1;
-  int128 low = first >= 0 ? 0 : (-first + p.stride - 1) / p.stride;
+  const int128 low = first >= 0 ? 0 : (-first + p.stride - 1) / p.stride;
   int128 high = first > limit ? -1 : (limit - first) / p.stride;
   high = std::min<int128>(high, num_blocks - 1);
   if (low > high) return false;
@@ -174,7 +174,7 @@ BlockLayout::BlockLayout(const std::vector<uint64_t>& addresses,
   std::sort(order.begin(), order.end(),
             [&](size_t a, size_t b) { return slot_offsets[a] < slot_offsets[b]; });
   int128 expected = 0;
-  for (size_t r : order) {
+  for (const size_t r : order) {
     if (slot_offsets[r] != expected)
       throw ArgumentError(
           item("slot_offsets", r),
@@ -237,7 +237,7 @@ void check_unique(const std::vector<int64_t>& ids, int64_t num_blocks) {
   constexpr int64_t kBitmapBlocks = int64_t{1} << 23;
   if (num_blocks <= kBitmapBlocks) {
     std::vector<bool> seen(static_cast<size_t>(num_blocks));
-    for (int64_t id : ids) {
+    for (const int64_t id : ids) {
       if (seen[size_t(id)]) twice(id);
       seen[size_t(id)] = true;
     }

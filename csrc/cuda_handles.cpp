@@ -31,6 +31,16 @@ const Driver& driver() {
 
 [[noreturn]] void closed(const char* what) { throw ArgumentError(what, "is closed"); }
 
+// For destructors, which may run while the process unloads CUDA: what fails there no longer
+// matters.
+template <typename Handle>
+void close_quietly(Handle& handle) {
+  try {
+    handle.close();
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
+  }
+}
+
 }  // namespace
 
 void check(cudaError_t status, const char* call) {
@@ -99,13 +109,7 @@ Stream::Stream(int device, bool low_priority) : device_(device) {
         "cudaStreamCreateWithPriority");
 }
 
-// Destructors may run while the process unloads CUDA: what fails there no longer matters.
-Stream::~Stream() {
-  try {
-    close();
-  } catch (const std::exception&) {
-  }
-}
+Stream::~Stream() { close_quietly(*this); }
 
 uint64_t Stream::handle() const {
   if (stream_ == nullptr) closed("stream");
@@ -137,12 +141,7 @@ Event::Event(int device) : device_(device) {
   check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "cudaEventCreateWithFlags");
 }
 
-Event::~Event() {
-  try {
-    close();
-  } catch (const std::exception&) {
-  }
-}
+Event::~Event() { close_quietly(*this); }
 
 cudaEvent_t Event::get() const {
   if (event_ == nullptr) closed("event");
@@ -202,12 +201,7 @@ DeviceBuffer::DeviceBuffer(int device, int64_t nbytes) : device_(device), nbytes
   check(status, "cudaMalloc");
 }
 
-DeviceBuffer::~DeviceBuffer() {
-  try {
-    close();
-  } catch (const std::exception&) {
-  }
-}
+DeviceBuffer::~DeviceBuffer() { close_quietly(*this); }
 
 uint64_t DeviceBuffer::address() const {
   if (memory_ == nullptr) closed("buffer");

@@ -35,7 +35,7 @@ uint32_t load_big_endian(const uint8_t* p) {
 void compress_portable(uint32_t state[8], const uint8_t* data, size_t chunks) {
   for (; chunks > 0; --chunks, data += kChunk) {
     uint32_t w[64];
-    for (int i = 0; i < 16; ++i) w[i] = load_big_endian(data + 4 * i);
+    for (size_t i = 0; i < 16; ++i) w[i] = load_big_endian(data + 4 * i);
     for (int i = 16; i < 64; ++i) {
       const uint32_t s0 = rotate(w[i - 15], 7) ^ rotate(w[i - 15], 18) ^ (w[i - 15] >> 3);
       const uint32_t s1 = rotate(w[i - 2], 17) ^ rotate(w[i - 2], 19) ^ (w[i - 2] >> 10);
@@ -70,12 +70,12 @@ __attribute__((target("sha,sse4.1"))) void compress_sha_ni(uint32_t state[8], co
   for (; chunks > 0; --chunks, data += kChunk) {
     const __m128i abef_before = abef, cdgh_before = cdgh;
     __m128i w[4];
-    for (int i = 0; i < 4; ++i) {
+    for (size_t i = 0; i < 4; ++i) {
       w[i] =
           _mm_shuffle_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(data + 16 * i)), swap);
     }
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) {
+    for (size_t i = 0; i < 16; ++i) {
       __m128i message =
           _mm_add_epi32(w[i & 3], _mm_load_si128(reinterpret_cast<const __m128i*>(kRound + 4 * i)));
       cdgh = _mm_sha256rnds2_epu32(cdgh, abef, message);
@@ -143,7 +143,8 @@ void sha256(const uint8_t* data, size_t size, uint8_t digest[kSha256Bytes]) {
   uint8_t tail[2 * kChunk];
   const size_t rest = size % kChunk;
   if (rest > 0) std::memcpy(tail, data + whole * kChunk, rest);
-  compress(state, tail, pad(tail, rest, size));
+  const size_t chunks = pad(tail, rest, size);
+  compress(state, tail, chunks);
   store_digest(state, digest);
 }
 

@@ -32,7 +32,7 @@ class Job {
     for (size_t i = next_.fetch_add(1); i < count_; i = next_.fetch_add(1)) {
       work_(i);
       if (done_.fetch_add(1) + 1 == count_) {
-        std::lock_guard<std::mutex> lock(mutex_);
+        const std::lock_guard<std::mutex> lock(mutex_);
         finished_.notify_all();
       }
     }
@@ -58,7 +58,7 @@ class Pool {
 
   void offer(const std::shared_ptr<Job>& job, int helpers) {
     {
-      std::lock_guard<std::mutex> lock(mutex_);
+      const std::lock_guard<std::mutex> lock(mutex_);
       while (started_ < helpers && start_helper()) ++started_;
       helpers = std::min(helpers, started_);
       for (int i = 0; i < helpers; ++i) jobs_.push_back(job);

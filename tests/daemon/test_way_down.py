@@ -18,7 +18,7 @@ from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.native.cpu import xxh3_64
 from vllm_tiered_kv.server.tiered_store import TieredStore
 from vllm_tiered_kv.server.write_behind import WriteBehind
-from vllm_tiered_kv.stores.memory import MemoryStore
+from vllm_tiered_kv.stores.memory import Held, MemoryStore
 from vllm_tiered_kv.stores.ssd.disk import OsDisk
 from vllm_tiered_kv.stores.ssd.store import SsdStore
 
@@ -44,6 +44,13 @@ class GatedDisk(OsDisk):
         self.gate.set()
         self.waiting = 0
         self.is_full = False
+        self.flips_bits = False
+
+    def read(self, fd: int, into: memoryview, offset: int) -> int:
+        moved = super().read(fd, into, offset)
+        if self.flips_bits and moved == SIZE:
+            into[7] ^= 1
+        return moved
 
     def write(self, fd: int, data: memoryview, offset: int) -> int:
         if self.is_full:
@@ -99,6 +106,63 @@ def test_a_block_deleted_while_flush_waits_for_room_stays_deleted(
     assert store.ssd is not None
     assert store.ssd.contains([key(1), key(2)]) == [True, False]
     assert store.memory.contains([key(2)]) == [False]
+
+
+def test_a_block_deleted_while_it_is_written_stays_deleted(
+    store: TieredStore, disk: GatedDisk
+) -> None:
+    disk.gate.clear()
+    assert put(store, 1) is PutResult.STORED
+    eventually(lambda: disk.waiting == 1)
+    deleted, flushed = threading.Event(), threading.Event()
+    store.delete([key(1)], lambda count: deleted.set())
+    time.sleep(0.2)  # for it to come to the disk
+    disk.gate.set()
+    assert deleted.wait(PATIENCE_S)
+    store.flush(flushed.set)
+    assert flushed.wait(PATIENCE_S)
+    assert store.ssd is not None
+    assert store.ssd.contains([key(1)]) == [False]
+
+
+def test_a_block_that_no_disk_has_stays_in_memory_until_one_has(
+    store: TieredStore, disk: GatedDisk
+) -> None:
+    disk.gate.clear()
+    assert put(store, 1) is put(store, 2) is PutResult.STORED  # the queue has no room for both
+    assert store.ssd is not None
+    disk.gate.set()
+    blocks = range(3, 3 + 2 * 4 * MIB // SIZE)  # twice what memory holds
+    for n in blocks:
+        eventually(lambda: not any(waiting for waiting, _ in store.pending_writes().values()))
+        assert put(store, n) is PutResult.STORED
+    assert store.memory.contains([key(2)]) == [False]
+    assert store.ssd.contains([key(2)]) == [True]
+
+
+def test_a_damaged_block_of_the_ssd_is_a_miss(store: TieredStore, disk: GatedDisk) -> None:
+    def fetch() -> bytes | None:
+        found: list[bytes | None] = []
+        arrived = threading.Event()
+
+        def ready(position: int, held: Held | None) -> None:
+            found.append(None if held is None else bytes(held.view))
+            if held is not None:
+                store.memory.let_go([held])
+            arrived.set()
+
+        store.fetch([key(1)], ready)
+        assert arrived.wait(PATIENCE_S)
+        return found[0]
+
+    assert put(store, 1, Durability.DISK) is PutResult.STORED
+    store.memory.delete([key(1)])
+    assert fetch() == block(1, SIZE)
+    store.memory.delete([key(1)])
+    disk.flips_bits = True
+    assert fetch() is None
+    assert store.memory.contains([key(1)]) == [False]
+    store.memory.check()
 
 
 def test_flush_covers_what_was_only_received(store: TieredStore) -> None:

@@ -136,6 +136,24 @@ def test_a_request_that_ends_while_preempted(
     assert_tier_is_right(engine)
 
 
+@BOTH
+def test_a_preempted_request_is_stored_from_its_first_block_again(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
+    """What was stored of it before may have left the tier since."""
+    engine = ToyEngine(tiny_model, async_scheduling, gpu_blocks=28)
+    rng = random.Random(1)
+    ids = [engine.add(prompt(rng, 40), 40) for _ in range(2)]  # more than there is room for
+    while not any(engine.requests[request_id].num_preemptions for request_id in ids):
+        engine.step()
+    engine.half.index.clear()
+    engine.run()
+    (preempted,) = [n for n in ids if engine.requests[n].num_preemptions]
+    full = (engine.requests[preempted].num_tokens - 1) // 4
+    assert readable(engine, preempted) == list(range(full))
+    engine.assert_at_rest()
+
+
 def test_deferred_stores_are_bounded_by_the_gpu(tiny_model: Path) -> None:
     engine = ToyEngine(tiny_model, gpu_blocks=64, ring=1, max_tokens_per_step=64)
     engine.copier.max_delay = 40

@@ -163,3 +163,22 @@ def test_what_was_loading_during_a_reset_is_not_stored_after_it(tiny_model: Path
         serve(toy, asked)
         assert total(toy, names.STORED_BLOCKS, CPU) >= 10
         toy.close()
+
+
+def test_what_a_daemon_was_sent_before_a_reset_is_not_found_after_it(tiny_model: Path) -> None:
+    """It cannot be told to forget: other engines still use those blocks. The keys change."""
+    with FaultyDaemon() as daemon:
+        toy, asked = engine(tiny_model, daemon), prompt(6, 41)
+        serve(toy, asked)
+        sent = len(daemon.blocks)
+        assert sent >= 10
+        toy.scheduler.reset_connector_cache()
+        toy.drop_gpu_cache()
+        serve(toy, asked)
+        assert total(toy, names.HIT_TOKENS) == 0
+        assert len(daemon.blocks) >= 2 * sent - 1  # what was computed anew is known by other keys
+        toy.close()
+        other = engine(tiny_model, daemon)
+        serve(other, asked)
+        assert total(other, names.HIT_TOKENS, REMOTE) == 40
+        other.close()

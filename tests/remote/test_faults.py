@@ -8,7 +8,18 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.remote.engine import IDENTITY, NBYTES, buffers, content, identity, items, keys, within
+from tests.remote.engine import (
+    IDENTITY,
+    NBYTES,
+    RANK,
+    block_keys,
+    buffers,
+    content,
+    identity,
+    items,
+    keys,
+    within,
+)
 from tests.remote.faulty_daemon import Fault, FaultyDaemon, Frames, block_reply, framed
 from vllm_tiered_kv.core.store import Durability, PutResult
 from vllm_tiered_kv.errors import ConnectionLost, ErrorCode
@@ -25,6 +36,7 @@ from vllm_tiered_kv.wire.messages import (
     Hello,
     Limits,
     Match,
+    MatchReply,
     Put,
     PutReply,
     Request,
@@ -280,6 +292,14 @@ def test_answers_that_do_not_fit_the_question_are_none(
         [framed(i, ContainsReply(b"\x01" * count))] if r.op == "contains" else None
     )
     assert store.contains(KEYS[:2]) == [False, False]
+
+
+def test_no_more_is_found_than_was_asked_for(daemon: FaultyDaemon, store: RemoteStore) -> None:
+    daemon.fault = on(Match, lambda d, i, _: [framed(i, MatchReply(1000, [1000, 0, 0]))])
+    assert store.match(KEYS[:3]) == 3
+    found = store.match_all(block_keys("chain", 3), [RANK])
+    assert found is not None
+    assert found.count == 3
 
 
 def test_only_what_is_missing_is_sent(daemon: FaultyDaemon, store: RemoteStore) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -53,7 +54,7 @@ def test_every_process_agrees() -> None:
     )
     said = subprocess.run(
         [sys.executable, "-c", program],
-        env={"PYTHONHASHSEED": "7"},
+        env={**os.environ, "PYTHONHASHSEED": "7"},
         capture_output=True,
         text=True,
         check=True,

@@ -241,6 +241,22 @@ def test_a_release_that_fails_is_made_up_for(daemon: DaemonProcess, memory: Shar
     assert leases_of(daemon) == 0
 
 
+def test_a_release_that_was_not_confirmed_is_still_owed(
+    daemon: DaemonProcess, memory: SharedMemory
+) -> None:
+    lent = memory.lend(CHAIN)
+    leases = set(lent.leases)
+    memory._timeout = 0.2
+    daemon.freeze()
+    lent.release()
+    assert memory._owed == leases
+    daemon.thaw()
+    memory._timeout = 20.0
+    memory.settle()
+    assert memory.is_settled
+    assert leases_of(daemon) == 0
+
+
 def test_many_threads(store: RemoteStore, memory: SharedMemory) -> None:
     wrong: list[str] = []
 

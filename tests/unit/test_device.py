@@ -115,6 +115,9 @@ def test_the_ring_is_given_back_in_order_and_wraps() -> None:
         ring.take(1)
     with pytest.raises(ValueError, match="5 in use"):
         ring.give_back(6)
+    ring.give_back(3)
+    assert list(ring.take(2)) == [2, 3]
+    assert list(ring.take(1)) == [4]
 
 
 def test_an_arena_is_pinned_front_to_back_behind_its_first_chunk() -> None:

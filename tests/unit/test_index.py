@@ -148,6 +148,27 @@ def test_memory_moves_between_size_classes_and_is_never_exceeded() -> None:
     assert store(index, 3, size_class=0) is not None
 
 
+def test_only_what_every_worker_can_use_is_handed_out() -> None:
+    index = make(8)
+    slab = index.geometry.slab_bytes
+    per_slab = index.geometry.slots_per_slab
+    index.limit(2 * slab + slab // 2)  # of the third slab only a half is pinned
+    slots = {store(index, n) for n in range(6)}
+    assert {slot // per_slab for slot in slots if slot is not None} == {0, 1}
+    index.limit(8 * slab)
+    for n in range(6, 20):
+        store(index, n)
+    warm = [n for n in range(20) if index.lookup(key(n)) is Lookup.HIT]
+    assert len(warm) == 8
+    index.limit(2 * slab)  # a worker had to give some of it up
+    beyond = next(n for n in warm if index.pin([key(n)])[0] // per_slab >= 2)
+    index.unpin(index.pinned_slots())
+    index.remove(key(beyond))
+    for n in range(20, 24):
+        slot = store(index, n)
+        assert slot is None or slot // per_slab < 2
+
+
 def test_misuse_is_an_error() -> None:
     index = make()
     slot = store(index, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 
@@ -137,7 +138,7 @@ def test_another_process_computes_the_same_keys(seed: str) -> None:
     )
     printed = subprocess.run(
         [sys.executable, "-c", program],
-        env={"PYTHONHASHSEED": seed, "PATH": "/usr/bin:/bin"},
+        env={**os.environ, "PYTHONHASHSEED": seed},
         capture_output=True,
         text=True,
         check=True,
@@ -155,3 +156,19 @@ def test_canonical_bytes_tell_sequences_apart(parts: list, data) -> None:
 def test_canonical_refuses_what_it_cannot_write() -> None:
     with pytest.raises(TypeError, match="float"):
         canonical([1.5])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (["asb"], ["a", "b"]),
+        ([b"ayb"], [b"a", b"b"]),
+        ([["a"], "b"], [["a", "b"]]),
+        (["1"], [1]),
+        ([""], [None]),
+        ([True], [1]),
+        ([], [[]]),
+    ],
+)
+def test_no_value_passes_for_several_or_for_one_of_another_type(one: list, other: list) -> None:
+    assert canonical(one) != canonical(other)

@@ -22,6 +22,7 @@ KEYS = [BlockKey(bytes([n]) * 17) for n in range(10)]
 
 class Tier:
     def __init__(self, slots: int, ranks: int = 1) -> None:
+        self.ranks = ranks
         self.index = BlockIndex(ArenaGeometry(slots * 64, (64,)), "lru")
         self.recorder = Recorder()
         self.ledger = TransferLedger(self.index, self.recorder, ranks)
@@ -137,6 +138,65 @@ def test_a_hit_counts_only_as_far_as_every_group_reaches() -> None:
         index.commit(index.reserve(name, None, 0))
     assert loadable_tokens(index, [GROUP, wide], [KEYS, wide_keys], 0, 40, 8) == 16
     assert loadable_tokens(index, [wide, GROUP], [wide_keys, KEYS], 0, 40, 8) == 16
+    index.remove(KEYS[3])  # the narrow group ends within a block of the wide one
+    assert loadable_tokens(index, [GROUP, wide], [KEYS, wide_keys], 0, 40, 8) == 8
+    assert loadable_tokens(index, [wide, GROUP], [wide_keys, KEYS], 0, 40, 8) == 8
+    index.commit(index.reserve(KEYS[3], None, 0))
     index.remove(wide_keys[0])
     assert loadable_tokens(index, [GROUP, wide], [KEYS, wide_keys], 0, 40, 8) == 0
     assert loadable_tokens(index, [GROUP, wide], [KEYS, wide_keys], 8, 40, 8) == 8
+
+
+def loading_ahead(tier: Tier, blocks: int) -> int:
+    """A load that the step waits for, of blocks that were stored before."""
+    job = tier.store(0, blocks)
+    tier.ledger.report_store(job, [StoreReport(blocks)] * tier.ranks)
+    tier.ledger.open_load("r", KEYS[:blocks], 60 * blocks)
+    return tier.ledger.move_ahead("r")
+
+
+def test_a_load_ahead_pins_until_every_rank_has_reported() -> None:
+    tier = Tier(4, ranks=2)
+    job = loading_ahead(tier, 2)
+    assert tier.ledger.report_ahead(job, [True]) is None
+    assert len(tier.index.pinned_slots()) == 2
+    assert tier.ledger.has_open_ahead
+    assert tier.ledger.report_ahead(job, [True]) is None
+    assert not tier.index.pinned_slots()
+    assert not tier.ledger.has_open_ahead
+    assert tier.index.match_prefix(KEYS) == 2
+    tier.index.check()
+
+
+def test_a_load_ahead_that_failed_on_one_rank_failed() -> None:
+    tier = Tier(4, ranks=2)
+    job = loading_ahead(tier, 2)
+    assert tier.ledger.report_ahead(job, [True, False]) == "r"
+    assert tier.index.match_prefix(KEYS) == 0
+    assert not tier.index.pinned_slots()
+    tier.index.check()
+
+
+@pytest.mark.parametrize("failed", [None, tiers.Tier.CPU, tiers.Tier.REMOTE])
+def test_what_a_load_borrowed_is_given_back_however_it_ends(failed: tiers.Tier | None) -> None:
+    tier = Tier(4)
+    given_back: list[bool] = []
+    tier.ledger.open_load("r", [], 0, 2, 120, on_end=lambda: given_back.append(True))
+    assert not given_back
+    tier.ledger.close_load("r", failed)
+    assert given_back == [True]
+
+
+def test_what_was_computed_from_spoilt_blocks_is_not_kept_either() -> None:
+    tier = Tier(8)
+    plan = plan_store(tier.index, GROUP, KEYS, 0, 4)
+    job = tier.ledger.open_store(plan.slots, GROUP.block_bytes, sources=[10, 11, 12, 13])
+    tier.ledger.spoil_stores({11, 99})
+    tier.ledger.report_store(job, [StoreReport(4)])
+    assert [tier.index.lookup(key) for key in KEYS[:4]] == [
+        Lookup.HIT,
+        Lookup.MISS,
+        Lookup.MISS,
+        Lookup.MISS,
+    ]
+    tier.index.check()

@@ -1,0 +1,44 @@
+"""Places that a daemon names in its memory are not believed unchecked."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from vllm_tiered_kv.device.shared_arena import PAGE
+from vllm_tiered_kv.errors import ConnectionLost
+from vllm_tiered_kv.remote.shared_memory import SharedMemory
+from vllm_tiered_kv.wire.messages import LendReply
+
+CAPACITY = 4 * PAGE
+
+
+def check(leases: list[int], offsets: list[int], lengths: list[int], expected: int) -> None:
+    memory = cast(SharedMemory, SimpleNamespace(arena=SimpleNamespace(capacity_bytes=CAPACITY)))
+    reply = LendReply(leases, offsets, lengths, [0] * len(leases))
+    SharedMemory._check(memory, reply, lengths, expected)
+
+
+@pytest.mark.parametrize(
+    ("leases", "offsets", "lengths", "expected"),
+    [
+        ([1], [4 * PAGE], [1], 1),
+        ([1], [3 * PAGE], [PAGE + 1], 1),
+        ([1, 1], [0, 1 << 50], [PAGE, PAGE], 2),
+        ([1], [100], [PAGE], 1),
+        ([1], [0], [0], 1),
+        ([1], [0], [PAGE], 2),
+        ([1, 1], [0, 0], [PAGE, PAGE], 1),
+    ],
+)
+def test_what_lies_outside_is_refused(
+    leases: list[int], offsets: list[int], lengths: list[int], expected: int
+) -> None:
+    with pytest.raises(ConnectionLost):
+        check(leases, offsets, lengths, expected)
+
+
+def test_what_lies_inside_is_believed_and_misses_name_no_place() -> None:
+    check([1, 0, 1], [3 * PAGE, 1 << 50, 0], [PAGE, PAGE, 4 * PAGE], 3)

@@ -1,0 +1,124 @@
+"""The memory tier beyond the contract: reservations, and what a reader of its memory can tell."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from vllm_tiered_kv.core.store import PutItem, PutResult, StoreKey
+from vllm_tiered_kv.core.tiers import Lookup
+from vllm_tiered_kv.errors import NativeError
+from vllm_tiered_kv.native.cpu import xxh3_64
+from vllm_tiered_kv.stores import memory as memory_module
+from vllm_tiered_kv.stores.memory import Held, MemoryStore
+
+MIB = 1 << 20
+SIZE = 4096
+
+
+def key(n: int) -> StoreKey:
+    return StoreKey(bytes(16) + n.to_bytes(8, "little"))
+
+
+def item(n: int, parent: int | None = None, size: int = SIZE) -> PutItem:
+    above = None if parent is None else key(parent)
+    return PutItem(key(n), above, memoryview(bytes([n]) * size))
+
+
+@pytest.fixture
+def store() -> Iterator[MemoryStore]:
+    made = MemoryStore(MIB)
+    yield made
+    made.check()
+    made.close()
+
+
+def reserve(store: MemoryStore, n: int) -> Held:
+    slot = store.reserve(key(n), None, SIZE)
+    assert isinstance(slot, Held)
+    return slot
+
+
+def test_a_generation_is_odd_while_its_slot_is_written(store: MemoryStore) -> None:
+    seen = set()
+    for n in range(6):
+        slot = reserve(store, n)
+        assert slot.generation % 2 == 1
+        assert store.arena.generation(slot.offset) == slot.generation
+        if n % 2:
+            # Given up half-written: whoever was lent it before must not take it for a whole block.
+            store.abort(slot)
+        else:
+            assert store.seal(slot, None) is PutResult.STORED
+            (held,) = store.hold([key(n)])
+            assert held is not None
+            assert held.generation % 2 == 0
+            assert store.arena.generation(slot.offset) == held.generation
+            store.let_go([held])
+            store.delete([key(n)])
+        seen.add(slot.offset)
+    assert len(seen) == 1  # it was one slot all the time
+
+
+def test_a_block_is_unreadable_until_its_copy_has_ended(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copying, go_on = threading.Event(), threading.Event()
+    really_copy = memory_module.copy_and_hash
+
+    def slow_copy(into: list[memoryview], sources: list[memoryview]) -> list[int]:
+        copying.set()
+        assert go_on.wait(30)
+        return really_copy(into, sources)
+
+    monkeypatch.setattr(memory_module, "copy_and_hash", slow_copy)
+    writer = threading.Thread(target=store.put, args=([item(1)],))
+    writer.start()
+    try:
+        assert copying.wait(30)
+        assert store.lookup(key(1)) is Lookup.PENDING
+        assert store.contains([key(1)]) == [False]
+        assert store.get([key(1)], [memoryview(bytearray(SIZE))]) == [False]
+        assert store.match([key(1)]) == 0
+    finally:
+        go_on.set()
+        writer.join()
+    assert store.contains([key(1)]) == [True]
+
+
+def test_what_is_deleted_while_it_is_written_does_not_appear(store: MemoryStore) -> None:
+    slot = reserve(store, 1)
+    assert store.delete([key(1)]) == 0  # nobody could read it
+    assert store.seal(slot, None) is PutResult.DROPPED
+    assert store.contains([key(1)]) == [False]
+    assert store.usage().used_bytes == 0
+
+
+def test_a_copy_that_fails_gives_its_slots_back(store: MemoryStore) -> None:
+    slots = store.reserve_chain([(key(n), None, SIZE) for n in range(3)])
+    wrong = [item(0), item(1, size=SIZE - 1), item(2)]
+    with pytest.raises(NativeError):
+        store.fill(slots, wrong)
+    assert store.usage().used_bytes == 0
+    assert [store.lookup(key(n)) for n in range(3)] == [Lookup.MISS] * 3
+    assert store.put([item(n) for n in range(3)]) == [PutResult.STORED] * 3
+
+
+def test_what_follows_a_block_without_room_is_not_kept(store: MemoryStore) -> None:
+    """Also when there is room again: it could not be found without its head."""
+    store.turn_away([key(1)])
+    assert store.put([item(2, parent=1), item(3, parent=2)]) == [PutResult.DROPPED] * 2
+    elsewhere = store.reserve_chain([(key(2), key(1), SIZE)], lambda parent: parent == key(1))
+    assert isinstance(elsewhere[0], Held)  # another tier has the head
+    store.abort(elsewhere[0])
+    assert store.put([item(1), item(2, parent=1)]) == [PutResult.STORED] * 2
+
+
+def test_a_sealed_block_is_what_its_writer_says(store: MemoryStore) -> None:
+    for checksum, result in ((1, PutResult.FAILED), (xxh3_64(bytes(SIZE)), PutResult.STORED)):
+        slot = reserve(store, 1)
+        slot.view[:] = bytes(SIZE)
+        assert store.seal(slot, checksum) is result
+    assert store.contains([key(1)]) == [True]

@@ -1,0 +1,41 @@
+"""The table of `make mutants` fits the code: a mutation that no longer applies tests nothing."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tools.mutants.mutation import PACKAGE, Mutation, Needs
+from tools.mutants.table import MUTATIONS
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_mutation_applies_to_one_place_and_is_still_python(mutation: Mutation) -> None:
+    assert mutation.occurrences(ROOT) == 1
+    assert mutation.old != mutation.new
+    ast.parse(mutation.file(ROOT).read_text().replace(mutation.old, mutation.new))
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_its_tests_exist(mutation: Mutation) -> None:
+    assert mutation.tests
+    for test in mutation.tests:
+        file, _, name = test.partition("::")
+        source = (ROOT / file).read_text()
+        if name and not name.startswith("TestContract::"):
+            assert f"def {name}(" in source
+        is_engine = file.startswith("tests/engine/")
+        assert is_engine == (mutation.needs is Needs.VLLM), "only these have vLLM"
+
+
+def test_names_are_unique_and_every_important_room_is_broken() -> None:
+    assert max(Counter(mutation.name for mutation in MUTATIONS).values()) == 1
+    rooms = Counter(mutation.path.split("/")[0] for mutation in MUTATIONS)
+    important = {"core", "cache", "device", "stores", "remote", "server", "connector"}
+    assert set(rooms) >= important
+    assert (ROOT / PACKAGE).is_dir()

@@ -1,0 +1,81 @@
+"""Reads csrc for bugs with clang-tidy and cppcheck.
+
+    python -m tools.check_native
+
+Both come from PyPI and so does everything they read, CUDA's headers included; a machine needs
+neither root nor a CUDA toolkit. clang-tidy knows the language and takes every file but the kernels,
+which it could only read with a whole toolkit; cppcheck is shallower and takes those too.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pybind11
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent
+SOURCES = sorted(ROOT.glob("csrc/*.cpp"))
+KERNELS = sorted(ROOT.glob("csrc/*.cu"))
+
+# cppcheck preprocesses without system headers: what csrc takes from them is told here.
+CPPCHECK = (
+    *("--enable=warning,performance,portability,style", "--inline-suppr", "--quiet"),
+    *("--language=c++", "--std=c++17", "--error-exitcode=1"),
+    # A loop that reads well is not rewritten into an algorithm.
+    "--suppress=useStlAlgorithm",
+    *("-D__x86_64__", "-D__BYTE_ORDER__=1234", "-D__ORDER_LITTLE_ENDIAN__=1234"),
+    *("-DUINT32_MAX=0xffffffffu", "-DINT64_MAX=0x7fffffffffffffffll", "-DINT_MIN=(-2147483648)"),
+    *("-DCUDART_VERSION=13000", "-D__global__=", "-D__device__=", "-D__grid_constant__="),
+    *("-D__restrict__=", "-D__launch_bounds__(threads)="),
+    "-DPYBIND11_MODULE(name,module)=void init_##name(py::module_ module)",
+)
+
+
+def include_flags() -> list[str]:
+    """As system headers: what others wrote is not judged."""
+    packages = Path(sysconfig.get_paths()["purelib"])
+    cuda = [path.parent for path in packages.glob("nvidia/*/include/cuda_runtime_api.h")]
+    if not cuda:
+        raise SystemExit("no CUDA headers: requirements/lint.txt is not installed here")
+    folders = [pybind11.get_include(), sysconfig.get_paths()["include"], str(cuda[0])]
+    return [flag for folder in folders for flag in ("-isystem", folder)]
+
+
+def run(command: Iterable[str]) -> tuple[int, str]:
+    done = subprocess.run(
+        list(command), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    return done.returncode, done.stdout
+
+
+def clang_tidy(source: Path, includes: list[str]) -> tuple[int, str]:
+    compiler = ["-std=c++17", "-Wall", "-Wextra", *includes]
+    code, output = run([str(BIN / "clang-tidy"), "--quiet", str(source), "--", *compiler])
+    # "1234 warnings generated": of headers, and not shown.
+    lines = [line for line in output.splitlines() if not line.endswith(" generated.")]
+    return code, "\n".join(lines)
+
+
+def main() -> int:
+    includes = include_flags()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = list(pool.map(lambda source: clang_tidy(source, includes), SOURCES))
+    files = [str(path.relative_to(ROOT)) for path in (*SOURCES, *KERNELS)]
+    results.append(run([str(BIN / "cppcheck"), *CPPCHECK, *files]))
+    for _, output in results:
+        if output.strip():
+            print(output)
+    bad = sum(code != 0 for code, _ in results)
+    print(f"clang-tidy: {len(SOURCES)} files, cppcheck: {len(files)} files, with findings: {bad}")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

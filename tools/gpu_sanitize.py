@@ -1,0 +1,175 @@
+"""Runs the tests of the CUDA copies under NVIDIA's compute-sanitizer.
+
+    python -m tools.gpu_sanitize [--sanitizer PATH] [pytest arguments]
+
+`memcheck` finds accesses outside an allocation, `initcheck` reads of memory that nobody wrote.
+`racecheck` and `synccheck` look at shared memory and barriers, and the kernels use neither. Only
+the package's own kernels are instrumented.
+
+A sanitizer that checks nothing looks like one that finds nothing: some versions end with status 0
+when their target never ran. So each tool first has to report a fault that is planted here, and the
+tests count only with a report of pytest that says how many passed.
+
+The sanitizer is looked for in `--sanitizer`, CUDA_HOME, PATH and beside this Python (where the
+package `nvidia-cuda-sanitizer-api` puts it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import numpy as np
+
+from vllm_tiered_kv.native import cuda
+
+ROOT = Path(__file__).resolve().parent.parent
+FOUND_ERRORS = 99
+TOOLS = ("memcheck", "initcheck")
+TESTS = ("tests/gpu/test_cuda_copy.py",)
+# The first asks how far a stream has come while it sleeps: instrumented launches change that. The
+# second provokes CUDA errors, which are not memory errors but end a sanitized context.
+LEFT_OUT = "not stream_waits and not torch_goes_on"
+
+
+def candidates(named: str | None) -> list[Path]:
+    if named is not None:
+        return [Path(named)]
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
+    found = [Path(home, "bin", "compute-sanitizer") for home in homes]
+    if on_path := shutil.which("compute-sanitizer"):
+        found.append(Path(on_path))
+    packages = Path(sysconfig.get_paths()["purelib"])
+    return [*found, *packages.glob("nvidia/*/bin/compute-sanitizer")]
+
+
+def find_sanitizer(named: str | None) -> Path:
+    for path in candidates(named):
+        if path.is_file() and os.access(path, os.X_OK):
+            return path.absolute()
+    raise SystemExit(
+        "no compute-sanitizer: it is part of the CUDA toolkit and of the package "
+        "nvidia-cuda-sanitizer-api, from 13.4 on; or name one by --sanitizer"
+    )
+
+
+def command(sanitizer: Path, tool: str) -> list[str]:
+    return [
+        str(sanitizer),
+        *("--tool", tool, "--error-exitcode", str(FOUND_ERRORS)),
+        *("--kernel-name", "kernel_substring=copy_kernel"),
+        *(("--report-api-errors", "no") if tool == "memcheck" else ()),
+        *("--print-limit", "20", "--launch-timeout", "120"),
+        sys.executable,
+    ]
+
+
+def surroundings() -> dict[str, str]:
+    return {
+        **os.environ,
+        "REQUIRE_GPU": "1",
+        # One allocation per tensor: an overrun within a pool of torch would not be seen.
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+
+
+def plant(tool: str) -> None:
+    """A copy that the tool must report. Runs in a process of its own, under the sanitizer."""
+    block, blocks = 4096, 4
+    # Claims one block more than there is; for initcheck the memory is long enough, but never set.
+    claimed = blocks + 1 if tool == "memcheck" else blocks
+    source = cuda.DeviceBuffer(0, blocks * block)
+    slots = cuda.DeviceBuffer(0, block)
+    stream = cuda.Stream(0)
+    layout = cuda.CudaBlockLayout(
+        0,
+        np.array([source.address], dtype=np.uint64),
+        np.array([block], dtype=np.int64),
+        np.array([block], dtype=np.int64),
+        np.array([0], dtype=np.int64),
+        claimed,
+    )
+    ids = np.array([claimed - 1], dtype=np.int64)
+    offsets = np.array([0], dtype=np.int64)
+    cuda.gather(layout, ids, slots.address, slots.nbytes, offsets, stream.handle)
+    stream.synchronize()
+
+
+def reports_the_planted_fault(sanitizer: Path, tool: str) -> bool:
+    done = subprocess.run(
+        [*command(sanitizer, tool), "-m", "tools.gpu_sanitize", "--plant", tool],
+        cwd=ROOT,
+        env=surroundings(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    named = "copy_kernel" in done.stdout
+    if done.returncode == FOUND_ERRORS and named:
+        return True
+    print(f"{tool} did not report a planted fault (status {done.returncode}):\n{done.stdout}")
+    return False
+
+
+def passes(sanitizer: Path, tool: str, arguments: list[str]) -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        code = subprocess.run(
+            [
+                *command(sanitizer, tool),
+                *("-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"),
+                *arguments,
+            ],
+            cwd=ROOT,
+            env=surroundings(),
+        ).returncode
+        passed = count_passed(report)
+    print(f"{tool}: status {code}, {passed} tests passed", flush=True)
+    return code == 0 and passed > 0
+
+
+def count_passed(report: Path) -> int:
+    if not report.exists():
+        return 0
+    suites = ElementTree.parse(report).iter("testsuite")
+    count = 0
+    for suite in suites:
+        count += int(suite.get("tests", 0))
+        count -= sum(int(suite.get(kind, 0)) for kind in ("failures", "errors", "skipped"))
+    return count
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sanitizer", help="path of compute-sanitizer")
+    parser.add_argument("--tool", choices=TOOLS, action="append", help="only this one")
+    parser.add_argument("--plant", choices=TOOLS, help=argparse.SUPPRESS)
+    options, arguments = parser.parse_known_args()
+    if options.plant:
+        plant(options.plant)
+        return 0
+    if reason := cuda.why_unavailable():
+        raise SystemExit(f"a GPU is needed: {reason}")
+    sanitizer = find_sanitizer(options.sanitizer)
+    print(f"with {sanitizer}", flush=True)
+    arguments = arguments or [*TESTS, "-k", LEFT_OUT]
+    good = True
+    for tool in options.tool or TOOLS:
+        good = reports_the_planted_fault(sanitizer, tool) and passes(sanitizer, tool, arguments)
+        if not good:
+            break
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

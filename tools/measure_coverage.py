@@ -1,0 +1,119 @@
+"""Which lines and branches the tests reach, by room.
+
+    python -m tools.measure_coverage                  # every suite that can run here
+    python -m tools.measure_coverage unit daemon      # these
+
+Processes that the tests start count too, as far as they end by themselves: what is killed takes
+its record along. A failing test does not end the measurement, but fails it. There is no threshold:
+a figure that must not fall is soon met by tests that assert nothing. Whether tests would notice a
+fault is the question of `tools.mutants`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "build" / "coverage"
+PACKAGE = "vllm_tiered_kv"
+WORST_FILES = 15
+
+SUITES = {
+    "unit": ("tests/unit",),
+    "daemon": ("tests/stores", "tests/remote", "tests/daemon"),
+    "engine": ("tests/engine", "-k", "not async_off"),
+}
+
+
+@dataclass
+class Reached:
+    lines: int = 0
+    lines_reached: int = 0
+    branches: int = 0
+    branches_reached: int = 0
+
+    def add(self, summary: dict[str, Any]) -> None:
+        self.lines += summary["num_statements"]
+        self.lines_reached += summary["covered_lines"]
+        self.branches += summary["num_branches"]
+        self.branches_reached += summary["covered_branches"]
+
+    def row(self, name: str) -> str:
+        lines = _percent(self.lines_reached, self.lines)
+        branches = _percent(self.branches_reached, self.branches)
+        return f"{name:42} {self.lines:6} {lines:>7} {self.branches:9} {branches:>7}"
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+def coverage(*arguments: str) -> int:
+    surroundings = {
+        **os.environ,
+        # Absolute: tests start processes elsewhere.
+        "COVERAGE_FILE": str(FOLDER / "data"),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [sys.executable, "-m", "coverage", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=surroundings).returncode
+
+
+def report() -> None:
+    path = FOLDER / "coverage.json"
+    if coverage("combine", "--quiet") or coverage("json", "--quiet", "-o", str(path)):
+        raise SystemExit("nothing was measured")
+    rooms: dict[str, Reached] = defaultdict(Reached)
+    files: dict[str, Reached] = defaultdict(Reached)
+    total = Reached()
+    for name, entry in json.loads(path.read_text())["files"].items():
+        inside = Path(name).relative_to(PACKAGE) if name.startswith(PACKAGE) else Path(name)
+        room = inside.parts[0] + "/" if len(inside.parts) > 1 else inside.name
+        for reached in (rooms[room], files[str(inside)], total):
+            reached.add(entry["summary"])
+    header = f"{'':42} {'lines':>6} {'reached':>7} {'branches':>9} {'taken':>7}"
+    print(f"\n{header}")
+    for name in sorted(rooms):
+        print(rooms[name].row(name))
+    print(total.row("all"))
+    print(f"\nleast reached\n{header}")
+    by_share = sorted(files.items(), key=lambda item: item[1].lines_reached / (item[1].lines or 1))
+    for name, reached in by_share[:WORST_FILES]:
+        print(reached.row(name))
+    print(f"\nline by line: {sys.executable} -m coverage html --data-file={FOLDER / 'data'}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("suites", nargs="*", choices=[[], *SUITES], help="which tests to run")
+    options = parser.parse_args()
+    suites = options.suites or [
+        suite for suite in SUITES if suite != "engine" or importlib.util.find_spec("vllm")
+    ]
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    FOLDER.mkdir(parents=True)
+    failed = []
+    for suite in suites:
+        print(f"measuring {suite}", flush=True)
+        if coverage("run", "-m", "pytest", "-q", "-p", "no:cacheprovider", *SUITES[suite]):
+            failed.append(suite)
+    report()
+    if failed:
+        print(f"tests failed in {', '.join(failed)}: what they did not reach is missing above")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,12 @@
+"""All mutations, by the room they break."""
+
+from __future__ import annotations
+
+from tools.mutants.of_cache import CACHE
+from tools.mutants.of_connector import CONNECTOR
+from tools.mutants.of_keys_and_copies import COPIES, KEYS
+from tools.mutants.of_remote import REMOTE
+from tools.mutants.of_server import SERVER
+from tools.mutants.of_stores import STORES
+
+MUTATIONS = (*KEYS, *CACHE, *COPIES, *STORES, *REMOTE, *SERVER, *CONNECTOR)

@@ -1,0 +1,234 @@
+"""Runs the tests of native code on a build of `_cpu` with gcc's sanitizers.
+
+    python -m tools.sanitize asan      # memory errors and undefined behaviour
+    python -m tools.sanitize tsan      # data races
+    python -m tools.sanitize tsan --prove
+
+The build is made from a copy of the sources under `build/`; the module of the working tree is not
+touched. Python itself is not instrumented, so the sanitizer's library is loaded ahead of it.
+Reports go to files, of every process that the tests start, and any report is a failure, whatever
+the tests say. `--prove` plants faults in the copy and wants to see them reported. Leaks are not
+looked for: the interpreter itself never frees what it needs to the end, and a leak of ours always
+has it on its stack.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.source_copy import PACKAGE, ROOT, copy_sources
+
+# What calls into the module: directly, through copiers, arenas and stores; and through a daemon.
+THREADED_TESTS = (
+    "tests/unit/test_native_copy.py",
+    "tests/unit/test_native_hashing.py",
+    "tests/unit/test_native_threads.py",
+    "tests/unit/test_device.py",
+    "tests/unit/test_prefault.py",
+    "tests/unit/test_key.py",
+    "tests/stores/test_contract.py",
+    "tests/stores/test_memory_store.py",
+)
+DAEMON_TESTS = (
+    "tests/unit/test_remote_worker.py",
+    "tests/unit/test_remote_loader.py",
+    "tests/remote/test_shared_memory.py",
+    "tests/daemon/test_shared_memory.py",
+)
+
+
+@dataclass(frozen=True)
+class Plant:
+    """A fault that does not change what a test sees, and the words that must report it."""
+
+    source: str
+    old: str
+    new: str
+    test: str
+    words: str
+
+
+@dataclass(frozen=True)
+class Sanitizer:
+    flags: str
+    libraries: tuple[str, ...]
+    options: Mapping[str, str]
+    """Variables for the run; `{reports}` is where reports go."""
+    tests: tuple[str, ...]
+    plants: tuple[Plant, ...]
+    # The shadow memory needs addresses as they are without randomisation.
+    fixed_addresses: bool = False
+
+
+SANITIZERS = {
+    "asan": Sanitizer(
+        flags="address,undefined",
+        libraries=("libasan.so", "libubsan.so"),
+        options={
+            "ASAN_OPTIONS": "log_path={reports}:detect_leaks=0:detect_stack_use_after_return=1"
+            ":allocator_may_return_null=1",
+            "UBSAN_OPTIONS": "log_path={reports}:print_stacktrace=1",
+            # Python's own allocator would hide overruns of bytes objects from ASan.
+            "PYTHONMALLOC": "malloc",
+        },
+        tests=(*THREADED_TESTS, *DAEMON_TESTS),
+        plants=(
+            Plant(
+                "csrc/sha256.cpp",
+                "  uint8_t tail[2 * kChunk];\n",
+                "  uint8_t tail[2 * kChunk];\n"
+                "  if (whole > 0 && *(volatile const uint8_t*)(data + size + 8) == 1) return;\n",
+                "tests/unit/test_native_hashing.py::test_sha256_of_long_messages",
+                "AddressSanitizer: heap-buffer-overflow",
+            ),
+            Plant(
+                "csrc/xxh3.cpp",
+                "uint64_t xxh3_64(const uint8_t* data, size_t size) {\n",
+                "uint64_t xxh3_64(const uint8_t* data, size_t size) {\n"
+                "  static volatile int most = 2147483647;\n"
+                "  if (most + 1 == 7) return 7;\n",
+                "tests/unit/test_native_hashing.py::test_xxh3_of_every_short_length",
+                "runtime error: signed integer overflow",
+            ),
+        ),
+    ),
+    "tsan": Sanitizer(
+        flags="thread",
+        libraries=("libtsan.so",),
+        # A test forks on purpose and starts threads in the child.
+        options={"TSAN_OPTIONS": "log_path={reports}:history_size=4:die_after_fork=0"},
+        # Nothing that talks to a daemon: how zmq's threads hand messages over cannot be seen from
+        # outside of zmq, and each of them would look like a race.
+        tests=THREADED_TESTS,
+        plants=(
+            Plant(
+                "csrc/block_copy_cpu.cpp",
+                "    begin += bytes;\n",
+                "    begin += bytes;\n    static int64_t copied = 0;\n    copied += bytes;\n",
+                "tests/unit/test_native_threads.py::test_all_kinds_of_calls",
+                "ThreadSanitizer: data race",
+            ),
+            Plant(
+                "csrc/thread_pool.cpp",
+                "const std::shared_ptr<Job> job = std::move(jobs_.front());\n"
+                "      jobs_.pop_front();\n      lock.unlock();\n",
+                "const std::shared_ptr<Job> job = std::move(jobs_.front());\n"
+                "      jobs_.pop_front();\n      lock.unlock();\n"
+                "      static int taken = 0;\n"
+                "      taken += 1;\n",
+                "tests/unit/test_native_threads.py::test_readers_share_memory",
+                "ThreadSanitizer: data race",
+            ),
+        ),
+        fixed_addresses=True,
+    ),
+}
+
+
+def library(name: str) -> str:
+    """Where the compiler that builds the module keeps its own copy."""
+    compiler = os.environ.get("CXX", "g++").split()
+    found = subprocess.run(
+        [*compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    if not Path(found).is_absolute():
+        raise SystemExit(f"{compiler[0]} comes without {name}")
+    return str(Path(found).resolve())
+
+
+def build(tree: Path, sanitizer: Sanitizer, plants: Sequence[Plant] = ()) -> None:
+    copy_sources(tree, compiled=False)
+    for plant in plants:
+        source = tree / plant.source
+        text = source.read_text()
+        if text.count(plant.old) != 1:
+            raise SystemExit(f"{plant.source} has no place for a planted fault any more")
+        source.write_text(text.replace(plant.old, plant.new))
+    log = tree.parent / "build.log"
+    with log.open("w") as output:
+        built = subprocess.run(
+            [sys.executable, "setup.py", "build_ext", "--inplace"],
+            cwd=tree,
+            env={**os.environ, "TIERED_KV_CUDA": "0", "TIERED_KV_SANITIZE": sanitizer.flags},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    if built.returncode != 0:
+        raise SystemExit(f"the module could not be built\n{log.read_text()}")
+
+
+def test(tree: Path, sanitizer: Sanitizer, reports: Path, arguments: list[str]) -> int:
+    """The exit status of pytest on the module in `tree`."""
+    preload = " ".join(library(name) for name in sanitizer.libraries)
+    options = {key: text.format(reports=reports) for key, text in sanitizer.options.items()}
+    prefix = []
+    if sanitizer.fixed_addresses:
+        prefix = ["setarch", platform.machine(), "--addr-no-randomize"]
+    command = [*prefix, sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    surroundings = {
+        **os.environ,
+        **options,
+        "LD_PRELOAD": preload,
+        # Ahead of an installed package; also for the processes that the tests start.
+        "PYTHONPATH": str(tree),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    return subprocess.run(command, cwd=tree, env=surroundings).returncode
+
+
+def prove(name: str, sanitizer: Sanitizer) -> int:
+    folder = ROOT / "build" / f"{name}-prove"
+    reports = folder / "reports"
+    print(f"building with {len(sanitizer.plants)} planted faults in {folder}", flush=True)
+    build(folder / "tree", sanitizer, sanitizer.plants)
+    missed = 0
+    for plant in sanitizer.plants:
+        shutil.rmtree(reports, ignore_errors=True)
+        reports.mkdir()
+        test(folder / "tree", sanitizer, reports / "report", ["-q", "--tb=no", plant.test])
+        texts = [report.read_text(errors="replace") for report in reports.iterdir()]
+        where = plant.source.removeprefix("csrc/")
+        found = any(plant.words in text and where in text for text in texts)
+        missed += not found
+        print(f"{'reported' if found else 'MISSED'}: {plant.words} in {plant.source}", flush=True)
+    return 1 if missed else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("sanitizer", choices=SANITIZERS)
+    parser.add_argument("--prove", action="store_true", help="see that planted faults are reported")
+    parser.add_argument("arguments", nargs="*", help="other tests, or options of pytest after --")
+    options = parser.parse_args()
+    sanitizer = SANITIZERS[options.sanitizer]
+    if options.prove:
+        return prove(options.sanitizer, sanitizer)
+    folder = ROOT / "build" / options.sanitizer
+    reports = folder / "reports"
+    shutil.rmtree(reports, ignore_errors=True)
+    reports.mkdir(parents=True)
+    tree = folder / "tree"
+    print(f"building {PACKAGE} with -fsanitize={sanitizer.flags} in {folder}", flush=True)
+    build(tree, sanitizer)
+    named = [word for word in options.arguments if not word.startswith("-")]
+    arguments = [*options.arguments, *(() if named else sanitizer.tests)]
+    code = test(tree, sanitizer, reports / "report", arguments)
+    written = sorted(reports.iterdir())
+    for report in written:
+        print(f"\n{report.name}:\n{report.read_text(errors='replace')}")
+    print(f"{options.sanitizer}: tests ended with status {code}, {len(written)} reports")
+    return 1 if code != 0 or written else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
