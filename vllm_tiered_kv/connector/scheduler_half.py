@@ -112,7 +112,7 @@ class SchedulerHalf:
         queue_bytes: int,
         keep_copies: bool,
     ) -> None:
-        """Adds the daemons' tiers behind the CPU tier. They have a block if they have all `shards`."""
+        """Adds the daemons' tiers behind the CPU tier; a block is all of its `shards`."""
         config = self._config
         self._identity = identity
         self.remote = RemoteTier(
