@@ -159,6 +159,17 @@ def test_mla_with_amx(tmp_path: Path) -> None:
         assert_spoiled_bytes_show(engine, tier)
 
 
+def test_engines_of_other_sizes_have_keys_of_their_own(tmp_path: Path) -> None:
+    """Also with MLA, whose blocks differ by no more than rounding from size to size."""
+    model = write_config(tmp_path / "model", TINY_MLA)
+    config = engine_config(model)
+    namespaces = set()
+    for size in (1, 2, 4):
+        config.parallel_config.tensor_parallel_size = size
+        namespaces.add(fingerprint(config, hand_made_cache()).namespace())
+    assert len(namespaces) == 3
+
+
 # ---- fp8 KV cache -------------------------------------------------------------------------------
 
 

@@ -82,7 +82,6 @@ GEMMA3: dict[str, Any] = {
     "hidden_activation": "gelu_pytorch_tanh",
     "final_logit_softcapping": None,
     "attn_logit_softcapping": None,
-    "tie_word_embeddings": True,
 }
 """Five layers with sliding windows before one with full attention."""
 
