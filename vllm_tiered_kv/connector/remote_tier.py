@@ -41,6 +41,7 @@ class RemoteTier:
     ) -> None:
         """`keep_copies`: blocks loaded from a daemon are kept in the CPU tier too. There are more
         workers than shards to ask for where several hold the same."""
+        self._num_workers = num_workers
         self._cluster = cluster
         self._lookups = lookups
         self.answers = lookups.answers
@@ -48,7 +49,6 @@ class RemoteTier:
         self._index = index
         self._groups = groups
         self._keep_copies = keep_copies
-        self._num_workers = num_workers
         self._arenas_of_rank: dict[int, frozenset[bytes]] = {}
 
     def begin(self, state: RequestState, limit: int) -> None:
