@@ -64,7 +64,8 @@ ROWS = (
             "tests/unit/test_replicas.py::test_daemons_hold_one_copy_and_both_ranks_load_it",
             _kinds("test_engines_of_other_sizes_have_keys_of_their_own"),
         ),
-        "a daemon holds one copy for all ranks; the CPU tier of each rank holds its own",
+        "a daemon holds one copy for all ranks (one for each rank in a pipeline); the CPU tier of "
+        "each rank holds its own",
     ),
     Row("Sliding window", State.LEFT_ALONE, (_SUPPORT_TESTS,), says=_ONLY_FULL),
     Row(

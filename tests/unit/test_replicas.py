@@ -61,7 +61,9 @@ def test_ranks_that_hold_the_same_are_one_to_daemons() -> None:
     assert distinct_tags(parallel(4), 4) == [RankTag()]
     assert distinct_tags(parallel(4), 2) == [RankTag(tp=0), RankTag(tp=1)]
     assert distinct_tags(parallel(4), 1) == [RankTag(tp=n) for n in range(4)]
-    assert distinct_tags(parallel(2, 2), 2) == [RankTag(pp=0), RankTag(pp=1)]
+    assert distinct_tags(parallel(2, 2), 1) == [
+        RankTag(tp=tensor, pp=stage) for stage in range(2) for tensor in range(2)
+    ]
     holdings = [holding_of(rank, 4, 2) for rank in range(8)]
     assert [(h.tag.tp, h.tag.pp, h.replica) for h in holdings[:4]] == [
         (0, 0, 0),
@@ -84,16 +86,10 @@ def test_exactly_one_replica_sends_a_job_and_they_share_the_work(replicas: int) 
 
 
 def test_stages_that_may_differ_are_not_taken_for_replicas() -> None:
-    def cache(**spec: object) -> SimpleNamespace:
-        group = SimpleNamespace(kv_cache_spec=SimpleNamespace(**spec))
-        return SimpleNamespace(kv_cache_groups=[group], kv_tp_replicas=2)
-
-    one_spec, a_spec_each = cache(), cache(kv_cache_specs={})
-    assert replicas_of(one_spec, parallel(2)) == 2  # type: ignore[arg-type]
-    assert replicas_of(one_spec, parallel(2, 2)) == 2  # type: ignore[arg-type]
-    assert replicas_of(a_spec_each, parallel(2)) == 2  # type: ignore[arg-type]
-    # Each stage sees its own layers: one might find replicas where another does not.
-    assert replicas_of(a_spec_each, parallel(2, 2)) == 1  # type: ignore[arg-type]
+    """Each looks at its own layers: one might find replicas where another does not."""
+    cache = SimpleNamespace(kv_tp_replicas=2)
+    assert replicas_of(cache, parallel(2)) == 2  # type: ignore[arg-type]
+    assert replicas_of(cache, parallel(2, 2)) == 1  # type: ignore[arg-type]
 
 
 # ---- over a real daemon -------------------------------------------------------------------------

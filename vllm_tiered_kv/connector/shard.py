@@ -53,15 +53,10 @@ def distinct_tags(parallel: ParallelConfig, replicas: int) -> list[RankTag]:
 def replicas_of(kv_cache_config: KVCacheConfig, parallel: ParallelConfig) -> int:
     """How many neighbouring tensor-parallel ranks hold the same KV, as vLLM has found out.
 
-    All ranks must come to the same number. vLLM looks at the layers of one pipeline stage, and
-    only a group with one spec for all its layers looks the same from each of them.
+    All ranks and the scheduler must come to the same number. In a pipeline each stage looks at its
+    own layers, and the scheduler at those of the first: there, each rank counts as different.
     """
-    mixed = any(
-        hasattr(group.kv_cache_spec, "kv_cache_specs") for group in kv_cache_config.kv_cache_groups
-    )
-    if mixed and parallel.pipeline_parallel_size > 1:
-        return 1
-    return int(kv_cache_config.kv_tp_replicas)
+    return int(kv_cache_config.kv_tp_replicas) if parallel.pipeline_parallel_size == 1 else 1
 
 
 @dataclass(frozen=True)
