@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from tools.model_table import models_table
 from vllm_tiered_kv.config import options_table
 from vllm_tiered_kv.metrics import names, server_names
 from vllm_tiered_kv.metrics.names import Kind, Metric
@@ -28,6 +29,7 @@ GENERATED = {
     "configuration.md": options_table,
     "metrics.md": lambda: metrics_table(names.ALL),
     "metrics.md#daemon": lambda: metrics_table(server_names.ALL),
+    "models.md": models_table,
     "protocol.md": protocol_reference,
     "server.md": server_options_table,
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,13 +68,34 @@ class RealEngine:
         return self.half.recorder.total(metric, *labels)
 
     def ask(
-        self, prompts: Sequence[Sequence[int]], count: int = 6, together: bool = False, **extra: Any
-    ):
+        self,
+        prompts: Sequence[Sequence[int]],
+        count: int = 6,
+        together: bool = False,
+        lora_request: Any = None,
+        **extra: Any,
+    ) -> list[Answer]:
         """Answers, one prompt after the other or all at once."""
-        params = SamplingParams(temperature=0, max_tokens=count, logprobs=1, ignore_eos=True)
         inputs = [{"prompt_token_ids": list(ids), **extra} for ids in prompts]
+        return self.ask_inputs(inputs, count, together, lora_request)
+
+    def ask_inputs(
+        self,
+        inputs: Sequence[dict[str, Any]],
+        count: int,
+        together: bool = False,
+        lora_request: Any = None,
+    ) -> list[Answer]:
+        """Whatever prompts are made of."""
+        params = SamplingParams(temperature=0, max_tokens=count, logprobs=1, ignore_eos=True)
         batches = [inputs] if together else [[one] for one in inputs]
-        outputs = [o for batch in batches for o in self.llm.generate(batch, params, use_tqdm=False)]
+        outputs = [
+            output
+            for batch in batches
+            for output in self.llm.generate(
+                list(batch), params, use_tqdm=False, lora_request=lora_request
+            )
+        ]
         return [
             Answer(
                 tuple(o.outputs[0].token_ids),
@@ -118,6 +139,8 @@ class RealEngine:
         scheduler, block_size = self.scheduler, self.scheduler.block_size
         free = scheduler._free_request_blocks
         num_blocks = scheduler.kv_cache_config.num_blocks
+        if len(scheduler.kv_cache_config.kv_cache_groups) != 1:
+            return  # no KV cache at all, or several whose blocks mean different spans
 
         def keep_and_free(request: Any) -> None:
             (ids,) = scheduler.kv_cache_manager.get_block_ids(request.request_id)
@@ -136,17 +159,22 @@ class RealEngine:
         scheduler._free_request_blocks = keep_and_free
 
 
-def _draw_weights(loader: DummyModelLoader, model: torch.nn.Module, model_config: Any) -> None:
+def _draw_weights(gain: float) -> Callable[[DummyModelLoader, torch.nn.Module, Any], None]:
     """Stands in for vLLM's dummy weights, before they are packed for the CPU's kernels."""
-    device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(7)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.dim() == 1:
-                weight.fill_(1.0 if "norm" in name else 0.0)
-            else:
-                scale = 1.0 if "embed" in name else 2.5 / weight.shape[-1] ** 0.5
-                weight.normal_(0.0, scale, generator=generator)
+
+    def draw(loader: DummyModelLoader, model: torch.nn.Module, model_config: Any) -> None:
+        device = next(model.parameters()).device
+        generator = torch.Generator(device).manual_seed(7)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if weight.dim() <= 1:
+                    weight.fill_(1.0 if "norm" in name.lower() else 0.0)
+                else:
+                    inner = gain if "layers." in name else 2.5
+                    scale = 1.0 if "embed" in name else inner / weight.shape[-1] ** 0.5
+                    weight.normal_(0.0, scale, generator=generator)
+
+    return draw
 
 
 @contextlib.contextmanager
@@ -154,9 +182,14 @@ def real_engine(
     model: Path,
     options: dict[str, Any] | None,
     transfer: dict[str, Any] | None = None,
+    gain: float = 2.5,
     **engine: Any,
 ) -> Iterator[RealEngine]:
-    """An engine with our connector and these options; with None, vLLM alone."""
+    """An engine with our connector and these options; with None, vLLM alone.
+
+    With a small `gain` of its layers a token depends on the one before it more than on the rest,
+    so that answers repeat themselves.
+    """
     if options is not None and transfer is None:
         transfer = {
             "kv_connector": "TieredKVConnector",
@@ -172,10 +205,11 @@ def real_engine(
         "max_num_seqs": 8,
         "num_gpu_blocks_override": 256,
         "enforce_eager": True,
+        "skip_tokenizer_init": True,
         **engine,
     }
     try:
-        with mock.patch.object(DummyModelLoader, "load_weights", _draw_weights):
+        with mock.patch.object(DummyModelLoader, "load_weights", _draw_weights(gain)):
             llm = _open(model, transfer, settings)
         running = RealEngine(llm)
         yield running
@@ -192,7 +226,6 @@ def _open(model: Path, transfer: dict[str, Any] | None, settings: dict[str, Any]
     return LLM(
         model=str(model),
         load_format="dummy",
-        skip_tokenizer_init=True,
         seed=0,
         disable_log_stats=False,
         kv_transfer_config=KVTransferConfig(**transfer) if transfer else None,

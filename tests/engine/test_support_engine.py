@@ -76,8 +76,10 @@ def test_other_caches_are_left_alone(cache: KVCacheConfig, reason: str) -> None:
 
 
 def test_other_engines_are_left_alone() -> None:
-    eagle = SimpleNamespace(use_eagle=lambda: True)
-    assert "EAGLE" in (why_not_cacheable(config(speculative_config=eagle), groups(FULL)) or "")
+    draft = SimpleNamespace(uses_draft_kv_cache=lambda: True)
+    assert "EAGLE" in (why_not_cacheable(config(speculative_config=draft), groups(FULL)) or "")
+    ngram = SimpleNamespace(uses_draft_kv_cache=lambda: False)
+    assert why_not_cacheable(config(speculative_config=ngram), groups(FULL)) is None
     for changes, reason in (
         ({"decode_context_parallel_size": 2}, "context parallelism"),
         ({"distributed_executor_backend": "external_launcher"}, "external launcher"),

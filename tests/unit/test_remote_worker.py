@@ -18,7 +18,7 @@ from tests.remote.faulty_daemon import FaultyDaemon
 from vllm_tiered_kv.config import TieredKVConfig
 from vllm_tiered_kv.connector.remote_io import RemoteIO
 from vllm_tiered_kv.connector.remote_loader import RemoteLoader
-from vllm_tiered_kv.connector.shard import Shard, rank_tag
+from vllm_tiered_kv.connector.shard import Holding, Shard, holding_of
 from vllm_tiered_kv.connector.shared_region import SharedRegions
 from vllm_tiered_kv.connector.split_loads import SplitLoads
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
@@ -59,7 +59,7 @@ def test_of_two_failures_the_one_that_names_bad_blocks_counts(order: tuple[Tier,
 
 
 def test_ranks_are_numbered_as_vllm_does() -> None:
-    assert [rank_tag(rank, 2) for rank in range(4)] == [
+    assert [holding_of(rank, 2).tag for rank in range(4)] == [
         RankTag(tp=0, pp=0),
         RankTag(tp=1, pp=0),
         RankTag(tp=0, pp=1),
@@ -79,7 +79,7 @@ def test_memory_to_land_in_is_pinned_before_it_is_used() -> None:
     io = RemoteIO(
         TieredKVConfig.load({"remote": "tcp://127.0.0.1:1"}, {}),
         EngineIdentity(bytes(32), (64,), "LBHNC", "test"),
-        RankTag(),
+        Holding(RankTag()),
         ArenaGeometry(64, (64,)),
         Arena(64),
         lambda: SimpleNamespace(close=lambda: None),  # type: ignore[arg-type,return-value]

@@ -16,7 +16,7 @@ from vllm_tiered_kv.connector.model_identity import fingerprint
 from vllm_tiered_kv.connector.remote_io import open_cluster
 from vllm_tiered_kv.connector.request_keys import KeyMaker
 from vllm_tiered_kv.connector.scheduler_half import SchedulerHalf
-from vllm_tiered_kv.connector.shard import rank_tag
+from vllm_tiered_kv.connector.shard import distinct_tags, holding_of, replicas_of
 from vllm_tiered_kv.connector.worker_half import WorkerHalf
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.device.staging import StagingRing, split_staging
@@ -67,7 +67,7 @@ def make_scheduler_half(
         half.use_daemons(
             open_cluster(config, identity),
             identity,
-            [rank_tag(rank, parallel.tensor_parallel_size) for rank in range(parallel.world_size)],
+            distinct_tags(parallel, replicas_of(kv_cache_config, parallel)),
             queue_bytes=min(config.remote_queue, geometry.capacity_bytes // 2),
             # A daemon on this host holds them once for everybody, as near as the CPU tier.
             keep_copies=not all(address.startswith("ipc://") for address in config.remote),
@@ -80,12 +80,12 @@ def make_worker_half(
 ) -> WorkerHalf:
     geometry = arena_geometry(config, vllm_config, kv_cache_config)
     parallel = vllm_config.parallel_config
-    tag = rank_tag(parallel.rank, parallel.tensor_parallel_size)
+    replicas = replicas_of(kv_cache_config, parallel)
     return WorkerHalf(
         config,
         geometry,
         parallel.rank,
-        tag,
+        holding_of(parallel.rank, parallel.tensor_parallel_size, replicas),
         # Later steps are under way with asynchronous scheduling and in a pipeline.
         steps_can_be_discarded=(
             not vllm_config.scheduler_config.async_scheduling

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from vllm_tiered_kv.config import TieredKVConfig
 from vllm_tiered_kv.connector.remote_loader import RemoteLoader
 from vllm_tiered_kv.connector.remote_writer import RemoteWriter
-from vllm_tiered_kv.connector.shard import Shard
+from vllm_tiered_kv.connector.shard import Holding, Shard
 from vllm_tiered_kv.connector.shared_region import Resident, SharedRegions
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
-from vllm_tiered_kv.core.key import RankTag
 from vllm_tiered_kv.core.transfer import Int64Array, RemoteTransfer
 from vllm_tiered_kv.device.arena import Arena
 from vllm_tiered_kv.device.copier import Channel
@@ -40,14 +39,14 @@ class RemoteIO:
         self,
         config: TieredKVConfig,
         identity: EngineIdentity,
-        rank: RankTag,
+        holding: Holding,
         geometry: ArenaGeometry,
         arena: Arena,
         open_channel: Callable[[], Channel],
         pinning: Callable[[], tuple[Pin | None, Unpin | None]],
     ) -> None:
-        shard = Shard(identity.namespace, rank, dict(enumerate(identity.block_bytes)))
-        self._rank = rank
+        shard = Shard(identity.namespace, holding.tag, dict(enumerate(identity.block_bytes)))
+        self._rank = holding.tag
         self._cluster = open_cluster(config, identity)
         stores = self._cluster.stores
         self._regions = SharedRegions(stores, *pinning())
@@ -68,7 +67,13 @@ class RemoteIO:
             return geometry.offsets(slots, size_class)
 
         self.writer = RemoteWriter(
-            stores, shard, self._regions, arena, offsets_of, config.remote_load_timeout
+            stores,
+            shard,
+            self._regions,
+            arena,
+            offsets_of,
+            config.remote_load_timeout,
+            holding.sends,
         )
 
     def resident(self, transfer: RemoteTransfer) -> Resident | None:

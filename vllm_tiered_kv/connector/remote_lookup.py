@@ -169,10 +169,6 @@ class RemoteLookups:
         return whole.at(int64_array(positions) - span.start)
 
     @property
-    def num_ranks(self) -> int:
-        return len(self._ranks)
-
-    @property
     def open_loans(self) -> int:
         """Answers whose blocks are still lent to this engine."""
         return sum(desk.open_loans for desk in list(self._desks.values()))

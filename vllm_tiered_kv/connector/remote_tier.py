@@ -37,8 +37,11 @@ class RemoteTier:
         index: BlockIndex,
         groups: Sequence[Group],
         keep_copies: bool,
+        num_workers: int = 1,
     ) -> None:
-        """`keep_copies`: blocks loaded from a daemon are kept in the CPU tier too."""
+        """`keep_copies`: blocks loaded from a daemon are kept in the CPU tier too. There are more
+        workers than shards to ask for where several hold the same."""
+        self._num_workers = num_workers
         self._cluster = cluster
         self._lookups = lookups
         self.answers = lookups.answers
@@ -138,7 +141,7 @@ class RemoteTier:
             return True
         if state.remote is None or state.remote.age_s > LENT_FOR_SURE_S:
             return False
-        if len(self._arenas_of_rank) < self._lookups.num_ranks:
+        if len(self._arenas_of_rank) < self._num_workers:
             return False
         ready = frozenset.intersection(*self._arenas_of_rank.values())
         return all(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from vllm_tiered_kv.cache.ledger import StoreReport
 from vllm_tiered_kv.connector.shard import Shard
 from vllm_tiered_kv.connector.shared_region import SharedRegions
+from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.store import Durability, PutItem, PutResult
 from vllm_tiered_kv.core.transfer import Int64Array, PutJob
 from vllm_tiered_kv.device.arena import Arena
@@ -42,15 +43,18 @@ class RemoteWriter:
         arena: Arena,
         offsets_of: Callable[[int, Int64Array], Int64Array],
         timeout_s: float,
+        is_ours: Callable[[BlockKey], bool],
         threads: int = 2,
     ) -> None:
-        """`offsets_of` tells where slots of a group lie in the arena."""
+        """`offsets_of` tells where slots of a group lie in the arena, `is_ours` whether to send the
+        job whose first block this is: of ranks that hold the same bytes only one does."""
         self._stores = stores
         self._shard = shard
         self._regions = regions
         self._arena = arena
         self._offsets_of = offsets_of
         self._timeout_s = timeout_s
+        self._is_ours = is_ours
         self._stopping = False
         self._jobs: queue.SimpleQueue[PutJob | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[PutDone] = queue.SimpleQueue()
@@ -62,7 +66,11 @@ class RemoteWriter:
             thread.start()
 
     def write(self, job: PutJob) -> None:
-        self._jobs.put(job)
+        if self._is_ours(job.keys[0]):
+            self._jobs.put(job)
+        else:
+            # What is missing the rank that sends them says.
+            self._done.put(PutDone(job.job_id, StoreReport(len(job.keys))))
 
     def poll(self) -> list[PutDone]:
         done = []

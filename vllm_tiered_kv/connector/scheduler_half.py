@@ -75,6 +75,7 @@ class SchedulerHalf:
         """`steps_zero_blocks`: vLLM clears new blocks before the forward, ahead of our hook.
         The last three are explained at `StorePlanner`."""
         self._config = config
+        self._num_ranks = num_ranks
         self._key_maker = key_maker
         self._groups = [
             Group(group_id, size, nbytes, geometry.class_of_block(nbytes))
@@ -107,18 +108,18 @@ class SchedulerHalf:
         self,
         cluster: Cluster,
         identity: EngineIdentity,
-        ranks: Sequence[RankTag],
+        shards: Sequence[RankTag],
         queue_bytes: int,
         keep_copies: bool,
     ) -> None:
-        """Adds the daemons' tiers behind the CPU tier."""
+        """Adds the daemons' tiers behind the CPU tier; a block is all of its `shards`."""
         config = self._config
         self._identity = identity
         self.remote = RemoteTier(
             cluster,
             RemoteLookups(
                 cluster,
-                ranks,
+                shards,
                 config.remote_lookup_timeout,
                 config.remote_load_timeout,
                 self.recorder,
@@ -127,6 +128,7 @@ class SchedulerHalf:
             self.index,
             self._groups,
             keep_copies,
+            self._num_ranks,
         )
         self.loads.remote = self.remote
         self.judge.answers = self.remote.answers

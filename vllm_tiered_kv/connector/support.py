@@ -73,8 +73,8 @@ def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         if group.is_eagle_group:
             return f"KV-cache group {group_id} belongs to a draft model"
     speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.use_eagle():
-        return "speculative decoding with draft layers (EAGLE, MTP) is not supported so far"
+    if speculative is not None and speculative.uses_draft_kv_cache():
+        return "speculative decoding with a draft model (EAGLE, MTP) is not supported so far"
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         return "context parallelism is not supported so far"

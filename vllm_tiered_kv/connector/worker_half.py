@@ -22,9 +22,9 @@ from vllm_tiered_kv.connector.kv_layout import group_runs
 from vllm_tiered_kv.connector.load_times import LoadTimes
 from vllm_tiered_kv.connector.metadata import TieredKVMetadata, TieredKVWorkerMetadata
 from vllm_tiered_kv.connector.remote_io import RemoteIO
+from vllm_tiered_kv.connector.shard import Holding
 from vllm_tiered_kv.connector.split_loads import SplitLoads
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
-from vllm_tiered_kv.core.key import RankTag
 from vllm_tiered_kv.core.layout import BlockRuns
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.core.transfer import StoreJob
@@ -48,13 +48,13 @@ class WorkerHalf:
         config: TieredKVConfig,
         geometry: ArenaGeometry,
         rank: int,
-        rank_tag: RankTag,
+        holding: Holding,
         steps_can_be_discarded: bool = True,
     ) -> None:
         """`steps_can_be_discarded` is explained at `AheadLoads`."""
         self._ahead = AheadLoads(steps_can_be_discarded)
         self._config = config
-        self._rank_tag = rank_tag
+        self._holding = holding
         self._remote: RemoteIO | None = None
         self._loads = SplitLoads()
         self._times = LoadTimes()
@@ -255,7 +255,7 @@ class WorkerHalf:
         return RemoteIO(
             self._config,
             identity,
-            self._rank_tag,
+            self._holding,
             self._geometry,
             self.arena,
             self._device.open_channel,

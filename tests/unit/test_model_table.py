@@ -1,0 +1,76 @@
+"""The table of models: each test it names exists, each sentence it quotes is one the code says."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tools.model_table import ROOT, ROWS, Row, State, models_table, sentence
+
+TESTS = sorted({test for row in ROWS for test in row.tests})
+
+
+def exists(test: str) -> bool:
+    """Whether `path::name` is a test function at the top of a file, without importing it."""
+    path, _, name = test.partition("::")
+    name, _, case = name.partition("[")
+    file = ROOT / path
+    if not file.is_file() or not name.startswith("test_"):
+        return False
+    text = file.read_text()
+    functions = {node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
+    return name in functions and (not case or f'"{case.removesuffix("]")}"' in text)
+
+
+@pytest.mark.parametrize("test", TESTS)
+def test_every_test_exists(test: str) -> None:
+    assert exists(test)
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "tests/engine/test_no_such_file.py::test_mla",
+        "tests/unit/test_model_table.py::test_no_such_test",
+        "tests/unit/test_model_table.py::exists",
+        "tests/unit/test_model_table.py::test_every_test_exists[no such case]",
+        "tests/unit/test_model_table.py",
+    ],
+)
+def test_a_test_that_is_not_there_is_noticed(test: str) -> None:
+    assert not exists(test)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.feature)
+def test_every_row_is_shown_by_a_test(row: Row) -> None:
+    assert row.tests
+    assert bool(row.says) == (row.state is State.LEFT_ALONE), "the log says why, or has no need to"
+
+
+def test_sentences_come_from_the_source() -> None:
+    assert sentence("has no KV") == "the model has no KV cache"
+    assert sentence("does not let") == "vLLM does not let KV-cache group … be transferred"
+    with pytest.raises(ValueError, match="0 sentences"):
+        sentence("the model is too small")
+    with pytest.raises(ValueError, match="sentences in"):
+        sentence("KV-cache group")
+
+
+def test_the_table_has_a_line_for_each_row() -> None:
+    lines = models_table().splitlines()
+    assert len(lines) == 2 + len(ROWS)
+    assert len({row.feature for row in ROWS}) == len(ROWS)
+    assert all(line.count(" | ") == 3 for line in lines)
+
+
+def test_what_must_be_cached_is() -> None:
+    """Nobody makes a row of these say something else by accident."""
+    cached = " ".join(row.feature for row in ROWS if row.state is State.CACHED)
+    for feature in ("GQA", "latent attention", "fp8", "LoRA", "n-gram"):
+        assert feature in cached
+
+
+def test_the_page_is_linked() -> None:
+    assert "(models.md)" in Path(ROOT / "docs" / "architecture.md").read_text()

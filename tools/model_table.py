@@ -1,0 +1,214 @@
+"""Which models and features are cached, and the tests that show it: the rows of docs/models.md.
+
+What the log says about a model that is left alone is not written here but found in the source that
+says it, so the page cannot promise another sentence.
+"""
+
+from __future__ import annotations
+
+import ast
+import enum
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+_SUPPORT = ROOT / "vllm_tiered_kv" / "connector" / "support.py"
+
+
+class State(enum.Enum):
+    CACHED = "cached"
+    LEFT_ALONE = "left alone"  # the engine runs as if there were no cache, and the log says why
+    UNTOUCHED = "not our concern"  # happens beside the cache, neither needs it nor disturbs it
+    REFUSED = "refused by vLLM"
+
+
+@dataclass(frozen=True)
+class Row:
+    feature: str
+    state: State
+    tests: tuple[str, ...]  # path::name, with [id] where one case of several is meant
+    note: str = ""
+    says: str = ""  # a piece of the sentence in the log, enough to find it by
+
+
+def _kinds(name: str) -> str:
+    return f"tests/engine/test_model_kinds.py::{name}"
+
+
+def _gpu(name: str) -> str:
+    return f"tests/gpu/test_models_gpu.py::{name}"
+
+
+_ONLY_FULL = "only full attention is supported so far"
+_SUPPORT_TESTS = "tests/engine/test_support_engine.py::test_other_caches_are_left_alone"
+
+ROWS = (
+    Row(
+        "Full attention: MHA, GQA, MQA",
+        State.CACHED,
+        (
+            _kinds("test_full_attention"),
+            "tests/gpu/test_engine_gpu.py::test_a_tier_hit_is_a_device_hit",
+        ),
+    ),
+    Row(
+        "Multi-head latent attention (DeepSeek)",
+        State.CACHED,
+        (_kinds("test_mla"), _kinds("test_mla_with_amx"), _gpu("test_mla")),
+    ),
+    Row(
+        "MLA over tensor-parallel ranks",
+        State.CACHED,
+        (
+            "tests/engine/test_mla_ranks.py::test_two_ranks_of_mla_share_one_copy",
+            "tests/unit/test_replicas.py::test_daemons_hold_one_copy_and_both_ranks_load_it",
+            _kinds("test_engines_of_other_sizes_have_keys_of_their_own"),
+        ),
+        "a daemon holds one copy for all ranks (one for each rank in a pipeline); the CPU tier of "
+        "each rank holds its own",
+    ),
+    Row("Sliding window", State.LEFT_ALONE, (_SUPPORT_TESTS,), says=_ONLY_FULL),
+    Row(
+        "Hybrids of full attention and sliding windows (Gemma-3, gpt-oss)",
+        State.LEFT_ALONE,
+        (_SUPPORT_TESTS,),
+        says=_ONLY_FULL,
+    ),
+    Row(
+        "Mamba, and hybrids of Mamba and attention",
+        State.LEFT_ALONE,
+        (_kinds("test_a_cache_that_is_not_full_attention_is_left_alone"),),
+        says=_ONLY_FULL,
+    ),
+    Row(
+        "Chunked local attention (Llama-4)",
+        State.LEFT_ALONE,
+        (_kinds("test_a_cache_that_is_not_full_attention_is_left_alone"),),
+        says=_ONLY_FULL,
+    ),
+    Row(
+        "Layers that share the cache of others (Gemma-3n)",
+        State.CACHED,
+        (_kinds("test_layers_that_share_the_cache_of_others"),),
+        "a layer without a cache of its own has nothing to store",
+    ),
+    Row(
+        "fp8 KV cache",
+        State.CACHED,
+        (
+            _kinds("test_fp8_cache"),
+            _gpu("test_fp8_cache"),
+            _kinds("test_each_kind_of_kv_cache_has_keys_of_its_own"),
+            _kinds("test_scales_of_the_checkpoint_are_part_of_its_identity"),
+        ),
+        "never shared with a cache of another type, or with other scales in the checkpoint",
+    ),
+    Row(
+        "LoRA",
+        State.CACHED,
+        (
+            _kinds("test_lora_adapters_hit_their_own_blocks_only"),
+            _gpu("test_lora_adapters_hit_their_own_blocks_only"),
+        ),
+        "by the content of the adapter's files",
+    ),
+    Row(
+        "Speculative decoding: n-gram",
+        State.CACHED,
+        (
+            "tests/engine/test_speculation.py::test_ngram_speculation_changes_no_token",
+            "tests/engine/test_speculation.py::test_rejected_drafts_are_never_stored",
+            _gpu("test_ngram_speculation"),
+        ),
+    ),
+    Row(
+        "Speculative decoding: EAGLE, MTP, a draft model",
+        State.LEFT_ALONE,
+        (
+            _kinds("test_eagle_is_left_alone"),
+            "tests/engine/test_support_engine.py::test_other_engines_are_left_alone",
+        ),
+        says="speculative decoding with a draft",
+    ),
+    Row(
+        "Images and other multimodal inputs",
+        State.CACHED,
+        (
+            _kinds("test_images"),
+            "tests/engine/test_request_keys.py::test_images_are_told_apart_by_identifier_and_place",
+        ),
+    ),
+    Row("Prompt embeddings", State.CACHED, (_kinds("test_prompt_embeddings"),)),
+    Row(
+        "Embeddings and scores of a causal model",
+        State.CACHED,
+        (_kinds("test_embeddings_of_a_causal_model_are_served"),),
+    ),
+    Row(
+        "Encoders (BERT)",
+        State.LEFT_ALONE,
+        (_kinds("test_an_encoder_is_left_alone"),),
+        says="the model has no KV cache",
+    ),
+    Row(
+        "Attention that is not causal (prefix LM)",
+        State.LEFT_ALONE,
+        (_SUPPORT_TESTS,),
+        says="attention is not causal",
+    ),
+    Row(
+        "Encoder-decoders (Whisper)",
+        State.REFUSED,
+        (_kinds("test_an_encoder_decoder_is_refused_by_vllm"),),
+        "vLLM 0.32 starts them with no KV connector at all",
+    ),
+    Row(
+        "Cascade attention",
+        State.UNTOUCHED,
+        (_gpu("test_many_requests_with_one_long_prefix"),),
+        "how kernels read a prefix that many requests share; the cache stores the same blocks",
+    ),
+    Row(
+        "Context parallelism",
+        State.LEFT_ALONE,
+        ("tests/engine/test_support_engine.py::test_other_engines_are_left_alone",),
+        says="context parallelism",
+    ),
+)
+
+
+def sentence(piece: str) -> str:
+    """The one sentence in support.py that contains this piece. What it fills in is shown as …"""
+    found = [text for text in _sentences() if piece in text]
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} sentences in {_SUPPORT.name} contain {piece!r}")
+    return found[0]
+
+
+def _sentences() -> list[str]:
+    texts: list[str] = []
+    inside: set[int] = set()
+    for node in ast.walk(ast.parse(_SUPPORT.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            inside |= {id(part) for part in node.values}
+            texts.append(
+                "".join(
+                    str(part.value) if isinstance(part, ast.Constant) else "…"
+                    for part in node.values
+                )
+            )
+        elif isinstance(node, ast.Constant) and id(node) not in inside:
+            texts += [node.value] if isinstance(node.value, str) else []
+    return texts
+
+
+def models_table() -> str:
+    lines = [
+        "| feature | state | remark, or what the log says | shown by |",
+        "| --- | --- | --- | --- |",
+    ]
+    for row in ROWS:
+        said = f"“{sentence(row.says)}”" if row.says else row.note
+        tests = "<br>".join(f"`{test}`" for test in row.tests)
+        lines.append(f"| {row.feature} | {row.state.value} | {said} | {tests} |")
+    return "\n".join(lines) + "\n"
