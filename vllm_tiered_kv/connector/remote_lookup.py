@@ -19,13 +19,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from vllm_tiered_kv.connector.window_search import WindowSearch
 from vllm_tiered_kv.core.key import BlockKey, RankTag
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.core.transfer import LentBlocks, int64_array
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.remote.loans import Loan, LoanDesk
-from vllm_tiered_kv.remote.placement import Cluster, spans
+from vllm_tiered_kv.remote.placement import Cluster
+from vllm_tiered_kv.remote.placement import spans as placement_spans
 from vllm_tiered_kv.remote.store import RemoteStore
 
 logger = logging.getLogger(__name__)
@@ -104,6 +106,12 @@ def _give_back(future: Future[RemoteAnswer]) -> None:
             loan.release()
 
 
+def _release(spans: Sequence[RemoteSpan]) -> None:
+    for span in spans:
+        if span.loan is not None:
+            span.loan.release()
+
+
 class RemoteLookups:
     def __init__(
         self,
@@ -131,14 +139,15 @@ class RemoteLookups:
         keys: Sequence[Sequence[BlockKey]],
         firsts: Sequence[int],
         block_bytes: Sequence[int] = (),
+        windows: WindowSearch | None = None,
     ) -> RemoteLookup:
         """Asks for the positions from `firsts` on, per group, and borrows them where their length
-        is given."""
+        is given. Of groups with a window, for what `windows` finds out to be needed."""
         now = time.monotonic()
         deadline = now + self._timeout_s
         wanted = [list(group_keys) for group_keys in keys]
         lengths = list(block_bytes) or [0] * len(wanted)
-        future = self._pool.submit(self._ask, wanted, firsts, lengths, deadline)
+        future = self._pool.submit(self._ask, wanted, firsts, lengths, deadline, windows)
         return RemoteLookup(future, now, deadline, deadline + self._pin_s)
 
     def poll(self, lookup: RemoteLookup) -> None:
@@ -183,6 +192,7 @@ class RemoteLookups:
         firsts: Sequence[int],
         lengths: Sequence[int],
         deadline: float,
+        windows: WindowSearch | None,
     ) -> RemoteAnswer:
         found: list[list[RemoteSpan]] = [[] for _ in keys]
         try:
@@ -192,13 +202,57 @@ class RemoteLookups:
                 for span in self._ask_group(group_keys, first, nbytes, deadline):
                     found[group].append(span)
             asked = sum(len(group) - first for group, first in zip(keys, firsts, strict=True))
+            if windows is not None:
+                asked += self._ask_windows(windows, keys, firsts, lengths, deadline, found)
             self.answers.append((asked, sum(s.stop - s.start for group in found for s in group)))
             return RemoteAnswer(tuple(map(tuple, found)))
         except Exception:  # whatever it was, it must not end the engine
             logger.exception("what daemons hold could not be asked")
-            for loan in RemoteAnswer(tuple(map(tuple, found))).loans:
-                loan.release()
+            for spans in found:
+                _release(spans)
             return RemoteAnswer(((),) * len(keys))
+
+    def _ask_windows(
+        self,
+        windows: WindowSearch,
+        keys: list[list[BlockKey]],
+        firsts: Sequence[int],
+        lengths: Sequence[int],
+        deadline: float,
+        found: list[list[RemoteSpan]],
+    ) -> int:
+        """Adds what daemons hold of the windows where a hit can end; says how many blocks it would
+        have taken."""
+
+        def ask_at(end: int) -> bool:
+            for group in windows.windowed:
+                number, wanted = group.group_id, windows.wanted(group, end)
+                _release(found[number])
+                found[number] = []
+                some = keys[number][: wanted.stop]
+                for span in self._ask_group(some, wanted.start, lengths[number], deadline):
+                    found[number].append(span)
+                if wanted and (not found[number] or found[number][-1].stop < wanted.stop):
+                    return False
+            return True
+
+        end = windows.reach(firsts, found)
+        asked = sum(len(windows.wanted(group, end)) for group in windows.windowed)
+        if end > windows.computed and not ask_at(end):
+            present = {
+                group.group_id: self._present(
+                    keys[group.group_id][: end // group.block_size], deadline
+                )
+                for group in windows.windowed
+            }
+            ask_at(windows.longest(end, present))
+        return asked
+
+    def _present(self, keys: list[BlockKey], deadline: float) -> list[bool]:
+        present = [False] * len(keys)
+        for start, stop, server in placed_runs(self._cluster, keys, 0):
+            present[start:stop] = server.contains_all(keys[start:stop], self._ranks, deadline)
+        return present
 
     def _ask_group(
         self, keys: list[BlockKey], first: int, nbytes: int, deadline: float
@@ -240,7 +294,7 @@ def placed_runs(
 ) -> Iterator[tuple[int, int, RemoteStore]]:
     """Runs of positions from `first` on that lie on one daemon; ends where none is available."""
     run: tuple[int, int, RemoteStore] | None = None
-    for anchor, start, stop in spans(first, len(keys)):
+    for anchor, start, stop in placement_spans(first, len(keys)):
         server = cluster.server_for(keys[anchor])
         if run is not None and run[2] is server:
             run = (run[0], stop, server)
