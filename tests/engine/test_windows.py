@@ -219,6 +219,14 @@ def test_random_clients_without_the_gpu_prefix_cache(
     assert total(engine, names.LOADED_BLOCKS) > 0
 
 
+def test_engines_with_other_windows_share_nothing(tiny_model: Path) -> None:
+    namespaces = {
+        ToyEngine(tiny_model, windows=windows).half._key_maker._namespace
+        for windows in ((None,), (10,), (11,), (None, 10), (10, None))
+    }
+    assert len(namespaces) == 5
+
+
 @EVERY_SHAPE
 def test_the_checks_above_can_fail(tiny_model: Path, shape: dict) -> None:
     """Any flipped bit of what is loaded is a wrong read."""

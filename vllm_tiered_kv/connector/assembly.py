@@ -44,7 +44,7 @@ def make_scheduler_half(
         windows=group_windows(kv_cache_config),
         num_ranks=vllm_config.parallel_config.world_size,
         steps_zero_blocks=kv_cache_config.needs_kv_cache_zeroing,
-        lazy=_lazy_store(config, vllm_config, min(block_sizes)),
+        lazy=_lazy_store(config, vllm_config, block_sizes),
         hash_block_size=(
             kv_cache_config.hash_block_size or min(block_sizes)
             if vllm_config.cache_config.enable_prefix_caching
@@ -112,7 +112,7 @@ def arena_geometry(
 
 
 def _lazy_store(
-    config: TieredKVConfig, vllm_config: VllmConfig, smallest_block: int
+    config: TieredKVConfig, vllm_config: VllmConfig, block_sizes: list[int]
 ) -> LazyStore | None:
     if config.store is not StorePolicy.LAZY:
         return None
@@ -120,6 +120,7 @@ def _lazy_store(
         raise ConfigError(
             "store", '"lazy" needs vLLM\'s prefix caching; enable it or choose "eager"'
         )
-    per_step = -(-vllm_config.scheduler_config.max_num_batched_tokens // smallest_block)
-    window = config.lazy_window or 2 * (per_step + vllm_config.scheduler_config.max_num_seqs)
+    scheduler = vllm_config.scheduler_config
+    per_step = sum(-(-scheduler.max_num_batched_tokens // size) for size in block_sizes)
+    window = config.lazy_window or 2 * (per_step + len(block_sizes) * scheduler.max_num_seqs)
     return LazyStore(window)

@@ -46,6 +46,8 @@ class RemoteSpan:
     loan: Loan | None = None
     by_tier: Mapping[Tier, int] = field(default_factory=dict)
     """How many of them the daemon has in its memory, on its SSD and behind it."""
+    column: int = 0
+    """Where the first of them stands in the loan."""
 
     def shares(self) -> dict[Tier, float]:
         """The same as parts of the whole."""
@@ -104,6 +106,21 @@ def _give_back(future: Future[RemoteAnswer]) -> None:
     if not future.cancelled() and future.exception() is None:
         for loan in future.result().loans:
             loan.release()
+
+
+def _cut(
+    positions: range, column: int, address: str, loan: Loan | None, by_tier: Mapping[Tier, int]
+) -> Iterator[RemoteSpan]:
+    """Positions a daemon has, which are those from `column` on of what it was asked for: those
+    that are lent, and those that are not."""
+    lent = 0 if loan is None else loan.blocks
+    middle = positions.start + max(0, min(len(positions), lent - column))
+    if middle > positions.start:
+        in_memory = {Tier.MEMORY: middle - positions.start}
+        yield RemoteSpan(positions.start, middle, address, loan, in_memory, column)
+    if middle < positions.stop:
+        rest = {**by_tier, Tier.MEMORY: by_tier.get(Tier.MEMORY, 0) - lent}
+        yield RemoteSpan(middle, positions.stop, address, by_tier=rest)
 
 
 def _release(spans: Sequence[RemoteSpan]) -> None:
@@ -175,7 +192,7 @@ class RemoteLookups:
         if loan is None:
             return None
         whole = LentBlocks(loan.arena_id, tuple(self._ranks), loan.offsets, loan.generations)
-        return whole.at(int64_array(positions) - span.start)
+        return whole.at(int64_array(positions) - span.start + span.column)
 
     @property
     def num_ranks(self) -> int:
@@ -225,16 +242,11 @@ class RemoteLookups:
         have taken."""
 
         def ask_at(end: int) -> bool:
-            for group in windows.windowed:
-                number, wanted = group.group_id, windows.wanted(group, end)
-                _release(found[number])
-                found[number] = []
-                some = keys[number][: wanted.stop]
-                for span in self._ask_group(some, wanted.start, lengths[number], deadline):
-                    found[number].append(span)
-                if wanted and (not found[number] or found[number][-1].stop < wanted.stop):
-                    return False
-            return True
+            wanted = {group.group_id: windows.wanted(group, end) for group in windows.windowed}
+            for group in wanted:
+                _release(found[group])  # loans are shared between groups
+                found[group] = []
+            return self._ask_together(wanted, keys, lengths, deadline, found)
 
         end = windows.reach(firsts, found)
         asked = sum(len(windows.wanted(group, end)) for group in windows.windowed)
@@ -247,6 +259,42 @@ class RemoteLookups:
             }
             ask_at(windows.longest(end, present))
         return asked
+
+    def _ask_together(
+        self,
+        wanted: Mapping[int, range],
+        keys: list[list[BlockKey]],
+        lengths: Sequence[int],
+        deadline: float,
+        found: list[list[RemoteSpan]],
+    ) -> bool:
+        """Adds these positions of several groups if all are there: one question for all blocks of
+        one length that lie on one daemon."""
+        batches: dict[tuple[str, int], tuple[RemoteStore, list[tuple[int, range]]]] = {}
+        for group, positions in wanted.items():
+            reached = positions.start
+            for start, stop, server in placed_runs(
+                self._cluster, keys[group][: positions.stop], positions.start
+            ):
+                batch = batches.setdefault((str(server.address), lengths[group]), (server, []))
+                batch[1].append((group, range(start, stop)))
+                reached = stop
+            if reached < positions.stop:
+                return False
+        for (address, nbytes), (server, parts) in batches.items():
+            some = [key for group, part in parts for key in keys[group][part.start : part.stop]]
+            count, loan, by_tier = self._match(server, some, nbytes, deadline)
+            if count < len(some):
+                if loan is not None:
+                    loan.release()
+                return False
+            column = 0
+            for group, part in parts:
+                found[group] += _cut(part, column, address, loan, by_tier)
+                column += len(part)
+        for group in wanted:
+            found[group].sort(key=lambda span: span.start)
+        return True
 
     def _present(self, keys: list[BlockKey], deadline: float) -> list[bool]:
         present = [False] * len(keys)
@@ -261,14 +309,7 @@ class RemoteLookups:
             for begin in range(start, stop, _MAX_KEYS_PER_QUESTION):
                 end = min(stop, begin + _MAX_KEYS_PER_QUESTION)
                 count, loan, by_tier = self._match(server, keys[begin:end], nbytes, deadline)
-                lent = 0 if loan is None else loan.blocks
-                if lent:
-                    in_memory = {Tier.MEMORY: lent}
-                    yield RemoteSpan(begin, begin + lent, str(server.address), loan, in_memory)
-                if lent < count:
-                    rest = {**by_tier, Tier.MEMORY: by_tier.get(Tier.MEMORY, 0) - lent}
-                    address = str(server.address)
-                    yield RemoteSpan(begin + lent, begin + count, address, by_tier=rest)
+                yield from _cut(range(begin, begin + count), 0, str(server.address), loan, by_tier)
                 if count < end - begin:
                     return
 
