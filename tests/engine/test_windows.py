@@ -7,6 +7,7 @@ of different groups share memory, as in vLLM, so a block of the wrong group is a
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ from tests.engine.test_scheduling import (
 )
 from tests.engine.toy_engine import ToyEngine, play
 from tests.engine.toy_groups import WrongRead
+from vllm_tiered_kv.cache.load_economics import Choice
+from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.metrics import names
 
 SHAPES = {
@@ -110,18 +113,44 @@ def test_a_window_that_is_not_there_ends_the_hit_before_it(tiny_model: Path) -> 
     """The full group has everything; the hit ends where the last whole window does."""
     engine = ToyEngine(tiny_model, windows=(None, 10), cpu_blocks=128)
     ids = prompt(random.Random(1), 75)
-    request = engine.add(ids, 1)
-    engine.run()
-    keys = engine.half._key_maker.keys_for(engine.requests[request])
-    keys.extend(engine.requests[request], 75)
+    keys = window_keys(engine, ask(engine, ids, 1))
     for position in (17, 14, 9, 6):
-        engine.half.index.remove(keys.of_group[1][position])
+        engine.half.index.remove(keys[position])
     engine.drop_gpu_cache()
     ask(engine, ids, 1)
     # Windows of three blocks: 15 and 16 are too few, 10 to 13 is where one fits.
     assert total(engine, names.HIT_TOKENS) == 56
     assert total(engine, names.LOADED_BLOCKS) == 14 + 3
     engine.assert_at_rest()
+
+
+def test_a_load_that_is_cut_short_ends_in_another_window(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Computing the rest would be faster: where the load then ends, a window must be whole."""
+    engine = ToyEngine(tiny_model, windows=(None, 10), cpu_blocks=128)
+    ids = prompt(random.Random(1), 75)
+    keys = window_keys(engine, ask(engine, ids, 1))
+    engine.half.index.remove(keys[9])
+    engine.drop_gpu_cache()
+    choose = engine.half.judge.choose
+
+    def choose_less(*asked: object) -> Choice:
+        return replace(choose(*asked), tokens=40)
+
+    monkeypatch.setattr(engine.half.judge, "choose", choose_less)
+    ask(engine, ids, 1)
+    assert total(engine, names.HIT_TOKENS) == 36
+    assert total(engine, names.LOADED_BLOCKS) == 9 + 3
+    engine.assert_at_rest()
+
+
+def window_keys(engine: ToyEngine, request_id: str) -> list[BlockKey]:
+    """Keys of a request's second group."""
+    request = engine.requests[request_id]
+    keys = engine.half._key_maker.keys_for(request)
+    keys.extend(request, request.num_tokens)
+    return keys.of_group[1]
 
 
 @BOTH
