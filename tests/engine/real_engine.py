@@ -22,7 +22,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
-from vllm.v1.kv_cache_interface import group_kernel_blocks
+from vllm.v1.kv_cache_interface import SlidingWindowSpec, group_kernel_blocks
 
 from vllm_tiered_kv.connector.connector import TieredKVConnector
 from vllm_tiered_kv.metrics.names import Metric
@@ -139,8 +139,9 @@ class RealEngine:
         scheduler, block_size = self.scheduler, self.scheduler.block_size
         free = scheduler._free_request_blocks
         num_blocks = scheduler.kv_cache_config.num_blocks
-        if len(scheduler.kv_cache_config.kv_cache_groups) != 1:
-            return  # no KV cache at all, or several whose blocks mean different spans
+        groups = scheduler.kv_cache_config.kv_cache_groups
+        if len(groups) != 1 or isinstance(groups[0].kv_cache_spec, SlidingWindowSpec):
+            return  # no KV cache, several whose blocks mean different spans, or blocks gone by then
 
         def keep_and_free(request: Any) -> None:
             (ids,) = scheduler.kv_cache_manager.get_block_ids(request.request_id)

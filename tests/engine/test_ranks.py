@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.test_scheduling import ask, prompt, total, workload
-from tests.engine.toy_engine import WrongRead
+from tests.engine.toy_groups import WrongRead
 from tests.engine.toy_ranks import RankedToyEngine
 from vllm_tiered_kv.errors import CudaError
 from vllm_tiered_kv.metrics import names

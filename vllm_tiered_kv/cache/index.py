@@ -118,6 +118,9 @@ class BlockIndex:
             count += 1
         return count
 
+    def are_readable(self, keys: Sequence[bytes]) -> list[bool]:
+        return list(map(self._readable.__contains__, keys))
+
     def first_missing(self, keys: Sequence[bytes], start: int, stop: int) -> int:
         """The first position from `start` on whose key is a miss; `stop` if there is none."""
         for is_known in map(self._slot_of.__contains__, islice(keys, start, stop)):

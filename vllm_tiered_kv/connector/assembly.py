@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.config import Mode, StorePolicy, TieredKVConfig, format_size
-from vllm_tiered_kv.connector.kv_layout import group_block_bytes
+from vllm_tiered_kv.connector.kv_layout import group_block_bytes, group_windows
 from vllm_tiered_kv.connector.lazy_store import LazyStore
 from vllm_tiered_kv.connector.model_identity import fingerprint
 from vllm_tiered_kv.connector.remote_io import open_cluster
@@ -41,9 +41,10 @@ def make_scheduler_half(
         block_sizes,
         group_block_bytes(kv_cache_config),
         geometry,
+        windows=group_windows(kv_cache_config),
         num_ranks=vllm_config.parallel_config.world_size,
         steps_zero_blocks=kv_cache_config.needs_kv_cache_zeroing,
-        lazy=_lazy_store(config, vllm_config, min(block_sizes)),
+        lazy=_lazy_store(config, vllm_config, block_sizes),
         hash_block_size=(
             kv_cache_config.hash_block_size or min(block_sizes)
             if vllm_config.cache_config.enable_prefix_caching
@@ -111,7 +112,7 @@ def arena_geometry(
 
 
 def _lazy_store(
-    config: TieredKVConfig, vllm_config: VllmConfig, smallest_block: int
+    config: TieredKVConfig, vllm_config: VllmConfig, block_sizes: list[int]
 ) -> LazyStore | None:
     if config.store is not StorePolicy.LAZY:
         return None
@@ -119,6 +120,7 @@ def _lazy_store(
         raise ConfigError(
             "store", '"lazy" needs vLLM\'s prefix caching; enable it or choose "eager"'
         )
-    per_step = -(-vllm_config.scheduler_config.max_num_batched_tokens // smallest_block)
-    window = config.lazy_window or 2 * (per_step + vllm_config.scheduler_config.max_num_seqs)
+    scheduler = vllm_config.scheduler_config
+    per_step = sum(-(-scheduler.max_num_batched_tokens // size) for size in block_sizes)
+    window = config.lazy_window or 2 * (per_step + len(block_sizes) * scheduler.max_num_seqs)
     return LazyStore(window)

@@ -19,13 +19,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from vllm_tiered_kv.connector.window_search import WindowSearch
 from vllm_tiered_kv.core.key import BlockKey, RankTag
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.core.transfer import LentBlocks, int64_array
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.remote.loans import Loan, LoanDesk
-from vllm_tiered_kv.remote.placement import Cluster, spans
+from vllm_tiered_kv.remote.placement import Cluster
+from vllm_tiered_kv.remote.placement import spans as placement_spans
 from vllm_tiered_kv.remote.store import RemoteStore
 
 logger = logging.getLogger(__name__)
@@ -44,6 +46,8 @@ class RemoteSpan:
     loan: Loan | None = None
     by_tier: Mapping[Tier, int] = field(default_factory=dict)
     """How many of them the daemon has in its memory, on its SSD and behind it."""
+    column: int = 0
+    """Where the first of them stands in the loan."""
 
     def shares(self) -> dict[Tier, float]:
         """The same as parts of the whole."""
@@ -104,6 +108,27 @@ def _give_back(future: Future[RemoteAnswer]) -> None:
             loan.release()
 
 
+def _cut(
+    positions: range, column: int, address: str, loan: Loan | None, by_tier: Mapping[Tier, int]
+) -> Iterator[RemoteSpan]:
+    """Positions a daemon has, which are those from `column` on of what it was asked for: those
+    that are lent, and those that are not."""
+    lent = 0 if loan is None else loan.blocks
+    middle = positions.start + max(0, min(len(positions), lent - column))
+    if middle > positions.start:
+        in_memory = {Tier.MEMORY: middle - positions.start}
+        yield RemoteSpan(positions.start, middle, address, loan, in_memory, column)
+    if middle < positions.stop:
+        rest = {**by_tier, Tier.MEMORY: by_tier.get(Tier.MEMORY, 0) - lent}
+        yield RemoteSpan(middle, positions.stop, address, by_tier=rest)
+
+
+def _release(spans: Sequence[RemoteSpan]) -> None:
+    for span in spans:
+        if span.loan is not None:
+            span.loan.release()
+
+
 class RemoteLookups:
     def __init__(
         self,
@@ -131,14 +156,15 @@ class RemoteLookups:
         keys: Sequence[Sequence[BlockKey]],
         firsts: Sequence[int],
         block_bytes: Sequence[int] = (),
+        windows: WindowSearch | None = None,
     ) -> RemoteLookup:
         """Asks for the positions from `firsts` on, per group, and borrows them where their length
-        is given."""
+        is given. Of groups with a window, for what `windows` finds out to be needed."""
         now = time.monotonic()
         deadline = now + self._timeout_s
         wanted = [list(group_keys) for group_keys in keys]
         lengths = list(block_bytes) or [0] * len(wanted)
-        future = self._pool.submit(self._ask, wanted, firsts, lengths, deadline)
+        future = self._pool.submit(self._ask, wanted, firsts, lengths, deadline, windows)
         return RemoteLookup(future, now, deadline, deadline + self._pin_s)
 
     def poll(self, lookup: RemoteLookup) -> None:
@@ -166,7 +192,7 @@ class RemoteLookups:
         if loan is None:
             return None
         whole = LentBlocks(loan.arena_id, tuple(self._ranks), loan.offsets, loan.generations)
-        return whole.at(int64_array(positions) - span.start)
+        return whole.at(int64_array(positions) - span.start + span.column)
 
     @property
     def open_loans(self) -> int:
@@ -179,6 +205,7 @@ class RemoteLookups:
         firsts: Sequence[int],
         lengths: Sequence[int],
         deadline: float,
+        windows: WindowSearch | None,
     ) -> RemoteAnswer:
         found: list[list[RemoteSpan]] = [[] for _ in keys]
         try:
@@ -188,13 +215,88 @@ class RemoteLookups:
                 for span in self._ask_group(group_keys, first, nbytes, deadline):
                     found[group].append(span)
             asked = sum(len(group) - first for group, first in zip(keys, firsts, strict=True))
+            if windows is not None:
+                asked += self._ask_windows(windows, keys, firsts, lengths, deadline, found)
             self.answers.append((asked, sum(s.stop - s.start for group in found for s in group)))
             return RemoteAnswer(tuple(map(tuple, found)))
         except Exception:  # whatever it was, it must not end the engine
             logger.exception("what daemons hold could not be asked")
-            for loan in RemoteAnswer(tuple(map(tuple, found))).loans:
-                loan.release()
+            for spans in found:
+                _release(spans)
             return RemoteAnswer(((),) * len(keys))
+
+    def _ask_windows(
+        self,
+        windows: WindowSearch,
+        keys: list[list[BlockKey]],
+        firsts: Sequence[int],
+        lengths: Sequence[int],
+        deadline: float,
+        found: list[list[RemoteSpan]],
+    ) -> int:
+        """Adds what daemons hold of the windows where a hit can end; says how many blocks it would
+        have taken."""
+
+        def ask_at(end: int) -> bool:
+            wanted = {group.group_id: windows.wanted(group, end) for group in windows.windowed}
+            for group in wanted:
+                _release(found[group])  # loans are shared between groups
+                found[group] = []
+            return self._ask_together(wanted, keys, lengths, deadline, found)
+
+        end = windows.reach(firsts, found)
+        asked = sum(len(windows.wanted(group, end)) for group in windows.windowed)
+        if end > windows.computed and not ask_at(end):
+            present = {
+                group.group_id: self._present(
+                    keys[group.group_id][: end // group.block_size], deadline
+                )
+                for group in windows.windowed
+            }
+            ask_at(windows.longest(end, present))
+        return asked
+
+    def _ask_together(
+        self,
+        wanted: Mapping[int, range],
+        keys: list[list[BlockKey]],
+        lengths: Sequence[int],
+        deadline: float,
+        found: list[list[RemoteSpan]],
+    ) -> bool:
+        """Adds these positions of several groups if all are there: one question for all blocks of
+        one length that lie on one daemon."""
+        batches: dict[tuple[str, int], tuple[RemoteStore, list[tuple[int, range]]]] = {}
+        for group, positions in wanted.items():
+            reached = positions.start
+            for start, stop, server in placed_runs(
+                self._cluster, keys[group][: positions.stop], positions.start
+            ):
+                batch = batches.setdefault((str(server.address), lengths[group]), (server, []))
+                batch[1].append((group, range(start, stop)))
+                reached = stop
+            if reached < positions.stop:
+                return False
+        for (address, nbytes), (server, parts) in batches.items():
+            some = [key for group, part in parts for key in keys[group][part.start : part.stop]]
+            count, loan, by_tier = self._match(server, some, nbytes, deadline)
+            if count < len(some):
+                if loan is not None:
+                    loan.release()
+                return False
+            column = 0
+            for group, part in parts:
+                found[group] += _cut(part, column, address, loan, by_tier)
+                column += len(part)
+        for group in wanted:
+            found[group].sort(key=lambda span: span.start)
+        return True
+
+    def _present(self, keys: list[BlockKey], deadline: float) -> list[bool]:
+        present = [False] * len(keys)
+        for start, stop, server in placed_runs(self._cluster, keys, 0):
+            present[start:stop] = server.contains_all(keys[start:stop], self._ranks, deadline)
+        return present
 
     def _ask_group(
         self, keys: list[BlockKey], first: int, nbytes: int, deadline: float
@@ -203,14 +305,7 @@ class RemoteLookups:
             for begin in range(start, stop, _MAX_KEYS_PER_QUESTION):
                 end = min(stop, begin + _MAX_KEYS_PER_QUESTION)
                 count, loan, by_tier = self._match(server, keys[begin:end], nbytes, deadline)
-                lent = 0 if loan is None else loan.blocks
-                if lent:
-                    in_memory = {Tier.MEMORY: lent}
-                    yield RemoteSpan(begin, begin + lent, str(server.address), loan, in_memory)
-                if lent < count:
-                    rest = {**by_tier, Tier.MEMORY: by_tier.get(Tier.MEMORY, 0) - lent}
-                    address = str(server.address)
-                    yield RemoteSpan(begin + lent, begin + count, address, by_tier=rest)
+                yield from _cut(range(begin, begin + count), 0, str(server.address), loan, by_tier)
                 if count < end - begin:
                     return
 
@@ -236,7 +331,7 @@ def placed_runs(
 ) -> Iterator[tuple[int, int, RemoteStore]]:
     """Runs of positions from `first` on that lie on one daemon; ends where none is available."""
     run: tuple[int, int, RemoteStore] | None = None
-    for anchor, start, stop in spans(first, len(keys)):
+    for anchor, start, stop in placement_spans(first, len(keys)):
         server = cluster.server_for(keys[anchor])
         if run is not None and run[2] is server:
             run = (run[0], stop, server)

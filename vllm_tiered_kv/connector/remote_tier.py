@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_tiered_kv.cache.index import BlockIndex
-from vllm_tiered_kv.cache.planner import Group
+from vllm_tiered_kv.cache.planner import Group, loadable_tokens
 from vllm_tiered_kv.connector.remote_lookup import RemoteAnswer, RemoteLookups, RemoteSpan
 from vllm_tiered_kv.connector.remote_writes import RemoteWrites
 from vllm_tiered_kv.connector.request_state import RequestState
 from vllm_tiered_kv.connector.shared_region import LENT_FOR_SURE_S
+from vllm_tiered_kv.connector.window_search import WindowSearch
+from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.core.transfer import RemoteTransfer, int64_array
 from vllm_tiered_kv.remote.placement import Cluster
@@ -49,6 +52,7 @@ class RemoteTier:
         self._index = index
         self._groups = groups
         self._keep_copies = keep_copies
+        self._has_windows = any(group.window is not None for group in groups)
         self._arenas_of_rank: dict[int, frozenset[bytes]] = {}
 
     def begin(self, state: RequestState, limit: int) -> None:
@@ -64,12 +68,28 @@ class RemoteTier:
         keys, firsts = [], []
         for group, group_keys in zip(self._groups, state.keys.of_group, strict=True):
             first, stop = computed // group.block_size, limit // group.block_size
-            firsts.append(first + self._index.match_prefix(group_keys, first, stop))
+            is_full = group.window is None
+            found = self._index.match_prefix(group_keys, first, stop) if is_full else stop - first
+            firsts.append(first + found)
             keys.append(group_keys[:stop])
-        missing = any(first < len(group) for first, group in zip(firsts, keys, strict=True))
+        windows = self._window_search(keys, computed, limit) if self._has_windows else None
+        if windows is None:
+            missing = any(first < len(group) for first, group in zip(firsts, keys, strict=True))
+        else:
+            alone = loadable_tokens(
+                self._index, self._groups, keys, computed, limit, windows.alignment
+            )
+            missing = computed + alone < limit
         if missing and self._cluster.server_for(keys[0][0]) is not None:
             lengths = [group.block_bytes for group in self._groups]
-            state.remote = self._lookups.start(keys, firsts, lengths)
+            state.remote = self._lookups.start(keys, firsts, lengths, windows)
+
+    def _window_search(
+        self, keys: Sequence[Sequence[BlockKey]], computed: int, limit: int
+    ) -> WindowSearch:
+        held = [self._index.are_readable(group_keys) for group_keys in keys]
+        alignment = math.lcm(*(group.block_size for group in self._groups))
+        return WindowSearch(self._groups, held, computed, limit, alignment)
 
     def positions(self, state: RequestState, computed: int, limit: int) -> list[range] | None:
         """What daemons hold of a request, per group; None while that is not known."""

@@ -122,6 +122,21 @@ class RemoteStore:
         by_tier = {tier: count for tier, count in counts.items() if count}
         return RemoteMatch(min(answer.count, asked), by_tier)
 
+    def contains_all(
+        self, keys: Sequence[BlockKey], ranks: Sequence[RankTag], deadline: float
+    ) -> list[bool]:
+        """Which blocks are there for all ranks. What is not known is not there."""
+        suffixes = [rank.encode() for rank in ranks]
+        present: set[bytes] = set()
+
+        def ask(connection: Connection) -> None:
+            full = [key + suffix for key in keys for suffix in suffixes]
+            present.update(self._present(connection, full, deadline))
+
+        if not keys or not self._caller.attempt(ask, self._deadline(deadline)):
+            return [False] * len(keys)
+        return [all(key + suffix in present for suffix in suffixes) for key in keys]
+
     def match(self, keys: Sequence[StoreKey]) -> int:
         end = self._deadline()
         ours: list[bytes] = []

@@ -1,0 +1,155 @@
+"""Real engines with sliding windows: Mistral's, Gemma 3's and gpt-oss's kinds of layers.
+
+What the tier serves must be what vLLM's own cache serves: the same number of tokens found, then the
+same tokens and logprobs, bit by bit, since both compute the same rest of the prompt.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.daemon.daemon_process import DaemonProcess
+from tests.engine import window_models
+from tests.engine.oracle import BLOCK, COUNT
+from tests.engine.real_engine import Answer, RealEngine, real_engine
+from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.metrics import names
+
+pytestmark = pytest.mark.engine
+
+MODELS = {
+    "mistral": window_models.MISTRAL,
+    "gemma3": window_models.GEMMA3,
+    "gpt_oss": window_models.GPT_OSS,
+}
+WINDOW_BLOCKS = -(-(window_models.WINDOW - 1) // BLOCK)
+
+
+def make_prompts() -> list[list[int]]:
+    """Several windows long; see `oracle.make_prompts` for why none leaves a single token."""
+    rng = random.Random(5)
+    lengths = [length + (length % BLOCK == 1) for length in (130, 250, 420, 600, 760)]
+    return [[rng.randrange(3, 1000) for _ in range(length)] for length in lengths]
+
+
+PROMPTS = make_prompts()
+
+
+def model_folder(folder: Path, name: str) -> Path:
+    return window_models.write(folder / name, MODELS[name])
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RealEngine]:
+    folder = model_folder(tmp_path_factory.mktemp("models"), request.param)
+    with real_engine(folder, {"cpu_memory": "64MiB"}) as running:
+        assert any(group.window == window_models.WINDOW for group in running.half._groups)
+        yield running
+
+
+@pytest.fixture
+def fresh(engine: RealEngine) -> RealEngine:
+    assert engine.llm.llm_engine.reset_prefix_cache(reset_connector=True)
+    return engine
+
+
+def needed_blocks(engine: RealEngine, tokens: int) -> int:
+    blocks = tokens // BLOCK
+    return sum(
+        blocks if group.window is None else min(blocks, WINDOW_BLOCKS)
+        for group in engine.half._groups
+    )
+
+
+def found_by_vllm(engine: RealEngine) -> list[Answer]:
+    """Each prompt with the GPU's own cache, after it was computed once."""
+    answers = []
+    for ids in PROMPTS:
+        engine.ask([ids], COUNT)
+        answers += engine.ask([ids], COUNT)
+        engine.drop_gpu_cache()
+    return answers
+
+
+def test_each_prompt_is_found_as_by_vllm_itself(fresh: RealEngine) -> None:
+    expected = found_by_vllm(fresh)
+    assert len({answer.tokens for answer in expected}) == len(PROMPTS)
+    loaded = fresh.total(names.LOADED_BLOCKS)
+    for ids, right in zip(PROMPTS, expected, strict=True):
+        (answer,) = fresh.ask([ids], COUNT)
+        assert answer == right
+        assert answer.cached == (len(ids) - 1) // BLOCK * BLOCK
+        loaded += needed_blocks(fresh, answer.cached)
+        assert fresh.total(names.LOADED_BLOCKS) == loaded
+        fresh.drop_gpu_cache()
+    fresh.assert_at_rest()
+
+
+def test_a_prefix_is_found_wherever_prompts_part(fresh: RealEngine) -> None:
+    """The window at that point was passed long before the first prompt ended."""
+    long = PROMPTS[-1]
+    fresh.ask([long], COUNT)
+    for shared in (140, 333, 500, 700):
+        ids = long[:shared] + PROMPTS[1][:50]
+        fresh.drop_gpu_cache()
+        fresh.ask([long], COUNT)
+        (right,) = fresh.ask([ids], COUNT)  # parts from what the GPU has
+        fresh.drop_gpu_cache()
+        before = fresh.total(names.HIT_TOKENS)
+        (answer,) = fresh.ask([ids], COUNT)
+        assert fresh.total(names.HIT_TOKENS) - before >= shared // BLOCK * BLOCK
+        assert answer.tokens == right.tokens
+    fresh.assert_at_rest()
+
+
+def test_the_next_turn_finds_the_answer(fresh: RealEngine) -> None:
+    (first,) = fresh.ask([PROMPTS[2]], 120)
+    fresh.drop_gpu_cache()
+    (second,) = fresh.ask([[*PROMPTS[2], *first.tokens, 5, 6, 7]], COUNT)
+    assert second.cached == (len(PROMPTS[2]) + 120 - 1) // BLOCK * BLOCK
+    fresh.assert_at_rest()
+
+
+def test_all_at_once(fresh: RealEngine) -> None:
+    cold = fresh.ask(PROMPTS, COUNT, together=True)
+    fresh.drop_gpu_cache()
+    warm = fresh.ask(PROMPTS, COUNT, together=True)
+    assert [answer.tokens for answer in warm] == [answer.tokens for answer in cold]
+    fresh.assert_at_rest()
+
+
+def test_a_planted_corruption_is_seen(fresh: RealEngine) -> None:
+    expected = found_by_vllm(fresh)
+    arena = fresh.worker_half.arena
+    arena.bytes_at(0, arena.nbytes)[:] ^= 0x15
+    for ids, right in zip(PROMPTS, expected, strict=True):
+        (answer,) = fresh.ask([ids], COUNT)
+        assert answer.cached == right.cached
+        assert answer.logprobs != right.logprobs
+        fresh.drop_gpu_cache()
+
+
+def test_another_engine_finds_it_with_a_daemon(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path, "gemma3")
+    with (
+        tempfile.TemporaryDirectory(prefix="kv-") as place,
+        DaemonProcess(Path(place), "--memory", "64MiB") as daemon,
+    ):
+        options = {"cpu_memory": "64MiB", "remote": daemon.ipc, "remote_lookup_timeout": 30}
+        with real_engine(folder, options) as first:
+            expected = found_by_vllm(first)
+            first.settle()
+        with real_engine(folder, options) as second:
+            for ids, right in zip(PROMPTS, expected, strict=True):
+                (answer,) = second.ask([ids], COUNT)
+                assert answer == right
+            remote = second.total(names.LOADED_BLOCKS, Tier.REMOTE.value)
+            assert remote == sum(needed_blocks(second, right.cached) for right in expected)
+            second.assert_at_rest()

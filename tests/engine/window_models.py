@@ -1,0 +1,70 @@
+"""Tiny models with sliding windows, a config each: for `load_format=dummy`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+WINDOW = 96
+
+_TINY: dict[str, Any] = {
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 256,
+    "vocab_size": 1024,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": WINDOW,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+MISTRAL = {
+    **_TINY,
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "num_hidden_layers": 4,
+    "rope_theta": 1e6,
+    "hidden_act": "silu",
+}
+"""Every layer has the window."""
+
+GEMMA3 = {
+    **_TINY,
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 6,
+    "layer_types": ["full_attention" if n % 3 == 2 else "sliding_attention" for n in range(6)],
+    "query_pre_attn_scalar": 32,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+}
+"""Two layers with the window to one without."""
+
+GPT_OSS = {
+    **_TINY,
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "num_hidden_layers": 4,
+    "layer_types": ["full_attention" if n % 2 else "sliding_attention" for n in range(4)],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "rope_theta": 150000,
+    "hidden_act": "silu",
+    "swiglu_limit": 7.0,
+    "attention_bias": True,
+}
+"""Windows in every other layer, attention sinks in all."""
+
+
+def write(folder: Path, config: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
