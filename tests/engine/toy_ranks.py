@@ -102,4 +102,3 @@ class RankedToyEngine(ToyEngine):
 
     def _right(self, request_id: str) -> np.ndarray:
         return super()._right(request_id) ^ (self._rank * _MASK_OF_RANK)
-

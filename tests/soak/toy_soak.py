@@ -394,7 +394,8 @@ class _Episode:
                 toy._use(rank)
             right = toy._right(name)[position * size : (position + 1) * size]
             for layer, content in enumerate(toy.arena[slot]):
-                assert (content == toy.groups[0].kv(right, layer)).all(), f"slot {slot} of rank {rank} is wrong"
+                wanted = toy.groups[0].kv(right, layer)
+                assert (content == wanted).all(), f"slot {slot} of rank {rank} is wrong"
         if isinstance(toy, RankedToyEngine):
             toy._use(0)
         self.soak.counts["checked_blocks"] += 1
