@@ -332,7 +332,6 @@ def hand_made_cache(**spec: Any) -> KVCacheConfig:
         kv_cache_tensors=[tensor],
         kv_cache_groups=[KVCacheGroupSpec(layers, attention)],
         kv_cache_layout="LBHNC",
-        hash_block_size=16,
     )
 
 

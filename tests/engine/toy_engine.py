@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from vllm import SamplingParams
 from vllm.config import CUDAGraphMode, KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
@@ -65,6 +66,11 @@ def play(prompt: Sequence[int], count: int, salt: str = "") -> tuple[list[int], 
     return tokens[len(prompt) :], np.array(kv, np.int64)
 
 
+def _ours(connector: Any) -> TieredKVConnector:
+    """Our connector, alone or the first inside a MultiConnector."""
+    return getattr(connector, "sub_connectors", [connector])[0]
+
+
 class WrongRead(AssertionError):
     """The model was about to attend to KV that is not that of its tokens."""
 
@@ -93,6 +99,8 @@ class ToyEngine:
     prefix_caching: bool = True
     ring: int | None = None
     extra_config: dict[str, Any] = field(default_factory=dict)
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    hash_block_size: int | None = None  # tokens per hash of vLLM's, where that is not a block
     seed: int = 0
     requests: dict[str, Request] = field(default_factory=dict)
     finished: dict[str, Finished] = field(default_factory=dict)
@@ -109,15 +117,10 @@ class ToyEngine:
             max_num_batched_tokens=1024,
             max_num_seqs=self.max_seqs,
             enable_prefix_caching=self.prefix_caching,
-            kv_transfer_config=KVTransferConfig(
-                kv_connector="TieredKVConnector",
-                kv_connector_module_path="vllm_tiered_kv.connector.connector",
-                kv_role="kv_both",
-                kv_connector_extra_config={
-                    "cpu_memory": self.cpu_blocks * slot_bytes,
-                    **self.extra_config,
-                },
+            kv_transfer_config=self._transfer_config(
+                {"cpu_memory": self.cpu_blocks * slot_bytes, **self.extra_config}
             ),
+            **self.engine_args,
         )
         config = self.config = args.create_engine_config()
         config.cache_config.block_size = self.block_size
@@ -127,18 +130,23 @@ class ToyEngine:
         self.kv_cache_config = self._kv_cache_config()
         scheduler_class = AsyncScheduler if self.async_scheduling else Scheduler
         init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(self.block_size, sha256)
+        hash_block_size = self.hash_block_size or self.block_size
+        self._hasher = get_request_block_hasher(hash_block_size, sha256)
         self.scheduler = scheduler_class(
             vllm_config=config,
             kv_cache_config=self.kv_cache_config,
             structured_output_manager=StructuredOutputManager(config),
             block_size=self.block_size,
+            hash_block_size=hash_block_size,
             log_stats=True,
         )
-        self.half = self.scheduler.connector.scheduler_half
+        self.half = _ours(self.scheduler.connector).scheduler_half
         if self.ring is not None:
             self.half.stores.max_blocks_in_flight = self.ring
-        self.worker = TieredKVConnector(config, KVConnectorRole.WORKER, self.kv_cache_config)
+        self.worker = KVConnectorFactory.create_connector(
+            config, KVConnectorRole.WORKER, self.kv_cache_config
+        )
+        worker_half = _ours(self.worker).worker_half
         self.caches = [np.full((self.gpu_blocks, self.block_size), -2, np.int64) for _ in LAYERS]
         geometry = self.half.index.geometry
         arena = Arena(geometry.capacity_bytes)
@@ -150,9 +158,9 @@ class ToyEngine:
         self.arena[:] = -3
         self.copier = DelayedCopier(self.caches, self.arena, random.Random(self.seed + 1))
         self.copier.ring = self.ring
-        if self.worker.worker_half is not None:
-            self.worker.worker_half._copier = self.copier
-            self.worker.worker_half.arena = arena
+        if worker_half is not None:
+            worker_half._copier = self.copier
+            worker_half.arena = arena
         self.depth = 2 if self.async_scheduling else 1
         self._running: dict[str, _Running] = {}
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
@@ -162,6 +170,14 @@ class ToyEngine:
         self.layer_calls = 0.5  # how often a forward calls us at each layer
         self._calls_layers = False
         self.idle = False
+
+    def _transfer_config(self, options: dict[str, Any]) -> KVTransferConfig:
+        return KVTransferConfig(
+            kv_connector="TieredKVConnector",
+            kv_connector_module_path="vllm_tiered_kv.connector.connector",
+            kv_role="kv_both",
+            kv_connector_extra_config=options,
+        )
 
     def _kv_cache_config(self) -> KVCacheConfig:
         spec = FullAttentionSpec(
@@ -179,17 +195,27 @@ class ToyEngine:
             layer_stride=page * self.gpu_blocks,
             block_stride=page,
         )
-        return KVCacheConfig(
+        config = KVCacheConfig(
             num_blocks=self.gpu_blocks,
             kv_cache_tensors=[tensor],
             kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), spec)],
             kv_cache_layout="LBHNC",
-            hash_block_size=self.block_size,
         )
+        if hasattr(config, "hash_block_size"):  # not before 0.32
+            config.hash_block_size = self.hash_block_size or self.block_size
+        return config
 
     # ---- what a client does ---------------------------------------------------------------------
 
-    def add(self, prompt: Sequence[int], max_tokens: int, salt: str = "") -> str:
+    def add(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        salt: str = "",
+        model: str = "",
+        **request_args: Any,
+    ) -> str:
+        """`model`: what else than the salt changes the KV of these tokens, such as an adapter."""
         request_id = f"r{self._next_id}"
         self._next_id += 1
         request = Request(
@@ -199,10 +225,11 @@ class ToyEngine:
             pooling_params=None,
             cache_salt=salt or None,
             block_hasher=self._hasher,
+            **request_args,
         )
         self.requests[request_id] = request
         # One more than is asked for: asynchronous scheduling runs a step past the end.
-        self._truth[request_id] = play(prompt, max_tokens + 2, salt)[1]
+        self._truth[request_id] = play(prompt, max_tokens + 2, salt + model)[1]
         self.scheduler.add_request(request)
         return request_id
 
@@ -304,7 +331,7 @@ class ToyEngine:
         start, stop = running.computed, running.computed + count
         at = np.arange(stop)
         table = np.array(running.blocks)[at // self.block_size]
-        half = self.worker.worker_half
+        half = _ours(self.worker).worker_half
         if half is not None and half._ahead._invalid_blocks & set(running.blocks):
             # It computes nonsense from what did not arrive; vLLM is told and starts it over.
             for cache in self.caches:

@@ -45,7 +45,8 @@ def make_scheduler_half(
         steps_zero_blocks=kv_cache_config.needs_kv_cache_zeroing,
         lazy=_lazy_store(config, vllm_config, min(block_sizes)),
         hash_block_size=(
-            kv_cache_config.hash_block_size or min(block_sizes)
+            # 0.31 does not say; either way the block pool has the last word when it is bound.
+            getattr(kv_cache_config, "hash_block_size", None) or min(block_sizes)
             if vllm_config.cache_config.enable_prefix_caching
             else None
         ),
