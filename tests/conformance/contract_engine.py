@@ -73,8 +73,8 @@ class ContractEngine(ToyEngine):
         def asked(request: Any, computed: int) -> tuple[int | None, bool]:
             tokens, is_async = ask(request, computed)
             calls.asked.append((request.request_id, tokens, is_async))
-            assert computed % self.block_size == 0
-            assert tokens is None or tokens % self.block_size == 0
+            assert computed % self.alignment == 0
+            assert tokens is None or tokens % self.alignment == 0
             assert tokens is None or computed + tokens < request.num_tokens, "a full hit"
             assert not (is_async and not tokens), "an asynchronous load of nothing"
             return tokens, is_async

@@ -1,4 +1,4 @@
-"""Loads that fail: vLLM recomputes exactly what is missing, and nobody reads what did not arrive."""
+"""Loads that fail: vLLM computes exactly what is missing, nobody reads what did not arrive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`get_num_new_matched_tokens`: asked at any time, any number of times, for nothing if vLLM likes."""
+"""`get_num_new_matched_tokens`: asked at any time, any number of times, or for nothing."""
 
 from __future__ import annotations
 

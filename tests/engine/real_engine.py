@@ -22,7 +22,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
-from vllm.v1.kv_cache_interface import group_kernel_blocks
+from vllm.v1.kv_cache_interface import SlidingWindowSpec, group_kernel_blocks
 
 from vllm_tiered_kv.connector.connector import TieredKVConnector
 from vllm_tiered_kv.metrics.names import Metric
@@ -118,6 +118,9 @@ class RealEngine:
         scheduler, block_size = self.scheduler, self.scheduler.block_size
         free = scheduler._free_request_blocks
         num_blocks = scheduler.kv_cache_config.num_blocks
+        first, *others = scheduler.kv_cache_config.kv_cache_groups
+        if others or isinstance(first.kv_cache_spec, SlidingWindowSpec):
+            return  # blocks of a window are gone by then
 
         def keep_and_free(request: Any) -> None:
             (ids,) = scheduler.kv_cache_manager.get_block_ids(request.request_id)

@@ -9,7 +9,8 @@ import pytest
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 
 from tests.engine.test_scheduling import BOTH, ask, assert_tier_is_right, prompt, total
-from tests.engine.toy_engine import ToyEngine, WrongRead, play
+from tests.engine.toy_engine import ToyEngine, play
+from tests.engine.toy_groups import WrongRead
 from vllm_tiered_kv.cache.load_economics import Decision
 from vllm_tiered_kv.config import TieredKVConfig
 from vllm_tiered_kv.connector.assembly import make_worker_half

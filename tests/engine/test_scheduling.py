@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from vllm.v1.request import RequestStatus
 
-from tests.engine.toy_engine import ToyEngine, WrongRead, play
+from tests.engine.toy_engine import ToyEngine, play
+from tests.engine.toy_groups import WrongRead
 from vllm_tiered_kv.errors import CudaError
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.names import DropReason
@@ -49,13 +50,16 @@ def assert_tier_is_right(engine: ToyEngine) -> int:
         request = engine.requests[request_id]
         keys = engine.half._key_maker.keys_for(request)
         keys.extend(request, request.num_tokens)
-        for position, key in enumerate(keys.of_group[0]):
-            slot = engine.half.index._slot_of.get(key)
-            if slot is not None and engine.half.index.match_prefix([key]):
-                span = slice(position * engine.block_size, (position + 1) * engine.block_size)
-                for layer in range(3):
-                    assert (engine.arena[slot][layer] == right[span] ^ layer).all()
-                readable += 1
+        for group, group_keys in zip(engine.groups, keys.of_group, strict=True):
+            for position, key in enumerate(group_keys):
+                slot = engine.half.index._slot_of.get(key)
+                if slot is not None and engine.half.index.match_prefix([key]):
+                    first = position * group.block_size
+                    span = right[first : first + group.block_size]
+                    for layer in range(3):
+                        stored = group.rows(engine.arena[slot][layer])
+                        assert (stored == group.kv(span, layer)).all()
+                    readable += 1
     return readable
 
 

@@ -10,20 +10,31 @@ from types import SimpleNamespace
 import pytest
 import torch
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     MLAAttentionSpec,
     RSWASpec,
+    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 
 from tests.engine.toy_engine import ToyEngine
+from vllm_tiered_kv.connector.kv_layout import group_windows
 from vllm_tiered_kv.connector.metadata import TieredKVHandshake
 from vllm_tiered_kv.connector.support import why_not_cacheable
 
 SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
 FULL = FullAttentionSpec(**SHAPE)
+WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=64)
+LATENT = {**SHAPE, "num_kv_heads": 1, "sliding_window": 64}
+STATE = MambaSpec(block_size=16, shapes=((4, 8),), dtypes=(torch.float32,))
 
 
 def config(**changes: object) -> SimpleNamespace:
@@ -57,12 +68,28 @@ def test_full_attention_is_cached_in_one_group_or_several() -> None:
     assert why_not_cacheable(config(), groups(mla)) is None
 
 
+def test_sliding_windows_are_cached_alone_and_beside_full_attention() -> None:
+    wide = UniformTypeKVCacheSpecs(
+        block_size=16, kv_cache_specs={"a": WINDOW, "b": replace(WINDOW, head_size=64)}
+    )
+    for cache in (groups(WINDOW), groups(FULL, WINDOW, WINDOW), groups(wide)):
+        assert why_not_cacheable(config(), cache) is None
+    assert group_windows(groups(FULL, WINDOW, wide)) == [None, 64, 64]
+    retained = replace(WINDOW, extra_retained_tokens=3)
+    assert group_windows(groups(retained)) == [67]
+
+
 @pytest.mark.parametrize(
     ("cache", "reason"),
     [
         (groups(), "no KV cache"),
-        (groups(FULL, SlidingWindowSpec(**SHAPE, sliding_window=64)), "group 1 is SlidingWindow"),
-        (groups(RSWASpec(**SHAPE, rswa_window=64)), "RSWASpec"),
+        (groups(FULL, SlidingWindowMLASpec(**LATENT)), "group 1 is SlidingWindowMLASpec: "),
+        (groups(ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64)), "chunked local"),
+        (groups(FULL, STATE), "group 1 is MambaSpec: recurrent state"),
+        (groups(FULL, CrossAttentionSpec(**SHAPE)), "encoder"),
+        (groups(SinkFullAttentionSpec(**SHAPE, sink_len=4)), "sinks"),
+        (groups(FULL, CircularBufferSpec(**SHAPE)), "ring buffer"),
+        (groups(RSWASpec(**SHAPE, rswa_window=64)), "RSWASpec: blocks between"),
         (groups(FULL, enable_kv_transfer=False), "does not let"),
         (groups(FULL, is_eagle_group=True), "draft model"),
         (groups(replace(FULL, non_causal=True)), "not causal"),

@@ -11,6 +11,7 @@ and executed before the output of the one before it is processed.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections import deque
@@ -21,7 +22,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 from vllm import SamplingParams
 from vllm.config import CUDAGraphMode, KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -32,17 +32,12 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheTensor,
-)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.engine.delayed_copier import LAYERS, DelayedCopier
+from tests.engine.toy_groups import ToyGroup, kv_cache_config
 from vllm_tiered_kv.connector.connector import TieredKVConnector
 from vllm_tiered_kv.device.arena import Arena
 
@@ -71,13 +66,9 @@ def _ours(connector: Any) -> TieredKVConnector:
     return getattr(connector, "sub_connectors", [connector])[0]
 
 
-class WrongRead(AssertionError):
-    """The model was about to attend to KV that is not that of its tokens."""
-
-
 @dataclass
 class _Running:
-    blocks: list[int]
+    blocks: list[list[int]]  # per group
     computed: int  # tokens before this step's
 
 
@@ -91,7 +82,9 @@ class Finished:
 class ToyEngine:
     model: Path
     async_scheduling: bool = False
-    block_size: int = 4
+    block_size: int = 4  # of the first group
+    windows: tuple[int | None, ...] = (None,)  # one for each group
+    block_sizes: tuple[int, ...] = ()  # if not all alike; each once or twice the first
     gpu_blocks: int = 64
     cpu_blocks: int = 32
     max_tokens_per_step: int = 32
@@ -100,7 +93,6 @@ class ToyEngine:
     ring: int | None = None
     extra_config: dict[str, Any] = field(default_factory=dict)
     engine_args: dict[str, Any] = field(default_factory=dict)
-    hash_block_size: int | None = None  # tokens per hash of vLLM's, where that is not a block
     seed: int = 0
     requests: dict[str, Request] = field(default_factory=dict)
     finished: dict[str, Finished] = field(default_factory=dict)
@@ -127,17 +119,22 @@ class ToyEngine:
         config.cache_config.num_gpu_blocks = self.gpu_blocks
         config.scheduler_config.async_scheduling = self.async_scheduling
         config.scheduler_config.max_num_batched_tokens = self.max_tokens_per_step
-        self.kv_cache_config = self._kv_cache_config()
+        sizes = self.block_sizes or [self.block_size] * len(self.windows)
+        self.groups = [
+            ToyGroup(number, window, size, self.block_size * 8)
+            for number, (window, size) in enumerate(zip(self.windows, sizes, strict=True))
+        ]
+        self.alignment = math.lcm(*sizes)
+        self.kv_cache_config = kv_cache_config(self.groups, self.gpu_blocks)
         scheduler_class = AsyncScheduler if self.async_scheduling else Scheduler
         init_none_hash(sha256)
-        hash_block_size = self.hash_block_size or self.block_size
-        self._hasher = get_request_block_hasher(hash_block_size, sha256)
+        self._hasher = get_request_block_hasher(min(sizes), sha256)
         self.scheduler = scheduler_class(
             vllm_config=config,
             kv_cache_config=self.kv_cache_config,
             structured_output_manager=StructuredOutputManager(config),
-            block_size=self.block_size,
-            hash_block_size=hash_block_size,
+            block_size=self.alignment,
+            hash_block_size=min(sizes),
             log_stats=True,
         )
         self.half = _ours(self.scheduler.connector).scheduler_half
@@ -178,32 +175,6 @@ class ToyEngine:
             kv_role="kv_both",
             kv_connector_extra_config=options,
         )
-
-    def _kv_cache_config(self) -> KVCacheConfig:
-        spec = FullAttentionSpec(
-            block_size=self.block_size,
-            num_kv_heads=1,
-            head_size=4,
-            head_size_v=0,
-            dtype=torch.int16,
-        )
-        page = spec.page_size_bytes
-        assert page == self.block_size * 8
-        tensor = KVCacheTensor(
-            size=page * self.gpu_blocks * len(LAYERS),
-            layers=list(LAYERS),
-            layer_stride=page * self.gpu_blocks,
-            block_stride=page,
-        )
-        config = KVCacheConfig(
-            num_blocks=self.gpu_blocks,
-            kv_cache_tensors=[tensor],
-            kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), spec)],
-            kv_cache_layout="LBHNC",
-        )
-        if hasattr(config, "hash_block_size"):  # not before 0.32
-            config.hash_block_size = self.hash_block_size or self.block_size
-        return config
 
     # ---- what a client does ---------------------------------------------------------------------
 
@@ -313,7 +284,9 @@ class ToyEngine:
         for request_id in output.finished_req_ids:
             self._running.pop(request_id, None)
         for new in output.scheduled_new_reqs:
-            self._running[new.req_id] = _Running(list(new.block_ids[0]), new.num_computed_tokens)
+            self._running[new.req_id] = _Running(
+                [list(ids) for ids in new.block_ids], new.num_computed_tokens
+            )
         cached = output.scheduled_cached_reqs
         for request_id, blocks, computed in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
@@ -321,34 +294,34 @@ class ToyEngine:
             running = self._running[request_id]
             running.computed = computed
             if request_id in cached.resumed_req_ids:
-                running.blocks = list(blocks[0])
+                running.blocks = [list(ids) for ids in blocks]
             elif blocks:
-                running.blocks += blocks[0]
+                for table, ids in zip(running.blocks, blocks, strict=True):
+                    table += ids
 
     def _forward(self, request_id: str, count: int) -> list[int]:
         running = self._running[request_id]
         right = self._truth[request_id]
         start, stop = running.computed, running.computed + count
-        at = np.arange(stop)
-        table = np.array(running.blocks)[at // self.block_size]
         half = _ours(self.worker).worker_half
-        if half is not None and half._ahead._invalid_blocks & set(running.blocks):
-            # It computes nonsense from what did not arrive; vLLM is told and starts it over.
-            for cache in self.caches:
-                cache[table[start:], at[start:] % self.block_size] = -4
-            return [VOCAB]
-        for layer, cache in enumerate(self.caches):
-            if self._calls_layers:
-                self.worker.wait_for_layer_load(LAYERS[layer])
-            seen = cache[table[:start], at[:start] % self.block_size]
-            wrong = np.flatnonzero(seen != right[:start] ^ layer)
-            if len(wrong):
-                raise WrongRead(f"{request_id} reads wrong KV at token {wrong[0]} of {start}")
-            cache[table[start:], at[start:] % self.block_size] = right[start:stop] ^ layer
+        for group, blocks in zip(self.groups, running.blocks, strict=True):
+            if half is not None and half._ahead._invalid_blocks & set(blocks):
+                # It computes nonsense from what did not arrive; vLLM is told and starts it over.
+                table, place = group.table(blocks, stop)
+                for cache in self.caches:
+                    group.rows(cache)[table[start:], place[start:]] = -4
+                return [VOCAB]
+            group.forward(
+                request_id, self.caches, blocks, right, range(start, stop), self._before_layer
+            )
         # A chunk that ends before the last known token (of a prompt, or of a request that was
         # preempted and starts over) samples nothing.
         known = self.requests[request_id].num_tokens
         return [next_token(int(right[stop - 1]))] if stop >= known else []
+
+    def _before_layer(self, layer: int) -> None:
+        if self._calls_layers:
+            self.worker.wait_for_layer_load(LAYERS[layer])
 
     # ---- after a step ---------------------------------------------------------------------------
 

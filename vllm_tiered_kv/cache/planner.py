@@ -1,8 +1,13 @@
-"""Which blocks of a sequence to store or load. Pure: asks the index, reserves, moves nothing."""
+"""Which blocks of a sequence to store or load. Pure: asks the index, reserves, moves nothing.
+
+A group with full attention needs every block of a prefix. One with a sliding window needs only the
+last ones: what lies before the window of the next token is never read again, and vLLM keeps no
+blocks for it. So a hit may end wherever the full groups have all blocks and each window is there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm_tiered_kv.cache.index import BlockIndex
@@ -18,6 +23,19 @@ class Group:
     block_size: int  # tokens
     block_bytes: int  # per rank
     size_class: int
+    window: int | None = None  # tokens a token attends to, itself included; None: all before it
+
+    def needed(self, computed: int, end: int) -> range:
+        """Positions that a request with `computed` tokens lacks to go on from token `end`."""
+        first = computed // self.block_size
+        if self.window is not None:
+            first = max(first, (end - self.window + 1) // self.block_size)
+        return range(first, end // self.block_size)
+
+
+def telling_group(groups: Sequence[Group]) -> Group:
+    """The group whose blocks say best where the tokens of a prefix lie."""
+    return next((group for group in groups if group.window is None), groups[0])
 
 
 @dataclass(frozen=True)
@@ -46,6 +64,8 @@ def plan_store(
     for position in range(index.first_missing(keys, start, stop), stop):
         if position in skip or index.lookup(keys[position]) is not Lookup.MISS:
             continue
+        # Also in a window: tails leave before heads in all groups alike, or what is left of the
+        # one would be of no use to the other.
         parent = keys[position - 1] if position else None
         slot = index.reserve(keys[position], parent, group.size_class)
         if slot is None:
@@ -70,14 +90,52 @@ def loadable_tokens(
     the positions of each group that another tier holds.
     """
     end = limit - limit % alignment
-    for number, (group, group_keys) in enumerate(zip(groups, keys, strict=True)):
+    for group, group_keys in zip(groups, keys, strict=True):
         if end <= computed:
             return 0
+        if group.window is not None:
+            continue
         position, stop = computed // group.block_size, end // group.block_size
         position += index.match_prefix(group_keys, position, stop)
-        if elsewhere is not None and position in elsewhere[number]:
-            position = elsewhere[number].stop
+        if elsewhere is not None and position in elsewhere[group.group_id]:
+            position = elsewhere[group.group_id].stop
             position += index.match_prefix(group_keys, position, stop)
         end = min(end, position * group.block_size)
         end -= end % alignment
-    return max(0, end - computed)
+
+    def last_missing(group: Group, needed: range) -> int | None:
+        held = elsewhere[group.group_id] if elsewhere is not None else range(0)
+        group_keys = keys[group.group_id]
+        for position in reversed(needed):
+            if position not in held and index.lookup(group_keys[position]) is not Lookup.HIT:
+                return position
+        return None
+
+    return max(0, end_of_windows(groups, computed, end, alignment, last_missing) - computed)
+
+
+def end_of_windows(
+    groups: Sequence[Group],
+    computed: int,
+    end: int,
+    alignment: int,
+    last_missing: Callable[[Group, range], int | None],
+) -> int:
+    """The longest prefix up to `end` whose windows are all there; `computed` or less: none.
+
+    `last_missing` is asked for the last of some positions that is not there. No shorter prefix that
+    still has it in its window can do, so the next one tried ends before it.
+    """
+    windowed = [group for group in groups if group.window is not None]
+    settled = 0
+    while settled < len(windowed) and end > computed:
+        settled = 0
+        for group in windowed:
+            missing = last_missing(group, group.needed(computed, end))
+            if missing is None:
+                settled += 1
+                continue
+            end = missing * group.block_size
+            end -= end % alignment
+            break
+    return end

@@ -8,18 +8,20 @@ longer than its load does. The first of them waits for the last, so there is a l
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from vllm_tiered_kv.cache.ledger import TransferLedger
+from vllm_tiered_kv.cache.planner import Group
 from vllm_tiered_kv.config import StepLoads
 
 _BYTES_PER_STEP = 6 << 30  # 0.12 s on PCIe 5
 
 
 class AheadPolicy:
-    def __init__(self, setting: StepLoads, num_groups: int, ledger: TransferLedger) -> None:
-        # vLLM cannot be told which blocks of which group a step did not get.
-        self._possible = setting is StepLoads.AUTO and num_groups == 1
+    def __init__(self, setting: StepLoads, groups: Sequence[Group], ledger: TransferLedger) -> None:
+        # vLLM cannot be told which blocks of which group a step did not get. And it would go on
+        # from the first of them, where a window has no blocks before it.
+        self._possible = setting is StepLoads.AUTO and len(groups) == 1 and groups[0].window is None
         self._ledger = ledger
         self._running: set[str] = set()
         self._planned_bytes = 0

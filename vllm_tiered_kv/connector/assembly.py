@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.config import Mode, StorePolicy, TieredKVConfig, format_size
-from vllm_tiered_kv.connector.kv_layout import group_block_bytes
+from vllm_tiered_kv.connector.kv_layout import group_block_bytes, group_windows
 from vllm_tiered_kv.connector.lazy_store import LazyStore
 from vllm_tiered_kv.connector.model_identity import fingerprint
 from vllm_tiered_kv.connector.remote_io import open_cluster
@@ -41,6 +41,7 @@ def make_scheduler_half(
         block_sizes,
         group_block_bytes(kv_cache_config),
         geometry,
+        windows=group_windows(kv_cache_config),
         num_ranks=vllm_config.parallel_config.world_size,
         steps_zero_blocks=kv_cache_config.needs_kv_cache_zeroing,
         lazy=_lazy_store(config, vllm_config, min(block_sizes)),

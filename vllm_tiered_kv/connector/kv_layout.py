@@ -27,6 +27,22 @@ def group_block_bytes(kv_cache_config: KVCacheConfig) -> list[int]:
     ]
 
 
+def group_windows(kv_cache_config: KVCacheConfig) -> list[int | None]:
+    """How many tokens back a group's blocks are kept, per group; None where all of them are."""
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec, iter_layer_specs
+
+    windows: list[int | None] = []
+    for group in kv_cache_config.kv_cache_groups:
+        (window,) = {
+            spec.sliding_window + spec.extra_retained_tokens
+            if isinstance(spec, SlidingWindowSpec)
+            else None
+            for spec in iter_layer_specs(group.kv_cache_spec)
+        }
+        windows.append(window)
+    return windows
+
+
 def group_runs(
     kv_caches: Mapping[str, torch.Tensor], kv_cache_config: KVCacheConfig
 ) -> dict[int, BlockRuns]:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.load_economics import Choice, LoadEconomics, Span
-from vllm_tiered_kv.cache.planner import Group
+from vllm_tiered_kv.cache.planner import Group, telling_group
 from vllm_tiered_kv.config import LoadPolicy, TieredKVConfig
 from vllm_tiered_kv.connector.request_state import RequestState
 from vllm_tiered_kv.core.tiers import Tier
@@ -66,7 +66,7 @@ class LoadOrRecompute:
         """`step_tokens`: the most tokens vLLM computes in a step."""
         self._policy = config.load_policy
         self._least_prefill = min(_LEAST_PREFILL, step_tokens // 8)
-        self._group = groups[0]  # groups agree on the tokens; where they lie is told by the first
+        self._group = telling_group(groups)
         self._index = index
         self._recorder = recorder
         self._clock = clock
@@ -74,7 +74,7 @@ class LoadOrRecompute:
         is_mapped = all(address.startswith("ipc://") for address in config.remote)
         self.economics = LoadEconomics(
             config.load_policy,
-            sum(group.block_bytes / group.block_size for group in groups),
+            _bytes_per_token(groups),
             math.lcm(*(group.block_size for group in groups)),
             step_tokens,
             config.remote_load_timeout,
@@ -228,6 +228,10 @@ class LoadOrRecompute:
         remote = elsewhere[self._group.group_id] if elsewhere is not None else range(0)
         if not remote or answer is None:
             return [Span(Tier.CPU, held)]
+        if self._group.window is not None:
+            # Its blocks are those of the window alone, and stand for all tokens before them.
+            parts = answer.spans[self._group.group_id]
+            return [Span(Tier.REMOTE, held, parts[-1].shares())]
         size = self._group.block_size
         first, stop = computed // size, (computed + held) // size
         keys = state.keys.of_group[self._group.group_id]
@@ -240,3 +244,9 @@ class LoadOrRecompute:
                 position = end
         spans.append(Span(Tier.CPU, (stop - position) * size))
         return [span for span in spans if span.tokens]
+
+
+def _bytes_per_token(groups: Sequence[Group]) -> float:
+    """What a longer load adds. A window's blocks do not: they count as part of its latency."""
+    full = [group for group in groups if group.window is None]
+    return sum(group.block_bytes / group.block_size for group in full or groups)

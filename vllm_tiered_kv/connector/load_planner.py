@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import TransferLedger
-from vllm_tiered_kv.cache.planner import Group, loadable_tokens
+from vllm_tiered_kv.cache.planner import Group, loadable_tokens, telling_group
 from vllm_tiered_kv.connector.ahead_policy import AheadPolicy
 from vllm_tiered_kv.connector.load_or_recompute import LoadOrRecompute
 from vllm_tiered_kv.connector.remote_tier import LoadSplit, RemoteTier
@@ -62,17 +62,11 @@ class LoadPlanner:
                 elsewhere = self.remote.positions(state, computed, limit)
                 if elsewhere is None and self.judge.waits_for_daemons(state, computed):
                     return None
-            loadable = loadable_tokens(
-                self._index,
-                self._groups,
-                state.keys.of_group,
-                computed,
-                limit,
-                self._alignment,
-                elsewhere,
-            )
+            loadable = self._find(state, computed, limit, elsewhere)
         choice = self.judge.choose(state, computed, loadable, elsewhere)
-        loadable = min(loadable, choice.tokens)
+        if choice.tokens < loadable:
+            # Where a shorter prefix ends, windows need other blocks.
+            loadable = self._find(state, computed, computed + choice.tokens, elsewhere)
         ahead = (
             bool(loadable)
             and (self.remote is None or self.remote.is_resident(state))
@@ -114,15 +108,28 @@ class LoadPlanner:
                         int64_array([next(slots) for _ in load.local]),
                     )
                 )
-            # The whole prefix was used, also the part the GPU still had.
-            stop = (match.computed + tokens) // group.block_size
-            self._index.touch(state.keys.of_group[group.group_id][:stop])
+            # All that the request goes on from was used, also the part the GPU still had.
+            used = group.needed(0, match.computed + tokens)
+            self._index.touch(state.keys.of_group[group.group_id][used.start : used.stop])
         remote = tuple(transfer for load in loads for transfer in load.remote)
         if not match.ahead:
             return LoadJob(request.request_id, tuple(transfers), remote)
         self.ahead.admitted(self._bytes(tokens))
         job_id = self._ledger.move_ahead(request.request_id)
         return LoadJob(request.request_id, tuple(transfers), remote, job_id)
+
+    def _find(
+        self, state: RequestState, computed: int, limit: int, elsewhere: Sequence[range] | None
+    ) -> int:
+        return loadable_tokens(
+            self._index,
+            self._groups,
+            state.keys.of_group,
+            computed,
+            limit,
+            self._alignment,
+            elsewhere,
+        )
 
     def _bytes(self, tokens: int) -> int:
         return sum(tokens // group.block_size * group.block_bytes for group in self._groups)
@@ -139,10 +146,15 @@ class LoadPlanner:
         loaded: int,
         blocks: KVCacheBlocks,
     ) -> LoadSplit:
-        span = range(computed // group.block_size, (computed + loaded) // group.block_size)
+        span = group.needed(computed, computed + loaded)
+        table = blocks.blocks[group.group_id]
+        if span and group.window is not None:
+            # vLLM takes all of these blocks for loaded, and only these.
+            before = span.start - 1
+            assert not table[span.start].is_null, "vLLM dropped a block of the window"
+            assert before < computed // group.block_size or table[before].is_null
         if self.remote is None:
             return LoadSplit(list(span), [])
-        table = blocks.blocks[group.group_id]
         return self.remote.split(state, group, span, [table[n].block_id for n in span])
 
     def _open(
@@ -167,8 +179,10 @@ class LoadPlanner:
     def _count(self, match: Match, loaded: int, loads: Sequence[LoadSplit]) -> None:
         held = max(loaded, match.choice.held if match.choice is not None else 0)
         missed = max(0, match.limit - match.computed - held)
-        # Groups agree on the tokens; where they came from is told by the first.
-        remote = loads[0].num_remote * self._groups[0].block_size
+        # Groups agree on the tokens; where they came from is told by one of them.
+        told = loads[self._groups.index(telling_group(self._groups))]
+        blocks = len(told.local) + told.num_remote
+        remote = loaded * told.num_remote // blocks if blocks else 0
         self._recorder.add(names.HIT_TOKENS, loaded - remote, _CPU)
         self._recorder.add(names.HIT_TOKENS, remote, _REMOTE)
         self._recorder.add(names.MISS_TOKENS, missed, _CPU)
@@ -176,4 +190,5 @@ class LoadPlanner:
         for group, load in zip(self._groups, loads, strict=True):
             self._recorder.add(names.HIT_BLOCKS, len(load.local), _CPU)
             self._recorder.add(names.HIT_BLOCKS, load.num_remote, _REMOTE)
-            self._recorder.add(names.MISS_BLOCKS, missed // group.block_size, _CPU)
+            needed = group.needed(match.limit - missed, match.limit)
+            self._recorder.add(names.MISS_BLOCKS, len(needed), _CPU)

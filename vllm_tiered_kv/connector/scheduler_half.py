@@ -71,16 +71,18 @@ class SchedulerHalf:
         hash_block_size: int | None,
         max_blocks_in_flight: int | None,
         step_tokens: int = 8192,
+        windows: Sequence[int | None] = (),
     ) -> None:
         """`steps_zero_blocks`: vLLM clears new blocks before the forward, ahead of our hook.
-        The last three are explained at `StorePlanner`."""
+        `windows`: of each group, as at `Group`. The others are explained at `StorePlanner`."""
         self._config = config
         self._key_maker = key_maker
         self._groups = [
-            Group(group_id, size, nbytes, geometry.class_of_block(nbytes))
-            for group_id, (size, nbytes) in enumerate(zip(block_sizes, block_bytes, strict=True))
+            Group(group_id, size, nbytes, geometry.class_of_block(nbytes), window)
+            for group_id, (size, nbytes, window) in enumerate(
+                zip(block_sizes, block_bytes, windows or [None] * len(block_sizes), strict=True)
+            )
         ]
-        self._smallest_block = min(block_sizes)
         self._store_on_finish = not steps_zero_blocks
         self.recorder = Recorder()
         self.index = BlockIndex(geometry, config.eviction.value, self._count_eviction)
@@ -94,7 +96,7 @@ class SchedulerHalf:
         self.stores = StorePlanner(
             self._groups, self.index, self.ledger, lazy, hash_block_size, max_blocks_in_flight
         )
-        self._ahead = AheadPolicy(config.step_loads, len(self._groups), self.ledger)
+        self._ahead = AheadPolicy(config.step_loads, self._groups, self.ledger)
         self.judge = LoadOrRecompute(config, self._groups, self.index, self.recorder, step_tokens)
         self.loads = LoadPlanner(
             self._groups, self.index, self.ledger, self.recorder, self._ahead, self.judge
@@ -257,7 +259,7 @@ class SchedulerHalf:
         ):
             return
         ready = self._storable(state, request.num_tokens - 1)
-        if ready // self._smallest_block <= min(state.stored):
+        if not self._has_more(state, ready):
             return
         state.keys.extend(request, ready)
         self._next.stores_before += self.stores.store_finished(state, block_ids, ready)
@@ -321,12 +323,19 @@ class SchedulerHalf:
         ready = min(computed, request.num_tokens)
         return ready if self._config.store_decode else min(ready, request.num_prompt_tokens)
 
+    def _has_more(self, state: RequestState, ready: int) -> bool:
+        """Whether a group has full blocks among these tokens that were not considered yet."""
+        return any(
+            ready // group.block_size > stored
+            for group, stored in zip(self._groups, state.stored, strict=True)
+        )
+
     def _plan_stores(self, request_id: str, scheduled: int) -> None:
         state = self._requests.get(request_id)
         if state is None:
             return
         ready = self._storable(state, state.request.num_computed_tokens + scheduled)
-        if ready // self._smallest_block <= min(state.stored):
+        if not self._has_more(state, ready):
             return
         state.keys.extend(state.request, ready)
         if self._config.mode is Mode.HASH_ONLY:

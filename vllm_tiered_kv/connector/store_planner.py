@@ -8,6 +8,9 @@
   before the next forward can touch them.
 - What the ring had no room for at the end is deferred: stored as the ring drains, as long as vLLM's
   hash on the block says that it still holds it. Lazy stores work by the same hash.
+- Blocks that a sliding window has passed go back to the pool while their request runs, and vLLM's
+  null block takes their places. It is never stored; what the ring has no room for in the step that
+  fills it is deferred at once.
 
 No reference to a GPU block is ever held.
 """
@@ -76,11 +79,15 @@ class StorePlanner:
             start, stop = state.stored[group.group_id], ready_tokens // group.block_size
             ids = [block.block_id for block in tables[group.group_id][start:stop]]
             self._refuse_outdated(state, ids)
-            if self._lazy is None:
-                ids = ids[: self._within_ring(start, stop) - start]
-                jobs += self._store_jobs(state, group, ids)
-            else:
+            if group.window is not None:
+                ids = self._past_window(state, group, ids)
+            if self._lazy is not None:
                 self._observe(self._lazy, state, group, ids)
+                continue
+            room = self._ring_room()
+            jobs += self._store_jobs(state, group, ids[:room])
+            if group.window is not None:
+                self._defer(state, group, ids[room:])
         return jobs
 
     def store_finished(
@@ -89,17 +96,18 @@ class StorePlanner:
         """Jobs for what is left of a finished request; to be read before the next forward."""
         jobs: list[StoreJob] = []
         for group in self._groups:
-            table = tables[group.group_id]
-            start = state.stored[group.group_id]
             # A request that ends while preempted has no blocks left.
-            full = min(ready_tokens // group.block_size, len(table))
-            self._refuse_outdated(state, table[start:full])
+            start, stop = state.stored[group.group_id], ready_tokens // group.block_size
+            ids = tables[group.group_id][start:stop]
+            self._refuse_outdated(state, ids)
+            if group.window is not None:
+                ids = self._past_window(state, group, ids)
             if self._lazy is not None:
-                self._observe(self._lazy, state, group, table[start:full])
+                self._observe(self._lazy, state, group, ids)
                 continue
-            stop = self._within_ring(start, full)
-            jobs += self._store_jobs(state, group, table[start:stop])
-            self._defer(state, group, table, stop, full)
+            room = self._ring_room()
+            jobs += self._store_jobs(state, group, ids[:room])
+            self._defer(state, group, ids[room:])
         return jobs
 
     def store_unowned(self) -> list[StoreJob]:
@@ -143,9 +151,14 @@ class StorePlanner:
             return _UNLIMITED
         return max(0, self.max_blocks_in_flight - self._ledger.pending_store_blocks)
 
-    def _within_ring(self, start: int, stop: int) -> int:
-        """Where to stop storing in this step."""
-        return max(start, min(stop, start + self._ring_room()))
+    def _past_window(self, state: RequestState, group: Group, block_ids: list[int]) -> list[int]:
+        """Those of a request's next blocks that it still has; there is nothing to store of those
+        before them."""
+        null = self._block_pool.null_block.block_id
+        gone = next((n for n, block_id in enumerate(block_ids) if block_id != null), len(block_ids))
+        state.stored[group.group_id] += gone
+        ids = block_ids[gone:]
+        return ids[: ids.index(null)] if null in ids else ids
 
     def _store_jobs(
         self, state: RequestState, group: Group, block_ids: list[int]
@@ -163,8 +176,8 @@ class StorePlanner:
         if plan.dropped:
             state.closed = DropReason.TIER_FULL
             self._ledger.drop(plan.dropped, DropReason.TIER_FULL)
-        if not start:
-            self._index.touch(keys[:stop])  # a prefix the GPU still had counts as used here too
+        if (not start or group.window is not None) and len(plan.slots) < len(block_ids):
+            self._index.touch(keys[start:stop])  # what the GPU still had counts as used here too
         if not plan.slots:
             return []
         sources = [block_ids[position - start] for position in plan.positions]
@@ -189,17 +202,17 @@ class StorePlanner:
             if position not in skip:
                 lazy.observe(self._known(state, group, position, block_id))
 
-    def _defer(
-        self, state: RequestState, group: Group, table: list[int], start: int, stop: int
-    ) -> None:
-        """Blocks `start` … `stop` of a finished request found the ring full."""
+    def _defer(self, state: RequestState, group: Group, block_ids: list[int]) -> None:
+        """The next blocks of a request found the ring full, and it will not keep them."""
+        start = state.stored[group.group_id]
+        stop = state.stored[group.group_id] = start + len(block_ids)
         if self._hash_block_size is None or state.closed is not None:
-            self._ledger.drop(max(0, stop - start), state.closed or DropReason.STAGING_FULL)
+            self._ledger.drop(stop - start, state.closed or DropReason.STAGING_FULL)
             return
         skip = state.held_elsewhere[group.group_id]
 
         def block_at(position: int) -> KnownBlock:
-            return self._known(state, group, position, table[position])
+            return self._known(state, group, position, block_ids[position - start])
 
         # What a daemon holds is one run of positions: there is a part before it and one behind.
         parts = [range(start, stop)]

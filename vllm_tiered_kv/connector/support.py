@@ -17,6 +17,24 @@ call `wait_for_save` in steps without a forward: an idle engine would store noth
 
 NEWEST_TESTED_VLLM = (0, 32)
 
+_UNSUPPORTED = {
+    "ChunkedLocalAttentionSpec": (
+        "chunked local attention is cached only without "
+        "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE, as full attention"
+    ),
+    "SlidingWindowMLASpec": (
+        "sliding windows over latent KV (DeepSeek-V4) are rebuilt by vLLM in ways not supported "
+        "so far"
+    ),
+    "MambaSpec": "recurrent state (Mamba, linear attention) is not supported so far",
+    "CrossAttentionSpec": "the KV of an encoder's output depends on no prefix of tokens",
+    "EncoderOnlyAttentionSpec": "an encoder has no KV cache to keep",
+    "SinkFullAttentionSpec": "blocks of attention sinks belong to no request",
+    "RSWASpec": "blocks between prompt and window are dropped while a request runs",
+    "CircularBufferSpec": "a ring buffer is overwritten while its request runs",
+}
+"""What vLLM has and this cache leaves alone, by the name of its specification."""
+
 
 def parse_version(text: str) -> tuple[int, int] | None:
     match = re.match(r"(\d+)\.(\d+)", text)
@@ -50,7 +68,8 @@ def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
         MLAAttentionSpec,
-        UniformTypeKVCacheSpecs,
+        SlidingWindowSpec,
+        iter_layer_specs,
     )
 
     if not kv_cache_config.kv_cache_groups:
@@ -59,16 +78,15 @@ def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         return "the model has more than 255 KV-cache groups"
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
-        uniform = isinstance(spec, UniformTypeKVCacheSpecs)
-        for layer_spec in spec.kv_cache_specs.values() if uniform else [spec]:
-            # Subclasses may drop blocks of a running request: only what was looked at passes.
-            if type(layer_spec) not in (FullAttentionSpec, MLAAttentionSpec):
-                return (
-                    f"KV-cache group {group_id} is {type(layer_spec).__name__}, and only full "
-                    "attention is supported so far"
-                )
-            if getattr(layer_spec, "non_causal", False):
-                return "attention is not causal: the KV of a prefix depends on what follows it"
+        kinds = {type(layer_spec) for layer_spec in iter_layer_specs(spec)}
+        # Subclasses may drop or rewrite blocks of a running request: only what is known passes.
+        for kind in kinds - {FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec}:
+            reason = _UNSUPPORTED.get(kind.__name__, "a kind of cache that is not supported so far")
+            return f"KV-cache group {group_id} is {kind.__name__}: {reason}"
+        if SlidingWindowSpec in kinds and len(kinds) > 1:
+            return f"KV-cache group {group_id} mixes sliding windows with other attention"
+        if any(getattr(layer_spec, "non_causal", False) for layer_spec in iter_layer_specs(spec)):
+            return "attention is not causal: the KV of a prefix depends on what follows it"
         if not group.enable_kv_transfer or group.host_resident or not spec.prefix_cacheable:
             return f"vLLM does not let KV-cache group {group_id} be transferred"
         if group.is_eagle_group:

@@ -1,0 +1,231 @@
+"""Sliding windows and hybrids under vLLM's real schedulers: what is stored, found and loaded.
+
+The toy model reads of each group what its window reaches and no more, and checks all of it. Blocks
+of different groups share memory, as in vLLM, so a block of the wrong group is a wrong read.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.engine.test_scheduling import (
+    BOTH,
+    ask,
+    assert_tier_is_right,
+    prompt,
+    total,
+    workload,
+)
+from tests.engine.toy_engine import ToyEngine, play
+from tests.engine.toy_groups import WrongRead
+from vllm_tiered_kv.metrics import names
+
+SHAPES = {
+    "window": {"windows": (10,)},
+    "hybrid": {"windows": (None, 10)},
+    "window_first": {"windows": (6, None)},
+    "two_windows": {"windows": (None, 6, 13)},
+    "no_full": {"windows": (6, 17)},
+    "one_token": {"windows": (None, 1)},
+    "small_full_blocks": {"windows": (None, 10), "block_sizes": (4, 8)},
+    "small_window_blocks": {"windows": (10, None), "block_sizes": (4, 8)},
+}
+EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
+
+
+def window_blocks(engine: ToyEngine, end: int) -> int:
+    """Blocks a hit that ends there needs, by the definition: those with a token in reach."""
+    needed = 0
+    for group in engine.groups:
+        first = 0 if group.window is None else max(0, end - group.window + 1)
+        needed += len({token // group.block_size for token in range(first, end)})
+    return needed
+
+
+@BOTH
+@EVERY_SHAPE
+def test_a_repeated_prompt_loads_what_its_windows_reach(
+    tiny_model: Path, async_scheduling: bool, shape: dict
+) -> None:
+    engine = ToyEngine(tiny_model, async_scheduling, cpu_blocks=128, **shape)
+    ids = prompt(random.Random(1), 75)
+    end = 74 // engine.alignment * engine.alignment
+    ask(engine, ids)
+    engine.drop_gpu_cache()
+    request = ask(engine, ids)
+    assert total(engine, names.HIT_TOKENS) == end
+    assert total(engine, names.LOADED_BLOCKS) == window_blocks(engine, end)
+    assert engine.reported_loads == [request]
+    assert engine.copier.ahead_blocks == 0
+    engine.assert_at_rest()
+    assert assert_tier_is_right(engine)
+
+
+@BOTH
+@EVERY_SHAPE
+def test_any_shared_prefix_is_found_and_the_gpu_has_part_of_it(
+    tiny_model: Path, async_scheduling: bool, shape: dict
+) -> None:
+    """Prefixes of every length: each ends in another window, far inside what was stored."""
+    engine = ToyEngine(tiny_model, async_scheduling, gpu_blocks=160, cpu_blocks=256, **shape)
+    rng = random.Random(2)
+    ids = prompt(rng, 75)
+    ask(engine, ids)
+    for length in range(1, 75, 3):
+        engine.drop_gpu_cache()
+        for shorter in (length // 2, length):
+            before = total(engine, names.HIT_TOKENS), total(engine, names.LOADED_BLOCKS)
+            ask(engine, ids[:shorter] + prompt(rng, 5))
+            end = min(shorter + 4, 74) // engine.alignment * engine.alignment
+            shared = shorter // engine.alignment * engine.alignment
+            assert shared <= end
+            if shorter == length // 2:
+                assert total(engine, names.HIT_TOKENS) - before[0] == shared
+                needed = window_blocks(engine, shared) if shared else 0
+                assert total(engine, names.LOADED_BLOCKS) - before[1] == needed
+        engine.assert_at_rest()
+    assert assert_tier_is_right(engine)
+
+
+@BOTH
+@EVERY_SHAPE
+def test_the_next_turn_finds_what_was_generated(
+    tiny_model: Path, async_scheduling: bool, shape: dict
+) -> None:
+    for count in range(1, 40, 3):
+        engine = ToyEngine(tiny_model, async_scheduling, cpu_blocks=128, **shape)
+        ids = prompt(random.Random(count), 9)
+        ask(engine, ids, count)
+        engine.drop_gpu_cache()
+        ask(engine, ids + play(ids, count)[0] + [7, 8, 9, 10, 11, 12, 13, 14, 15])
+        end = (9 + count - 1) // engine.alignment * engine.alignment
+        assert total(engine, names.HIT_TOKENS) == end, count
+        engine.assert_at_rest()
+
+
+def test_a_window_that_is_not_there_ends_the_hit_before_it(tiny_model: Path) -> None:
+    """The full group has everything; the hit ends where the last whole window does."""
+    engine = ToyEngine(tiny_model, windows=(None, 10), cpu_blocks=128)
+    ids = prompt(random.Random(1), 75)
+    request = engine.add(ids, 1)
+    engine.run()
+    keys = engine.half._key_maker.keys_for(engine.requests[request])
+    keys.extend(engine.requests[request], 75)
+    for position in (17, 14, 9, 6):
+        engine.half.index.remove(keys.of_group[1][position])
+    engine.drop_gpu_cache()
+    ask(engine, ids, 1)
+    # Windows of three blocks: 15 and 16 are too few, 10 to 13 is where one fits.
+    assert total(engine, names.HIT_TOKENS) == 56
+    assert total(engine, names.LOADED_BLOCKS) == 14 + 3
+    engine.assert_at_rest()
+
+
+@BOTH
+def test_a_failed_load_starts_over_from_what_the_gpu_has(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
+    engine = ToyEngine(tiny_model, async_scheduling, windows=(None, 10), cpu_blocks=128)
+    rng = random.Random(1)
+    ids = prompt(rng, 75)
+    ask(engine, ids)
+    engine.drop_gpu_cache()
+    ask(engine, ids[:30] + prompt(rng, 3))
+    engine.copier.fail_every = 1.0
+    ask(engine, ids)
+    assert total(engine, names.LOAD_FAILURES) == 1
+    engine.copier.fail_every = 0.0
+    engine.drop_gpu_cache()
+    ask(engine, ids)  # stored anew by the recomputation
+    engine.assert_at_rest()
+    assert assert_tier_is_right(engine)
+
+
+@BOTH
+@pytest.mark.parametrize("policy", ["eager", "lazy"])
+def test_what_the_ring_cannot_take_is_stored_as_long_as_the_pool_keeps_it(
+    tiny_model: Path, async_scheduling: bool, policy: str
+) -> None:
+    """The window passes over blocks before there is room for them in the ring."""
+    engine = ToyEngine(
+        tiny_model,
+        async_scheduling,
+        windows=(None, 10),
+        gpu_blocks=128,
+        cpu_blocks=128,
+        max_tokens_per_step=32,
+        ring=3,
+        extra_config={"store": policy, "lazy_window": 128},
+    )
+    ids = prompt(random.Random(1), 121)
+    ask(engine, ids, 1)
+    if policy == "lazy":  # stored only when the pool is about to reuse them
+        for _ in range(8):
+            ask(engine, prompt(random.Random(2), 20), 4)
+    else:
+        assert total(engine, names.STORED_BLOCKS) == 60
+        assert total(engine, names.DROPPED_BLOCKS) == 0
+    engine.drop_gpu_cache()
+    ask(engine, ids, 1)
+    assert total(engine, names.HIT_TOKENS) == 120
+    engine.assert_at_rest()
+    assert assert_tier_is_right(engine)
+
+
+@BOTH
+@EVERY_SHAPE
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"eviction": "s3fifo"}, {"store": "lazy", "lazy_window": 48}, {"ring": 4}],
+    ids=["lru", "s3fifo", "lazy", "ring"],
+)
+def test_random_clients(
+    tiny_model: Path, async_scheduling: bool, shape: dict, options: dict
+) -> None:
+    options = dict(options)
+    groups = len(shape["windows"])
+    engine = ToyEngine(
+        tiny_model,
+        async_scheduling,
+        ring=options.pop("ring", None),
+        gpu_blocks=18 * groups,  # forces preemption
+        cpu_blocks=36 * groups,  # forces eviction
+        extra_config=options,
+        **shape,
+    )
+    engine.copier.fail_every = 0.05
+    engine.copier.drop_stores = 0.1
+    workload(engine, 2, 90)
+    engine.assert_at_rest()
+    assert assert_tier_is_right(engine)
+    assert total(engine, names.LOADED_BLOCKS) > 0
+    assert sum(r.num_preemptions for r in engine.requests.values()) > 0
+
+
+@BOTH
+@EVERY_SHAPE
+def test_random_clients_without_the_gpu_prefix_cache(
+    tiny_model: Path, async_scheduling: bool, shape: dict
+) -> None:
+    engine = ToyEngine(
+        tiny_model, async_scheduling, gpu_blocks=120, cpu_blocks=60, prefix_caching=False, **shape
+    )
+    workload(engine, 3, 60)
+    engine.assert_at_rest()
+    assert assert_tier_is_right(engine)
+    assert total(engine, names.LOADED_BLOCKS) > 0
+
+
+@EVERY_SHAPE
+def test_the_checks_above_can_fail(tiny_model: Path, shape: dict) -> None:
+    """Any flipped bit of what is loaded is a wrong read."""
+    engine = ToyEngine(tiny_model, cpu_blocks=128, **shape)
+    ids = prompt(random.Random(1), 75)
+    ask(engine, ids)
+    engine.drop_gpu_cache()
+    engine.arena[:, 1, 2] ^= 1
+    with pytest.raises(WrongRead):
+        ask(engine, ids)

@@ -1,0 +1,108 @@
+"""What can be loaded, by the definition taken literally: try every end, look at every token."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_tiered_kv.cache.index import BlockIndex
+from vllm_tiered_kv.cache.planner import Group, loadable_tokens, telling_group
+from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
+from vllm_tiered_kv.core.key import BlockKey
+
+TOKENS = 48
+
+
+@dataclass(frozen=True)
+class Case:
+    groups: list[Group]
+    keys: list[list[BlockKey]]
+    here: list[set[int]]
+    elsewhere: list[range]
+    computed: int
+    limit: int
+    alignment: int
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    sizes = draw(st.lists(st.sampled_from([2, 4, 8]), min_size=1, max_size=3))
+    windows = [draw(st.one_of(st.none(), st.integers(1, 30))) for _ in sizes]
+    groups = [
+        Group(number, size, 64, 0, window)
+        for number, (size, window) in enumerate(zip(sizes, windows, strict=True))
+    ]
+    keys = [
+        [BlockKey(bytes([group.group_id, n]) * 9) for n in range(TOKENS // group.block_size)]
+        for group in groups
+    ]
+    here, elsewhere = [], []
+    for group_keys in keys:
+        # Mostly there: with every block a coin's toss nothing but the empty hit would be met.
+        absent = draw(st.sets(st.integers(0, len(group_keys) - 1), max_size=5))
+        here.append(set(range(len(group_keys))) - absent)
+        first = draw(st.integers(0, len(group_keys)))
+        elsewhere.append(range(first, draw(st.integers(first, len(group_keys)))))
+    alignment = math.lcm(*sizes)
+    computed = draw(st.integers(0, TOKENS // alignment)) * alignment
+    return Case(groups, keys, here, elsewhere, computed, draw(st.integers(0, TOKENS)), alignment)
+
+
+def can_go_on(case: Case, end: int) -> bool:
+    """Whether the KV of every token that token `end` attends to is on the GPU or in a tier."""
+    for group, here, elsewhere in zip(case.groups, case.here, case.elsewhere, strict=True):
+        for token in range(case.computed, end):
+            is_read = group.window is None or token > end - group.window
+            position = token // group.block_size
+            if is_read and position not in here and position not in elsewhere:
+                return False
+    return True
+
+
+@settings(max_examples=600, deadline=None)
+@given(cases())
+def test_the_longest_prefix_whose_tokens_are_all_there(case: Case) -> None:
+    index = BlockIndex(ArenaGeometry.for_blocks(64 * 256, [64]), "lru")
+    for keys, here in zip(case.keys, case.here, strict=True):
+        for position in here:
+            slot = index.reserve(keys[position], None, 0)
+            assert slot is not None
+            index.commit(slot)
+    found = loadable_tokens(
+        index,
+        case.groups,
+        case.keys,
+        case.computed,
+        case.limit,
+        case.alignment,
+        case.elsewhere,
+    )
+    ends = range(case.computed, case.limit + 1)
+    right = max(
+        (end for end in ends if end % case.alignment == 0 and can_go_on(case, end)),
+        default=case.computed,
+    )
+    assert found == right - case.computed
+
+
+@given(
+    st.integers(1, 64), st.sampled_from([1, 2, 4, 8, 16]), st.integers(0, 30), st.integers(0, 30)
+)
+def test_needed_are_the_blocks_with_a_token_in_reach(
+    window: int, size: int, blocks: int, computed: int
+) -> None:
+    group = Group(0, size, 64, 0, window)
+    end = blocks * size
+    reach = range(max(0, end - window + 1), end)
+    assert list(group.needed(0, end)) == sorted({token // size for token in reach})
+    rest = group.needed(computed * size, end)
+    assert list(rest) == [n for n in group.needed(0, end) if n >= computed]
+
+
+def test_where_tokens_lie_is_told_by_a_full_group_if_there_is_one() -> None:
+    window, full = Group(0, 4, 64, 0, 10), Group(1, 4, 64, 0)
+    assert telling_group([window, full]) is full
+    assert telling_group([window]) is window
