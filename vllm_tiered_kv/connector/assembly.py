@@ -32,7 +32,7 @@ def make_scheduler_half(
     config: TieredKVConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 ) -> SchedulerHalf:
     block_sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
-    namespace = fingerprint(vllm_config, kv_cache_config).namespace()
+    namespace = fingerprint(vllm_config, kv_cache_config, config.namespace).namespace()
     geometry = arena_geometry(config, vllm_config, kv_cache_config)
     has_ring = vllm_config.device_config.device_type == "cuda"
     half = SchedulerHalf(
