@@ -10,7 +10,7 @@ CXX_FILES := $(wildcard $(foreach e,c cc cpp cu cuh h hpp,csrc/*.$(e) csrc/*/*.$
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test unit daemon lint check-native asan tsan coverage mutants \
+.PHONY: help demo test unit daemon matrix lint check-native asan tsan coverage mutants \
   gpu-test gpu-sanitize format wheel clean distclean
 
 ##@ Try it
@@ -21,7 +21,7 @@ demo: ## ask a small real model about a long text, cold and from the CPU tier
 ##@ Check it
 test: unit daemon ## run all tests: `unit`, `daemon`, then everything with a real vLLM
 	@$(SETUP) --env $(FULL) --profile full
-	$(FULL)/bin/python -m pytest tests/engine tests/gpu tests/packaging -k "not async_off" $(PYTEST_FLAGS)
+	$(FULL)/bin/python -m pytest tests/engine tests/conformance tests/gpu tests/packaging -k "not async_off" $(PYTEST_FLAGS)
 
 unit: ## run the tests that need neither torch nor vLLM, where neither is installed
 	@$(SETUP) --env $(UNIT) --profile unit
@@ -30,6 +30,9 @@ unit: ## run the tests that need neither torch nor vLLM, where neither is instal
 daemon: ## run the tests of stores, daemon and client, in the same place
 	@$(SETUP) --env $(UNIT) --profile unit
 	$(UNIT)/bin/python -m pytest tests/stores tests/remote tests/daemon $(PYTEST_FLAGS)
+
+matrix: ## check each vLLM release in an environment of its own (RELEASES=0.32.0: only that)
+	@$(PYTHON) -m tools.matrix $(RELEASES)
 
 lint: ## ruff, mypy, clang-format and `check-native`; changes nothing
 	@$(SETUP) --env $(LINT) --profile lint
@@ -88,7 +91,7 @@ clean: ## remove what was built, keep the environments
 	find vllm_tiered_kv tests examples tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## remove the environments too
-	rm -rf $(UNIT) $(LINT) $(FULL)
+	rm -rf $(UNIT) $(LINT) $(FULL) .venv-matrix-*
 
 help: ## show this list
 	@awk 'BEGIN { FS = ":.*## " } \

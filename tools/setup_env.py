@@ -298,33 +298,53 @@ def check_python() -> None:
         raise SetupError(f"Python {need} or newer is needed, this is {here} ({sys.executable})")
 
 
-def check_disk(folder: Path, profile: str, gpu: bool) -> None:
-    need = {"unit": 1, "lint": 1, "full": 20 if gpu else 6}[profile] * GIB
+def check_disk(folder: Path, what: str, need_gib: int) -> None:
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    if free < need:
+    if free < need_gib * GIB:
         raise SetupError(
-            f"{existing} has {free / GIB:.1f} GiB free; "
-            f"profile {profile} needs {need / GIB:.0f} GiB to install"
+            f"{existing} has {free / GIB:.1f} GiB free; {what} needs {need_gib} GiB to install"
         )
 
 
 def set_up(folder: Path, profile: str, force: bool) -> None:
-    check_python()
     gpu = profile == "full" and has_nvidia_gpu()
+    kind_of_machine = "with GPU" if gpu else "without GPU" if profile == "full" else "torch-free"
+    bring_up_to_date(
+        folder,
+        f"profile {profile}, {kind_of_machine}",
+        dependency_digest(profile, gpu),
+        dependency_steps(profile, gpu),
+        package_steps(profile),
+        need_gib={"unit": 1, "lint": 1, "full": 20 if gpu else 6}[profile],
+        force=force,
+    )
+
+
+def bring_up_to_date(
+    folder: Path,
+    what: str,
+    wanted: str,
+    dependencies: list[Step],
+    package: list[Step],
+    need_gib: int,
+    force: bool = False,
+) -> None:
+    """Makes or renews an environment; `wanted` changes with whatever its dependencies are."""
+    check_python()
     environment = Environment(folder)
-    want = {"dependencies": dependency_digest(profile, gpu), "package": package_digest()}
+    want = {"dependencies": wanted, "package": package_digest()}
     have = environment.stamp() if environment.python.exists() else {}
     if force:
         have = {}
-    if profile != "lint" and have and not extension_is_built(environment.python):
+    if package and have and not extension_is_built(environment.python):
         have.pop("package", None)
 
     steps: list[tuple[str, Step]] = []
     if have.get("dependencies") != want["dependencies"]:
-        steps += [("dependencies", step) for step in dependency_steps(profile, gpu)]
+        steps += [("dependencies", step) for step in dependencies]
     if steps or have.get("package") != want["package"]:
-        steps += [("package", step) for step in package_steps(profile)]
+        steps += [("package", step) for step in package]
     if not steps:
         print(f"{folder.name}: up to date", flush=True)
         return
@@ -332,9 +352,8 @@ def set_up(folder: Path, profile: str, force: bool) -> None:
     fresh = any(kind == "dependencies" for kind, _ in steps)
     if fresh:
         environment.remove()
-        check_disk(folder, profile, gpu)
-    kind_of_machine = "with GPU" if gpu else "without GPU" if profile == "full" else "torch-free"
-    print(f"Setting up {folder} (profile {profile}, {kind_of_machine})", flush=True)
+        check_disk(folder, what, need_gib)
+    print(f"Setting up {folder} ({what})", flush=True)
     began = time.monotonic()
     if fresh:
         environment.create()

@@ -269,6 +269,12 @@ class TieredKVConfig:
         high=256,
     )
 
+    namespace: str = _option(
+        "",
+        "text",
+        "Any name. Engines with different ones share no blocks, whatever else they have in common: "
+        "tenants, experiments. Within an engine, requests are kept apart by vLLM's `cache_salt`.",
+    )
     remote: tuple[str, ...] = _option(
         (),
         "addresses",

@@ -89,7 +89,7 @@ assert KVConnectorFactory.supports_hma_config(config)
 
 
 @pytest.mark.parametrize("role", KVConnectorRole)
-@pytest.mark.parametrize("version", ["0.26.0", "0.31.4+cpu"])
+@pytest.mark.parametrize("version", ["0.26.0", "0.30.4+cpu"])
 def test_a_vllm_that_is_too_old_is_refused_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch, version: str, role: KVConnectorRole
 ) -> None:
@@ -99,7 +99,7 @@ def test_a_vllm_that_is_too_old_is_refused_in_one_sentence(
     with pytest.raises(UnsupportedError) as caught:
         TieredKVConnector(SimpleNamespace(), role, SimpleNamespace())
     sentence = str(caught.value)
-    assert f"needs vLLM 0.32 or newer, this is {version};" in sentence
+    assert f"needs vLLM 0.31 or newer, this is {version};" in sentence
     assert "\n" not in sentence
 
 
@@ -117,7 +117,7 @@ except UnsupportedError as refusal:
     print(refusal)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout.startswith("vllm-tiered-kv needs vLLM 0.32 or newer"), done.stderr[-3000:]
+    assert done.stdout.startswith("vllm-tiered-kv needs vLLM 0.31 or newer"), done.stderr[-3000:]
 
 
 def test_a_newer_vllm_is_tried_with_a_warning(

@@ -28,6 +28,7 @@ from tests.models import write_model
 from vllm_tiered_kv.connector.model_identity import fingerprint
 from vllm_tiered_kv.connector.request_keys import KeyMaker
 from vllm_tiered_kv.core.key import BlockKey, extend_chain, group_suffix, root_digest
+from vllm_tiered_kv.errors import UnsupportedError
 
 NAMESPACE = b"n" * 32
 BLOCK = 16
@@ -171,6 +172,32 @@ def test_an_adapter_replaced_in_place_is_another(tmp_path: Path) -> None:
     (folder / "adapter_model.safetensors").write_bytes(b"2" * 50)
     os.utime(folder / "adapter_model.safetensors", (2, 2))
     assert differ_from(with_adapter("a", folder), before) == 0
+
+
+def test_a_number_stands_for_what_was_loaded_under_it(tmp_path: Path) -> None:
+    """vLLM keeps computing with the adapter it has under that number, whatever the files say."""
+    one = write_adapter(tmp_path / "one", b"1" * 50)
+    other = write_adapter(tmp_path / "other", b"2" * 50)
+    maker = KeyMaker(NAMESPACE, (BLOCK,))
+
+    def keys(path: Path, number: int, load_inplace: bool = False) -> list[BlockKey]:
+        lora = LoRARequest("a", number, str(path), load_inplace=load_inplace)
+        return flat(make_request(lora_request=lora), maker=maker)
+
+    first = keys(one, 1)
+    assert keys(one, 1) == first
+    assert differ_from(keys(other, 2), first) == 0
+    with pytest.raises(UnsupportedError, match="not those vLLM loaded as number 1"):
+        keys(other, 1)
+    with pytest.raises(UnsupportedError):  # what vLLM has there is not known any more
+        keys(one, 1)
+    assert keys(other, 1, load_inplace=True) == keys(other, 2)
+    assert keys(other, 1) == keys(other, 2)
+    (other / "adapter_model.safetensors").write_bytes(b"3" * 50)
+    os.utime(other / "adapter_model.safetensors", (3, 3))
+    with pytest.raises(UnsupportedError):
+        keys(other, 1)
+    assert differ_from(keys(other, 3), first) == 0
 
 
 def test_an_adapter_from_elsewhere_goes_by_name() -> None:
@@ -332,7 +359,6 @@ def hand_made_cache(**spec: Any) -> KVCacheConfig:
         kv_cache_tensors=[tensor],
         kv_cache_groups=[KVCacheGroupSpec(layers, attention)],
         kv_cache_layout="LBHNC",
-        hash_block_size=16,
     )
 
 

@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 from vllm import SamplingParams
-from vllm.config import CUDAGraphMode, KVTransferConfig
+from vllm.config import CUDAGraphMode, KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
@@ -60,6 +61,11 @@ def play(prompt: Sequence[int], count: int, salt: str = "") -> tuple[list[int], 
     return tokens[len(prompt) :], np.array(kv, np.int64)
 
 
+def _ours(connector: Any) -> TieredKVConnector:
+    """Our connector, alone or the first inside a MultiConnector."""
+    return getattr(connector, "sub_connectors", [connector])[0]
+
+
 @dataclass
 class _Running:
     blocks: list[list[int]]  # per group
@@ -88,6 +94,7 @@ class ToyEngine:
     ranks: int = 1  # `toy_ranks.RankedToyEngine` has the workers of more than one
     extra_config: dict[str, Any] = field(default_factory=dict)
     parallel_config: dict[str, Any] = field(default_factory=dict)
+    engine_args: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
     requests: dict[str, Request] = field(default_factory=dict)
     finished: dict[str, Finished] = field(default_factory=dict)
@@ -104,17 +111,13 @@ class ToyEngine:
             max_num_batched_tokens=1024,
             max_num_seqs=self.max_seqs,
             enable_prefix_caching=self.prefix_caching,
-            kv_transfer_config=KVTransferConfig(
-                kv_connector="TieredKVConnector",
-                kv_connector_module_path="vllm_tiered_kv.connector.connector",
-                kv_role="kv_both",
-                kv_connector_extra_config={
-                    "cpu_memory": self.cpu_blocks * slot_bytes * self.ranks,
-                    **self.extra_config,
-                },
+            kv_transfer_config=self._transfer_config(
+                {"cpu_memory": self.cpu_blocks * slot_bytes * self.ranks, **self.extra_config}
             ),
+            **self.engine_args,
         )
         config = self.config = args.create_engine_config()
+        self._adjust(config)
         config.cache_config.block_size = self.block_size
         config.cache_config.num_gpu_blocks = self.gpu_blocks
         config.parallel_config.tensor_parallel_size = self.ranks
@@ -141,10 +144,13 @@ class ToyEngine:
             hash_block_size=min(sizes),
             log_stats=True,
         )
-        self.half = self.scheduler.connector.scheduler_half
+        self.half = _ours(self.scheduler.connector).scheduler_half
         if self.ring is not None:
             self.half.stores.max_blocks_in_flight = self.ring
-        self.worker = TieredKVConnector(config, KVConnectorRole.WORKER, self.kv_cache_config)
+        self.worker = KVConnectorFactory.create_connector(
+            config, KVConnectorRole.WORKER, self.kv_cache_config
+        )
+        worker_half = _ours(self.worker).worker_half
         self.caches = [np.full((self.gpu_blocks, self.block_size), -2, np.int64) for _ in LAYERS]
         geometry = self.half.index.geometry
         arena = Arena(geometry.capacity_bytes)
@@ -156,9 +162,9 @@ class ToyEngine:
         self.arena[:] = -3
         self.copier = DelayedCopier(self.caches, self.arena, random.Random(self.seed + 1))
         self.copier.ring = self.ring
-        if self.worker.worker_half is not None:
-            self.worker.worker_half._copier = self.copier
-            self.worker.worker_half.arena = arena
+        if worker_half is not None:
+            worker_half._copier = self.copier
+            worker_half.arena = arena
         self.depth = 2 if self.async_scheduling else 1
         self._running: dict[str, _Running] = {}
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
@@ -169,9 +175,28 @@ class ToyEngine:
         self._calls_layers = False
         self.idle = False
 
+    def _adjust(self, config: VllmConfig) -> None:
+        """For facts of an engine that vLLM would not let a machine like this have."""
+
+    def _transfer_config(self, options: dict[str, Any]) -> KVTransferConfig:
+        return KVTransferConfig(
+            kv_connector="TieredKVConnector",
+            kv_connector_module_path="vllm_tiered_kv.connector.connector",
+            kv_role="kv_both",
+            kv_connector_extra_config=options,
+        )
+
     # ---- what a client does ---------------------------------------------------------------------
 
-    def add(self, prompt: Sequence[int], max_tokens: int, salt: str = "") -> str:
+    def add(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        salt: str = "",
+        model: str = "",
+        **request_args: Any,
+    ) -> str:
+        """`model`: what else than the salt changes the KV of these tokens, such as an adapter."""
         request_id = f"r{self._next_id}"
         self._next_id += 1
         request = Request(
@@ -181,10 +206,11 @@ class ToyEngine:
             pooling_params=None,
             cache_salt=salt or None,
             block_hasher=self._hasher,
+            **request_args,
         )
         self.requests[request_id] = request
         # One more than is asked for: asynchronous scheduling runs a step past the end.
-        self._truth[request_id] = play(prompt, max_tokens + 2, salt)[1]
+        self._truth[request_id] = play(prompt, max_tokens + 2, salt + model)[1]
         self.scheduler.add_request(request)
         return request_id
 
@@ -287,7 +313,7 @@ class ToyEngine:
         running = self._running[request_id]
         right = self._right(request_id)
         start, stop = running.computed, running.computed + count
-        half = self.worker.worker_half
+        half = _ours(self.worker).worker_half
         for group, blocks in zip(self.groups, running.blocks, strict=True):
             if half is not None and half._ahead._invalid_blocks & set(blocks):
                 # It computes nonsense from what did not arrive; vLLM is told and starts it over.

@@ -97,7 +97,7 @@ class ToyGroup:
 
 def kv_cache_config(groups: Sequence[ToyGroup], num_blocks: int) -> KVCacheConfig:
     page = groups[0].page
-    return KVCacheConfig(
+    config = KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[
             KVCacheTensor(
@@ -110,5 +110,7 @@ def kv_cache_config(groups: Sequence[ToyGroup], num_blocks: int) -> KVCacheConfi
         ],
         kv_cache_groups=[KVCacheGroupSpec(group.layers, group.spec) for group in groups],
         kv_cache_layout="LBHNC",
-        hash_block_size=min(group.block_size for group in groups),
     )
+    if hasattr(config, "hash_block_size"):  # not before 0.32
+        config.hash_block_size = min(group.block_size for group in groups)
+    return config

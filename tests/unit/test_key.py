@@ -42,6 +42,7 @@ CHANGES = {
     "block_sizes": (32,),
     "group_layers": (("l0", "l2"),),
     "parallel": {"tp": 4, "pp": 1, "dcp": 1, "pcp": 1},
+    "tenant": "them",
     "format_version": 2,
 }
 

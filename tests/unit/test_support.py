@@ -25,7 +25,7 @@ def test_versions() -> None:
     assert parse_version("dev") is None
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cu130", "dev", "0.1.dev1+gabc"])
+@pytest.mark.parametrize("version", ["0.31.0", "0.32.0", "0.32.1+cu130", "dev", "0.1.dev1+gabc"])
 def test_what_works_is_accepted(version: str) -> None:
     assert require_supported_vllm(version, Complete) is None
 
@@ -35,11 +35,11 @@ def test_a_newer_one_is_tried_with_a_warning() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "base"), [("0.26.0", Complete), ("0.31.2", Complete), ("dev", Older)]
+    ("version", "base"), [("0.26.0", Complete), ("0.30.2", Complete), ("dev", Older)]
 )
 def test_what_cannot_work_is_refused_in_one_sentence(version: str, base: type) -> None:
     with pytest.raises(
-        UnsupportedError, match=f"needs vLLM 0.32 or newer, this is {version}"
+        UnsupportedError, match=f"needs vLLM 0.31 or newer, this is {version}"
     ) as caught:
         require_supported_vllm(version, base)
     assert "\n" not in str(caught.value)

@@ -32,7 +32,7 @@ def make_scheduler_half(
     config: TieredKVConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 ) -> SchedulerHalf:
     block_sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
-    namespace = fingerprint(vllm_config, kv_cache_config).namespace()
+    namespace = fingerprint(vllm_config, kv_cache_config, config.namespace).namespace()
     geometry = arena_geometry(config, vllm_config, kv_cache_config)
     has_ring = vllm_config.device_config.device_type == "cuda"
     half = SchedulerHalf(
@@ -46,7 +46,8 @@ def make_scheduler_half(
         steps_zero_blocks=kv_cache_config.needs_kv_cache_zeroing,
         lazy=_lazy_store(config, vllm_config, block_sizes),
         hash_block_size=(
-            kv_cache_config.hash_block_size or min(block_sizes)
+            # 0.31 does not say; either way the block pool has the last word when it is bound.
+            getattr(kv_cache_config, "hash_block_size", None) or min(block_sizes)
             if vllm_config.cache_config.enable_prefix_caching
             else None
         ),

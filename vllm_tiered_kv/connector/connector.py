@@ -25,7 +25,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: E402
 
 from vllm_tiered_kv.config import Mode, TieredKVConfig  # noqa: E402
 from vllm_tiered_kv.connector.assembly import make_scheduler_half, make_worker_half  # noqa: E402
@@ -45,6 +44,11 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # before 0.32 vLLM does not ask where hits come from
+    CacheHitSource = None
+
 logger = logging.getLogger(__name__)
 
 _RECOMPUTE_ADVICE = (
@@ -57,7 +61,7 @@ _RECOMPUTE_ADVICE = (
 class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps vLLM's KV cache in tiers beyond the GPU."""
 
-    _cache_hit_source = CacheHitSource.HOST
+    _cache_hit_source = getattr(CacheHitSource, "HOST", None)
 
     def __init__(
         self,

@@ -32,7 +32,9 @@ _MAX_TENSORS = 8192
 _MAX_HEADER = 256 << 20
 
 
-def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Fingerprint:
+def fingerprint(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, tenant: str = ""
+) -> Fingerprint:
     """Everything that makes this engine's blocks its own."""
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
@@ -54,6 +56,7 @@ def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Fing
             "dcp": parallel.decode_context_parallel_size,
             "pcp": parallel.prefill_context_parallel_size,
         },
+        tenant=tenant,
     )
 
 

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, cast
 
 from vllm_tiered_kv.connector.model_identity import adapter_digest
 from vllm_tiered_kv.core.key import BlockKey, canonical, group_suffix, root_digest
+from vllm_tiered_kv.errors import UnsupportedError
 from vllm_tiered_kv.native.cpu import extend_keys
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.request import Request
 
 
@@ -79,6 +81,8 @@ class KeyMaker:
         self._namespace = namespace
         self._block_sizes = tuple(block_sizes)
         self._epoch = b""
+        # By vLLM's number of an adapter: the files it was loaded from; None where nobody knows.
+        self._adapters: dict[int, bytes | None] = {}
 
     def new_epoch(self, nonce: bytes) -> None:
         """After weights changed in place: no key made from now on equals an earlier one."""
@@ -86,9 +90,25 @@ class KeyMaker:
 
     def keys_for(self, request: Request) -> RequestKeys:
         lora = request.lora_request
-        scope = (
-            self._epoch,
-            adapter_digest(lora.lora_name, lora.lora_path) if lora else None,
-            request.cache_salt or None,
-        )
+        scope = (self._epoch, self._adapter(lora) if lora else None, request.cache_salt or None)
         return RequestKeys(root_digest(self._namespace, scope), self._block_sizes)
+
+    def _adapter(self, lora: LoRARequest) -> bytes:
+        """What the adapter of this request holds.
+
+        vLLM goes on computing with what it once loaded under a number, whatever becomes of the
+        files and whichever path a later request gives: such a request must not store under the
+        name of the new files what the old ones computed.
+        """
+        digest = adapter_digest(lora.lora_name, lora.lora_path)
+        number = lora.lora_int_id
+        loaded = self._adapters.setdefault(number, digest)
+        if lora.load_inplace:
+            loaded = self._adapters[number] = digest
+        if loaded != digest:
+            self._adapters[number] = None
+            raise UnsupportedError(
+                f"the files of adapter {lora.lora_name!r} are not those vLLM loaded as number "
+                f"{number}; load them under a new number or with load_inplace"
+            )
+        return digest

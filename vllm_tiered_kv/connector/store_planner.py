@@ -63,6 +63,8 @@ class StorePlanner:
 
     def bind(self, pool: BlockPool) -> None:
         self._pool = pool
+        if self._hash_block_size is not None:
+            self._hash_block_size = pool.hash_block_size
 
     @property
     def has_deferred(self) -> bool:

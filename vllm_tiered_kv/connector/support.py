@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-OLDEST_VLLM = (0, 32)
-"""First release with every hook the connector relies on (get_transfer_results, on_new_request)."""
+OLDEST_VLLM = (0, 31)
+"""First release that keeps every promise the connector relies on. 0.30 has the hooks, but does not
+call `wait_for_save` in steps without a forward: an idle engine would store nothing more."""
 
 NEWEST_TESTED_VLLM = (0, 32)
 

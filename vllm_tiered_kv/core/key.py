@@ -49,6 +49,7 @@ class Fingerprint:
     block_sizes: tuple[int, ...]  # tokens a block holds, per KV-cache group
     group_layers: tuple[tuple[str, ...], ...]  # layer names and page geometry, per group
     parallel: Mapping[str, int] = field(default_factory=dict)  # sizes of TP, PP, DCP, PCP
+    tenant: str = ""  # the name users gave it, to keep engines apart that could share
     format_version: int = FORMAT_VERSION
 
     def namespace(self) -> bytes:

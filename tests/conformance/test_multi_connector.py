@@ -1,0 +1,145 @@
+"""Inside vLLM's MultiConnector, beside a connector of somebody else's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+from tests.conformance.contract_engine import ContractEngine
+from tests.conformance.neighbour import Neighbour
+from tests.conformance.test_lifecycle import prompt
+from vllm_tiered_kv.connector.connector import TieredKVConnector
+from vllm_tiered_kv.metrics import names
+
+IDS = prompt(1, 41)
+
+
+@pytest.fixture(autouse=True)
+def _quiet_neighbour() -> Iterator[None]:
+    yield
+    Neighbour.offers.clear()
+    Neighbour.fails.clear()
+
+
+@dataclass
+class SharedEngine(ContractEngine):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        Neighbour.deliver = self._write_right_kv
+
+    def _transfer_config(self, options: dict[str, Any]) -> KVTransferConfig:
+        return KVTransferConfig(
+            kv_connector="MultiConnector",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={
+                "connectors": [
+                    {
+                        "kv_connector": "TieredKVConnector",
+                        "kv_connector_module_path": "vllm_tiered_kv.connector.connector",
+                        "kv_role": "kv_both",
+                        "kv_connector_extra_config": options,
+                    },
+                    {
+                        "kv_connector": "Neighbour",
+                        "kv_connector_module_path": "tests.conformance.neighbour",
+                        "kv_role": "kv_both",
+                    },
+                ]
+            },
+        )
+
+    def _write_right_kv(self, request_id: str, blocks: list[int]) -> None:
+        right = self._truth[request_id]
+        at = np.arange(len(blocks) * self.block_size)
+        at = at[at < len(right)]
+        table = np.array(blocks)[at // self.block_size]
+        for layer, cache in enumerate(self.caches):
+            cache[table, at % self.block_size] = right[at] ^ layer
+
+
+def total(engine: SharedEngine, metric: names.Metric) -> float:
+    return engine.half.recorder.total(metric)
+
+
+@pytest.mark.usefixtures("step_loads")
+def test_ours_stores_and_loads(tiny_model: Path, async_scheduling: bool) -> None:
+    engine = SharedEngine(tiny_model, async_scheduling)
+    assert isinstance(engine.scheduler.connector, MultiConnector)
+    assert isinstance(engine.scheduler.connector.sub_connectors[0], TieredKVConnector)
+    engine.ask(IDS)
+    engine.drop_gpu_cache()
+    engine.ask(IDS)
+    assert total(engine, names.LOADED_BLOCKS) == 10
+    assert not engine.scheduler.requires_kv_delivery or engine.scheduler.connector.sub_connectors[1]
+    engine.assert_conforms()
+
+
+@pytest.mark.usefixtures("step_loads")
+@pytest.mark.parametrize("fails", [False, True], ids=["arrives", "fails"])
+def test_the_other_one_loads(tiny_model: Path, async_scheduling: bool, fails: bool) -> None:
+    """Its loads are not ours to report or to count; what it brought may be stored by us."""
+    engine = SharedEngine(tiny_model, async_scheduling)
+    request_id = f"r{engine._next_id}"
+    Neighbour.offers[request_id] = 40
+    if fails:
+        Neighbour.fails.add(request_id)
+    assert engine.add(IDS, 6) == request_id
+    engine.run()
+    engine.assert_said(request_id, IDS)
+    assert total(engine, names.HIT_TOKENS) == total(engine, names.LOADED_BLOCKS) == 0
+    assert total(engine, names.LOAD_FAILURES) == 0
+    assert engine.reported_loads == [request_id]
+    engine.drop_gpu_cache()
+    engine.ask(IDS)
+    assert total(engine, names.LOADED_BLOCKS) == 10
+    engine.assert_conforms()
+
+
+@pytest.mark.usefixtures("beside_loads")
+def test_both_load_at_once(tiny_model: Path, async_scheduling: bool) -> None:
+    engine = SharedEngine(tiny_model, async_scheduling, gpu_blocks=128, cpu_blocks=64)
+    engine.ask(IDS)
+    engine.drop_gpu_cache()
+    other = prompt(2, 30)
+    Neighbour.offers["r2"] = 20
+    Neighbour.offers["r3"] = 40  # ours is asked first and has it
+    asked = [(engine.add(ids, 6), ids) for ids in (IDS, other, IDS)]
+    assert [name for name, _ in asked] == ["r1", "r2", "r3"]
+    engine.run()
+    for request_id, ids in asked:
+        engine.assert_said(request_id, ids)
+    assert total(engine, names.LOADED_BLOCKS) == 20
+    assert sorted(engine.reported_loads) == ["r1", "r2", "r3"]
+    engine.assert_conforms()
+
+
+def test_a_bound_pool_and_a_reset_reach_ours(tiny_model: Path) -> None:
+    engine = SharedEngine(tiny_model)
+    engine.ask(IDS)
+    assert engine.half.index.used_bytes
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    assert engine.half.index.used_bytes == 0
+    engine.ask(IDS)
+    assert total(engine, names.HIT_TOKENS) == 0
+    engine.assert_conforms()
+
+
+def test_statistics_of_ours_are_told_apart(tiny_model: Path) -> None:
+    engine = SharedEngine(tiny_model)
+    engine.add(IDS, 6)
+    engine.run()
+    engine.half.recorder.add(names.HIT_TOKENS, 3, "cpu")
+    stats = engine.scheduler.connector.get_kv_connector_stats()
+    assert stats is not None
+    rebuilt = MultiConnector.build_kv_connector_stats(
+        {name: part.data for name, part in stats.data.items()}
+    )
+    assert rebuilt.reduce()["TieredKVConnector"][names.HIT_TOKENS.name] == 3

