@@ -11,6 +11,7 @@ from vllm_tiered_kv.connector.remote_lookup import RemoteAnswer, RemoteLookups, 
 from vllm_tiered_kv.connector.remote_writes import RemoteWrites
 from vllm_tiered_kv.connector.request_state import RequestState
 from vllm_tiered_kv.connector.shared_region import LENT_FOR_SURE_S
+from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.core.transfer import RemoteTransfer, int64_array
 from vllm_tiered_kv.remote.placement import Cluster
@@ -146,6 +147,10 @@ class RemoteTier:
             for group in answer.spans
             for span in group
         )
+
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        """Lets daemons forget blocks of all ranks; returns at once."""
+        self._lookups.delete(keys)
 
     @property
     def open_loans(self) -> int:
