@@ -105,8 +105,9 @@ def _relative(held: Bytes, computed: Bytes, layer: LayerNumbers) -> tuple[float,
     differ = np.flatnonzero(bits != right_bits)
     if not len(differ):
         return 0.0, 0.0
-    right = decode(computed, number_format).astype(np.float64)
-    apart = decode(held, number_format)[differ].astype(np.float64) - right[differ]
+    with np.errstate(invalid="ignore"):  # whatever is not a number is looked for below
+        right = decode(computed, number_format).astype(np.float64)
+        apart = decode(held, number_format)[differ].astype(np.float64) - right[differ]
     if not np.isfinite(apart).all():
         return math.inf, math.inf
     right = right[np.isfinite(right)]
