@@ -195,6 +195,22 @@ def test_an_aborted_request_leaves_nothing_behind(tiny_model: Path) -> None:
     engine.close()
 
 
+def test_a_preempted_request_is_loaded_the_second_time(tiny_model: Path) -> None:
+    engine = ToyEngine(tiny_model, cpu_blocks=256, extra_config=ALWAYS)
+    ids = prompt(1, 121)
+    ask(engine, ids)
+    engine.drop_gpu_cache()
+    request = engine.add(ids, 6)
+    engine.step()  # the first of four chunks
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.run()
+    assert engine.finished[request].tokens == play(ids, 6)[0]
+    assert counts(engine) == {"verified": 8, "inexact": 0, "different": 0, "skipped": 22}
+    assert total(engine, names.HIT_TOKENS) == 120
+    assert_at_rest(engine)
+    engine.close()
+
+
 def test_after_a_reset_nothing_is_believed(tiny_model: Path) -> None:
     engine = ToyEngine(tiny_model, cpu_blocks=256, extra_config=ALWAYS)
     engine.copier.max_delay = 8
