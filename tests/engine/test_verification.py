@@ -147,11 +147,12 @@ def test_only_chosen_requests_are_computed(tiny_model: Path) -> None:
 
 
 @BOTH
+@pytest.mark.parametrize("ring", [None, 3])
 def test_spare_slots_are_few_and_the_rest_follows_in_later_steps(
-    tiny_model: Path, async_scheduling: bool
+    tiny_model: Path, async_scheduling: bool, ring: int | None
 ) -> None:
-    """An eighth of 32 slots and a ring of 3: ten blocks take several rounds."""
-    engine = ToyEngine(tiny_model, async_scheduling, cpu_blocks=32, ring=3, extra_config=ALWAYS)
+    """An eighth of 32 slots, or a ring of 3: ten blocks take several rounds."""
+    engine = ToyEngine(tiny_model, async_scheduling, cpu_blocks=32, ring=ring, extra_config=ALWAYS)
     ids = prompt(1)
     ask(engine, ids)
     engine.drop_gpu_cache()
@@ -174,6 +175,18 @@ def test_a_request_that_ends_too_soon_leaves_blocks_unverified(tiny_model: Path)
     found = counts(engine)
     assert found["skipped"] > 0
     assert found["verified"] + found["skipped"] == 10
+    assert_at_rest(engine)
+    engine.close()
+
+
+def test_an_idle_engine_goes_on_until_all_is_compared(tiny_model: Path) -> None:
+    engine = ToyEngine(tiny_model, cpu_blocks=256, extra_config=ALWAYS)
+    ids = prompt(1)
+    ask(engine, ids)
+    engine.drop_gpu_cache()
+    engine.copier.max_delay = 100
+    ask(engine, ids, 1)
+    assert counts(engine)["verified"] == 10
     assert_at_rest(engine)
     engine.close()
 

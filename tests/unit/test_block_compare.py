@@ -141,3 +141,21 @@ def test_eight_bit_numbers() -> None:
     assert math.isnan(e5m2[5])
     with pytest.raises(ValueError, match="no numbers"):
         decode(np.zeros(4, np.uint8), NumberFormat.OPAQUE)
+
+
+def test_one_wild_value_is_different_though_the_whole_is_alike() -> None:
+    computed = values_of(1).astype(np.float32)
+    held = computed.copy()
+    held[5] += np.abs(computed).max() / 2
+    found = against(held.view(np.uint8), computed.view(np.uint8), NumberFormat.FLOAT32)
+    assert found.likeness is Likeness.DIFFERENT
+    assert found.overall < 0.05 < found.largest
+
+
+def test_a_little_wrong_everywhere_is_different_though_no_value_is_wild() -> None:
+    computed = values_of(1).astype(np.float32)
+    signs = np.random.default_rng(2).choice([-0.3, 0.3], ELEMENTS)
+    held = (computed + signs).astype(np.float32)
+    found = against(held.view(np.uint8), computed.view(np.uint8), NumberFormat.FLOAT32)
+    assert found.likeness is Likeness.DIFFERENT
+    assert found.largest < 0.05 < found.overall
