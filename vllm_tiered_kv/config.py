@@ -147,16 +147,16 @@ def parse_int(key: str, value: object, low: int, high: int) -> int:
     return value
 
 
-def _parse_seconds(key: str, value: object, low: float, high: float) -> float:
+def _parse_number(key: str, value: object, low: float, high: float, unit: str = "") -> float:
     try:
         if isinstance(value, bool) or not isinstance(value, (int, float, str)):
             raise ValueError
-        seconds = float(value)
+        number = float(value)
     except ValueError:
-        raise ConfigError(key, f"expected a number of seconds, got {value!r}") from None
-    if not low <= seconds <= high:
-        raise ConfigError(key, f"expected {low:g} to {high:g} seconds, got {value!r}")
-    return seconds
+        raise ConfigError(key, f"expected a number{unit and f' of{unit}'}, got {value!r}") from None
+    if not low <= number <= high:
+        raise ConfigError(key, f"expected {low:g} to {high:g}{unit}, got {value!r}")
+    return number
 
 
 def parse_addresses(key: str, value: object) -> tuple[str, ...]:
@@ -327,6 +327,19 @@ class TieredKVConfig:
         "", "text", "Public key file of the daemon. With it, connections are encrypted."
     )
 
+    verify_fraction: float = _option(
+        0.0,
+        "share",
+        "Share of hits that are computed all the same and compared with what the tier holds. A "
+        "block that differs is evicted, counted and named in the log; see verification.md.",
+    )
+    verify_tolerance: float = _option(
+        0.05,
+        "share",
+        "How far a verified block may be off before it counts as different, relative to the "
+        "values of its layer: other kernels round differently. 0 asks for equal bytes.",
+    )
+
     @classmethod
     def load(
         cls,
@@ -391,7 +404,10 @@ def _parse(option: dataclasses.Field[Any], source: str, value: object) -> Any:
     if kind == "int":
         return parse_int(source, value, option.metadata["low"], option.metadata["high"])
     if kind == "seconds":
-        return _parse_seconds(source, value, option.metadata["low"], option.metadata["high"])
+        limits = option.metadata["low"], option.metadata["high"]
+        return _parse_number(source, value, *limits, " seconds")
+    if kind == "share":
+        return _parse_number(source, value, 0, 1)
     if kind == "addresses":
         return parse_addresses(source, value)
     if kind == "text":
@@ -427,6 +443,7 @@ def options_table() -> str:
                 "size": 'size, like `"20GiB"`',
                 "bool": "boolean",
                 "seconds": "seconds",
+                "share": "number 0 … 1",
                 "addresses": "address or list",
                 "text": "path",
             }[kind]

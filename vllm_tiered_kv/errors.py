@@ -95,6 +95,10 @@ class StoreFormatError(TieredKVError, RuntimeError):
         self.reason = reason
 
 
+class ReplayError(TieredKVError, RuntimeError):
+    """A replay of prompts cannot go on; the sentence says what to change."""
+
+
 class RemoteError(TieredKVError, RuntimeError):
     """A call to a daemon brought no answer. Never leaves `remote/`: a caller sees a miss."""
 

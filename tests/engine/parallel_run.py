@@ -72,6 +72,9 @@ def main(model: str, settings: dict) -> None:
     drop()
     report["corrupted_bytes"] = llm.collective_rpc(corrupt_arena, args=(1,))
     report["corrupted"] = ask()
+    for _ in range(3):  # what is counted after the last answer comes with the next ones
+        time.sleep(0.3)
+        llm.generate([{"prompt_token_ids": [3, 4, 5]}], params, use_tqdm=False)
     report["counters"] = {
         metric.name: metric.value
         for metric in llm.get_metrics()

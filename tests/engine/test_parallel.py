@@ -22,7 +22,7 @@ LENGTHS = (300, 170, 420)
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
-@pytest.mark.parametrize(
+RANKS = pytest.mark.parametrize(
     "settings",
     [
         {"tensor_parallel_size": 2, "enforce_eager": True},
@@ -30,9 +30,13 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
     ],
     ids=["tp2", "pp2"],
 )
-def test_two_ranks(random_model: Path, settings: dict) -> None:
+
+
+def run_ranks(model: Path, settings: dict, **options: str) -> dict:
+    """What `parallel_run` reports, with options of the connector by their variables."""
     environment = {
         **os.environ,
+        **options,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "0|1",
         # To run `corrupt_arena` inside the workers; the cache itself unpickles nothing.
@@ -44,7 +48,7 @@ def test_two_ranks(random_model: Path, settings: dict) -> None:
             sys.executable,
             "-m",
             "tests.engine.parallel_run",
-            str(random_model),
+            str(model),
             json.dumps(settings),
         ],
         env=environment,
@@ -55,7 +59,12 @@ def test_two_ranks(random_model: Path, settings: dict) -> None:
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, (done.stdout + done.stderr)[-4000:]
-    report = json.loads(lines[-1].removeprefix("RESULT "))
+    return json.loads(lines[-1].removeprefix("RESULT "))
+
+
+@RANKS
+def test_two_ranks(random_model: Path, settings: dict) -> None:
+    report = run_ranks(random_model, settings)
 
     expected = [(length - 1) // BLOCK * BLOCK for length in LENGTHS]
     assert [answer["cached"] for answer in report["cold"]] == [0, 0, 0]
@@ -71,3 +80,18 @@ def test_two_ranks(random_model: Path, settings: dict) -> None:
     for changed, right in zip(report["corrupted"], report["tier"], strict=True):
         assert changed["cached"] == right["cached"]
         assert changed["logprobs"] != right["logprobs"]
+
+
+def test_every_rank_verifies_its_shard_and_one_is_enough_to_evict(random_model: Path) -> None:
+    settings = {"tensor_parallel_size": 2, "enforce_eager": True}
+    report = run_ranks(random_model, settings, TIERED_KV_VERIFY_FRACTION="1")
+    blocks = sum((length - 1) // BLOCK for length in LENGTHS)
+    # Both rounds were computed: the second although one rank's tier had been tampered with.
+    assert [answer["cached"] for answer in report["tier"]] == [0, 0, 0]
+    assert report["tier"] == report["cold"]
+    assert report["corrupted"] == report["cold"]
+    counters = report["counters"]
+    assert counters["vllm:tiered_kv_verified_blocks"] == 2 * blocks
+    assert counters["vllm:tiered_kv_differing_blocks"] == blocks
+    assert counters.get("vllm:tiered_kv_inexact_blocks", 0) == 0
+    assert counters.get("vllm:tiered_kv_hit_tokens", 0) == 0

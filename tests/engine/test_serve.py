@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import http.server
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -32,6 +34,8 @@ QUESTION = "What is the name of the ferry, and what colour is it?"
 START_S = 300.0
 SETTLE_S = 20.0
 EXIT_S = 60.0
+CPU_MEMORY = 512 << 20
+FLIPPED = bytes(byte ^ 0x15 for byte in range(256))
 MARK = "SERVE_TEST_MARK"  # inherited by every process the server starts
 
 
@@ -71,7 +75,7 @@ class Server:
         transfer = {
             "kv_connector": "TieredKVConnector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"cpu_memory": "512MiB"},
+            "kv_connector_extra_config": {"cpu_memory": CPU_MEMORY},
         }
         command = [
             *(str(Path(sys.executable).with_name("vllm")), "serve", str(model)),
@@ -274,6 +278,131 @@ def test_a_client_that_hangs_up_takes_nothing_with_it(server: Server) -> None:
     assert server.metric("vllm:generation_tokens_total") - generated < 1000  # it did not finish
     server.drop_gpu_cache()  # nothing holds a block
     assert text_of(server.ask()) == text_of(computed)
+
+
+def replay(server: Server, folder: Path, url: str, *flags: str) -> tuple[int, dict[str, Any], str]:
+    """Runs `tiered-kv replay` as a user does: exit status, report, and what it printed."""
+    prompts, report = folder / "prompts.jsonl", folder / "report.json"
+    chapter = TEXT[: len(TEXT) // 4]
+    lines = [
+        {"messages": [{"role": "user", "content": f"{chapter}\n\n{QUESTION}"}]},
+        {"prompt": f"{chapter}\n\nQuestion: Who is in charge?\nAnswer:"},
+    ]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "vllm_tiered_kv.api.cli", "replay", str(prompts)),
+            *("--url", url, "--max-tokens", "12", "--json", str(report), *flags),
+        ],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    print(done.stdout, done.stderr)
+    written = json.loads(report.read_text()) if report.exists() else {}
+    return done.returncode, written, done.stdout + done.stderr
+
+
+def test_a_replay_finds_the_cache_right(server: Server, tmp_path: Path) -> None:
+    status, report, shown = replay(server, tmp_path, f"http://127.0.0.1:{server.port}")
+    assert status == 0, shown
+    assert report["model"] == "smollm2"
+    assert report["gpu_cache_emptied"]
+    assert [prompt["outcome"] for prompt in report["prompts"]] == ["equal", "equal"]
+    assert report["counted"]["loaded_blocks"] > 0
+    for prompt in report["prompts"]:
+        answers = prompt["answers"]
+        assert answers["computed"]["text"].strip()
+        assert answers["computed"]["cached_tokens"] in (0, None)  # the salt keeps it from a hit
+        assert answers["second"]["cached_tokens"] > 0
+
+
+def test_a_replay_says_what_it_cannot_do(server: Server, tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{server.port}"
+    status, _, shown = replay(server, tmp_path, url, "--model", "gpt-5")
+    assert status == 2
+    assert "does not serve model 'gpt-5'; it serves smollm2" in shown
+
+
+class Forger(http.server.BaseHTTPRequestHandler):
+    """Passes everything on to a server, and changes a token of answers from its cache."""
+
+    port = 0
+
+    def do_GET(self) -> None:
+        self._pass_on(None)
+
+    def do_POST(self) -> None:
+        self._pass_on(self.rfile.read(int(self.headers["Content-Length"])))
+
+    def _pass_on(self, body: bytes | None) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        connection.request(self.command, self.path, body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        content = response.read()
+        connection.close()
+        if self.path == "/v1/completions" and b"cache_salt" not in (body or b""):
+            answer = json.loads(content)
+            answer["choices"][0]["logprobs"]["tokens"][2] = "token_id:0"
+            content = json.dumps(answer).encode()
+        self.send_response(response.status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def test_a_replay_notices_one_other_token(server: Server, tmp_path: Path) -> None:
+    handler = type("Handler", (Forger,), {"port": server.port})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as forger:
+        threading.Thread(target=forger.serve_forever, daemon=True).start()
+        status, report, shown = replay(server, tmp_path, f"http://127.0.0.1:{forger.server_port}")
+        forger.shutdown()
+    assert status == 1, shown
+    assert [prompt["outcome"] for prompt in report["prompts"]] == ["equal", "different"]
+    assert report["prompts"][1]["rounds"]["second"]["token"] == 2
+    assert "token 2 differs" in shown
+
+
+def test_a_replay_notices_a_tier_with_wrong_bytes(server: Server, tmp_path: Path) -> None:
+    """Bits of the engine's CPU tier are flipped from outside, as broken memory would."""
+    url = f"http://127.0.0.1:{server.port}"
+    assert replay(server, tmp_path, url)[0] == 0
+    assert flip_bits_of_the_tier(server) > 0
+    try:
+        status, report, shown = replay(server, tmp_path, url)
+        assert status == 1, shown
+        assert report["counted"]["loaded_blocks"] > 0
+        for prompt in report["prompts"]:
+            assert prompt["rounds"]["first"]["outcome"] == "equal"  # the GPU still had it
+            assert prompt["rounds"]["second"]["outcome"] in ("different", "drift")
+    finally:
+        status, content = server.call("POST", "/reset_prefix_cache?reset_external=true")
+        assert (status, json.loads(content)) == (200, {"success": True})
+
+
+def flip_bits_of_the_tier(server: Server) -> int:
+    """How many bytes were changed. The arena is known by its size and its huge pages."""
+    changed = 0
+    for pid in server.processes():
+        maps = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path(f"/proc/{pid}/smaps").read_text())
+        for mapping in filter(None, maps):
+            start, stop = (int(part, 16) for part in mapping.split()[0].split("-"))
+            is_huge = re.search(r"VmFlags:.* hg\b", mapping) is not None
+            if stop - start != CPU_MEMORY or not is_huge:
+                continue
+            with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
+                for place in range(start, stop, 1 << 20):
+                    memory.seek(place)
+                    piece = memory.read(1 << 20)
+                    if any(piece):
+                        memory.seek(place)
+                        memory.write(piece.translate(FLIPPED))
+                        changed += len(piece)
+    return changed
 
 
 def test_sigterm_ends_every_process(server: Server) -> None:

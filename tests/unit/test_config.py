@@ -152,3 +152,15 @@ def test_seconds_have_limits() -> None:
 def test_keys_come_in_pairs() -> None:
     with pytest.raises(ConfigError, match="remote_server_key"):
         TieredKVConfig.load({"remote_key": "/keys/engine"}, {})
+
+
+def test_shares_are_from_zero_to_one() -> None:
+    assert TieredKVConfig.load({"verify_fraction": "0.25"}, {}).verify_fraction == 0.25
+    assert TieredKVConfig.load({"verify_fraction": 1, "verify_tolerance": 0}, {}).verify_fraction
+    for bad in (-0.1, 1.01, "many", True, None, "nan"):
+        with pytest.raises(ConfigError, match="verify_fraction"):
+            TieredKVConfig.load({"verify_fraction": bad}, {})
+    with pytest.raises(ConfigError, match="expected 0 to 1, got 2"):
+        TieredKVConfig.load({"verify_tolerance": 2}, {})
+    with pytest.raises(ConfigError, match="a number of seconds"):
+        TieredKVConfig.load({"remote_load_timeout": "soon"}, {})

@@ -77,6 +77,8 @@ class TransferLedger:
         self._ahead: dict[int, _OpenAhead] = {}
         self._puts: dict[int, _OpenPut] = {}
         self.pending_put_bytes = 0
+        self.copies_to_compare = 0
+        """Blocks that leave the GPU to be compared, not stored. They pass the same ring."""
         self.on_commit: Callable[[list[int], list[BlockKey]], None] | None = None
         """Told slots that became readable, each with the anchor its store was opened with."""
 
@@ -108,7 +110,7 @@ class TransferLedger:
         `anchors`, one for each slot, decide which daemon a block belongs to; `sources` are the GPU
         blocks they are read from.
         """
-        job_id = self._new_job()
+        job_id = self.new_job()
         self._stores[job_id] = _OpenStore(
             list(slots), block_bytes, on_drop, list(anchors), list(sources)
         )
@@ -137,7 +139,7 @@ class TransferLedger:
 
     def open_put(self, slots: Sequence[int], keys: Sequence[BlockKey], block_bytes: int) -> int:
         """Pins readable blocks that are sent to a daemon."""
-        job_id = self._new_job()
+        job_id = self.new_job()
         self._index.pin(keys)
         self._puts[job_id] = _OpenPut(list(slots), block_bytes)
         self.pending_put_bytes += len(slots) * block_bytes
@@ -191,7 +193,7 @@ class TransferLedger:
         vLLM reports no end of a load that a step waits for; by then the request may even have
         started over.
         """
-        job_id = self._new_job()
+        job_id = self.new_job()
         self._ahead[job_id] = _OpenAhead(request_id, self._loads.pop(request_id))
         return job_id
 
@@ -231,7 +233,8 @@ class TransferLedger:
     def drop(self, blocks: int, reason: DropReason, tier: Tier = Tier.CPU) -> None:
         self._recorder.add(names.DROPPED_BLOCKS, blocks, tier.value, reason.value)
 
-    def _new_job(self) -> int:
+    def new_job(self) -> int:
+        """A number no other job has."""
         self._next_job_id += 1
         return self._next_job_id - 1
 

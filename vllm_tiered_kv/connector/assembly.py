@@ -93,6 +93,7 @@ def make_worker_half(
             not vllm_config.scheduler_config.async_scheduling
             and parallel.pipeline_parallel_size == 1
         ),
+        cache_dtype=str(vllm_config.cache_config.cache_dtype),
     )
 
 

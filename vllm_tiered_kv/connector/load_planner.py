@@ -13,6 +13,7 @@ from vllm_tiered_kv.connector.ahead_policy import AheadPolicy
 from vllm_tiered_kv.connector.load_or_recompute import LoadOrRecompute
 from vllm_tiered_kv.connector.remote_tier import LoadSplit, RemoteTier
 from vllm_tiered_kv.connector.request_state import Match, RequestState
+from vllm_tiered_kv.connector.verification import Verification
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.core.transfer import GroupTransfer, LoadJob, int64_array
 from vllm_tiered_kv.metrics import names
@@ -44,6 +45,7 @@ class LoadPlanner:
         self._ledger = ledger
         self._recorder = recorder
         self.remote: RemoteTier | None = None
+        self.verification: Verification | None = None
 
     def begin(self, state: RequestState, request: Request) -> None:
         """A request has arrived: the daemons are asked ahead of the scheduler's question."""
@@ -67,12 +69,15 @@ class LoadPlanner:
         if choice.tokens < loadable:
             # Where a shorter prefix ends, windows need other blocks.
             loadable = self._find(state, computed, computed + choice.tokens, elsewhere)
+        verified = 0
+        if loadable and self.verification is not None and self.verification.chooses(state):
+            verified, loadable = loadable, 0
         ahead = (
             bool(loadable)
             and (self.remote is None or self.remote.is_resident(state))
             and self.ahead.allows(request.request_id, self._bytes(loadable))
         )
-        state.match = Match(computed, loadable, limit, ahead, choice)
+        state.match = Match(computed, loadable, limit, ahead, choice, verified)
         return loadable
 
     def admit(
@@ -82,6 +87,8 @@ class LoadPlanner:
         match, state.match = state.match, None
         if match is None:
             return None
+        if match.verified and self.verification is not None:
+            self.verification.begin(state, match.computed, match.verified)
         loads = [
             self._split(state, group, match.computed, tokens, blocks) for group in self._groups
         ]

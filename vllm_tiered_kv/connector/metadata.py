@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from vllm_tiered_kv.cache.ledger import StoreReport
 from vllm_tiered_kv.core.transfer import LoadJob, PutJob, StoreJob
+from vllm_tiered_kv.core.verification import BlockVerdict, VerifyJob
 from vllm_tiered_kv.remote.address import EngineIdentity
 
 
@@ -34,6 +35,8 @@ class TieredKVMetadata(KVConnectorMetadata):
     """Blocks this step's forward fills."""
     puts: list[PutJob] = field(default_factory=list)
     """Blocks of the CPU tier to be sent to daemons."""
+    verifications: list[VerifyJob] = field(default_factory=list)
+    """Blocks this step's forward fills that are compared with what a tier holds."""
     measured_step: int | None = None
     """Told back with the output of the step, so that it is known when it ended."""
     identity: EngineIdentity | None = None
@@ -59,6 +62,8 @@ class TieredKVWorkerMetadata(KVConnectorWorkerMetadata):
     measured_step: int | None = None
     ready_arenas: dict[int, frozenset[bytes]] = field(default_factory=dict)
     """By rank: memories of daemons that are mapped there; told whenever that changed."""
+    verdicts: dict[int, list[list[BlockVerdict]]] = field(default_factory=dict)
+    """Comparisons that ended, one report per rank."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> TieredKVWorkerMetadata:
         assert isinstance(other, TieredKVWorkerMetadata)
@@ -76,4 +81,6 @@ class TieredKVWorkerMetadata(KVConnectorWorkerMetadata):
         self.measured_step = self.measured_step or other.measured_step
         for job_id, ended in other.ahead.items():
             self.ahead.setdefault(job_id, []).extend(ended)
+        for job_id, verdicts in other.verdicts.items():
+            self.verdicts.setdefault(job_id, []).extend(verdicts)
         return self

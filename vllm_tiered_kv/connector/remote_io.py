@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from vllm_tiered_kv.config import TieredKVConfig
@@ -10,6 +11,7 @@ from vllm_tiered_kv.connector.remote_writer import RemoteWriter
 from vllm_tiered_kv.connector.shard import Holding, Shard
 from vllm_tiered_kv.connector.shared_region import Resident, SharedRegions
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
+from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.transfer import Int64Array, RemoteTransfer
 from vllm_tiered_kv.device.arena import Arena
 from vllm_tiered_kv.device.copier import Channel
@@ -47,6 +49,8 @@ class RemoteIO:
     ) -> None:
         shard = Shard(identity.namespace, holding.tag, dict(enumerate(identity.block_bytes)))
         self._rank = holding.tag
+        self._shard = shard
+        self._timeout_s = config.remote_load_timeout
         self._cluster = open_cluster(config, identity)
         stores = self._cluster.stores
         self._regions = SharedRegions(stores, *pinning())
@@ -79,6 +83,14 @@ class RemoteIO:
     def resident(self, transfer: RemoteTransfer) -> Resident | None:
         """The blocks of a transfer if they can be copied right now, without asking the daemon."""
         return self._regions.resident(transfer, self._rank)
+
+    def read(self, address: str, key: BlockKey, into: memoryview) -> bool:
+        """Reads this rank's part of one block the way a load would; False when it is not there."""
+        deadline = time.monotonic() + self._timeout_s
+        region = self._regions.of(address)
+        if region is not None:
+            return region.read(self._shard.key(key), into, deadline)
+        return all(self._cluster.stores[address].get([self._shard.key(key)], [into], deadline))
 
     @property
     def ready_arenas(self) -> frozenset[bytes]:

@@ -11,6 +11,7 @@ answer is dropped, whichever way that comes about: `RemoteLookup.drop` is the on
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 
 from vllm_tiered_kv.connector.window_search import WindowSearch
 from vllm_tiered_kv.core.key import BlockKey, RankTag
+from vllm_tiered_kv.core.store import store_key
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.core.transfer import LentBlocks, int64_array
 from vllm_tiered_kv.metrics import names
@@ -179,6 +181,17 @@ class RemoteLookups:
             lookup.drop()
             lookup.given_up = True
             self._recorder.add(names.LOOKUPS, 1, _REMOTE, "timeout")
+
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        """Lets every daemon that can be reached forget these blocks of all ranks. Never waits."""
+        with contextlib.suppress(RuntimeError):  # the engine is stopping
+            self._pool.submit(self._delete, list(keys))
+
+    def _delete(self, keys: Sequence[BlockKey]) -> None:
+        for store in self._cluster.stores.values():
+            if store.available:
+                namespace = store.identity.namespace
+                store.delete([store_key(namespace, k, rank) for k in keys for rank in self._ranks])
 
     def close(self) -> None:
         """No load may be under way: all that was lent goes back."""

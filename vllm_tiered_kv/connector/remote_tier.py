@@ -170,6 +170,10 @@ class RemoteTier:
             for span in group
         )
 
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        """Lets daemons forget blocks of all ranks; returns at once."""
+        self._lookups.delete(keys)
+
     @property
     def open_loans(self) -> int:
         """Answers whose blocks daemons still keep for this engine."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.cache.load_economics import Choice
 from vllm_tiered_kv.connector.remote_lookup import RemoteLookup
 from vllm_tiered_kv.connector.request_keys import RequestKeys
+from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics.names import DropReason
 
 if TYPE_CHECKING:
@@ -23,6 +25,19 @@ class Match:
     limit: int  # tokens in whole blocks that could have been found
     ahead: bool = False  # vLLM was told that the step waits for the load
     choice: Choice | None = None  # what the tiers hold, and why not all of it is loaded
+    verified: int = 0  # tokens that would be loadable, and are computed to be compared
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A block that is computed though a tier holds it: the CPU tier, or a daemon at `address`."""
+
+    position: int
+    address: str | None = None
+
+    @property
+    def tier(self) -> Tier:
+        return Tier.CPU if self.address is None else Tier.REMOTE
 
 
 @dataclass
@@ -37,6 +52,8 @@ class RequestState:
     remote_failed: bool = False  # daemons are not asked again
     held_elsewhere: list[range] = field(default_factory=list)
     """Per group: positions that lie in a daemon's memory on this host and are not kept twice."""
+    to_verify: list[deque[Candidate]] = field(default_factory=list)  # per group, in order
+    was_verified: bool = False
 
     def __post_init__(self) -> None:
         self.held_nowhere_else()

@@ -35,6 +35,7 @@ from vllm_tiered_kv.connector.request_keys import KeyMaker
 from vllm_tiered_kv.connector.request_state import RequestState
 from vllm_tiered_kv.connector.stats import TieredKVStats
 from vllm_tiered_kv.connector.store_planner import StorePlanner
+from vllm_tiered_kv.connector.verification import Verification
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.key import RankTag
 from vllm_tiered_kv.core.tiers import Tier
@@ -102,6 +103,16 @@ class SchedulerHalf:
         self.loads = LoadPlanner(
             self._groups, self.index, self.ledger, self.recorder, self._ahead, self.judge
         )
+        self.verification: Verification | None = None
+        if config.verify_fraction:
+            self.verification = self.loads.verification = Verification(
+                config.verify_fraction,
+                self._groups,
+                self.index,
+                self.ledger,
+                self.recorder,
+                num_ranks,
+            )
         self.remote: RemoteTier | None = None
         self._identity: EngineIdentity | None = None
         self.recorder.set(names.CAPACITY_BYTES, geometry.capacity_bytes, _CPU)
@@ -135,6 +146,8 @@ class SchedulerHalf:
         self.loads.remote = self.remote
         self.judge.answers = self.remote.answers
         self.ledger.on_commit = self.remote.writes.offer
+        if self.verification is not None:
+            self.verification.delete_at_daemons = self.remote.delete
 
     # ---- arrival, lookup, admission -----------------------------------------------------------
 
@@ -179,10 +192,14 @@ class SchedulerHalf:
         for request_id in scheduler_output.preempted_req_ids or ():
             if request_id in self._requests:
                 self._requests[request_id].forget_blocks()
+                self._end_verification(self._requests[request_id])
         self._ahead.step_planned(scheduler_output.num_scheduled_tokens)
         for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
             self._plan_stores(request_id, scheduled)
         self._next.stores_after += self.stores.store_unowned()
+        if self.verification is not None:
+            for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
+                self._plan_verification(self.verification, request_id, scheduled)
         if not self._requests:
             self.index.tell_uses()  # nobody waits
         self._next.measured_step = self.judge.step_planned(
@@ -214,6 +231,9 @@ class SchedulerHalf:
                 self.ledger.report_store(job_id, reports)
             for job_id, reports in metadata.puts.items():
                 self.ledger.report_put(job_id, reports)
+            if self.verification is not None:
+                for job_id, verdicts in metadata.verdicts.items():
+                    self.verification.report(job_id, verdicts)
             if metadata.usable_bytes:
                 self._usable_bytes.update(metadata.usable_bytes)
                 self.index.limit(min(self._usable_bytes.values()))
@@ -237,6 +257,7 @@ class SchedulerHalf:
             or self.ledger.has_open_ahead
             or self.index.has_untold_uses
             or self.ledger.has_open_puts
+            or (self.verification is not None and self.verification.has_open)
             or self._next.stores_before
             or self.stores.has_deferred
         )
@@ -250,6 +271,7 @@ class SchedulerHalf:
         state = self._requests.pop(request.request_id, None)
         if state is not None:
             state.drop_lookup()
+            self._end_verification(state)
         if state is None or self._config.mode is not Mode.TIERED or not self._store_on_finish:
             return
         from vllm.v1.request import RequestStatus
@@ -275,6 +297,8 @@ class SchedulerHalf:
         self.index.clear()
         self.stores.reset()
         states, self._requests = self._requests, {}
+        if self.verification is not None:
+            self.verification.void(states.values())
         for state in states.values():
             state.drop_lookup()
             renewed = self._state(state.request)
@@ -347,6 +371,21 @@ class SchedulerHalf:
         tables = self._blocks.get_blocks(request_id).blocks
         self._next.stores_after += self.stores.store_running(state, tables, ready)
 
+    def _plan_verification(
+        self, verification: Verification, request_id: str, scheduled: int
+    ) -> None:
+        state = self._requests.get(request_id)
+        if state is None or not state.to_verify:
+            return
+        assert self._blocks is not None, "vLLM did not bind its KV-cache manager"
+        tables = self._blocks.get_blocks(request_id).blocks
+        ready = min(state.request.num_computed_tokens + scheduled, state.request.num_tokens)
+        self._next.verifications += verification.plan(state, tables, ready, self.stores.ring_room())
+
+    def _end_verification(self, state: RequestState) -> None:
+        if self.verification is not None:
+            self.verification.end(state)
+
     def _finish_load(self, request_id: str, failed: Tier | None) -> None:
         if not self.ledger.is_loading(request_id):
             return  # another connector's load (MultiConnector)
@@ -364,6 +403,8 @@ class SchedulerHalf:
     def _forget_invalid(self, block_ids: set[int]) -> None:
         """Another connector's load failed after blocks built on it were stored: take them back."""
         assert self._blocks is not None, "vLLM did not bind its KV-cache manager"
+        if self.verification is not None:
+            self.verification.void(self._requests.values())
         self.ledger.spoil_stores(block_ids)  # also those of requests that ended meanwhile
         for request_id, state in self._requests.items():
             tables = self._blocks.get_blocks(request_id).blocks

@@ -121,6 +121,22 @@ class SharedRegion:
             return "blocks changed while they were copied"
         return None
 
+    def read(self, key: StoreKey, into: memoryview, deadline: float) -> bool:
+        """Copies one block to ordinary memory; False when it is not to be had."""
+        if not self.enter():
+            return False
+        try:
+            lent = self.memory.lend([key], deadline)
+            try:
+                if not lent.is_complete or list(lent.lengths) != [into.nbytes]:
+                    return False
+                copy_bytes(into, self.memory.arena.view(lent.offsets[0], into.nbytes))
+                return self.memory.are_still_valid(lent)
+            finally:
+                lent.release()
+        finally:
+            self.leave()
+
     def store(self, items: Sequence[PutItem], deadline: float) -> list[PutResult] | None:
         """Copies blocks into the daemon's memory; None when it is not to be had."""
         if not self.enter():

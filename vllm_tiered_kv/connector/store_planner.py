@@ -84,7 +84,7 @@ class StorePlanner:
             if self._lazy is not None:
                 self._observe(self._lazy, state, group, ids)
                 continue
-            room = self._ring_room()
+            room = self.ring_room()
             jobs += self._store_jobs(state, group, ids[:room])
             if group.window is not None:
                 self._defer(state, group, ids[room:])
@@ -105,7 +105,7 @@ class StorePlanner:
             if self._lazy is not None:
                 self._observe(self._lazy, state, group, ids)
                 continue
-            room = self._ring_room()
+            room = self.ring_room()
             jobs += self._store_jobs(state, group, ids[:room])
             self._defer(state, group, ids[room:])
         return jobs
@@ -116,10 +116,10 @@ class StorePlanner:
             return []
         pool = self._block_pool
         if self._lazy is not None:
-            batches, refused = self._lazy.plan(pool, self._index, self._ring_room())
+            batches, refused = self._lazy.plan(pool, self._index, self.ring_room())
             self._ledger.drop(refused, DropReason.TIER_FULL)
         else:
-            batches, dropped = self._deferred.plan(pool, self._index, self._ring_room())
+            batches, dropped = self._deferred.plan(pool, self._index, self.ring_room())
             for reason, count in dropped.items():
                 self._ledger.drop(count, reason)
         return [self._store_job(batch) for batch in batches]
@@ -145,11 +145,12 @@ class StorePlanner:
             self._lazy.forget(block_ids)
         self._ledger.drop(self._deferred.forget(block_ids), DropReason.COPY_FAILED)
 
-    def _ring_room(self) -> int:
+    def ring_room(self) -> int:
         """How many more blocks the workers' staging ring can take right now."""
         if self.max_blocks_in_flight is None:
             return _UNLIMITED
-        return max(0, self.max_blocks_in_flight - self._ledger.pending_store_blocks)
+        on_the_way = self._ledger.pending_store_blocks + self._ledger.copies_to_compare
+        return max(0, self.max_blocks_in_flight - on_the_way)
 
     def _past_window(self, state: RequestState, group: Group, block_ids: list[int]) -> list[int]:
         """Those of a request's next blocks that it still has; there is nothing to store of those

@@ -18,9 +18,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm_tiered_kv.cache.ledger import StoreReport
 from vllm_tiered_kv.config import TieredKVConfig, format_size
 from vllm_tiered_kv.connector.ahead_loads import AheadLoads
+from vllm_tiered_kv.connector.block_verifier import BlockVerifier
 from vllm_tiered_kv.connector.kv_layout import group_runs
 from vllm_tiered_kv.connector.load_times import LoadTimes
 from vllm_tiered_kv.connector.metadata import TieredKVMetadata, TieredKVWorkerMetadata
+from vllm_tiered_kv.connector.number_formats import layer_numbers
 from vllm_tiered_kv.connector.remote_io import RemoteIO
 from vllm_tiered_kv.connector.shard import Holding
 from vllm_tiered_kv.connector.split_loads import SplitLoads
@@ -29,7 +31,7 @@ from vllm_tiered_kv.core.layout import BlockRuns
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.core.transfer import StoreJob
 from vllm_tiered_kv.device.arena import Arena
-from vllm_tiered_kv.device.copier import Copier
+from vllm_tiered_kv.device.copier import Copier, StoreDone
 from vllm_tiered_kv.device.pinning import Pin, Unpin
 from vllm_tiered_kv.errors import TieredKVError, UnsupportedError
 from vllm_tiered_kv.metrics.names import DropReason
@@ -50,8 +52,13 @@ class WorkerHalf:
         rank: int,
         holding: Holding,
         steps_can_be_discarded: bool = True,
+        cache_dtype: str = "auto",
     ) -> None:
-        """`steps_can_be_discarded` is explained at `AheadLoads`."""
+        """`steps_can_be_discarded` is explained at `AheadLoads`; `cache_dtype` is vLLM's option."""
+        self._verifier: BlockVerifier | None = None
+        if config.verify_fraction:
+            self._verifier = BlockVerifier(geometry, config.verify_tolerance)
+        self._cache_dtype = cache_dtype
         self._ahead = AheadLoads(steps_can_be_discarded)
         self._config = config
         self._holding = holding
@@ -93,6 +100,8 @@ class WorkerHalf:
             device, runs, self._config, self._geometry, self.arena, is_fresh
         )
         self._pinning = functools.partial(_pinning, device)
+        if self._verifier is not None:
+            self._verifier.describe(layer_numbers(kv_caches, runs, self._cache_dtype))
         logger.info(
             "CPU tier of %s on %s: %d slabs, %d byte runs a block",
             format_size(self._geometry.capacity_bytes),
@@ -112,6 +121,8 @@ class WorkerHalf:
             # with speculation): too late to read the blocks, but not to say so.
             self._report(job.job_id, StoreReport(0, DropReason.COPY_FAILED))
         self._due = metadata.stores_after
+        if self._verifier is not None:
+            self._verifier.begin_step(metadata.verifications)
         self._measured_step = metadata.measured_step
         self._device.finish_ahead()
         if metadata.identity is not None and self._remote is None:
@@ -157,6 +168,8 @@ class WorkerHalf:
         self._due = []
         self._device.finish_ahead()
         self._store(metadata.stores_after)
+        if self._verifier is not None:
+            self._store(self._verifier.take_copies())
 
     def results(self) -> KVConnectorTransferResults:
         """Loads that ended since the last call, each reported exactly once."""
@@ -177,6 +190,8 @@ class WorkerHalf:
         self._ahead.poll(copier)
         stores, loads = copier.poll()
         for store in stores:
+            if self._verifier is not None and self._take_to_verify(self._verifier, store):
+                continue
             self._report(store.job_id, StoreReport(store.stored, store.reason))
         for load in loads:
             self._times.end(load.request_id, Tier.CPU, load.ended_at, load.error is None)
@@ -188,6 +203,10 @@ class WorkerHalf:
             for put in self._remote.writer.poll():
                 self._put.setdefault(put.job_id, []).append(put.report)
         self._times.asked()
+
+    def _take_to_verify(self, verifier: BlockVerifier, store: StoreDone) -> bool:
+        assert self.arena is not None, "a copy without an arena"
+        return verifier.copied(store, self.arena, self._remote.read if self._remote else None)
 
     def take_invalid_blocks(self) -> set[int]:
         return self._ahead.take_invalid_blocks()
@@ -202,6 +221,7 @@ class WorkerHalf:
             and not self._remote_failures
             and not self._ahead
             and not self._times
+            and not self._verifier
             and self._measured_step is None
             and usable == self._told_usable
             and arenas == self._told_arenas
@@ -216,6 +236,7 @@ class WorkerHalf:
             self._times.take(),
             self._measured_step,
             {self._rank: arenas} if arenas != self._told_arenas else {},
+            {} if self._verifier is None else self._verifier.take_verdicts(),
         )
         self._measured_step = None
         self._stored, self._put, self._remote_failures = {}, {}, set()
@@ -227,6 +248,8 @@ class WorkerHalf:
         try:
             self._close_remote()
             self._close_copier()
+            if self._verifier is not None:
+                self._verifier.close()
             if self.arena is not None:
                 self.arena.close()
         except TieredKVError as error:

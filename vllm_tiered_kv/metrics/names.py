@@ -82,6 +82,20 @@ LOAD_SPEED = _gauge(
 PREFILL_SPEED = _gauge(
     "prefill_tokens_per_second", "Estimated speed of computing the beginning of a prompt."
 )
+VERIFIED_BLOCKS = _counter(
+    "verified_blocks", "Blocks a tier held that were computed again and compared."
+)
+INEXACT_BLOCKS = _counter(
+    "inexact_blocks", "Verified blocks with other bytes, within `verify_tolerance`."
+)
+DIFFERING_BLOCKS = _counter(
+    "differing_blocks", "Verified blocks that differ by more than that; they are evicted."
+)
+UNVERIFIED_BLOCKS = _counter(
+    "unverified_blocks",
+    "Blocks that were to be verified and could not be: gone from their tier meanwhile, or the "
+    "request ended before there was room to copy them.",
+)
 USED_BYTES = _gauge("used_bytes", "Bytes of slots in use, per rank.")
 CAPACITY_BYTES = _gauge("capacity_bytes", "Capacity of the tier in bytes, per rank.")
 PENDING_STORES = _gauge("pending_stores", "Blocks being stored and not yet readable.")
@@ -104,6 +118,10 @@ ALL: tuple[Metric, ...] = (
     LOAD_DECISIONS,
     LOAD_SPEED,
     PREFILL_SPEED,
+    VERIFIED_BLOCKS,
+    INEXACT_BLOCKS,
+    DIFFERING_BLOCKS,
+    UNVERIFIED_BLOCKS,
     USED_BYTES,
     CAPACITY_BYTES,
     PENDING_STORES,

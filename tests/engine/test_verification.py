@@ -1,0 +1,388 @@
+"""Verified hits under vLLM's real schedulers, with copies that end when they like.
+
+The toy model has one right value for every position, so a block that was tampered with is the only
+one that may be found different, and every other comparison must be equal.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.daemon.daemon_process import DaemonProcess
+from tests.engine.toy_engine import ToyEngine, play
+from vllm_tiered_kv.connector.verification import is_chosen
+from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.metrics import names
+
+pytestmark = pytest.mark.engine
+
+BOTH = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+CPU, REMOTE = Tier.CPU.value, Tier.REMOTE.value
+ALWAYS = {"verify_fraction": 1}
+
+
+def prompt(seed: int, length: int = 41) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 50) for _ in range(length)]
+
+
+def ask(engine: ToyEngine, ids: list[int], count: int = 6, salt: str = "") -> str:
+    request = engine.add(ids, count, salt)
+    engine.run()
+    assert engine.finished[request].tokens == play(ids, count, salt)[0]
+    return request
+
+
+def total(engine: ToyEngine, metric: names.Metric, *labels: str) -> float:
+    return engine.half.recorder.total(metric, *labels)
+
+
+def counts(engine: ToyEngine, tier: str = CPU) -> dict[str, float]:
+    kinds = {
+        "verified": names.VERIFIED_BLOCKS,
+        "inexact": names.INEXACT_BLOCKS,
+        "different": names.DIFFERING_BLOCKS,
+        "skipped": names.UNVERIFIED_BLOCKS,
+    }
+    return {kind: total(engine, metric, tier) for kind, metric in kinds.items()}
+
+
+def keys_of(engine: ToyEngine, request_id: str) -> list[bytes]:
+    request = engine.requests[request_id]
+    keys = engine.half._key_maker.keys_for(request)
+    keys.extend(request, request.num_tokens)
+    return keys.of_group[0]
+
+
+def assert_at_rest(engine: ToyEngine) -> None:
+    engine.assert_at_rest()
+    assert not engine.half.verification.has_open
+    assert engine.half.ledger.copies_to_compare == 0
+    # Spare slots went back: whatever is in use is readable.
+    assert len(engine.half.index._entries) == len(engine.half.index)
+
+
+def test_the_same_requests_are_always_chosen_and_as_many_as_asked_for() -> None:
+    ids = [f"chatcmpl-{n}" for n in range(4000)]
+    chosen = [i for i in ids if is_chosen(i, 0.25)]
+    assert 850 < len(chosen) < 1150
+    assert chosen == [i for i in ids if is_chosen(i, 0.25)]
+    assert set(chosen) < {i for i in ids if is_chosen(i, 0.5)}
+    assert all(is_chosen(i, 1) for i in ids)
+    assert not any(is_chosen(i, 0) for i in ids)
+
+
+def test_without_it_there_is_nothing_of_it(tiny_model: Path) -> None:
+    engine = ToyEngine(tiny_model)
+    assert engine.half.verification is None
+    assert engine.worker.worker_half._verifier is None
+
+
+@BOTH
+def test_a_hit_is_computed_and_found_equal(tiny_model: Path, async_scheduling: bool) -> None:
+    engine = ToyEngine(tiny_model, async_scheduling, cpu_blocks=256, extra_config=ALWAYS)
+    ids = prompt(1)
+    ask(engine, ids)
+    assert counts(engine) == {"verified": 0, "inexact": 0, "different": 0, "skipped": 0}
+    engine.drop_gpu_cache()
+    ask(engine, ids)
+    assert counts(engine) == {"verified": 10, "inexact": 0, "different": 0, "skipped": 0}
+    # A verified request counts as computed, not as a hit, nor as a miss.
+    assert total(engine, names.HIT_TOKENS) == total(engine, names.LOADED_BLOCKS) == 0
+    assert total(engine, names.RECOMPUTED_TOKENS) == 40
+    assert total(engine, names.MISS_TOKENS) == 40  # of the first time
+    assert_at_rest(engine)
+    engine.close()
+
+
+@BOTH
+def test_a_bad_block_is_named_counted_and_evicted(
+    tiny_model: Path, async_scheduling: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = ToyEngine(tiny_model, async_scheduling, cpu_blocks=256, extra_config=ALWAYS)
+    ids = prompt(1)
+    keys = keys_of(engine, ask(engine, ids))
+    engine.arena[engine.half.index._slot_of[keys[3]], 1, 2] ^= 1
+    engine.drop_gpu_cache()
+    with caplog.at_level(logging.WARNING, "vllm_tiered_kv"):
+        ask(engine, ids)
+    assert counts(engine) == {"verified": 10, "inexact": 0, "different": 1, "skipped": 0}
+    (line,) = [r.getMessage() for r in caplog.records if "verification" in r.getMessage()]
+    assert keys[3].hex() in line
+    assert "1 block(s) of the cpu tier" in line
+    assert engine.half.index.match_prefix(keys) == 3  # what follows it is a miss by nature
+    assert_at_rest(engine)
+    # The next one stores it anew, and the chain is whole again.
+    engine.drop_gpu_cache()
+    ask(engine, ids)
+    engine.drop_gpu_cache()
+    ask(engine, ids)
+    assert counts(engine)["different"] == 1
+    assert engine.half.index.match_prefix(keys) >= 10
+    assert_at_rest(engine)
+    engine.close()
+
+
+def test_only_chosen_requests_are_computed(tiny_model: Path) -> None:
+    engine = ToyEngine(tiny_model, cpu_blocks=256, extra_config={"verify_fraction": 0.5})
+    ids = prompt(1)
+    ask(engine, ids)
+    chosen = 0
+    for number in range(1, 21):
+        engine.drop_gpu_cache()
+        ask(engine, ids)
+        chosen += is_chosen(f"r{number}", 0.5)
+    assert 0 < chosen < 20
+    assert counts(engine) == {"verified": 10 * chosen, "inexact": 0, "different": 0, "skipped": 0}
+    assert total(engine, names.HIT_BLOCKS) == 10 * (20 - chosen)
+    assert_at_rest(engine)
+    engine.close()
+
+
+@BOTH
+@pytest.mark.parametrize("ring", [None, 3])
+def test_spare_slots_are_few_and_the_rest_follows_in_later_steps(
+    tiny_model: Path, async_scheduling: bool, ring: int | None
+) -> None:
+    """An eighth of 32 slots, or a ring of 3: ten blocks take several rounds."""
+    engine = ToyEngine(tiny_model, async_scheduling, cpu_blocks=32, ring=ring, extra_config=ALWAYS)
+    ids = prompt(1)
+    ask(engine, ids)
+    engine.drop_gpu_cache()
+    ask(engine, ids, 60)
+    found = counts(engine)
+    assert found["verified"] + found["skipped"] == 10
+    assert found["verified"] >= 6
+    assert found["different"] == 0
+    assert_at_rest(engine)
+    engine.close()
+
+
+def test_a_request_that_ends_too_soon_leaves_blocks_unverified(tiny_model: Path) -> None:
+    engine = ToyEngine(tiny_model, cpu_blocks=32, ring=3, extra_config=ALWAYS)
+    engine.copier.max_delay = 8
+    ids = prompt(1)
+    ask(engine, ids)
+    engine.drop_gpu_cache()
+    ask(engine, ids, 1)
+    found = counts(engine)
+    assert found["skipped"] > 0
+    assert found["verified"] + found["skipped"] == 10
+    assert_at_rest(engine)
+    engine.close()
+
+
+def test_an_idle_engine_goes_on_until_all_is_compared(tiny_model: Path) -> None:
+    engine = ToyEngine(tiny_model, cpu_blocks=256, extra_config=ALWAYS)
+    ids = prompt(1)
+    ask(engine, ids)
+    engine.drop_gpu_cache()
+    engine.copier.max_delay = 100
+    ask(engine, ids, 1)
+    assert counts(engine)["verified"] == 10
+    assert_at_rest(engine)
+    engine.close()
+
+
+def test_an_aborted_request_leaves_nothing_behind(tiny_model: Path) -> None:
+    engine = ToyEngine(tiny_model, cpu_blocks=256, extra_config=ALWAYS)
+    ids = prompt(1, 121)
+    ask(engine, ids)
+    engine.drop_gpu_cache()
+    request = engine.add(ids, 6)
+    engine.step()  # the first of four chunks
+    assert engine.half.verification.has_open
+    engine.abort(request)
+    engine.run()
+    found = counts(engine)
+    assert found["verified"] == 8
+    assert found["skipped"] == 22
+    assert_at_rest(engine)
+    engine.close()
+
+
+def test_a_preempted_request_is_loaded_the_second_time(tiny_model: Path) -> None:
+    engine = ToyEngine(tiny_model, cpu_blocks=256, extra_config=ALWAYS)
+    ids = prompt(1, 121)
+    ask(engine, ids)
+    engine.drop_gpu_cache()
+    request = engine.add(ids, 6)
+    engine.step()  # the first of four chunks
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.run()
+    assert engine.finished[request].tokens == play(ids, 6)[0]
+    assert counts(engine) == {"verified": 8, "inexact": 0, "different": 0, "skipped": 22}
+    assert total(engine, names.HIT_TOKENS) == 120
+    assert_at_rest(engine)
+    engine.close()
+
+
+def test_after_a_reset_nothing_is_believed(tiny_model: Path) -> None:
+    engine = ToyEngine(tiny_model, cpu_blocks=256, extra_config=ALWAYS)
+    engine.copier.max_delay = 8
+    ids = prompt(1, 121)
+    keys = keys_of(engine, ask(engine, ids))
+    for key in keys:
+        engine.arena[engine.half.index._slot_of[key]] ^= 1
+    engine.drop_gpu_cache()
+    engine.add(ids, 6)
+    engine.step()
+    assert engine.half.verification.has_open
+    engine.scheduler.connector.reset_cache()
+    engine.run()
+    assert counts(engine) == {"verified": 0, "inexact": 0, "different": 0, "skipped": 30}
+    assert_at_rest(engine)
+    engine.close()
+
+
+def test_blocks_vllm_was_told_are_invalid_accuse_nobody(tiny_model: Path) -> None:
+    engine = ToyEngine(tiny_model, cpu_blocks=256, extra_config=ALWAYS)
+    engine.copier.max_delay = 8
+    ids = prompt(1)
+    keys = keys_of(engine, ask(engine, ids))
+    for key in keys:
+        engine.arena[engine.half.index._slot_of[key]] ^= 1  # as if the GPU's were the wrong ones
+    engine.drop_gpu_cache()
+    engine.add(ids, 6)
+    engine.step()
+    assert engine.half.verification.has_open
+    engine.half._forget_invalid({0})
+    engine.run()
+    assert counts(engine)["different"] == 0
+    assert engine.half.index.match_prefix(keys) >= 10
+    assert_at_rest(engine)
+    engine.close()
+
+
+@BOTH
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_happens_nothing_leaks_and_nobody_is_accused(
+    tiny_model: Path, seed: int, async_scheduling: bool
+) -> None:
+    """Random prompts, aborts, preemptions, resets, failed loads and dropped copies."""
+    rng = random.Random(seed)
+    engine = ToyEngine(
+        tiny_model,
+        async_scheduling,
+        gpu_blocks=rng.choice([28, 40, 64]),
+        cpu_blocks=rng.choice([24, 64, 200]),
+        ring=rng.choice([None, 3, 8]),
+        max_tokens_per_step=rng.choice([16, 32, 64]),
+        extra_config={
+            "verify_fraction": rng.choice([0.5, 0.8, 1]),
+            "step_loads": rng.choice(["auto", "never"]),
+            "store": rng.choice(["eager", "lazy"]),
+        },
+        seed=seed,
+    )
+    engine.copier.fail_every = 0.1
+    engine.copier.drop_stores = 0.1
+    if not async_scheduling:  # with it, such a failure ends the engine
+        engine.copier.fail_ahead = 0.1
+    stems = [prompt(100 + n, rng.randrange(8, 60)) for n in range(3)]
+    asked: dict[str, list[int]] = {}
+    aborted: set[str] = set()
+    for _ in range(100):
+        if rng.random() < 0.5:
+            ids = rng.choice(stems) + prompt(rng.randrange(6), rng.randrange(1, 20))
+            asked[engine.add(ids, 12)] = ids
+        if asked and rng.random() < 0.1:
+            victim = rng.choice(list(asked))
+            if victim not in engine.finished:
+                engine.abort(victim)
+                aborted.add(victim)
+        if rng.random() < 0.04:
+            engine.land()
+            engine.scheduler.connector.reset_cache()
+        if rng.random() < 0.15:
+            engine.run()
+            engine.drop_gpu_cache()
+        for _ in range(rng.randrange(5)):
+            engine.step()
+    engine.run()
+    for request_id, ids in asked.items():
+        if request_id not in aborted:
+            assert engine.finished[request_id].tokens == play(ids, 12)[0]
+    assert total(engine, names.DIFFERING_BLOCKS) == 0
+    assert_at_rest(engine)
+    assert total(engine, names.VERIFIED_BLOCKS) > 0
+    print(seed, counts(engine))
+    engine.close()
+
+
+@pytest.fixture
+def daemon() -> Iterator[DaemonProcess]:
+    with (
+        tempfile.TemporaryDirectory(prefix="kv-") as folder,
+        DaemonProcess(Path(folder), "--memory", "16MiB") as process,
+    ):
+        yield process
+
+
+@BOTH
+@pytest.mark.parametrize("transport", ["tcp", "ipc"])
+def test_blocks_of_a_daemon_are_verified_and_bad_ones_deleted_there(
+    tiny_model: Path,
+    daemon: DaemonProcess,
+    transport: str,
+    async_scheduling: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    at = daemon.ipc if transport == "ipc" else daemon.endpoint
+    ids = prompt(1)
+    # A block is changed after it was computed and before it is sent: its checksum is right.
+    extra = {"remote": at, "remote_lookup_timeout": 5, "remote_landing": "64KiB"}
+    first = ToyEngine(tiny_model, async_scheduling, extra_config=extra)
+    _tamper_before_sending(first, position=3)
+    keys = keys_of(first, ask(first, ids))
+    first.close()
+
+    second = ToyEngine(tiny_model, async_scheduling, cpu_blocks=256, extra_config=extra | ALWAYS)
+    if transport == "ipc":
+        _wait_attached(second, at)
+    with caplog.at_level(logging.WARNING, "vllm_tiered_kv"):
+        ask(second, ids)
+    assert counts(second, REMOTE) == {"verified": 10, "inexact": 0, "different": 1, "skipped": 0}
+    assert total(second, names.HIT_TOKENS) == 0
+    (line,) = [r.getMessage() for r in caplog.records if "verification" in r.getMessage()]
+    assert keys[3].hex() in line
+    assert "1 block(s) of the remote tier" in line
+    assert_at_rest(second)
+    lookups = second.half.remote._lookups
+    (store,) = lookups._cluster.stores.values()
+    end = time.monotonic() + 30
+    while store.match_all(keys, lookups._ranks).count != 3:
+        assert time.monotonic() < end, "the daemon still has the bad block"
+        time.sleep(0.01)
+    second.close()
+
+
+def _tamper_before_sending(engine: ToyEngine, position: int) -> None:
+    offer = engine.half.ledger.on_commit
+
+    def tampered(slots: list[int], anchors: list[bytes]) -> None:
+        for slot in slots:
+            key, _ = engine.half.index.block_in(slot)
+            request = next(iter(engine.requests))
+            if key == keys_of(engine, request)[position]:
+                engine.arena[slot, 0, 0] ^= 1 << 40
+        offer(slots, anchors)
+
+    engine.half.ledger.on_commit = tampered
+
+
+def _wait_attached(engine: ToyEngine, at: str) -> None:
+    engine.add([3], 1)
+    engine.run()
+    regions = engine.worker.worker_half._remote._regions
+    end = time.monotonic() + 30
+    while not regions.covers(at):
+        assert time.monotonic() < end, "the daemon's memory was never attached"
+        time.sleep(0.01)

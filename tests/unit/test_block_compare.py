@@ -1,0 +1,161 @@
+"""Rounding passes; a block of another prompt, changed bytes and NaNs do not."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from vllm_tiered_kv.core.block_compare import (
+    Comparison,
+    LayerNumbers,
+    Likeness,
+    NumberFormat,
+    compare,
+    decode,
+)
+
+ELEMENTS = 4096
+NUMBERS = [f for f in NumberFormat if f is not NumberFormat.OPAQUE]
+EACH = pytest.mark.parametrize("number_format", NUMBERS, ids=lambda f: f.name.lower())
+
+
+def encode(values: np.ndarray, number_format: NumberFormat) -> np.ndarray:
+    """To the nearest number of the format, by looking at all of a small one."""
+    if number_format is NumberFormat.FLOAT32:
+        return values.astype(np.float32).view(np.uint8).copy()
+    if number_format is NumberFormat.FLOAT16:
+        return values.astype(np.float16).view(np.uint8).copy()
+    if number_format is NumberFormat.BFLOAT16:
+        bits = values.astype(np.float32).view(np.uint32)
+        return ((bits + 0x8000) >> 16).astype(np.uint16).view(np.uint8).copy()
+    every = decode(np.arange(256, dtype=np.uint8), number_format)
+    codes = np.flatnonzero(np.isfinite(every))
+    order = codes[np.argsort(every[codes], kind="stable")]
+    middles = (every[order][1:] + every[order][:-1]) / 2
+    return order[np.searchsorted(middles, values)].astype(np.uint8)
+
+
+def values_of(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0, 3, ELEMENTS)
+
+
+def against(
+    held: np.ndarray, computed: np.ndarray, number_format: NumberFormat, tolerance: float = 0.05
+) -> Comparison:
+    return compare(held, computed, [LayerNumbers("", len(held), number_format)], tolerance)
+
+
+@EACH
+def test_equal_bytes_are_equal(number_format: NumberFormat) -> None:
+    block = encode(values_of(1), number_format)
+    assert against(block, block.copy(), number_format, 0.0) == Comparison(Likeness.EQUAL)
+
+
+@EACH
+def test_rounding_is_close_and_never_exact(number_format: NumberFormat) -> None:
+    values = values_of(1)
+    noise = np.random.default_rng(2).normal(0, 0.01, ELEMENTS) * np.abs(values)
+    held, computed = encode(values, number_format), encode(values + noise, number_format)
+    found = against(held, computed, number_format)
+    assert found.likeness is Likeness.CLOSE
+    assert 0 < found.largest < 0.05 + number_format.step
+    assert against(held, computed, number_format, 0.0).likeness is Likeness.DIFFERENT
+
+
+@EACH
+def test_another_prompts_block_is_different(number_format: NumberFormat) -> None:
+    held, computed = (encode(values_of(seed), number_format) for seed in (1, 2))
+    found = against(held, computed, number_format)
+    assert found.likeness is Likeness.DIFFERENT
+    assert found.overall > 1
+
+
+@EACH
+def test_a_changed_cache_line_is_different(number_format: NumberFormat) -> None:
+    computed = encode(values_of(1), number_format)
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        held = computed.copy()
+        start = 64 * int(rng.integers(len(held) // 64))
+        held[start : start + 64] = rng.integers(0, 256, 64)
+        assert against(held, computed, number_format).likeness is Likeness.DIFFERENT, seed
+
+
+@EACH
+def test_zeros_where_something_was_are_different(number_format: NumberFormat) -> None:
+    computed = encode(values_of(1), number_format)
+    held = computed.copy()
+    held[: len(held) // 8] = 0
+    assert against(held, computed, number_format).likeness is Likeness.DIFFERENT
+    found = against(computed, np.zeros_like(computed), number_format)
+    assert (found.likeness, found.largest) == (Likeness.DIFFERENT, math.inf)
+
+
+def test_what_is_not_a_number_must_be_the_same() -> None:
+    values = values_of(1).astype(np.float32)
+    values[7] = math.inf
+    computed = values.view(np.uint8).copy()
+    held = computed.copy()
+    held.view(np.float32)[0] *= np.float32(1.0001)
+    assert against(held, computed, NumberFormat.FLOAT32).likeness is Likeness.CLOSE
+    held.view(np.float32)[9] = math.nan
+    found = against(held, computed, NumberFormat.FLOAT32)
+    assert (found.likeness, found.largest) == (Likeness.DIFFERENT, math.inf)
+
+
+def test_a_layer_of_small_values_is_not_judged_by_a_large_one() -> None:
+    large = encode(values_of(1) * 1000, NumberFormat.BFLOAT16)
+    small = encode(values_of(2), NumberFormat.BFLOAT16)
+    other = encode(values_of(3), NumberFormat.BFLOAT16)
+    end = len(large)
+    layers = [
+        LayerNumbers("large", end, NumberFormat.BFLOAT16),
+        LayerNumbers("its twin", end, NumberFormat.BFLOAT16),  # shares the memory of the other
+        LayerNumbers("small", 2 * end, NumberFormat.BFLOAT16),
+    ]
+    computed, held = np.concatenate([large, small]), np.concatenate([large, other])
+    found = compare(held, computed, layers, 0.05)
+    assert (found.likeness, found.layer) == (Likeness.DIFFERENT, "small")
+    whole = against(held, computed, NumberFormat.BFLOAT16)
+    assert whole.likeness is Likeness.CLOSE  # so the layers matter
+
+
+def test_unknown_formats_have_to_be_equal() -> None:
+    computed = np.arange(64, dtype=np.uint8)
+    held = computed.copy()
+    held[3] ^= 1
+    assert compare(held, computed, [], 0.5).likeness is Likeness.DIFFERENT
+    assert against(held, computed, NumberFormat.OPAQUE, 1.0).likeness is Likeness.DIFFERENT
+    assert compare(computed, computed.copy(), [], 0).likeness is Likeness.EQUAL
+
+
+def test_eight_bit_numbers() -> None:
+    """The corners of both formats, from their definition (OCP 8-bit floating point)."""
+    e4m3 = decode(np.array([0x01, 0x08, 0x38, 0x7E, 0xFE, 0x7F], np.uint8), NumberFormat.FP8_E4M3)
+    assert e4m3[:5].tolist() == [2**-9, 2**-6, 1.0, 448.0, -448.0]
+    assert math.isnan(e4m3[5])
+    e5m2 = decode(np.array([0x01, 0x04, 0x3C, 0x7B, 0x7C, 0x7E], np.uint8), NumberFormat.FP8_E5M2)
+    assert e5m2[:5].tolist() == [2**-16, 2**-14, 1.0, 57344.0, math.inf]
+    assert math.isnan(e5m2[5])
+    with pytest.raises(ValueError, match="no numbers"):
+        decode(np.zeros(4, np.uint8), NumberFormat.OPAQUE)
+
+
+def test_one_wild_value_is_different_though_the_whole_is_alike() -> None:
+    computed = values_of(1).astype(np.float32)
+    held = computed.copy()
+    held[5] += np.abs(computed).max() / 2
+    found = against(held.view(np.uint8), computed.view(np.uint8), NumberFormat.FLOAT32)
+    assert found.likeness is Likeness.DIFFERENT
+    assert found.overall < 0.05 < found.largest
+
+
+def test_a_little_wrong_everywhere_is_different_though_no_value_is_wild() -> None:
+    computed = values_of(1).astype(np.float32)
+    signs = np.random.default_rng(2).choice([-0.3, 0.3], ELEMENTS)
+    held = (computed + signs).astype(np.float32)
+    found = against(held.view(np.uint8), computed.view(np.uint8), NumberFormat.FLOAT32)
+    assert found.likeness is Likeness.DIFFERENT
+    assert found.largest < 0.05 < found.overall

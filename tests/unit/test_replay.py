@@ -1,0 +1,386 @@
+"""`tiered-kv replay` against a small server that keeps answers by salt and can be made to forget,
+mix up or drift what it keeps. The real vLLM is asked in tests/engine/test_serve.py."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_tiered_kv.api.answers import Answer, Outcome, Token, compare_answers, read_answer
+from vllm_tiered_kv.api.cli import main
+from vllm_tiered_kv.api.openai_server import OpenAIServer, sum_counters
+from vllm_tiered_kv.api.prompt_file import read_prompts
+from vllm_tiered_kv.errors import ReplayError
+from vllm_tiered_kv.metrics import names
+
+WORDS = ["alpha", "beta", "gamma", "delta"]
+BLOCKS = 3  # that one answer from the cache loads
+
+
+@dataclass
+class SmallServer:
+    """Answers with words chosen by the prompt; what it keeps is answered from there."""
+
+    models: list[str] = field(default_factory=lambda: ["m"])
+    keeps: bool = True
+    has_metrics: bool = True
+    can_empty: bool = True
+    spoil: str = ""  # what an answer from the cache suffers: "word", "tie", "logprob", "short"
+    refuse: str = ""  # prompts with this word are refused
+    kept: set[tuple[str, str]] = field(default_factory=set)
+    loaded: int = 0
+    emptied: int = 0
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if path == "/reset_prefix_cache":
+            self.emptied += 1
+            return (200, {"success": True}) if self.can_empty else (404, {"detail": "Not Found"})
+        if body["model"] not in self.models:
+            return 404, {"error": {"message": "no such model"}}
+        content = json.dumps(body.get("prompt", body.get("messages")))
+        if self.refuse and self.refuse in content:
+            return 400, {"error": {"message": "the prompt is too long"}}
+        key = (body.get("cache_salt", ""), content)
+        with self.lock:
+            self.asked.append(body)
+            from_cache = self.keeps and key in self.kept
+            self.kept.add(key)
+            self.loaded += BLOCKS * from_cache
+        words = [WORDS[(len(content) + n) % len(WORDS)] for n in range(body["max_tokens"])]
+        tokens = [(word, -0.1, {word: -0.1, "omega": -0.15, "zeta": -3.0}) for word in words]
+        if from_cache and self.spoil == "word":
+            tokens[1] = ("zeta", -0.2, {"zeta": -0.2})
+        elif from_cache and self.spoil == "tie":
+            tokens[1] = ("omega", -0.1, {"omega": -0.1})
+        elif from_cache and self.spoil == "logprob":
+            tokens[1] = (tokens[1][0], -0.9, tokens[1][2])
+        elif from_cache and self.spoil == "short":
+            tokens.pop()
+        return 200, _chat(tokens) if "messages" in body else _completion(tokens)
+
+
+def _completion(tokens: list[tuple[str, float, dict[str, float]]]) -> dict[str, Any]:
+    logprobs = {
+        "tokens": [token for token, _, _ in tokens],
+        "token_logprobs": [logprob for _, logprob, _ in tokens],
+        "top_logprobs": [others for _, _, others in tokens],
+    }
+    text = " ".join(token for token, _, _ in tokens)
+    return {"choices": [{"text": text, "logprobs": logprobs}]}
+
+
+def _chat(tokens: list[tuple[str, float, dict[str, float]]]) -> dict[str, Any]:
+    content = [
+        {
+            "token": token,
+            "logprob": logprob,
+            "top_logprobs": [{"token": t, "logprob": p} for t, p in others.items()],
+        }
+        for token, logprob, others in tokens
+    ]
+    message = {"role": "assistant", "content": " ".join(token for token, _, _ in tokens)}
+    return {
+        "choices": [{"message": message, "logprobs": {"content": content}}],
+        "usage": {"prompt_tokens_details": {"cached_tokens": 7}},
+    }
+
+
+class _Handler(BaseHTTPRequestHandler):
+    small: SmallServer
+
+    def do_GET(self) -> None:
+        if self.path == "/v1/models":
+            self._send(200, {"data": [{"id": name} for name in self.small.models]})
+        elif self.path == "/metrics" and self.small.has_metrics:
+            counter = names.LOADED_BLOCKS.exposed_name
+            text = f'# TYPE x\n{counter}_total{{tier="cpu"}} {self.small.loaded}.0\n'
+            self._send(200, text + f'{counter}_created{{tier="cpu"}} 1.7e9\n')
+        else:
+            self._send(404, {"detail": "Not Found"})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self._send(*self.small.answer(self.path, body))
+
+    def _send(self, status: int, content: Any) -> None:
+        data = (content if isinstance(content, str) else json.dumps(content)).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+class Running:
+    def __init__(self, small: SmallServer) -> None:
+        self.small = small
+        handler = type("Handler", (_Handler,), {"small": small})
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def running() -> Iterator[Running]:
+    running = Running(SmallServer())
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(
+        '{"prompt": "one"}\n\n{"messages": [{"role": "user", "content": "two two"}]}\n'
+        'plain text\n{"prompt": [1, 2, 3], "max_tokens": 2}\n'
+    )
+    return path
+
+
+def replay(running: Running, prompts: Path, *flags: str) -> int:
+    return main(["replay", str(prompts), "--url", running.url, "--max-tokens", "4", *flags])
+
+
+def test_equal_answers(
+    running: Running, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "report.json"
+    assert replay(running, prompts, "--json", str(out)) == 0
+    shown = capsys.readouterr()
+    assert "4 prompts: 4 equal" in shown.out
+    assert "12 blocks were loaded" in shown.out
+    assert "WARNING" not in shown.out
+    assert "second: 4 of 4" in shown.err
+    report = json.loads(out.read_text())
+    assert report["status"] == 0
+    assert report["counted"]["loaded_blocks"] == 12
+    assert [prompt["line"] for prompt in report["prompts"]] == [1, 3, 4, 5]
+    assert report["prompts"][1]["answers"]["second"]["cached_tokens"] == 7
+    assert running.small.emptied == 1
+
+    rounds = [running.small.asked[start : start + 4] for start in (0, 4, 8)]
+    salts = [body["cache_salt"] for body in rounds[0]]
+    assert len(set(salts)) == 4  # each of its own
+    assert all("cache_salt" not in body for body in rounds[1] + rounds[2])
+    assert all(body["temperature"] == 0 for body in running.small.asked)
+    assert [body["max_tokens"] for body in rounds[0]] == [4, 4, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "status", "told"),
+    [
+        ("word", 1, "different one\n    second round: token 1 differs, logprob gap 2.9"),
+        ("short", 1, "different one\n    second round: token 3 differs, logprob gap inf"),
+        ("logprob", 1, "drift     one\n    second round: logprob of token 1 is 0.8 off"),
+        ("tie", 0, "tie       one\n    second round: token 1 differs, logprob gap 0.05"),
+    ],
+)
+def test_other_answers_from_the_cache(
+    running: Running,
+    prompts: Path,
+    capsys: pytest.CaptureFixture[str],
+    spoil: str,
+    status: int,
+    told: str,
+) -> None:
+    running.small.spoil = spoil
+    assert replay(running, prompts) == status
+    assert f"line 1: {told}" in capsys.readouterr().out
+
+
+def test_ties_can_be_refused(running: Running, prompts: Path) -> None:
+    running.small.spoil = "tie"
+    assert replay(running, prompts, "--tie", "0.01") == 1
+
+
+def test_drift_can_be_allowed(running: Running, prompts: Path) -> None:
+    running.small.spoil = "logprob"
+    assert replay(running, prompts, "--drift", "1") == 0
+
+
+def test_without_loads_equal_answers_prove_nothing(
+    running: Running, prompts: Path, capsys: pytest.CaptureFixture[str], quick: None
+) -> None:
+    running.small.keeps = False
+    running.small.can_empty = False
+    assert replay(running, prompts) == 3
+    shown = capsys.readouterr()
+    assert "NO BLOCK WAS LOADED" in shown.out
+    assert "GPU cache" in shown.err
+    assert replay(running, prompts, "--allow-no-loads") == 0
+
+
+def test_a_server_that_tells_nothing_proves_nothing(
+    running: Running, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running.small.has_metrics = False
+    assert replay(running, prompts) == 3
+    assert "no /metrics" in capsys.readouterr().out
+
+
+def test_the_gpu_cache_is_left_alone_on_request(running: Running, prompts: Path) -> None:
+    assert replay(running, prompts, "--keep-gpu-cache") == 0
+    assert running.small.emptied == 0
+
+
+def test_a_salt_for_the_rounds_with_the_cache(running: Running, prompts: Path) -> None:
+    assert replay(running, prompts, "--salt", "tenant") == 0
+    assert [body["cache_salt"] for body in running.small.asked[4:]] == ["tenant"] * 8
+
+
+def test_a_second_server_computes(
+    running: Running, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = Running(SmallServer(models=["m"]))
+    try:
+        assert replay(running, prompts, "--baseline-url", other.url, "--concurrency", "3") == 0
+        assert len(other.small.asked) == 4
+        assert len(running.small.asked) == 8
+    finally:
+        other.close()
+
+
+def test_a_request_that_fails_is_told(
+    running: Running, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running.small.refuse = "plain"
+    assert replay(running, prompts) == 2
+    out = capsys.readouterr().out
+    assert "line 4" in out
+    assert "computed round failed" in out
+    assert "400: the prompt is too long" in out
+    assert "1 failed" in out
+
+
+@pytest.mark.parametrize(
+    ("models", "flags", "told"),
+    [
+        (["m"], ["--model", "other"], "does not serve model 'other'; it serves m"),
+        (["a", "b"], [], "serves 2 models: choose one with --model (a, b)"),
+        ([], [], "serves 0 models"),
+    ],
+)
+def test_models(
+    running: Running,
+    prompts: Path,
+    capsys: pytest.CaptureFixture[str],
+    models: list[str],
+    flags: list[str],
+    told: str,
+) -> None:
+    running.small.models = models
+    assert replay(running, prompts, *flags) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "has no prompts"),
+        ('{"prompt": "a"}\n{"prompt": \n', "line 2: not JSON"),
+        ('{"text": "a"}\n', 'line 1: expected either "prompt" or "messages"'),
+        ('{"prompt": "a", "messages": []}\n', "line 1: expected either"),
+        ('{"messages": []}\n', 'line 1: "messages" must be'),
+        ('{"prompt": 7}\n', 'line 1: "prompt" must be'),
+    ],
+)
+def test_a_bad_file_names_the_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, told: str
+) -> None:
+    path = tmp_path / "prompts"
+    path.write_text(text)
+    assert main(["replay", str(path)]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_nobody_there(tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(prompts), "--url", "http://127.0.0.1:1"]) == 2
+    assert "http://127.0.0.1:1 cannot be reached" in capsys.readouterr().err
+    assert main(["replay", str(prompts), "--url", "127.0.0.1:1"]) == 2
+    assert "is not an address like" in capsys.readouterr().err
+    assert main(["replay", str(tmp_path / "none")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["replay", "--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    for word in ("cache_salt", "--tie", "exit status", "messages", "proves nothing"):
+        assert word in shown
+    with pytest.raises(SystemExit) as ended:
+        main(["replay"])
+    assert ended.value.code == 2
+
+
+def tokens(*pairs: tuple[str, float]) -> Answer:
+    return Answer(tuple(Token(name, p, {name: p, "b": -1.0}) for name, p in pairs))
+
+
+def test_where_answers_part() -> None:
+    right = tokens(("a", -0.5), ("a", -0.9), ("c", -0.1))
+    same = compare_answers(right, right, 0.1, 0.1)
+    assert (same.outcome, same.index, same.drift) == (Outcome.EQUAL, None, 0.0)
+    parted = compare_answers(right, tokens(("a", -0.4), ("b", -1.0), ("x", 0.0)), 0.1, 0.05)
+    assert (parted.outcome, parted.index) == (Outcome.TIE, 1)
+    assert parted.gap == pytest.approx(0.1)
+    assert parted.drift == pytest.approx(0.1)
+    unlisted = compare_answers(right, tokens(("z", -0.4)), 5, 5)
+    assert (unlisted.outcome, unlisted.gap) == (Outcome.DIFFERENT, math.inf)
+    moved = compare_answers(right, tokens(("a", -0.5), ("a", -math.inf), ("c", -0.1)), 1, 9)
+    assert (moved.outcome, moved.index, moved.drift) == (Outcome.DRIFT, 1, math.inf)
+
+
+def test_replies_that_are_none() -> None:
+    for reply in ({}, {"choices": []}, {"choices": [{"text": "a", "logprobs": {"tokens": ["a"]}}]}):
+        with pytest.raises(ReplayError, match="no logprobs"):
+            read_answer(reply)
+    assert read_answer({"choices": [{"text": "", "logprobs": None}]}).tokens == ()
+
+
+def test_counters_are_summed_over_their_labels() -> None:
+    name = names.LOADED_BLOCKS.exposed_name
+    page = (
+        f'{name}_total{{engine="0",tier="cpu"}} 3.0\n{name}_total{{engine="0",tier="remote"}} 4e1\n'
+        f'{name}_created{{engine="0",tier="cpu"}} 9.0\n{name}_total_other 5.0\n# {name}_total 7\n'
+    )
+    metrics = (names.LOADED_BLOCKS, names.LOAD_FAILURES)
+    assert sum_counters(page, metrics) == {"loaded_blocks": 43.0, "load_failures": 0.0}
+
+
+def test_titles_are_short(tmp_path: Path) -> None:
+    path = tmp_path / "prompts"
+    path.write_text("word " * 50 + "\n" + json.dumps({"messages": [{"content": [{"a": 1}]}]}))
+    long, odd = read_prompts(path)
+    assert len(long.title) == 40
+    assert odd.title == '[{"a": 1}]'
+
+
+def test_an_api_key_is_sent(running: Running, prompts: Path, tmp_path: Path) -> None:
+    server = OpenAIServer(running.url + "/v1/", 5, "secret")
+    assert server.url == running.url
+    assert server._headers["Authorization"] == "Bearer secret"
+    assert replay(running, prompts, "--api-key-file", str(tmp_path / "none")) == 2
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is never counted need not be waited for."""
+    monkeypatch.setattr("vllm_tiered_kv.api.replay._COUNTED_WITHIN_S", 0.1)

@@ -1,0 +1,138 @@
+"""Comparisons of several ranks: the worst word counts, and everything held goes back once."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_tiered_kv.cache.index import BlockIndex
+from vllm_tiered_kv.cache.ledger import TransferLedger
+from vllm_tiered_kv.cache.verification import VerificationLedger
+from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
+from vllm_tiered_kv.core.key import BlockKey
+from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.core.transfer import GroupTransfer, int64_array
+from vllm_tiered_kv.core.verification import BlockVerdict, Verdict, VerifyJob
+from vllm_tiered_kv.errors import InvariantError
+from vllm_tiered_kv.metrics import names
+from vllm_tiered_kv.metrics.recorder import Recorder
+
+SLOTS = 32
+EQUAL, CLOSE, NOT_COMPARED, DIFFERENT = map(BlockVerdict, Verdict)
+
+
+class Bench:
+    def __init__(self, ranks: int = 2) -> None:
+        self.index = BlockIndex(ArenaGeometry(SLOTS * 64, (64,)), "lru")
+        self.recorder = Recorder()
+        self.transfers = TransferLedger(self.index, self.recorder, ranks)
+        self.ledger = VerificationLedger(self.index, self.transfers, self.recorder, ranks)
+
+    def store(self, key: bytes) -> BlockKey:
+        slot = self.index.reserve(key, None, 0)
+        assert slot is not None
+        self.index.commit(slot)
+        return BlockKey(key)
+
+    def open(self, keys: list[BlockKey], tier: Tier = Tier.CPU) -> int:
+        pinned = [self.ledger.pin(key) for key in keys] if tier is Tier.CPU else []
+        spare = [self.ledger.spare_slot(0) for _ in keys]
+        assert None not in pinned
+        assert None not in spare
+        return self.ledger.open(tier, 0, keys, spare, pinned)
+
+    def total(self, metric: names.Metric) -> float:
+        return self.recorder.total(metric)
+
+    def assert_nothing_is_held(self) -> None:
+        assert not self.index.pinned_slots()
+        assert len(self.index._entries) == len(self.index)
+        assert self.transfers.copies_to_compare == 0
+        assert not self.ledger.has_open
+        self.index.check()
+
+
+def test_the_worst_rank_counts_and_all_have_to_report() -> None:
+    bench = Bench()
+    keys = [bench.store(name) for name in (b"a", b"b", b"c", b"d")]
+    job = bench.open(keys)
+    assert bench.transfers.copies_to_compare == 4
+    assert bench.ledger.report(job, [[EQUAL, CLOSE, EQUAL, NOT_COMPARED]]) is None
+    assert bench.index.pinned_slots()
+    findings = bench.ledger.report(job, [[EQUAL, EQUAL, DIFFERENT, DIFFERENT]])
+    assert findings is not None
+    assert [key for key, _ in findings.different] == [b"c", b"d"]
+    assert bench.total(names.VERIFIED_BLOCKS) == 4
+    assert bench.total(names.INEXACT_BLOCKS) == 1
+    assert bench.total(names.DIFFERING_BLOCKS) == 2
+    assert bench.total(names.UNVERIFIED_BLOCKS) == 0
+    bench.assert_nothing_is_held()
+
+
+def test_what_one_rank_could_not_compare_is_not_verified() -> None:
+    bench = Bench()
+    job = bench.open([bench.store(b"a")])
+    bench.ledger.report(job, [[CLOSE], [NOT_COMPARED]])
+    assert bench.total(names.VERIFIED_BLOCKS) == 0
+    assert bench.total(names.UNVERIFIED_BLOCKS) == 1
+    bench.assert_nothing_is_held()
+
+
+def test_a_void_comparison_tells_nothing_and_lets_go() -> None:
+    bench = Bench(ranks=1)
+    job = bench.open([bench.store(b"a")])
+    bench.ledger.void()
+    later = bench.open([bench.store(b"b")])
+    assert bench.ledger.report(job, [[DIFFERENT]]) is None
+    assert bench.ledger.report(later, [[EQUAL]]) is not None
+    assert bench.total(names.DIFFERING_BLOCKS) == 0
+    assert bench.total(names.UNVERIFIED_BLOCKS) == 1
+    bench.assert_nothing_is_held()
+
+
+def test_a_report_too_many_is_a_bug() -> None:
+    bench = Bench(ranks=1)
+    job = bench.open([bench.store(b"a")])
+    with pytest.raises(InvariantError):
+        bench.ledger.report(job, [[EQUAL], [EQUAL]])
+
+
+def test_spare_slots_are_an_eighth_and_come_back() -> None:
+    bench = Bench(ranks=1)
+    keys = [bench.store(bytes([n])) for n in range(SLOTS)]  # full: room has to be made
+    job = bench.open(keys[-4:])
+    assert bench.ledger.spare_slot(0) is None
+    bench.ledger.report(job, [[EQUAL] * 4])
+    bench.assert_nothing_is_held()
+    slot = bench.ledger.spare_slot(0)
+    assert slot is not None
+    bench.index.abort(slot)
+
+
+def test_a_block_that_left_cannot_be_pinned() -> None:
+    bench = Bench()
+    key = bench.store(b"a")
+    bench.index.remove(key)
+    assert bench.ledger.pin(key) is None
+
+
+def test_spare_slots_survive_a_reset() -> None:
+    bench = Bench(ranks=1)
+    job = bench.open([bench.store(b"a")])
+    bench.index.clear()
+    bench.index.check()
+    bench.ledger.report(job, [[EQUAL]])
+    bench.assert_nothing_is_held()
+    assert bench.index.used_bytes == 0
+
+
+def test_a_job_lies_in_one_place() -> None:
+    copy = GroupTransfer(0, int64_array([1]), int64_array([2]))
+    key = (BlockKey(b"a"),)
+    assert VerifyJob(1, copy, key, 64, int64_array([3])).tier is Tier.CPU
+    assert VerifyJob(1, copy, key, 64, None, "tcp://h:1").tier is Tier.REMOTE
+    with pytest.raises(ValueError, match="CPU tier or in a daemon"):
+        VerifyJob(1, copy, key, 64)
+    with pytest.raises(ValueError, match="CPU tier or in a daemon"):
+        VerifyJob(1, copy, key, 64, int64_array([3]), "tcp://h:1")
+    with pytest.raises(ValueError, match="1 copies of 2 blocks"):
+        VerifyJob(1, copy, key * 2, 64, int64_array([3]))

@@ -1,0 +1,189 @@
+"""`tiered-kv`: tools to look at a running server from outside."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from vllm_tiered_kv import __version__
+from vllm_tiered_kv.api.openai_server import OpenAIServer
+from vllm_tiered_kv.api.prompt_file import read_prompts
+from vllm_tiered_kv.api.replay import Exit, Replay, ReplaySettings
+from vllm_tiered_kv.errors import ReplayError
+
+_REPLAY = """\
+Asks a running OpenAI-compatible vLLM server every prompt of a file, without the cache and with it,
+and compares tokens and logprobs. It costs what the prompts cost, three times.
+
+  computed   under a cache_salt nobody used before: all of it is computed
+  first      with the cache: what the tiers have is used, the rest is stored
+  second     with the cache again, after the GPU's own cache was emptied where the server allows it
+             (VLLM_SERVER_DEV_MODE=1), so that blocks come from the tiers
+"""
+
+_DETAILS = """\
+prompts, one on each line:
+  {"prompt": "Once upon a time"}                      to /v1/completions
+  {"messages": [{"role": "user", "content": "Hi"}]}   to /v1/chat/completions
+  Once upon a time                                    plain text, to /v1/completions
+  Further fields ("max_tokens", "tools", …) go into the request as they are.
+
+outcomes, each round compared with the computed answer:
+  equal      the same tokens, their logprobs within --drift
+  tie        they part where the computed answer held both tokens about equally likely: by no more
+             than --tie. Another batch or kernel rounds differently and may take the other one.
+             Not a failure. The default is just above one step of bfloat16 for logits of 16 to 32.
+  drift      the same tokens, but a logprob moved by more than --drift
+  different  they part where there was no tie
+
+exit status:
+  0  all equal, or ties     1  something is different, or drifts
+  2  could not run, or requests failed
+  3  no block was loaded from a tier, so that the comparison proves nothing
+
+examples:
+  tiered-kv replay prompts.jsonl --url http://127.0.0.1:8000
+  tiered-kv replay prompts.jsonl --baseline-url http://127.0.0.1:8001
+      a second server, without the cache, computes the answers to compare with
+  tiered-kv replay prompts.jsonl --json report.json --max-tokens 256
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="tiered-kv", description="Looks at a running server with a tiered KV cache."
+    )
+    parser.add_argument("--version", action="version", version=f"tiered-kv {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_replay(commands)
+    given = parser.parse_args(arguments)
+    try:
+        return int(given.run(given))
+    except ReplayError as error:
+        print(f"tiered-kv: {error}", file=sys.stderr)
+        return Exit.FAILED
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "replay",
+        help="compare answers with and without the cache",
+        description=_REPLAY,
+        epilog=_DETAILS,
+        formatter_class=_Formatter,
+        allow_abbrev=False,
+    )
+    default = ReplaySettings()
+    parser.set_defaults(run=_replay)
+    parser.add_argument("prompts", metavar="PROMPTS", type=Path, help="file of prompts, see below")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (%(default)s)")
+    parser.add_argument("--baseline-url", metavar="URL", help="a server without the cache")
+    parser.add_argument("--model", metavar="NAME", help="needed if the server serves several")
+    parser.add_argument(
+        "--max-tokens",
+        metavar="N",
+        type=_positive,
+        default=default.max_tokens,
+        help="tokens to generate, unless a line says so (%(default)s)",
+    )
+    parser.add_argument(
+        "--concurrency",
+        metavar="N",
+        type=_positive,
+        default=default.concurrency,
+        help="requests at a time; one is the most reproducible (%(default)s)",
+    )
+    parser.add_argument(
+        "--salt", metavar="TEXT", help="cache_salt of the rounds with the cache, if clients use one"
+    )
+    parser.add_argument(
+        "--tie",
+        metavar="GAP",
+        type=float,
+        default=default.tie,
+        help="logprob gap up to which two tokens are a tie (%(default)s)",
+    )
+    parser.add_argument(
+        "--drift",
+        metavar="GAP",
+        type=float,
+        default=default.drift,
+        help="change of a logprob that counts as a difference (%(default)s)",
+    )
+    parser.add_argument(
+        "--timeout", metavar="SECONDS", type=float, default=600.0, help="per request (%(default)s)"
+    )
+    parser.add_argument(
+        "--keep-gpu-cache",
+        action="store_true",
+        help="do not empty it, as other clients of the server use it too",
+    )
+    parser.add_argument("--api-key-file", metavar="FILE", type=Path, help="sent as bearer token")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the whole report there")
+    parser.add_argument(
+        "--allow-no-loads", action="store_true", help="exit 0 even if nothing was loaded"
+    )
+
+
+def _replay(given: argparse.Namespace) -> int:
+    prompts = read_prompts(given.prompts)
+    key = _read_key(given.api_key_file)
+    settings = ReplaySettings(
+        given.model,
+        given.max_tokens,
+        given.concurrency,
+        given.salt,
+        given.tie,
+        given.drift,
+        not given.allow_no_loads,
+        not given.keep_gpu_cache,
+    )
+    baseline = None
+    if given.baseline_url is not None:
+        baseline = OpenAIServer(given.baseline_url, given.timeout, key)
+    server = OpenAIServer(given.url, given.timeout, key)
+    report = Replay(server, baseline, settings, _tell).run(prompts)
+    print("\n".join(report.lines()))
+    if given.json is not None:
+        _write(given.json, json.dumps(report.as_json(), indent=1) + "\n")
+    return report.exit_status
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
+    return number
+
+
+def _read_key(path: Path | None) -> str | None:
+    try:
+        return None if path is None else path.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ReplayError(f"the API key cannot be read: {error}") from None
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ReplayError(f"the report cannot be written: {error}") from None
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28, width=100)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

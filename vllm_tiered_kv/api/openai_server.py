@@ -1,0 +1,129 @@
+"""A running OpenAI-compatible server, by plain HTTP from the standard library."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_tiered_kv.api.answers import Answer, read_answer
+from vllm_tiered_kv.api.prompt_file import Prompt
+from vllm_tiered_kv.errors import ReplayError
+from vllm_tiered_kv.metrics.names import Metric
+
+_ALTERNATIVES = 5  # likeliest tokens asked for in each place
+_QUICK_S = 15.0
+_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})? (\S+)", re.MULTILINE)
+
+
+class OpenAIServer:
+    def __init__(self, url: str, timeout_s: float, api_key: str | None = None) -> None:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise ReplayError(f'{url!r} is not an address like "http://127.0.0.1:8000"')
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._timeout_s = timeout_s
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        # A proxy of the environment is for the world outside, not for a server of one's own.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def choose_model(self, wanted: str | None) -> str:
+        """The model to ask for; ReplayError if it is not served, or if there are several."""
+        reply = self._json("/v1/models", None, _QUICK_S)
+        served = [str(model["id"]) for model in reply.get("data", ()) if "id" in model]
+        if wanted is not None and wanted not in served:
+            known = ", ".join(served) or "nothing"
+            raise ReplayError(f"{self.url} does not serve model {wanted!r}; it serves {known}")
+        if wanted is None and len(served) != 1:
+            raise ReplayError(
+                f"{self.url} serves {len(served)} models: choose one with --model"
+                + (f" ({', '.join(served)})" if served else "")
+            )
+        return wanted or served[0]
+
+    def ask(self, prompt: Prompt, model: str, max_tokens: int, salt: str | None) -> Answer:
+        body: dict[str, Any] = {"max_tokens": max_tokens, **prompt.fields}
+        body |= {"model": model, "temperature": 0, "n": 1, "stream": False}
+        body["return_tokens_as_token_ids"] = True  # two tokens may look alike
+        if prompt.is_chat:
+            body |= {"logprobs": True, "top_logprobs": _ALTERNATIVES}
+        else:
+            body |= {"logprobs": _ALTERNATIVES}
+        if salt is not None:
+            body["cache_salt"] = salt
+        path = "/v1/chat/completions" if prompt.is_chat else "/v1/completions"
+        return read_answer(self._json(path, body, self._timeout_s))
+
+    def forget_gpu_cache(self) -> bool:
+        """Empties vLLM's own prefix cache; False if the server has no such command, or other
+        requests keep using it."""
+        end = time.monotonic() + _QUICK_S
+        while True:
+            status, content = self._call("/reset_prefix_cache", {}, _QUICK_S)
+            if status != 200:
+                return False
+            if b"false" not in content:  # {"success": true}, or nothing from older releases
+                return True
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.25)
+
+    def counters(self, metrics: tuple[Metric, ...]) -> dict[str, float] | None:
+        """Sums of these counters over their labels; None if the server does not tell."""
+        status, content = self._call("/metrics", None, _QUICK_S)
+        if status != 200:
+            return None
+        return sum_counters(content.decode(errors="replace"), metrics)
+
+    def _json(self, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> Any:
+        status, content = self._call(path, body, timeout_s)
+        if status != 200:
+            raise ReplayError(f"{self.url}{path} answered {status}: {_reason(content)}")
+        try:
+            return json.loads(content)
+        except ValueError:
+            raise ReplayError(f"{self.url}{path} did not answer in JSON") from None
+
+    def _call(
+        self, path: str, body: Mapping[str, Any] | None, timeout_s: float
+    ) -> tuple[int, bytes]:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, self._headers)
+        try:
+            with self._opener.open(request, timeout=timeout_s) as response:
+                return int(response.status), response.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read()
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", None) or error
+            raise ReplayError(f"{self.url} cannot be reached: {reason}") from None
+
+
+def sum_counters(text: str, metrics: tuple[Metric, ...]) -> dict[str, float]:
+    """From a page in Prometheus' format; a counter that is not there yet is 0."""
+    sums = {metric.exposed_name + "_total": 0.0 for metric in metrics}
+    for name, value in _SAMPLE.findall(text):
+        if name in sums:
+            sums[name] += float(value)
+    return {metric.name: sums[metric.exposed_name + "_total"] for metric in metrics}
+
+
+def _reason(content: bytes) -> str:
+    """What a server says of an error, as it is or out of its JSON."""
+    text = content.decode(errors="replace").strip()
+    try:
+        reply = json.loads(text)
+        error = reply.get("error", reply)
+        text = str(error.get("message", text) if isinstance(error, dict) else error)
+    except (ValueError, AttributeError):
+        pass
+    return text[:400] or "nothing"

@@ -1,0 +1,46 @@
+"""How the numbers of a registered KV cache are written, so that blocks can be compared by them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from vllm_tiered_kv.core.block_compare import LayerNumbers, NumberFormat
+from vllm_tiered_kv.core.layout import BlockRuns
+
+if TYPE_CHECKING:
+    import torch
+
+_BY_DTYPE = {
+    "torch.float32": NumberFormat.FLOAT32,
+    "torch.float16": NumberFormat.FLOAT16,
+    "torch.bfloat16": NumberFormat.BFLOAT16,
+    "torch.float8_e4m3fn": NumberFormat.FP8_E4M3,
+    "torch.float8_e5m2": NumberFormat.FP8_E5M2,
+}
+# vLLM keeps fp8 as plain bytes; its option says which. Its other byte formats mix things.
+_BY_CACHE_DTYPE = {
+    "fp8": NumberFormat.FP8_E4M3,
+    "fp8_e4m3": NumberFormat.FP8_E4M3,
+    "fp8_e5m2": NumberFormat.FP8_E5M2,
+}
+
+
+def number_format(dtype: str, cache_dtype: str) -> NumberFormat:
+    """Of a tensor of this dtype, under vLLM's `--kv-cache-dtype`."""
+    formats = _BY_DTYPE if dtype != "torch.uint8" else _BY_CACHE_DTYPE
+    name = dtype if dtype != "torch.uint8" else cache_dtype
+    return formats.get(name, NumberFormat.OPAQUE)
+
+
+def layer_numbers(
+    kv_caches: Mapping[str, torch.Tensor], runs: Mapping[int, BlockRuns], cache_dtype: str
+) -> dict[int, list[LayerNumbers]]:
+    """The layers of a block, per group."""
+    return {
+        group_id: [
+            LayerNumbers(name, end, number_format(str(kv_caches[name].dtype), cache_dtype))
+            for name, end in group.layer_ends
+        ]
+        for group_id, group in runs.items()
+    }
