@@ -52,11 +52,15 @@ class LoadPlanner:
         if not self.judge.asks_daemons:
             return
         if self.remote is not None and not request.skip_reading_prefix_cache:
-            self.remote.begin(state, self._limit(request))
+            state.keys.extend(request, request.num_tokens)
+            self.remote.begin(state, self.limit(request))
 
     def loadable(self, state: RequestState, request: Request, computed: int) -> int | None:
         """Tokens after `computed` that can be loaded; None while a daemon has not answered."""
-        limit = self._limit(request)
+        limit = self.limit(request)
+        if computed >= limit:
+            state.match = Match(computed, 0, limit)
+            return 0
         loadable = 0
         elsewhere = None
         if not state.load_failed and not request.skip_reading_prefix_cache:
@@ -87,6 +91,7 @@ class LoadPlanner:
         match, state.match = state.match, None
         if match is None:
             return None
+        state.on_gpu = match.computed if match.computed >= match.limit else 0
         if match.verified and self.verification is not None:
             self.verification.begin(state, match.computed, match.verified)
         loads = [
@@ -141,7 +146,7 @@ class LoadPlanner:
     def _bytes(self, tokens: int) -> int:
         return sum(tokens // group.block_size * group.block_bytes for group in self._groups)
 
-    def _limit(self, request: Request) -> int:
+    def limit(self, request: Request) -> int:
         """How far a load may reach: the last token is always computed, for its logits."""
         return (request.num_tokens - 1) // self._alignment * self._alignment
 

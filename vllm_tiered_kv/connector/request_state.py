@@ -45,6 +45,7 @@ class RequestState:
     request: Request
     keys: RequestKeys
     stored: list[int]  # per group: blocks already stored or considered
+    on_gpu: int = 0  # tokens, if the GPU had all that could have been loaded
     closed: DropReason | None = None  # why the rest of this sequence is not stored
     load_failed: bool = False
     match: Match | None = None
@@ -75,6 +76,7 @@ class RequestState:
     def forget_blocks(self) -> None:
         """The request was preempted: its blocks are gone and it starts over."""
         self.stored = [0] * len(self.stored)
+        self.on_gpu = 0
         self.closed = None
         self.drop_lookup()
         self.held_nowhere_else()

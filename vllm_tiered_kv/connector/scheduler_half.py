@@ -171,7 +171,8 @@ class SchedulerHalf:
         state = self._state(request)
         if state is None:
             return 0, False
-        state.keys.extend(request, request.num_tokens)
+        if num_computed_tokens < self.loads.limit(request):
+            state.keys.extend(request, request.num_tokens)
         loadable = self.loads.loadable(state, request, num_computed_tokens)
         is_beside = state.match is not None and not state.match.ahead
         return loadable, bool(loadable) and is_beside
@@ -196,7 +197,8 @@ class SchedulerHalf:
         self._ahead.step_planned(scheduler_output.num_scheduled_tokens)
         for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
             self._plan_stores(request_id, scheduled)
-        self._next.stores_after += self.stores.store_unowned()
+        scheduled_now = scheduler_output.num_scheduled_tokens.values()
+        self._next.stores_after += self.stores.store_unowned(scheduled_now)
         if self.verification is not None:
             for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
                 self._plan_verification(self.verification, request_id, scheduled)
@@ -285,6 +287,8 @@ class SchedulerHalf:
         ready = self._storable(state, request.num_tokens - 1)
         if not self._has_more(state, ready):
             return
+        if self._has_only_old(state, ready) and self.stores.store_later(state, block_ids, ready):
+            return  # its client waits for the answer
         state.keys.extend(request, ready)
         self._next.stores_before += self.stores.store_finished(state, block_ids, ready)
 
@@ -333,7 +337,8 @@ class SchedulerHalf:
             return None
         try:
             keys = self._key_maker.keys_for(request)
-            keys.extend(request, request.num_tokens)
+            if request.mm_features or request.prompt_embeds is not None:
+                keys.extend(request, request.num_tokens)  # nothing else can fail later
         except (TieredKVError, OSError, ValueError, TypeError) as reason:
             # Such as an adapter that cannot be read: the request runs as if there were no cache.
             logger.warning("request %s is not cached: %s", request.request_id, reason)
@@ -356,12 +361,19 @@ class SchedulerHalf:
             for group, stored in zip(self._groups, state.stored, strict=True)
         )
 
+    def _has_only_old(self, state: RequestState, ready: int) -> bool:
+        """Whether the GPU had all full blocks of these tokens before the request came: what is to
+        be done about them can wait until nobody waits for a first token."""
+        return self._config.mode is Mode.TIERED and all(
+            ready // group.block_size <= state.on_gpu // group.block_size for group in self._groups
+        )
+
     def _plan_stores(self, request_id: str, scheduled: int) -> None:
         state = self._requests.get(request_id)
         if state is None:
             return
         ready = self._storable(state, state.request.num_computed_tokens + scheduled)
-        if not self._has_more(state, ready):
+        if not self._has_more(state, ready) or self._has_only_old(state, ready):
             return
         state.keys.extend(state.request, ready)
         if self._config.mode is Mode.HASH_ONLY:
@@ -412,6 +424,7 @@ class SchedulerHalf:
                 bad = [n for n, block in enumerate(table) if block.block_id in block_ids]
                 if not bad:
                     continue
+                state.keys.extend(state.request, state.request.num_tokens)
                 for key in state.keys.of_group[group.group_id][bad[0] :]:
                     self.index.remove(key)
                 self.stores.forget({block.block_id for block in table[bad[0] :]})

@@ -12,12 +12,16 @@
   null block takes their places. It is never stored; what the ring has no room for in the step that
   fills it is deferred at once.
 
+- A request whose blocks the GPU had all along leaves nothing to store as a rule. Nothing is worked
+  out for it while it waits for its first token; if it ends before that is done, it is done later.
+
 No reference to a GPU block is ever held.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.cache.index import BlockIndex
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 _UNLIMITED = 1 << 62
+_MOST_UNSEEN = 16  # so long they may wait for a step without a prefill
 
 
 class StorePlanner:
@@ -55,6 +60,8 @@ class StorePlanner:
         self._ledger = ledger
         self._lazy = lazy
         self._deferred = DeferredStores()
+        # Finished requests whose blocks the GPU had all along, with those and their tokens.
+        self._unseen: deque[tuple[RequestState, Sequence[list[int]], int]] = deque()
         self._hash_block_size = hash_block_size
         self.max_blocks_in_flight = max_blocks_in_flight
         # GPU blocks that outlived a reset of the cache: id -> hash, while it is still on them.
@@ -68,7 +75,7 @@ class StorePlanner:
 
     @property
     def has_deferred(self) -> bool:
-        return bool(self._deferred)
+        return bool(self._deferred or self._unseen)
 
     def store_running(
         self, state: RequestState, tables: Sequence[Sequence[KVCacheBlock]], ready_tokens: int
@@ -110,8 +117,25 @@ class StorePlanner:
             self._defer(state, group, ids[room:])
         return jobs
 
-    def store_unowned(self) -> list[StoreJob]:
-        """Jobs for blocks no request owns: deferred ones, or those about to be reused."""
+    def store_later(
+        self, state: RequestState, tables: Sequence[list[int]], ready_tokens: int
+    ) -> bool:
+        """As `store_finished`, at the next step; False where that would be too late."""
+        if self._hash_block_size is None or self._lazy is not None or self._outdated:
+            return False
+        self._unseen.append((state, tables, ready_tokens))
+        return True
+
+    def store_unowned(self, scheduled: Collection[int] = ()) -> list[StoreJob]:
+        """Jobs for blocks no request owns: deferred ones, or those about to be reused.
+
+        `scheduled`: the tokens of each request in the step.
+        """
+        while self._unseen:
+            waits_for_first_token = any(count > 1 for count in scheduled)
+            if waits_for_first_token and len(self._unseen) <= _MOST_UNSEEN:
+                break
+            self._see(*self._unseen.popleft())
         if self._lazy is None and not self._deferred:
             return []
         pool = self._block_pool
@@ -132,6 +156,7 @@ class StorePlanner:
         """
         if self._lazy is not None:
             self._lazy.clear()
+        self._unseen.clear()
         self._ledger.drop(self._deferred.clear(), DropReason.RESET)
         self._outdated = {
             block.block_id: block.block_hash
@@ -143,6 +168,9 @@ class StorePlanner:
         """GPU blocks turned out to hold other bytes than their tokens' KV."""
         if self._lazy is not None:
             self._lazy.forget(block_ids)
+        self._unseen = deque(
+            one for one in self._unseen if not any(block_ids.intersection(t) for t in one[1])
+        )
         self._ledger.drop(self._deferred.forget(block_ids), DropReason.COPY_FAILED)
 
     def ring_room(self) -> int:
@@ -160,6 +188,22 @@ class StorePlanner:
         state.stored[group.group_id] += gone
         ids = block_ids[gone:]
         return ids[: ids.index(null)] if null in ids else ids
+
+    def _see(self, state: RequestState, tables: Sequence[list[int]], ready_tokens: int) -> None:
+        """Counts the blocks of a finished request as used, and defers those the tier lacks."""
+        state.keys.extend(state.request, ready_tokens)
+        for group in self._groups:
+            start, stop = state.stored[group.group_id], ready_tokens // group.block_size
+            ids = tables[group.group_id][start:stop]
+            if group.window is not None:
+                ids = self._past_window(state, group, ids)
+                start = state.stored[group.group_id]
+            stop = start + len(ids)
+            keys = state.keys.of_group[group.group_id]
+            self._index.touch(keys[start:stop])
+            missing = self._index.first_missing(keys, start, stop)
+            state.stored[group.group_id] = missing
+            self._defer(state, group, ids[missing - start :])
 
     def _store_jobs(
         self, state: RequestState, group: Group, block_ids: list[int]

@@ -1,0 +1,117 @@
+"""Requests whose blocks the GPU had all along: nothing is worked out while they wait, and yet what
+they used counts as used, and what the tier lacks of them is stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from tests.engine.toy_engine import ToyEngine, play
+from vllm_tiered_kv.connector.request_keys import RequestKeys
+from vllm_tiered_kv.core.tiers import Lookup
+from vllm_tiered_kv.metrics import names
+
+PROMPT = list(range(10, 41))  # 7 full blocks and 3 tokens
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def async_scheduling(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+def serve(engine: ToyEngine, prompt: list[int], max_tokens: int = 1) -> None:
+    request_id = engine.add(prompt, max_tokens)
+    engine.run()
+    assert engine.finished[request_id].tokens == play(prompt, max_tokens)[0]
+
+
+def keys_of(engine: ToyEngine, prompt: list[int]) -> list[bytes]:
+    request = engine.requests[engine.add(prompt, 1)]
+    keys = engine.half._key_maker.keys_for(request)
+    keys.extend(request, len(prompt))
+    engine.run()
+    return list(keys.of_group[0])
+
+
+def test_no_key_is_made_before_the_answer(tiny_model: Path, async_scheduling: bool) -> None:
+    engine = ToyEngine(tiny_model, async_scheduling)
+    serve(engine, PROMPT)
+    request_id = engine.add(PROMPT, 1)
+    with mock.patch.object(RequestKeys, "extend", autospec=True) as extend:
+        while request_id not in engine.finished:
+            engine.step()
+        assert not extend.called
+    assert engine.half.has_pending_push_work(), "an idle engine would never look at it"
+    engine.run()
+    engine.assert_at_rest()
+    assert not engine.half.stores.has_deferred
+
+
+def test_what_the_tier_lacks_of_it_is_stored(tiny_model: Path, async_scheduling: bool) -> None:
+    engine = ToyEngine(tiny_model, async_scheduling)
+    keys = keys_of(engine, PROMPT)
+    for key in keys[2:5]:
+        engine.half.index.remove(key)
+    serve(engine, PROMPT)
+    assert all(engine.half.index.lookup(key) is Lookup.HIT for key in keys)
+    engine.drop_gpu_cache()
+    serve(engine, PROMPT)  # the toy notices wrong bytes
+    engine.assert_at_rest()
+
+
+def test_it_counts_as_used(tiny_model: Path, async_scheduling: bool) -> None:
+    engine = ToyEngine(tiny_model, async_scheduling, cpu_blocks=16, gpu_blocks=64)
+    keys = keys_of(engine, PROMPT)
+    serve(engine, list(range(50, 75)))  # 6 blocks: 13 of 16 are taken
+    serve(engine, PROMPT)
+    serve(engine, list(range(80, 105)))  # 6 more: 3 have to leave
+    assert all(engine.half.index.lookup(key) is Lookup.HIT for key in keys)
+
+
+def test_a_step_with_a_prefill_does_not_look_at_it(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
+    engine = ToyEngine(tiny_model, async_scheduling)
+    serve(engine, PROMPT)
+    request_id = engine.add(PROMPT, 1)
+    while request_id not in engine.finished:
+        engine.step()
+    other = engine.add(list(range(110, 141)), 2)
+    engine.step()
+    assert engine.half.stores.has_deferred
+    engine.run()
+    assert engine.finished[other].tokens == play(list(range(110, 141)), 2)[0]
+    assert not engine.half.stores.has_deferred
+    engine.assert_at_rest()
+
+
+def test_a_reset_forgets_it(tiny_model: Path, async_scheduling: bool) -> None:
+    engine = ToyEngine(tiny_model, async_scheduling)
+    serve(engine, PROMPT)
+    request_id = engine.add(PROMPT, 1)
+    while request_id not in engine.finished:
+        engine.step()
+    engine.land()
+    assert engine.half.stores.has_deferred
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    assert not engine.half.stores.has_deferred
+    engine.run()
+    assert not len(engine.half.index)
+    serve(engine, PROMPT)
+    engine.assert_at_rest()
+
+
+def test_a_longer_answer_stores_its_blocks_as_ever(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
+    engine = ToyEngine(tiny_model, async_scheduling)
+    serve(engine, PROMPT)
+    serve(engine, PROMPT, max_tokens=10)
+    engine.drop_gpu_cache()
+    longer = PROMPT + play(PROMPT, 10)[0]
+    before = engine.half.recorder.total(names.LOADED_BLOCKS)
+    serve(engine, longer)
+    assert engine.half.recorder.total(names.LOADED_BLOCKS) - before >= len(longer) // 4 - 1
+    engine.assert_at_rest()
