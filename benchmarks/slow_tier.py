@@ -31,7 +31,7 @@ from benchmarks.samples import spread
 from benchmarks.slow_link import SlowLink
 from tests.daemon.daemon_process import DaemonProcess
 from tests.models import QWEN2_7B
-from vllm_tiered_kv.config import parse_size
+from vllm_tiered_kv.option_values import parse_size
 
 MODES = ("vllm", "always", "auto", "never")
 GOAL = 1.05

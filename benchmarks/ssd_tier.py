@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import environment
-from vllm_tiered_kv.config import parse_size
 from vllm_tiered_kv.core.arena_geometry import SlabGeometry
 from vllm_tiered_kv.core.store import PutItem, PutResult, StoreKey
+from vllm_tiered_kv.option_values import parse_size
 from vllm_tiered_kv.stores.ssd.budget import Budget
 from vllm_tiered_kv.stores.ssd.disk import OsDisk
 from vllm_tiered_kv.stores.ssd.folder import read_superblock

@@ -39,7 +39,6 @@ def _gpu(name: str) -> str:
     return f"tests/gpu/test_models_gpu.py::{name}"
 
 
-_ONLY_FULL = "only full attention is supported so far"
 _SUPPORT_TESTS = "tests/engine/test_support_engine.py::test_other_caches_are_left_alone"
 
 ROWS = (
@@ -67,24 +66,42 @@ ROWS = (
         "a daemon holds one copy for all ranks (one for each rank in a pipeline); the CPU tier of "
         "each rank holds its own",
     ),
-    Row("Sliding window", State.LEFT_ALONE, (_SUPPORT_TESTS,), says=_ONLY_FULL),
+    Row(
+        "Sliding window",
+        State.CACHED,
+        (
+            "tests/engine/test_windows.py::test_a_repeated_prompt_loads_what_its_windows_reach",
+            "tests/engine/test_window_engines.py::test_each_prompt_is_found_as_by_vllm_itself",
+        ),
+        "of a prefix that has been left behind, only the blocks of the last window are loaded",
+    ),
     Row(
         "Hybrids of full attention and sliding windows (Gemma-3, gpt-oss)",
-        State.LEFT_ALONE,
-        (_SUPPORT_TESTS,),
-        says=_ONLY_FULL,
+        State.CACHED,
+        (
+            "tests/engine/test_window_engines.py::test_each_prompt_is_found_as_by_vllm_itself",
+            "tests/engine/test_window_engines.py::test_another_engine_finds_it_with_a_daemon",
+            "tests/engine/test_remote_windows.py::test_random_clients_of_two_engines",
+            _gpu("test_sliding_window_hybrids"),
+        ),
     ),
     Row(
         "Mamba, and hybrids of Mamba and attention",
         State.LEFT_ALONE,
-        (_kinds("test_a_cache_that_is_not_full_attention_is_left_alone"),),
-        says=_ONLY_FULL,
+        (_kinds("test_a_cache_that_is_not_full_attention_is_left_alone"), _SUPPORT_TESTS),
+        says="recurrent state",
     ),
     Row(
         "Chunked local attention (Llama-4)",
         State.LEFT_ALONE,
         (_kinds("test_a_cache_that_is_not_full_attention_is_left_alone"),),
-        says=_ONLY_FULL,
+        says="chunked local attention",
+    ),
+    Row(
+        "Sliding windows over latent KV (DeepSeek-V4)",
+        State.LEFT_ALONE,
+        (_SUPPORT_TESTS,),
+        says="sliding windows over latent KV",
     ),
     Row(
         "Layers that share the cache of others (Gemma-3n)",

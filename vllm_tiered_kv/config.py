@@ -11,32 +11,24 @@ import dataclasses
 import difflib
 import enum
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from vllm_tiered_kv.errors import ConfigError
+from vllm_tiered_kv.option_values import (
+    format_size,
+    parse_addresses,
+    parse_bool,
+    parse_choice,
+    parse_int,
+    parse_number,
+    parse_size,
+    parse_text,
+)
 
 ENV_PREFIX = "TIERED_KV_"
-
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "k": 1000,
-    "kb": 1000,
-    "m": 1000**2,
-    "mb": 1000**2,
-    "g": 1000**3,
-    "gb": 1000**3,
-    "t": 1000**4,
-    "tb": 1000**4,
-    "kib": 1 << 10,
-    "mib": 1 << 20,
-    "gib": 1 << 30,
-    "tib": 1 << 40,
-}
 
 
 class Mode(str, enum.Enum):
@@ -88,92 +80,6 @@ class LoadPolicy(str, enum.Enum):
 class Eviction(str, enum.Enum):
     LRU = "lru"
     S3FIFO = "s3fifo"
-
-
-def parse_size(key: str, value: object) -> int:
-    """Bytes of 1073741824, "20GiB", "1.5 TB" or "512MiB"."""
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise ConfigError(key, f'expected a size such as "20GiB", got {value!r}')
-    if isinstance(value, int):
-        size = value
-    else:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
-        unit = _UNITS.get(match.group(2).lower()) if match else None
-        if match is None or unit is None:
-            raise ConfigError(key, f'{value!r} is not a size; write it like "20GiB" or "500MB"')
-        size = int(float(match.group(1)) * unit)
-    if size <= 0:
-        raise ConfigError(key, f"a size must be positive, got {value!r}")
-    return size
-
-
-def format_size(nbytes: int) -> str:
-    for unit in ("TiB", "GiB", "MiB", "KiB"):
-        if nbytes >= _UNITS[unit.lower()] and nbytes % (_UNITS[unit.lower()] // 1024) == 0:
-            scaled = nbytes / _UNITS[unit.lower()]
-            return f"{scaled:g}{unit}"
-    return f"{nbytes}B"
-
-
-_E = TypeVar("_E", bound=enum.Enum)
-
-
-def parse_choice(key: str, value: object, choices: type[_E]) -> _E:
-    try:
-        return choices(value)
-    except ValueError:
-        allowed = ", ".join(f'"{choice.value}"' for choice in choices)
-        raise ConfigError(key, f"{value!r} is not one of {allowed}") from None
-
-
-def parse_bool(key: str, value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    text = str(value).strip().lower()
-    if isinstance(value, str) and text in ("1", "true", "yes", "on"):
-        return True
-    if isinstance(value, str) and text in ("0", "false", "no", "off"):
-        return False
-    raise ConfigError(key, f"expected true or false, got {value!r}")
-
-
-def parse_int(key: str, value: object, low: int, high: int) -> int:
-    if isinstance(value, str) and re.fullmatch(r"\s*-?\d+\s*", value):
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(key, f"expected a whole number, got {value!r}")
-    if not low <= value <= high:
-        raise ConfigError(key, f"expected a number from {low} to {high}, got {value}")
-    return value
-
-
-def _parse_number(key: str, value: object, low: float, high: float, unit: str = "") -> float:
-    try:
-        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-            raise ValueError
-        number = float(value)
-    except ValueError:
-        raise ConfigError(key, f"expected a number{unit and f' of{unit}'}, got {value!r}") from None
-    if not low <= number <= high:
-        raise ConfigError(key, f"expected {low:g} to {high:g}{unit}, got {value!r}")
-    return number
-
-
-def parse_addresses(key: str, value: object) -> tuple[str, ...]:
-    """Addresses of daemons: one, a list, or several in one string, separated by commas.
-
-    `remote.address` says what each may look like.
-    """
-    parts = value.split(",") if isinstance(value, str) else value
-    if not isinstance(parts, (list, tuple)) or not all(isinstance(p, str) for p in parts):
-        raise ConfigError(key, f'expected an address such as "tcp://host:9527", got {value!r}')
-    return tuple(part.strip() for part in parts if part.strip())
-
-
-def _parse_text(key: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise ConfigError(key, f"expected a string, got {value!r}")
-    return value
 
 
 def _option(default: Any, kind: str, help: str, **limits: float) -> Any:
@@ -405,13 +311,13 @@ def _parse(option: dataclasses.Field[Any], source: str, value: object) -> Any:
         return parse_int(source, value, option.metadata["low"], option.metadata["high"])
     if kind == "seconds":
         limits = option.metadata["low"], option.metadata["high"]
-        return _parse_number(source, value, *limits, " seconds")
+        return parse_number(source, value, *limits, " seconds")
     if kind == "share":
-        return _parse_number(source, value, 0, 1)
+        return parse_number(source, value, 0, 1)
     if kind == "addresses":
         return parse_addresses(source, value)
     if kind == "text":
-        return _parse_text(source, value)
+        return parse_text(source, value)
     return parse_choice(source, value, type(option.default))
 
 

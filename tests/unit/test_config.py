@@ -6,16 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from vllm_tiered_kv.config import (
-    Eviction,
-    Mode,
-    StorePolicy,
-    TieredKVConfig,
-    format_size,
-    options_table,
-    parse_size,
-)
+from vllm_tiered_kv.config import Eviction, Mode, StorePolicy, TieredKVConfig, options_table
 from vllm_tiered_kv.errors import ConfigError
+from vllm_tiered_kv.option_values import format_size, parse_size
 
 DOCS = Path(__file__).parents[2] / "docs" / "configuration.md"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from vllm_tiered_kv.config import Mode, StorePolicy, TieredKVConfig, format_size
+from vllm_tiered_kv.config import Mode, StorePolicy, TieredKVConfig
 from vllm_tiered_kv.connector.kv_layout import group_block_bytes, group_windows
 from vllm_tiered_kv.connector.lazy_store import LazyStore
 from vllm_tiered_kv.connector.model_identity import fingerprint
@@ -21,6 +21,7 @@ from vllm_tiered_kv.connector.worker_half import WorkerHalf
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.device.staging import StagingRing, split_staging
 from vllm_tiered_kv.errors import ConfigError
+from vllm_tiered_kv.option_values import format_size
 from vllm_tiered_kv.remote.address import EngineIdentity
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from vllm_tiered_kv.config import format_size
 from vllm_tiered_kv.core.key import RankTag
 from vllm_tiered_kv.core.store import PutItem, PutResult, StoreKey
 from vllm_tiered_kv.core.transfer import RemoteTransfer, UInt64Array, int64_array
@@ -21,6 +20,7 @@ from vllm_tiered_kv.device.copier import Channel, PinnedBlocks
 from vllm_tiered_kv.device.pinning import BackgroundPinner, Pin, Unpin
 from vllm_tiered_kv.errors import CudaError
 from vllm_tiered_kv.native.bytes_copy import copy_bytes
+from vllm_tiered_kv.option_values import format_size
 from vllm_tiered_kv.remote.shared_memory import Lent, Reservation, SharedMemory
 from vllm_tiered_kv.remote.store import RemoteStore
 

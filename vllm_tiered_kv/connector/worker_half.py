@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from vllm_tiered_kv.cache.ledger import StoreReport
-from vllm_tiered_kv.config import TieredKVConfig, format_size
+from vllm_tiered_kv.config import TieredKVConfig
 from vllm_tiered_kv.connector.ahead_loads import AheadLoads
 from vllm_tiered_kv.connector.block_verifier import BlockVerifier
 from vllm_tiered_kv.connector.kv_layout import group_runs
@@ -35,6 +35,7 @@ from vllm_tiered_kv.device.copier import Copier, StoreDone
 from vllm_tiered_kv.device.pinning import Pin, Unpin
 from vllm_tiered_kv.errors import TieredKVError, UnsupportedError
 from vllm_tiered_kv.metrics.names import DropReason
+from vllm_tiered_kv.option_values import format_size
 from vllm_tiered_kv.remote.address import EngineIdentity
 
 if TYPE_CHECKING:

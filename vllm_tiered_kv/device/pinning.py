@@ -10,9 +10,9 @@ import logging
 import threading
 from collections.abc import Callable
 
-from vllm_tiered_kv.config import format_size
 from vllm_tiered_kv.errors import CudaError
 from vllm_tiered_kv.native.cpu import HostRegion
+from vllm_tiered_kv.option_values import format_size
 
 logger = logging.getLogger(__name__)
 

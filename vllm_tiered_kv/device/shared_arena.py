@@ -19,12 +19,12 @@ import os
 import numpy as np
 import numpy.typing as npt
 
-from vllm_tiered_kv.config import format_size
 from vllm_tiered_kv.core.arena_geometry import aligned
 from vllm_tiered_kv.core.transfer import Int64Array
 from vllm_tiered_kv.device.pinning import PIN_CHUNK_BYTES
 from vllm_tiered_kv.errors import ArenaError
 from vllm_tiered_kv.native.cpu import HostRegion
+from vllm_tiered_kv.option_values import format_size
 
 PAGE = 4096
 """Slots begin at multiples of this: what direct I/O asks for, and the grain of the table."""

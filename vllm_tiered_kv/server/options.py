@@ -15,16 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_tiered_kv.config import (
-    Eviction,
+from vllm_tiered_kv.config import Eviction, require_known
+from vllm_tiered_kv.errors import ConfigError
+from vllm_tiered_kv.option_values import (
     format_size,
     parse_bool,
     parse_choice,
     parse_int,
     parse_size,
-    require_known,
 )
-from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.stores.ssd.settings import FsyncPolicy
 
 EVERYONE = ""

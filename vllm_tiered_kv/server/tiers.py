@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from vllm_tiered_kv.config import format_size
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.option_values import format_size
 from vllm_tiered_kv.server.backing import BackingFolder
 from vllm_tiered_kv.server.options import ServerOptions
 from vllm_tiered_kv.server.tiered_store import TieredStore

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 from vllm_tiered_kv.cache.index import BlockIndex
-from vllm_tiered_kv.config import format_size
 from vllm_tiered_kv.core.arena_geometry import SlabGeometry, default_slab
 from vllm_tiered_kv.core.store import (
     BlockFacts,
@@ -28,6 +27,7 @@ from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.device.shared_arena import PAGE, SharedArena
 from vllm_tiered_kv.native.bytes_copy import copy_and_hash, copy_bytes
 from vllm_tiered_kv.native.cpu import xxh3_64
+from vllm_tiered_kv.option_values import format_size
 
 logger = logging.getLogger(__name__)
 

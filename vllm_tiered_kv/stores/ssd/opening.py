@@ -13,8 +13,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_tiered_kv.config import format_size
 from vllm_tiered_kv.errors import ConfigError
+from vllm_tiered_kv.option_values import format_size
 from vllm_tiered_kv.stores.ssd.budget import Budget
 from vllm_tiered_kv.stores.ssd.data_file import DataFile
 from vllm_tiered_kv.stores.ssd.disk import Disk

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from vllm_tiered_kv.config import format_size
 from vllm_tiered_kv.core.store import (
     MAX_KEY_BYTES,
     BlockFacts,
@@ -30,6 +29,7 @@ from vllm_tiered_kv.core.store import (
 )
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.native import cpu
+from vllm_tiered_kv.option_values import format_size
 from vllm_tiered_kv.stores.ssd.block_io import BlockRead, BlockWrite, as_bytes
 from vllm_tiered_kv.stores.ssd.block_table import BlockTable
 from vllm_tiered_kv.stores.ssd.committer import Committer
