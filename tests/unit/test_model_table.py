@@ -50,7 +50,7 @@ def test_every_row_is_shown_by_a_test(row: Row) -> None:
 
 
 def test_sentences_come_from_the_source() -> None:
-    assert sentence("has no KV") == "the model has no KV cache"
+    assert sentence("the model has no KV") == "the model has no KV cache"
     assert sentence("does not let") == "vLLM does not let KV-cache group … be transferred"
     with pytest.raises(ValueError, match="0 sentences"):
         sentence("the model is too small")

@@ -17,8 +17,8 @@ CONNECTOR = (
     Mutation(
         "request-key-without-salt",
         "connector/request_keys.py",
-        "            request.cache_salt or None,\n",
-        "            None,\n",
+        "request.cache_salt or None)",
+        "None)",
         "one tenant's prompts are answered from another's cache",
         _KEYS,
         Needs.VLLM,
@@ -26,8 +26,8 @@ CONNECTOR = (
     Mutation(
         "request-key-without-lora",
         "connector/request_keys.py",
-        "            adapter_digest(lora.lora_name, lora.lora_path) if lora else None,\n",
-        "            None,\n",
+        "self._adapter(lora) if lora else None, request",
+        "None, request",
         "an adapter gets blocks computed with another one",
         _KEYS,
         Needs.VLLM,
@@ -35,8 +35,8 @@ CONNECTOR = (
     Mutation(
         "request-key-without-epoch",
         "connector/request_keys.py",
-        "            self._epoch,\n",
-        '            b"",\n',
+        "scope = (self._epoch,",
+        'scope = (b"",',
         "after weights changed in place old blocks are found",
         _KEYS,
         Needs.VLLM,
