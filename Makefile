@@ -10,7 +10,7 @@ CXX_FILES := $(wildcard $(foreach e,c cc cpp cu cuh h hpp,csrc/*.$(e) csrc/*/*.$
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test unit daemon gpu-test lint format wheel clean distclean
+.PHONY: help demo test unit daemon gpu-test soak lint format wheel clean distclean
 
 ##@ Try it
 demo: ## ask a small real model about a long text, cold and from the CPU tier
@@ -44,6 +44,12 @@ gpu-test: ## run the tests that need an NVIDIA GPU
 	REQUIRE_GPU=1 $(FULL)/bin/python -m pytest tests/gpu -k async_off $(PYTEST_FLAGS)
 	REQUIRE_GPU=1 $(FULL)/bin/python -m pytest tests/gpu/test_remote_gpu.py -k ipc $(PYTEST_FLAGS)
 	REQUIRE_GPU=1 $(FULL)/bin/python -m pytest tests/gpu/test_remote_gpu.py -k tcp $(PYTEST_FLAGS)
+
+SOAK_SECONDS ?= 600
+soak: ## random requests and faults for SOAK_SECONDS (600), with SOAK_SEED or a random one
+	@$(SETUP) --env $(FULL) --profile full
+	$(FULL)/bin/python -m tests.soak --seconds $(SOAK_SECONDS) $(if $(SOAK_SEED),--seed $(SOAK_SEED)) \
+	  $(if $(SOAK_EPISODE),--episode $(SOAK_EPISODE)) $(if $(SOAK_ONLY),--only $(SOAK_ONLY))
 
 ##@ Work on it
 format: ## let ruff and clang-format rewrite the sources
