@@ -10,7 +10,7 @@ CXX_FILES := $(wildcard $(foreach e,c cc cpp cu cuh h hpp,csrc/*.$(e) csrc/*/*.$
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test unit daemon matrix lint check-native asan tsan coverage mutants \
+.PHONY: help demo test unit daemon matrix soak lint check-native asan tsan coverage mutants \
   gpu-test gpu-sanitize format wheel clean distclean
 
 ##@ Try it
@@ -73,6 +73,12 @@ gpu-test: ## run the tests that need an NVIDIA GPU
 gpu-sanitize: ## run the tests of the CUDA copies under compute-sanitizer
 	@$(SETUP) --env $(FULL) --profile full
 	$(FULL)/bin/python -m tools.gpu_sanitize
+
+SOAK_SECONDS ?= 600
+soak: ## random requests and faults for SOAK_SECONDS (600), with SOAK_SEED or a random one
+	@$(SETUP) --env $(FULL) --profile full
+	$(FULL)/bin/python -m tests.soak --seconds $(SOAK_SECONDS) $(if $(SOAK_SEED),--seed $(SOAK_SEED)) \
+	  $(if $(SOAK_EPISODE),--episode $(SOAK_EPISODE)) $(if $(SOAK_ONLY),--only $(SOAK_ONLY))
 
 ##@ Work on it
 format: ## let ruff and clang-format rewrite the sources

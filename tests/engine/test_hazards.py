@@ -63,6 +63,32 @@ def test_lazy_stores_do_not_cross_a_reset(tiny_model: Path, async_scheduling: bo
 
 
 @BOTH
+@pytest.mark.parametrize("drop_stores", [0.0, 1.0], ids=["tier-too-small", "copies-fail"])
+def test_lazy_stores_do_not_go_round_in_circles(
+    tiny_model: Path, async_scheduling: bool, drop_stores: float
+) -> None:
+    """What is stored evicts what was stored before, which still waits in vLLM's free queue. With a
+    daemon this never ended: blocks on their way to it keep an idle engine stepping."""
+    engine = ToyEngine(
+        tiny_model,
+        async_scheduling,
+        gpu_blocks=128,
+        cpu_blocks=12,
+        ring=4,
+        extra_config={"store": "lazy", "lazy_window": 64},
+    )
+    engine.copier.drop_stores = drop_stores
+    rng = random.Random(1)
+    for _ in range(6):
+        ask(engine, prompt(rng, 41), 2)
+    ask(engine, prompt(rng, 9), 200)
+    tried = total(engine, names.STORED_BLOCKS) + total(engine, names.DROPPED_BLOCKS)
+    assert 12 < tried <= 6 * 10 + 52
+    engine.assert_at_rest()
+    assert assert_tier_is_right(engine) or drop_stores
+
+
+@BOTH
 def test_gpu_blocks_that_outlive_a_reset_are_not_stored(
     tiny_model: Path, async_scheduling: bool
 ) -> None:

@@ -78,19 +78,21 @@ def test_every_rank_is_served_its_own_shard(
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("sizes", [(1, 2, 4), (4, 2, 1)], ids=["growing", "shrinking"])
 def test_engines_of_other_sizes_never_share(
-    tiny_model: Path, daemon: DaemonProcess, transport: str
+    tiny_model: Path, daemon: DaemonProcess, transport: str, sizes: tuple[int, ...]
 ) -> None:
-    """The first shard of two has the key, the rank and, here, the length of an only one."""
+    """The first shard of two has the key, the rank and, here, the length of an only one. A larger
+    engine would miss the other shards anyway; a smaller one would find all that it asks for."""
     at = address(daemon, transport)
     asked = prompts(2, 4)
-    for ranks in (1, 2, 4):
+    for ranks in sizes:
         toy = engine(tiny_model, at, ranks)
         wait_attached(toy, at)
         serve(toy, asked)
         assert total(toy, names.HIT_TOKENS) == 0
         toy.close()
-    for ranks in (1, 2, 4):
+    for ranks in sizes:
         toy = engine(tiny_model, at, ranks)
         wait_attached(toy, at)
         serve(toy, asked)

@@ -42,5 +42,5 @@ def test_a_soak_can_fail(soak: ToySoak, monkeypatch: pytest.MonkeyPatch) -> None
         return settings, toy
 
     monkeypatch.setattr(_Episode, "_open", without_pins)
-    with pytest.raises(SoakError, match=r"(?s)seed 20, episode 0.*SOAK_SEED=20"):
+    with pytest.raises(SoakError, match=r"(?s)seed 20, episode 0.*the last actions.*SOAK_SEED=20"):
         soak.run(seconds=1)

@@ -1,4 +1,4 @@
-"""The toy engine over several tensor-parallel ranks, each with memory, copies and faults.
+"""The toy engine over several tensor-parallel ranks, each with memory and faults of its own.
 
 Every rank runs the same steps on its own cache and checks its own reads; what ranks report is put
 together by vLLM's own aggregator. Blocks of one rank hold the KV of another's under a mask, so that

@@ -1,4 +1,4 @@
-"""A real vLLM engine over a real daemon, under random requests and faults, as long as one likes.
+"""A real vLLM engine over a real daemon under random requests and faults, as long as one likes.
 
 The answers are compared with those of vLLM alone: asked alone, to the last bit of their logprobs;
 beside others, as far as no other rounding could have changed a token. What process and daemon hold

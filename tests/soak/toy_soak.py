@@ -20,16 +20,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from tests.daemon.daemon_process import DaemonProcess
-from tests.engine.delayed_copier import DelayedCopier
 from tests.engine.toy_engine import ToyEngine, play
 from tests.engine.toy_ranks import RankedToyEngine
 from tests.remote.test_shared_memory import eventually, leases_of
-from tests.soak.footprint import Footprint, held_items, of_this_package, settled
+from tests.soak.footprint import Footprint, settled
+from tests.soak.toy_checks import check_tiers, describe, held_by, ranks_of
 from vllm_tiered_kv.metrics import names
 
 _REST_EVERY = 120  # requests
@@ -91,7 +90,9 @@ class ToySoak:
             episode.play(requests)
             self._compare(number)
         except (Exception, KeyboardInterrupt) as error:
-            told = "" if episode is None else f"{episode.describe()}\n"
+            told = (
+                "" if episode is None else f"engine: {episode.settings}\n{describe(episode.toy)}\n"
+            )
             last = "\n  ".join(self.journal)
             raise SoakError(
                 f"seed {self.seed}, episode {number}: {type(error).__name__}: {error}\n{told}"
@@ -159,10 +160,6 @@ class _Episode:
         kind = RankedToyEngine if settings["ranks"] > 1 else ToyEngine
         return {**settings, **extra}, kind(self.soak.model, extra_config=extra, **settings)
 
-    @property
-    def copiers(self) -> list[DelayedCopier]:
-        return self.toy.copiers if isinstance(self.toy, RankedToyEngine) else [self.toy.copier]
-
     def play(self, requests: int) -> None:
         self._note(f"an engine of {self.settings}")
         actions, weights = zip(*_ACTIONS, strict=True)
@@ -191,26 +188,6 @@ class _Episode:
 
     def _alive(self) -> list[str]:
         return [name for name in self.asked if not self.toy.requests[name].is_finished()]
-
-    def describe(self) -> str:
-        """What is under way, for whoever has to find out why."""
-        scheduler, half = self.toy.scheduler, self.toy.half
-        ledger = half.ledger
-        requests = [
-            f"{r.request_id} {r.status.name} {r.num_computed_tokens}/{r.num_tokens} "
-            f"{half._requests[name].remote if name in half._requests else 'unknown'}"
-            for name, r in scheduler.requests.items()
-        ]
-        return (
-            f"engine: {self.settings}\n"
-            f"steps in flight: {len(self.toy._in_flight)}, idle: {self.toy.idle}, "
-            f"pending work: {half.has_pending_push_work()}, "
-            f"deferred: {half.stores.has_deferred}, unfinished: "
-            f"{scheduler.has_unfinished_requests()}\n"
-            f"open stores {list(ledger._stores)}, loads {list(ledger._loads)}, "
-            f"ahead {list(ledger._ahead)}, puts {list(ledger._puts)}\n"
-            f"requests: {requests}"
-        )
 
     # ---- what happens ---------------------------------------------------------------------------
 
@@ -304,14 +281,15 @@ class _Episode:
         self._run_out()
         assert scheduler.reset_prefix_cache(reset_connector=True)
         assert not self.toy.half.index.used_bytes
-        for cache in self._caches():
-            cache[:] = -9
+        for rank in ranks_of(self.toy):
+            for cache in rank.caches:
+                cache[:] = -9
         scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def change_faults(self) -> None:
         rng = self.rng
         self._note("change_faults of copies")
-        for copier in self.copiers:
+        for copier in [rank.copier for rank in ranks_of(self.toy)]:
             copier.max_delay = rng.choice(_DELAYS)
             copier.fail_every = rng.choice(_RATES)
             copier.drop_stores = rng.choice((*_RATES, 1.0))
@@ -351,12 +329,15 @@ class _Episode:
         self._run_out()
         self.toy.assert_at_rest()
         self._check_answers()
-        self._check_tiers()
+        self.soak.counts["checked_blocks"] += check_tiers(self.toy, self.asked)
         if self.remote and self.daemon.is_running():
             eventually(lambda: leases_of(self.daemon) == 0)
         assert self.toy.scheduler.reset_prefix_cache(reset_connector=True)
         assert not self.toy.half.index.used_bytes
-        self._check_held()
+        held = held_by(self.toy)
+        if self.held is not None and held > self.held + _HELD_SLACK:
+            raise SoakError(f"{held} entries are kept, {self.held} at the first rest")
+        self.held = self.held or held
         self._forget()
 
     def _run_out(self) -> None:
@@ -375,39 +356,6 @@ class _Episode:
                 assert finished.status is RequestStatus.FINISHED_LENGTH_CAPPED, finished.status
                 assert finished.tokens == right, name
                 self.soak.counts["answered"] += 1
-
-    def _check_tiers(self) -> None:
-        """Every readable block holds the KV of the prefix its key was made from, on every rank."""
-        index = self.toy.half.index
-        for name in self.asked:
-            request = self.toy.requests[name]
-            keys = self.toy.half._key_maker.keys_for(request)
-            keys.extend(request, request.num_tokens)
-            for position, key in enumerate(keys.of_group[0]):
-                if index.match_prefix([key]):
-                    self._check_slot(index._slot_of[key], name, position)
-
-    def _check_slot(self, slot: int, name: str, position: int) -> None:
-        toy, size = self.toy, self.toy.block_size
-        for rank in range(toy.ranks):
-            if isinstance(toy, RankedToyEngine):
-                toy._use(rank)
-            right = toy._right(name)[position * size : (position + 1) * size]
-            for layer, content in enumerate(toy.arena[slot]):
-                wanted = toy.groups[0].kv(right, layer)
-                assert (content == wanted).all(), f"slot {slot} of rank {rank} is wrong"
-        if isinstance(toy, RankedToyEngine):
-            toy._use(0)
-        self.soak.counts["checked_blocks"] += 1
-
-    def _check_held(self) -> None:
-        """Nothing is held in dictionaries either: only what is bounded may have grown."""
-        ranks = self.toy.all_ranks if isinstance(self.toy, RankedToyEngine) else [self.toy]
-        halves = [rank.worker.worker_half for rank in ranks]
-        held = held_items([self.toy.half, *halves], of_this_package)
-        if self.held is not None and held > self.held + _HELD_SLACK:
-            raise SoakError(f"{held} entries are kept, {self.held} at the first rest")
-        self.held = self.held or held
 
     def _forget(self) -> None:
         """The toy's own memory of what is over."""
@@ -430,11 +378,6 @@ class _Episode:
             self.frozen = False
             self._note("thaw the daemon")
             self.daemon.thaw()
-
-    def _caches(self) -> list[np.ndarray]:
-        if isinstance(self.toy, RankedToyEngine):
-            return [cache for rank in self.toy.all_ranks for cache in rank.caches]
-        return self.toy.caches
 
 
 _ACTIONS: tuple[tuple[Callable[[_Episode], None], float], ...] = (

@@ -49,6 +49,9 @@ class LazyStore:
                     continue
                 batch = batches.setdefault(known.group.group_id, StoreBatch(known.group))
                 batch.add(known, slot)
+                # Once, until a request uses it again: where the copy fails, or the tier holds less
+                # than the window, an idle engine would go on storing the same blocks for ever.
+                del self._known[known.block_id]
                 room -= 1
         for batch in batches.values():
             # The queue gives tails first; should a rank drop the end of this, heads matter more.
