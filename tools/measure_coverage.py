@@ -97,8 +97,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("suites", nargs="*", choices=[[], *SUITES], help="which tests to run")
+    parser.add_argument("suites", nargs="*", metavar="suite", help=", ".join(SUITES))
     options = parser.parse_args()
+    if unknown := set(options.suites) - set(SUITES):
+        parser.error(f"there is no suite {', '.join(sorted(unknown))}")
     suites = options.suites or [
         suite for suite in SUITES if suite != "engine" or importlib.util.find_spec("vllm")
     ]

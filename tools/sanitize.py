@@ -75,7 +75,9 @@ SANITIZERS = {
         options={
             "ASAN_OPTIONS": "log_path={reports}:detect_leaks=0:detect_stack_use_after_return=1"
             ":allocator_may_return_null=1",
-            "UBSAN_OPTIONS": "log_path={reports}:print_stacktrace=1",
+            # Beside ASan it knows no log file: it has to end the process to be heard of, also one
+            # whose output a test throws away.
+            "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
             # Python's own allocator would hide overruns of bytes objects from ASan.
             "PYTHONMALLOC": "malloc",
         },
@@ -93,8 +95,9 @@ SANITIZERS = {
                 "csrc/xxh3.cpp",
                 "uint64_t xxh3_64(const uint8_t* data, size_t size) {\n",
                 "uint64_t xxh3_64(const uint8_t* data, size_t size) {\n"
-                "  static volatile int most = 2147483647;\n"
-                "  if (most + 1 == 7) return 7;\n",
+                "  static volatile int most;\n"
+                "  most = 2147483647;\n"
+                "  most = most + 1;\n",
                 "tests/unit/test_native_hashing.py::test_xxh3_of_every_short_length",
                 "runtime error: signed integer overflow",
             ),
@@ -172,7 +175,8 @@ def test(tree: Path, sanitizer: Sanitizer, reports: Path, arguments: list[str]) 
     prefix = []
     if sanitizer.fixed_addresses:
         prefix = ["setarch", platform.machine(), "--addr-no-randomize"]
-    command = [*prefix, sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    # Python's own streams are captured; what native code says goes past them.
+    pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--capture=sys"]
     surroundings = {
         **os.environ,
         **options,
@@ -181,7 +185,13 @@ def test(tree: Path, sanitizer: Sanitizer, reports: Path, arguments: list[str]) 
         "PYTHONPATH": str(tree),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    return subprocess.run(command, cwd=tree, env=surroundings).returncode
+    said = Path(f"{reports}-stderr")
+    with said.open("w") as stderr:
+        command = [*prefix, *pytest, *arguments]
+        code = subprocess.run(command, cwd=tree, env=surroundings, stderr=stderr).returncode
+    if "runtime error:" not in said.read_text(errors="replace"):
+        said.unlink()
+    return code
 
 
 def prove(name: str, sanitizer: Sanitizer) -> int:

@@ -203,7 +203,7 @@ def test_memory_of_a_daemon_that_has_gone_is_kept_a_while_and_only_one_at_a_time
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps planned while it was there may still read it; two at a time may be too much."""
-    monkeypatch.setattr(shared_region, "_KEPT_S", 2.0)
+    monkeypatch.setattr(shared_region, "_KEPT_S", 600.0)
     transfer = lent(worker.borrow())
     worker.daemon.kill()
     worker.daemon.start()
@@ -213,6 +213,7 @@ def test_memory_of_a_daemon_that_has_gone_is_kept_a_while_and_only_one_at_a_time
     resident = worker.regions.resident(transfer, RANKS[1])
     assert resident is not None
     resident.leave()
+    monkeypatch.setattr(shared_region, "_KEPT_S", 0.0)
     eventually(lambda: bool(worker.regions.ready_arenas))
     assert old not in worker.regions.ready_arenas
     assert worker.regions.resident(transfer, RANKS[1]) is None
