@@ -22,7 +22,7 @@ from tests.engine.test_remote_scheduling import (
     wait_attached,
 )
 from tests.engine.test_scheduling import workload
-from tests.engine.test_windows import EVERY_SHAPE, window_blocks
+from tests.engine.test_windows import EVERY_SHAPE, SHAPES, window_blocks
 from tests.engine.toy_engine import ToyEngine
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import names
@@ -124,9 +124,10 @@ def test_a_window_that_a_daemon_lacks_ends_the_hit_before_it(open_engine) -> Non
     assert total(second, names.LOADED_BLOCKS, REMOTE) == 9 + 3
 
 
-@EVERY_SHAPE
+@pytest.mark.parametrize("name", ["window", "two_windows", "small_window_blocks"])
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-def test_random_clients_of_two_engines(open_engine, shape: dict, async_scheduling: bool) -> None:
+def test_random_clients_of_two_engines(open_engine, name: str, async_scheduling: bool) -> None:
+    shape = SHAPES[name]
     groups = len(shape["windows"])
     for seed in range(2):
         toy = open_engine(

@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheTensor,
     MambaSpec,
     MLAAttentionSpec,
     RSWASpec,
@@ -54,7 +55,10 @@ def parallel(**changes: object) -> SimpleNamespace:
 def groups(*specs: object, **changes: object) -> KVCacheConfig:
     return KVCacheConfig(
         num_blocks=8,
-        kv_cache_tensors=[],
+        kv_cache_tensors=[
+            KVCacheTensor(size=0, layers=[f"l{i}"], layer_stride=0, block_stride=0)
+            for i in range(len(specs))
+        ],
         kv_cache_groups=[
             KVCacheGroupSpec([f"l{i}"], spec, **changes) for i, spec in enumerate(specs)
         ],
@@ -70,7 +74,7 @@ def test_full_attention_is_cached_in_one_group_or_several() -> None:
 
 def test_sliding_windows_are_cached_alone_and_beside_full_attention() -> None:
     wide = UniformTypeKVCacheSpecs(
-        block_size=16, kv_cache_specs={"a": WINDOW, "b": replace(WINDOW, head_size=64)}
+        block_size=16, kv_cache_specs={"l0": WINDOW, "l2": replace(WINDOW, head_size=64)}
     )
     for cache in (groups(WINDOW), groups(FULL, WINDOW, WINDOW), groups(wide)):
         assert why_not_cacheable(config(), cache) is None
@@ -102,6 +106,12 @@ def test_other_caches_are_left_alone(cache: KVCacheConfig, reason: str) -> None:
     assert "\n" not in said
 
 
+def test_a_rank_without_layers_of_a_group_is_left_alone() -> None:
+    cache = groups(FULL, WINDOW)
+    del cache.kv_cache_tensors[1]
+    assert "group 1 has no layers" in (why_not_cacheable(config(), cache) or "")
+
+
 def test_other_engines_are_left_alone() -> None:
     draft = SimpleNamespace(uses_draft_kv_cache=lambda: True)
     assert "EAGLE" in (why_not_cacheable(config(speculative_config=draft), groups(FULL)) or "")
@@ -123,7 +133,9 @@ def test_ranks_that_cut_their_blocks_otherwise_switch_the_cache_off(
     own = TieredKVHandshake(engine.half.block_bytes)
     connector.set_xfer_handshake_metadata_pp_aware({(0, 0): own, (0, 1): own})
     assert connector.scheduler_half is not None
-    other = TieredKVHandshake((engine.half.block_bytes[0] * 2,))
+    engine.worker._is_refused, engine.worker.worker_half = True, None
+    other = engine.worker.get_handshake_metadata()
+    assert other == TieredKVHandshake(())
     with caplog.at_level(logging.WARNING):
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): own, (1, 0): other})
     assert connector.scheduler_half is None

@@ -77,7 +77,7 @@ def test_any_shared_prefix_is_found_and_the_gpu_has_part_of_it(
     rng = random.Random(2)
     ids = prompt(rng, 75)
     ask(engine, ids)
-    for length in range(1, 75, 3):
+    for length in range(1, 75, 5):
         engine.drop_gpu_cache()
         for shorter in (length // 2, length):
             before = total(engine, names.HIT_TOKENS), total(engine, names.LOADED_BLOCKS)
@@ -98,7 +98,7 @@ def test_any_shared_prefix_is_found_and_the_gpu_has_part_of_it(
 def test_the_next_turn_finds_what_was_generated(
     tiny_model: Path, async_scheduling: bool, shape: dict
 ) -> None:
-    for count in range(1, 40, 3):
+    for count in (1, 2, 11, 24, 39):
         engine = ToyEngine(tiny_model, async_scheduling, cpu_blocks=128, **shape)
         ids = prompt(random.Random(count), 9)
         ask(engine, ids, count)

@@ -72,6 +72,10 @@ def test_one_question_for_all_ranks(store: RemoteStore) -> None:
     assert store.match_all(names, ranks[3:]) == RemoteMatch(6, {Tier.MEMORY: 6})
     assert store.match_all(block_keys("other", 2), ranks) == RemoteMatch(0, {})
     assert store.match_all(names, ranks, deadline=time.monotonic() - 1) is None
+    soon = time.monotonic() + 20
+    assert store.contains_all(names[3:], ranks, soon) == [True, False, False]
+    assert store.contains_all(names[3:], ranks[:2], soon) == [True, True, False]
+    assert store.contains_all(names[3:], ranks, time.monotonic() - 1) == [False] * 3
 
 
 def test_a_large_get_is_many_requests(store: RemoteStore) -> None:

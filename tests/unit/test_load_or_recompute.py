@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -33,11 +34,11 @@ class Clock:
 
 
 class Judge(LoadOrRecompute):
-    def __init__(self, **options: object) -> None:
+    def __init__(self, groups: tuple[Group, ...] = (GROUP,), **options: object) -> None:
         self.clock, self.recorder = Clock(), Recorder()
         self.index = BlockIndex(ArenaGeometry.for_blocks(64 * 1024, [64]), "lru", lambda *_: None)
         config = TieredKVConfig.load({"remote": "tcp://far:1", **options}, {})
-        super().__init__(config, [GROUP], self.index, self.recorder, 64, self.clock)
+        super().__init__(config, groups, self.index, self.recorder, 64, self.clock)
 
 
 def state(tokens: int, computed: int = 0) -> RequestState:
@@ -180,6 +181,23 @@ def test_spans_follow_the_chain() -> None:
     ]
     assert judge._spans(asked, 0, 16, [range(2, 16)]) == [Span(Tier.CPU, 16)]
     assert judge._spans(asked, 4, 12, None) == [Span(Tier.CPU, 12)]
+
+
+def test_a_window_stands_for_all_tokens_before_it_and_costs_the_same_whatever_their_number() -> (
+    None
+):
+    window = replace(GROUP, window=10)
+    alone = Judge((window,))
+    asked = state(81)
+    parts = (RemoteSpan(16, 19, "a", by_tier={Tier.MEMORY: 1, Tier.SSD: 1}),)
+    asked.remote = RemoteLookup(Future(), 0.0, 0.0, 0.0, RemoteAnswer((parts,)))
+    assert alone._spans(asked, 0, 76, [range(16, 19)]) == [
+        Span(Tier.REMOTE, 76, {Tier.MEMORY: 0.5, Tier.SSD: 0.5})
+    ]
+    assert alone._spans(asked, 0, 76, [range(0)]) == [Span(Tier.CPU, 76)]
+    full = replace(GROUP, group_id=1)
+    assert Judge((window, full)).economics._bytes_per_token == 64 / 4
+    assert Judge((window, full))._group is full
 
 
 # ---- lookups ------------------------------------------------------------------------------------

@@ -78,6 +78,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
 
         reason = why_not_cacheable(vllm_config, kv_cache_config)
+        self._is_refused = reason is not None
         if reason is not None or config.mode is Mode.NAIVE:
             if reason is not None and role is KVConnectorRole.SCHEDULER:
                 logger.warning("the KV cache of this model is not tiered: %s", reason)
@@ -118,9 +119,12 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         # A MultiConnector would hand ours to every other connector inside it.
-        if self.worker_half is None or self.worker_half.wait_for_sources:
+        if has_kv_transfer_group() and get_kv_transfer_group() is not self:
             return None
-        return TieredKVHandshake(self.worker_half.block_bytes)
+        if self.worker_half is not None:
+            return TieredKVHandshake(self.worker_half.block_bytes)
+        # A rank that cannot take part: the scheduler must not wait for it.
+        return TieredKVHandshake(()) if self._is_refused else None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if self.worker_half is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from vllm_tiered_kv.connector.kv_layout import group_block_bytes
 from vllm_tiered_kv.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -91,6 +92,9 @@ def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
             return f"vLLM does not let KV-cache group {group_id} be transferred"
         if group.is_eagle_group:
             return f"KV-cache group {group_id} belongs to a draft model"
+    empty = [n for n, nbytes in enumerate(group_block_bytes(kv_cache_config)) if not nbytes]
+    if empty:
+        return f"KV-cache group {empty[0]} has no layers on one of the ranks"
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.uses_draft_kv_cache():
         return "speculative decoding with a draft model (EAGLE, MTP) is not supported so far"
