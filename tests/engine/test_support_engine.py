@@ -9,6 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
@@ -27,8 +31,9 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tests.engine.toy_engine import ToyEngine
+from vllm_tiered_kv.connector.connector import TieredKVConnector
 from vllm_tiered_kv.connector.kv_layout import group_windows
-from vllm_tiered_kv.connector.metadata import TieredKVHandshake
+from vllm_tiered_kv.connector.metadata import TieredKVHandshake, TieredKVMetadata
 from vllm_tiered_kv.connector.support import why_not_cacheable
 
 SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
@@ -123,6 +128,30 @@ def test_other_engines_are_left_alone() -> None:
     ):
         said = why_not_cacheable(config(parallel_config=parallel(**changes)), groups(FULL))
         assert reason in (said or "")
+
+
+def test_a_model_that_is_left_alone_is_told_so_and_runs(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = ToyEngine(tiny_model).config
+    hybrid = groups(FULL, STATE)
+    with caplog.at_level(logging.WARNING):
+        scheduler = TieredKVConnector(config, KVConnectorRole.SCHEDULER, hybrid)
+        worker = TieredKVConnector(config, KVConnectorRole.WORKER, hybrid)
+    said = [record.message for record in caplog.records if "not tiered" in record.message]
+    assert said == [
+        "the KV cache of this model is not tiered: KV-cache group 1 is MambaSpec: recurrent state "
+        "(Mamba, linear attention) is not supported so far"
+    ]
+    assert scheduler.get_num_new_matched_tokens(None, 0) == (0, False)
+    assert scheduler.build_connector_meta(None) == TieredKVMetadata()
+    assert not scheduler.has_pending_push_work()
+    worker.register_kv_caches({})
+    worker.bind_connector_metadata(TieredKVMetadata())
+    worker.handle_preemptions(TieredKVMetadata())
+    worker.start_load_kv(None)
+    worker.wait_for_save()
+    assert worker.get_transfer_results(set()) == KVConnectorTransferResults()
 
 
 def test_ranks_that_cut_their_blocks_otherwise_switch_the_cache_off(
