@@ -139,6 +139,8 @@ class EngineSoak:
             self.engine.core.step()
             return
         for output in llm.step():
+            if output.request_id not in self.live:
+                continue  # it was aborted
             number, _ = self.live.pop(output.request_id)
             truth = self.truth[number]
             tokens = tuple(output.outputs[0].token_ids)

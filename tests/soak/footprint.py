@@ -66,7 +66,7 @@ def shared_files() -> frozenset[str]:
         for folder in _SHARED_FILES
         if folder.is_dir()
         for path in folder.iterdir()
-        if "tiered" in path.name
+        if path.name.startswith(("tiered", "vllm_tiered", "vllm-tiered"))
     )
 
 
