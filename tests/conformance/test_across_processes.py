@@ -27,6 +27,7 @@ from vllm_tiered_kv.connector.metadata import (
 )
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.transfer import GroupTransfer, LoadJob, PutJob, StoreJob, int64_array
+from vllm_tiered_kv.core.verification import BlockVerdict, Verdict, VerifyJob
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.names import DropReason
 from vllm_tiered_kv.remote.address import EngineIdentity
@@ -38,6 +39,7 @@ METADATA = TieredKVMetadata(
     stores_before=[StoreJob(1, TRANSFER)],
     stores_after=[StoreJob(2, TRANSFER)],
     puts=[PutJob(3, "tcp://a:1", 0, int64_array([5, 6]), KEYS, (None, KEYS[0]))],
+    verifications=[VerifyJob(6, TRANSFER, KEYS, 64, int64_array([2, 4]), None)],
     measured_step=4,
     identity=EngineIdentity(bytes(32), (64, 128), "LBHNC", "vLLM"),
 )
@@ -50,6 +52,7 @@ WORKER_METADATA = TieredKVWorkerMetadata(
     load_seconds={"r1": {"cpu": 0.5}},
     measured_step=4,
     ready_arenas={0: frozenset({b"arena"})},
+    verdicts={6: [[BlockVerdict(Verdict.CLOSE, 0.1, 0.01, "layer")]]},
 )
 
 

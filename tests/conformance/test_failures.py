@@ -114,7 +114,7 @@ def test_a_request_whose_load_failed_is_not_offered_another(
     """Otherwise a broken tier would keep it waiting for ever. The blocks stay in the index here,
     as if somebody else had stored them anew."""
     engine = warm(tiny_model, async_scheduling)
-    monkeypatch.setattr(engine.half.index, "remove", lambda key: None)
+    monkeypatch.setattr(engine.half.index, "remove", lambda key, in_slot=None: False)
     request_id = engine.add(IDS, 6)
     engine.copier.fail_loads_of.add(request_id)
     engine.run()
