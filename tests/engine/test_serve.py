@@ -283,7 +283,7 @@ def test_a_client_that_hangs_up_takes_nothing_with_it(server: Server) -> None:
 def replay(server: Server, folder: Path, url: str, *flags: str) -> tuple[int, dict[str, Any], str]:
     """Runs `tiered-kv replay` as a user does: exit status, report, and what it printed."""
     prompts, report = folder / "prompts.jsonl", folder / "report.json"
-    chapter = TEXT[: len(TEXT) // 4]
+    chapter = TEXT[: len(TEXT) // 6]
     lines = [
         {"messages": [{"role": "user", "content": f"{chapter}\n\n{QUESTION}"}]},
         {"prompt": f"{chapter}\n\nQuestion: Who is in charge?\nAnswer:"},

@@ -1,8 +1,8 @@
 """Verified hits in a real engine: rounding passes, wrong content is found, by the real kernels.
 
 In float32 and in bfloat16. A single row takes another path through the CPU's kernels than several
-do, so blocks filled by decoding, or computed one token at a time, round differently when they are
-computed as part of a prompt.
+do, so in bfloat16 blocks filled by decoding, or computed one token at a time, round differently
+when they are computed as part of a prompt.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class Watched:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rounding_passes_and_wrong_content_is_found(tiny_model: Path, dtype: str) -> None:
     options = {"cpu_memory": "256MiB", "verify_fraction": 1}
+    is_rounded = dtype == "bfloat16"
     with real_engine(tiny_model, options, dtype=dtype) as engine:
         watched = Watched(engine)
         first = watched.ask(ASKED)
@@ -88,16 +89,16 @@ def test_rounding_passes_and_wrong_content_is_found(tiny_model: Path, dtype: str
         watched.ask(ASKED[:2], rows=1)
         rounded = [(watched.largest, watched.overall)]
         assert watched.count(Verdict.DIFFERENT) == watched.count(Verdict.NOT_COMPARED) == 0
-        assert watched.count(Verdict.CLOSE) > 0
+        assert watched.count(Verdict.CLOSE) > 0 or not is_rounded
         answers = watched.ask(ASKED[2:], 3 * BLOCK)
         turns = [ids + list(a.tokens) + [7] for ids, a in zip(ASKED[2:], answers, strict=True)]
         watched.ask(turns)
         rounded.append((watched.largest, watched.overall))
         assert watched.count(Verdict.DIFFERENT) == watched.count(Verdict.NOT_COMPARED) == 0
-        assert watched.count(Verdict.CLOSE) > 0
+        assert watched.count(Verdict.CLOSE) > 0 or not is_rounded
         for what, (largest, overall) in zip(("single rows", "decoded"), rounded, strict=True):
             print(f"{dtype}, {what}: largest {largest:.2g}, overall {overall:.2g}")
-            assert 0 < largest < (1e-4 if dtype == "float32" else 0.05)
+            assert largest < (1e-4 if dtype == "float32" else 0.05)
             assert overall < (1e-4 if dtype == "float32" else 0.05)
         assert engine.total(names.DIFFERING_BLOCKS) == 0
 
