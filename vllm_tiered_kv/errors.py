@@ -44,6 +44,10 @@ class CudaError(TieredKVError, RuntimeError):
     """A CUDA runtime call failed."""
 
 
+class UnsafeAnswerError(TieredKVError, RuntimeError):
+    """Something was computed from bytes that were not those they should have been."""
+
+
 class ErrorCode(str, enum.Enum):
     """Why a daemon refused a request, as it is written on the wire."""
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,15 +17,18 @@ from tests.remote.engine import block_keys, content, items
 from tests.remote.test_loans import requests
 from tests.remote.test_shared_memory import eventually
 from vllm_tiered_kv.connector import shared_region
+from vllm_tiered_kv.connector.ahead_loads import AheadLoads
 from vllm_tiered_kv.connector.remote_loader import RemoteLoader
 from vllm_tiered_kv.connector.shard import Shard
 from vllm_tiered_kv.connector.shared_region import SharedRegions
 from vllm_tiered_kv.core.key import RankTag
 from vllm_tiered_kv.core.layout import BlockRuns, Run
 from vllm_tiered_kv.core.store import PutResult
-from vllm_tiered_kv.core.transfer import LentBlocks, RemoteTransfer, int64_array
+from vllm_tiered_kv.core.transfer import LentBlocks, LoadJob, RemoteTransfer, int64_array
 from vllm_tiered_kv.device.arena import Arena
+from vllm_tiered_kv.device.copier import PinnedBlocks
 from vllm_tiered_kv.device.cpu_copier import CpuChannel
+from vllm_tiered_kv.errors import UnsafeAnswerError
 from vllm_tiered_kv.native import cpu as native
 from vllm_tiered_kv.remote.address import EngineIdentity
 from vllm_tiered_kv.remote.loans import Loan, LoanDesk
@@ -172,6 +176,33 @@ def test_blocks_that_changed_are_not_used(worker: Worker) -> None:
     loan = worker.borrow()
     transfer = lent(loan, generations=loan.generations + np.uint64(2))
     assert worker.load(transfer) == "blocks changed while they were copied"
+
+
+class StepCopier:
+    """Has copied everything by the end of the step."""
+
+    def load_ahead(self, numbers: list[int], blocks: list[PinnedBlocks], by_layer: bool) -> None:
+        self.numbers = numbers
+
+    def poll_ahead(self) -> list[int]:
+        return self.numbers
+
+
+@pytest.mark.parametrize("later", [0, 2])
+def test_a_step_never_answers_from_blocks_that_changed(worker: Worker, later: int) -> None:
+    """Its answer may be out when that is seen."""
+    loan = worker.borrow()
+    transfer = lent(loan, generations=loan.generations + np.uint64(later))
+    remote = SimpleNamespace(resident=lambda one: worker.regions.resident(one, RANKS[1]))
+    ahead, copier = AheadLoads(steps_can_be_discarded=True), StepCopier()
+    ahead.start(copier, remote, [LoadJob("r", (), (transfer,), 7)], by_layer=False)  # type: ignore[arg-type]
+    if later:
+        with pytest.raises(UnsafeAnswerError, match="changed while a step read"):
+            ahead.poll(copier)  # type: ignore[arg-type]
+    else:
+        ahead.poll(copier)  # type: ignore[arg-type]
+        assert ahead.take_ended() == {7: [True]}
+    assert not ahead._borrowed
 
 
 def test_memory_stays_mapped_until_the_last_copy_has_ended(worker: Worker) -> None:

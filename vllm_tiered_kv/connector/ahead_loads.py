@@ -18,7 +18,7 @@ from vllm_tiered_kv.connector.remote_io import RemoteIO
 from vllm_tiered_kv.connector.shared_region import Resident
 from vllm_tiered_kv.core.transfer import LoadJob, RemoteTransfer
 from vllm_tiered_kv.device.copier import Copier, PinnedBlocks
-from vllm_tiered_kv.errors import CudaError
+from vllm_tiered_kv.errors import CudaError, UnsafeAnswerError
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,15 @@ class AheadLoads:
 
     def poll(self, copier: Copier) -> None:
         for number in copier.poll_ahead():
+            intact = all(resident.are_intact for resident in self._borrowed.get(number, ()))
             self._give_back(number)
+            if not intact:
+                # What the step computed from it may have been told already. Nothing but a daemon
+                # or a scheduler that broke its word can bring this about.
+                raise UnsafeAnswerError(
+                    "a daemon's memory changed while a step read blocks it had lent: the engine "
+                    "ends rather than answer from them"
+                )
             self._ended[number] = [True]
 
     def take_ended(self) -> dict[int, list[bool]]:
