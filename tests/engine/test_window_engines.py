@@ -7,17 +7,14 @@ same tokens and logprobs, bit by bit, since both compute the same rest of the pr
 from __future__ import annotations
 
 import random
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.daemon.daemon_process import DaemonProcess
 from tests.engine import window_models
 from tests.engine.oracle import BLOCK, COUNT
 from tests.engine.real_engine import Answer, RealEngine, real_engine
-from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import names
 
 pytestmark = pytest.mark.engine
@@ -134,22 +131,3 @@ def test_a_planted_corruption_is_seen(fresh: RealEngine) -> None:
         assert answer.cached == right.cached
         assert answer.logprobs != right.logprobs
         fresh.drop_gpu_cache()
-
-
-def test_another_engine_finds_it_with_a_daemon(tmp_path: Path) -> None:
-    folder = model_folder(tmp_path, "gemma3")
-    with (
-        tempfile.TemporaryDirectory(prefix="kv-") as place,
-        DaemonProcess(Path(place), "--memory", "64MiB") as daemon,
-    ):
-        options = {"cpu_memory": "64MiB", "remote": daemon.ipc, "remote_lookup_timeout": 30}
-        with real_engine(folder, options) as first:
-            expected = found_by_vllm(first)
-            first.settle()
-        with real_engine(folder, options) as second:
-            for ids, right in zip(PROMPTS, expected, strict=True):
-                (answer,) = second.ask([ids], COUNT)
-                assert answer == right
-            remote = second.total(names.LOADED_BLOCKS, Tier.REMOTE.value)
-            assert remote == sum(needed_blocks(second, right.cached) for right in expected)
-            second.assert_at_rest()
