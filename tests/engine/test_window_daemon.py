@@ -36,4 +36,5 @@ def test_another_engine_finds_what_the_first_one_stored(tmp_path: Path) -> None:
                 assert answer == right
             remote = second.total(names.LOADED_BLOCKS, Tier.REMOTE.value)
             assert remote == sum(needed_blocks(second, right.cached) for right in expected)
+            second.settle()
             second.assert_at_rest()

@@ -1,4 +1,4 @@
-"""Tiny models with sliding windows, a config each: for `load_format=dummy`."""
+"""Tiny models with more than full attention, a config each: for `load_format=dummy`."""
 
 from __future__ import annotations
 
@@ -62,6 +62,30 @@ GPT_OSS = {
     "attention_bias": True,
 }
 """Windows in every other layer, attention sinks in all."""
+
+QWEN3_NEXT = {
+    **_TINY,
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 4,
+    "full_attention_interval": 4,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "mlp_only_layers": [],
+    "rope_theta": 1e6,
+    "partial_rotary_factor": 0.25,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+}
+"""Recurrent layers beside full attention; no windows."""
 
 
 def write(folder: Path, config: dict[str, Any]) -> Path:

@@ -1,0 +1,30 @@
+"""A real engine with recurrent layers: left alone, with the reason, and it answers."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from tests.engine import window_models
+from tests.engine.real_engine import real_engine
+
+pytestmark = pytest.mark.engine
+
+
+def test_a_hybrid_with_recurrent_state_runs_without_the_tier(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = window_models.write(tmp_path, window_models.QWEN3_NEXT)
+    with (
+        caplog.at_level(logging.WARNING),
+        real_engine(model, {"cpu_memory": "64MiB"}, dtype="bfloat16") as engine,
+    ):
+        said = [record.message for record in caplog.records if "not tiered" in record.message]
+        assert len(said) == 1
+        assert "MambaSpec: recurrent state" in said[0]
+        assert engine.half is None
+        ids = list(range(3, 200))
+        first, second = engine.ask([ids, ids], 4)
+        assert len(first.tokens) == len(second.tokens) == 4
