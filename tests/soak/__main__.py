@@ -18,6 +18,8 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    # oneDNN keeps a primitive for each shape it has seen: vLLM alone grows by that for hours.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "4",
     "TIERED_KV_LOAD_POLICY": "always",  # whatever this machine is faster at
 }
 

@@ -229,13 +229,20 @@ class EngineSoak:
         self.footprints.append(now)
         warm = 3  # by then everything was used at least once
         if len(self.footprints) == warm:
-            self.held = held
+            self.held, self.connections = held, self._connections()
         if len(self.footprints) > warm:
-            more = settled(self.footprints[warm - 1], _RSS_SLACK)
+            opened = self._connections() - self.connections
+            more = settled(self.footprints[warm - 1], _RSS_SLACK, connections=opened)
             if held > self.held + _HELD_SLACK:
                 more.append(f"{held} entries kept instead of {self.held}")
             if more:
                 raise SoakError(f"it grows: {', '.join(more)}")
+
+    def _connections(self) -> int:
+        """Open ones, of both halves."""
+        halves = (self.engine.half.remote, self.engine.worker_half._remote)
+        pools = [s._caller.pool for half in halves for s in half._cluster.stores.values()]
+        return sum(len(pool._idle) + pool._lent for pool in pools)
 
     def _thaw(self) -> None:
         if self.frozen:
