@@ -64,9 +64,11 @@ mutants: ## break the code on purpose, line by line, and see that tests fail
 
 gpu-test: ## run the tests that need an NVIDIA GPU
 	@$(SETUP) --env $(FULL) --profile full
-	REQUIRE_GPU=1 $(FULL)/bin/python -m pytest tests/gpu -k "not async_on and not async_off and not ipc and not tcp" $(PYTEST_FLAGS)
-	REQUIRE_GPU=1 $(FULL)/bin/python -m pytest tests/gpu -k async_on $(PYTEST_FLAGS)
-	REQUIRE_GPU=1 $(FULL)/bin/python -m pytest tests/gpu -k async_off $(PYTEST_FLAGS)
+	REQUIRE_GPU=1 $(FULL)/bin/python -m pytest tests/gpu/test_cuda_copy.py tests/gpu/test_cuda_copier.py $(PYTEST_FLAGS)
+	REQUIRE_GPU=1 $(FULL)/bin/python -m pytest tests/gpu/test_models_gpu.py $(PYTEST_FLAGS)
+	REQUIRE_GPU=1 $(FULL)/bin/python -m pytest tests/gpu/test_windows_gpu.py $(PYTEST_FLAGS)
+	REQUIRE_GPU=1 $(FULL)/bin/python -m pytest tests/gpu/test_engine_gpu.py -k async_on $(PYTEST_FLAGS)
+	REQUIRE_GPU=1 $(FULL)/bin/python -m pytest tests/gpu/test_engine_gpu.py -k async_off $(PYTEST_FLAGS)
 	REQUIRE_GPU=1 $(FULL)/bin/python -m pytest tests/gpu/test_remote_gpu.py -k ipc $(PYTEST_FLAGS)
 	REQUIRE_GPU=1 $(FULL)/bin/python -m pytest tests/gpu/test_remote_gpu.py -k tcp $(PYTEST_FLAGS)
 

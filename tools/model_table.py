@@ -82,7 +82,7 @@ ROWS = (
             "tests/engine/test_window_engines.py::test_each_prompt_is_found_as_by_vllm_itself",
             "tests/engine/test_window_engines.py::test_another_engine_finds_it_with_a_daemon",
             "tests/engine/test_remote_windows.py::test_random_clients_of_two_engines",
-            _gpu("test_sliding_window_hybrids"),
+            "tests/gpu/test_windows_gpu.py::test_a_tier_hit_is_a_device_hit",
         ),
     ),
     Row(

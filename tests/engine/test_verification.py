@@ -103,6 +103,39 @@ def test_a_hit_is_computed_and_found_equal(tiny_model: Path, async_scheduling: b
 
 
 @BOTH
+@pytest.mark.parametrize("windows", [(None, 10), (10,)], ids=["hybrid", "window"])
+def test_blocks_of_windows_are_compared_too(
+    tiny_model: Path, async_scheduling: bool, windows: tuple[int | None, ...]
+) -> None:
+    engine = ToyEngine(
+        tiny_model,
+        async_scheduling,
+        windows=windows,
+        gpu_blocks=128,
+        cpu_blocks=256,
+        max_tokens_per_step=16,  # earlier blocks of the window are gone by the next step
+        extra_config=ALWAYS,
+    )
+    ids = prompt(1)
+    request = ask(engine, ids)
+    engine.drop_gpu_cache()
+    ask(engine, ids)
+    first = counts(engine)
+    assert first["verified"] >= 10 * len(windows) - 1
+    assert first["different"] == first["inexact"] == 0
+    keys = engine.half._key_maker.keys_for(engine.requests[request])
+    keys.extend(engine.requests[request], len(ids))
+    last = keys.of_group[-1][9]
+    engine.arena[engine.half.index._slot_of[last], 1, 2] ^= 1
+    engine.drop_gpu_cache()
+    ask(engine, ids)
+    assert counts(engine)["different"] == 1
+    assert not engine.half.index.match_prefix([last])
+    assert_at_rest(engine)
+    engine.close()
+
+
+@BOTH
 def test_a_bad_block_is_named_counted_and_evicted(
     tiny_model: Path, async_scheduling: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

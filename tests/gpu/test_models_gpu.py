@@ -45,46 +45,6 @@ MLA: dict[str, Any] = {
 }
 """The heads of DeepSeek-V2-Lite, in two layers of a small model."""
 
-GPT_OSS: dict[str, Any] = {
-    **QWEN2,
-    "architectures": ["GptOssForCausalLM"],
-    "model_type": "gpt_oss",
-    "head_dim": 64,
-    "num_attention_heads": 8,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "sliding_window": 128,
-    "swiglu_limit": 7.0,
-    "attention_bias": True,
-    "rope_theta": 150000.0,
-    "rope_scaling": {
-        "rope_type": "yarn",
-        "factor": 32.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": False,
-        "original_max_position_embeddings": 4096,
-    },
-}
-"""Attention sinks, and every second layer a sliding window."""
-
-GEMMA3: dict[str, Any] = {
-    **QWEN2,
-    "architectures": ["Gemma3ForCausalLM"],
-    "model_type": "gemma3_text",
-    "head_dim": 64,
-    "num_hidden_layers": 6,
-    "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
-    "sliding_window": 128,
-    "query_pre_attn_scalar": 64,
-    "rope_local_base_freq": 10000.0,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "final_logit_softcapping": None,
-    "attn_logit_softcapping": None,
-}
-"""Five layers with sliding windows before one with full attention."""
-
 
 def make_prompts() -> list[list[int]]:
     rng = random.Random(3)
@@ -265,20 +225,3 @@ def test_many_requests_with_one_long_prefix(tmp_path: Path) -> None:
             assert mine.logprobs[0] == pytest.approx(theirs.logprobs[0], abs=0.1)
         settle(engine)
         engine.assert_at_rest()
-
-
-@pytest.mark.parametrize(
-    ("config", "settings"),
-    [(GPT_OSS, {}), (GEMMA3, {})],
-    ids=["gpt_oss", "gemma3"],
-)
-def test_sliding_window_hybrids(
-    tmp_path: Path, config: dict[str, Any], settings: dict[str, Any]
-) -> None:
-    with tiny_engine(tmp_path, config, **settings) as engine:
-        kinds = {
-            type(g.kv_cache_spec).__name__ for g in engine.scheduler.kv_cache_config.kv_cache_groups
-        }
-        assert kinds == {"FullAttentionSpec", "SlidingWindowSpec"}
-        answers = assert_tier_serves(engine)
-        assert_spoiled_bytes_show(engine, answers)
