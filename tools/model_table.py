@@ -80,7 +80,7 @@ ROWS = (
         State.CACHED,
         (
             "tests/engine/test_window_engines.py::test_each_prompt_is_found_as_by_vllm_itself",
-            "tests/engine/test_window_engines.py::test_another_engine_finds_it_with_a_daemon",
+            "tests/engine/test_window_daemon.py::test_another_engine_finds_what_the_first_one_stored",
             "tests/engine/test_remote_windows.py::test_random_clients_of_two_engines",
             "tests/gpu/test_windows_gpu.py::test_a_tier_hit_is_a_device_hit",
         ),
@@ -88,7 +88,10 @@ ROWS = (
     Row(
         "Mamba, and hybrids of Mamba and attention",
         State.LEFT_ALONE,
-        (_kinds("test_a_cache_that_is_not_full_attention_is_left_alone"), _SUPPORT_TESTS),
+        (
+            "tests/engine/test_recurrent_engine.py::test_a_hybrid_with_recurrent_state_runs_without_the_tier",
+            _SUPPORT_TESTS,
+        ),
         says="recurrent state",
     ),
     Row(
