@@ -351,7 +351,7 @@ def options_table() -> str:
                 "seconds": "seconds",
                 "share": "number 0 … 1",
                 "addresses": "address or list",
-                "text": "path",
+                "text": "text",
             }[kind]
         default = _show(option.default, kind)
         lines.append(
