@@ -19,15 +19,15 @@ demo: ## ask a small real model about a long text, cold and from the CPU tier
 	@$(FULL)/bin/python examples/demo.py
 
 ##@ Check it
-test: unit daemon ## run all tests: `unit`, `daemon`, then everything with a real vLLM
+test: unit daemon ## run all tests that need no GPU: `unit`, `daemon`, then those with a real vLLM
 	@$(SETUP) --env $(FULL) --profile full
-	$(FULL)/bin/python -m pytest tests/engine tests/conformance tests/gpu tests/packaging -k "not async_off" $(PYTEST_FLAGS)
+	$(FULL)/bin/python -m pytest tests/engine tests/conformance tests/gpu tests/packaging $(PYTEST_FLAGS)
 
 unit: ## run the tests that need neither torch nor vLLM, where neither is installed
 	@$(SETUP) --env $(UNIT) --profile unit
 	$(UNIT)/bin/python -m pytest tests/unit $(PYTEST_FLAGS)
 
-daemon: ## run the tests of stores, daemon and client, in the same place
+daemon: ## run the tests of stores, daemon and client, also without torch and vLLM
 	@$(SETUP) --env $(UNIT) --profile unit
 	$(UNIT)/bin/python -m pytest tests/stores tests/remote tests/daemon $(PYTEST_FLAGS)
 
@@ -54,11 +54,11 @@ tsan: ## run the tests of native code with TSan
 	@$(SETUP) --env $(UNIT) --profile unit
 	$(UNIT)/bin/python -m tools.sanitize tsan -- $(PYTEST_FLAGS)
 
-coverage: ## say which lines and branches all tests but those of the GPU reach
+coverage: ## say which lines and branches the tests reach, those of a GPU and of wheels aside
 	@$(SETUP) --env $(FULL) --profile full
 	$(FULL)/bin/python -m tools.measure_coverage
 
-mutants: ## break the code on purpose, line by line, and see that tests fail
+mutants: ## break one guard after the other on purpose, and see that tests fail
 	@$(SETUP) --env $(FULL) --profile full
 	$(FULL)/bin/python -m tools.mutants
 

@@ -2,7 +2,7 @@
 
     python -m tools.check_native
 
-Both come from PyPI and so does everything they read, CUDA's headers included; a machine needs
+Both come from PyPI, and so do CUDA's headers; a machine needs
 neither root nor a CUDA toolkit. clang-tidy knows the language and takes every file but the kernels,
 which it could only read with a whole toolkit; cppcheck is shallower and takes those too.
 """

@@ -31,7 +31,7 @@ WORST_FILES = 15
 SUITES = {
     "unit": ("tests/unit",),
     "daemon": ("tests/stores", "tests/remote", "tests/daemon"),
-    "engine": ("tests/engine", "-k", "not async_off"),
+    "engine": ("tests/engine", "tests/conformance"),
 }
 
 

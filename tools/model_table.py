@@ -95,7 +95,7 @@ ROWS = (
         says="recurrent state",
     ),
     Row(
-        "Chunked local attention (Llama-4)",
+        "Chunked local attention whose blocks are freed (Llama-4, on request)",
         State.LEFT_ALONE,
         (_kinds("test_a_cache_that_is_not_full_attention_is_left_alone"),),
         says="chunked local attention",

@@ -212,6 +212,12 @@ def prove(name: str, sanitizer: Sanitizer) -> int:
     return 1 if missed else 0
 
 
+def with_tests(arguments: list[str], sanitizer: Sanitizer) -> list[str]:
+    """What pytest is given: the tests of this sanitizer unless others are named."""
+    named = any(word.startswith("tests/") for word in arguments)
+    return [*arguments, *(() if named else sanitizer.tests)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -230,8 +236,7 @@ def main() -> int:
     tree = folder / "tree"
     print(f"building {PACKAGE} with -fsanitize={sanitizer.flags} in {folder}", flush=True)
     build(tree, sanitizer)
-    named = [word for word in options.arguments if not word.startswith("-")]
-    arguments = [*options.arguments, *(() if named else sanitizer.tests)]
+    arguments = with_tests(options.arguments, sanitizer)
     code = test(tree, sanitizer, reports / "report", arguments)
     written = sorted(reports.iterdir())
     for report in written:

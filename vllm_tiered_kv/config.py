@@ -236,8 +236,8 @@ class TieredKVConfig:
     verify_fraction: float = _option(
         0.0,
         "share",
-        "Share of hits that are computed all the same and compared with what the tier holds. A "
-        "block that differs is evicted, counted and named in the log; see verification.md.",
+        "Share of the requests with a hit that compute it all the same; their blocks are compared "
+        "with what the tier holds. One that differs is evicted, counted and named in the log; see verification.md.",
     )
     verify_tolerance: float = _option(
         0.05,
@@ -290,7 +290,7 @@ class TieredKVConfig:
 
 
 # Read at build or test time by setup.py and the tests; not options of the connector.
-_OTHER_VARIABLES = frozenset({"TIERED_KV_CUDA", "TIERED_KV_CUDA_ARCHS"})
+_OTHER_VARIABLES = frozenset({"TIERED_KV_CUDA", "TIERED_KV_CUDA_ARCHS", "TIERED_KV_SANITIZE"})
 
 
 def require_known(key: str, source: str, options: Mapping[str, Any]) -> None:

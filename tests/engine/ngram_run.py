@@ -6,11 +6,11 @@ On its own because what compiles vLLM's proposer keeps later engines of the proc
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
 import sys
 from pathlib import Path
 
+from tests.engine.engine_apart import tell
 from tests.engine.real_engine import Answer, RealEngine, real_engine
 from vllm_tiered_kv.metrics import names
 
@@ -79,7 +79,7 @@ def main(model: str) -> None:
         report["drafts"] = drafts(engine)
         engine.settle()
         engine.assert_at_rest()
-    print("RESULT " + json.dumps(report), flush=True)
+    tell(report)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ import random
 import sys
 import time
 
+from tests.engine.engine_apart import answers, tell
+
 BLOCK = 32
 
 
@@ -46,19 +48,7 @@ def main(model: str, settings: dict) -> None:
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
 
     def ask() -> list[dict]:
-        answers = []
-        for ids in prompts:
-            (out,) = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
-            tokens = list(out.outputs[0].token_ids)
-            steps = zip(out.outputs[0].logprobs, tokens, strict=True)
-            answers.append(
-                {
-                    "tokens": tokens,
-                    "logprobs": [step[token].logprob for step, token in steps],
-                    "cached": out.num_cached_tokens,
-                }
-            )
-        return answers
+        return answers(llm, prompts)
 
     def drop() -> None:
         deadline = time.monotonic() + 30
@@ -66,21 +56,31 @@ def main(model: str, settings: dict) -> None:
             assert time.monotonic() < deadline, "the prefix cache stayed in use"
             time.sleep(0.1)
 
+    def counters() -> dict[str, float]:
+        return {
+            metric.name: metric.value
+            for metric in llm.get_metrics()
+            if metric.name.startswith("vllm:tiered_kv_") and hasattr(metric, "value")
+        }
+
+    def settled_counters() -> dict[str, float]:
+        """What is counted after the last answer comes with the next ones."""
+        told: list[dict[str, float]] = []
+        while len(told) < 5 or any(one != told[-1] for one in told[-5:]):
+            assert len(told) < 200, "the counters never came to rest"
+            time.sleep(0.3)
+            llm.generate([{"prompt_token_ids": [3, 4, 5]}], params, use_tqdm=False)
+            told.append(counters())
+        return told[-1]
+
     report = {"cold": ask(), "device": ask()}
     drop()
     report["tier"] = ask()
     drop()
     report["corrupted_bytes"] = llm.collective_rpc(corrupt_arena, args=(1,))
     report["corrupted"] = ask()
-    for _ in range(3):  # what is counted after the last answer comes with the next ones
-        time.sleep(0.3)
-        llm.generate([{"prompt_token_ids": [3, 4, 5]}], params, use_tqdm=False)
-    report["counters"] = {
-        metric.name: metric.value
-        for metric in llm.get_metrics()
-        if metric.name.startswith("vllm:tiered_kv_") and hasattr(metric, "value")
-    }
-    print("RESULT " + json.dumps(report), flush=True)
+    report["counters"] = settled_counters()
+    tell(report)
 
 
 if __name__ == "__main__":

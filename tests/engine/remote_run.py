@@ -11,6 +11,8 @@ import random
 import sys
 import time
 
+from tests.engine.engine_apart import answers, tell
+
 BLOCK = 32
 LENGTHS = (300, 170, 420, 96, 510)
 
@@ -40,7 +42,7 @@ def main(model: str, options: dict, stored_blocks: int) -> None:
             kv_connector_extra_config=options,
         ),
     )
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
+    params = SamplingParams(temperature=0, max_tokens=1)
 
     def counters() -> dict[str, float]:
         return {
@@ -49,24 +51,13 @@ def main(model: str, options: dict, stored_blocks: int) -> None:
             if metric.name.startswith("vllm:tiered_kv_") and "tier" in metric.labels
         }
 
-    answers = []
-    for ids in prompts():
-        (out,) = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
-        tokens = list(out.outputs[0].token_ids)
-        steps = zip(out.outputs[0].logprobs, tokens, strict=True)
-        answers.append(
-            {
-                "tokens": tokens,
-                "logprobs": [step[token].logprob for step, token in steps],
-                "cached": out.num_cached_tokens,
-            }
-        )
+    told = answers(llm, prompts())
     deadline = time.monotonic() + 60
     while counters().get("stored_blocks[remote]", 0) < stored_blocks:
         assert time.monotonic() < deadline, counters()
         llm.generate([{"prompt_token_ids": [7]}], params, use_tqdm=False)  # brings fresh counters
         time.sleep(0.1)
-    print("RESULT " + json.dumps({"answers": answers, "counters": counters()}), flush=True)
+    tell({"answers": told, "counters": counters()})
     time.sleep(600)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 import time
+
+from tests.engine.engine_apart import answers, tell
 
 BLOCK = 16
 LENGTHS = (291, 163, 419)  # no answer completes a block: what is stored is prompts alone
@@ -13,7 +14,7 @@ LAYERS = 2
 
 
 def main(model: str, remote: str) -> None:
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
     from vllm.config import KVTransferConfig
 
     llm = LLM(
@@ -41,22 +42,9 @@ def main(model: str, remote: str) -> None:
     half = core.scheduler.connector.scheduler_half
     rng = random.Random(3)
     prompts = [[rng.randrange(3, 1000) for _ in range(n)] for n in LENGTHS]
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
 
     def ask() -> list[dict]:
-        answers = []
-        for ids in prompts:
-            (out,) = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
-            tokens = list(out.outputs[0].token_ids)
-            steps = zip(out.outputs[0].logprobs, tokens, strict=True)
-            answers.append(
-                {
-                    "tokens": tokens,
-                    "logprobs": [step[token].logprob for step, token in steps],
-                    "cached": out.num_cached_tokens,
-                }
-            )
-        return answers
+        return answers(llm, prompts)
 
     def settle() -> None:
         end = time.monotonic() + 60
@@ -79,7 +67,7 @@ def main(model: str, remote: str) -> None:
     report["failures"] = half.recorder.total(names.LOAD_FAILURES)
     report["block_bytes"] = half.block_bytes
     report["pinned"] = len(half.index.pinned_slots())
-    print("RESULT " + json.dumps(report), flush=True)
+    tell(report)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,18 +25,6 @@ from vllm_tiered_kv.metrics import names
 pytestmark = pytest.mark.engine
 
 COUNT = 5
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kv-") as path:
-        yield Path(path)
-
-
-@pytest.fixture
-def daemon(folder: Path) -> Iterator[DaemonProcess]:
-    with DaemonProcess(folder, "--memory", "16MiB") as process:
-        yield process
 
 
 def filled(model: Path, daemon: DaemonProcess, asked: list[list[int]], **settings) -> ToyEngine:

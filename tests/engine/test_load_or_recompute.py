@@ -6,9 +6,7 @@ the measurements reach the decision and that the tokens are right either way.
 
 from __future__ import annotations
 
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,15 +27,6 @@ CPU, REMOTE, GPU = Tier.CPU.value, Tier.REMOTE.value, Tier.GPU.value
 @pytest.fixture(autouse=True)
 def by_its_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TIERED_KV_LOAD_POLICY")
-
-
-@pytest.fixture
-def daemon() -> Iterator[DaemonProcess]:
-    with (
-        tempfile.TemporaryDirectory(prefix="kv-") as folder,
-        DaemonProcess(Path(folder), "--memory", "16MiB") as process,
-    ):
-        yield process
 
 
 def slow_down(toy: ToyEngine, seconds_per_token: float) -> None:

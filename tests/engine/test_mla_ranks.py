@@ -6,50 +6,35 @@ found the right latent KV in its own memory.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
 from tests.daemon.daemon_process import DaemonProcess
+from tests.engine.engine_apart import run_apart
 from tests.engine.made_models import write_weights
 from tests.engine.replicated_run import BLOCK, LAYERS, LENGTHS
 from tests.models import TINY_MLA, write_config
 from vllm_tiered_kv.remote.address import EngineIdentity
 from vllm_tiered_kv.remote.store import RemoteStore
 
-ROOT = Path(__file__).parents[2]
-
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 def test_two_ranks_of_mla_share_one_copy(tmp_path: Path) -> None:
     model = write_weights(write_config(tmp_path / "model", TINY_MLA))
-    environment = {
-        **os.environ,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
     with (
         tempfile.TemporaryDirectory(prefix="kv-") as folder,
         DaemonProcess(Path(folder), "--memory", "64MiB") as daemon,
     ):
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.engine.replicated_run", str(model), daemon.endpoint],
-            env=environment,
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=500,
+        report = run_apart(
+            "replicated_run",
+            str(model),
+            daemon.endpoint,
+            VLLM_ENABLE_V1_MULTIPROCESSING="0",
+            VLLM_CPU_OMP_THREADS_BIND="0|1",
         )
-        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        assert lines, (done.stdout + done.stderr)[-4000:]
-        report = json.loads(lines[-1].removeprefix("RESULT "))
         anyone = EngineIdentity(bytes(32), (BLOCK,), "layout", "test")
         store = RemoteStore(daemon.endpoint, anyone)
         held = store.usage()

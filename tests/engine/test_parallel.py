@@ -7,16 +7,13 @@ are processes of their own; flipping bits of one rank's tier must change the ans
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.engine.engine_apart import run_apart
 from tests.engine.parallel_run import BLOCK
 
-ROOT = Path(__file__).parents[2]
 LENGTHS = (300, 170, 420)
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -34,32 +31,16 @@ RANKS = pytest.mark.parametrize(
 
 def run_ranks(model: Path, settings: dict, **options: str) -> dict:
     """What `parallel_run` reports, with options of the connector by their variables."""
-    environment = {
-        **os.environ,
+    return run_apart(
+        "parallel_run",
+        str(model),
+        json.dumps(settings),
         **options,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+        VLLM_ENABLE_V1_MULTIPROCESSING="1",
+        VLLM_CPU_OMP_THREADS_BIND="0|1",
         # To run `corrupt_arena` inside the workers; the cache itself unpickles nothing.
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "tests.engine.parallel_run",
-            str(model),
-            json.dumps(settings),
-        ],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=500,
+        VLLM_ALLOW_INSECURE_SERIALIZATION="1",
     )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, (done.stdout + done.stderr)[-4000:]
-    return json.loads(lines[-1].removeprefix("RESULT "))
 
 
 @RANKS

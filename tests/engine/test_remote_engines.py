@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.daemon.daemon_process import DaemonProcess
+from tests.engine.engine_apart import told_in
 from tests.engine.remote_run import BLOCK, LENGTHS
 
 ROOT = Path(__file__).parents[2]
@@ -58,9 +59,9 @@ def run_and_kill(model: Path, options: dict, stored_blocks: int = 0) -> dict:
             while True:
                 log.seek(0)
                 text = log.read()
-                lines = [line for line in text.splitlines() if line.startswith("RESULT ")]
-                if lines:
-                    return json.loads(lines[0].removeprefix("RESULT "))
+                found = told_in(text)
+                if found is not None:
+                    return found
                 assert process.poll() is None, text[-4000:]
                 assert time.monotonic() < deadline, text[-4000:]
                 time.sleep(0.2)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,18 +31,6 @@ from vllm_tiered_kv.wire.messages import Get, GetReply, Put, PutReply, Request, 
 pytestmark = pytest.mark.engine
 
 SECOND_RANK = RankTag(tp=1).encode()
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kv-") as path:
-        yield Path(path)
-
-
-@pytest.fixture
-def daemon(folder: Path) -> Iterator[DaemonProcess]:
-    with DaemonProcess(folder, "--memory", "16MiB") as process:
-        yield process
 
 
 def engine(model: Path, remote: str, ranks: int = 2, **settings) -> ToyEngine:

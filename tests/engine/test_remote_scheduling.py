@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import itertools
 import random
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -38,19 +37,6 @@ pytestmark = pytest.mark.engine
 
 REMOTE = Tier.REMOTE.value
 TRANSPORTS = ["tcp", "ipc"]
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """Short, unlike tmp_path: the path of a socket has little room."""
-    with tempfile.TemporaryDirectory(prefix="kv-") as path:
-        yield Path(path)
-
-
-@pytest.fixture
-def daemon(folder: Path) -> Iterator[DaemonProcess]:
-    with DaemonProcess(folder, "--memory", "16MiB") as process:
-        yield process
 
 
 def address(daemon: DaemonProcess, transport: str) -> str:

@@ -13,9 +13,7 @@ from tests.engine.test_remote_scheduling import (
     REMOTE,
     TRANSPORTS,
     address,
-    daemon,
     engine,
-    folder,
     prompts,
     serve,
     total,
@@ -28,8 +26,6 @@ from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import names
 
 pytestmark = pytest.mark.engine
-
-__all__ = ["daemon", "folder"]  # fixtures
 
 
 @pytest.fixture(params=TRANSPORTS)

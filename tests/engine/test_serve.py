@@ -320,9 +320,9 @@ def test_a_replay_finds_the_cache_right(server: Server, tmp_path: Path) -> None:
 
 def test_a_replay_says_what_it_cannot_do(server: Server, tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{server.port}"
-    status, _, shown = replay(server, tmp_path, url, "--model", "gpt-5")
+    status, _, shown = replay(server, tmp_path, url, "--model", "no-such-model")
     assert status == 2
-    assert "does not serve model 'gpt-5'; it serves smollm2" in shown
+    assert "does not serve model 'no-such-model'; it serves smollm2" in shown
 
 
 class Forger(http.server.BaseHTTPRequestHandler):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.engine.engine_apart import run_apart
+
 BLOCK = 32
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -18,22 +15,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def report(tiny_model: Path) -> dict:
-    environment = {
-        **os.environ,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.ngram_run", str(tiny_model)],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, (done.stdout + done.stderr)[-4000:]
-    return json.loads(lines[-1].removeprefix("RESULT "))
+    return run_apart("ngram_run", str(tiny_model), VLLM_ENABLE_V1_MULTIPROCESSING="0")
 
 
 def tokens(answers: list[dict]) -> list[list[int]]:

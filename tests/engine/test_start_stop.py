@@ -8,9 +8,8 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,18 +27,6 @@ ROUNDS = 12
 RSS_SLACK = 16 << 20
 """Far less than the arenas of a few rounds, which are 8 MiB each."""
 ARENA_BLOCKS = 65536  # of 128 bytes
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kv-") as path:
-        yield Path(path)
-
-
-@pytest.fixture
-def daemon(folder: Path) -> Iterator[DaemonProcess]:
-    with DaemonProcess(folder, "--memory", "16MiB") as process:
-        yield process
 
 
 def rounds(one: Callable[[], None], count: int = ROUNDS) -> None:

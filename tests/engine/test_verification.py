@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -348,15 +346,6 @@ def test_whatever_happens_nothing_leaks_and_nobody_is_accused(
     assert total(engine, names.VERIFIED_BLOCKS) > 0
     print(seed, counts(engine))
     engine.close()
-
-
-@pytest.fixture
-def daemon() -> Iterator[DaemonProcess]:
-    with (
-        tempfile.TemporaryDirectory(prefix="kv-") as folder,
-        DaemonProcess(Path(folder), "--memory", "16MiB") as process,
-    ):
-        yield process
 
 
 @BOTH

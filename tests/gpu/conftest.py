@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -21,3 +22,13 @@ def pytest_configure() -> None:
 
         if not torch.cuda.is_available():
             raise pytest.UsageError("REQUIRE_GPU=1, but torch finds no CUDA device")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """vLLM's engines leave too much behind on a GPU to follow each other in one process."""
+    if os.environ.get("REQUIRE_GPU") == "1":
+        return
+    apart = pytest.mark.skip(reason="engines on a GPU want processes of their own: `make gpu-test`")
+    for item in items:
+        if item.path.parent == Path(__file__).parent and not item.path.stem.startswith("test_cuda"):
+            item.add_marker(apart)

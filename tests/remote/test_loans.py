@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tempfile
 import textwrap
 import threading
 import time
@@ -28,18 +27,6 @@ from vllm_tiered_kv.wire.messages import Borrow, BorrowReply
 
 RANKS = [RankTag(tp=0), RankTag(tp=1)]
 CHAIN = block_keys("a chain", 6)
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kv-") as path:
-        yield Path(path)
-
-
-@pytest.fixture
-def daemon(folder: Path) -> Iterator[DaemonProcess]:
-    with DaemonProcess(folder, "--memory", "16MiB") as running:
-        yield running
 
 
 @pytest.fixture

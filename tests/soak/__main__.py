@@ -31,6 +31,8 @@ def main() -> None:
     parser.add_argument("--episode", type=int, default=None, help="only this one of the toy's")
     parser.add_argument("--only", choices=["toy", "engine"], default=None)
     options = parser.parse_args()
+    if options.episode is not None and options.only == "engine":
+        parser.error("episodes are those of the toy engine")
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     seed = secrets.randbelow(1_000_000) if options.seed is None else options.seed

@@ -341,9 +341,7 @@ class _Episode:
         self._forget()
 
     def _run_out(self) -> None:
-        before = len(self.toy.finished)
         self.toy.run(limit=20_000, seconds=_MOST_SECONDS)
-        self.steps += len(self.toy.finished) - before
 
     def _check_answers(self) -> None:
         for name, asked in self.asked.items():

@@ -266,6 +266,7 @@ def test_a_request_that_fails_is_told(
     assert "computed round failed" in out
     assert "400: the prompt is too long" in out
     assert "1 failed" in out
+    assert "line 4: failed" in out
 
 
 @pytest.mark.parametrize(
@@ -353,6 +354,23 @@ def test_replies_that_are_none() -> None:
         with pytest.raises(ReplayError, match="no logprobs"):
             read_answer(reply)
     assert read_answer({"choices": [{"text": "", "logprobs": None}]}).tokens == ()
+    with pytest.raises(ReplayError, match="no tokens beside the text"):
+        read_answer({"choices": [{"text": "yes", "logprobs": None}]})
+
+
+def test_separators_of_unicode_do_not_end_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "prompts"
+    path.write_text('{"prompt": "a\u2028b"}\r\nplain\n', encoding="utf-8", newline="")
+    first, second = read_prompts(path)
+    assert first.fields["prompt"] == "a\u2028b"
+    assert second.fields["prompt"].strip() == "plain"
+
+
+def test_numbers_that_are_none(prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in ("x", "0", "-1", "1.5"):
+        with pytest.raises(SystemExit):
+            main(["replay", str(prompts), f"--max-tokens={wrong}"])
+        assert "expected a whole number of at least 1" in capsys.readouterr().err
 
 
 def test_counters_are_summed_over_their_labels() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.sanitize import SANITIZERS, Plant
+from tools.sanitize import SANITIZERS, Plant, with_tests
 
 ROOT = Path(__file__).parents[2]
 PLANTS = [plant for sanitizer in SANITIZERS.values() for plant in sanitizer.plants]
@@ -24,3 +24,12 @@ def test_the_tests_that_are_run_exist() -> None:
         assert sanitizer.plants
         for test in sanitizer.tests:
             assert (ROOT / test).is_file()
+
+
+def test_flags_of_pytest_choose_among_the_tests_of_a_sanitizer() -> None:
+    sanitizer = SANITIZERS["tsan"]
+    assert with_tests(["-k", "threads"], sanitizer) == ["-k", "threads", *sanitizer.tests]
+    assert with_tests(["-x", "tests/unit/test_key.py"], sanitizer) == [
+        "-x",
+        "tests/unit/test_key.py",
+    ]

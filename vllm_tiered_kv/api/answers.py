@@ -35,6 +35,7 @@ class Outcome(str, enum.Enum):
     TIE = "tie"  # parted where two tokens were about equally likely
     DRIFT = "drift"  # the same tokens, with other probabilities
     DIFFERENT = "different"
+    FAILED = "failed"  # no answer to compare
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,8 @@ def read_answer(reply: Mapping[str, Any]) -> Answer:
         else:
             tokens = _completion_tokens(logprobs)
             text = choice["text"]
+        if text and not tokens:
+            raise ValueError("no tokens beside the text")
         details = (reply.get("usage") or {}).get("prompt_tokens_details") or {}
         cached = details.get("cached_tokens")
         return Answer(tuple(tokens), text, cached if isinstance(cached, int) else None)

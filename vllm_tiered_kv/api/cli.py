@@ -30,7 +30,8 @@ prompts, one on each line:
   {"prompt": "Once upon a time"}                      to /v1/completions
   {"messages": [{"role": "user", "content": "Hi"}]}   to /v1/chat/completions
   Once upon a time                                    plain text, to /v1/completions
-  Further fields ("max_tokens", "tools", …) go into the request as they are.
+  Further fields ("max_tokens", "tools", …) go into the request as they are, all but
+  model, temperature (0), n, stream and logprobs, which the command sets.
 
 outcomes, each round compared with the computed answer:
   equal      the same tokens, their logprobs within --drift
@@ -43,7 +44,7 @@ outcomes, each round compared with the computed answer:
 exit status:
   0  all equal, or ties     1  something is different, or drifts
   2  could not run, or requests failed
-  3  no block was loaded from a tier, so that the comparison proves nothing
+  3  no block was loaded from a tier, or the server does not tell: the comparison proves nothing
 
 examples:
   tiered-kv replay prompts.jsonl --url http://127.0.0.1:8000
@@ -160,10 +161,9 @@ def _tell(line: str) -> None:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
 
 
 def _read_key(path: Path | None) -> str | None:

@@ -43,7 +43,7 @@ def read_prompts(path: Path) -> list[Prompt]:
         raise ReplayError(f"{path} cannot be read: {error}") from None
     prompts = [
         _prompt(path, number, line)
-        for number, line in enumerate(text.splitlines(), 1)
+        for number, line in enumerate(text.split("\n"), 1)
         if line.strip()
     ]
     if not prompts:

@@ -66,9 +66,13 @@ class PromptResult:
 
     @property
     def worst(self) -> Outcome:
-        order = list(Outcome)
-        found = [comparison.outcome for comparison in self.comparisons.values()]
-        return max(found, key=order.index, default=Outcome.EQUAL)
+        found = {comparison.outcome for comparison in self.comparisons.values()}
+        for outcome in (Outcome.DIFFERENT, Outcome.DRIFT):
+            if outcome in found:
+                return outcome
+        if self.errors:
+            return Outcome.FAILED
+        return Outcome.TIE if Outcome.TIE in found else Outcome.EQUAL
 
     @property
     def is_different(self) -> bool:
@@ -104,9 +108,8 @@ class ReplayReport:
 
     def _summary(self) -> list[str]:
         of_kind = {kind: sum(r.worst is kind for r in self.results) for kind in Outcome}
-        failed = sum(bool(result.errors) for result in self.results)
         told = ", ".join(f"{count} {kind.value}" for kind, count in of_kind.items() if count)
-        lines = ["", f"{len(self.results)} prompts: {told}" + (f", {failed} failed" * bool(failed))]
+        lines = ["", f"{len(self.results)} prompts: {told}"]
         if self.counted is None:
             lines.append("WARNING: the server shows no /metrics: whether it loaded is not known")
         elif not self.loaded_blocks:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from vllm_tiered_kv.connector.kv_layout import group_block_bytes
 from vllm_tiered_kv.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -72,6 +71,8 @@ def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         SlidingWindowSpec,
         iter_layer_specs,
     )
+
+    from vllm_tiered_kv.connector.kv_layout import group_block_bytes
 
     if not kv_cache_config.kv_cache_groups:
         return "the model has no KV cache"

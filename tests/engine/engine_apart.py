@@ -1,0 +1,60 @@
+"""Engines in processes of their own: how a test starts one, and how it tells what it answered."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).parents[2]
+_MARK = "RESULT "
+
+
+def run_apart(module: str, *arguments: str, **environment: str) -> dict[str, Any]:
+    """What a module of this folder reports, run to its end."""
+    path = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", f"tests.engine.{module}", *arguments],
+        env={**os.environ, **environment, "PYTHONPATH": path},
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    found = told_in(done.stdout)
+    assert found is not None, (done.stdout + done.stderr)[-4000:]
+    return found
+
+
+def tell(found: dict[str, Any]) -> None:
+    """In the process of the engine."""
+    print(_MARK + json.dumps(found), flush=True)
+
+
+def told_in(output: str) -> dict[str, Any] | None:
+    lines = [line for line in output.splitlines() if line.startswith(_MARK)]
+    return json.loads(lines[-1].removeprefix(_MARK)) if lines else None
+
+
+def answers(llm: Any, prompts: Sequence[Sequence[int]], count: int = 8) -> list[dict[str, Any]]:
+    """To one prompt after the other, in a form that can be reported."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=1)
+    told = []
+    for ids in prompts:
+        (out,) = llm.generate([{"prompt_token_ids": list(ids)}], params, use_tqdm=False)
+        tokens = list(out.outputs[0].token_ids)
+        steps = zip(out.outputs[0].logprobs, tokens, strict=True)
+        told.append(
+            {
+                "tokens": tokens,
+                "logprobs": [step[token].logprob for step, token in steps],
+                "cached": out.num_cached_tokens,
+            }
+        )
+    return told

@@ -1,0 +1,34 @@
+"""Targets that nothing here can run: what they need is there, and nothing is left out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_gpu_test_is_run_by_gpu_test() -> None:
+    recipe = (ROOT / "Makefile").read_text().partition("\ngpu-test:")[2].partition("\n\n")[0]
+    files = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
+    assert files
+    assert [file.name for file in files if f"tests/gpu/{file.name}" not in recipe] == []
+
+
+def test_the_matrix_asks_for_the_standard_library_alone() -> None:
+    """It runs before any environment is made."""
+    script = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("numpy", "torch", "vllm", "zmq", "msgpack", "yaml", "xxhash"):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Absent())
+from tools.matrix import is_served
+print(is_served("0.32.0"), is_served("0.20.0"))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split() == ["True", "False"], done.stderr
