@@ -237,7 +237,8 @@ class TieredKVConfig:
         0.0,
         "share",
         "Share of the requests with a hit that compute it all the same; their blocks are compared "
-        "with what the tier holds. One that differs is evicted, counted and named in the log; see verification.md.",
+        "with what the tier holds. One that differs is evicted, counted and named in the log; see "
+        "verification.md.",
     )
     verify_tolerance: float = _option(
         0.05,
