@@ -14,7 +14,7 @@ from pathlib import Path
 
 _OUR_THREADS = "tiered-kv"
 _SHARED_FILES = (Path("/dev/shm"), Path("/tmp"))
-_OF_A_CONNECTION = {"threads": 2, "descriptors": 9}  # of the zmq context that each has
+_OF_A_CONNECTION = {"threads": 2, "descriptors": 12}  # at most, with a zmq context for each
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
