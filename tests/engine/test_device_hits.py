@@ -61,6 +61,29 @@ def test_what_the_tier_lacks_of_it_is_stored(tiny_model: Path, async_scheduling:
     engine.assert_at_rest()
 
 
+@pytest.mark.parametrize("end", ["aborted", "zeroed"])
+def test_that_holds_for_requests_whose_own_blocks_are_not_certain(
+    tiny_model: Path, async_scheduling: bool, end: str
+) -> None:
+    """Aborted ones, and where vLLM clears blocks before we could read them."""
+    engine = ToyEngine(tiny_model, async_scheduling)
+    keys = keys_of(engine, PROMPT)
+    for key in keys[2:5]:
+        engine.half.index.remove(key)
+    if end == "zeroed":
+        engine.half._store_on_finish = False
+        serve(engine, PROMPT)
+    else:
+        request_id = engine.add(PROMPT, 3)
+        engine.step()
+        engine.abort(request_id)
+        engine.run()
+    assert all(engine.half.index.lookup(key) is Lookup.HIT for key in keys)
+    engine.drop_gpu_cache()
+    serve(engine, PROMPT)
+    engine.assert_at_rest()
+
+
 def test_it_counts_as_used(tiny_model: Path, async_scheduling: bool) -> None:
     engine = ToyEngine(tiny_model, async_scheduling, cpu_blocks=16, gpu_blocks=64)
     keys = keys_of(engine, PROMPT)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +18,7 @@ from vllm_tiered_kv.cache.planner import Group, loadable_tokens
 from vllm_tiered_kv.connector.remote_lookup import RemoteLookups
 from vllm_tiered_kv.connector.remote_tier import RemoteTier
 from vllm_tiered_kv.connector.request_state import RequestState
+from vllm_tiered_kv.connector.window_search import WindowSearch
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.key import BlockKey, RankTag
 from vllm_tiered_kv.metrics.recorder import Recorder
@@ -125,3 +127,37 @@ def test_what_the_cpu_tier_has_alone_is_not_asked_for() -> None:
     # On the GPU lies all but the end, with its window.
     found, _ = search(groups, keys, [{10}, {10}], server, 40, 44)
     assert (found, server.asked) == (4, [])
+
+
+class Forgetful:
+    """A daemon that has lost a block by the time it is asked to keep all of them."""
+
+    def __init__(self, address: str, loses: int) -> None:
+        self.address = address
+        self.loses = loses
+
+    def match_all(
+        self, keys: Sequence[BlockKey], ranks: Sequence[RankTag], pin_ms: int, deadline: float
+    ) -> SimpleNamespace:
+        return SimpleNamespace(count=len(keys) - self.loses, by_tier={})
+
+    def contains_all(
+        self, keys: Sequence[BlockKey], ranks: Sequence[RankTag], deadline: float
+    ) -> list[bool]:
+        return [True] * len(keys)
+
+
+@pytest.mark.parametrize("loses", [0, 1])
+def test_a_window_with_a_hole_in_it_is_none(loses: int) -> None:
+    """It lies on two daemons, one of which holds both of its ends."""
+    keys = [BlockKey(n.to_bytes(16, "big") + b"\0") for n in range(600)]
+    ends, middle = Forgetful("tcp://ends:1", 0), Forgetful("tcp://middle:1", loses)
+    servers = SimpleNamespace(server_for=lambda key: middle if key == keys[64] else ends)
+    lookups = RemoteLookups(servers, [RankTag()], 30.0, 60.0, Recorder(), threads=1)  # type: ignore[arg-type]
+    group = Group(0, 4, 256, 0, window=4 * 590)
+    windows = WindowSearch([group], [[False] * len(keys)], 0, 4 * len(keys), 4)
+    lookup = lookups.start([keys], [len(keys)], [256], windows)
+    (spans,) = lookup.future.result(timeout=60).spans
+    lookups._pool.shutdown()
+    parts = [position for span in spans for position in range(span.start, span.stop)]
+    assert parts == ([] if loses else list(group.needed(0, 4 * len(keys))))

@@ -39,6 +39,7 @@ class Findings:
 
     tier: Tier
     blocks: tuple[tuple[BlockKey, BlockVerdict], ...]
+    slots: tuple[int, ...] = ()  # where they lay in the CPU tier
 
     @property
     def different(self) -> list[tuple[BlockKey, BlockVerdict]]:
@@ -126,7 +127,8 @@ class VerificationLedger:
             for of_ranks in zip(*comparison.reports, strict=True)
         ]
         self._count(comparison.tier, worst)
-        return Findings(comparison.tier, tuple(zip(comparison.keys, worst, strict=True)))
+        blocks = tuple(zip(comparison.keys, worst, strict=True))
+        return Findings(comparison.tier, blocks, tuple(comparison.pinned))
 
     def _let_go(self, comparison: _Open) -> None:
         self._index.unpin(comparison.pinned)

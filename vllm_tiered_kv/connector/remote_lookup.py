@@ -290,19 +290,27 @@ class RemoteLookups:
                 reached = stop
             if reached < positions.stop:
                 return False
-        for (address, nbytes), (server, parts) in batches.items():
-            some = [key for group, part in parts for key in keys[group][part.start : part.stop]]
-            count, loan, by_tier = self._match(server, some, nbytes, deadline)
-            if count < len(some):
-                if loan is not None:
-                    loan.release()
-                return False
-            column = 0
-            for group, part in parts:
-                found[group] += _cut(part, column, address, loan, by_tier)
-                column += len(part)
-        for group in wanted:
-            found[group].sort(key=lambda span: span.start)
+        spans: dict[int, list[RemoteSpan]] = {group: [] for group in wanted}
+        is_whole = False
+        try:
+            for (address, nbytes), (server, parts) in batches.items():
+                some = [key for group, part in parts for key in keys[group][part.start : part.stop]]
+                count, loan, by_tier = self._match(server, some, nbytes, deadline)
+                if count < len(some):
+                    if loan is not None:
+                        loan.release()
+                    return False
+                column = 0
+                for group, part in parts:
+                    spans[group] += _cut(part, column, address, loan, by_tier)
+                    column += len(part)
+            is_whole = True
+        finally:
+            if not is_whole:  # parts with a gap between them would pass for all
+                for some_spans in spans.values():
+                    _release(some_spans)
+        for group, of_group in spans.items():
+            found[group] += sorted(of_group, key=lambda span: span.start)
         return True
 
     def _present(self, keys: list[BlockKey], deadline: float) -> list[bool]:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+_ENDS = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
+
+
 @dataclass(frozen=True)
 class Match:
     """The answer last given for a request, kept until vLLM admits it."""
@@ -62,6 +65,12 @@ class RequestState:
     def held_nowhere_else(self) -> None:
         """No daemon is known to hold blocks of this request any more."""
         self.held_elsewhere = [range(0)] * len(self.stored)
+
+    @property
+    def ended_by_itself(self) -> bool:
+        """Of a request that was aborted nothing is certain that it computed: a step may be under
+        way."""
+        return self.request.status.name in _ENDS
 
     def drop_lookup(self) -> None:
         """What the daemons were asked is of no use any more; what they lent goes back."""

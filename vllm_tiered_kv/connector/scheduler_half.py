@@ -207,12 +207,11 @@ class SchedulerHalf:
         self._next.measured_step = self.judge.step_planned(
             scheduler_output.num_scheduled_tokens, self._requests, bool(self._next.loads)
         )
+        if self._waits_for_threads() and not scheduler_output.total_num_scheduled_tokens:
+            # Nothing to compute, requests or blocks wait: threads that talk to a daemon or compare
+            # need the interpreter more than a loop that asks whether they are ready.
+            time.sleep(_YIELD_S)
         if self.remote is not None:
-            waiting = self._requests or self.ledger.has_open_puts
-            if waiting and not scheduler_output.total_num_scheduled_tokens:
-                # Nothing to compute, requests or blocks wait: threads that talk to a daemon need
-                # the interpreter more than a loop that asks whether they are ready.
-                time.sleep(_YIELD_S)
             self._next.identity = self._identity
             self._next.puts = self.remote.writes.take()
         metadata, self._next = self._next, TieredKVMetadata()
@@ -274,21 +273,18 @@ class SchedulerHalf:
         if state is not None:
             state.drop_lookup()
             self._end_verification(state)
-        if state is None or self._config.mode is not Mode.TIERED or not self._store_on_finish:
-            return
-        from vllm.v1.request import RequestStatus
-
-        # Of an aborted request nothing is certain: a step may be under way.
-        if request.status not in (
-            RequestStatus.FINISHED_STOPPED,
-            RequestStatus.FINISHED_LENGTH_CAPPED,
-        ):
+        if state is None or self._config.mode is not Mode.TIERED:
             return
         ready = self._storable(state, request.num_tokens - 1)
+        is_certain = self._store_on_finish and state.ended_by_itself
+        if not is_certain:
+            ready = min(ready, state.on_gpu)
         if not self._has_more(state, ready):
             return
         if self._has_only_old(state, ready) and self.stores.store_later(state, block_ids, ready):
             return  # its client waits for the answer
+        if not is_certain:
+            return
         state.keys.extend(request, ready)
         self._next.stores_before += self.stores.store_finished(state, block_ids, ready)
 
@@ -392,7 +388,13 @@ class SchedulerHalf:
         assert self._blocks is not None, "vLLM did not bind its KV-cache manager"
         tables = self._blocks.get_blocks(request_id).blocks
         ready = min(state.request.num_computed_tokens + scheduled, state.request.num_tokens)
-        self._next.verifications += verification.plan(state, tables, ready, self.stores.ring_room())
+        room = self.stores.room_to_compare()
+        self._next.verifications += verification.plan(state, tables, ready, room)
+
+    def _waits_for_threads(self) -> bool:
+        if self.verification is not None and self.verification.has_open:
+            return True
+        return self.remote is not None and bool(self._requests or self.ledger.has_open_puts)
 
     def _end_verification(self, state: RequestState) -> None:
         if self.verification is not None:

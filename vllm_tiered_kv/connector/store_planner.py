@@ -180,6 +180,14 @@ class StorePlanner:
         on_the_way = self._ledger.pending_store_blocks + self._ledger.copies_to_compare
         return max(0, self.max_blocks_in_flight - on_the_way)
 
+    def room_to_compare(self) -> int:
+        """The same for blocks that leave the GPU to be compared: a share, since comparing may take
+        long and stores of others must not wait for it."""
+        if self.max_blocks_in_flight is None:
+            return _UNLIMITED
+        share = max(1, self.max_blocks_in_flight // 4)
+        return max(0, min(self.ring_room(), share - self._ledger.copies_to_compare))
+
     def _past_window(self, state: RequestState, group: Group, block_ids: list[int]) -> list[int]:
         """Those of a request's next blocks that it still has; there is nothing to store of those
         before them."""

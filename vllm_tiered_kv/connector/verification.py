@@ -24,7 +24,7 @@ from vllm_tiered_kv.connector.request_state import Candidate, RequestState
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Lookup, Tier
 from vllm_tiered_kv.core.transfer import GroupTransfer, int64_array
-from vllm_tiered_kv.core.verification import BlockVerdict, VerifyJob
+from vllm_tiered_kv.core.verification import BlockVerdict, Verdict, VerifyJob
 from vllm_tiered_kv.metrics.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -149,8 +149,9 @@ class Verification:
         different = findings.different
         keys = [key for key, _ in different]
         if findings.tier is Tier.CPU:
-            for key in keys:
-                self._index.remove(key)
+            for (key, verdict), slot in zip(findings.blocks, findings.slots, strict=True):
+                if verdict.verdict is Verdict.DIFFERENT:
+                    self._index.remove(key, slot)  # unless a good one was stored meanwhile
         if self.delete_at_daemons is not None:
             # Also blocks of the CPU tier: those bytes may be what was sent.
             self.delete_at_daemons(keys)
