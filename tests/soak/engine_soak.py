@@ -8,9 +8,11 @@ of the system is compared whenever all is calm.
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,7 @@ class EngineSoak:
             options["remote"] = self.daemon.ipc
             with real_engine(self.model, options, num_gpu_blocks_override=72) as engine:
                 self.engine = engine
+                _start_all(engine.half.remote._lookups._pool)
                 self.live: dict[str, tuple[int, float]] = {}
                 self.frozen = False
                 try:
@@ -249,6 +252,12 @@ class EngineSoak:
             self.frozen = False
             self._note("thaw the daemon")
             self.daemon.thaw()
+
+
+def _start_all(pool: ThreadPoolExecutor) -> None:
+    """Threads of a pool that start when several are needed at a time would look like leaks."""
+    together = threading.Barrier(pool._max_workers)
+    wait([pool.submit(together.wait) for _ in range(pool._max_workers)])
 
 
 _ACTIONS: tuple[tuple[Callable[[EngineSoak], None], float], ...] = (
