@@ -79,13 +79,8 @@ CONNECTOR = (
     Mutation(
         "aborted-request-stored",
         "connector/scheduler_half.py",
-        """        if request.status not in (
-            RequestStatus.FINISHED_STOPPED,
-            RequestStatus.FINISHED_LENGTH_CAPPED,
-        ):
-            return
-""",
-        "",
+        "self._store_on_finish and state.ended_by_itself",
+        "self._store_on_finish",
         "blocks of a step that never ran are stored",
         _HAZARDS,
         Needs.VLLM,

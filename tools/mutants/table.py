@@ -8,5 +8,15 @@ from tools.mutants.of_keys_and_copies import COPIES, KEYS
 from tools.mutants.of_remote import REMOTE
 from tools.mutants.of_server import SERVER
 from tools.mutants.of_stores import STORES
+from tools.mutants.of_windows_and_comparisons import WINDOWS_AND_COMPARISONS
 
-MUTATIONS = (*KEYS, *CACHE, *COPIES, *STORES, *REMOTE, *SERVER, *CONNECTOR)
+MUTATIONS = (
+    *KEYS,
+    *CACHE,
+    *COPIES,
+    *STORES,
+    *REMOTE,
+    *SERVER,
+    *CONNECTOR,
+    *WINDOWS_AND_COMPARISONS,
+)
