@@ -21,7 +21,7 @@ demo: ## ask a small real model about a long text, cold and from the CPU tier
 ##@ Check it
 test: unit daemon ## run all tests that need no GPU: `unit`, `daemon`, then those with a real vLLM
 	@$(SETUP) --env $(FULL) --profile full
-	$(FULL)/bin/python -m pytest -n 2 --dist loadfile tests/engine tests/conformance tests/gpu tests/packaging $(PYTEST_FLAGS)
+	$(FULL)/bin/python -m pytest tests/engine tests/conformance tests/gpu tests/packaging $(PYTEST_FLAGS)
 
 unit: ## run the tests that need neither torch nor vLLM, where neither is installed
 	@$(SETUP) --env $(UNIT) --profile unit
