@@ -117,13 +117,13 @@ class ToyEngine:
             **self.engine_args,
         )
         config = self.config = args.create_engine_config()
-        self._adjust(config)
         config.cache_config.block_size = self.block_size
         config.cache_config.num_gpu_blocks = self.gpu_blocks
         config.parallel_config.tensor_parallel_size = self.ranks
         config.parallel_config.world_size = self.ranks
         for name, value in self.parallel_config.items():
             setattr(config.parallel_config, name, value)
+        self._adjust(config)
         config.scheduler_config.async_scheduling = self.async_scheduling
         config.scheduler_config.max_num_batched_tokens = self.max_tokens_per_step
         sizes = self.block_sizes or [self.block_size] * len(self.windows)
