@@ -25,6 +25,7 @@ from tests.engine.oracle import BLOCK_BYTES, PROMPTS
 from tests.engine.real_engine import RealEngine, real_engine
 from tests.remote.test_shared_memory import eventually, leases_of
 from tests.soak.footprint import Footprint, held_items, of_this_package, settled
+from tests.soak.torment import Torment
 from tests.soak.toy_soak import SoakError
 from vllm_tiered_kv.metrics import names
 
@@ -69,7 +70,7 @@ class EngineSoak:
                 self.engine = engine
                 _start_all(engine.half.remote._lookups._pool)
                 self.live: dict[str, tuple[int, float]] = {}
-                self.frozen = False
+                self.torment = Torment(self.daemon, self.rng, self._note, freezes=0.6)
                 try:
                     self._play(time.monotonic() + seconds)
                 except (Exception, KeyboardInterrupt) as error:
@@ -184,18 +185,7 @@ class EngineSoak:
         self.counts["compared_alone"] += 1
 
     def torment_daemon(self) -> None:
-        if self.frozen:
-            self._thaw()
-        elif not self.daemon.is_running():
-            self._note("restart the daemon")
-            self.daemon.restart()
-        elif self.rng.random() < 0.6:
-            self._note("freeze the daemon")
-            self.daemon.freeze()
-            self.frozen = True
-        else:
-            self._note("kill the daemon")
-            self.daemon.kill()
+        self.torment.strike()
 
     # ---- what must hold -------------------------------------------------------------------------
 
@@ -213,10 +203,8 @@ class EngineSoak:
             self._step()
 
     def calm(self) -> None:
-        self._thaw()
-        if not self.daemon.is_running():
-            self._note("restart the daemon")
-            self.daemon.restart()
+        self.torment.thaw()
+        self.torment.revive()
         self._run_out()
         self.engine.assert_at_rest()
         regions = self.engine.worker_half._remote._regions
@@ -246,12 +234,6 @@ class EngineSoak:
         halves = (self.engine.half.remote, self.engine.worker_half._remote)
         pools = [s._caller.pool for half in halves for s in half._cluster.stores.values()]
         return sum(len(pool._idle) + pool._lent for pool in pools)
-
-    def _thaw(self) -> None:
-        if self.frozen:
-            self.frozen = False
-            self._note("thaw the daemon")
-            self.daemon.thaw()
 
 
 def _start_all(pool: ThreadPoolExecutor) -> None:

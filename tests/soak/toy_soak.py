@@ -28,6 +28,7 @@ from tests.engine.toy_engine import ToyEngine, play
 from tests.engine.toy_ranks import RankedToyEngine
 from tests.remote.test_shared_memory import eventually, leases_of
 from tests.soak.footprint import Footprint, settled
+from tests.soak.torment import Torment
 from tests.soak.toy_checks import check_tiers, describe, held_by, ranks_of
 from vllm_tiered_kv.metrics import names
 
@@ -117,7 +118,7 @@ class _Episode:
         self.daemon = soak.daemon
         if not self.daemon.is_running():
             self.daemon.restart()
-        self.frozen = False
+        self.torment = Torment(self.daemon, rng, self._note, freezes=0.7)
         self.settings, self.toy = self._open()
         self.remote = self.toy.half.remote is not None
         self.asked: dict[str, _Asked] = {}
@@ -175,7 +176,7 @@ class _Episode:
                     self.come_to_rest()
             self.come_to_rest()
         finally:
-            self._thaw()
+            self.torment.thaw()
             self.toy.close()
         self.soak.counts["steps"] += self.steps
 
@@ -297,20 +298,8 @@ class _Episode:
             copier.fail_ahead = 0.0 if self.toy.async_scheduling else rng.choice(_RATES)
 
     def torment_daemon(self) -> None:
-        if not self.remote:
-            return
-        if self.frozen:
-            self._thaw()
-        elif not self.daemon.is_running():
-            self._note("restart the daemon")
-            self.daemon.restart()
-        elif self.rng.random() < 0.7:
-            self._note("freeze the daemon")
-            self.daemon.freeze()
-            self.frozen = True
-        else:
-            self._note("kill the daemon")
-            self.daemon.kill()
+        if self.remote:
+            self.torment.strike()
 
     # ---- what must hold -------------------------------------------------------------------------
 
@@ -325,7 +314,7 @@ class _Episode:
 
     def come_to_rest(self) -> None:
         self._note("rest")
-        self._thaw()
+        self.torment.thaw()
         self._run_out()
         self.toy.assert_at_rest()
         self._check_answers()
@@ -370,12 +359,6 @@ class _Episode:
     def _abort(self, name: str, when: str) -> None:
         self._note(f"abort {name} {when}")
         self.toy.abort(name)
-
-    def _thaw(self) -> None:
-        if self.frozen:
-            self.frozen = False
-            self._note("thaw the daemon")
-            self.daemon.thaw()
 
 
 _ACTIONS: tuple[tuple[Callable[[_Episode], None], float], ...] = (
