@@ -20,7 +20,7 @@ demo: ## ask a small real model about a long text, cold and from the CPU tier
 	@$(FULL)/bin/python examples/demo.py
 
 ##@ Check it
-test: unit daemon ## run all tests that need no GPU: `unit`, `daemon`, then those with a real vLLM
+test: unit daemon ## run `unit`, `daemon`, then the tests with a real vLLM that need no GPU
 	@$(SETUP) --env $(FULL) --profile full
 	$(FULL)/bin/python -m pytest tests/engine tests/conformance tests/gpu tests/packaging $(addprefix --ignore=,$(KINDS)) $(PYTEST_FLAGS)
 
