@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
@@ -160,19 +161,15 @@ def test_statistics_reach_the_other_side_and_add_up(tiny_model: Path) -> None:
 
 def test_statistics_become_prometheus_metrics(tiny_model: Path) -> None:
     engine, reported = statistics(tiny_model)
-    before = set(REGISTRY._collector_to_names)
-    try:
-        prometheus = TieredKVConnector.build_prom_metrics(
-            engine.config,
-            {Counter: Counter, Gauge: Gauge, Histogram: Histogram},
-            ["model_name", "engine"],
-            {0: ["m", "0"], 1: ["m", "1"]},
-        )
-        for data in reported:
-            prometheus.observe(data, 1)
-        hits = names.HIT_TOKENS.exposed_name.removesuffix("_total")
-        labels = {"model_name": "m", "engine": "1", "tier": "cpu"}
-        assert REGISTRY.get_sample_value(f"{hits}_total", labels) == 40
-    finally:
-        for collector in set(REGISTRY._collector_to_names) - before:
-            REGISTRY.unregister(collector)
+    # A registry of its own: an engine that ran earlier in this process has the same names
+    # in prometheus_client's.
+    registry = CollectorRegistry()
+    kinds = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    prometheus = TieredKVConnector.build_prom_metrics(
+        engine.config, kinds, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]}
+    )
+    for data in reported:
+        prometheus.observe(data, 1)
+    hits = names.HIT_TOKENS.exposed_name.removesuffix("_total")
+    labels = {"model_name": "m", "engine": "1", "tier": "cpu"}
+    assert registry.get_sample_value(f"{hits}_total", labels) == 40
