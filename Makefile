@@ -6,12 +6,11 @@ SETUP := $(PYTHON) tools/setup_env.py
 UNIT := .venv-unit
 LINT := .venv-lint
 FULL := .venv
-KINDS := tests/engine/test_model_kinds.py tests/engine/test_window_engines.py tests/engine/test_speculation.py
 CXX_FILES := $(wildcard $(foreach e,c cc cpp cu cuh h hpp,csrc/*.$(e) csrc/*/*.$(e)))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test models unit daemon matrix soak lint check-native asan tsan coverage mutants \
+.PHONY: help demo test unit daemon matrix soak lint check-native asan tsan coverage mutants \
   gpu-test gpu-sanitize format wheel clean distclean
 
 ##@ Try it
@@ -20,13 +19,9 @@ demo: ## ask a small real model about a long text, cold and from the CPU tier
 	@$(FULL)/bin/python examples/demo.py
 
 ##@ Check it
-test: unit daemon ## run `unit`, `daemon`, then the tests with a real vLLM that need no GPU
+test: unit daemon ## run all tests that need no GPU: `unit`, `daemon`, then those with a real vLLM
 	@$(SETUP) --env $(FULL) --profile full
-	$(FULL)/bin/python -m pytest tests/engine tests/conformance tests/gpu tests/packaging $(addprefix --ignore=,$(KINDS)) $(PYTEST_FLAGS)
-
-models: ## run a real engine of each kind of model, which `test` leaves out: it takes some minutes
-	@$(SETUP) --env $(FULL) --profile full
-	$(FULL)/bin/python -m pytest $(KINDS) $(PYTEST_FLAGS)
+	$(FULL)/bin/python -m pytest tests/engine tests/conformance tests/gpu tests/packaging $(PYTEST_FLAGS)
 
 unit: ## run the tests that need neither torch nor vLLM, where neither is installed
 	@$(SETUP) --env $(UNIT) --profile unit
