@@ -22,6 +22,7 @@ if not torch.cuda.is_available():
     pytest.skip("torch finds no CUDA device", allow_module_level=True)
 
 from tests.engine.real_engine import RealEngine, real_engine  # noqa: E402
+from tests.gpu.engine_on_gpu import memory, settle  # noqa: E402
 from tests.models import QWEN2_7B, write_model  # noqa: E402
 from vllm_tiered_kv.metrics import names  # noqa: E402
 
@@ -52,13 +53,13 @@ def engine(request: pytest.FixtureRequest, model: Path) -> Iterator[RealEngine]:
     start = time.perf_counter()
     with real_engine(
         model,
-        {"cpu_memory": "24GiB"},
+        {"cpu_memory": "8GiB"},
         dtype="bfloat16",
         block_size=16,
         max_model_len=16_384,
         max_num_batched_tokens=8192,
         num_gpu_blocks_override=None,
-        gpu_memory_utilization=0.5,
+        **memory(8),
         enforce_eager=False,
         enable_sleep_mode=True,
         async_scheduling=request.param,
@@ -73,15 +74,6 @@ def engine(request: pytest.FixtureRequest, model: Path) -> Iterator[RealEngine]:
             f"cudagraphs {running.scheduler.vllm_config.compilation_config.cudagraph_mode}"
         )
         yield running
-
-
-def settle(engine: RealEngine) -> None:
-    """Lets an idle engine commit its last stores, as the engine's own loop does."""
-    deadline = time.monotonic() + 30
-    while engine.half.has_pending_push_work() and time.monotonic() < deadline:
-        engine.core.step_fn()
-        time.sleep(0.001)
-    assert not engine.half.has_pending_push_work()
 
 
 def forget_all(engine: RealEngine) -> None:

@@ -24,6 +24,7 @@ if not torch.cuda.is_available():
 
 from tests.engine.made_models import write_adapter  # noqa: E402
 from tests.engine.real_engine import Answer, RealEngine, real_engine  # noqa: E402
+from tests.gpu.engine_on_gpu import memory, settle  # noqa: E402
 from tests.models import TINY_MLA, TINY_QWEN2, write_config  # noqa: E402
 from vllm_tiered_kv.metrics import names  # noqa: E402
 
@@ -66,7 +67,7 @@ def tiny_engine(folder: Path, config: dict[str, Any], **settings: Any) -> Iterat
             "max_model_len": 2048,
             "max_num_batched_tokens": 2048,
             "num_gpu_blocks_override": 512,
-            "gpu_memory_utilization": 0.2,
+            **memory(1),
             **settings,
         },
     ) as engine:
@@ -78,14 +79,6 @@ def tiny_engine(folder: Path, config: dict[str, Any], **settings: Any) -> Iterat
         )
         assert engine.half is not None, "the cache leaves this model alone"
         yield engine
-
-
-def settle(engine: RealEngine) -> None:
-    deadline = time.monotonic() + 30
-    while engine.half.has_pending_push_work() and time.monotonic() < deadline:
-        engine.core.step_fn()
-        time.sleep(0.001)
-    assert not engine.half.has_pending_push_work()
 
 
 def assert_tier_serves(engine: RealEngine, inputs: Sequence[list[int]] = PROMPTS) -> list[Answer]:

@@ -20,7 +20,8 @@ if not torch.cuda.is_available():
 
 from tests.daemon.daemon_process import DaemonProcess  # noqa: E402
 from tests.engine.real_engine import RealEngine, real_engine  # noqa: E402
-from tests.gpu.test_engine_gpu import COUNT, PROMPTS, settle  # noqa: E402
+from tests.gpu.engine_on_gpu import memory, settle  # noqa: E402
+from tests.gpu.test_engine_gpu import COUNT, PROMPTS  # noqa: E402
 from tests.models import QWEN2_7B, write_model  # noqa: E402
 from vllm_tiered_kv.core.tiers import Tier  # noqa: E402
 from vllm_tiered_kv.metrics import names  # noqa: E402
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[DaemonProcess]:
     with tempfile.TemporaryDirectory(prefix="kv-") as folder:
-        with DaemonProcess(Path(folder), "--memory", "12GiB") as process:
+        with DaemonProcess(Path(folder), "--memory", "8GiB") as process:
             yield process
 
 
@@ -43,13 +44,13 @@ def engine(
     remote = daemon.ipc if request.param == "ipc" else daemon.endpoint
     with real_engine(
         model,
-        {"cpu_memory": "12GiB", "remote": remote, "remote_lookup_timeout": 5},
+        {"cpu_memory": "6GiB", "remote": remote, "remote_lookup_timeout": 5},
         dtype="bfloat16",
         block_size=16,
         max_model_len=16_384,
         max_num_batched_tokens=8192,
         num_gpu_blocks_override=None,
-        gpu_memory_utilization=0.5,
+        **memory(8),
         enforce_eager=False,
     ) as running:
         running.ask([[7, 8, 9]], 1)

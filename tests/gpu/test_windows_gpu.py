@@ -17,7 +17,8 @@ if not torch.cuda.is_available():
 
 from tests.engine import window_models  # noqa: E402
 from tests.engine.real_engine import real_engine  # noqa: E402
-from tests.gpu.test_engine_gpu import COUNT, settle  # noqa: E402
+from tests.gpu.engine_on_gpu import memory, settle  # noqa: E402
+from tests.gpu.test_engine_gpu import COUNT  # noqa: E402
 from vllm_tiered_kv.metrics import names  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -48,7 +49,7 @@ def test_a_tier_hit_is_a_device_hit(tmp_path: Path, name: str) -> None:
         max_model_len=8192,
         max_num_batched_tokens=4096,
         num_gpu_blocks_override=None,
-        gpu_memory_utilization=0.3,
+        **memory(6),
         enforce_eager=False,
     ) as engine:
         expected = []
