@@ -33,6 +33,7 @@ _COUNT = 8
 _DOUBT = 0.02  # nearer logprobs may change places in a batch of another shape
 _RSS_SLACK = 64 << 20
 _HELD_SLACK = 20_000
+_LATE_THREADS = 4
 _CALM_EVERY = 60  # actions
 _MOST_ALIVE = 12
 _STUCK_S = 120.0
@@ -216,14 +217,23 @@ class EngineSoak:
         self.engine.kv_bytes.clear()
         held = held_items([self.engine.half, self.engine.worker_half], of_this_package)
         now = Footprint.now()
-        self._note(f"calm {now.rss_bytes / 2**20:.0f} MiB, {now.threads} threads, {held} entries")
+        late = now.new_threads(self.footprints[-1]) if self.footprints else []
+        self._note(
+            f"calm {now.rss_bytes / 2**20:.0f} MiB, {now.threads} threads {late}, {held} entries"
+        )
+        print(f"{self.counts['answered']} answered; {self.journal[-1]}", flush=True)
         self.footprints.append(now)
         warm = 3  # by then everything was used at least once
         if len(self.footprints) == warm:
             self.held, self.connections = held, self._connections()
         if len(self.footprints) > warm:
             opened = self._connections() - self.connections
-            more = settled(self.footprints[warm - 1], _RSS_SLACK, connections=opened)
+            more = settled(
+                self.footprints[warm - 1],
+                _RSS_SLACK,
+                connections=opened,
+                late_threads=_LATE_THREADS,
+            )
             if held > self.held + _HELD_SLACK:
                 more.append(f"{held} entries kept instead of {self.held}")
             if more:

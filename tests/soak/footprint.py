@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -20,7 +21,7 @@ _CONTAINERS = (dict, list, tuple, set, frozenset)
 
 @dataclass(frozen=True)
 class Footprint:
-    threads: int  # all of them, those of native libraries included
+    thread_names: tuple[str, ...]  # of all of them, those of native libraries included
     ours: tuple[str, ...]  # names of the threads we started
     descriptors: int
     memfd_maps: int  # mapped memory of daemons
@@ -37,7 +38,7 @@ class Footprint:
         root = Path("/proc", "self" if own else str(pid))
         names = [t.name for t in threading.enumerate()] if own else []
         return cls(
-            threads=len(os.listdir(root / "task")),
+            thread_names=_thread_names(root / "task"),
             ours=tuple(sorted(name for name in names if name.startswith(_OUR_THREADS))),
             descriptors=len(os.listdir(root / "fd")),
             memfd_maps=sum("/memfd:" in line for line in (root / "maps").open()),
@@ -45,17 +46,32 @@ class Footprint:
             rss_bytes=int((root / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
         )
 
-    def beyond(self, other: Footprint, rss_slack: int, connections: int = 0) -> list[str]:
+    @property
+    def threads(self) -> int:
+        return len(self.thread_names)
+
+    def new_threads(self, other: Footprint) -> list[str]:
+        """Names as the system knows them, of those there are more of than in the other."""
+        return sorted((Counter(self.thread_names) - Counter(other.thread_names)).elements())
+
+    def beyond(
+        self, other: Footprint, rss_slack: int, connections: int = 0, late_threads: int = 0
+    ) -> list[str]:
         """In words, what there is more of than in the other, memory aside what is allowed.
 
         `connections`: how many more connections to daemons are open. Pools open them when several
-        threads need one at a time, and bound them.
+        threads need one at a time, and bound them. `late_threads`: how many native libraries may
+        have started since, as some do when they first need them.
         """
         more = []
+        allowed = {name: max(0, connections) * each for name, each in _OF_A_CONNECTION.items()}
+        allowed["threads"] += late_threads
         for name in ("threads", "descriptors", "memfd_maps"):
             mine, theirs = getattr(self, name), getattr(other, name)
-            if mine > theirs + max(0, connections) * _OF_A_CONNECTION.get(name, 0):
+            if mine > theirs + allowed.get(name, 0):
                 more.append(f"{mine} {name} instead of {theirs}")
+        if more:
+            more += [f"a new thread {name}" for name in self.new_threads(other)]
         threads = Counter(self.ours) - Counter(other.ours)
         more += [f"thread {name}" for name in threads.elements()]
         more += [f"file {name}" for name in sorted(self.shared_files - other.shared_files)]
@@ -63,6 +79,14 @@ class Footprint:
         if grown > rss_slack:
             more.append(f"{grown / 2**20:.1f} MiB of memory, {rss_slack / 2**20:.0f} are allowed")
         return more
+
+
+def _thread_names(tasks: Path) -> tuple[str, ...]:
+    names = []
+    for task in tasks.iterdir():
+        with contextlib.suppress(OSError):  # it may have ended meanwhile
+            names.append((task / "comm").read_text().strip())
+    return tuple(sorted(names))
 
 
 def shared_files() -> frozenset[str]:
@@ -81,10 +105,11 @@ def settled(
     seconds: float = 30.0,
     pid: int | None = None,
     connections: int = 0,
+    late_threads: int = 0,
 ) -> list[str]:
     """What a process holds beyond the baseline once it had time to give it back."""
     end = time.monotonic() + seconds
-    while more := Footprint.now(pid).beyond(baseline, rss_slack, connections):
+    while more := Footprint.now(pid).beyond(baseline, rss_slack, connections, late_threads):
         if time.monotonic() > end:
             break
         time.sleep(0.05)
