@@ -3,9 +3,10 @@
     python -m benchmarks.seeds.store_overhead --out result.json
 
 Prompts of 8192 tokens that nobody has seen, one token of output, by tokens per step; with and
-without the GPU's prefix cache, with synchronous and asynchronous scheduling. All engines live at
-the same time and take turns. With small steps prompts run one after the other, so fewer of them
-tell the same rate: each cell says how many it was measured with.
+without the GPU's prefix cache, with synchronous and asynchronous scheduling. The three engines that
+are compared with each other live at the same time and take turns; the others are not there then,
+because a machine with a dozen engines tells no times that repeat. With small steps prompts run one
+after the other, so fewer of them tell the same rate: each cell says how many it was measured with.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Sizes:
     steps_at_most: int = 32
     """Prompts are left out as long as more steps than these would be needed."""
     chunks: tuple[int, ...] = (1024, 768, 512, 384, 256, 128, 64, 32)
-    repetitions: int = 2
+    repetitions: int = 3
     once_below: int = 128
     """Smaller chunks than this are measured once: they take the longest."""
     asynchronous: int = 1
@@ -53,36 +54,48 @@ TINY_SIZES = Sizes(
 
 
 def specs(bench: Workbench, sizes: Sizes) -> list[EngineSpec]:
-    return [small_engines.engine(bench, **labels) for labels in _labels(sizes)]
+    """The engines that are compared first."""
+    return _engines(bench, _settings(sizes)[0])
 
 
-def _labels(sizes: Sizes) -> list[dict[str, Any]]:
+def _settings(sizes: Sizes) -> list[dict[str, Any]]:
     return [
-        {"system": system, "scheduling": scheduling, "gpu_cache": gpu_cache}
+        {"scheduling": scheduling, "gpu_cache": gpu_cache}
         for gpu_cache in ([True, False] if sizes.gpu_cache_off else [True])
         for scheduling in (["sync", "async"] if sizes.asynchronous else ["sync"])
-        for system in SYSTEMS
     ]
 
 
+def _engines(bench: Workbench, setting: dict[str, Any]) -> list[EngineSpec]:
+    return [small_engines.engine(bench, system, **setting) for system in SYSTEMS]
+
+
 def measure(bench: Workbench, record: Record, sizes: Sizes) -> None:
-    wanted, cells = specs(bench, sizes), _labels(sizes)
-    names = [spec.name for spec in wanted]
-    engines = bench.engines(wanted, record, room=True)
     fresh = Prompts(small_engines.shape_of(bench).vocabulary, seed=2)
+    for setting in _settings(sizes):
+        if not record.over:
+            _compare(bench, record, sizes, setting, fresh)
+
+
+def _compare(
+    bench: Workbench, record: Record, sizes: Sizes, setting: dict[str, Any], fresh: Prompts
+) -> None:
+    specs = _engines(bench, setting)
+    names = [spec.name for spec in specs]
+    engines = bench.engines(specs, record)
     for name in bench.alive(names):
         with bench.surviving(name, record):
             engines[name].ask(fresh.distinct(2, sizes.prompt_tokens))
             engines[name].settle()
     time.sleep(sizes.attach_s)
+    order = list(zip(names, SYSTEMS, strict=True))
     for repetition in range(sizes.repetitions):
-        for chunk in sizes.chunks:
+        for number, chunk in enumerate(sizes.chunks):
             if repetition and chunk < sizes.once_below:
                 continue
             count = prompts_for(sizes, chunk)
-            order = list(zip(names, cells, strict=True))
-            turn = repetition * len(sizes.chunks) % len(order)
-            for name, cell in order[turn:] + order[:turn]:
+            turn = (repetition + number) % len(order)
+            for name, system in order[turn:] + order[:turn]:
                 if record.over:
                     break
                 if not bench.alive([name]):
@@ -91,7 +104,7 @@ def measure(bench: Workbench, record: Record, sizes: Sizes) -> None:
                     engine = engines[name]
                     engine.set_chunk(chunk)
                     asked = engine.ask(fresh.distinct(count, sizes.prompt_tokens))
-                    record.add(asked.seconds, count, **cell, chunk=chunk)
+                    record.add(asked.seconds, count, system=system, **setting, chunk=chunk)
                     engine.settle()
     for name in bench.alive(names):
         with bench.surviving(name, record):
