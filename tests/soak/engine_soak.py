@@ -217,9 +217,10 @@ class EngineSoak:
         self.engine.kv_bytes.clear()
         held = held_items([self.engine.half, self.engine.worker_half], of_this_package)
         now = Footprint.now()
-        late = now.new_threads(self.footprints[-1]) if self.footprints else []
+        news = now.news(self.footprints[-1]) if self.footprints else {}
         self._note(
-            f"calm {now.rss_bytes / 2**20:.0f} MiB, {now.threads} threads {late}, {held} entries"
+            f"calm {now.rss_bytes / 2**20:.0f} MiB, {now.threads} threads, {now.descriptors} "
+            f"descriptors, {held} entries, {self._connections()} connections, new: {news}"
         )
         print(f"{self.counts['answered']} answered; {self.journal[-1]}", flush=True)
         self.footprints.append(now)

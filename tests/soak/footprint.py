@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import re
 import threading
 import time
 from collections import Counter
@@ -23,7 +24,7 @@ _CONTAINERS = (dict, list, tuple, set, frozenset)
 class Footprint:
     thread_names: tuple[str, ...]  # of all of them, those of native libraries included
     ours: tuple[str, ...]  # names of the threads we started
-    descriptors: int
+    open_files: tuple[str, ...]  # what the descriptors are of, without numbers
     memfd_maps: int  # mapped memory of daemons
     shared_files: frozenset[str]  # under /dev/shm and /tmp, of this project
     rss_bytes: int
@@ -40,7 +41,7 @@ class Footprint:
         return cls(
             thread_names=_thread_names(root / "task"),
             ours=tuple(sorted(name for name in names if name.startswith(_OUR_THREADS))),
-            descriptors=len(os.listdir(root / "fd")),
+            open_files=_open_files(root / "fd"),
             memfd_maps=sum("/memfd:" in line for line in (root / "maps").open()),
             shared_files=shared_files(),
             rss_bytes=int((root / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
@@ -50,9 +51,15 @@ class Footprint:
     def threads(self) -> int:
         return len(self.thread_names)
 
-    def new_threads(self, other: Footprint) -> list[str]:
-        """Names as the system knows them, of those there are more of than in the other."""
-        return sorted((Counter(self.thread_names) - Counter(other.thread_names)).elements())
+    @property
+    def descriptors(self) -> int:
+        return len(self.open_files)
+
+    def news(self, other: Footprint) -> dict[str, int]:
+        """Threads, by the names the system knows, and files that there are more of."""
+        threads = Counter(self.thread_names) - Counter(other.thread_names)
+        files = Counter(self.open_files) - Counter(other.open_files)
+        return dict(sorted((threads + files).items()))
 
     def beyond(
         self, other: Footprint, rss_slack: int, connections: int = 0, late_threads: int = 0
@@ -71,7 +78,7 @@ class Footprint:
             if mine > theirs + allowed.get(name, 0):
                 more.append(f"{mine} {name} instead of {theirs}")
         if more:
-            more += [f"a new thread {name}" for name in self.new_threads(other)]
+            more += [f"{count} new {name}" for name, count in self.news(other).items()]
         threads = Counter(self.ours) - Counter(other.ours)
         more += [f"thread {name}" for name in threads.elements()]
         more += [f"file {name}" for name in sorted(self.shared_files - other.shared_files)]
@@ -86,6 +93,14 @@ def _thread_names(tasks: Path) -> tuple[str, ...]:
     for task in tasks.iterdir():
         with contextlib.suppress(OSError):  # it may have ended meanwhile
             names.append((task / "comm").read_text().strip())
+    return tuple(sorted(names))
+
+
+def _open_files(descriptors: Path) -> tuple[str, ...]:
+    names = []
+    for link in descriptors.iterdir():
+        with contextlib.suppress(OSError):  # the one this folder is read by
+            names.append(re.sub(r"\d+", "N", os.readlink(link)))
     return tuple(sorted(names))
 
 
