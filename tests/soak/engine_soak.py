@@ -33,7 +33,8 @@ _COUNT = 8
 _DOUBT = 0.02  # nearer logprobs may change places in a batch of another shape
 _RSS_SLACK = 64 << 20
 _HELD_SLACK = 20_000
-_LATE_THREADS = 4
+_LATE_THREADS = 4  # of native libraries, which start some when they first need them
+_LATE_DESCRIPTORS = 8  # of those, and of the way to a daemon that has just been opened anew
 _CALM_EVERY = 60  # actions
 _MOST_ALIVE = 12
 _STUCK_S = 120.0
@@ -220,31 +221,37 @@ class EngineSoak:
         news = now.news(self.footprints[-1]) if self.footprints else {}
         self._note(
             f"calm {now.rss_bytes / 2**20:.0f} MiB, {now.threads} threads, {now.descriptors} "
-            f"descriptors, {held} entries, {self._connections()} connections, new: {news}"
+            f"descriptors, {held} entries, of connections {self._pooled()}, new: {news}"
         )
         print(f"{self.counts['answered']} answered; {self.journal[-1]}", flush=True)
         self.footprints.append(now)
         warm = 3  # by then everything was used at least once
         if len(self.footprints) == warm:
-            self.held, self.connections = held, self._connections()
+            self.held, self.pooled = held, self._pooled()
         if len(self.footprints) > warm:
-            opened = self._connections() - self.connections
-            more = settled(
-                self.footprints[warm - 1],
-                _RSS_SLACK,
-                connections=opened,
-                late_threads=_LATE_THREADS,
-            )
+            # Pools open connections when several threads need one at a time, and bound them.
+            pooled = self._pooled()
+            accounted = {
+                "threads": pooled["threads"] - self.pooled["threads"] + _LATE_THREADS,
+                "descriptors": pooled["descriptors"]
+                - self.pooled["descriptors"]
+                + _LATE_DESCRIPTORS,
+            }
+            more = settled(self.footprints[warm - 1], _RSS_SLACK, accounted=accounted)
             if held > self.held + _HELD_SLACK:
                 more.append(f"{held} entries kept instead of {self.held}")
             if more:
                 raise SoakError(f"it grows: {', '.join(more)}")
 
-    def _connections(self) -> int:
-        """Open ones, of both halves."""
+    def _pooled(self) -> dict[str, int]:
+        """What the connections of both halves hold: each a zmq context, most of them a socket."""
         halves = (self.engine.half.remote, self.engine.worker_half._remote)
         pools = [s._caller.pool for half in halves for s in half._cluster.stores.values()]
-        return sum(len(pool._idle) + pool._lent for pool in pools)
+        eventually(lambda: not any(pool._lent for pool in pools))
+        resources = [connection._zmq for pool in pools for connection in pool._idle]
+        contexts = sum(held.context is not None for held in resources)
+        sockets = sum(held.socket is not None for held in resources)
+        return {"threads": 2 * contexts, "descriptors": 5 * contexts + 4 * sockets}
 
 
 def _start_all(pool: ThreadPoolExecutor) -> None:

@@ -10,13 +10,12 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 _OUR_THREADS = "tiered-kv"
 _SHARED_FILES = (Path("/dev/shm"), Path("/tmp"))
-_OF_A_CONNECTION = {"threads": 2, "descriptors": 12}  # at most, with a zmq context for each
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
@@ -62,17 +61,14 @@ class Footprint:
         return dict(sorted((threads + files).items()))
 
     def beyond(
-        self, other: Footprint, rss_slack: int, connections: int = 0, late_threads: int = 0
+        self, other: Footprint, rss_slack: int, accounted: Mapping[str, int] | None = None
     ) -> list[str]:
         """In words, what there is more of than in the other, memory aside what is allowed.
 
-        `connections`: how many more connections to daemons are open. Pools open them when several
-        threads need one at a time, and bound them. `late_threads`: how many native libraries may
-        have started since, as some do when they first need them.
+        `accounted`: how many more threads or descriptors there are for a known reason.
         """
         more = []
-        allowed = {name: max(0, connections) * each for name, each in _OF_A_CONNECTION.items()}
-        allowed["threads"] += late_threads
+        allowed = accounted or {}
         for name in ("threads", "descriptors", "memfd_maps"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine > theirs + allowed.get(name, 0):
@@ -119,12 +115,11 @@ def settled(
     rss_slack: int,
     seconds: float = 30.0,
     pid: int | None = None,
-    connections: int = 0,
-    late_threads: int = 0,
+    accounted: Mapping[str, int] | None = None,
 ) -> list[str]:
     """What a process holds beyond the baseline once it had time to give it back."""
     end = time.monotonic() + seconds
-    while more := Footprint.now(pid).beyond(baseline, rss_slack, connections, late_threads):
+    while more := Footprint.now(pid).beyond(baseline, rss_slack, accounted):
         if time.monotonic() > end:
             break
         time.sleep(0.05)
