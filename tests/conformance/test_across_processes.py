@@ -28,7 +28,7 @@ from vllm_tiered_kv.connector.metadata import (
 )
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.transfer import GroupTransfer, LoadJob, PutJob, StoreJob, int64_array
-from vllm_tiered_kv.core.verification import BlockVerdict, Verdict, VerifyJob
+from vllm_tiered_kv.core.verdict import BlockVerdict, Verdict, VerifyJob
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.names import DropReason
 from vllm_tiered_kv.remote.address import EngineIdentity
