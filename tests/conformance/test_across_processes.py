@@ -18,7 +18,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.conformance.contract_engine import ContractEngine
-from tests.conformance.test_lifecycle import prompt
+from tests.engine.toy_asking import seeded_prompt
 from vllm_tiered_kv.cache.ledger import StoreReport
 from vllm_tiered_kv.connector.connector import TieredKVConnector
 from vllm_tiered_kv.connector.metadata import (
@@ -132,7 +132,7 @@ def statistics(tiny_model: Path) -> tuple[ContractEngine, list[dict[str, Any]]]:
 
     engine.scheduler.update_from_output = listen
     for _ in range(2):
-        engine.ask(prompt(1, 41))
+        engine.ask(seeded_prompt(1, 41))
         engine.drop_gpu_cache()
     return engine, reported
 

@@ -16,7 +16,23 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 # wins over other settings, and reaches engines in processes of their own.
 os.environ.setdefault("TIERED_KV_LOAD_POLICY", "always")
 
+# They check every answer: what they found should be shown as in a test.
+pytest.register_assert_rewrite("tests.engine.toy_asking", "tests.engine.toy_at_daemon")
+
 pytest.importorskip("vllm", reason="vLLM is not installed here: run `make test`")
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def async_scheduling(request: pytest.FixtureRequest) -> bool:
+    """vLLM's Scheduler, and its AsyncScheduler with two steps in flight."""
+    return bool(request.param)
+
+
+@pytest.fixture(params=["auto", "never"], ids=["step_loads", "beside_loads"])
+def step_loads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways a load takes through vLLM: within the request's step, and asynchronously."""
+    monkeypatch.setenv("TIERED_KV_STEP_LOADS", request.param)
+    return str(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -15,9 +15,15 @@ from pathlib import Path
 import pytest
 
 from tests.daemon.daemon_process import DaemonProcess
-from tests.engine.test_remote_scheduling import engine, prompts, serve, wait_attached
+from tests.engine.toy_at_daemon import (
+    TRANSPORTS,
+    address,
+    engine_at,
+    prompts,
+    serve,
+    wait_attached,
+)
 from tests.engine.toy_engine import ToyEngine
-from tests.engine.toy_ranks import RankedToyEngine
 from tests.remote.test_shared_memory import eventually, leases_of
 from tests.soak.footprint import Footprint, settled, shared_files
 
@@ -55,17 +61,15 @@ def test_the_cpu_tier_alone(tiny_model: Path) -> None:
     rounds(one)
 
 
-@pytest.mark.parametrize("transport", ["tcp", "ipc"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_beside_a_daemon(
     tiny_model: Path, daemon: DaemonProcess, transport: str, ranks: int
 ) -> None:
-    at = daemon.ipc if transport == "ipc" else daemon.endpoint
-    extra = {"remote": at, "remote_lookup_timeout": 5, "remote_landing": "64KiB"}
+    at = address(daemon, transport)
 
     def one() -> None:
-        kind = RankedToyEngine if ranks > 1 else ToyEngine
-        toy = kind(tiny_model, cpu_blocks=ARENA_BLOCKS, ranks=ranks, extra_config=extra)
+        toy = engine_at(tiny_model, at, ranks, cpu_blocks=ARENA_BLOCKS)
         fill(toy)
         wait_attached(toy, at)
         serve(toy, prompts(2, 3))
@@ -88,7 +92,7 @@ def test_beside_a_daemon_that_does_not_answer(
     timeouts = {"remote_lookup_timeout": 0.05, "remote_load_timeout": 0.2}
 
     def one() -> None:
-        toy = engine(tiny_model, at, extra=timeouts)
+        toy = engine_at(tiny_model, at, extra=timeouts)
         if how == "never there":
             serve(toy, prompts(3, 1))
         else:
@@ -142,11 +146,11 @@ def test_shut_down_with_stores_loads_and_lookups_under_way(
 _ENGINES = """
 import os, sys, time
 from pathlib import Path
-from tests.engine.test_remote_scheduling import engine, prompts, wait_attached
+from tests.engine.toy_at_daemon import engine_at, prompts, wait_attached
 
 
 def serve_for_ever(at):
-    toy = engine(Path(sys.argv[1]), at, cpu_blocks=600, extra={"step_loads": "never"})
+    toy = engine_at(Path(sys.argv[1]), at, cpu_blocks=600, extra={"step_loads": "never"})
     wait_attached(toy, at)
     asked = prompts(6, 8)
     first = True
@@ -208,7 +212,7 @@ def test_killed_engines_leave_nothing_with_their_daemon(
     more = settled(before, RSS_SLACK, pid=daemon.pid)
     assert not more, f"left behind in the daemon: {', '.join(more)}"
     assert shared_files() <= files
-    survivor = engine(tiny_model, daemon.ipc, cpu_blocks=600)
+    survivor = engine_at(tiny_model, daemon.ipc, cpu_blocks=600)
     wait_attached(survivor, daemon.ipc)
     serve(survivor, prompts(6, 8), 3)
     survivor.close()
