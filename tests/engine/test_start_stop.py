@@ -181,29 +181,31 @@ for at in sys.argv[2:]:  # one process after the other: vLLM is imported once
 
 
 def test_killed_engines_leave_nothing_with_their_daemon(
-    tiny_model: Path, daemon: DaemonProcess
+    tiny_model: Path, daemon: DaemonProcess, tmp_path: Path
 ) -> None:
     files, calm = shared_files(), leases_of(daemon)
     addresses = [daemon.endpoint, daemon.ipc, daemon.endpoint, daemon.ipc, daemon.ipc]
-    engines = subprocess.Popen(
-        [sys.executable, "-c", _ENGINES, str(tiny_model), *addresses],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        cwd=Path(__file__).parents[2],
-        start_new_session=True,
-    )
+    complaints = tmp_path / "stderr"
+    with complaints.open("wb") as log:
+        engines = subprocess.Popen(
+            [sys.executable, "-c", _ENGINES, str(tiny_model), *addresses],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            cwd=Path(__file__).parents[2],
+            start_new_session=True,
+        )
     before = None
     try:
         assert engines.stdout is not None
         for round_, _ in enumerate(addresses):
             while not (line := engines.stdout.readline()).startswith(b"SERVED"):
-                assert line, "the engine ended by itself"
+                assert line, f"the engine ended by itself: {complaints.read_text()[-4000:]}"
             time.sleep(0.15 * round_)
             os.kill(int(line.split()[1]), signal.SIGKILL)
             eventually(lambda: leases_of(daemon) == calm)
             if round_ == 1:
                 before = Footprint.now(daemon.pid)
-        assert engines.wait(60) == 0
+        assert engines.wait(60) == 0, complaints.read_text()[-4000:]
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(engines.pid, signal.SIGKILL)
