@@ -58,21 +58,16 @@ def truth(tiny_model: Path):
 
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Weights on disk, for engines in several processes, at a scale that makes answers depend on
-    the KV cache."""
+    """Weights on disk, for engines in several processes."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
+    from tests.engine.made_models import draw_weights
     from tests.models import TINY_QWEN2
 
     folder = tmp_path_factory.mktemp("models") / "random"
     torch.manual_seed(7)
     model = Qwen2ForCausalLM(Qwen2Config(**TINY_QWEN2))
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.dim() == 1:
-                weight.fill_(1.0 if "norm" in name else 0.0)
-            else:
-                weight.normal_(0.0, 1.0 if "embed" in name else 2.5 / weight.shape[-1] ** 0.5)
+    draw_weights(model)
     model.save_pretrained(folder)
     return folder
