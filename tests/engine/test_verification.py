@@ -194,13 +194,21 @@ def test_an_idle_engine_goes_on_until_all_is_compared(tiny_model: Path) -> None:
     engine.close()
 
 
-def test_an_aborted_request_leaves_nothing_behind(tiny_model: Path) -> None:
-    engine = ToyEngine(tiny_model, cpu_blocks=256, extra_config=ALWAYS)
-    ids = seeded_prompt(1, 121)
-    ask(engine, ids)
+LONG = seeded_prompt(1, 121)
+
+
+def in_its_first_chunk(model: Path) -> tuple[ToyEngine, str]:
+    """A verified request for LONG, after one of four steps."""
+    engine = ToyEngine(model, cpu_blocks=256, extra_config=ALWAYS)
+    ask(engine, LONG)
     engine.drop_gpu_cache()
-    request = engine.add(ids, 6)
-    engine.step()  # the first of four chunks
+    request = engine.add(LONG, 6)
+    engine.step()
+    return engine, request
+
+
+def test_an_aborted_request_leaves_nothing_behind(tiny_model: Path) -> None:
+    engine, request = in_its_first_chunk(tiny_model)
     assert engine.half.verification.has_open
     engine.abort(request)
     engine.run()
@@ -212,15 +220,10 @@ def test_an_aborted_request_leaves_nothing_behind(tiny_model: Path) -> None:
 
 
 def test_a_preempted_request_is_loaded_the_second_time(tiny_model: Path) -> None:
-    engine = ToyEngine(tiny_model, cpu_blocks=256, extra_config=ALWAYS)
-    ids = seeded_prompt(1, 121)
-    ask(engine, ids)
-    engine.drop_gpu_cache()
-    request = engine.add(ids, 6)
-    engine.step()  # the first of four chunks
+    engine, request = in_its_first_chunk(tiny_model)
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     engine.run()
-    assert engine.finished[request].tokens == play(ids, 6)[0]
+    assert engine.finished[request].tokens == play(LONG, 6)[0]
     assert counts(engine) == {"verified": 8, "inexact": 0, "different": 0, "skipped": 22}
     assert total(engine, names.HIT_TOKENS) == 120
     assert_at_rest(engine)
