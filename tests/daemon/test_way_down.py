@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.daemon.raw_client import block
-from tests.daemon.test_verbs import eventually
+from tests.patience import eventually
 from vllm_tiered_kv.core.store import Durability, PutItem, PutResult, StoreKey
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics.recorder import Recorder

@@ -19,8 +19,8 @@ from tests.engine.toy_at_daemon import (
     whole_blocks,
 )
 from tests.engine.toy_engine import ToyEngine, play
-from tests.remote.test_loans import requests
-from tests.remote.test_shared_memory import eventually, leases_of
+from tests.patience import eventually
+from tests.remote.daemon_facts import leases_of, requests_of
 from vllm_tiered_kv.metrics import names
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("step_loads")]
@@ -54,11 +54,11 @@ def test_a_hit_is_one_question(
 ) -> None:
     asked = prompts(1, 6)
     toy = filled(tiny_model, daemon, asked, async_scheduling=async_scheduling)
-    before = requests(daemon)
+    before = requests_of(daemon)
     serve(toy, asked)
     assert total(toy, names.LOADED_BLOCKS, REMOTE) == whole_blocks(asked)
     assert total(toy, names.LOAD_FAILURES) == 0
-    after = requests(daemon)
+    after = requests_of(daemon)
     assert after["borrow"] - before["borrow"] == len(asked)
     assert after.get("lend") == before.get("lend")
     assert after.get("match") == before.get("match")
@@ -257,7 +257,7 @@ def test_more_than_a_daemon_lends_is_loaded_all_the_same(tiny_model: Path, folde
     with daemon:
         asked = prompts(7, 8, 70, 90)
         toy = filled(tiny_model, daemon, asked, gpu_blocks=256)
-        before = requests(daemon)
+        before = requests_of(daemon)
         ids = {toy.add(prompt, COUNT): prompt for prompt in asked}
         for request in ids:
             toy.half._requests[request].remote.future.result(timeout=30)
@@ -266,7 +266,7 @@ def test_more_than_a_daemon_lends_is_loaded_all_the_same(tiny_model: Path, folde
         for request, prompt in ids.items():
             assert toy.finished[request].tokens == play(prompt, COUNT)[0]
         assert total(toy, names.LOADED_BLOCKS, REMOTE) == whole_blocks(asked)
-        assert requests(daemon)["lend"] > before.get("lend", 0)
+        assert requests_of(daemon)["lend"] > before.get("lend", 0)
         toy.assert_at_rest()
         eventually(lambda: leases_of(daemon) == 0)
         toy.close()

@@ -21,8 +21,9 @@ from tests.engine.toy_at_daemon import (
     whole_blocks,
 )
 from tests.engine.toy_engine import play
+from tests.patience import eventually
+from tests.remote.daemon_facts import leases_of
 from tests.remote.faulty_daemon import FaultyDaemon, Frames, framed
-from tests.remote.test_shared_memory import eventually, leases_of
 from vllm_tiered_kv.core.key import RankTag
 from vllm_tiered_kv.core.store import PutResult
 from vllm_tiered_kv.core.tiers import Tier

@@ -29,8 +29,9 @@ from tests.engine.toy_at_daemon import (
     whole_blocks,
 )
 from tests.engine.toy_engine import ToyEngine, play
+from tests.patience import eventually
+from tests.remote.daemon_facts import leases_of
 from tests.remote.faulty_daemon import Fault, FaultyDaemon, Frames, block_reply, forgetful, framed
-from tests.remote.test_shared_memory import eventually, leases_of
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.remote.shared_memory import SharedMemory

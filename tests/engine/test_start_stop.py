@@ -24,7 +24,8 @@ from tests.engine.toy_at_daemon import (
     wait_attached,
 )
 from tests.engine.toy_engine import ToyEngine
-from tests.remote.test_shared_memory import eventually, leases_of
+from tests.patience import eventually
+from tests.remote.daemon_facts import leases_of
 from tests.soak.footprint import Footprint, settled, shared_files
 
 pytestmark = pytest.mark.engine
