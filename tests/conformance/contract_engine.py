@@ -20,6 +20,8 @@ from vllm.v1.request import RequestStatus
 
 from tests.engine.toy_engine import ToyEngine, play
 
+LOADING = RequestStatus.WAITING_FOR_REMOTE_KVS
+
 # What these hold outlives requests by design: cached blocks, blocks from before a reset (never more
 # than the GPU has), measured speeds, counters.
 _LASTING = {
@@ -117,7 +119,7 @@ class ContractEngine(ToyEngine):
     def until_loading(self, request_id: str) -> None:
         """Steps until vLLM has set the request aside for a load."""
         for _ in range(50):
-            if self.requests[request_id].status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            if self.requests[request_id].status is LOADING:
                 return
             self.step()
         raise AssertionError(f"{request_id} never waited for a load")

@@ -18,7 +18,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.conformance.contract_engine import ContractEngine
-from tests.conformance.test_lifecycle import prompt
+from tests.engine.toy_asking import seeded_prompt
 from vllm_tiered_kv.cache.ledger import StoreReport
 from vllm_tiered_kv.connector.connector import TieredKVConnector
 from vllm_tiered_kv.connector.metadata import (
@@ -28,7 +28,7 @@ from vllm_tiered_kv.connector.metadata import (
 )
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.transfer import GroupTransfer, LoadJob, PutJob, StoreJob, int64_array
-from vllm_tiered_kv.core.verification import BlockVerdict, Verdict, VerifyJob
+from vllm_tiered_kv.core.verdict import BlockVerdict, Verdict, VerifyJob
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.names import DropReason
 from vllm_tiered_kv.remote.address import EngineIdentity
@@ -132,7 +132,7 @@ def statistics(tiny_model: Path) -> tuple[ContractEngine, list[dict[str, Any]]]:
 
     engine.scheduler.update_from_output = listen
     for _ in range(2):
-        engine.ask(prompt(1, 41))
+        engine.ask(seeded_prompt(1, 41))
         engine.drop_gpu_cache()
     return engine, reported
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from vllm.v1.request import RequestStatus
 
-from tests.conformance.contract_engine import ContractEngine
-from tests.conformance.test_lifecycle import LOADING, prompt
+from tests.conformance.contract_engine import LOADING, ContractEngine
+from tests.engine.toy_asking import seeded_prompt
 from vllm_tiered_kv.metrics import names
 
-IDS = prompt(1, 41)
+IDS = seeded_prompt(1, 41)
 
 
 def warm(tiny_model: Path, async_scheduling: bool, **settings: int) -> ContractEngine:
@@ -154,7 +154,7 @@ def test_reset_of_prefix_cache_and_connector_while_a_load_is_under_way(
 def test_reset_of_running_requests(tiny_model: Path, async_scheduling: bool) -> None:
     """vLLM preempts them all, and they start over in the new epoch."""
     engine = warm(tiny_model, async_scheduling, gpu_blocks=128, cpu_blocks=64)
-    asked = [(engine.add(ids, 12), ids) for ids in (IDS, prompt(2, 30), IDS[:20])]
+    asked = [(engine.add(ids, 12), ids) for ids in (IDS, seeded_prompt(2, 30), IDS[:20])]
     while any(engine.requests[r].num_output_tokens < 2 for r, _ in asked):
         engine.step()
     engine.land()

@@ -8,10 +8,10 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.conformance.contract_engine import ContractEngine
-from tests.conformance.test_lifecycle import prompt
+from tests.engine.toy_asking import seeded_prompt
 from vllm_tiered_kv.errors import CudaError
 
-IDS = prompt(1, 41)
+IDS = seeded_prompt(1, 41)
 
 
 def warm(tiny_model: Path, async_scheduling: bool = False) -> ContractEngine:

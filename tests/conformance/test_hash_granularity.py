@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.conformance.contract_engine import ContractEngine
-from tests.conformance.test_lifecycle import prompt
+from tests.engine.toy_asking import seeded_prompt
 
-IDS = prompt(1, 61)
+IDS = seeded_prompt(1, 61)
 GROUPS: dict[str, dict[str, Any]] = {
     "full": {"windows": (None, None), "block_sizes": (4, 8)},
     "window_of_small_blocks": {"windows": (12, None), "block_sizes": (4, 8)},
@@ -63,7 +63,7 @@ def test_blocks_stored_after_their_request_are_known_by_their_hash(
     )
     engine.ask(IDS, 1)
     if stored == "lazy":
-        engine.ask(prompt(2, 9), 1)  # one more step, after the blocks were given back
+        engine.ask(seeded_prompt(2, 9), 1)  # one more step, after the blocks were given back
     engine.drop_gpu_cache()
     request_id = engine.ask(IDS, 1)
     assert (request_id, 56) in engine.calls.admitted

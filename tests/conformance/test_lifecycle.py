@@ -8,20 +8,14 @@ from pathlib import Path
 import pytest
 from vllm.v1.request import RequestStatus
 
-from tests.conformance.contract_engine import ContractEngine
-
-LOADING = RequestStatus.WAITING_FOR_REMOTE_KVS
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, 50) for _ in range(length)]
+from tests.conformance.contract_engine import LOADING, ContractEngine
+from tests.engine.toy_asking import seeded_prompt
 
 
 @pytest.mark.usefixtures("beside_loads")
 def test_an_asynchronous_load_step_by_step(tiny_model: Path, async_scheduling: bool) -> None:
     engine = ContractEngine(tiny_model, async_scheduling)
-    ids = prompt(1, 41)
+    ids = seeded_prompt(1, 41)
     engine.ask(ids)
     engine.drop_gpu_cache()
     engine.computed.clear()
@@ -55,7 +49,7 @@ def test_an_asynchronous_load_step_by_step(tiny_model: Path, async_scheduling: b
 def test_others_run_while_one_loads(tiny_model: Path, async_scheduling: bool) -> None:
     engine = ContractEngine(tiny_model, async_scheduling)
     engine.copier.max_delay = 12
-    ids, other = prompt(1, 41), prompt(2, 20)
+    ids, other = seeded_prompt(1, 41), seeded_prompt(2, 20)
     engine.ask(ids)
     engine.drop_gpu_cache()
     loading = engine.add(ids, 4)
@@ -75,7 +69,7 @@ def test_others_run_while_one_loads(tiny_model: Path, async_scheduling: bool) ->
 def test_vllm_counts_what_was_asked_and_found(tiny_model: Path, step_loads: str) -> None:
     """vLLM's own statistics of external hits: asked once, however often it had to wait."""
     engine = ContractEngine(tiny_model)
-    ids = prompt(1, 41)
+    ids = seeded_prompt(1, 41)
     for _ in range(2):
         engine.ask(ids)
         engine.drop_gpu_cache()
@@ -100,10 +94,10 @@ def test_vllm_counts_what_was_asked_and_found(tiny_model: Path, step_loads: str)
 def test_no_room_for_a_load_is_no_load(tiny_model: Path, async_scheduling: bool) -> None:
     """The answer is discarded when vLLM finds no blocks; asked again, it is given again."""
     engine = ContractEngine(tiny_model, async_scheduling, gpu_blocks=16)
-    ids = prompt(1, 41)
+    ids = seeded_prompt(1, 41)
     engine.ask(ids)
     engine.drop_gpu_cache()
-    running = engine.add(prompt(2, 25), 8)  # nine blocks of fifteen
+    running = engine.add(seeded_prompt(2, 25), 8)  # nine blocks of fifteen
     for _ in range(3):
         engine.step()
     waiting = engine.add(ids, 4)
@@ -119,7 +113,7 @@ def test_no_room_for_a_load_is_no_load(tiny_model: Path, async_scheduling: bool)
     assert not engine.half.index.pinned_slots(), "pinned for a load that has no blocks"
     engine.run()
     assert engine.calls.loads_of(waiting) == 1
-    engine.assert_said(running, prompt(2, 25), 8)
+    engine.assert_said(running, seeded_prompt(2, 25), 8)
     engine.assert_said(waiting, ids, 4)
     engine.assert_conforms()
 
@@ -129,7 +123,7 @@ def test_a_loaded_request_is_preempted_and_starts_over(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
     engine = ContractEngine(tiny_model, async_scheduling, gpu_blocks=24, cpu_blocks=64)
-    first, second = prompt(1, 33), prompt(2, 33)
+    first, second = seeded_prompt(1, 33), seeded_prompt(2, 33)
     for ids in (first, second):
         engine.ask(ids)
     engine.drop_gpu_cache()
@@ -147,10 +141,10 @@ def test_a_loaded_request_is_preempted_and_starts_over(
 @pytest.mark.usefixtures("step_loads")
 def test_chunked_prefill_behind_a_load(tiny_model: Path, async_scheduling: bool) -> None:
     engine = ContractEngine(tiny_model, async_scheduling, max_tokens_per_step=8)
-    stem = prompt(1, 24)
+    stem = seeded_prompt(1, 24)
     engine.ask(stem)
     engine.drop_gpu_cache()
-    ids = stem + prompt(2, 30)
+    ids = stem + seeded_prompt(2, 30)
     engine.computed.clear()
     request_id = engine.ask(ids)
     assert (request_id, 24) in engine.calls.admitted
@@ -164,7 +158,7 @@ def test_chunked_prefill_behind_a_load(tiny_model: Path, async_scheduling: bool)
 def test_twins_at_once(tiny_model: Path, async_scheduling: bool) -> None:
     """The same prompt several times, cold and warm, with copies of different speed."""
     engine = ContractEngine(tiny_model, async_scheduling, gpu_blocks=128)
-    ids = prompt(1, 41)
+    ids = seeded_prompt(1, 41)
     for _ in range(3):
         asked = [engine.add(ids, 5) for _ in range(5)]
         engine.run()
@@ -184,7 +178,7 @@ def test_priorities(tiny_model: Path, async_scheduling: bool) -> None:
         cpu_blocks=64,
         engine_args={"scheduling_policy": "priority"},
     )
-    prompts = [prompt(seed, 33) for seed in range(3)]
+    prompts = [seeded_prompt(seed, 33) for seed in range(3)]
     for ids in prompts:
         engine.ask(ids)
     engine.drop_gpu_cache()
@@ -214,11 +208,11 @@ def test_anything_goes(tiny_model: Path, async_scheduling: bool, seed: int) -> N
         engine_args={"scheduling_policy": "priority"},
     )
     engine.copier.fail_every = 0.1
-    stems = [prompt(100 + n, rng.randrange(8, 40)) for n in range(3)]
+    stems = [seeded_prompt(100 + n, rng.randrange(8, 40)) for n in range(3)]
     asked: dict[str, tuple[list[int], int]] = {}
     for number in range(40):
         stem = rng.choice(stems)
-        ids = stem[: rng.randrange(4, len(stem) + 1)] + prompt(number, rng.randrange(1, 16))
+        ids = stem[: rng.randrange(4, len(stem) + 1)] + seeded_prompt(number, rng.randrange(1, 16))
         count = rng.randrange(1, 12)
         asked[engine.add(ids, count, priority=rng.randrange(3))] = (ids, count)
         for _ in range(rng.randrange(5)):

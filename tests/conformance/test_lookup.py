@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.conformance.contract_engine import ContractEngine
-from tests.conformance.test_lifecycle import prompt
+from tests.engine.toy_asking import seeded_prompt
 from vllm_tiered_kv.metrics import names
 
 
@@ -20,9 +20,9 @@ def test_asking_changes_nothing(tiny_model: Path) -> None:
     for questions in (0, 7):
         engine = ContractEngine(tiny_model, cpu_blocks=40)
         for seed in range(4):
-            engine.ask(prompt(seed, 30))
+            engine.ask(seeded_prompt(seed, 30))
         engine.drop_gpu_cache()
-        request_id = engine.add(prompt(0, 30), 4)
+        request_id = engine.add(seeded_prompt(0, 30), 4)
         request, half = engine.requests[request_id], engine.half
         before = _look(engine)
         for number in range(questions):
@@ -34,7 +34,7 @@ def test_asking_changes_nothing(tiny_model: Path) -> None:
         engine.abort(request_id)
         engine.run()
         assert not half.ledger._loads
-        engine.ask(prompt(9, 60))  # pushes out the blocks unused for longest
+        engine.ask(seeded_prompt(9, 60))  # pushes out the blocks unused for longest
         engine.assert_conforms()
         survivors.append(set(half.index._slot_of))
         assert half.recorder.total(names.EVICTED_BLOCKS)
@@ -60,7 +60,7 @@ def test_no_length_of_prompt_gets_a_full_hit(tiny_model: Path, async_scheduling:
     """At least the last token is left to compute, whichever way the load goes; and every whole
     block before it is found."""
     engine = ContractEngine(tiny_model, async_scheduling, cpu_blocks=64)
-    ids = prompt(1, 24)
+    ids = seeded_prompt(1, 24)
     engine.ask(ids, 1)
     for length in range(1, 25):
         engine.drop_gpu_cache()
@@ -74,7 +74,7 @@ def test_no_length_of_prompt_gets_a_full_hit(tiny_model: Path, async_scheduling:
 def test_what_the_gpu_has_is_not_offered_again(tiny_model: Path, async_scheduling: bool) -> None:
     """The answer counts from the tokens vLLM has itself, and reaches just as far."""
     engine = ContractEngine(tiny_model, async_scheduling, gpu_blocks=128, cpu_blocks=64)
-    ids = prompt(1, 61)
+    ids = seeded_prompt(1, 61)
     engine.ask(ids, 1)
     for known in (0, 4, 20, 60):
         engine.drop_gpu_cache()
@@ -89,7 +89,7 @@ def test_what_the_gpu_has_is_not_offered_again(tiny_model: Path, async_schedulin
 def test_a_request_that_must_not_read_the_cache_is_not_offered_any(tiny_model: Path) -> None:
     """vLLM marks requests whose prompt logprobs are wanted: all of the prompt is computed."""
     engine = ContractEngine(tiny_model)
-    ids = prompt(1, 41)
+    ids = seeded_prompt(1, 41)
     engine.ask(ids)
     engine.drop_gpu_cache()
     request_id = engine.add(ids, 4)
@@ -104,7 +104,7 @@ def test_a_request_that_must_not_read_the_cache_is_not_offered_any(tiny_model: P
 def test_a_prefix_with_a_hole_ends_at_the_hole(tiny_model: Path, async_scheduling: bool) -> None:
     engine = ContractEngine(tiny_model, async_scheduling)
     rng = random.Random(4)
-    ids = prompt(1, 41)
+    ids = seeded_prompt(1, 41)
     first = engine.ask(ids)
     keys = engine.half._key_maker.keys_for(engine.requests[first])
     keys.extend(engine.requests[first], 40)

@@ -14,11 +14,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 
 from tests.conformance.contract_engine import ContractEngine
 from tests.conformance.neighbour import Neighbour
-from tests.conformance.test_lifecycle import prompt
+from tests.engine.toy_asking import seeded_prompt
 from vllm_tiered_kv.connector.connector import TieredKVConnector
 from vllm_tiered_kv.metrics import names
 
-IDS = prompt(1, 41)
+IDS = seeded_prompt(1, 41)
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +107,7 @@ def test_both_load_at_once(tiny_model: Path, async_scheduling: bool) -> None:
     engine = SharedEngine(tiny_model, async_scheduling, gpu_blocks=128, cpu_blocks=64)
     engine.ask(IDS)
     engine.drop_gpu_cache()
-    other = prompt(2, 30)
+    other = seeded_prompt(2, 30)
     Neighbour.offers["r2"] = 20
     Neighbour.offers["r3"] = 40  # ours is asked first and has it
     asked = [(engine.add(ids, 6), ids) for ids in (IDS, other, IDS)]

@@ -207,3 +207,13 @@ def key(n: int, width: int = KEY_BYTES) -> bytes:
 def block(n: int, nbytes: int = 4096) -> bytes:
     """Bytes that no other block has."""
     return (n.to_bytes(8, "little") * (nbytes // 8 + 1))[:nbytes]
+
+
+def blocks(count: int, nbytes: int = 4096, start: int = 0) -> dict[bytes, bytes]:
+    return {key(n): block(n, nbytes) for n in range(start, start + count)}
+
+
+def push_out(client: RawClient, start: int) -> None:
+    """Puts so much into a memory of 1 MiB that everything evictable leaves it."""
+    for n in range(start, start + 600):
+        client.put(blocks(1, start=n))

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from tests.daemon.conftest import Connect, StartDaemon
 from tests.daemon.daemon_process import DaemonProcess
-from tests.daemon.raw_client import KEY_BYTES, NAMESPACE, RawClient, block, key, wire
-from tests.daemon.test_verbs import blocks, eventually
+from tests.daemon.raw_client import KEY_BYTES, NAMESPACE, RawClient, block, blocks, key, wire
+from tests.patience import eventually
 from vllm_tiered_kv.core.store import Durability, PutResult
 from vllm_tiered_kv.native.cpu import xxh3_64
 
@@ -212,7 +212,7 @@ def test_a_client_that_never_reads_pins_little_and_not_forever(
             assert client.get(list(wanted), stream=True) == wanted
         assert client.stats()["reply_bytes"] <= 64 * MIB // 4
         if over == "tcp":
-            eventually(lambda: client.stats()["reply_bytes"] == 0, timeout_s=60)
+            eventually(lambda: client.stats()["reply_bytes"] == 0)
         process.kill()
         process.wait()
         eventually(lambda: client.stats()["reply_bytes"] == 0)

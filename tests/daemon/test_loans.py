@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.daemon.conftest import Connect, StartDaemon
-from tests.daemon.raw_client import RawClient, Refused, attach, block, key, wire
-from tests.daemon.test_shared_memory import push_out
-from tests.daemon.test_verbs import blocks, eventually
+from tests.daemon.raw_client import RawClient, Refused, attach, block, blocks, key, push_out, wire
+from tests.patience import eventually
 from vllm_tiered_kv.core.store import PutResult
 from vllm_tiered_kv.device.shared_arena import SharedArena
 from vllm_tiered_kv.errors import ErrorCode

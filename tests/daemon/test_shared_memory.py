@@ -17,8 +17,18 @@ import pytest
 
 from tests.daemon.conftest import Connect, StartDaemon
 from tests.daemon.daemon_process import DaemonProcess
-from tests.daemon.raw_client import KEY_BYTES, RawClient, Refused, attach, block, key, wire
-from tests.daemon.test_verbs import blocks, eventually
+from tests.daemon.raw_client import (
+    KEY_BYTES,
+    RawClient,
+    Refused,
+    attach,
+    block,
+    blocks,
+    key,
+    push_out,
+    wire,
+)
+from tests.patience import eventually
 from vllm_tiered_kv.core.store import PutResult
 from vllm_tiered_kv.device.shared_arena import SharedArena
 from vllm_tiered_kv.errors import ErrorCode
@@ -155,11 +165,6 @@ def borrower(daemon: DaemonProcess, *arguments: str) -> tuple[subprocess.Popen[s
     )
     assert process.stdout is not None
     return process, [int(word) for word in process.stdout.readline().split()]
-
-
-def push_out(client: RawClient, start: int) -> None:
-    for n in range(start, start + 600):
-        client.put(blocks(1, start=n))
 
 
 @pytest.mark.parametrize("how", ["stopped", "disconnected"])

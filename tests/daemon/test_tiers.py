@@ -12,8 +12,8 @@ import pytest
 
 from tests.daemon.conftest import Connect, StartDaemon
 from tests.daemon.daemon_process import DaemonProcess
-from tests.daemon.raw_client import KEY_BYTES, NAMESPACE, Refused, attach, block, key, wire
-from tests.daemon.test_verbs import blocks, eventually
+from tests.daemon.raw_client import KEY_BYTES, NAMESPACE, Refused, attach, block, blocks, key, wire
+from tests.patience import eventually
 from vllm_tiered_kv.core.store import Durability, PutResult
 from vllm_tiered_kv.errors import ErrorCode
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.daemon.conftest import Connect, StartDaemon
-from tests.daemon.raw_client import KEY_BYTES, RawClient, Refused, attach, block, key, wire
-from tests.daemon.test_verbs import blocks, eventually
+from tests.daemon.raw_client import KEY_BYTES, RawClient, Refused, attach, block, blocks, key, wire
+from tests.patience import eventually
 from vllm_tiered_kv.core.store import Durability, PutResult
 from vllm_tiered_kv.device.shared_arena import SharedArena
 

@@ -8,24 +8,13 @@ import time
 import pytest
 
 from tests.daemon.conftest import Connect, StartDaemon
-from tests.daemon.raw_client import KEY_BYTES, NAMESPACE, Refused, block, key, wire
+from tests.daemon.raw_client import KEY_BYTES, NAMESPACE, Refused, block, blocks, key, wire
+from tests.patience import eventually
 from vllm_tiered_kv.core.store import Durability, PutResult
 from vllm_tiered_kv.errors import ErrorCode
 from vllm_tiered_kv.native.cpu import xxh3_64
 
 MIB = 1 << 20
-
-
-def blocks(count: int, nbytes: int = 4096, start: int = 0) -> dict[bytes, bytes]:
-    return {key(n): block(n, nbytes) for n in range(start, start + count)}
-
-
-def eventually(condition: object, timeout_s: float = 30.0) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.01)
 
 
 @pytest.fixture(params=["tcp", "ipc"])

@@ -5,15 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.daemon.raw_client import block
-from tests.daemon.test_verbs import eventually
+from tests.patience import eventually
 from vllm_tiered_kv.core.store import Durability, PutItem, PutResult, StoreKey
+from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.native.cpu import xxh3_64
 from vllm_tiered_kv.server.tiered_store import TieredStore
@@ -77,6 +77,26 @@ def store(tmp_path: Path, disk: GatedDisk) -> Iterator[TieredStore]:
     tiered.close()
 
 
+class Overheard(threading.Condition):
+    """Tells when somebody waits for it. Whoever takes its lock after that comes second."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        super().__init__(lock)
+        self.is_awaited = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.is_awaited.set()
+        return super().wait(timeout)
+
+
+@pytest.fixture
+def ended(store: TieredStore) -> Overheard:
+    """What those wait for who need room in the write queue, or a block out of it."""
+    behind = store._lower._behind[Tier.SSD.value]
+    behind._ended = Overheard(behind._lock)
+    return behind._ended
+
+
 def put(store: TieredStore, n: int, durability: Durability = Durability.MEMORY) -> PutResult:
     answered = threading.Event()
     answer: list[PutResult] = []
@@ -91,14 +111,14 @@ def put(store: TieredStore, n: int, durability: Durability = Durability.MEMORY) 
 
 
 def test_a_block_deleted_while_flush_waits_for_room_stays_deleted(
-    store: TieredStore, disk: GatedDisk
+    store: TieredStore, disk: GatedDisk, ended: Overheard
 ) -> None:
     disk.gate.clear()
     assert put(store, 1) is put(store, 2) is PutResult.STORED
     eventually(lambda: disk.waiting == 1)
     flushed, deleted = threading.Event(), threading.Event()
     store.flush(flushed.set)
-    time.sleep(0.2)  # to reach the queue, which is full
+    assert ended.is_awaited.wait(PATIENCE_S), "the queue is not full"
     store.delete([key(2)], lambda count: deleted.set())
     assert deleted.wait(PATIENCE_S)
     disk.gate.set()
@@ -109,14 +129,14 @@ def test_a_block_deleted_while_flush_waits_for_room_stays_deleted(
 
 
 def test_a_block_deleted_while_it_is_written_stays_deleted(
-    store: TieredStore, disk: GatedDisk
+    store: TieredStore, disk: GatedDisk, ended: Overheard
 ) -> None:
     disk.gate.clear()
     assert put(store, 1) is PutResult.STORED
     eventually(lambda: disk.waiting == 1)
     deleted, flushed = threading.Event(), threading.Event()
     store.delete([key(1)], lambda count: deleted.set())
-    time.sleep(0.2)  # for it to come to the disk
+    eventually(lambda: ended.is_awaited.is_set() or deleted.is_set())
     disk.gate.set()
     assert deleted.wait(PATIENCE_S)
     store.flush(flushed.set)

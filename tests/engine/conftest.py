@@ -16,7 +16,23 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 # wins over other settings, and reaches engines in processes of their own.
 os.environ.setdefault("TIERED_KV_LOAD_POLICY", "always")
 
+# They check every answer: what they found should be shown as in a test.
+pytest.register_assert_rewrite("tests.engine.toy_asking", "tests.engine.toy_at_daemon")
+
 pytest.importorskip("vllm", reason="vLLM is not installed here: run `make test`")
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def async_scheduling(request: pytest.FixtureRequest) -> bool:
+    """vLLM's Scheduler, and its AsyncScheduler with two steps in flight."""
+    return bool(request.param)
+
+
+@pytest.fixture(params=["auto", "never"], ids=["step_loads", "beside_loads"])
+def step_loads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways a load takes through vLLM: within the request's step, and asynchronously."""
+    monkeypatch.setenv("TIERED_KV_STEP_LOADS", request.param)
+    return str(request.param)
 
 
 @pytest.fixture(scope="session")
@@ -42,21 +58,16 @@ def truth(tiny_model: Path):
 
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Weights on disk, for engines in several processes, at a scale that makes answers depend on
-    the KV cache."""
+    """Weights on disk, for engines in several processes."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
+    from tests.engine.made_models import draw_weights
     from tests.models import TINY_QWEN2
 
     folder = tmp_path_factory.mktemp("models") / "random"
     torch.manual_seed(7)
     model = Qwen2ForCausalLM(Qwen2Config(**TINY_QWEN2))
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.dim() == 1:
-                weight.fill_(1.0 if "norm" in name else 0.0)
-            else:
-                weight.normal_(0.0, 1.0 if "embed" in name else 2.5 / weight.shape[-1] ** 0.5)
+    draw_weights(model)
     model.save_pretrained(folder)
     return folder

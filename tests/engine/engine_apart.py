@@ -1,4 +1,5 @@
-"""Engines in processes of their own: how a test starts one, and how it tells what it answered."""
+"""Engines in processes of their own: how a test starts one, how it opens there, and how it tells
+what it answered."""
 
 from __future__ import annotations
 
@@ -38,6 +39,28 @@ def tell(found: dict[str, Any]) -> None:
 def told_in(output: str) -> dict[str, Any] | None:
     lines = [line for line in output.splitlines() if line.startswith(_MARK)]
     return json.loads(lines[-1].removeprefix(_MARK)) if lines else None
+
+
+def open_engine(model: str, options: dict[str, Any], **settings: Any) -> Any:
+    """In its process: vLLM with our connector and these options."""
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    return LLM(
+        model=model,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=1024,
+        seed=0,
+        disable_log_stats=False,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="TieredKVConnector",
+            kv_connector_module_path="vllm_tiered_kv.connector.connector",
+            kv_role="kv_both",
+            kv_connector_extra_config=options,
+        ),
+        **settings,
+    )
 
 
 def answers(llm: Any, prompts: Sequence[Sequence[int]], count: int = 8) -> list[dict[str, Any]]:

@@ -132,22 +132,25 @@ def write_whisper(folder: Path) -> Path:
     return write_tokenizer(folder)
 
 
-def write_weights(folder: Path) -> Path:
-    """Random weights beside a config, for engines in several processes, at a scale that makes
-    answers depend on the KV cache."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+def draw_weights(model: torch.nn.Module) -> None:
+    """Random ones, at a scale that makes answers depend on the KV cache."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() == 1:
                 weight.fill_(1.0 if "norm" in name else 0.0)
             else:
                 weight.normal_(0.0, 1.0 if "embed" in name else 2.5 / weight.shape[-1] ** 0.5)
+
+
+def write_weights(folder: Path) -> Path:
+    """Weights beside a config, for engines in several processes."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    draw_weights(model)
     config = (folder / "config.json").read_text()
     model.save_pretrained(folder)
-    (folder / "config.json").write_text(
-        config
-    )  # as it was: transformers writes more than vLLM reads
+    # As it was: transformers writes more than vLLM reads.
+    (folder / "config.json").write_text(config)
     return folder

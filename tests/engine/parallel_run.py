@@ -7,7 +7,7 @@ import random
 import sys
 import time
 
-from tests.engine.engine_apart import answers, tell
+from tests.engine.engine_apart import answers, open_engine, tell
 
 BLOCK = 32
 
@@ -24,25 +24,9 @@ def corrupt_arena(worker, rank: int) -> int:
 
 
 def main(model: str, settings: dict) -> None:
-    from vllm import LLM, SamplingParams
-    from vllm.config import KVTransferConfig
+    from vllm import SamplingParams
 
-    llm = LLM(
-        model=model,
-        skip_tokenizer_init=True,
-        dtype="float32",
-        max_model_len=1024,
-        block_size=BLOCK,
-        seed=0,
-        disable_log_stats=False,
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="TieredKVConnector",
-            kv_connector_module_path="vllm_tiered_kv.connector.connector",
-            kv_role="kv_both",
-            kv_connector_extra_config={"cpu_memory": "8MiB"},
-        ),
-        **settings,
-    )
+    llm = open_engine(model, {"cpu_memory": "8MiB"}, block_size=BLOCK, **settings)
     rng = random.Random(3)
     prompts = [[rng.randrange(3, 1000) for _ in range(n)] for n in (300, 170, 420)]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)

@@ -11,7 +11,7 @@ import random
 import sys
 import time
 
-from tests.engine.engine_apart import answers, tell
+from tests.engine.engine_apart import answers, open_engine, tell
 
 BLOCK = 32
 LENGTHS = (300, 170, 420, 96, 510)
@@ -23,25 +23,9 @@ def prompts() -> list[list[int]]:
 
 
 def main(model: str, options: dict, stored_blocks: int) -> None:
-    from vllm import LLM, SamplingParams
-    from vllm.config import KVTransferConfig
+    from vllm import SamplingParams
 
-    llm = LLM(
-        model=model,
-        skip_tokenizer_init=True,
-        dtype="float32",
-        max_model_len=1024,
-        block_size=BLOCK,
-        seed=0,
-        enforce_eager=True,
-        disable_log_stats=False,
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="TieredKVConnector",
-            kv_connector_module_path="vllm_tiered_kv.connector.connector",
-            kv_role="kv_both",
-            kv_connector_extra_config=options,
-        ),
-    )
+    llm = open_engine(model, options, block_size=BLOCK, enforce_eager=True)
     params = SamplingParams(temperature=0, max_tokens=1)
 
     def counters() -> dict[str, float]:

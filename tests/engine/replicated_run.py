@@ -6,7 +6,7 @@ import random
 import sys
 import time
 
-from tests.engine.engine_apart import answers, tell
+from tests.engine.engine_apart import answers, open_engine, tell
 
 BLOCK = 16
 LENGTHS = (291, 163, 419)  # no answer completes a block: what is stored is prompts alone
@@ -14,29 +14,13 @@ LAYERS = 2
 
 
 def main(model: str, remote: str) -> None:
-    from vllm import LLM
-    from vllm.config import KVTransferConfig
-
-    llm = LLM(
-        model=model,
-        skip_tokenizer_init=True,
-        dtype="float32",
-        max_model_len=1024,
+    llm = open_engine(
+        model,
+        {"cpu_memory": "64MiB", "remote": remote, "remote_lookup_timeout": 20},
         block_size=BLOCK,
-        seed=0,
         tensor_parallel_size=2,
         enforce_eager=True,
         attention_config={"backend": "CPU_MLA"},
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="TieredKVConnector",
-            kv_connector_module_path="vllm_tiered_kv.connector.connector",
-            kv_role="kv_both",
-            kv_connector_extra_config={
-                "cpu_memory": "64MiB",
-                "remote": remote,
-                "remote_lookup_timeout": 20,
-            },
-        ),
     )
     core = llm.llm_engine.engine_core.engine_core
     half = core.scheduler.connector.scheduler_half

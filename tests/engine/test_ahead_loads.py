@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 
-from tests.engine.test_scheduling import BOTH, ask, assert_tier_is_right, prompt, total
+from tests.engine.toy_asking import ask, assert_tier_is_right, prompt, total
 from tests.engine.toy_engine import ToyEngine, play
 from tests.engine.toy_groups import WrongRead
 from vllm_tiered_kv.cache.load_economics import Decision
@@ -28,7 +28,6 @@ def warm(engine: ToyEngine, *prompts: list[int]) -> None:
     engine.drop_gpu_cache()
 
 
-@BOTH
 @LAYER_CALLS
 def test_a_lone_request_is_computed_in_the_step_that_loads_it(
     tiny_model: Path, async_scheduling: bool, layer_calls: float
@@ -48,7 +47,6 @@ def test_a_lone_request_is_computed_in_the_step_that_loads_it(
     assert assert_tier_is_right(engine)
 
 
-@BOTH
 def test_requests_that_run_never_wait_for_a_load(tiny_model: Path, async_scheduling: bool) -> None:
     engine = ToyEngine(tiny_model, async_scheduling)
     rng = random.Random(2)
@@ -65,7 +63,6 @@ def test_requests_that_run_never_wait_for_a_load(tiny_model: Path, async_schedul
     engine.assert_at_rest()
 
 
-@BOTH
 @LAYER_CALLS
 def test_requests_that_come_together_are_loaded_together(
     tiny_model: Path, async_scheduling: bool, layer_calls: float
@@ -174,7 +171,6 @@ def test_a_layer_that_does_not_wait_reads_what_is_not_there(
         engine.run()
 
 
-@BOTH
 def test_at_random_with_failures(tiny_model: Path, async_scheduling: bool) -> None:
     ahead = 0
     for seed in range(12):

@@ -16,11 +16,6 @@ from vllm_tiered_kv.metrics import names
 PROMPT = list(range(10, 41))  # 7 full blocks and 3 tokens
 
 
-@pytest.fixture(params=[False, True], ids=["sync", "async"])
-def async_scheduling(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
-
-
 def serve(engine: ToyEngine, prompt: list[int], max_tokens: int = 1) -> None:
     request_id = engine.add(prompt, max_tokens)
     engine.run()

@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from tests.engine import toy_engine
-from tests.engine.test_scheduling import BOTH, ask, assert_tier_is_right, prompt, total, workload
+from tests.engine.toy_asking import (
+    ask,
+    assert_tier_is_right,
+    keys_of,
+    prompt,
+    total,
+    workload,
+)
 from tests.engine.toy_engine import ToyEngine, play
 from vllm_tiered_kv.cache.ledger import StoreReport
 from vllm_tiered_kv.connector.metadata import TieredKVWorkerMetadata
@@ -20,10 +27,8 @@ from vllm_tiered_kv.metrics.names import DropReason
 
 def readable(engine: ToyEngine, request_id: str) -> list[int]:
     """Positions of a request's blocks that the tier would serve now."""
-    request = engine.requests[request_id]
-    keys = engine.half._key_maker.keys_for(request)
-    keys.extend(request, request.num_tokens)
-    return [n for n, key in enumerate(keys.of_group[0]) if engine.half.index.match_prefix([key])]
+    (keys,) = keys_of(engine, request_id)
+    return [n for n, key in enumerate(keys) if engine.half.index.match_prefix([key])]
 
 
 def test_blocks_another_connector_failed_to_load_are_taken_back(tiny_model: Path) -> None:
@@ -47,7 +52,6 @@ def test_blocks_another_connector_failed_to_load_are_taken_back(tiny_model: Path
     engine.assert_at_rest()
 
 
-@BOTH
 def test_lazy_stores_do_not_cross_a_reset(tiny_model: Path, async_scheduling: bool) -> None:
     engine = ToyEngine(
         tiny_model, async_scheduling, extra_config={"store": "lazy", "lazy_window": 64}
@@ -62,7 +66,6 @@ def test_lazy_stores_do_not_cross_a_reset(tiny_model: Path, async_scheduling: bo
     assert readable(engine, request) == []
 
 
-@BOTH
 @pytest.mark.parametrize("drop_stores", [0.0, 1.0], ids=["tier-too-small", "copies-fail"])
 def test_lazy_stores_do_not_go_round_in_circles(
     tiny_model: Path, async_scheduling: bool, drop_stores: float
@@ -88,7 +91,6 @@ def test_lazy_stores_do_not_go_round_in_circles(
     assert assert_tier_is_right(engine) or drop_stores
 
 
-@BOTH
 def test_gpu_blocks_that_outlive_a_reset_are_not_stored(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
@@ -108,7 +110,6 @@ def test_gpu_blocks_that_outlive_a_reset_are_not_stored(
     engine.assert_at_rest()
 
 
-@BOTH
 def test_a_tier_of_which_a_part_is_unusable_goes_on_with_the_rest(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
@@ -162,7 +163,6 @@ def test_a_request_that_ends_while_preempted(
     assert_tier_is_right(engine)
 
 
-@BOTH
 def test_a_preempted_request_is_stored_from_its_first_block_again(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
@@ -225,7 +225,6 @@ def test_a_reset_with_a_request_whose_keys_cannot_be_made(
     engine.assert_at_rest()
 
 
-@BOTH
 def test_aborts_between_odd_chunks_store_nothing_half_done(
     tiny_model: Path, async_scheduling: bool
 ) -> None:

@@ -7,7 +7,6 @@ is a wrong read; and every test counts hits besides: none for strangers, all for
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,13 +97,6 @@ def strangers(tmp_path: Path) -> dict[str, Who]:
     }
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kv-") as path:
-        yield Path(path)
-
-
-@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 def test_in_the_cpu_tier(
     tiny_model: Path, strangers: dict[str, Who], async_scheduling: bool
 ) -> None:

@@ -9,31 +9,32 @@ from pathlib import Path
 import pytest
 
 from tests.daemon.daemon_process import DaemonProcess
-from tests.engine.test_remote_scheduling import (
+from tests.engine.toy_asking import total
+from tests.engine.toy_at_daemon import (
     REMOTE,
-    engine,
+    engine_at,
     prompts,
     serve,
-    total,
     wait_attached,
+    whole_blocks,
 )
 from tests.engine.toy_engine import ToyEngine, play
-from tests.remote.test_loans import requests
-from tests.remote.test_shared_memory import eventually, leases_of
+from tests.patience import eventually
+from tests.remote.daemon_facts import leases_of, requests_of
 from vllm_tiered_kv.metrics import names
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("step_loads")]
 
 COUNT = 5
 
 
 def filled(model: Path, daemon: DaemonProcess, asked: list[list[int]], **settings) -> ToyEngine:
     """An engine whose prompts lie in the daemon's memory and nowhere else."""
-    first = engine(model, daemon.ipc)
+    first = engine_at(model, daemon.ipc)
     wait_attached(first, daemon.ipc)
     serve(first, asked)
     first.close()
-    second = engine(model, daemon.ipc, **settings)
+    second = engine_at(model, daemon.ipc, **settings)
     wait_attached(second, daemon.ipc)
     return second
 
@@ -48,21 +49,16 @@ def answered(toy: ToyEngine, prompt: list[int]) -> str:
     return request
 
 
-def whole(asked: list[list[int]]) -> int:
-    return sum((len(prompt) - 1) // 4 for prompt in asked)
-
-
-@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 def test_a_hit_is_one_question(
     tiny_model: Path, daemon: DaemonProcess, async_scheduling: bool
 ) -> None:
     asked = prompts(1, 6)
     toy = filled(tiny_model, daemon, asked, async_scheduling=async_scheduling)
-    before = requests(daemon)
+    before = requests_of(daemon)
     serve(toy, asked)
-    assert total(toy, names.LOADED_BLOCKS, REMOTE) == whole(asked)
+    assert total(toy, names.LOADED_BLOCKS, REMOTE) == whole_blocks(asked)
     assert total(toy, names.LOAD_FAILURES) == 0
-    after = requests(daemon)
+    after = requests_of(daemon)
     assert after["borrow"] - before["borrow"] == len(asked)
     assert after.get("lend") == before.get("lend")
     assert after.get("match") == before.get("match")
@@ -96,11 +92,6 @@ def until_loading(toy: ToyEngine, request: str) -> None:
         if toy.copier.ahead_blocks or request in toy.finished:
             break
         toy.step()
-
-
-@pytest.fixture(params=["auto", "never"], autouse=True)
-def step_loads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TIERED_KV_STEP_LOADS", request.param)
 
 
 def _abort_at_once(toy: ToyEngine, prompt: list[int]) -> None:
@@ -173,7 +164,7 @@ def test_an_engine_that_stops_gives_everything_back(
     toy = filled(tiny_model, daemon, asked)
     for prompt in asked:
         answered(toy, prompt)
-    assert leases_of(daemon) == whole(asked)
+    assert leases_of(daemon) == whole_blocks(asked)
     toy.close()
     assert leases_of(daemon) == 0
 
@@ -202,7 +193,7 @@ def test_a_daemon_frozen_after_the_lookup_is_not_missed(
     daemon.thaw()
     for request, prompt in zip(ids, asked, strict=True):
         assert toy.finished[request].tokens == play(prompt, COUNT)[0]
-    assert total(toy, names.LOADED_BLOCKS, REMOTE) == whole(asked)
+    assert total(toy, names.LOADED_BLOCKS, REMOTE) == whole_blocks(asked)
     assert total(toy, names.LOAD_FAILURES) == 0
     toy.assert_at_rest()
     eventually(lambda: leases_of(daemon) == 0)
@@ -214,7 +205,7 @@ def test_room_that_came_too_late_goes_back_though_nothing_is_asked_any_more(
 ) -> None:
     """A worker asked for room for its blocks, gave up, and has had nothing to do since."""
     timeouts = {"remote_lookup_timeout": 0.1, "remote_load_timeout": 0.3}
-    toy = engine(tiny_model, daemon.ipc, extra=timeouts)
+    toy = engine_at(tiny_model, daemon.ipc, extra=timeouts)
     wait_attached(toy, daemon.ipc)
     first, second = prompts(10, 2)
     serve(toy, [first])
@@ -242,7 +233,7 @@ def test_a_daemon_killed_after_the_lookup(
     for request, prompt in zip(ids, asked, strict=True):
         assert toy.finished[request].tokens == play(prompt, COUNT)[0]
     toy.assert_at_rest()
-    assert total(toy, names.LOADED_BLOCKS, REMOTE) == whole(asked)
+    assert total(toy, names.LOADED_BLOCKS, REMOTE) == whole_blocks(asked)
     if restarted:
         eventually(lambda: leases_of(daemon) == 0)
     toy.close()
@@ -266,16 +257,16 @@ def test_more_than_a_daemon_lends_is_loaded_all_the_same(tiny_model: Path, folde
     with daemon:
         asked = prompts(7, 8, 70, 90)
         toy = filled(tiny_model, daemon, asked, gpu_blocks=256)
-        before = requests(daemon)
+        before = requests_of(daemon)
         ids = {toy.add(prompt, COUNT): prompt for prompt in asked}
         for request in ids:
             toy.half._requests[request].remote.future.result(timeout=30)
-        assert leases_of(daemon) == 64 < whole(asked)
+        assert leases_of(daemon) == 64 < whole_blocks(asked)
         toy.run()
         for request, prompt in ids.items():
             assert toy.finished[request].tokens == play(prompt, COUNT)[0]
-        assert total(toy, names.LOADED_BLOCKS, REMOTE) == whole(asked)
-        assert requests(daemon)["lend"] > before.get("lend", 0)
+        assert total(toy, names.LOADED_BLOCKS, REMOTE) == whole_blocks(asked)
+        assert requests_of(daemon)["lend"] > before.get("lend", 0)
         toy.assert_at_rest()
         eventually(lambda: leases_of(daemon) == 0)
         toy.close()

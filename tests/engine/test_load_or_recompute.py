@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.daemon.daemon_process import DaemonProcess
-from tests.engine.test_remote_scheduling import engine, prompts, serve, total
+from tests.engine.toy_asking import total
+from tests.engine.toy_at_daemon import REMOTE, engine_at, prompts, serve, whole_blocks
 from tests.engine.toy_engine import ToyEngine
 from tests.remote.faulty_daemon import FaultyDaemon
 from vllm_tiered_kv.core.tiers import Tier
@@ -21,7 +22,7 @@ from vllm_tiered_kv.wire.messages import Get, Match
 
 pytestmark = pytest.mark.engine
 
-CPU, REMOTE, GPU = Tier.CPU.value, Tier.REMOTE.value, Tier.GPU.value
+CPU, GPU = Tier.CPU.value, Tier.GPU.value
 
 
 @pytest.fixture(autouse=True)
@@ -44,43 +45,41 @@ def decisions(toy: ToyEngine, tier: str) -> dict[str, float]:
     return {decision: count for (of, decision), count in samples.items() if of == tier}
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 def test_a_slow_daemon_is_left_alone(tiny_model: Path, async_scheduling: bool) -> None:
     asked = prompts(21, 30)
     with FaultyDaemon() as slow:
-        first = engine(tiny_model, slow.address, async_scheduling=async_scheduling)
+        first = engine_at(tiny_model, slow.address, async_scheduling=async_scheduling)
         serve(first, asked)
         first.close()
         slow.delay = lambda request: 0.5 if isinstance(request, Get) else 0.0
-        second = engine(tiny_model, slow.address, async_scheduling=async_scheduling)
+        second = engine_at(tiny_model, slow.address, async_scheduling=async_scheduling)
         serve(second, asked)
         made = decisions(second, REMOTE)
         assert made.get("recompute", 0) >= 1
         assert made.get("probe", 0) >= 1
         assert not made.get("load", 0)
-        held = sum((len(prompt) - 1) // 4 * 4 for prompt in asked)
+        held = 4 * whole_blocks(asked)
         loaded = total(second, names.HIT_TOKENS, REMOTE)
         assert 0 < loaded < held / 3
         recomputed = total(second, names.RECOMPUTED_TOKENS)
         assert recomputed > 0
         # The rest: requests that did not wait for an answer that was not worth it.
         assert loaded + recomputed + total(second, names.MISS_TOKENS) == held
-        assert second.half.recorder.total(names.LOAD_FAILURES) == 0
+        assert total(second, names.LOAD_FAILURES) == 0
         second.half.stats()
         assert total(second, names.PREFILL_SPEED, GPU) > 0
         assert 0 < total(second, names.LOAD_SPEED, Tier.MEMORY.value) < 1e6
         second.close()
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 def test_a_fast_daemon_is_used(
     tiny_model: Path, daemon: DaemonProcess, async_scheduling: bool
 ) -> None:
     asked = prompts(22, 24)
-    first = engine(tiny_model, daemon.endpoint, async_scheduling=async_scheduling)
+    first = engine_at(tiny_model, daemon.endpoint, async_scheduling=async_scheduling)
     serve(first, asked)
     first.close()
-    second = engine(tiny_model, daemon.endpoint, async_scheduling=async_scheduling)
+    second = engine_at(tiny_model, daemon.endpoint, async_scheduling=async_scheduling)
     slow_down(second, 0.005)
     serve(second, asked, count=1)
     assert decisions(second, REMOTE)["load"] >= 10
@@ -91,11 +90,11 @@ def test_a_fast_daemon_is_used(
 def test_the_head_comes_from_the_cpu_tier_and_a_slow_rest_is_computed(tiny_model: Path) -> None:
     asked = prompts(23, 20, 80, 90)
     with FaultyDaemon() as slow:
-        first = engine(tiny_model, slow.address)
+        first = engine_at(tiny_model, slow.address)
         serve(first, asked)
         first.close()
         slow.delay = lambda request: 0.5 if isinstance(request, Get) else 0.0
-        second = engine(tiny_model, slow.address, cpu_blocks=400)
+        second = engine_at(tiny_model, slow.address, cpu_blocks=400)
         serve(second, asked[:8])
         second.drop_gpu_cache()
         second.half.index.clear()
@@ -113,13 +112,13 @@ def test_the_head_comes_from_the_cpu_tier_and_a_slow_rest_is_computed(tiny_model
 
 def test_always_and_never(tiny_model: Path) -> None:
     asked = prompts(24, 4)
-    held = sum((len(prompt) - 1) // 4 * 4 for prompt in asked)
+    held = 4 * whole_blocks(asked)
     with FaultyDaemon() as slow:
-        first = engine(tiny_model, slow.address)
+        first = engine_at(tiny_model, slow.address)
         serve(first, asked)
         first.close()
         slow.delay = lambda request: 0.1 if isinstance(request, Get) else 0.0
-        always = engine(tiny_model, slow.address, extra={"load_policy": "always"})
+        always = engine_at(tiny_model, slow.address, extra={"load_policy": "always"})
         serve(always, asked)
         assert decisions(always, REMOTE) == {"load": len(asked)}
         assert total(always, names.HIT_TOKENS, REMOTE) == held
@@ -127,7 +126,7 @@ def test_always_and_never(tiny_model: Path) -> None:
 
         questions: list[type] = []
         slow.delay = lambda request: questions.append(type(request)) or 0.0
-        never = engine(tiny_model, slow.address, extra={"load_policy": "never"}, cpu_blocks=400)
+        never = engine_at(tiny_model, slow.address, extra={"load_policy": "never"}, cpu_blocks=400)
         serve(never, asked)
         never.drop_gpu_cache()
         serve(never, asked)

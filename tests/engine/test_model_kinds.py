@@ -16,10 +16,16 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheSpec, MambaSpec
 
+from tests.engine.made_configs import (
+    FULL,
+    SHAPE,
+    bare_config,
+    engine_config,
+    groups,
+    one_group,
+)
 from tests.engine.made_models import write_adapter, write_multimodal, write_tokenizer, write_whisper
 from tests.engine.real_engine import Answer, RealEngine, real_engine
-from tests.engine.test_request_keys import engine_config, hand_made_cache
-from tests.engine.test_support_engine import FULL, SHAPE, config, groups
 from tests.models import (
     TINY_BERT,
     TINY_GEMMA3N,
@@ -120,7 +126,7 @@ def test_layers_that_share_the_cache_of_others(tmp_path: Path) -> None:
     ids=lambda spec: type(spec).__name__,
 )
 def test_a_cache_that_is_not_full_attention_is_left_alone(spec: KVCacheSpec) -> None:
-    said = why_not_cacheable(config(), groups(FULL, spec))
+    said = why_not_cacheable(bare_config(), groups(FULL, spec))
     assert said is not None
     assert f"group 1 is {type(spec).__name__}" in said
 
@@ -166,7 +172,7 @@ def test_engines_of_other_sizes_have_keys_of_their_own(tmp_path: Path) -> None:
     namespaces = set()
     for size in (1, 2, 4):
         config.parallel_config.tensor_parallel_size = size
-        namespaces.add(fingerprint(config, hand_made_cache()).namespace())
+        namespaces.add(fingerprint(config, one_group()).namespace())
     assert len(namespaces) == 3
 
 
@@ -186,7 +192,7 @@ def test_fp8_cache(tmp_path: Path, kind: str) -> None:
 def test_each_kind_of_kv_cache_has_keys_of_its_own(tmp_path: Path) -> None:
     """Even where all of them have pages of the same size."""
     model = write_model(tmp_path / "model")
-    cache = hand_made_cache(dtype=torch.uint8)
+    cache = one_group(dtype=torch.uint8)
     namespaces = {
         fingerprint(engine_config(model, kv_cache_dtype=kind), cache).namespace()
         for kind in ("auto", "bfloat16", "fp8_e4m3", "fp8_e5m2")
@@ -205,7 +211,7 @@ def test_scales_of_the_checkpoint_are_part_of_its_identity(tmp_path: Path) -> No
         }
         save_file(weights, model / "model.safetensors")  # large enough to be read in samples
         config = engine_config(model, load_format="auto", kv_cache_dtype="fp8")
-        return fingerprint(config, hand_made_cache(dtype=torch.uint8)).namespace()
+        return fingerprint(config, one_group(dtype=torch.uint8)).namespace()
 
     assert namespace("one", 0.5) == namespace("the same", 0.5)
     assert namespace("one", 0.5) != namespace("other", 0.25)

@@ -123,7 +123,7 @@ except UnsupportedError as refusal:
 def test_a_newer_vllm_is_tried_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from tests.engine.test_request_keys import engine_config, hand_made_cache
+    from tests.engine.made_configs import engine_config, one_group
     from tests.models import write_model
     from vllm_tiered_kv.connector.connector import TieredKVConnector
 
@@ -136,7 +136,7 @@ def test_a_newer_vllm_is_tried_with_a_warning(
         },
     )
     monkeypatch.setattr(vllm, "__version__", "0.99.1")
-    connector = TieredKVConnector(config, KVConnectorRole.SCHEDULER, hand_made_cache())
+    connector = TieredKVConnector(config, KVConnectorRole.SCHEDULER, one_group())
     assert connector.scheduler_half is not None
     assert [r.message for r in caplog.records if "tested with vLLM" in r.message] == [
         "vllm-tiered-kv was tested with vLLM up to 0.32, this is 0.99.1"

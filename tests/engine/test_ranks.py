@@ -7,24 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.test_scheduling import ask, prompt, total, workload
+from tests.engine.toy_asking import ask, prompt, total, workload
 from tests.engine.toy_groups import WrongRead
 from tests.engine.toy_ranks import RankedToyEngine
 from vllm_tiered_kv.errors import CudaError
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.names import DropReason
 
-BOTH = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+pytestmark = pytest.mark.usefixtures("step_loads")
+
 EITHER_RANK = pytest.mark.parametrize("bad", [0, 1], ids=["first-rank", "second-rank"])
 
 
-@pytest.fixture(params=["auto", "never"], autouse=True)
-def step_loads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("TIERED_KV_STEP_LOADS", request.param)
-    return str(request.param)
-
-
-@BOTH
 def test_each_rank_stores_and_loads_its_own_shard(
     tiny_model: Path, async_scheduling: bool, step_loads: str
 ) -> None:
@@ -44,7 +38,6 @@ def test_each_rank_stores_and_loads_its_own_shard(
         ask(engine, ids)
 
 
-@BOTH
 @EITHER_RANK
 def test_a_load_that_one_rank_cannot_do_is_recomputed_on_all(
     tiny_model: Path, async_scheduling: bool, bad: int, step_loads: str
@@ -70,7 +63,6 @@ def test_a_load_that_one_rank_cannot_do_is_recomputed_on_all(
     engine.assert_at_rest()
 
 
-@BOTH
 @EITHER_RANK
 def test_a_block_that_one_rank_did_not_store_is_a_miss(
     tiny_model: Path, async_scheduling: bool, bad: int
@@ -93,7 +85,6 @@ def test_a_block_that_one_rank_did_not_store_is_a_miss(
     engine.assert_at_rest()
 
 
-@BOTH
 def test_a_load_is_over_when_the_slowest_rank_is_done(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
@@ -116,7 +107,6 @@ def test_a_load_is_over_when_the_slowest_rank_is_done(
         engine.assert_at_rest()
 
 
-@BOTH
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     "options",

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,12 +22,6 @@ ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 WHOLE = [(length - 1) // BLOCK * BLOCK for length in LENGTHS]
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kv-") as path:
-        yield Path(path)
 
 
 def run_and_kill(model: Path, options: dict, stored_blocks: int = 0) -> dict:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
+from tests.engine.toy_asking import ask, seeded_prompt, total
 from tests.engine.toy_engine import ToyEngine, play
-from tests.remote.faulty_daemon import FaultyDaemon, Frames, framed
+from tests.remote.faulty_daemon import FaultyDaemon, forgetful
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import names
-from vllm_tiered_kv.wire.messages import Get, GetReply, Match, MatchReply, Request
+from vllm_tiered_kv.wire.messages import Get
 
 pytestmark = pytest.mark.engine
 
@@ -24,28 +24,9 @@ def engine(model: Path, daemon: FaultyDaemon, **settings) -> ToyEngine:
     return ToyEngine(model, extra_config=extra, **settings)
 
 
-def prompt(seed: int, length: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, 50) for _ in range(length)]
-
-
 def serve(toy: ToyEngine, asked: list[int], count: int = 3) -> None:
-    request = toy.add(asked, count)
-    toy.run()
-    assert toy.finished[request].tokens == play(asked, count)[0]
+    ask(toy, asked, count)
     toy.assert_at_rest()
-
-
-def total(toy: ToyEngine, metric: names.Metric, *labels: str) -> float:
-    return toy.half.recorder.total(metric, *labels)
-
-
-def forgetful(daemon: FaultyDaemon, request_id: int, request: Request) -> list[Frames] | None:
-    """Says it has everything, and then has nothing."""
-    if isinstance(request, Match):
-        count = len(request.keys)
-        return [framed(request_id, MatchReply(count, [count, 0, 0]))]
-    return [framed(request_id, GetReply([], [], []))] if isinstance(request, Get) else None
 
 
 def test_blocks_a_daemon_lost_are_kept_when_they_are_computed_again(tiny_model: Path) -> None:
@@ -53,7 +34,7 @@ def test_blocks_a_daemon_lost_are_kept_when_they_are_computed_again(tiny_model: 
     with FaultyDaemon(forgetful) as daemon:
         toy = engine(tiny_model, daemon)
         toy.half.remote._keep_copies = False  # as if it were on this host
-        serve(toy, prompt(1, 41))
+        serve(toy, seeded_prompt(1, 41))
         assert total(toy, names.LOAD_FAILURES, REMOTE) == 1
         assert total(toy, names.STORED_BLOCKS, CPU) >= 10
         assert len(daemon.blocks) >= 10
@@ -67,7 +48,7 @@ def test_a_daemons_failure_is_known_as_such_though_another_rank_ends_later(
     at once. What the CPU tier had of the load is still good."""
     with FaultyDaemon() as daemon:
         toy = engine(tiny_model, daemon)
-        asked = prompt(2, 61)
+        asked = seeded_prompt(2, 61)
         serve(toy, asked[:33])
         toy.drop_gpu_cache()
         daemon.fault = forgetful
@@ -99,7 +80,7 @@ def test_blocks_built_on_anothers_failed_load_do_not_reach_a_daemon(
     with FaultyDaemon() as daemon:
         first = engine(tiny_model, daemon)
         first.copier.max_delay = 0
-        asked = prompt(3, 41)
+        asked = seeded_prompt(3, 41)
         request = first.add(asked, 3)
         # The other connector "loads" what this step computes: nothing is stored before the next.
         plan_stores, first.half._plan_stores = first.half._plan_stores, lambda *_: None
@@ -136,7 +117,7 @@ def test_a_worker_whose_blocks_are_of_another_size_is_refused(tiny_model: Path) 
     with FaultyDaemon() as daemon:
         toy = engine(tiny_model, daemon)
         toy.worker.worker_half.block_bytes = (128,)
-        serve(toy, prompt(4, 41))
+        serve(toy, seeded_prompt(4, 41))
         hellos = [request for request in daemon.seen if request.op == "hello"]
         assert {tuple(hello.block_bytes) for hello in hellos} == {(96,), (128,)}
         toy.close()
@@ -146,7 +127,7 @@ def test_what_was_loading_during_a_reset_is_not_stored_after_it(tiny_model: Path
     """vLLM gives such blocks their hash only when the load has ended, and then serves them."""
     with FaultyDaemon() as daemon:
         first = engine(tiny_model, daemon)
-        asked = prompt(5, 41)
+        asked = seeded_prompt(5, 41)
         serve(first, asked)
         first.close()
         toy = engine(tiny_model, daemon, extra={"remote_load_timeout": 30})
@@ -168,7 +149,7 @@ def test_what_was_loading_during_a_reset_is_not_stored_after_it(tiny_model: Path
 def test_what_a_daemon_was_sent_before_a_reset_is_not_found_after_it(tiny_model: Path) -> None:
     """It cannot be told to forget: other engines still use those blocks. The keys change."""
     with FaultyDaemon() as daemon:
-        toy, asked = engine(tiny_model, daemon), prompt(6, 41)
+        toy, asked = engine(tiny_model, daemon), seeded_prompt(6, 41)
         serve(toy, asked)
         sent = len(daemon.blocks)
         assert sent >= 10

@@ -9,19 +9,21 @@ from pathlib import Path
 import pytest
 
 from tests.daemon.daemon_process import DaemonProcess
-from tests.engine.test_remote_scheduling import (
+from tests.engine.toy_asking import total
+from tests.engine.toy_at_daemon import (
     REMOTE,
     TRANSPORTS,
     address,
+    engine_at,
     prompts,
     serve,
-    total,
     wait_attached,
+    whole_blocks,
 )
-from tests.engine.toy_engine import ToyEngine, play
-from tests.engine.toy_ranks import RankedToyEngine
+from tests.engine.toy_engine import play
+from tests.patience import eventually
+from tests.remote.daemon_facts import leases_of
 from tests.remote.faulty_daemon import FaultyDaemon, Frames, framed
-from tests.remote.test_shared_memory import eventually, leases_of
 from vllm_tiered_kv.core.key import RankTag
 from vllm_tiered_kv.core.store import PutResult
 from vllm_tiered_kv.core.tiers import Tier
@@ -33,32 +35,20 @@ pytestmark = pytest.mark.engine
 SECOND_RANK = RankTag(tp=1).encode()
 
 
-def engine(model: Path, remote: str, ranks: int = 2, **settings) -> ToyEngine:
-    extra = {"remote": remote, "remote_lookup_timeout": 5, "remote_landing": "64KiB"}
-    if ranks == 1:
-        return ToyEngine(model, extra_config=extra, **settings)
-    return RankedToyEngine(model, ranks=ranks, extra_config=extra, **settings)
-
-
-def whole(asked: list[list[int]]) -> int:
-    return sum((len(prompt) - 1) // 4 for prompt in asked)
-
-
-@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_every_rank_is_served_its_own_shard(
     tiny_model: Path, daemon: DaemonProcess, transport: str, async_scheduling: bool
 ) -> None:
     at = address(daemon, transport)
     asked = prompts(1, 6)
-    first = engine(tiny_model, at, async_scheduling=async_scheduling)
+    first = engine_at(tiny_model, at, ranks=2, async_scheduling=async_scheduling)
     wait_attached(first, at)
     serve(first, asked)
     first.close()
-    second = engine(tiny_model, at, async_scheduling=async_scheduling)
+    second = engine_at(tiny_model, at, ranks=2, async_scheduling=async_scheduling)
     wait_attached(second, at)
     serve(second, asked)
-    assert total(second, names.LOADED_BLOCKS, REMOTE) == whole(asked)
+    assert total(second, names.LOADED_BLOCKS, REMOTE) == whole_blocks(asked)
     assert total(second, names.LOAD_FAILURES) == 0
     second.close()
     eventually(lambda: leases_of(daemon) == 0)
@@ -74,16 +64,16 @@ def test_engines_of_other_sizes_never_share(
     at = address(daemon, transport)
     asked = prompts(2, 4)
     for ranks in sizes:
-        toy = engine(tiny_model, at, ranks)
+        toy = engine_at(tiny_model, at, ranks)
         wait_attached(toy, at)
         serve(toy, asked)
         assert total(toy, names.HIT_TOKENS) == 0
         toy.close()
     for ranks in sizes:
-        toy = engine(tiny_model, at, ranks)
+        toy = engine_at(tiny_model, at, ranks)
         wait_attached(toy, at)
         serve(toy, asked)
-        assert total(toy, names.LOADED_BLOCKS, REMOTE) == whole(asked)
+        assert total(toy, names.LOADED_BLOCKS, REMOTE) == whole_blocks(asked)
         toy.close()
 
 
@@ -107,13 +97,13 @@ def _forgets_blocks_of_second_rank(
 def test_what_one_rank_could_not_send_is_a_miss_for_all(tiny_model: Path) -> None:
     asked = prompts(3, 3)
     with FaultyDaemon(_loses_puts_of_second_rank) as daemon:
-        first = engine(tiny_model, daemon.address)
+        first = engine_at(tiny_model, daemon.address, ranks=2)
         serve(first, asked)
         assert total(first, names.STORED_BLOCKS, REMOTE) == 0
-        assert total(first, names.DROPPED_BLOCKS, REMOTE) >= whole(asked)
+        assert total(first, names.DROPPED_BLOCKS, REMOTE) >= whole_blocks(asked)
         first.close()
-        assert len(daemon.blocks) >= whole(asked)  # all of the first rank's
-        second = engine(tiny_model, daemon.address)
+        assert len(daemon.blocks) >= whole_blocks(asked)  # all of the first rank's
+        second = engine_at(tiny_model, daemon.address, ranks=2)
         serve(second, asked)
         assert total(second, names.HIT_TOKENS, REMOTE) == 0
         second.close()
@@ -122,11 +112,11 @@ def test_what_one_rank_could_not_send_is_a_miss_for_all(tiny_model: Path) -> Non
 def test_what_one_rank_cannot_get_is_recomputed_on_all(tiny_model: Path) -> None:
     asked = prompts(4, 3)
     with FaultyDaemon() as daemon:
-        first = engine(tiny_model, daemon.address)
+        first = engine_at(tiny_model, daemon.address, ranks=2)
         serve(first, asked)
         first.close()
         daemon.fault = _forgets_blocks_of_second_rank
-        second = engine(tiny_model, daemon.address)
+        second = engine_at(tiny_model, daemon.address, ranks=2)
         serve(second, asked)
         assert total(second, names.LOAD_FAILURES, REMOTE) == len(asked)
         assert total(second, names.LOADED_BLOCKS, REMOTE) == 0
@@ -134,7 +124,7 @@ def test_what_one_rank_cannot_get_is_recomputed_on_all(tiny_model: Path) -> None
         second.half.index.clear()
         second.drop_gpu_cache()
         serve(second, asked)
-        assert total(second, names.LOADED_BLOCKS, REMOTE) == whole(asked)
+        assert total(second, names.LOADED_BLOCKS, REMOTE) == whole_blocks(asked)
         second.close()
 
 
@@ -158,7 +148,7 @@ def test_data_parallel_replicas_share_a_daemon_and_nothing_else(
     tiny_model: Path, daemon: DaemonProcess, ranks: int, replica: Callable[[int], dict]
 ) -> None:
     at = daemon.ipc
-    replicas = [engine(tiny_model, at, ranks, parallel_config=replica(n)) for n in range(2)]
+    replicas = [engine_at(tiny_model, at, ranks, parallel_config=replica(n)) for n in range(2)]
     for toy in replicas:
         wait_attached(toy, at)
     assert replicas[0].half._identity.namespace == replicas[1].half._identity.namespace
@@ -169,7 +159,7 @@ def test_data_parallel_replicas_share_a_daemon_and_nothing_else(
         loaded = total(replicas[1 - turn % 2], names.LOADED_BLOCKS, REMOTE)
         serve(replicas[1 - turn % 2], [prompt])
         now = total(replicas[1 - turn % 2], names.LOADED_BLOCKS, REMOTE)
-        assert now - loaded == whole([prompt])
+        assert now - loaded == whole_blocks([prompt])
     # Both at once, each with its own order of steps.
     rng = random.Random(5)
     for toy in replicas:

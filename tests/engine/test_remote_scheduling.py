@@ -17,9 +17,21 @@ import numpy as np
 import pytest
 
 from tests.daemon.daemon_process import DaemonProcess
+from tests.engine.toy_asking import total
+from tests.engine.toy_at_daemon import (
+    REMOTE,
+    TRANSPORTS,
+    address,
+    engine_at,
+    prompts,
+    serve,
+    wait_attached,
+    whole_blocks,
+)
 from tests.engine.toy_engine import ToyEngine, play
-from tests.remote.faulty_daemon import Fault, FaultyDaemon, Frames, block_reply, framed
-from tests.remote.test_shared_memory import eventually, leases_of
+from tests.patience import eventually
+from tests.remote.daemon_facts import leases_of
+from tests.remote.faulty_daemon import Fault, FaultyDaemon, Frames, block_reply, forgetful, framed
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.remote.shared_memory import SharedMemory
@@ -27,73 +39,29 @@ from vllm_tiered_kv.wire.messages import (
     ErrorCode,
     ErrorReply,
     Get,
-    GetReply,
     Match,
-    MatchReply,
     Request,
 )
 
 pytestmark = pytest.mark.engine
 
-REMOTE = Tier.REMOTE.value
-TRANSPORTS = ["tcp", "ipc"]
 
-
-def address(daemon: DaemonProcess, transport: str) -> str:
-    return daemon.ipc if transport == "ipc" else daemon.endpoint
-
-
-def engine(model: Path, remote: str | list[str], **settings) -> ToyEngine:
-    extra = {"remote_lookup_timeout": 5, "remote_landing": "64KiB", **settings.pop("extra", {})}
-    return ToyEngine(model, extra_config={"remote": remote, **extra}, **settings)
-
-
-def prompts(seed: int, count: int, low: int = 30, high: int = 90) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(3, 50) for _ in range(rng.randrange(low, high))] for _ in range(count)]
-
-
-def serve(toy: ToyEngine, asked: list[list[int]], count: int = 5) -> None:
-    """One after the other, all right, nothing left behind."""
-    for prompt in asked:
-        request = toy.add(prompt, count)
-        toy.run()
-        assert toy.finished[request].tokens == play(prompt, count)[0]
-    toy.assert_at_rest()
-
-
-def total(toy: ToyEngine, metric: names.Metric, *labels: str) -> float:
-    return toy.half.recorder.total(metric, *labels)
-
-
-def wait_attached(toy: ToyEngine, at: str) -> None:
-    """Steps once, so that the worker opens its way to the daemon, and waits for shared memory."""
-    toy.add([3], 1)
-    toy.run()
-    regions = toy.worker.worker_half._remote._regions
-    end = time.monotonic() + 30
-    while at.startswith("ipc://") and not regions.covers(at):
-        assert time.monotonic() < end, "the daemon's memory was never attached"
-        time.sleep(0.01)
-
-
-@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_second_engine_is_served_what_the_first_one_stored(
     tiny_model: Path, daemon: DaemonProcess, transport: str, async_scheduling: bool
 ) -> None:
     at = address(daemon, transport)
     asked = prompts(1, 6)
-    first = engine(tiny_model, at, async_scheduling=async_scheduling)
+    first = engine_at(tiny_model, at, async_scheduling=async_scheduling)
     wait_attached(first, at)
     serve(first, asked)
     assert total(first, names.LOADED_BLOCKS) == 0
     first.close()
 
-    second = engine(tiny_model, at, async_scheduling=async_scheduling)
+    second = engine_at(tiny_model, at, async_scheduling=async_scheduling)
     wait_attached(second, at)
     serve(second, asked)
-    whole = sum((len(prompt) - 1) // 4 for prompt in asked)
+    whole = whole_blocks(asked)
     assert total(second, names.LOADED_BLOCKS, REMOTE) == whole
     assert total(second, names.HIT_TOKENS, REMOTE) == 4 * whole
     assert total(second, names.LOAD_FAILURES) == 0
@@ -110,11 +78,11 @@ def test_tiers_serve_one_prefix_together(
     """GPU, CPU tier and daemon each have a part of the same prefix."""
     at = address(daemon, transport)
     (prompt,) = prompts(2, 1, 200, 201)
-    first = engine(tiny_model, at, cpu_blocks=64, max_tokens_per_step=64)
+    first = engine_at(tiny_model, at, cpu_blocks=64, max_tokens_per_step=64)
     wait_attached(first, at)
     serve(first, [prompt])
     first.close()
-    second = engine(tiny_model, at, cpu_blocks=64, max_tokens_per_step=64)
+    second = engine_at(tiny_model, at, cpu_blocks=64, max_tokens_per_step=64)
     wait_attached(second, at)
     serve(second, [prompt[:64]])
     second.half.index.remove(_keys(second, prompt[:64])[10])
@@ -138,16 +106,16 @@ def test_bytes_changed_in_the_daemon_are_recomputed(
     tiny_model: Path, daemon: DaemonProcess
 ) -> None:
     asked = prompts(3, 4)
-    first = engine(tiny_model, daemon.endpoint)
+    first = engine_at(tiny_model, daemon.endpoint)
     serve(first, asked)
     first.close()
-    neighbour = engine(tiny_model, daemon.ipc)
+    neighbour = engine_at(tiny_model, daemon.ipc)
     wait_attached(neighbour, daemon.ipc)
     memory: SharedMemory = neighbour.worker.worker_half._remote._regions.of(daemon.ipc).memory
     np.frombuffer(memory.arena.view(0, memory.arena.capacity_bytes), np.uint8)[:] ^= 0x10
     del memory
     neighbour.close()
-    second = engine(tiny_model, daemon.endpoint)
+    second = engine_at(tiny_model, daemon.endpoint)
     serve(second, asked)  # a wrong byte would be seen by the model
     assert total(second, names.LOAD_FAILURES, REMOTE) > 0
     assert total(second, names.LOADED_BLOCKS, REMOTE) == 0
@@ -159,7 +127,7 @@ def test_bytes_changed_in_the_daemon_are_recomputed(
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_daemon_that_was_never_there(tiny_model: Path, folder: Path, transport: str) -> None:
     at = f"ipc://{folder}/nobody" if transport == "ipc" else "tcp://127.0.0.1:1"
-    toy = engine(tiny_model, at, extra={"remote_lookup_timeout": 0.05})
+    toy = engine_at(tiny_model, at, extra={"remote_lookup_timeout": 0.05})
     serve(toy, prompts(4, 4))
     assert total(toy, names.STORED_BLOCKS, REMOTE) == 0
     assert total(toy, names.DROPPED_BLOCKS, REMOTE) > 0
@@ -172,12 +140,12 @@ def test_a_frozen_daemon_costs_deadlines_and_nothing_else(
 ) -> None:
     at = address(daemon, transport)
     asked = prompts(5, 6)
-    first = engine(tiny_model, at)
+    first = engine_at(tiny_model, at)
     wait_attached(first, at)
     serve(first, asked)
     first.close()
     timeouts = {"remote_lookup_timeout": 0.2, "remote_load_timeout": 0.5}
-    second = engine(tiny_model, at, extra=timeouts, seed=1)
+    second = engine_at(tiny_model, at, extra=timeouts, seed=1)
     wait_attached(second, at)
     serve(second, asked[:1])
     loaded = total(second, names.LOADED_BLOCKS, REMOTE)
@@ -212,7 +180,7 @@ def test_a_daemon_that_dies_and_comes_back_empty(
     at = address(daemon, transport)
     asked = prompts(6, 6)
     timeouts = {"remote_lookup_timeout": 0.2, "remote_load_timeout": 1}
-    toy = engine(tiny_model, at, extra=timeouts)
+    toy = engine_at(tiny_model, at, extra=timeouts)
     wait_attached(toy, at)
     serve(toy, asked)
     daemon.kill()
@@ -229,10 +197,10 @@ def test_an_aborted_load_ends_before_its_blocks_are_given_away(
     tiny_model: Path, daemon: DaemonProcess
 ) -> None:
     asked = prompts(7, 12, 60, 120)
-    first = engine(tiny_model, daemon.endpoint, gpu_blocks=48, cpu_blocks=600)
+    first = engine_at(tiny_model, daemon.endpoint, gpu_blocks=48, cpu_blocks=600)
     serve(first, asked)
     first.close()
-    second = engine(tiny_model, daemon.endpoint, gpu_blocks=48, cpu_blocks=600)
+    second = engine_at(tiny_model, daemon.endpoint, gpu_blocks=48, cpu_blocks=600)
     rng = random.Random(7)
     for round_ in range(8):
         ids = [second.add(prompt, 3) for prompt in asked]
@@ -267,16 +235,16 @@ def test_two_daemons_share_the_blocks_and_one_that_dies_costs_its_share(
         both = [a.endpoint, b.endpoint]
         asked = prompts(8, 24)
         extra = {"remote_lookup_timeout": 1, "remote_load_timeout": 2}
-        first = engine(tiny_model, both, extra=extra, cpu_blocks=900)
+        first = engine_at(tiny_model, both, extra=extra, cpu_blocks=900)
         serve(first, asked)
         first.close()
-        second = engine(tiny_model, both, extra=extra, cpu_blocks=900)
+        second = engine_at(tiny_model, both, extra=extra, cpu_blocks=900)
         serve(second, asked)
-        whole = sum((len(prompt) - 1) // 4 for prompt in asked)
+        whole = whole_blocks(asked)
         assert total(second, names.LOADED_BLOCKS, REMOTE) == whole
         second.close()
         b.kill()
-        third = engine(tiny_model, both, extra=extra, cpu_blocks=900)
+        third = engine_at(tiny_model, both, extra=extra, cpu_blocks=900)
         serve(third, asked)
         assert 0 < total(third, names.LOADED_BLOCKS, REMOTE) < whole
         # What the dead one had is recomputed and goes to the other. Now and then a request finds
@@ -306,34 +274,26 @@ def _garbage(daemon: FaultyDaemon, request_id: int, request: Request) -> list[Fr
     return [[b"\xc1" * 40, b"?"]]
 
 
-def _forgetful(daemon: FaultyDaemon, request_id: int, request: Request) -> list[Frames] | None:
-    """Says it has everything, and then has nothing."""
-    if isinstance(request, Match):
-        count = len(request.keys)
-        return [framed(request_id, MatchReply(count, [count, 0, 0]))]
-    return [framed(request_id, GetReply([], [], []))] if isinstance(request, Get) else None
-
-
 def _liar(daemon: FaultyDaemon, request_id: int, request: Request) -> list[Frames] | None:
     """Has everything, and sends other bytes."""
     if isinstance(request, Get):
         blocks = {position: bytes(96) for position in range(len(request.keys))}
         return [block_reply(request_id, blocks, flip=1)]
-    return _forgetful(daemon, request_id, request)
+    return forgetful(daemon, request_id, request)
 
 
 @pytest.mark.parametrize(
-    "fault", [_silent, _of_another_version, _mixed_up, _garbage, _forgetful, _liar]
+    "fault", [_silent, _of_another_version, _mixed_up, _garbage, forgetful, _liar]
 )
 def test_something_else_listens_there(tiny_model: Path, fault: Fault) -> None:
     with FaultyDaemon(fault) as other:
         timeouts = {"remote_lookup_timeout": 0.1, "remote_load_timeout": 0.5}
-        toy = engine(tiny_model, other.address, extra=timeouts)
+        toy = engine_at(tiny_model, other.address, extra=timeouts)
         serve(toy, prompts(9, 4))
         assert total(toy, names.LOADED_BLOCKS, REMOTE) == 0
         failures = total(toy, names.LOAD_FAILURES, REMOTE)
         # Once for each request: what a daemon lost is not asked for in a loop.
-        assert failures == (4 if fault in (_forgetful, _liar) else 0)
+        assert failures == (4 if fault in (forgetful, _liar) else 0)
         toy.close()
 
 
@@ -364,12 +324,12 @@ def test_a_slowed_daemon_serves_some_and_times_out_for_others(tiny_model: Path) 
 
     asked = prompts(13, 12)
     with FaultyDaemon() as daemon:
-        first = engine(tiny_model, daemon.address)
+        first = engine_at(tiny_model, daemon.address)
         serve(first, asked)
         first.close()
         daemon.delay = delay
         timeouts = {"remote_lookup_timeout": deadline, "remote_load_timeout": deadline}
-        toy = engine(tiny_model, daemon.address, extra=timeouts)
+        toy = engine_at(tiny_model, daemon.address, extra=timeouts)
         short, long, about = (0, deadline / 20), (5 * deadline, 9 * deadline), (0, 2 * deadline)
 
         slowed.update({Match: short, Get: short})
@@ -390,7 +350,6 @@ def test_a_slowed_daemon_serves_some_and_times_out_for_others(tiny_model: Path) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 def test_chaos(
     tiny_model: Path,
     folder: Path,
@@ -419,7 +378,7 @@ def test_chaos(
                 stop.wait(chance.random() * 0.5)
                 daemon.restart()
 
-    toy = engine(
+    toy = engine_at(
         tiny_model,
         at,
         async_scheduling=async_scheduling,

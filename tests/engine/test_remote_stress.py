@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-import tempfile
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,12 +16,6 @@ from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import names
 
 pytestmark = pytest.mark.engine
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kv-") as path:
-        yield Path(path)
 
 
 def daemon_hits(daemon: DaemonProcess) -> dict[str, float]:

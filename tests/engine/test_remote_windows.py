@@ -9,19 +9,18 @@ from pathlib import Path
 import pytest
 
 from tests.daemon.daemon_process import DaemonProcess
-from tests.engine.test_remote_scheduling import (
+from tests.engine.toy_asking import total, workload
+from tests.engine.toy_at_daemon import (
     REMOTE,
     TRANSPORTS,
     address,
-    engine,
+    engine_at,
     prompts,
     serve,
-    total,
     wait_attached,
 )
-from tests.engine.test_scheduling import workload
-from tests.engine.test_windows import EVERY_SHAPE, SHAPES, window_blocks
 from tests.engine.toy_engine import ToyEngine
+from tests.engine.window_shapes import EVERY_SHAPE, SHAPES, window_blocks
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import names
 
@@ -39,7 +38,7 @@ def open_engine(tiny_model: Path, at: str) -> Iterator:
     opened: list[ToyEngine] = []
 
     def opens(**settings) -> ToyEngine:
-        toy = engine(tiny_model, at, **{"gpu_blocks": 160, "cpu_blocks": 256, **settings})
+        toy = engine_at(tiny_model, at, **{"gpu_blocks": 160, "cpu_blocks": 256, **settings})
         opened.append(toy)
         wait_attached(toy, at)
         return toy
@@ -121,7 +120,6 @@ def test_a_window_that_a_daemon_lacks_ends_the_hit_before_it(open_engine) -> Non
 
 
 @pytest.mark.parametrize("name", ["window", "two_windows", "small_window_blocks"])
-@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 def test_random_clients_of_two_engines(open_engine, name: str, async_scheduling: bool) -> None:
     shape = SHAPES[name]
     groups = len(shape["windows"])

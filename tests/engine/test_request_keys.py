@@ -13,17 +13,11 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheTensor,
-)
 from vllm.v1.request import Request
 
+from tests.engine.made_configs import engine_config, one_group
 from tests.models import write_model
 from vllm_tiered_kv.connector.model_identity import fingerprint
 from vllm_tiered_kv.connector.request_keys import KeyMaker
@@ -346,40 +340,10 @@ def test_tokens_and_embeddings_can_be_mixed() -> None:
 # ---- the namespace ------------------------------------------------------------------------------
 
 
-def hand_made_cache(**spec: Any) -> KVCacheConfig:
-    layers = [f"layer.{i}" for i in range(4)]
-    shape = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32, **spec}
-    attention = FullAttentionSpec(**shape)
-    page = attention.page_size_bytes
-    tensor = KVCacheTensor(
-        size=page * 8 * len(layers), layers=layers, layer_stride=page * 8, block_stride=page
-    )
-    return KVCacheConfig(
-        num_blocks=8,
-        kv_cache_tensors=[tensor],
-        kv_cache_groups=[KVCacheGroupSpec(layers, attention)],
-        kv_cache_layout="LBHNC",
-    )
-
-
-def engine_config(model: Path, **engine: Any) -> Any:
-    settings = {
-        "model": str(model),
-        "load_format": "dummy",
-        "dtype": "float32",
-        "skip_tokenizer_init": True,
-        "max_model_len": 512,
-        **engine,
-    }
-    return EngineArgs(**settings).create_engine_config()
-
-
 def namespaces_hex(model: str) -> list[str]:
     """With dummy weights and with those of the folder."""
     return [
-        fingerprint(engine_config(Path(model), load_format=how), hand_made_cache())
-        .namespace()
-        .hex()
+        fingerprint(engine_config(Path(model), load_format=how), one_group()).namespace().hex()
         for how in ("dummy", "auto")
     ]
 
@@ -411,9 +375,9 @@ def test_another_process_finds_the_same_namespace(tmp_path: Path) -> None:
 
 def test_the_engine_changes_the_namespace(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
-    cache = hand_made_cache()
+    cache = one_group()
     base = fingerprint(engine_config(model), cache)
-    assert base == fingerprint(engine_config(model), hand_made_cache())
+    assert base == fingerprint(engine_config(model), one_group())
     others = {
         "dtype": fingerprint(engine_config(model, dtype="bfloat16"), cache),
         "config": fingerprint(
@@ -421,9 +385,9 @@ def test_the_engine_changes_the_namespace(tmp_path: Path) -> None:
         ),
         "overrides": fingerprint(engine_config(model, hf_overrides={"rope_theta": 5e5}), cache),
         "seed": fingerprint(engine_config(model, seed=3), cache),
-        "block size": fingerprint(engine_config(model), hand_made_cache(block_size=32)),
-        "heads": fingerprint(engine_config(model), hand_made_cache(num_kv_heads=4)),
-        "cache dtype": fingerprint(engine_config(model), hand_made_cache(dtype=torch.float16)),
+        "block size": fingerprint(engine_config(model), one_group(block_size=32)),
+        "heads": fingerprint(engine_config(model), one_group(num_kv_heads=4)),
+        "cache dtype": fingerprint(engine_config(model), one_group(dtype=torch.float16)),
     }
     namespaces = {name: one.namespace() for name, one in others.items()}
     assert len({base.namespace(), *namespaces.values()}) == 1 + len(others)

@@ -10,60 +10,17 @@ import random
 from pathlib import Path
 
 import pytest
-from vllm.v1.request import RequestStatus
 
+from tests.engine.toy_asking import ask, assert_tier_is_right, prompt, total, workload
 from tests.engine.toy_engine import ToyEngine, play
 from tests.engine.toy_groups import WrongRead
 from vllm_tiered_kv.errors import CudaError
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.names import DropReason
 
-BOTH = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+pytestmark = pytest.mark.usefixtures("step_loads")
 
 
-@pytest.fixture(params=["auto", "never"], autouse=True)
-def step_loads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Loads ahead of a step's forward where that is possible, and all of them beside the steps."""
-    monkeypatch.setenv("TIERED_KV_STEP_LOADS", request.param)
-    return str(request.param)
-
-
-def prompt(rng: random.Random, length: int) -> list[int]:
-    return [rng.randrange(3, 50) for _ in range(length)]
-
-
-def ask(engine: ToyEngine, ids: list[int], count: int = 6, salt: str = "") -> str:
-    request = engine.add(ids, count, salt)
-    engine.run()
-    assert engine.finished[request].tokens == play(ids, count, salt)[0]
-    return request
-
-
-def total(engine: ToyEngine, metric: names.Metric, *labels: str) -> float:
-    return engine.half.recorder.total(metric, *labels)
-
-
-def assert_tier_is_right(engine: ToyEngine) -> int:
-    """Every readable block holds exactly the KV of the prefix its key was made from."""
-    readable = 0
-    for request_id, right in engine._truth.items():
-        request = engine.requests[request_id]
-        keys = engine.half._key_maker.keys_for(request)
-        keys.extend(request, request.num_tokens)
-        for group, group_keys in zip(engine.groups, keys.of_group, strict=True):
-            for position, key in enumerate(group_keys):
-                slot = engine.half.index._slot_of.get(key)
-                if slot is not None and engine.half.index.match_prefix([key]):
-                    first = position * group.block_size
-                    span = right[first : first + group.block_size]
-                    for layer in range(3):
-                        stored = group.rows(engine.arena[slot][layer])
-                        assert (stored == group.kv(span, layer)).all()
-                    readable += 1
-    return readable
-
-
-@BOTH
 def test_a_repeated_prompt_is_loaded_and_only_its_end_is_computed(
     tiny_model: Path, async_scheduling: bool, step_loads: str
 ) -> None:
@@ -82,7 +39,6 @@ def test_a_repeated_prompt_is_loaded_and_only_its_end_is_computed(
     assert assert_tier_is_right(engine)
 
 
-@BOTH
 def test_a_block_aligned_prompt_leaves_its_last_block_to_compute(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
@@ -95,7 +51,6 @@ def test_a_block_aligned_prompt_leaves_its_last_block_to_compute(
     engine.assert_at_rest()
 
 
-@BOTH
 def test_what_the_gpu_still_has_is_not_loaded(tiny_model: Path, async_scheduling: bool) -> None:
     engine = ToyEngine(tiny_model, async_scheduling)
     rng = random.Random(1)
@@ -106,7 +61,6 @@ def test_what_the_gpu_still_has_is_not_loaded(tiny_model: Path, async_scheduling
     engine.assert_at_rest()
 
 
-@BOTH
 def test_generated_blocks_are_stored_to_the_last_full_one(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
@@ -124,7 +78,6 @@ def test_generated_blocks_are_stored_to_the_last_full_one(
         engine.assert_at_rest()
 
 
-@BOTH
 def test_what_the_ring_cannot_take_is_stored_later(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
@@ -141,7 +94,6 @@ def test_what_the_ring_cannot_take_is_stored_later(
     assert assert_tier_is_right(engine)
 
 
-@BOTH
 def test_deferred_blocks_that_were_reused_are_not_stored(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
@@ -157,7 +109,6 @@ def test_deferred_blocks_that_were_reused_are_not_stored(
     engine.assert_at_rest()
 
 
-@BOTH
 def test_without_hashes_to_tell_what_is_left_is_dropped(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
@@ -172,7 +123,6 @@ def test_without_hashes_to_tell_what_is_left_is_dropped(
     assert assert_tier_is_right(engine)
 
 
-@BOTH
 def test_prompt_blocks_only_on_request(tiny_model: Path, async_scheduling: bool) -> None:
     engine = ToyEngine(tiny_model, async_scheduling, extra_config={"store_decode": False})
     ask(engine, prompt(random.Random(1), 10), 20)
@@ -198,7 +148,6 @@ def _unreadable(request: object) -> None:
     raise PermissionError("adapter_model.safetensors")
 
 
-@BOTH
 def test_salts_never_share(tiny_model: Path, async_scheduling: bool) -> None:
     engine = ToyEngine(tiny_model, async_scheduling)
     ids = prompt(random.Random(1), 30)
@@ -210,7 +159,6 @@ def test_salts_never_share(tiny_model: Path, async_scheduling: bool) -> None:
     assert total(engine, names.HIT_TOKENS) == 28
 
 
-@BOTH
 def test_a_failed_load_is_recomputed_and_not_tried_again(
     tiny_model: Path, async_scheduling: bool, step_loads: str
 ) -> None:
@@ -235,7 +183,6 @@ def test_a_failed_load_is_recomputed_and_not_tried_again(
     assert assert_tier_is_right(engine)
 
 
-@BOTH
 def test_abort_at_every_stage(tiny_model: Path, async_scheduling: bool) -> None:
     """Waiting, loading, computing, storing: after any number of steps."""
     engine = ToyEngine(tiny_model, async_scheduling, gpu_blocks=128, cpu_blocks=64)
@@ -256,7 +203,6 @@ def test_abort_at_every_stage(tiny_model: Path, async_scheduling: bool) -> None:
     assert assert_tier_is_right(engine)
 
 
-@BOTH
 def test_reset_cache_forgets_everything_even_what_is_being_stored(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
@@ -281,7 +227,6 @@ def test_reset_cache_forgets_everything_even_what_is_being_stored(
     engine.assert_at_rest()
 
 
-@BOTH
 def test_reset_prefix_cache_with_running_requests(tiny_model: Path, async_scheduling: bool) -> None:
     """No block reference of ours stands in the way, whatever is under way."""
     engine = ToyEngine(tiny_model, async_scheduling)
@@ -319,43 +264,6 @@ def test_hash_only_and_naive_store_and_load_nothing(tiny_model: Path) -> None:
     engine.assert_at_rest()
 
 
-def workload(engine: ToyEngine, seed: int, requests: int) -> None:
-    """Many clients at once: shared prefixes, aborts at random points, drops of the GPU cache."""
-    rng = random.Random(seed)
-    stems = [prompt(rng, rng.randrange(8, 40)) for _ in range(4)]
-    asked: dict[str, tuple[list[int], int]] = {}
-    alive: list[str] = []
-    for _ in range(requests):
-        stem = rng.choice(stems)
-        ids = stem[: rng.randrange(4, len(stem) + 1)] + prompt(rng, rng.randrange(1, 20))
-        count = rng.randrange(1, 20)
-        request = engine.add(ids, count)
-        asked[request] = (ids, count)
-        alive.append(request)
-        for _ in range(rng.randrange(6)):
-            engine.step()
-        if rng.random() < 0.2:
-            victim = rng.choice(alive)
-            if not engine.requests[victim].is_finished():
-                engine.abort(victim)
-        if rng.random() < 0.1:
-            engine.scheduler.reset_prefix_cache()
-        if rng.random() < 0.02:
-            engine.scheduler.reset_connector_cache()
-    engine.run()
-    for request, (ids, count) in asked.items():
-        finished = engine.finished[request]
-        expected = play(ids, count)[0]
-        if finished.status is RequestStatus.FINISHED_ABORTED:
-            assert finished.tokens == expected[: len(finished.tokens)]
-        else:
-            assert finished.tokens == expected
-    assert all(
-        engine.reported_loads.count(r) <= engine.requests[r].num_preemptions + 1 for r in asked
-    )
-
-
-@BOTH
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(
     "options",
@@ -392,7 +300,6 @@ def test_random_clients(tiny_model: Path, async_scheduling: bool, seed: int, opt
         assert total(engine, names.EVICTED_BLOCKS) > 0
 
 
-@BOTH
 def test_random_clients_without_the_gpu_prefix_cache(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
@@ -405,7 +312,6 @@ def test_random_clients_without_the_gpu_prefix_cache(
     assert total(engine, names.LOADED_BLOCKS) > 0
 
 
-@BOTH
 def test_the_checks_above_can_fail(tiny_model: Path, async_scheduling: bool) -> None:
     """A flipped bit in a slot, or a load reported before it is done, is a wrong read."""
     engine = ToyEngine(tiny_model, async_scheduling)

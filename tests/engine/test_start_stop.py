@@ -15,10 +15,17 @@ from pathlib import Path
 import pytest
 
 from tests.daemon.daemon_process import DaemonProcess
-from tests.engine.test_remote_scheduling import engine, prompts, serve, wait_attached
+from tests.engine.toy_at_daemon import (
+    TRANSPORTS,
+    address,
+    engine_at,
+    prompts,
+    serve,
+    wait_attached,
+)
 from tests.engine.toy_engine import ToyEngine
-from tests.engine.toy_ranks import RankedToyEngine
-from tests.remote.test_shared_memory import eventually, leases_of
+from tests.patience import eventually
+from tests.remote.daemon_facts import leases_of
 from tests.soak.footprint import Footprint, settled, shared_files
 
 pytestmark = pytest.mark.engine
@@ -55,17 +62,15 @@ def test_the_cpu_tier_alone(tiny_model: Path) -> None:
     rounds(one)
 
 
-@pytest.mark.parametrize("transport", ["tcp", "ipc"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_beside_a_daemon(
     tiny_model: Path, daemon: DaemonProcess, transport: str, ranks: int
 ) -> None:
-    at = daemon.ipc if transport == "ipc" else daemon.endpoint
-    extra = {"remote": at, "remote_lookup_timeout": 5, "remote_landing": "64KiB"}
+    at = address(daemon, transport)
 
     def one() -> None:
-        kind = RankedToyEngine if ranks > 1 else ToyEngine
-        toy = kind(tiny_model, cpu_blocks=ARENA_BLOCKS, ranks=ranks, extra_config=extra)
+        toy = engine_at(tiny_model, at, ranks, cpu_blocks=ARENA_BLOCKS)
         fill(toy)
         wait_attached(toy, at)
         serve(toy, prompts(2, 3))
@@ -88,7 +93,7 @@ def test_beside_a_daemon_that_does_not_answer(
     timeouts = {"remote_lookup_timeout": 0.05, "remote_load_timeout": 0.2}
 
     def one() -> None:
-        toy = engine(tiny_model, at, extra=timeouts)
+        toy = engine_at(tiny_model, at, extra=timeouts)
         if how == "never there":
             serve(toy, prompts(3, 1))
         else:
@@ -142,11 +147,11 @@ def test_shut_down_with_stores_loads_and_lookups_under_way(
 _ENGINES = """
 import os, sys, time
 from pathlib import Path
-from tests.engine.test_remote_scheduling import engine, prompts, wait_attached
+from tests.engine.toy_at_daemon import engine_at, prompts, wait_attached
 
 
 def serve_for_ever(at):
-    toy = engine(Path(sys.argv[1]), at, cpu_blocks=600, extra={"step_loads": "never"})
+    toy = engine_at(Path(sys.argv[1]), at, cpu_blocks=600, extra={"step_loads": "never"})
     wait_attached(toy, at)
     asked = prompts(6, 8)
     first = True
@@ -177,29 +182,31 @@ for at in sys.argv[2:]:  # one process after the other: vLLM is imported once
 
 
 def test_killed_engines_leave_nothing_with_their_daemon(
-    tiny_model: Path, daemon: DaemonProcess
+    tiny_model: Path, daemon: DaemonProcess, tmp_path: Path
 ) -> None:
     files, calm = shared_files(), leases_of(daemon)
     addresses = [daemon.endpoint, daemon.ipc, daemon.endpoint, daemon.ipc, daemon.ipc]
-    engines = subprocess.Popen(
-        [sys.executable, "-c", _ENGINES, str(tiny_model), *addresses],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        cwd=Path(__file__).parents[2],
-        start_new_session=True,
-    )
+    complaints = tmp_path / "stderr"
+    with complaints.open("wb") as log:
+        engines = subprocess.Popen(
+            [sys.executable, "-c", _ENGINES, str(tiny_model), *addresses],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            cwd=Path(__file__).parents[2],
+            start_new_session=True,
+        )
     before = None
     try:
         assert engines.stdout is not None
         for round_, _ in enumerate(addresses):
             while not (line := engines.stdout.readline()).startswith(b"SERVED"):
-                assert line, "the engine ended by itself"
+                assert line, f"the engine ended by itself: {complaints.read_text()[-4000:]}"
             time.sleep(0.15 * round_)
             os.kill(int(line.split()[1]), signal.SIGKILL)
             eventually(lambda: leases_of(daemon) == calm)
             if round_ == 1:
                 before = Footprint.now(daemon.pid)
-        assert engines.wait(60) == 0
+        assert engines.wait(60) == 0, complaints.read_text()[-4000:]
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(engines.pid, signal.SIGKILL)
@@ -208,7 +215,7 @@ def test_killed_engines_leave_nothing_with_their_daemon(
     more = settled(before, RSS_SLACK, pid=daemon.pid)
     assert not more, f"left behind in the daemon: {', '.join(more)}"
     assert shared_files() <= files
-    survivor = engine(tiny_model, daemon.ipc, cpu_blocks=600)
+    survivor = engine_at(tiny_model, daemon.ipc, cpu_blocks=600)
     wait_attached(survivor, daemon.ipc)
     serve(survivor, prompts(6, 8), 3)
     survivor.close()

@@ -17,10 +17,7 @@ from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
     CrossAttentionSpec,
-    FullAttentionSpec,
     KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheTensor,
     MambaSpec,
     MLAAttentionSpec,
     RSWASpec,
@@ -30,51 +27,23 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from tests.engine.made_configs import FULL, SHAPE, bare_config, bare_parallel, groups
 from tests.engine.toy_engine import ToyEngine
 from vllm_tiered_kv.connector.connector import TieredKVConnector
 from vllm_tiered_kv.connector.kv_layout import group_windows
 from vllm_tiered_kv.connector.metadata import TieredKVHandshake, TieredKVMetadata
 from vllm_tiered_kv.connector.support import why_not_cacheable
 
-SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
-FULL = FullAttentionSpec(**SHAPE)
 WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=64)
 LATENT = {**SHAPE, "num_kv_heads": 1, "sliding_window": 64}
 STATE = MambaSpec(block_size=16, shapes=((4, 8),), dtypes=(torch.float32,))
 
 
-def config(**changes: object) -> SimpleNamespace:
-    return SimpleNamespace(**{"speculative_config": None, "parallel_config": parallel(), **changes})
-
-
-def parallel(**changes: object) -> SimpleNamespace:
-    one = {
-        "decode_context_parallel_size": 1,
-        "prefill_context_parallel_size": 1,
-        "distributed_executor_backend": "mp",
-        "world_size": 2,
-    }
-    return SimpleNamespace(**{**one, **changes})
-
-
-def groups(*specs: object, **changes: object) -> KVCacheConfig:
-    return KVCacheConfig(
-        num_blocks=8,
-        kv_cache_tensors=[
-            KVCacheTensor(size=0, layers=[f"l{i}"], layer_stride=0, block_stride=0)
-            for i in range(len(specs))
-        ],
-        kv_cache_groups=[
-            KVCacheGroupSpec([f"l{i}"], spec, **changes) for i, spec in enumerate(specs)
-        ],
-    )
-
-
 def test_full_attention_is_cached_in_one_group_or_several() -> None:
-    assert why_not_cacheable(config(), groups(FULL)) is None
-    assert why_not_cacheable(config(), groups(FULL, replace(FULL, block_size=32))) is None
+    assert why_not_cacheable(bare_config(), groups(FULL)) is None
+    assert why_not_cacheable(bare_config(), groups(FULL, replace(FULL, block_size=32))) is None
     mla = MLAAttentionSpec(**{**SHAPE, "num_kv_heads": 1})
-    assert why_not_cacheable(config(), groups(mla)) is None
+    assert why_not_cacheable(bare_config(), groups(mla)) is None
 
 
 def test_sliding_windows_are_cached_alone_and_beside_full_attention() -> None:
@@ -82,7 +51,7 @@ def test_sliding_windows_are_cached_alone_and_beside_full_attention() -> None:
         block_size=16, kv_cache_specs={"l0": WINDOW, "l2": replace(WINDOW, head_size=64)}
     )
     for cache in (groups(WINDOW), groups(FULL, WINDOW, WINDOW), groups(wide)):
-        assert why_not_cacheable(config(), cache) is None
+        assert why_not_cacheable(bare_config(), cache) is None
     assert group_windows(groups(FULL, WINDOW, wide)) == [None, 64, 64]
     retained = replace(WINDOW, extra_retained_tokens=3)
     assert group_windows(groups(retained)) == [67]
@@ -105,7 +74,7 @@ def test_sliding_windows_are_cached_alone_and_beside_full_attention() -> None:
     ],
 )
 def test_other_caches_are_left_alone(cache: KVCacheConfig, reason: str) -> None:
-    said = why_not_cacheable(config(), cache)
+    said = why_not_cacheable(bare_config(), cache)
     assert said is not None
     assert reason in said
     assert "\n" not in said
@@ -114,19 +83,21 @@ def test_other_caches_are_left_alone(cache: KVCacheConfig, reason: str) -> None:
 def test_a_rank_without_layers_of_a_group_is_left_alone() -> None:
     cache = groups(FULL, WINDOW)
     del cache.kv_cache_tensors[1]
-    assert "group 1 has no layers" in (why_not_cacheable(config(), cache) or "")
+    assert "group 1 has no layers" in (why_not_cacheable(bare_config(), cache) or "")
 
 
 def test_other_engines_are_left_alone() -> None:
     draft = SimpleNamespace(uses_draft_kv_cache=lambda: True)
-    assert "EAGLE" in (why_not_cacheable(config(speculative_config=draft), groups(FULL)) or "")
+    assert "EAGLE" in (why_not_cacheable(bare_config(speculative_config=draft), groups(FULL)) or "")
     ngram = SimpleNamespace(uses_draft_kv_cache=lambda: False)
-    assert why_not_cacheable(config(speculative_config=ngram), groups(FULL)) is None
+    assert why_not_cacheable(bare_config(speculative_config=ngram), groups(FULL)) is None
     for changes, reason in (
         ({"decode_context_parallel_size": 2}, "context parallelism"),
         ({"distributed_executor_backend": "external_launcher"}, "external launcher"),
     ):
-        said = why_not_cacheable(config(parallel_config=parallel(**changes)), groups(FULL))
+        said = why_not_cacheable(
+            bare_config(parallel_config=bare_parallel(**changes)), groups(FULL)
+        )
         assert reason in (said or "")
 
 

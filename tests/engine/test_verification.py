@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.daemon.daemon_process import DaemonProcess
+from tests.engine.toy_asking import ask, keys_of, seeded_prompt, total
+from tests.engine.toy_at_daemon import REMOTE, TRANSPORTS, address, engine_at, wait_attached
 from tests.engine.toy_engine import ToyEngine, play
 from vllm_tiered_kv.connector.verification import is_chosen
 from vllm_tiered_kv.core.tiers import Tier
@@ -21,25 +23,8 @@ from vllm_tiered_kv.metrics import names
 
 pytestmark = pytest.mark.engine
 
-BOTH = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-CPU, REMOTE = Tier.CPU.value, Tier.REMOTE.value
+CPU = Tier.CPU.value
 ALWAYS = {"verify_fraction": 1}
-
-
-def prompt(seed: int, length: int = 41) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, 50) for _ in range(length)]
-
-
-def ask(engine: ToyEngine, ids: list[int], count: int = 6, salt: str = "") -> str:
-    request = engine.add(ids, count, salt)
-    engine.run()
-    assert engine.finished[request].tokens == play(ids, count, salt)[0]
-    return request
-
-
-def total(engine: ToyEngine, metric: names.Metric, *labels: str) -> float:
-    return engine.half.recorder.total(metric, *labels)
 
 
 def counts(engine: ToyEngine, tier: str = CPU) -> dict[str, float]:
@@ -50,13 +35,6 @@ def counts(engine: ToyEngine, tier: str = CPU) -> dict[str, float]:
         "skipped": names.UNVERIFIED_BLOCKS,
     }
     return {kind: total(engine, metric, tier) for kind, metric in kinds.items()}
-
-
-def keys_of(engine: ToyEngine, request_id: str) -> list[bytes]:
-    request = engine.requests[request_id]
-    keys = engine.half._key_maker.keys_for(request)
-    keys.extend(request, request.num_tokens)
-    return keys.of_group[0]
 
 
 def assert_at_rest(engine: ToyEngine) -> None:
@@ -83,10 +61,9 @@ def test_without_it_there_is_nothing_of_it(tiny_model: Path) -> None:
     assert engine.worker.worker_half._verifier is None
 
 
-@BOTH
 def test_a_hit_is_computed_and_found_equal(tiny_model: Path, async_scheduling: bool) -> None:
     engine = ToyEngine(tiny_model, async_scheduling, cpu_blocks=256, extra_config=ALWAYS)
-    ids = prompt(1)
+    ids = seeded_prompt(1)
     ask(engine, ids)
     assert counts(engine) == {"verified": 0, "inexact": 0, "different": 0, "skipped": 0}
     engine.drop_gpu_cache()
@@ -100,7 +77,6 @@ def test_a_hit_is_computed_and_found_equal(tiny_model: Path, async_scheduling: b
     engine.close()
 
 
-@BOTH
 @pytest.mark.parametrize("windows", [(None, 10), (10,)], ids=["hybrid", "window"])
 def test_blocks_of_windows_are_compared_too(
     tiny_model: Path, async_scheduling: bool, windows: tuple[int | None, ...]
@@ -114,16 +90,14 @@ def test_blocks_of_windows_are_compared_too(
         max_tokens_per_step=16,  # earlier blocks of the window are gone by the next step
         extra_config=ALWAYS,
     )
-    ids = prompt(1)
+    ids = seeded_prompt(1)
     request = ask(engine, ids)
     engine.drop_gpu_cache()
     ask(engine, ids)
     first = counts(engine)
     assert first["verified"] >= 10 * len(windows) - 1
     assert first["different"] == first["inexact"] == 0
-    keys = engine.half._key_maker.keys_for(engine.requests[request])
-    keys.extend(engine.requests[request], len(ids))
-    last = keys.of_group[-1][9]
+    last = keys_of(engine, request)[-1][9]
     engine.arena[engine.half.index._slot_of[last], 1, 2] ^= 1
     engine.drop_gpu_cache()
     ask(engine, ids)
@@ -133,13 +107,12 @@ def test_blocks_of_windows_are_compared_too(
     engine.close()
 
 
-@BOTH
 def test_a_bad_block_is_named_counted_and_evicted(
     tiny_model: Path, async_scheduling: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = ToyEngine(tiny_model, async_scheduling, cpu_blocks=256, extra_config=ALWAYS)
-    ids = prompt(1)
-    keys = keys_of(engine, ask(engine, ids))
+    ids = seeded_prompt(1)
+    (keys,) = keys_of(engine, ask(engine, ids))
     engine.arena[engine.half.index._slot_of[keys[3]], 1, 2] ^= 1
     engine.drop_gpu_cache()
     with caplog.at_level(logging.WARNING, "vllm_tiered_kv"):
@@ -163,7 +136,7 @@ def test_a_bad_block_is_named_counted_and_evicted(
 
 def test_only_chosen_requests_are_computed(tiny_model: Path) -> None:
     engine = ToyEngine(tiny_model, cpu_blocks=256, extra_config={"verify_fraction": 0.5})
-    ids = prompt(1)
+    ids = seeded_prompt(1)
     ask(engine, ids)
     chosen = 0
     for number in range(1, 21):
@@ -177,14 +150,13 @@ def test_only_chosen_requests_are_computed(tiny_model: Path) -> None:
     engine.close()
 
 
-@BOTH
 @pytest.mark.parametrize("ring", [None, 3])
 def test_spare_slots_are_few_and_the_rest_follows_in_later_steps(
     tiny_model: Path, async_scheduling: bool, ring: int | None
 ) -> None:
     """An eighth of 32 slots, or a ring of 3: ten blocks take several rounds."""
     engine = ToyEngine(tiny_model, async_scheduling, cpu_blocks=32, ring=ring, extra_config=ALWAYS)
-    ids = prompt(1)
+    ids = seeded_prompt(1)
     ask(engine, ids)
     engine.drop_gpu_cache()
     ask(engine, ids, 60)
@@ -199,7 +171,7 @@ def test_spare_slots_are_few_and_the_rest_follows_in_later_steps(
 def test_a_request_that_ends_too_soon_leaves_blocks_unverified(tiny_model: Path) -> None:
     engine = ToyEngine(tiny_model, cpu_blocks=32, ring=3, extra_config=ALWAYS)
     engine.copier.max_delay = 8
-    ids = prompt(1)
+    ids = seeded_prompt(1)
     ask(engine, ids)
     engine.drop_gpu_cache()
     ask(engine, ids, 1)
@@ -212,7 +184,7 @@ def test_a_request_that_ends_too_soon_leaves_blocks_unverified(tiny_model: Path)
 
 def test_an_idle_engine_goes_on_until_all_is_compared(tiny_model: Path) -> None:
     engine = ToyEngine(tiny_model, cpu_blocks=256, extra_config=ALWAYS)
-    ids = prompt(1)
+    ids = seeded_prompt(1)
     ask(engine, ids)
     engine.drop_gpu_cache()
     engine.copier.max_delay = 100
@@ -222,13 +194,21 @@ def test_an_idle_engine_goes_on_until_all_is_compared(tiny_model: Path) -> None:
     engine.close()
 
 
-def test_an_aborted_request_leaves_nothing_behind(tiny_model: Path) -> None:
-    engine = ToyEngine(tiny_model, cpu_blocks=256, extra_config=ALWAYS)
-    ids = prompt(1, 121)
-    ask(engine, ids)
+LONG = seeded_prompt(1, 121)
+
+
+def in_its_first_chunk(model: Path) -> tuple[ToyEngine, str]:
+    """A verified request for LONG, after one of four steps."""
+    engine = ToyEngine(model, cpu_blocks=256, extra_config=ALWAYS)
+    ask(engine, LONG)
     engine.drop_gpu_cache()
-    request = engine.add(ids, 6)
-    engine.step()  # the first of four chunks
+    request = engine.add(LONG, 6)
+    engine.step()
+    return engine, request
+
+
+def test_an_aborted_request_leaves_nothing_behind(tiny_model: Path) -> None:
+    engine, request = in_its_first_chunk(tiny_model)
     assert engine.half.verification.has_open
     engine.abort(request)
     engine.run()
@@ -240,15 +220,10 @@ def test_an_aborted_request_leaves_nothing_behind(tiny_model: Path) -> None:
 
 
 def test_a_preempted_request_is_loaded_the_second_time(tiny_model: Path) -> None:
-    engine = ToyEngine(tiny_model, cpu_blocks=256, extra_config=ALWAYS)
-    ids = prompt(1, 121)
-    ask(engine, ids)
-    engine.drop_gpu_cache()
-    request = engine.add(ids, 6)
-    engine.step()  # the first of four chunks
+    engine, request = in_its_first_chunk(tiny_model)
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     engine.run()
-    assert engine.finished[request].tokens == play(ids, 6)[0]
+    assert engine.finished[request].tokens == play(LONG, 6)[0]
     assert counts(engine) == {"verified": 8, "inexact": 0, "different": 0, "skipped": 22}
     assert total(engine, names.HIT_TOKENS) == 120
     assert_at_rest(engine)
@@ -258,8 +233,8 @@ def test_a_preempted_request_is_loaded_the_second_time(tiny_model: Path) -> None
 def test_after_a_reset_nothing_is_believed(tiny_model: Path) -> None:
     engine = ToyEngine(tiny_model, cpu_blocks=256, extra_config=ALWAYS)
     engine.copier.max_delay = 8
-    ids = prompt(1, 121)
-    keys = keys_of(engine, ask(engine, ids))
+    ids = seeded_prompt(1, 121)
+    (keys,) = keys_of(engine, ask(engine, ids))
     for key in keys:
         engine.arena[engine.half.index._slot_of[key]] ^= 1
     engine.drop_gpu_cache()
@@ -276,8 +251,8 @@ def test_after_a_reset_nothing_is_believed(tiny_model: Path) -> None:
 def test_blocks_vllm_was_told_are_invalid_accuse_nobody(tiny_model: Path) -> None:
     engine = ToyEngine(tiny_model, cpu_blocks=256, extra_config=ALWAYS)
     engine.copier.max_delay = 8
-    ids = prompt(1)
-    keys = keys_of(engine, ask(engine, ids))
+    ids = seeded_prompt(1)
+    (keys,) = keys_of(engine, ask(engine, ids))
     for key in keys:
         engine.arena[engine.half.index._slot_of[key]] ^= 1  # as if the GPU's were the wrong ones
     engine.drop_gpu_cache()
@@ -292,7 +267,6 @@ def test_blocks_vllm_was_told_are_invalid_accuse_nobody(tiny_model: Path) -> Non
     engine.close()
 
 
-@BOTH
 @pytest.mark.parametrize("seed", range(12))
 def test_whatever_happens_nothing_leaks_and_nobody_is_accused(
     tiny_model: Path, seed: int, async_scheduling: bool
@@ -317,12 +291,12 @@ def test_whatever_happens_nothing_leaks_and_nobody_is_accused(
     engine.copier.drop_stores = 0.1
     if not async_scheduling:  # with it, such a failure ends the engine
         engine.copier.fail_ahead = 0.1
-    stems = [prompt(100 + n, rng.randrange(8, 60)) for n in range(3)]
+    stems = [seeded_prompt(100 + n, rng.randrange(8, 60)) for n in range(3)]
     asked: dict[str, list[int]] = {}
     aborted: set[str] = set()
     for _ in range(100):
         if rng.random() < 0.5:
-            ids = rng.choice(stems) + prompt(rng.randrange(6), rng.randrange(1, 20))
+            ids = rng.choice(stems) + seeded_prompt(rng.randrange(6), rng.randrange(1, 20))
             asked[engine.add(ids, 12)] = ids
         if asked and rng.random() < 0.1:
             victim = rng.choice(list(asked))
@@ -348,8 +322,7 @@ def test_whatever_happens_nothing_leaks_and_nobody_is_accused(
     engine.close()
 
 
-@BOTH
-@pytest.mark.parametrize("transport", ["tcp", "ipc"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_blocks_of_a_daemon_are_verified_and_bad_ones_deleted_there(
     tiny_model: Path,
     daemon: DaemonProcess,
@@ -357,18 +330,18 @@ def test_blocks_of_a_daemon_are_verified_and_bad_ones_deleted_there(
     async_scheduling: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    at = daemon.ipc if transport == "ipc" else daemon.endpoint
-    ids = prompt(1)
+    at = address(daemon, transport)
+    ids = seeded_prompt(1)
     # A block is changed after it was computed and before it is sent: its checksum is right.
-    extra = {"remote": at, "remote_lookup_timeout": 5, "remote_landing": "64KiB"}
-    first = ToyEngine(tiny_model, async_scheduling, extra_config=extra)
+    first = engine_at(tiny_model, at, async_scheduling=async_scheduling)
     _tamper_before_sending(first, position=3)
-    keys = keys_of(first, ask(first, ids))
+    (keys,) = keys_of(first, ask(first, ids))
     first.close()
 
-    second = ToyEngine(tiny_model, async_scheduling, cpu_blocks=256, extra_config=extra | ALWAYS)
-    if transport == "ipc":
-        _wait_attached(second, at)
+    second = engine_at(
+        tiny_model, at, async_scheduling=async_scheduling, cpu_blocks=256, extra=ALWAYS
+    )
+    wait_attached(second, at)
     with caplog.at_level(logging.WARNING, "vllm_tiered_kv"):
         ask(second, ids)
     assert counts(second, REMOTE) == {"verified": 10, "inexact": 0, "different": 1, "skipped": 0}
@@ -393,18 +366,8 @@ def _tamper_before_sending(engine: ToyEngine, position: int) -> None:
         for slot in slots:
             key, _ = engine.half.index.block_in(slot)
             request = next(iter(engine.requests))
-            if key == keys_of(engine, request)[position]:
+            if key == keys_of(engine, request)[0][position]:
                 engine.arena[slot, 0, 0] ^= 1 << 40
         offer(slots, anchors)
 
     engine.half.ledger.on_commit = tampered
-
-
-def _wait_attached(engine: ToyEngine, at: str) -> None:
-    engine.add([3], 1)
-    engine.run()
-    regions = engine.worker.worker_half._remote._regions
-    end = time.monotonic() + 30
-    while not regions.covers(at):
-        assert time.monotonic() < end, "the daemon's memory was never attached"
-        time.sleep(0.01)

@@ -15,7 +15,7 @@ from vllm.v1.request import Request
 
 from tests.engine.oracle import BLOCK, PROMPTS
 from tests.engine.real_engine import RealEngine, real_engine
-from vllm_tiered_kv.core.verification import BlockVerdict, Verdict
+from vllm_tiered_kv.core.verdict import BlockVerdict, Verdict
 from vllm_tiered_kv.metrics import names
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

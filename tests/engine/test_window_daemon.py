@@ -13,7 +13,7 @@ import pytest
 from tests.daemon.daemon_process import DaemonProcess
 from tests.engine.oracle import COUNT
 from tests.engine.real_engine import real_engine
-from tests.engine.test_window_engines import PROMPTS, found_by_vllm, model_folder, needed_blocks
+from tests.engine.window_oracle import PROMPTS, found_by_vllm, model_folder, needed_blocks
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import names
 

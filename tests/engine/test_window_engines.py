@@ -6,39 +6,23 @@ same tokens and logprobs, bit by bit, since both compute the same rest of the pr
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.engine import window_models
 from tests.engine.oracle import BLOCK, COUNT
-from tests.engine.real_engine import Answer, RealEngine, real_engine
+from tests.engine.real_engine import RealEngine, real_engine
+from tests.engine.window_oracle import (
+    MODELS,
+    PROMPTS,
+    found_by_vllm,
+    model_folder,
+    needed_blocks,
+)
 from vllm_tiered_kv.metrics import names
 
 pytestmark = pytest.mark.engine
-
-MODELS = {
-    "mistral": window_models.MISTRAL,
-    "gemma3": window_models.GEMMA3,
-    "gpt_oss": window_models.GPT_OSS,
-}
-WINDOW_BLOCKS = -(-(window_models.WINDOW - 1) // BLOCK)
-
-
-def make_prompts() -> list[list[int]]:
-    """Several windows long; see `oracle.make_prompts` for why none leaves a single token."""
-    rng = random.Random(5)
-    lengths = [length + (length % BLOCK == 1) for length in (130, 420, 700)]
-    return [[rng.randrange(3, 1000) for _ in range(length)] for length in lengths]
-
-
-PROMPTS = make_prompts()
-
-
-def model_folder(folder: Path, name: str) -> Path:
-    return window_models.write(folder / name, MODELS[name])
 
 
 @pytest.fixture(scope="module", params=list(MODELS))
@@ -55,24 +39,6 @@ def engine(
 def fresh(engine: RealEngine) -> RealEngine:
     assert engine.llm.llm_engine.reset_prefix_cache(reset_connector=True)
     return engine
-
-
-def needed_blocks(engine: RealEngine, tokens: int) -> int:
-    blocks = tokens // BLOCK
-    return sum(
-        blocks if group.window is None else min(blocks, WINDOW_BLOCKS)
-        for group in engine.half._groups
-    )
-
-
-def found_by_vllm(engine: RealEngine) -> list[Answer]:
-    """Each prompt with the GPU's own cache, after it was computed once."""
-    answers = []
-    for ids in PROMPTS:
-        engine.ask([ids], COUNT)
-        answers += engine.ask([ids], COUNT)
-        engine.drop_gpu_cache()
-    return answers
 
 
 def test_each_prompt_is_found_as_by_vllm_itself(fresh: RealEngine) -> None:

@@ -12,43 +12,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.test_scheduling import (
-    BOTH,
+from tests.engine.toy_asking import (
     ask,
     assert_tier_is_right,
+    keys_of,
     prompt,
     total,
     workload,
 )
 from tests.engine.toy_engine import ToyEngine, play
 from tests.engine.toy_groups import WrongRead
+from tests.engine.window_shapes import EVERY_SHAPE, window_blocks
 from vllm_tiered_kv.cache.load_economics import Choice
-from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.metrics import names
 
-SHAPES = {
-    "window": {"windows": (10,)},
-    "hybrid": {"windows": (None, 10)},
-    "window_first": {"windows": (6, None)},
-    "two_windows": {"windows": (None, 6, 13)},
-    "no_full": {"windows": (6, 17)},
-    "one_token": {"windows": (None, 1)},
-    "small_full_blocks": {"windows": (None, 10), "block_sizes": (4, 8)},
-    "small_window_blocks": {"windows": (10, None), "block_sizes": (4, 8)},
-}
-EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
 
-
-def window_blocks(engine: ToyEngine, end: int) -> int:
-    """Blocks a hit that ends there needs, by the definition: those with a token in reach."""
-    needed = 0
-    for group in engine.groups:
-        first = 0 if group.window is None else max(0, end - group.window + 1)
-        needed += len({token // group.block_size for token in range(first, end)})
-    return needed
-
-
-@BOTH
 @EVERY_SHAPE
 def test_a_repeated_prompt_loads_what_its_windows_reach(
     tiny_model: Path, async_scheduling: bool, shape: dict
@@ -67,7 +45,6 @@ def test_a_repeated_prompt_loads_what_its_windows_reach(
     assert assert_tier_is_right(engine)
 
 
-@BOTH
 @EVERY_SHAPE
 def test_any_shared_prefix_is_found_and_the_gpu_has_part_of_it(
     tiny_model: Path, async_scheduling: bool, shape: dict
@@ -93,7 +70,6 @@ def test_any_shared_prefix_is_found_and_the_gpu_has_part_of_it(
     assert assert_tier_is_right(engine)
 
 
-@BOTH
 @EVERY_SHAPE
 def test_the_next_turn_finds_what_was_generated(
     tiny_model: Path, async_scheduling: bool, shape: dict
@@ -113,7 +89,7 @@ def test_a_window_that_is_not_there_ends_the_hit_before_it(tiny_model: Path) -> 
     """The full group has everything; the hit ends where the last whole window does."""
     engine = ToyEngine(tiny_model, windows=(None, 10), cpu_blocks=128)
     ids = prompt(random.Random(1), 75)
-    keys = window_keys(engine, ask(engine, ids, 1))
+    _, keys = keys_of(engine, ask(engine, ids, 1))
     for position in (17, 14, 9, 6):
         engine.half.index.remove(keys[position])
     engine.drop_gpu_cache()
@@ -130,7 +106,7 @@ def test_a_load_that_is_cut_short_ends_in_another_window(
     """Computing the rest would be faster: where the load then ends, a window must be whole."""
     engine = ToyEngine(tiny_model, windows=(None, 10), cpu_blocks=128)
     ids = prompt(random.Random(1), 75)
-    keys = window_keys(engine, ask(engine, ids, 1))
+    _, keys = keys_of(engine, ask(engine, ids, 1))
     engine.half.index.remove(keys[9])
     engine.drop_gpu_cache()
     choose = engine.half.judge.choose
@@ -145,15 +121,6 @@ def test_a_load_that_is_cut_short_ends_in_another_window(
     engine.assert_at_rest()
 
 
-def window_keys(engine: ToyEngine, request_id: str) -> list[BlockKey]:
-    """Keys of a request's second group."""
-    request = engine.requests[request_id]
-    keys = engine.half._key_maker.keys_for(request)
-    keys.extend(request, request.num_tokens)
-    return keys.of_group[1]
-
-
-@BOTH
 def test_a_failed_load_starts_over_from_what_the_gpu_has(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
@@ -173,7 +140,6 @@ def test_a_failed_load_starts_over_from_what_the_gpu_has(
     assert assert_tier_is_right(engine)
 
 
-@BOTH
 @pytest.mark.parametrize("policy", ["eager", "lazy"])
 def test_what_the_ring_cannot_take_is_stored_as_long_as_the_pool_keeps_it(
     tiny_model: Path, async_scheduling: bool, policy: str
@@ -204,7 +170,6 @@ def test_what_the_ring_cannot_take_is_stored_as_long_as_the_pool_keeps_it(
     assert assert_tier_is_right(engine)
 
 
-@BOTH
 @EVERY_SHAPE
 @pytest.mark.parametrize(
     "options",
@@ -234,7 +199,6 @@ def test_random_clients(
     assert sum(r.num_preemptions for r in engine.requests.values()) > 0
 
 
-@BOTH
 @EVERY_SHAPE
 def test_random_clients_without_the_gpu_prefix_cache(
     tiny_model: Path, async_scheduling: bool, shape: dict

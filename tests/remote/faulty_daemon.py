@@ -147,3 +147,11 @@ class FaultyDaemon:
             return FlushReply()
         assert isinstance(request, Stats), request
         return StatsReply({})
+
+
+def forgetful(daemon: FaultyDaemon, request_id: int, request: Request) -> list[Frames] | None:
+    """A fault: says it has everything, and then has nothing."""
+    if isinstance(request, Match):
+        count = len(request.keys)
+        return [framed(request_id, MatchReply(count, [count, 0, 0]))]
+    return [framed(request_id, GetReply([], [], []))] if isinstance(request, Get) else None

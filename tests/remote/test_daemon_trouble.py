@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 import zmq
 
 from tests.daemon.daemon_process import DaemonProcess
+from tests.patience import eventually
 from tests.remote.engine import (
     IDENTITY,
     NBYTES,
@@ -52,13 +53,6 @@ def store(daemon: DaemonProcess) -> Iterator[RemoteStore]:
     opened = RemoteStore(daemon.endpoint, IDENTITY, timeout_s=20.0, connect_timeout_s=10.0)
     yield opened
     opened.close()
-
-
-def eventually(check: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not check():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.02)
 
 
 def test_one_question_for_all_ranks(store: RemoteStore) -> None:

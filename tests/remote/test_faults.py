@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.patience import eventually
 from tests.remote.engine import (
     IDENTITY,
     NBYTES,
@@ -74,13 +75,6 @@ def assert_served(store: RemoteStore) -> None:
     assert [bytes(buffer) for buffer in into] == [content(key) for key in KEYS]
 
 
-def patiently(check: Callable[[], bool], seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not check():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.01)
-
-
 def test_an_honest_daemon_is_understood(store: RemoteStore) -> None:
     assert_served(store)
     assert store.match(KEYS) == 8
@@ -97,7 +91,7 @@ def test_silence_is_a_miss(daemon: FaultyDaemon, store: RemoteStore, kind: type)
         store.get(KEYS[:2], into, deadline=within(0.1))
     assert (store.breaker.state is BreakerState.CLOSED) == (kind is Match)
     daemon.fault = None
-    patiently(lambda: store.match(KEYS) == 8)
+    eventually(lambda: store.match(KEYS) == 8)
     assert_served(store)
 
 
@@ -279,7 +273,7 @@ def test_an_overloaded_daemon_gets_a_rest(daemon: FaultyDaemon, store: RemoteSto
         assert store.match(KEYS) == 0
     assert not store.available
     daemon.fault = None
-    patiently(lambda: store.match(KEYS) == 8)
+    eventually(lambda: store.match(KEYS) == 8)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

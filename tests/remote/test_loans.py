@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.daemon.daemon_process import DaemonProcess
-from tests.daemon.raw_client import RawClient
-from tests.remote.engine import IDENTITY, NBYTES, block_keys, content, identity, items, within
-from tests.remote.test_shared_memory import eventually, leases_of
+from tests.patience import eventually
+from tests.remote.daemon_facts import leases_of, requests_of
+from tests.remote.engine import IDENTITY, NBYTES, block_keys, content, items, within
 from vllm_tiered_kv.core.key import BlockKey, RankTag
 from vllm_tiered_kv.core.store import PutResult, StoreKey, store_key
 from vllm_tiered_kv.device.shared_arena import PAGE
@@ -88,17 +88,11 @@ def test_another_process_of_the_engine_reads_what_one_has_borrowed(
 
 def test_it_is_one_request(daemon: DaemonProcess, store: RemoteStore, desk: LoanDesk) -> None:
     ask(desk).loan.release()  # type: ignore[union-attr]
-    before = requests(daemon)
+    before = requests_of(daemon)
     ask(desk)
-    after = requests(daemon)
+    after = requests_of(daemon)
     assert after["borrow"] - before["borrow"] == 1
     assert (after.get("match"), after.get("lend")) == (before.get("match"), before.get("lend"))
-
-
-def requests(daemon: DaemonProcess) -> dict[str, int]:
-    with RawClient(daemon.endpoint) as client:
-        client.ask(identity(1, name="a looker-on").hello())
-        return dict(client.stats()["requests"])
 
 
 def test_more_than_may_be_lent_is_still_found(daemon: DaemonProcess, store: RemoteStore) -> None:
@@ -135,7 +129,7 @@ def test_a_loan_that_came_too_late_goes_back_by_itself(daemon: DaemonProcess) ->
     daemon.freeze()
     assert desk.match(CHAIN, RANKS, NBYTES, within(0.2)) is None
     daemon.thaw()
-    eventually(lambda: requests(daemon)["borrow"] == 2)
+    eventually(lambda: requests_of(daemon)["borrow"] == 2)
     eventually(lambda: leases_of(daemon) == 0)
     assert desk.open_loans == 0
     desk.close()
@@ -217,7 +211,7 @@ def test_a_daemon_that_does_not_know_it_is_asked_as_before(folder: Path) -> None
         for _ in range(3):
             match = ask(desk)
             assert (match.count, match.loan) == (6, None)
-        seen = requests(daemon)
+        seen = requests_of(daemon)
         assert seen["match"] == 3
         assert "borrow" not in seen
         desk.close()

@@ -6,7 +6,6 @@ import array
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,13 +13,13 @@ import msgpack
 import pytest
 
 from tests.daemon.daemon_process import DaemonProcess
-from tests.daemon.raw_client import RawClient
+from tests.patience import eventually
+from tests.remote.daemon_facts import leases_of
 from tests.remote.engine import (
     IDENTITY,
     NBYTES,
     buffers,
     content,
-    identity,
     items,
     keys,
     within,
@@ -32,7 +31,6 @@ from vllm_tiered_kv.remote import attachment
 from vllm_tiered_kv.remote.health import BreakerState
 from vllm_tiered_kv.remote.shared_memory import LentBlock, Reservation, SharedMemory
 from vllm_tiered_kv.remote.store import RemoteStore
-from vllm_tiered_kv.wire.messages import Stats
 
 MEMORY = 16 << 20
 CHAIN = keys("chain", 6)
@@ -75,27 +73,11 @@ def fill(memory: SharedMemory, block: Reservation) -> None:
     memory.arena.view(block.offset, block.nbytes)[:] = content(block.key)
 
 
-def leases_of(daemon: DaemonProcess) -> int:
-    """How many the daemon says there are."""
-    with RawClient(daemon.endpoint) as client:
-        client.ask(identity(1, name="a looker-on").hello())
-        leases = client.ask(Stats()).facts["leases"]
-        assert isinstance(leases, int)
-        return leases
-
-
 def push_out(store: RemoteStore, rounds: int = 3) -> None:
     """Puts so much that everything evictable leaves."""
     for n in range(rounds):
         for part in range(8):
             store.put(items(keys(f"filler {n} {part}", MEMORY // NBYTES // 8)))
-
-
-def eventually(check: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not check():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.02)
 
 
 def test_blocks_are_read_where_they_lie(store: RemoteStore, memory: SharedMemory) -> None:

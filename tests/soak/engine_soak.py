@@ -23,7 +23,8 @@ from vllm.sampling_params import RequestOutputKind
 from tests.daemon.daemon_process import DaemonProcess
 from tests.engine.oracle import BLOCK_BYTES, PROMPTS
 from tests.engine.real_engine import RealEngine, real_engine
-from tests.remote.test_shared_memory import eventually, leases_of
+from tests.patience import eventually
+from tests.remote.daemon_facts import leases_of
 from tests.soak.footprint import Footprint, held_items, of_this_package, settled
 from tests.soak.torment import Torment
 from tests.soak.toy_soak import SoakError

@@ -26,7 +26,8 @@ from vllm.v1.request import RequestStatus
 from tests.daemon.daemon_process import DaemonProcess
 from tests.engine.toy_engine import ToyEngine, play
 from tests.engine.toy_ranks import RankedToyEngine
-from tests.remote.test_shared_memory import eventually, leases_of
+from tests.patience import eventually
+from tests.remote.daemon_facts import leases_of
 from tests.soak.footprint import Footprint, settled
 from tests.soak.torment import Torment
 from tests.soak.toy_checks import check_tiers, describe, held_by, ranks_of

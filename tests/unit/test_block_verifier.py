@@ -14,7 +14,7 @@ from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.block_compare import LayerNumbers, NumberFormat
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.transfer import GroupTransfer, int64_array
-from vllm_tiered_kv.core.verification import BlockVerdict, Verdict, VerifyJob
+from vllm_tiered_kv.core.verdict import BlockVerdict, Verdict, VerifyJob
 from vllm_tiered_kv.device.arena import Arena
 from vllm_tiered_kv.device.copier import StoreDone
 

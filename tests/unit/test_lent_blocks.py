@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from tests.daemon.daemon_process import DaemonProcess
+from tests.patience import eventually
+from tests.remote.daemon_facts import requests_of
 from tests.remote.engine import block_keys, content, items
-from tests.remote.test_loans import requests
-from tests.remote.test_shared_memory import eventually
 from vllm_tiered_kv.connector import shared_region
 from vllm_tiered_kv.connector.ahead_loads import AheadLoads
 from vllm_tiered_kv.connector.remote_loader import RemoteLoader
@@ -125,10 +125,10 @@ def make(daemon: DaemonProcess) -> Worker:
 
 def test_each_rank_reads_its_own_blocks_and_asks_nobody(worker: Worker) -> None:
     transfer = lent(worker.borrow())
-    before = requests(worker.daemon)
+    before = requests_of(worker.daemon)
     assert worker.load(transfer) is None
     assert worker.is_right()
-    after = requests(worker.daemon)
+    after = requests_of(worker.daemon)
     assert {op for op in after if after[op] != before.get(op)} <= {"hello", "stats"}
 
 
@@ -168,7 +168,7 @@ def test_places_that_are_not_ours_are_not_read(
     loan.offsets[:] = 0
     assert worker.load(transfer) is None
     assert worker.is_right()
-    assert requests(worker.daemon)["lend"] > 0
+    assert requests_of(worker.daemon)["lend"] > 0
 
 
 def test_blocks_that_changed_are_not_used(worker: Worker) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tools.mutants import __main__ as mutants
 from tools.mutants.mutation import PACKAGE, Mutation, Needs
 from tools.mutants.table import MUTATIONS
 
@@ -31,6 +34,30 @@ def test_its_tests_exist(mutation: Mutation) -> None:
             assert f"def {name}(" in source
         is_engine = file.startswith("tests/engine/")
         assert is_engine == (mutation.needs is Needs.VLLM), "only these have vLLM"
+
+
+class OneTree:
+    """As `Trees`, without a copy of the sources."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[Path]:
+        yield self._folder
+
+
+def test_unbroken_tests_that_run_out_of_time_are_no_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same time would make a mutant pass for noticed."""
+    (tmp_path / "test_slow.py").write_text("import time\ndef test_it(): time.sleep(60)\n")
+    monkeypatch.setattr(mutants, "LIMIT_S", 0.5)
+    mutation = Mutation("name", "path", "old", "new", "harm", ("test_slow.py",))
+    assert not mutants.unbroken_tests_pass([mutation], OneTree(tmp_path))  # type: ignore[arg-type]
+    said = capsys.readouterr().out
+    assert "take more than 0.5 s on unbroken code: test_slow.py" in said
+    assert "do not pass" not in said
 
 
 def test_names_are_unique_and_every_important_room_is_broken() -> None:

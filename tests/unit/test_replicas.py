@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.daemon.daemon_process import DaemonProcess
+from tests.patience import eventually
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import TransferLedger
 from vllm_tiered_kv.cache.planner import Group
@@ -118,14 +119,6 @@ class Worker:
         self.device[:] = 0
         self.io.loader.load("r", transfers)
         return eventually(self.io.loader.poll)[0].error
-
-
-def eventually(ask, limit_s: float = 30.0):
-    end = time.monotonic() + limit_s
-    while not (said := ask()):
-        assert time.monotonic() < end
-        time.sleep(0.002)
-    return said
 
 
 class Engine:

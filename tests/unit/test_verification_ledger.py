@@ -6,12 +6,12 @@ import pytest
 
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import TransferLedger
-from vllm_tiered_kv.cache.verification import VerificationLedger
+from vllm_tiered_kv.cache.verification_ledger import VerificationLedger
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.core.transfer import GroupTransfer, int64_array
-from vllm_tiered_kv.core.verification import BlockVerdict, Verdict, VerifyJob
+from vllm_tiered_kv.core.verdict import BlockVerdict, Verdict, VerifyJob
 from vllm_tiered_kv.errors import InvariantError
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.recorder import Recorder

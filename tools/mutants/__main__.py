@@ -124,6 +124,10 @@ def unbroken_tests_pass(mutations: Sequence[Mutation], trees: Trees) -> bool:
             continue
         with trees.one() as tree:
             status, output = run_tests(tree, tests)
+        if status is None:  # and so might those of a mutant, which would count as noticed
+            print(f"the tests take more than {LIMIT_S:g} s on unbroken code: {' '.join(tests)}")
+            print("nothing can be learnt from mutants here: is the machine busy, or the limit low?")
+            return False
         if status != PYTEST_PASSED:
             print(output)
             print("the tests do not pass on unbroken code: nothing can be learnt from mutants")

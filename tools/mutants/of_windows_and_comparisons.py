@@ -63,7 +63,7 @@ WINDOWS_AND_COMPARISONS = (
     ),
     Mutation(
         "comparison-by-the-first-rank",
-        "cache/verification.py",
+        "cache/verification_ledger.py",
         "        if len(comparison.reports) < self._num_ranks:\n",
         "        if not comparison.reports:\n",
         "a bad shard of another rank is not noticed",
@@ -71,7 +71,7 @@ WINDOWS_AND_COMPARISONS = (
     ),
     Mutation(
         "comparison-after-a-reset",
-        "cache/verification.py",
+        "cache/verification_ledger.py",
         "            comparison.is_void = True\n",
         "            pass\n",
         "good blocks are accused because the weights have changed",

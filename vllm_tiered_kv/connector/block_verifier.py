@@ -20,7 +20,7 @@ from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.block_compare import LayerNumbers, Likeness, compare
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.transfer import Int64Array, StoreJob
-from vllm_tiered_kv.core.verification import BlockVerdict, Verdict, VerifyJob
+from vllm_tiered_kv.core.verdict import BlockVerdict, Verdict, VerifyJob
 from vllm_tiered_kv.device.arena import Arena
 from vllm_tiered_kv.device.copier import StoreDone
 

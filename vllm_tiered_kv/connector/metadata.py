@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from vllm_tiered_kv.cache.ledger import StoreReport
 from vllm_tiered_kv.core.transfer import LoadJob, PutJob, StoreJob
-from vllm_tiered_kv.core.verification import BlockVerdict, VerifyJob
+from vllm_tiered_kv.core.verdict import BlockVerdict, VerifyJob
 from vllm_tiered_kv.remote.address import EngineIdentity
 
 

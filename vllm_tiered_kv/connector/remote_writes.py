@@ -34,10 +34,6 @@ class RemoteWrites:
         self._queue_bytes = queue_bytes
         self._next: list[PutJob] = []
 
-    @property
-    def has_next(self) -> bool:
-        return bool(self._next)
-
     def take(self) -> list[PutJob]:
         """Jobs for the workers, planned since the last call."""
         jobs, self._next = self._next, []

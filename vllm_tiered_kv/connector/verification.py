@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import TransferLedger
 from vllm_tiered_kv.cache.planner import Group
-from vllm_tiered_kv.cache.verification import Findings, VerificationLedger
+from vllm_tiered_kv.cache.verification_ledger import Findings, VerificationLedger
 from vllm_tiered_kv.connector.request_state import Candidate, RequestState
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Lookup, Tier
 from vllm_tiered_kv.core.transfer import GroupTransfer, int64_array
-from vllm_tiered_kv.core.verification import BlockVerdict, Verdict, VerifyJob
+from vllm_tiered_kv.core.verdict import BlockVerdict, Verdict, VerifyJob
 from vllm_tiered_kv.metrics.recorder import Recorder
 
 if TYPE_CHECKING:

@@ -159,7 +159,7 @@ def _keygen(arguments: Sequence[str]) -> int:
 
 
 def _verify(arguments: Sequence[str]) -> int:
-    from vllm_tiered_kv.server.verification import verify_folder
+    from vllm_tiered_kv.server.verify_command import verify_folder
 
     parser = argparse.ArgumentParser(
         prog="tiered-kv-server verify",

@@ -13,7 +13,7 @@ from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import TransferLedger
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Lookup, Tier
-from vllm_tiered_kv.core.verification import BlockVerdict, Verdict
+from vllm_tiered_kv.core.verdict import BlockVerdict, Verdict
 from vllm_tiered_kv.errors import InvariantError
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.recorder import Recorder

@@ -1,0 +1,92 @@
+"""Asking toy engines: prompts, answers that must be right, counters, what the tier holds."""
+
+from __future__ import annotations
+
+import random
+
+from vllm.v1.request import RequestStatus
+
+from tests.engine.toy_engine import ToyEngine, play
+from vllm_tiered_kv.core.key import BlockKey
+from vllm_tiered_kv.metrics import names
+
+
+def prompt(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(3, 50) for _ in range(length)]
+
+
+def seeded_prompt(seed: int, length: int = 41) -> list[int]:
+    """The same one for a seed, wherever it is asked for."""
+    return prompt(random.Random(seed), length)
+
+
+def ask(engine: ToyEngine, ids: list[int], count: int = 6, salt: str = "") -> str:
+    request = engine.add(ids, count, salt)
+    engine.run()
+    assert engine.finished[request].tokens == play(ids, count, salt)[0]
+    return request
+
+
+def total(engine: ToyEngine, metric: names.Metric, *labels: str) -> float:
+    return engine.half.recorder.total(metric, *labels)
+
+
+def keys_of(engine: ToyEngine, request_id: str) -> list[list[BlockKey]]:
+    """Per group, of all blocks that the request has filled so far."""
+    request = engine.requests[request_id]
+    keys = engine.half._key_maker.keys_for(request)
+    keys.extend(request, request.num_tokens)
+    return keys.of_group
+
+
+def assert_tier_is_right(engine: ToyEngine) -> int:
+    """Every readable block holds exactly the KV of the prefix its key was made from."""
+    readable = 0
+    for request_id, right in engine._truth.items():
+        for group, group_keys in zip(engine.groups, keys_of(engine, request_id), strict=True):
+            for position, key in enumerate(group_keys):
+                slot = engine.half.index._slot_of.get(key)
+                if slot is not None and engine.half.index.match_prefix([key]):
+                    first = position * group.block_size
+                    span = right[first : first + group.block_size]
+                    for layer in range(3):
+                        stored = group.rows(engine.arena[slot][layer])
+                        assert (stored == group.kv(span, layer)).all()
+                    readable += 1
+    return readable
+
+
+def workload(engine: ToyEngine, seed: int, requests: int) -> None:
+    """Many clients at once: shared prefixes, aborts at random points, drops of the GPU cache."""
+    rng = random.Random(seed)
+    stems = [prompt(rng, rng.randrange(8, 40)) for _ in range(4)]
+    asked: dict[str, tuple[list[int], int]] = {}
+    alive: list[str] = []
+    for _ in range(requests):
+        stem = rng.choice(stems)
+        ids = stem[: rng.randrange(4, len(stem) + 1)] + prompt(rng, rng.randrange(1, 20))
+        count = rng.randrange(1, 20)
+        request = engine.add(ids, count)
+        asked[request] = (ids, count)
+        alive.append(request)
+        for _ in range(rng.randrange(6)):
+            engine.step()
+        if rng.random() < 0.2:
+            victim = rng.choice(alive)
+            if not engine.requests[victim].is_finished():
+                engine.abort(victim)
+        if rng.random() < 0.1:
+            engine.scheduler.reset_prefix_cache()
+        if rng.random() < 0.02:
+            engine.scheduler.reset_connector_cache()
+    engine.run()
+    for request, (ids, count) in asked.items():
+        finished = engine.finished[request]
+        expected = play(ids, count)[0]
+        if finished.status is RequestStatus.FINISHED_ABORTED:
+            assert finished.tokens == expected[: len(finished.tokens)]
+        else:
+            assert finished.tokens == expected
+    assert all(
+        engine.reported_loads.count(r) <= engine.requests[r].num_preemptions + 1 for r in asked
+    )

@@ -1,0 +1,28 @@
+"""Groups with sliding windows that a toy engine may have, and what a hit needs of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.toy_engine import ToyEngine
+
+SHAPES = {
+    "window": {"windows": (10,)},
+    "hybrid": {"windows": (None, 10)},
+    "window_first": {"windows": (6, None)},
+    "two_windows": {"windows": (None, 6, 13)},
+    "no_full": {"windows": (6, 17)},
+    "one_token": {"windows": (None, 1)},
+    "small_full_blocks": {"windows": (None, 10), "block_sizes": (4, 8)},
+    "small_window_blocks": {"windows": (10, None), "block_sizes": (4, 8)},
+}
+EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
+
+
+def window_blocks(engine: ToyEngine, end: int) -> int:
+    """Blocks a hit that ends there needs, by the definition: those with a token in reach."""
+    needed = 0
+    for group in engine.groups:
+        first = 0 if group.window is None else max(0, end - group.window + 1)
+        needed += len({token // group.block_size for token in range(first, end)})
+    return needed
