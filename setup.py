@@ -179,6 +179,7 @@ setup(
             "block_layout.cpp",
             "thread_pool.cpp",
             "block_copy_cpu.cpp",
+            "file_blocks.cpp",
             "sha256.cpp",
             "block_keys.cpp",
             "token_reader.cpp",

@@ -9,6 +9,7 @@
 #include "block_copy_cpu.h"
 #include "block_keys.h"
 #include "cpu_features.h"
+#include "file_blocks.h"
 #include "sha256.h"
 #include "thread_pool.h"
 #include "token_reader.h"
@@ -116,6 +117,63 @@ std::vector<uint64_t> copy_and_hash(const py::sequence& into, const py::sequence
   return sums;
 }
 
+// What came of each: bytes moved or a negative errno, and the checksum.
+py::tuple outcomes(const std::vector<FileBlock>& blocks) {
+  py::list moved(blocks.size());
+  py::list checksums(blocks.size());
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    moved[i] = blocks[i].moved;
+    checksums[i] = blocks[i].checksum;
+  }
+  return py::make_tuple(moved, checksums);
+}
+
+std::vector<FileBlock> file_blocks(const py::object& offsets, const std::deque<Bytes>& buffers,
+                                   const std::string& name) {
+  const std::vector<int64_t> starts = to_vector<int64_t>(offsets, "offsets");
+  if (starts.size() != buffers.size())
+    throw ArgumentError(name, std::to_string(buffers.size()) + " buffers for " +
+                                  std::to_string(starts.size()) + " offsets");
+  std::vector<FileBlock> blocks;
+  blocks.reserve(starts.size());
+  for (size_t i = 0; i < starts.size(); ++i) {
+    if (starts[i] < 0)
+      throw ArgumentError("offsets[" + std::to_string(i) + "]",
+                          std::to_string(starts[i]) + " is negative");
+    blocks.push_back({buffers[i].data(), buffers[i].size(), starts[i]});
+  }
+  return blocks;
+}
+
+py::tuple read_file_blocks(int fd, const py::object& offsets, const py::sequence& into,
+                           int64_t threads) {
+  const std::deque<Bytes> buffers = open_buffers(into, "into", PyBUF_WRITABLE);
+  std::vector<FileBlock> blocks = file_blocks(offsets, buffers, "into");
+  const int count = thread_count(threads);
+  {
+    const py::gil_scoped_release no_gil;
+    read_blocks(fd, blocks, count);
+  }
+  return outcomes(blocks);
+}
+
+py::tuple write_file_blocks(int fd, const py::object& offsets, const py::sequence& sources,
+                            const py::sequence& expected, int64_t threads) {
+  const std::deque<Bytes> buffers = open_buffers(sources, "sources", PyBUF_SIMPLE);
+  std::vector<FileBlock> blocks = file_blocks(offsets, buffers, "sources");
+  if (expected.size() != blocks.size())
+    throw ArgumentError("expected", std::to_string(expected.size()) + " checksums for " +
+                                        std::to_string(blocks.size()) + " blocks");
+  for (size_t i = 0; i < blocks.size(); ++i)
+    if (!expected[i].is_none()) blocks[i].expected = expected[i].cast<uint64_t>();
+  const int count = thread_count(threads);
+  {
+    const py::gil_scoped_release no_gil;
+    write_blocks(fd, blocks, count);
+  }
+  return outcomes(blocks);
+}
+
 py::bytes sha256_buffer(const py::buffer& data) {
   const Bytes bytes(data);
   uint8_t digest[kSha256Bytes];
@@ -204,6 +262,10 @@ PYBIND11_MODULE(_cpu, module) {
              py::arg("offsets"), py::arg("nbytes"), py::arg("threads"));
   module.def("xxh3_64", &hash_buffer, py::arg("data"));
   module.def("copy_and_hash", &copy_and_hash, py::arg("into"), py::arg("sources"));
+  module.def("read_file_blocks", &read_file_blocks, py::arg("fd"), py::arg("offsets"),
+             py::arg("into"), py::arg("threads"));
+  module.def("write_file_blocks", &write_file_blocks, py::arg("fd"), py::arg("offsets"),
+             py::arg("sources"), py::arg("expected"), py::arg("threads"));
   module.def("sha256", &sha256_buffer, py::arg("data"));
   module.def("extend_keys", &extend_keys, py::arg("parent"), py::arg("tokens"), py::arg("start"),
              py::arg("stop"), py::arg("block_size"), py::arg("extras"), py::arg("suffix"));

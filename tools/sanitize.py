@@ -29,6 +29,7 @@ from tools.source_copy import PACKAGE, ROOT, copy_sources
 # What calls into the module: directly, through copiers, arenas and stores; and through a daemon.
 THREADED_TESTS = (
     "tests/unit/test_native_copy.py",
+    "tests/unit/test_native_files.py",
     "tests/unit/test_native_hashing.py",
     "tests/unit/test_native_threads.py",
     "tests/unit/test_device.py",

@@ -129,10 +129,26 @@ SERVER = (
     Mutation(
         "damaged-block-promoted",
         "server/tiered_store.py",
-        "        if good:\n            return self.memory.commit(slot, facts.checksum)\n",
-        "        if slot:\n            return self.memory.commit(slot, facts.checksum)\n",
+        "if not good:\n",
+        "if not slot:\n",
         "a block that the SSD lost is served as whatever the slot held",
         ("tests/daemon/test_way_down.py",),
+    ),
+    Mutation(
+        "slots-of-a-failed-read-stay-reserved",
+        "server/tiered_store.py",
+        "            for slot in open_slots.values():\n                self.memory.abort(slot)\n",
+        "            pass\n",
+        "a tier that fails takes the memory with it",
+        ("tests/daemon/test_way_up.py",),
+    ),
+    Mutation(
+        "damaged-block-not-sought-below",
+        "server/tiered_store.py",
+        "            missing += self._read_into(slots, store, facts, tier)\n",
+        "            self._read_into(slots, store, facts, tier)\n",
+        "a block that a slower tier has whole is recomputed",
+        ("tests/daemon/test_way_up.py",),
     ),
     Mutation(
         "pins-without-limit",

@@ -87,7 +87,7 @@ STORES = (
     Mutation(
         "ssd-checksum-of-a-read-not-compared",
         "stores/ssd/store.py",
-        "read.good = cpu.xxh3_64(read.into) == read.wanted.payload_checksum",
+        "read.good = moved.checksum == read.wanted.payload_checksum",
         "read.good = True",
         "bits that the disk flipped are served",
         _DAMAGE,
@@ -95,8 +95,8 @@ STORES = (
     Mutation(
         "ssd-checksum-of-a-put-not-compared",
         "stores/ssd/store.py",
-        "if write.item.checksum is not None and write.item.checksum != write.checksum:",
-        "if write.item.checksum is not None and write.checksum < 0:",
+        "if moved.refused:",
+        "if moved.checksum < 0:",
         "bytes that changed on the way are kept under a good checksum",
         _WRONG_CHECKSUM,
     ),

@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 Ready = Callable[[int, "Held | None"], None]
 """Called once for each position of a fetch: the block, held for the receiver, or None."""
 
+_READ_AT_ONCE = 8  # blocks: what keeps a disk busy, and the first to come do not wait for many
+
 _MEMORY, _SSD, _BACKING = Tier.MEMORY.value, Tier.SSD.value, Tier.BACKING.value
 
 
@@ -181,6 +183,7 @@ class TieredStore:
     def fetch_slower(self, wanted: Sequence[tuple[int, StoreKey]], ready: Ready) -> None:
         """As `fetch`, for (position, key) of blocks that are not in memory."""
         may_be_here = self._may_be_slower([key for _, key in wanted])
+        to_read: list[StoreKey] = []
         for (n, key), may_be in zip(wanted, may_be_here, strict=True):
             if not may_be:
                 self._miss(n, ready)
@@ -188,9 +191,11 @@ class TieredStore:
             with self._lock:
                 waiters = self._reading.setdefault(key, [])
                 waiters.append((n, ready))
-                first = len(waiters) == 1
-            if first:
-                self._in_pool(partial(self._read, key), partial(self._answer, key))
+                if len(waiters) == 1:
+                    to_read.append(key)
+        for start in range(0, len(to_read), _READ_AT_ONCE):
+            keys = to_read[start : start + _READ_AT_ONCE]
+            self._in_pool(partial(self._read, keys), partial(self._answer, keys))
 
     def _may_be_slower(self, keys: Sequence[StoreKey]) -> list[bool]:
         """What is worth a look in the pool: the SSD's index is in memory, a backing store's not."""
@@ -202,51 +207,69 @@ class TieredStore:
         self._recorder.add(names.MISSES, 1)
         ready(position, None)
 
-    def _read(self, key: StoreKey) -> None:
-        """Reads one block into memory, in the pool, and answers everybody who waits for it."""
+    def _read(self, keys: Sequence[StoreKey]) -> None:
+        """Reads blocks into memory, in the pool, and answers everybody who waits for them."""
         try:
-            self._promote(key)
+            self._promote(keys)
         except Exception:  # a bug here must not leave the waiters without an answer
-            logger.exception("a block could not be read; it counts as a miss")
-        self._answer(key)
+            logger.exception("blocks could not be read; they count as misses")
+        self._answer(keys)
 
-    def _answer(self, key: StoreKey) -> None:
+    def _answer(self, keys: Sequence[StoreKey]) -> None:
         with self._lock:
-            waiters = self._reading.pop(key, [])
-        for (position, ready), block in zip(
-            waiters, self.memory.hold([key] * len(waiters)), strict=True
-        ):
+            waiting = [(key, *waiter) for key in keys for waiter in self._reading.pop(key, [])]
+        held = self.memory.hold([key for key, _, _ in waiting])
+        for (_, position, ready), block in zip(waiting, held, strict=True):
             if block is None:
                 self._miss(position, ready)
             else:
                 ready(position, block)
 
-    def _promote(self, key: StoreKey) -> None:
+    def _promote(self, keys: Sequence[StoreKey]) -> None:
+        """Brings blocks into memory from the fastest tier that has them whole."""
         for tier, store in self._slower:
-            (facts,) = store.describe([key])
-            if facts is None:
-                continue
-            slot = self.memory.reserve(key, facts.parent, facts.nbytes)
-            if slot is PutResult.PRESENT and self.memory.lookup(key) is Lookup.HIT:
-                return  # it came by another way meanwhile
-            if isinstance(slot, PutResult):
-                self._recorder.add(names.NOT_PROMOTED, 1, tier)
-                return
-            if self._read_into(slot, store, facts):
-                self._recorder.add(names.HITS, 1, tier)
-                self._recorder.add(names.PROMOTED, 1, tier)
+            slots: list[Held] = []
+            facts: list[BlockFacts] = []
+            missing: list[StoreKey] = []
+            for key, known in zip(keys, store.describe(keys), strict=True):
+                if known is None:
+                    missing.append(key)
+                    continue
+                slot = self.memory.reserve(key, known.parent, known.nbytes)
+                if isinstance(slot, Held):
+                    slots.append(slot)
+                    facts.append(known)
+                elif slot is not PutResult.PRESENT or self.memory.lookup(key) is not Lookup.HIT:
+                    self._recorder.add(names.NOT_PROMOTED, 1, tier)
+                # else it came by another way meanwhile
+            missing += self._read_into(slots, store, facts, tier)
+            keys = missing
+            if not keys:
                 return
 
-    def _read_into(self, slot: Held, store: LowerStore, facts: BlockFacts) -> bool:
+    def _read_into(
+        self, slots: Sequence[Held], store: LowerStore, facts: Sequence[BlockFacts], tier: str
+    ) -> list[StoreKey]:
+        """Fills the slots; the keys of those that could not be read."""
+        open_slots = dict(enumerate(slots))
+        missing: list[StoreKey] = []
+        promoted = 0
         try:
-            (good,) = store.get([slot.key], [slot.view])
-        except BaseException:
-            self.memory.abort(slot)
-            raise
-        if good:
-            return self.memory.commit(slot, facts.checksum)
-        self.memory.abort(slot)
-        return False
+            if slots:
+                found = store.get([slot.key for slot in slots], [slot.view for slot in slots])
+                for n, (good, known) in enumerate(zip(found, facts, strict=True)):
+                    slot = open_slots.pop(n)
+                    if not good:
+                        self.memory.abort(slot)
+                        missing.append(slot.key)
+                    elif self.memory.commit(slot, known.checksum):
+                        promoted += 1
+        finally:
+            for slot in open_slots.values():
+                self.memory.abort(slot)
+        self._recorder.add(names.HITS, promoted, tier)
+        self._recorder.add(names.PROMOTED, promoted, tier)
+        return missing
 
     # ---- in -------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """The data file: whole blocks in slots, read and written past the page cache where possible.
 
 Direct I/O wants memory and lengths that are multiples of 4096. Buffers that are go straight to
-the kernel, others through a few aligned bounce buffers.
+the kernel, others through a few aligned bounce buffers. The blocks of a batch move at the same
+time, and are hashed by the thread that moves them.
 """
 
 from __future__ import annotations
@@ -11,18 +12,38 @@ import logging
 import mmap
 import os
 import queue
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from vllm_tiered_kv.core.arena_geometry import aligned
-from vllm_tiered_kv.stores.ssd.disk import Disk, read_all, write_all
+from vllm_tiered_kv.native import file_blocks
+from vllm_tiered_kv.native.cpu import xxh3_64
+from vllm_tiered_kv.stores.ssd.disk import Disk, check_read, check_written, read_all, write_all
 from vllm_tiered_kv.stores.ssd.folder import DATA
+from vllm_tiered_kv.stores.ssd.io_threads import IoThreads
 from vllm_tiered_kv.stores.ssd.record_format import ALIGNMENT
 
 logger = logging.getLogger(__name__)
+
+
+class Place(NamedTuple):
+    """A block in memory, and where in the file it belongs."""
+
+    offset: int
+    view: memoryview
+    expected: int | None = None  # checksum of a block to be written
+
+
+class Moved(NamedTuple):
+    """What came of one block."""
+
+    checksum: int = 0
+    error: OSError | None = None
+    refused: bool = False  # it has another checksum than expected, and was not written
 
 
 class BouncePool:
@@ -49,10 +70,11 @@ class BouncePool:
 class DataFile:
     """Thread-safe. Errors are OSErrors; a short read or write is one."""
 
-    def __init__(self, disk: Disk, folder: Path, bounce_buffers: int) -> None:
+    def __init__(self, disk: Disk, folder: Path, threads: int) -> None:
         self._disk = disk
         self._path = folder / DATA
-        self._bounce = BouncePool(bounce_buffers)
+        self._threads = IoThreads(threads)
+        self._bounce = BouncePool(threads)
         self.direct = True
         try:
             self._fd = disk.open(self._path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
@@ -95,6 +117,57 @@ class DataFile:
             self._disk.close(self._fd)
             self._fd = self._open_buffered()
 
+    # ---- batches --------------------------------------------------------------------------------
+
+    def read_blocks(self, places: Sequence[Place]) -> list[Moved]:
+        """Reads every block into its view."""
+        if not self._is_straight(places):
+            return self._threads.map(self._read_one, places)
+        moved, checksums = file_blocks.read_blocks(
+            self._fd,
+            [place.offset for place in places],
+            [place.view for place in places],
+            self._threads.count,
+        )
+        return [
+            Moved(checksum, _raised_by(check_read, count, place))
+            for place, count, checksum in zip(places, moved, checksums, strict=True)
+        ]
+
+    def write_blocks(self, places: Sequence[Place]) -> list[Moved]:
+        """Writes every block that has the checksum it came with. Once one has failed, those that
+        were not begun are not tried: ECANCELED."""
+        if not self._is_straight(places):
+            return _WritesUntilFailure(self, self._threads).outcomes(places)
+        moved, checksums = file_blocks.write_blocks(
+            self._fd,
+            [place.offset for place in places],
+            [place.view for place in places],
+            [place.expected for place in places],
+            self._threads.count,
+        )
+        return [
+            Moved(checksum, refused=True)
+            if place.expected not in (None, checksum)
+            else Moved(checksum, _raised_by(check_written, count, place))
+            for place, count, checksum in zip(places, moved, checksums, strict=True)
+        ]
+
+    def _is_straight(self, places: Sequence[Place]) -> bool:
+        """Whether all of them go from memory to disk without a detour."""
+        return self._disk.native and (
+            not self.direct or all(_is_direct(place.view) for place in places)
+        )
+
+    def _read_one(self, place: Place) -> Moved:
+        try:
+            self.read(place.offset, place.view)
+        except OSError as error:
+            return Moved(error=error)
+        return Moved(xxh3_64(place.view))
+
+    # ---- one block ------------------------------------------------------------------------------
+
     def read(self, offset: int, into: memoryview) -> None:
         if not self.direct or _is_direct(into):
             read_all(self._disk, self._fd, into, offset)
@@ -120,7 +193,48 @@ class DataFile:
         return self._disk.is_linked(self._fd)
 
     def close(self) -> None:
+        self._threads.close()
         self._disk.close(self._fd)
+
+
+class _WritesUntilFailure:
+    """One batch of writes, by threads of Python."""
+
+    def __init__(self, file: DataFile, threads: IoThreads) -> None:
+        self._file = file
+        self._threads = threads
+        self._failed = False
+
+    def outcomes(self, places: Sequence[Place]) -> list[Moved]:
+        return self._threads.map(self._write, places)
+
+    def _write(self, place: Place) -> Moved:
+        checksum = xxh3_64(place.view)
+        if place.expected not in (None, checksum):
+            return Moved(checksum, refused=True)
+        if self._failed:
+            return Moved(checksum, _canceled())
+        try:
+            self._file.write(place.offset, place.view)
+        except OSError as error:
+            self._failed = True
+            return Moved(checksum, error)
+        return Moved(checksum)
+
+
+def _canceled() -> OSError:
+    return OSError(errno.ECANCELED, "another block of the batch has just failed")
+
+
+def _raised_by(check: Callable[[int, int, int], None], moved: int, place: Place) -> OSError | None:
+    """What a call that moved so much, or failed with a negative errno, is worth."""
+    if moved < 0:
+        return _canceled() if moved == -errno.ECANCELED else OSError(-moved, os.strerror(-moved))
+    try:
+        check(moved, place.view.nbytes, place.offset)
+    except OSError as error:
+        return error
+    return None
 
 
 def _is_direct(view: memoryview) -> bool:

@@ -18,6 +18,9 @@ from typing import Protocol
 class Disk(Protocol):
     """Calls raise OSError; reads and writes say how much they moved."""
 
+    native: bool
+    """Whether native code may read and write blocks by the descriptors, past `read` and `write`."""
+
     def open(self, path: Path, flags: int) -> int: ...
     def close(self, fd: int) -> None: ...
     def read(self, fd: int, into: memoryview, offset: int) -> int: ...
@@ -41,6 +44,11 @@ class Disk(Protocol):
 
 class OsDisk:
     """The real one."""
+
+    native = True
+
+    def __init_subclass__(cls) -> None:
+        cls.native = False  # it is there to see every call, or to change what it does
 
     def __init__(self) -> None:
         # `os.posix_fallocate` would write zeros over every page where the file system cannot
@@ -93,14 +101,20 @@ class OsDisk:
 
 
 def read_all(disk: Disk, fd: int, into: memoryview, offset: int) -> None:
-    """A short read is an error: the file ends where it must not."""
-    moved = disk.read(fd, into, offset)
-    if moved != into.nbytes:
-        raise OSError(errno.EIO, f"read {moved} of {into.nbytes} bytes at {offset}")
+    check_read(disk.read(fd, into, offset), into.nbytes, offset)
 
 
 def write_all(disk: Disk, fd: int, data: memoryview, offset: int) -> None:
+    check_written(disk.write(fd, data, offset), data.nbytes, offset)
+
+
+def check_read(moved: int, nbytes: int, offset: int) -> None:
+    """A short read is an error: the file ends where it must not."""
+    if moved != nbytes:
+        raise OSError(errno.EIO, f"read {moved} of {nbytes} bytes at {offset}")
+
+
+def check_written(moved: int, nbytes: int, offset: int) -> None:
     """A short write is an error, most often a full disk."""
-    moved = disk.write(fd, data, offset)
-    if moved != data.nbytes:
-        raise OSError(errno.ENOSPC, f"wrote {moved} of {data.nbytes} bytes at {offset}")
+    if moved != nbytes:
+        raise OSError(errno.ENOSPC, f"wrote {moved} of {nbytes} bytes at {offset}")

@@ -8,26 +8,28 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 _Job = TypeVar("_Job")
+_Result = TypeVar("_Result")
 
 
 class IoThreads:
     def __init__(self, threads: int) -> None:
-        self._threads = max(1, threads)
-        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="ssd-io")
+        self.count = max(1, threads)
+        self._pool = ThreadPoolExecutor(self.count, thread_name_prefix="ssd-io")
 
-    def each(self, work: Callable[[_Job], None], jobs: Sequence[_Job]) -> None:
+    def map(self, work: Callable[[_Job], _Result], jobs: Sequence[_Job]) -> list[_Result]:
         """Does all jobs, the calling thread and those of the pool together."""
-        todo = deque(jobs)
+        todo = deque(enumerate(jobs))
+        results: dict[int, _Result] = {}
 
         def drain() -> None:
             while True:
                 try:
-                    job = todo.popleft()
+                    position, job = todo.popleft()
                 except IndexError:
                     return
-                work(job)
+                results[position] = work(job)
 
-        futures = [self._pool.submit(drain) for _ in range(min(self._threads, len(jobs)) - 1)]
+        futures = [self._pool.submit(drain) for _ in range(min(self.count, len(jobs)) - 1)]
         try:
             drain()
         finally:
@@ -35,6 +37,7 @@ class IoThreads:
                 # One that has not begun is not waited for: all its work is taken.
                 if not future.cancel():
                     future.result()
+        return [results[position] for position in range(len(jobs))]
 
     def close(self) -> None:
         self._pool.shutdown()

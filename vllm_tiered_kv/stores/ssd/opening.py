@@ -62,7 +62,7 @@ def open_folder(
     capacity_bytes: int,
     slab_bytes: int | None,
     disk: Disk,
-    bounce_buffers: int,
+    threads: int,
     progress: Callable[[str], None],
 ) -> OpenFolder:
     with ExitStack() as undo:
@@ -77,7 +77,7 @@ def open_folder(
             undo.callback(_forget_new_folder, folder, disk)
             write_superblock(folder, superblock, disk)
         budget = Budget.divide(capacity_bytes, superblock.slab_bytes)
-        data = DataFile(disk, folder, bounce_buffers)
+        data = DataFile(disk, folder, threads)
         undo.callback(data.close)
         report = RecoveryReport()
         journal, live = _recover(folder, superblock, budget, data, disk, report, progress)

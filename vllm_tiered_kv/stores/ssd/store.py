@@ -28,13 +28,12 @@ from vllm_tiered_kv.core.store import (
     namespace_of,
 )
 from vllm_tiered_kv.core.tiers import Lookup
-from vllm_tiered_kv.native import cpu
 from vllm_tiered_kv.option_values import format_size
 from vllm_tiered_kv.stores.ssd.block_io import BlockRead, BlockWrite, as_bytes
 from vllm_tiered_kv.stores.ssd.block_table import BlockTable
 from vllm_tiered_kv.stores.ssd.committer import Committer
+from vllm_tiered_kv.stores.ssd.data_file import Place
 from vllm_tiered_kv.stores.ssd.disk import Disk, OsDisk
-from vllm_tiered_kv.stores.ssd.io_threads import IoThreads
 from vllm_tiered_kv.stores.ssd.opening import open_folder
 from vllm_tiered_kv.stores.ssd.record_format import decode
 from vllm_tiered_kv.stores.ssd.recovery import RecoveryReport
@@ -89,7 +88,6 @@ class SsdStore:
             opened.close()
             raise
         self._index = self._table.index
-        self._threads = IoThreads(io_threads)
         self._committer = self._table.committer = Committer(
             self._lock,
             self._table,
@@ -158,7 +156,7 @@ class SsdStore:
                 with self._lock:
                     reads = self._pin(asked)
                 try:
-                    self._threads.each(self._read, reads)
+                    self._read(reads)
                 finally:
                     with self._lock:
                         self._unpin(reads)
@@ -183,15 +181,16 @@ class SsdStore:
         self._touch([StoreKey(read.wanted.key) for read in reads])
         return reads
 
-    def _read(self, read: BlockRead) -> None:
-        offset = self._table.offset(read.slot, read.wanted.length)
-        try:
-            self._data.read(offset, read.into)
-        except OSError as error:
-            self._tell_once("a block cannot be read and is forgotten (%s)", error)
-            read.refused = True
-            return
-        read.good = cpu.xxh3_64(read.into) == read.wanted.payload_checksum
+    def _read(self, reads: Sequence[BlockRead]) -> None:
+        places = [
+            Place(self._table.offset(read.slot, read.wanted.length), read.into) for read in reads
+        ]
+        for read, moved in zip(reads, self._data.read_blocks(places), strict=True):
+            if moved.error is not None:
+                self._tell_once("a block cannot be read and is forgotten (%s)", moved.error)
+                read.refused = True
+            else:
+                read.good = moved.checksum == read.wanted.payload_checksum
 
     def _unpin(self, reads: list[BlockRead]) -> None:
         for read in reads:
@@ -220,7 +219,7 @@ class SsdStore:
                 with self._lock:
                     writes = self._admit(items, payloads, results)
                 try:
-                    self._threads.each(self._write, writes)
+                    self._write(writes)
                 finally:
                     with self._lock:
                         self._seal(writes, results)
@@ -277,21 +276,26 @@ class SsdStore:
         longest_key = max(len(item.key), len(item.parent or b""))
         return 0 < nbytes <= largest and bool(item.key) and longest_key <= MAX_KEY_BYTES
 
-    def _write(self, write: BlockWrite) -> None:
-        write.checksum = cpu.xxh3_64(write.payload)
-        if write.item.checksum is not None and write.item.checksum != write.checksum:
-            self._tell_once("a block is refused (%s)", "it came with another checksum")
-            return
+    def _write(self, writes: Sequence[BlockWrite]) -> None:
         if time.monotonic() < self._backoff.until:
-            return  # another block has just failed
-        offset = self._table.offset(write.slot, write.payload.nbytes)
-        try:
-            self._data.write(offset, write.payload)
-        except OSError as error:
-            write.retire = error.errno == errno.EIO
-            self._pause_writing(error)
-            return
-        write.result = PutResult.STORED
+            return  # another batch has just failed
+        places = [
+            Place(
+                self._table.offset(write.slot, write.payload.nbytes),
+                write.payload,
+                write.item.checksum,
+            )
+            for write in writes
+        ]
+        for write, moved in zip(writes, self._data.write_blocks(places), strict=True):
+            write.checksum = moved.checksum
+            if moved.refused:
+                self._tell_once("a block is refused (%s)", "it came with another checksum")
+            elif moved.error is None:
+                write.result = PutResult.STORED
+            elif moved.error.errno != errno.ECANCELED:  # the one that failed says why
+                write.retire = moved.error.errno == errno.EIO
+                self._pause_writing(moved.error)
 
     def _seal(self, writes: list[BlockWrite], results: list[PutResult]) -> None:
         """Makes what was written whole visible, and tells the journal."""
@@ -363,7 +367,6 @@ class SsdStore:
                 self._idle.wait()
             blocks = len(self._table.records)
         self._progress(f"writing the index of {blocks} blocks")
-        self._threads.close()
         self._committer.close(rewrite=self._order_changed)
         self._data.close()
         self._folder_lock.release()

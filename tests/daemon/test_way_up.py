@@ -1,0 +1,145 @@
+"""From slower tiers into memory: many blocks in one fetch, some of them damaged or without room."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.daemon.raw_client import block
+from vllm_tiered_kv.core.store import Durability, PutItem, PutResult, StoreKey
+from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.metrics import server_names as names
+from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.server.backing import BackingFolder
+from vllm_tiered_kv.server.tiered_store import TieredStore
+from vllm_tiered_kv.stores.memory import Held
+from vllm_tiered_kv.stores.ssd.folder import DATA
+from vllm_tiered_kv.stores.ssd.store import SsdStore
+
+MIB = 1 << 20
+SIZE = 32 << 10
+COUNT = 40  # several batches
+PATIENCE_S = 30.0
+
+
+def key(n: int) -> StoreKey:
+    return StoreKey(bytes(16) + n.to_bytes(8, "little"))
+
+
+def contents(count: int = COUNT) -> list[bytes]:
+    return [block(n, SIZE) for n in range(count)]
+
+
+class Moody(SsdStore):
+    raises = False
+
+    def get(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[bool]:
+        if self.raises:
+            raise RuntimeError("on purpose")
+        return super().get(keys, into)
+
+
+class Tiers:
+    """A store whose blocks are in its slower tiers alone."""
+
+    def __init__(self, folder: Path, with_backing: bool, memory: int = 4 * MIB) -> None:
+        self.recorder = Recorder()
+        self.ssd = Moody(folder / "ssd", 16 * MIB)
+        backing = BackingFolder(str(folder / "shared"), 16 * MIB, 0) if with_backing else None
+        self.store = TieredStore(memory, self.ssd, backing, self.recorder)
+        items = [PutItem(key(n), None, memoryview(block(n, SIZE))) for n in range(COUNT)]
+        for one in (self.ssd, backing):
+            if one is not None:
+                assert one.put(items, Durability.DISK) == [PutResult.STORED] * COUNT
+
+    def fetch(self, numbers: Sequence[int]) -> list[bytes | None]:
+        """What each of them came to."""
+        found: dict[int, bytes | None] = {}
+        done = threading.Semaphore(0)
+
+        def ready(position: int, held: Held | None) -> None:
+            assert position not in found, "answered twice"
+            found[position] = None if held is None else bytes(held.view)
+            if held is not None:
+                self.store.memory.let_go([held])
+            done.release()
+
+        self.store.fetch([key(n) for n in numbers], ready)
+        for _ in numbers:
+            assert done.acquire(timeout=PATIENCE_S)
+        return [found[position] for position in range(len(numbers))]
+
+    def damage(self, number: int) -> None:
+        [slot] = self.ssd._index.pin([key(number)])
+        self.ssd._index.unpin([slot])
+        with (self.ssd.folder / DATA).open("r+b") as file:
+            file.seek(self.ssd._table.offset(slot, SIZE) + 5)
+            file.write(bytes(byte ^ 1 for byte in block(number, SIZE)[5:9]))
+
+    def total(self, metric: names.Metric, tier: Tier) -> float:
+        return self.recorder.total(metric, tier.value)
+
+
+@pytest.fixture
+def tiers(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Tiers]:
+    tiers = Tiers(tmp_path, with_backing=getattr(request, "param", False))
+    yield tiers
+    tiers.store.memory.check()
+    tiers.store.close()
+
+
+WITH_BACKING = pytest.mark.parametrize("tiers", [True], indirect=True, ids=["backing"])
+
+
+def test_all_come_in_their_places(tiers: Tiers) -> None:
+    order = [*range(COUNT - 1, -1, -1), 3, 3]  # some of them asked for more than once
+    right = contents()
+    assert tiers.fetch(order) == [right[n] for n in order]
+    assert tiers.total(names.PROMOTED, Tier.SSD) == COUNT
+    assert tiers.fetch(order) == [right[n] for n in order]
+    assert tiers.total(names.PROMOTED, Tier.SSD) == COUNT, "they are in memory now"
+
+
+def test_a_damaged_one_is_missing_and_no_other(tiers: Tiers) -> None:
+    tiers.damage(4)
+    tiers.damage(17)
+    expected = [None if n in (4, 17) else right for n, right in enumerate(contents())]
+    assert tiers.fetch(range(COUNT)) == expected
+    assert tiers.fetch([4, 17]) == [None, None]
+    assert tiers.total(names.HITS, Tier.SSD) == COUNT - 2
+
+
+@WITH_BACKING
+def test_a_damaged_one_comes_from_the_tier_below(tiers: Tiers) -> None:
+    tiers.damage(4)
+    assert tiers.fetch([*range(COUNT), 1000]) == [*contents(), None]
+    assert tiers.total(names.HITS, Tier.SSD) == COUNT - 1
+    assert tiers.total(names.HITS, Tier.BACKING) == 1
+
+
+def test_a_tier_that_raises_leaves_nothing_reserved(tiers: Tiers) -> None:
+    tiers.ssd.raises = True
+    for _ in range(10):  # more than memory could hold
+        assert tiers.fetch(range(COUNT)) == [None] * COUNT
+    assert tiers.store.memory.usage().used_bytes == 0
+    tiers.ssd.raises = False
+    assert tiers.fetch(range(COUNT)) == contents()
+
+
+def test_what_finds_no_room_is_missing(tmp_path: Path) -> None:
+    tiers = Tiers(tmp_path, with_backing=False, memory=32 * SIZE)
+    memory = tiers.store.memory
+    found = tiers.fetch(range(COUNT))
+    assert all(one in (None, right) for one, right in zip(found, contents(), strict=True))
+    assert tiers.fetch([0]) == contents(1)
+    held = [one for one in memory.hold([key(n) for n in range(COUNT)]) if one is not None]
+    while isinstance(slot := memory.reserve(key(1000 + len(held)), None, SIZE), Held):
+        held.append(slot)  # until all of it is in use
+    absent = next(n for n in range(COUNT) if memory.contains([key(n)]) == [False])
+    before = tiers.total(names.NOT_PROMOTED, Tier.SSD)
+    assert tiers.fetch([absent]) == [None]
+    assert tiers.total(names.NOT_PROMOTED, Tier.SSD) == before + 1
+    tiers.store.close()
