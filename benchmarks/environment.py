@@ -40,11 +40,13 @@ def _changes() -> bool | None:
 
 
 def _flags() -> list[str]:
-    """The arguments, without where the result went: that says something of the machine only."""
+    """The arguments, without the paths: those say something of the machine only."""
     flags = sys.argv[1:]
     if "--out" in flags:
         at = flags.index("--out")
         del flags[at : at + 2]
+    if "--folder" in flags:
+        flags[flags.index("--folder") + 1] = "FOLDER"
     return flags
 
 
