@@ -41,12 +41,17 @@ def _changes() -> bool | None:
 
 def _flags() -> list[str]:
     """The arguments, without the paths: those say something of the machine only."""
-    flags = sys.argv[1:]
-    if "--out" in flags:
-        at = flags.index("--out")
-        del flags[at : at + 2]
-    if "--folder" in flags:
-        flags[flags.index("--folder") + 1] = "FOLDER"
+    flags: list[str] = []
+    arguments = iter(sys.argv[1:])
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        if name not in ("--out", "--folder"):
+            flags.append(argument)
+            continue
+        if not equals:
+            next(arguments, None)
+        if name == "--folder":
+            flags += [name, "FOLDER"]
     return flags
 
 

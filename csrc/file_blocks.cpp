@@ -24,17 +24,18 @@ int64_t moved_by(const Call& call) {
 }  // namespace
 
 void read_blocks(int fd, std::vector<FileBlock>& blocks, int threads) {
-  parallel_for(blocks.size(), threads, [&](size_t i) {
+  const auto read = [&](size_t i) {
     FileBlock& block = blocks[i];
     block.moved =
         moved_by([&] { return pread(fd, block.data, block.nbytes, off_t(block.offset)); });
     if (block.moved == int64_t(block.nbytes)) block.checksum = xxh3_64(block.data, block.nbytes);
-  });
+  };
+  parallel_for(blocks.size(), threads, read, Crew::kReads);
 }
 
 void write_blocks(int fd, std::vector<FileBlock>& blocks, int threads) {
   std::atomic<bool> failed{false};
-  parallel_for(blocks.size(), threads, [&](size_t i) {
+  const auto write = [&](size_t i) {
     FileBlock& block = blocks[i];
     block.checksum = xxh3_64(block.data, block.nbytes);
     if (block.expected.value_or(block.checksum) != block.checksum) return;
@@ -45,7 +46,8 @@ void write_blocks(int fd, std::vector<FileBlock>& blocks, int threads) {
     block.moved =
         moved_by([&] { return pwrite(fd, block.data, block.nbytes, off_t(block.offset)); });
     if (block.moved != int64_t(block.nbytes)) failed.store(true);
-  });
+  };
+  parallel_for(blocks.size(), threads, write, Crew::kWrites);
 }
 
 }  // namespace tiered_kv

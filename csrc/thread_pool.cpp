@@ -102,8 +102,9 @@ class Pool {
 
 // Never destroyed: helpers wait on it until the process ends. After a fork the parent's pool, whose
 // threads are gone and whose mutex may be held by one of them, is left untouched for a fresh one.
-Pool& pool() {
-  static std::atomic<Pool*> current{nullptr};
+Pool& pool(Crew crew) {
+  static std::atomic<Pool*> pools[3]{};
+  std::atomic<Pool*>& current = pools[size_t(crew)];
   Pool* seen = current.load();
   while (seen == nullptr || seen->owner() != getpid()) {
     Pool* fresh = new Pool;
@@ -129,14 +130,14 @@ int thread_count(int64_t requested) {
   return requested != 0 ? int(requested) : std::min(kAutoThreads, usable_cores());
 }
 
-void parallel_for(size_t count, int threads, const std::function<void(size_t)>& work) {
+void parallel_for(size_t count, int threads, const std::function<void(size_t)>& work, Crew crew) {
   const int helpers = int(std::min<size_t>(size_t(std::max(threads, 1)), count)) - 1;
   if (helpers <= 0) {
     for (size_t i = 0; i < count; ++i) work(i);
     return;
   }
   const auto job = std::make_shared<Job>(count, work);
-  pool().offer(job, helpers);
+  pool(crew).offer(job, helpers);
   job->help();
   job->wait();
 }

@@ -1,4 +1,4 @@
-// Helper threads for copies and checksums, kept between calls and shared by all callers.
+// Helper threads for copies, checksums and files, kept between calls and shared by all callers.
 #pragma once
 
 #include <cstddef>
@@ -10,9 +10,14 @@ namespace tiered_kv {
 // The threads a call may use: `requested`, or min(8, usable cores) for 0. Throws ArgumentError.
 int thread_count(int64_t requested);
 
+// Who helps: each kind of work has threads of its own. Those who wait for a read must not wait for
+// writes, for which nobody does.
+enum class Crew { kMemory, kReads, kWrites };
+
 // Runs work(i) for each i in [0, count) on the calling thread and up to threads - 1 helpers, and
 // returns when all are done. `work` must not throw. Helpers do not survive a fork; the child
 // starts its own. Where no helper can be started the caller does all of the work.
-void parallel_for(size_t count, int threads, const std::function<void(size_t)>& work);
+void parallel_for(size_t count, int threads, const std::function<void(size_t)>& work,
+                  Crew crew = Crew::kMemory);
 
 }  // namespace tiered_kv

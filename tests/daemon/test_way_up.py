@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.daemon.raw_client import block
-from vllm_tiered_kv.core.store import Durability, PutItem, PutResult, StoreKey
+from vllm_tiered_kv.core.store import BlockFacts, Durability, PutItem, PutResult, StoreKey
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
@@ -57,20 +58,24 @@ class Tiers:
 
     def fetch(self, numbers: Sequence[int]) -> list[bytes | None]:
         """What each of them came to."""
-        found: dict[int, bytes | None] = {}
-        done = threading.Semaphore(0)
+        answers = self.begin(numbers)
+        found = dict(answers.get(timeout=PATIENCE_S) for _ in numbers)
+        assert len(found) == len(numbers), "answered twice"
+        assert answers.empty()
+        return [found[position] for position in range(len(numbers))]
+
+    def begin(self, numbers: Sequence[int]) -> queue.Queue[tuple[int, bytes | None]]:
+        """Positions and contents, as they come."""
+        answers: queue.Queue[tuple[int, bytes | None]] = queue.Queue()
 
         def ready(position: int, held: Held | None) -> None:
-            assert position not in found, "answered twice"
-            found[position] = None if held is None else bytes(held.view)
+            content = None if held is None else bytes(held.view)
             if held is not None:
                 self.store.memory.let_go([held])
-            done.release()
+            answers.put((position, content))
 
         self.store.fetch([key(n) for n in numbers], ready)
-        for _ in numbers:
-            assert done.acquire(timeout=PATIENCE_S)
-        return [found[position] for position in range(len(numbers))]
+        return answers
 
     def damage(self, number: int) -> None:
         [slot] = self.ssd._index.pin([key(number)])
@@ -88,6 +93,7 @@ def tiers(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Tiers]:
     tiers = Tiers(tmp_path, with_backing=getattr(request, "param", False))
     yield tiers
     tiers.store.memory.check()
+    assert not tiers.store.memory._index.pinned_slots()
     tiers.store.close()
 
 
@@ -118,6 +124,40 @@ def test_a_damaged_one_comes_from_the_tier_below(tiers: Tiers) -> None:
     assert tiers.fetch([*range(COUNT), 1000]) == [*contents(), None]
     assert tiers.total(names.HITS, Tier.SSD) == COUNT - 1
     assert tiers.total(names.HITS, Tier.BACKING) == 1
+
+
+@WITH_BACKING
+def test_what_the_ssd_has_does_not_wait_for_what_it_has_not(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tiers.store.backing is not None
+    gate = threading.Event()
+    describe = tiers.store.backing.describe
+
+    def gated(keys: Sequence[StoreKey]) -> list[BlockFacts | None]:
+        assert gate.wait(PATIENCE_S)
+        return describe(keys)
+
+    monkeypatch.setattr(tiers.store.backing, "describe", gated)
+    tiers.damage(2)
+    answers = tiers.begin([*range(COUNT), 1000])
+    found = dict(answers.get(timeout=PATIENCE_S) for _ in range(COUNT - 1))
+    assert found == {n: right for n, right in enumerate(contents()) if n != 2}
+    gate.set()
+    assert dict(answers.get(timeout=PATIENCE_S) for _ in range(2)) == {
+        2: contents()[2],
+        COUNT: None,
+    }
+
+
+def test_one_who_does_not_listen_keeps_nobody_else_waiting(tiers: Tiers) -> None:
+    def deaf(position: int, held: Held | None) -> None:
+        if held is not None:
+            tiers.store.memory.let_go([held])
+        raise RuntimeError("on purpose")
+
+    tiers.store.fetch([key(n) for n in (0, 1, 1000)], deaf)
+    assert tiers.fetch([0, 1, 2, 1000]) == [*contents(3), None]
 
 
 def test_a_tier_that_raises_leaves_nothing_reserved(tiers: Tiers) -> None:

@@ -6,13 +6,15 @@ from __future__ import annotations
 import mmap
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.stores.ssd_blocks import check, key, opened
 from vllm_tiered_kv.core.store import PutItem, PutResult
+from vllm_tiered_kv.native import file_blocks
 from vllm_tiered_kv.native.cpu import xxh3_64
 from vllm_tiered_kv.stores.ssd.disk import OsDisk
 from vllm_tiered_kv.stores.ssd.folder import DATA
@@ -81,15 +83,54 @@ def test_what_is_put_is_got(store: SsdStore, into: object) -> None:
     assert places == [views[n] for n in order]
 
 
-def test_only_a_disk_of_its_own_kind_is_passed_by(store: SsdStore) -> None:
+def test_only_the_real_disk_is_passed_by(store: SsdStore, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = disk_of(store)
     before = getattr(disk, "moved", 0)
-    views = aligned_views(COUNT, seed=1)
-    offer(store, views, [None] * COUNT)
+    native_blocks = 0
+
+    def count(call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(fd: int, offsets: Sequence[int], *arguments: Any) -> Any:
+            nonlocal native_blocks
+            native_blocks += len(offsets)
+            return call(fd, offsets, *arguments)
+
+        return counted
+
+    for name in ("read_blocks", "write_blocks"):
+        monkeypatch.setattr(file_blocks, name, count(getattr(file_blocks, name)))
+    offer(store, aligned_views(COUNT, seed=1), [None] * COUNT)
     assert all(store.get([key(n) for n in range(COUNT)], aligned_views(COUNT)))
     if isinstance(disk, SeenDisk):
+        assert native_blocks == 0
         assert disk.moved - before >= 2 * COUNT
-    assert store._data._disk.native is not isinstance(disk, SeenDisk)
+    else:
+        assert native_blocks == 2 * COUNT
+
+
+def test_blocks_of_a_read_that_never_ended_stay(
+    store: SsdStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer(store, aligned_views(COUNT, seed=1), [None] * COUNT)
+    keys = [key(n) for n in range(COUNT)]
+    with monkeypatch.context() as patched:
+        patched.setattr(store._data, "read_blocks", lambda places: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            store.get(keys, aligned_views(COUNT))
+    assert all(store.get(keys, aligned_views(COUNT)))
+
+
+def test_blocks_that_the_disk_refuses_to_read_are_gone(store: SsdStore) -> None:
+    offer(store, aligned_views(COUNT, seed=1), [None] * COUNT)
+    data = os.dup(store._data._fd)
+    nothing = os.open("/proc/self/mem", os.O_RDONLY)  # EIO where nothing is mapped: here
+    os.dup2(nothing, store._data._fd)
+    os.close(nothing)
+    assert not any(store.get([key(n) for n in range(3)], aligned_views(3)))
+    assert store.counters.read_errors == 3
+    os.dup2(data, store._data._fd)
+    os.close(data)
+    found = store.get([key(n) for n in range(COUNT)], aligned_views(COUNT))
+    assert found == [n >= 3 for n in range(COUNT)]
 
 
 def test_one_with_another_checksum_is_refused_and_the_others_are_kept(store: SsdStore) -> None:
@@ -120,11 +161,14 @@ def test_a_disk_that_takes_nothing_fails_the_batch_and_is_left_alone(store: SsdS
     views = aligned_views(COUNT, seed=1)
     assert offer(store, views[:4], [None] * 4) == [PutResult.STORED] * 4
     direct = os.O_DIRECT if store.direct_io else 0
+    writable = os.dup(store._data._fd)
     read_only = os.open(store.folder / DATA, os.O_RDONLY | direct)
     os.dup2(read_only, store._data._fd)
     os.close(read_only)
     items = [PutItem(key(100 + n), None, view) for n, view in enumerate(views)]
     assert store.put(items) == [PutResult.FAILED] * COUNT
+    os.dup2(writable, store._data._fd)
+    os.close(writable)
     assert store.put(items[:1]) == [PutResult.FAILED]  # without another try, for a while
     assert store.counters.retired_slots == 0
     assert all(store.get([key(n) for n in range(4)], aligned_views(4)))

@@ -111,10 +111,26 @@ STORES = (
     Mutation(
         "ssd-bad-block-stays",
         "stores/ssd/store.py",
-        "elif self._table.forget(read.slot, read.record):",
+        "elif read.ended and self._table.forget(read.slot, read.record):",
         "elif read.record:",
         "a damaged block is read again and again",
         _DAMAGE,
+    ),
+    Mutation(
+        "ssd-forgets-what-it-never-read",
+        "stores/ssd/store.py",
+        "elif read.ended and self._table.forget(read.slot, read.record):",
+        "elif self._table.forget(read.slot, read.record):",
+        "good blocks are lost when a read is given up",
+        ("tests/stores/test_ssd_batches.py",),
+    ),
+    Mutation(
+        "batch-left-while-others-read",
+        "stores/io_threads.py",
+        "            while self._left:\n                self._ended.wait()\n",
+        "            pass\n",
+        "a late read writes into memory that belongs to another block by then",
+        ("tests/stores/test_io_threads.py",),
     ),
     Mutation(
         "ssd-data-not-synced",

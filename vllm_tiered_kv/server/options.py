@@ -144,8 +144,8 @@ class ServerOptions:
         low=0,
     )
     workers: int = _option(16, "int", "Threads that copy, check and read blocks.", low=1, high=1024)
-    # libzmq gives a connection to the thread with the fewest sockets, those it listens on included:
-    # with four threads, two of a client's four connections would share one, the first being idle.
+    # libzmq gives a connection to the thread with the fewest sockets, those it listens on included.
+    # With four threads and two addresses two of a client's four connections would share one.
     io_threads: int = _option(
         8, "int", "Threads that move bytes between sockets and memory.", low=1, high=64
     )

@@ -184,18 +184,31 @@ class TieredStore:
         """As `fetch`, for (position, key) of blocks that are not in memory."""
         may_be_here = self._may_be_slower([key for _, key in wanted])
         to_read: list[StoreKey] = []
+        misses: list[int] = []
         for (n, key), may_be in zip(wanted, may_be_here, strict=True):
             if not may_be:
-                self._miss(n, ready)
+                misses.append(n)
                 continue
             with self._lock:
                 waiters = self._reading.setdefault(key, [])
                 waiters.append((n, ready))
                 if len(waiters) == 1:
                     to_read.append(key)
-        for start in range(0, len(to_read), _READ_AT_ONCE):
-            keys = to_read[start : start + _READ_AT_ONCE]
-            self._in_pool(partial(self._read, keys), partial(self._answer, keys))
+        self._read_from(0, to_read)
+        for n in misses:
+            self._tell(n, None, ready)
+
+    def _read_from(self, number: int, keys: Sequence[StoreKey]) -> None:
+        """Has the pool read blocks from one of the slower tiers."""
+        if number == len(self._slower):
+            self._answer(keys)
+            return
+        # The threads of the disk gain from a batch. What lies behind may hang, and is asked for
+        # each block by itself, so that none waits for another.
+        most = _READ_AT_ONCE if self._slower[number][1] is self.ssd else 1
+        for start in range(0, len(keys), most):
+            some = keys[start : start + most]
+            self._in_pool(partial(self._read, number, some), partial(self._answer, some))
 
     def _may_be_slower(self, keys: Sequence[StoreKey]) -> list[bool]:
         """What is worth a look in the pool: the SSD's index is in memory, a backing store's not."""
@@ -203,34 +216,41 @@ class TieredStore:
             return [bool(self._slower)] * len(keys)
         return self.ssd.contains(keys) if keys else []
 
-    def _miss(self, position: int, ready: Ready) -> None:
-        self._recorder.add(names.MISSES, 1)
-        ready(position, None)
-
-    def _read(self, keys: Sequence[StoreKey]) -> None:
-        """Reads blocks into memory, in the pool, and answers everybody who waits for them."""
+    def _tell(self, position: int, block: Held | None, ready: Ready) -> None:
+        """One who fails to listen keeps no other from its answer."""
+        if block is None:
+            self._recorder.add(names.MISSES, 1)
         try:
-            self._promote(keys)
+            ready(position, block)
+        except Exception:
+            logger.exception("a block could not be handed over")
+
+    def _read(self, number: int, keys: Sequence[StoreKey]) -> None:
+        """Reads blocks into memory, in the pool, and answers everybody who waits for those that the
+        tier has; the others are sought further on."""
+        missing: list[StoreKey] = []
+        try:
+            missing = self._promote(number, keys)
         except Exception:  # a bug here must not leave the waiters without an answer
             logger.exception("blocks could not be read; they count as misses")
-        self._answer(keys)
+        elsewhere = set(missing)
+        self._answer([key for key in keys if key not in elsewhere])
+        self._read_from(number + 1, missing)
 
     def _answer(self, keys: Sequence[StoreKey]) -> None:
         with self._lock:
             waiting = [(key, *waiter) for key in keys for waiter in self._reading.pop(key, [])]
         held = self.memory.hold([key for key, _, _ in waiting])
         for (_, position, ready), block in zip(waiting, held, strict=True):
-            if block is None:
-                self._miss(position, ready)
-            else:
-                ready(position, block)
+            self._tell(position, block, ready)
 
-    def _promote(self, keys: Sequence[StoreKey]) -> None:
-        """Brings blocks into memory from the fastest tier that has them whole."""
-        for tier, store in self._slower:
-            slots: list[Held] = []
+    def _promote(self, number: int, keys: Sequence[StoreKey]) -> list[StoreKey]:
+        """Brings blocks into memory; says which of them this tier does not have whole."""
+        tier, store = self._slower[number]
+        missing: list[StoreKey] = []
+        slots: list[Held] = []  # reserved and neither committed nor given back
+        try:
             facts: list[BlockFacts] = []
-            missing: list[StoreKey] = []
             for key, known in zip(keys, store.describe(keys), strict=True):
                 if known is None:
                     missing.append(key)
@@ -242,33 +262,22 @@ class TieredStore:
                 elif slot is not PutResult.PRESENT or self.memory.lookup(key) is not Lookup.HIT:
                     self._recorder.add(names.NOT_PROMOTED, 1, tier)
                 # else it came by another way meanwhile
-            missing += self._read_into(slots, store, facts, tier)
-            keys = missing
-            if not keys:
-                return
-
-    def _read_into(
-        self, slots: Sequence[Held], store: LowerStore, facts: Sequence[BlockFacts], tier: str
-    ) -> list[StoreKey]:
-        """Fills the slots; the keys of those that could not be read."""
-        open_slots = dict(enumerate(slots))
-        missing: list[StoreKey] = []
-        promoted = 0
-        try:
-            if slots:
-                found = store.get([slot.key for slot in slots], [slot.view for slot in slots])
-                for n, (good, known) in enumerate(zip(found, facts, strict=True)):
-                    slot = open_slots.pop(n)
-                    if not good:
-                        self.memory.abort(slot)
-                        missing.append(slot.key)
-                    elif self.memory.commit(slot, known.checksum):
-                        promoted += 1
+            if not slots:
+                return missing
+            found = store.get([slot.key for slot in slots], [slot.view for slot in slots])
+            promoted = 0
+            for good, known in zip(found, facts, strict=True):
+                slot = slots.pop(0)
+                if not good:
+                    self.memory.abort(slot)
+                    missing.append(slot.key)
+                elif self.memory.commit(slot, known.checksum):
+                    promoted += 1
+            self._recorder.add(names.HITS, promoted, tier)
+            self._recorder.add(names.PROMOTED, promoted, tier)
         finally:
-            for slot in open_slots.values():
+            for slot in slots:
                 self.memory.abort(slot)
-        self._recorder.add(names.HITS, promoted, tier)
-        self._recorder.add(names.PROMOTED, promoted, tier)
         return missing
 
     # ---- in -------------------------------------------------------------------------------------

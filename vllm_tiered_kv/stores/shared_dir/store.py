@@ -12,8 +12,7 @@ import logging
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from typing import TypeVar
 
 from vllm_tiered_kv.core.store import (
@@ -25,6 +24,7 @@ from vllm_tiered_kv.core.store import (
     StoreUsage,
 )
 from vllm_tiered_kv.native.cpu import xxh3_64
+from vllm_tiered_kv.stores.io_threads import IoThreads
 from vllm_tiered_kv.stores.shared_dir.block_file import BlockReader, ReadBlock
 from vllm_tiered_kv.stores.shared_dir.clock import ServerClock
 from vllm_tiered_kv.stores.shared_dir.events import Event, EventCounts
@@ -73,7 +73,7 @@ class SharedDirStore:
             self.clock,
             settings.touch_interval_s,
         )
-        self._pool = ThreadPoolExecutor(settings.threads, thread_name_prefix="tiered-kv-shared")
+        self._threads = IoThreads(settings.threads, "tiered-kv-shared")
         self._close_lock = threading.Lock()
         self._closed = False
 
@@ -94,14 +94,14 @@ class SharedDirStore:
         if self._closed:
             return [False] * len(keys)
         tasks = [keys[at : at + _KEYS_A_TASK] for at in range(0, len(keys), _KEYS_A_TASK)]
-        answers = self._map(lambda task: [self._is_here(key) for key in task], tasks)
+        answers = self._threads.map(lambda task: [self._is_here(key) for key in task], tasks)
         return [here for answer in answers for here in answer]
 
     def describe(self, keys: Sequence[StoreKey]) -> list[BlockFacts | None]:
         """Reads headers only: a block whose payload is damaged is still described."""
         if self._closed:
             return [None] * len(keys)
-        return self._map(self._facts, keys)
+        return self._threads.map(self._facts, keys)
 
     def _is_here(self, key: StoreKey) -> bool:
         if not is_key(key):
@@ -128,7 +128,7 @@ class SharedDirStore:
         wanted = list(zip(keys, into, strict=True))
         if self._closed:
             return [False] * len(wanted)
-        found = self._map(lambda one: self._get_one(*one), wanted)
+        found = self._threads.map(lambda one: self._get_one(*one), wanted)
         self.recency.used(
             [Use(r.header.key, r.header.parent, r.mtime_ns / 1e9) for r in found if r is not None]
         )
@@ -161,7 +161,7 @@ class SharedDirStore:
         first: dict[StoreKey, int] = {}
         for at, item in enumerate(items):
             first.setdefault(item.key, at)
-        self._map(put_at, list(first.values()))
+        self._threads.map(put_at, list(first.values()))
         for at, item in enumerate(items):  # a key named twice: in order, the first one wins
             if first[item.key] != at:
                 put_at(at)
@@ -225,7 +225,7 @@ class SharedDirStore:
     # ---- the rest -------------------------------------------------------------------------------
 
     def delete(self, keys: Sequence[StoreKey]) -> int:
-        return 0 if self._closed else sum(self._map(self._delete_one, keys))
+        return 0 if self._closed else sum(self._threads.map(self._delete_one, keys))
 
     def _delete_one(self, key: StoreKey) -> int:
         if not is_key(key):
@@ -281,18 +281,6 @@ class SharedDirStore:
             if self._closed:
                 return
             self._closed = True
-            self._pool.shutdown(wait=True)
+            self._threads.close()
             self.flush()
             self.recency.close()
-
-    def _map(self, call: Callable[[_In], _Out], tasks: Iterable[_In]) -> list[_Out]:
-        tasks = list(tasks)
-        if len(tasks) > 1:
-            try:
-                pending = [self._pool.submit(call, task) for task in tasks]
-            except RuntimeError:
-                if not self._closed:
-                    raise
-            else:
-                return [one.result() for one in pending]
-        return [call(task) for task in tasks]

@@ -27,6 +27,7 @@ class BlockRead:
     record: bytes
     wanted: Record  # the same, decoded
     into: memoryview
+    ended: bool = False  # only then the rest means anything
     good: bool = False
     refused: bool = False  # by the disk
 

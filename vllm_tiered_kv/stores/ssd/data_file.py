@@ -22,9 +22,9 @@ import numpy as np
 from vllm_tiered_kv.core.arena_geometry import aligned
 from vllm_tiered_kv.native import file_blocks
 from vllm_tiered_kv.native.cpu import xxh3_64
+from vllm_tiered_kv.stores.io_threads import IoThreads
 from vllm_tiered_kv.stores.ssd.disk import Disk, check_read, check_written, read_all, write_all
 from vllm_tiered_kv.stores.ssd.folder import DATA
-from vllm_tiered_kv.stores.ssd.io_threads import IoThreads
 from vllm_tiered_kv.stores.ssd.record_format import ALIGNMENT
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class DataFile:
     def __init__(self, disk: Disk, folder: Path, threads: int) -> None:
         self._disk = disk
         self._path = folder / DATA
-        self._threads = IoThreads(threads)
+        self._threads = IoThreads(threads, "ssd-io")
         self._bounce = BouncePool(threads)
         self.direct = True
         try:

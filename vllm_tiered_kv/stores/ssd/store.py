@@ -186,6 +186,7 @@ class SsdStore:
             Place(self._table.offset(read.slot, read.wanted.length), read.into) for read in reads
         ]
         for read, moved in zip(reads, self._data.read_blocks(places), strict=True):
+            read.ended = True
             if moved.error is not None:
                 self._tell_once("a block cannot be read and is forgotten (%s)", moved.error)
                 read.refused = True
@@ -197,7 +198,7 @@ class SsdStore:
             if read.good:
                 self.counters.read_blocks += 1
                 self.counters.read_bytes += read.wanted.length
-            elif self._table.forget(read.slot, read.record):
+            elif read.ended and self._table.forget(read.slot, read.record):
                 if read.refused:
                     self.counters.read_errors += 1
                 else:

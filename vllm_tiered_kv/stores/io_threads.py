@@ -1,0 +1,75 @@
+"""Spreading a batch over threads, so that one call keeps the disk busy."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+_MOST_THREADS = 256  # native calls take no more
+
+_Job = TypeVar("_Job")
+_Result = TypeVar("_Result")
+
+
+class IoThreads:
+    def __init__(self, threads: int, name: str) -> None:
+        self.count = min(max(1, threads), _MOST_THREADS)
+        self._pool = ThreadPoolExecutor(self.count, thread_name_prefix=name)
+
+    def map(self, work: Callable[[_Job], _Result], jobs: Sequence[_Job]) -> list[_Result]:
+        """Does all jobs, the calling thread and those of the pool together.
+
+        Whatever fails, no job is still being done when this returns or raises: the memory they
+        write to may belong to others then.
+        """
+        batch = _Batch(work, jobs)
+        try:
+            for _ in range(min(self.count, len(jobs)) - 1):
+                self._pool.submit(batch.help)
+        except RuntimeError:
+            pass  # closed, or no more threads can be started: then with those there are
+        batch.help()
+        return batch.results()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+class _Batch(Generic[_Job, _Result]):
+    """Jobs that any number of threads take one after the other."""
+
+    def __init__(self, work: Callable[[_Job], _Result], jobs: Sequence[_Job]) -> None:
+        self._work = work
+        self._todo = deque(enumerate(jobs))
+        self._ended = threading.Condition()
+        self._left = len(jobs)
+        self._results: dict[int, _Result] = {}
+        self._error: BaseException | None = None
+
+    def help(self) -> None:
+        """Returns when none is left to be begun; also for one that comes too late."""
+        while True:
+            try:
+                position, job = self._todo.popleft()
+            except IndexError:
+                return
+            try:
+                self._results[position] = self._work(job)
+            except BaseException as error:
+                self._error = error
+            with self._ended:
+                self._left -= 1
+                if not self._left:
+                    self._ended.notify_all()
+
+    def results(self) -> list[_Result]:
+        """Waits for those that others have begun. Raises what one of the jobs raised."""
+        with self._ended:
+            while self._left:
+                self._ended.wait()
+        if self._error is not None:
+            raise self._error
+        return [result for _, result in sorted(self._results.items())]
