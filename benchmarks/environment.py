@@ -18,7 +18,7 @@ def describe() -> dict[str, Any]:
         # BENCHMARK_COMMIT is for machines that get the tree without its history.
         "commit": os.environ.get("BENCHMARK_COMMIT") or _output("git", "rev-parse", "HEAD"),
         "uncommitted_changes": _changes(),
-        "command": " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *_flags()]),
+        "command": " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *flags()]),
         "python": platform.python_version(),
         "machine": {
             "cpu": _cpu(),
@@ -39,20 +39,20 @@ def _changes() -> bool | None:
     return _output("git", "status", "--porcelain") is not None
 
 
-def _flags() -> list[str]:
+def flags() -> list[str]:
     """The arguments, without the paths: those say something of the machine only."""
-    flags: list[str] = []
+    shown: list[str] = []
     arguments = iter(sys.argv[1:])
     for argument in arguments:
         name, equals, _ = argument.partition("=")
-        if name not in ("--out", "--folder"):
-            flags.append(argument)
+        if name not in ("--out", "--out-dir", "--folder"):
+            shown.append(argument)
             continue
         if not equals:
             next(arguments, None)
         if name == "--folder":
-            flags += [name, "FOLDER"]
-    return flags
+            shown += [name, "FOLDER"]
+    return shown
 
 
 def _output(*command: str) -> str | None:

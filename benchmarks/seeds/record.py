@@ -29,7 +29,8 @@ class Record:
         self._begin = time.monotonic()
         self._cells: dict[tuple[Any, ...], dict[str, Any]] = {}
         described = environment.describe()
-        described["command"] = _command(module or f"benchmarks.seeds.{table}")
+        ran = module or f"benchmarks.seeds.{table}"
+        described["command"] = " ".join(["python -m", ran, *environment.flags()])
         self._content: dict[str, Any] = {
             "environment": described,
             "table": table,
@@ -87,16 +88,3 @@ class Record:
             aside = self._out.with_name(self._out.name + ".new")
             aside.write_text(json.dumps(self._content, indent=1) + "\n")
             aside.replace(self._out)
-
-
-def _command(module: str) -> str:
-    """Without where the result went: that says something of the machine only."""
-    shown: list[str] = []
-    arguments = iter(sys.argv[1:])
-    for argument in arguments:
-        name, equals, _ = argument.partition("=")
-        if name not in ("--out", "--out-dir"):
-            shown.append(argument)
-        elif not equals:
-            next(arguments, None)
-    return " ".join(["python -m", module, *shown])
