@@ -24,6 +24,8 @@ def address(daemon: DaemonProcess, transport: str) -> str:
 def engine_at(model: Path, remote: str | list[str], ranks: int = 1, **settings: Any) -> ToyEngine:
     extra = {"remote_lookup_timeout": 5, "remote_landing": "64KiB", **settings.pop("extra", {})}
     kind = ToyEngine if ranks == 1 else RankedToyEngine
+    # Half of the tier may wait to be sent: on a busy machine, all that a test asks for.
+    settings.setdefault("cpu_blocks", 256)
     return kind(model, ranks=ranks, extra_config={"remote": remote, **extra}, **settings)
 
 
