@@ -119,8 +119,8 @@ std::vector<uint64_t> copy_and_hash(const py::sequence& into, const py::sequence
 
 // What came of each: bytes moved or a negative errno, and the checksum.
 py::tuple outcomes(const std::vector<FileBlock>& blocks) {
-  py::list moved(blocks.size());
-  py::list checksums(blocks.size());
+  const py::list moved(blocks.size());
+  const py::list checksums(blocks.size());
   for (size_t i = 0; i < blocks.size(); ++i) {
     moved[i] = blocks[i].moved;
     checksums[i] = blocks[i].checksum;

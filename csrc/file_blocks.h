@@ -9,9 +9,9 @@
 namespace tiered_kv {
 
 struct FileBlock {
-  uint8_t* data;
-  size_t nbytes;
-  int64_t offset;
+  uint8_t* data = nullptr;
+  size_t nbytes = 0;
+  int64_t offset = 0;
   std::optional<uint64_t> expected = std::nullopt;  // checksum of a block to be written
   uint64_t checksum = 0;                            // XXH3 of what was read or is to be written
   int64_t moved = 0;                                // bytes; an errno, negative, if it failed
