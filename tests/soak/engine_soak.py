@@ -34,8 +34,10 @@ _COUNT = 8
 _DOUBT = 0.02  # nearer logprobs may change places in a batch of another shape
 _RSS_SLACK = 64 << 20
 _HELD_SLACK = 20_000
-_LATE_THREADS = 4  # of native libraries, which start some when they first need them
-_LATE_DESCRIPTORS = 8  # of those, and of the way to a daemon that has just been opened anew
+# Slack, not a count: native threads, our own helpers among them, start when they are first needed
+# and cannot be told apart by name. A leak of one for each fault exceeds it in minutes.
+_LATE_THREADS = 4
+_LATE_DESCRIPTORS = 8
 _CALM_EVERY = 60  # actions
 _MOST_ALIVE = 12
 _STUCK_S = 120.0
