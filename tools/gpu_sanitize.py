@@ -86,8 +86,8 @@ def plant(tool: str) -> None:
     block, blocks = 4096, 4
     # Claims one block more than there is; for initcheck the memory is long enough, but never set.
     claimed = blocks + 1 if tool == "memcheck" else blocks
+    slots = cuda.DeviceBuffer(0, block)  # first: what follows the source must be nobody's
     source = cuda.DeviceBuffer(0, blocks * block)
-    slots = cuda.DeviceBuffer(0, block)
     stream = cuda.Stream(0)
     layout = cuda.CudaBlockLayout(
         0,

@@ -186,7 +186,8 @@ ROWS = (
         "Cascade attention",
         State.UNTOUCHED,
         (_gpu("test_many_requests_with_one_long_prefix"),),
-        "how kernels read a prefix that many requests share; the cache stores the same blocks",
+        "gone from vLLM 0.32; it was how kernels read a prefix that many requests share, and the "
+        "cache stores the same blocks",
     ),
     Row(
         "Context parallelism",

@@ -200,12 +200,10 @@ def test_ngram_speculation(tmp_path: Path) -> None:
 
 
 def test_many_requests_with_one_long_prefix(tmp_path: Path) -> None:
-    """What vLLM's cascade attention is for: kernels read the shared blocks once for all requests.
-    They are loaded once and read by all, with the answers that vLLM's own cache gives."""
+    """It is loaded once and read by all, with the answers that vLLM's own cache gives."""
     stem = PROMPTS[0] * 2
     inputs = [[*stem[:1500], *PROMPTS[1][n : n + 20]] for n in range(8)]
-    with tiny_engine(tmp_path, QWEN2, disable_cascade_attn=False) as engine:
-        assert not engine.scheduler.vllm_config.model_config.disable_cascade_attn
+    with tiny_engine(tmp_path, QWEN2) as engine:
         engine.ask(inputs, COUNT, together=True)
         device = engine.ask(inputs, COUNT, together=True)
         settle(engine)

@@ -92,9 +92,7 @@ class ToySoak:
             episode.play(requests)
             self._compare(number)
         except (Exception, KeyboardInterrupt) as error:
-            told = (
-                "" if episode is None else f"engine: {episode.settings}\n{describe(episode.toy)}\n"
-            )
+            told = "" if episode is None else f"engine: {episode.settings}\n{episode.last_state}\n"
             last = "\n  ".join(self.journal)
             raise SoakError(
                 f"seed {self.seed}, episode {number}: {type(error).__name__}: {error}\n{told}"
@@ -126,6 +124,7 @@ class _Episode:
         self.steps = 0
         self.since_rest = 0
         self.held: int | None = None
+        self.last_state = ""
         self.stems = [self._tokens(8, 60) for _ in range(5)]
 
     # ---- the engine -----------------------------------------------------------------------------
@@ -176,6 +175,9 @@ class _Episode:
                 if self.since_rest >= _REST_EVERY:
                     self.come_to_rest()
             self.come_to_rest()
+        except BaseException:
+            self.last_state = describe(self.toy)  # closing clears most of it away
+            raise
         finally:
             self.torment.thaw()
             self.toy.close()

@@ -187,16 +187,24 @@ def test_what_a_load_borrowed_is_given_back_however_it_ends(failed: tiers.Tier |
     assert given_back == [True]
 
 
-def test_what_was_computed_from_spoilt_blocks_is_not_kept_either() -> None:
+def test_spoilt_stores_never_become_readable() -> None:
     tier = Tier(8)
-    plan = plan_store(tier.index, GROUP, KEYS, 0, 4)
-    job = tier.ledger.open_store(plan.slots, GROUP.block_bytes, sources=[10, 11, 12, 13])
-    tier.ledger.spoil_stores({11, 99})
-    tier.ledger.report_store(job, [StoreReport(4)])
+    plan = plan_store(tier.index, GROUP, KEYS, 0, 2)
+    before = tier.ledger.open_store(plan.slots, GROUP.block_bytes)
+    tier.ledger.report_store(before, [StoreReport(2)])
+    plan = plan_store(tier.index, GROUP, KEYS, 2, 4)
+    job = tier.ledger.open_store(plan.slots, GROUP.block_bytes)
+    tier.ledger.spoil_stores()
+    again = plan_store(tier.index, GROUP, KEYS, 2, 4)  # computed anew meanwhile
+    tier.ledger.report_store(job, [StoreReport(2)])
     assert [tier.index.lookup(key) for key in KEYS[:4]] == [
         Lookup.HIT,
-        Lookup.MISS,
-        Lookup.MISS,
-        Lookup.MISS,
+        Lookup.HIT,
+        Lookup.PENDING,
+        Lookup.PENDING,
     ]
+    tier.ledger.report_store(
+        tier.ledger.open_store(again.slots, GROUP.block_bytes), [StoreReport(2)]
+    )
+    assert tier.index.match_prefix(KEYS) == 4
     tier.index.check()

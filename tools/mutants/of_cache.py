@@ -203,10 +203,10 @@ CACHE = (
         _LEDGER,
     ),
     Mutation(
-        "ledger-spoilt-blocks-have-good-followers",
+        "ledger-spoilt-stores-become-readable",
         "cache/ledger.py",
-        "if source in sources or parent in bad:",
-        "if source in sources:",
+        "                self._index.remove(key, slot)\n\n",
+        "                pass\n\n",
         "blocks computed from wrong bytes are stored",
         _LEDGER,
     ),

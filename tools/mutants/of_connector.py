@@ -12,6 +12,7 @@ _SCHEDULING = ("tests/engine/test_scheduling.py",)
 _HAZARDS = ("tests/engine/test_hazards.py",)
 _LENT = ("tests/unit/test_lent_blocks.py",)
 _WORKER = ("tests/unit/test_remote_worker.py",)
+_AHEAD = ("tests/engine/test_ahead_loads.py",)
 
 CONNECTOR = (
     Mutation(
@@ -110,6 +111,42 @@ CONNECTOR = (
         "",
         "blocks that can never be found again keep the tier's memory",
         _SCHEDULING,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "failed-step-stays-in-vllms-cache",
+        "connector/failed_step.py",
+        "        self._manager.evict_blocks(",
+        "        set(",
+        "a request reads GPU blocks that were never loaded",
+        _AHEAD,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "failed-step-trusted-by-those-who-share-it",
+        "connector/failed_step.py",
+        "min(request.num_computed_tokens, sound)",
+        "request.num_computed_tokens",
+        "a request goes on after blocks that another one has yet to compute",
+        _AHEAD,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "failed-step-is-stored",
+        "connector/failed_step.py",
+        "        ledger.spoil_stores()\n",
+        "",
+        "what was computed from a failed load is stored for everybody",
+        _AHEAD,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "second-load-beside-the-steps",
+        "connector/load_planner.py",
+        "        if state.remote_failed and not ahead:\n",
+        "        if False:\n",
+        "a request whose daemon failed waits for ever, and all others with it",
+        ("tests/engine/test_remote_hazards.py",),
         Needs.VLLM,
     ),
     Mutation(

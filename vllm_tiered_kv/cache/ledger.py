@@ -36,7 +36,6 @@ class _OpenStore:
     block_bytes: int
     on_drop: Callable[[DropReason], None] | None
     anchors: list[BlockKey]
-    sources: list[int]
     reports: list[StoreReport] = field(default_factory=list)
 
 
@@ -103,30 +102,21 @@ class TransferLedger:
         block_bytes: int,
         on_drop: Callable[[DropReason], None] | None = None,
         anchors: Sequence[BlockKey] = (),
-        sources: Sequence[int] = (),
     ) -> int:
         """A job id for reserved slots. `on_drop` is called if not all of them arrive.
 
-        `anchors`, one for each slot, decide which daemon a block belongs to; `sources` are the GPU
-        blocks they are read from.
+        `anchors`, one for each slot, decide which daemon a block belongs to.
         """
         job_id = self.new_job()
-        self._stores[job_id] = _OpenStore(
-            list(slots), block_bytes, on_drop, list(anchors), list(sources)
-        )
+        self._stores[job_id] = _OpenStore(list(slots), block_bytes, on_drop, list(anchors))
         return job_id
 
-    def spoil_stores(self, sources: set[int]) -> None:
-        """These GPU blocks held something else than their tokens' KV: what was read from them, and
-        whatever follows it, never becomes readable."""
-        bad: set[bytes] = set()
+    def spoil_stores(self) -> None:
+        """Nothing that is being stored becomes readable: it may not be what its key says."""
         for store in self._stores.values():
-            for slot, source in zip(store.slots, store.sources, strict=False):
-                key, parent = self._index.block_in(slot)
-                if source in sources or parent in bad:
-                    bad.add(key)
-        for key in bad:
-            self._index.remove(key)
+            for slot in store.slots:
+                key, _ = self._index.block_in(slot)
+                self._index.remove(key, slot)
 
     def report_store(self, job_id: int, reports: Iterable[StoreReport]) -> None:
         store = self._stores[job_id]

@@ -88,19 +88,6 @@ class DeferredStores:
             room -= 1
         return list(batches.values()), dropped
 
-    def forget(self, block_ids: set[int]) -> int:
-        """These GPU blocks hold something else than they seemed to; says how many were waiting."""
-        forgotten = 0
-        for note in self._notes:
-            blocks = [note.block_at(position) for position in note.positions]
-            kept = [block for block in blocks if block.block_id not in block_ids]
-            if len(kept) < len(blocks):
-                forgotten += len(blocks) - len(kept)
-                note.positions, note.block_at = range(len(kept)), kept.__getitem__
-        self._notes = deque(note for note in self._notes if note.positions)
-        self._count -= forgotten
-        return forgotten
-
     def clear(self) -> int:
         """Forgets all; says how many there were."""
         count, self._count = self._count, 0

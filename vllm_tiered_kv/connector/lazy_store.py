@@ -58,10 +58,5 @@ class LazyStore:
             batch.reverse()
         return list(batches.values()), refused
 
-    def forget(self, block_ids: set[int]) -> None:
-        """These GPU blocks hold something else than they seemed to."""
-        for block_id in block_ids:
-            self._known.pop(block_id, None)
-
     def clear(self) -> None:
         self._known.clear()

@@ -81,6 +81,11 @@ class LoadPlanner:
             and (self.remote is None or self.remote.is_resident(state))
             and self.ahead.allows(request.request_id, self._bytes(loadable))
         )
+        if state.remote_failed and not ahead:
+            # What the CPU tier has is still good. But vLLM keeps what it reserved for the load that
+            # failed, and does so again for a second one beside the steps: of a request that takes
+            # half of the GPU's blocks that is more than there are, and it would wait for ever.
+            loadable = 0
         state.match = Match(computed, loadable, limit, ahead, choice, verified)
         return loadable
 

@@ -8,7 +8,7 @@ other threads. The rules that keep tokens right:
 - A block is stored in the step whose forward fills it, or later; the worker reads it in stream
   order, so no reference to GPU blocks is ever held and `reset_prefix_cache` always works.
 - A load is planned only for readable blocks, which stay pinned until it is reported.
-- A request whose load failed is not offered another one.
+- A request whose load failed is not offered another one beside the steps.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from vllm_tiered_kv.cache.ledger import TransferLedger
 from vllm_tiered_kv.cache.planner import Group
 from vllm_tiered_kv.config import Mode, TieredKVConfig
 from vllm_tiered_kv.connector.ahead_policy import AheadPolicy
+from vllm_tiered_kv.connector.failed_step import FailedStep
 from vllm_tiered_kv.connector.lazy_store import LazyStore
 from vllm_tiered_kv.connector.load_or_recompute import LoadOrRecompute
 from vllm_tiered_kv.connector.load_planner import LoadPlanner
@@ -91,7 +92,7 @@ class SchedulerHalf:
         self.ledger = TransferLedger(self.index, self.recorder, num_ranks)
         self._requests: dict[str, RequestState] = {}
         self._usable_bytes: dict[int, int] = {}  # by rank
-        self._left_alone: set[str] = set()  # requests the cache has nothing to do with
+        self._left_alone: dict[str, Request] = {}  # those the cache has nothing to do with
         self._remote_failures: set[str] = set()  # loads under way that failed at a daemon
         self._next = TieredKVMetadata()
         self._blocks: KVCacheManager | None = None
@@ -267,7 +268,7 @@ class SchedulerHalf:
 
     def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> None:
         """Forgets the request; its last full blocks are stored if that has not happened yet."""
-        self._left_alone.discard(request.request_id)
+        self._left_alone.pop(request.request_id, None)
         self._ahead.finished(request.request_id)
         state = self._requests.pop(request.request_id, None)
         if state is not None:
@@ -329,7 +330,7 @@ class SchedulerHalf:
             return state
         # A resumable session rewrites its own tokens between turns; keys would lie.
         if getattr(request, "resumable", False):
-            self._left_alone.add(request.request_id)
+            self._left_alone[request.request_id] = request
             return None
         try:
             keys = self._key_maker.keys_for(request)
@@ -338,7 +339,7 @@ class SchedulerHalf:
         except (TieredKVError, OSError, ValueError, TypeError) as reason:
             # Such as an adapter that cannot be read: the request runs as if there were no cache.
             logger.warning("request %s is not cached: %s", request.request_id, reason)
-            self._left_alone.add(request.request_id)
+            self._left_alone[request.request_id] = request
             return None
         state = RequestState(request, keys, [0] * len(self._groups))
         self._requests[request.request_id] = state
@@ -410,27 +411,20 @@ class SchedulerHalf:
             return
         state.held_nowhere_else()  # what is computed instead may be the only copy
         if failed is Tier.REMOTE:
-            state.remote_failed = True  # what the CPU tier has is still good
+            state.remote_failed = True
         else:
             state.load_failed = True
 
     def _forget_invalid(self, block_ids: set[int]) -> None:
-        """Another connector's load failed after blocks built on it were stored: take them back."""
+        """A load failed, ours or another connector's, after a step had read these GPU blocks."""
         assert self._blocks is not None, "vLLM did not bind its KV-cache manager"
+        states = self._requests.values()
         if self.verification is not None:
-            self.verification.void(self._requests.values())
-        self.ledger.spoil_stores(block_ids)  # also those of requests that ended meanwhile
-        for request_id, state in self._requests.items():
-            tables = self._blocks.get_blocks(request_id).blocks
-            for group, table in zip(self._groups, tables, strict=True):
-                bad = [n for n, block in enumerate(table) if block.block_id in block_ids]
-                if not bad:
-                    continue
-                state.keys.extend(state.request, state.request.num_tokens)
-                for key in state.keys.of_group[group.group_id][bad[0] :]:
-                    self.index.remove(key)
-                self.stores.forget({block.block_id for block in table[bad[0] :]})
-                state.stored[group.group_id] = min(state.stored[group.group_id], bad[0])
+            self.verification.void(states)
+        step = FailedStep(self._blocks, self._groups, block_ids)
+        step.forget_on_gpu()
+        step.forget_in_tier(self.ledger, self.index, states)
+        step.start_over([*(state.request for state in states), *self._left_alone.values()])
 
     def _count_eviction(self, key: bytes, nbytes: int) -> None:
         self.recorder.add(names.EVICTED_BLOCKS, 1, _CPU)

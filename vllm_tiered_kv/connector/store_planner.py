@@ -164,15 +164,6 @@ class StorePlanner:
             if block.block_hash is not None
         }
 
-    def forget(self, block_ids: set[int]) -> None:
-        """GPU blocks turned out to hold other bytes than their tokens' KV."""
-        if self._lazy is not None:
-            self._lazy.forget(block_ids)
-        self._unseen = deque(
-            one for one in self._unseen if not any(block_ids.intersection(t) for t in one[1])
-        )
-        self._ledger.drop(self._deferred.forget(block_ids), DropReason.COPY_FAILED)
-
     def ring_room(self) -> int:
         """How many more blocks the workers' staging ring can take right now."""
         if self.max_blocks_in_flight is None:
@@ -307,7 +298,6 @@ class StorePlanner:
             batch.group.block_bytes,
             owner.close if owner is not None else None,
             batch.anchors,
-            batch.block_ids,
         )
         transfer = GroupTransfer(
             batch.group.group_id, int64_array(batch.block_ids), int64_array(batch.slots)
