@@ -418,3 +418,35 @@ def test_chaos(
     _until_served_again(toy, total(toy, names.LOADED_BLOCKS, REMOTE))
     toy.close()
     eventually(lambda: leases_of(daemon) == 0)
+
+
+def test_an_engine_with_nothing_else_to_do_waits_for_the_answer(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for long, and not while it computes or loads for others: their steps must go on."""
+    with FaultyDaemon() as daemon:
+        toy = engine_at(tiny_model, daemon.address, extra={"step_loads": "never"})
+        lookups = toy.half.remote._lookups
+        waits: list[tuple[float, bool]] = []
+        wait = lookups.wait_for_news
+
+        def wait_for_news(seconds: float) -> None:
+            waits.append((seconds, toy.half.ledger.has_open_loads))
+            wait(seconds)
+
+        monkeypatch.setattr(lookups, "wait_for_news", wait_for_news)
+        daemon.delay = lambda request: 0.05 if isinstance(request, Match) else 0.0
+        first, second = prompts(7, 2)
+        serve(toy, [first])
+        assert waits
+        toy.drop_gpu_cache()
+        waits.clear()
+        toy.copier.max_delay = 200
+        toy.copier._rng = random.Random(3)
+        toy.add(first, 3)  # the CPU tier has it
+        toy.add(second, 3)
+        toy.run(limit=20_000)
+        assert toy.reported_loads
+        assert not any(is_loading for _, is_loading in waits)
+        assert all(seconds <= 0.002 for seconds, _ in waits)
+        toy.close()

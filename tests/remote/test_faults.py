@@ -28,7 +28,7 @@ from vllm_tiered_kv.remote.address import ServerAddress
 from vllm_tiered_kv.remote.connection import Connection, Settings
 from vllm_tiered_kv.remote.health import BreakerState
 from vllm_tiered_kv.remote.store import RemoteStore
-from vllm_tiered_kv.remote.transfers import REQUESTS_UNDER_WAY
+from vllm_tiered_kv.remote.transfers import WRITES_UNDER_WAY
 from vllm_tiered_kv.wire.messages import (
     ContainsReply,
     Delete,
@@ -333,8 +333,8 @@ def test_a_dropped_head_takes_its_tail_along() -> None:
         results = store.put(items(KEYS))
         store.close()
         assert results[0] is PutResult.DROPPED
-        assert set(results[REQUESTS_UNDER_WAY:]) == {PutResult.DROPPED}
-        assert daemon.ops().count("put") == REQUESTS_UNDER_WAY, (
+        assert set(results[WRITES_UNDER_WAY:]) == {PutResult.DROPPED}
+        assert daemon.ops().count("put") == WRITES_UNDER_WAY, (
             "what was under way, and nothing after"
         )
 

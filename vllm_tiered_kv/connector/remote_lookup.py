@@ -150,6 +150,7 @@ class RemoteLookups:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tiered-kv-lookup")
         self.answers: deque[tuple[int, int]] = deque(maxlen=64)
         """Blocks asked for and found, of the last answers, whether anybody still wanted them."""
+        self._news = threading.Event()  # an answer has come since somebody waited for one
         self._desks: dict[str, LoanDesk] = {}
         self._desks_lock = threading.Lock()
 
@@ -167,6 +168,7 @@ class RemoteLookups:
         wanted = [list(group_keys) for group_keys in keys]
         lengths = list(block_bytes) or [0] * len(wanted)
         future = self._pool.submit(self._ask, wanted, firsts, lengths, deadline, windows)
+        future.add_done_callback(lambda _: self._news.set())
         return RemoteLookup(future, now, deadline, deadline + self._pin_s)
 
     def poll(self, lookup: RemoteLookup) -> None:
@@ -181,6 +183,12 @@ class RemoteLookups:
             lookup.drop()
             lookup.given_up = True
             self._recorder.add(names.LOOKUPS, 1, _REMOTE, "timeout")
+
+    def wait_for_news(self, seconds: float) -> None:
+        """Returns when an answer comes, or has come since this was called last; or when the time is
+        over."""
+        self._news.wait(seconds)
+        self._news.clear()
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Lets every daemon that can be reached forget these blocks of all ranks. Never waits."""

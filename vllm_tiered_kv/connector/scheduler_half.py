@@ -57,6 +57,8 @@ logger = logging.getLogger(__name__)
 
 _CPU = Tier.CPU.value
 _YIELD_S = 0.0001
+_ANSWER_S = 0.001
+"""What a request that arrives now may have to wait for, while all others wait for a daemon."""
 
 
 class SchedulerHalf:
@@ -209,9 +211,7 @@ class SchedulerHalf:
             scheduler_output.num_scheduled_tokens, self._requests, bool(self._next.loads)
         )
         if self._waits_for_threads() and not scheduler_output.total_num_scheduled_tokens:
-            # Nothing to compute, requests or blocks wait: threads that talk to a daemon or compare
-            # need the interpreter more than a loop that asks whether they are ready.
-            time.sleep(_YIELD_S)
+            self._yield_to_threads()
         if self.remote is not None:
             self._next.identity = self._identity
             self._next.puts = self.remote.writes.take()
@@ -396,6 +396,16 @@ class SchedulerHalf:
         if self.verification is not None and self.verification.has_open:
             return True
         return self.remote is not None and bool(self._requests or self.ledger.has_open_puts)
+
+    def _yield_to_threads(self) -> None:
+        """Nothing to compute, requests or blocks wait: threads that talk to a daemon or compare
+        need the interpreter more than a loop that asks whether they are ready."""
+        if (
+            self.remote is None
+            or self.ledger.has_open_loads
+            or not self.remote.wait_for_news(self._requests.values(), _ANSWER_S)
+        ):
+            time.sleep(_YIELD_S)
 
     def _end_verification(self, state: RequestState) -> None:
         if self.verification is not None:

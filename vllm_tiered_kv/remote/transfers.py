@@ -21,8 +21,11 @@ from vllm_tiered_kv.remote.connection import Connection, Incoming
 from vllm_tiered_kv.wire.limits import MAX_FRAMES
 from vllm_tiered_kv.wire.messages import Get, GetReply, Limits, Put, PutReply, put_results
 
-REQUEST_BYTES = 4 << 20  # the first bytes wait for one to be hashed, the last for one to be copied
-REQUESTS_UNDER_WAY = 6
+READ_BYTES = 4 << 20  # of one request: the last bytes wait for so many to be copied
+READS_UNDER_WAY = 6
+# Nobody waits for a block that is written, and each request costs the daemon a turn of its loop.
+WRITE_BYTES = 16 << 20
+WRITES_UNDER_WAY = 4
 
 _T = TypeVar("_T")
 
@@ -57,11 +60,12 @@ def read(connection: Connection, tasks: Sequence[ReadTask], deadline: float) -> 
     """Fills in the tasks. When it raises, those that are marked found are whole and verified, and
     nothing is written to the others' buffers any more."""
     keep_large_buffers()
-    waiting = deque(_cut(tasks, [task.into.nbytes for task in tasks], connection.limits))
+    lengths = [task.into.nbytes for task in tasks]
+    waiting = deque(_cut(tasks, lengths, READ_BYTES, connection.limits))
     reading: dict[int, _Reading] = {}
 
     def ask() -> None:
-        while waiting and len(reading) < REQUESTS_UNDER_WAY:
+        while waiting and len(reading) < READS_UNDER_WAY:
             some = waiting.popleft()
             request = Get(len(some[0].key), [task.key for task in some], stream=True)
             reading[connection.send(request, deadline=deadline)] = _Reading(some)
@@ -119,11 +123,11 @@ def write(
     headless |= _descendants(tasks, headless)
     fitting = [task for task in tasks if task.result is not PutResult.DROPPED]
     lengths = [task.item.payload.nbytes for task in fitting]
-    waiting = deque(_cut(fitting, lengths, connection.limits))
+    waiting = deque(_cut(fitting, lengths, WRITE_BYTES, connection.limits))
     writing: dict[int, list[WriteTask]] = {}
 
     def offer() -> None:
-        while waiting and len(writing) < REQUESTS_UNDER_WAY:
+        while waiting and len(writing) < WRITES_UNDER_WAY:
             some = []
             for task in waiting.popleft():
                 if task.parent in headless:  # it could never be found
@@ -175,9 +179,11 @@ def _send_put(
     return connection.send(request, [item.payload for item in items], deadline=deadline)
 
 
-def _cut(tasks: Sequence[_T], lengths: Sequence[int], limits: Limits) -> Iterator[list[_T]]:
+def _cut(
+    tasks: Sequence[_T], lengths: Sequence[int], request_bytes: int, limits: Limits
+) -> Iterator[list[_T]]:
     """Runs of tasks whose bytes fit one request; a block that is larger goes alone."""
-    most_bytes = min(REQUEST_BYTES, limits.message_bytes)
+    most_bytes = min(request_bytes, limits.message_bytes)
     most_blocks = max(1, min(MAX_FRAMES, limits.frames, limits.keys))
     some: list[_T] = []
     nbytes = 0
