@@ -18,7 +18,6 @@ from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.errors import CudaError
 from vllm_tiered_kv.metrics import names
 
-ENDED = pytest.mark.parametrize("ended", [False, True], ids=["goes-on", "aborted"])
 LAYER_CALLS = pytest.mark.parametrize("layer_calls", [0.0, 1.0], ids=["whole", "by-layer"])
 
 
@@ -100,94 +99,6 @@ def test_failures_are_recomputed_also_by_those_who_share_the_blocks(tiny_model: 
     assert total(engine, names.LOADED_BLOCKS) == 0
     engine.assert_at_rest()
     assert_tier_is_right(engine)
-
-
-def steps_of_half_a_prompt(model: Path) -> ToyEngine:
-    """Several requests are in the same step though none of them is computed in one."""
-    return ToyEngine(model, max_tokens_per_step=16, engine_args={"long_prefill_token_threshold": 4})
-
-
-@ENDED
-def test_nobody_reads_what_failed_to_load_before_it_is_computed_anew(
-    tiny_model: Path, ended: bool
-) -> None:
-    """vLLM keeps such blocks in its prefix cache, and lets one request compute them again: that may
-    take many steps, or never happen."""
-    engine = steps_of_half_a_prompt(tiny_model)
-    rng = random.Random(5)
-    shared = prompt(rng, 41)
-    warm(engine, shared)
-    engine.copier.fail_ahead = 1.0
-    failing = engine.add(shared, 5)
-    engine.step()
-    assert total(engine, names.LOAD_FAILURES) == 1
-    engine.copier.fail_ahead = 0.0
-    engine.step()
-    if ended:
-        engine.abort(failing)
-    ids = shared + prompt(rng, 4)
-    other = engine.add(ids, 5)
-    engine.run()
-    assert engine.finished[other].tokens == play(ids, 5)[0]
-    assert ended or engine.finished[failing].tokens == play(shared, 5)[0]
-    engine.assert_at_rest()
-    assert assert_tier_is_right(engine)
-
-
-@ENDED
-def test_those_who_share_what_failed_to_load_do_not_run_ahead_of_it(
-    tiny_model: Path, ended: bool
-) -> None:
-    """vLLM starts the first of them over, and lets the others go on after the shared blocks; here
-    one of them is not even cached."""
-    engine = steps_of_half_a_prompt(tiny_model)
-    rng = random.Random(6)
-    shared = prompt(rng, 41)
-    warm(engine, shared)
-    engine.copier.fail_ahead = 1.0
-    prompts = [shared, shared + prompt(rng, 3), shared + prompt(rng, 2)]
-    first, second = engine.add(prompts[0], 5), engine.add(prompts[1], 5)
-    third = engine.add(prompts[2], 5, resumable=True)
-    output = engine.scheduler.schedule()
-    assert output.num_scheduled_tokens == {first: 1, second: 4, third: 3}
-    engine.scheduler.update_from_output(output, engine._execute(output))
-    if ended:
-        engine.abort(first)
-    engine.requests[third].resumable = False  # so that it ends
-    engine.run()
-    for request, ids in list(zip((first, second, third), prompts, strict=True))[ended:]:
-        assert engine.finished[request].tokens == play(ids, 5)[0]
-    assert total(engine, names.LOAD_FAILURES) == 1
-    engine.assert_at_rest()
-    assert assert_tier_is_right(engine)
-
-
-@pytest.mark.parametrize("prefix_caching", [True, False], ids=["prefix-cache", "no-prefix-cache"])
-def test_what_was_computed_from_a_failed_load_is_not_stored_though_its_request_has_gone(
-    tiny_model: Path, prefix_caching: bool
-) -> None:
-    engine = ToyEngine(tiny_model, prefix_caching=prefix_caching)
-    engine.copier.max_delay = 0
-    rng = random.Random(7)
-    stem = prompt(rng, 21)
-    ids = stem + prompt(rng, 11)
-    ask(engine, stem, 1)
-    if prefix_caching:
-        engine.drop_gpu_cache()
-    engine.copier.fail_ahead = 1.0
-    failing = engine.add(ids, 5)
-    output = engine.scheduler.schedule()
-    assert output.has_sync_kv_loads
-    result = engine._execute(output)
-    engine.abort(failing)  # its step is on its way
-    engine.scheduler.update_from_output(output, result)
-    engine.copier.fail_ahead = 0.0
-    engine.run()
-    assert_tier_is_right(engine)
-    for _ in range(2):  # the GPU's own cache is right, too
-        ask(engine, ids, 5)
-    engine.assert_at_rest()
-    assert assert_tier_is_right(engine)
 
 
 def test_a_step_that_cannot_be_taken_back_says_what_is_wrong(tiny_model: Path) -> None:

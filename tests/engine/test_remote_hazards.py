@@ -71,24 +71,6 @@ def test_a_daemons_failure_is_known_as_such_though_another_rank_ends_later(
         toy.close()
 
 
-def test_a_long_request_whose_daemon_failed_does_not_wait_for_ever(tiny_model: Path) -> None:
-    """vLLM keeps for it what it reserved for its load. A second load beside the steps, of what the
-    CPU tier has, would need as much again, and there is not so much on the GPU."""
-    with FaultyDaemon() as daemon:
-        toy = engine(tiny_model, daemon, gpu_blocks=28, extra={"step_loads": "never"})
-        asked = seeded_prompt(2, 65)
-        serve(toy, asked[:49])
-        toy.drop_gpu_cache()
-        daemon.fault = forgetful
-        others = [seeded_prompt(number, 13) for number in (3, 4)]
-        names_of_others = [toy.add(ids, 3) for ids in others]
-        serve(toy, asked)
-        for name, ids in zip(names_of_others, others, strict=True):
-            assert toy.finished[name].tokens == play(ids, 3)[0]
-        assert total(toy, names.LOAD_FAILURES, REMOTE) >= 1
-        toy.close()
-
-
 @pytest.mark.parametrize("aborted", [False, True], ids=["goes-on", "aborted"])
 def test_blocks_built_on_anothers_failed_load_do_not_reach_a_daemon(
     tiny_model: Path, aborted: bool

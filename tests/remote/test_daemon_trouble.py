@@ -399,3 +399,17 @@ def test_a_forked_child_makes_its_own(daemon: DaemonProcess, store: RemoteStore)
     assert child.exitcode == 0
     assert store.match(chain) == 3
     assert NBYTES > 65536, "so that zmq refers to the payload instead of copying it"
+
+
+def test_a_connection_that_nobody_uses_leaves_a_dead_daemons_address_alone(
+    daemon: DaemonProcess, store: RemoteStore
+) -> None:
+    """zmq tells a monitor of every attempt. With nobody to listen its thread stood still after some
+    thousand of them, a minute or two, and with it whoever closed the connection."""
+    assert store.put(items(keys("idle", 1))) == [PutResult.STORED]
+    daemon.kill()
+    host, port = daemon.endpoint.removeprefix("tcp://").rsplit(":", 1)
+    with socket.create_server((host, int(port))) as listening:
+        listening.settimeout(1.0)
+        with pytest.raises(TimeoutError):
+            listening.accept()

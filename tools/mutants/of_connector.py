@@ -12,7 +12,7 @@ _SCHEDULING = ("tests/engine/test_scheduling.py",)
 _HAZARDS = ("tests/engine/test_hazards.py",)
 _LENT = ("tests/unit/test_lent_blocks.py",)
 _WORKER = ("tests/unit/test_remote_worker.py",)
-_AHEAD = ("tests/engine/test_ahead_loads.py",)
+_FAILED = ("tests/engine/test_failed_loads.py",)
 
 CONNECTOR = (
     Mutation(
@@ -119,7 +119,7 @@ CONNECTOR = (
         "        self._manager.evict_blocks(",
         "        set(",
         "a request reads GPU blocks that were never loaded",
-        _AHEAD,
+        _FAILED,
         Needs.VLLM,
     ),
     Mutation(
@@ -128,7 +128,7 @@ CONNECTOR = (
         "min(request.num_computed_tokens, sound)",
         "request.num_computed_tokens",
         "a request goes on after blocks that another one has yet to compute",
-        _AHEAD,
+        _FAILED,
         Needs.VLLM,
     ),
     Mutation(
@@ -137,16 +137,43 @@ CONNECTOR = (
         "        ledger.spoil_stores()\n",
         "",
         "what was computed from a failed load is stored for everybody",
-        _AHEAD,
+        _FAILED,
         Needs.VLLM,
     ),
     Mutation(
         "second-load-beside-the-steps",
         "connector/load_planner.py",
-        "        if state.remote_failed and not ahead:\n",
+        "        if state.keeps_reservation and not ahead:\n",
         "        if False:\n",
         "a request whose daemon failed waits for ever, and all others with it",
-        ("tests/engine/test_remote_hazards.py",),
+        _FAILED,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "load-builds-on-one-that-may-fail",
+        "connector/load_planner.py",
+        "        if loadable and computed and not ahead and self.ahead.has_planned:\n",
+        "        if False:\n",
+        "requests that share a failed load wait for each other, for ever",
+        _FAILED,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "failed-step-forgets-what-outlived-a-reset",
+        "connector/failed_step.py",
+        "        stores.lose_hashes(self._states)\n",
+        "",
+        "blocks computed before the weights changed are stored as new",
+        _FAILED,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "other-connectors-failure-is-not-seen",
+        "connector/scheduler_half.py",
+        "                self._requests[request_id].keeps_reservation = True\n",
+        "                pass\n",
+        "after another connector's failure a request waits for ever",
+        _FAILED,
         Needs.VLLM,
     ),
     Mutation(

@@ -30,10 +30,18 @@ class AheadPolicy:
         """No side effects: vLLM may ask again, or not admit the request after all."""
         return (
             self._possible
-            and not self._ledger.has_open_loads
+            and self.is_alone(request_id)
             and (not self._planned_bytes or self._planned_bytes + nbytes <= _BYTES_PER_STEP)
-            and self._running <= {request_id}
         )
+
+    def is_alone(self, request_id: str) -> bool:
+        """Whether no other request ran in the last step, or is being loaded beside the steps."""
+        return not self._ledger.has_open_loads and self._running <= {request_id}
+
+    @property
+    def has_planned(self) -> bool:
+        """Whether the step that is being planned waits for a load."""
+        return bool(self._planned_bytes)
 
     def admitted(self, nbytes: int) -> None:
         self._planned_bytes += nbytes

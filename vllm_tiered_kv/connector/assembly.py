@@ -53,6 +53,7 @@ def make_scheduler_half(
             else None
         ),
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        steps_alone=vllm_config.parallel_config.data_parallel_size == 1,
         max_blocks_in_flight=(
             StagingRing.units(split_staging(config.staging_memory)[0], geometry)
             if has_ring

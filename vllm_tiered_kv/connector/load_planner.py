@@ -10,6 +10,7 @@ from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import TransferLedger
 from vllm_tiered_kv.cache.planner import Group, loadable_tokens, telling_group
 from vllm_tiered_kv.connector.ahead_policy import AheadPolicy
+from vllm_tiered_kv.connector.idle_wait import IdleWait
 from vllm_tiered_kv.connector.load_or_recompute import LoadOrRecompute
 from vllm_tiered_kv.connector.remote_tier import LoadSplit, RemoteTier
 from vllm_tiered_kv.connector.request_state import Match, RequestState
@@ -36,9 +37,11 @@ class LoadPlanner:
         recorder: Recorder,
         ahead: AheadPolicy,
         judge: LoadOrRecompute,
+        idle_wait: IdleWait,
     ) -> None:
         self.ahead = ahead
         self.judge = judge
+        self._idle_wait = idle_wait
         self._groups = groups
         self._alignment = math.lcm(*(group.block_size for group in groups))
         self._index = index
@@ -67,7 +70,13 @@ class LoadPlanner:
             if self.remote is not None and self.judge.asks_daemons:
                 elsewhere = self.remote.positions(state, computed, limit)
                 if elsewhere is None and self.judge.waits_for_daemons(state, computed):
-                    return None
+                    if state.remote is None or not self._idle_wait.spend_on(
+                        request.request_id, state.remote
+                    ):
+                        return None
+                    elsewhere = self.remote.positions(state, computed, limit)
+                    if elsewhere is None:
+                        return None
             loadable = self._find(state, computed, limit, elsewhere)
         choice = self.judge.choose(state, computed, loadable, elsewhere)
         if choice.tokens < loadable:
@@ -81,11 +90,15 @@ class LoadPlanner:
             and (self.remote is None or self.remote.is_resident(state))
             and self.ahead.allows(request.request_id, self._bytes(loadable))
         )
-        if state.remote_failed and not ahead:
-            # What the CPU tier has is still good. But vLLM keeps what it reserved for the load that
-            # failed, and does so again for a second one beside the steps: of a request that takes
-            # half of the GPU's blocks that is more than there are, and it would wait for ever.
+        if state.keeps_reservation and not ahead:
+            # Tiers may still have it. But vLLM keeps what it reserved for the load that failed, and
+            # does so again for a second one beside the steps: of a request that takes half of the
+            # GPU's blocks that is more than there are, and it would wait for ever.
             loadable = 0
+        if loadable and computed and not ahead and self.ahead.has_planned:
+            # What the GPU has of it may be what this very step loads. Should that fail, vLLM would
+            # have room reserved for this one, too, or let others wait behind it.
+            return None
         state.match = Match(computed, loadable, limit, ahead, choice, verified)
         return loadable
 

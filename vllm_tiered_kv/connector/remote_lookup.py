@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from vllm_tiered_kv.connector.window_search import WindowSearch
@@ -97,6 +97,10 @@ class RemoteLookup:
     def is_outdated(self) -> bool:
         return self.renewable and time.monotonic() > self.fresh_until
 
+    def wait(self, seconds: float) -> None:
+        """Until the answer is there, or that time is over."""
+        wait([self.future], seconds)
+
     def drop(self) -> None:
         """Nobody wants the answer any more, and no copy reads what was lent with it: that goes
         back, now or when it comes. Idempotent, never waits."""
@@ -150,7 +154,6 @@ class RemoteLookups:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tiered-kv-lookup")
         self.answers: deque[tuple[int, int]] = deque(maxlen=64)
         """Blocks asked for and found, of the last answers, whether anybody still wanted them."""
-        self._news = threading.Event()  # an answer has come since somebody waited for one
         self._desks: dict[str, LoanDesk] = {}
         self._desks_lock = threading.Lock()
 
@@ -168,7 +171,6 @@ class RemoteLookups:
         wanted = [list(group_keys) for group_keys in keys]
         lengths = list(block_bytes) or [0] * len(wanted)
         future = self._pool.submit(self._ask, wanted, firsts, lengths, deadline, windows)
-        future.add_done_callback(lambda _: self._news.set())
         return RemoteLookup(future, now, deadline, deadline + self._pin_s)
 
     def poll(self, lookup: RemoteLookup) -> None:
@@ -183,12 +185,6 @@ class RemoteLookups:
             lookup.drop()
             lookup.given_up = True
             self._recorder.add(names.LOOKUPS, 1, _REMOTE, "timeout")
-
-    def wait_for_news(self, seconds: float) -> None:
-        """Returns when an answer comes, or has come since this was called last; or when the time is
-        over."""
-        self._news.wait(seconds)
-        self._news.clear()
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Lets every daemon that can be reached forget these blocks of all ranks. Never waits."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_tiered_kv.cache.index import BlockIndex
@@ -169,14 +169,6 @@ class RemoteTier:
             for group in answer.spans
             for span in group
         )
-
-    def wait_for_news(self, states: Iterable[RequestState], seconds: float) -> bool:
-        """If daemons have been asked about one of these requests, waits so long for an answer;
-        says whether that is so."""
-        is_asking = any(s.remote is not None and s.remote.is_pending for s in states)
-        if is_asking:
-            self._lookups.wait_for_news(seconds)
-        return is_asking
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Lets daemons forget blocks of all ranks; returns at once."""

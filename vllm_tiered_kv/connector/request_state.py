@@ -54,6 +54,7 @@ class RequestState:
     match: Match | None = None
     remote: RemoteLookup | None = None  # what the daemons were asked about this request
     remote_failed: bool = False  # daemons are not asked again
+    keeps_reservation: bool = False  # vLLM still keeps room for a load of it that failed
     held_elsewhere: list[range] = field(default_factory=list)
     """Per group: positions that lie in a daemon's memory on this host and are not kept twice."""
     to_verify: list[deque[Candidate]] = field(default_factory=list)  # per group, in order
@@ -81,6 +82,12 @@ class RequestState:
     def close(self, reason: DropReason) -> None:
         """A block of this sequence could not be stored: what follows it would be unreachable."""
         self.closed = self.closed or reason
+
+    def keep_failures(self, other: RequestState) -> None:
+        """This takes the place of what was known of the same request."""
+        self.load_failed = other.load_failed
+        self.remote_failed = other.remote_failed
+        self.keeps_reservation = other.keeps_reservation
 
     def forget_blocks(self) -> None:
         """The request was preempted: its blocks are gone and it starts over."""

@@ -25,6 +25,7 @@ from vllm_tiered_kv.cache.planner import Group
 from vllm_tiered_kv.config import Mode, TieredKVConfig
 from vllm_tiered_kv.connector.ahead_policy import AheadPolicy
 from vllm_tiered_kv.connector.failed_step import FailedStep
+from vllm_tiered_kv.connector.idle_wait import IdleWait
 from vllm_tiered_kv.connector.lazy_store import LazyStore
 from vllm_tiered_kv.connector.load_or_recompute import LoadOrRecompute
 from vllm_tiered_kv.connector.load_planner import LoadPlanner
@@ -57,8 +58,6 @@ logger = logging.getLogger(__name__)
 
 _CPU = Tier.CPU.value
 _YIELD_S = 0.0001
-_ANSWER_S = 0.001
-"""What a request that arrives now may have to wait for, while all others wait for a daemon."""
 
 
 class SchedulerHalf:
@@ -76,9 +75,11 @@ class SchedulerHalf:
         max_blocks_in_flight: int | None,
         step_tokens: int = 8192,
         windows: Sequence[int | None] = (),
+        steps_alone: bool = True,
     ) -> None:
         """`steps_zero_blocks`: vLLM clears new blocks before the forward, ahead of our hook.
-        `windows`: of each group, as at `Group`. The others are explained at `StorePlanner`."""
+        `windows`: of each group, as at `Group`. `steps_alone`: no other engine waits for the steps
+        of this one. The others are explained at `StorePlanner`."""
         self._config = config
         self._num_ranks = num_ranks
         self._key_maker = key_maker
@@ -103,8 +104,15 @@ class SchedulerHalf:
         )
         self._ahead = AheadPolicy(config.step_loads, self._groups, self.ledger)
         self.judge = LoadOrRecompute(config, self._groups, self.index, self.recorder, step_tokens)
+        self._idle_wait = IdleWait(self._ahead, steps_alone)
         self.loads = LoadPlanner(
-            self._groups, self.index, self.ledger, self.recorder, self._ahead, self.judge
+            self._groups,
+            self.index,
+            self.ledger,
+            self.recorder,
+            self._ahead,
+            self.judge,
+            self._idle_wait,
         )
         self.verification: Verification | None = None
         if config.verify_fraction:
@@ -184,6 +192,7 @@ class SchedulerHalf:
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """The request is admitted with its blocks."""
+        self._idle_wait.end()
         state = self._requests.get(request.request_id)
         if state is not None:
             job = self.loads.admit(state, request, blocks, num_external_tokens)
@@ -198,6 +207,7 @@ class SchedulerHalf:
                 self._requests[request_id].forget_blocks()
                 self._end_verification(self._requests[request_id])
         self._ahead.step_planned(scheduler_output.num_scheduled_tokens)
+        self._idle_wait.step_planned()
         for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
             self._plan_stores(request_id, scheduled)
         scheduled_now = scheduler_output.num_scheduled_tokens.values()
@@ -211,7 +221,9 @@ class SchedulerHalf:
             scheduler_output.num_scheduled_tokens, self._requests, bool(self._next.loads)
         )
         if self._waits_for_threads() and not scheduler_output.total_num_scheduled_tokens:
-            self._yield_to_threads()
+            # Nothing to compute, requests or blocks wait: threads that talk to a daemon or compare
+            # need the interpreter more than a loop that asks whether they are ready.
+            time.sleep(_YIELD_S)
         if self.remote is not None:
             self._next.identity = self._identity
             self._next.puts = self.remote.writes.take()
@@ -243,8 +255,12 @@ class SchedulerHalf:
                 failed_request = self.ledger.report_ahead(job_id, ended)
                 if failed_request in self._requests:
                     self._requests[failed_request].load_failed = True
+                    self._requests[failed_request].held_nowhere_else()
             # A rank says this when its own part is over, vLLM reports a load when all ranks' are.
             self._remote_failures |= metadata.remote_failures
+        for request_id in output.failed_recving or ():  # whoever's load it was
+            if request_id in self._requests:
+                self._requests[request_id].keeps_reservation = True
         for request_id in output.finished_recving or ():
             failed = None
             if request_id in output.failed_recving:
@@ -303,6 +319,8 @@ class SchedulerHalf:
         for state in states.values():
             state.drop_lookup()
             renewed = self._state(state.request)
+            if renewed is not None:
+                renewed.keep_failures(state)
             if renewed is not None and state.request.num_computed_tokens:
                 # What the GPU holds of this request was computed before the reset.
                 renewed.close(DropReason.RESET)
@@ -397,16 +415,6 @@ class SchedulerHalf:
             return True
         return self.remote is not None and bool(self._requests or self.ledger.has_open_puts)
 
-    def _yield_to_threads(self) -> None:
-        """Nothing to compute, requests or blocks wait: threads that talk to a daemon or compare
-        need the interpreter more than a loop that asks whether they are ready."""
-        if (
-            self.remote is None
-            or self.ledger.has_open_loads
-            or not self.remote.wait_for_news(self._requests.values(), _ANSWER_S)
-        ):
-            time.sleep(_YIELD_S)
-
     def _end_verification(self, state: RequestState) -> None:
         if self.verification is not None:
             self.verification.end(state)
@@ -428,13 +436,14 @@ class SchedulerHalf:
     def _forget_invalid(self, block_ids: set[int]) -> None:
         """A load failed, ours or another connector's, after a step had read these GPU blocks."""
         assert self._blocks is not None, "vLLM did not bind its KV-cache manager"
-        states = self._requests.values()
-        if self.verification is not None:
-            self.verification.void(states)
-        step = FailedStep(self._blocks, self._groups, block_ids)
-        step.forget_on_gpu()
-        step.forget_in_tier(self.ledger, self.index, states)
-        step.start_over([*(state.request for state in states), *self._left_alone.values()])
+        step = FailedStep(
+            self._blocks,
+            self._groups,
+            block_ids,
+            self._requests.values(),
+            self._left_alone.values(),
+        )
+        step.undo(self.ledger, self.index, self.stores, self.verification)
 
     def _count_eviction(self, key: bytes, nbytes: int) -> None:
         self.recorder.add(names.EVICTED_BLOCKS, 1, _CPU)

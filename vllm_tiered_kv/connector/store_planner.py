@@ -21,7 +21,7 @@ No reference to a GPU block is ever held.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.cache.index import BlockIndex
@@ -163,6 +163,14 @@ class StorePlanner:
             for block in self._block_pool.blocks
             if block.block_hash is not None
         }
+
+    def lose_hashes(self, states: Iterable[RequestState]) -> None:
+        """The hashes of all GPU blocks are about to go, and with them the knowledge which of them
+        outlived a reset. Whoever runs now may hold such blocks."""
+        if self._outdated:
+            for state in states:
+                state.close(DropReason.RESET)
+            self._outdated.clear()
 
     def ring_room(self) -> int:
         """How many more blocks the workers' staging ring can take right now."""

@@ -262,6 +262,10 @@ class Connection:
             for option, value in (
                 (zmq.LINGER, 0),
                 (zmq.IMMEDIATE, 1),
+                # A call that finds its peer gone makes a fresh socket. One that nobody uses would
+                # try for ever, and tell its monitor of each attempt: nobody listens, after some
+                # thousand of them zmq's thread waits for that, and whoever closes the socket too.
+                (zmq.RECONNECT_IVL, -1),
                 (zmq.CONNECT_TIMEOUT, max(1, math.ceil(settings.connect_timeout_s * 1000))),
                 (zmq.HANDSHAKE_IVL, max(1, math.ceil(settings.connect_timeout_s * 1000))),
                 (zmq.SNDHWM, _QUEUE),

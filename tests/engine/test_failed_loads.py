@@ -1,0 +1,293 @@
+"""After a load has failed: what vLLM does about it is not enough, and nothing may go wrong.
+
+It starts requests over, but keeps blocks in its prefix cache that were never loaded, and room for
+loads that are over. Each of these ended in a wrong read, a wrong block in the tier, or a hang.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from tests.engine.toy_asking import (
+    ask,
+    assert_tier_is_right,
+    keys_of,
+    prompt,
+    seeded_prompt,
+    total,
+)
+from tests.engine.toy_at_daemon import REMOTE, engine_at
+from tests.engine.toy_engine import ToyEngine, play
+from tests.remote.faulty_daemon import FaultyDaemon, forgetful
+from vllm_tiered_kv.metrics import names
+
+pytestmark = pytest.mark.engine
+
+ENDED = pytest.mark.parametrize("ended", [False, True], ids=["goes-on", "aborted"])
+
+
+def warm(engine: ToyEngine, ids: list[int]) -> None:
+    """The prompt lies in the tier and nowhere else."""
+    ask(engine, ids)
+    engine.drop_gpu_cache()
+
+
+def step_that_fails(engine: ToyEngine) -> None:
+    """One whose loads fail while its forward waits for them."""
+    engine.copier.fail_ahead = 1.0
+    output = engine.scheduler.schedule()
+    assert output.has_sync_kv_loads
+    engine.scheduler.update_from_output(output, engine._execute(output))
+    engine.copier.fail_ahead = 0.0
+    assert total(engine, names.LOAD_FAILURES) == 1
+
+
+def answered(engine: ToyEngine, ids: list[int]) -> str:
+    """A request of which the daemon has said what it holds."""
+    request = engine.add(ids, 3)
+    engine.half._requests[request].remote.future.result(timeout=30)
+    return request
+
+
+def cached(engine: ToyEngine) -> set[int]:
+    """GPU blocks that vLLM offers to requests that come."""
+    blocks = engine.scheduler.kv_cache_manager.block_pool.blocks
+    return {block.block_id for block in blocks if block.block_hash is not None}
+
+
+# ---- what the step read and wrote ---------------------------------------------------------------
+
+
+def steps_of_half_a_prompt(model: Path) -> ToyEngine:
+    """Several requests are in the same step though none of them is computed in one."""
+    return ToyEngine(model, max_tokens_per_step=16, engine_args={"long_prefill_token_threshold": 4})
+
+
+@ENDED
+def test_nobody_reads_what_failed_to_load_before_it_is_computed_anew(
+    tiny_model: Path, ended: bool
+) -> None:
+    """vLLM keeps such blocks in its prefix cache, and lets one request compute them again: that may
+    take many steps, or never happen."""
+    engine = steps_of_half_a_prompt(tiny_model)
+    rng = random.Random(5)
+    shared = prompt(rng, 41)
+    warm(engine, shared)
+    engine.copier.fail_ahead = 1.0
+    failing = engine.add(shared, 5)
+    engine.step()
+    assert total(engine, names.LOAD_FAILURES) == 1
+    engine.copier.fail_ahead = 0.0
+    engine.step()
+    if ended:
+        engine.abort(failing)
+    ids = shared + prompt(rng, 4)
+    other = engine.add(ids, 5)
+    engine.run()
+    assert engine.finished[other].tokens == play(ids, 5)[0]
+    assert ended or engine.finished[failing].tokens == play(shared, 5)[0]
+    engine.assert_at_rest()
+    assert assert_tier_is_right(engine)
+
+
+@ENDED
+def test_those_who_share_what_failed_to_load_do_not_run_ahead_of_it(
+    tiny_model: Path, ended: bool
+) -> None:
+    """vLLM starts the first of them over, and lets the others go on after the shared blocks; here
+    one of them is not even cached."""
+    engine = steps_of_half_a_prompt(tiny_model)
+    rng = random.Random(6)
+    shared = prompt(rng, 41)
+    warm(engine, shared)
+    engine.copier.fail_ahead = 1.0
+    prompts = [shared, shared + prompt(rng, 3), shared + prompt(rng, 2)]
+    first, second = engine.add(prompts[0], 5), engine.add(prompts[1], 5)
+    third = engine.add(prompts[2], 5, resumable=True)
+    output = engine.scheduler.schedule()
+    assert output.num_scheduled_tokens == {first: 1, second: 4, third: 3}
+    engine.scheduler.update_from_output(output, engine._execute(output))
+    if ended:
+        engine.abort(first)
+    engine.requests[third].resumable = False  # so that it ends
+    engine.run()
+    for request, ids in list(zip((first, second, third), prompts, strict=True))[ended:]:
+        assert engine.finished[request].tokens == play(ids, 5)[0]
+    assert total(engine, names.LOAD_FAILURES) == 1
+    engine.assert_at_rest()
+    assert assert_tier_is_right(engine)
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False], ids=["prefix-cache", "no-prefix-cache"])
+def test_what_was_computed_from_a_failed_load_is_not_stored_though_its_request_has_gone(
+    tiny_model: Path, prefix_caching: bool
+) -> None:
+    engine = ToyEngine(tiny_model, prefix_caching=prefix_caching)
+    engine.copier.max_delay = 0
+    rng = random.Random(7)
+    stem = prompt(rng, 21)
+    ids = stem + prompt(rng, 11)
+    ask(engine, stem, 1)
+    if prefix_caching:
+        engine.drop_gpu_cache()
+    engine.copier.fail_ahead = 1.0
+    failing = engine.add(ids, 5)
+    output = engine.scheduler.schedule()
+    assert output.has_sync_kv_loads
+    result = engine._execute(output)
+    engine.abort(failing)  # its step is on its way
+    engine.scheduler.update_from_output(output, result)
+    engine.copier.fail_ahead = 0.0
+    engine.run()
+    assert_tier_is_right(engine)
+    for _ in range(2):  # the GPU's own cache is right, too
+        ask(engine, ids, 5)
+    engine.assert_at_rest()
+    assert assert_tier_is_right(engine)
+
+
+def test_blocks_of_before_a_reset_stay_unknown_after_it(tiny_model: Path) -> None:
+    """They are told by the hashes on them, and a failed step takes all hashes away."""
+    engine = ToyEngine(tiny_model, gpu_blocks=128, cpu_blocks=128)
+    rng = random.Random(1)
+    old, fresh = prompt(rng, 33), prompt(rng, 41)
+    ask(engine, old, 1)
+    engine.add(prompt(rng, 9), 8)
+    engine.step()
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)  # a request runs
+    engine.run()
+    before = cached(engine)
+    ask(engine, fresh, 1)
+    engine.scheduler.kv_cache_manager.evict_blocks(cached(engine) - before)
+    engine.add(fresh, 3)
+    stale = engine.add(old, 14)  # all of it is on the GPU
+    step_that_fails(engine)
+    engine.run()
+    assert engine.half.index.match_prefix(keys_of(engine, stale)[0]) == 0
+    engine.assert_at_rest()
+
+
+# ---- what others wait for -----------------------------------------------------------------------
+
+
+def test_a_long_request_whose_daemon_failed_does_not_wait_for_ever(tiny_model: Path) -> None:
+    """vLLM keeps for it what it reserved for its load. A second load beside the steps, of what the
+    CPU tier has, would need as much again, and there is not so much on the GPU."""
+    with FaultyDaemon() as daemon:
+        toy = engine_at(tiny_model, daemon.address, gpu_blocks=28, extra={"step_loads": "never"})
+        asked = seeded_prompt(2, 65)
+        ask(toy, asked[:49])
+        toy.drop_gpu_cache()
+        daemon.fault = forgetful
+        others = [seeded_prompt(number, 13) for number in (3, 4)]
+        names_of_others = [toy.add(ids, 3) for ids in others]
+        ask(toy, asked)
+        for name, ids in zip(names_of_others, others, strict=True):
+            assert toy.finished[name].tokens == play(ids, 3)[0]
+        assert total(toy, names.LOAD_FAILURES, REMOTE) >= 1
+        toy.assert_at_rest()
+        toy.close()
+
+
+def test_a_load_beside_the_steps_does_not_build_on_one_that_may_fail(tiny_model: Path) -> None:
+    """vLLM would start it over with its room still reserved, and never admit it again."""
+    asked = seeded_prompt(2, 65)
+    with FaultyDaemon() as daemon:
+        first = engine_at(tiny_model, daemon.address)
+        ask(first, asked, 3)
+        first.close()
+        engine = engine_at(tiny_model, daemon.address, gpu_blocks=28)
+        warm(engine, asked[:33])
+        engine.add(asked[:33], 3)
+        long = answered(engine, asked)
+        step_that_fails(engine)
+        engine.run()
+        assert engine.finished[long].tokens == play(asked, 3)[0]
+        engine.assert_at_rest()
+        engine.close()
+
+
+def test_loads_that_share_what_failed_do_not_wait_for_each_other(tiny_model: Path) -> None:
+    """One would need the shared blocks a second time, the other holds them, and stands behind."""
+    shared = seeded_prompt(2, 32)
+    prompts = [shared + seeded_prompt(seed, 17) for seed in (3, 4)]
+    with FaultyDaemon() as daemon:
+        first = engine_at(tiny_model, daemon.address)
+        for ids in prompts:
+            ask(first, ids, 3)
+        first.close()
+        engine = engine_at(tiny_model, daemon.address, gpu_blocks=22)
+        warm(engine, [*shared, 5])
+        engine.add([*shared, 5], 3)
+        asked = [answered(engine, ids) for ids in prompts]
+        step_that_fails(engine)
+        engine.run()
+        for request, ids in zip(asked, prompts, strict=True):
+            assert engine.finished[request].tokens == play(ids, 3)[0]
+        engine.assert_at_rest()
+        engine.close()
+
+
+@pytest.mark.parametrize("by_block", [False, True], ids=["by-request", "by-block"])
+def test_after_another_connectors_load_failed_ours_does_not_wait_for_ever(
+    tiny_model: Path, by_block: bool
+) -> None:
+    """As inside a MultiConnector: vLLM's room was reserved for the other one's load. While nothing
+    was read, nothing that others have is given up."""
+    asked, bystander = seeded_prompt(2, 65), seeded_prompt(3, 21)
+    with FaultyDaemon() as daemon:
+        first = engine_at(tiny_model, daemon.address)
+        ask(first, asked, 3)
+        first.close()
+        engine = engine_at(tiny_model, daemon.address, gpu_blocks=28)
+        ask(engine, bystander, 1)
+        connector = engine.scheduler.connector
+        matched, allocated = (
+            connector.get_num_new_matched_tokens,
+            connector.update_state_after_alloc,
+        )
+        connector.get_num_new_matched_tokens = lambda *_: (64, True)
+        connector.update_state_after_alloc = lambda request, blocks, _: allocated(
+            request, blocks, 0
+        )
+        request = engine.add(asked, 3)
+        output = engine.scheduler.schedule()
+        connector.get_num_new_matched_tokens = matched
+        connector.update_state_after_alloc = allocated
+        assert engine.requests[request].status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        result = engine._execute(output)
+        told = result.kv_connector_output
+        told.finished_recving = {request}
+        if by_block:
+            (table,) = engine.scheduler.kv_cache_manager.get_block_ids(request)
+            told.invalid_block_ids = {table[0]}
+        else:
+            told.failed_recving = {request}
+        before = cached(engine)
+        engine.scheduler.update_from_output(output, result)
+        assert cached(engine) == before != set()
+        engine.run()
+        assert engine.finished[request].tokens == play(asked, 3)[0]
+        engine.assert_at_rest()
+        engine.close()
+
+
+def test_a_reset_does_not_forget_what_failed(tiny_model: Path) -> None:
+    engine = ToyEngine(tiny_model, extra_config={"step_loads": "never"})
+    ids = seeded_prompt(1, 41)
+    warm(engine, ids)
+    request = engine.add(ids, 3)
+    engine.copier.fail_loads_of = {request}
+    while not total(engine, names.LOAD_FAILURES):
+        engine.step()
+    assert engine.scheduler.reset_connector_cache()
+    state = engine.half._requests[request]
+    assert state.load_failed
+    assert state.keeps_reservation
+    engine.run()
+    assert engine.finished[request].tokens == play(ids, 3)[0]
+    engine.assert_at_rest()
