@@ -50,6 +50,8 @@ SERVED = (
             "tests/engine/test_support_engine.py",
             "tests/engine/test_request_keys.py",
             "tests/engine/test_scheduling.py",
+            "tests/engine/test_ahead_loads.py",
+            "tests/engine/test_failed_loads.py",
             *("-k", "not random_clients"),  # the conformance suite has such of its own
         ),
     ),
