@@ -23,6 +23,7 @@ from tests.engine.toy_asking import (
 from tests.engine.toy_at_daemon import REMOTE, engine_at
 from tests.engine.toy_engine import ToyEngine, play
 from tests.remote.faulty_daemon import FaultyDaemon, forgetful
+from vllm_tiered_kv.connector import ahead_policy
 from vllm_tiered_kv.metrics import names
 
 pytestmark = pytest.mark.engine
@@ -209,6 +210,35 @@ def test_a_load_beside_the_steps_does_not_build_on_one_that_may_fail(tiny_model:
         assert engine.finished[long].tokens == play(asked, 3)[0]
         engine.assert_at_rest()
         engine.close()
+
+
+def test_a_load_beside_the_steps_does_not_wait_for_ever_either(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where steps that load follow each other without end, all of them before it by priority."""
+    monkeypatch.setattr(ahead_policy, "_BYTES_PER_STEP", 1)
+    engine = ToyEngine(
+        tiny_model, gpu_blocks=128, cpu_blocks=256, engine_args={"scheduling_policy": "priority"}
+    )
+    rng = random.Random(3)
+    stem = prompt(rng, 21)
+    waiting = stem + prompt(rng, 20)
+    others = [prompt(rng, 21) for _ in range(20)]
+    for ids in (waiting, *others):
+        ask(engine, ids, 1)
+    engine.drop_gpu_cache()
+    ask(engine, stem, 1)
+    last = engine.add(waiting, 3, priority=9)
+    for ids in others:
+        engine.add(ids, 1, priority=0)
+        engine.step()
+        if engine.half.ledger.is_loading(last) or last in engine.reported_loads:
+            break
+    else:
+        pytest.fail("it was never loaded")
+    engine.run()
+    assert engine.finished[last].tokens == play(waiting, 3)[0]
+    engine.assert_at_rest()
 
 
 def test_loads_that_share_what_failed_do_not_wait_for_each_other(tiny_model: Path) -> None:

@@ -33,6 +33,9 @@ from tests.remote.engine import (
 from vllm_tiered_kv.core.key import RankTag
 from vllm_tiered_kv.core.store import Durability, PutItem, PutResult, store_key
 from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.errors import ConnectionLost
+from vllm_tiered_kv.remote.address import ServerAddress
+from vllm_tiered_kv.remote.connection import Connection, Settings
 from vllm_tiered_kv.remote.curve import CurveKeys
 from vllm_tiered_kv.remote.health import BreakerState
 from vllm_tiered_kv.remote.placement import Cluster
@@ -399,6 +402,15 @@ def test_a_forked_child_makes_its_own(daemon: DaemonProcess, store: RemoteStore)
     assert child.exitcode == 0
     assert store.match(chain) == 3
     assert NBYTES > 65536, "so that zmq refers to the payload instead of copying it"
+
+
+def test_a_name_that_does_not_resolve_fails_at_once() -> None:
+    """There is no connection whose end could be told: zmq says only when it would try again."""
+    nowhere = ServerAddress.parse(f"tcp://{64 * 'x'}:9527")  # no name may be so long
+    connection = Connection(Settings(nowhere, connect_timeout_s=600.0), IDENTITY.hello())
+    with pytest.raises(ConnectionLost, match="nothing listens there"):
+        connection.open(time.monotonic() + 60)
+    connection.close()
 
 
 def test_a_connection_that_nobody_uses_leaves_a_dead_daemons_address_alone(

@@ -159,6 +159,15 @@ CONNECTOR = (
         Needs.VLLM,
     ),
     Mutation(
+        "load-beside-the-steps-gives-way-for-ever",
+        "connector/ahead_policy.py",
+        "        self._will_give_way = True\n",
+        "        pass\n",
+        "a request of low priority is never loaded while others are",
+        _FAILED,
+        Needs.VLLM,
+    ),
+    Mutation(
         "failed-step-forgets-what-outlived-a-reset",
         "connector/failed_step.py",
         "        stores.lose_hashes(self._states)\n",

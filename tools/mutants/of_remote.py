@@ -13,6 +13,14 @@ _PLACES = (
 
 REMOTE = (
     Mutation(
+        "idle-connection-tries-for-ever",
+        "remote/connection.py",
+        "                (zmq.RECONNECT_IVL, _RECONNECT_MS),\n",
+        "",
+        "minutes after its daemon died, the whole engine stands still",
+        ("tests/remote/test_daemon_trouble.py",),
+    ),
+    Mutation(
         "get-checksum-not-compared",
         "remote/transfers.py",
         "arrival.task.found = checksum == arrival.checksum",

@@ -25,11 +25,13 @@ class AheadPolicy:
         self._ledger = ledger
         self._running: set[str] = set()
         self._planned_bytes = 0
+        self._gives_way = self._will_give_way = False
 
     def allows(self, request_id: str, nbytes: int) -> bool:
         """No side effects: vLLM may ask again, or not admit the request after all."""
         return (
             self._possible
+            and not self._gives_way
             and self.is_alone(request_id)
             and (not self._planned_bytes or self._planned_bytes + nbytes <= _BYTES_PER_STEP)
         )
@@ -43,12 +45,17 @@ class AheadPolicy:
         """Whether the step that is being planned waits for a load."""
         return bool(self._planned_bytes)
 
+    def give_way(self) -> None:
+        """A request must be loaded beside a step that waits for nothing: the next one does not."""
+        self._will_give_way = True
+
     def admitted(self, nbytes: int) -> None:
         self._planned_bytes += nbytes
 
     def step_planned(self, request_ids: Iterable[str]) -> None:
         self._running = set(request_ids)
         self._planned_bytes = 0
+        self._gives_way, self._will_give_way = self._will_give_way, False
 
     def finished(self, request_id: str) -> None:
         self._running.discard(request_id)

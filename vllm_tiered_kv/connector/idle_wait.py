@@ -17,7 +17,8 @@ _WAIT_S = 0.003
 
 class IdleWait:
     def __init__(self, ahead: AheadPolicy, steps_alone: bool) -> None:
-        """`steps_alone`: no other engine waits for this one's steps, as with data parallelism."""
+        """`steps_alone`: neither does another engine wait for this one's steps, as with data
+        parallelism, nor are several of them under way, as in a pipeline."""
         self._ahead = ahead
         self._steps_alone = steps_alone
         self._is_over = False

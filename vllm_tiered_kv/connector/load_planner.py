@@ -98,6 +98,7 @@ class LoadPlanner:
         if loadable and computed and not ahead and self.ahead.has_planned:
             # What the GPU has of it may be what this very step loads. Should that fail, vLLM would
             # have room reserved for this one, too, or let others wait behind it.
+            self.ahead.give_way()
             return None
         state.match = Match(computed, loadable, limit, ahead, choice, verified)
         return loadable

@@ -94,5 +94,6 @@ class RequestState:
         self.stored = [0] * len(self.stored)
         self.on_gpu = 0
         self.closed = None
+        self.keeps_reservation = False
         self.drop_lookup()
         self.held_nowhere_else()

@@ -78,8 +78,8 @@ class SchedulerHalf:
         steps_alone: bool = True,
     ) -> None:
         """`steps_zero_blocks`: vLLM clears new blocks before the forward, ahead of our hook.
-        `windows`: of each group, as at `Group`. `steps_alone`: no other engine waits for the steps
-        of this one. The others are explained at `StorePlanner`."""
+        `windows`: of each group, as at `Group`. `steps_alone`: as at `IdleWait`. The others
+        are explained at `StorePlanner`."""
         self._config = config
         self._num_ranks = num_ranks
         self._key_maker = key_maker

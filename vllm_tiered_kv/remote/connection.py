@@ -56,6 +56,11 @@ _RELEASE_S = 0.2  # how long a closed socket gets to let go of memory; it takes 
 _TERM_S = 10.0  # how long a context gets to end; it takes milliseconds
 _HEARTBEAT_MS = 1000
 _HEARTBEAT_TIMEOUT_MS = 4000
+_RECONNECT_MS = 86_400_000
+"""About never. A call that finds its peer gone makes a fresh socket; one that nobody uses would try
+again and again, and tell its monitor of it. Nobody listens: after some thousand attempts zmq's
+thread waits for that, and so does whoever closes the socket. Not -1: where there is no connection
+to close, as with a name that does not resolve, word of a next attempt is all that a call hears."""
 _QUEUE = 64  # messages; what a connection has under way is limited far below
 
 _EVENTS = (
@@ -262,10 +267,7 @@ class Connection:
             for option, value in (
                 (zmq.LINGER, 0),
                 (zmq.IMMEDIATE, 1),
-                # A call that finds its peer gone makes a fresh socket. One that nobody uses would
-                # try for ever, and tell its monitor of each attempt: nobody listens, after some
-                # thousand of them zmq's thread waits for that, and whoever closes the socket too.
-                (zmq.RECONNECT_IVL, -1),
+                (zmq.RECONNECT_IVL, _RECONNECT_MS),
                 (zmq.CONNECT_TIMEOUT, max(1, math.ceil(settings.connect_timeout_s * 1000))),
                 (zmq.HANDSHAKE_IVL, max(1, math.ceil(settings.connect_timeout_s * 1000))),
                 (zmq.SNDHWM, _QUEUE),
