@@ -10,6 +10,7 @@ import logging
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from tests.daemon.daemon_process import DaemonProcess
 from tests.engine.toy_asking import ask, keys_of, seeded_prompt, total
 from tests.engine.toy_at_daemon import REMOTE, TRANSPORTS, address, engine_at, wait_attached
 from tests.engine.toy_engine import ToyEngine, play
+from tests.patience import eventually
 from vllm_tiered_kv.connector.verification import is_chosen
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import names
@@ -154,8 +156,19 @@ def test_only_chosen_requests_are_computed(tiny_model: Path) -> None:
 def test_spare_slots_are_few_and_the_rest_follows_in_later_steps(
     tiny_model: Path, async_scheduling: bool, ring: int | None
 ) -> None:
-    """An eighth of 32 slots, or a ring of 3: ten blocks take several rounds."""
+    """An eighth of 32 slots, or a ring of 3: ten blocks take several rounds. They must not take
+    longer than the request does, so each of them ends in the step that begins it."""
     engine = ToyEngine(tiny_model, async_scheduling, cpu_blocks=32, ring=ring, extra_config=ALWAYS)
+    verifier = engine.worker.worker_half._verifier
+    really_copied = verifier.copied
+
+    def copied(*arguments: Any) -> bool:
+        taken = really_copied(*arguments)
+        if taken:
+            eventually(lambda: bool(verifier))
+        return taken
+
+    verifier.copied = copied
     ids = seeded_prompt(1)
     ask(engine, ids)
     engine.drop_gpu_cache()
