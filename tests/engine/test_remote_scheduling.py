@@ -32,7 +32,6 @@ from tests.engine.toy_engine import ToyEngine, play
 from tests.patience import eventually
 from tests.remote.daemon_facts import leases_of
 from tests.remote.faulty_daemon import Fault, FaultyDaemon, Frames, block_reply, forgetful, framed
-from vllm_tiered_kv.connector.remote_lookup import RemoteLookup
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.remote.shared_memory import SharedMemory
@@ -419,67 +418,3 @@ def test_chaos(
     _until_served_again(toy, total(toy, names.LOADED_BLOCKS, REMOTE))
     toy.close()
     eventually(lambda: leases_of(daemon) == 0)
-
-
-def test_a_lone_request_waits_for_its_answer_where_it_was_asked_for(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once in a step and not for long; and not while the engine computes, loads or has admitted
-    another one: that must go on."""
-    with FaultyDaemon() as daemon:
-        toy = engine_at(tiny_model, daemon.address, extra={"step_loads": "never"})
-        daemon.delay = lambda request: 0.05 if isinstance(request, Match) else 0.0
-        waits: list[float] = []
-        monkeypatch.setattr(
-            "vllm_tiered_kv.connector.remote_lookup.RemoteLookup.wait",
-            lambda self, seconds: waits.append(seconds),
-        )
-
-        def waits_in_a_step() -> int:
-            waits.clear()
-            output = toy.scheduler.schedule()
-            toy.scheduler.update_from_output(output, toy._execute(output))
-            return len(waits)
-
-        first, second, third, fourth = prompts(7, 4)
-        toy.add(first, 20)
-        toy.add(second, 3)
-        assert waits_in_a_step() == 1  # two of them wait
-        assert waits[0] <= 0.005
-        while toy.scheduler.running == []:
-            toy.step()
-        toy.add(third, 3)
-        assert waits_in_a_step() == 0, "a request runs"
-        toy.run()
-        toy.drop_gpu_cache()
-        toy.copier.max_delay = 0
-        toy.copier._loads.clear()
-        loading = toy.add(first, 3)  # the CPU tier has it
-        toy.add(fourth, 3)
-        assert waits_in_a_step() == 0, "one was admitted to the step"
-        assert toy.half.ledger.is_loading(loading) or loading in toy.reported_loads
-        toy.run()
-        toy.assert_at_rest()
-        toy.close()
-
-
-def test_an_answer_that_comes_soon_costs_no_step(tiny_model: Path) -> None:
-    with FaultyDaemon() as daemon:
-        asked = prompts(8, 1)
-        first = engine_at(tiny_model, daemon.address)
-        serve(first, asked)
-        first.close()
-        toy = engine_at(tiny_model, daemon.address)
-        seconds = []
-
-        def wait(lookup: RemoteLookup, allowed: float) -> None:
-            seconds.append(allowed)
-            lookup.future.result(timeout=30)  # however busy this machine is
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(RemoteLookup, "wait", wait)
-            request = toy.add(asked[0], 3)
-            toy.scheduler.schedule()
-        assert len(seconds) == 1
-        assert toy.half.ledger.is_loading(request)
-        toy.close()

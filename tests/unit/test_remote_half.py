@@ -155,25 +155,6 @@ def test_a_lookup_that_waits_for_a_thread_keeps_its_deadline_too() -> None:
     lookups.close()
 
 
-def test_who_waits_for_an_answer_hears_of_it_at_once() -> None:
-    """Far within the time that was allowed; also of one that came before the waiting began."""
-    keys = chain(4)
-    silent = Server("a", set(keys))
-    silent.answers.clear()
-    servers = placed(keys, silent)
-    lookups = RemoteLookups(servers, [RankTag()], 60.0, 1.0, Recorder())  # type: ignore[arg-type]
-    lookup = lookups.start([keys], [0])
-    lookup.wait(0.01)
-    assert not lookup.future.done()
-    threading.Timer(0.05, silent.answers.set).start()
-    begin = time.monotonic()
-    lookup.wait(600)
-    lookup.wait(600)
-    assert lookup.future.done()
-    assert time.monotonic() - begin < 300
-    lookups.close()
-
-
 def test_a_lookup_that_breaks_is_a_miss() -> None:
     """The answer is taken in the engine's own loop: nothing may be raised there."""
     keys = chain(4)

@@ -53,10 +53,6 @@ def make_scheduler_half(
             else None
         ),
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-        steps_alone=(
-            vllm_config.parallel_config.data_parallel_size == 1
-            and vllm_config.parallel_config.pipeline_parallel_size == 1
-        ),
         max_blocks_in_flight=(
             StagingRing.units(split_staging(config.staging_memory)[0], geometry)
             if has_ring

@@ -10,7 +10,6 @@ from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import TransferLedger
 from vllm_tiered_kv.cache.planner import Group, loadable_tokens, telling_group
 from vllm_tiered_kv.connector.ahead_policy import AheadPolicy
-from vllm_tiered_kv.connector.idle_wait import IdleWait
 from vllm_tiered_kv.connector.load_or_recompute import LoadOrRecompute
 from vllm_tiered_kv.connector.remote_tier import LoadSplit, RemoteTier
 from vllm_tiered_kv.connector.request_state import Match, RequestState
@@ -37,11 +36,9 @@ class LoadPlanner:
         recorder: Recorder,
         ahead: AheadPolicy,
         judge: LoadOrRecompute,
-        idle_wait: IdleWait,
     ) -> None:
         self.ahead = ahead
         self.judge = judge
-        self._idle_wait = idle_wait
         self._groups = groups
         self._alignment = math.lcm(*(group.block_size for group in groups))
         self._index = index
@@ -59,7 +56,8 @@ class LoadPlanner:
             self.remote.begin(state, self.limit(request))
 
     def loadable(self, state: RequestState, request: Request, computed: int) -> int | None:
-        """Tokens after `computed` that can be loaded; None while a daemon has not answered."""
+        """Tokens after `computed` that can be loaded; None if that is to be asked in the next step:
+        a daemon has not answered, or this step loads what the request would build on."""
         limit = self.limit(request)
         if computed >= limit:
             state.match = Match(computed, 0, limit)
@@ -70,13 +68,7 @@ class LoadPlanner:
             if self.remote is not None and self.judge.asks_daemons:
                 elsewhere = self.remote.positions(state, computed, limit)
                 if elsewhere is None and self.judge.waits_for_daemons(state, computed):
-                    if state.remote is None or not self._idle_wait.spend_on(
-                        request.request_id, state.remote
-                    ):
-                        return None
-                    elsewhere = self.remote.positions(state, computed, limit)
-                    if elsewhere is None:
-                        return None
+                    return None
             loadable = self._find(state, computed, limit, elsewhere)
         choice = self.judge.choose(state, computed, loadable, elsewhere)
         if choice.tokens < loadable:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from vllm_tiered_kv.connector.window_search import WindowSearch
@@ -96,10 +96,6 @@ class RemoteLookup:
     @property
     def is_outdated(self) -> bool:
         return self.renewable and time.monotonic() > self.fresh_until
-
-    def wait(self, seconds: float) -> None:
-        """Until the answer is there, or that time is over."""
-        wait([self.future], seconds)
 
     def drop(self) -> None:
         """Nobody wants the answer any more, and no copy reads what was lent with it: that goes

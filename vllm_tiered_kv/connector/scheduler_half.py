@@ -25,7 +25,6 @@ from vllm_tiered_kv.cache.planner import Group
 from vllm_tiered_kv.config import Mode, TieredKVConfig
 from vllm_tiered_kv.connector.ahead_policy import AheadPolicy
 from vllm_tiered_kv.connector.failed_step import FailedStep
-from vllm_tiered_kv.connector.idle_wait import IdleWait
 from vllm_tiered_kv.connector.lazy_store import LazyStore
 from vllm_tiered_kv.connector.load_or_recompute import LoadOrRecompute
 from vllm_tiered_kv.connector.load_planner import LoadPlanner
@@ -75,11 +74,9 @@ class SchedulerHalf:
         max_blocks_in_flight: int | None,
         step_tokens: int = 8192,
         windows: Sequence[int | None] = (),
-        steps_alone: bool = True,
     ) -> None:
         """`steps_zero_blocks`: vLLM clears new blocks before the forward, ahead of our hook.
-        `windows`: of each group, as at `Group`. `steps_alone`: as at `IdleWait`. The others
-        are explained at `StorePlanner`."""
+        `windows`: of each group, as at `Group`. The others are explained at `StorePlanner`."""
         self._config = config
         self._num_ranks = num_ranks
         self._key_maker = key_maker
@@ -104,15 +101,8 @@ class SchedulerHalf:
         )
         self._ahead = AheadPolicy(config.step_loads, self._groups, self.ledger)
         self.judge = LoadOrRecompute(config, self._groups, self.index, self.recorder, step_tokens)
-        self._idle_wait = IdleWait(self._ahead, steps_alone)
         self.loads = LoadPlanner(
-            self._groups,
-            self.index,
-            self.ledger,
-            self.recorder,
-            self._ahead,
-            self.judge,
-            self._idle_wait,
+            self._groups, self.index, self.ledger, self.recorder, self._ahead, self.judge
         )
         self.verification: Verification | None = None
         if config.verify_fraction:
@@ -192,7 +182,6 @@ class SchedulerHalf:
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """The request is admitted with its blocks."""
-        self._idle_wait.end()
         state = self._requests.get(request.request_id)
         if state is not None:
             job = self.loads.admit(state, request, blocks, num_external_tokens)
@@ -207,7 +196,6 @@ class SchedulerHalf:
                 self._requests[request_id].forget_blocks()
                 self._end_verification(self._requests[request_id])
         self._ahead.step_planned(scheduler_output.num_scheduled_tokens)
-        self._idle_wait.step_planned()
         for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
             self._plan_stores(request_id, scheduled)
         scheduled_now = scheduler_output.num_scheduled_tokens.values()
