@@ -7,6 +7,7 @@ loads that are over. Each of these ended in a wrong read, a wrong block in the t
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,15 @@ def answered(engine: ToyEngine, ids: list[int]) -> str:
     request = engine.add(ids, 3)
     engine.half._requests[request].remote.future.result(timeout=30)
     return request
+
+
+def wait_for_loads(engine: ToyEngine, count: int) -> None:
+    """Until so many have come to their end, which no step has heard of yet."""
+    done = engine.worker.worker_half._remote.loader._done
+    end = time.monotonic() + 30
+    while done.qsize() < count:
+        assert time.monotonic() < end, "loads did not end"
+        time.sleep(0.01)
 
 
 def cached(engine: ToyEngine) -> set[int]:
@@ -242,7 +252,8 @@ def test_a_load_beside_the_steps_does_not_wait_for_ever_either(
 
 
 def test_loads_that_share_what_failed_do_not_wait_for_each_other(tiny_model: Path) -> None:
-    """One would need the shared blocks a second time, the other holds them, and stands behind."""
+    """Of two that end in the same step, the first would need the shared blocks a second time; the
+    other holds them, and stands behind."""
     shared = seeded_prompt(2, 32)
     prompts = [shared + seeded_prompt(seed, 17) for seed in (3, 4)]
     with FaultyDaemon() as daemon:
@@ -252,9 +263,13 @@ def test_loads_that_share_what_failed_do_not_wait_for_each_other(tiny_model: Pat
         first.close()
         engine = engine_at(tiny_model, daemon.address, gpu_blocks=22)
         warm(engine, [*shared, 5])
-        engine.add([*shared, 5], 3)
+        computing = engine.add([*shared, 5], 3)
         asked = [answered(engine, ids) for ids in prompts]
+        daemon.fault = forgetful  # what failed is computed at once, without a word to a daemon
+        daemon.delay = lambda _: 0.2  # so that no load ends within the step
         step_that_fails(engine)
+        engine.abort(computing)  # or they would share what it computes anew
+        wait_for_loads(engine, sum(map(engine.half.ledger.is_loading, asked)))
         engine.run()
         for request, ids in zip(asked, prompts, strict=True):
             assert engine.finished[request].tokens == play(ids, 3)[0]
