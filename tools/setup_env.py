@@ -316,7 +316,7 @@ def set_up(folder: Path, profile: str, force: bool) -> None:
         dependency_digest(profile, gpu),
         dependency_steps(profile, gpu),
         package_steps(profile),
-        need_gib={"unit": 1, "lint": 1, "full": 20 if gpu else 6}[profile],
+        need_gib={"unit": 1, "lint": 1, "full": 20 if gpu else 5}[profile],
         force=force,
     )
 

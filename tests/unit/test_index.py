@@ -201,7 +201,7 @@ def test_random_operations_keep_every_invariant(
         if action < 0.45:
             if index.lookup(name) is Lookup.MISS:
                 parent = key(*path[:-1]) if len(path) > 2 else None
-                slot = index.reserve(name, parent, size_class)
+                slot = index.reserve(name, parent, size_class, rng.choice((0, 0, 1, 5)))
                 if slot is not None:
                     reserved.append(slot)
         elif action < 0.65 and reserved:
@@ -227,6 +227,37 @@ def test_random_operations_keep_every_invariant(
     index.clear()
     index.check()
     assert index.used_bytes == 0
+
+
+def test_room_for_several_blocks_is_made_as_it_would_be_for_each() -> None:
+    """The same blocks leave, in the same order, none of them the one that the new ones follow."""
+    left: list[list[bytes]] = [[], []]
+    indexes = [
+        BlockIndex(ArenaGeometry(24 * 64, (64,)), "lru", lambda name, _, gone=gone: gone.append(name))
+        for gone in left
+    ]
+    rng = random.Random(4)
+    for _ in range(400):
+        root = rng.randrange(6)
+        paths = [(root, *range(depth)) for depth in range(rng.randrange(1, 9))]
+        for hints, index in enumerate(indexes):
+            new = [path for path in paths if index.lookup(key(*path)) is Lookup.MISS]
+            slots = [
+                index.reserve(
+                    key(*path),
+                    key(*path[:-1]) if len(path) > 1 else None,
+                    0,
+                    hints * (len(new) - 1 - number),
+                )
+                for number, path in enumerate(new)
+            ]
+            for slot in slots:
+                assert slot is not None
+                index.commit(slot)
+            index.touch([key(*path) for path in paths[: len(paths) // 2]])
+            index.check()
+    assert left[0] == left[1]
+    assert len(left[0]) > 500
 
 
 def growing(slabs: int, slab_bytes: int = 4096 * 4) -> BlockIndex:

@@ -80,9 +80,9 @@ CACHE = (
         "index-evicts-the-block-before",
         "cache/index.py",
         """            with self._kept(parent_key):
-                slot = self._make_free(size_class)
+                slot = self._make_free(size_class, 1 + more)
 """,
-        """            slot = self._make_free(size_class)
+        """            slot = self._make_free(size_class, 1 + more)
 """,
         "a new block pushes out the head it follows and can never be found",
         _INDEX,

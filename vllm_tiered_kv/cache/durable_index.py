@@ -162,14 +162,11 @@ class DurableIndex(BlockIndex):
             elif entry.parent_key is not None:
                 self._orphans.setdefault(entry.parent_key, set()).add(slot)
         for slot, entry in zip(slots, entries, strict=True):
-            policy = self._policies[entry.size_class]
-            policy.admit(slot, entry.key)
-            if entry.followers:
-                policy.shield(slot)
+            self._policies[entry.size_class].admit(slot, entry.key, bool(entry.followers))
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _make_free(self, size_class: int) -> int | None:
+    def _make_free(self, size_class: int, wanted: int) -> int | None:
         return None  # a slot comes free when the disk says so; see `make_room`
 
     def _detach(self, slot: int, evicted: bool) -> None:

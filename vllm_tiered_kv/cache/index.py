@@ -15,7 +15,7 @@ blocks; others cannot be pushed out by it.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -186,17 +186,20 @@ class BlockIndex:
 
     # ---- write: reserve -> commit | abort -----------------------------------------------------
 
-    def reserve(self, key: bytes, parent_key: bytes | None, size_class: int) -> int | None:
+    def reserve(
+        self, key: bytes, parent_key: bytes | None, size_class: int, more: int = 0
+    ) -> int | None:
         """A slot to write `key` into, evicting if needed; None when nothing can leave.
 
-        The key must be a miss. The block it follows is protected from this very eviction.
+        The key must be a miss. The block it follows is protected from this very eviction. So many
+        `more` will be reserved at once: looking for what may leave is done for all of them.
         """
         if key in self._slot_of:
             raise InvariantError("a key that is already here cannot be reserved")
         slot = self._take_free(size_class)
         if slot is None:
             with self._kept(parent_key):
-                slot = self._make_free(size_class)
+                slot = self._make_free(size_class, 1 + more)
             if slot is None:
                 return None
         self._enter(slot, _Entry(key, size_class, parent_key))
@@ -215,10 +218,7 @@ class BlockIndex:
         self._readable.add(entry.key)
         self._clock += 1
         entry.used = self._clock
-        policy = self._policies[entry.size_class]
-        policy.admit(slot, entry.key)
-        if entry.followers:
-            policy.shield(slot)
+        self._policies[entry.size_class].admit(slot, entry.key, bool(entry.followers))
         return True
 
     def abort(self, slot: int) -> None:
@@ -361,11 +361,19 @@ class BlockIndex:
         may_grow = not self._quota_slabs or not self._at_quota(self._owner_of[size_class])
         return self._pool.allocate(size_class, may_grow)
 
-    def _make_free(self, size_class: int) -> int | None:
-        return self._pool.allocate(size_class) if self._evict_for(size_class) else None
+    def _make_free(self, size_class: int, wanted: int) -> int | None:
+        return self._pool.allocate(size_class) if self._evict_for(size_class, wanted) else None
 
-    def _evict_for(self, size_class: int) -> int:
-        """Evicts what is coldest; how many slots of the class come free, 0 if nothing can leave."""
+    def _evict_for(self, size_class: int, wanted: int = 1) -> int:
+        """Evicts what is coldest, at most `wanted` blocks and often fewer; how many slots of the
+        class come free, 0 if nothing can leave."""
+        if len(self._policies) == 1:
+            with closing(self._leaving(size_class)) as victims:
+                freed = 0
+                for victim in islice(victims, wanted):
+                    self._evict(victim)
+                    freed += 1
+            return freed
         owner = self._owner_of[size_class]
         at_quota = self._at_quota(owner)
         own = self._coldest(size_class)
@@ -388,13 +396,17 @@ class BlockIndex:
         return 1
 
     def _coldest(self, size_class: int) -> int | None:
+        with closing(self._leaving(size_class)) as victims:
+            return next(victims, None)
+
+    def _leaving(self, size_class: int) -> Generator[int, None, None]:
+        """Slots of blocks that may leave, coldest first; each may be evicted when it is given."""
         self.tell_uses()
         with closing(self._policies[size_class].candidates()) as candidates:
             for slot in candidates:
                 entry = self._entries[slot]
                 if not entry.pins and not entry.followers and self._may_evict(entry.key):
-                    return slot
-        return None
+                    yield slot
 
     def _evict_slab_of(self, victim: int) -> bool:
         """Empties the victim's slab, followers first; False when something in it is in use."""

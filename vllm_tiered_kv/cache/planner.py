@@ -61,13 +61,16 @@ def plan_store(
     """
     positions: list[int] = []
     slots: list[int] = []
-    for position in range(index.first_missing(keys, start, stop), stop):
-        if position in skip or index.lookup(keys[position]) is not Lookup.MISS:
-            continue
+    missing = [
+        position
+        for position in range(index.first_missing(keys, start, stop), stop)
+        if position not in skip and index.lookup(keys[position]) is Lookup.MISS
+    ]
+    for left, position in zip(range(len(missing) - 1, -1, -1), missing, strict=True):
         # Also in a window: tails leave before heads in all groups alike, or what is left of the
         # one would be of no use to the other.
         parent = keys[position - 1] if position else None
-        slot = index.reserve(keys[position], parent, group.size_class)
+        slot = index.reserve(keys[position], parent, group.size_class, left)
         if slot is None:
             return StorePlan(positions, slots, stop - position)
         positions.append(position)

@@ -15,8 +15,8 @@ from typing import Protocol
 class EvictionPolicy(Protocol):
     """Mutating calls: everything but `candidates`, which may reorder but never forgets."""
 
-    def admit(self, slot: int, key: bytes) -> None:
-        """A block became readable in `slot`."""
+    def admit(self, slot: int, key: bytes, shielded: bool = False) -> None:
+        """A block became readable in `slot`; `shielded`: it has followers already."""
 
     def touch(self, slot: int) -> None:
         """The block in `slot` was used."""

@@ -18,10 +18,13 @@ class LRUPolicy:
         self._shielded: set[int] = set()
         self._heap: list[tuple[int, int]] = []  # entries whose time is not the slot's are stale
 
-    def admit(self, slot: int, key: bytes) -> None:
+    def admit(self, slot: int, key: bytes, shielded: bool = False) -> None:
         self._clock += 1
         self._used[slot] = self._clock
-        self._push(slot)
+        if shielded:
+            self._shielded.add(slot)
+        else:
+            self._push(slot)
 
     def touch(self, slot: int) -> None:
         self._clock += 1

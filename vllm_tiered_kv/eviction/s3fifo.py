@@ -29,12 +29,15 @@ class S3FIFOPolicy:
         self._in_main: set[int] = set()
         self._shielded: set[int] = set()
 
-    def admit(self, slot: int, key: bytes) -> None:
+    def admit(self, slot: int, key: bytes, shielded: bool = False) -> None:
         self._uses[slot] = 0
         if key in self._ghost:
             del self._ghost[key]
             self._in_main.add(slot)
-        self._queue(slot)[slot] = None
+        if shielded:
+            self._shielded.add(slot)
+        else:
+            self._queue(slot)[slot] = None
 
     def touch(self, slot: int) -> None:
         self._uses[slot] = min(self._uses[slot] + 1, _MAX_USES)
