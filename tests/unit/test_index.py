@@ -232,9 +232,9 @@ def test_random_operations_keep_every_invariant(
 def test_room_for_several_blocks_is_made_as_it_would_be_for_each() -> None:
     """The same blocks leave, in the same order, none of them the one that the new ones follow."""
     left: list[list[bytes]] = [[], []]
+    geometry = ArenaGeometry(24 * 64, (64,))
     indexes = [
-        BlockIndex(ArenaGeometry(24 * 64, (64,)), "lru", lambda name, _, gone=gone: gone.append(name))
-        for gone in left
+        BlockIndex(geometry, "lru", lambda name, _, gone=gone: gone.append(name)) for gone in left
     ]
     rng = random.Random(4)
     for _ in range(400):

@@ -66,7 +66,9 @@ class Block:
         return store_key(namespace, BlockKey(keys[-1]), self.rank)
 
     def facts(self) -> Any:
-        return repr((asdict(self.fingerprint), self.scope, self.tokens, self.extras, self.group)), (
+        fingerprint = asdict(self.fingerprint)
+        parallel = sorted(fingerprint.pop("parallel").items())  # in whatever order it was written
+        return repr((fingerprint, parallel, self.scope, self.tokens, self.extras, self.group)), (
             self.rank
         )
 

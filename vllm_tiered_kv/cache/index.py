@@ -167,11 +167,11 @@ class BlockIndex:
 
     def pin(self, keys: Iterable[bytes]) -> list[int]:
         """Slots of readable blocks, kept in place until `unpin`."""
-        slots = [self._slot_of[key] for key in keys]
-        for slot in slots:
-            entry = self._entries[slot]
-            if entry.state is not _State.COMMITTED:
-                raise InvariantError(f"slot {slot} is pinned before it is committed")
+        slots = list(map(self._slot_of.__getitem__, keys))
+        committed = _State.COMMITTED
+        for entry in map(self._entries.__getitem__, slots):
+            if entry.state is not committed:
+                raise InvariantError("a block is pinned before it is committed")
             entry.pins += 1
         return slots
 
@@ -368,12 +368,7 @@ class BlockIndex:
         """Evicts what is coldest, at most `wanted` blocks and often fewer; how many slots of the
         class come free, 0 if nothing can leave."""
         if len(self._policies) == 1:
-            with closing(self._leaving(size_class)) as victims:
-                freed = 0
-                for victim in islice(victims, wanted):
-                    self._evict(victim)
-                    freed += 1
-            return freed
+            return self._evict_coldest_of(size_class, wanted)
         owner = self._owner_of[size_class]
         at_quota = self._at_quota(owner)
         own = self._coldest(size_class)
@@ -394,6 +389,14 @@ class BlockIndex:
             return 0
         self._evict(own)
         return 1
+
+    def _evict_coldest_of(self, size_class: int, wanted: int) -> int:
+        count = 0
+        with closing(self._leaving(size_class)) as victims:
+            for slot in islice(victims, wanted):
+                self._evict(slot)
+                count += 1
+        return count
 
     def _coldest(self, size_class: int) -> int | None:
         with closing(self._leaving(size_class)) as victims:

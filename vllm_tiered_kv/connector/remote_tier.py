@@ -14,7 +14,6 @@ from vllm_tiered_kv.connector.request_state import RequestState
 from vllm_tiered_kv.connector.shared_region import LENT_FOR_SURE_S
 from vllm_tiered_kv.connector.window_search import WindowSearch
 from vllm_tiered_kv.core.key import BlockKey
-from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.core.transfer import RemoteTransfer, int64_array
 from vllm_tiered_kv.remote.placement import Cluster
 
@@ -113,22 +112,19 @@ class RemoteTier:
         """Where each block of an admitted load comes from; the CPU tier where it has it."""
         answer = state.remote.answer if state.remote is not None else None
         keys = state.keys.of_group[group.group_id]
-        local: list[int] = []
+        if answer is None:
+            return LoadSplit(list(span), [])
+        # Not a call for each position: those of a long prompt are thousands.
+        is_here = self._index.are_readable(keys[span.start : span.stop])
+        local = [position for position, here in zip(span, is_here, strict=True) if here]
         by_part: list[tuple[RemoteSpan, list[int]]] = []
-        # Not a lookup for each position: those of a long prompt are thousands.
-        remote = iter(answer.spans[group.group_id] if answer is not None else ())
-        part = next(remote, None)
-        for position in span:
-            if answer is None or self._index.lookup(keys[position]) is Lookup.HIT:
-                local.append(position)
-                continue
-            while part is not None and position >= part.stop:
-                part = next(remote, None)
-            assert part is not None, f"nobody has block {position}"
-            assert position >= part.start, f"block {position} lies before what was found"
-            if not by_part or by_part[-1][0] is not part:
-                by_part.append((part, []))
-            by_part[-1][1].append(position)
+        for part in answer.spans[group.group_id]:
+            inside = range(max(part.start, span.start), min(part.stop, span.stop))
+            positions = [position for position in inside if not is_here[position - span.start]]
+            if positions:
+                by_part.append((part, positions))
+        found = len(local) + sum(len(positions) for _, positions in by_part)
+        assert found == len(span), f"nobody has {len(span) - found} of these blocks"
         if by_part and not self._keep_copies:
             state.held_elsewhere[group.group_id] = _range_of(answer, group.group_id)
         return LoadSplit(

@@ -7,6 +7,8 @@ are, or its daemon is gone, the rest is not sent, and counted.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import TransferLedger
@@ -42,13 +44,17 @@ class RemoteWrites:
     def offer(self, slots: Sequence[int], anchors: Sequence[BlockKey]) -> None:
         """Plans to send blocks that have just become readable."""
         batches: dict[tuple[str, int], list[int]] = {}
-        for slot, anchor in zip(slots, anchors, strict=True):
+        # Neighbours in a chain share their anchor, as a rule.
+        for anchor, run in groupby(zip(anchors, slots, strict=True), key=itemgetter(0)):
             server = self._cluster.server_for(anchor)
+            some = [slot for _, slot in run]
             if server is None:
-                self._ledger.drop(1, DropReason.UNAVAILABLE, Tier.REMOTE)
+                self._ledger.drop(len(some), DropReason.UNAVAILABLE, Tier.REMOTE)
                 continue
-            key, _ = self._index.block_in(slot)
-            batches.setdefault((str(server.address), key[-1]), []).append(slot)
+            address = str(server.address)
+            for slot in some:
+                key, _ = self._index.block_in(slot)
+                batches.setdefault((address, key[-1]), []).append(slot)
         for (address, group_id), batch in batches.items():
             nbytes = self._groups[group_id].block_bytes
             room = max(0, self._queue_bytes - self._ledger.pending_put_bytes) // nbytes

@@ -13,6 +13,7 @@ more than two or three queries.
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Iterator, Sequence
 
 from vllm_tiered_kv.errors import ConfigError
@@ -25,6 +26,7 @@ ANCHORS = (0, 64, 512, 4096)
 """Positions in a chain at which the daemon is chosen anew, by the key there."""
 
 
+@functools.lru_cache(maxsize=1 << 16)  # asked for each block that is stored
 def anchor_position(position: int) -> int:
     """The position whose key decides where the block at `position` lies."""
     if position < 0:

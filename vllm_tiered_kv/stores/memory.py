@@ -180,16 +180,17 @@ class MemoryStore:
             # In steps: what lies behind a gap need not be put together.
             for start in range(0, most // stride, _KEYS_AT_ONCE):
                 some = keys[start : min(start + _KEYS_AT_ONCE, most // stride)]
-                before = len(held)
-                for key in [key + ending for key in some for ending in endings]:
-                    block = find(key)
+                blocks = list(map(find, [key + ending for key in some for ending in endings]))
+                whole = 0
+                for block in blocks:
                     if block is None or block.nbytes != nbytes:
                         break
-                    held.append(block)
-                if len(held) - before < _KEYS_AT_ONCE * stride:
+                    whole += 1
+                held += cast("list[Held]", blocks[:whole])
+                if whole < _KEYS_AT_ONCE * stride:
                     break
             del held[len(held) // stride * stride :]
-            self._index.pin(block.key for block in held)
+            self._index.pin([block.key for block in held])
         return held
 
     def touch(self, held: Sequence[Held]) -> None:
