@@ -217,8 +217,11 @@ class MemoryStore:
             self.let_go([block])
             return Handed.REFUSED
 
-    def reserve(self, key: StoreKey, parent: StoreKey | None, nbytes: int) -> Held | PutResult:
-        """A slot to fill, to be ended by `commit` or `abort`; or why there is none."""
+    def reserve(
+        self, key: StoreKey, parent: StoreKey | None, nbytes: int, more: int = 0
+    ) -> Held | PutResult:
+        """A slot to fill, to be ended by `commit` or `abort`; or why there is none. So many `more`
+        are about to be reserved."""
         with self._lock:
             if self._closed:
                 return PutResult.DROPPED
@@ -227,7 +230,7 @@ class MemoryStore:
             size_class = self._class_for(namespace_of(key), nbytes)
             slot = None
             if size_class is not None:
-                slot = self._index.reserve(key, parent, size_class)
+                slot = self._index.reserve(key, parent, size_class, more)
             if slot is None or size_class is None:
                 return PutResult.DROPPED
             self._dropped.pop(key, None)
@@ -246,9 +249,12 @@ class MemoryStore:
         """Slots for (key, parent, length) in chain order. What follows a block that found no room,
         now or lately, is dropped too: it could not be found without its head, and would push out
         other heads. Unless that block is elsewhere, in another tier."""
+        blocks = list(blocks)
         slots: list[Held | PutResult] = []
         with self._lock:
+            new = {key for key, _, _ in blocks if self._index.lookup(key) is Lookup.MISS}
             for key, parent, nbytes in blocks:
+                new.discard(key)
                 if (
                     parent is not None
                     and parent in self._dropped
@@ -257,7 +263,7 @@ class MemoryStore:
                 ):
                     slot: Held | PutResult = PutResult.DROPPED
                 else:
-                    slot = self.reserve(key, parent, nbytes)
+                    slot = self.reserve(key, parent, nbytes, len(new))
                 slots.append(slot)
                 if slot is PutResult.DROPPED:
                     self.turn_away([key])
