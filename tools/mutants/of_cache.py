@@ -88,6 +88,22 @@ CACHE = (
         _INDEX,
     ),
     Mutation(
+        "index-makes-more-room-than-asked-for",
+        "cache/index.py",
+        "            for slot in islice(victims, wanted):\n",
+        "            for slot in victims:\n",
+        "one block that is stored empties the tier",
+        _INDEX,
+    ),
+    Mutation(
+        "index-admits-heads-as-leaves",
+        "cache/index.py",
+        ".admit(slot, entry.key, bool(entry.followers))\n        return True\n",
+        ".admit(slot, entry.key)\n        return True\n",
+        "each eviction walks over heads that cannot leave",
+        _INDEX,
+    ),
+    Mutation(
         "index-quota-off-by-one",
         "cache/index.py",
         "for c in classes) >= quota",

@@ -96,6 +96,15 @@ WINDOWS_AND_COMPARISONS = (
         Needs.VLLM,
     ),
     Mutation(
+        "device-hit-hashes-for-its-last-block",
+        "connector/scheduler_half.py",
+        "        had = ready - 1 if state.on_gpu else ready\n",
+        "        had = ready\n",
+        "a prompt that fills its last block waits for its keys",
+        _DEVICE_HITS,
+        Needs.VLLM,
+    ),
+    Mutation(
         "device-hit-not-used",
         "connector/store_planner.py",
         "            self._index.touch(keys[start:stop])\n            missing",
