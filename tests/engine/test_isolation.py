@@ -20,6 +20,7 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
 from tests.daemon.daemon_process import DaemonProcess
 from tests.engine.toy_engine import ToyEngine, play
+from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.metrics import names
 
 IDS = [3 + 7 * n % 47 for n in range(41)]
@@ -121,8 +122,35 @@ def test_an_adapter_whose_files_were_changed(tiny_model: Path, tmp_path: Path) -
     stored = engine.half.recorder.total(names.STORED_BLOCKS)
     assert [engine.hits(old), engine.hits(old)] == [0, 0]
     assert engine.half.recorder.total(names.STORED_BLOCKS) == stored
+    # Nor for one that vLLM loads anew, as its prefix cache takes it for the old one.
     new = {"lora_request": LoRARequest("tune", 7, str(path)), "model": "2"}
+    assert [engine.hits(new), engine.hits(new)] == [0, 0]
+    moved = path.rename(tmp_path / "moved")
+    new = {"lora_request": LoRARequest("tune", 7, str(moved)), "model": "2"}
     assert [engine.hits(new), engine.hits(new)] == [0, WHOLE]
+
+
+def test_an_adapter_that_is_replaced_while_it_is_in_use(tiny_model: Path, tmp_path: Path) -> None:
+    """What its requests fill from then on comes from both, and is stored as neither."""
+    one, two = (adapter(tmp_path / name, name.encode() * 9) for name in ("one", "two"))
+    engine = Engine(tiny_model, cpu_blocks=200)
+    others = list(reversed(IDS))
+    replaced = engine.add(IDS, 40, lora_request=LoRARequest("tune", 1, str(one)), model="1")
+    kept = engine.add(others, 40, lora_request=LoRARequest("tune", 2, str(one)), model="1")
+    for _ in range(5):
+        engine.step()
+    states = [engine.half._requests[request] for request in (replaced, kept)]
+    computed = max(state.request.num_computed_tokens for state in states)
+    new = LoRARequest("tune", 1, str(two), load_inplace=True)
+    engine.add(IDS, 1, lora_request=new, model="2")
+    engine.run()
+    for state, is_stored in zip(states, (False, True), strict=True):
+        state.keys.extend(state.request, state.request.num_tokens - 1)
+        filled = state.keys.of_group[0][computed // 4 + 1 :]
+        assert len(filled) > 5
+        found = {engine.half.index.lookup(key) is Lookup.HIT for key in filled}
+        assert found == {is_stored}
+    engine.assert_at_rest()
 
 
 Way = Callable[[str], str]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from tools.mutants.mutation import Mutation, Needs
 
 _KEYS = ("tests/engine/test_request_keys.py",)
+_ISOLATION = ("tests/engine/test_isolation.py",)
 _SCHEDULING = ("tests/engine/test_scheduling.py",)
 _HAZARDS = ("tests/engine/test_hazards.py",)
 _LENT = ("tests/unit/test_lent_blocks.py",)
@@ -31,6 +32,24 @@ CONNECTOR = (
         "None, request",
         "an adapter gets blocks computed with another one",
         _KEYS,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "adapter-changed-at-its-path",
+        "connector/request_keys.py",
+        "lora.lora_path), digest) != digest:",
+        "lora.lora_path), digest) is None:",
+        "blocks of an adapter's old files are stored as those of its new ones",
+        _KEYS,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "adapter-replaced-while-in-use",
+        "connector/request_state.py",
+        "            self.close(DropReason.RESET)\n",
+        "            pass\n",
+        "blocks computed with a new adapter are stored as the old one's",
+        _ISOLATION,
         Needs.VLLM,
     ),
     Mutation(

@@ -83,10 +83,13 @@ class KeyMaker:
         self._epoch = b""
         # By vLLM's number of an adapter: the files it was loaded from; None where nobody knows.
         self._adapters: dict[int, bytes | None] = {}
+        # By what vLLM's own prefix cache tells adapters apart by: the files it meant first.
+        self._files_of: dict[tuple[str, str], bytes] = {}
 
     def new_epoch(self, nonce: bytes) -> None:
         """After weights changed in place: no key made from now on equals an earlier one."""
         self._epoch = nonce
+        self._files_of.clear()
 
     def keys_for(self, request: Request) -> RequestKeys:
         lora = request.lora_request
@@ -101,6 +104,12 @@ class KeyMaker:
         name of the new files what the old ones computed.
         """
         digest = adapter_digest(lora.lora_name, lora.lora_path)
+        if self._files_of.setdefault((lora.lora_name, lora.lora_path), digest) != digest:
+            # GPU blocks computed with the earlier files may be taken for those of the new ones.
+            raise UnsupportedError(
+                f"the files of adapter {lora.lora_name!r} have changed at {lora.lora_path}, which "
+                "vLLM's prefix cache does not notice; load them from another path"
+            )
         number = lora.lora_int_id
         loaded = self._adapters.setdefault(number, digest)
         if lora.load_inplace:

@@ -13,6 +13,7 @@ from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics.names import DropReason
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.request import Request
 
 
@@ -82,6 +83,18 @@ class RequestState:
     def close(self, reason: DropReason) -> None:
         """A block of this sequence could not be stored: what follows it would be unreachable."""
         self.closed = self.closed or reason
+
+    def close_if_replaced(self, lora: LoRARequest) -> None:
+        """Another request has this adapter loaded in place of the one that this request uses: what
+        it fills from now on is neither the one's nor the other's."""
+        mine = self.request.lora_request
+        if (
+            mine is not None
+            and lora.load_inplace
+            and mine.lora_int_id == lora.lora_int_id
+            and mine.lora_path != lora.lora_path
+        ):
+            self.close(DropReason.RESET)
 
     def keep_failures(self, other: RequestState) -> None:
         """This takes the place of what was known of the same request."""

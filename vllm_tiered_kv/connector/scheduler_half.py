@@ -347,6 +347,9 @@ class SchedulerHalf:
             logger.warning("request %s is not cached: %s", request.request_id, reason)
             self._left_alone[request.request_id] = request
             return None
+        if request.lora_request is not None:
+            for other in self._requests.values():
+                other.close_if_replaced(request.lora_request)
         state = RequestState(request, keys, [0] * len(self._groups))
         self._requests[request.request_id] = state
         return state
