@@ -8,10 +8,13 @@ from unittest import mock
 
 import pytest
 
+from tests.engine.toy_at_daemon import REMOTE, engine_at
 from tests.engine.toy_engine import ToyEngine, play
+from tests.remote.faulty_daemon import FaultyDaemon
 from vllm_tiered_kv.connector.request_keys import RequestKeys
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.metrics import names
+from vllm_tiered_kv.wire.messages import Match
 
 PROMPT = list(range(10, 41))  # 7 full blocks and 3 tokens
 FULL = [*PROMPT, 41]  # vLLM computes its last token again, and with it a whole block
@@ -95,6 +98,45 @@ def test_it_counts_as_used(tiny_model: Path, async_scheduling: bool, asked: list
     serve(engine, asked)
     serve(engine, list(range(80, 105)))  # 6 more: some have to leave
     assert all(engine.half.index.lookup(key) is Lookup.HIT for key in keys)
+
+
+def lookups(daemon: FaultyDaemon) -> int:
+    return sum(isinstance(request, Match) for request in daemon.seen)
+
+
+def test_no_daemon_is_asked(tiny_model: Path, async_scheduling: bool) -> None:
+    with FaultyDaemon() as daemon:
+        engine = engine_at(tiny_model, daemon.address, async_scheduling=async_scheduling)
+        serve(engine, PROMPT)
+        engine.half.index.clear()
+        asked = lookups(daemon)
+        assert asked
+        serve(engine, PROMPT)
+        assert lookups(daemon) == asked
+        engine.drop_gpu_cache()
+        engine.half.index.clear()
+        serve(engine, PROMPT)
+        assert lookups(daemon) > asked
+        engine.assert_at_rest()
+        engine.close()
+
+
+def test_a_daemon_is_asked_after_all_where_the_gpu_lacks_a_part(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
+    """The last block is there, one before it is not."""
+    with FaultyDaemon() as daemon:
+        engine = engine_at(tiny_model, daemon.address, async_scheduling=async_scheduling)
+        serve(engine, PROMPT)
+        engine.half.index.clear()
+        manager = engine.scheduler.kv_cache_manager
+        third = engine.requests["r0"].block_hashes[2]
+        (block,) = manager.block_pool.get_cached_block(third, [0])
+        manager.evict_blocks({block.block_id})
+        serve(engine, PROMPT)
+        assert engine.half.recorder.total(names.LOADED_BLOCKS, REMOTE) == 5
+        engine.assert_at_rest()
+        engine.close()
 
 
 def test_a_step_with_a_prefill_does_not_look_at_it(

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from tests.daemon.daemon_process import DaemonProcess
-from tests.engine.toy_asking import total
+from tests.engine.toy_asking import keys_of, total
 from tests.engine.toy_at_daemon import (
     REMOTE,
     TRANSPORTS,
@@ -96,10 +96,9 @@ def test_tiers_serve_one_prefix_together(
 
 
 def _keys(toy: ToyEngine, prompt: list[int]) -> list[bytes]:
-    request = toy.requests[toy.add(prompt, 1)]
-    keys = list(toy.half._requests[request.request_id].keys.of_group[0])
+    (keys,) = keys_of(toy, toy.add(prompt, 1))
     toy.run()
-    return keys
+    return list(keys[: len(prompt) // 4])
 
 
 def test_bytes_changed_in_the_daemon_are_recomputed(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.daemon.daemon_process import DaemonProcess
+from tests.engine import toy_asking
 from tests.engine.toy_asking import total, workload
 from tests.engine.toy_at_daemon import (
     REMOTE,
@@ -49,8 +50,7 @@ def open_engine(tiny_model: Path, at: str) -> Iterator:
 
 
 def keys_of(toy: ToyEngine, ids: list[int]) -> list[list[bytes]]:
-    request = toy.requests[toy.add(ids, 1)]
-    keys = [list(keys) for keys in toy.half._requests[request.request_id].keys.of_group]
+    keys = toy_asking.keys_of(toy, toy.add(ids, 1))
     toy.run()
     return keys
 

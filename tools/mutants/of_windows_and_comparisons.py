@@ -105,6 +105,15 @@ WINDOWS_AND_COMPARISONS = (
         Needs.VLLM,
     ),
     Mutation(
+        "device-hit-asks-daemons",
+        "connector/load_planner.py",
+        "prefix_cache and not self._seems_on_gpu(request):",
+        "prefix_cache:",
+        "daemons are asked for, and lend, what the GPU has",
+        _DEVICE_HITS,
+        Needs.VLLM,
+    ),
+    Mutation(
         "device-hit-not-used",
         "connector/store_planner.py",
         "            self._index.touch(keys[start:stop])\n            missing",

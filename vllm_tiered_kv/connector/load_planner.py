@@ -20,6 +20,7 @@ from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.recorder import Recorder
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.request import Request
 
@@ -45,15 +46,30 @@ class LoadPlanner:
         self._ledger = ledger
         self._recorder = recorder
         self.remote: RemoteTier | None = None
+        self._pool: BlockPool | None = None
         self.verification: Verification | None = None
+
+    def bind(self, pool: BlockPool) -> None:
+        self._pool = pool
 
     def begin(self, state: RequestState, request: Request) -> None:
         """A request has arrived: the daemons are asked ahead of the scheduler's question."""
-        if not self.judge.asks_daemons:
+        if self.remote is None or not self.judge.asks_daemons:
             return
-        if self.remote is not None and not request.skip_reading_prefix_cache:
+        if not request.skip_reading_prefix_cache and not self._seems_on_gpu(request):
             state.keys.extend(request, request.num_tokens)
             self.remote.begin(state, self.limit(request))
+
+    def _seems_on_gpu(self, request: Request) -> bool:
+        """Whether vLLM still has the last block it could find of a request, and so most likely all
+        of them: tails leave first. If not, the daemons are asked when that turns out."""
+        if self._pool is None:
+            return False
+        last = self.limit(request) // self._pool.hash_block_size - 1
+        if not 0 <= last < len(request.block_hashes):
+            return False
+        groups = [group.group_id for group in self._groups]
+        return self._pool.get_cached_block(request.block_hashes[last], groups) is not None
 
     def loadable(self, state: RequestState, request: Request, computed: int) -> int | None:
         """Tokens after `computed` that can be loaded; None if that is to be asked in the next step:

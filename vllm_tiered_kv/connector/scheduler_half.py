@@ -155,6 +155,7 @@ class SchedulerHalf:
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         self._blocks = manager
         self.stores.bind(manager.block_pool)
+        self.loads.bind(manager.block_pool)
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
