@@ -90,6 +90,28 @@ def test_that_holds_for_requests_whose_own_blocks_are_not_certain(
     engine.assert_at_rest()
 
 
+@pytest.mark.parametrize("store_decode", [True, False], ids=["all", "prompts"])
+@pytest.mark.parametrize("end", ["aborted", "zeroed"])
+def test_a_last_block_that_the_gpu_did_not_have_is_not_taken_for_an_old_one(
+    tiny_model: Path, async_scheduling: bool, end: str, store_decode: bool
+) -> None:
+    """All before it were there, of another prompt. It is stored in the step that fills it."""
+    extra = {"store_decode": store_decode}
+    engine = ToyEngine(tiny_model, async_scheduling, extra_config=extra)
+    serve(engine, [*FULL[:28], 5])
+    if end == "zeroed":
+        engine.half._store_on_finish = False
+        serve(engine, FULL)
+    else:
+        request_id = engine.add(FULL, 5)
+        engine.step()
+        engine.abort(request_id)
+        engine.run()
+    keys = keys_of(engine, FULL)
+    assert all(engine.half.index.lookup(key) is Lookup.HIT for key in keys)
+    engine.assert_at_rest()
+
+
 @BOTH
 def test_it_counts_as_used(tiny_model: Path, async_scheduling: bool, asked: list[int]) -> None:
     engine = ToyEngine(tiny_model, async_scheduling, cpu_blocks=16, gpu_blocks=64)

@@ -25,6 +25,7 @@ from tests.engine.toy_at_daemon import REMOTE, engine_at
 from tests.engine.toy_engine import ToyEngine, play
 from tests.remote.faulty_daemon import FaultyDaemon, forgetful
 from vllm_tiered_kv.connector import ahead_policy
+from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.metrics import names
 
 pytestmark = pytest.mark.engine
@@ -71,6 +72,23 @@ def cached(engine: ToyEngine) -> set[int]:
 
 
 # ---- what the step read and wrote ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [31, 32])
+def test_what_is_computed_anew_is_stored_again(tiny_model: Path, tokens: int) -> None:
+    """Of one that took the blocks of the failed load for what the GPU had all along."""
+    engine = ToyEngine(tiny_model, max_tokens_per_step=64)
+    ids = seeded_prompt(2, tokens)
+    warm(engine, ids)
+    failing, other = engine.add(ids, 1), engine.add(ids, 1)
+    (keys,) = keys_of(engine, other)
+    step_that_fails(engine)
+    engine.abort(failing)
+    engine.run()
+    assert engine.finished[other].tokens == play(ids, 1)[0]
+    engine.assert_at_rest()
+    assert assert_tier_is_right(engine)
+    assert all(engine.half.index.lookup(key) is Lookup.HIT for key in keys)
 
 
 def steps_of_half_a_prompt(model: Path) -> ToyEngine:

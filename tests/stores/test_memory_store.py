@@ -24,7 +24,7 @@ def key(n: int) -> StoreKey:
 
 def item(n: int, parent: int | None = None, size: int = SIZE) -> PutItem:
     above = None if parent is None else key(parent)
-    return PutItem(key(n), above, memoryview(bytes([n]) * size))
+    return PutItem(key(n), above, memoryview(bytes([n % 251]) * size))
 
 
 @pytest.fixture
@@ -122,3 +122,47 @@ def test_a_sealed_block_is_what_its_writer_says(store: MemoryStore) -> None:
         slot.view[:] = bytes(SIZE)
         assert store.seal(slot, checksum) is result
     assert store.contains([key(1)]) == [True]
+
+
+# ---- making room --------------------------------------------------------------------------------
+
+
+class Full:
+    """A store with room for nothing more, and what leaves it."""
+
+    def __init__(self, *first: PutItem) -> None:
+        self.left: list[bytes] = []
+        self.store = MemoryStore(128 * SIZE, on_evict=lambda name, _: self.left.append(name))
+        fillers = [item(1000 + n) for n in range(128 - len(first))]
+        assert set(self.store.put([*first, *fillers])) == {PutResult.STORED}
+        assert not self.left
+
+
+def test_a_request_with_two_chains_does_not_push_out_the_head_of_one() -> None:
+    full = Full(item(9), item(2), item(1))
+    assert full.store.put([item(11, 1), item(12, 2)]) == [PutResult.STORED] * 2
+    assert full.left == [key(9), key(1000)]
+    assert full.store.match([key(2), key(12)]) == 2
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        [item(2000 + n, 11, 20 * SIZE) for n in range(30)],
+        [item(2000 + n, 999) for n in range(30)],
+    ],
+    ids=["too-large", "behind-one-that-was-turned-away"],
+)
+def test_no_room_is_made_for_what_is_not_taken(others: list[PutItem]) -> None:
+    full = Full(item(9))
+    full.store.turn_away([key(999)])
+    assert full.store.put([item(11), *others]) == [PutResult.STORED] + [PutResult.DROPPED] * 30
+    assert full.left == [key(9)]
+
+
+def test_room_for_a_chain_is_made_at_once() -> None:
+    full = Full(item(9), item(8))
+    chain = [item(11), item(12, 11), item(13, 12)]
+    assert full.store.put(chain) == [PutResult.STORED] * 3
+    assert full.left == [key(9), key(8), key(1000)]
+    assert full.store.match([key(n) for n in (11, 12, 13)]) == 3

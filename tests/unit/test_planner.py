@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_tiered_kv.cache.index import BlockIndex
-from vllm_tiered_kv.cache.planner import Group, loadable_tokens, telling_group
+from vllm_tiered_kv.cache.planner import Group, loadable_tokens, plan_store, telling_group
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.key import BlockKey
+from vllm_tiered_kv.eviction.catalog import POLICIES
 
 TOKENS = 48
 
@@ -100,6 +102,37 @@ def test_needed_are_the_blocks_with_a_token_in_reach(
     assert list(group.needed(0, end)) == sorted({token // size for token in reach})
     rest = group.needed(computed * size, end)
     assert list(rest) == [n for n in group.needed(0, end) if n >= computed]
+
+
+def put(index: BlockIndex, keys: list[BlockKey], skip: range = range(0)) -> list[int]:
+    plan = plan_store(index, Group(0, 4, 64, 0), keys, 0, len(keys), skip)
+    for slot in plan.slots:
+        index.commit(slot)
+    index.check()
+    return plan.positions
+
+
+@pytest.mark.parametrize("eviction", sorted(POLICIES))
+def test_a_chain_with_gaps_is_whole_again_in_a_full_tier(eviction: str) -> None:
+    """Room for one of its blocks may be made by another, which then has to be stored, too."""
+    index = BlockIndex(ArenaGeometry(8 * 64, (64,)), eviction)
+    keys = [BlockKey(bytes([n]) * 17) for n in range(6)]
+    assert put(index, keys) == list(range(6))
+    index.remove(keys[2])
+    index.remove(keys[4])
+    assert len(put(index, [BlockKey(bytes([100 + n]) * 17) for n in range(4)])) == 4
+    assert {2, 4} < set(put(index, keys)), "none of the others had to leave"
+    assert index.match_prefix(keys) == 6
+
+
+@pytest.mark.parametrize("eviction", sorted(POLICIES))
+def test_so_is_one_of_which_another_tier_has_the_middle(eviction: str) -> None:
+    index = BlockIndex(ArenaGeometry(24 * 64, (64,)), eviction)
+    keys = [BlockKey(bytes([n]) * 17) for n in range(16)]
+    put(index, keys[:13], range(4, 10))
+    assert len(put(index, [BlockKey(bytes([100 + n]) * 17) for n in range(17)])) == 17
+    assert put(index, keys) == list(range(4, 16))
+    assert index.match_prefix(keys) == 16
 
 
 def test_where_tokens_lie_is_told_by_a_full_group_if_there_is_one() -> None:

@@ -98,8 +98,8 @@ WINDOWS_AND_COMPARISONS = (
     Mutation(
         "device-hit-hashes-for-its-last-block",
         "connector/scheduler_half.py",
-        "        had = ready - 1 if state.on_gpu else ready\n",
-        "        had = ready\n",
+        "        had = state.on_gpu + state.computed_again\n",
+        "        had = state.on_gpu\n",
         "a prompt that fills its last block waits for its keys",
         _DEVICE_HITS,
         Needs.VLLM,
@@ -107,7 +107,7 @@ WINDOWS_AND_COMPARISONS = (
     Mutation(
         "device-hit-asks-daemons",
         "connector/load_planner.py",
-        "prefix_cache and not self._seems_on_gpu(request):",
+        "prefix_cache and not self._gpu_has_block_before(request, limit):",
         "prefix_cache:",
         "daemons are asked for, and lend, what the GPU has",
         _DEVICE_HITS,

@@ -61,12 +61,16 @@ def plan_store(
     """
     positions: list[int] = []
     slots: list[int] = []
-    missing = [
-        position
-        for position in range(index.first_missing(keys, start, stop), stop)
-        if position not in skip and index.lookup(keys[position]) is Lookup.MISS
-    ]
-    for left, position in zip(range(len(missing) - 1, -1, -1), missing, strict=True):
+
+    def is_wanted(position: int) -> bool:
+        return position not in skip and index.lookup(keys[position]) is Lookup.MISS
+
+    rest = range(index.first_missing(keys, start, stop), stop)
+    left = sum(map(is_wanted, rest))
+    for position in rest:
+        if not is_wanted(position):  # asked anew: room for others may have been made by this one
+            continue
+        left = max(0, left - 1)
         # Also in a window: tails leave before heads in all groups alike, or what is left of the
         # one would be of no use to the other.
         parent = keys[position - 1] if position else None

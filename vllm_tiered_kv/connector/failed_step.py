@@ -117,6 +117,7 @@ class FailedStep:
                     for key in keys[bad:] if bad is not None else ():
                         index.remove(key)
             state.stored = [0] * len(state.stored)
+            state.on_gpu = state.computed_again = 0  # what was there has lost its hash
 
     def _look_at(self, request: Request) -> None:
         tables = self._manager.get_blocks(request.request_id).blocks

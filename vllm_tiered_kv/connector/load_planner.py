@@ -56,16 +56,18 @@ class LoadPlanner:
         """A request has arrived: the daemons are asked ahead of the scheduler's question."""
         if self.remote is None or not self.judge.asks_daemons:
             return
-        if not request.skip_reading_prefix_cache and not self._seems_on_gpu(request):
+        limit = self.limit(request)
+        # If the GPU has the last block it most likely has all: tails leave first. Where it does
+        # not, the daemons are asked when that turns out.
+        if not request.skip_reading_prefix_cache and not self._gpu_has_block_before(request, limit):
             state.keys.extend(request, request.num_tokens)
-            self.remote.begin(state, self.limit(request))
+            self.remote.begin(state, limit)
 
-    def _seems_on_gpu(self, request: Request) -> bool:
-        """Whether vLLM still has the last block it could find of a request, and so most likely all
-        of them: tails leave first. If not, the daemons are asked when that turns out."""
+    def _gpu_has_block_before(self, request: Request, end: int) -> bool:
+        """Whether vLLM's prefix cache has the blocks that end at this token of a request."""
         if self._pool is None:
             return False
-        last = self.limit(request) // self._pool.hash_block_size - 1
+        last = end // self._pool.hash_block_size - 1
         if not 0 <= last < len(request.block_hashes):
             return False
         groups = [group.group_id for group in self._groups]
@@ -76,7 +78,10 @@ class LoadPlanner:
         a daemon has not answered, or this step loads what the request would build on."""
         limit = self.limit(request)
         if computed >= limit:
-            state.match = Match(computed, 0, limit)
+            # vLLM always computes the last token, even if it has the block that it fills.
+            end = request.num_tokens // self._alignment * self._alignment
+            again = end > computed and self._gpu_has_block_before(request, end)
+            state.match = Match(computed, 0, limit, computed_again=end - computed if again else 0)
             return 0
         loadable = 0
         elsewhere = None
@@ -119,6 +124,7 @@ class LoadPlanner:
         if match is None:
             return None
         state.on_gpu = match.computed if match.computed >= match.limit else 0
+        state.computed_again = match.computed_again
         if match.verified and self.verification is not None:
             self.verification.begin(state, match.computed, match.verified)
         loads = [

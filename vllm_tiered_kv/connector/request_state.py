@@ -30,6 +30,7 @@ class Match:
     ahead: bool = False  # vLLM was told that the step waits for the load
     choice: Choice | None = None  # what the tiers hold, and why not all of it is loaded
     verified: int = 0  # tokens that would be loadable, and are computed to be compared
+    computed_again: int = 0  # tokens that are computed though the GPU has them
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class RequestState:
     keys: RequestKeys
     stored: list[int]  # per group: blocks already stored or considered
     on_gpu: int = 0  # tokens, if the GPU had all that could have been loaded
+    computed_again: int = 0  # tokens after them that it had, too
     closed: DropReason | None = None  # why the rest of this sequence is not stored
     load_failed: bool = False
     match: Match | None = None
@@ -105,7 +107,7 @@ class RequestState:
     def forget_blocks(self) -> None:
         """The request was preempted: its blocks are gone and it starts over."""
         self.stored = [0] * len(self.stored)
-        self.on_gpu = 0
+        self.on_gpu = self.computed_again = 0
         self.closed = None
         self.keeps_reservation = False
         self.drop_lookup()

@@ -370,13 +370,10 @@ class SchedulerHalf:
 
     def _has_only_old(self, state: RequestState, ready: int) -> bool:
         """Whether the GPU had all full blocks of these tokens before the request came: what is to
-        be done about them can wait until nobody waits for a first token. So can the block of the
-        last token, which vLLM computes again although it has it."""
-        if self._config.mode is not Mode.TIERED:
-            return False
-        had = ready - 1 if state.on_gpu else ready
-        return all(
-            had // group.block_size <= state.on_gpu // group.block_size for group in self._groups
+        be done about them can wait until nobody waits for a first token."""
+        had = state.on_gpu + state.computed_again
+        return self._config.mode is Mode.TIERED and all(
+            ready // group.block_size <= had // group.block_size for group in self._groups
         )
 
     def _plan_stores(self, request_id: str, scheduled: int) -> None:

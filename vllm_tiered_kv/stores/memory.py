@@ -252,9 +252,7 @@ class MemoryStore:
         blocks = list(blocks)
         slots: list[Held | PutResult] = []
         with self._lock:
-            new = {key for key, _, _ in blocks if self._index.lookup(key) is Lookup.MISS}
-            for key, parent, nbytes in blocks:
-                new.discard(key)
+            for (key, parent, nbytes), more in zip(blocks, self._followers(blocks), strict=True):
                 if (
                     parent is not None
                     and parent in self._dropped
@@ -263,11 +261,22 @@ class MemoryStore:
                 ):
                     slot: Held | PutResult = PutResult.DROPPED
                 else:
-                    slot = self.reserve(key, parent, nbytes, len(new))
+                    slot = self.reserve(key, parent, nbytes, more)
                 slots.append(slot)
                 if slot is PutResult.DROPPED:
                     self.turn_away([key])
         return slots
+
+    def _followers(self, blocks: Sequence[tuple[StoreKey, StoreKey | None, int]]) -> list[int]:
+        """How many new blocks like it follow each of these in its chain without a gap."""
+        counts = [0] * len(blocks)
+        for n in range(len(blocks) - 1, 0, -1):
+            key, parent, nbytes = blocks[n]
+            before, _, length = blocks[n - 1]
+            is_new = parent == before and nbytes == length
+            if is_new and self._index.lookup(key) is Lookup.MISS:
+                counts[n - 1] = counts[n] + 1
+        return counts
 
     def turn_away(self, keys: Sequence[StoreKey]) -> None:
         """These blocks find no room: what follows them in their chains will not, either."""
