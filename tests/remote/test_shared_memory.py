@@ -28,7 +28,7 @@ from vllm_tiered_kv.core.store import PutResult
 from vllm_tiered_kv.device.shared_arena import PAGE, SharedArena
 from vllm_tiered_kv.errors import ArenaError
 from vllm_tiered_kv.remote import attachment
-from vllm_tiered_kv.remote.health import BreakerState
+from vllm_tiered_kv.remote.health import Attempt, Breaker, BreakerState
 from vllm_tiered_kv.remote.shared_memory import LentBlock, Reservation, SharedMemory
 from vllm_tiered_kv.remote.store import RemoteStore
 
@@ -269,6 +269,64 @@ def test_a_closed_memory_lends_nothing(store: RemoteStore, memory: SharedMemory)
     again = store.attach()
     assert again is not None
     assert again is not memory
+
+
+class Interrupter(Breaker):
+    """Lets something happen between the moment a call finds all well and its turn to be made."""
+
+    happens: Callable[[], None] | None = None
+
+    def begin(self) -> Attempt | None:
+        self._let_happen()
+        return super().begin()
+
+    @property
+    def available(self) -> bool:
+        self._let_happen()
+        return super().available
+
+    def _let_happen(self) -> None:
+        happens, self.happens = self.happens, None
+        if happens is not None:
+            happens()
+
+
+@pytest.fixture
+def interrupted(daemon: DaemonProcess) -> Iterator[tuple[RemoteStore, Interrupter]]:
+    breaker = Interrupter("test")
+    opened = RemoteStore(
+        daemon.ipc, IDENTITY, timeout_s=20.0, connect_timeout_s=10.0, breaker=breaker
+    )
+    yield opened, breaker
+    opened.close()
+
+
+def zmq_threads() -> int:
+    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    return sum(name.startswith("ZMQbg") for name in names)
+
+
+def test_a_call_that_comes_when_the_memory_is_closed_opens_nothing(
+    interrupted: tuple[RemoteStore, Interrupter],
+) -> None:
+    store, breaker = interrupted
+    before = zmq_threads()
+    memory = store.attach()
+    assert memory is not None
+    memory.settle()
+    breaker.happens = memory.close
+    assert not any(memory.lend(CHAIN).leases)
+    assert memory.closed
+    assert zmq_threads() == before
+
+
+def test_a_closed_store_attaches_nothing_more(
+    interrupted: tuple[RemoteStore, Interrupter],
+) -> None:
+    store, breaker = interrupted
+    breaker.happens = store.close
+    assert store.attach() is None
+    assert breaker.happens is None
 
 
 class ArenaPeer:

@@ -328,6 +328,8 @@ class SharedMemory:
             self._breaker.forget(attempt)
             return None
         try:
+            if self.closed:  # while this waited: what it opened now nobody would close
+                return None
             answer = work(self._connection, end)
             self._breaker.succeed(attempt)
             return answer

@@ -268,6 +268,8 @@ class RemoteStore:
         if path is None or not self.available:
             return None
         with self._attaching:
+            if self._caller.pool.closing.is_set():  # while this waited
+                return None
             self._memory = [memory for memory in self._memory if not memory.closed]
             for memory in self._memory:
                 if memory.alive:
