@@ -26,6 +26,7 @@ WHOLE = [(length - 1) // BLOCK * BLOCK for length in LENGTHS]
 
 def run_and_kill(model: Path, options: dict, stored_blocks: int = 0) -> dict:
     """An engine that answers all prompts and is then killed with everything it started."""
+    options = {"cpu_memory": "16MiB", "remote_lookup_timeout": 10, **options}  # a busy machine
     environment = {
         **os.environ,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
@@ -72,14 +73,12 @@ def test_engines_share_a_daemon_across_their_deaths_and_its_own(
         *("--ssd", str(folder / "ssd"), "--ssd-space", "128MiB"),
     ) as daemon:
         blocks = sum(length // BLOCK for length in LENGTHS)
-        first = run_and_kill(
-            random_model, {"cpu_memory": "16MiB", "remote": daemon.endpoint}, blocks
-        )
+        first = run_and_kill(random_model, {"remote": daemon.endpoint}, blocks)
         assert [answer["cached"] for answer in first["answers"]] == [0] * len(LENGTHS)
         assert len({tuple(answer["tokens"]) for answer in first["answers"]}) == len(LENGTHS)
 
         # The second maps the daemon's memory.
-        second = run_and_kill(random_model, {"cpu_memory": "16MiB", "remote": daemon.ipc})
+        second = run_and_kill(random_model, {"remote": daemon.ipc})
         assert [answer["cached"] for answer in second["answers"]] == WHOLE
         assert _said(second) == _said(first)
         assert "shares the memory" in daemon.logs
@@ -88,7 +87,7 @@ def test_engines_share_a_daemon_across_their_deaths_and_its_own(
 
         daemon.terminate()
         daemon.restart()
-        third = run_and_kill(random_model, {"cpu_memory": "16MiB", "remote": daemon.endpoint})
+        third = run_and_kill(random_model, {"remote": daemon.endpoint})
         assert [answer["cached"] for answer in third["answers"]] == WHOLE
         assert _said(third) == _said(first)
         assert third["counters"]["loaded_blocks[remote]"] == sum(WHOLE) // BLOCK
