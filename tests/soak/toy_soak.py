@@ -182,6 +182,8 @@ class _Episode:
             self.torment.thaw()
             self.toy.close()
         self.soak.counts["steps"] += self.steps
+        for metric in (names.LOADED_BLOCKS, names.LOAD_FAILURES, names.EVICTED_BLOCKS):
+            self.soak.counts[metric.name] += int(self.toy.half.recorder.total(metric))
 
     def _note(self, text: str) -> None:
         self.soak.journal.append(f"step {self.steps}: {text}")
@@ -350,9 +352,6 @@ class _Episode:
     def _forget(self) -> None:
         """The toy's own memory of what is over."""
         toy = self.toy
-        total = toy.half.recorder.total
-        for metric in (names.LOADED_BLOCKS, names.LOAD_FAILURES, names.EVICTED_BLOCKS):
-            self.soak.counts[metric.name] = max(self.soak.counts[metric.name], int(total(metric)))
         self.soak.counts["preemptions"] += sum(r.num_preemptions for r in toy.requests.values())
         for kept in (toy.requests, toy.finished, toy._truth, self.asked):
             kept.clear()
