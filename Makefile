@@ -64,13 +64,7 @@ mutants: ## break one guard after the other on purpose, and see that tests fail
 
 gpu-test: ## run the tests that need an NVIDIA GPU
 	@$(SETUP) --env $(FULL) --profile full
-	REQUIRE_GPU=1 $(FULL)/bin/python -m pytest tests/gpu/test_cuda_copy.py tests/gpu/test_cuda_copier.py $(PYTEST_FLAGS)
-	REQUIRE_GPU=1 $(FULL)/bin/python -m pytest tests/gpu/test_models_gpu.py $(PYTEST_FLAGS)
-	REQUIRE_GPU=1 $(FULL)/bin/python -m pytest tests/gpu/test_windows_gpu.py $(PYTEST_FLAGS)
-	REQUIRE_GPU=1 $(FULL)/bin/python -m pytest tests/gpu/test_engine_gpu.py -k async_on $(PYTEST_FLAGS)
-	REQUIRE_GPU=1 $(FULL)/bin/python -m pytest tests/gpu/test_engine_gpu.py -k async_off $(PYTEST_FLAGS)
-	REQUIRE_GPU=1 $(FULL)/bin/python -m pytest tests/gpu/test_remote_gpu.py -k ipc $(PYTEST_FLAGS)
-	REQUIRE_GPU=1 $(FULL)/bin/python -m pytest tests/gpu/test_remote_gpu.py -k tcp $(PYTEST_FLAGS)
+	$(FULL)/bin/python -m tools.gpu_tests $(PYTEST_FLAGS)
 
 gpu-sanitize: ## run the tests of the CUDA copies under compute-sanitizer
 	@$(SETUP) --env $(FULL) --profile full

@@ -1,0 +1,65 @@
+"""Runs the tests that need an NVIDIA GPU, several processes at a time.
+
+    python -m tools.gpu_tests [--at-once N] [pytest arguments]
+
+vLLM's engines leave too much behind on a GPU to follow each other in one process, so each group of
+tests has one of its own. Their engines take a stated share of the device: some fit beside each
+other. A failure prints all that its process said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+GROUPS = (
+    ("models", "tests/gpu/test_models_gpu.py"),
+    ("engine, async scheduling", "tests/gpu/test_engine_gpu.py", "-k", "async_on"),
+    ("engine, plain scheduling", "tests/gpu/test_engine_gpu.py", "-k", "async_off"),
+    ("windows", "tests/gpu/test_windows_gpu.py"),
+    ("daemon over ipc", "tests/gpu/test_remote_gpu.py", "-k", "ipc"),
+    ("daemon over tcp", "tests/gpu/test_remote_gpu.py", "-k", "tcp"),
+    ("copies", "tests/gpu/test_cuda_copy.py", "tests/gpu/test_cuda_copier.py"),
+)
+
+
+def run(group: tuple[str, ...], arguments: list[str]) -> tuple[bool, str]:
+    """Whether all tests of the group passed, and what to say of it."""
+    name, *tests = group
+    begin = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "REQUIRE_GPU": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    lines = done.stdout.strip().splitlines() or ["nothing was said"]
+    told = f"{name}, {time.monotonic() - begin:.0f} s: {lines[-1].strip('= ')}"
+    return done.returncode == 0, told if done.returncode == 0 else f"{done.stdout}\n{told}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--at-once", type=int, default=3, help="processes (3)")
+    options, arguments = parser.parse_known_args()
+    good = True
+    with ThreadPoolExecutor(options.at_once) as threads:
+        for group in as_completed(threads.submit(run, group, arguments) for group in GROUPS):
+            passed, told = group.result()
+            good = good and passed
+            print(told, flush=True)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
