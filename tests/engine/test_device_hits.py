@@ -67,23 +67,27 @@ def test_what_the_tier_lacks_of_it_is_stored(
     engine.assert_at_rest()
 
 
+def serve_uncertainly(engine: ToyEngine, prompt: list[int], end: str) -> None:
+    """The request is aborted after a step, or vLLM clears its blocks before we could read them."""
+    if end == "zeroed":
+        engine.half._store_on_finish = False
+        serve(engine, prompt)
+        return
+    request_id = engine.add(prompt, 5)
+    engine.step()
+    engine.abort(request_id)
+    engine.run()
+
+
 @pytest.mark.parametrize("end", ["aborted", "zeroed"])
 def test_that_holds_for_requests_whose_own_blocks_are_not_certain(
     tiny_model: Path, async_scheduling: bool, end: str
 ) -> None:
-    """Aborted ones, and where vLLM clears blocks before we could read them."""
     engine = ToyEngine(tiny_model, async_scheduling)
     keys = keys_of(engine, PROMPT)
     for key in keys[2:5]:
         engine.half.index.remove(key)
-    if end == "zeroed":
-        engine.half._store_on_finish = False
-        serve(engine, PROMPT)
-    else:
-        request_id = engine.add(PROMPT, 3)
-        engine.step()
-        engine.abort(request_id)
-        engine.run()
+    serve_uncertainly(engine, PROMPT, end)
     assert all(engine.half.index.lookup(key) is Lookup.HIT for key in keys)
     engine.drop_gpu_cache()
     serve(engine, PROMPT)
@@ -99,14 +103,7 @@ def test_a_last_block_that_the_gpu_did_not_have_is_not_taken_for_an_old_one(
     extra = {"store_decode": store_decode}
     engine = ToyEngine(tiny_model, async_scheduling, extra_config=extra)
     serve(engine, [*FULL[:28], 5])
-    if end == "zeroed":
-        engine.half._store_on_finish = False
-        serve(engine, FULL)
-    else:
-        request_id = engine.add(FULL, 5)
-        engine.step()
-        engine.abort(request_id)
-        engine.run()
+    serve_uncertainly(engine, FULL, end)
     keys = keys_of(engine, FULL)
     assert all(engine.half.index.lookup(key) is Lookup.HIT for key in keys)
     engine.assert_at_rest()

@@ -24,6 +24,7 @@ from tests.remote.engine import (
     keys,
     within,
 )
+from tests.soak.footprint import Footprint
 from vllm_tiered_kv.core.store import PutResult
 from vllm_tiered_kv.device.shared_arena import PAGE, SharedArena
 from vllm_tiered_kv.errors import ArenaError
@@ -302,8 +303,7 @@ def interrupted(daemon: DaemonProcess) -> Iterator[tuple[RemoteStore, Interrupte
 
 
 def zmq_threads() -> int:
-    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
-    return sum(name.startswith("ZMQbg") for name in names)
+    return sum(name.startswith("ZMQbg") for name in Footprint.now().thread_names)
 
 
 def test_a_call_that_comes_when_the_memory_is_closed_opens_nothing(
