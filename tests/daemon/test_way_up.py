@@ -92,6 +92,7 @@ class Tiers:
 def tiers(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Tiers]:
     tiers = Tiers(tmp_path, with_backing=getattr(request, "param", False))
     yield tiers
+    tiers.store.drain()  # answers still on their way hold what they bring
     tiers.store.memory.check()
     assert not tiers.store.memory._index.pinned_slots()
     tiers.store.close()
