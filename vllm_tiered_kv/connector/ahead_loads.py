@@ -10,9 +10,10 @@ copies ends the engine then, as it would at vLLM's own next copy.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from vllm_tiered_kv.connector.remote_io import RemoteIO
 from vllm_tiered_kv.connector.shared_region import Resident
@@ -41,13 +42,25 @@ class AheadLoads:
     def start(
         self, copier: Copier, remote: RemoteIO | None, jobs: Sequence[LoadJob], by_layer: bool
     ) -> None:
+        self._start(copier, remote, jobs, functools.partial(copier.load_ahead, by_layer=by_layer))
+
+    def start_early(self, copier: Copier, remote: RemoteIO | None, jobs: Sequence[LoadJob]) -> None:
+        self._start(copier, remote, jobs, copier.load_early)
+
+    def _start(
+        self,
+        copier: Copier,
+        remote: RemoteIO | None,
+        jobs: Sequence[LoadJob],
+        enqueue: Callable[[Sequence[int], Sequence[PinnedBlocks]], None],
+    ) -> None:
         numbers = [job.ahead for job in jobs if job.ahead is not None]
         try:
             blocks: list[PinnedBlocks] = []
             for number, job in zip(numbers, jobs, strict=True):
                 blocks += [copier.locate(transfer) for transfer in job.transfers]
                 blocks += self._borrow(number, job, remote)
-            copier.load_ahead(numbers, blocks, by_layer)
+            enqueue(numbers, blocks)
         except Exception as error:  # whatever it was, the requests must hear of it
             for number in numbers:
                 self._give_back(number)

@@ -10,6 +10,7 @@ import os
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.config import Mode, StorePolicy, TieredKVConfig
+from vllm_tiered_kv.connector import head_start
 from vllm_tiered_kv.connector.kv_layout import group_block_bytes, group_windows
 from vllm_tiered_kv.connector.lazy_store import LazyStore
 from vllm_tiered_kv.connector.model_identity import fingerprint
@@ -59,6 +60,8 @@ def make_scheduler_half(
             else None
         ),
     )
+    if head_start.is_possible(vllm_config, kv_cache_config.needs_kv_cache_zeroing):
+        half.head_start = head_start.HeadStart(vllm_config, half.recorder)
     if config.remote and config.mode is Mode.TIERED:
         identity = EngineIdentity(
             namespace,

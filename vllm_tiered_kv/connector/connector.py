@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
 )
 
 from vllm_tiered_kv.config import Mode, TieredKVConfig  # noqa: E402
+from vllm_tiered_kv.connector import head_start  # noqa: E402
 from vllm_tiered_kv.connector.assembly import make_scheduler_half, make_worker_half  # noqa: E402
 from vllm_tiered_kv.connector.forward_hooks import calls_each_layer, wanted_layout  # noqa: E402
 from vllm_tiered_kv.connector.metadata import TieredKVHandshake, TieredKVMetadata  # noqa: E402
@@ -90,6 +91,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler_half = make_scheduler_half(config, vllm_config, kv_cache_config)
         elif config.mode is Mode.TIERED:
             self.worker_half = make_worker_half(config, vllm_config, kv_cache_config)
+            head_start.here_is(self.worker_half, vllm_config)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -112,3 +113,10 @@ class RequestState:
         self.keeps_reservation = False
         self.drop_lookup()
         self.held_nowhere_else()
+
+
+def awaits_first_token(states: Mapping[str, RequestState], scheduled: Collection[str]) -> bool:
+    """Whether a client waits for the first token of this step; or of one under way, if there is
+    nothing to compute in this one."""
+    some = (states[request_id] for request_id in scheduled or states if request_id in states)
+    return any(not state.request.num_output_tokens for state in some)

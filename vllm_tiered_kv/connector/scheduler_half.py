@@ -25,6 +25,7 @@ from vllm_tiered_kv.cache.planner import Group
 from vllm_tiered_kv.config import Mode, TieredKVConfig
 from vllm_tiered_kv.connector.ahead_policy import AheadPolicy
 from vllm_tiered_kv.connector.failed_step import FailedStep
+from vllm_tiered_kv.connector.head_start import HeadStart
 from vllm_tiered_kv.connector.lazy_store import LazyStore
 from vllm_tiered_kv.connector.load_or_recompute import LoadOrRecompute
 from vllm_tiered_kv.connector.load_planner import LoadPlanner
@@ -33,7 +34,7 @@ from vllm_tiered_kv.connector.remote_lookup import RemoteLookups
 from vllm_tiered_kv.connector.remote_tier import RemoteTier
 from vllm_tiered_kv.connector.remote_writes import RemoteWrites
 from vllm_tiered_kv.connector.request_keys import KeyMaker
-from vllm_tiered_kv.connector.request_state import RequestState
+from vllm_tiered_kv.connector.request_state import RequestState, awaits_first_token
 from vllm_tiered_kv.connector.stats import TieredKVStats
 from vllm_tiered_kv.connector.store_planner import StorePlanner
 from vllm_tiered_kv.connector.verification import Verification
@@ -104,6 +105,7 @@ class SchedulerHalf:
         self.loads = LoadPlanner(
             self._groups, self.index, self.ledger, self.recorder, self._ahead, self.judge
         )
+        self.head_start: HeadStart | None = None
         self.verification: Verification | None = None
         if config.verify_fraction:
             self.verification = self.loads.verification = Verification(
@@ -188,6 +190,8 @@ class SchedulerHalf:
             job = self.loads.admit(state, request, blocks, num_external_tokens)
             if job is not None:
                 self._next.loads.append(job)
+                if self.head_start is not None:
+                    self.head_start.planned(self._next)
 
     # ---- one step -----------------------------------------------------------------------------
 
@@ -199,8 +203,10 @@ class SchedulerHalf:
         self._ahead.step_planned(scheduler_output.num_scheduled_tokens)
         for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
             self._plan_stores(request_id, scheduled)
-        scheduled_now = scheduler_output.num_scheduled_tokens.values()
-        self._next.stores_after += self.stores.store_unowned(scheduled_now)
+        awaited = self.stores.has_deferred and awaits_first_token(
+            self._requests, scheduler_output.num_scheduled_tokens
+        )
+        self._next.stores_after += self.stores.store_unowned(awaited)
         if self.verification is not None:
             for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
                 self._plan_verification(self.verification, request_id, scheduled)

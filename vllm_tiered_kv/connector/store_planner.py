@@ -21,7 +21,7 @@ No reference to a GPU block is ever held.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.cache.index import BlockIndex
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 _UNLIMITED = 1 << 62
-_MOST_UNSEEN = 16  # so long they may wait for a step without a prefill
+_MOST_UNSEEN = 16  # so many may wait until nobody waits for a first token
 
 
 class StorePlanner:
@@ -126,15 +126,10 @@ class StorePlanner:
         self._unseen.append((state, tables, ready_tokens))
         return True
 
-    def store_unowned(self, scheduled: Collection[int] = ()) -> list[StoreJob]:
-        """Jobs for blocks no request owns: deferred ones, or those about to be reused.
-
-        `scheduled`: the tokens of each request in the step.
-        """
-        while self._unseen:
-            waits_for_first_token = any(count > 1 for count in scheduled)
-            if waits_for_first_token and len(self._unseen) <= _MOST_UNSEEN:
-                break
+    def store_unowned(self, first_token_is_awaited: bool = False) -> list[StoreJob]:
+        """Jobs for blocks no request owns: deferred ones, or those about to be reused."""
+        most = _MOST_UNSEEN if first_token_is_awaited else 0
+        while len(self._unseen) > most:
             self._see(*self._unseen.popleft())
         if self._lazy is None and not self._deferred:
             return []

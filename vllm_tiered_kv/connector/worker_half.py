@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -29,7 +30,7 @@ from vllm_tiered_kv.connector.split_loads import SplitLoads
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.layout import BlockRuns
 from vllm_tiered_kv.core.tiers import Tier
-from vllm_tiered_kv.core.transfer import StoreJob
+from vllm_tiered_kv.core.transfer import LoadJob, StoreJob
 from vllm_tiered_kv.device.arena import Arena
 from vllm_tiered_kv.device.copier import Copier, StoreDone
 from vllm_tiered_kv.device.pinning import Pin, Unpin
@@ -67,6 +68,7 @@ class WorkerHalf:
         self._loads = SplitLoads()
         self._times = LoadTimes()
         self._measured_step: int | None = None
+        self._step_thread: int | None = None
         self._put: dict[int, list[StoreReport]] = {}
         self._remote_failures: set[str] = set()
         self._told_arenas: frozenset[bytes] = frozenset()
@@ -126,11 +128,30 @@ class WorkerHalf:
             self._verifier.begin_step(metadata.verifications)
         self._measured_step = metadata.measured_step
         self._device.finish_ahead()
+        self._step_thread = threading.get_ident()
         if metadata.identity is not None and self._remote is None:
             self._remote = self._open_remote(metadata.identity)
         self._store(metadata.stores_before)
+        self._device.begin_step()
         if metadata.loads:
             self._device.fence()
+
+    def start_early(self, stores: Sequence[StoreJob], loads: Sequence[LoadJob]) -> bool:
+        """Begins loads ahead of a step that is still being planned, see `head_start`; before that,
+        reads what has to be read ahead of it. False: nothing was done, and it is up to the step."""
+        if (
+            self._copier is None
+            or self.wait_for_sources
+            or self._step_thread != threading.get_ident()
+            or not self._copier.can_load_early()
+            or (self._remote is None and any(job.remote for job in loads))
+        ):
+            return False
+        self._copier.finish_ahead()
+        self._store(stores)
+        self._copier.fence()
+        self._ahead.start_early(self._copier, self._remote, loads)
+        return True
 
     def start_loads(self, metadata: TieredKVMetadata, calls_each_layer: bool = False) -> None:
         """`calls_each_layer`: the coming forward calls `before_layer` as it comes to each."""
@@ -265,7 +286,7 @@ class WorkerHalf:
         assert self._copier is not None, "vLLM did not register its KV caches"
         return self._copier
 
-    def _store(self, jobs: list[StoreJob]) -> None:
+    def _store(self, jobs: Sequence[StoreJob]) -> None:
         for job in jobs:
             self._device.store(job.job_id, job.transfer)
         if jobs and self.wait_for_sources:

@@ -11,6 +11,8 @@ Order is the whole point (each line is a way to a wrong token if broken):
   enqueued since the fence, which would end all overlap. A `Channel` keeps the same order.
 - `load_ahead` is for blocks that the coming forward reads: the compute stream waits for them, as a
   whole or layer by layer, and what is enqueued after `finish_ahead` comes after all of them.
+- `load_early` is the same while the step is still being planned: it writes after the last fence and
+  every earlier `store`, and what is enqueued after `begin_step` comes after it.
 """
 
 from __future__ import annotations
@@ -94,6 +96,15 @@ class Copier(Protocol):
         With `by_layer`, each layer of the forward has to call `wait_for_layer` before it reads.
         An error means that nothing is under way any more and that the blocks hold anything.
         """
+
+    def can_load_early(self) -> bool:
+        """Whether all earlier work is known to be on the stream that a fence would mark now."""
+
+    def load_early(self, job_ids: Sequence[int], blocks: Sequence[PinnedBlocks]) -> None:
+        """As `load_ahead`, before the step has begun, and any number of times."""
+
+    def begin_step(self) -> None:
+        """What is enqueued from now on waits for all that `load_early` began."""
 
     def wait_for_layer(self, name: str) -> None:
         """Lets the compute stream wait for this layer's part of `load_ahead`."""

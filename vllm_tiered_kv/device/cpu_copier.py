@@ -98,6 +98,15 @@ class CpuCopier:
             )
         self._ahead_done += job_ids
 
+    def can_load_early(self) -> bool:
+        return True
+
+    def load_early(self, job_ids: Sequence[int], blocks: Sequence[PinnedBlocks]) -> None:
+        self.load_ahead(job_ids, blocks, False)
+
+    def begin_step(self) -> None:
+        pass
+
     def wait_for_layer(self, name: str) -> None:
         pass  # all are there when `load_ahead` returns
 

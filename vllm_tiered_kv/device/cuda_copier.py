@@ -101,6 +101,8 @@ class CudaCopier:
         self._part_events = [native.Event(device) for _ in self._parts[min(self._parts)].ends]
         self._parts_waited: int | None = None  # None: no layer has to wait for anything
         self._ahead: deque[_OpenAhead] = deque()
+        self._early: native.Event | None = None  # the last one that no step waits for yet
+        self._step_stream: int | None = None  # of the last step
         self._spare_events: list[native.Event] = []
         self._closed = False
         self.fence()
@@ -182,6 +184,29 @@ class CudaCopier:
         if self._parts_waited is None:
             event.wait_in(self._compute_stream())
         self._ahead.append(_OpenAhead(job_ids, event))
+
+    def can_load_early(self) -> bool:
+        return self._step_stream == self._compute_stream()
+
+    def load_early(self, job_ids: Sequence[int], blocks: Sequence[PinnedBlocks]) -> None:
+        try:
+            self._load_stream.wait(self._fence)
+            for part in blocks:
+                self._inbound.enqueue(part, self._load_stream)
+            event = self._event()
+            event.record(self._load_stream.handle)
+        except TieredKVError:
+            logger.exception("a load failed; it is tried in the simplest way there is")
+            self._settle_loads()
+            event = self._load_simply(blocks)
+        self._early = event
+        self._ahead.append(_OpenAhead(job_ids, event))
+
+    def begin_step(self) -> None:
+        self._step_stream = self._compute_stream()
+        if self._early is not None:
+            self._early.wait_in(self._step_stream)  # the last of them: the load stream is in order
+            self._early = None
 
     def wait_for_layer(self, name: str) -> None:
         if self._parts_waited is None:

@@ -60,6 +60,9 @@ HIT_BLOCKS = _counter("hit_blocks", "Blocks of admitted requests found in a tier
 MISS_BLOCKS = _counter("miss_blocks", "Whole blocks of admitted requests not found.")
 LOADED_BLOCKS = _counter("loaded_blocks", "Blocks copied back to the GPU by all ranks.")
 LOADED_BYTES = _counter("loaded_bytes", "Bytes copied back to the GPU, per rank.")
+EARLY_LOADS = _counter(
+    "early_loads", "Loads that began while the step that reads them was still being planned."
+)
 LOAD_FAILURES = _counter("load_failures", "Loads that failed and were recomputed instead.")
 STORED_BLOCKS = _counter("stored_blocks", "Blocks that became readable in a tier.")
 STORED_BYTES = _counter("stored_bytes", "Bytes of those blocks, per rank.")
@@ -108,6 +111,7 @@ ALL: tuple[Metric, ...] = (
     MISS_BLOCKS,
     LOADED_BLOCKS,
     LOADED_BYTES,
+    EARLY_LOADS,
     LOAD_FAILURES,
     STORED_BLOCKS,
     STORED_BYTES,

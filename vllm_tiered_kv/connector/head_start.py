@@ -1,0 +1,68 @@
+"""Loads that begin while their step is still being planned.
+
+vLLM gives a step to its worker when all requests of it have been planned and its inputs prepared.
+With many long prompts that takes as long as several of their loads. Where scheduler and worker live
+in one process, a load begins as soon as another one is planned behind it. The last is left to the
+step itself, whose layers run while it arrives.
+
+Blocks just given to a request may be written before the step comes to the worker, because
+- vLLM plans in the thread that executes, so all work of earlier steps has been enqueued. The worker
+  makes sure of thread and stream;
+- whatever has to be read before the step's forward is read first (`stores_before`);
+- vLLM itself does nothing to these blocks before the forward. Where it clears new blocks, or a
+  draft model or another connector writes to them, there is no head start.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from vllm_tiered_kv.connector.metadata import TieredKVMetadata
+from vllm_tiered_kv.connector.worker_half import WorkerHalf
+from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.metrics import names
+from vllm_tiered_kv.metrics.recorder import Recorder
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# An engine has one configuration, which both halves get. In another process it is another object.
+_workers: weakref.WeakKeyDictionary[WorkerHalf, VllmConfig] = weakref.WeakKeyDictionary()
+
+
+def here_is(worker: WorkerHalf, vllm_config: VllmConfig) -> None:
+    """Lets a scheduler half of this process find the engine's worker half."""
+    _workers[worker] = vllm_config
+
+
+class HeadStart:
+    def __init__(self, vllm_config: VllmConfig, recorder: Recorder) -> None:
+        self._vllm_config = vllm_config
+        self._recorder = recorder
+
+    def planned(self, step: TieredKVMetadata) -> None:
+        """Another load was planned for this step: all that come before it begin."""
+        waiting = [job for job in step.loads if job.ahead is not None]
+        if len(waiting) < 2:
+            return
+        worker = self._worker()
+        early = waiting[:-1]
+        if worker is None or not worker.start_early(step.stores_before, early):
+            return
+        step.stores_before = []
+        begun = {job.ahead for job in early}
+        step.loads = [job for job in step.loads if job.ahead not in begun]
+        self._recorder.add(names.EARLY_LOADS, len(early), Tier.CPU.value)
+
+    def _worker(self) -> WorkerHalf | None:
+        mine = [worker for worker, config in _workers.items() if config is self._vllm_config]
+        return mine[0] if len(mine) == 1 else None
+
+
+def is_possible(vllm_config: VllmConfig, steps_zero_blocks: bool) -> bool:
+    return (
+        vllm_config.parallel_config.world_size == 1
+        and vllm_config.speculative_config is None
+        and not steps_zero_blocks
+    )
