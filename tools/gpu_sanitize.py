@@ -23,11 +23,11 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import numpy as np
 
+from tools.junit import count_passed
 from vllm_tiered_kv.native import cuda
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -134,17 +134,6 @@ def passes(sanitizer: Path, tool: str, arguments: list[str]) -> bool:
         passed = count_passed(report)
     print(f"{tool}: status {code}, {passed} tests passed", flush=True)
     return code == 0 and passed > 0
-
-
-def count_passed(report: Path) -> int:
-    if not report.exists():
-        return 0
-    suites = ElementTree.parse(report).iter("testsuite")
-    count = 0
-    for suite in suites:
-        count += int(suite.get("tests", 0))
-        count -= sum(int(suite.get(kind, 0)) for kind in ("failures", "errors", "skipped"))
-    return count
 
 
 def main() -> int:

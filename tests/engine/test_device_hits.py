@@ -177,6 +177,36 @@ def test_a_step_with_a_prefill_does_not_look_at_it(
     engine.assert_at_rest()
 
 
+def test_nobody_waits_for_what_the_request_before_left_behind(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
+    """Asynchronous scheduling plans a step in which nothing is computed before the answer comes."""
+    engine = ToyEngine(tiny_model, async_scheduling)
+    serve(engine, PROMPT)
+    for _ in range(3):
+        request_id = engine.add(PROMPT, 1)
+        with mock.patch.object(engine.half.stores, "_see") as see:
+            while request_id not in engine.finished:
+                engine.step()
+            assert not see.called
+    assert len(engine.half.stores._unseen) == 3
+    engine.run()
+    assert not engine.half.stores.has_deferred
+    engine.assert_at_rest()
+
+
+def test_what_is_left_behind_does_not_pile_up(tiny_model: Path, async_scheduling: bool) -> None:
+    engine = ToyEngine(tiny_model, async_scheduling)
+    serve(engine, PROMPT)
+    for _ in range(40):  # somebody always waits
+        request_id = engine.add(PROMPT, 1)
+        while request_id not in engine.finished:
+            engine.step()
+        assert len(engine.half.stores._unseen) <= 17
+    engine.run()
+    engine.assert_at_rest()
+
+
 def test_a_reset_forgets_it(tiny_model: Path, async_scheduling: bool) -> None:
     engine = ToyEngine(tiny_model, async_scheduling)
     serve(engine, PROMPT)

@@ -73,9 +73,11 @@ def test_the_next_turn_of_a_chat_finds_the_answer(fresh: RealEngine) -> None:
 def test_everything_at_once(fresh: RealEngine) -> None:
     cold = fresh.ask(PROMPTS, COUNT, together=True)
     fresh.drop_gpu_cache()
+    loaded, early = fresh.total(names.LOADED_BLOCKS), fresh.total(names.EARLY_LOADS)
     warm = fresh.ask(PROMPTS, COUNT, together=True)
     assert [a.tokens for a in warm] == [a.tokens for a in cold]
-    assert fresh.total(names.LOADED_BLOCKS) > 0
+    assert fresh.total(names.LOADED_BLOCKS) > loaded
+    assert fresh.total(names.EARLY_LOADS) > early, "scheduler and worker share this process"
     fresh.assert_at_rest()
 
 

@@ -229,6 +229,51 @@ def test_the_forward_waits_for_what_is_loaded_ahead_of_it(bench: Bench, by_layer
     assert bench.copier.poll() == ([], [])
 
 
+def test_a_step_waits_for_what_began_before_it(bench: Bench) -> None:
+    truth = in_slots(bench, SLOTS)
+    seen = [torch.zeros(SLOTS, PAGE, dtype=torch.uint8, device="cuda") for _ in range(LAYERS)]
+    targets = torch.arange(BLOCKS - SLOTS, BLOCKS, device="cuda")
+    for layer in bench.layers:
+        layer[targets].clone()  # loads the kernels
+    torch.cuda.synchronize()
+    assert not bench.copier.can_load_early(), "no step has told its stream yet"
+    bench.copier.begin_step()
+    assert bench.copier.can_load_early()
+    third = SLOTS // 3
+    with torch.cuda.stream(bench.stream):
+        torch.cuda._sleep(BUSY_CYCLES)
+        for layer in bench.layers:
+            layer[BLOCKS - SLOTS :].fill_(1)  # an earlier step still writes these blocks
+        parts = [
+            bench.copier.locate(
+                pairs(list(range(BLOCKS - SLOTS + start, BLOCKS - SLOTS + start + third)), slots)
+            )
+            for start in range(0, SLOTS, third)
+            for slots in [list(range(start, start + third))]
+        ]
+        for number, part in enumerate(parts[:-1]):
+            bench.copier.fence()
+            bench.copier.load_early([number], [part])
+        bench.copier.begin_step()
+        bench.copier.fence()
+        bench.copier.load_ahead([2], parts[-1:], True)
+        for n, layer in enumerate(bench.layers):
+            bench.copier.wait_for_layer(f"l{n}")
+            seen[n].copy_(layer[targets])
+        bench.copier.finish_ahead()
+    assert not bench.stream.query(), "the host waited"
+    torch.cuda.synchronize()
+    assert bench.copier.poll_ahead() == [0, 1, 2]
+    for slot in range(SLOTS):
+        assert b"".join(layer[slot].cpu().numpy().tobytes() for layer in seen) == truth[slot]
+
+
+def test_nothing_begins_early_while_another_stream_computes(bench: Bench) -> None:
+    bench.copier.begin_step()
+    bench.stream = torch.cuda.Stream()
+    assert not bench.copier.can_load_early()
+
+
 def test_what_follows_a_forward_waits_for_layers_nobody_asked_for(bench: Bench) -> None:
     truth = in_slots(bench, 4)
     with torch.cuda.stream(bench.stream):
@@ -283,10 +328,13 @@ def test_a_failing_copy_ahead_is_done_in_the_simplest_way(
     monkeypatch.setattr(bench.copier._inbound, "enqueue", fail)
     with torch.cuda.stream(bench.stream):
         bench.copier.fence()
+        bench.copier.load_early([2], [bench.copier.locate(pairs([58, 59], [0, 1]))])
+        bench.copier.begin_step()
         bench.copier.load_ahead([3], [bench.copier.locate(pairs([60, 61], [0, 1]))], False)
     bench.stream.synchronize()
     assert [bench.block(60), bench.block(61)] == truth
-    assert bench.copier.poll_ahead() == [3]
+    assert [bench.block(58), bench.block(59)] == truth
+    assert bench.copier.poll_ahead() == [2, 3]
 
 
 def test_a_full_ring_keeps_the_head_of_a_sequence(bench: Bench) -> None:

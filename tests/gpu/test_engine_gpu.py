@@ -183,6 +183,27 @@ def test_all_at_once_with_aborts(engine: RealEngine) -> None:
     assert wrong == 0
 
 
+def test_a_batch_begins_to_load_while_it_is_planned(engine: RealEngine) -> None:
+    forget_all(engine)
+    batch = PROMPTS[:6]
+    for ids in batch:
+        engine.ask([ids], 1)
+    settle(engine)
+    truth = dict(engine.kv_bytes)
+    for _ in range(3):
+        engine.kv_bytes.clear()
+        engine.drop_gpu_cache()
+        before = engine.total(names.EARLY_LOADS)
+        answers = engine.ask(batch, 1, together=True)
+        settle(engine)
+        assert engine.total(names.EARLY_LOADS) - before == len(batch) - 1
+        assert [a.cached for a in answers] == [(len(ids) - 1) // 16 * 16 for ids in batch]
+        whole = {name for ids in batch for name in [tuple(ids[: (len(ids) - 1) // 16 * 16])]}
+        assert whole <= set(engine.kv_bytes)
+        assert all(truth[name] == content for name, content in engine.kv_bytes.items())
+    engine.assert_at_rest()
+
+
 def test_sleep_and_wake(engine: RealEngine) -> None:
     """Sleeping discards the device's cache and starts a new epoch; afterwards all works again."""
     forget_all(engine)
