@@ -63,6 +63,21 @@ class Engine:
             "first_token_s": [o.metrics.first_token_latency for o in outputs if o.metrics],
         }
 
+    def time_hooks(self, prompt: list[int], times: int) -> dict[str, float]:
+        """Milliseconds that each hook of the connector takes of a question, on average."""
+        if self._scheduler.connector is None:
+            return {}
+        from benchmarks.hook_clock import HookClock
+
+        clock = HookClock(type(self._scheduler.connector))
+        for _ in range(times):
+            self.settle()
+            with clock:
+                self.ask([prompt], 1)
+        return {
+            name: round(seconds / times * 1e3, 4) for name, seconds in sorted(clock.seconds.items())
+        }
+
     def settle(self) -> None:
         """As the engine's own loop does while a connector has work left."""
         deadline = time.monotonic() + _SETTLE_TIMEOUT_S

@@ -117,6 +117,10 @@ class EngineProcess:
         prompts = [list(prompt) for prompt in prompts]
         return Asked(**self._call("ask", prompts=prompts, max_tokens=max_tokens))
 
+    def time_hooks(self, prompt: Sequence[int], times: int) -> dict[str, float]:
+        """Milliseconds that each hook of the connector takes of a question, on average."""
+        return self._call("time_hooks", prompt=list(prompt), times=times)
+
     def settle(self) -> None:
         """Steps the idle engine until its stores are over."""
         self._call("settle")

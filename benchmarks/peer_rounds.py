@@ -13,6 +13,9 @@ from benchmarks.samples import Sample, Samples
 
 TURNS = 2
 """How often a prompt is found on the device and in the tier in one round."""
+_DEVICE_TURNS = 4
+"""How often after that on the device alone: its time varies more than what is compared."""
+_HOOKS_OF = 32
 _WARM_TIMEOUT_S = 30.0
 _FS_DELAY = 4
 """After so many prompts an earlier one is in the fs tier alone: its CPU tier holds three."""
@@ -66,6 +69,11 @@ class Rounds:
                 for mode, engine in self._each(number + turn):
                     with self._fleet.left_out_on_failure():
                         self._hit_turn(number, turn, mode, engine, asked)
+            for turn in range(TURNS, TURNS + _DEVICE_TURNS):
+                for mode, engine in self._each(number + turn):
+                    with self._fleet.left_out_on_failure():
+                        found = self._device_hit(engine, asked[-1])
+                        self._note(number, turn, mode, "device_hit", found)
             for _, engine in self._each(number):
                 with self._fleet.left_out_on_failure():
                     engine.forget_device()
@@ -76,9 +84,7 @@ class Rounds:
     def _hit_turn(
         self, number: int, turn: int, mode: str, engine: EngineProcess, asked: Sequence[Prompt]
     ) -> None:
-        prompt = asked[-1:]
-        engine.ask(prompt)  # unmeasured: the device has just worked for another process
-        found = engine.ask(prompt)
+        found = self._device_hit(engine, asked[-1])
         self._note(number, turn, mode, "device_hit", found)
         self._answers[mode, len(asked) - 1] = found.tokens
         if mode in WITHOUT_TIER:
@@ -95,6 +101,25 @@ class Rounds:
         real = not before or engine.loaded() != before
         answer = self._answers[mode, which]
         self._note(number, turn, mode, "tier_hit", found, answer, real)
+
+    @staticmethod
+    def _device_hit(engine: EngineProcess, prompt: Prompt) -> Asked:
+        engine.ask([prompt])  # unmeasured: the device has just worked for another process
+        engine.settle()  # as an engine that serves does between two requests
+        return engine.ask([prompt])
+
+    def hooks(self) -> dict[str, dict[str, float]]:
+        """By mode: what each hook of its connector takes of a device hit, in milliseconds."""
+        (prompt,) = self._prompts(1)
+        found: dict[str, dict[str, float]] = {}
+        for mode, engine in self._each(0):
+            with self._fleet.left_out_on_failure():
+                engine.ask([prompt])
+                engine.settle()
+                engine.ask([prompt])
+                found[mode] = engine.time_hooks(prompt, _HOOKS_OF)
+                engine.forget_device()
+        return found
 
     def batches(self, rounds: int, deadline: float) -> int:
         """Batches of fresh prompts, then the same from the tier."""

@@ -119,6 +119,7 @@ def run(args: argparse.Namespace, folder: Path) -> Report:
             end = begin + share
             middle = time.monotonic() + (end - time.monotonic()) * _HITS_SHARE
             done = {"modes": group, "hits": rounds.hits(args.repetitions, middle)}
+            done["hook_ms"] = rounds.hooks()
             done["batches"] = rounds.batches(args.batch_rounds, end)
             content["rounds"].append(done)
             report.save()

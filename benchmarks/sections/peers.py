@@ -48,6 +48,7 @@ def describe(result: Result) -> str:
         parts.append(_table(group, samples.where(group=group["group"]), copy))
         if group["fast_mode_limit_ms"] is not None:
             parts.append(_FAST_MODE.format(limit=group["fast_mode_limit_ms"]))
+    parts += [_hooks(done["hook_ms"]) for done in data["rounds"] if done.get("hook_ms")]
     failed = {mode: e["failed"] for mode, e in data["engines"].items() if "failed" in e}
     parts += [f"`{mode}` failed: {why}\n" for mode, why in failed.items()]
     if data.get("left_out"):
@@ -67,6 +68,11 @@ def _sizes(data: dict[str, Any]) -> str:
             f"({copy['to_device_gbs']:.1f} GB/s), measured in the same run."
         )
     return text + "\n"
+
+
+def _hooks(by_mode: dict[str, dict[str, float]]) -> str:
+    sums = [f"`{mode}` {sum(hooks.values()):.2f} ms" for mode, hooks in by_mode.items() if hooks]
+    return f"Of a device hit, time inside the connector's hooks: {', '.join(sums)}.\n"
 
 
 def _goals(goals: list[dict[str, Any]]) -> str:
