@@ -37,6 +37,7 @@ class Sizes:
     once_below: int = 128
     """Smaller chunks than this are measured once: they take the longest."""
     asynchronous: int = 1
+    gpu_cache_on: int = 1
     gpu_cache_off: int = 1
     attach_s: int = 8
     """For the engines to map and pin the daemon's memory, in the background."""
@@ -61,7 +62,7 @@ def specs(bench: Workbench, sizes: Sizes) -> list[EngineSpec]:
 def _settings(sizes: Sizes) -> list[dict[str, Any]]:
     return [
         {"scheduling": scheduling, "gpu_cache": gpu_cache}
-        for gpu_cache in ([True, False] if sizes.gpu_cache_off else [True])
+        for gpu_cache in [True] * sizes.gpu_cache_on + [False] * sizes.gpu_cache_off
         for scheduling in (["sync", "async"] if sizes.asynchronous else ["sync"])
     ]
 

@@ -96,6 +96,9 @@ def a_result(samples: Samples, **changes: Any) -> Result:
         "batch": 8,
         "pinned_copy": {"to_device_ms": COPY_MS, "to_device_gbs": 58.7},
         "engines": {mode: {"started_s": 25.0} for mode in TIMES},
+        "rounds": [
+            {"modes": list(TIMES), "hook_ms": {"vllm": {}, "tiered": {"a": 0.1, "b": 0.13}}}
+        ],
         "derived": derive(samples, COPY_MS),
         "samples": {"columns": list(COLUMNS), "rows": samples.rows()},
     }
@@ -159,6 +162,7 @@ def test_the_section_shows_the_run() -> None:
     assert "**no**" in text
     assert "`simple` failed: died (exit code 1)" in text
     assert "Not run on this machine: lmcache." in text
+    assert "time inside the connector's hooks: `tiered` 0.23 ms." in text
     names = [plot.name for plot in report.all_plots(results)]
     assert names == ["peers-somewhere-load-cost", "peers-somewhere-tier-batch"]
     assert re.findall(r"\(plots/(\S+)\.svg\)", text) == names

@@ -18,6 +18,15 @@ _HEAD_START = ("tests/engine/test_head_start.py",)
 
 CONNECTOR = (
     Mutation(
+        "deferred-work-while-an-answer-is-awaited",
+        "connector/request_state.py",
+        "for request_id in scheduled or states if",
+        "for request_id in scheduled if",
+        "a client waits for what the request before it left behind",
+        ("tests/engine/test_device_hits.py",),
+        Needs.VLLM,
+    ),
+    Mutation(
         "early-load-before-its-blocks-are-read",
         "connector/worker_half.py",
         "        self._store(stores)\n        self._copier.fence()\n",
