@@ -81,6 +81,21 @@ def test_ours_stores_and_loads(tiny_model: Path, async_scheduling: bool) -> None
     engine.assert_conforms()
 
 
+def test_nothing_begins_before_its_step(tiny_model: Path, async_scheduling: bool) -> None:
+    """Another connector may still read or write the blocks."""
+    engine = SharedEngine(tiny_model, async_scheduling)
+    prompts = [seeded_prompt(seed, 29) for seed in (1, 2)]
+    for ids in prompts:
+        engine.add(ids, 4)
+        engine.run()
+    engine.drop_gpu_cache()
+    for ids in prompts:
+        engine.add(ids, 4)
+    engine.run()
+    assert engine.copier.ahead_blocks == 14
+    assert engine.copier.early_blocks == 0
+
+
 @pytest.mark.usefixtures("step_loads")
 @pytest.mark.parametrize("fails", [False, True], ids=["arrives", "fails"])
 def test_the_other_one_loads(tiny_model: Path, async_scheduling: bool, fails: bool) -> None:

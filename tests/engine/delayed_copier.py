@@ -20,6 +20,11 @@ from vllm_tiered_kv.errors import CudaError
 from vllm_tiered_kv.metrics.names import DropReason
 from vllm_tiered_kv.native.cpu import HostRegion
 
+
+class BrokenOrder(BaseException):
+    """A rule of `device.copier` was broken: nothing in the connector may take it for a failure."""
+
+
 LAYERS = ("layer.0", "layer.1", "layer.2")
 
 
@@ -54,6 +59,7 @@ class DelayedCopier:
         pass
 
     def store(self, job_id: int, transfer: GroupTransfer) -> None:
+        self.fenced = False  # what is loaded from now on has to come after it
         staged = [
             np.stack([cache[block] for cache in self._caches]) for block in transfer.block_ids
         ]
@@ -62,7 +68,7 @@ class DelayedCopier:
         assert self.ring is None or in_flight <= self.ring, "more was stored than the ring holds"
 
     def load(self, request_id: str, transfers: Sequence[GroupTransfer]) -> None:
-        assert self.fenced, "a load without a fence"
+        self._pass_fence()
         self._loads.append((self._rng.randint(0, self.max_delay), request_id, transfers))
 
     def locate(self, transfer: GroupTransfer) -> PinnedBlocks:
@@ -73,8 +79,9 @@ class DelayedCopier:
         self, job_ids: Sequence[int], blocks: Sequence[PinnedBlocks], by_layer: bool
     ) -> None:
         """Layers that nobody waits for stay as they were: a forgotten wait is a wrong read."""
-        assert self.fenced, "a load without a fence"
-        assert not self._awaited, "the last forward was not finished"
+        self._pass_fence()
+        if self._awaited:
+            raise BrokenOrder("the last forward was not finished")
         for part in blocks:
             for cache in self._caches:
                 cache[part.block_ids] = -1
@@ -91,7 +98,8 @@ class DelayedCopier:
 
     def load_early(self, job_ids: Sequence[int], blocks: Sequence[PinnedBlocks]) -> None:
         """Overwrites at once; what was to be brought is there when the step begins."""
-        assert self.fenced, "a load without a fence"
+        self._pass_fence()
+        self.fenced = False
         for part in blocks:
             for cache in self._caches:
                 cache[part.block_ids] = -1
@@ -102,6 +110,7 @@ class DelayedCopier:
         self._ahead.append((self._rng.randint(0, self.max_delay), list(job_ids)))
 
     def begin_step(self) -> None:
+        self.fenced = False
         for part in self._begun:
             blocks = self._read(part)
             for layer, cache in enumerate(self._caches):
@@ -112,6 +121,10 @@ class DelayedCopier:
         for part in self._awaited.pop(name, ()):
             layer = LAYERS.index(name)
             self._caches[layer][part.block_ids] = self._read(part)[:, layer]
+
+    def _pass_fence(self) -> None:
+        if not self.fenced:
+            raise BrokenOrder("a load without a fence")
 
     def _read(self, part: PinnedBlocks) -> np.ndarray:
         """Blocks as they are now, of the toy's arena or of a daemon's."""

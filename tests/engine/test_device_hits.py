@@ -7,6 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from vllm.v1.core.sched.interface import PauseState
 
 from tests.engine.toy_at_daemon import REMOTE, engine_at
 from tests.engine.toy_engine import ToyEngine, play
@@ -49,7 +50,7 @@ def test_no_key_is_made_before_the_answer(
     assert engine.half.has_pending_push_work(), "an idle engine would never look at it"
     engine.run()
     engine.assert_at_rest()
-    assert not engine.half.stores.has_deferred
+    assert not engine.half.stores.has_unseen
 
 
 @BOTH
@@ -170,10 +171,10 @@ def test_a_step_with_a_prefill_does_not_look_at_it(
         engine.step()
     other = engine.add(list(range(110, 141)), 2)
     engine.step()
-    assert engine.half.stores.has_deferred
+    assert engine.half.stores.has_unseen
     engine.run()
     assert engine.finished[other].tokens == play(list(range(110, 141)), 2)[0]
-    assert not engine.half.stores.has_deferred
+    assert not engine.half.stores.has_unseen
     engine.assert_at_rest()
 
 
@@ -191,7 +192,50 @@ def test_nobody_waits_for_what_the_request_before_left_behind(
             assert not see.called
     assert len(engine.half.stores._unseen) == 3
     engine.run()
-    assert not engine.half.stores.has_deferred
+    assert not engine.half.stores.has_unseen
+    engine.assert_at_rest()
+
+
+@pytest.mark.parametrize("pause", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
+def test_an_engine_that_is_paused_with_requests_comes_to_rest(
+    tiny_model: Path, async_scheduling: bool, pause: PauseState
+) -> None:
+    """vLLM tells who paused it, or lets it sleep, when the engine has no work left."""
+    engine = ToyEngine(tiny_model, async_scheduling)
+    serve(engine, PROMPT)
+    hit = engine.add(PROMPT, 1)
+    while hit not in engine.finished:
+        engine.step()
+    queued = engine.add([*PROMPT, 7, 8], 2)
+    assert engine.half.stores.has_unseen
+    engine.half.index.touch([*engine.half.index._slot_of][:1])
+    engine.scheduler.set_pause_state(pause)
+    for _ in range(50):
+        if not engine.scheduler.has_requests():
+            break
+        engine.step()
+    assert not engine.scheduler.has_requests()
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.run()
+    assert engine.finished[queued].tokens == play([*PROMPT, 7, 8], 2)[0]
+    engine.assert_at_rest()
+
+
+def test_requests_in_the_queue_do_not_hold_it_back(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
+    engine = ToyEngine(tiny_model, async_scheduling, max_seqs=1)
+    serve(engine, PROMPT)
+    hit = engine.add(PROMPT, 1)
+    while hit not in engine.finished:
+        engine.step()
+    engine.add(list(range(110, 141)), 30)
+    engine.add(list(range(210, 241)), 1)
+    for _ in range(10):
+        engine.step()
+    assert len(engine.finished) == 2, "the first of them is still at it"
+    assert not engine.half.stores.has_unseen
+    engine.run()
     engine.assert_at_rest()
 
 
@@ -214,9 +258,9 @@ def test_a_reset_forgets_it(tiny_model: Path, async_scheduling: bool) -> None:
     while request_id not in engine.finished:
         engine.step()
     engine.land()
-    assert engine.half.stores.has_deferred
+    assert engine.half.stores.has_unseen
     assert engine.scheduler.reset_prefix_cache(reset_connector=True)
-    assert not engine.half.stores.has_deferred
+    assert not engine.half.stores.has_unseen
     engine.run()
     assert not len(engine.half.index)
     serve(engine, PROMPT)

@@ -8,12 +8,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from tests.engine.toy_asking import ask, assert_tier_is_right, prompt, total
 from tests.engine.toy_engine import ToyEngine, play
-from tests.engine.toy_groups import WrongRead
+from tests.engine.toy_groups import ToyGroup, WrongRead, kv_cache_config
 from vllm_tiered_kv.connector import head_start
 from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.core.transfer import LoadJob
 from vllm_tiered_kv.errors import CudaError
 from vllm_tiered_kv.metrics import names
 
@@ -131,12 +134,19 @@ def with_another_connector(engine: ToyEngine) -> None:
     engine.worker.worker_half.wait_for_sources = True
 
 
-def shut_down(engine: ToyEngine) -> None:
+def in_another_process(engine: ToyEngine) -> None:
     del head_start._workers[engine.worker.worker_half]
 
 
+def twice(engine: ToyEngine) -> None:
+    engine.second_worker = KVConnectorFactory.create_connector(
+        engine.config, KVConnectorRole.WORKER, engine.kv_cache_config
+    )
+
+
 @pytest.mark.parametrize(
-    "hindrance", [not_yet_seen, on_another_stream, with_another_connector, shut_down]
+    "hindrance",
+    [not_yet_seen, on_another_stream, with_another_connector, in_another_process, twice],
 )
 def test_without_certainty_all_is_left_to_the_step(tiny_model: Path, hindrance: object) -> None:
     engine = ToyEngine(tiny_model)
@@ -161,12 +171,54 @@ def test_another_thread_begins_nothing(tiny_model: Path) -> None:
     assert [engine.finished[r].tokens for r in asked] == [play(ids, 5)[0] for ids in prompts]
 
 
+def test_whoever_executes_may_plan(tiny_model: Path) -> None:
+    """An engine that moves to another thread with all it does."""
+    engine = ToyEngine(tiny_model)
+    prompts = warm(engine, 29, 21)
+
+    def elsewhere() -> None:
+        ask(engine, prompt(random.Random(3), 9))
+        engine.drop_gpu_cache()
+        ask_together(engine, prompts)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert engine.copier.early_blocks == 7
+
+
+def test_a_worker_that_is_shut_down_begins_nothing(tiny_model: Path) -> None:
+    engine = ToyEngine(tiny_model)
+    for ids in warm(engine, 29, 21):
+        engine.add(ids, 5)
+    engine.worker.shutdown()
+    output = engine.scheduler.schedule()
+    assert len(output.kv_connector_metadata.loads) == 2
+    assert engine.copier.early_blocks == 0
+
+
+def test_what_a_daemon_lends_needs_a_way_to_it(tiny_model: Path) -> None:
+    engine = ToyEngine(tiny_model)
+    warm(engine, 29)
+    lent = LoadJob("r", (), ("of a daemon",), 1)
+    assert not engine.worker.worker_half.start_early([], [lent])
+
+
 def test_engines_of_one_process_are_told_apart(tiny_model: Path) -> None:
     engines = [ToyEngine(tiny_model, seed=seed) for seed in range(2)]
     prompts = [warm(engine, 29, 21) for engine in engines]
     for engine, ids in zip(engines, prompts, strict=True):
         ask_together(engine, ids)
     assert [engine.copier.early_blocks for engine in engines] == [7, 7]
+
+
+@pytest.mark.parametrize("zeroes", [False, True])
+def test_an_engine_asks_whether_it_is_possible(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, zeroes: bool
+) -> None:
+    made_for = kv_cache_config([ToyGroup(0, None, 4, 32)], 64)
+    monkeypatch.setattr(type(made_for), "needs_kv_cache_zeroing", zeroes)
+    assert (ToyEngine(tiny_model).half.head_start is None) is zeroes
 
 
 def test_where_blocks_may_be_touched_ahead_of_the_forward_there_is_none() -> None:

@@ -369,4 +369,5 @@ class ToyEngine:
         assert not self.half._requests
         assert not self.half._left_alone
         assert not self.half.stores.has_deferred
+        assert not self.half.stores.has_unseen
         self.half.index.check()

@@ -15,6 +15,7 @@ Blocks just given to a request may be written before the step comes to the worke
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import TYPE_CHECKING
 
@@ -29,11 +30,13 @@ if TYPE_CHECKING:
 
 # An engine has one configuration, which both halves get. In another process it is another object.
 _workers: weakref.WeakKeyDictionary[WorkerHalf, VllmConfig] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()  # other threads may start engines
 
 
 def here_is(worker: WorkerHalf, vllm_config: VllmConfig) -> None:
     """Lets a scheduler half of this process find the engine's worker half."""
-    _workers[worker] = vllm_config
+    with _lock:
+        _workers[worker] = vllm_config
 
 
 class HeadStart:
@@ -53,10 +56,13 @@ class HeadStart:
         step.stores_before = []
         begun = {job.ahead for job in early}
         step.loads = [job for job in step.loads if job.ahead not in begun]
-        self._recorder.add(names.EARLY_LOADS, len(early), Tier.CPU.value)
+        for job in early:
+            tier = Tier.CPU if job.transfers else Tier.REMOTE
+            self._recorder.add(names.EARLY_LOADS, 1, tier.value)
 
     def _worker(self) -> WorkerHalf | None:
-        mine = [worker for worker, config in _workers.items() if config is self._vllm_config]
+        with _lock:
+            mine = [worker for worker, config in _workers.items() if config is self._vllm_config]
         return mine[0] if len(mine) == 1 else None
 
 

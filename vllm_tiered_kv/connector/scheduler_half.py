@@ -203,9 +203,8 @@ class SchedulerHalf:
         self._ahead.step_planned(scheduler_output.num_scheduled_tokens)
         for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
             self._plan_stores(request_id, scheduled)
-        awaited = self.stores.has_deferred and awaits_first_token(
-            self._requests, scheduler_output.num_scheduled_tokens
-        )
+        scheduled_now = scheduler_output.num_scheduled_tokens
+        awaited = self.stores.has_unseen and awaits_first_token(self._requests, scheduled_now)
         self._next.stores_after += self.stores.store_unowned(awaited)
         if self.verification is not None:
             for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
@@ -264,11 +263,12 @@ class SchedulerHalf:
             self._finish_load(request_id, failed)
 
     def has_pending_push_work(self) -> bool:
-        """Keeps an idle engine stepping until the last stores are committed and sent."""
+        """Keeps an idle engine stepping until the last stores are committed and sent. What is left
+        until nobody waits does not, while somebody does: a paused engine has to come to rest."""
         return bool(
             self.ledger.has_open_stores
             or self.ledger.has_open_ahead
-            or self.index.has_untold_uses
+            or (not self._requests and (self.index.has_untold_uses or self.stores.has_unseen))
             or self.ledger.has_open_puts
             or (self.verification is not None and self.verification.has_open)
             or self._next.stores_before

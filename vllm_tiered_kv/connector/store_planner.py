@@ -75,7 +75,12 @@ class StorePlanner:
 
     @property
     def has_deferred(self) -> bool:
-        return bool(self._deferred or self._unseen)
+        return bool(self._deferred)
+
+    @property
+    def has_unseen(self) -> bool:
+        """Whether requests have ended that are looked at when nobody waits for a first token."""
+        return bool(self._unseen)
 
     def store_running(
         self, state: RequestState, tables: Sequence[Sequence[KVCacheBlock]], ready_tokens: int

@@ -179,7 +179,6 @@ class CudaCopier:
         except TieredKVError:
             logger.exception("a load failed; it is tried in the simplest way there is")
             self._parts_waited = None
-            self._settle_loads()
             event = self._load_simply(blocks)
         if self._parts_waited is None:
             event.wait_in(self._compute_stream())
@@ -197,7 +196,6 @@ class CudaCopier:
             event.record(self._load_stream.handle)
         except TieredKVError:
             logger.exception("a load failed; it is tried in the simplest way there is")
-            self._settle_loads()
             event = self._load_simply(blocks)
         self._early = event
         self._ahead.append(_OpenAhead(job_ids, event))
@@ -301,10 +299,16 @@ class CudaCopier:
 
     def _load_simply(self, blocks: Sequence[PinnedBlocks]) -> native.Event:
         """One kernel for each group and nothing else; what fails here, fails for everybody."""
-        for part in blocks:
-            self._inbound.enqueue_part(part, self._load_stream, 0, None)
-        event = self._event()
-        event.record(self._load_stream.handle)
+        self._settle_loads()
+        try:
+            self._load_stream.wait(self._fence)
+            for part in blocks:
+                self._inbound.enqueue_part(part, self._load_stream, 0, None)
+            event = self._event()
+            event.record(self._load_stream.handle)
+        except TieredKVError:
+            self._settle_loads()  # some of it may be under way
+            raise
         return event
 
     def _settle_loads(self) -> None:
