@@ -198,9 +198,14 @@ def test_a_batch_begins_to_load_while_it_is_planned(engine: RealEngine) -> None:
         settle(engine)
         assert engine.total(names.EARLY_LOADS) - before == len(batch) - 1
         assert [a.cached for a in answers] == [(len(ids) - 1) // 16 * 16 for ids in batch]
-        whole = {name for ids in batch for name in [tuple(ids[: (len(ids) - 1) // 16 * 16])]}
-        assert whole <= set(engine.kv_bytes)
-        assert all(truth[name] == content for name, content in engine.kv_bytes.items())
+        # The end of a prompt is computed again, in a batch of another shape; the rest was loaded.
+        loaded = [
+            tuple(ids[:end])
+            for ids, answer in zip(batch, answers, strict=True)
+            for end in range(16, answer.cached + 1, 16)
+        ]
+        wrong = sum(engine.kv_bytes[name] != truth[name] for name in loaded)
+        assert wrong == 0, f"{wrong} of {len(loaded)} loaded blocks differ"
     engine.assert_at_rest()
 
 
