@@ -82,7 +82,7 @@ def _goals(goals: list[dict[str, Any]]) -> str:
             [
                 goal["id"],
                 f"{goal['what']} (table {goal['group'] + 1})",
-                f"{goal['value']:.3f} {goal['unit']}",
+                f"{goal['value']:.4f} {goal['unit']}",
                 f"{'≤' if goal['at_most'] else '≥'} {goal['limit']} {goal['unit']}",
                 "yes" if goal["reached"] else "**no**",
             ]

@@ -158,7 +158,7 @@ def test_the_section_shows_the_run() -> None:
     text = report.page(results)
     row = next(line for line in text.splitlines() if line.startswith("| `tiered` |"))
     assert row.endswith("| 12.2 (12.1 … 12.3) | 1.22 | 0.995 | 36 of 36 | 36 of 36 |")
-    assert "| P5 | batch from the tier: offloading_blhnc over tiered (table 1) | 1.200 x |" in text
+    assert "| P5 | batch from the tier: offloading_blhnc over tiered (table 1) | 1.2000 x |" in text
     assert "**no**" in text
     assert "`simple` failed: died (exit code 1)" in text
     assert "Not run on this machine: lmcache." in text
