@@ -28,6 +28,14 @@ def serve(engine: ToyEngine, prompt: list[int], max_tokens: int = 1) -> None:
     assert engine.finished[request_id].tokens == play(prompt, max_tokens)[0]
 
 
+def answer_from_device(engine: ToyEngine) -> None:
+    """Stops with the answer: what the request left behind has not been looked at."""
+    serve(engine, PROMPT)
+    request_id = engine.add(PROMPT, 1)
+    while request_id not in engine.finished:
+        engine.step()
+
+
 def keys_of(engine: ToyEngine, prompt: list[int]) -> list[bytes]:
     request = engine.requests[engine.add(prompt, 1)]
     keys = engine.half._key_maker.keys_for(request)
@@ -165,10 +173,7 @@ def test_a_step_with_a_prefill_does_not_look_at_it(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
     engine = ToyEngine(tiny_model, async_scheduling)
-    serve(engine, PROMPT)
-    request_id = engine.add(PROMPT, 1)
-    while request_id not in engine.finished:
-        engine.step()
+    answer_from_device(engine)
     other = engine.add(list(range(110, 141)), 2)
     engine.step()
     assert engine.half.stores.has_unseen
@@ -202,10 +207,7 @@ def test_an_engine_that_is_paused_with_requests_comes_to_rest(
 ) -> None:
     """vLLM tells who paused it, or lets it sleep, when the engine has no work left."""
     engine = ToyEngine(tiny_model, async_scheduling)
-    serve(engine, PROMPT)
-    hit = engine.add(PROMPT, 1)
-    while hit not in engine.finished:
-        engine.step()
+    answer_from_device(engine)
     queued = engine.add([*PROMPT, 7, 8], 2)
     assert engine.half.stores.has_unseen
     engine.half.index.touch([*engine.half.index._slot_of][:1])
@@ -225,10 +227,7 @@ def test_requests_in_the_queue_do_not_hold_it_back(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
     engine = ToyEngine(tiny_model, async_scheduling, max_seqs=1)
-    serve(engine, PROMPT)
-    hit = engine.add(PROMPT, 1)
-    while hit not in engine.finished:
-        engine.step()
+    answer_from_device(engine)
     engine.add(list(range(110, 141)), 30)
     engine.add(list(range(210, 241)), 1)
     for _ in range(10):
@@ -253,10 +252,7 @@ def test_what_is_left_behind_does_not_pile_up(tiny_model: Path, async_scheduling
 
 def test_a_reset_forgets_it(tiny_model: Path, async_scheduling: bool) -> None:
     engine = ToyEngine(tiny_model, async_scheduling)
-    serve(engine, PROMPT)
-    request_id = engine.add(PROMPT, 1)
-    while request_id not in engine.finished:
-        engine.step()
+    answer_from_device(engine)
     engine.land()
     assert engine.half.stores.has_unseen
     assert engine.scheduler.reset_prefix_cache(reset_connector=True)
