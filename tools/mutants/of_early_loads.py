@@ -1,0 +1,118 @@
+"""Loads that begin while their step is still being planned: `connector/head_start.py`."""
+
+from __future__ import annotations
+
+from tools.mutants.mutation import Mutation, Needs
+
+_HEAD_START = ("tests/engine/test_head_start.py",)
+
+EARLY_LOADS = (
+    Mutation(
+        "early-load-of-a-worker-shut-down",
+        "connector/worker_half.py",
+        "            self._copier is None\n            or self.wait_for_sources",
+        "            self.wait_for_sources",
+        "an engine that is stopped ends with an error",
+        _HEAD_START,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "early-load-without-a-way-to-the-daemon",
+        "connector/worker_half.py",
+        "            or (self._remote is None and any(job.remote for job in loads))\n",
+        "",
+        "a request fails whose blocks a daemon has lent",
+        _HEAD_START,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "early-load-by-one-of-two-workers",
+        "connector/head_start.py",
+        "return mine[0] if len(mine) == 1 else None",
+        "return mine[0] if mine else None",
+        "loads are written into the blocks of a worker that is gone",
+        _HEAD_START,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "early-load-wherever",
+        "connector/assembly.py",
+        "head_start.is_possible(vllm_config, kv_cache_config.needs_kv_cache_zeroing):",
+        "True:",
+        "vLLM clears blocks that were loaded already",
+        _HEAD_START,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "early-load-before-its-blocks-are-read",
+        "connector/worker_half.py",
+        "        self._store(stores)\n        self._copier.fence()\n",
+        "        self._copier.fence()\n",
+        "the last blocks of a request that ended are stored as those of another",
+        _HEAD_START,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "early-load-that-no-step-waits-for",
+        "connector/worker_half.py",
+        "        self._device.begin_step()\n",
+        "",
+        "a forward reads blocks that are still on their way",
+        _HEAD_START,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "early-load-from-another-thread",
+        "connector/worker_half.py",
+        "            or self._step_thread != threading.get_ident()\n",
+        "",
+        "blocks are written while an earlier step has not been enqueued",
+        _HEAD_START,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "early-load-beside-another-connector",
+        "connector/worker_half.py",
+        "            or self.wait_for_sources\n            or self._step",
+        "            or self._step",
+        "blocks are written while another connector still reads them",
+        _HEAD_START,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "early-load-on-another-stream",
+        "connector/worker_half.py",
+        "            or not self._copier.can_load_early()\n",
+        "",
+        "blocks are written while an earlier step still uses them on another stream",
+        _HEAD_START,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "early-load-of-blocks-that-are-cleared",
+        "connector/head_start.py",
+        "        and not steps_zero_blocks\n",
+        "",
+        "vLLM clears blocks that were loaded already",
+        _HEAD_START,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "early-load-by-another-engine",
+        "connector/head_start.py",
+        " if config is self._vllm_config]",
+        "]",
+        "one engine's loads are written into another one's blocks",
+        _HEAD_START,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "early-load-begins-twice",
+        "connector/head_start.py",
+        "        step.loads = [job for job in step.loads if job.ahead not in begun]\n",
+        "",
+        "blocks are copied twice and their job is reported twice",
+        _HEAD_START,
+        Needs.VLLM,
+    ),
+)
