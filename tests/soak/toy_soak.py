@@ -182,7 +182,13 @@ class _Episode:
             self.torment.thaw()
             self.toy.close()
         self.soak.counts["steps"] += self.steps
-        for metric in (names.LOADED_BLOCKS, names.LOAD_FAILURES, names.EVICTED_BLOCKS):
+        counted = (
+            names.LOADED_BLOCKS,
+            names.EARLY_LOADS,
+            names.LOAD_FAILURES,
+            names.EVICTED_BLOCKS,
+        )
+        for metric in counted:
             self.soak.counts[metric.name] += int(self.toy.half.recorder.total(metric))
 
     def _note(self, text: str) -> None:
