@@ -212,10 +212,7 @@ class _Episode:
         count = self.rng.choice([1, 2, 5, 20])
         salt = self.rng.choice(["", "", "", "a"])
         patience = self.rng.randrange(1, 40) if self.rng.random() < 0.1 else None
-        name = self.toy.add(prompt, count, salt)
-        self.asked[name] = _Asked(prompt, count, salt, self.steps, time.monotonic(), patience)
-        self.since_rest += 1
-        self.soak.counts["requests"] += 1
+        self._ask(prompt, count, salt, patience)
 
     def add_and_abort(self) -> None:
         """Before anybody has looked at it."""
@@ -228,10 +225,23 @@ class _Episode:
         """The same prompt several times at once."""
         prompt = self.rng.choice(self.stems) + self._tokens(1, 12)
         for _ in range(self.rng.randrange(2, 5)):
-            name = self.toy.add(prompt, 3)
-            self.asked[name] = _Asked(prompt, 3, "", self.steps, time.monotonic(), None)
-            self.since_rest += 1
-            self.soak.counts["requests"] += 1
+            self._ask(prompt, 3)
+
+    def ask_again(self) -> None:
+        """What was asked before, all at once: nothing else runs, so their step waits for loads."""
+        before = list(self.asked.values())
+        self._run_out()
+        self._note(f"ask_again {self.toy.scheduler.reset_prefix_cache()}")
+        for asked in self.rng.sample(before, min(len(before), self.rng.randrange(2, 7))):
+            self._ask(asked.prompt, self.rng.choice([1, 2, 5]), asked.salt)
+
+    def _ask(
+        self, prompt: list[int], count: int, salt: str = "", patience: int | None = None
+    ) -> None:
+        name = self.toy.add(prompt, count, salt)
+        self.asked[name] = _Asked(prompt, count, salt, self.steps, time.monotonic(), patience)
+        self.since_rest += 1
+        self.soak.counts["requests"] += 1
 
     def step(self) -> None:
         for _ in range(self.rng.randrange(1, 6)):
@@ -285,11 +295,13 @@ class _Episode:
 
     def sleep(self) -> None:
         """As vLLM's engine core does: all are aborted, it comes to rest, all caches are reset, and
-        the device forgets its cache."""
+        the device forgets its cache. Meanwhile others may come, and wait."""
         self._note("sleep and wake up")
         scheduler = self.toy.scheduler
         scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
         scheduler.set_pause_state(PauseState.PAUSED_NEW)
+        if self.rng.random() < 0.5:
+            self.add()
         self._run_out()
         assert scheduler.reset_prefix_cache(reset_connector=True)
         assert not self.toy.half.index.used_bytes
@@ -373,6 +385,7 @@ _ACTIONS: tuple[tuple[Callable[[_Episode], None], float], ...] = (
     (_Episode.add, 30),
     (_Episode.step, 40),
     (_Episode.add_twins, 1),
+    (_Episode.ask_again, 2),
     (_Episode.add_and_abort, 1.5),
     (_Episode.abort, 2.5),
     (_Episode.abort_while_waiting, 2),
