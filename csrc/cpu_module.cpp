@@ -21,6 +21,8 @@ namespace {
 constexpr size_t kKeyHashBytes = 16;
 // Below this, dropping the GIL costs more than it gives others.
 constexpr size_t kGilBytes = 4096;
+// Below this, waking a helper costs more than it saves.
+constexpr uint64_t kSerialBytes = uint64_t{1} << 20;
 
 void copy(const BlockLayout& layout, const py::object& block_ids, int64_t address, int64_t nbytes,
           const py::object& slot_offsets, int64_t threads, Direction direction) {
@@ -53,7 +55,7 @@ py::array_t<uint64_t> checksum(int64_t address, int64_t region_nbytes, const py:
                               " are not within the region of " + std::to_string(region_nbytes));
   }
   int count = thread_count(threads);
-  if (starts.size() < 2 || starts.size() * uint64_t(nbytes) < (uint64_t{1} << 20)) count = 1;
+  if (starts.size() * uint64_t(nbytes) < kSerialBytes) count = 1;
   py::array_t<uint64_t> sums(py::ssize_t(starts.size()));
   uint64_t* out = sums.mutable_data();
   const auto* base = reinterpret_cast<const uint8_t*>(address);
@@ -95,7 +97,26 @@ std::deque<Bytes> open_buffers(const py::sequence& buffers, const std::string& n
   return opened;
 }
 
-std::vector<uint64_t> copy_and_hash(const py::sequence& into, const py::sequence& sources) {
+// The threads that are worth waking for these buffers.
+int threads_for(const std::deque<Bytes>& buffers, int64_t threads) {
+  const int count = thread_count(threads);
+  uint64_t total = 0;
+  for (const Bytes& buffer : buffers) total += buffer.size();
+  return total < kSerialBytes ? 1 : count;
+}
+
+std::vector<uint64_t> hash_buffers(const py::sequence& buffers, int64_t threads) {
+  const std::deque<Bytes> opened = open_buffers(buffers, "buffers", PyBUF_SIMPLE);
+  const int count = threads_for(opened, threads);
+  std::vector<uint64_t> sums(opened.size());
+  const py::gil_scoped_release no_gil;
+  parallel_for(opened.size(), count,
+               [&](size_t i) { sums[i] = xxh3_64(opened[i].data(), opened[i].size()); });
+  return sums;
+}
+
+std::vector<uint64_t> copy_and_hash(const py::sequence& into, const py::sequence& sources,
+                                    int64_t threads) {
   if (into.size() != sources.size())
     throw ArgumentError(
         "sources", std::to_string(sources.size()) + " buffers for " + std::to_string(into.size()));
@@ -110,10 +131,12 @@ std::vector<uint64_t> copy_and_hash(const py::sequence& into, const py::sequence
         from[i].data() < to[i].data() + to[i].size())
       throw ArgumentError(name, "overlaps its source");
   }
+  const int count = threads_for(from, threads);
   std::vector<uint64_t> sums(to.size());
   const py::gil_scoped_release no_gil;
-  for (size_t i = 0; i < to.size(); ++i)
+  parallel_for(to.size(), count, [&](size_t i) {
     sums[i] = copy_xxh3_64(to[i].data(), from[i].data(), from[i].size());
+  });
   return sums;
 }
 
@@ -261,7 +284,9 @@ PYBIND11_MODULE(_cpu, module) {
   module.def("checksum", &checksum, py::arg("address"), py::arg("region_nbytes"),
              py::arg("offsets"), py::arg("nbytes"), py::arg("threads"));
   module.def("xxh3_64", &hash_buffer, py::arg("data"));
-  module.def("copy_and_hash", &copy_and_hash, py::arg("into"), py::arg("sources"));
+  module.def("hash_buffers", &hash_buffers, py::arg("buffers"), py::arg("threads"));
+  module.def("copy_and_hash", &copy_and_hash, py::arg("into"), py::arg("sources"),
+             py::arg("threads"));
   module.def("read_file_blocks", &read_file_blocks, py::arg("fd"), py::arg("offsets"),
              py::arg("into"), py::arg("threads"));
   module.def("write_file_blocks", &write_file_blocks, py::arg("fd"), py::arg("offsets"),

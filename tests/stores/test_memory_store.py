@@ -51,7 +51,7 @@ def test_a_generation_is_odd_while_its_slot_is_written(store: MemoryStore) -> No
             # Given up half-written: whoever was lent it before must not take it for a whole block.
             store.abort(slot)
         else:
-            assert store.seal(slot, None) is PutResult.STORED
+            assert store.seal([slot]) == [PutResult.STORED]
             (held,) = store.hold([key(n)])
             assert held is not None
             assert held.generation % 2 == 0
@@ -68,10 +68,10 @@ def test_a_block_is_unreadable_until_its_copy_has_ended(
     copying, go_on = threading.Event(), threading.Event()
     really_copy = memory_module.copy_and_hash
 
-    def slow_copy(into: list[memoryview], sources: list[memoryview]) -> list[int]:
+    def slow_copy(into: list[memoryview], sources: list[memoryview], threads: int) -> list[int]:
         copying.set()
         assert go_on.wait(30)
-        return really_copy(into, sources)
+        return really_copy(into, sources, threads)
 
     monkeypatch.setattr(memory_module, "copy_and_hash", slow_copy)
     writer = threading.Thread(target=store.put, args=([item(1)],))
@@ -91,7 +91,7 @@ def test_a_block_is_unreadable_until_its_copy_has_ended(
 def test_what_is_deleted_while_it_is_written_does_not_appear(store: MemoryStore) -> None:
     slot = reserve(store, 1)
     assert store.delete([key(1)]) == 0  # nobody could read it
-    assert store.seal(slot, None) is PutResult.DROPPED
+    assert store.seal([slot]) == [PutResult.DROPPED]
     assert store.contains([key(1)]) == [False]
     assert store.usage().used_bytes == 0
 
@@ -116,12 +116,30 @@ def test_what_follows_a_block_without_room_is_not_kept(store: MemoryStore) -> No
     assert store.put([item(1), item(2, parent=1)]) == [PutResult.STORED] * 2
 
 
-def test_a_sealed_block_is_what_its_writer_says(store: MemoryStore) -> None:
-    for checksum, result in ((1, PutResult.FAILED), (xxh3_64(bytes(SIZE)), PutResult.STORED)):
-        slot = reserve(store, 1)
-        slot.view[:] = bytes(SIZE)
-        assert store.seal(slot, checksum) is result
-    assert store.contains([key(1)]) == [True]
+def test_sealed_blocks_are_what_their_writer_left(store: MemoryStore) -> None:
+    slots = [reserve(store, n) for n in range(3)]
+    for n, slot in enumerate(slots):
+        slot.view[:] = bytes([n]) * SIZE
+    store.delete([key(1)])  # meanwhile
+    assert store.seal(slots) == [PutResult.STORED, PutResult.DROPPED, PutResult.STORED]
+    held = store.hold([key(n) for n in range(3)])
+    sums = [None if block is None else block.checksum for block in held]
+    assert sums == [xxh3_64(bytes(SIZE)), None, xxh3_64(b"\2" * SIZE)]
+    store.let_go(block for block in held if block is not None)
+
+
+def test_blocks_that_cannot_be_sealed_give_their_slots_back(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **options: object) -> list[int]:
+        raise MemoryError
+
+    monkeypatch.setattr(memory_module, "hash_buffers", fail)
+    slots = [reserve(store, n) for n in range(3)]
+    with pytest.raises(MemoryError):
+        store.seal(slots)
+    assert [store.lookup(key(n)) for n in range(3)] == [Lookup.MISS] * 3
+    assert store.usage().used_bytes == 0
 
 
 # ---- making room --------------------------------------------------------------------------------

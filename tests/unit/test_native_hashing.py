@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from vllm_tiered_kv.errors import NativeError, NoDeviceError
 from vllm_tiered_kv.native import _cpu, cuda
-from vllm_tiered_kv.native.bytes_copy import copy_and_hash
+from vllm_tiered_kv.native.bytes_copy import copy_and_hash, hash_buffers
 from vllm_tiered_kv.native.cpu import HostRegion, checksum, extend_keys, sha256, xxh3_64
 
 ZERO = bytes(32)
@@ -84,13 +84,17 @@ def test_short_copies_are_whole_and_their_sums_right(data: bytes, remainder: int
     copied_and_hashed(data, remainder)
 
 
-def test_several_copies_have_their_sums_in_order() -> None:
-    sources = [random.Random(n).randbytes(1000 * n) for n in range(5)]
+@pytest.mark.parametrize("threads", [0, 1, 4])
+@pytest.mark.parametrize("unit", [1000, 300_001])  # stays on the calling thread, and does not
+def test_several_copies_have_their_sums_in_order(unit: int, threads: int) -> None:
+    sources = [random.Random(n).randbytes(unit * n) for n in range(7)]
     places = [bytearray(len(source)) for source in sources]
-    sums = copy_and_hash([memoryview(p) for p in places], [memoryview(s) for s in sources])
-    assert sums == [xxhash.xxh3_64_intdigest(source) for source in sources]
+    data = [memoryview(source) for source in sources]
+    expected = [xxhash.xxh3_64_intdigest(source) for source in sources]
+    assert copy_and_hash([memoryview(p) for p in places], data, threads) == expected
     assert [bytes(place) for place in places] == sources
-    assert copy_and_hash([], []) == []
+    assert hash_buffers(data, threads) == expected
+    assert copy_and_hash([], [], threads) == hash_buffers([], threads) == []
 
 
 def test_copies_that_cannot_be_move_nothing() -> None:
@@ -113,6 +117,10 @@ def test_hashes_refuse_what_is_not_contiguous() -> None:
     for function in (xxh3_64, sha256):
         with pytest.raises(NativeError, match=r"^data: "):
             function(data)
+    with pytest.raises(NativeError, match=r"^buffers\[1\]: not a contiguous"):
+        hash_buffers([memoryview(b"1"), memoryview(data)])
+    with pytest.raises(NativeError, match=r"^threads: "):
+        hash_buffers([memoryview(b"1")], threads=-1)
 
 
 @pytest.mark.parametrize("threads", [0, 1, 4])

@@ -16,7 +16,7 @@ import xxhash
 
 from tests.cache_shapes import Bytes, cache_shape, gathered, random_bytes, scattered, slot_pitch
 from vllm_tiered_kv.native import _cpu
-from vllm_tiered_kv.native.bytes_copy import copy_and_hash
+from vllm_tiered_kv.native.bytes_copy import copy_and_hash, hash_buffers
 from vllm_tiered_kv.native.cpu import (
     BlockLayout,
     HostRegion,
@@ -80,7 +80,8 @@ def copy_with_sums(number: int) -> Callable[[], None]:
     def once() -> None:
         for room in into:
             room[:] = 0
-        assert copy_and_hash(views(into), views(sources)) == expected
+        assert copy_and_hash(views(into), views(sources), threads=3) == expected
+        assert hash_buffers(views(sources), threads=3) == expected
         for room, source in zip(into, sources, strict=True):
             np.testing.assert_array_equal(room, source)
 

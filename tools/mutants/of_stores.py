@@ -51,8 +51,7 @@ STORES = (
     Mutation(
         "memory-readable-before-it-is-copied",
         "stores/memory.py",
-        "        try:\n            checksums = copy_and_hash(\n",
-        "        try:\n"
+        "            checksums = copy_and_hash(\n",
         "            for slot, item in taken:\n"
         "                self._readable[slot.key] = slot\n"
         "            checksums = copy_and_hash(\n",
@@ -71,7 +70,7 @@ STORES = (
     Mutation(
         "memory-failed-copy-keeps-its-slots",
         "stores/memory.py",
-        "            for slot, _ in taken:\n                self.abort(slot)\n            raise\n",
+        "            for slot in slots:\n                self.abort(slot)\n            raise\n",
         "            raise\n",
         "memory is lost with every failed put",
         _MEMORY_STORE,

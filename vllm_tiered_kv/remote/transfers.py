@@ -15,8 +15,7 @@ from typing import TypeVar
 from vllm_tiered_kv.core.store import Durability, PutItem, PutResult
 from vllm_tiered_kv.errors import ConnectionLost
 from vllm_tiered_kv.native.allocator import keep_large_buffers
-from vllm_tiered_kv.native.bytes_copy import copy_and_hash
-from vllm_tiered_kv.native.cpu import xxh3_64
+from vllm_tiered_kv.native.bytes_copy import copy_and_hash, hash_buffers
 from vllm_tiered_kv.remote.connection import Connection, Incoming
 from vllm_tiered_kv.wire.limits import MAX_FRAMES
 from vllm_tiered_kv.wire.messages import Get, GetReply, Limits, Put, PutReply, put_results
@@ -24,7 +23,9 @@ from vllm_tiered_kv.wire.messages import Get, GetReply, Limits, Put, PutReply, p
 READ_BYTES = 4 << 20  # of one request: the last bytes wait for so many to be copied
 READS_UNDER_WAY = 6
 # Nobody waits for a block that is written, and each request costs the daemon a turn of its loop.
-WRITE_BYTES = 16 << 20
+# But what a connection has under way should fit a heap of glibc's (64 MiB): one that falls empty is
+# given back to the kernel, whatever `keep_large_buffers` says.
+WRITE_BYTES = 8 << 20
 WRITES_UNDER_WAY = 4
 
 _T = TypeVar("_T")
@@ -168,12 +169,13 @@ def _send_put(
     connection: Connection, tasks: list[WriteTask], durability: Durability, deadline: float
 ) -> int:
     items = [task.item for task in tasks]
+    sums = iter(hash_buffers([item.payload for item in items if item.checksum is None]))
     request = Put(
         len(tasks[0].key),
         [task.key for task in tasks],
         [task.parent for task in tasks],
         [item.payload.nbytes for item in items],
-        [xxh3_64(item.payload) if item.checksum is None else item.checksum for item in items],
+        [next(sums) if item.checksum is None else item.checksum for item in items],
         durability,
     )
     return connection.send(request, [item.payload for item in items], deadline=deadline)

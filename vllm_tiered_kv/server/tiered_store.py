@@ -344,13 +344,11 @@ class TieredStore:
         )
 
     def _seal(self, slots: Sequence[Held], done: Callable[[list[PutResult]], None]) -> None:
-        results = []
-        for slot in slots:
-            try:
-                results.append(self.memory.seal(slot, None))
-            except Exception:  # the sender must hear of it
-                logger.exception("a block could not be taken over")
-                results.append(PutResult.FAILED)
+        try:
+            results = self.memory.seal(slots)
+        except Exception:  # the sender must hear of it
+            logger.exception("blocks could not be taken over")
+            results = [PutResult.FAILED] * len(slots)
         self._lower.write_behind([slot.key for slot in slots], results, Durability.MEMORY, done)
 
     # ---- the rest -------------------------------------------------------------------------------

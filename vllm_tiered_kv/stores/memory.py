@@ -9,7 +9,8 @@ from __future__ import annotations
 import enum
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 from vllm_tiered_kv.cache.index import BlockIndex
@@ -25,13 +26,13 @@ from vllm_tiered_kv.core.store import (
 )
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.device.shared_arena import PAGE, SharedArena
-from vllm_tiered_kv.native.bytes_copy import copy_and_hash, copy_bytes
-from vllm_tiered_kv.native.cpu import xxh3_64
+from vllm_tiered_kv.native.bytes_copy import copy_and_hash, copy_bytes, hash_buffers
 from vllm_tiered_kv.option_values import format_size
 
 logger = logging.getLogger(__name__)
 
 _REMEMBERED_DROPS = 65536
+_CHOSEN_THREADS = 0  # as many as pay
 _KEYS_AT_ONCE = 256
 
 
@@ -295,14 +296,12 @@ class MemoryStore:
             for slot, item in zip(slots, items, strict=True)
             if not isinstance(slot, PutResult)
         ]
-        try:
+        with self._giving_back([slot for slot, _ in taken]):
             checksums = copy_and_hash(
-                [slot.view for slot, _ in taken], [item.payload for _, item in taken]
+                [slot.view for slot, _ in taken],
+                [item.payload for _, item in taken],
+                threads=_CHOSEN_THREADS,
             )
-        except BaseException:
-            for slot, _ in taken:
-                self.abort(slot)
-            raise
         with self._lock:
             ended = iter(
                 [
@@ -312,9 +311,24 @@ class MemoryStore:
             )
         return [slot if isinstance(slot, PutResult) else next(ended) for slot in slots]
 
-    def seal(self, slot: Held, checksum: int | None) -> PutResult:
-        """Verifies what was written into the slot and makes it readable."""
-        return self._end(slot, checksum, xxh3_64(slot.view))
+    def seal(self, slots: Sequence[Held]) -> list[PutResult]:
+        """Hashes what others wrote into these slots and makes it readable."""
+        with self._giving_back(slots):
+            checksums = hash_buffers([slot.view for slot in slots], threads=_CHOSEN_THREADS)
+        with self._lock:
+            return [
+                self._end(slot, None, actual) for slot, actual in zip(slots, checksums, strict=True)
+            ]
+
+    @contextmanager
+    def _giving_back(self, slots: Sequence[Held]) -> Iterator[None]:
+        """The slots are free again if what is done with them fails."""
+        try:
+            yield
+        except BaseException:
+            for slot in slots:
+                self.abort(slot)
+            raise
 
     def _end(self, slot: Held, expected: int | None, actual: int) -> PutResult:
         if expected is not None and actual != expected:
