@@ -3,9 +3,11 @@
     python -m benchmarks.pinning --out result.json             64 GiB and a 7B shape on a GPU
     python -m benchmarks.pinning --tiny --out result.json      the same code on a laptop
 
-Engines start one after the other, with and without the arena in turns; `nothing` is our connector
-doing nothing, so that both kinds load the same code. The first start fills vLLM's compile cache
-and is not counted.
+Engines start one after the other, with and without the arena in turns; without it our connector
+does nothing, so that both kinds load the same code. The first start fills vLLM's compile cache and
+is not counted. The model has few layers: what loading many of them takes differs by more from start
+to start than the arena could add. The arena alone is pinned beside a loop of small kernels, which
+says how long the driver, while it pins, holds up others.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +29,15 @@ from benchmarks.samples import spread
 from tests.models import QWEN2_7B
 
 GIB = 1 << 30
+_ALONE_S = 1.0
+SMALL = {**QWEN2_7B, "num_hidden_layers": 4}
 
 
 def spec(name: str, tiny: bool, gib: float) -> EngineSpec:
     extra = {"cpu_memory": int(gib * GIB)} if name == "with" else {"mode": "naive"}
     return EngineSpec(
         name=name,
-        model={} if tiny else QWEN2_7B,
+        model={} if tiny else SMALL,
         transfer={
             "kv_connector": "TieredKVConnector",
             "kv_connector_module_path": "vllm_tiered_kv.connector.connector",
@@ -50,27 +55,57 @@ def start_once(spec: EngineSpec) -> float:
         return engine.started_s
 
 
-def measure_arena(gib: float) -> dict[str, float] | None:
+def measure_arena(gib: float) -> dict[str, Any] | None:
     """Pinning alone, in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.pinning", "--arena", str(gib)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
 
 
-def _measure_arena_here(nbytes: int) -> dict[str, float]:
-    """How long an arena holds up the start, and how long pinning it takes altogether."""
+def _measure_arena_here(nbytes: int) -> dict[str, Any]:
+    """How long an arena holds up the start, how long pinning it takes altogether, and what it does
+    to kernels that are launched meanwhile."""
+    import torch
+
     from vllm_tiered_kv.device.arena import Arena
     from vllm_tiered_kv.native import cuda
 
-    cuda.Event(0)  # the context exists by the time an engine opens its arena
+    numbers = torch.zeros(1 << 16, device="cuda")
+
+    def launches(go_on: Callable[[], bool]) -> list[float]:
+        times = []
+        while go_on():
+            begin = time.perf_counter()
+            numbers.add_(1)
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - begin)
+        return times
+
+    soon = time.monotonic() + _ALONE_S
+    launches(lambda: time.monotonic() < soon)
+    soon = time.monotonic() + _ALONE_S
+    alone = launches(lambda: time.monotonic() < soon)
     begin = time.perf_counter()
     arena = Arena(nbytes, cuda.host_register, cuda.host_unregister)
     opened = time.perf_counter() - begin
-    while arena.ready_bytes < nbytes:
-        time.sleep(0.01)
+    beside = launches(lambda: arena.ready_bytes < nbytes)
     pinned = time.perf_counter() - begin
     arena.close()
-    return {"start_held_up_s": round(opened, 3), "pinned_s": round(pinned, 3)}
+    return {
+        "start_held_up_s": round(opened, 3),
+        "pinned_s": round(pinned, 3),
+        "launch_ms": {"alone": _launch_facts(alone), "while_pinning": _launch_facts(beside)},
+    }
+
+
+def _launch_facts(times: list[float]) -> dict[str, float]:
+    ordered = sorted(times)
+    return {
+        "launches": len(ordered),
+        "median": round(1e3 * statistics.median(ordered), 4),
+        "p99": round(1e3 * ordered[int(len(ordered) * 0.99)], 3),
+        "longest": round(1e3 * ordered[-1], 3),
+    }
 
 
 def derive(starts: dict[str, list[float]]) -> dict[str, Any] | None:
@@ -89,7 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="a tiny model, without GPU")
     parser.add_argument("--gib", type=float, default=0.0, help="size of the arena")
-    parser.add_argument("--starts", type=int, default=2, help="of each kind")
+    parser.add_argument("--starts", type=int, default=3, help="of each kind")
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     parser.add_argument("--arena", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 
@@ -16,6 +17,7 @@ from vllm_tiered_kv.device.cpu_copier import CpuCopier
 from vllm_tiered_kv.device.staging import StagingRing
 from vllm_tiered_kv.errors import ConfigError, CudaError
 from vllm_tiered_kv.metrics.names import DropReason
+from vllm_tiered_kv.native import prefault
 
 BLOCKS, LAYERS, PAGE = 6, 3, 40
 
@@ -141,6 +143,25 @@ def test_an_arena_is_pinned_front_to_back_behind_its_first_chunk() -> None:
     arena.close()
     arena.close()
     assert sorted(unpinned) == [base, base + 4096, base + 8192]
+
+
+def test_pages_are_there_before_they_are_pinned() -> None:
+    """Or the driver would provide them, and hold up every other call to it meanwhile."""
+    page = mmap.PAGESIZE
+    there: list[bool] = []
+
+    def pin(address: int, nbytes: int) -> None:
+        with open("/proc/self/pagemap", "rb") as pagemap:
+            pagemap.seek(address // page * 8)
+            entries = np.frombuffer(pagemap.read(nbytes // page * 8), np.uint64)
+        there.extend((entries >> np.uint64(63)).astype(bool).tolist())
+
+    arena = Arena(8 * page, pin, lambda address: None, chunk_bytes=2 * page)
+    if not prefault.populate(arena.region.address, page):
+        pytest.skip("this kernel provides no memory ahead of its use")
+    arena._pinner._thread.join()
+    assert there == [True] * 8
+    arena.close()
 
 
 def test_an_arena_that_cannot_be_pinned_whole_is_used_in_part(caplog) -> None:

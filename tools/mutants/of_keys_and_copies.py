@@ -145,6 +145,14 @@ COPIES = (
         _DEVICE,
     ),
     Mutation(
+        "arena-pages-left-to-the-driver",
+        "device/pinning.py",
+        "        self._provide(start, start + length)\n",
+        "",
+        "the driver provides pages while every other thread's calls wait for it",
+        _DEVICE,
+    ),
+    Mutation(
         "arena-part-left-pinned",
         "device/pinning.py",
         "while self._pinned and self._unpin is not None:",
