@@ -25,8 +25,8 @@ READS_UNDER_WAY = 6
 # Nobody waits for a block that is written, and each request costs the daemon a turn of its loop.
 # But what a connection has under way should fit a heap of glibc's (64 MiB): one that falls empty is
 # given back to the kernel, whatever `keep_large_buffers` says.
-WRITE_BYTES = 8 << 20
-WRITES_UNDER_WAY = 4
+WRITE_BYTES = 16 << 20
+WRITES_UNDER_WAY = 3
 
 _T = TypeVar("_T")
 
