@@ -5,9 +5,10 @@
 
 Engines start one after the other, with and without the arena in turns; without it our connector
 does nothing, so that both kinds load the same code. The first start fills vLLM's compile cache and
-is not counted. The model has few layers: what loading many of them takes differs by more from start
-to start than the arena could add. The arena alone is pinned beside a loop of small kernels, which
-says how long the driver, while it pins, holds up others.
+is not counted. The model has few layers: starts with many of them differ by far more than an arena
+could add. The arena alone is pinned beside a loop of small kernels, which says how long the driver,
+while it pins, holds up others; once as it is done, and once with half as much memory whose pages
+the driver has to get by itself.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from tests.models import QWEN2_7B
 
 GIB = 1 << 30
 _ALONE_S = 1.0
+_LEFT_TO_DRIVER = "--left-to-driver"  # pin pages that the kernel was not asked for before
 SMALL = {**QWEN2_7B, "num_hidden_layers": 4}
 
 
@@ -55,21 +57,23 @@ def start_once(spec: EngineSpec) -> float:
         return engine.started_s
 
 
-def measure_arena(gib: float) -> dict[str, Any] | None:
+def measure_arena(gib: float, *options: str) -> dict[str, Any] | None:
     """Pinning alone, in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.pinning", "--arena", str(gib)]
+    command = [sys.executable, "-m", "benchmarks.pinning", "--arena", str(gib), *options]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
 
 
-def _measure_arena_here(nbytes: int) -> dict[str, Any]:
+def _measure_arena_here(nbytes: int, left_to_driver: bool) -> dict[str, Any]:
     """How long an arena holds up the start, how long pinning it takes altogether, and what it does
     to kernels that are launched meanwhile."""
     import torch
 
     from vllm_tiered_kv.device.arena import Arena
-    from vllm_tiered_kv.native import cuda
+    from vllm_tiered_kv.native import cuda, prefault
 
+    if left_to_driver:
+        prefault.populate = lambda address, nbytes: False
     numbers = torch.zeros(1 << 16, device="cuda")
 
     def launches(go_on: Callable[[], bool]) -> list[float]:
@@ -88,17 +92,22 @@ def _measure_arena_here(nbytes: int) -> dict[str, Any]:
     begin = time.perf_counter()
     arena = Arena(nbytes, cuda.host_register, cuda.host_unregister)
     opened = time.perf_counter() - begin
-    beside = launches(lambda: arena.ready_bytes < nbytes)
+    pinning = arena._pinner._thread
+    assert pinning is not None
+    beside = launches(pinning.is_alive)
     pinned = time.perf_counter() - begin
     arena.close()
     return {
+        "gib": nbytes / GIB,
         "start_held_up_s": round(opened, 3),
         "pinned_s": round(pinned, 3),
         "launch_ms": {"alone": _launch_facts(alone), "while_pinning": _launch_facts(beside)},
     }
 
 
-def _launch_facts(times: list[float]) -> dict[str, float]:
+def _launch_facts(times: list[float]) -> dict[str, float] | None:
+    if not times:
+        return None  # a small arena is pinned at once
     ordered = sorted(times)
     return {
         "launches": len(ordered),
@@ -127,15 +136,21 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=3, help="of each kind")
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     parser.add_argument("--arena", type=float, help=argparse.SUPPRESS)
+    parser.add_argument(_LEFT_TO_DRIVER, action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.arena is not None:
-        print(json.dumps(_measure_arena_here(int(args.arena * GIB))))
+        print(json.dumps(_measure_arena_here(int(args.arena * GIB), args.left_to_driver)))
         return
     gib = args.gib or (0.25 if args.tiny else 64.0)
     gpu = device_memory_mib() is not None and not args.tiny
     starts: dict[str, list[float]] = {"without": [], "with": []}
     report: dict[str, Any] = {"environment": environment.describe(), "gib": gib}
-    report |= {"arena": measure_arena(gib) if gpu else None, "starts_s": starts, "failed": {}}
+    report |= {
+        "arena": measure_arena(gib) if gpu else None,
+        "arena_left_to_driver": measure_arena(gib / 2, _LEFT_TO_DRIVER) if gpu else None,
+        "starts_s": starts,
+        "failed": {},
+    }
 
     def save() -> None:
         report["derived"] = derive(starts)

@@ -247,7 +247,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, required=True, help="on the disk to be measured")
     parser.add_argument("--space", default="2GiB", help="size of the store for each run")
-    parser.add_argument("--threads", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=16, help="of the store and of fio")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     args = parser.parse_args()

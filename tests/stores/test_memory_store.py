@@ -128,6 +128,22 @@ def test_sealed_blocks_are_what_their_writer_left(store: MemoryStore) -> None:
     store.let_go(block for block in held if block is not None)
 
 
+def test_a_block_that_cannot_be_ended_takes_no_other_with_it(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really_commit = store.commit
+
+    def commit(slot: Held, checksum: int) -> bool:
+        if slot.key == key(1):
+            raise MemoryError
+        return really_commit(slot, checksum)
+
+    monkeypatch.setattr(store, "commit", commit)
+    expected = [PutResult.STORED, PutResult.FAILED, PutResult.STORED]
+    assert store.seal([reserve(store, n) for n in range(3)]) == expected
+    assert store.contains([key(n) for n in range(3)]) == [True, False, True]
+
+
 def test_blocks_that_cannot_be_sealed_give_their_slots_back(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

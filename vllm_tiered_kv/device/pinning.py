@@ -1,9 +1,9 @@
 """Pins memory for a GPU, front to back, in a background thread.
 
 Pinning costs about a quarter of a second per gigabyte, most of which the kernel spends on providing
-the pages. It is asked for them before the driver is: that holds up other threads' calls while it
-pins. Only the first chunk is pinned before the caller goes on. `ready_bytes` says how far it got;
-what lies beyond is not used yet.
+the pages. It is asked for them beforehand: the driver holds up other threads' calls while it pins.
+Only the first chunk is pinned before the caller goes on. `ready_bytes` says how far it got; what
+lies beyond is not used yet.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ def copy_and_hash(
 
     The bytes are read once for both, which costs no more than copying alone, and the GIL is let go
     once for all. Pairs of unequal length, and places that overlap their source, are a NativeError;
-    places must not overlap each other. `threads=0` chooses; few bytes stay on the calling thread.
+    a place must not overlap other places and sources either. `threads=0` chooses; few bytes stay on
+    the calling thread.
     """
     return _cpu.copy_and_hash(into, sources, threads)
 

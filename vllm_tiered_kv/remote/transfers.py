@@ -23,8 +23,8 @@ from vllm_tiered_kv.wire.messages import Get, GetReply, Limits, Put, PutReply, p
 READ_BYTES = 4 << 20  # of one request: the last bytes wait for so many to be copied
 READS_UNDER_WAY = 6
 # Nobody waits for a block that is written, and each request costs the daemon a turn of its loop.
-# But what a connection has under way should fit a heap of glibc's (64 MiB): one that falls empty is
-# given back to the kernel, whatever `keep_large_buffers` says.
+# But what a connection has under way should fit a heap of glibc's (64 MiB): further ones are mostly
+# given back to the kernel when they fall empty, also after `keep_large_buffers`.
 WRITE_BYTES = 16 << 20
 WRITES_UNDER_WAY = 3
 

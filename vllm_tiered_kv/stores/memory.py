@@ -302,23 +302,15 @@ class MemoryStore:
                 [item.payload for _, item in taken],
                 threads=_CHOSEN_THREADS,
             )
-        with self._lock:
-            ended = iter(
-                [
-                    self._end(slot, item.checksum, actual)
-                    for (slot, item), actual in zip(taken, checksums, strict=True)
-                ]
-            )
+        expected = [item.checksum for _, item in taken]
+        ended = iter(self._end_all([slot for slot, _ in taken], expected, checksums))
         return [slot if isinstance(slot, PutResult) else next(ended) for slot in slots]
 
     def seal(self, slots: Sequence[Held]) -> list[PutResult]:
         """Hashes what others wrote into these slots and makes it readable."""
         with self._giving_back(slots):
             checksums = hash_buffers([slot.view for slot in slots], threads=_CHOSEN_THREADS)
-        with self._lock:
-            return [
-                self._end(slot, None, actual) for slot, actual in zip(slots, checksums, strict=True)
-            ]
+        return self._end_all(slots, [None] * len(slots), checksums)
 
     @contextmanager
     def _giving_back(self, slots: Sequence[Held]) -> Iterator[None]:
@@ -329,6 +321,20 @@ class MemoryStore:
             for slot in slots:
                 self.abort(slot)
             raise
+
+    def _end_all(
+        self, slots: Sequence[Held], expected: Sequence[int | None], actual: Sequence[int]
+    ) -> list[PutResult]:
+        """Ends reservations; one that cannot be ended takes no other with it."""
+        results = []
+        with self._lock:
+            for slot, wanted, found in zip(slots, expected, actual, strict=True):
+                try:
+                    results.append(self._end(slot, wanted, found))
+                except Exception:
+                    logger.exception("a block could not be made readable")
+                    results.append(PutResult.FAILED)
+        return results
 
     def _end(self, slot: Held, expected: int | None, actual: int) -> PutResult:
         if expected is not None and actual != expected:

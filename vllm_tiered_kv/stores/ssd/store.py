@@ -56,7 +56,7 @@ class SsdStore:
         *,
         eviction: str = "lru",
         fsync: FsyncPolicy = FsyncPolicy.GROUP,
-        io_threads: int = 8,
+        io_threads: int = 16,
         disk: Disk | None = None,
         progress: Callable[[str], None] | None = None,
         slab_bytes: int | None = None,
