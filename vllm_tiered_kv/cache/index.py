@@ -15,7 +15,7 @@ blocks; others cannot be pushed out by it.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, KeysView, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -108,6 +108,10 @@ class BlockIndex:
         if key in self._readable:
             return Lookup.HIT
         return Lookup.PENDING if key in self._slot_of else Lookup.MISS
+
+    def known_keys(self) -> KeysView[bytes]:
+        """All that are no misses, readable or being written; the view changes with the index."""
+        return self._slot_of.keys()
 
     def match_prefix(self, keys: Sequence[bytes], start: int = 0, stop: int | None = None) -> int:
         """How many keys from `start` on are readable without a gap."""
@@ -318,10 +322,11 @@ class BlockIndex:
         """Takes the block out of every lookup and link; the slot itself stays in use."""
         entry = self._entries[slot]
         self._unlink(slot)
-        for follower in entry.followers:
-            self._entries[follower].parent = None
-            self._orphans.setdefault(entry.key, set()).add(follower)
-        entry.followers.clear()
+        if entry.followers:  # an evicted block has none
+            for follower in entry.followers:
+                self._entries[follower].parent = None
+                self._orphans.setdefault(entry.key, set()).add(follower)
+            entry.followers.clear()
         if entry.state is _State.COMMITTED:
             self._policies[entry.size_class].forget(slot, entry.key, evicted)
         del self._slot_of[entry.key]

@@ -62,19 +62,19 @@ def plan_store(
     positions: list[int] = []
     slots: list[int] = []
 
-    def is_wanted(position: int) -> bool:
-        return position not in skip and index.lookup(keys[position]) is Lookup.MISS
-
+    known = index.known_keys()
     rest = range(index.first_missing(keys, start, stop), stop)
-    left = sum(map(is_wanted, rest))
+    left = sum(position not in skip and keys[position] not in known for position in rest)
     for position in rest:
-        if not is_wanted(position):  # asked anew: room for others may have been made by this one
+        key = keys[position]
+        # Looked for anew: room for others may have been made by this one.
+        if key in known or position in skip:
             continue
         left = max(0, left - 1)
         # Also in a window: tails leave before heads in all groups alike, or what is left of the
         # one would be of no use to the other.
         parent = keys[position - 1] if position else None
-        slot = index.reserve(keys[position], parent, group.size_class, left)
+        slot = index.reserve(key, parent, group.size_class, left)
         if slot is None:
             return StorePlan(positions, slots, stop - position)
         positions.append(position)

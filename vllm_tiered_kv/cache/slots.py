@@ -22,6 +22,7 @@ class SlotPool:
 
     def __init__(self, geometry: Geometry) -> None:
         self.geometry = geometry
+        self._per_slab = geometry.slots_per_slab
         self._usable_slabs = geometry.num_slabs
         self._next_fresh_slab = 0
         self._returned_slabs: list[int] = []
@@ -58,10 +59,10 @@ class SlotPool:
         return self._slabs_of[size_class]
 
     def class_of(self, slot: int) -> int:
-        return self._slab_class[slot // self.geometry.slots_per_slab]
+        return self._slab_class[slot // self._per_slab]
 
     def slab_of(self, slot: int) -> int:
-        return slot // self.geometry.slots_per_slab
+        return slot // self._per_slab
 
     def slots_of_slab(self, slab: int) -> list[int]:
         """Slots in use in a slab."""
@@ -77,15 +78,16 @@ class SlotPool:
         heap = self._free[size_class]
         while heap:
             slot = heapq.heappop(heap)
-            if slot in self._is_free and self.class_of(slot) == size_class:
+            slab = slot // self._per_slab
+            if slot in self._is_free and self._slab_class[slab] == size_class:
+                self._is_free.discard(slot)
+                self._slab_used[slab] += 1
                 break
         else:
-            slab = self._take_slab() if may_grow else None
-            if slab is None:
+            fresh = self._take_slab() if may_grow else None
+            if fresh is None:
                 return None
-            slot = self._open_slab(slab, size_class)
-        self._is_free.discard(slot)
-        self._slab_used[self.slab_of(slot)] += 1
+            slot = self._open_slab(fresh, size_class)
         self._used_slots[size_class] += 1
         return slot
 
@@ -133,16 +135,17 @@ class SlotPool:
         ]
 
     def release(self, slot: int) -> None:
-        slab = self.slab_of(slot)
+        slab = slot // self._per_slab
         size_class = self._slab_class[slab]
         self._used_slots[size_class] -= 1
-        self._slab_used[slab] -= 1
-        if self._slab_used[slab]:
+        used = self._slab_used[slab] = self._slab_used[slab] - 1
+        if used:
             self._is_free.add(slot)
             heapq.heappush(self._free[size_class], slot)
             return
-        first = slab * self.geometry.slots_per_slab
-        self._is_free.difference_update(range(first, first + self.geometry.slots_per_slab))
+        if self._per_slab > 1:
+            first = slab * self._per_slab
+            self._is_free.difference_update(range(first, first + self._per_slab))
         del self._slab_class[slab], self._slab_used[slab]
         self._slabs_of[size_class] -= 1
         heapq.heappush(self._returned_slabs, slab)
@@ -156,15 +159,17 @@ class SlotPool:
         return self._next_fresh_slab - 1
 
     def _open_slab(self, slab: int, size_class: int) -> int:
-        """Gives the slab to the class; its first slot is returned, the others become free."""
+        """Gives the slab to the class, whose free slots have run out; its first slot is returned in
+        use, the others become free."""
         self._slab_class[slab] = size_class
-        self._slab_used[slab] = 0
+        self._slab_used[slab] = 1
         self._slabs_of[size_class] += 1
-        first = slab * self.geometry.slots_per_slab
-        others = range(first + 1, first + self.geometry.slots_in_slab(size_class))
-        self._is_free.update(others)
-        for slot in others:
-            heapq.heappush(self._free[size_class], slot)
+        first = slab * self._per_slab
+        count = self.geometry.slots_in_slab(size_class)
+        if count > 1:
+            others = range(first + 1, first + count)
+            self._is_free.update(others)
+            self._free[size_class].extend(others)  # it was empty, and in order they are a heap
         return first
 
     def check(self, used: set[int]) -> None:
