@@ -59,8 +59,8 @@ class Built:
 
 
 def _cannot(reason: str) -> None:
-    """A laptop without network may skip this; where CI runs it has to work."""
-    if os.environ.get("CI"):
+    """A laptop without network may skip this; where CI runs it has to work (`.ci/run` says so)."""
+    if os.environ.get("REQUIRE_WHEEL"):
         pytest.fail(reason)
     pytest.skip(reason)
 
