@@ -127,7 +127,7 @@ def test_an_engine_dropped_without_being_closed_does_not_hang() -> None:
         subprocess.run(
             [sys.executable, "-W", "ignore", "-c", _DROPS_A_CLUSTER, daemon.address],
             check=True,
-            timeout=60,
+            timeout=180,
         )
 
 
