@@ -1,6 +1,9 @@
 # Every target makes the environment it needs; a second run finds it ready.
 PYTHON ?= python3
 PYTEST_FLAGS ?=
+# Tests wait more than they compute; those of one file share engines and daemons.
+TEST_PROCESSES ?= 2
+TOGETHER := -n $(TEST_PROCESSES) --dist loadfile
 
 SETUP := $(PYTHON) tools/setup_env.py
 UNIT := .venv-unit
@@ -21,15 +24,15 @@ demo: ## ask a small real model about a long text, cold and from the CPU tier
 ##@ Check it
 test: unit daemon ## run all tests that need no GPU: `unit`, `daemon`, then those with a real vLLM
 	@$(SETUP) --env $(FULL) --profile full
-	$(FULL)/bin/python -m pytest tests/engine tests/conformance tests/gpu tests/packaging $(PYTEST_FLAGS)
+	$(FULL)/bin/python -m pytest tests/engine tests/conformance tests/gpu tests/packaging $(TOGETHER) $(PYTEST_FLAGS)
 
 unit: ## run the tests that need neither torch nor vLLM, where neither is installed
 	@$(SETUP) --env $(UNIT) --profile unit
-	$(UNIT)/bin/python -m pytest tests/unit $(PYTEST_FLAGS)
+	$(UNIT)/bin/python -m pytest tests/unit $(TOGETHER) $(PYTEST_FLAGS)
 
 daemon: ## run the tests of stores, daemon and client, also without torch and vLLM
 	@$(SETUP) --env $(UNIT) --profile unit
-	$(UNIT)/bin/python -m pytest tests/stores tests/remote tests/daemon $(PYTEST_FLAGS)
+	$(UNIT)/bin/python -m pytest tests/stores tests/remote tests/daemon $(TOGETHER) $(PYTEST_FLAGS)
 
 matrix: ## check each vLLM release in an environment of its own (RELEASES=0.32.0: only that)
 	@$(PYTHON) -m tools.matrix $(RELEASES)

@@ -10,8 +10,8 @@ from benchmarks.stored_results import Result, Results
 
 _INTRO = """\
 Host memory is pinned in the background, after the kernel has provided its pages: the driver holds
-up others while it pins. Engines of four layers start with and without the arena in turns, after one
-start that fills vLLM's compile cache. Goal P13: with 64 GiB an engine is ready at most 1 s later.
+up others while it pins. Eager engines of four layers start with and without the arena in turns,
+after one start that is not counted. Goal P13: with 64 GiB an engine is ready at most 1 s later.
 """
 
 
