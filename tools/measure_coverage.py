@@ -87,7 +87,8 @@ def report() -> None:
         print(rooms[name].row(name))
     print(total.row("all"))
     print(f"\nleast reached\n{header}")
-    by_share = sorted(files.items(), key=lambda item: item[1].lines_reached / (item[1].lines or 1))
+    with_code = [item for item in files.items() if item[1].lines]
+    by_share = sorted(with_code, key=lambda item: item[1].lines_reached / item[1].lines)
     for name, reached in by_share[:WORST_FILES]:
         print(reached.row(name))
     print(f"\nline by line: {sys.executable} -m coverage html --data-file={FOLDER / 'data'}")

@@ -11,8 +11,8 @@ CACHE = (
     Mutation(
         "index-pin-not-taken",
         "cache/index.py",
-        "            entry.pins += 1\n        return slots",
-        "            entry.pins += 0\n        return slots",
+        "            entry.pins += 1\n\n    def unpin",
+        "            entry.pins += 0\n\n    def unpin",
         "a slot is reused while a copy reads it",
         _INDEX,
     ),

@@ -11,6 +11,8 @@ _PLACES = (
     "tests/remote/test_loans.py::test_places_that_fit_are_believed",
 )
 
+_LINK = ("tests/remote/test_link.py",)
+
 REMOTE = (
     Mutation(
         "idle-connection-tries-for-ever",
@@ -113,6 +115,30 @@ REMOTE = (
         "            if len(tiers) > len(some) + 1000:\n",
         "a strange daemon raises an exception in the engine",
         _FAULTS,
+    ),
+    Mutation(
+        "late-reply-of-the-link-forgotten",
+        "remote/link.py",
+        "            self._on_late(reply)\n",
+        "",
+        "what a late answer lent is never given back",
+        _LINK,
+    ),
+    Mutation(
+        "timeout-of-the-link-forgotten",
+        "remote/link.py",
+        "            self._given_up.add(request_id)\n",
+        "",
+        "nobody listens for an answer that is late, and what it lent is never given back",
+        _LINK,
+    ),
+    Mutation(
+        "nonsense-on-the-link-goes-on",
+        "remote/link.py",
+        "        self._is_usable = False\n        return ConnectionLost",
+        "        return ConnectionLost",
+        "every lookup asks a daemon that cannot be understood, and fails",
+        _LINK,
     ),
     Mutation(
         "loan-outside-the-memory",

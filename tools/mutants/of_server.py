@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tools.mutants.mutation import Mutation
 
+_LINK = ("tests/daemon/test_link_calls.py",)
 _LEASES = ("tests/daemon/test_shared_memory.py",)
 _TIERS = ("tests/daemon/test_tiers.py",)
 _VERBS = ("tests/daemon/test_verbs.py",)
@@ -59,6 +60,30 @@ SERVER = (
         "return self.room_bytes",
         "requests that wait leave no room for those that copy",
         ("tests/daemon/test_loans.py",),
+    ),
+    Mutation(
+        "unsent-reply-of-the-link-kept",
+        "server/link_calls.py",
+        "        if lost is not None:\n            lost()\n",
+        "",
+        "a process that does not read its replies keeps what they lent",
+        _LINK,
+    ),
+    Mutation(
+        "link-answers-anything",
+        "server/link_calls.py",
+        "if not isinstance(request, (Borrow, Release)):",
+        "if False:",
+        "replies with payload meet an assertion, and a stranger path deletes",
+        _LINK,
+    ),
+    Mutation(
+        "link-outlives-its-session",
+        "server/sessions.py",
+        "                del self._by_attachment[attachment]\n",
+        "                pass\n",
+        "a process is answered in a session that it has left",
+        _LINK,
     ),
     Mutation(
         "lease-of-a-dead-process-kept",

@@ -160,8 +160,6 @@ class BlockIndex:
 
     def tell_uses(self) -> None:
         """Tells the policies what was used, to be called when nobody waits."""
-        if not self._uses:
-            return
         uses, self._uses = self._uses, []
         for keys in uses:
             # From the tail to the head, so that the head stays warmest.
@@ -172,12 +170,16 @@ class BlockIndex:
     def pin(self, keys: Iterable[bytes]) -> list[int]:
         """Slots of readable blocks, kept in place until `unpin`."""
         slots = list(map(self._slot_of.__getitem__, keys))
+        self.pin_slots(slots)
+        return slots
+
+    def pin_slots(self, slots: Iterable[int]) -> None:
+        """As `pin`, of blocks whose slots are known."""
         committed = _State.COMMITTED
         for entry in map(self._entries.__getitem__, slots):
             if entry.state is not committed:
                 raise InvariantError("a block is pinned before it is committed")
             entry.pins += 1
-        return slots
 
     def unpin(self, slots: Iterable[int]) -> None:
         for slot in slots:

@@ -143,9 +143,10 @@ class SlotPool:
             self._is_free.add(slot)
             heapq.heappush(self._free[size_class], slot)
             return
-        if self._per_slab > 1:
+        slots = self.geometry.slots_in_slab(size_class)
+        if slots > 1:
             first = slab * self._per_slab
-            self._is_free.difference_update(range(first, first + self._per_slab))
+            self._is_free.difference_update(range(first, first + slots))
         del self._slab_class[slab], self._slab_used[slab]
         self._slabs_of[size_class] -= 1
         heapq.heappush(self._returned_slabs, slab)

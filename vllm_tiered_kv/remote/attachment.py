@@ -2,7 +2,8 @@
 
 zmq cannot carry descriptors. One packet goes out, one comes back with the memfd; then the
 connection stays open for as long as the memory is used. The daemon sees by its end that we are
-gone, and we see by it that the daemon is. Nothing the peer says is believed unchecked.
+gone, and we see by it that the daemon is. What is asked over it meanwhile: see `Link`. Nothing the
+peer says is believed unchecked.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Attachment:
         if self.link.fileno() < 0:
             return False
         poll = select.poll()
-        poll.register(self.link, select.POLLIN | select.POLLRDHUP)
-        return not poll.poll(0)  # the daemon has nothing more to say: any event is the end
+        poll.register(self.link, select.POLLRDHUP)  # not what it says: replies may lie there
+        return not poll.poll(0)
 
     def close(self) -> None:
         self.link.close()
@@ -65,6 +66,7 @@ def attach(path: str, client: str, timeout_s: float) -> Attachment:
         if len(descriptors) != 1:
             raise ArenaError("the daemon sent no memory")
         arena = SharedArena.attach(descriptors.pop(), capacity)
+        link.setblocking(False)
         return Attachment(link, arena, token, instance)
     except (OSError, ProtocolError) as error:
         link.close()

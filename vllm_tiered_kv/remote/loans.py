@@ -27,7 +27,7 @@ from vllm_tiered_kv.remote.connection import Connection
 from vllm_tiered_kv.remote.shared_memory import SharedMemory
 from vllm_tiered_kv.remote.store import RemoteStore
 from vllm_tiered_kv.wire.limits import MAX_KEYS, MAX_LOOKUPS
-from vllm_tiered_kv.wire.messages import BORROW_CAPABILITY, Borrow, BorrowReply
+from vllm_tiered_kv.wire.messages import BORROW_CAPABILITY, LINK_CAPABILITY, Borrow, BorrowReply
 
 _BUSY_S = 0.05  # how long to wait for others who ask: the daemon answers dozens in that time
 _RETRY_S = 0.5
@@ -178,7 +178,11 @@ class LoanDesk:
                 return None
             most = max(1, min(MAX_KEYS, connection.limits.keys, MAX_LOOKUPS // len(suffixes)))
             request = Borrow(len(keys[0]), list(keys[:most]), suffixes, nbytes)
-            reply = connection.call(request, BorrowReply, deadline=end)
+            reply = None
+            if LINK_CAPABILITY in connection.greeting.capabilities:
+                reply = memory.link.call(request, BorrowReply, end)
+            if reply is None:
+                reply = connection.call(request, BorrowReply, deadline=end)
             memory.believe(reply, lambda: _check(reply, request, memory.arena.capacity_bytes))
             return reply
 

@@ -1,7 +1,7 @@
 """The memory of a daemon on this host: blocks are lent where they lie instead of being sent.
 
 A lease keeps a block's place until it is released, however long that takes, so a reply with leases
-must never be lost: calls go over a connection of their own that stays open when a call times out,
+must never be lost: calls go over connections of their own that stay open when a call times out,
 and leases that arrive too late, or whose release was not confirmed, are given back with the next
 call.
 
@@ -36,6 +36,7 @@ from vllm_tiered_kv.remote.attachment import Attachment, attach
 from vllm_tiered_kv.remote.calls import judge
 from vllm_tiered_kv.remote.connection import Connection, Settings
 from vllm_tiered_kv.remote.health import Breaker
+from vllm_tiered_kv.remote.link import Link
 from vllm_tiered_kv.wire.limits import MAX_KEYS
 from vllm_tiered_kv.wire.messages import (
     RESERVED,
@@ -126,7 +127,7 @@ class SharedMemory:
         self._breaker = breaker
         self._timeout = timeout_s
         self._closing = threading.Event()
-        self._lock = threading.Lock()  # of the connection
+        self._lock = threading.Lock()  # of the connection and the link
         self._owed: set[int] = set()  # leases to give back
         self._owed_lock = threading.Lock()
         self._replaced = False  # the daemon there now does not know us
@@ -137,6 +138,8 @@ class SharedMemory:
             on_late=self._late,
             on_hello=self._greeted,
         )
+        self.link = Link(attachment.link, self._closing, self._late)
+        """For the `work` of `call`."""
 
     @classmethod
     def attach(
@@ -288,7 +291,9 @@ class SharedMemory:
             self._pay(end)
             if connection.awaits_late_replies:
                 connection.call(Release([]), ReleaseReply, deadline=end)
-                self._pay(end)
+            if self.link.awaits_late_replies:
+                self.link.call(Release([]), ReleaseReply, end)
+            self._pay(end)
 
         if not self.is_settled:
             self.call(ask, None)
@@ -296,7 +301,8 @@ class SharedMemory:
     @property
     def is_settled(self) -> bool:
         """Whether nothing is owed, and no reply may still come that brings leases."""
-        return not self._owed and not self._connection.awaits_late_replies
+        awaits_late = self._connection.awaits_late_replies or self.link.awaits_late_replies
+        return not self._owed and not awaits_late
 
     def close(self) -> None:
         """Unmaps the memory. No copy may be under way. Idempotent. Leases that were not given back

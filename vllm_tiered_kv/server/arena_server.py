@@ -6,8 +6,9 @@ zmq cannot carry descriptors, so the arena's travels over a plain AF_UNIX socket
     daemon  {"ok": true, "protocol": 1, "token", "capacity", "instance"} and the descriptor, or
             {"ok": false, "code", "message"}
 
-each one msgpack packet. The connection then stays open and silent; its end, together with the end
-of the process, tells that the process can no longer touch the memory.
+each one msgpack packet. The connection then stays open: over it the process may ask what
+`LinkCalls` answers. Its end, together with the end of the process, tells that the process can no
+longer touch the memory.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import os
 import secrets
 import socket
 import struct
+from collections.abc import Callable
 from typing import Any
 
 from vllm_tiered_kv.errors import ErrorCode, ProtocolError
@@ -27,7 +29,7 @@ from vllm_tiered_kv.server.leases import Attachment, Leases
 from vllm_tiered_kv.server.reactor import Reactor
 from vllm_tiered_kv.stores.memory import MemoryStore
 from vllm_tiered_kv.wire.header import pack_map, unpack_map
-from vllm_tiered_kv.wire.limits import MAX_TEXT
+from vllm_tiered_kv.wire.limits import MAX_LINK_BYTES, MAX_TEXT
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +61,7 @@ class ArenaServer:
         self._listening: list[socket.socket] = []
         self._strangers: set[socket.socket] = set()
         self._connections: dict[Attachment, socket.socket] = {}
+        self.on_packet: Callable[[Attachment, socket.socket, bytes], None] = _ignore
 
     def serve(self, listening: socket.socket) -> None:
         self._listening.append(listening)
@@ -166,15 +169,16 @@ class ArenaServer:
         logger.info("process %d (%s) shares the memory", attachment.pid, attachment.client)
 
     def _heard(self, attachment: Attachment) -> None:
-        """There is nothing more to say: only the end of the connection matters."""
         connection = self._connections[attachment]
         try:
-            if connection.recv(_MAX_PACKET):
-                return
+            packet = connection.recv(MAX_LINK_BYTES + 1)
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
-            pass  # reset: as good as closed
+            packet = b""  # reset: as good as closed
+        if packet:
+            self.on_packet(attachment, connection, packet)
+            return
         self._reactor.forget(connection.fileno())
         connection.close()
         del self._connections[attachment]
@@ -188,6 +192,10 @@ class ArenaServer:
         self._reactor.forget(attachment.pidfd)
         attachment.is_dead = True
         self._leases.end_if_gone(attachment)
+
+
+def _ignore(attachment: Attachment, connection: socket.socket, packet: bytes) -> None:
+    pass
 
 
 def _client_of(hello: dict[Any, Any]) -> str:

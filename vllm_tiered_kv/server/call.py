@@ -3,28 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from vllm_tiered_kv.errors import ErrorCode, ProtocolError
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
-from vllm_tiered_kv.server.outbox import Outbox
 from vllm_tiered_kv.server.reactor import Reactor
-from vllm_tiered_kv.server.sessions import Session
+from vllm_tiered_kv.server.sessions import Peer, Session
 from vllm_tiered_kv.stores.memory import Held
 from vllm_tiered_kv.wire.messages import ErrorReply, Reply, encode_reply
+
+
+class Replies(Protocol):
+    """The way back to clients: `Outbox`, or another."""
+
+    def send(
+        self,
+        peer: Peer,
+        header: bytes,
+        payload: Sequence[Held] = (),
+        lost: Callable[[], None] | None = None,
+    ) -> None:
+        """Takes over the claimed blocks; `lost` is called if it was never sent."""
+
+    def let_go(self, peer: Peer, blocks: Sequence[Held]) -> None:
+        """Claimed blocks that are not sent after all."""
 
 
 class Call:
     """Answered exactly once, or streamed and then answered once. On the reactor's thread."""
 
-    __slots__ = ("_outbox", "_reactor", "_recorder", "is_over", "op", "request_id", "session")
+    __slots__ = ("_reactor", "_recorder", "_replies", "is_over", "op", "request_id", "session")
 
     def __init__(
         self,
         session: Session,
         request_id: int,
         op: str,
-        outbox: Outbox,
+        replies: Replies,
         reactor: Reactor,
         recorder: Recorder,
     ) -> None:
@@ -32,7 +48,7 @@ class Call:
         self.request_id = request_id
         self.op = op
         self.is_over = False
-        self._outbox = outbox
+        self._replies = replies
         self._reactor = reactor
         self._recorder = recorder
         session.under_way += 1
@@ -58,9 +74,9 @@ class Call:
         """One message of a stream."""
         if self.session.is_open:
             header = encode_reply(self.request_id, reply)
-            self._outbox.send(self.session.peer, header, payload, lost)
+            self._replies.send(self.session.peer, header, payload, lost)
         else:
-            self._outbox.let_go(self.session.peer, payload)
+            self._replies.let_go(self.session.peer, payload)
             if lost is not None:
                 lost()
 

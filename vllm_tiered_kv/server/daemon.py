@@ -36,6 +36,7 @@ from vllm_tiered_kv.server.gateway import ARENA_CAPABILITIES, CAPABILITIES, Gate
 from vllm_tiered_kv.server.handlers import Handlers
 from vllm_tiered_kv.server.http import HttpServer, parse_address
 from vllm_tiered_kv.server.leases import Leases
+from vllm_tiered_kv.server.link_calls import LinkCalls
 from vllm_tiered_kv.server.namespaces import Namespaces
 from vllm_tiered_kv.server.options import ServerOptions, quota_of
 from vllm_tiered_kv.server.outbox import Outbox
@@ -131,6 +132,14 @@ class Daemon:
             self._instance,
             capabilities,
         )
+        self._arena.on_packet = LinkCalls(
+            reactor,
+            self._handlers,
+            self._sessions,
+            self._allowances,
+            self._recorder,
+            lambda: self._gateway.is_closing,
+        ).take
         for listener in self._listeners:
             self._gateway.serve(listener)
         reactor.every(0.2, self._pins.expire)

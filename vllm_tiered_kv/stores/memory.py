@@ -191,7 +191,7 @@ class MemoryStore:
                 if whole < _KEYS_AT_ONCE * stride:
                     break
             del held[len(held) // stride * stride :]
-            self._index.pin([block.key for block in held])
+            self._index.pin_slots([block.slot for block in held])
         return held
 
     def touch(self, held: Sequence[Held]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import struct
 import sys
 from abc import ABC, abstractmethod
 from array import array
@@ -252,7 +253,7 @@ class Keys:
         if len(raw) % width:
             raise invalid(f"{len(raw)} bytes are no whole number of keys of {width} bytes")
         _require_count(len(raw) // width, self.most, "keys")
-        return [raw[start : start + width] for start in range(0, len(raw), width)]
+        return [key for (key,) in struct.iter_unpack(f"{width}s", raw)]
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ from vllm_tiered_kv.wire.replies import (
 )
 from vllm_tiered_kv.wire.requests import (
     BORROW_CAPABILITY,
+    LINK_CAPABILITY,
     Borrow,
     Contains,
     Delete,
@@ -67,6 +68,7 @@ from vllm_tiered_kv.wire.requests import (
 
 __all__ = [
     "BORROW_CAPABILITY",
+    "LINK_CAPABILITY",
     "PROTOCOL_VERSION",
     "REPLIES",
     "REQUESTS",

@@ -1,0 +1,191 @@
+"""Questions over the connection that keeps the memory ours: what comes back, late, or never."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.remote.engine import within
+from vllm_tiered_kv.errors import ConnectionLost, ErrorCode, RemoteRefusal, RemoteTimeout
+from vllm_tiered_kv.remote.link import Link
+from vllm_tiered_kv.wire.limits import MAX_LINK_BYTES
+from vllm_tiered_kv.wire.messages import (
+    Borrow,
+    BorrowReply,
+    ErrorReply,
+    ReleaseReply,
+    Reply,
+    decode_request,
+    encode_reply,
+)
+
+ASKED = Borrow(4, [b"abcd"], [b"\0"], 4096)
+
+
+class Daemon:
+    """The other end, in the hands of a test."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+
+    def next_id(self) -> int:
+        self.connection.settimeout(20)
+        return decode_request(self.connection.recv(MAX_LINK_BYTES), ())[0]
+
+    def answer(self, request_id: int, reply: Reply) -> None:
+        self.connection.send(encode_reply(request_id, reply))
+
+
+class Asked:
+    """A call in a thread of its own."""
+
+    def __init__(self, link: Link, seconds: float = 20.0) -> None:
+        self.outcome: BorrowReply | BaseException | None = None
+        self._thread = threading.Thread(target=self._ask, args=(link, within(seconds)))
+        self._thread.start()
+
+    def _ask(self, link: Link, deadline: float) -> None:
+        try:
+            self.outcome = link.call(ASKED, BorrowReply, deadline)
+        except BaseException as error:
+            self.outcome = error
+
+    def end(self) -> BorrowReply | BaseException | None:
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+        return self.outcome
+
+
+class Ends:
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        self.ours = ours
+        self.daemon = Daemon(theirs)
+        self.closing = threading.Event()
+        self.late: list[Reply] = []
+        self.link = Link(ours, self.closing, self.late.append)
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    made = Ends()
+    yield made
+    made.ours.close()
+    made.daemon.connection.close()
+
+
+def lent(lease: int) -> BorrowReply:
+    return BorrowReply(1, [1, 0, 0], 1, lease, bytes(8), bytes(8))
+
+
+def test_the_reply_to_a_question(ends: Ends) -> None:
+    asked = Asked(ends.link)
+    ends.daemon.answer(ends.daemon.next_id(), lent(5))
+    assert asked.end() == lent(5)
+    assert ends.link.answered == 1
+
+
+def test_a_reply_that_comes_too_late_is_handed_over(ends: Ends) -> None:
+    early = Asked(ends.link, seconds=0.05)
+    first = ends.daemon.next_id()
+    assert isinstance(early.end(), RemoteTimeout)
+    assert ends.link.awaits_late_replies
+    asked = Asked(ends.link)
+    second = ends.daemon.next_id()
+    ends.daemon.answer(first, lent(6))
+    ends.daemon.answer(second, lent(7))
+    assert asked.end() == lent(7)
+    assert ends.late == [lent(6)]
+    assert not ends.link.awaits_late_replies
+
+
+def test_every_question_has_an_id_of_its_own(ends: Ends) -> None:
+    seen = set()
+    for _ in range(3):
+        asked = Asked(ends.link)
+        seen.add(request_id := ends.daemon.next_id())
+        ends.daemon.answer(request_id, lent(1))
+        asked.end()
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("packet", [b"\xc1", b"garbage", b"x" * MAX_LINK_BYTES])
+def test_after_nonsense_it_is_not_used_any_more(ends: Ends, packet: bytes) -> None:
+    asked = Asked(ends.link)
+    ends.daemon.next_id()
+    ends.daemon.connection.send(packet)
+    assert isinstance(asked.end(), ConnectionLost)
+    assert ends.link.call(ASKED, BorrowReply, within(20)) is None
+
+
+def test_an_answer_to_something_else_is_nonsense_too(ends: Ends) -> None:
+    asked = Asked(ends.link)
+    ends.daemon.answer(ends.daemon.next_id(), ReleaseReply(1))
+    assert isinstance(asked.end(), ConnectionLost)
+    assert ends.link.call(ASKED, BorrowReply, within(20)) is None
+
+
+@pytest.mark.parametrize(
+    "code", [ErrorCode.NO_HELLO, ErrorCode.TOO_LARGE, ErrorCode.UNKNOWN_OP], ids=lambda c: c.value
+)
+def test_what_is_not_answered_here_is_asked_elsewhere(ends: Ends, code: ErrorCode) -> None:
+    asked = Asked(ends.link)
+    ends.daemon.answer(ends.daemon.next_id(), ErrorReply(code, "not here", "borrow"))
+    assert asked.end() is None
+    again = Asked(ends.link)
+    ends.daemon.answer(ends.daemon.next_id(), lent(1))
+    assert again.end() == lent(1)
+
+
+def test_a_refusal_is_told(ends: Ends) -> None:
+    asked = Asked(ends.link)
+    ends.daemon.answer(ends.daemon.next_id(), ErrorReply(ErrorCode.NO_ARENA, "gone", "borrow"))
+    refusal = asked.end()
+    assert isinstance(refusal, RemoteRefusal)
+    assert refusal.code is ErrorCode.NO_ARENA
+
+
+def test_the_end_of_the_daemon_ends_the_call(ends: Ends) -> None:
+    asked = Asked(ends.link)
+    ends.daemon.next_id()
+    ends.daemon.connection.close()
+    assert isinstance(asked.end(), ConnectionLost)
+    with pytest.raises(ConnectionLost):
+        ends.link.call(ASKED, BorrowReply, within(20))
+
+
+def test_closing_ends_the_call(ends: Ends) -> None:
+    asked = Asked(ends.link, seconds=600)
+    ends.daemon.next_id()
+    ends.closing.set()
+    assert isinstance(asked.end(), ConnectionLost)
+
+
+def test_a_long_question_is_not_sent(ends: Ends) -> None:
+    keys = [n.to_bytes(16, "little") for n in range(MAX_LINK_BYTES // 16)]
+    assert ends.link.call(Borrow(16, keys, [b"\0"], 4096), BorrowReply, within(20)) is None
+    ends.daemon.connection.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        ends.daemon.connection.recv(1)
+
+
+def test_a_socket_that_takes_less_is_not_asked_twice(ends: Ends) -> None:
+    ends.ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    keys = [n.to_bytes(16, "little") for n in range(2000)]
+    assert ends.link.call(Borrow(16, keys, [b"\0"], 4096), BorrowReply, within(20)) is None
+    assert ends.link.call(ASKED, BorrowReply, within(20)) is None
+
+
+def test_a_daemon_that_reads_nothing_is_asked_over_zmq(ends: Ends) -> None:
+    for _ in range(10_000):
+        try:
+            if ends.link.call(ASKED, BorrowReply, time.monotonic()) is None:
+                return
+        except RemoteTimeout:
+            pass
+    pytest.fail("a full socket took ten thousand packets")

@@ -1,0 +1,127 @@
+"""Questions over the connection that keeps a daemon's memory ours: one packet there, one back.
+
+It spares a lookup the threads of zmq, which on both sides have to be woken up before anything is
+said. Small questions only; whatever does not go this way is asked over zmq.
+
+As there, a reply may carry leases and must not be lost: one that nobody waits for any more stays in
+the socket until the next call, and is handed over then.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from vllm_tiered_kv.errors import (
+    ConnectionLost,
+    ErrorCode,
+    ProtocolError,
+    RemoteRefusal,
+    RemoteTimeout,
+)
+from vllm_tiered_kv.wire.limits import MAX_LINK_BYTES
+from vllm_tiered_kv.wire.messages import ErrorReply, Reply, Request, decode_reply, encode_request
+
+_SLICE_S = 0.1  # how often a waiting call looks whether its memory is being closed
+_ELSEWHERE = (ErrorCode.TOO_LARGE, ErrorCode.NO_HELLO, ErrorCode.UNKNOWN_OP)
+_R = TypeVar("_R", bound=Reply)
+
+
+class Link:
+    """Used by one thread at a time."""
+
+    def __init__(
+        self, link: socket.socket, closing: threading.Event, on_late: Callable[[Reply], None]
+    ) -> None:
+        """`closing` ends waiting calls early; `on_late` is given replies that came too late."""
+        self._socket = link
+        self._closing = closing
+        self._on_late = on_late
+        self._ids = itertools.count(1)
+        self._given_up: set[int] = set()
+        self._is_usable = True
+        self.answered = 0
+
+    @property
+    def awaits_late_replies(self) -> bool:
+        """Whether replies may still come that nobody waits for any more."""
+        return bool(self._given_up)
+
+    def call(self, request: Request, expected: type[_R], deadline: float) -> _R | None:
+        """The reply to a request; None where it has to be asked over zmq. An error reply is raised
+        as RemoteRefusal."""
+        if not self._is_usable:
+            return None
+        request_id = next(self._ids)
+        packet = encode_request(request_id, request)
+        if len(packet) > MAX_LINK_BYTES or not self._send(packet):
+            return None
+        try:
+            reply = self._reply_to(request_id, deadline)
+        except RemoteTimeout:
+            self._given_up.add(request_id)
+            raise
+        self.answered += 1
+        if isinstance(reply, ErrorReply):
+            if reply.code in _ELSEWHERE:
+                return None
+            raise RemoteRefusal(reply.code, reply.message)
+        if not isinstance(reply, expected):
+            raise self._broken(f"it answered {request.op} with {reply.op}")
+        return reply
+
+    def _send(self, packet: bytes) -> bool:
+        try:
+            self._socket.send(packet)
+        except OSError as error:
+            if error.errno == errno.EMSGSIZE:
+                self._is_usable = False  # it would be so again
+                return False
+            if isinstance(error, BlockingIOError):
+                return False  # the daemon has not read for long; so be it told by zmq's deadline
+            raise ConnectionLost(f"the connection broke: {error.strerror}") from None
+        return True
+
+    def _reply_to(self, request_id: int, deadline: float) -> Reply:
+        while True:
+            self._wait(deadline)
+            try:
+                packet = self._socket.recv(MAX_LINK_BYTES + 1)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise ConnectionLost(f"the connection broke: {error.strerror}") from None
+            if not packet:
+                raise ConnectionLost("the daemon is gone")
+            try:
+                answered, reply = decode_reply(packet, ())
+            except ProtocolError as error:
+                raise self._broken(error.message) from None
+            if answered == request_id:
+                return reply
+            self._given_up.discard(answered)
+            self._on_late(reply)
+
+    def _wait(self, deadline: float) -> None:
+        """Returns when something has arrived, be it the end."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        while True:
+            left = deadline - time.monotonic()
+            if poll.poll(1000 * max(0.0, min(left, _SLICE_S))):
+                return
+            if self._closing.is_set():
+                raise ConnectionLost("this client is being closed")
+            if left <= 0:
+                raise RemoteTimeout("no answer in time")
+
+    def _broken(self, how: str) -> ConnectionLost:
+        """There is no other connection of this kind to go on with."""
+        self._is_usable = False
+        return ConnectionLost(f"the daemon broke the protocol: {how}")
