@@ -9,8 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.patience import eventually
 from tests.remote.engine import within
 from vllm_tiered_kv.errors import ConnectionLost, ErrorCode, RemoteRefusal, RemoteTimeout
+from vllm_tiered_kv.remote import link
 from vllm_tiered_kv.remote.link import Link
 from vllm_tiered_kv.wire.limits import MAX_LINK_BYTES
 from vllm_tiered_kv.wire.messages import (
@@ -43,14 +45,14 @@ class Daemon:
 class Asked:
     """A call in a thread of its own."""
 
-    def __init__(self, link: Link, seconds: float = 20.0) -> None:
+    def __init__(self, asked: Link, seconds: float = 20.0) -> None:
         self.outcome: BorrowReply | BaseException | None = None
-        self._thread = threading.Thread(target=self._ask, args=(link, within(seconds)))
+        self._thread = threading.Thread(target=self._ask, args=(asked, within(seconds)))
         self._thread.start()
 
-    def _ask(self, link: Link, deadline: float) -> None:
+    def _ask(self, asked: Link, deadline: float) -> None:
         try:
-            self.outcome = link.call(ASKED, BorrowReply, deadline)
+            self.outcome = asked.call(ASKED, BorrowReply, deadline)
         except BaseException as error:
             self.outcome = error
 
@@ -127,6 +129,7 @@ def test_an_answer_to_something_else_is_nonsense_too(ends: Ends) -> None:
     asked = Asked(ends.link)
     ends.daemon.answer(ends.daemon.next_id(), ReleaseReply(1))
     assert isinstance(asked.end(), ConnectionLost)
+    assert ends.late == [ReleaseReply(1)], "what it brings is lost"
     assert ends.link.call(ASKED, BorrowReply, within(20)) is None
 
 
@@ -174,11 +177,38 @@ def test_a_long_question_is_not_sent(ends: Ends) -> None:
         ends.daemon.connection.recv(1)
 
 
-def test_a_socket_that_takes_less_is_not_asked_twice(ends: Ends) -> None:
+def test_a_socket_that_takes_less_is_asked_less(ends: Ends) -> None:
     ends.ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     keys = [n.to_bytes(16, "little") for n in range(2000)]
     assert ends.link.call(Borrow(16, keys, [b"\0"], 4096), BorrowReply, within(20)) is None
-    assert ends.link.call(ASKED, BorrowReply, within(20)) is None
+    asked = Asked(ends.link)
+    ends.daemon.answer(ends.daemon.next_id(), lent(5))
+    assert asked.end() == lent(5)
+
+
+def test_what_lies_there_is_heard_without_asking(ends: Ends) -> None:
+    early = Asked(ends.link, seconds=0.05)
+    ends.daemon.answer(ends.daemon.next_id(), lent(6))
+    early.end()
+    ends.daemon.answer(99, lent(7))
+    ends.link.hear_late()
+    ends.link.hear_late()
+    assert ends.late[-1] == lent(7)
+    assert not ends.link.awaits_late_replies
+
+
+def test_a_reply_that_never_comes_is_not_awaited_for_ever(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "_LATE_S", 0.5)
+    early = Asked(ends.link, seconds=0.01)
+    first = ends.daemon.next_id()
+    assert isinstance(early.end(), RemoteTimeout)
+    assert ends.link.awaits_late_replies
+    eventually(lambda: not ends.link.awaits_late_replies)
+    ends.daemon.answer(first, lent(8))  # and if it comes after all
+    ends.link.hear_late()
+    assert ends.late == [lent(8)]
 
 
 def test_a_daemon_that_reads_nothing_is_asked_over_zmq(ends: Ends) -> None:

@@ -20,6 +20,7 @@ from vllm_tiered_kv.core.key import BlockKey, RankTag
 from vllm_tiered_kv.core.store import PutResult, StoreKey, store_key
 from vllm_tiered_kv.device.shared_arena import PAGE
 from vllm_tiered_kv.errors import ConnectionLost
+from vllm_tiered_kv.remote.link import LENT_AT_MOST
 from vllm_tiered_kv.remote.loans import LentMatch, LoanDesk, _check
 from vllm_tiered_kv.remote.store import RemoteStore
 from vllm_tiered_kv.wire.fields import pack_uints
@@ -93,6 +94,27 @@ def test_it_is_one_request(daemon: DaemonProcess, store: RemoteStore, desk: Loan
     after = requests_of(daemon)
     assert after["borrow"] - before["borrow"] == 1
     assert (after.get("match"), after.get("lend")) == (before.get("match"), before.get("lend"))
+
+
+def test_short_questions_leave_zmq_and_long_ones_do_not(desk: LoanDesk) -> None:
+    ask(desk)
+    assert desk._memory is not None
+    assert desk._memory.link.answered == 1
+    long = [*CHAIN, *block_keys("long", LENT_AT_MOST // len(RANKS))]
+    assert ask(desk, long).count == 6
+    assert desk._memory.link.answered == 1
+
+
+def test_what_comes_too_late_over_the_link_goes_back(daemon: DaemonProcess, desk: LoanDesk) -> None:
+    ask(desk).loan.release()  # type: ignore[union-attr]
+    daemon.freeze()
+    assert desk.match(CHAIN, RANKS, NBYTES, within(0.2)) is None
+    memory = desk._memory
+    assert memory is not None
+    assert memory.link.awaits_late_replies
+    daemon.thaw()
+    eventually(lambda: memory.is_settled and leases_of(daemon) == 0)
+    assert ask(desk).loan is not None
 
 
 def test_more_than_may_be_lent_is_still_found(daemon: DaemonProcess, store: RemoteStore) -> None:

@@ -4,13 +4,16 @@ It spares a lookup the threads of zmq, which on both sides have to be woken up b
 said. Small questions only; whatever does not go this way is asked over zmq.
 
 As there, a reply may carry leases and must not be lost: one that nobody waits for any more stays in
-the socket until the next call, and is handed over then.
+the socket until the next call, or `hear_late`, and is handed over then. What the daemon could not
+send it takes back itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
+import math
 import select
 import socket
 import threading
@@ -28,7 +31,11 @@ from vllm_tiered_kv.errors import (
 from vllm_tiered_kv.wire.limits import MAX_LINK_BYTES
 from vllm_tiered_kv.wire.messages import ErrorReply, Reply, Request, decode_reply, encode_request
 
+LENT_AT_MOST = (MAX_LINK_BYTES - 1024) // 16
+"""Blocks for whose places a reply has room: more are better asked for over zmq at once."""
+
 _SLICE_S = 0.1  # how often a waiting call looks whether its memory is being closed
+_LATE_S = 60.0  # how long to wait for a late reply: it may have found no room, and never come
 _ELSEWHERE = (ErrorCode.TOO_LARGE, ErrorCode.NO_HELLO, ErrorCode.UNKNOWN_OP)
 _R = TypeVar("_R", bound=Reply)
 
@@ -44,18 +51,20 @@ class Link:
         self._closing = closing
         self._on_late = on_late
         self._ids = itertools.count(1)
-        self._given_up: set[int] = set()
+        self._given_up: dict[int, float] = {}  # and until when a reply is expected all the same
         self._is_usable = True
+        self._packet = bytearray(MAX_LINK_BYTES + 1)
         self.answered = 0
 
     @property
     def awaits_late_replies(self) -> bool:
         """Whether replies may still come that nobody waits for any more."""
-        return bool(self._given_up)
+        return max(tuple(self._given_up.values()), default=-math.inf) > time.monotonic()
 
     def call(self, request: Request, expected: type[_R], deadline: float) -> _R | None:
         """The reply to a request; None where it has to be asked over zmq. An error reply is raised
         as RemoteRefusal."""
+        self.hear_late()
         if not self._is_usable:
             return None
         request_id = next(self._ids)
@@ -65,7 +74,9 @@ class Link:
         try:
             reply = self._reply_to(request_id, deadline)
         except RemoteTimeout:
-            self._given_up.add(request_id)
+            now = time.monotonic()
+            awaited = {late: until for late, until in self._given_up.items() if until > now}
+            self._given_up = {**awaited, request_id: now + _LATE_S}
             raise
         self.answered += 1
         if isinstance(reply, ErrorReply):
@@ -73,40 +84,56 @@ class Link:
                 return None
             raise RemoteRefusal(reply.code, reply.message)
         if not isinstance(reply, expected):
+            self._on_late(reply)
             raise self._broken(f"it answered {request.op} with {reply.op}")
         return reply
+
+    def hear_late(self) -> None:
+        """Hands over the replies that have come too late. Never waits."""
+        with contextlib.suppress(ConnectionLost):  # whoever asks next will notice
+            while (incoming := self._receive()) is not None:
+                self._take_late(*incoming)
 
     def _send(self, packet: bytes) -> bool:
         try:
             self._socket.send(packet)
+        except BlockingIOError:
+            return False  # the daemon has not read for long: be it told by zmq's deadline
         except OSError as error:
             if error.errno == errno.EMSGSIZE:
-                self._is_usable = False  # it would be so again
                 return False
-            if isinstance(error, BlockingIOError):
-                return False  # the daemon has not read for long; so be it told by zmq's deadline
             raise ConnectionLost(f"the connection broke: {error.strerror}") from None
         return True
 
     def _reply_to(self, request_id: int, deadline: float) -> Reply:
         while True:
             self._wait(deadline)
-            try:
-                packet = self._socket.recv(MAX_LINK_BYTES + 1)
-            except BlockingIOError:
+            incoming = self._receive()
+            if incoming is None:
                 continue
-            except OSError as error:
-                raise ConnectionLost(f"the connection broke: {error.strerror}") from None
-            if not packet:
-                raise ConnectionLost("the daemon is gone")
-            try:
-                answered, reply = decode_reply(packet, ())
-            except ProtocolError as error:
-                raise self._broken(error.message) from None
+            answered, reply = incoming
             if answered == request_id:
                 return reply
-            self._given_up.discard(answered)
-            self._on_late(reply)
+            self._take_late(answered, reply)
+
+    def _take_late(self, request_id: int, reply: Reply) -> None:
+        self._given_up.pop(request_id, None)
+        self._on_late(reply)
+
+    def _receive(self) -> tuple[int, Reply] | None:
+        """The next reply and the id of what it answers; None if none has come."""
+        try:
+            count = self._socket.recv_into(self._packet)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise ConnectionLost(f"the connection broke: {error.strerror}") from None
+        if not count:
+            raise ConnectionLost("the daemon is gone")
+        try:
+            return decode_reply(bytes(memoryview(self._packet)[:count]), ())
+        except ProtocolError as error:
+            raise self._broken(error.message) from None
 
     def _wait(self, deadline: float) -> None:
         """Returns when something has arrived, be it the end."""
@@ -124,4 +151,5 @@ class Link:
     def _broken(self, how: str) -> ConnectionLost:
         """There is no other connection of this kind to go on with."""
         self._is_usable = False
+        self._given_up.clear()
         return ConnectionLost(f"the daemon broke the protocol: {how}")

@@ -24,6 +24,7 @@ from vllm_tiered_kv.core.transfer import Int64Array, UInt64Array
 from vllm_tiered_kv.device.shared_arena import PAGE
 from vllm_tiered_kv.errors import ConnectionLost
 from vllm_tiered_kv.remote.connection import Connection
+from vllm_tiered_kv.remote.link import LENT_AT_MOST
 from vllm_tiered_kv.remote.shared_memory import SharedMemory
 from vllm_tiered_kv.remote.store import RemoteStore
 from vllm_tiered_kv.wire.limits import MAX_KEYS, MAX_LOOKUPS
@@ -179,7 +180,8 @@ class LoanDesk:
             most = max(1, min(MAX_KEYS, connection.limits.keys, MAX_LOOKUPS // len(suffixes)))
             request = Borrow(len(keys[0]), list(keys[:most]), suffixes, nbytes)
             reply = None
-            if LINK_CAPABILITY in connection.greeting.capabilities:
+            is_short = len(request.keys) * len(suffixes) <= LENT_AT_MOST
+            if is_short and LINK_CAPABILITY in connection.greeting.capabilities:
                 reply = memory.link.call(request, BorrowReply, end)
             if reply is None:
                 reply = connection.call(request, BorrowReply, deadline=end)
@@ -219,7 +221,11 @@ class LoanDesk:
             memory = self._memory
             if memory is not None and not memory.alive:
                 self._leave(memory)
+            elif memory is not None:
+                memory.hear_late()
             with self._lock:
+                if memory is not None and memory.alive and not memory.is_settled:
+                    self._unsettled.add(memory)
                 unsettled = list(self._unsettled)
             for memory in unsettled:
                 memory.settle()

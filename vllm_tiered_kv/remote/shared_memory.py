@@ -291,12 +291,21 @@ class SharedMemory:
             self._pay(end)
             if connection.awaits_late_replies:
                 connection.call(Release([]), ReleaseReply, deadline=end)
-            if self.link.awaits_late_replies:
-                self.link.call(Release([]), ReleaseReply, end)
+            if self.link.awaits_late_replies and not self.link.call(Release([]), ReleaseReply, end):
+                connection.call(Release([]), ReleaseReply, deadline=end)  # is it there at all?
             self._pay(end)
 
         if not self.is_settled:
             self.call(ask, None)
+
+    def hear_late(self) -> None:
+        """Takes in what came too late, if nobody is asking just now. Never waits."""
+        if not self.closed and self._lock.acquire(blocking=False):
+            try:
+                if not self.closed:
+                    self.link.hear_late()
+            finally:
+                self._lock.release()
 
     @property
     def is_settled(self) -> bool:

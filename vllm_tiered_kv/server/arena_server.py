@@ -61,6 +61,7 @@ class ArenaServer:
         self._listening: list[socket.socket] = []
         self._strangers: set[socket.socket] = set()
         self._connections: dict[Attachment, socket.socket] = {}
+        self._packet = bytearray(MAX_LINK_BYTES + 1)
         self.on_packet: Callable[[Attachment, socket.socket, bytes], None] = _ignore
 
     def serve(self, listening: socket.socket) -> None:
@@ -171,7 +172,8 @@ class ArenaServer:
     def _heard(self, attachment: Attachment) -> None:
         connection = self._connections[attachment]
         try:
-            packet = connection.recv(MAX_LINK_BYTES + 1)
+            count = connection.recv_into(self._packet)
+            packet = bytes(memoryview(self._packet)[:count])
         except (BlockingIOError, InterruptedError):
             return
         except OSError:

@@ -67,7 +67,8 @@ class LinkCalls:
             replies.refuse(error)
         except Exception:
             logger.exception("a packet could not be handled")
-            replies.refuse(ProtocolError(ErrorCode.INTERNAL, "the daemon failed"))
+            request_id = peek_request_id(packet)
+            replies.refuse(ProtocolError(ErrorCode.INTERNAL, "the daemon failed", request_id))
 
     def _serve(self, attachment: Attachment, replies: _Replies, packet: bytes) -> None:
         if len(packet) > MAX_LINK_BYTES:
