@@ -32,6 +32,7 @@ from vllm_tiered_kv.core.store import PutResult
 from vllm_tiered_kv.device.shared_arena import PAGE, SharedArena
 from vllm_tiered_kv.errors import ArenaError, RemoteTimeout
 from vllm_tiered_kv.remote import attachment
+from vllm_tiered_kv.remote.connection import Connection
 from vllm_tiered_kv.remote.health import Attempt, Breaker, BreakerState
 from vllm_tiered_kv.remote.shared_memory import LentBlock, Reservation, SharedMemory
 from vllm_tiered_kv.remote.store import RemoteStore
@@ -250,6 +251,9 @@ def test_a_link_that_takes_nothing_is_no_sign_of_life(
     many = block_keys("many", 4000)
     request = Borrow(len(many[0]), many, [RankTag().encode()], NBYTES)
 
+    def ask(connection: Connection, end: float) -> BorrowReply | None:
+        return memory.link.call(request, BorrowReply, end)
+
     def is_full() -> bool:
         try:
             return memory.link.call(request, BorrowReply, within(0.01)) is None
@@ -259,9 +263,9 @@ def test_a_link_that_takes_nothing_is_no_sign_of_life(
     memory.lend(CHAIN[:1]).release()  # the session is there
     memory._timeout = 0.2
     daemon.freeze()
+    eventually(lambda: memory.call(ask, within(0.1)) is None and is_open(store))
     eventually(is_full)
     assert memory.link.awaits_late_replies
-    eventually(lambda: not memory.lend(CHAIN).is_complete and is_open(store))
     for _ in range(6):
         time.sleep(0.5)
         memory.settle()

@@ -135,8 +135,8 @@ REMOTE = (
     Mutation(
         "silence-of-the-link-is-an-answer",
         "remote/shared_memory.py",
-        "                connection.call(Release([]), ReleaseReply, deadline=end)  # is it there at all?\n",
-        "                pass\n",
+        "call(Release([]), ReleaseReply, deadline=end)  # is it there at all?\n",
+        "awaits_late_replies  # is it there at all?\n",
         "a daemon that is stopped passes for one that is back, again and again",
         ("tests/remote/test_shared_memory.py",),
     ),
