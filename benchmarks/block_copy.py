@@ -10,7 +10,8 @@ For every shape of the seeds, with random blocks and random slots of a real aren
   descriptor for every page of every layer, in one batch, as vLLM's OffloadingConnector copies.
 - block-outermost layout (`blocks`): `dma`, and out `staged` as above.
 
-`compute` is a loop of matrix products beside such copies, in random order, against the loop alone.
+`compute` is a loop of matrix products beside such copies, in random order, each against the loop
+alone just before: the clock of a device drifts by more than the copies cost.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import environment
+from benchmarks.samples import spread
 from vllm_tiered_kv.device.copier import PinnedBlocks
 from vllm_tiered_kv.device.staging import store_parts
 
@@ -39,7 +41,7 @@ SHAPES = {  # layers, KV heads; head size 128, 2 bytes, K and V
 }
 BATCH_BYTES = 512 << 20
 REPEATS = 9
-COMPUTE_REPEATS = 15
+COMPUTE_REPEATS = 31
 MATRIX = 8192
 
 
@@ -180,35 +182,37 @@ class Bench:
             torch.randn(MATRIX, MATRIX, device="cuda", dtype=torch.bfloat16) for _ in range(3)
         )
         compute = torch.cuda.Stream(priority=-1)
-        times: dict[str, list[float]] = {name: [] for name in ("alone", *ways)}
+
+        def products(beside: Callable[[], None] | None) -> float:
+            torch.cuda.synchronize()
+            with torch.cuda.stream(compute):
+                for _ in range(2):
+                    torch.mm(left, right, out=product)  # at full clock when it counts
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                if beside is not None:
+                    for _ in range(6):  # some 60 ms on the bus; the products take 30
+                        beside()
+                begin.record(compute)
+                for _ in range(20):
+                    torch.mm(left, right, out=product)
+                end.record(compute)
+            end.synchronize()
+            return begin.elapsed_time(end)
+
+        alone: list[float] = []
+        of_alone: dict[str, list[float]] = {name: [] for name in ways}
         rng = random.Random(0)
         for turn in range(COMPUTE_REPEATS):
-            for name in rng.sample(list(times), len(times)):
-                torch.cuda.synchronize()
-                work = ways.get(name)
-                with torch.cuda.stream(compute):
-                    for _ in range(2):
-                        torch.mm(left, right, out=product)  # at full clock when it counts
-                    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                    if work is not None:
-                        for _ in range(6):  # some 60 ms on the bus; the products take 30
-                            work()
-                    begin.record(compute)
-                    for _ in range(20):
-                        torch.mm(left, right, out=product)
-                    end.record(compute)
-                end.synchronize()
+            for name in rng.sample(list(ways), len(ways)):
+                before = products(None)
+                beside = products(ways[name])
                 if turn:
-                    times[name].append(begin.elapsed_time(end))
-        alone = statistics.median(times["alone"])
+                    alone.append(before)
+                    of_alone[name].append(beside / before)
         return {
-            "alone_ms": round(alone, 3),
-            "of_alone": {
-                name: round(statistics.median(taken) / alone, 4)
-                for name, taken in times.items()
-                if name != "alone"
-            },
-            "spread_alone": [round(min(times["alone"]), 3), round(max(times["alone"]), 3)],
+            "alone_ms": round(statistics.median(alone), 3),
+            "of_alone": {name: spread(values) for name, values in of_alone.items()},
+            "spread_alone": [round(min(alone), 3), round(max(alone), 3)],
         }
 
     def close(self) -> None:
@@ -294,8 +298,8 @@ def main() -> None:
             result["ratios"] = ratios(result)
             report["shapes"][f"{name}/{block_size}"] = result
             if f"{name}/{block_size}" == args.compute:
-                ways = {f"in: {n}": w for n, w in bench.inbound().items() if n != "memcpy"}
-                ways |= {f"out: {n}": w for n, w in bench.outbound().items() if n != "memcpy"}
+                ways = {f"in: {n}": w for n, w in bench.inbound().items()}
+                ways |= {f"out: {n}": w for n, w in bench.outbound().items()}
                 report["compute"] = bench.slowdowns(ways)
                 print("compute", json.dumps(report["compute"]), flush=True)
             bench.close()

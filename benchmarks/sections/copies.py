@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.markdown import measured_on, number, table
+from benchmarks.markdown import measured_on, median, number, table
 from benchmarks.stored_results import Result, Results
 
 _INTRO = """\
@@ -50,7 +50,12 @@ def _run(result: Result) -> str:
     compute = result.data.get("compute")
     if compute:
         low, high = compute["spread_alone"]
-        rows = [[name, number(ratio, 3)] for name, ratio in compute["of_alone"].items()]
+        rows = [[name, _ratio(of_alone)] for name, of_alone in compute["of_alone"].items()]
         text = _COMPUTE.format(low=number(low), high=number(high))
         parts.append(f"{text}\n{table(['copies beside', 'time of the products'], rows)}")
     return "\n".join(parts)
+
+
+def _ratio(of_alone: float | dict[str, float]) -> str:
+    """With quartiles where pairs were measured; older results have one number."""
+    return median(of_alone, 3) if isinstance(of_alone, dict) else number(of_alone, 3)
