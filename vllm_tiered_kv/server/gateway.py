@@ -111,11 +111,7 @@ class Gateway:
             session = self._sessions.find(peer, user)
             if session is None:
                 raise ProtocolError(ErrorCode.NO_HELLO, "say hello first")
-            if session.under_way >= self._allowances.requests_per_session:
-                raise ProtocolError(
-                    ErrorCode.UNAVAILABLE,
-                    f"{session.under_way} requests of this session are under way already",
-                )
+            session.require_room(self._allowances.requests_per_session)
         except ProtocolError as error:
             raise ProtocolError(error.code, error.message, request_id, request.op) from None
         call = Call(session, request_id, request.op, self._outbox, self._reactor, self._recorder)

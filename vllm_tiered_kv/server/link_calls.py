@@ -90,11 +90,7 @@ class LinkCalls:
         session = self._sessions.attached(attachment)
         if session is None:
             raise ProtocolError(ErrorCode.NO_HELLO, "say hello first, over zmq")
-        if session.under_way >= self._allowances.requests_per_session:
-            raise ProtocolError(
-                ErrorCode.UNAVAILABLE,
-                f"{session.under_way} requests of this session are under way already",
-            )
+        session.require_room(self._allowances.requests_per_session)
         return session
 
 

@@ -87,6 +87,14 @@ class Session:
         if self.read_only:
             raise ProtocolError(ErrorCode.READ_ONLY, "this client may only read")
 
+    def require_room(self, most: int) -> None:
+        """For one more request, with so many under way at most."""
+        if self.under_way >= most:
+            raise ProtocolError(
+                ErrorCode.UNAVAILABLE,
+                f"{self.under_way} requests of this session are under way already",
+            )
+
     def require_attachment(self) -> Attachment:
         if self.attachment is None or self.attachment.is_gone:
             raise ProtocolError(ErrorCode.NO_ARENA, "no shared memory is attached to this session")

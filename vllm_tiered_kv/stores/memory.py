@@ -348,7 +348,10 @@ class MemoryStore:
             generation = self.arena.next_generation(slot.offset)
             if not self._index.commit(slot.slot):
                 return False
-            self._readable[slot.key] = slot._replace(generation=generation, checksum=checksum)
+            key, parent, number, offset, nbytes, _, _, view = slot  # `_replace` is slow
+            self._readable[key] = Held(
+                key, parent, number, offset, nbytes, generation, checksum, view
+            )
             return True
 
     def abort(self, slot: Held) -> None:
