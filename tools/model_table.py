@@ -187,7 +187,7 @@ ROWS = (
         State.UNTOUCHED,
         (_gpu("test_many_requests_with_one_long_prefix"),),
         "gone from vLLM 0.32; it was how kernels read a prefix that many requests share, and the "
-        "cache stores the same blocks",
+        "cache stores the same blocks (0.31 has it; not tested there)",
     ),
     Row(
         "Context parallelism",

@@ -20,6 +20,7 @@ from vllm_tiered_kv.core.key import BlockKey, RankTag
 from vllm_tiered_kv.core.store import PutResult, StoreKey, store_key
 from vllm_tiered_kv.device.shared_arena import PAGE
 from vllm_tiered_kv.errors import ConnectionLost
+from vllm_tiered_kv.remote import loans
 from vllm_tiered_kv.remote.link import LENT_AT_MOST
 from vllm_tiered_kv.remote.loans import LentMatch, LoanDesk, _check
 from vllm_tiered_kv.remote.store import RemoteStore
@@ -107,14 +108,34 @@ def test_short_questions_leave_zmq_and_long_ones_do_not(desk: LoanDesk) -> None:
 
 def test_what_comes_too_late_over_the_link_goes_back(daemon: DaemonProcess, desk: LoanDesk) -> None:
     ask(desk).loan.release()  # type: ignore[union-attr]
-    daemon.freeze()
-    assert desk.match(CHAIN, RANKS, NBYTES, within(0.2)) is None
     memory = desk._memory
     assert memory is not None
+    eventually(lambda: memory.is_settled and leases_of(daemon) == 0)
+    daemon.freeze()
+    assert desk.match(CHAIN, RANKS, NBYTES, within(0.2)) is None
     assert memory.link.awaits_late_replies
     daemon.thaw()
     eventually(lambda: memory.is_settled and leases_of(daemon) == 0)
     assert ask(desk).loan is not None
+
+
+def test_a_link_that_names_places_outside_is_not_asked_again(
+    desk: LoanDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(reply: BorrowReply, request: Borrow, capacity: int) -> None:
+        raise ConnectionLost("the daemon named a place outside its memory")
+
+    ask(desk).loan.release()  # type: ignore[union-attr]
+    memory = desk._memory
+    assert memory is not None
+    monkeypatch.setattr(loans, "_check", refuse)
+    assert ask(desk).loan is None
+    monkeypatch.undo()
+    assert memory._connection.is_open, "zmq has to pay for it"
+    answered = memory.link.answered
+    assert ask(desk).loan is not None
+    assert memory.link.answered == answered
+    eventually(lambda: memory.is_settled)
 
 
 def test_more_than_may_be_lent_is_still_found(daemon: DaemonProcess, store: RemoteStore) -> None:

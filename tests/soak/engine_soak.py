@@ -1,8 +1,8 @@
 """A real vLLM engine over a real daemon under random requests and faults, as long as one likes.
 
 The answers are compared with those of vLLM alone: asked alone, to the last bit of their logprobs;
-beside others, as far as no other rounding could have changed a token. What process and daemon hold
-of the system is compared whenever all is calm.
+beside others, as far as no other rounding could have changed a token. What the process holds of the
+system, and what the daemon has lent, is compared whenever all is calm.
 """
 
 from __future__ import annotations

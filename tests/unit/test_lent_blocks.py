@@ -248,3 +248,28 @@ def test_memory_of_a_daemon_that_has_gone_is_kept_a_while_and_only_one_at_a_time
     eventually(lambda: bool(worker.regions.ready_arenas))
     assert old not in worker.regions.ready_arenas
     assert worker.regions.resident(transfer, RANKS[1]) is None
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["it ends", "others follow"])
+def test_memory_of_a_daemon_that_has_gone_outlasts_a_long_step(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    """The next one may have been planned when the daemon was there."""
+    monkeypatch.setattr(shared_region, "_KEPT_S", 0.0)
+    monkeypatch.setattr(shared_region, "_RETRY_S", 0.02)
+    transfer = lent(worker.borrow())
+    worker.regions.step_begins()
+    worker.daemon.kill()
+    worker.daemon.start()
+    eventually(lambda: not worker.regions.ready_arenas)
+    time.sleep(0.5)  # many looks
+    resident = worker.regions.resident(transfer, RANKS[1])
+    assert resident is not None
+    resident.leave()
+    if ends:
+        worker.regions.step_ends()
+    else:
+        for _ in range(shared_region._STEPS_AHEAD):
+            worker.regions.step_begins()
+    eventually(lambda: bool(worker.regions.ready_arenas))
+    assert worker.regions.resident(transfer, RANKS[1]) is None

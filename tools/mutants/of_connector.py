@@ -327,6 +327,14 @@ CONNECTOR = (
         _LENT,
     ),
     Mutation(
+        "long-step-loses-its-memory",
+        "connector/shared_region.py",
+        "        is_idle = not self._is_stepping and now > self._stepped_at + _KEPT_S\n",
+        "        is_idle = True\n",
+        "a daemon dies during a long step, and the next one ends the engine",
+        _LENT,
+    ),
+    Mutation(
         "borrowed-blocks-not-rechecked",
         "connector/shared_region.py",
         "        if not self.memory.are_still_valid(lent):\n",

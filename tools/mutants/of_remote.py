@@ -143,7 +143,7 @@ REMOTE = (
     Mutation(
         "nonsense-on-the-link-goes-on",
         "remote/link.py",
-        "        self._is_usable = False\n        self._given_up.clear()\n",
+        "        self.distrust()\n        self._given_up.clear()\n",
         "        self._given_up.clear()\n",
         "every lookup asks a daemon that cannot be understood, and fails",
         _LINK,

@@ -80,6 +80,13 @@ class RemoteIO:
             holding.sends,
         )
 
+    def step_begins(self) -> None:
+        """The worker's thread may be busy with it for long."""
+        self._regions.step_begins()
+
+    def step_ends(self) -> None:
+        self._regions.step_ends()
+
     def resident(self, transfer: RemoteTransfer) -> Resident | None:
         """The blocks of a transfer if they can be copied right now, without asking the daemon."""
         return self._regions.resident(transfer, self._rank)

@@ -8,6 +8,7 @@ kept mapped until that copy has ended, whatever becomes of its daemon.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +33,9 @@ LENT_FOR_SURE_S = 2.0
 """How old the word of a daemon may be for a step to rely on its memory."""
 _KEPT_S = 15.0
 """How long the memory of a daemon that has gone stays mapped: far longer than that, and than a
-step that was planned meanwhile takes to begin."""
+step that was planned meanwhile takes to begin. Unless the step before it takes that long."""
+_STEPS_AHEAD = 16
+"""More steps than are ever planned before the first of them has said what is mapped."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class SharedRegion:
         )
         self._users = 0
         self.departed_at = 0.0
+        self.departed_step = 0
         self._retired = False
         self._lock = threading.Lock()
 
@@ -197,6 +201,9 @@ class SharedRegions:
         self._pin, self._unpin = pin, unpin
         self._regions: dict[str, SharedRegion] = {}
         self._departed: dict[str, SharedRegion] = {}  # of daemons that have gone
+        self._steps = 0
+        self._is_stepping = False
+        self._stepped_at = -math.inf
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         if self._stores:
@@ -204,6 +211,14 @@ class SharedRegions:
                 target=self._keep_attached, name="tiered-kv-attach", daemon=True
             )
             self._thread.start()
+
+    def step_begins(self) -> None:
+        self._steps += 1
+        self._is_stepping = True
+
+    def step_ends(self) -> None:
+        self._stepped_at = time.monotonic()
+        self._is_stepping = False
 
     def of(self, address: str) -> SharedRegion | None:
         """The daemon's memory if blocks can be moved there right now."""
@@ -281,7 +296,7 @@ class SharedRegions:
                     continue
                 if region is not None:
                     # Steps that were planned while it was there may still read from it.
-                    region.departed_at = time.monotonic()
+                    region.departed_at, region.departed_step = time.monotonic(), self._steps
                     self._departed[address] = region
                     del self._regions[address]
                 self._let_go(address)
@@ -292,7 +307,13 @@ class SharedRegions:
 
     def _let_go(self, address: str) -> None:
         region = self._departed.get(address)
-        if region is not None and time.monotonic() > region.departed_at + _KEPT_S:
+        now = time.monotonic()
+        if region is None or now <= region.departed_at + _KEPT_S:
+            return
+        # A step that takes long, as one that compiles, may be followed by one that was planned when
+        # the daemon was there.
+        is_idle = not self._is_stepping and now > self._stepped_at + _KEPT_S
+        if is_idle or self._steps >= region.departed_step + _STEPS_AHEAD:
             del self._departed[address]
             region.retire()
 

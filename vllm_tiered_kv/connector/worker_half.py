@@ -155,6 +155,8 @@ class WorkerHalf:
 
     def start_loads(self, metadata: TieredKVMetadata, calls_each_layer: bool = False) -> None:
         """`calls_each_layer`: the coming forward calls `before_layer` as it comes to each."""
+        if self._remote is not None:
+            self._remote.step_begins()
         ahead = [job for job in metadata.loads if job.ahead is not None]
         if ahead:
             # vLLM may have cleared these very blocks since `before_forward`; this is still ahead
@@ -199,6 +201,8 @@ class WorkerHalf:
         if self._copier is None:
             return results
         self._collect(self._copier)
+        if self._remote is not None:
+            self._remote.step_ends()
         for request_id, failed in self._loads.take_finished():
             results.finished_recving.add(request_id)
             if failed is not None:

@@ -30,6 +30,7 @@ PAGE = 4096
 """Slots begin at multiples of this: what direct I/O asks for, and the grain of the table."""
 
 _HUGE_PAGE = 2 << 20
+_LAST_GENERATION = (1 << 64) - 1  # one follows that, too: who has mapped the table may write to it
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -112,7 +113,7 @@ class SharedArena:
         table = self._generation_at
         assert table is not None, "the arena is closed"
         place = offset // PAGE
-        generation = int(table[place]) + 1
+        generation = (int(table[place]) + 1) & _LAST_GENERATION
         table[place] = generation
         return generation
 

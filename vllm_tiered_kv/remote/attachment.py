@@ -38,10 +38,11 @@ class Attachment:
     @property
     def alive(self) -> bool:
         """False once the daemon has closed its end, be it by dying."""
-        if self.link.fileno() < 0:
+        descriptor = self.link.fileno()  # once: it may be closed meanwhile
+        if descriptor < 0:
             return False
         poll = select.poll()
-        poll.register(self.link, select.POLLRDHUP)  # not what it says: replies may lie there
+        poll.register(descriptor, select.POLLRDHUP)  # not what it says: replies may lie there
         return not poll.poll(0)
 
     def close(self) -> None:

@@ -88,6 +88,10 @@ class Link:
             raise self._broken(f"it answered {request.op} with {reply.op}")
         return reply
 
+    def distrust(self) -> None:
+        """Asks nothing here any more; what still comes is heard."""
+        self._is_usable = False
+
     def hear_late(self) -> None:
         """Hands over the replies that have come too late. Never waits."""
         with contextlib.suppress(ConnectionLost):  # whoever asks next will notice
@@ -150,6 +154,6 @@ class Link:
 
     def _broken(self, how: str) -> ConnectionLost:
         """There is no other connection of this kind to go on with."""
-        self._is_usable = False
+        self.distrust()
         self._given_up.clear()
         return ConnectionLost(f"the daemon broke the protocol: {how}")

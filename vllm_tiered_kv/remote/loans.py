@@ -183,10 +183,12 @@ class LoanDesk:
             is_short = len(request.keys) * len(suffixes) <= LENT_AT_MOST
             if is_short and LINK_CAPABILITY in connection.greeting.capabilities:
                 reply = memory.link.call(request, BorrowReply, end)
+            over_link = reply is not None
             if reply is None:
                 reply = connection.call(request, BorrowReply, deadline=end)
-            memory.believe(reply, lambda: _check(reply, request, memory.arena.capacity_bytes))
-            return reply
+            found, capacity = reply, memory.arena.capacity_bytes
+            memory.believe(found, lambda: _check(found, request, capacity), over_link)
+            return found
 
         reply = memory.call(ask, deadline, patience=_BUSY_S)
         if not memory.is_settled:

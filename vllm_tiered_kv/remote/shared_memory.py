@@ -289,7 +289,8 @@ class SharedMemory:
 
         def ask(connection: Connection, end: float) -> None:
             self._pay(end)
-            if connection.awaits_late_replies:
+            # Also where it has settled meanwhile: what asks nobody must not pass for an answer.
+            if connection.awaits_late_replies or self.is_settled:
                 connection.call(Release([]), ReleaseReply, deadline=end)
             if self.link.awaits_late_replies and not self.link.call(Release([]), ReleaseReply, end):
                 connection.call(Release([]), ReleaseReply, deadline=end)  # is it there at all?
@@ -360,13 +361,17 @@ class SharedMemory:
             self._lock.release()
         return None
 
-    def believe(self, reply: Reply, check: Callable[[], None]) -> None:
-        """Raises, and the connection is dropped, where `check` raises ConnectionLost."""
+    def believe(self, reply: Reply, check: Callable[[], None], over_link: bool = False) -> None:
+        """Raises, and what it came over is not used any more, where `check` raises
+        ConnectionLost."""
         try:
             check()
         except ConnectionLost:
             self._late(reply)
-            self._connection.drop()
+            if over_link:
+                self.link.distrust()
+            else:
+                self._connection.drop()
             raise
 
     # ---- inside ---------------------------------------------------------------------------------
