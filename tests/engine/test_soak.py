@@ -28,8 +28,10 @@ def test_random_requests_and_faults_leave_nothing_behind(soak: ToySoak) -> None:
     for event in (
         *("answered", "abort", "sleep", "reset_tiers", "restart_running", "change_faults"),
         *("freeze", "thaw", "preemptions", "loaded_blocks", "load_failures", "evicted_blocks"),
+        "engines_with_windows",
     ):
         assert soak.counts[event] > 0, f"nothing of this kind happened: {event}"
+    assert not soak.counts["differing_blocks"]
 
 
 def test_a_soak_can_fail(soak: ToySoak, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,6 +136,7 @@ class _Episode:
             "eviction": rng.choice(["lru", "s3fifo"]),
             "step_loads": rng.choice(["auto", "never"]),
             "store_decode": rng.random() < 0.8,
+            "verify_fraction": rng.choice([0, 0, 0.3]),
         }
         settings: dict[str, Any] = {
             "async_scheduling": rng.random() < 0.5,
@@ -151,6 +152,10 @@ class _Episode:
             extra |= {"store": "lazy", "lazy_window": rng.choice([8, 24, 64])}
         elif not settings["prefix_caching"]:
             settings["gpu_blocks"] = 60
+        if "store" not in extra:
+            settings["windows"] = rng.choice([(None,), (None,), (10,), (None, 10)])
+            # What does not fit the device at all would wait for ever.
+            settings["gpu_blocks"] *= len(settings["windows"])
         if transport != "none":
             extra |= {
                 "remote": self.daemon.ipc if transport == "ipc" else self.daemon.endpoint,
@@ -182,11 +187,14 @@ class _Episode:
             self.torment.thaw()
             self.toy.close()
         self.soak.counts["steps"] += self.steps
+        self.soak.counts["engines_with_windows"] += self.toy.windows != (None,)
         counted = (
             names.LOADED_BLOCKS,
             names.EARLY_LOADS,
             names.LOAD_FAILURES,
             names.EVICTED_BLOCKS,
+            names.VERIFIED_BLOCKS,
+            names.DIFFERING_BLOCKS,
         )
         for metric in counted:
             self.soak.counts[metric.name] += int(self.toy.half.recorder.total(metric))
