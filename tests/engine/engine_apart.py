@@ -44,7 +44,6 @@ def told_in(output: str) -> dict[str, Any] | None:
 def open_engine(model: str, options: dict[str, Any], **settings: Any) -> Any:
     """In its process: vLLM with our connector and these options."""
     from vllm import LLM
-    from vllm.config import KVTransferConfig
 
     return LLM(
         model=model,
@@ -53,13 +52,20 @@ def open_engine(model: str, options: dict[str, Any], **settings: Any) -> Any:
         max_model_len=1024,
         seed=0,
         disable_log_stats=False,
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="TieredKVConnector",
-            kv_connector_module_path="vllm_tiered_kv.connector.connector",
-            kv_role="kv_both",
-            kv_connector_extra_config=options,
-        ),
+        kv_transfer_config=connector(options),
         **settings,
+    )
+
+
+def connector(options: dict[str, Any]) -> Any:
+    """Our connector with these options, as vLLM is told of it."""
+    from vllm.config import KVTransferConfig
+
+    return KVTransferConfig(
+        kv_connector="TieredKVConnector",
+        kv_connector_module_path="vllm_tiered_kv.connector.connector",
+        kv_role="kv_both",
+        kv_connector_extra_config=options,
     )
 
 
@@ -71,13 +77,15 @@ def answers(llm: Any, prompts: Sequence[Sequence[int]], count: int = 8) -> list[
     told = []
     for ids in prompts:
         (out,) = llm.generate([{"prompt_token_ids": list(ids)}], params, use_tqdm=False)
-        tokens = list(out.outputs[0].token_ids)
-        steps = zip(out.outputs[0].logprobs, tokens, strict=True)
-        told.append(
-            {
-                "tokens": tokens,
-                "logprobs": [step[token].logprob for step, token in steps],
-                "cached": out.num_cached_tokens,
-            }
-        )
+        told.append(answer_of(out))
     return told
+
+
+def answer_of(out: Any) -> dict[str, Any]:
+    tokens = list(out.outputs[0].token_ids)
+    steps = zip(out.outputs[0].logprobs, tokens, strict=True)
+    return {
+        "tokens": tokens,
+        "logprobs": [step[token].logprob for step, token in steps],
+        "cached": out.num_cached_tokens,
+    }

@@ -1,4 +1,4 @@
-"""Two ranks: each stores its shard, and a hit counts only when both have it.
+"""Two ranks: each stores its shard, and a hit counts only when both have it. And two replicas.
 
 Weights are saved to disk at a scale that makes answers depend on the KV cache, because the workers
 are processes of their own; flipping bits of one rank's tier must change the answers.
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.daemon.daemon_process import DaemonProcess
 from tests.engine.engine_apart import run_apart
 from tests.engine.parallel_run import BLOCK
 
@@ -76,3 +77,21 @@ def test_every_rank_verifies_its_shard_and_one_is_enough_to_evict(random_model: 
     assert counters["vllm:tiered_kv_differing_blocks"] == blocks
     assert counters.get("vllm:tiered_kv_inexact_blocks", 0) == 0
     assert counters.get("vllm:tiered_kv_hit_tokens", 0) == 0
+
+
+def test_data_parallel_engines_share_a_daemon(random_model: Path, folder: Path) -> None:
+    with DaemonProcess(folder, "--memory", "64MiB") as daemon:
+        options = {"cpu_memory": "8MiB", "remote": daemon.ipc, "remote_lookup_timeout": 20}
+        report = run_apart(
+            "data_parallel_run",
+            str(random_model),
+            json.dumps({**options, "load_policy": "always"}),
+            VLLM_ENABLE_V1_MULTIPROCESSING="1",
+        )
+    expected = [(length - 1) // BLOCK * BLOCK for length in LENGTHS]
+    first, second = report["first"], report["second"]
+    assert [answer["cached"] for answer in first] == [0, 0, 0]
+    assert [answer["cached"] for answer in second] == expected
+    for one, other in zip(first, second, strict=True):
+        assert (one["tokens"], one["logprobs"]) == (other["tokens"], other["logprobs"])
+    assert len({tuple(answer["tokens"]) for answer in second}) == len(LENGTHS)
