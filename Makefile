@@ -1,9 +1,10 @@
 # Every target makes the environment it needs; a second run finds it ready.
 PYTHON ?= python3
 PYTEST_FLAGS ?=
-# Tests wait more than they compute; those of one file share engines and daemons.
+# Tests wait more than they compute; those of one file share engines and daemons. Files with few
+# tests are the slow ones, so they must not come last.
 TEST_PROCESSES ?= 2
-TOGETHER := -n $(TEST_PROCESSES) --dist loadfile
+TOGETHER := -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 SETUP := $(PYTHON) tools/setup_env.py
 UNIT := .venv-unit
@@ -24,7 +25,7 @@ demo: ## ask a small real model about a long text, cold and from the CPU tier
 ##@ Check it
 test: unit daemon ## run all tests that need no GPU: `unit`, `daemon`, then those with a real vLLM
 	@$(SETUP) --env $(FULL) --profile full
-	$(FULL)/bin/python -m pytest tests/engine tests/conformance tests/gpu tests/packaging $(TOGETHER) $(PYTEST_FLAGS)
+	$(FULL)/bin/python -m pytest tests/packaging tests/engine tests/conformance tests/gpu $(TOGETHER) $(PYTEST_FLAGS)
 
 unit: ## run the tests that need neither torch nor vLLM, where neither is installed
 	@$(SETUP) --env $(UNIT) --profile unit
