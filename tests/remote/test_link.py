@@ -9,11 +9,17 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.daemon.daemon_process import DaemonProcess
 from tests.patience import eventually
-from tests.remote.engine import within
+from tests.remote.daemon_facts import leases_of
+from tests.remote.engine import IDENTITY, NBYTES, block_keys, keys, within
+from vllm_tiered_kv.core.key import RankTag
 from vllm_tiered_kv.errors import ConnectionLost, ErrorCode, RemoteRefusal, RemoteTimeout
 from vllm_tiered_kv.remote import link
+from vllm_tiered_kv.remote.connection import Connection
+from vllm_tiered_kv.remote.health import BreakerState
 from vllm_tiered_kv.remote.link import Link
+from vllm_tiered_kv.remote.store import RemoteStore
 from vllm_tiered_kv.wire.limits import MAX_LINK_BYTES
 from vllm_tiered_kv.wire.messages import (
     Borrow,
@@ -170,8 +176,8 @@ def test_closing_ends_the_call(ends: Ends) -> None:
 
 
 def test_a_long_question_is_not_sent(ends: Ends) -> None:
-    keys = [n.to_bytes(16, "little") for n in range(MAX_LINK_BYTES // 16)]
-    assert ends.link.call(Borrow(16, keys, [b"\0"], 4096), BorrowReply, within(20)) is None
+    many = [n.to_bytes(16, "little") for n in range(MAX_LINK_BYTES // 16)]
+    assert ends.link.call(Borrow(16, many, [b"\0"], 4096), BorrowReply, within(20)) is None
     ends.daemon.connection.setblocking(False)
     with pytest.raises(BlockingIOError):
         ends.daemon.connection.recv(1)
@@ -179,8 +185,8 @@ def test_a_long_question_is_not_sent(ends: Ends) -> None:
 
 def test_a_socket_that_takes_less_is_asked_less(ends: Ends) -> None:
     ends.ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    keys = [n.to_bytes(16, "little") for n in range(2000)]
-    assert ends.link.call(Borrow(16, keys, [b"\0"], 4096), BorrowReply, within(20)) is None
+    many = [n.to_bytes(16, "little") for n in range(2000)]
+    assert ends.link.call(Borrow(16, many, [b"\0"], 4096), BorrowReply, within(20)) is None
     asked = Asked(ends.link)
     ends.daemon.answer(ends.daemon.next_id(), lent(5))
     assert asked.end() == lent(5)
@@ -219,3 +225,50 @@ def test_a_daemon_that_reads_nothing_is_asked_over_zmq(ends: Ends) -> None:
         except RemoteTimeout:
             pass
     pytest.fail("a full socket took ten thousand packets")
+
+
+# ---- with a daemon -----------------------------------------------------------------------------
+
+
+def test_a_link_that_takes_nothing_is_no_sign_of_life(
+    daemon: DaemonProcess,
+) -> None:
+    store = RemoteStore(daemon.ipc, IDENTITY, timeout_s=20.0, connect_timeout_s=10.0)
+    memory = store.attach()
+    assert memory is not None
+    many = block_keys("many", 4000)
+    request = Borrow(len(many[0]), many, [RankTag().encode()], NBYTES)
+
+    def ask(connection: Connection, end: float) -> BorrowReply | None:
+        return memory.link.call(request, BorrowReply, end)
+
+    def is_full() -> bool:
+        try:
+            return memory.link.call(request, BorrowReply, within(0.01)) is None
+        except RemoteTimeout:
+            return False
+
+    memory.lend(keys("one", 1))  # the session is there
+    memory._timeout = 0.2
+    daemon.freeze()
+    eventually(lambda: memory.call(ask, within(0.1)) is None and is_open(store))
+    eventually(is_full)
+    assert memory.link.awaits_late_replies
+    for _ in range(6):
+        time.sleep(0.5)
+        memory.settle()
+        assert is_open(store), "a daemon that is stopped passes for one that is back"
+    daemon.thaw()
+    memory._timeout = 20.0
+
+    def all_is_back() -> bool:
+        memory.settle()
+        return memory.is_settled and not is_open(store)
+
+    eventually(all_is_back)
+    assert leases_of(daemon) == 0
+    store.close()
+
+
+def is_open(store: RemoteStore) -> bool:
+    return store.breaker.state is not BreakerState.CLOSED

@@ -6,7 +6,6 @@ import array
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from tests.remote.daemon_facts import leases_of
 from tests.remote.engine import (
     IDENTITY,
     NBYTES,
-    block_keys,
     buffers,
     content,
     items,
@@ -27,16 +25,13 @@ from tests.remote.engine import (
     within,
 )
 from tests.soak.footprint import Footprint
-from vllm_tiered_kv.core.key import RankTag
 from vllm_tiered_kv.core.store import PutResult
 from vllm_tiered_kv.device.shared_arena import PAGE, SharedArena
-from vllm_tiered_kv.errors import ArenaError, RemoteTimeout
+from vllm_tiered_kv.errors import ArenaError
 from vllm_tiered_kv.remote import attachment
-from vllm_tiered_kv.remote.connection import Connection
 from vllm_tiered_kv.remote.health import Attempt, Breaker, BreakerState
 from vllm_tiered_kv.remote.shared_memory import LentBlock, Reservation, SharedMemory
 from vllm_tiered_kv.remote.store import RemoteStore
-from vllm_tiered_kv.wire.messages import Borrow, BorrowReply
 
 MEMORY = 16 << 20
 CHAIN = keys("chain", 6)
@@ -243,46 +238,6 @@ def test_a_release_that_was_not_confirmed_is_still_owed(
     memory.settle()
     assert memory.is_settled
     assert leases_of(daemon) == 0
-
-
-def test_a_link_that_takes_nothing_is_no_sign_of_life(
-    daemon: DaemonProcess, store: RemoteStore, memory: SharedMemory
-) -> None:
-    many = block_keys("many", 4000)
-    request = Borrow(len(many[0]), many, [RankTag().encode()], NBYTES)
-
-    def ask(connection: Connection, end: float) -> BorrowReply | None:
-        return memory.link.call(request, BorrowReply, end)
-
-    def is_full() -> bool:
-        try:
-            return memory.link.call(request, BorrowReply, within(0.01)) is None
-        except RemoteTimeout:
-            return False
-
-    memory.lend(CHAIN[:1]).release()  # the session is there
-    memory._timeout = 0.2
-    daemon.freeze()
-    eventually(lambda: memory.call(ask, within(0.1)) is None and is_open(store))
-    eventually(is_full)
-    assert memory.link.awaits_late_replies
-    for _ in range(6):
-        time.sleep(0.5)
-        memory.settle()
-        assert is_open(store), "a daemon that is stopped passes for one that is back"
-    daemon.thaw()
-    memory._timeout = 20.0
-
-    def all_is_back() -> bool:
-        memory.settle()
-        return memory.is_settled and not is_open(store)
-
-    eventually(all_is_back)
-    assert leases_of(daemon) == 0
-
-
-def is_open(store: RemoteStore) -> bool:
-    return store.breaker.state is not BreakerState.CLOSED
 
 
 def test_many_threads(store: RemoteStore, memory: SharedMemory) -> None:

@@ -138,7 +138,7 @@ REMOTE = (
         "call(Release([]), ReleaseReply, deadline=end)  # is it there at all?\n",
         "awaits_late_replies  # is it there at all?\n",
         "a daemon that is stopped passes for one that is back, again and again",
-        ("tests/remote/test_shared_memory.py",),
+        _LINK,
     ),
     Mutation(
         "nonsense-on-the-link-goes-on",

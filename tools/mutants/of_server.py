@@ -74,7 +74,7 @@ SERVER = (
         "server/link_calls.py",
         "if not isinstance(request, (Borrow, Release)):",
         "if False:",
-        "replies with payload meet an assertion, and a stranger path deletes",
+        "blocks are deleted, or sent, over a way that was made for neither",
         _LINK,
     ),
     Mutation(
