@@ -10,15 +10,14 @@ For every shape of the seeds, with random blocks and random slots of a real aren
   descriptor for every page of every layer, in one batch, as vLLM's OffloadingConnector copies.
 - block-outermost layout (`blocks`): `dma`, and out `staged` as above.
 
-`compute` is a loop of matrix products beside such copies, in random order, each against the loop
-alone just before: the clock of a device drifts by more than the copies cost.
+`compute` is a loop of matrix products beside such copies, against the loop alone just before
+(`benchmarks/products.py`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import time
 from collections.abc import Callable
@@ -28,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import environment
-from benchmarks.samples import spread
+from benchmarks.products import Products
 from vllm_tiered_kv.device.copier import PinnedBlocks
 from vllm_tiered_kv.device.staging import store_parts
 
@@ -41,8 +40,6 @@ SHAPES = {  # layers, KV heads; head size 128, 2 bytes, K and V
 }
 BATCH_BYTES = 512 << 20
 REPEATS = 9
-COMPUTE_REPEATS = 31
-MATRIX = 8192
 
 
 class Bench:
@@ -175,46 +172,6 @@ class Bench:
             for name, taken in times.items()
         }
 
-    def slowdowns(self, ways: dict[str, Callable[[], None]]) -> dict[str, Any]:
-        """How much longer matrix products take beside copies that go on all the while."""
-        torch = self.torch
-        left, right, product = (
-            torch.randn(MATRIX, MATRIX, device="cuda", dtype=torch.bfloat16) for _ in range(3)
-        )
-        compute = torch.cuda.Stream(priority=-1)
-
-        def products(beside: Callable[[], None] | None) -> float:
-            torch.cuda.synchronize()
-            with torch.cuda.stream(compute):
-                for _ in range(2):
-                    torch.mm(left, right, out=product)  # at full clock when it counts
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                if beside is not None:
-                    for _ in range(6):  # some 60 ms on the bus; the products take 30
-                        beside()
-                begin.record(compute)
-                for _ in range(20):
-                    torch.mm(left, right, out=product)
-                end.record(compute)
-            end.synchronize()
-            return begin.elapsed_time(end)
-
-        alone: list[float] = []
-        of_alone: dict[str, list[float]] = {name: [] for name in ways}
-        rng = random.Random(0)
-        for turn in range(COMPUTE_REPEATS):
-            for name in rng.sample(list(ways), len(ways)):
-                before = products(None)
-                beside = products(ways[name])
-                if turn:
-                    alone.append(before)
-                    of_alone[name].append(beside / before)
-        return {
-            "alone_ms": round(statistics.median(alone), 3),
-            "of_alone": {name: spread(values) for name, values in of_alone.items()},
-            "spread_alone": [round(min(alone), 3), round(max(alone), 3)],
-        }
-
     def close(self) -> None:
         self.torch.cuda.synchronize()
         for way in self.ways_in.values():
@@ -279,6 +236,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     parser.add_argument("--compute", default="Qwen2.5-7B/16", help="shape beside which to compute")
+    parser.add_argument("--only-compute", action="store_true", help="leave out other shapes")
     args = parser.parse_args()
     report: dict[str, Any] = {
         "environment": environment.describe(),
@@ -288,6 +246,8 @@ def main() -> None:
     }
     for block_size in (16, 64):
         for name, (layers, heads) in SHAPES.items():
+            if args.only_compute and f"{name}/{block_size}" != args.compute:
+                continue
             bench = Bench(layers, heads, block_size)
             result: dict[str, Any] = {
                 "block_bytes": bench.block,
@@ -300,7 +260,10 @@ def main() -> None:
             if f"{name}/{block_size}" == args.compute:
                 ways = {f"in: {n}": w for n, w in bench.inbound().items()}
                 ways |= {f"out: {n}": w for n, w in bench.outbound().items()}
-                report["compute"] = bench.slowdowns(ways)
+                report["compute"] = {
+                    "random numbers": Products(zeros=False).slowdowns(ways),
+                    "zeros": Products(zeros=True).slowdowns(ways),
+                }
                 print("compute", json.dumps(report["compute"]), flush=True)
             bench.close()
             print(f"{name}/{block_size}", json.dumps(result), flush=True)

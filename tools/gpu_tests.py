@@ -21,10 +21,12 @@ from pathlib import Path
 from tools.junit import count_passed
 
 ROOT = Path(__file__).resolve().parent.parent
+ALONE = (("pinned memory", "tests/gpu/test_pinned_memory_gpu.py"),)  # others would blur it
 GROUPS = (
     ("models", "tests/gpu/test_models_gpu.py"),
     ("engine, async scheduling", "tests/gpu/test_engine_gpu.py", "-k", "async_on"),
     ("engine, plain scheduling", "tests/gpu/test_engine_gpu.py", "-k", "async_off"),
+    ("verified hits", "tests/gpu/test_verified_gpu.py"),
     ("windows", "tests/gpu/test_windows_gpu.py"),
     ("daemon over ipc", "tests/gpu/test_remote_gpu.py", "-k", "ipc"),
     ("daemon over tcp", "tests/gpu/test_remote_gpu.py", "-k", "tcp"),
@@ -60,11 +62,12 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=3, help="processes (3)")
     options, arguments = parser.parse_known_args()
     good = True
-    with ThreadPoolExecutor(options.at_once) as threads:
-        for group in as_completed(threads.submit(run, group, arguments) for group in GROUPS):
-            passed, told = group.result()
-            good = good and passed
-            print(told, flush=True)
+    for groups, at_once in ((ALONE, 1), (GROUPS, options.at_once)):
+        with ThreadPoolExecutor(at_once) as threads:
+            for group in as_completed(threads.submit(run, group, arguments) for group in groups):
+                passed, told = group.result()
+                good = good and passed
+                print(told, flush=True)
     return 0 if good else 1
 
 

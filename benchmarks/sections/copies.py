@@ -14,8 +14,9 @@ layer-outermost layout of vLLM, *blocks* the block-outermost one. The last colum
 way of each layout with both (goals: at least 0.97 of memcpy, at least 1.3 times pages).
 """
 _COMPUTE = """\
-Matrix products beside copies that go on all the while, against the same products alone (goal: at
-most 1.01). Spread of the products alone: {low} to {high} ms.
+Matrix products beside copies that go on all the while, against the same products alone just before
+(goal: at most 1.01). Products of random numbers take all the power the device may draw, and copies
+draw some of it; products of zeros take less. *Clock* is that of the device while the products ran.
 """
 
 
@@ -49,13 +50,31 @@ def _run(result: Result) -> str:
         parts.append(f"{title}:\n\n{table(head, rows)}")
     compute = result.data.get("compute")
     if compute:
-        low, high = compute["spread_alone"]
-        rows = [[name, _ratio(of_alone)] for name, of_alone in compute["of_alone"].items()]
-        text = _COMPUTE.format(low=number(low), high=number(high))
-        parts.append(f"{text}\n{table(['copies beside', 'time of the products'], rows)}")
+        parts.append(f"{_COMPUTE}\n{_compute_table(compute)}")
     return "\n".join(parts)
 
 
-def _ratio(of_alone: float | dict[str, float]) -> str:
-    """With quartiles where pairs were measured; older results have one number."""
-    return median(of_alone, 3) if isinstance(of_alone, dict) else number(of_alone, 3)
+def _compute_table(compute: dict[str, Any]) -> str:
+    head = ["copies beside"]
+    for operands, told in compute.items():
+        low, high = told["spread_alone"]
+        head += [f"{operands} ({number(low)} to {number(high)} ms alone)", "clock, MHz"]
+    ways = next(iter(compute.values()))["of_alone"]
+    rows = [["none", *(cell for told in compute.values() for cell in ("1", _clock(told, "alone")))]]
+    rows += [
+        [
+            way,
+            *(
+                cell
+                for told in compute.values()
+                for cell in (median(told["of_alone"][way], 3), _clock(told, way))
+            ),
+        ]
+        for way in ways
+    ]
+    return table(head, rows)
+
+
+def _clock(told: dict[str, Any], way: str) -> str:
+    mhz, capped = told["clock_mhz"].get(way), told["share_power_capped"].get(way)
+    return "" if mhz is None else f"{mhz}, at its power limit in {100 * capped:.0f} %"

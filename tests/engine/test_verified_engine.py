@@ -10,12 +10,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from vllm import SamplingParams
-from vllm.v1.request import Request
 
 from tests.engine.oracle import BLOCK, PROMPTS
 from tests.engine.real_engine import RealEngine, real_engine
-from vllm_tiered_kv.core.verdict import BlockVerdict, Verdict
+from tests.engine.verified_hits import VerifiedHits
+from vllm_tiered_kv.core.verdict import Verdict
 from vllm_tiered_kv.metrics import names
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -24,58 +23,12 @@ ASKED = sorted(PROMPTS, key=len)[:4]
 WHOLE = sum((len(ids) - 1) // BLOCK for ids in ASKED)
 
 
-class Watched:
-    """An engine that verifies every hit, and what its comparisons found."""
-
-    def __init__(self, engine: RealEngine) -> None:
-        self.engine = engine
-        self.verdicts: list[BlockVerdict] = []
-        report = engine.half.verification.report
-
-        def watch(job_id: int, reports: list[list[BlockVerdict]]) -> None:
-            self.verdicts += [verdict for of_rank in reports for verdict in of_rank]
-            report(job_id, reports)
-
-        engine.half.verification.report = watch
-
-    def ask(self, prompts: list[list[int]], count: int = 4, rows: int = 256):
-        """Answers with an empty GPU cache, at most so many rows in a step."""
-        self.engine.drop_gpu_cache()
-        self.verdicts.clear()
-        self.engine.scheduler.max_num_scheduled_tokens = rows
-        answers = self.engine.ask(prompts, count)
-        self.engine.settle()
-        self.engine.assert_at_rest()
-        return answers
-
-    def count(self, verdict: Verdict) -> int:
-        return sum(found.verdict is verdict for found in self.verdicts)
-
-    @property
-    def largest(self) -> float:
-        return max(found.largest for found in self.verdicts)
-
-    @property
-    def overall(self) -> float:
-        return max(found.overall for found in self.verdicts)
-
-    def block(self, ids: list[int], position: int):
-        """The bytes of a block in the CPU tier."""
-        half = self.engine.half
-        request = Request("asked before", ids, SamplingParams(), None)
-        keys = half._key_maker.keys_for(request)
-        keys.extend(request, len(ids))
-        slot = half.index._slot_of[keys.of_group[0][position]]
-        nbytes = half.block_bytes[0]
-        return self.engine.worker_half.arena.bytes_at(slot * half.index.geometry.slab_bytes, nbytes)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rounding_passes_and_wrong_content_is_found(tiny_model: Path, dtype: str) -> None:
     options = {"cpu_memory": "256MiB", "verify_fraction": 1}
     is_rounded = dtype == "bfloat16"
     with real_engine(tiny_model, options, dtype=dtype) as engine:
-        watched = Watched(engine)
+        watched = VerifiedHits(engine, RealEngine.settle)
         first = watched.ask(ASKED)
         assert not watched.verdicts
 
