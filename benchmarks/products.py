@@ -1,109 +1,181 @@
-"""How much longer matrix products take while something else goes on beside them.
+"""How much longer matrix products take while copies go on beside them.
 
-A device under full load runs at the clock its power budget allows. Copies take power, too: they
-slow such products down even where they take nothing else from them. Products of zeros need less
-power. So both are measured, with the clock and whether the power budget keeps it down.
+A GPU that has idled for a moment runs at another clock than one that has not, and a busy one finds
+its clock only after a while. So products run without a pause from the first window to the last: the
+host keeps some windows of them in the queue and never waits for the device to be done. Every other
+window has copies beside it (`benchmarks/product_windows.py` says which, and compares).
 """
 
 from __future__ import annotations
 
-import contextlib
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.samples import spread
+from benchmarks.device_clock import DeviceClock
+from benchmarks.product_windows import (
+    ALONE,
+    NOTHING,
+    PRODUCTS,
+    REST,
+    CopySpan,
+    Window,
+    alternating,
+    copies_needed,
+    copies_next_time,
+    summary,
+)
 
 MATRIX = 8192
-PRODUCTS = 20  # some 30 ms
-REPEATS = 21
-_POWER_CAP = 0x4  # nvmlClocksEventReasonSwPowerCap
+REPEATS = 15
+_WARM_UP = 5  # windows alone that come first and do not count
+_TRIALS = 2  # a way that doubles the time of the products needs two to find how long it must last
+
+
+@dataclass(frozen=True)
+class Copies:
+    """One way to copy, so many times beside a window."""
+
+    enqueue: Callable[[], None]
+    count: int
+
+
+@dataclass
+class _Marks:
+    """Events of a window, to be read when all is over."""
+
+    way: str
+    begin: Any
+    end: Any
+    over: Any
+    is_queued_in_time: bool
+    copies_begin: Any = None
+    copies_end: Any = None
+    copies_count: int = 0
 
 
 class Products:
-    """Of random numbers, or of zeros."""
-
-    def __init__(self, zeros: bool) -> None:
+    def __init__(self, copy_stream_handle: int) -> None:
+        """`copy_stream_handle` is of the stream the ways begin in and end in."""
         import torch
 
         self._torch = torch
-        make = torch.zeros if zeros else torch.randn
         self._left, self._right, self._product = (
-            make(MATRIX, MATRIX, device="cuda", dtype=torch.bfloat16) for _ in range(3)
+            torch.randn(MATRIX, MATRIX, device="cuda", dtype=torch.bfloat16) for _ in range(3)
         )
         self._stream = torch.cuda.Stream(priority=-1)
-        self._clock = _Clock()
+        self._copy_stream = torch.cuda.ExternalStream(copy_stream_handle)
+        self._clock = DeviceClock()
 
-    def slowdowns(self, ways: dict[str, Callable[[], None]]) -> dict[str, Any]:
-        """Each way in random order, against the products alone just before: clocks drift."""
-        alone: list[float] = []
-        of_alone: dict[str, list[float]] = {name: [] for name in ways}
-        clocks: dict[str, list[tuple[int, bool]]] = {name: [] for name in ("alone", *ways)}
-        rng = random.Random(0)
-        for turn in range(REPEATS):
-            for name in rng.sample(list(ways), len(ways)):
-                before, clock = self._time(None)
-                beside, clock_beside = self._time(ways[name])
-                if turn:
-                    alone.append(before)
-                    of_alone[name].append(beside / before)
-                    clocks["alone"] += clock
-                    clocks[name] += clock_beside
-        return {
-            "alone_ms": round(statistics.median(alone), 3),
-            "spread_alone": [round(min(alone), 3), round(max(alone), 3)],
-            "of_alone": {name: spread(values) for name, values in of_alone.items()},
-            "clock_mhz": {
-                name: round(statistics.median(mhz for mhz, _ in some))
-                for name, some in clocks.items()
-                if some
-            },
-            "share_power_capped": {
-                name: round(statistics.mean(capped for _, capped in some), 3)
-                for name, some in clocks.items()
-                if some
-            },
+    def slowdowns(self, ways: Mapping[str, Callable[[], None]]) -> dict[str, Any]:
+        self._torch.cuda.synchronize()
+        products_ms = self._idle_ms(self._stream, lambda: self._multiply(PRODUCTS))
+        rest_ms = products_ms * REST / PRODUCTS
+        counts = {
+            name: copies_needed(products_ms, rest_ms, self._idle_ms(self._copy_stream, enqueue))
+            for name, enqueue in ways.items()
         }
+        for _ in range(_TRIALS):
+            for window in self._run(list(ways), _copies(ways, counts)):
+                counts[window.way] = copies_next_time(window)
+        names = [NOTHING, *ways]
+        plan = alternating(names, REPEATS, random.Random(0))
+        found = summary(self._run(plan, _copies(ways, counts)), names)
+        return {**found, "copies_per_window": counts}
 
-    def _time(self, beside: Callable[[], None] | None) -> tuple[float, list[tuple[int, bool]]]:
-        """Milliseconds of the products, and the clock while they ran."""
+    def _run(self, plan: Sequence[str], copies: Mapping[str, Copies]) -> list[Window]:
+        """The windows of the plan, one right after the other.
+
+        Products are always one window further in the queue than copies: some ways take long to
+        enqueue, or until the device has made room for more, and products must not wait for that.
+        """
         torch = self._torch
+        plan = [ALONE] * _WARM_UP + list(plan)
+        self._clock.reserve(2 * len(plan))
         torch.cuda.synchronize()
-        with torch.cuda.stream(self._stream):
-            # The device must not idle while copies are put into the queue: it would rest.
-            for _ in range(PRODUCTS):
-                torch.mm(self._left, self._right, out=self._product)
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record(self._stream)
-            for _ in range(PRODUCTS):
-                torch.mm(self._left, self._right, out=self._product)
-            end.record(self._stream)
-        if beside is not None:
-            for _ in range(8):  # some 80 ms on the bus: before, beside and after
-                beside()
-        begin.synchronize()
-        clock = self._clock.read()
-        end.synchronize()
-        return begin.elapsed_time(end), clock
+        self._multiply(REST)
+        first = self._mark(self._stream)
+        marks: list[_Marks] = []
+        for number, way in enumerate(plan):
+            marks.append(self._enqueue_window(way, marks[-1].over if marks else first))
+            if number >= 1:
+                self._enqueue_copies(marks[number - 1], copies)
+            if number >= 2:
+                marks[number - 2].end.synchronize()
+        self._enqueue_copies(marks[-1], copies)
+        torch.cuda.synchronize()
+        clocks = self._clock.ghz() or [None] * len(plan)
+        befores = [first, *(mark.over for mark in marks)]
+        windows = [
+            _window(mark, before, ghz)
+            for mark, before, ghz in zip(marks, befores, clocks, strict=False)
+        ]
+        return windows[_WARM_UP:]
+
+    def _enqueue_window(self, way: str, before: Any) -> _Marks:
+        self._clock.note(self._stream)
+        begin = self._mark(self._stream)
+        self._multiply(PRODUCTS)
+        end = self._mark(self._stream)
+        self._clock.note(self._stream)
+        self._multiply(REST)
+        over = self._mark(self._stream)
+        return _Marks(way, begin, end, over, is_queued_in_time=not before.query())
+
+    def _enqueue_copies(self, marks: _Marks, copies: Mapping[str, Copies]) -> None:
+        if marks.way not in copies:
+            return
+        way = copies[marks.way]
+        self._copy_stream.wait_event(marks.begin)
+        marks.copies_begin = self._mark(self._copy_stream)
+        for _ in range(way.count):
+            way.enqueue()
+        marks.copies_end = self._mark(self._copy_stream)
+        marks.copies_count = way.count
+
+    def _multiply(self, times: int) -> None:
+        with self._torch.cuda.stream(self._stream):
+            for _ in range(times):
+                self._torch.mm(self._left, self._right, out=self._product)
+
+    def _mark(self, stream: Any) -> Any:
+        event = self._torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+    def _idle_ms(self, stream: Any, enqueue: Callable[[], None]) -> float:
+        """On a device that does nothing else: a first estimate."""
+        times: list[float] = []
+        for _ in range(4):
+            begin = self._mark(stream)
+            enqueue()
+            end = self._mark(stream)
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        return statistics.median(times[1:])
 
 
-class _Clock:
-    """Of the device's multiprocessors, and whether its power budget keeps it there."""
+def _copies(ways: Mapping[str, Callable[[], None]], counts: Mapping[str, int]) -> dict[str, Copies]:
+    return {name: Copies(enqueue, counts[name]) for name, enqueue in ways.items()}
 
-    def __init__(self) -> None:
-        self._nvml: Any = None
-        with contextlib.suppress(ImportError):
-            from vllm.third_party import pynvml
 
-            pynvml.nvmlInit()
-            self._nvml = pynvml
-            self._device = pynvml.nvmlDeviceGetHandleByIndex(0)
+def _window(marks: _Marks, before: Any, ghz: float | None) -> Window:
+    def since_begin(event: Any) -> float:
+        ms: float = marks.begin.elapsed_time(event)
+        return ms
 
-    def read(self) -> list[tuple[int, bool]]:
-        """Empty where nobody can say."""
-        if self._nvml is None:
-            return []
-        mhz = self._nvml.nvmlDeviceGetClockInfo(self._device, self._nvml.NVML_CLOCK_SM)
-        reasons = self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._device)
-        return [(mhz, bool(reasons & _POWER_CAP))]
+    copies = None
+    if marks.copies_count:
+        begin_ms, end_ms = since_begin(marks.copies_begin), since_begin(marks.copies_end)
+        copies = CopySpan(marks.copies_count, begin_ms, end_ms)
+    return Window(
+        way=marks.way,
+        products_ms=since_begin(marks.end),
+        whole_ms=since_begin(marks.over),
+        pause_ms=before.elapsed_time(marks.begin),
+        is_queued_in_time=marks.is_queued_in_time,
+        copies=copies,
+        ghz=ghz,
+    )

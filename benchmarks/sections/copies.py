@@ -14,9 +14,18 @@ layer-outermost layout of vLLM, *blocks* the block-outermost one. The last colum
 way of each layout with both (goals: at least 0.97 of memcpy, at least 1.3 times pages).
 """
 _COMPUTE = """\
-Matrix products beside copies that go on all the while, against the same products alone just before
-(goal: at most 1.01). Products of random numbers take all the power the device may draw, and copies
-draw some of it; products of zeros take less. *Clock* is that of the device while the products ran.
+Matrix products beside copies that go on all the while, against the same products alone (goal: at
+most 1.01). Spread of the products alone: {low} to {high} ms.
+"""
+_COMPUTE_WINDOWS = """\
+Matrix products that run without a pause, in windows. Every other window has copies beside it all
+the while; its time is compared with the mean of the windows before and after it, which have none
+(goal: at most 1.01). *nothing* is a window without copies as well: what it shows is the error of
+the method. Spread of the products alone: {low} to {high} ms.
+"""
+_COMPUTE_CLOCK = """\
+*Clock* is the average of the device's multiprocessors over a window, compared in the same way: at
+0.98 of it the same work takes 1.02 times as long, whatever else the copies take.
 """
 
 
@@ -50,31 +59,38 @@ def _run(result: Result) -> str:
         parts.append(f"{title}:\n\n{table(head, rows)}")
     compute = result.data.get("compute")
     if compute:
-        parts.append(f"{_COMPUTE}\n{_compute_table(compute)}")
+        parts.append(_compute(compute))
     return "\n".join(parts)
 
 
-def _compute_table(compute: dict[str, Any]) -> str:
-    head = ["copies beside"]
-    for operands, told in compute.items():
-        low, high = told["spread_alone"]
-        head += [f"{operands} ({number(low)} to {number(high)} ms alone)", "clock, MHz"]
-    ways = next(iter(compute.values()))["of_alone"]
-    rows = [["none", *(cell for told in compute.values() for cell in ("1", _clock(told, "alone")))]]
-    rows += [
-        [
-            way,
-            *(
-                cell
-                for told in compute.values()
-                for cell in (median(told["of_alone"][way], 3), _clock(told, way))
-            ),
-        ]
-        for way in ways
-    ]
-    return table(head, rows)
+def _compute(compute: dict[str, Any]) -> str:
+    """Earlier results have no windows, and their ratios may be one number each."""
+    text = _COMPUTE_WINDOWS if "windows_left_out" in compute else _COMPUTE
+    low, high = compute["spread_alone"]
+    text = text.format(low=number(low), high=number(high))
+    head = ["copies beside", "time of the products"]
+    rows = [[way, _ratio(found)] for way, found in compute["of_alone"].items()]
+    clocks = compute.get("clock_of_alone")
+    if clocks:
+        text += _COMPUTE_CLOCK
+        head.append("clock")
+        for row in rows:
+            row.append(_clock(clocks.get(row[0]), compute["clock_ghz"].get(row[0])))
+    parts = [text, table(head, rows)]
+    left_out = compute.get("windows_left_out")
+    if left_out:
+        told = "; ".join(_left_out(way, reasons) for way, reasons in left_out.items())
+        parts.append(f"Windows left out: {told}.\n")
+    return "\n".join(parts)
 
 
-def _clock(told: dict[str, Any], way: str) -> str:
-    mhz, capped = told["clock_mhz"].get(way), told["share_power_capped"].get(way)
-    return "" if mhz is None else f"{mhz}, at its power limit in {100 * capped:.0f} %"
+def _ratio(of_alone: float | dict[str, float]) -> str:
+    return median(of_alone, 3) if isinstance(of_alone, dict) else number(of_alone, 3)
+
+
+def _clock(of_alone: float | None, ghz: float | None) -> str:
+    return number(of_alone, 3) if ghz is None else f"{number(of_alone, 3)} ({ghz:.2f} GHz)"
+
+
+def _left_out(way: str, reasons: dict[str, int]) -> str:
+    return f"{way}: " + ", ".join(f"{count} ({reason})" for reason, count in reasons.items())
