@@ -60,11 +60,12 @@ ROWS = (
         State.CACHED,
         (
             "tests/engine/test_mla_ranks.py::test_two_ranks_of_mla_share_one_copy",
+            "tests/engine/test_replica_ranks.py::test_random_clients",
             "tests/unit/test_replicas.py::test_daemons_hold_one_copy_and_both_ranks_load_it",
             _kinds("test_engines_of_other_sizes_have_keys_of_their_own"),
         ),
-        "a daemon holds one copy for all ranks (one for each rank in a pipeline); the CPU tier of "
-        "each rank holds its own",
+        "the CPU tier and daemons hold one copy for all ranks of a host (one for each rank in a "
+        "pipeline)",
     ),
     Row(
         "Sliding window",

@@ -100,7 +100,7 @@ class TieredKVConfig:
         4 << 30,
         "size",
         "Pinned CPU memory of the engine's own tier, shared evenly by the workers of the engine. "
-        "An exact limit.",
+        "Those that hold the same KV (MLA) use theirs together. An exact limit.",
     )
     store: StorePolicy = _option(
         StorePolicy.EAGER,

@@ -1,7 +1,8 @@
-"""MLA over two tensor-parallel ranks: both hold the same KV, the daemon holds it once.
+"""MLA over two tensor-parallel ranks: both hold the same KV, the CPU tier and the daemon hold it
+once.
 
 The heads of the model are divided between the ranks, so an answer is right only if each of them
-found the right latent KV in its own memory.
+found the right latent KV.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ def test_two_ranks_of_mla_share_one_copy(tmp_path: Path) -> None:
             daemon.endpoint,
             VLLM_ENABLE_V1_MULTIPROCESSING="0",
             VLLM_CPU_OMP_THREADS_BIND="0|1",
+            # To look at arenas inside the workers; the cache itself unpickles nothing.
+            VLLM_ALLOW_INSECURE_SERIALIZATION="1",
         )
         anyone = EngineIdentity(bytes(32), (BLOCK,), "layout", "test")
         store = RemoteStore(daemon.endpoint, anyone)
@@ -47,6 +50,14 @@ def test_two_ranks_of_mla_share_one_copy(tmp_path: Path) -> None:
     assert held.blocks == stored  # and not twice as many
     assert held.used_bytes == stored * block_bytes
 
+    # Two processes, one memory: all of cpu_memory, and each block in it once.
+    first, second = report["arenas"]
+    assert first.pop("pid") != second.pop("pid")
+    assert first == second
+    assert first["file"][2].startswith("/memfd:tiered-kv-replicas")
+    assert report["capacity"] == first["nbytes"] == 64 << 20
+    assert report["used_bytes"] == stored * block_bytes
+
     whole = [(length - 1) // BLOCK * BLOCK for length in LENGTHS]
     assert [answer["cached"] for answer in report["cold"]] == [0] * len(LENGTHS)
     assert [answer["cached"] for answer in report["daemon"]] == whole
@@ -56,5 +67,9 @@ def test_two_ranks_of_mla_share_one_copy(tmp_path: Path) -> None:
     for found, cold in zip(report["tier"], report["cold"], strict=True):
         assert found["tokens"][0] == cold["tokens"][0]
         assert found["logprobs"][0] == pytest.approx(cold["logprobs"][0], abs=0.1)
+    # What one rank spoils both read.
+    for spoiled, right in zip(report["spoiled"], report["tier"], strict=True):
+        assert spoiled["cached"] == right["cached"]
+        assert spoiled["logprobs"] != right["logprobs"]
     assert report["loaded"] == sum(whole) // BLOCK
     assert report["failures"] == report["pinned"] == 0

@@ -11,7 +11,7 @@ import torch
 from tests.engine.delayed_copier import LAYERS
 from tests.engine.toy_engine import ToyEngine
 from vllm_tiered_kv.connector.metadata import TieredKVMetadata
-from vllm_tiered_kv.connector.worker_half import WorkerHalf, _open_arena
+from vllm_tiered_kv.connector.worker_half import WorkerHalf, _pinning
 from vllm_tiered_kv.core.transfer import GroupTransfer, LoadJob, StoreJob, int64_array
 from vllm_tiered_kv.errors import CudaError, UnsupportedError
 
@@ -97,7 +97,7 @@ def test_tensors_that_do_not_fit_the_configuration_are_refused(
 
 def test_a_device_we_do_not_know_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="not 'xpu'"):
-        _open_arena(torch.device("xpu"), 1024)
+        _pinning(torch.device("xpu"))
 
 
 def test_a_device_that_failed_does_not_disturb_the_shutdown(

@@ -92,6 +92,7 @@ class ToyEngine:
     prefix_caching: bool = True
     ring: int | None = None
     ranks: int = 1  # `toy_ranks.RankedToyEngine` has the workers of more than one
+    replicas: int = 1  # how many neighbouring ranks hold the same
     extra_config: dict[str, Any] = field(default_factory=dict)
     parallel_config: dict[str, Any] = field(default_factory=dict)
     engine_args: dict[str, Any] = field(default_factory=dict)
@@ -133,6 +134,7 @@ class ToyEngine:
         ]
         self.alignment = math.lcm(*sizes)
         self.kv_cache_config = kv_cache_config(self.groups, self.gpu_blocks)
+        self.kv_cache_config.kv_tp_replicas = self.replicas
         scheduler_class = AsyncScheduler if self.async_scheduling else Scheduler
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(min(sizes), sha256)

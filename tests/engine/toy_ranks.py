@@ -2,7 +2,7 @@
 
 Every rank runs the same steps on its own cache and checks its own reads; what ranks report is put
 together by vLLM's own aggregator. Blocks of one rank hold the KV of another's under a mask, so that
-a shard served to the wrong rank is a wrong read.
+a shard served to the wrong rank is a wrong read. Replicas hold the same, and fill one arena.
 """
 
 from __future__ import annotations
@@ -42,6 +42,10 @@ class RankedToyEngine(ToyEngine):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        assert self.replicas in (1, self.ranks)
+        if self.replicas > 1:
+            assert self.worker.worker_half is not None
+            self.worker.worker_half._share_work()
         first = ToyRank(self.worker, self.caches, self.arena, self.copier, self._running)
         self.all_ranks = [first, *(self._open_rank(rank) for rank in range(1, self.ranks))]
         self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, self.ranks)
@@ -62,17 +66,22 @@ class RankedToyEngine(ToyEngine):
         config.parallel_config.rank = rank
         worker = TieredKVConnector(config, KVConnectorRole.WORKER, self.kv_cache_config)
         caches = [np.full_like(cache, -2) for cache in self.caches]
-        geometry = self.half.index.geometry
-        memory = Arena(geometry.capacity_bytes)
-        arena = np.lib.stride_tricks.as_strided(
-            memory.bytes_at(0, memory.nbytes).view(np.int64), self.arena.shape, self.arena.strides
-        )
-        arena[:] = -3
-        copier = DelayedCopier(caches, arena, random.Random(self.seed + 100 * rank))
+        half, first = worker.worker_half, self.worker.worker_half
+        assert half is not None
+        assert first is not None
+        if self.replicas > 1:
+            half.arena, arena = first.arena, self.arena
+            half._share_work()
+        else:
+            half.arena = Arena(self.half.index.geometry.capacity_bytes)
+            arena = np.lib.stride_tricks.as_strided(
+                half.arena.bytes_at(0, half.arena.nbytes).view(np.int64),
+                self.arena.shape,
+                self.arena.strides,
+            )
+            arena[:] = -3
+        copier = half._copier = DelayedCopier(caches, arena, random.Random(self.seed + 100 * rank))
         copier.ring = self.ring
-        assert worker.worker_half is not None
-        worker.worker_half._copier = copier
-        worker.worker_half.arena = memory
         return ToyRank(worker, caches, arena, copier)
 
     def _use(self, number: int) -> None:
@@ -101,4 +110,5 @@ class RankedToyEngine(ToyEngine):
         return merged
 
     def _right(self, request_id: str) -> np.ndarray:
-        return super()._right(request_id) ^ (self._rank * _MASK_OF_RANK)
+        shard = self._rank // self.replicas
+        return super()._right(request_id) ^ (shard * _MASK_OF_RANK)

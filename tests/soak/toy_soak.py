@@ -148,6 +148,7 @@ class _Episode:
             "seed": rng.randrange(1 << 30),
             "ranks": rng.choice([1, 1, 2]),
         }
+        settings["replicas"] = rng.choice([1, settings["ranks"]])
         if settings["prefix_caching"] and rng.random() < 0.25:
             extra |= {"store": "lazy", "lazy_window": rng.choice([8, 24, 64])}
         elif not settings["prefix_caching"]:

@@ -15,7 +15,36 @@ _LENT = ("tests/unit/test_lent_blocks.py",)
 _WORKER = ("tests/unit/test_remote_worker.py",)
 _FAILED = ("tests/engine/test_failed_loads.py",)
 
+_REPLICAS = ("tests/engine/test_replica_ranks.py",)
+
 CONNECTOR = (
+    Mutation(
+        "replica-that-speaks-for-all",
+        "connector/store_share.py",
+        "min(first_missing, whole)",
+        "whole if done.stored else 0",
+        "a block that its rank did not store is read by all",
+        ("tests/unit/test_store_share.py", *_REPLICAS),
+        Needs.VLLM,
+    ),
+    Mutation(
+        "replicas-that-all-copy-out",
+        "connector/store_share.py",
+        "mine = slice(self._replica, None, self._replicas)",
+        "mine = slice(None)",
+        "every rank copies every block, over what another one wrote",
+        _REPLICAS,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "replicas-that-all-compare",
+        "connector/block_verifier.py",
+        "if self.is_ours(job.keys[0]):",
+        "if True:",
+        "ranks write their recomputed blocks into one place at the same time",
+        _REPLICAS,
+        Needs.VLLM,
+    ),
     Mutation(
         "paused-engine-with-notes",
         "connector/scheduler_half.py",

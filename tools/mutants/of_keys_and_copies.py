@@ -66,7 +66,25 @@ KEYS = (
     ),
 )
 
+_SHARED = ("tests/unit/test_replica_arena.py",)
+
 COPIES = (
+    Mutation(
+        "memory-of-an-impostor",
+        "device/replica_arena.py",
+        "os.fstat(fd).st_size == nbytes and os.pread(fd, _TOKEN_BYTES, 0) == offer.token",
+        "os.fstat(fd).st_size == nbytes",
+        "ranks take the memory of some other process for their own",
+        _SHARED,
+    ),
+    Mutation(
+        "replicas-that-do-not-agree",
+        "device/replica_arena.py",
+        "if all(replicas.gather(fd is not None)):",
+        "if fd is not None and replicas.gather(True):",
+        "a rank believes in blocks that another one stored elsewhere",
+        _SHARED,
+    ),
     Mutation(
         "cpu-store-reported-before-it-is-copied",
         "device/cpu_copier.py",

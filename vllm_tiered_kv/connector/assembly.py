@@ -98,16 +98,18 @@ def make_worker_half(
             and parallel.pipeline_parallel_size == 1
         ),
         cache_dtype=str(vllm_config.cache_config.cache_dtype),
+        gather=_gather_over_tensor_ranks if replicas > 1 else None,
     )
 
 
 def arena_geometry(
     config: TieredKVConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 ) -> ArenaGeometry:
-    """The arena of one worker: its even share of `cpu_memory`."""
-    ranks = vllm_config.parallel_config.world_size
+    """The arena of one worker, or of all that hold the same: an even share of `cpu_memory`."""
+    parallel = vllm_config.parallel_config
+    ranks = parallel.world_size
     block_bytes = group_block_bytes(kv_cache_config)
-    share = config.cpu_memory // ranks
+    share = config.cpu_memory // (ranks // replicas_of(kv_cache_config, parallel))
     if share < max(block_bytes):
         raise ConfigError(
             "cpu_memory",
@@ -115,6 +117,16 @@ def arena_geometry(
             f"of {format_size(max(block_bytes))}; choose more",
         )
     return ArenaGeometry.for_blocks(share, block_bytes)
+
+
+def _gather_over_tensor_ranks(told: object) -> list[object]:
+    import torch
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    heard: list[object] = [None] * group.world_size
+    torch.distributed.all_gather_object(heard, told, group=group.cpu_group)
+    return heard
 
 
 def _lazy_store(

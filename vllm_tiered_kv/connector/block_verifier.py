@@ -35,6 +35,7 @@ _VERDICTS = {
     Likeness.DIFFERENT: Verdict.DIFFERENT,
 }
 _NOT_COMPARED = BlockVerdict(Verdict.NOT_COMPARED)
+_NOTHING_TO_SAY = BlockVerdict(Verdict.EQUAL)  # the mildest: the worst of all ranks counts
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,9 @@ class _Arrived:
 
 class BlockVerifier:
     def __init__(self, geometry: ArenaGeometry, tolerance: float) -> None:
+        self.is_ours: Callable[[BlockKey], bool] = lambda first: True
+        """Whether to compare the job whose first block this is: of ranks that share an arena only
+        one does, as there is one place for the copy."""
         self._geometry = geometry
         self._tolerance = tolerance
         self._layers: Mapping[int, Sequence[LayerNumbers]] = {}
@@ -65,7 +69,13 @@ class BlockVerifier:
         """Jobs of the coming step. Those of a step that vLLM has not finished are given up."""
         for job in self._due:
             self._done.put((job.job_id, [_NOT_COMPARED] * len(job.keys)))
-        self._due = list(jobs)
+        self._due = []
+        for job in jobs:
+            if self.is_ours(job.keys[0]):
+                self._due.append(job)
+            else:
+                # What is wrong with them the rank that compares them says.
+                self._done.put((job.job_id, [_NOTHING_TO_SAY] * len(job.keys)))
 
     def take_copies(self) -> list[StoreJob]:
         """The forward is enqueued: what is to be copied out behind it."""

@@ -2,7 +2,8 @@
 
 Ranks may hold the same bytes: with MLA, every tensor-parallel rank computes and keeps the whole
 latent KV. To daemons such ranks are one. Each job of blocks is sent by one of them, another one
-from job to job, and all of them load what was sent.
+from job to job, and all of them load what was sent. On one host they share the CPU tier, too
+(`device/replica_arena.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ class Holding:
     tag: RankTag
     replica: int = 0
     replicas: int = 1
+
+    @property
+    def tensor_rank(self) -> int:
+        return self.tag.tp * self.replicas + self.replica
 
     def sends(self, first: BlockKey) -> bool:
         """Whether it is this replica that sends the blocks from `first` on to a daemon. Keys are

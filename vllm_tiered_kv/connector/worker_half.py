@@ -27,13 +27,15 @@ from vllm_tiered_kv.connector.number_formats import layer_numbers
 from vllm_tiered_kv.connector.remote_io import RemoteIO
 from vllm_tiered_kv.connector.shard import Holding
 from vllm_tiered_kv.connector.split_loads import SplitLoads
+from vllm_tiered_kv.connector.store_share import StoreShare
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.layout import BlockRuns
 from vllm_tiered_kv.core.tiers import Tier
-from vllm_tiered_kv.core.transfer import LoadJob, StoreJob
+from vllm_tiered_kv.core.transfer import GroupTransfer, LoadJob, StoreJob
 from vllm_tiered_kv.device.arena import Arena
 from vllm_tiered_kv.device.copier import Copier, StoreDone
 from vllm_tiered_kv.device.pinning import Pin, Unpin
+from vllm_tiered_kv.device.replica_arena import Gather, Replicas, open_replica_arena
 from vllm_tiered_kv.errors import TieredKVError, UnsupportedError
 from vllm_tiered_kv.metrics.names import DropReason
 from vllm_tiered_kv.option_values import format_size
@@ -55,8 +57,10 @@ class WorkerHalf:
         holding: Holding,
         steps_can_be_discarded: bool = True,
         cache_dtype: str = "auto",
+        gather: Gather | None = None,
     ) -> None:
-        """`steps_can_be_discarded` is explained at `AheadLoads`; `cache_dtype` is vLLM's option."""
+        """`steps_can_be_discarded` is explained at `AheadLoads`; `cache_dtype` is vLLM's option;
+        with `gather`, ranks that hold the same share one arena."""
         self._verifier: BlockVerifier | None = None
         if config.verify_fraction:
             self._verifier = BlockVerifier(geometry, config.verify_tolerance)
@@ -64,6 +68,8 @@ class WorkerHalf:
         self._ahead = AheadLoads(steps_can_be_discarded)
         self._config = config
         self._holding = holding
+        self._gather = gather
+        self._share = StoreShare()
         self._remote: RemoteIO | None = None
         self._loads = SplitLoads()
         self._times = LoadTimes()
@@ -98,16 +104,18 @@ class WorkerHalf:
         is_fresh = self.arena is None
         if self.arena is None:
             # Kept if vLLM registers its caches anew: the scheduler's index speaks of this memory.
-            self.arena = _open_arena(device, self._geometry.capacity_bytes)
+            self.arena = self._open_arena(device)
+        # To measure copies takes memory that nobody else writes to.
+        may_measure = is_fresh and self._share.is_first
         self._copier = _open_copier(
-            device, runs, self._config, self._geometry, self.arena, is_fresh
+            device, runs, self._config, self._geometry, self.arena, may_measure
         )
         self._pinning = functools.partial(_pinning, device)
         if self._verifier is not None:
             self._verifier.describe(layer_numbers(kv_caches, runs, self._cache_dtype))
         logger.info(
             "CPU tier of %s on %s: %d slabs, %d byte runs a block",
-            format_size(self._geometry.capacity_bytes),
+            format_size(self.arena.nbytes),
             device,
             self._geometry.num_slabs,
             max(len(group.runs) for group in runs.values()),
@@ -193,7 +201,7 @@ class WorkerHalf:
         self._device.finish_ahead()
         self._store(metadata.stores_after)
         if self._verifier is not None:
-            self._store(self._verifier.take_copies())
+            self._copy_out([(job.job_id, job.transfer) for job in self._verifier.take_copies()])
 
     def results(self) -> KVConnectorTransferResults:
         """Loads that ended since the last call, each reported exactly once."""
@@ -218,7 +226,7 @@ class WorkerHalf:
         for store in stores:
             if self._verifier is not None and self._take_to_verify(self._verifier, store):
                 continue
-            self._report(store.job_id, StoreReport(store.stored, store.reason))
+            self._report(store.job_id, self._share.end(store))
         for load in loads:
             self._times.end(load.request_id, Tier.CPU, load.ended_at, load.error is None)
             self._loads.end(load.request_id, Tier.CPU if load.error is not None else None)
@@ -291,10 +299,30 @@ class WorkerHalf:
         return self._copier
 
     def _store(self, jobs: Sequence[StoreJob]) -> None:
-        for job in jobs:
-            self._device.store(job.job_id, job.transfer)
-        if jobs and self.wait_for_sources:
+        self._copy_out([(job.job_id, self._share.begin(job)) for job in jobs])
+
+    def _copy_out(self, copies: Sequence[tuple[int, GroupTransfer]]) -> None:
+        for job_id, transfer in copies:
+            self._device.store(job_id, transfer)
+        if copies and self.wait_for_sources:
             self._device.settle_sources()
+
+    def _open_arena(self, device: torch.device) -> Arena:
+        pin, unpin = _pinning(device)
+        holding = self._holding
+        if self._gather is None or holding.replicas == 1:
+            return Arena(self._geometry.capacity_bytes, pin, unpin)
+        replicas = Replicas(holding.tensor_rank, holding.replica, holding.replicas, self._gather)
+        arena, is_shared = open_replica_arena(self._geometry.capacity_bytes, replicas, pin, unpin)
+        if is_shared:
+            self._share_work()
+        return arena
+
+    def _share_work(self) -> None:
+        """All replicas fill one arena: each block is copied there by one of them."""
+        self._share = StoreShare(self._holding.replica, self._holding.replicas)
+        if self._verifier is not None:
+            self._verifier.is_ours = self._holding.sends
 
     def _open_remote(self, identity: EngineIdentity) -> RemoteIO:
         assert self.arena is not None, "vLLM did not register its KV caches"
@@ -325,10 +353,6 @@ class WorkerHalf:
             self._collect(self._copier)  # the scheduler must hear of all that was under way
             self._copier.close()
             self._copier = None
-
-
-def _open_arena(device: torch.device, nbytes: int) -> Arena:
-    return Arena(nbytes, *_pinning(device))
 
 
 def _pinning(device: torch.device) -> tuple[Pin | None, Unpin | None]:

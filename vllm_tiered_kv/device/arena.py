@@ -1,4 +1,4 @@
-"""The memory of the CPU tier: one anonymous mapping, pinned in the background when there is a GPU.
+"""The memory of the CPU tier: one mapping, pinned in the background when there is a GPU.
 
 It is pinned front to back, which is also the order slots are handed out in; a slot beyond
 `ready_bytes` is not used yet.
@@ -28,9 +28,14 @@ class Arena:
         pin: Pin | None = None,
         unpin: Unpin | None = None,
         chunk_bytes: int = PIN_CHUNK_BYTES,
+        fd: int | None = None,
     ) -> None:
+        """Of this process alone, or of a descriptor's memory, which stays the caller's to close."""
         _require_memory(nbytes)
-        self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if fd is None:
+            self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            self._map = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED)
         with contextlib.suppress(OSError, AttributeError):  # fewer, larger pages: faster pinning
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._view: np.ndarray | None = np.frombuffer(self._map, dtype=np.uint8)

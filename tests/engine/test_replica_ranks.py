@@ -1,0 +1,146 @@
+"""Ranks that hold the same KV fill one arena: each block is copied out once and read by all."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.engine.toy_asking import ask, prompt, total, workload
+from tests.engine.toy_groups import WrongRead
+from tests.engine.toy_ranks import RankedToyEngine
+from vllm_tiered_kv.core.transfer import GroupTransfer
+from vllm_tiered_kv.metrics import names
+from vllm_tiered_kv.metrics.names import DropReason
+
+pytestmark = pytest.mark.usefixtures("step_loads")
+
+
+def open_replicas(
+    model: Path, async_scheduling: bool, ranks: int = 2, **settings
+) -> RankedToyEngine:
+    return RankedToyEngine(model, async_scheduling, ranks=ranks, replicas=ranks, **settings)
+
+
+def count_copies(engine: RankedToyEngine) -> list[Counter[int]]:
+    """By rank: how often each slot is written from now on."""
+    written: list[Counter[int]] = []
+    for copier in engine.copiers:
+        slots: Counter[int] = Counter()
+        store = copier.store
+
+        def counted(job_id: int, transfer: GroupTransfer, store=store, slots=slots) -> None:
+            slots.update(transfer.slots.tolist())
+            store(job_id, transfer)
+
+        copier.store = counted
+        written.append(slots)
+    return written
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_each_block_is_copied_out_by_one_rank_and_loaded_by_all(
+    tiny_model: Path, async_scheduling: bool, ranks: int
+) -> None:
+    engine = open_replicas(tiny_model, async_scheduling, ranks, cpu_blocks=16)
+    # The memory of all of them holds as many blocks, not one copy of a part for each.
+    assert engine.half.index.geometry.max_slots == 16 * ranks
+    written = count_copies(engine)
+    ids = prompt(random.Random(1), 41)
+    ask(engine, ids)
+    assert total(engine, names.STORED_BLOCKS) == 11
+    assert sum(written, Counter()).most_common()[0][1] == 1
+    assert sum(map(len, written)) == 11
+    assert all(written)
+    engine.drop_gpu_cache()
+    ask(engine, ids)
+    assert total(engine, names.LOADED_BLOCKS) == 10
+    engine.assert_at_rest()
+    engine.drop_gpu_cache()
+    first, second = (rank.arena for rank in engine.all_ranks[:2])
+    assert first is second
+    first[:] ^= 1
+    with pytest.raises(WrongRead):
+        ask(engine, ids)
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_a_block_that_its_rank_did_not_store_is_a_miss_and_so_is_what_follows(
+    tiny_model: Path, async_scheduling: bool, bad: int
+) -> None:
+    engine = open_replicas(tiny_model, async_scheduling, 3)
+    engine.copiers[bad].drop_stores = 1.0
+    rng = random.Random(2)
+    asked = [prompt(rng, 61) for _ in range(4)]
+    for ids in asked:
+        ask(engine, ids, 2)
+    dropped = total(engine, names.DROPPED_BLOCKS, "cpu", DropReason.STAGING_FULL.value)
+    assert dropped > 0
+    assert total(engine, names.STORED_BLOCKS) + dropped == sum((len(i) + 1) // 4 for i in asked)
+    assert total(engine, names.STORED_BLOCKS) > 0
+    engine.copiers[bad].drop_stores = 0.0
+    for ids in asked:
+        engine.drop_gpu_cache()
+        ask(engine, ids, 2)
+    assert total(engine, names.LOAD_FAILURES) == 0
+    assert total(engine, names.HIT_TOKENS) > 0
+    engine.assert_at_rest()
+
+
+def test_one_rank_verifies_a_block_and_all_hear_of_it(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
+    engine = open_replicas(
+        tiny_model, async_scheduling, cpu_blocks=256, extra_config={"verify_fraction": 1}
+    )
+    rng = random.Random(3)
+    asked = [prompt(rng, 41) for _ in range(6)]
+    for ids in asked:
+        ask(engine, ids)
+    stored = engine.half.index.used_bytes
+    written = count_copies(engine)
+    for ids in asked:
+        engine.drop_gpu_cache()
+        ask(engine, ids)
+    assert total(engine, names.VERIFIED_BLOCKS) == 10 * len(asked)
+    assert total(engine, names.DIFFERING_BLOCKS) == total(engine, names.INEXACT_BLOCKS) == 0
+    assert all(written)  # the ranks share this work, too
+    assert sum(slots.total() for slots in written) == 10 * len(asked)
+    assert engine.half.index.used_bytes == stored
+    engine.arena[:] ^= 1 << 50
+    for ids in asked:
+        engine.drop_gpu_cache()
+        ask(engine, ids)
+    assert total(engine, names.DIFFERING_BLOCKS) == 10 * len(asked)
+    engine.assert_at_rest()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"ring": 4}, {"store": "lazy", "lazy_window": 24}, {"verify_fraction": 0.5}],
+    ids=["eager", "ring", "lazy", "verified"],
+)
+def test_random_clients(tiny_model: Path, async_scheduling: bool, seed: int, options: dict) -> None:
+    options = dict(options)
+    engine = open_replicas(
+        tiny_model,
+        async_scheduling,
+        2 + seed % 2,
+        ring=options.pop("ring", None),
+        gpu_blocks=28,
+        cpu_blocks=14,
+        extra_config=options,
+        seed=seed,
+    )
+    for number, copier in enumerate(engine.copiers):
+        copier.fail_every = 0.2
+        copier.drop_stores = 0.1
+        copier.max_delay = 2 + 3 * number
+        copier.fail_ahead = 0.0 if async_scheduling else 0.2
+    workload(engine, seed, 60)
+    engine.assert_at_rest()
+    assert total(engine, names.HIT_TOKENS) > 0
+    assert total(engine, names.DIFFERING_BLOCKS) == 0

@@ -1,0 +1,110 @@
+"""One arena for the ranks of a host that hold the same KV, as with MLA: a block lies there once.
+
+The first of them takes memory without a name and tells the others where it is; each maps it, and
+pins it for its own GPU. Where one of them cannot get at it, as on another host, all have arenas of
+their own, each with its part of the memory, and hold every block each.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vllm_tiered_kv.device.arena import Arena
+from vllm_tiered_kv.device.pinning import Pin, Unpin
+from vllm_tiered_kv.option_values import format_size
+
+logger = logging.getLogger(__name__)
+
+Gather = Callable[[object], list[object]]
+"""Says something to all ranks and hears what each of them says, in the order of ranks. Every rank
+has to call it as often as the others."""
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_TOKEN_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Ranks that hold the same: this one is the `replica`-th of so many neighbours."""
+
+    rank: int  # among all that `gather`
+    replica: int
+    count: int
+    gather: Gather
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """Where a process has memory for others, and what it wrote at its beginning."""
+
+    pid: int
+    fd: int
+    token: bytes
+
+
+def open_replica_arena(
+    nbytes: int, replicas: Replicas, pin: Pin | None, unpin: Unpin | None
+) -> tuple[Arena, bool]:
+    """An arena of all replicas and True; or one of this rank's own, of its part, and False.
+
+    All ranks call this at once, and the answer is the same for all of them.
+    """
+    offer = _offer(nbytes) if replicas.replica == 0 else None
+    offers = replicas.gather(offer)
+    fd = offer.fd if offer is not None else None
+    if replicas.replica:
+        leader = offers[replicas.rank - replicas.replica]
+        fd = _take(leader, nbytes) if isinstance(leader, _Offer) else None
+    try:
+        # Also those that hold something else must do as these do: slots mean the same everywhere.
+        if all(replicas.gather(fd is not None)):
+            return Arena(nbytes, pin, unpin, fd=fd), True
+    finally:
+        if fd is not None:
+            os.close(fd)
+    part = nbytes // replicas.count
+    logger.warning(
+        "the %d ranks that hold the same KV cannot share their memory: each holds all blocks, in "
+        "%s of its own",
+        replicas.count,
+        format_size(part),
+    )
+    return Arena(part, pin, unpin), False
+
+
+def _offer(nbytes: int) -> _Offer | None:
+    token = secrets.token_bytes(_TOKEN_BYTES)
+    fd = -1
+    try:
+        fd = os.memfd_create("tiered-kv-replicas", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)  # nobody can shrink what others have mapped
+        os.pwrite(fd, token, 0)
+    except OSError as error:
+        logger.warning("no memory to share with other ranks: %s", error.strerror)
+        if fd >= 0:
+            os.close(fd)
+        return None
+    return _Offer(os.getpid(), fd, token)
+
+
+def _take(offer: _Offer, nbytes: int) -> int | None:
+    """A descriptor of the memory offered, or None. The process of this number may be another one
+    here: ranks need not run on one host, or in one container."""
+    try:
+        fd = os.open(f"/proc/{offer.pid}/fd/{offer.fd}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        logger.info("memory of process %d cannot be opened: %s", offer.pid, error.strerror)
+        return None
+    try:
+        if os.fstat(fd).st_size == nbytes and os.pread(fd, _TOKEN_BYTES, 0) == offer.token:
+            return fd
+    except OSError as error:
+        logger.info("memory of process %d cannot be read: %s", offer.pid, error.strerror)
+    os.close(fd)
+    return None
