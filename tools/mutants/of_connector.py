@@ -24,8 +24,7 @@ CONNECTOR = (
         "min(first_missing, whole)",
         "whole if done.stored else 0",
         "a block that its rank did not store is read by all",
-        ("tests/unit/test_store_share.py", *_REPLICAS),
-        Needs.VLLM,
+        ("tests/unit/test_store_share.py",),
     ),
     Mutation(
         "replicas-that-all-copy-out",
