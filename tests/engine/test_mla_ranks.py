@@ -73,3 +73,17 @@ def test_two_ranks_of_mla_share_one_copy(tmp_path: Path) -> None:
         assert spoiled["logprobs"] != right["logprobs"]
     assert report["loaded"] == sum(whole) // BLOCK
     assert report["failures"] == report["pinned"] == 0
+
+
+@pytest.mark.parametrize("where", ["allocation", "meeting"])
+def test_a_start_that_fails_on_one_rank_does_not_hang(tmp_path: Path, where: str) -> None:
+    """The other one must not wait for it, be it that their memory is shared already or not yet."""
+    model = write_weights(write_config(tmp_path / "model", TINY_MLA))
+    report = run_apart(
+        "failing_rank_run",
+        str(model),
+        FAIL_AT=where,
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_CPU_OMP_THREADS_BIND="0|1",
+    )
+    assert "planted" in report["error"] or "did not meet" in report["error"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +14,7 @@ from tests.engine.toy_asking import ask, prompt, total, workload
 from tests.engine.toy_groups import WrongRead
 from tests.engine.toy_ranks import RankedToyEngine
 from vllm_tiered_kv.core.transfer import GroupTransfer
+from vllm_tiered_kv.device.copier import PinnedBlocks
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.names import DropReason
 
@@ -86,6 +89,41 @@ def test_a_block_that_its_rank_did_not_store_is_a_miss_and_so_is_what_follows(
         ask(engine, ids, 2)
     assert total(engine, names.LOAD_FAILURES) == 0
     assert total(engine, names.HIT_TOKENS) > 0
+    engine.assert_at_rest()
+
+
+def test_a_rank_never_reads_what_it_has_not_pinned(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
+    """Though another one, which has pinned more, has stored it."""
+    engine = open_replicas(tiny_model, async_scheduling, max_tokens_per_step=64)
+    slow = engine.all_ranks[1]
+    pinned = 6 * engine.half.index.geometry.slab_bytes
+    arena = slow.worker.worker_half.arena
+    slow.worker.worker_half.arena = SimpleNamespace(
+        ready_bytes=pinned, nbytes=arena.nbytes, close=arena.close
+    )
+    read: list[int] = []
+    load, locate = slow.copier.load, slow.copier.locate
+
+    def watched_load(request_id: str, transfers: Sequence[GroupTransfer]) -> None:
+        for transfer in transfers:
+            read.extend(transfer.slots.tolist())
+        load(request_id, transfers)
+
+    def watched_locate(transfer: GroupTransfer) -> PinnedBlocks:
+        read.extend(transfer.slots.tolist())
+        return locate(transfer)
+
+    slow.copier.load, slow.copier.locate = watched_load, watched_locate
+    ids = prompt(random.Random(1), 41)  # in one step, before any worker has said what is pinned
+    ask(engine, ids, 1)
+    assert total(engine, names.STORED_BLOCKS) == 6
+    dropped = total(engine, names.DROPPED_BLOCKS, "cpu", DropReason.NOT_PINNED_YET.value)
+    assert dropped == 4
+    engine.drop_gpu_cache()
+    ask(engine, ids, 1)
+    assert sorted(set(read)) == list(range(6))
     engine.assert_at_rest()
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from vllm import SamplingParams
@@ -38,6 +39,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.engine.delayed_copier import LAYERS, DelayedCopier
 from tests.engine.toy_groups import ToyGroup, kv_cache_config
+from vllm_tiered_kv.connector import assembly
 from vllm_tiered_kv.connector.connector import TieredKVConnector
 from vllm_tiered_kv.device.arena import Arena
 
@@ -149,9 +151,11 @@ class ToyEngine:
         self.half = _ours(self.scheduler.connector).scheduler_half
         if self.ring is not None:
             self.half.stores.max_blocks_in_flight = self.ring
-        self.worker = KVConnectorFactory.create_connector(
-            config, KVConnectorRole.WORKER, self.kv_cache_config
-        )
+        # Ranks of the toy are opened one after the other, and could not talk to each other.
+        with mock.patch.object(assembly, "_share_among_replicas", return_value=None):
+            self.worker = KVConnectorFactory.create_connector(
+                config, KVConnectorRole.WORKER, self.kv_cache_config
+            )
         worker_half = _ours(self.worker).worker_half
         self.caches = [np.full((self.gpu_blocks, self.block_size), -2, np.int64) for _ in LAYERS]
         geometry = self.half.index.geometry
@@ -167,6 +171,7 @@ class ToyEngine:
         if worker_half is not None:
             worker_half._copier = self.copier
             worker_half.arena = arena
+            worker_half.block_bytes = self.half.block_bytes
         self.depth = 2 if self.async_scheduling else 1
         self._running: dict[str, _Running] = {}
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import random
 from dataclasses import dataclass, field
+from unittest import mock
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -19,6 +20,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from tests.engine.delayed_copier import DelayedCopier
 from tests.engine.toy_engine import ToyEngine, _Running
+from vllm_tiered_kv.connector import assembly
 from vllm_tiered_kv.connector.connector import TieredKVConnector
 from vllm_tiered_kv.device.arena import Arena
 
@@ -64,7 +66,8 @@ class RankedToyEngine(ToyEngine):
         config = copy.copy(self.config)
         config.parallel_config = copy.copy(config.parallel_config)
         config.parallel_config.rank = rank
-        worker = TieredKVConnector(config, KVConnectorRole.WORKER, self.kv_cache_config)
+        with mock.patch.object(assembly, "_share_among_replicas", return_value=None):
+            worker = TieredKVConnector(config, KVConnectorRole.WORKER, self.kv_cache_config)
         caches = [np.full_like(cache, -2) for cache in self.caches]
         half, first = worker.worker_half, self.worker.worker_half
         assert half is not None
@@ -80,6 +83,7 @@ class RankedToyEngine(ToyEngine):
                 self.arena.strides,
             )
             arena[:] = -3
+        half.block_bytes = first.block_bytes
         copier = half._copier = DelayedCopier(caches, arena, random.Random(self.seed + 100 * rank))
         copier.ring = self.ring
         return ToyRank(worker, caches, arena, copier)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,9 +20,10 @@ if not torch.cuda.is_available():
     pytest.skip("torch finds no CUDA device", allow_module_level=True)
 
 from vllm_tiered_kv.config import CopyStrategy  # noqa: E402
+from vllm_tiered_kv.connector.store_share import StoreShare  # noqa: E402
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry  # noqa: E402
 from vllm_tiered_kv.core.layout import StridedView, block_runs  # noqa: E402
-from vllm_tiered_kv.core.transfer import GroupTransfer, int64_array  # noqa: E402
+from vllm_tiered_kv.core.transfer import GroupTransfer, StoreJob, int64_array  # noqa: E402
 from vllm_tiered_kv.device.arena import Arena  # noqa: E402
 from vllm_tiered_kv.device.cuda_copier import CudaCopier  # noqa: E402
 from vllm_tiered_kv.device.inbound_choice import TuningFile  # noqa: E402
@@ -40,7 +42,12 @@ BUSY_CYCLES = 400_000_000  # about 0.2 s
 class Bench:
     """A device with layers of random bytes, an arena pinned in odd pieces, and a copier."""
 
-    def __init__(self, way: str = "layers-direct", tuning_file: Path | None = None) -> None:
+    def __init__(
+        self,
+        way: str = "layers-direct",
+        tuning_file: Path | None = None,
+        fd: int | None = None,
+    ) -> None:
         layout, strategy = way.split("-")
         if layout == "blocks":  # all layers of a block together
             together = torch.randint(0, 255, (BLOCKS, LAYERS, PAGE), dtype=torch.uint8).cuda()
@@ -63,6 +70,7 @@ class Bench:
             functools.partial(cuda.host_register, device=0),
             functools.partial(cuda.host_unregister, device=0),
             chunk_bytes=7 * 4096 * 4,
+            fd=fd,
         )
         while self.arena.ready_bytes < self.arena.nbytes:
             time.sleep(0.001)
@@ -406,3 +414,36 @@ def test_a_channel_reads_shared_memory_behind_the_fence(bench: Bench) -> None:
     channel.close()
     pinner.close()
     arena.close()
+
+
+def test_two_mappings_of_one_memory_are_pinned_and_filled_together() -> None:
+    """As ranks with the same KV do: each stores every other block, both load all of them."""
+    fd = os.memfd_create("replicas")
+    os.ftruncate(fd, 64 << 20)
+    benches = [Bench(fd=fd) for _ in range(2)]
+    os.close(fd)
+    for other in benches[1:]:  # the same KV on both
+        for layer, first in zip(other.layers, benches[0].layers, strict=True):
+            layer.copy_(first)
+    blocks = [benches[0].block(number) for number in range(9)]
+    job = GroupTransfer(0, int64_array(list(range(9))), int64_array(list(range(9))))
+    for replica, bench in enumerate(benches):
+        share = StoreShare(replica, 2)
+        for job_id, transfer in ((4, job), (5, job.head(1))):
+            mine = share.begin(StoreJob(job_id, transfer), len(transfer))
+            bench.copier.store(job_id, mine)
+        done, _ = bench.finish()
+        assert [share.end(store).stored for store in done] == [9, 1]
+    for bench in benches:
+        assert [bench.slot(number) for number in range(9)] == blocks
+        for layer in bench.layers:
+            layer.zero_()
+        torch.cuda.synchronize()
+        bench.copier.fence()
+        bench.copier.load("r", [job])
+        _, loads = bench.finish()
+        assert [load.error for load in loads] == [None]
+        assert [bench.block(number) for number in range(9)] == blocks
+    for bench in benches:
+        bench.copier.close()
+        bench.arena.close()

@@ -17,7 +17,7 @@ import pytest
 
 from vllm_tiered_kv.device import replica_arena
 from vllm_tiered_kv.device.arena import Arena
-from vllm_tiered_kv.device.replica_arena import Replicas, open_replica_arena
+from vllm_tiered_kv.device.replica_arena import Replicas, open_replica_arena, share_memory
 
 NBYTES = 1 << 20
 
@@ -44,7 +44,8 @@ class Meeting:
 def open_all(meeting: Meeting, ranks: int, replicas: int) -> list[tuple[Arena, bool]]:
     def open_one(rank: int) -> tuple[Arena, bool]:
         mine = Replicas(rank, rank % replicas, replicas, meeting.gather_as(rank))
-        return open_replica_arena(NBYTES, mine, None, None)
+        fd = share_memory(NBYTES, mine)
+        return open_replica_arena(NBYTES, replicas, fd, None, None), fd is not None
 
     with ThreadPoolExecutor(ranks) as threads:
         return list(threads.map(open_one, range(ranks)))

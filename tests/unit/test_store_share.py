@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
@@ -11,9 +13,9 @@ from vllm_tiered_kv.device.copier import StoreDone
 from vllm_tiered_kv.metrics.names import DropReason
 
 
-def job(blocks: int) -> StoreJob:
+def job(blocks: int, job_id: int = 5) -> StoreJob:
     numbers = np.arange(blocks, dtype=np.int64)
-    return StoreJob(5, GroupTransfer(1, numbers + 100, numbers))
+    return StoreJob(job_id, GroupTransfer(1, numbers + 100, numbers))
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 8])
@@ -22,7 +24,7 @@ def test_together_they_copy_each_block_once(blocks: int, replicas: int) -> None:
     copied = []
     for replica in range(replicas):
         share = StoreShare(replica, replicas)
-        mine = share.begin(job(blocks))
+        mine = share.begin(job(blocks), blocks)
         assert mine.group_id == 1
         assert (mine.block_ids == mine.slots + 100).all()
         copied += mine.slots.tolist()
@@ -37,15 +39,42 @@ def test_what_all_say_is_what_arrived_without_a_gap(blocks: int, replicas: int) 
     for seed in range(50):
         rng = np.random.default_rng(seed)
         arrived = np.zeros(blocks, bool)
-        said = []
+        reports = []
         for replica in range(replicas):
             share = StoreShare(replica, replicas)
-            mine = share.begin(job(blocks))
+            mine = share.begin(job(blocks, seed), blocks)
             stored = int(rng.integers(0, len(mine) + 1))
             arrived[mine.slots[:stored]] = True
             reason = DropReason.STAGING_FULL if stored < len(mine) else None
-            report = share.end(StoreDone(5, stored, reason))
-            assert report.reason is reason
-            said.append(report.stored)
+            reports.append(share.end(StoreDone(seed, stored, reason)))
+            assert reports[-1].reason is reason
         gaps = np.flatnonzero(~arrived)
-        assert min(said) == (gaps[0] if len(gaps) else blocks)
+        assert min(r.stored for r in reports) == (gaps[0] if len(gaps) else blocks)
+
+
+def test_many_small_jobs_are_shared_out_too() -> None:
+    copied: Counter[int] = Counter()
+    shares = [StoreShare(replica, 4) for replica in range(4)]
+    for number in range(400):
+        for replica, share in enumerate(shares):
+            copied[replica] += len(share.begin(job(1, number), 1))
+    assert copied == dict.fromkeys(range(4), 100)
+
+
+@pytest.mark.parametrize("usable", range(7))
+@pytest.mark.parametrize("job_id", range(3))
+def test_no_rank_says_more_than_it_could_read_itself(usable: int, job_id: int) -> None:
+    """Another one has pinned more, and has copied all of its part."""
+    limited, other = StoreShare(0, 3), StoreShare(1, 3)
+    mine = limited.begin(job(6, job_id), usable)
+    assert (mine.slots < usable).all()
+    report = limited.end(StoreDone(job_id, len(mine)))
+    assert report.stored == usable
+    assert report.reason is (None if usable == 6 else DropReason.NOT_PINNED_YET)
+    theirs = other.begin(job(6, job_id), 6)
+    assert other.end(StoreDone(job_id, len(theirs))).stored == 6
+    if len(mine):
+        again = limited.begin(job(6, job_id), usable)
+        report = limited.end(StoreDone(job_id, len(again) - 1, DropReason.STAGING_FULL))
+        assert report.stored == again.slots[-1]
+        assert report.reason is DropReason.STAGING_FULL

@@ -6,6 +6,7 @@ makes sure that all views agree.
 
 from __future__ import annotations
 
+import datetime
 import os
 from typing import TYPE_CHECKING
 
@@ -17,17 +18,21 @@ from vllm_tiered_kv.connector.model_identity import fingerprint
 from vllm_tiered_kv.connector.remote_io import open_cluster
 from vllm_tiered_kv.connector.request_keys import KeyMaker
 from vllm_tiered_kv.connector.scheduler_half import SchedulerHalf
-from vllm_tiered_kv.connector.shard import distinct_tags, holding_of, replicas_of
+from vllm_tiered_kv.connector.shard import Holding, distinct_tags, holding_of, replicas_of
 from vllm_tiered_kv.connector.worker_half import WorkerHalf
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
+from vllm_tiered_kv.device.replica_arena import Replicas, share_memory
 from vllm_tiered_kv.device.staging import StagingRing, split_staging
-from vllm_tiered_kv.errors import ConfigError
+from vllm_tiered_kv.errors import ConfigError, TieredKVError
 from vllm_tiered_kv.option_values import format_size
 from vllm_tiered_kv.remote.address import EngineIdentity
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+_MEETING_TIME = datetime.timedelta(seconds=120)  # vLLM builds all ranks' connectors at once
 
 
 def make_scheduler_half(
@@ -70,11 +75,13 @@ def make_scheduler_half(
             f"vLLM, pid {os.getpid()}",
         )
         parallel = vllm_config.parallel_config
+        replicas = replicas_of(kv_cache_config, parallel)
         half.use_daemons(
             open_cluster(config, identity),
             identity,
-            distinct_tags(parallel, replicas_of(kv_cache_config, parallel)),
-            queue_bytes=min(config.remote_queue, geometry.capacity_bytes // 2),
+            distinct_tags(parallel, replicas),
+            # Of what there is for sure: replicas that cannot share have a part of it each.
+            queue_bytes=min(config.remote_queue, geometry.capacity_bytes // replicas // 2),
             # A daemon on this host holds them once for everybody, as near as the CPU tier.
             keep_copies=not all(address.startswith("ipc://") for address in config.remote),
         )
@@ -86,19 +93,21 @@ def make_worker_half(
 ) -> WorkerHalf:
     geometry = arena_geometry(config, vllm_config, kv_cache_config)
     parallel = vllm_config.parallel_config
-    replicas = replicas_of(kv_cache_config, parallel)
+    holding = holding_of(
+        parallel.rank, parallel.tensor_parallel_size, replicas_of(kv_cache_config, parallel)
+    )
     return WorkerHalf(
         config,
         geometry,
         parallel.rank,
-        holding_of(parallel.rank, parallel.tensor_parallel_size, replicas),
+        holding,
         # Later steps are under way with asynchronous scheduling and in a pipeline.
         steps_can_be_discarded=(
             not vllm_config.scheduler_config.async_scheduling
             and parallel.pipeline_parallel_size == 1
         ),
         cache_dtype=str(vllm_config.cache_config.cache_dtype),
-        gather=_gather_over_tensor_ranks if replicas > 1 else None,
+        shared_fd=_share_among_replicas(geometry.capacity_bytes, holding),
     )
 
 
@@ -109,24 +118,43 @@ def arena_geometry(
     parallel = vllm_config.parallel_config
     ranks = parallel.world_size
     block_bytes = group_block_bytes(kv_cache_config)
-    share = config.cpu_memory // (ranks // replicas_of(kv_cache_config, parallel))
-    if share < max(block_bytes):
+    replicas = replicas_of(kv_cache_config, parallel)
+    if config.cpu_memory // ranks < max(block_bytes):
         raise ConfigError(
             "cpu_memory",
             f"{format_size(config.cpu_memory)} for {ranks} worker(s) does not hold a single block "
             f"of {format_size(max(block_bytes))}; choose more",
         )
-    return ArenaGeometry.for_blocks(share, block_bytes)
+    return ArenaGeometry.for_blocks(config.cpu_memory // (ranks // replicas), block_bytes)
 
 
-def _gather_over_tensor_ranks(told: object) -> list[object]:
+def _share_among_replicas(nbytes: int, holding: Holding) -> int | None:
+    """Memory for all ranks that hold the same, see `replica_arena.share_memory`.
+
+    All ranks talk about it when vLLM builds its connectors, before anything is allocated: where one
+    fails later on, the others do not wait for it here.
+    """
+    if holding.replicas == 1:
+        return None
     import torch
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()
-    heard: list[object] = [None] * group.world_size
-    torch.distributed.all_gather_object(heard, told, group=group.cpu_group)
-    return heard
+
+    def gather(told: object) -> list[object]:
+        heard: list[object] = [None] * group.world_size
+        torch.distributed.all_gather_object(heard, told, group=group.cpu_group)
+        return heard
+
+    try:
+        torch.distributed.monitored_barrier(group.cpu_group, timeout=_MEETING_TIME)
+    except RuntimeError as error:
+        raise TieredKVError(
+            "the ranks of this engine, which hold the same KV, did not meet to share their memory "
+            f"within {_MEETING_TIME.total_seconds():.0f} s: see what became of the others ({error})"
+        ) from None
+    replicas = Replicas(holding.tensor_rank, holding.replica, holding.replicas, gather)
+    return share_memory(nbytes, replicas)
 
 
 def _lazy_store(

@@ -10,10 +10,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from vllm_tiered_kv.cache.ledger import StoreReport
@@ -35,7 +37,7 @@ from vllm_tiered_kv.core.transfer import GroupTransfer, LoadJob, StoreJob
 from vllm_tiered_kv.device.arena import Arena
 from vllm_tiered_kv.device.copier import Copier, StoreDone
 from vllm_tiered_kv.device.pinning import Pin, Unpin
-from vllm_tiered_kv.device.replica_arena import Gather, Replicas, open_replica_arena
+from vllm_tiered_kv.device.replica_arena import open_replica_arena
 from vllm_tiered_kv.errors import TieredKVError, UnsupportedError
 from vllm_tiered_kv.metrics.names import DropReason
 from vllm_tiered_kv.option_values import format_size
@@ -57,10 +59,10 @@ class WorkerHalf:
         holding: Holding,
         steps_can_be_discarded: bool = True,
         cache_dtype: str = "auto",
-        gather: Gather | None = None,
+        shared_fd: int | None = None,
     ) -> None:
         """`steps_can_be_discarded` is explained at `AheadLoads`; `cache_dtype` is vLLM's option;
-        with `gather`, ranks that hold the same share one arena."""
+        `shared_fd` is of memory that all ranks with the same KV have, and is taken over."""
         self._verifier: BlockVerifier | None = None
         if config.verify_fraction:
             self._verifier = BlockVerifier(geometry, config.verify_tolerance)
@@ -68,7 +70,7 @@ class WorkerHalf:
         self._ahead = AheadLoads(steps_can_be_discarded)
         self._config = config
         self._holding = holding
-        self._gather = gather
+        self._shared_fd = shared_fd
         self._share = StoreShare()
         self._remote: RemoteIO | None = None
         self._loads = SplitLoads()
@@ -286,9 +288,11 @@ class WorkerHalf:
                 self._verifier.close()
             if self.arena is not None:
                 self.arena.close()
+            if self._shared_fd is not None:
+                os.close(self._shared_fd)
         except TieredKVError as error:
             logger.warning("the CPU tier could not be closed in order: %s", error)
-        self.arena = None
+        self.arena = self._shared_fd = None
 
     def _report(self, job_id: int, report: StoreReport) -> None:
         self._stored.setdefault(job_id, []).append(report)
@@ -299,7 +303,18 @@ class WorkerHalf:
         return self._copier
 
     def _store(self, jobs: Sequence[StoreJob]) -> None:
-        self._copy_out([(job.job_id, self._share.begin(job)) for job in jobs])
+        self._copy_out([(job.job_id, self._share.begin(job, self._usable(job))) for job in jobs])
+
+    def _usable(self, job: StoreJob) -> int:
+        """How many first slots of a store lie in memory that a copy may touch already."""
+        assert self.arena is not None, "a store without an arena"
+        ready, transfer = self.arena.ready_bytes, job.transfer
+        if ready >= self._geometry.capacity_bytes:
+            return len(transfer)
+        nbytes = self.block_bytes[transfer.group_id]
+        offsets = self._geometry.offsets(transfer.slots, self._geometry.class_of_block(nbytes))
+        beyond = np.flatnonzero(offsets + nbytes > ready)
+        return int(beyond[0]) if len(beyond) else len(transfer)
 
     def _copy_out(self, copies: Sequence[tuple[int, GroupTransfer]]) -> None:
         for job_id, transfer in copies:
@@ -309,14 +324,13 @@ class WorkerHalf:
 
     def _open_arena(self, device: torch.device) -> Arena:
         pin, unpin = _pinning(device)
-        holding = self._holding
-        if self._gather is None or holding.replicas == 1:
-            return Arena(self._geometry.capacity_bytes, pin, unpin)
-        replicas = Replicas(holding.tensor_rank, holding.replica, holding.replicas, self._gather)
-        arena, is_shared = open_replica_arena(self._geometry.capacity_bytes, replicas, pin, unpin)
-        if is_shared:
+        nbytes, replicas = self._geometry.capacity_bytes, self._holding.replicas
+        if replicas == 1:
+            return Arena(nbytes, pin, unpin)
+        fd, self._shared_fd = self._shared_fd, None
+        if fd is not None:
             self._share_work()
-        return arena
+        return open_replica_arena(nbytes, replicas, fd, pin, unpin)
 
     def _share_work(self) -> None:
         """All replicas fill one arena: each block is copied there by one of them."""

@@ -26,6 +26,7 @@ has to call it as often as the others."""
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _TOKEN_BYTES = 16
+_OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # it may be anything
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,9 @@ class _Offer:
     token: bytes
 
 
-def open_replica_arena(
-    nbytes: int, replicas: Replicas, pin: Pin | None, unpin: Unpin | None
-) -> tuple[Arena, bool]:
-    """An arena of all replicas and True; or one of this rank's own, of its part, and False.
-
-    All ranks call this at once, and the answer is the same for all of them.
+def share_memory(nbytes: int, replicas: Replicas) -> int | None:
+    """A descriptor of memory that all replicas have, the caller's to close; None if one of them
+    cannot have it. All ranks call this at once, and it is one or the other for all of them.
     """
     offer = _offer(nbytes) if replicas.replica == 0 else None
     offers = replicas.gather(offer)
@@ -60,21 +58,32 @@ def open_replica_arena(
     if replicas.replica:
         leader = offers[replicas.rank - replicas.replica]
         fd = _take(leader, nbytes) if isinstance(leader, _Offer) else None
-    try:
-        # Also those that hold something else must do as these do: slots mean the same everywhere.
-        if all(replicas.gather(fd is not None)):
-            return Arena(nbytes, pin, unpin, fd=fd), True
-    finally:
-        if fd is not None:
+    # Also those that hold something else must do as these do: slots mean the same everywhere.
+    if all(replicas.gather(fd is not None)):
+        return fd
+    if fd is not None:
+        os.close(fd)
+    return None
+
+
+def open_replica_arena(
+    nbytes: int, count: int, fd: int | None, pin: Pin | None, unpin: Unpin | None
+) -> Arena:
+    """The arena of so many replicas, of what `share_memory` said: one for all, or this rank's own
+    with its part of the memory."""
+    if fd is not None:
+        try:
+            return Arena(nbytes, pin, unpin, fd=fd)
+        finally:
             os.close(fd)
-    part = nbytes // replicas.count
+    part = nbytes // count
     logger.warning(
         "the %d ranks that hold the same KV cannot share their memory: each holds all blocks, in "
         "%s of its own",
-        replicas.count,
+        count,
         format_size(part),
     )
-    return Arena(part, pin, unpin), False
+    return Arena(part, pin, unpin)
 
 
 def _offer(nbytes: int) -> _Offer | None:
@@ -97,7 +106,7 @@ def _take(offer: _Offer, nbytes: int) -> int | None:
     """A descriptor of the memory offered, or None. The process of this number may be another one
     here: ranks need not run on one host, or in one container."""
     try:
-        fd = os.open(f"/proc/{offer.pid}/fd/{offer.fd}", os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(f"/proc/{offer.pid}/fd/{offer.fd}", _OPEN_FLAGS)
     except OSError as error:
         logger.info("memory of process %d cannot be opened: %s", offer.pid, error.strerror)
         return None
