@@ -6,13 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tools.gpu_tests import GROUPS
+from tools.gpu_tests import ALONE, GROUPS
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_every_gpu_test_is_run_by_gpu_test() -> None:
-    run = {argument for _, *arguments in GROUPS for argument in arguments}
+    run = {argument for _, *arguments in (*ALONE, *GROUPS) for argument in arguments}
     files = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
     assert files
     assert [file.name for file in files if f"tests/gpu/{file.name}" not in run] == []
