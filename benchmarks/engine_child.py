@@ -109,6 +109,19 @@ class Engine:
             labels[0]: total for labels, total in half.recorder.samples(names.LOADED_BLOCKS).items()
         }
 
+    def load_counters(self) -> dict[str, dict[str, float]]:
+        half = getattr(self._scheduler.connector, "scheduler_half", None)
+        if half is None:
+            return {}
+        from vllm_tiered_kv.metrics import names
+
+        return {
+            counter.name: {
+                "/".join(labels): total for labels, total in half.recorder.samples(counter).items()
+            }
+            for counter in (names.LOADED_BLOCKS, names.LOAD_FAILURES, names.LOAD_DECISIONS)
+        }
+
     def close(self) -> None:
         """Lets connectors give back what would outlive this process, such as shared memory."""
         self._llm.llm_engine.engine_core.shutdown()

@@ -137,6 +137,10 @@ class EngineProcess:
         """Blocks loaded so far by tier; empty for any connector but ours."""
         return self._call("loaded")
 
+    def load_counters(self) -> dict[str, dict[str, float]]:
+        """What became of loads so far, by counter and labels; empty for any connector but ours."""
+        return self._call("load_counters")
+
     def facts(self) -> dict[str, Any]:
         """What the engine made of its options: versions, layout, graphs, size of the cache."""
         self.wait_ready()

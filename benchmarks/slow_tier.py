@@ -4,8 +4,9 @@
     python -m benchmarks.slow_tier --tiny --out result.json         the same code on a laptop
     python -m benchmarks.slow_tier --link 1.6GB --out result.json   over a link of that speed
 
-The prompts lie on the SSD of a daemon, whose memory holds but a part of one. They are more than the
-CPU tier of an engine holds, and each engine asks for them in turn: it never finds one there.
+The prompts lie on the SSD of a daemon, whose memory holds but one of them. They are more than the
+CPU tier of an engine holds, and each engine asks for them in turn: it never finds one there. That
+all of them are there is seen to before: the engine that loads everything has to find each whole.
 Engines: vLLM alone, and ours with `load_policy` always, auto and never, side by side, taking turns.
 `auto` starts without any knowledge of the disk or the model; its first rounds are counted.
 """
@@ -32,9 +33,13 @@ from benchmarks.slow_link import SlowLink
 from tests.daemon.daemon_process import DaemonProcess
 from tests.models import QWEN2_7B
 from vllm_tiered_kv.option_values import parse_size
+from vllm_tiered_kv.remote.address import EngineIdentity
+from vllm_tiered_kv.remote.store import RemoteStore
 
 MODES = ("vllm", "always", "auto", "never")
 GOAL = 1.05
+BLOCK = 16  # tokens
+_FILLS = 12
 
 
 def spec(mode: str, scale: Scale, remote: str) -> EngineSpec:
@@ -66,7 +71,7 @@ def spec(mode: str, scale: Scale, remote: str) -> EngineSpec:
 def daemon(folder: Path, scale: Scale, prompts: int, link: str | None) -> Iterator[str]:
     """Where a daemon with a slow tier is reached."""
     arguments = [
-        *("--memory", str(max(64 << 20, scale.prompt_bytes // 2))),
+        *("--memory", str(max(64 << 20, scale.prompt_bytes))),
         *("--ssd", str(folder / "ssd")),
         *("--ssd-space", str(max(1 << 30, 2 * prompts * scale.prompt_bytes))),
     ]
@@ -78,12 +83,35 @@ def daemon(folder: Path, scale: Scale, prompts: int, link: str | None) -> Iterat
         yield endpoint
 
 
-def fill(fleet: Fleet, prompts: list[list[int]]) -> None:
-    """Twice: what found a queue full the first time is stored the second time."""
-    for prompt in [*prompts, *prompts]:
-        fleet.running["never"].ask([prompt])
-        fleet.running["never"].forget_device()
-    time.sleep(3)  # for the daemon to write behind
+def fill(fleet: Fleet, prompts: list[list[int]], remote: str) -> list[int]:
+    """Has the daemon hold all prompts; how often each was stored.
+
+    Nobody waits for blocks to be stored, so a slow disk drops some of a prompt: it is stored again
+    until another engine finds all of it.
+    """
+    times = [0] * len(prompts)
+    missing = list(range(len(prompts)))
+    identity = EngineIdentity(bytes(32), (4096,), "any", "benchmark")
+    with contextlib.closing(RemoteStore(remote, identity)) as store:
+        for _ in range(_FILLS):
+            for number in missing:
+                fleet.running["never"].ask([prompts[number]])
+                fleet.running["never"].forget_device()
+                store.flush()
+                times[number] += 1
+            missing = [number for number in missing if not _is_whole(fleet, prompts[number])]
+            say(f"{len(prompts) - len(missing)} of {len(prompts)} prompts are there")
+            if not missing:
+                return times
+    raise SystemExit(
+        f"prompts {missing} are not on the daemon after {_FILLS} attempts: is its disk full?"
+    )
+
+
+def _is_whole(fleet: Fleet, prompt: list[int]) -> bool:
+    (found,) = fleet.running["always"].ask([prompt]).cached
+    fleet.running["always"].forget_device()
+    return found >= 0.99 * (len(prompt) - 1) // BLOCK * BLOCK
 
 
 def measure(
@@ -122,12 +150,14 @@ def derive(samples: list[dict[str, Any]]) -> dict[str, Any]:
     found["ratio_to_vllm"] = {
         mode: round(statistics.median(values) / alone, 4) for mode, values in times.items()
     }
+    loaded = {m: [s["loaded_tokens"] for s in samples if s["mode"] == m] for m in times}
+    found["loaded_tokens"] = {mode: statistics.median(some) for mode, some in loaded.items()}
     found["worst_ratio"] = {mode: round(max(v) / alone, 4) for mode, v in times.items()}
     firsts = {(s["prompt"], s["first_token"]) for s in samples}
     found["same_first_token"] = len(firsts) == len({prompt for prompt, _ in firsts})
     if "auto" in times:
-        found["goal"] = f"P10: auto at most {GOAL} of vllm"
-        found["reached"] = found["ratio_to_vllm"]["auto"] <= GOAL
+        found["goal"] = f"P10: auto never above {GOAL} of vllm"
+        found["reached"] = found["worst_ratio"]["auto"] <= GOAL
     return found
 
 
@@ -168,16 +198,16 @@ def main() -> None:
             if number == 1 or number == len(MODES) or args.tiny:
                 fleet.start(MODES[:number])
         report["engines"] = fleet.described
-        if "never" not in fleet.running:
-            raise SystemExit("the engine that fills the daemon did not start")
+        if not {"never", "always"} <= set(fleet.running):
+            raise SystemExit("the engines that fill the daemon and look into it did not start")
         say("filling the daemon")
-        fill(fleet, prompts)
+        report["times_stored"] = fill(fleet, prompts, remote)
         for sample in measure(fleet, prompts, args.rounds, deadline):
             samples.append(sample)
             say(f"{sample['round']:3} {sample['mode']:7} {sample['ms']:9.1f} ms")
             if args.out and sample["mode"] == MODES[-1]:
                 args.out.write_text(json.dumps({**report, "derived": derive(samples)}) + "\n")
-        report["loaded_blocks"] = {name: e.loaded() for name, e in fleet.running.items()}
+        report["counters"] = {name: e.load_counters() for name, e in fleet.running.items()}
     report["derived"] = derive(samples)
     if args.out:
         text = json.dumps({k: v for k, v in report.items() if k != "samples"}, indent=1)

@@ -51,7 +51,7 @@ def _run(result: Result) -> str:
                 shape_name,
                 f"{shape['block_bytes'] / 1024:,.0f} KiB",
                 *(number(shape[way].get(name)) for name in names),
-                *(number(shape["ratios"].get(name), 2) for name in ratios),
+                *(number(shape["ratios"].get(name), 3) for name in ratios),
             ]
             for shape_name, shape in shapes.items()
         ]

@@ -290,9 +290,9 @@ def _remarks(result: Result) -> Sequence[str]:
 
 
 _INTRO = """\
-The benchmark tables of the documents this project grew from, with the same rows and columns. sync
-and async-2 are vLLM's `async_scheduling` off and on. Engines that are compared live at the same
-time and take turns. Weights are dummies of the named shape.
+The benchmark tables of the documents this project grew from, as far as they were measured again.
+sync and async-2 are vLLM's `async_scheduling` off and on. Engines that are compared live at the
+same time and take turns. Weights are dummies of the named shape.
 """
 
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
