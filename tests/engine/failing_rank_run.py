@@ -33,7 +33,7 @@ def plant(where: str) -> None:
         assembly._MEETING_TIME = datetime.timedelta(seconds=5)
 
         def stay_away(nbytes, holding):
-            if holding.replica == 1:
+            if holding.replica == (0 if where == "meeting of the first" else 1):
                 raise MemoryError("planted")
             return share(nbytes, holding)
 

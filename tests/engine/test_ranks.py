@@ -41,16 +41,17 @@ def test_each_rank_stores_and_loads_its_own_shard(
         ask(engine, ids)
 
 
+@EITHER_KIND
 @EITHER_RANK
 def test_a_load_that_one_rank_cannot_do_is_recomputed_on_all(
-    tiny_model: Path, async_scheduling: bool, bad: int, step_loads: str
+    tiny_model: Path, async_scheduling: bool, bad: int, step_loads: str, parallel: dict
 ) -> None:
-    engine = RankedToyEngine(tiny_model, async_scheduling)
+    engine = RankedToyEngine(tiny_model, async_scheduling, parallel_config=parallel)
     ids = prompt(random.Random(1), 41)
     ask(engine, ids)
     engine.drop_gpu_cache()
     engine.copiers[bad].fail_every = engine.copiers[bad].fail_ahead = 1.0
-    if step_loads == "auto" and async_scheduling:
+    if step_loads == "auto" and (async_scheduling or parallel):
         with pytest.raises(CudaError):  # such a step cannot be taken back
             ask(engine, ids)
         return

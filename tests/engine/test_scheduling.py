@@ -16,7 +16,7 @@ from tests.engine.toy_engine import ToyEngine, play
 from tests.engine.toy_groups import WrongRead
 from vllm_tiered_kv.errors import CudaError
 from vllm_tiered_kv.metrics import names
-from vllm_tiered_kv.metrics.names import DropReason
+from vllm_tiered_kv.metrics.names import DropReason, Metric
 
 pytestmark = pytest.mark.usefixtures("step_loads")
 
@@ -92,6 +92,37 @@ def test_what_the_ring_cannot_take_is_stored_later(
     assert total(engine, names.HIT_TOKENS) == 60
     engine.assert_at_rest()
     assert assert_tier_is_right(engine)
+
+
+def test_how_full_the_ring_is_and_what_waits_for_it_are_metrics(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
+    engine = ToyEngine(tiny_model, async_scheduling, max_tokens_per_step=64, ring=3)
+    engine.copier.max_delay = 5
+
+    def told(metric: Metric) -> float:
+        engine.half.stores.record(engine.half.recorder)
+        return engine.half.recorder.samples(metric)["cpu",]
+
+    assert told(names.RING_CAPACITY) == 3
+    assert (told(names.RING_USED), told(names.PUT_OFF)) == (0, 0)
+    engine.add(prompt(random.Random(1), 61), 1)
+    seen = []
+    while engine.scheduler.has_requests():
+        engine.step()
+        seen.append((told(names.RING_USED), told(names.PUT_OFF)))
+    assert max(used for used, _ in seen) == 3
+    waiting = [put_off for _, put_off in seen if put_off]
+    assert waiting == sorted(waiting, reverse=True)
+    assert 9 <= waiting[0] <= 12
+    # Each step's waiting blocks again: all but the first three, then all but six, and so on.
+    assert total(engine, names.DELAYED_BLOCKS) >= 12 + 9 + 6 + 3
+    assert seen[-1] == (0, 0)
+    assert total(engine, names.STORED_BLOCKS) == 15
+    assert total(engine, names.DROPPED_BLOCKS) == 0
+    roomy = ToyEngine(tiny_model, async_scheduling, max_tokens_per_step=64)
+    ask(roomy, prompt(random.Random(1), 61), 1)
+    assert total(roomy, names.DELAYED_BLOCKS) == 0
 
 
 def test_deferred_blocks_that_were_reused_are_not_stored(

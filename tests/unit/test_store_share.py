@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 
 import numpy as np
 import pytest
@@ -52,13 +53,40 @@ def test_what_all_say_is_what_arrived_without_a_gap(blocks: int, replicas: int) 
         assert min(r.stored for r in reports) == (gaps[0] if len(gaps) else blocks)
 
 
-def test_many_small_jobs_are_shared_out_too() -> None:
+@pytest.mark.parametrize("step", [1, 2, 3, 4, 8])
+def test_many_small_jobs_are_shared_out_too(step: int) -> None:
+    """Whichever numbers stores have: others are given to puts and loads."""
     copied: Counter[int] = Counter()
     shares = [StoreShare(replica, 4) for replica in range(4)]
-    for number in range(400):
+    for number in range(0, 400 * step, step):
         for replica, share in enumerate(shares):
             copied[replica] += len(share.begin(job(1, number), 1))
-    assert copied == dict.fromkeys(range(4), 100)
+    assert copied.total() == 400
+    assert min(copied.values()) > 60
+
+
+@pytest.mark.parametrize("job_id", range(3))
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_the_least_report_is_what_all_have_stored_and_pinned(replicas: int, job_id: int) -> None:
+    blocks = 4
+    for usable in product(range(blocks + 1), repeat=replicas):
+        shares = [StoreShare(replica, replicas) for replica in range(replicas)]
+        mine = [s.begin(job(blocks, job_id), u) for s, u in zip(shares, usable, strict=True)]
+        for stored in product(*(range(len(part) + 1) for part in mine)):
+            arrived: set[int] = set()
+            reports = []
+            for share, part, count, limit in zip(shares, mine, stored, usable, strict=True):
+                arrived.update(part.slots[:count].tolist())
+                share.begin(job(blocks, job_id), limit)
+                reason = DropReason.STAGING_FULL if count < len(part) else None
+                reports.append(share.end(StoreDone(job_id, count, reason)))
+            head = next((n for n in range(blocks) if n not in arrived), blocks)
+            least = min(report.stored for report in reports)
+            assert least == min(head, *usable)
+            for report in reports:
+                if report.stored == least < blocks:
+                    assert report.reason is not None
+                assert (report.stored == blocks) == (report.reason is None)
 
 
 @pytest.mark.parametrize("usable", range(7))

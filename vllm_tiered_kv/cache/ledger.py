@@ -223,6 +223,11 @@ class TransferLedger:
     def drop(self, blocks: int, reason: DropReason, tier: Tier = Tier.CPU) -> None:
         self._recorder.add(names.DROPPED_BLOCKS, blocks, tier.value, reason.value)
 
+    def delay(self, blocks: int) -> None:
+        """So many blocks found no room on their way out in this step."""
+        if blocks > 0:
+            self._recorder.add(names.DELAYED_BLOCKS, blocks, Tier.CPU.value)
+
     def new_job(self) -> int:
         """A number no other job has."""
         self._next_job_id += 1

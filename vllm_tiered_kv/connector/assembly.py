@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
-_MEETING_TIME = datetime.timedelta(seconds=120)  # vLLM builds all ranks' connectors at once
+_MEETING_TIME = datetime.timedelta(seconds=120)
+"""How long the first rank waits for the others; they end with it. vLLM builds all ranks' connectors
+at once."""
 
 
 def make_scheduler_half(
@@ -146,15 +148,16 @@ def _share_among_replicas(nbytes: int, holding: Holding) -> int | None:
         torch.distributed.all_gather_object(heard, told, group=group.cpu_group)
         return heard
 
+    replicas = Replicas(holding.tensor_rank, holding.replica, holding.replicas, gather)
     try:
-        torch.distributed.monitored_barrier(group.cpu_group, timeout=_MEETING_TIME)
+        # The group's own: torch's function takes no group whose backend has a longer name.
+        group.cpu_group.monitored_barrier(_MEETING_TIME, wait_all_ranks=False)
+        return share_memory(nbytes, replicas)
     except RuntimeError as error:
         raise TieredKVError(
-            "the ranks of this engine, which hold the same KV, did not meet to share their memory "
-            f"within {_MEETING_TIME.total_seconds():.0f} s: see what became of the others ({error})"
+            "the ranks of this engine, which hold the same KV, did not meet to share their "
+            f"memory: see what became of the others ({error})"
         ) from None
-    replicas = Replicas(holding.tensor_rank, holding.replica, holding.replicas, gather)
-    return share_memory(nbytes, replicas)
 
 
 def _lazy_store(

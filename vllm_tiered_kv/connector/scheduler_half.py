@@ -329,7 +329,7 @@ class SchedulerHalf:
 
     def stats(self) -> TieredKVStats | None:
         self.recorder.set(names.USED_BYTES, self.index.used_bytes, _CPU)
-        self.recorder.set(names.PENDING_STORES, self.ledger.pending_store_blocks, _CPU)
+        self.stores.record(self.recorder)
         self.judge.record()
         samples = self.recorder.drain()
         return TieredKVStats(data=samples) if samples else None

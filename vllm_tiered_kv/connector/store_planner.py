@@ -31,14 +31,18 @@ from vllm_tiered_kv.connector.deferred_store import DeferredStores
 from vllm_tiered_kv.connector.gpu_block import KnownBlock, StoreBatch
 from vllm_tiered_kv.connector.lazy_store import LazyStore
 from vllm_tiered_kv.connector.request_state import RequestState
+from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.core.transfer import GroupTransfer, StoreJob, int64_array
+from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.names import DropReason
+from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.remote.placement import anchor_position
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
+_CPU = Tier.CPU.value
 _UNLIMITED = 1 << 62
 _MOST_UNSEEN = 16  # so many may wait until nobody waits for a first token
 
@@ -100,6 +104,8 @@ class StorePlanner:
             jobs += self._store_jobs(state, group, ids[:room])
             if group.window is not None:
                 self._defer(state, group, ids[room:])
+            else:
+                self._ledger.delay(len(ids) - room)
         return jobs
 
     def store_finished(
@@ -146,6 +152,7 @@ class StorePlanner:
             batches, dropped = self._deferred.plan(pool, self._index, self.ring_room())
             for reason, count in dropped.items():
                 self._ledger.drop(count, reason)
+            self._ledger.delay(len(self._deferred))
         return [self._store_job(batch) for batch in batches]
 
     def reset(self) -> None:
@@ -172,12 +179,23 @@ class StorePlanner:
                 state.close(DropReason.RESET)
             self._outdated.clear()
 
+    def record(self, recorder: Recorder) -> None:
+        """How full the way out is."""
+        recorder.set(names.PENDING_STORES, self._ledger.pending_store_blocks, _CPU)
+        recorder.set(names.RING_CAPACITY, self.max_blocks_in_flight or 0, _CPU)
+        has_ring = self.max_blocks_in_flight is not None
+        recorder.set(names.RING_USED, self._on_the_way if has_ring else 0, _CPU)
+        recorder.set(names.PUT_OFF, len(self._deferred), _CPU)
+
+    @property
+    def _on_the_way(self) -> int:
+        return self._ledger.pending_store_blocks + self._ledger.copies_to_compare
+
     def ring_room(self) -> int:
         """How many more blocks the workers' staging ring can take right now."""
         if self.max_blocks_in_flight is None:
             return _UNLIMITED
-        on_the_way = self._ledger.pending_store_blocks + self._ledger.copies_to_compare
-        return max(0, self.max_blocks_in_flight - on_the_way)
+        return max(0, self.max_blocks_in_flight - self._on_the_way)
 
     def room_to_compare(self) -> int:
         """The same for blocks that leave the GPU to be compared: a share, since comparing may take
@@ -261,6 +279,7 @@ class StorePlanner:
         if self._hash_block_size is None or state.closed is not None:
             self._ledger.drop(stop - start, state.closed or DropReason.STAGING_FULL)
             return
+        self._ledger.delay(stop - start)
         skip = state.held_elsewhere[group.group_id]
 
         def block_at(position: int) -> KnownBlock:

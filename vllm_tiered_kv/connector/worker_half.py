@@ -293,6 +293,7 @@ class WorkerHalf:
         except TieredKVError as error:
             logger.warning("the CPU tier could not be closed in order: %s", error)
         self.arena = self._shared_fd = None
+        self._share = StoreShare()
 
     def _report(self, job_id: int, report: StoreReport) -> None:
         self._stored.setdefault(job_id, []).append(report)
@@ -328,9 +329,10 @@ class WorkerHalf:
         if replicas == 1:
             return Arena(nbytes, pin, unpin)
         fd, self._shared_fd = self._shared_fd, None
+        arena = open_replica_arena(nbytes, replicas, fd, pin, unpin)
         if fd is not None:
             self._share_work()
-        return open_replica_arena(nbytes, replicas, fd, pin, unpin)
+        return arena
 
     def _share_work(self) -> None:
         """All replicas fill one arena: each block is copied there by one of them."""
