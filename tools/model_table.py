@@ -146,7 +146,7 @@ ROWS = (
         "Speculative decoding: EAGLE, MTP, a draft model",
         State.LEFT_ALONE,
         (
-            _kinds("test_eagle_is_left_alone"),
+            _kinds("test_draft_layers_are_left_alone"),
             "tests/engine/test_support_engine.py::test_other_engines_are_left_alone",
         ),
         says="speculative decoding with a draft",

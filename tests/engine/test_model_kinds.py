@@ -7,7 +7,7 @@ bytes must change the answer: otherwise equality would prove nothing.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -341,10 +341,25 @@ def test_an_encoder_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 # ---- draft layers -------------------------------------------------------------------------------
 
 
-def test_eagle_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = write_config(tmp_path / "model", TINY_LLAMA)
-    draft = write_config(tmp_path / "draft", {**TINY_LLAMA, "num_hidden_layers": 1})
-    speculation = {"method": "eagle", "model": str(draft), "num_speculative_tokens": 2}
+def eagle(folder: Path) -> tuple[Path, dict[str, Any]]:
+    model = write_config(folder / "model", TINY_LLAMA)
+    draft = write_config(folder / "draft", {**TINY_LLAMA, "num_hidden_layers": 1})
+    return model, {"method": "eagle", "model": str(draft), "num_speculative_tokens": 2}
+
+
+def mtp(folder: Path) -> tuple[Path, dict[str, Any]]:
+    layers = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    model = write_config(folder / "model", {**TINY_QWEN2, **layers})
+    return model, {"method": "mtp", "num_speculative_tokens": 1}
+
+
+@pytest.mark.parametrize("draft", [eagle, mtp])
+def test_draft_layers_are_left_alone(
+    draft: Callable[[Path], tuple[Path, dict[str, Any]]],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, speculation = draft(tmp_path)
     with real_engine(model, ROOMY, speculative_config=speculation) as engine:
         assert engine.half is None
         assert "not tiered: speculative decoding with a draft model" in caplog.text
