@@ -8,7 +8,8 @@ comes), `tiered_layerwise` (ours on vLLM's own layout), `offloading`, `offloadin
 `offloading_fs` (vLLM's OffloadingConnector as it comes, with blocks outermost, with a disk),
 `simple` (vLLM's SimpleCPUOffloadConnector), `lmcache` where it is installed. What does not run on
 this machine is left out. More modes than fit on the device run in groups, each with `vllm` and
-`tiered`; compare within a group only. Progress goes to the standard error.
+`tiered`; compare within a group only. Progress goes to the standard error, the table to the
+standard output, plots beside the JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks import environment, peer_modes, pinned_copy
+from benchmarks import environment, peer_modes, pinned_copy, plots
 from benchmarks.fleet import Fleet, device_memory_mib, how_many_fit, say
 from benchmarks.peer_goals import derive
 from benchmarks.peer_modes import GIB, MODES, Scale
@@ -144,7 +145,21 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="peers-") as folder:
         report = run(args, Path(folder))
-    print(peers_section.describe(Result("peers", report.content)))
+    result = Result(args.out.stem if args.out else "peers", report.content)
+    print(peers_section.describe(result))
+    if args.out:
+        draw_beside(args.out, result)
+
+
+def draw_beside(out: Path, result: Result) -> None:
+    """The plots of a run, into the folder of its JSON."""
+    for plot in peers_section.plots_of(result):
+        try:
+            plots.draw(plot, out.parent)
+        except ImportError:
+            say("no plots: install matplotlib (requirements/benchmark.txt)")
+            return
+        say(f"plot: {out.parent / plot.file_name}")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def section(results: Results) -> str:
 
 
 def _run(result: Result) -> str:
-    images = [image(plot.name, plot.title) for plot in _plots(result)]
+    images = [image(plot.name, plot.title) for plot in plots_of(result)]
     return "\n".join([f"### {result.name}\n", describe(result), *images])
 
 
@@ -118,10 +118,10 @@ def _of(tiers: list[dict[str, Any]], name: str) -> str:
 
 
 def plots(results: Results) -> list[Plot]:
-    return [plot for result in results.of("peers") for plot in _plots(result)]
+    return [plot for result in results.of("peers") for plot in plots_of(result)]
 
 
-def _plots(result: Result) -> list[Plot]:
+def plots_of(result: Result) -> list[Plot]:
     """Load cost and batches from the tier, by mode; a mode of several groups by its first."""
     modes: dict[str, dict[str, Any]] = {}
     for group in result.data["derived"]["groups"]:
