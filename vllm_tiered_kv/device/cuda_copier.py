@@ -28,7 +28,12 @@ from vllm_tiered_kv.device.cuda_channel import CudaChannel
 from vllm_tiered_kv.device.dma_lanes import DmaLanes
 from vllm_tiered_kv.device.inbound_choice import ChosenInbound, TuningFile
 from vllm_tiered_kv.device.layer_parts import LayerParts
-from vllm_tiered_kv.device.staging import StagingRing, split_staging, store_parts
+from vllm_tiered_kv.device.staging import (
+    StagingRing,
+    as_much_as_fits,
+    split_staging,
+    store_parts,
+)
 from vllm_tiered_kv.errors import TieredKVError
 from vllm_tiered_kv.metrics.names import DropReason
 from vllm_tiered_kv.native import cuda as native
@@ -85,9 +90,13 @@ class CudaCopier:
         self._arena = arena
         self._compute_stream = compute_stream
         store_bytes, load_bytes = split_staging(staging_bytes)
-        self._ring = StagingRing(StagingRing.units(store_bytes, geometry))
-        self._ring_unit = max(geometry.slot_bytes)
-        self._staging = native.DeviceBuffer(device, self._ring.capacity * self._ring_unit)
+        unit = self._ring_unit = max(geometry.slot_bytes)
+        self._staging = as_much_as_fits(
+            lambda nbytes: native.DeviceBuffer(device, nbytes),
+            StagingRing.units(store_bytes, geometry) * unit,
+            unit,
+        )
+        self._ring = StagingRing(self._staging.nbytes // unit)
         self._store_stream = native.Stream(device, low_priority=True)
         self._store_lanes = DmaLanes(device)
         self._load_stream = native.Stream(device, low_priority=True)

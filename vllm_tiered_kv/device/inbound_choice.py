@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,10 @@ from vllm_tiered_kv.device.arena import Arena
 from vllm_tiered_kv.device.copier import PinnedBlocks
 from vllm_tiered_kv.device.copy_tuning import CopyPlan, tuned_plan
 from vllm_tiered_kv.device.inbound import Direct, Inbound, Staged, WholeBlocks
+from vllm_tiered_kv.errors import CudaError
 from vllm_tiered_kv.native import cuda as native
+
+logger = logging.getLogger(__name__)
 
 _REPEATS = 3
 
@@ -52,8 +56,12 @@ class ChosenInbound:
             CopyStrategy.AUTO,
             CopyStrategy.STAGED,
         ):
-            staging = native.DeviceBuffer(device, staging_bytes)
-            self._ways["staged"] = Staged(device, layouts, self._block_bytes, staging)
+            try:
+                staging = native.DeviceBuffer(device, staging_bytes)
+            except CudaError as error:
+                logger.warning("loads are not staged, as there is no memory for it: %s", error)
+            else:
+                self._ways["staged"] = Staged(device, layouts, self._block_bytes, staging)
         # What is asked for is taken where this layout allows it.
         forced = wanted.value if wanted.value in self._ways else "direct"
         self._plan = CopyPlan(forced, forced)

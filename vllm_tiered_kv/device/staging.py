@@ -5,10 +5,20 @@ One stream drains the ring, so stores end in the order they began and a plain co
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
 import numpy as np
 
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.transfer import Int64Array
+from vllm_tiered_kv.errors import CudaError
+from vllm_tiered_kv.option_values import format_size
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 
 def split_staging(nbytes: int) -> tuple[int, int]:
@@ -17,6 +27,30 @@ def split_staging(nbytes: int) -> tuple[int, int]:
     Loads empty theirs as fast as the bus fills it; stores arrive in bursts.
     """
     return nbytes - nbytes // 4, nbytes // 4
+
+
+def as_much_as_fits(allocate: Callable[[int], _T], most: int, least: int) -> _T:
+    """Device memory of `most` bytes, or a half of that, and so on, down to `least`.
+
+    An engine must not fail to start for want of it: vLLM has taken its share of the device already,
+    and what it leaves may be in use by others.
+    """
+    nbytes = most
+    while True:
+        try:
+            found = allocate(nbytes)
+        except CudaError as error:
+            if nbytes <= least:
+                raise
+            nbytes = max(least, nbytes // 2)
+            logger.warning(
+                "staging memory: %s; trying %s. Stores that find no room in it are dropped: lower "
+                "gpu_memory_utilization, or staging_memory",
+                error,
+                format_size(nbytes),
+            )
+            continue
+        return found
 
 
 def store_parts(count: int) -> list[slice]:

@@ -1,0 +1,42 @@
+"""Staging memory on a device that has little left."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_tiered_kv.device.staging import as_much_as_fits
+from vllm_tiered_kv.errors import CudaError
+
+
+def allocator(free: int, asked: list[int]):
+    def allocate(nbytes: int) -> int:
+        asked.append(nbytes)
+        if nbytes > free:
+            raise CudaError(f"cudaMalloc: asked for {nbytes} bytes, {free} free")
+        return nbytes
+
+    return allocate
+
+
+def test_all_of_it_where_there_is_room(caplog: pytest.LogCaptureFixture) -> None:
+    assert as_much_as_fits(allocator(100, []), 100, 10) == 100
+    assert not caplog.text
+
+
+def test_less_where_there_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    asked: list[int] = []
+    assert as_much_as_fits(allocator(30, asked), 100, 10) == 25
+    assert asked == [100, 50, 25]
+    assert "lower gpu_memory_utilization, or staging_memory" in caplog.text
+
+
+@pytest.mark.parametrize("free", [10, 12])
+def test_no_less_than_one_block_needs(free: int) -> None:
+    assert as_much_as_fits(allocator(free, []), 100, 10) in (10, 12)
+
+
+def test_without_even_that_it_is_an_error_that_says_so() -> None:
+    asked: list[int] = []
+    with pytest.raises(CudaError, match="asked for 10 bytes, 9 free"):
+        as_much_as_fits(allocator(9, asked), 100, 10)
+    assert asked == [100, 50, 25, 12, 10]
