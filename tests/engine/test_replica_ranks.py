@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -21,10 +22,23 @@ from vllm_tiered_kv.metrics.names import DropReason
 pytestmark = pytest.mark.usefixtures("step_loads")
 
 
+@pytest.fixture
 def open_replicas(
-    model: Path, async_scheduling: bool, ranks: int = 2, **settings
-) -> RankedToyEngine:
-    return RankedToyEngine(model, async_scheduling, ranks=ranks, replicas=ranks, **settings)
+    tiny_model: Path, async_scheduling: bool
+) -> Iterator[Callable[..., RankedToyEngine]]:
+    """Opens engines, and closes them in the end: some have threads."""
+    opened: list[RankedToyEngine] = []
+
+    def open_one(ranks: int = 2, **settings: Any) -> RankedToyEngine:
+        engine = RankedToyEngine(
+            tiny_model, async_scheduling, ranks=ranks, replicas=ranks, **settings
+        )
+        opened.append(engine)
+        return engine
+
+    yield open_one
+    for engine in opened:
+        engine.close()
 
 
 def count_copies(engine: RankedToyEngine) -> list[Counter[int]]:
@@ -45,9 +59,9 @@ def count_copies(engine: RankedToyEngine) -> list[Counter[int]]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_each_block_is_copied_out_by_one_rank_and_loaded_by_all(
-    tiny_model: Path, async_scheduling: bool, ranks: int
+    open_replicas: Callable[..., RankedToyEngine], ranks: int
 ) -> None:
-    engine = open_replicas(tiny_model, async_scheduling, ranks, cpu_blocks=16)
+    engine = open_replicas(ranks, cpu_blocks=16)
     # The memory of all of them holds as many blocks, not one copy of a part for each.
     assert engine.half.index.geometry.max_slots == 16 * ranks
     written = count_copies(engine)
@@ -71,9 +85,9 @@ def test_each_block_is_copied_out_by_one_rank_and_loaded_by_all(
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
 def test_a_block_that_its_rank_did_not_store_is_a_miss_and_so_is_what_follows(
-    tiny_model: Path, async_scheduling: bool, bad: int
+    open_replicas: Callable[..., RankedToyEngine], bad: int
 ) -> None:
-    engine = open_replicas(tiny_model, async_scheduling, 3)
+    engine = open_replicas(3)
     engine.copiers[bad].drop_stores = 1.0
     rng = random.Random(2)
     asked = [prompt(rng, 61) for _ in range(4)]
@@ -93,10 +107,10 @@ def test_a_block_that_its_rank_did_not_store_is_a_miss_and_so_is_what_follows(
 
 
 def test_a_rank_never_reads_what_it_has_not_pinned(
-    tiny_model: Path, async_scheduling: bool
+    open_replicas: Callable[..., RankedToyEngine],
 ) -> None:
     """Though another one, which has pinned more, has stored it."""
-    engine = open_replicas(tiny_model, async_scheduling, max_tokens_per_step=64)
+    engine = open_replicas(max_tokens_per_step=64)
     slow = engine.all_ranks[1]
     pinned = 6 * engine.half.index.geometry.slab_bytes
     arena = slow.worker.worker_half.arena
@@ -128,11 +142,9 @@ def test_a_rank_never_reads_what_it_has_not_pinned(
 
 
 def test_one_rank_verifies_a_block_and_all_hear_of_it(
-    tiny_model: Path, async_scheduling: bool
+    open_replicas: Callable[..., RankedToyEngine],
 ) -> None:
-    engine = open_replicas(
-        tiny_model, async_scheduling, cpu_blocks=256, extra_config={"verify_fraction": 1}
-    )
+    engine = open_replicas(cpu_blocks=256, extra_config={"verify_fraction": 1})
     rng = random.Random(3)
     asked = [prompt(rng, 41) for _ in range(6)]
     for ids in asked:
@@ -161,11 +173,14 @@ def test_one_rank_verifies_a_block_and_all_hear_of_it(
     [{}, {"ring": 4}, {"store": "lazy", "lazy_window": 24}, {"verify_fraction": 0.5}],
     ids=["eager", "ring", "lazy", "verified"],
 )
-def test_random_clients(tiny_model: Path, async_scheduling: bool, seed: int, options: dict) -> None:
+def test_random_clients(
+    open_replicas: Callable[..., RankedToyEngine],
+    async_scheduling: bool,
+    seed: int,
+    options: dict,
+) -> None:
     options = dict(options)
     engine = open_replicas(
-        tiny_model,
-        async_scheduling,
         2 + seed % 2,
         ring=options.pop("ring", None),
         gpu_blocks=28,
