@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from vllm_tiered_kv.device import replica_arena
+from vllm_tiered_kv.device import sealed_memory
 from vllm_tiered_kv.device.arena import Arena
 from vllm_tiered_kv.device.replica_arena import Replicas, open_replica_arena, share_memory
 
@@ -138,7 +138,7 @@ def test_memory_that_is_not_to_be_had_is_no_error(monkeypatch: pytest.MonkeyPatc
     def refuse(*args: Any) -> int:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(replica_arena.os, "ftruncate", refuse)
+    monkeypatch.setattr(sealed_memory.os, "ftruncate", refuse)
     opened = open_all(Meeting(2), ranks=2, replicas=2)
     assert [is_shared for _, is_shared in opened] == [False, False]
     for arena, _ in opened:

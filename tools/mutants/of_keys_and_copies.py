@@ -197,7 +197,7 @@ COPIES = (
     Mutation(
         "arena-may-shrink",
         "device/shared_arena.py",
-        "elif fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:",
+        "elif fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:",
         "elif fcntl.fcntl(fd, fcntl.F_GET_SEALS) < 0:",
         "a process is killed by SIGBUS when another one truncates the memory",
         ("tests/remote/test_shared_memory.py::test_memory_that_could_shrink_is_not_mapped",),

@@ -7,7 +7,6 @@ their own, each with its part of the memory, and hold every block each.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import secrets
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 
 from vllm_tiered_kv.device.arena import Arena
 from vllm_tiered_kv.device.pinning import Pin, Unpin
+from vllm_tiered_kv.device.sealed_memory import create_sealed
 from vllm_tiered_kv.option_values import format_size
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,6 @@ Gather = Callable[[object], list[object]]
 """Says something to all ranks and hears what each of them says, in the order of ranks. Every rank
 has to call it as often as the others."""
 
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _TOKEN_BYTES = 16
 _OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # it may be anything
 
@@ -88,16 +87,16 @@ def open_replica_arena(
 
 def _offer(nbytes: int) -> _Offer | None:
     token = secrets.token_bytes(_TOKEN_BYTES)
-    fd = -1
     try:
-        fd = os.memfd_create("tiered-kv-replicas", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, nbytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)  # nobody can shrink what others have mapped
-        os.pwrite(fd, token, 0)
+        fd = create_sealed("tiered-kv-replicas", nbytes)
     except OSError as error:
         logger.warning("no memory to share with other ranks: %s", error.strerror)
-        if fd >= 0:
-            os.close(fd)
+        return None
+    try:
+        os.pwrite(fd, token, 0)
+    except OSError as error:
+        logger.warning("memory to share with other ranks cannot be used: %s", error.strerror)
+        os.close(fd)
         return None
     return _Offer(os.getpid(), fd, token)
 

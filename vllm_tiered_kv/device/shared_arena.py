@@ -22,6 +22,7 @@ import numpy.typing as npt
 from vllm_tiered_kv.core.arena_geometry import aligned
 from vllm_tiered_kv.core.transfer import Int64Array
 from vllm_tiered_kv.device.pinning import PIN_CHUNK_BYTES
+from vllm_tiered_kv.device.sealed_memory import SEALS, create_sealed
 from vllm_tiered_kv.errors import ArenaError
 from vllm_tiered_kv.native.cpu import HostRegion
 from vllm_tiered_kv.option_values import format_size
@@ -31,7 +32,6 @@ PAGE = 4096
 
 _HUGE_PAGE = 2 << 20
 _LAST_GENERATION = (1 << 64) - 1  # one follows that, too: who has mapped the table may write to it
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class SharedArena:
@@ -63,13 +63,10 @@ class SharedArena:
     def create(cls, capacity_bytes: int, huge_pages: bool = False) -> SharedArena:
         """Fresh memory. `huge_pages` takes them from the system's reserve, or fails."""
         capacity_bytes = capacity_bytes // PAGE * PAGE
-        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB if huge_pages else 0)
-        fd = os.memfd_create("tiered-kv-arena", flags)
+        flags = os.MFD_HUGETLB if huge_pages else 0
         try:
-            os.ftruncate(fd, _file_bytes(capacity_bytes))
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            fd = create_sealed("tiered-kv-arena", _file_bytes(capacity_bytes), flags)
         except OSError as error:
-            os.close(fd)
             raise ArenaError(
                 f"{format_size(capacity_bytes)} of shared memory cannot be had: {error.strerror}"
             ) from error
@@ -84,7 +81,7 @@ class SharedArena:
                 wrong = f"an arena cannot have {capacity_bytes} bytes"
             elif os.fstat(fd).st_size != _file_bytes(capacity_bytes):
                 wrong = f"the arena's size does not fit {capacity_bytes} bytes of slots"
-            elif fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            elif fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
                 wrong = "the arena could shrink while it is mapped"
         except OSError as error:
             wrong = f"the descriptor is not one of memory: {error.strerror}"

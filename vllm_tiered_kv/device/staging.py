@@ -38,7 +38,7 @@ def as_much_as_fits(allocate: Callable[[int], _T], most: int, least: int) -> _T:
     nbytes = most
     while True:
         try:
-            found = allocate(nbytes)
+            return allocate(nbytes)
         except CudaError as error:
             if nbytes <= least:
                 raise
@@ -49,8 +49,6 @@ def as_much_as_fits(allocate: Callable[[int], _T], most: int, least: int) -> _T:
                 error,
                 format_size(nbytes),
             )
-            continue
-        return found
 
 
 def store_parts(count: int) -> list[slice]:
