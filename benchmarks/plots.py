@@ -13,6 +13,10 @@ from typing import Any
 
 FOLDER = Path(__file__).parents[1] / "docs" / "plots"
 _MARK = "data sha256:"
+_COLOURS = 10
+"""Of matplotlib's cycle."""
+_LEGEND_INSIDE = 6
+"""Longer legends would hide the lines."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,8 @@ class Plot:
     limit: float | None = None
     """A dashed line across."""
     limit_label: str = ""
+    log_y: bool = False
+    """A logarithmic axis, for values that differ by factors."""
 
     def digest(self) -> str:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
@@ -68,9 +74,14 @@ def draw(plot: Plot, folder: Path = FOLDER) -> None:
     axes.set_title(plot.title)
     axes.set_xlabel(plot.x_label)
     axes.set_ylabel(plot.y_label)
-    axes.set_ylim(bottom=0)
+    if plot.log_y:
+        _log_scale(axes)
+    else:
+        axes.set_ylim(bottom=0)
     axes.grid(axis="y", alpha=0.3)
-    if len(plot.series) > 1 or plot.limit is not None:
+    if len(plot.series) > _LEGEND_INSIDE:
+        figure.legend(loc="outside right upper", fontsize="small")
+    elif len(plot.series) > 1 or plot.limit is not None:
         axes.legend()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / plot.file_name
@@ -88,7 +99,20 @@ def _bars(axes: Any, plot: Plot, at: int, series: Series) -> None:
 
 
 def _line(axes: Any, plot: Plot, at: int, series: Series) -> None:
-    axes.errorbar(series.x, series.y, yerr=_errors(series), label=series.label, marker="o")
+    # Colours come again after so many lines.
+    dashes = "-" if at < _COLOURS else "--"
+    errors = _errors(series)
+    axes.errorbar(series.x, series.y, errors, label=series.label, marker="o", linestyle=dashes)
+
+
+def _log_scale(axes: Any) -> None:
+    from matplotlib.ticker import LogLocator
+
+    axes.set_yscale("log")
+    # Numbers instead of powers of ten, of which a narrow range has one or two.
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
 
 
 def _errors(series: Series) -> list[list[float]] | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from benchmarks import plots
@@ -22,7 +23,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 # A section is empty when there is no result for it. Add one module for a section, and its plots.
 SECTIONS: list[Callable[[Results], str]] = [
     peers.section,
-    seed_tables.section,
+    partial(seed_tables.section, plots_of=seed_figures.plots_of),
     copies.section,
     daemon.section,
     ssd.section,

@@ -5,26 +5,28 @@ Pure functions of the results: nothing is measured and nothing is typed here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from benchmarks.markdown import measured_on, number, table
+from benchmarks.markdown import image, measured_on, number, table
+from benchmarks.plots import Plot
 from benchmarks.seeds.cells import Cells
 from benchmarks.seeds.shapes import HEAD_SIZE, SHAPES
 from benchmarks.stored_results import Result, Results
 
-_SCHEDULING = {"sync": "sync", "async": "async-2"}
+SCHEDULING = {"sync": "sync", "async": "async-2"}
 _SHAPES = {shape.name: shape for shape in SHAPES}
 
 
-def section(results: Results) -> str:
-    """All tables for which there are results; empty when there are none."""
+def section(results: Results, plots_of: Callable[[Result], list[Plot]]) -> str:
+    """All tables for which there are results, with their plots; empty when there are none."""
     parts = []
     for name, (title, make) in TABLES.items():
         for result in results.of(f"seeds_{name}"):
             made = make(result.data)
             if made:
-                parts += [f"### {title}\n", measured_on(result), *_remarks(result), made]
+                images = [image(plot.name, plot.title) for plot in plots_of(result)]
+                parts += [f"### {title}\n", measured_on(result), *_remarks(result), made, *images]
     return "\n".join(["## The original tables\n", _INTRO, *parts]) if parts else ""
 
 
@@ -76,20 +78,20 @@ def _overhead(cells: Cells, base: str, other: str, names: tuple[str, str], gpu_c
         }
 
     header = ["num_batched_tokens"]
-    header += [name + shown for name in names for shown in _SCHEDULING.values()]
-    header += [f"Delta-{shown}" for shown in _SCHEDULING.values()]
+    header += [name + shown for name in names for shown in SCHEDULING.values()]
+    header += [f"Delta-{shown}" for shown in SCHEDULING.values()]
     rows = []
     measured = False
     for chunk in cells.values("chunk"):
         rates = [
             cells.rate(**labels(system, scheduling, chunk))
             for system in (base, other)
-            for scheduling in _SCHEDULING
+            for scheduling in SCHEDULING
         ]
         # Of speeds, so that 1 is no cost and less is slower.
         deltas = [
             cells.times(labels(base, scheduling, chunk), labels(other, scheduling, chunk))
-            for scheduling in _SCHEDULING
+            for scheduling in SCHEDULING
         ]
         measured = measured or any(rate is not None for rate in rates)
         rows.append([str(chunk), *(number(value, 2) for value in (*rates, *deltas))])
@@ -100,14 +102,14 @@ def hit_rates(data: dict[str, Any]) -> str:
     cells = Cells(data)
     columns = cells.values("column")
     header = ["hit rate"]
-    header += [f"{column}-{shown}" for column in columns for shown in _SCHEDULING.values()]
+    header += [f"{column}-{shown}" for column in columns for shown in SCHEDULING.values()]
     rows = [
         [
             str(percent),
             *(
                 number(cells.rate(column=column, scheduling=scheduling, percent=percent), 2)
                 for column in columns
-                for scheduling in _SCHEDULING
+                for scheduling in SCHEDULING
             ),
         ]
         for percent in cells.values("percent")
@@ -129,7 +131,7 @@ def _noise(cells: Cells) -> str:
     """How far apart equal work was measured."""
     rates = [
         cells.rate(column="naive", scheduling=scheduling, percent=percent)
-        for scheduling in _SCHEDULING
+        for scheduling in SCHEDULING
         for percent in cells.values("percent")
     ]
     measured = [rate for rate in rates if rate is not None]
@@ -142,13 +144,13 @@ def _noise(cells: Cells) -> str:
     )
 
 
-_LOCAL_ROWS: dict[str, tuple[int, ...]] = {
+LOCAL_ROWS: dict[str, tuple[int, ...]] = {
     "naive": (1,),
     "prefix_caching": (1, 2, 3),
     "offloading+prefix_caching": (1, 2, 3),
     "offloading+no_gpu_caching": (1, 2, 3),
 }
-_REMOTE_ROWS: dict[str, tuple[int, ...]] = {
+REMOTE_ROWS: dict[str, tuple[int, ...]] = {
     "remote+prefix_caching": (1, 2, 3, 4, 5, 6),
     "remote+no_prefix_caching": (1, 2, 3, 4, 5, 6),
 }
@@ -161,22 +163,27 @@ def long_prefill(data: dict[str, Any]) -> str:
             data,
             "{prompts} prompts of {prompt_tokens} tokens, two at a time, in requests per second.",
         )
-        + _rounds(cells, _LOCAL_ROWS, "output_len:")
+        + _rounds(cells, LOCAL_ROWS, "output_len:")
         + "\nWith a daemon; the engine is killed and started again after round 3. The daemon's "
         "memory is mapped, so its blocks are not copied into the CPU tier: without GPU cache "
-        "rounds 5 and 6 are served by the daemon too.\n\n" + _rounds(cells, _REMOTE_ROWS, "")
+        "rounds 5 and 6 are served by the daemon too.\n\n" + _rounds(cells, REMOTE_ROWS, "")
     )
 
 
 def _rounds(cells: Cells, wanted: dict[str, tuple[int, ...]], corner: str) -> str:
     outputs = cells.values("output")
     rows: list[list[str]] = []
-    for row, rounds in wanted.items():
-        for number_of_round in rounds:
-            name = row if len(rounds) == 1 else f"{row}-{number_of_round}"
-            rates = (cells.rate(row=row, round=number_of_round, output=o) for o in outputs)
-            rows.append([f"{len(rows) + 1}. {name}", *(number(rate, 2) for rate in rates)])
+    for name, labels in rounds(wanted):
+        rates = (cells.rate(**labels, output=output) for output in outputs)
+        rows.append([f"{len(rows) + 1}. {name}", *(number(rate, 2) for rate in rates)])
     return table([corner, *(str(output) for output in outputs)], rows)
+
+
+def rounds(wanted: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each round of each row: its name, and the labels of its cells."""
+    for row, numbers in wanted.items():
+        for at in numbers:
+            yield row if len(numbers) == 1 else f"{row}-{at}", {"row": row, "round": at}
 
 
 def documents(data: dict[str, Any]) -> str:

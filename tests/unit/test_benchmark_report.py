@@ -44,6 +44,11 @@ def test_the_plots_are_of_these_results(stored: Results) -> None:
     assert there == {plot.file_name for plot in made}
 
 
+def test_the_page_shows_every_plot(stored: Results) -> None:
+    shown = re.findall(r"\(plots/(\S+)\.svg\)", report.page(stored))
+    assert sorted(shown) == sorted(plot.name for plot in report.all_plots(stored))
+
+
 def test_there_are_results(stored: Results) -> None:
     assert len(stored.all) >= 4
     for result in stored.all:
@@ -253,7 +258,9 @@ def test_a_drawn_plot_is_fresh(tmp_path: Path) -> None:
     line = Plot("a", "title", "x", "y", (Series("one", (1, 2), (3.0, 4.0)),))
     bar = Series("one", ("a", "b"), (3.0, 4.0), (2.5, 3.0), (3.5, 4.5))
     bars = Plot("b", "title", "", "y", (bar, bar), bars=True, limit=1.0, limit_label="limit")
-    for plot in (line, bars):
+    many = tuple(Series(str(n), ("2", "128"), (3.0 + n, 90.0)) for n in range(12))
+    factors = Plot("c", "title", "x", "y", many, log_y=True)
+    for plot in (line, bars, factors):
         plots.draw(plot, tmp_path)
         first = (tmp_path / plot.file_name).read_text()
         assert plots.is_fresh(plot, tmp_path)

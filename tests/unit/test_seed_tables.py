@@ -185,20 +185,6 @@ def test_hit_rates() -> None:
     assert found[2] == ["100", "60.00", "60.00", "30.00", "30.00", "20.00", "20.00"]
 
 
-def test_hit_rate_curves() -> None:
-    result = Result("seeds_hit_rates-box", data({}, hit_rate_cells()))
-
-    made = figures.plots(Results((result,)))
-
-    assert [plot.name for plot in made] == [
-        "seeds_hit_rates-box-sync",
-        "seeds_hit_rates-box-async",
-    ]
-    assert [line.label for line in made[0].series] == ["naive", "prefix_caching", "transfer_in-2"]
-    assert made[0].series[1].x == (0, 100)
-    assert made[0].series[1].y == (30.0, 30.0)
-
-
 def test_long_prefill() -> None:
     sizes = {"prompts": 10, "prompt_tokens": 10_240}
     cells = [
@@ -273,8 +259,7 @@ def test_memory_and_wire() -> None:
 
 
 def test_section_is_empty_without_results() -> None:
-    assert tables.section(Results(())) == ""
-    assert figures.plots(Results(())) == []
+    assert tables.section(Results(()), figures.plots_of) == ""
 
 
 def test_section_says_what_a_run_left_out() -> None:
@@ -285,7 +270,8 @@ def test_section_says_what_a_run_left_out() -> None:
         notes={"ssd": "It was smaller.", "daemon_stop_s": 1.5},
         stopped_by_budget=True,
     )
-    text = tables.section(Results((Result("seeds_store_overhead-box", content),)))
+    results = Results((Result("seeds_store_overhead-box", content),))
+    text = tables.section(results, figures.plots_of)
 
     assert "### Cost of storing" in text
     assert "`other` failed: died (exit code 1)" in text
