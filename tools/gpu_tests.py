@@ -21,7 +21,10 @@ from pathlib import Path
 from tools.junit import count_passed
 
 ROOT = Path(__file__).resolve().parent.parent
-ALONE = (("pinned memory", "tests/gpu/test_pinned_memory_gpu.py"),)  # others would blur it
+ALONE = (  # others would blur the one and starve beside the other
+    ("pinned memory", "tests/gpu/test_pinned_memory_gpu.py"),
+    ("most of the memory", "tests/gpu/test_memory_share_gpu.py"),
+)
 GROUPS = (
     ("models", "tests/gpu/test_models_gpu.py"),
     ("engine, async scheduling", "tests/gpu/test_engine_gpu.py", "-k", "async_on"),

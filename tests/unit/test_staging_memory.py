@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_tiered_kv.device.staging import as_much_as_fits
+from vllm_tiered_kv.device.staging import affordable_staging, as_much_as_fits
 from vllm_tiered_kv.errors import CudaError
 
 
@@ -16,6 +16,14 @@ def allocator(free: int, asked: list[int]):
         return nbytes
 
     return allocate
+
+
+def test_half_of_what_is_free_is_left_to_vllm(caplog: pytest.LogCaptureFixture) -> None:
+    gib = 1 << 30
+    assert affordable_staging(gib, 2 * gib) == gib
+    assert not caplog.text
+    assert affordable_staging(gib, gib) == gib // 2
+    assert "staging memory of 512MiB instead of 1GiB: the GPU has 1GiB left" in caplog.text
 
 
 def test_all_of_it_where_there_is_room(caplog: pytest.LogCaptureFixture) -> None:

@@ -406,15 +406,17 @@ def _open_copier(
 
     from vllm_tiered_kv.device.cuda_copier import CudaCopier
     from vllm_tiered_kv.device.inbound_choice import TuningFile
+    from vllm_tiered_kv.device.staging import affordable_staging
 
     index = _cuda_index(device)
+    free, _ = torch.cuda.mem_get_info(index)
     return CudaCopier(
         runs,
         geometry,
         arena,
         index,
         lambda: int(torch.cuda.current_stream(index).cuda_stream),
-        config.staging_memory,
+        affordable_staging(config.staging_memory, free),
         TuningFile(
             f"{torch.cuda.get_device_name(index)}, CUDA {torch.version.cuda}",
             config.copy_strategy,

@@ -29,11 +29,23 @@ def split_staging(nbytes: int) -> tuple[int, int]:
     return nbytes - nbytes // 4, nbytes // 4
 
 
+def affordable_staging(asked: int, free: int) -> int:
+    """At most half of what is free: vLLM still has CUDA graphs to capture."""
+    if asked <= free // 2:
+        return asked
+    logger.warning(
+        "staging memory of %s instead of %s: the GPU has %s left. Stores that find no room in it "
+        "wait for a later step: lower gpu_memory_utilization for more",
+        *map(format_size, (free // 2, asked, free)),
+    )
+    return free // 2
+
+
 def as_much_as_fits(allocate: Callable[[int], _T], most: int, least: int) -> _T:
     """Device memory of `most` bytes, or a half of that, and so on, down to `least`.
 
-    An engine must not fail to start for want of it: vLLM has taken its share of the device already,
-    and what it leaves may be in use by others.
+    An engine must not fail to start for want of it: what was free a moment ago may be in use by
+    others.
     """
     nbytes = most
     while True:
