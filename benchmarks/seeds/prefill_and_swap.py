@@ -2,22 +2,62 @@
 
     python -m benchmarks.seeds.prefill_and_swap --out result.json
 
-Prefill: real vLLM with dummy weights in bfloat16, a step computes at most 1024 tokens. Swap: 8
-batches of 64 random blocks through our native copies.
+Prefill: real vLLM with dummy weights, a step computes at most 1024 tokens. Swap: 8 batches of 64
+random blocks through our native copies; what weights are kept in changes nothing about it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from benchmarks.engine_process import EngineSpec
 from benchmarks.seeds import block_swap, engine_kinds
 from benchmarks.seeds.command_line import run_table
 from benchmarks.seeds.prompts import Prompts
 from benchmarks.seeds.record import Record
-from benchmarks.seeds.shapes import SHAPES, TINY, Shape
+from benchmarks.seeds.shapes import (
+    GLM_9B,
+    LLAMA_8B,
+    QWEN_7B,
+    QWEN_32B,
+    SHAPES,
+    TINY,
+    Shape,
+)
 from benchmarks.seeds.workbench import Workbench
 
 _LONGEST = 8448  # no need for the cache a longer context would ask for
+
+
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+
+
+@dataclass(frozen=True)
+class Row:
+    shape: Shape
+    weights: str = "bf16"
+
+    def spec(self) -> EngineSpec:
+        short = replace(self.shape, max_model_len=min(self.shape.max_model_len, _LONGEST))
+        plain = engine_kinds.engine(short, "vllm", None, gpu_cache=False, kv_bytes=_kv_bytes(short))
+        changes = {
+            "bf16": plain,
+            "fp8": replace(plain, options={**plain.options, "quantization": "fp8"}),
+            "GPTQ-Int4": replace(
+                plain,
+                model={**plain.model, "quantization_config": _GPTQ},
+                options={**plain.options, "dtype": "float16"},
+            ),
+        }
+        return replace(changes[self.weights], name=f"{plain.name}-{self.weights}")
+
+
+BATCHES = (
+    tuple(Row(shape) for shape in SHAPES),
+    (Row(QWEN_32B, "GPTQ-Int4"), Row(QWEN_7B, "fp8"), Row(GLM_9B, "fp8"), Row(LLAMA_8B, "fp8")),
+)
+"""Engines that live at the same time. Those of the first take about 135 GB."""
 
 
 @dataclass(frozen=True)
@@ -26,55 +66,37 @@ class Sizes:
     repetitions: int = 5
     batches: int = 8
     blocks: int = 64
-    engines_at_once: int = 5
-    """All five take about 135 GB by their weights and caches; fewer at a time take longer."""
 
 
 SIZES = Sizes()
-TINY_SIZES = Sizes(prompt_tokens=2048, repetitions=2, batches=2, blocks=8, engines_at_once=1)
+TINY_SIZES = Sizes(prompt_tokens=2048, repetitions=2, batches=2, blocks=8)
 
 
 def measure(bench: Workbench, record: Record, sizes: Sizes) -> None:
-    record.note(
-        "weights",
-        "Weights are bfloat16 in every row. The GPTQ and fp8 rows of the original table are not "
-        "run: GPTQ needs kernels that not every build of vLLM has, and quantised weights change "
-        "the prefill alone, not what is swapped.",
-    )
     for shape in SHAPES:
         times = block_swap.measure(shape, sizes.batches, sizes.blocks, sizes.repetitions)
         for what, seconds in times.items():
             for one in seconds:
                 record.add(one, shape=shape.name, what=what)
-    shapes = [TINY] if bench.tiny else list(SHAPES)
-    for start in range(0, len(shapes), sizes.engines_at_once):
+    for rows in ((Row(TINY),),) if bench.tiny else BATCHES:
         if record.over:
             return
-        _prefill(bench, record, sizes, shapes[start : start + sizes.engines_at_once])
+        _prefill(bench, record, sizes, rows)
 
 
-def _prefill(bench: Workbench, record: Record, sizes: Sizes, shapes: list[Shape]) -> None:
-    specs = {}
-    for shape in shapes:
-        short = replace(shape, max_model_len=min(shape.max_model_len, _LONGEST))
-        specs[shape.name] = engine_kinds.engine(
-            short,
-            "vllm",
-            None,
-            gpu_cache=False,
-            kv_bytes=_kv_bytes(short),
-        )
-    engines = bench.engines(list(specs.values()), record)
+def _prefill(bench: Workbench, record: Record, sizes: Sizes, rows: Sequence[Row]) -> None:
+    specs = [row.spec() for row in rows]
+    engines = bench.engines(specs, record)
     for repetition in range(sizes.repetitions + 1):
-        for shape in shapes:
-            name = specs[shape.name].name
-            if record.over or name not in bench.alive([name]):
+        for row, spec in zip(rows, specs, strict=True):
+            if record.over or spec.name not in bench.alive([spec.name]):
                 continue
-            prompts = Prompts(shape.vocabulary, repetition).distinct(1, sizes.prompt_tokens)
-            with bench.surviving(name, record):
-                seconds = engines[name].ask(prompts).seconds
+            prompts = Prompts(row.shape.vocabulary, repetition).distinct(1, sizes.prompt_tokens)
+            with bench.surviving(spec.name, record):
+                seconds = engines[spec.name].ask(prompts).seconds
                 if repetition:  # the first one warms up
-                    record.add(seconds, shape=shape.name, what="prefill")
+                    labels = {"shape": row.shape.name, "weights": row.weights}
+                    record.add(seconds, **labels, what="prefill")
 
 
 def _kv_bytes(shape: Shape) -> int:

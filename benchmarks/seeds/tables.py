@@ -30,21 +30,37 @@ def section(results: Results, plots_of: Callable[[Result], list[Plot]]) -> str:
     return "\n".join(["## The original tables\n", _INTRO, *parts]) if parts else ""
 
 
+_WEIGHTS = (
+    ("Qwen2.5-32B-Instruct", "GPTQ-Int4"),
+    ("Qwen2.5-32B-Instruct", "bf16"),  # not in the original
+    ("Qwen2.5-7B-Instruct", "bf16"),
+    ("Qwen2.5-7B-Instruct", "fp8"),
+    ("Qwen2.5-3B-Instruct", "bf16"),
+    ("glm-4-9b-chat-1m", "bf16"),
+    ("glm-4-9b-chat-1m", "fp8"),
+    ("Llama-3.1-8B", "bf16"),
+    ("Llama-3.1-8B", "fp8"),
+)
+
+
 def prefill_and_swap(data: dict[str, Any]) -> str:
     cells = Cells(data)
     header = ["model", "num_attention_layers", "num_kv_heads", "head_size", "kv_cache_dtype"]
     rows = []
-    for name in cells.values("shape"):
+    tiny = [(name, "bf16") for name in cells.values("shape") if name not in _SHAPES]
+    for name, weights in (*_WEIGHTS, *tiny):
         shape = _SHAPES.get(name)
         sizes = [shape.layers, shape.kv_heads, HEAD_SIZE] if shape else [None] * 3
-        times = [
-            cells.seconds(shape=name, what=what) for what in ("prefill", "swap_in", "swap_out")
-        ]
+        times = (
+            cells.seconds(shape=name, weights=weights, what="prefill"),
+            cells.seconds(shape=name, what="swap_in"),
+            cells.seconds(shape=name, what="swap_out"),
+        )
         rows.append(
             [
-                f"{name}-bf16",
+                f"{name}-{weights}",
                 *(number(size, 0) for size in sizes),
-                "bfloat16",
+                "float16" if weights == "GPTQ-Int4" else "bfloat16",
                 *(number(seconds, 4) for seconds in times),
             ]
         )

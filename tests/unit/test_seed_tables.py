@@ -59,7 +59,8 @@ def test_prefill_and_swap() -> None:
     sizes = {"prompt_tokens": 8192, "batches": 8, "blocks": 64}
     cells = [cell(0.011, 0.013, 0.012, shape=s.name, what="swap_in") for s in SHAPES]
     cells += [cell(0.02, shape=s.name, what="swap_out") for s in SHAPES]
-    cells += [cell(1.5, 1.4, 1.6, shape="Qwen2.5-7B-Instruct", what="prefill")]
+    seven = {"shape": "Qwen2.5-7B-Instruct", "what": "prefill"}
+    cells += [cell(1.5, 1.4, 1.6, **seven, weights="bf16"), cell(0.9, **seven, weights="fp8")]
 
     (found,) = tables_of(tables.prefill_and_swap(data(sizes, cells)))
 
@@ -74,15 +75,18 @@ def test_prefill_and_swap() -> None:
         "swap out (s)",
     ]
     assert found[1][:6] == [
-        "Qwen2.5-32B-Instruct-bf16",
+        "Qwen2.5-32B-Instruct-GPTQ-Int4",
         "64",
         "8",
         "128",
-        "bfloat16",
+        "float16",
         NOTHING,
     ]
-    assert found[2][5:] == ["1.5000", "0.0120", "0.0200"]
-    assert len(found) == 6
+    assert found[3][0] == "Qwen2.5-7B-Instruct-bf16"
+    assert found[3][5:] == ["1.5000", "0.0120", "0.0200"]
+    assert found[4][0] == "Qwen2.5-7B-Instruct-fp8"
+    assert found[4][4:] == ["bfloat16", "0.9000", "0.0120", "0.0200"]
+    assert len(found) == 1 + 9
 
 
 def overhead_cells() -> list[dict[str, Any]]:
