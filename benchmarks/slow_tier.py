@@ -71,7 +71,7 @@ def spec(mode: str, scale: Scale, remote: str) -> EngineSpec:
 def daemon(folder: Path, scale: Scale, prompts: int, link: str | None) -> Iterator[str]:
     """Where a daemon with a slow tier is reached."""
     arguments = [
-        *("--memory", str(max(64 << 20, scale.prompt_bytes))),
+        *("--memory", str(max(64 << 20, 5 * scale.prompt_bytes // 4))),
         *("--ssd", str(folder / "ssd")),
         *("--ssd-space", str(max(1 << 30, 2 * prompts * scale.prompt_bytes))),
     ]

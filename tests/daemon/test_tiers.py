@@ -15,6 +15,7 @@ from tests.daemon.daemon_process import DaemonProcess
 from tests.daemon.raw_client import KEY_BYTES, NAMESPACE, Refused, attach, block, blocks, key, wire
 from tests.patience import eventually
 from vllm_tiered_kv.core.store import Durability, PutResult
+from vllm_tiered_kv.device.shared_arena import SharedArena
 from vllm_tiered_kv.errors import ErrorCode
 
 KIB = 1 << 10
@@ -53,6 +54,35 @@ def test_what_memory_cannot_hold_is_served_from_ssd(
     assert stats["promoted_blocks"]["ssd"] > 100
     assert stats["used_bytes"]["memory"] <= 4 * MIB
     assert stats["used_bytes"]["ssd"] <= 64 * MIB
+
+
+def test_a_prompt_longer_than_the_memory_is_stored_and_served(
+    start: StartDaemon, connect: Connect, folder: Path
+) -> None:
+    daemon = start(*SMALL, "--ssd", str(folder / "ssd"))
+    attached = attach(daemon.ipc_path)
+    arena = SharedArena.attach(os.dup(attached.fd), attached.answer["capacity"])
+    client = connect(daemon.ipc, block_bytes=[SIZE], arena=attached.token)
+    wanted = blocks(200, SIZE)  # three times the memory, in one chain
+    chain = list(wanted)
+    for n in range(0, 200, 10):
+        some = {k: wanted[k] for k in chain[n : n + 10]}
+        parents = [chain[n + i - 1] if n + i else None for i in range(10)]
+        assert client.put(some, parents=parents) == [PutResult.STORED] * 10
+        client.ask(wire.Flush())  # the disk must not fall behind
+    assert client.match(chain).count == 200
+    for _ in range(2):
+        assert client.get(chain, stream=True) == wanted
+    for n in range(0, 200, 20):
+        lent = client.lend(chain[n : n + 20])
+        assert all(lent.leases)
+        where = zip(lent.offsets, lent.lengths, strict=True)
+        found = [bytes(arena.view(at, length)) for at, length in where]
+        assert found == [wanted[k] for k in chain[n : n + 20]]
+        client.release(list(dict.fromkeys(lent.leases)))
+    assert client.stats()["used_bytes"]["memory"] <= 4 * MIB
+    arena.close()
+    attached.close()
 
 
 def test_sigterm_writes_everything_and_a_restart_finds_it(

@@ -170,17 +170,42 @@ def test_a_tier_that_raises_leaves_nothing_reserved(tiers: Tiers) -> None:
     assert tiers.fetch(range(COUNT)) == contents()
 
 
+def all_in_use(tiers: Tiers) -> list[Held]:
+    """Holds every block in memory and takes every slot that is left."""
+    memory = tiers.store.memory
+    held = [one for one in memory.hold([key(n) for n in range(COUNT)]) if one is not None]
+    while isinstance(slot := memory.reserve(key(1000 + len(held)), None, SIZE), Held):
+        held.append(slot)
+    return held
+
+
 def test_what_finds_no_room_is_missing(tmp_path: Path) -> None:
     tiers = Tiers(tmp_path, with_backing=False, memory=32 * SIZE)
     memory = tiers.store.memory
-    found = tiers.fetch(range(COUNT))
-    assert all(one in (None, right) for one, right in zip(found, contents(), strict=True))
-    assert tiers.fetch([0]) == contents(1)
-    held = [one for one in memory.hold([key(n) for n in range(COUNT)]) if one is not None]
-    while isinstance(slot := memory.reserve(key(1000 + len(held)), None, SIZE), Held):
-        held.append(slot)  # until all of it is in use
+    assert tiers.fetch(range(COUNT)) == contents(), "room comes free as others take theirs"
+    all_in_use(tiers)
     absent = next(n for n in range(COUNT) if memory.contains([key(n)]) == [False])
     before = tiers.total(names.NOT_PROMOTED, Tier.SSD)
     assert tiers.fetch([absent]) == [None]
     assert tiers.total(names.NOT_PROMOTED, Tier.SSD) == before + 1
+    tiers.store.close()
+
+
+def test_what_finds_no_room_waits_for_some(tmp_path: Path) -> None:
+    tiers = Tiers(tmp_path, with_backing=False, memory=32 * SIZE)
+    memory = tiers.store.memory
+    tiers.fetch(range(COUNT))
+    in_use = all_in_use(tiers)
+    absent = [n for n in range(COUNT) if memory.contains([key(n)]) == [False]]
+    answers = tiers.begin(absent)
+    with pytest.raises(queue.Empty):
+        answers.get(timeout=0.05)
+    for one in in_use:
+        if one.checksum:
+            memory.let_go([one])
+        else:
+            memory.abort(one)
+    found = dict(answers.get(timeout=PATIENCE_S) for _ in absent)
+    assert [found[position] for position in range(len(absent))] == [block(n, SIZE) for n in absent]
+    assert tiers.total(names.NOT_PROMOTED, Tier.SSD) == 0
     tiers.store.close()

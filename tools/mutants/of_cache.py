@@ -27,8 +27,8 @@ CACHE = (
     Mutation(
         "index-empties-slab-of-pinned",
         "cache/index.py",
-        "if entry.pins or entry.state is not _State.COMMITTED:",
-        "if entry.state is not _State.COMMITTED:",
+        "if entry.pins or entry.state is not State.COMMITTED:",
+        "if entry.state is not State.COMMITTED:",
         "memory moves to another size class while a copy reads it",
         _INDEX,
     ),
@@ -88,6 +88,22 @@ CACHE = (
         _INDEX,
     ),
     Mutation(
+        "index-evicts-heads-in-use",
+        "cache/index.py",
+        "self._policies[size_class].slots() if not entries[slot].pins]\n",
+        "self._policies[size_class].slots()]\n",
+        "a block changes while it is sent",
+        _INDEX,
+    ),
+    Mutation(
+        "index-evicts-heads-that-are-nowhere-else",
+        "cache/index.py",
+        "            if self._is_below(entries[slot].key):\n",
+        "            if entries[slot].key:\n",
+        "what follows a block is kept and can never be found",
+        _INDEX,
+    ),
+    Mutation(
         "index-makes-more-room-than-asked-for",
         "cache/index.py",
         "            for slot in islice(victims, wanted):\n",
@@ -138,7 +154,7 @@ CACHE = (
     Mutation(
         "durable-slot-reused-without-quarantine",
         "cache/durable_index.py",
-        """        self._entries[slot].state = _State.QUARANTINED
+        """        self._entries[slot].state = State.QUARANTINED
         self._quarantined.append(slot)
 """,
         """        super()._free(slot)
@@ -149,7 +165,7 @@ CACHE = (
     Mutation(
         "durable-bad-slot-handed-out-again",
         "cache/durable_index.py",
-        "        self._entries[slot].state = _State.RETIRED\n",
+        "        self._entries[slot].state = State.RETIRED\n",
         "        super()._free(slot)\n",
         "every write to a broken place of the disk fails, for ever",
         _INDEX,

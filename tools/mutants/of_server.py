@@ -170,10 +170,26 @@ SERVER = (
     Mutation(
         "hits-wait-for-the-tier-below",
         "server/tiered_store.py",
-        "        elsewhere = set(missing)\n",
-        "        elsewhere = set(keys) if missing else set()\n        missing = list(elsewhere)\n",
+        "        unanswered = {*missing, *waiting}\n",
+        "        missing = list(keys) if missing else []\n        unanswered = set(missing)\n",
         "a shared file system that hangs takes the SSD with it",
         ("tests/daemon/test_way_up.py",),
+    ),
+    Mutation(
+        "no-room-is-a-miss-at-once",
+        "server/tiered_store.py",
+        "        if waiting and time.monotonic() >= until:\n",
+        "        if waiting:\n",
+        "a load that is larger than the memory fails",
+        ("tests/daemon/test_way_up.py",),
+    ),
+    Mutation(
+        "heads-stay-though-the-disk-has-them",
+        "server/tiered_store.py",
+        "            None if ssd is None else lambda key: ssd.contains([StoreKey(key)])[0],\n",
+        "            None,\n",
+        "a prompt that is longer than the memory is neither stored nor loaded whole",
+        ("tests/daemon/test_tiers.py",),
     ),
     Mutation(
         "damaged-block-not-sought-below",

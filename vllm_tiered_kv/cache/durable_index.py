@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from vllm_tiered_kv.cache.index import BlockIndex, _Entry, _State
+from vllm_tiered_kv.cache.index import BlockIndex
+from vllm_tiered_kv.cache.index_entry import Entry, State
 from vllm_tiered_kv.core.arena_geometry import Geometry
 from vllm_tiered_kv.core.transfer import Int64Array
 from vllm_tiered_kv.errors import InvariantError
@@ -58,7 +59,7 @@ class DurableIndex(BlockIndex):
     def coldest_first(self) -> list[int]:
         """Slots of all readable blocks, in the order of their last use."""
         self.tell_uses()
-        readable = [(e.used, s) for s, e in self._entries.items() if e.state is _State.COMMITTED]
+        readable = [(e.used, s) for s, e in self._entries.items() if e.state is State.COMMITTED]
         readable.sort()
         return [slot for _, slot in readable]
 
@@ -116,7 +117,7 @@ class DurableIndex(BlockIndex):
     def release(self, slots: Iterable[int]) -> None:
         """The removal of these slots' blocks is durable: they may be handed out again."""
         for slot in slots:
-            if self._entries[slot].state is not _State.QUARANTINED:
+            if self._entries[slot].state is not State.QUARANTINED:
                 raise InvariantError(f"slot {slot} is released and not in quarantine")
             super()._free(slot)
 
@@ -124,7 +125,7 @@ class DurableIndex(BlockIndex):
         """Aborts a reservation whose slot cannot be written; it is never handed out again."""
         self.abort(slot)
         self._quarantined.remove(slot)
-        self._entries[slot].state = _State.RETIRED
+        self._entries[slot].state = State.RETIRED
 
     # ---- recovery -----------------------------------------------------------------------------
 
@@ -146,7 +147,7 @@ class DurableIndex(BlockIndex):
         parents = [rows.get(key, nowhere) for key in parent_keys]  # type: ignore[arg-type]
         in_circle = _rows_in_circles(np.array(parents, np.int64))
         entries = [
-            _Entry(key, size_class, parent_key, state=_State.COMMITTED, used=used)
+            Entry(key, size_class, parent_key, state=State.COMMITTED, used=used)
             for used, (key, size_class, parent_key) in enumerate(
                 zip(keys, size_classes, parent_keys, strict=True), self._clock + 1
             )
@@ -170,12 +171,12 @@ class DurableIndex(BlockIndex):
         return None  # a slot comes free when the disk says so; see `make_room`
 
     def _detach(self, slot: int, evicted: bool) -> None:
-        if self._entries[slot].state is _State.COMMITTED:
+        if self._entries[slot].state is State.COMMITTED:
             self._on_leave(slot)
         super()._detach(slot, evicted)
 
     def _free(self, slot: int) -> None:
-        self._entries[slot].state = _State.QUARANTINED
+        self._entries[slot].state = State.QUARANTINED
         self._quarantined.append(slot)
 
 

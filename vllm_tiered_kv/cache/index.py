@@ -14,12 +14,11 @@ blocks; others cannot be pushed out by it.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Generator, Iterable, Iterator, KeysView, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
 from itertools import islice
 
+from vllm_tiered_kv.cache.index_entry import Entry, State
 from vllm_tiered_kv.cache.slots import SlotPool
 from vllm_tiered_kv.core.arena_geometry import Geometry, SlabGeometry
 from vllm_tiered_kv.core.tiers import Lookup
@@ -28,28 +27,6 @@ from vllm_tiered_kv.eviction.base import EvictionPolicy
 from vllm_tiered_kv.eviction.catalog import make_policy
 
 _MAX_UNTOLD_USES = 64
-
-
-class _State(enum.Enum):
-    RESERVED = enum.auto()
-    COMMITTED = enum.auto()
-    DETACHED = enum.auto()
-    QUARANTINED = enum.auto()  # of a `DurableIndex`: nobody uses the slot, the disk still knows it
-    RETIRED = enum.auto()  # of a `DurableIndex`: the slot cannot be written
-
-
-@dataclass(slots=True)
-class _Entry:
-    """What the index knows of one slot in use."""
-
-    key: bytes
-    size_class: int
-    parent_key: bytes | None
-    parent: int | None = None  # slot of the block before, when it is here
-    state: _State = _State.RESERVED
-    pins: int = 0
-    used: int = 0  # time of last use, to weigh classes against each other
-    followers: set[int] = field(default_factory=set)
 
 
 class BlockIndex:
@@ -61,8 +38,10 @@ class BlockIndex:
         eviction: str,
         on_evict: Callable[[bytes, int], None] = lambda key, nbytes: None,
         may_evict: Callable[[bytes], bool] = lambda key: True,
+        is_below: Callable[[bytes], bool] | None = None,
     ) -> None:
-        """`may_evict` is asked of a block that is about to leave; it may pin it and refuse."""
+        """`may_evict` is asked of a block that is about to leave; it may pin it and refuse.
+        `is_below`: whether a slower tier has a block, so that what follows is of use without it."""
         self.geometry = geometry
         self._pool = SlotPool(geometry)
         self._eviction = eviction
@@ -73,11 +52,12 @@ class BlockIndex:
             self._add_policy(size, b"")
         self._on_evict = on_evict
         self._may_evict = may_evict
+        self._is_below = is_below
         self._clock = 0
         self._slot_of: dict[bytes, int] = {}
         self._readable: set[bytes] = set()  # the committed ones: a long prefix is asked about often
         self._uses: list[Sequence[bytes]] = []  # prefixes used, not yet told to the policies
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, Entry] = {}
         # Blocks that arrived before the block they follow: adopted when it comes.
         self._orphans: dict[bytes, set[int]] = {}
 
@@ -175,7 +155,7 @@ class BlockIndex:
 
     def pin_slots(self, slots: Iterable[int]) -> None:
         """As `pin`, of blocks whose slots are known."""
-        committed = _State.COMMITTED
+        committed = State.COMMITTED
         for entry in map(self._entries.__getitem__, slots):
             if entry.state is not committed:
                 raise InvariantError("a block is pinned before it is committed")
@@ -187,7 +167,7 @@ class BlockIndex:
             if entry.pins <= 0:
                 raise InvariantError(f"slot {slot} is unpinned more often than pinned")
             entry.pins -= 1
-            if not entry.pins and entry.state is _State.DETACHED:
+            if not entry.pins and entry.state is State.DETACHED:
                 self._free(slot)
 
     # ---- write: reserve -> commit | abort -----------------------------------------------------
@@ -206,21 +186,23 @@ class BlockIndex:
         if slot is None:
             with self._kept(parent_key):
                 slot = self._make_free(size_class, 1 + more)
+            if slot is None and self._evict_heads(size_class):
+                slot = self._pool.allocate(size_class)
             if slot is None:
                 return None
-        self._enter(slot, _Entry(key, size_class, parent_key))
+        self._enter(slot, Entry(key, size_class, parent_key))
         return slot
 
     def commit(self, slot: int) -> bool:
         """Makes the block readable; False when it was removed while being written."""
         entry = self._entries[slot]
-        if entry.state is _State.DETACHED:
+        if entry.state is State.DETACHED:
             self._free(slot)
             return False
-        if entry.state is not _State.RESERVED:
+        if entry.state is not State.RESERVED:
             raise InvariantError(f"slot {slot} is committed twice")
         self.tell_uses()  # in the order it happened
-        entry.state = _State.COMMITTED
+        entry.state = State.COMMITTED
         self._readable.add(entry.key)
         self._clock += 1
         entry.used = self._clock
@@ -230,9 +212,9 @@ class BlockIndex:
     def abort(self, slot: int) -> None:
         """Gives a reserved slot back. Its followers, if any, stay as orphans."""
         entry = self._entries[slot]
-        if entry.state is _State.COMMITTED:
+        if entry.state is State.COMMITTED:
             raise InvariantError(f"slot {slot} is aborted after its commit")
-        if entry.state is _State.RESERVED:
+        if entry.state is State.RESERVED:
             self._detach(slot, evicted=False)
         self._free(slot)
 
@@ -269,7 +251,7 @@ class BlockIndex:
         finally:
             self._entries[slot].pins -= 1
 
-    def _enter(self, slot: int, entry: _Entry) -> None:
+    def _enter(self, slot: int, entry: Entry) -> None:
         """Makes the block known, and links it to those before and behind it."""
         self._entries[slot] = entry
         if entry.parent_key is not None:
@@ -302,7 +284,7 @@ class BlockIndex:
         self._entries[slot].parent = parent
         above = self._entries[parent]
         above.followers.add(slot)
-        if len(above.followers) == 1 and above.state is _State.COMMITTED:
+        if len(above.followers) == 1 and above.state is State.COMMITTED:
             self._policies[above.size_class].shield(parent)
 
     def _unlink(self, slot: int) -> None:
@@ -310,7 +292,7 @@ class BlockIndex:
         if entry.parent is not None:
             above = self._entries[entry.parent]
             above.followers.discard(slot)
-            if not above.followers and above.state is _State.COMMITTED:
+            if not above.followers and above.state is State.COMMITTED:
                 self._policies[above.size_class].unshield(entry.parent)
             entry.parent = None
         elif entry.parent_key is not None:
@@ -324,20 +306,20 @@ class BlockIndex:
         """Takes the block out of every lookup and link; the slot itself stays in use."""
         entry = self._entries[slot]
         self._unlink(slot)
-        if entry.followers:  # an evicted block has none
+        if entry.followers:
             for follower in entry.followers:
                 self._entries[follower].parent = None
                 self._orphans.setdefault(entry.key, set()).add(follower)
             entry.followers.clear()
-        if entry.state is _State.COMMITTED:
+        if entry.state is State.COMMITTED:
             self._policies[entry.size_class].forget(slot, entry.key, evicted)
         del self._slot_of[entry.key]
         self._readable.discard(entry.key)
-        entry.state = _State.DETACHED
+        entry.state = State.DETACHED
 
     def _remove_slot(self, slot: int) -> None:
         entry = self._entries[slot]
-        being_written = entry.state is _State.RESERVED
+        being_written = entry.state is State.RESERVED
         self._detach(slot, evicted=False)
         if not being_written and not entry.pins:
             self._free(slot)
@@ -405,6 +387,24 @@ class BlockIndex:
                 count += 1
         return count
 
+    def _evict_heads(self, size_class: int) -> bool:
+        """When nothing else can leave, such as for a chain that is longer than the tier: the
+        coldest blocks that a slower tier has, whatever follows them. Many at a time, since all of
+        them have to be looked at."""
+        if self._is_below is None:
+            return False
+        entries = self._entries
+        idle = [slot for slot in self._policies[size_class].slots() if not entries[slot].pins]
+        idle.sort(key=lambda slot: entries[slot].used)
+        left = 0
+        for slot in idle:
+            if self._is_below(entries[slot].key):
+                self._evict(slot)
+                left += 1
+                if left > len(idle) // 8:
+                    break
+        return left > 0
+
     def _coldest(self, size_class: int) -> int | None:
         with closing(self._leaving(size_class)) as victims:
             return next(victims, None)
@@ -429,9 +429,9 @@ class BlockIndex:
             if expanded:
                 doomed.append(slot)
                 continue
-            if slot in seen or entry.state is _State.QUARANTINED:
+            if slot in seen or entry.state is State.QUARANTINED:
                 continue
-            if entry.pins or entry.state is not _State.COMMITTED:
+            if entry.pins or entry.state is not State.COMMITTED:
                 return False
             seen.add(slot)
             pending.append((slot, True))

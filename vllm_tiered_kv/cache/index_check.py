@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from vllm_tiered_kv.cache.index import BlockIndex, _Entry, _State
+from vllm_tiered_kv.cache.index import BlockIndex
+from vllm_tiered_kv.cache.index_entry import Entry, State
 from vllm_tiered_kv.errors import InvariantError
 
 
@@ -11,7 +12,7 @@ def check_index(index: BlockIndex) -> None:
     index._pool.check(set(index._entries))
     if {index._entries[slot].key for slot in index._slot_of.values()} != set(index._slot_of):
         raise InvariantError("a key points at a slot that holds another")
-    committed_keys = {e.key for e in index._entries.values() if e.state is _State.COMMITTED}
+    committed_keys = {e.key for e in index._entries.values() if e.state is State.COMMITTED}
     if committed_keys != index._readable:
         raise InvariantError("what is said to be readable is not what is committed")
     for slot, entry in index._entries.items():
@@ -27,7 +28,7 @@ def check_index(index: BlockIndex) -> None:
         committed = {
             slot
             for slot, entry in index._entries.items()
-            if entry.state is _State.COMMITTED and entry.size_class == size_class
+            if entry.state is State.COMMITTED and entry.size_class == size_class
         }
         if policy.slots() != committed:
             raise InvariantError(f"the policy of class {size_class} knows other slots")
@@ -39,13 +40,13 @@ def check_index(index: BlockIndex) -> None:
             )
 
 
-def _check_entry(index: BlockIndex, slot: int, entry: _Entry) -> None:
+def _check_entry(index: BlockIndex, slot: int, entry: Entry) -> None:
     if index._pool.class_of(slot) != entry.size_class:
         raise InvariantError(f"slot {slot} lies in a slab of another class")
     visible = index._slot_of.get(entry.key) == slot
-    if visible != (entry.state in (_State.RESERVED, _State.COMMITTED)):
+    if visible != (entry.state in (State.RESERVED, State.COMMITTED)):
         raise InvariantError(f"slot {slot} is {entry.state} and visible: {visible}")
-    if entry.pins < 0 or (entry.pins and entry.state is _State.RESERVED):
+    if entry.pins < 0 or (entry.pins and entry.state is State.RESERVED):
         raise InvariantError(f"slot {slot} has {entry.pins} pins while {entry.state}")
     if entry.parent is not None:
         above = index._entries.get(entry.parent)

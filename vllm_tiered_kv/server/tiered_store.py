@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
@@ -40,6 +41,8 @@ Ready = Callable[[int, "Held | None"], None]
 """Called once for each position of a fetch: the block, held for the receiver, or None."""
 
 _READ_AT_ONCE = 8  # blocks: what keeps a disk busy, and the first to come do not wait for many
+_WAIT_FOR_ROOM_S = 1.0  # while all of the memory is in use
+_LOOK_FOR_ROOM_S = 0.002
 
 _MEMORY, _SSD, _BACKING = Tier.MEMORY.value, Tier.SSD.value, Tier.BACKING.value
 
@@ -64,6 +67,7 @@ class TieredStore:
             huge_pages,
             lambda key: self._lower.may_leave_memory(StoreKey(key)),
             lambda key, nbytes: self._lower.left_memory(StoreKey(key)),
+            None if ssd is None else lambda key: ssd.contains([StoreKey(key)])[0],
         )
         self._prefaulter = Prefaulter(self.memory.arena.region) if prefault else None
         self.ssd = ssd
@@ -208,7 +212,10 @@ class TieredStore:
         most = _READ_AT_ONCE if self._slower[number][1] is self.ssd else 1
         for start in range(0, len(keys), most):
             some = keys[start : start + most]
-            self._in_pool(partial(self._read, number, some), partial(self._answer, some))
+            self._in_pool(
+                partial(self._read, number, some, time.monotonic() + _WAIT_FOR_ROOM_S),
+                partial(self._answer, some),
+            )
 
     def _may_be_slower(self, keys: Sequence[StoreKey]) -> list[bool]:
         """What is worth a look in the pool: the SSD's index is in memory, a backing store's not."""
@@ -225,17 +232,27 @@ class TieredStore:
         except Exception:
             logger.exception("a block could not be handed over")
 
-    def _read(self, number: int, keys: Sequence[StoreKey]) -> None:
+    def _read(self, number: int, keys: Sequence[StoreKey], until: float) -> None:
         """Reads blocks into memory, in the pool, and answers everybody who waits for those that the
-        tier has; the others are sought further on."""
+        tier has; the others are sought further on. What finds no room is tried again for a while:
+        clients take what was sent to them."""
         missing: list[StoreKey] = []
+        waiting: list[StoreKey] = []
         try:
-            missing = self._promote(number, keys)
+            missing, waiting = self._promote(number, keys)
         except Exception:  # a bug here must not leave the waiters without an answer
             logger.exception("blocks could not be read; they count as misses")
-        elsewhere = set(missing)
-        self._answer([key for key in keys if key not in elsewhere])
+        if waiting and time.monotonic() >= until:
+            self._recorder.add(names.NOT_PROMOTED, len(waiting), self._slower[number][0])
+            waiting = []
+        unanswered = {*missing, *waiting}
+        self._answer([key for key in keys if key not in unanswered])
         self._read_from(number + 1, missing)
+        if waiting:
+            time.sleep(_LOOK_FOR_ROOM_S)
+            self._in_pool(
+                partial(self._read, number, waiting, until), partial(self._answer, waiting)
+            )
 
     def _answer(self, keys: Sequence[StoreKey]) -> None:
         with self._lock:
@@ -244,10 +261,14 @@ class TieredStore:
         for (_, position, ready), block in zip(waiting, held, strict=True):
             self._tell(position, block, ready)
 
-    def _promote(self, number: int, keys: Sequence[StoreKey]) -> list[StoreKey]:
-        """Brings blocks into memory; says which of them this tier does not have whole."""
+    def _promote(
+        self, number: int, keys: Sequence[StoreKey]
+    ) -> tuple[list[StoreKey], list[StoreKey]]:
+        """Brings blocks into memory; says which of them this tier does not have whole, and which
+        find no room."""
         tier, store = self._slower[number]
         missing: list[StoreKey] = []
+        waiting: list[StoreKey] = []
         slots: list[Held] = []  # reserved and neither committed nor given back
         try:
             facts: list[BlockFacts] = []
@@ -259,11 +280,13 @@ class TieredStore:
                 if isinstance(slot, Held):
                     slots.append(slot)
                     facts.append(known)
-                elif slot is not PutResult.PRESENT or self.memory.lookup(key) is not Lookup.HIT:
+                elif slot is not PutResult.PRESENT:
+                    waiting.append(key)
+                elif self.memory.lookup(key) is not Lookup.HIT:
                     self._recorder.add(names.NOT_PROMOTED, 1, tier)
                 # else it came by another way meanwhile
             if not slots:
-                return missing
+                return missing, waiting
             found = store.get([slot.key for slot in slots], [slot.view for slot in slots])
             promoted = 0
             for good, known in zip(found, facts, strict=True):
@@ -278,7 +301,7 @@ class TieredStore:
         finally:
             for slot in slots:
                 self.memory.abort(slot)
-        return missing
+        return missing, waiting
 
     # ---- in -------------------------------------------------------------------------------------
 

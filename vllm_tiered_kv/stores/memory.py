@@ -70,12 +70,13 @@ class MemoryStore:
         huge_pages: bool = False,
         may_evict: Callable[[bytes], bool] = lambda key: True,
         on_evict: Callable[[bytes, int], None] = lambda key, nbytes: None,
+        is_below: Callable[[bytes], bool] | None = None,
     ) -> None:
-        """Both callbacks run under this store's lock; see BlockIndex."""
+        """The callbacks run under this store's lock; see BlockIndex."""
         self.arena = SharedArena.create(capacity_bytes, huge_pages)
         capacity = self.arena.capacity_bytes
         self._geometry = SlabGeometry(capacity, default_slab(capacity, PAGE), PAGE)
-        self._index = BlockIndex(self._geometry, eviction, self._evicted, may_evict)
+        self._index = BlockIndex(self._geometry, eviction, self._evicted, may_evict, is_below)
         self._on_evict = on_evict
         self._classes: dict[tuple[bytes, int], int] = {}  # (namespace, slot bytes) -> class
         self._readable: dict[StoreKey, Held] = {}
