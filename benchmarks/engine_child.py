@@ -89,9 +89,13 @@ class Engine:
             time.sleep(0.001)
 
     def forget_device(self) -> None:
+        """Also what the blocks hold: a prompt often gets the same ones again, and a connector that
+        has loaded nothing would seem to be right."""
         self.settle()
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("blocks are still in use: the prefix cache cannot be reset")
+        for cache in self._core.model_executor.driver_worker.worker.model_runner.kv_caches:
+            cache.zero_()
 
     def set_chunk(self, tokens: int) -> None:
         most = self._scheduler.scheduler_config.max_num_batched_tokens

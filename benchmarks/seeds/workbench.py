@@ -102,7 +102,8 @@ class Workbench:
         first: list[EngineSpec] = []
         rest: list[EngineSpec] = []
         for spec in specs:
-            model = json.dumps(spec.model, sort_keys=True)
+            weights = spec.options.get("quantization")
+            model = json.dumps([spec.model, weights], sort_keys=True)
             (rest if model in self._compiled else first).append(spec)
             self._compiled.add(model)
         at_once = _STARTS_AT_ONCE_TINY if self.tiny else _STARTS_AT_ONCE

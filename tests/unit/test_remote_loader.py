@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import threading
 import time
@@ -137,3 +138,24 @@ def test_borrowed_blocks_that_changed_are_not_used(loads: Loads) -> None:
     loads.channel.copied = overwrite
     loads.start(KEYS[:4])
     assert loads.wait() == "blocks changed while they were copied"
+
+
+@pytest.mark.parametrize("way", ["tcp", "ipc"])
+def test_memory_to_land_in_is_there_before_the_first_load(daemon: DaemonProcess, way: str) -> None:
+    """Where blocks come over a network; mapped memory needs none."""
+    opened: list[int] = []
+
+    def open_landing(nbytes: int) -> Arena:
+        opened.append(nbytes)
+        return Arena(nbytes)
+
+    address = daemon.endpoint if way == "tcp" else daemon.ipc
+    with contextlib.closing(RemoteStore(address, IDENTITY)) as store:
+        regions = SharedRegions({}, None, None)
+        channel = CpuChannel({}, 1)
+        loader = RemoteLoader(
+            {address: store}, SHARD, regions, lambda: channel, open_landing, 2 << 20, 2, 20.0
+        )
+        loader.close()  # once all its threads have come to where they wait
+        regions.close()
+    assert opened == ([1 << 20] * 2 if way == "tcp" else [])

@@ -56,6 +56,7 @@ class RemoteLoader:
         self._shard = shard
         self._regions = regions
         self._open_landing = open_landing
+        self._lands = not all(address.startswith("ipc://") for address in stores)
         self._timeout_s = timeout_s
         self._closing = False
         largest = max(map(aligned, shard.block_bytes.values()))
@@ -112,6 +113,12 @@ class RemoteLoader:
 
     def _work(self, channel: Channel) -> None:
         landing: Arena | None = None
+        if self._lands:
+            # Taken and pinned now: the first load would pay for it.
+            try:
+                landing = self._open_landing(self._piece_bytes)
+            except TieredKVError:
+                logger.exception("no memory to land in; it is asked for again by a load")
         while (item := self._pieces.get()) is not None:
             load, piece = item
             ended = False
