@@ -209,3 +209,22 @@ def test_what_finds_no_room_waits_for_some(tmp_path: Path) -> None:
     assert [found[position] for position in range(len(absent))] == [block(n, SIZE) for n in absent]
     assert tiers.total(names.NOT_PROMOTED, Tier.SSD) == 0
     tiers.store.close()
+
+
+def test_what_was_read_stays_until_it_is_handed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may want room just then, and a block that was read last is the end of its chain."""
+    tiers = Tiers(tmp_path, with_backing=False, memory=32 * SIZE)
+    memory, hold = tiers.store.memory, tiers.store.memory.hold
+
+    def hold_in_a_crowd(keys: Sequence[StoreKey], touch: bool = True) -> list[Held | None]:
+        slots = [memory.reserve(key(2000 + n), None, SIZE) for n in range(40)]
+        for slot in slots:
+            if isinstance(slot, Held):
+                memory.abort(slot)
+        return hold(keys, touch)
+
+    monkeypatch.setattr(memory, "hold", hold_in_a_crowd)
+    assert tiers.fetch(range(8)) == contents(8)
+    tiers.store.close()

@@ -88,19 +88,27 @@ def test_the_block_a_new_one_follows_is_not_evicted_for_it() -> None:
 def test_a_chain_passes_through_a_tier_that_is_shorter(eviction: str) -> None:
     """Over a slower tier heads may leave, as far as they are there and nobody uses them."""
     below: set[bytes] = set()
+    offered: list[bytes] = []
     gone: list[bytes] = []
+
+    def may_evict(name: bytes) -> bool:
+        if name not in below:
+            offered.append(name)
+        return name in below
+
     geometry = ArenaGeometry(8 * 64, (64,))
     index = BlockIndex(
-        geometry, eviction, lambda name, _: gone.append(name), is_below=below.__contains__
+        geometry, eviction, lambda name, _: gone.append(name), may_evict, below.__contains__
     )
     chain = [tuple(range(depth)) for depth in range(1, 21)]
     for path in chain[:8]:
         assert store(index, *path) is not None
     assert store(index, *chain[8]) is None, "none of them is anywhere else"
+    assert set(offered) == {key(*path) for path in chain[:8]}, "but all of them may be soon"
     below.update(key(*path) for path in chain[:8])
     used = index.pin([key(*chain[0]), key(*chain[7])])
     assert store(index, *chain[8]) is not None
-    assert gone == [key(*chain[1])], "the coldest that is not in use"
+    assert gone == [key(*chain[6])], "the nearest that is not in use"
     index.unpin(used)
     for path in chain[9:]:
         below.add(key(*path[:-1]))

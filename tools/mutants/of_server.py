@@ -153,7 +153,7 @@ SERVER = (
     ),
     Mutation(
         "damaged-block-promoted",
-        "server/tiered_store.py",
+        "server/way_up.py",
         "if not good:\n",
         "if not slot:\n",
         "a block that the SSD lost is served as whatever the slot held",
@@ -161,15 +161,15 @@ SERVER = (
     ),
     Mutation(
         "slots-of-a-failed-read-stay-reserved",
-        "server/tiered_store.py",
-        "            for slot in slots:\n                self.memory.abort(slot)\n",
+        "server/way_up.py",
+        "            for slot in slots:\n                self._memory.abort(slot)\n",
         "            pass\n",
         "a tier that fails takes the memory with it",
         ("tests/daemon/test_way_up.py",),
     ),
     Mutation(
         "hits-wait-for-the-tier-below",
-        "server/tiered_store.py",
+        "server/way_up.py",
         "        unanswered = {*missing, *waiting}\n",
         "        missing = list(keys) if missing else []\n        unanswered = set(missing)\n",
         "a shared file system that hangs takes the SSD with it",
@@ -177,10 +177,18 @@ SERVER = (
     ),
     Mutation(
         "no-room-is-a-miss-at-once",
-        "server/tiered_store.py",
-        "        if waiting and time.monotonic() >= until:\n",
+        "server/way_up.py",
+        "        if waiting and now >= max(refused_at, self._room_at) + _WAIT_FOR_ROOM_S:\n",
         "        if waiting:\n",
         "a load that is larger than the memory fails",
+        ("tests/daemon/test_way_up.py",),
+    ),
+    Mutation(
+        "what-was-read-may-leave-before-it-is-handed-over",
+        "server/way_up.py",
+        "known.checksum, hold=True):\n                    held.append(slot)\n",
+        "known.checksum):\n                    pass\n",
+        "a load that is larger than the memory fails now and then",
         ("tests/daemon/test_way_up.py",),
     ),
     Mutation(
@@ -193,7 +201,7 @@ SERVER = (
     ),
     Mutation(
         "damaged-block-not-sought-below",
-        "server/tiered_store.py",
+        "server/way_up.py",
         "                    missing.append(slot.key)\n",
         "                    pass\n",
         "a block that a slower tier has whole is recomputed",

@@ -6,7 +6,8 @@ that is removed while pinned (or while still being written) becomes *detached*: 
 any more, and its slot returns when the last user lets go.
 
 Blocks of a chain are linked to the block before them. A block with followers never leaves before
-them, so what remains of a prefix is always its useful end: the head.
+them, so what remains of a prefix is always its useful end: the head. Only over a slower tier that
+has it, and where nothing else can leave, one does.
 
 Size classes may belong to owners with a quota. An owner at its quota makes room among its own
 blocks; others cannot be pushed out by it.
@@ -18,6 +19,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, KeysView, S
 from contextlib import closing, contextmanager
 from itertools import islice
 
+from vllm_tiered_kv.cache.chain_cut import MOST_TAILS, block_to_cut_at
 from vllm_tiered_kv.cache.index_entry import Entry, State
 from vllm_tiered_kv.cache.slots import SlotPool
 from vllm_tiered_kv.core.arena_geometry import Geometry, SlabGeometry
@@ -186,7 +188,7 @@ class BlockIndex:
         if slot is None:
             with self._kept(parent_key):
                 slot = self._make_free(size_class, 1 + more)
-            if slot is None and self._evict_heads(size_class):
+            if slot is None and self._cut_chain(size_class, parent_key):
                 slot = self._pool.allocate(size_class)
             if slot is None:
                 return None
@@ -387,23 +389,18 @@ class BlockIndex:
                 count += 1
         return count
 
-    def _evict_heads(self, size_class: int) -> bool:
-        """When nothing else can leave, such as for a chain that is longer than the tier: the
-        coldest blocks that a slower tier has, whatever follows them. Many at a time, since all of
-        them have to be looked at."""
+    def _cut_chain(self, size_class: int, parent_key: bytes | None) -> bool:
+        """Where every leaf is in use: see `chain_cut`."""
         if self._is_below is None:
             return False
-        entries = self._entries
-        idle = [slot for slot in self._policies[size_class].slots() if not entries[slot].pins]
-        idle.sort(key=lambda slot: entries[slot].used)
-        left = 0
-        for slot in idle:
-            if self._is_below(entries[slot].key):
-                self._evict(slot)
-                left += 1
-                if left > len(idle) // 8:
-                    break
-        return left > 0
+        with closing(self._policies[size_class].candidates()) as leaves:
+            tails = list(islice(leaves, MOST_TAILS))
+        if parent_key in self._slot_of:
+            tails.insert(0, self._slot_of[parent_key])
+        slot = block_to_cut_at(self._entries, tails, size_class, self._is_below, self._may_evict)
+        if slot is not None:
+            self._evict(slot)
+        return slot is not None
 
     def _coldest(self, size_class: int) -> int | None:
         with closing(self._leaving(size_class)) as victims:

@@ -117,7 +117,7 @@ class RemoteLoader:
             # Taken and pinned now: the first load would pay for it.
             try:
                 landing = self._open_landing(self._piece_bytes)
-            except TieredKVError:
+            except Exception:  # without this thread loads would never be answered
                 logger.exception("no memory to land in; it is asked for again by a load")
         while (item := self._pieces.get()) is not None:
             load, piece = item

@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 
 from vllm_tiered_kv.core.store import (
-    BlockFacts,
     Durability,
     LowerStore,
     PutItem,
@@ -26,23 +24,17 @@ from vllm_tiered_kv.core.store import (
     StoreKey,
     StoreUsage,
 )
-from vllm_tiered_kv.core.tiers import Lookup, Tier
+from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.device.prefaulter import Prefaulter
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.locator import LOOKUPS_AT_ONCE, Located, Locator
 from vllm_tiered_kv.server.lower_tiers import LowerTiers
+from vllm_tiered_kv.server.way_up import Ready, WayUp
 from vllm_tiered_kv.stores.memory import Held, MemoryStore
 from vllm_tiered_kv.stores.ssd.store import SsdStore
 
 logger = logging.getLogger(__name__)
-
-Ready = Callable[[int, "Held | None"], None]
-"""Called once for each position of a fetch: the block, held for the receiver, or None."""
-
-_READ_AT_ONCE = 8  # blocks: what keeps a disk busy, and the first to come do not wait for many
-_WAIT_FOR_ROOM_S = 1.0  # while all of the memory is in use
-_LOOK_FOR_ROOM_S = 0.002
 
 _MEMORY, _SSD, _BACKING = Tier.MEMORY.value, Tier.SSD.value, Tier.BACKING.value
 
@@ -82,7 +74,7 @@ class TieredStore:
         queue_bytes = write_queue_bytes or memory_bytes // 4
         self._lower = LowerTiers(self.memory, self._slower, backing, recorder, queue_bytes)
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="tiered-kv-io")
-        self._reading: dict[StoreKey, list[tuple[int, Ready]]] = {}
+        self._way_up = WayUp(self.memory, self._slower, ssd, backing, recorder, self._in_pool)
         self._lock = threading.Lock()
         self._fills: set[Future[None]] = set()  # of blocks that were received
         self._to_flush: list[Callable[[], None]] = []
@@ -186,122 +178,7 @@ class TieredStore:
 
     def fetch_slower(self, wanted: Sequence[tuple[int, StoreKey]], ready: Ready) -> None:
         """As `fetch`, for (position, key) of blocks that are not in memory."""
-        may_be_here = self._may_be_slower([key for _, key in wanted])
-        to_read: list[StoreKey] = []
-        misses: list[int] = []
-        for (n, key), may_be in zip(wanted, may_be_here, strict=True):
-            if not may_be:
-                misses.append(n)
-                continue
-            with self._lock:
-                waiters = self._reading.setdefault(key, [])
-                waiters.append((n, ready))
-                if len(waiters) == 1:
-                    to_read.append(key)
-        self._read_from(0, to_read)
-        for n in misses:
-            self._tell(n, None, ready)
-
-    def _read_from(self, number: int, keys: Sequence[StoreKey]) -> None:
-        """Has the pool read blocks from one of the slower tiers."""
-        if number == len(self._slower):
-            self._answer(keys)
-            return
-        # The threads of the disk gain from a batch. What lies behind may hang, and is asked for
-        # each block by itself, so that none waits for another.
-        most = _READ_AT_ONCE if self._slower[number][1] is self.ssd else 1
-        for start in range(0, len(keys), most):
-            some = keys[start : start + most]
-            self._in_pool(
-                partial(self._read, number, some, time.monotonic() + _WAIT_FOR_ROOM_S),
-                partial(self._answer, some),
-            )
-
-    def _may_be_slower(self, keys: Sequence[StoreKey]) -> list[bool]:
-        """What is worth a look in the pool: the SSD's index is in memory, a backing store's not."""
-        if self.ssd is None or self.backing is not None:
-            return [bool(self._slower)] * len(keys)
-        return self.ssd.contains(keys) if keys else []
-
-    def _tell(self, position: int, block: Held | None, ready: Ready) -> None:
-        """One who fails to listen keeps no other from its answer."""
-        if block is None:
-            self._recorder.add(names.MISSES, 1)
-        try:
-            ready(position, block)
-        except Exception:
-            logger.exception("a block could not be handed over")
-
-    def _read(self, number: int, keys: Sequence[StoreKey], until: float) -> None:
-        """Reads blocks into memory, in the pool, and answers everybody who waits for those that the
-        tier has; the others are sought further on. What finds no room is tried again for a while:
-        clients take what was sent to them."""
-        missing: list[StoreKey] = []
-        waiting: list[StoreKey] = []
-        try:
-            missing, waiting = self._promote(number, keys)
-        except Exception:  # a bug here must not leave the waiters without an answer
-            logger.exception("blocks could not be read; they count as misses")
-        if waiting and time.monotonic() >= until:
-            self._recorder.add(names.NOT_PROMOTED, len(waiting), self._slower[number][0])
-            waiting = []
-        unanswered = {*missing, *waiting}
-        self._answer([key for key in keys if key not in unanswered])
-        self._read_from(number + 1, missing)
-        if waiting:
-            time.sleep(_LOOK_FOR_ROOM_S)
-            self._in_pool(
-                partial(self._read, number, waiting, until), partial(self._answer, waiting)
-            )
-
-    def _answer(self, keys: Sequence[StoreKey]) -> None:
-        with self._lock:
-            waiting = [(key, *waiter) for key in keys for waiter in self._reading.pop(key, [])]
-        held = self.memory.hold([key for key, _, _ in waiting])
-        for (_, position, ready), block in zip(waiting, held, strict=True):
-            self._tell(position, block, ready)
-
-    def _promote(
-        self, number: int, keys: Sequence[StoreKey]
-    ) -> tuple[list[StoreKey], list[StoreKey]]:
-        """Brings blocks into memory; says which of them this tier does not have whole, and which
-        find no room."""
-        tier, store = self._slower[number]
-        missing: list[StoreKey] = []
-        waiting: list[StoreKey] = []
-        slots: list[Held] = []  # reserved and neither committed nor given back
-        try:
-            facts: list[BlockFacts] = []
-            for key, known in zip(keys, store.describe(keys), strict=True):
-                if known is None:
-                    missing.append(key)
-                    continue
-                slot = self.memory.reserve(key, known.parent, known.nbytes)
-                if isinstance(slot, Held):
-                    slots.append(slot)
-                    facts.append(known)
-                elif slot is not PutResult.PRESENT:
-                    waiting.append(key)
-                elif self.memory.lookup(key) is not Lookup.HIT:
-                    self._recorder.add(names.NOT_PROMOTED, 1, tier)
-                # else it came by another way meanwhile
-            if not slots:
-                return missing, waiting
-            found = store.get([slot.key for slot in slots], [slot.view for slot in slots])
-            promoted = 0
-            for good, known in zip(found, facts, strict=True):
-                slot = slots.pop(0)
-                if not good:
-                    self.memory.abort(slot)
-                    missing.append(slot.key)
-                elif self.memory.commit(slot, known.checksum):
-                    promoted += 1
-            self._recorder.add(names.HITS, promoted, tier)
-            self._recorder.add(names.PROMOTED, promoted, tier)
-        finally:
-            for slot in slots:
-                self.memory.abort(slot)
-        return missing, waiting
+        self._way_up.fetch(wanted, ready)
 
     # ---- in -------------------------------------------------------------------------------------
 

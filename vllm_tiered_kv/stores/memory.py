@@ -343,8 +343,9 @@ class MemoryStore:
             return PutResult.FAILED
         return PutResult.STORED if self.commit(slot, actual) else PutResult.DROPPED
 
-    def commit(self, slot: Held, checksum: int) -> bool:
-        """Makes the block readable; False when it was deleted while being written."""
+    def commit(self, slot: Held, checksum: int, hold: bool = False) -> bool:
+        """Makes the block readable; False when it was deleted while being written. `hold`: it stays
+        until `let_go`, before anybody else can make it leave."""
         with self._lock:
             generation = self.arena.next_generation(slot.offset)
             if not self._index.commit(slot.slot):
@@ -353,6 +354,8 @@ class MemoryStore:
             self._readable[key] = Held(
                 key, parent, number, offset, nbytes, generation, checksum, view
             )
+            if hold:
+                self._index.pin_slots([number])
             return True
 
     def abort(self, slot: Held) -> None:

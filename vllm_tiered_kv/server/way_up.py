@@ -1,0 +1,183 @@
+"""The way up: blocks of slower tiers are read into memory and handed over from there.
+
+Whoever asks for a block that is being read waits for it with the others. A block that finds no room
+waits for some: all of the memory may be in use by clients that are about to take what was sent.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from vllm_tiered_kv.core.store import BlockFacts, LowerStore, PutResult, StoreKey
+from vllm_tiered_kv.core.tiers import Lookup
+from vllm_tiered_kv.metrics import server_names as names
+from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.stores.memory import Held, MemoryStore
+
+logger = logging.getLogger(__name__)
+
+Ready = Callable[[int, "Held | None"], None]
+"""Called once for each position of a fetch: the block, held for the receiver, or None."""
+
+InPool = Callable[[Callable[[], None], Callable[[], None]], None]
+"""Does the first in a pool of threads; the second is called instead if that cannot be."""
+
+_READ_AT_ONCE = 8  # blocks: what keeps a disk busy, and the first to come do not wait for many
+_WAIT_FOR_ROOM_S = 1.0  # while all of the memory is in use, and nobody finds any
+_LOOK_FOR_ROOM_S = 0.01  # between two looks
+_LOOK_AGAIN_FAR_S = 0.1  # of blocks in a backing store, which is asked again for each
+
+
+class WayUp:
+    def __init__(
+        self,
+        memory: MemoryStore,
+        slower: Sequence[tuple[str, LowerStore]],
+        ssd: LowerStore | None,
+        backing: LowerStore | None,
+        recorder: Recorder,
+        in_pool: InPool,
+    ) -> None:
+        """`slower` has the tiers below memory with their names, fastest first."""
+        self._memory = memory
+        self._slower = slower
+        self._ssd = ssd
+        self._backing = backing
+        self._recorder = recorder
+        self._in_pool = in_pool
+        self._reading: dict[StoreKey, list[tuple[int, Ready]]] = {}
+        self._lock = threading.Lock()
+        self._room_at = 0.0  # when a read found some
+
+    def fetch(self, wanted: Sequence[tuple[int, StoreKey]], ready: Ready) -> None:
+        """Brings (position, key) into memory and hands each to `ready`, in no particular order."""
+        may_be_here = self._may_be_slower([key for _, key in wanted])
+        to_read: list[StoreKey] = []
+        misses: list[int] = []
+        for (n, key), may_be in zip(wanted, may_be_here, strict=True):
+            if not may_be:
+                misses.append(n)
+                continue
+            with self._lock:
+                waiters = self._reading.setdefault(key, [])
+                waiters.append((n, ready))
+                if len(waiters) == 1:
+                    to_read.append(key)
+        self._read_from(0, to_read)
+        for n in misses:
+            self._tell(n, None, ready)
+
+    def _read_from(self, number: int, keys: Sequence[StoreKey]) -> None:
+        """Has the pool read blocks from one of the slower tiers."""
+        if number == len(self._slower):
+            self._answer(keys)
+            return
+        # The threads of the disk gain from a batch. What lies behind may hang, and is asked for
+        # each block by itself, so that none waits for another.
+        most = _READ_AT_ONCE if self._slower[number][1] is self._ssd else 1
+        for start in range(0, len(keys), most):
+            some = keys[start : start + most]
+            self._in_pool(partial(self._read, number, some), partial(self._answer, some))
+
+    def _may_be_slower(self, keys: Sequence[StoreKey]) -> list[bool]:
+        """What is worth a look in the pool: the SSD's index is in memory, a backing store's not."""
+        if self._ssd is None or self._backing is not None:
+            return [bool(self._slower)] * len(keys)
+        return self._ssd.contains(keys) if keys else []
+
+    def _tell(self, position: int, block: Held | None, ready: Ready) -> None:
+        """One who fails to listen keeps no other from its answer."""
+        if block is None:
+            self._recorder.add(names.MISSES, 1)
+        try:
+            ready(position, block)
+        except Exception:
+            logger.exception("a block could not be handed over")
+
+    def _read(self, number: int, keys: Sequence[StoreKey], refused_at: float | None = None) -> None:
+        """Reads blocks into memory, in the pool, and answers everybody who waits for those that the
+        tier has; the others are sought further on. What finds no room is tried again for a while:
+        clients take what was sent to them."""
+        missing: list[StoreKey] = []
+        waiting: list[StoreKey] = []
+        held: list[Held] = []  # so that they are still there to be handed over
+        try:
+            self._promote(number, keys, missing, waiting, held)
+        except Exception:  # a bug here must not leave the waiters without an answer
+            logger.exception("blocks could not be read; they count as misses")
+        now = time.monotonic()
+        if held:
+            self._room_at = now
+        if refused_at is None:
+            refused_at = now
+        if waiting and now >= max(refused_at, self._room_at) + _WAIT_FOR_ROOM_S:
+            self._recorder.add(names.NOT_PROMOTED, len(waiting), self._slower[number][0])
+            waiting.clear()
+        unanswered = {*missing, *waiting}
+        self._answer([key for key in keys if key not in unanswered])
+        self._memory.let_go(held)
+        self._read_from(number + 1, missing)
+        if waiting:
+            is_ssd = self._slower[number][1] is self._ssd
+            time.sleep(_LOOK_FOR_ROOM_S if is_ssd else _LOOK_AGAIN_FAR_S)
+            again = partial(self._read, number, waiting, refused_at)
+            self._in_pool(again, partial(self._answer, waiting))
+
+    def _answer(self, keys: Sequence[StoreKey]) -> None:
+        with self._lock:
+            waiting = [(key, *waiter) for key in keys for waiter in self._reading.pop(key, [])]
+        held = self._memory.hold([key for key, _, _ in waiting])
+        for (_, position, ready), block in zip(waiting, held, strict=True):
+            self._tell(position, block, ready)
+
+    def _promote(
+        self,
+        number: int,
+        keys: Sequence[StoreKey],
+        missing: list[StoreKey],
+        waiting: list[StoreKey],
+        held: list[Held],
+    ) -> None:
+        """Brings blocks into memory, where they are held; adds to the lists which of them this tier
+        does not have whole, and which find no room."""
+        tier, store = self._slower[number]
+        slots: list[Held] = []  # reserved and neither committed nor given back
+        try:
+            facts: list[BlockFacts] = []
+            is_full = False
+            for key, known in zip(keys, store.describe(keys), strict=True):
+                if known is None:
+                    missing.append(key)
+                    continue
+                slot = (
+                    PutResult.DROPPED
+                    if is_full  # looking for room takes time, and others wait for the memory
+                    else self._memory.reserve(key, known.parent, known.nbytes)
+                )
+                if isinstance(slot, Held):
+                    slots.append(slot)
+                    facts.append(known)
+                elif slot is not PutResult.PRESENT or self._memory.lookup(key) is not Lookup.HIT:
+                    waiting.append(key)
+                    is_full = is_full or slot is PutResult.DROPPED
+                # else it came by another way meanwhile
+            if not slots:
+                return
+            found = store.get([slot.key for slot in slots], [slot.view for slot in slots])
+            before = len(held)
+            for good, known in zip(found, facts, strict=True):
+                slot = slots.pop(0)
+                if not good:
+                    self._memory.abort(slot)
+                    missing.append(slot.key)
+                elif self._memory.commit(slot, known.checksum, hold=True):
+                    held.append(slot)
+            self._recorder.add(names.HITS, len(held) - before, tier)
+            self._recorder.add(names.PROMOTED, len(held) - before, tier)
+        finally:
+            for slot in slots:
+                self._memory.abort(slot)
