@@ -4,8 +4,8 @@
 
 fio does the same transfers: as many blocks of the same size, O_DIRECT, a file that is reserved
 before. Its runs and ours alternate; ratios are those of the medians. The store is used as a daemon
-uses it, by a few callers with a batch of blocks each. Writing includes making everything durable at
-the end, for both. fio runs twice: with as many threads as the store has, each of which reuses one
+uses it: as many callers, with batches as large. Writing includes making everything durable at the
+end, for both. fio runs twice: with as many threads as the store has, each of which reuses one
 buffer (psync); and with as many callers and places in memory as we use (libaio), because where a
 disk is virtual its bytes are copied, and a buffer that stays in the cache is filled faster than
 blocks that all go to places of their own. Recovery opens a folder whose index says 100 GB of blocks
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import errno
 import json
+import math
 import mmap
 import os
 import random
@@ -45,13 +46,19 @@ from vllm_tiered_kv.stores.ssd.store import SsdStore
 
 KIB, MIB = 1 << 10, 1 << 20
 BLOCK_BYTES = {"Qwen2.5-3B": 576 * KIB, "Llama-3.1-8B": 2 * MIB, "Qwen2.5-32B": 4 * MIB}
-BATCH = 32  # blocks in one call
-CALLERS = 3
+# As `server.write_behind` and `server.tiered_store` do.
+WRITERS, WRITE_BYTES = 4, 16 * MIB
+READERS, READ_BLOCKS = 16, 8
 RECOVERED_BYTES = 100 * 10**9
 RECOVERED_BLOCK = 576 * KIB
 NAMESPACE = bytes(16)
 _KEPT_FREE = 256  # slots a full store may keep free
 _FIO_ACTIONS = (("write", "write"), ("read", "randread"), ("replace", "write"))
+
+
+def write_blocks(block: int) -> int:
+    """In one call."""
+    return max(1, WRITE_BYTES // block)
 
 
 def key(number: int) -> StoreKey:
@@ -72,15 +79,20 @@ class OwnRun:
         self.store = SsdStore(folder, space, io_threads=threads)
         budget = self.store._budget
         slots = budget.num_slabs * (budget.slab_bytes // block)
-        self.blocks = (slots - _KEPT_FREE) // BATCH * BATCH
+        self._batch = write_blocks(block)
+        whole = math.lcm(self._batch, READ_BLOCKS)
+        self.blocks = (slots - _KEPT_FREE) // whole * whole
         self.nbytes = self.blocks * block
         self._order = list(range(self.blocks))
         random.Random(0).shuffle(self._order)
-        self._buffers = [aligned_buffers(block) for _ in range(CALLERS)]
+        self._to_write = [aligned_buffers(block, self._batch) for _ in range(WRITERS)]
+        self._to_fill = [aligned_buffers(block, READ_BLOCKS) for _ in range(READERS)]
 
-    def _share_out(self, work: Callable[[list[memoryview], int], None]) -> None:
+    def _share_out(
+        self, places: list[list[memoryview]], work: Callable[[list[memoryview], int], None]
+    ) -> None:
         """Every batch once, by all callers together."""
-        starts = deque(range(0, self.blocks, BATCH))
+        starts = deque(range(0, self.blocks, len(places[0])))
 
         def caller(buffers: list[memoryview]) -> None:
             while True:
@@ -90,17 +102,17 @@ class OwnRun:
                     return
                 work(buffers, start)
 
-        with ThreadPoolExecutor(CALLERS) as pool:
-            for future in [pool.submit(caller, buffers) for buffers in self._buffers]:
+        with ThreadPoolExecutor(len(places)) as pool:
+            for future in [pool.submit(caller, buffers) for buffers in places]:
                 future.result()
 
     def write(self, first: int = 0) -> None:
         def put(buffers: list[memoryview], start: int) -> None:
-            keys = range(first + start, first + start + BATCH)
+            keys = range(first + start, first + start + len(buffers))
             items = [PutItem(key(n), None, buffer) for n, buffer in zip(keys, buffers, strict=True)]
-            assert self.store.put(items) == [PutResult.STORED] * BATCH
+            assert self.store.put(items) == [PutResult.STORED] * len(buffers)
 
-        self._share_out(put)
+        self._share_out(self._to_write, put)
         self.store.flush()
 
     def replace(self) -> None:
@@ -108,18 +120,18 @@ class OwnRun:
 
     def read(self) -> None:
         def get(buffers: list[memoryview], start: int) -> None:
-            keys = [key(number) for number in self._order[start : start + BATCH]]
+            keys = [key(number) for number in self._order[start : start + len(buffers)]]
             assert all(self.store.get(keys, buffers))
 
-        self._share_out(get)
+        self._share_out(self._to_fill, get)
 
 
-def aligned_buffers(block: int) -> list[memoryview]:
-    memory = mmap.mmap(-1, BATCH * block)
+def aligned_buffers(block: int, count: int) -> list[memoryview]:
+    memory = mmap.mmap(-1, count * block)
     for start in range(0, len(memory), MIB):
         memory[start : start + MIB] = random.randbytes(min(MIB, len(memory) - start))
     whole = memoryview(memory)
-    return [whole[at * block : (at + 1) * block] for at in range(BATCH)]
+    return [whole[at * block : (at + 1) * block] for at in range(count)]
 
 
 @dataclass(frozen=True)
@@ -152,9 +164,12 @@ def measure_speed(
     folder: Path, space: int, block: int, threads: int, repeats: int, with_fio: bool
 ) -> dict[str, Any]:
     runs: dict[str, list[float]] = {}
+    of_threads = FioKind("psync", threads, 1)
+    writing = FioKind("libaio", WRITERS, write_blocks(block))
+    reading = FioKind("libaio", READERS, READ_BLOCKS)
     kinds = {
-        "fio": FioKind("psync", threads, 1),
-        "fio_with_as_many_places": FioKind("libaio", CALLERS, BATCH),
+        "fio": (of_threads, of_threads),
+        "fio_with_as_many_places": (writing, reading),
     }
     if not with_fio:
         kinds.clear()
@@ -172,8 +187,9 @@ def measure_speed(
         add("replace", gb_per_s(nbytes, run.replace))
         run.store.close()
         shutil.rmtree(folder / "store")
-        for name, kind in kinds.items():
+        for name, (to_write, to_read) in kinds.items():
             for action, how in _FIO_ACTIONS:
+                kind = to_read if "read" in how else to_write
                 add(f"{name}_{action}", fio_gb_per_s(folder, how, nbytes, block, kind))
             (folder / "fio-data").unlink()
     row: dict[str, Any] = {"block_bytes": block, "bytes": nbytes, "direct_io": direct, "runs": runs}
