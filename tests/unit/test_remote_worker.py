@@ -86,7 +86,7 @@ def test_memory_to_land_in_is_pinned_before_it_is_used() -> None:
         lambda: (pin, unpin),
     )
     landing = io.loader._open_landing(300 << 20)
-    assert pinned == [300 << 20]
+    assert pinned.count(300 << 20) == 1, "in one piece"
     assert landing.ready_bytes == landing.nbytes
     landing.close()
     io.close()
