@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tools.mutants.mutation import Mutation
 
-_INDEX = ("tests/unit/test_index.py",)
+_INDEX = ("tests/unit/test_index.py", "tests/unit/test_durable_index.py")
 _LEDGER = ("tests/unit/test_ledger.py",)
 
 CACHE = (

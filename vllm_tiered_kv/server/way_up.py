@@ -142,8 +142,8 @@ class WayUp:
         waiting: list[StoreKey],
         held: list[Held],
     ) -> None:
-        """Brings blocks into memory, where they are held; adds to the lists which of them this tier
-        does not have whole, and which find no room."""
+        """Brings blocks into memory, where they are `held`; fills the empty lists with these, with
+        those that this tier does not have whole, and with those that find no room."""
         tier, store = self._slower[number]
         slots: list[Held] = []  # reserved and neither committed nor given back
         try:
@@ -168,7 +168,6 @@ class WayUp:
             if not slots:
                 return
             found = store.get([slot.key for slot in slots], [slot.view for slot in slots])
-            before = len(held)
             for good, known in zip(found, facts, strict=True):
                 slot = slots.pop(0)
                 if not good:
@@ -176,8 +175,8 @@ class WayUp:
                     missing.append(slot.key)
                 elif self._memory.commit(slot, known.checksum, hold=True):
                     held.append(slot)
-            self._recorder.add(names.HITS, len(held) - before, tier)
-            self._recorder.add(names.PROMOTED, len(held) - before, tier)
+            self._recorder.add(names.HITS, len(held), tier)
+            self._recorder.add(names.PROMOTED, len(held), tier)
         finally:
             for slot in slots:
                 self._memory.abort(slot)
