@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from tests.daemon.daemon_process import DaemonProcess
-from tests.engine.toy_asking import keys_of, total
+from tests.engine.toy_asking import ask, keys_of, total
 from tests.engine.toy_at_daemon import (
     REMOTE,
     TRANSPORTS,
@@ -44,6 +44,19 @@ from vllm_tiered_kv.wire.messages import (
 )
 
 pytestmark = pytest.mark.engine
+
+
+def test_daemons_are_reached_before_the_first_request(tiny_model: Path) -> None:
+    with FaultyDaemon() as daemon:
+        toy = engine_at(tiny_model, daemon.address, extra={"remote_connections": 3})
+        assert toy.scheduler.has_requests(), "an idle engine would not step"
+        toy.run()
+        # Three to load with, one to ask with.
+        eventually(lambda: daemon.ops().count("hello") == 4)
+        ask(toy, prompts(3, 1)[0], 1)
+        toy.assert_at_rest()
+        assert daemon.ops().count("hello") == 4
+        toy.close()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -81,6 +81,21 @@ def test_an_honest_daemon_is_understood(store: RemoteStore) -> None:
     assert store.contains([*KEYS[:2], *keys("other", 1)]) == [True, True, False]
 
 
+def test_connections_are_opened_ahead(daemon: FaultyDaemon, store: RemoteStore) -> None:
+    store.greet(3)
+    assert daemon.ops() == ["hello"] * 3
+    assert_served(store)
+    assert daemon.ops().count("hello") == 3
+
+
+def test_a_daemon_that_does_not_answer_a_greeting_is_no_error(daemon: FaultyDaemon) -> None:
+    daemon.fault = lambda *_: []
+    store = RemoteStore(daemon.address, IDENTITY, timeout_s=0.2, connect_timeout_s=5.0)
+    store.greet(3)
+    assert store.counts.failed_calls == 1
+    store.close()
+
+
 @pytest.mark.parametrize("kind", [Hello, Match, Get])
 def test_silence_is_a_miss(daemon: FaultyDaemon, store: RemoteStore, kind: type) -> None:
     daemon.fault = on(kind, lambda *_: [])

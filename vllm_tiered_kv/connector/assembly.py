@@ -87,6 +87,8 @@ def make_scheduler_half(
             # A daemon on this host holds them once for everybody, as near as the CPU tier.
             keep_copies=not all(address.startswith("ipc://") for address in config.remote),
         )
+        assert half.remote is not None
+        half.remote.greet()
     return half
 
 

@@ -56,7 +56,7 @@ class RemoteLoader:
         self._shard = shard
         self._regions = regions
         self._open_landing = open_landing
-        self._lands = not all(address.startswith("ipc://") for address in stores)
+        self._far = [a for a in stores if not a.startswith("ipc://")]
         self._timeout_s = timeout_s
         self._closing = False
         largest = max(map(aligned, shard.block_bytes.values()))
@@ -66,7 +66,7 @@ class RemoteLoader:
         # Made here, on the thread of the model: a device is current there.
         self._channels = [open_channel() for _ in range(threads)]
         self._threads = [
-            threading.Thread(target=self._work, args=(channel,), name=f"tiered-kv-fetch-{n}")
+            threading.Thread(target=self._work, args=(n, channel), name=f"tiered-kv-fetch-{n}")
             for n, channel in enumerate(self._channels)
         ]
         for thread in self._threads:
@@ -111,14 +111,8 @@ class RemoteLoader:
         blocks = max(1, nbytes // block)
         return [transfer.part(start, start + blocks) for start in range(0, len(transfer), blocks)]
 
-    def _work(self, channel: Channel) -> None:
-        landing: Arena | None = None
-        if self._lands:
-            # Taken and pinned now: the first load would pay for it.
-            try:
-                landing = self._open_landing(self._piece_bytes)
-            except Exception:  # without this thread loads would never be answered
-                logger.exception("no memory to land in; it is asked for again by a load")
+    def _work(self, number: int, channel: Channel) -> None:
+        landing = self._prepare(number)
         while (item := self._pieces.get()) is not None:
             load, piece = item
             ended = False
@@ -152,6 +146,16 @@ class RemoteLoader:
                     end(str(failure) or type(failure).__name__)
         if landing is not None:
             landing.close()
+
+    def _prepare(self, number: int) -> Arena | None:
+        """Does at the start what the first load would wait for; memory to land in, if any."""
+        try:
+            for address in self._far[number :: len(self._channels)]:
+                self._stores[address].greet(len(self._channels))
+            return self._open_landing(self._piece_bytes) if self._far else None
+        except Exception:  # without this thread loads would never be answered
+            logger.exception("loads could not be prepared; the first ones will take longer")
+            return None
 
     def _copy(self, channel: Channel, lent: Resident, end: Callable[[str | None], None]) -> None:
         blocks = lent.blocks

@@ -153,6 +153,12 @@ class RemoteLookups:
         self._desks: dict[str, LoanDesk] = {}
         self._desks_lock = threading.Lock()
 
+    def greet(self) -> None:
+        """Reaches for the daemons, so that the first lookup need not. Never waits."""
+        for server in self._cluster.stores.values():
+            if not _is_neighbour(server):  # whose memory is attached instead, when it is needed
+                self._pool.submit(server.greet)
+
     def start(
         self,
         keys: Sequence[Sequence[BlockKey]],
@@ -333,7 +339,7 @@ class RemoteLookups:
     def _match(
         self, server: RemoteStore, keys: list[BlockKey], nbytes: int, deadline: float
     ) -> tuple[int, Loan | None, Mapping[Tier, int]]:
-        is_neighbour = str(server.address).startswith("ipc://")
+        is_neighbour = _is_neighbour(server)
         if is_neighbour and nbytes:
             lent = self._desk(server).match(keys, self._ranks, nbytes, deadline)
             return (0, None, {}) if lent is None else (lent.count, lent.loan, lent.by_tier)
@@ -345,6 +351,10 @@ class RemoteLookups:
     def _desk(self, server: RemoteStore) -> LoanDesk:
         with self._desks_lock:
             return self._desks.setdefault(str(server.address), LoanDesk(server))
+
+
+def _is_neighbour(server: RemoteStore) -> bool:
+    return str(server.address).startswith("ipc://")
 
 
 def placed_runs(

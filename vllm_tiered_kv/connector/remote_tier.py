@@ -54,6 +54,10 @@ class RemoteTier:
         self._has_windows = any(group.window is not None for group in groups)
         self._arenas_of_rank: dict[int, frozenset[bytes]] = {}
 
+    def greet(self) -> None:
+        """Reaches for the daemons before the first request does. Never waits."""
+        self._lookups.greet()
+
     def begin(self, state: RequestState, limit: int) -> None:
         """Asks the daemons about a request that has just arrived, ahead of need."""
         self._ask(state, 0, limit)

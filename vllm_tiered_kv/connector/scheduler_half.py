@@ -130,7 +130,7 @@ class SchedulerHalf:
     ) -> None:
         """Adds the daemons' tiers behind the CPU tier; a block is all of its `shards`."""
         config = self._config
-        self._identity = identity
+        self._identity = self._next.identity = identity
         self.remote = RemoteTier(
             cluster,
             RemoteLookups(
@@ -272,6 +272,7 @@ class SchedulerHalf:
             or self.ledger.has_open_puts
             or (self.verification is not None and self.verification.has_open)
             or self._next.stores_before
+            or self._next.identity  # no step yet: workers reach for the daemons in the first one
             or self.stores.has_deferred
         )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,19 @@ class RemoteStore:
     @property
     def counts(self) -> RemoteCounts:
         return self._caller.counts
+
+    def greet(self, connections: int = 1) -> None:
+        """Opens so many connections for the calls to come: the first ones need not wait for it."""
+        end = self._deadline()
+
+        def hold(left: int) -> Callable[[Connection], None]:
+            def others(_: Connection) -> None:
+                if left > 1:
+                    self._caller.attempt(hold(left - 1), end)
+
+            return others
+
+        self._caller.attempt(hold(connections), end)
 
     # ---- questions ------------------------------------------------------------------------------
 
