@@ -114,7 +114,9 @@ def _table(group: dict[str, Any], samples: Samples, copy: dict[str, float] | Non
 def _of(tiers: list[dict[str, Any]], name: str) -> str:
     if not tiers:
         return number(None)
-    return f"{sum(t[name] for t in tiers)} of {sum(t['requests'] for t in tiers)}"
+    count, requests = (sum(tier[what] for tier in tiers) for what in (name, "requests"))
+    text = f"{count} of {requests}"
+    return text if count == requests else f"**{text}**"
 
 
 def plots(results: Results) -> list[Plot]:
@@ -139,10 +141,20 @@ def plots_of(result: Result) -> list[Plot]:
     return [plot for plot in made if plot is not None]
 
 
+def _is_right(mode: dict[str, Any]) -> bool:
+    tiers = [mode[kind] for kind in ("tier_hit", "tier_batch") if kind in mode]
+    return all(tier["equal"] == tier["requests"] for tier in tiers)
+
+
 def _bars(
     result: Result, modes: dict[str, dict[str, Any]], kind: str, title: str, limit: float | None
 ) -> Plot | None:
-    found = {mode: m[kind] for mode, m in modes.items() if kind in m and m[kind]["median"] > 0}
+    found = {
+        mode: m[kind]
+        for mode, m in modes.items()
+        # A time is worth nothing where the tokens are wrong.
+        if kind in m and m[kind]["median"] > 0 and _is_right(m)
+    }
     if not found:
         return None
     found = dict(sorted(found.items(), key=lambda item: item[1]["median"]))
