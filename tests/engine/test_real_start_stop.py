@@ -119,7 +119,8 @@ def serve(engine: RealEngine, at: str, seed: int) -> None:
     """Stores; loads from the engine's own memory, then from the daemon's."""
     rng = random.Random(seed)
     asked = [[rng.randrange(3, 1000) for _ in range(length)] for length in LENGTHS]
-    engine.ask([[3, 4, 5]])  # with the first step the worker opens its way to the daemon
+    engine.settle()  # nobody has asked yet: the worker opens its way to the daemon
+    assert engine.worker_half._remote is not None
     if at.startswith("ipc://"):
         regions = engine.worker_half._remote._regions
         eventually(lambda: regions.covers(at))

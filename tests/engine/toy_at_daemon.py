@@ -47,8 +47,7 @@ def serve(toy: ToyEngine, asked: list[list[int]], count: int = 5) -> None:
 
 
 def wait_attached(toy: ToyEngine, at: str) -> None:
-    """Steps once, so that the worker opens its way to the daemon, and waits for shared memory."""
-    toy.add([3], 1)
+    """Lets the worker open its way to the daemon, and waits for shared memory."""
     toy.run()
     regions = toy.worker.worker_half._remote._regions
     end = time.monotonic() + 30
