@@ -51,7 +51,10 @@ def _gauge(name: str, help: str) -> Metric:
     return Metric(name, Kind.GAUGE, ("tier",), help)
 
 
-HIT_TOKENS = _counter("hit_tokens", "Prompt tokens served by a tier instead of being computed.")
+HIT_TOKENS = _counter(
+    "hit_tokens",
+    "Prompt tokens that a tier serves instead of being computed, counted as a load begins.",
+)
 MISS_TOKENS = _counter("miss_tokens", "Prompt tokens in whole blocks no tier held.")
 RECOMPUTED_TOKENS = _counter(
     "recomputed_tokens", "Prompt tokens a tier held that were computed: expected to be faster."
