@@ -16,8 +16,29 @@ _WORKER = ("tests/unit/test_remote_worker.py",)
 _FAILED = ("tests/engine/test_failed_loads.py",)
 
 _REPLICAS = ("tests/engine/test_replica_ranks.py",)
+_FIRST_STEP = (
+    "tests/engine/test_remote_scheduling.py::test_daemons_are_reached_before_the_first_request",
+)
 
 CONNECTOR = (
+    Mutation(
+        "engine-that-waits-for-a-request",
+        "connector/scheduler_half.py",
+        "or self._next.identity ",
+        "or False ",
+        "the first request waits until ways to the daemons are open",
+        _FIRST_STEP,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "loader-that-greets-nobody",
+        "connector/remote_loader.py",
+        "self._stores[address].greet(len(self._channels))",
+        "pass",
+        "the first load waits for connections",
+        _FIRST_STEP,
+        Needs.VLLM,
+    ),
     Mutation(
         "replica-that-speaks-for-all",
         "connector/store_share.py",
