@@ -16,7 +16,7 @@ import pytest
 
 from tests.daemon.conftest import Connect, StartDaemon
 from tests.daemon.daemon_process import DaemonProcess
-from tests.daemon.raw_client import block, key
+from tests.daemon.raw_client import RawClient, block, key
 from vllm_tiered_kv.config import Eviction
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.server.options import ServerOptions, options_table, quota_of
@@ -316,23 +316,32 @@ def test_no_torch_no_vllm_and_little_else() -> None:
 
 
 _DAEMON_OF_A_FULL_DISK = """
+import errno, os
 from vllm_tiered_kv.server import cli
-from vllm_tiered_kv.server.tiered_store import TieredStore
+from vllm_tiered_kv.stores.ssd.disk import OsDisk
+
+write = OsDisk.write
 
 
-def drain(self, progress):
-    raise OSError("planted")
+def write_if_there_is_room(self, fd, data, offset):
+    if data.nbytes == 64 << 10:  # a block
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return write(self, fd, data, offset)
 
 
-TieredStore.drain = drain
+OsDisk.write, OsDisk.native = write_if_there_is_room, False
 raise SystemExit(cli.main())
 """
 
 
 def test_a_daemon_that_could_not_write_everything_says_so_and_fails(tmp_path: Path) -> None:
-    daemon = DaemonProcess(tmp_path, "--memory", "16MiB")
+    ssd = ("--ssd", str(tmp_path / "ssd"), "--ssd-space", "16MiB")
+    daemon = DaemonProcess(tmp_path, "--memory", "16MiB", *ssd)
     daemon.program = ["-c", _DAEMON_OF_A_FULL_DISK]
-    with daemon:
+    with daemon, RawClient(daemon.endpoint) as client:
+        client.hello(block_bytes=[64 << 10])
+        client.put({key(n): block(n, 64 << 10) for n in range(5)})
         assert daemon.terminate() == 1
+        assert "5 blocks could not be written to ssd" in daemon.logs
         assert "not everything could be written" in daemon.logs
         assert "everything is written" not in daemon.logs

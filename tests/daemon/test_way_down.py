@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -45,6 +46,7 @@ class GatedDisk(OsDisk):
         self.waiting = 0
         self.is_full = False
         self.flips_bits = False
+        self.pause_s = 0.0
 
     def read(self, fd: int, into: memoryview, offset: int) -> int:
         moved = super().read(fd, into, offset)
@@ -59,6 +61,7 @@ class GatedDisk(OsDisk):
             self.waiting += 1
             assert self.gate.wait(PATIENCE_S)
             self.waiting -= 1
+            time.sleep(self.pause_s)
         return super().write(fd, data, offset)
 
 
@@ -117,7 +120,7 @@ def test_a_block_deleted_while_flush_waits_for_room_stays_deleted(
     assert put(store, 1) is put(store, 2) is PutResult.STORED
     eventually(lambda: disk.waiting == 1)
     flushed, deleted = threading.Event(), threading.Event()
-    store.flush(flushed.set)
+    store.flush(lambda failed: flushed.set())
     assert ended.is_awaited.wait(PATIENCE_S), "the queue is not full"
     store.delete([key(2)], lambda count: deleted.set())
     assert deleted.wait(PATIENCE_S)
@@ -139,7 +142,7 @@ def test_a_block_deleted_while_it_is_written_stays_deleted(
     eventually(lambda: ended.is_awaited.is_set() or deleted.is_set())
     disk.gate.set()
     assert deleted.wait(PATIENCE_S)
-    store.flush(flushed.set)
+    store.flush(lambda failed: flushed.set())
     assert flushed.wait(PATIENCE_S)
     assert store.ssd is not None
     assert store.ssd.contains([key(1)]) == [False]
@@ -191,7 +194,7 @@ def test_flush_covers_what_was_only_received(store: TieredStore) -> None:
     store._pool.submit(busy.wait, PATIENCE_S)
     assert put(store, 1, Durability.RECEIVED) is PutResult.STORED
     flushed = threading.Event()
-    store.flush(flushed.set)
+    store.flush(lambda failed: flushed.set())
     threading.Timer(0.2, busy.set).start()
     assert flushed.wait(PATIENCE_S)
     assert store.ssd is not None
@@ -271,3 +274,70 @@ def test_a_full_disk_is_not_offered_everything_for_every_block(
     finally:
         disk.is_full = False
         tiered.close()
+
+
+def flush(store: TieredStore) -> list[str]:
+    answered = threading.Event()
+    answer: list[str] = []
+
+    def done(failed: list[str]) -> None:
+        answer.extend(failed)
+        answered.set()
+
+    store.flush(done)
+    assert answered.wait(PATIENCE_S)
+    return answer
+
+
+def test_flush_says_what_a_full_disk_did_not_take_and_writes_it_later(
+    store: TieredStore, disk: GatedDisk
+) -> None:
+    disk.is_full = True
+    for n in range(5):
+        assert put(store, n) is PutResult.STORED
+    assert flush(store) == ["5 blocks could not be written to ssd"]
+    assert flush(store) == ["5 blocks could not be written to ssd"]
+    disk.is_full = False
+    eventually(lambda: flush(store) == [])  # after an error the store waits for some seconds
+    assert store.ssd is not None
+    assert store.ssd.contains([key(n) for n in range(5)]) == [True] * 5
+
+
+def test_what_was_deleted_or_has_left_is_not_missed(store: TieredStore, disk: GatedDisk) -> None:
+    disk.is_full = True
+    assert put(store, 1) is PutResult.STORED
+    assert flush(store) == ["1 blocks could not be written to ssd"]
+    deleted = threading.Event()
+    store.delete([key(1)], lambda count: deleted.set())
+    assert deleted.wait(PATIENCE_S)
+    assert flush(store) == []
+    for n in range(200):  # more than memory holds
+        put(store, n)
+    flush(store)
+    lost = sum(not here for here in store.memory.contains([key(n) for n in range(200)]))
+    assert lost
+    assert flush(store) == [f"{200 - lost} blocks could not be written to ssd"]
+
+
+def test_a_disk_that_cannot_make_durable_is_told_of(
+    store: TieredStore, disk: GatedDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert put(store, 1) is PutResult.STORED
+
+    def broken(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(disk, "sync", broken)
+    assert flush(store) == ["what ssd has may not be durable"]
+
+
+def test_progress_is_told_by_a_disk_that_works(store: TieredStore, disk: GatedDisk) -> None:
+    told: list[tuple[str, int]] = []
+    disk.gate.clear()
+    for n in range(8):
+        put(store, n)
+    disk.pause_s = 0.4  # no second goes by without a block being written
+    disk.gate.set()
+    assert store.drain(lambda tier, left: told.append((tier, left))) == []
+    assert told
+    assert all(tier == Tier.SSD.value and 0 < left <= 8 for tier, left in told)

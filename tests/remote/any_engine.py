@@ -72,8 +72,8 @@ class AnyEngine:
             for shape in shapes
         )
 
-    def flush(self) -> None:
-        self._any().flush()
+    def flush(self) -> bool:
+        return self._any().flush()
 
     def usage(self) -> StoreUsage:
         return self._any().usage()

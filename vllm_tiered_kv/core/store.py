@@ -100,8 +100,9 @@ class BlockStore(Protocol):
     def delete(self, keys: Sequence[StoreKey]) -> int:
         """Forgets blocks; how many were here."""
 
-    def flush(self) -> None:
-        """Returns when everything acknowledged so far is as durable as this store can make it."""
+    def flush(self) -> bool:
+        """Returns when everything acknowledged so far is as durable as this store can make it;
+        False when it failed to."""
 
     def usage(self) -> StoreUsage: ...
 

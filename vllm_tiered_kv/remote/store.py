@@ -245,14 +245,15 @@ class RemoteStore:
 
     # ---- the rest -------------------------------------------------------------------------------
 
-    def flush(self, deadline: float | None = None) -> None:
-        """As BlockStore, as far as the daemon can be reached. Waits up to a minute for its disk."""
+    def flush(self, deadline: float | None = None) -> bool:
+        """As BlockStore, also False when the daemon does not answer. Waits up to a minute for its
+        disk."""
         end = time.monotonic() + _FLUSH_S if deadline is None else deadline
 
         def ask(connection: Connection) -> None:
             connection.call(Flush(), FlushReply, deadline=end)
 
-        self._caller.attempt(ask, end)
+        return self._caller.attempt(ask, end)
 
     def usage(self) -> StoreUsage:
         """What the daemon's memory tier holds, of all engines; zeros when it does not say."""

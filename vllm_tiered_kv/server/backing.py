@@ -55,8 +55,8 @@ class BackingFolder:
     def delete(self, keys: Sequence[StoreKey]) -> int:
         return self._store.delete(keys)
 
-    def flush(self) -> None:
-        self._store.flush()
+    def flush(self) -> bool:
+        return self._store.flush()
 
     def usage(self) -> StoreUsage:
         """As of the last collection; nothing before the first one."""

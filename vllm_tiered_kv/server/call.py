@@ -93,6 +93,9 @@ class Call:
         def on_loop() -> None:
             try:
                 reply = answer()
+            except ProtocolError as error:
+                self.fail(error)
+                return
             except Exception:
                 self.fail_internally()
                 raise

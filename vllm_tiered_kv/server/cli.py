@@ -110,7 +110,8 @@ def serve(options: ServerOptions) -> int:
     if not daemon.all_written:
         logger.error("stopped; not everything could be written, and what was not is lost")
         return 1
-    logger.info("stopped; everything is written")
+    what = "everything that found room" if daemon.unwritten else "everything"
+    logger.info("stopped; %s is written", what)
     return 0
 
 

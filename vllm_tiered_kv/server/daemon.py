@@ -37,6 +37,7 @@ from vllm_tiered_kv.server.handlers import Handlers
 from vllm_tiered_kv.server.http import HttpServer, parse_address
 from vllm_tiered_kv.server.leases import Leases
 from vllm_tiered_kv.server.link_calls import LinkCalls
+from vllm_tiered_kv.server.lower_tiers import Unwritten
 from vllm_tiered_kv.server.namespaces import Namespaces
 from vllm_tiered_kv.server.options import ServerOptions, quota_of
 from vllm_tiered_kv.server.outbox import Outbox
@@ -85,6 +86,8 @@ class Daemon:
         self._stopping = False
         self.all_written = True
         """Of a daemon that has ended: whether it wrote back all that it had to."""
+        self.unwritten: list[Unwritten] = []
+        """What it did not write back, also for want of room."""
 
     def _open(self) -> None:
         options, reactor = self.options, self._reactor
@@ -216,9 +219,12 @@ class Daemon:
 
     def _write_back(self) -> None:
         try:
-            self._store.drain(
+            self.unwritten = self._store.drain(
                 lambda tier, left: logger.info("%d blocks are left to write to %s", left, tier)
             )
+            for left in self.unwritten:
+                logger.warning("%s", left)
+            self.all_written = not any(left.has_failed for left in self.unwritten)
         except Exception:
             logger.exception("not everything could be written")
             self.all_written = False

@@ -185,4 +185,12 @@ class Handlers:
         self._store.delete(keys, lambda count: call.later(lambda: DeleteReply(count)))
 
     def _flush(self, call: Call, request: Flush, frames: Sequence[zmq.Frame]) -> None:
-        self._store.flush(lambda: call.later(FlushReply))
+        def done(failed: list[str]) -> None:
+            def answer() -> FlushReply:
+                if failed:
+                    raise ProtocolError(ErrorCode.NOT_WRITTEN, "; ".join(failed))
+                return FlushReply()
+
+            call.later(answer)
+
+        self._store.flush(done)

@@ -1,7 +1,7 @@
 """The way down: what is in memory is written behind to every slower tier.
 
-A queue that is full refuses; what it refused stays in memory, is offered again when it is about to
-be evicted, and at the latest by `flush`.
+A queue that is full refuses, and a disk may fail or have no room. Such a block stays in memory, is
+offered again when it is about to be evicted, and at the latest by `flush`.
 """
 
 from __future__ import annotations
@@ -9,18 +9,36 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from vllm_tiered_kv.core.store import Durability, LowerStore, PutResult, StoreKey
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
-from vllm_tiered_kv.server.write_behind import WriteBehind, Written
+from vllm_tiered_kv.server.write_behind import Pace, WriteBehind, Written
 from vllm_tiered_kv.stores.memory import Handed, MemoryStore
 
 _WRITERS = 4  # per tier
 
 Progress = Callable[[str, int], None]
 """Told of a tier and how many blocks are left to write to it."""
+
+
+@dataclass(frozen=True)
+class Unwritten:
+    """What is in memory alone although a tier was to have it."""
+
+    tier: str
+    blocks: int  # 0: all are written, but they may not outlive a power cut
+    has_failed: bool  # not just for want of room
+
+    def __str__(self) -> str:
+        if not self.blocks:
+            return f"what {self.tier} has may not be durable"
+        if self.has_failed:
+            return f"{self.blocks} blocks could not be written to {self.tier}"
+        return f"{self.blocks} blocks found no room in {self.tier}"
 
 
 class LowerTiers:
@@ -39,9 +57,12 @@ class LowerTiers:
         self._backing = backing
         self._recorder = recorder
         self._behind = {
-            tier: WriteBehind(memory, store, queue_bytes, _WRITERS, tier) for tier, store in tiers
+            tier: WriteBehind(
+                memory, store, queue_bytes, _WRITERS, tier, partial(self._remember, tier)
+            )
+            for tier, store in tiers
         }
-        self._refused: dict[str, dict[StoreKey, None]] = {tier: {} for tier, _ in tiers}
+        self._refused: dict[str, dict[StoreKey, PutResult]] = {tier: {} for tier, _ in tiers}
         self._refused_lock = threading.Lock()
 
     def write_behind(
@@ -100,8 +121,12 @@ class LowerTiers:
 
     def _refuse(self, tier: str, key: StoreKey) -> None:
         self._recorder.add(names.NOT_WRITTEN, 1, tier)
+        self._remember(tier, key, PutResult.DROPPED)
+
+    def _remember(self, tier: str, key: StoreKey, result: PutResult) -> None:
+        """To be offered again."""
         with self._refused_lock:
-            self._refused[tier][key] = None
+            self._refused[tier][key] = result
 
     # ---- eviction from memory, asked under its lock ---------------------------------------------
 
@@ -128,23 +153,32 @@ class LowerTiers:
     # ---- the rest -------------------------------------------------------------------------------
 
     def delete(self, keys: Sequence[StoreKey]) -> None:
-        self._forget_refused(keys)
         for tier, store in self._tiers:
             self._behind[tier].discard(keys)
             store.delete(keys)
+        self._forget_refused(keys)
 
-    def flush(self, progress: Progress = lambda tier, left: None) -> None:
-        """Writes all that waits and all that was refused, and makes it durable."""
+    def flush(self, progress: Progress = lambda tier, left: None) -> list[Unwritten]:
+        """Writes all that waits and all that was refused, and makes it durable; what could not."""
+        unwritten = []
         for tier, store in self._tiers:
             behind = self._behind[tier]
             with self._refused_lock:
                 refused, self._refused[tier] = self._refused[tier], {}
-            for key in refused:
+            pace = Pace()
+            for count, key in enumerate(refused):
                 # Not held while it waits: it may be deleted meanwhile, and must stay so.
                 while self._hand_to(tier, key) is Handed.REFUSED and behind.wait_for_room():
-                    pass
+                    if pace.is_due():
+                        progress(tier, len(refused) - count + behind.pending_blocks)
             behind.drain(lambda left, tier=tier: progress(tier, left))  # type: ignore[misc]
-            store.flush()
+            is_durable = store.flush()
+            with self._refused_lock:
+                left = list(self._refused[tier].values())
+            if left or not is_durable:
+                has_failed = PutResult.FAILED in left or not is_durable
+                unwritten.append(Unwritten(tier, len(left), has_failed))
+        return unwritten
 
     def pending(self) -> dict[str, tuple[int, int]]:
         """Blocks and bytes waiting to be written, by tier."""

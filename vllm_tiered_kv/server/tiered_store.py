@@ -29,7 +29,7 @@ from vllm_tiered_kv.device.prefaulter import Prefaulter
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.locator import LOOKUPS_AT_ONCE, Located, Locator
-from vllm_tiered_kv.server.lower_tiers import LowerTiers
+from vllm_tiered_kv.server.lower_tiers import LowerTiers, Unwritten
 from vllm_tiered_kv.server.way_up import Ready, WayUp
 from vllm_tiered_kv.stores.memory import Held, MemoryStore
 from vllm_tiered_kv.stores.ssd.store import SsdStore
@@ -77,7 +77,7 @@ class TieredStore:
         self._way_up = WayUp(self.memory, self._slower, ssd, backing, recorder, self._in_pool)
         self._lock = threading.Lock()
         self._fills: set[Future[None]] = set()  # of blocks that were received
-        self._to_flush: list[Callable[[], None]] = []
+        self._to_flush: list[Callable[[list[str]], None]] = []
         self._flushing = False
 
     # ---- where is it? ---------------------------------------------------------------------------
@@ -263,8 +263,9 @@ class TieredStore:
 
         self._in_pool(work, lambda: done(0))
 
-    def flush(self, done: Callable[[], None]) -> None:
-        """Calls `done` when all that was put before is as durable as it can be."""
+    def flush(self, done: Callable[[list[str]], None]) -> None:
+        """Calls `done` when all that was put before is as durable as it can be, with what could
+        not be written, in words."""
         with self._lock:
             self._to_flush.append(done)
             first = len(self._to_flush) == 1 and not self._flushing
@@ -282,11 +283,12 @@ class TieredStore:
                     return
             try:
                 wait(self._fills.copy())
-                self._lower.flush()
+                failed = [str(left) for left in self._lower.flush() if left.has_failed]
             except Exception:
                 logger.exception("flushing failed")
+                failed = ["the daemon failed; its log says why"]
             for done in waiting:
-                done()
+                done(failed)
 
     def pending_writes(self) -> dict[str, tuple[int, int]]:
         """Blocks and bytes waiting to be written, by tier."""
@@ -302,11 +304,13 @@ class TieredStore:
         if self.ssd is not None:
             self.ssd.set_quota(namespace, quota_bytes)
 
-    def drain(self, progress: Callable[[str, int], None] = lambda tier, left: None) -> None:
-        """Ends what is under way and writes everything to the slower tiers. Nothing may be asked
-        of this store meanwhile or afterwards."""
+    def drain(
+        self, progress: Callable[[str, int], None] = lambda tier, left: None
+    ) -> list[Unwritten]:
+        """Ends what is under way and writes everything to the slower tiers; what could not be
+        written. Nothing may be asked of this store meanwhile or afterwards."""
         self._pool.shutdown(wait=True)
-        self._lower.flush(progress)
+        return self._lower.flush(progress)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,7 +22,27 @@ logger = logging.getLogger(__name__)
 
 _BATCH_BYTES = 16 << 20
 
+_KEPT = (PutResult.STORED, PutResult.PRESENT)
+_TELL_EVERY_S = 1.0
+
 Written = Callable[[PutResult], None]
+
+
+class Pace:
+    """When those who wait should hear of it again."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + _TELL_EVERY_S
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self._next - time.monotonic())
+
+    def is_due(self) -> bool:
+        if self.left_s:
+            return False
+        self._next = time.monotonic() + _TELL_EVERY_S
+        return True
 
 
 @dataclass(slots=True, eq=False)
@@ -42,10 +63,14 @@ class WriteBehind:
         capacity_bytes: int,
         threads: int,
         name: str,
+        unkept: Callable[[StoreKey, PutResult], None] = lambda key, result: None,
     ) -> None:
+        """`unkept` is told what the target failed to write or had no room for, while the block is
+        still held."""
         self._memory = memory
         self._target = target
         self._capacity = capacity_bytes
+        self._unkept = unkept
         self._queue: deque[_Waiting] = deque()
         self._by_key: dict[StoreKey, _Waiting] = {}  # queued or being written
         self._bytes = 0
@@ -122,12 +147,15 @@ class WriteBehind:
     def drain(self, progress: Callable[[int], None] | None = None) -> None:
         """Returns when all that waits now is written, whatever comes meanwhile; tells how many
         blocks are left, about once a second."""
+        pace = Pace()
         with self._lock:
             ahead = list(self._by_key.values())
             while ahead:
                 if ahead[-1].has_ended:
                     ahead.pop()
-                elif not self._ended.wait(timeout=1.0) and progress is not None:
+                    continue
+                self._ended.wait(timeout=pace.left_s)
+                if progress is not None and pace.is_due():
                     progress(len(self._by_key))
 
     def close(self, progress: Callable[[int], None] | None = None) -> None:
@@ -154,7 +182,10 @@ class WriteBehind:
             except Exception:  # the queue must go on whatever the store did
                 logger.exception("writing blocks behind failed; they stay in memory only")
                 results = [PutResult.FAILED] * len(batch)
-            self._in_vain = not any(r in (PutResult.STORED, PutResult.PRESENT) for r in results)
+            self._in_vain = not any(r in _KEPT for r in results)
+            for waiting, result in zip(batch, results, strict=True):
+                if result not in _KEPT:
+                    self._unkept(waiting.block.key, result)
             self._finish(batch, results)
 
     def _next_batch(self) -> list[_Waiting]:

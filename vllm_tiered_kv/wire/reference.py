@@ -23,6 +23,7 @@ _ERRORS = {
     ErrorCode.UNAVAILABLE: "Shutting down or overloaded. The only code after which trying the "
     "same again makes sense.",
     ErrorCode.NO_ARENA: "The session has no shared memory attached.",
+    ErrorCode.NOT_WRITTEN: "A `flush`: blocks could not be written, or not made durable.",
     ErrorCode.INTERNAL: "The daemon failed; its log says why.",
 }
 _PUTS = {

@@ -241,7 +241,7 @@ class SharedDirStore:
         self.usage_tracker.changed(-1, -size)
         return 1
 
-    def flush(self) -> None:
+    def flush(self) -> bool:
         """Syncs the file system. An error is counted: which blocks it concerns is not known, and
         each of them is verified when it is read."""
         self.recency.drain()
@@ -254,6 +254,8 @@ class SharedDirStore:
         except OSError as error:
             self.counts.add(Event.FLUSH_ERROR)
             logger.warning("%s could not be flushed: %s", self.tree.folder, error)
+            return False
+        return True
 
     def usage(self) -> StoreUsage:
         """By a scan; between scans what this process knows. Other hosts change it meanwhile."""

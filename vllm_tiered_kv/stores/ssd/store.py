@@ -354,10 +354,12 @@ class SsdStore:
             here = [key for key in keys if self._index.lookup(key) is Lookup.HIT]
             return sum(self._index.remove(key) for key in here)
 
-    def flush(self) -> None:
+    def flush(self) -> bool:
         with self._lock:
-            if not self._closed and not self._committer.flush():
-                logger.error("%s: not everything could be made durable", self.folder)
+            is_durable = self._closed or self._committer.flush()
+        if not is_durable:
+            logger.error("%s: not everything could be made durable", self.folder)
+        return is_durable
 
     def close(self) -> None:
         with self._lock:
