@@ -125,6 +125,9 @@ def test_sockets_are_for_this_user_alone(start: StartDaemon) -> None:
     daemon = start()
     for path in (daemon.ipc_path, Path(f"{daemon.ipc_path}.arena")):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    attached = attach(daemon.ipc_path)
+    assert stat.S_IMODE(os.fstat(attached.fd).st_mode) == 0o600
+    attached.close()
 
 
 def test_leases_take_at_most_half_of_the_memory(start: StartDaemon, connect: Connect) -> None:

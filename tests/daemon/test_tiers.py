@@ -303,3 +303,25 @@ def test_a_reply_too_large_is_not_read_from_disk_to_the_end(
     eventually(lambda: client.stats()["reply_bytes"] == 0)
     assert client.stats()["promoted_blocks"]["ssd"] < 400
     assert client.get(list(wanted), stream=True) == wanted
+
+
+def test_a_backing_folder_that_fails_is_seen_in_the_numbers(
+    start: StartDaemon, connect: Connect, folder: Path
+) -> None:
+    shared = folder / "shared"
+    shared.mkdir()
+    one = start("--memory", "16MiB", "--backing", f"file://{shared}")
+    client = connect(one.endpoint, block_bytes=[SIZE])
+    client.put(blocks(1, SIZE))
+    client.ask(wire.Flush())
+    (file,) = (f for f in shared.rglob("*") if f.is_file() and f.stat().st_size >= SIZE)
+    file.write_bytes(bytes(file.stat().st_size))
+    other = start("--memory", "16MiB", "--backing", f"file://{shared}")
+    reader = connect(other.endpoint, block_bytes=[SIZE])
+    assert reader.get([key(0)]) == {}
+    assert reader.stats()["damaged_blocks"]["backing"] == 1
+    shared.rename(folder / "gone")
+    reader.put(blocks(3, SIZE, start=7))
+    eventually(lambda: reader.stats()["failed_writes"]["backing"] == 3)
+    with pytest.raises(Refused, match="3 blocks could not be written to backing"):
+        reader.ask(wire.Flush())

@@ -59,6 +59,17 @@ def test_daemons_are_reached_before_the_first_request(tiny_model: Path) -> None:
         toy.close()
 
 
+def test_a_daemon_that_answers_no_greeting_holds_nobody_up(tiny_model: Path) -> None:
+    """As one that has bound its address and is still reading its disk."""
+    with FaultyDaemon(lambda *_: []) as mute:
+        toy = engine_at(tiny_model, mute.address, extra={"remote_load_timeout": 120})
+        toy.run()
+        eventually(lambda: mute.ops().count("hello"))
+        begin = time.monotonic()
+        toy.close()
+        assert time.monotonic() - begin < 60, "it waited for as long as a load may take"
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_second_engine_is_served_what_the_first_one_stored(
     tiny_model: Path, daemon: DaemonProcess, transport: str, async_scheduling: bool

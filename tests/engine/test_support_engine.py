@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -128,7 +129,9 @@ def test_a_model_that_is_left_alone_is_told_so_and_runs(
 def test_ranks_that_cut_their_blocks_otherwise_switch_the_cache_off(
     tiny_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = ToyEngine(tiny_model)
+    nobody = {"remote": "ipc:///nobody/is/here", "mode": "tiered"}
+    before = threading.enumerate()
+    engine = ToyEngine(tiny_model, extra_config=nobody)
     connector = engine.scheduler.connector
     own = TieredKVHandshake(engine.half.block_bytes)
     connector.set_xfer_handshake_metadata_pp_aware({(0, 0): own, (0, 1): own})
@@ -139,5 +142,7 @@ def test_ranks_that_cut_their_blocks_otherwise_switch_the_cache_off(
     with caplog.at_level(logging.WARNING):
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): own, (1, 0): other})
     assert connector.scheduler_half is None
+    left = [thread.name for thread in threading.enumerate() if thread not in before]
+    assert not [name for name in left if name.startswith("tiered-kv-lookup")]
     assert "not tiered: blocks of rank (1, 0)" in caplog.text
     assert connector.get_num_new_matched_tokens(None, 0) == (0, False)

@@ -194,6 +194,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
                     told.block_bytes,
                     self.scheduler_half.block_bytes,
                 )
+                self.scheduler_half.shutdown()
                 self.scheduler_half = None
                 return
 

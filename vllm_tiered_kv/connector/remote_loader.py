@@ -151,6 +151,8 @@ class RemoteLoader:
         """Does at the start what the first load would wait for; memory to land in, if any."""
         try:
             for address in self._far[number :: len(self._channels)]:
+                if self._closing or not self._pieces.empty():
+                    break  # there is something better to do
                 self._stores[address].greet(len(self._channels))
             return self._open_landing(self._piece_bytes) if self._far else None
         except Exception:  # without this thread loads would never be answered

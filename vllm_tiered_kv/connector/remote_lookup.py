@@ -150,14 +150,20 @@ class RemoteLookups:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tiered-kv-lookup")
         self.answers: deque[tuple[int, int]] = deque(maxlen=64)
         """Blocks asked for and found, of the last answers, whether anybody still wanted them."""
+        self._closing = False
         self._desks: dict[str, LoanDesk] = {}
         self._desks_lock = threading.Lock()
 
     def greet(self) -> None:
         """Reaches for the daemons, so that the first lookup need not. Never waits."""
+        self._pool.submit(self._greet)
+
+    def _greet(self) -> None:
+        """One after the other: lookups meanwhile have the other threads."""
         for server in self._cluster.stores.values():
-            if not _is_neighbour(server):  # whose memory is attached instead, when it is needed
-                self._pool.submit(server.greet)
+            # A neighbour's memory is attached instead, when it is needed.
+            if not self._closing and not _is_neighbour(server):
+                server.greet()
 
     def start(
         self,
@@ -201,6 +207,7 @@ class RemoteLookups:
 
     def close(self) -> None:
         """No load may be under way: all that was lent goes back."""
+        self._closing = True
         self._pool.shutdown(wait=True, cancel_futures=True)
         for desk in self._desks.values():
             desk.close()

@@ -13,6 +13,7 @@ def create_sealed(name: str, nbytes: int, flags: int = 0) -> int:
     """A descriptor of fresh memory, the caller's to close; an OSError if it cannot be had."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
     try:
+        os.fchmod(fd, 0o600)
         os.ftruncate(fd, nbytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
     except OSError:

@@ -36,6 +36,7 @@ ERRORS = _counter("errors", "Requests answered with an error, by code.", "code")
 BYTES_IN = _counter("received_bytes", "Bytes of requests, headers and payload.")
 BYTES_OUT = _counter("sent_bytes", "Bytes of replies, headers and payload.")
 CLIENTS_DROPPED = _counter("dropped_clients", "Clients that did not take their replies.")
+CLIENTS_REFUSED = _counter("refused_clients", "Greetings with a key that is not allowed.")
 
 CAPACITY_BYTES = _gauge("capacity_bytes", "Capacity of a tier. 0: no limit of its own.", "tier")
 USED_BYTES = _gauge("used_bytes", "Bytes in use in a tier.", "tier")
@@ -67,6 +68,7 @@ ALL: tuple[Metric, ...] = (
     BYTES_IN,
     BYTES_OUT,
     CLIENTS_DROPPED,
+    CLIENTS_REFUSED,
     CAPACITY_BYTES,
     USED_BYTES,
     BLOCKS,

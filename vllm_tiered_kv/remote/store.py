@@ -90,8 +90,12 @@ class RemoteStore:
         return self._caller.counts
 
     def greet(self, connections: int = 1) -> None:
-        """Opens so many connections for the calls to come: the first ones need not wait for it."""
-        end = self._deadline()
+        """Opens so many connections for the calls to come: the first ones need not wait for it.
+
+        Whoever does not answer in the time to connect is left to those calls: one that has bound
+        its address may still be reading its disk.
+        """
+        end = time.monotonic() + min(self._timeout, self._caller.settings.connect_timeout_s)
 
         def hold(left: int) -> Callable[[Connection], None]:
             def others(_: Connection) -> None:

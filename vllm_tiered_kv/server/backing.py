@@ -13,6 +13,7 @@ from vllm_tiered_kv.core.store import (
     StoreKey,
     StoreUsage,
 )
+from vllm_tiered_kv.stores.shared_dir.events import Event
 from vllm_tiered_kv.stores.shared_dir.gc import SharedDirGc
 from vllm_tiered_kv.stores.shared_dir.gc_thread import GcThread
 from vllm_tiered_kv.stores.shared_dir.settings import SharedDirSettings
@@ -57,6 +58,20 @@ class BackingFolder:
 
     def flush(self) -> bool:
         return self._store.flush()
+
+    @property
+    def damaged_blocks(self) -> int:
+        """Found and not readable, since the start."""
+        return self._count(Event.DAMAGED, Event.READ_ERROR)
+
+    @property
+    def failed_blocks(self) -> int:
+        """Offered and not kept, since the start."""
+        return self._count(Event.WRITE_ERROR, Event.NO_SPACE, Event.BAD_CHECKSUM, Event.BAD_KEY)
+
+    def _count(self, *events: Event) -> int:
+        counted = self._store.counts.snapshot()
+        return sum(counted[event] for event in events)
 
     def usage(self) -> StoreUsage:
         """As of the last collection; nothing before the first one."""

@@ -24,6 +24,7 @@ from vllm_tiered_kv.server import tiers
 from vllm_tiered_kv.server.allowances import Allowances
 from vllm_tiered_kv.server.arena_handlers import ArenaHandlers
 from vllm_tiered_kv.server.arena_server import ArenaServer
+from vllm_tiered_kv.server.backing import BackingFolder
 from vllm_tiered_kv.server.curve import Clients, Doorkeeper, load_clients, load_server_keys
 from vllm_tiered_kv.server.endpoints import (
     SocketPathLock,
@@ -281,6 +282,11 @@ class Daemon:
             yield names.EVICTED, (Tier.SSD.value,), counted.evicted_blocks
             yield names.DAMAGED, (Tier.SSD.value,), counted.bad_blocks + counted.read_errors
             yield names.NOT_KEPT, (Tier.SSD.value,), counted.failed_blocks + counted.dropped_blocks
+        if isinstance(self._store.backing, BackingFolder):
+            yield names.DAMAGED, (Tier.BACKING.value,), self._store.backing.damaged_blocks
+            yield names.NOT_KEPT, (Tier.BACKING.value,), self._store.backing.failed_blocks
+        if self._doorkeeper is not None:
+            yield names.CLIENTS_REFUSED, (), self._doorkeeper.refused
         for tier, (blocks, nbytes) in self._store.pending_writes().items():
             yield names.PENDING_BLOCKS, (tier,), blocks
             yield names.PENDING_BYTES, (tier,), nbytes
