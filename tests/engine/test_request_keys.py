@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from vllm.v1.request import Request
 
 from tests.engine.made_configs import engine_config, one_group
 from tests.models import write_model
+from vllm_tiered_kv.connector import assembly
 from vllm_tiered_kv.connector.model_identity import fingerprint
 from vllm_tiered_kv.connector.request_keys import KeyMaker
 from vllm_tiered_kv.core.key import BlockKey, extend_chain, group_suffix, root_digest
@@ -209,9 +211,41 @@ def test_after_a_reset_the_same_path_may_hold_another_adapter(tmp_path: Path) ->
     assert differ_from(flat(make_request(lora_request=lora), maker=maker), before) == 0
 
 
-def test_an_adapter_from_elsewhere_goes_by_name() -> None:
-    assert with_adapter("a", "hub/a") == with_adapter("a", "hub/a")
-    assert differ_from(with_adapter("a", "hub/a"), with_adapter("b", "hub/b")) == 0
+def test_an_adapter_that_is_not_here_gets_no_keys() -> None:
+    with pytest.raises(UnsupportedError, match="not found at hub/a"):
+        with_adapter("a", "hub/a")
+
+
+@pytest.mark.parametrize(
+    ("processor_cache", "prefix_cache", "have"),
+    [
+        (4.0, True, True),
+        (0, True, True),
+        (4.0, False, True),
+        (0, False, False),
+        (None, False, True),
+    ],
+)
+def test_media_have_hashes_where_vllm_caches_anything(
+    processor_cache: float | None, prefix_cache: bool, have: bool
+) -> None:
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            multimodal_config=None
+            if processor_cache is None
+            else SimpleNamespace(mm_processor_cache_gb=processor_cache)
+        ),
+        cache_config=SimpleNamespace(enable_prefix_caching=prefix_cache),
+    )
+    assert assembly._media_have_hashes(config) is have
+
+
+def test_images_without_a_hash_get_no_keys() -> None:
+    request = make_request(mm_features=[image("renderer0-mm-1-image-0", 4, 20)])
+    maker = KeyMaker(NAMESPACE, (BLOCK,), media_have_hashes=False)
+    with pytest.raises(UnsupportedError, match="mm-processor-cache-gb"):
+        maker.keys_for(request)
+    assert flat(make_request(), maker=maker) == flat(make_request())
 
 
 def test_salts_separate_requests() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import struct
 from collections.abc import Callable
@@ -15,11 +16,12 @@ import pytest
 
 from vllm_tiered_kv.connector import model_identity
 from vllm_tiered_kv.connector.model_identity import adapter_digest, model_digest
+from vllm_tiered_kv.errors import UnsupportedError
 
 CONFIG = {"model_type": "qwen2", "hidden_size": 128, "_name_or_path": "here"}
 TENSOR_BYTES = 300_000
 NAMES = ("embed", "layers.0.q", "layers.0.k", "layers.0.v", "norm")
-EDGE = 100  # a byte of a tensor that lies outside its sampled middle
+BETWEEN = TENSOR_BYTES // 4  # a byte of a tensor that lies between its samples
 
 
 def tensor_bytes(number: int) -> bytes:
@@ -65,6 +67,8 @@ def digest(
     load_format: str = "auto",
     seed: int = 0,
     revision: str | None = None,
+    max_model_len: int = 1024,
+    processor: dict[str, Any] | None = None,
 ) -> str:
     """The digest of an engine that opened `folder`; the config comes from there unless given."""
     if config is None:
@@ -77,6 +81,8 @@ def digest(
         hf_config=SimpleNamespace(to_dict=lambda: loaded),
         hf_overrides=overrides or {},
         seed=seed,
+        max_model_len=max_model_len,
+        multimodal_config=SimpleNamespace(mm_processor_kwargs=processor),
     )
     load = SimpleNamespace(load_format=load_format, download_dir=None)
     return model_digest(SimpleNamespace(model_config=model, load_config=load))
@@ -181,12 +187,50 @@ def test_dummy_weights_are_their_config_and_seed(tmp_path: Path, model: Path) ->
     assert digest(empty, load_format="dummy") == digest(model, load_format="dummy")
 
 
-def test_only_the_middle_of_a_large_tensor_is_read(model: Path) -> None:
+def test_a_large_tensor_is_sampled(model: Path) -> None:
     """Not a promise, but what keeps starting fast: and it shows that sampling is what ran."""
     before = digest(model)
     file = model / "model.safetensors"
-    flip(file, byte_of_tensor(file.read_bytes(), 2, EDGE))
+    flip(file, byte_of_tensor(file.read_bytes(), 2, BETWEEN))
     assert digest(model) == before
+
+
+@pytest.mark.parametrize("at", [0, 1, TENSOR_BYTES - 1])
+def test_the_ends_of_a_tensor_count(model: Path, at: int) -> None:
+    before = digest(model)
+    file = model / "model.safetensors"
+    flip(file, byte_of_tensor(file.read_bytes(), 2, at))
+    assert digest(model) != before
+
+
+def test_a_single_row_of_an_embedding_counts(model: Path) -> None:
+    """New tokens are often all that is trained."""
+    before = digest(model)
+    file = model / "model.safetensors"
+    assert NAMES[0] == "embed"
+    for at in random.Random(1).sample(range(TENSOR_BYTES), 20):
+        content = file.read_bytes()
+        flip(file, byte_of_tensor(content, 0, at))
+        assert digest(model) != before
+        file.write_bytes(content)
+
+
+def test_which_factors_a_long_rope_takes_counts(model: Path) -> None:
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+    for config in (
+        {"rope_parameters": rope},
+        {"text_config": {"rope_scaling": {**rope, "type": "su"}}},
+    ):
+        short = digest(model, config={**CONFIG, **config}, max_model_len=4096)
+        assert short == digest(model, config={**CONFIG, **config}, max_model_len=512)
+        assert short != digest(model, config={**CONFIG, **config}, max_model_len=4097)
+    assert digest(model, max_model_len=512) == digest(model, max_model_len=5000)
+
+
+def test_what_the_engine_asks_of_the_processor_counts(model: Path) -> None:
+    digests = [digest(model, processor=p) for p in (None, {}, {"crops": 4}, {"crops": 5})]
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 3
 
 
 def test_pytorch_weights_count_where_there_are_no_others(tmp_path: Path) -> None:
@@ -303,12 +347,13 @@ def test_an_index_without_tensors_is_an_index(tmp_path: Path) -> None:
 
 def test_empty_and_small_tensors_are_read_whole(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
-    file.write_bytes(with_offsets([0, 0], [0, 10], [10, 4106], [4106, 8203]))
+    file.write_bytes(with_offsets([0, 0], [0, 10], [10, 12298], [12298, 24587]))
     with file.open("rb") as stream:
         ranges = list(model_identity._sampled_ranges(stream, file.stat().st_size, file.suffix))
     data = ranges[0][1]
     spans = [(offset - data, length) for offset, length in ranges[1:]]
-    assert spans == [(0, 0), (0, 10), (10, 4096), (4106, 4096)]
+    assert spans[:3] == [(0, 0), (0, 10), (10, 12288)]
+    assert spans[3:] == [(12298, 4096), (16394, 4096), (20491, 4096)]
 
 
 def test_a_model_without_files_goes_by_its_name(caplog: pytest.LogCaptureFixture) -> None:
@@ -336,9 +381,9 @@ def readings(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     seen: list[Path] = []
     read = model_identity._add_folder
 
-    def count(digest: Any, folder: Path) -> None:
+    def count(digest: Any, folder: Path, **how: bool) -> None:
         seen.append(folder)
-        read(digest, folder)
+        read(digest, folder, **how)
 
     monkeypatch.setattr(model_identity, "_add_folder", count)
     return seen
@@ -370,13 +415,29 @@ def test_adapters_are_their_files_not_their_names(tmp_path: Path) -> None:
     assert adapter_digest("x", str(one)) != adapter_digest("x", str(other))
 
 
-def test_an_adapter_without_files_goes_by_name_and_path(tmp_path: Path) -> None:
-    missing = str(tmp_path / "missing")
-    digests = {
-        adapter_digest("a", missing),
-        adapter_digest("b", missing),
-        adapter_digest("a", str(tmp_path / "gone")),
-        adapter_digest("a", str(write_adapter(tmp_path / "a"))),
-    }
-    assert len(digests) == 4
-    assert adapter_digest("a", missing) in digests
+def test_every_byte_of_an_adapter_counts(tmp_path: Path) -> None:
+    weights = bytearray(b"\3" * (4 << 20))
+    folder = write_adapter(tmp_path / "a", bytes(weights))
+    seen = {adapter_digest("a", str(folder))}
+    for turn, at in enumerate((0, 1 << 20, (3 << 20) + 77, (4 << 20) - 1), 1):
+        weights[at] ^= 1
+        (folder / "adapter_model.safetensors").write_bytes(weights)
+        os.utime(folder / "adapter_model.safetensors", (turn, turn))
+        seen.add(adapter_digest("a", str(folder)))
+    assert len(seen) == 5
+
+
+def test_an_adapter_that_is_not_here_has_no_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hub's may be another one tomorrow under the same name."""
+    for path in (str(tmp_path / "missing"), "~/nobody/has-this", "nobody/has-this"):
+        with pytest.raises(UnsupportedError, match="nobody can tell what it holds"):
+            adapter_digest("a", path)
+    folder = write_adapter(tmp_path / "snapshot")
+    monkeypatch.setattr(
+        model_identity, "_snapshot", lambda name: folder if name == "hub/a" else None
+    )
+    assert adapter_digest("a", "hub/a") == adapter_digest("b", str(folder))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert adapter_digest("a", "~/snapshot") == adapter_digest("a", str(folder))

@@ -20,7 +20,34 @@ _FIRST_STEP = (
     "tests/engine/test_remote_scheduling.py::test_daemons_are_reached_before_the_first_request",
 )
 
+_IDENTITY = ("tests/unit/test_model_identity.py",)
+
 CONNECTOR = (
+    Mutation(
+        "images-by-number",
+        "connector/request_keys.py",
+        "if request.mm_features and not self._media_have_hashes:",
+        "if False:",
+        "after a restart another image with the same number is taken for the first",
+        _KEYS,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "embedding-sampled",
+        "connector/model_identity.py",
+        "if is_table or end - start <= 3 * _SAMPLE:",
+        "if end - start <= 3 * _SAMPLE:",
+        "a model whose new tokens were trained is taken for the one before",
+        _IDENTITY,
+    ),
+    Mutation(
+        "long-rope-by-config-alone",
+        "connector/model_identity.py",
+        'yield "long_rope", str(model.max_model_len > int(original or 0))',
+        'yield "long_rope", ""',
+        "engines with other factors of their positions share blocks",
+        _IDENTITY,
+    ),
     Mutation(
         "engine-that-waits-for-a-request",
         "connector/scheduler_half.py",

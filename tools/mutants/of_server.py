@@ -130,10 +130,18 @@ SERVER = (
     Mutation(
         "refused-blocks-forgotten-at-flush",
         "server/lower_tiers.py",
-        "            self._refused[tier][key] = None\n",
+        "            self._refused[tier][key] = result\n",
         "            pass\n",
         "what a full queue refused is lost at shutdown",
         ("tests/daemon/test_under_load.py::test_a_full_write_queue_loses_nothing_at_flush",),
+    ),
+    Mutation(
+        "blocks-a-disk-failed-to-take-forgotten",
+        "server/write_behind.py",
+        "self._unkept(waiting.block.key, result)",
+        "pass",
+        "a flush says that all is written where a full disk took nothing",
+        ("tests/daemon/test_way_down.py",),
     ),
     Mutation(
         "deleted-block-written-behind",

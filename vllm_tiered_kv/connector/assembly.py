@@ -46,7 +46,7 @@ def make_scheduler_half(
     has_ring = vllm_config.device_config.device_type == "cuda"
     half = SchedulerHalf(
         config,
-        KeyMaker(namespace, block_sizes),
+        KeyMaker(namespace, block_sizes, _media_have_hashes(vllm_config)),
         block_sizes,
         group_block_bytes(kv_cache_config),
         geometry,
@@ -90,6 +90,13 @@ def make_scheduler_half(
         assert half.remote is not None
         half.remote.greet()
     return half
+
+
+def _media_have_hashes(vllm_config: VllmConfig) -> bool:
+    """vLLM hashes them for its own caches; where both are off, it does not."""
+    multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
+    has_cache = multimodal is None or multimodal.mm_processor_cache_gb > 0
+    return has_cache or bool(vllm_config.cache_config.enable_prefix_caching)
 
 
 def make_worker_half(

@@ -77,8 +77,12 @@ class RequestKeys:
 class KeyMaker:
     """Starts chains for requests of one engine."""
 
-    def __init__(self, namespace: bytes, block_sizes: Sequence[int]) -> None:
+    def __init__(
+        self, namespace: bytes, block_sizes: Sequence[int], media_have_hashes: bool = True
+    ) -> None:
+        """`media_have_hashes`: what vLLM calls an image follows from what it shows."""
         self._namespace = namespace
+        self._media_have_hashes = media_have_hashes
         self._block_sizes = tuple(block_sizes)
         self._epoch = b""
         # By vLLM's number of an adapter: the files it was loaded from; None where nobody knows.
@@ -92,6 +96,11 @@ class KeyMaker:
         self._files_of.clear()
 
     def keys_for(self, request: Request) -> RequestKeys:
+        if request.mm_features and not self._media_have_hashes:
+            raise UnsupportedError(
+                "vLLM only numbers images and the like while both its prefix cache and its "
+                "processor cache are off; set --mm-processor-cache-gb above 0"
+            )
         lora = request.lora_request
         scope = (self._epoch, self._adapter(lora) if lora else None, request.cache_salt or None)
         return RequestKeys(root_digest(self._namespace, scope), self._block_sizes)
