@@ -20,6 +20,7 @@ from tests.engine.toy_at_daemon import REMOTE, TRANSPORTS, address, engine_at, w
 from tests.engine.toy_engine import ToyEngine, play
 from tests.patience import eventually
 from vllm_tiered_kv.connector.verification import is_chosen
+from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import names
 
@@ -134,6 +135,32 @@ def test_a_bad_block_is_named_counted_and_evicted(
     assert engine.half.index.match_prefix(keys) >= 10
     assert_at_rest(engine)
     engine.close()
+
+
+def test_every_bad_block_is_named(tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = ToyEngine(tiny_model, cpu_blocks=256, extra_config=ALWAYS)
+    ids = seeded_prompt(1)
+    (keys,) = keys_of(engine, ask(engine, ids))
+    for key in keys[:10]:
+        engine.arena[engine.half.index._slot_of[key], 1, 2] ^= 1
+    engine.drop_gpu_cache()
+    with caplog.at_level(logging.WARNING, "vllm_tiered_kv"):
+        ask(engine, ids)
+    told = "\n".join(r.getMessage() for r in caplog.records if "verification" in r.getMessage())
+    assert [key for key in keys[:10] if key.hex() not in told] == []
+    engine.close()
+
+
+def test_a_daemon_that_cannot_be_asked_to_forget_is_named(
+    tiny_model: Path, daemon: DaemonProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    toy = engine_at(tiny_model, daemon.endpoint)
+    toy.run()
+    daemon.kill()
+    with caplog.at_level(logging.WARNING, "vllm_tiered_kv"):
+        toy.half.remote.delete([BlockKey(bytes(17))])
+        eventually(lambda: "may serve them again" in caplog.text)
+    toy.close()
 
 
 def test_only_chosen_requests_are_computed(tiny_model: Path) -> None:

@@ -21,6 +21,7 @@ from vllm_tiered_kv.connector.scheduler_half import SchedulerHalf
 from vllm_tiered_kv.connector.shard import Holding, distinct_tags, holding_of, replicas_of
 from vllm_tiered_kv.connector.worker_half import WorkerHalf
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
+from vllm_tiered_kv.device.arena import memory_limit
 from vllm_tiered_kv.device.replica_arena import Replicas, share_memory
 from vllm_tiered_kv.device.staging import StagingRing, split_staging
 from vllm_tiered_kv.errors import ConfigError, TieredKVError
@@ -28,7 +29,7 @@ from vllm_tiered_kv.option_values import format_size
 from vllm_tiered_kv.remote.address import EngineIdentity
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
@@ -136,7 +137,23 @@ def arena_geometry(
             f"{format_size(config.cpu_memory)} for {ranks} worker(s) does not hold a single block "
             f"of {format_size(max(block_bytes))}; choose more",
         )
+    _require_room_on_this_host(config.cpu_memory, parallel)
     return ArenaGeometry.for_blocks(config.cpu_memory // (ranks // replicas), block_bytes)
+
+
+def _require_room_on_this_host(cpu_memory: int, parallel: ParallelConfig) -> None:
+    """Each worker sees to its own share; together they must not take more than there is either."""
+    if parallel.distributed_executor_backend not in (None, "uni", "mp"):
+        return  # nobody here knows which of them are on this host
+    hosts = getattr(parallel, "nnodes_within_dp", 1)
+    engines = max(1, parallel.data_parallel_size_local)
+    needed, limit = cpu_memory // hosts * engines, memory_limit()
+    if needed > limit:
+        raise ConfigError(
+            "cpu_memory",
+            f"{format_size(needed)} for all workers of this host is more than the machine or "
+            f"container has ({limit / 2**30:.1f}GiB); choose less",
+        )
 
 
 def _share_among_replicas(nbytes: int, holding: Holding) -> int | None:

@@ -201,9 +201,16 @@ class RemoteLookups:
 
     def _delete(self, keys: Sequence[BlockKey]) -> None:
         for store in self._cluster.stores.values():
+            failed = store.counts.failed_calls
             if store.available:
                 namespace = store.identity.namespace
                 store.delete([store_key(namespace, k, rank) for k in keys for rank in self._ranks])
+            if not store.available or store.counts.failed_calls > failed:
+                logger.warning(
+                    "daemon %s could not be asked to forget %d block(s), and may serve them again",
+                    store.address,
+                    len(keys),
+                )
 
     def close(self) -> None:
         """No load may be under way: all that was lent goes back."""

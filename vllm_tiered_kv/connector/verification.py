@@ -152,19 +152,21 @@ class Verification:
             for (key, verdict), slot in zip(findings.blocks, findings.slots, strict=True):
                 if verdict.verdict is Verdict.DIFFERENT:
                     self._index.remove(key, slot)  # unless a good one was stored meanwhile
+        else:
+            for key in keys:
+                self._index.remove(key)  # another request may have brought it along
         if self.delete_at_daemons is not None:
             # Also blocks of the CPU tier: those bytes may be what was sent.
             self.delete_at_daemons(keys)
-        named = ", ".join(f"{key.hex()} ({_told(verdict)})" for key, verdict in different)
-        if len(different) > _MOST_NAMED:
-            some = ", ".join(key.hex() for key in keys[:_MOST_NAMED])
-            named = f"{some} and {len(different) - _MOST_NAMED} more"
-        logger.warning(
-            "verification: %d block(s) of the %s tier not what computing them gives; evicted: %s",
-            len(different),
-            findings.tier.value,
-            named,
-        )
+        for start in range(0, len(different), _MOST_NAMED):
+            some = different[start : start + _MOST_NAMED]
+            logger.warning(
+                "verification: %d block(s) of the %s tier not what computing them gives; "
+                "evicted: %s",
+                len(some),
+                findings.tier.value,
+                ", ".join(f"{key.hex()} ({_told(verdict)})" for key, verdict in some),
+            )
 
     def _candidates(self, state: RequestState, group: Group, span: range) -> Iterator[Candidate]:
         answer = state.remote.answer if state.remote is not None else None
