@@ -17,6 +17,7 @@ import pytest
 from tests.daemon.conftest import Connect, StartDaemon
 from tests.daemon.daemon_process import DaemonProcess
 from tests.daemon.raw_client import RawClient, block, key
+from tests.patience import eventually
 from vllm_tiered_kv.config import Eviction
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.server.options import ServerOptions, options_table, quota_of
@@ -69,6 +70,7 @@ def test_quotas() -> None:
         ({"ssd_quota": "1GiB"}, "there is no SSD tier"),
         ({"secret_key": "/x"}, "belong together"),
         ({"backing": "redis://x"}, "is not like"),
+        ({"backing": "file:///mnt/kv"}, "would grow until its file system is full"),
     ],
 )
 def test_a_wrong_option_is_named(file: dict[str, object], sentence: str) -> None:
@@ -345,3 +347,41 @@ def test_a_daemon_that_could_not_write_everything_says_so_and_fails(tmp_path: Pa
         assert "5 blocks could not be written to ssd" in daemon.logs
         assert "not everything could be written" in daemon.logs
         assert "everything is written" not in daemon.logs
+
+
+_DAEMON_OF_A_SLOW_DISK = """
+import os, sys, time
+from vllm_tiered_kv.server import cli
+from vllm_tiered_kv.stores.ssd.disk import OsDisk
+
+write, gate = OsDisk.write, os.environ["GATE"]
+
+
+def write_when_allowed(self, fd, data, offset):
+    while data.nbytes == 64 << 10 and not os.path.exists(gate):
+        time.sleep(0.01)
+    return write(self, fd, data, offset)
+
+
+OsDisk.write, OsDisk.native = write_when_allowed, False
+raise SystemExit(cli.main())
+"""
+
+
+def test_a_stopping_daemon_says_so_and_tells_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = tmp_path / "gate"
+    monkeypatch.setenv("GATE", str(gate))
+    ssd = ("--ssd", str(tmp_path / "ssd"), "--ssd-space", "16MiB", "--http", "127.0.0.1:0")
+    daemon = DaemonProcess(tmp_path, "--memory", "16MiB", *ssd)
+    daemon.program = ["-c", _DAEMON_OF_A_SLOW_DISK]
+    with daemon, RawClient(daemon.endpoint) as client:
+        client.hello(block_bytes=[64 << 10])
+        client.put({key(n): block(n, 64 << 10) for n in range(5)})
+        assert fetch(f"{daemon.http}/healthz") == (200, "ok\n")
+        os.kill(daemon.pid, signal.SIGTERM)
+        eventually(lambda: "blocks are left to write to ssd" in daemon.logs)
+        assert fetch(f"{daemon.http}/healthz") == (503, "stopping\n")
+        gate.touch()
+        eventually(lambda: "everything is written" in daemon.logs)

@@ -34,7 +34,7 @@ def test_no_tier_serves_another_namespace(
     lower = {
         "memory": [],
         "ssd": ["--ssd", str(folder / "ssd"), "--ssd-space", "64MiB"],
-        "backing": ["--backing", f"file://{folder / 'shared'}"],
+        "backing": ["--backing", f"file://{folder / 'shared'}", "--backing-ttl", "1d"],
     }[tier]
     (folder / "shared").mkdir()
     daemon = start("--memory", "16MiB", *lower)

@@ -235,8 +235,8 @@ def test_two_daemons_share_a_backing_folder(
 ) -> None:
     backing = f"file://{folder / 'shared'}"
     (folder / "shared").mkdir()
-    one = start("--memory", "16MiB", "--backing", backing)
-    other = start("--memory", "16MiB", "--backing", backing)
+    one = start("--memory", "16MiB", "--backing", backing, "--backing-space", "1GiB")
+    other = start("--memory", "16MiB", "--backing", backing, "--backing-space", "1GiB")
     client = connect(one.endpoint, block_bytes=[SIZE])
     wanted = blocks(10, SIZE)
     client.put(wanted)
@@ -310,13 +310,14 @@ def test_a_backing_folder_that_fails_is_seen_in_the_numbers(
 ) -> None:
     shared = folder / "shared"
     shared.mkdir()
-    one = start("--memory", "16MiB", "--backing", f"file://{shared}")
+    backing = ("--backing", f"file://{shared}", "--backing-ttl", "1d")
+    one = start("--memory", "16MiB", *backing)
     client = connect(one.endpoint, block_bytes=[SIZE])
     client.put(blocks(1, SIZE))
     client.ask(wire.Flush())
     (file,) = (f for f in shared.rglob("*") if f.is_file() and f.stat().st_size >= SIZE)
     file.write_bytes(bytes(file.stat().st_size))
-    other = start("--memory", "16MiB", "--backing", f"file://{shared}")
+    other = start("--memory", "16MiB", *backing)
     reader = connect(other.endpoint, block_bytes=[SIZE])
     assert reader.get([key(0)]) == {}
     assert reader.stats()["damaged_blocks"]["backing"] == 1

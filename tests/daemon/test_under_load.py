@@ -103,6 +103,8 @@ def test_every_tier_smaller_than_the_working_set(
         "12MiB",
         "--backing",
         f"file://{folder / 'shared'}",
+        "--backing-ttl",
+        "1d",
     )
     workers = Workers()
     for seed in range(4):

@@ -162,7 +162,7 @@ def through(way: str, folder: Path) -> Iterator[Way]:
     (folder / "shared").mkdir()
     lower = {
         "ssd": ["--ssd", str(folder / "ssd"), "--ssd-space", "1GiB"],
-        "shared_dir": ["--backing", f"file://{folder / 'shared'}"],
+        "shared_dir": ["--backing", f"file://{folder / 'shared'}", "--backing-ttl", "1d"],
     }.get(way, [])
     (folder / "a").mkdir()
     (folder / "b").mkdir()

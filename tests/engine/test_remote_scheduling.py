@@ -320,6 +320,31 @@ def test_something_else_listens_there(tiny_model: Path, fault: Fault) -> None:
         toy.close()
 
 
+def test_a_daemon_replaced_by_another_version_while_it_is_loaded_from(tiny_model: Path) -> None:
+    is_replaced = threading.Event()
+
+    def replaced(daemon: FaultyDaemon, request_id: int, request: Request) -> list[Frames] | None:
+        if isinstance(request, Get):
+            is_replaced.set()  # in the midst of a load
+        return _of_another_version(daemon, request_id, request) if is_replaced.is_set() else None
+
+    asked = prompts(11, 4)
+    with FaultyDaemon() as daemon:
+        timeouts = {"remote_lookup_timeout": 5, "remote_load_timeout": 5}
+        toy = engine_at(tiny_model, daemon.address, extra=timeouts)
+        serve(toy, asked)
+        for fault, loads in ((None, True), (replaced, False)):
+            daemon.fault = fault
+            before = total(toy, names.LOADED_BLOCKS, REMOTE)
+            toy.half.index.clear()
+            toy.drop_gpu_cache()
+            serve(toy, asked)
+            assert (total(toy, names.LOADED_BLOCKS, REMOTE) > before) == loads
+        assert is_replaced.is_set()
+        assert total(toy, names.LOAD_FAILURES, REMOTE) == 1, "the others were not even asked for"
+        toy.close()
+
+
 def test_a_slowed_daemon_serves_some_and_times_out_for_others(tiny_model: Path) -> None:
     """It keeps every block, and answers far within the deadlines, far beyond, or at about them."""
     rng = random.Random(13)

@@ -96,7 +96,7 @@ class ServerOptions:
         "",
         "text",
         "A slower tier behind the others, shared by many daemons: `file:///mnt/kv` is a folder "
-        "on a shared file system.",
+        "on a shared file system. Needs `backing_space`, `backing_ttl` or both.",
     )
     backing_space: int = _option(
         0, "size", "What collections bring the backing folder down to. 0: no limit.", low=0
@@ -195,6 +195,12 @@ class ServerOptions:
             raise ConfigError("ssd_quota", "there is no SSD tier; name its folder with ssd")
         if self.backing and not self.backing.startswith("file:///"):
             raise ConfigError("backing", f'{self.backing!r} is not like "file:///mnt/kv"')
+        if self.backing and not (self.backing_space or self.backing_ttl):
+            raise ConfigError(
+                "backing",
+                "the folder would grow until its file system is full; say what it may hold with "
+                "backing_space, or for how long with backing_ttl",
+            )
 
     @property
     def backing_folder(self) -> str | None:
