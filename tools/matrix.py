@@ -57,6 +57,14 @@ SERVED = (
     ),
     Check("conformance", ("tests/conformance",)),
     Check("a real engine", ("tests/engine/test_real_engine.py",)),
+    Check(
+        "kinds of models",
+        (
+            "tests/engine/test_model_kinds.py",
+            "tests/engine/test_window_engines.py",
+            "tests/engine/test_speculation.py",
+        ),
+    ),
 )
 REFUSED = (Check("refused in one sentence", ("tests/releases",)),)
 
