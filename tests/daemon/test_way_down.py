@@ -341,3 +341,20 @@ def test_progress_is_told_by_a_disk_that_works(store: TieredStore, disk: GatedDi
     assert store.drain(lambda tier, left: told.append((tier, left))) == []
     assert told
     assert all(tier == Tier.SSD.value and 0 < left <= 8 for tier, left in told)
+
+
+def test_a_stopping_daemon_waits_for_a_flush_under_way(
+    store: TieredStore, disk: GatedDisk, ended: Overheard
+) -> None:
+    """It has taken upon itself what the queue refused."""
+    disk.gate.clear()
+    for n in range(20):
+        put(store, n)
+    store.flush(lambda failed: None)
+    assert ended.is_awaited.wait(PATIENCE_S)
+    opener = threading.Timer(0.3, disk.gate.set)
+    opener.start()
+    assert store.drain() == []
+    assert store.ssd is not None
+    assert all(store.ssd.contains([key(n) for n in range(20)]))
+    opener.join()

@@ -227,6 +227,15 @@ def test_which_factors_a_long_rope_takes_counts(model: Path) -> None:
     assert digest(model, max_model_len=512) == digest(model, max_model_len=5000)
 
 
+def test_other_settings_that_go_by_the_longest_context_count(model: Path) -> None:
+    dynamic = {**CONFIG, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    assert digest(model, config=dynamic, max_model_len=1) != digest(model, config=dynamic)
+    llama4 = {**CONFIG, "model_type": "llama4", "text_config": {"model_type": "llama4_text"}}
+    short = digest(model, config=llama4, max_model_len=32768)
+    assert short == digest(model, config=llama4, max_model_len=512)
+    assert short != digest(model, config=llama4, max_model_len=32769)
+
+
 def test_what_the_engine_asks_of_the_processor_counts(model: Path) -> None:
     digests = [digest(model, processor=p) for p in (None, {}, {"crops": 4}, {"crops": 5})]
     assert digests[0] == digests[1]
@@ -379,13 +388,14 @@ def write_adapter(folder: Path, weights: bytes = bytes(100)) -> Path:
 def readings(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Folders whose files were read, one entry per reading."""
     seen: list[Path] = []
-    read = model_identity._add_folder
+    read = model_identity._add_file
 
-    def count(digest: Any, folder: Path, **how: bool) -> None:
-        seen.append(folder)
-        read(digest, folder, **how)
+    def count(digest: Any, file: Path, whole: bool = False) -> None:
+        if file.stem == "adapter_model":
+            seen.append(file.parent)
+        read(digest, file, whole)
 
-    monkeypatch.setattr(model_identity, "_add_folder", count)
+    monkeypatch.setattr(model_identity, "_add_file", count)
     return seen
 
 
@@ -431,7 +441,15 @@ def test_an_adapter_that_is_not_here_has_no_digest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hub's may be another one tomorrow under the same name."""
-    for path in (str(tmp_path / "missing"), "~/nobody/has-this", "nobody/has-this"):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "adapter_config.json").write_text("{}")
+    file = tmp_path / "adapter_model.safetensors"
+    file.write_bytes(b"x")
+    for path in (
+        *(str(tmp_path / "missing"), "~/nobody/has-this", "~nobody-here/x", "nobody/has-this"),
+        *(str(empty), str(file)),
+    ):
         with pytest.raises(UnsupportedError, match="nobody can tell what it holds"):
             adapter_digest("a", path)
     folder = write_adapter(tmp_path / "snapshot")

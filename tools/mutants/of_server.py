@@ -138,9 +138,17 @@ SERVER = (
     Mutation(
         "blocks-a-disk-failed-to-take-forgotten",
         "server/write_behind.py",
-        "self._unkept(waiting.block.key, result)",
+        "unkept(waiting.block.key, result)",
         "pass",
         "a flush says that all is written where a full disk took nothing",
+        ("tests/daemon/test_way_down.py",),
+    ),
+    Mutation(
+        "two-flushes-at-once",
+        "server/lower_tiers.py",
+        "with self._flushing:",
+        "if True:",
+        "a daemon that stops during a flush loses what that one was about to write",
         ("tests/daemon/test_way_down.py",),
     ),
     Mutation(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import struct
 from collections.abc import Iterator
 from functools import lru_cache
@@ -32,6 +33,7 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors")
 _SMALL_FILE = 1 << 20  # files up to this size are covered whole
 _SAMPLE = 4096
 _CHUNK = 8 << 20  # read and hashed at a time
+_LLAMA4_LONG = 32768  # tokens of a context, from which on vLLM tunes its attention
 _TABLES = ("embed", "wte", "wpe")  # in names of tensors whose rows may be trained one by one
 _MAX_TENSORS = 8192
 _MAX_HEADER = 256 << 20
@@ -102,27 +104,35 @@ def _settings(model: ModelConfig) -> Iterator[tuple[str, str]]:
         # vLLM's name of an image covers what a request asks of the processor, not what the engine
         # does.
         yield "mm_processor_kwargs", json.dumps(processor, sort_keys=True, default=str)
-    for rope in _rope_parameters(model.hf_config.to_dict()):
-        original = rope.get("original_max_position_embeddings")
-        if original is None:
-            original = getattr(model.hf_config, "original_max_position_embeddings", 0)
-        if rope.get("rope_type", rope.get("type")) in ("longrope", "su"):
-            # Which factors vLLM takes depends on how long its contexts may get.
+    # What some models compute depends on how long vLLM's contexts may get.
+    for part in _parts(model.hf_config.to_dict()):
+        rope = part.get("rope_type", part.get("type"))
+        if rope in ("longrope", "su"):
+            original = part.get("original_max_position_embeddings")
+            if original is None:
+                original = getattr(model.hf_config, "original_max_position_embeddings", 0)
             yield "long_rope", str(model.max_model_len > int(original or 0))
+        elif rope == "dynamic":
+            yield "dynamic_rope", str(model.max_model_len)
+        elif str(part.get("model_type", "")).startswith("llama4"):
+            asked = getattr(model, "override_generation_config", None) or {}
+            tuned = asked.get("attn_temperature_tuning", model.max_model_len > _LLAMA4_LONG)
+            yield "attn_temperature_tuning", str(tuned)
 
 
-def _rope_parameters(config: object) -> Iterator[dict[str, Any]]:
-    """Wherever they are in a config: of the text part, for each kind of layer."""
-    if not isinstance(config, dict):
-        return
-    if "rope_type" in config or "type" in config:
+def _parts(config: object) -> Iterator[dict[str, Any]]:
+    """A config and all that are inside it: of the text part, of positions, of kinds of layers."""
+    if isinstance(config, dict):
         yield config
-    for inner in config.values():
-        yield from _rope_parameters(inner)
+        for inner in config.values():
+            yield from _parts(inner)
 
 
 def adapter_digest(name: str, path: str) -> bytes:
-    """Digest of a LoRA adapter's files; read again only when a file's size or time changed."""
+    """Digest of a LoRA adapter's files; read again only when a file's size or time changed.
+
+    Of those at the top of its folder: vLLM reads no others.
+    """
     folder = _adapter_folder(path)
     if folder is None:
         raise UnsupportedError(
@@ -131,7 +141,7 @@ def adapter_digest(name: str, path: str) -> bytes:
         )
     stamps = tuple(
         (file.name, stat.st_size, stat.st_mtime_ns)
-        for file in _files(folder)
+        for file in _top_files(folder)
         for stat in [file.stat()]
     )
     return _adapter_digest(folder, stamps)
@@ -140,16 +150,20 @@ def adapter_digest(name: str, path: str) -> bytes:
 @lru_cache(maxsize=1024)
 def _adapter_digest(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> bytes:
     digest = hashlib.sha256(b"adapter files\0")
-    _add_folder(digest, folder, whole=True)
+    for file in _top_files(folder):
+        if file.suffix in (".json", *_WEIGHT_SUFFIXES):
+            _add(digest, "file", file.name)
+            _add_file(digest, file, whole=True)
     return digest.digest()
 
 
 def _adapter_folder(path: str) -> Path | None:
     """Where vLLM's workers load it from, if that is here already."""
-    local = Path(path).expanduser()
-    if local.exists():
-        return local
-    return None if local.is_absolute() else _snapshot(path)
+    local = Path(os.path.expanduser(path))
+    found = local if local.is_absolute() or local.exists() else _snapshot(path)
+    if found is None or not found.is_dir():
+        return None
+    return found if any(file.stem == "adapter_model" for file in _top_files(found)) else None
 
 
 def _model_folder(vllm_config: VllmConfig) -> Path | None:
@@ -179,7 +193,11 @@ def _files(folder: Path) -> list[Path]:
     return sorted(file for file in folder.rglob("*") if file.is_file())
 
 
-def _add_folder(digest: Any, folder: Path, every_format: bool = False, whole: bool = False) -> None:
+def _top_files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if file.is_file())
+
+
+def _add_folder(digest: Any, folder: Path, every_format: bool = False) -> None:
     files = [file for file in _files(folder) if file.suffix in (".json", *_WEIGHT_SUFFIXES)]
     files = [file for file in files if file != folder / "config.json"]  # hf_config stands for it
     # Some repositories carry the weights twice; vLLM loads safetensors when they are there, at
@@ -189,7 +207,7 @@ def _add_folder(digest: Any, folder: Path, every_format: bool = False, whole: bo
         files = [file for file in files if file.suffix in (".json", ".safetensors")]
     for file in files:
         _add(digest, "file", file.relative_to(folder).as_posix())
-        _add_file(digest, file, whole)
+        _add_file(digest, file)
 
 
 def _add_file(digest: Any, file: Path, whole: bool = False) -> None:

@@ -17,7 +17,7 @@ from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.write_behind import Pace, WriteBehind, Written
-from vllm_tiered_kv.stores.memory import Handed, MemoryStore
+from vllm_tiered_kv.stores.memory import Handed, Held, MemoryStore
 
 _WRITERS = 4  # per tier
 
@@ -64,6 +64,7 @@ class LowerTiers:
         }
         self._refused: dict[str, dict[StoreKey, PutResult]] = {tier: {} for tier, _ in tiers}
         self._refused_lock = threading.Lock()
+        self._flushing = threading.Lock()
 
     def write_behind(
         self,
@@ -98,30 +99,32 @@ class LowerTiers:
             written(PutResult.DROPPED)  # in memory, and no disk to be had
             return
         tier, _ = self._tiers[0]
-        handed = self._hand_to(tier, key, Durability.DISK, written)
-        if handed is Handed.REFUSED:
-            self._refuse(tier, key)
-        if handed is not Handed.TAKEN:
+        if self._offer(tier, key, Durability.DISK, written) is not Handed.TAKEN:
             written(PutResult.DROPPED)
 
-    def _offer(self, tier: str, key: StoreKey) -> None:
-        """A block that has left memory is nobody's concern."""
-        if self._hand_to(tier, key) is Handed.REFUSED:
-            self._refuse(tier, key)
-
-    def _hand_to(
+    def _offer(
         self,
         tier: str,
         key: StoreKey,
         durability: Durability = Durability.MEMORY,
         written: Written | None = None,
     ) -> Handed:
-        offer = self._behind[tier].offer
-        return self._memory.hand_over(key, lambda block: offer(block, durability, written))
+        """What is refused is remembered. A block that has left memory is nobody's concern."""
 
-    def _refuse(self, tier: str, key: StoreKey) -> None:
-        self._recorder.add(names.NOT_WRITTEN, 1, tier)
-        self._remember(tier, key, PutResult.DROPPED)
+        def take(block: Held) -> bool:
+            is_taken = self._behind[tier].offer(block, durability, written)
+            if not is_taken:  # while it cannot leave memory, which would be told before
+                self._remember(tier, key, PutResult.DROPPED)
+            return is_taken
+
+        handed = self._memory.hand_over(key, take)
+        if handed is Handed.REFUSED:
+            self._recorder.add(names.NOT_WRITTEN, 1, tier)
+        return handed
+
+    def _hand_to(self, tier: str, key: StoreKey) -> Handed:
+        offer = self._behind[tier].offer
+        return self._memory.hand_over(key, lambda block: offer(block, Durability.MEMORY))
 
     def _remember(self, tier: str, key: StoreKey, result: PutResult) -> None:
         """To be offered again."""
@@ -159,7 +162,14 @@ class LowerTiers:
         self._forget_refused(keys)
 
     def flush(self, progress: Progress = lambda tier, left: None) -> list[Unwritten]:
-        """Writes all that waits and all that was refused, and makes it durable; what could not."""
+        """Writes all that waits and all that was refused, and makes it durable; what could not.
+
+        One at a time: what one of them has taken upon itself the other would not know of.
+        """
+        with self._flushing:
+            return self._flush(progress)
+
+    def _flush(self, progress: Progress) -> list[Unwritten]:
         unwritten = []
         for tier, store in self._tiers:
             behind = self._behind[tier]

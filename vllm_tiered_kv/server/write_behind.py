@@ -183,10 +183,7 @@ class WriteBehind:
                 logger.exception("writing blocks behind failed; they stay in memory only")
                 results = [PutResult.FAILED] * len(batch)
             self._in_vain = not any(r in _KEPT for r in results)
-            for waiting, result in zip(batch, results, strict=True):
-                if result not in _KEPT:
-                    self._unkept(waiting.block.key, result)
-            self._finish(batch, results)
+            self._finish(batch, results, self._unkept)
 
     def _next_batch(self) -> list[_Waiting]:
         """What to write together: consecutive blocks of equal durability. Empty at the end."""
@@ -206,15 +203,23 @@ class WriteBehind:
                 nbytes += batch[-1].block.nbytes
             return batch
 
-    def _finish(self, batch: list[_Waiting], results: list[PutResult]) -> None:
-        self._memory.let_go([waiting.block for waiting in batch])
+    def _finish(
+        self,
+        batch: list[_Waiting],
+        results: list[PutResult],
+        unkept: Callable[[StoreKey, PutResult], None] = lambda key, result: None,
+    ) -> None:
         with self._lock:
-            for waiting in batch:
+            for waiting, result in zip(batch, results, strict=True):
                 waiting.has_ended = True
                 if self._by_key.get(waiting.block.key) is waiting:
                     del self._by_key[waiting.block.key]
                 self._bytes -= waiting.block.nbytes
+                # In one step: whoever offers it again in between would be told that it waits.
+                if result not in _KEPT:
+                    unkept(waiting.block.key, result)
             self._ended.notify_all()
+        self._memory.let_go([waiting.block for waiting in batch])
         for waiting, result in zip(batch, results, strict=True):
             for written in waiting.written:
                 written(result)
