@@ -29,7 +29,7 @@ if SANITIZERS:
     # Frames and line numbers for the reports; -O1 is as fast as keeps them true. Python's own flags
     # have -fwrapv, with which an overflow is nothing to report.
     CXX_FLAGS += ["-O1", "-g", "-fno-omit-frame-pointer", "-fno-wrapv", f"-fsanitize={SANITIZERS}"]
-HEADERS = sorted(str(path) for path in Path("csrc").glob("*.h"))
+HEADERS = sorted(str(path) for path in Path("csrc").rglob("*.h"))
 
 
 class NoToolkit(Exception):
@@ -164,7 +164,7 @@ def extension(name: str, *sources: str) -> Extension:
         f"vllm_tiered_kv.native.{name}",
         sources=[f"csrc/{source}" for source in sources],
         depends=HEADERS,
-        include_dirs=[pybind11.get_include()],
+        include_dirs=["csrc", pybind11.get_include()],
         extra_compile_args=CXX_FLAGS,
         extra_link_args=["-pthread", *([f"-fsanitize={SANITIZERS}"] if SANITIZERS else [])],
         language="c++",
@@ -184,6 +184,14 @@ setup(
             "block_keys.cpp",
             "token_reader.cpp",
             "xxh3.cpp",
+            "index/keys.cpp",
+            "index/slot_pool.cpp",
+            "index/eviction.cpp",
+            "index/eviction_lru.cpp",
+            "index/eviction_s3fifo.cpp",
+            "index/block_index.cpp",
+            "index/durable_index.cpp",
+            "index/module.cpp",
         ),
         extension(
             "_cuda",

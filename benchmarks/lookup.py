@@ -2,7 +2,8 @@
 
     python -m benchmarks.lookup --out result.json
 
-Needs neither a GPU nor vLLM. Times are medians; `bytes_per_block` is what Python allocated.
+Needs neither a GPU nor vLLM. Times are medians; `bytes_per_block` is what the process has grown by
+while the index was filled. Each index is measured in a process of its own.
 """
 
 from __future__ import annotations
@@ -10,14 +11,18 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import random
 import statistics
 import tempfile
 import time
-import tracemalloc
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from benchmarks import environment
 from tests.daemon.daemon_process import DaemonProcess
@@ -47,20 +52,24 @@ def median_ms(work: Callable[[], object], repeats: int = 15) -> float:
     return round(statistics.median(times) * 1e3, 3)
 
 
-def fill(index: BlockIndex, blocks: int) -> list[list[BlockKey]]:
-    """Stores random sequences until there are so many blocks."""
-    chains = []
-    for number in range(blocks // CHAIN):
-        root = root_digest(number.to_bytes(32, "little"))
-        tokens = list(range(number, number + CHAIN * BLOCK_SIZE))
-        keys, _ = extend_keys(root, tokens, 0, len(tokens), BLOCK_SIZE, None, b"\0")
-        chain = [BlockKey(key) for key in keys]
-        for position, key in enumerate(chain):
-            slot = index.reserve(key, chain[position - 1] if position else None, 0)
-            assert slot is not None
-            index.commit(slot)
-        chains.append(chain)
-    return chains
+def chain_of(number: int) -> list[BlockKey]:
+    """Keys of one of many sequences that have nothing in common."""
+    tokens = np.arange(number, number + CHAIN * BLOCK_SIZE)
+    root = root_digest(number.to_bytes(32, "little"))
+    keys, _ = extend_keys(root, tokens, 0, len(tokens), BLOCK_SIZE, None, b"\0")
+    return [BlockKey(key) for key in keys]
+
+
+def store(index: BlockIndex, chain: list[BlockKey]) -> None:
+    plan = index.reserve_missing(chain, 0, len(chain), 0)
+    assert not plan.dropped
+    assert all(index.commit_all(plan.slots))
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def measure_prompt() -> dict[str, float]:
@@ -70,10 +79,7 @@ def measure_prompt() -> dict[str, float]:
     keys, _ = extend_keys(root, tokens, 0, PROMPT_TOKENS, BLOCK_SIZE, None, b"\0")
     chain = [BlockKey(key) for key in keys]
     index = BlockIndex(ArenaGeometry(64 * (len(chain) + 1), (64,)), "lru")
-    for position, key in enumerate(chain):
-        slot = index.reserve(key, chain[position - 1] if position else None, 0)
-        assert slot is not None
-        index.commit(slot)
+    store(index, chain)
     group = Group(0, BLOCK_SIZE, 64, 0)
     hash_ms = median_ms(
         lambda: extend_keys(root, tokens, 0, PROMPT_TOKENS, BLOCK_SIZE, None, b"\0")
@@ -130,35 +136,39 @@ def measure_remote() -> dict[str, float]:
 
 
 def measure_index(blocks: int, eviction: str) -> dict[str, float]:
-    gc.collect()
-    tracemalloc.start()
+    chains = blocks // CHAIN
+    before = resident_bytes()
     index = BlockIndex(ArenaGeometry(64 * blocks, (64,)), eviction)
-    chains = fill(index, blocks)
-    held = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
+    for number in range(chains):
+        store(index, chain_of(number))
+    held = resident_bytes() - before
     rng = random.Random(1)
-    picked = [rng.choice(chains) for _ in range(20)]
+    picked = [chain_of(rng.randrange(chains)) for _ in range(20)]
     lookups = median_ms(lambda: [index.match_prefix(chain) for chain in picked])
-    serial = iter(range(10**9))
-
-    def evict_and_store() -> None:
-        for _ in range(500):
-            name = BlockKey(b"new" + next(serial).to_bytes(14, "little"))
-            slot = index.reserve(name, None, 0)
-            assert slot is not None
-            index.commit(slot)
-
+    fresh = (chain_of(number) for number in range(chains, 2 * chains))
+    evicting = [[next(fresh) for _ in range(4)] for _ in range(7)]  # made before the clock runs
+    turns = iter(evicting)
+    stores = median_ms(lambda: [store(index, chain) for chain in next(turns)], len(evicting))
+    index.check()
+    assert index.take_evicted()[0] == len(evicting) * 4 * CHAIN
     return {
         "blocks": blocks,
         "bytes_per_block": round(held / blocks),
         "lookup_us_per_block": round(lookups * 1e3 / (20 * CHAIN), 3),
-        "store_with_eviction_us": round(median_ms(evict_and_store, 5) * 1e3 / 500, 3),
+        "store_with_eviction_us": round(stores * 1e3 / (4 * CHAIN), 3),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="where the JSON goes")
+    parser.add_argument(
+        "--blocks",
+        type=int,
+        nargs="+",
+        default=[10_240, 102_400, 1_024_000, 10_240_000],
+        help="sizes of the index",
+    )
     args = parser.parse_args()
     report: dict[str, Any] = {"environment": environment.describe(), "prompt": measure_prompt()}
     print(report["prompt"])
@@ -166,7 +176,10 @@ def main() -> None:
     print("remote", report["remote"])
     report["index"] = {}
     for eviction in ("lru", "s3fifo"):
-        rows = [measure_index(blocks, eviction) for blocks in (10_240, 102_400, 512_000)]
+        rows = []
+        for blocks in args.blocks:
+            with ProcessPoolExecutor(1, get_context("spawn")) as child:
+                rows.append(child.submit(measure_index, blocks, eviction).result())
         report["index"][eviction] = rows
         for row in rows:
             print(eviction, row)

@@ -10,6 +10,7 @@
 #include "block_keys.h"
 #include "cpu_features.h"
 #include "file_blocks.h"
+#include "index/module.h"
 #include "sha256.h"
 #include "thread_pool.h"
 #include "token_reader.h"
@@ -269,6 +270,7 @@ py::tuple extend_keys(const py::bytes& parent, const py::object& tokens, int64_t
 PYBIND11_MODULE(_cpu, module) {
   using namespace tiered_kv;
   translate_argument_errors();
+  bind_index(module);
 
   py::class_<BlockLayout>(module, "BlockLayout")
       .def(py::init(&make_layout), py::arg("addresses"), py::arg("block_strides"),

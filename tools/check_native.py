@@ -21,7 +21,7 @@ import pybind11
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
-SOURCES = sorted(ROOT.glob("csrc/*.cpp"))
+SOURCES = sorted(ROOT.glob("csrc/**/*.cpp"))
 KERNELS = sorted(ROOT.glob("csrc/*.cu"))
 
 # cppcheck preprocesses without system headers: what csrc takes from them is told here.
@@ -56,7 +56,7 @@ def run(command: Iterable[str]) -> tuple[int, str]:
 
 
 def clang_tidy(source: Path, includes: list[str]) -> tuple[int, str]:
-    compiler = ["-std=c++17", "-Wall", "-Wextra", *includes]
+    compiler = ["-std=c++17", "-Wall", "-Wextra", "-Icsrc", *includes]
     code, output = run([str(BIN / "clang-tidy"), "--quiet", str(source), "--", *compiler])
     # "1234 warnings generated": of headers, and not shown.
     lines = [line for line in output.splitlines() if not line.endswith(" generated.")]

@@ -35,6 +35,10 @@ THREADED_TESTS = (
     "tests/unit/test_device.py",
     "tests/unit/test_prefault.py",
     "tests/unit/test_key.py",
+    "tests/unit/test_index.py",
+    "tests/unit/test_durable_index.py",
+    "tests/unit/test_eviction.py",
+    "tests/unit/test_planner.py",
     "tests/stores/test_contract.py",
     "tests/stores/test_memory_store.py",
 )

@@ -36,7 +36,7 @@ def test_asking_changes_nothing(tiny_model: Path) -> None:
         assert not half.ledger._loads
         engine.ask(seeded_prompt(9, 60))  # pushes out the blocks unused for longest
         engine.assert_conforms()
-        survivors.append(set(half.index._slot_of))
+        survivors.append({use.key for use in half.index.slots() if use.is_visible})
         assert half.recorder.total(names.EVICTED_BLOCKS)
     assert survivors[0] == survivors[1]
 
@@ -44,7 +44,7 @@ def test_asking_changes_nothing(tiny_model: Path) -> None:
 def _look(engine: ContractEngine) -> Any:
     half = engine.half
     return (
-        sorted(half.index._entries),
+        sorted(use.slot for use in half.index.slots()),
         half.index.used_bytes,
         half.index.pinned_slots(),
         list(half.ledger._loads),

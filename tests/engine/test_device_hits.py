@@ -210,7 +210,7 @@ def test_an_engine_that_is_paused_with_requests_comes_to_rest(
     answer_from_device(engine)
     queued = engine.add([*PROMPT, 7, 8], 2)
     assert engine.half.stores.has_unseen
-    engine.half.index.touch([*engine.half.index._slot_of][:1])
+    engine.half.index.touch([engine.half.index.slots()[0].key])
     engine.scheduler.set_pause_state(pause)
     for _ in range(50):
         if not engine.scheduler.has_requests():

@@ -52,7 +52,10 @@ def test_a_planted_corruption_makes_the_comparison_fail(fresh: RealEngine, truth
     expected = ([truth[0][number]], truth[1])
     assert_same(fresh.ask([ids], COUNT), fresh, expected)
     fresh.drop_gpu_cache()
-    (slot, *_), arena = sorted(fresh.half.index._entries), fresh.worker_half.arena
+    (slot, *_), arena = (
+        sorted(use.slot for use in fresh.half.index.slots()),
+        fresh.worker_half.arena,
+    )
     arena.bytes_at(slot * BLOCK_BYTES, BLOCK_BYTES)[:] ^= 0x55
     answers = fresh.ask([ids], COUNT)
     with pytest.raises(AssertionError, match="KV bytes"):

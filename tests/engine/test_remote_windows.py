@@ -108,9 +108,9 @@ def test_a_window_that_a_daemon_lacks_ends_the_hit_before_it(open_engine) -> Non
     window_keys = keys_of(first, ids)[1]
     kept = {window_keys[position] for position in (5, 6, 7, 8, 10, 11, 16, 17)}
     index, offer = first.half.index, first.half.remote.writes.offer
-    slots = [s for s, e in index._entries.items() if e.key[-1] == 0 or e.key in kept]
-    slots.sort(key=lambda slot: index._entries[slot].used)
-    offer(slots, [index._entries[slot].key for slot in slots])
+    uses = [use for use in index.slots() if use.key[-1] == 0 or use.key in kept]
+    uses.sort(key=lambda use: use.used)
+    offer([use.slot for use in uses], [use.key for use in uses])
     first.run()
     serve(first, [[3, 4, 5]])  # a step sends them
     second = open_engine(windows=(None, 10))

@@ -45,7 +45,7 @@ def assert_at_rest(engine: ToyEngine) -> None:
     assert not engine.half.verification.has_open
     assert engine.half.ledger.copies_to_compare == 0
     # Spare slots went back: whatever is in use is readable.
-    assert len(engine.half.index._entries) == len(engine.half.index)
+    assert len(engine.half.index.slots()) == len(engine.half.index)
 
 
 def test_the_same_requests_are_always_chosen_and_as_many_as_asked_for() -> None:
@@ -101,7 +101,7 @@ def test_blocks_of_windows_are_compared_too(
     assert first["verified"] >= 10 * len(windows) - 1
     assert first["different"] == first["inexact"] == 0
     last = keys_of(engine, request)[-1][9]
-    engine.arena[engine.half.index._slot_of[last], 1, 2] ^= 1
+    engine.arena[engine.half.index.slot_of(last), 1, 2] ^= 1
     engine.drop_gpu_cache()
     ask(engine, ids)
     assert counts(engine)["different"] == 1
@@ -116,7 +116,7 @@ def test_a_bad_block_is_named_counted_and_evicted(
     engine = ToyEngine(tiny_model, async_scheduling, cpu_blocks=256, extra_config=ALWAYS)
     ids = seeded_prompt(1)
     (keys,) = keys_of(engine, ask(engine, ids))
-    engine.arena[engine.half.index._slot_of[keys[3]], 1, 2] ^= 1
+    engine.arena[engine.half.index.slot_of(keys[3]), 1, 2] ^= 1
     engine.drop_gpu_cache()
     with caplog.at_level(logging.WARNING, "vllm_tiered_kv"):
         ask(engine, ids)
@@ -142,7 +142,7 @@ def test_every_bad_block_is_named(tiny_model: Path, caplog: pytest.LogCaptureFix
     ids = seeded_prompt(1)
     (keys,) = keys_of(engine, ask(engine, ids))
     for key in keys[:10]:
-        engine.arena[engine.half.index._slot_of[key], 1, 2] ^= 1
+        engine.arena[engine.half.index.slot_of(key), 1, 2] ^= 1
     engine.drop_gpu_cache()
     with caplog.at_level(logging.WARNING, "vllm_tiered_kv"):
         ask(engine, ids)
@@ -276,7 +276,7 @@ def test_after_a_reset_nothing_is_believed(tiny_model: Path) -> None:
     ids = seeded_prompt(1, 121)
     (keys,) = keys_of(engine, ask(engine, ids))
     for key in keys:
-        engine.arena[engine.half.index._slot_of[key]] ^= 1
+        engine.arena[engine.half.index.slot_of(key)] ^= 1
     engine.drop_gpu_cache()
     engine.add(ids, 6)
     engine.step()
@@ -294,7 +294,7 @@ def test_blocks_vllm_was_told_are_invalid_accuse_nobody(tiny_model: Path) -> Non
     ids = seeded_prompt(1)
     (keys,) = keys_of(engine, ask(engine, ids))
     for key in keys:
-        engine.arena[engine.half.index._slot_of[key]] ^= 1  # as if the GPU's were the wrong ones
+        engine.arena[engine.half.index.slot_of(key)] ^= 1  # as if the GPU's were the wrong ones
     engine.drop_gpu_cache()
     engine.add(ids, 6)
     engine.step()

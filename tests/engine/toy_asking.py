@@ -45,8 +45,8 @@ def assert_tier_is_right(engine: ToyEngine) -> int:
     for request_id, right in engine._truth.items():
         for group, group_keys in zip(engine.groups, keys_of(engine, request_id), strict=True):
             for position, key in enumerate(group_keys):
-                slot = engine.half.index._slot_of.get(key)
-                if slot is not None and engine.half.index.match_prefix([key]):
+                if engine.half.index.match_prefix([key]):
+                    slot = engine.half.index.slot_of(key)
                     first = position * group.block_size
                     span = right[first : first + group.block_size]
                     for layer in range(3):

@@ -54,6 +54,6 @@ class VerifiedHits:
         request = Request("asked before", ids, SamplingParams(), None)
         keys = half._key_maker.keys_for(request)
         keys.extend(request, len(ids))
-        slot = half.index._slot_of[keys.of_group[0][position]]
+        slot = half.index.slot_of(keys.of_group[0][position])
         nbytes = half.block_bytes[0]
         return self.engine.worker_half.arena.bytes_at(slot * half.index.geometry.slab_bytes, nbytes)

@@ -124,7 +124,7 @@ def test_a_flipped_byte_is_noticed(engine: RealEngine) -> None:
     settle(engine)
     engine.drop_gpu_cache()
     geometry = engine.half.index.geometry
-    for slot in list(engine.half.index._entries)[:64]:
+    for slot in [use.slot for use in engine.half.index.slots()][:64]:
         engine.worker_half.arena.bytes_at(slot * geometry.slab_bytes, geometry.slab_bytes)[
             1::2
         ] ^= 0x15

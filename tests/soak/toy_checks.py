@@ -27,7 +27,7 @@ def check_tiers(toy: ToyEngine, requests: Iterable[str]) -> int:
         keys.extend(request, request.num_tokens)
         for position, key in enumerate(keys.of_group[0]):
             if index.match_prefix([key]):
-                _check_slot(toy, index._slot_of[key], name, position)
+                _check_slot(toy, index.slot_of(key), name, position)
                 checked += 1
     return checked
 

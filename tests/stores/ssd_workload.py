@@ -39,15 +39,16 @@ def still_owed(before: set[bytes], events: Iterable[tuple[str, bytes]]) -> set[b
 def note_departures(store: SsdStore, witness: Witness) -> Counter[bytes]:
     """Tells the witness of every block that leaves; how often each key has, from now on."""
     left: Counter[bytes] = Counter()
-    leave = store._index._on_leave
+    hooks = store._index._hooks._hooks
+    leave = hooks["on_leave"]
 
     def noted(slot: int) -> None:
-        name = store._index._entries[slot].key
+        name, _ = store._index.block_in(slot)
         left[name] += 1
         witness.note(LEAVE, name)
         leave(slot)
 
-    store._index._on_leave = noted
+    hooks["on_leave"] = noted
     return left
 
 

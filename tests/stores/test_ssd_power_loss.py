@@ -35,7 +35,6 @@ from tests.stores.ssd_workload import (
     work,
 )
 from vllm_tiered_kv.cache.durable_index import DurableIndex
-from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.stores.ssd import committer
 from vllm_tiered_kv.stores.ssd.settings import FsyncPolicy
 
@@ -168,11 +167,18 @@ def test_a_sync_left_out_is_noticed(folder: Path, lie: str) -> None:
 def test_slots_reused_without_quarantine_are_noticed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def free_at_once(index: DurableIndex, slot: int) -> None:
-        BlockIndex._free(index, slot)
+    def free_at_once(
+        index: DurableIndex, key: bytes, parent: bytes | None, size_class: int
+    ) -> int | None:
+        index._native.release(index._native.take_quarantined())
+        slot = index._native.reserve(key, parent, size_class, 0)
+        if slot is None and index._native.make_room(size_class, 1, parent):
+            index._native.release(index._native.take_quarantined())
+            slot = index._native.reserve(key, parent, size_class, 0)
+        return slot
 
-    monkeypatch.setattr(DurableIndex, "_free", free_at_once)
-    monkeypatch.setattr(DurableIndex, "_make_free", BlockIndex._make_free)
+    monkeypatch.setattr(DurableIndex, "reserve", free_at_once)
+    monkeypatch.setattr(DurableIndex, "take_quarantined", lambda index: [])
     disk = record(folder / "store", 90)
     with pytest.raises(Violation):
         search(disk, folder, 400, 90)

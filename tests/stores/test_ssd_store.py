@@ -24,7 +24,7 @@ from tests.stores.ssd_blocks import (
     read,
 )
 from vllm_tiered_kv.core.store import Durability, PutItem, PutResult, StoreKey
-from vllm_tiered_kv.eviction.catalog import POLICIES
+from vllm_tiered_kv.native._cpu import EVICTION_POLICIES
 from vllm_tiered_kv.native.cpu import xxh3_64
 from vllm_tiered_kv.stores.ssd import committer
 from vllm_tiered_kv.stores.ssd.disk import OsDisk
@@ -32,7 +32,7 @@ from vllm_tiered_kv.stores.ssd.disk import OsDisk
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize("eviction", sorted(POLICIES))
+@pytest.mark.parametrize("eviction", EVICTION_POLICIES)
 def test_recovered_blocks_can_be_evicted(tmp_path: Path, eviction: str) -> None:
     with opened(tmp_path / "store", eviction=eviction) as store:
         put(store, *range(60))
@@ -58,7 +58,7 @@ def test_the_order_of_use_survives_a_restart(tmp_path: Path) -> None:
         assert present(store, range(0, 40, 4)) == hot
 
 
-@pytest.mark.parametrize("eviction", sorted(POLICIES))
+@pytest.mark.parametrize("eviction", EVICTION_POLICIES)
 def test_tails_leave_before_heads_also_after_a_restart(tmp_path: Path, eviction: str) -> None:
     chain = range(0, 40, 4)
     with opened(tmp_path / "store", eviction=eviction) as store:
@@ -228,7 +228,7 @@ def test_a_slot_is_not_reused_under_a_reader(tmp_path: Path) -> None:
         check(store)
 
 
-@pytest.mark.parametrize("eviction", sorted(POLICIES))
+@pytest.mark.parametrize("eviction", EVICTION_POLICIES)
 def test_many_threads_on_a_store_that_is_too_small(tmp_path: Path, eviction: str) -> None:
     errors: list[BaseException] = []
     stored = [0] * 4

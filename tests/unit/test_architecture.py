@@ -14,7 +14,7 @@ LAYERS = [
     {"connector", "server", "api"},
     {"remote", "stores"},
     {"cache", "device"},
-    {"wire", "eviction", "metrics", "native"},
+    {"wire", "metrics", "native"},
     {"core"},
     {"config", "option_values", "errors"},
 ]

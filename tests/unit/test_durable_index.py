@@ -11,7 +11,7 @@ from vllm_tiered_kv.cache.durable_index import DurableIndex
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.errors import InvariantError
-from vllm_tiered_kv.eviction.catalog import POLICIES
+from vllm_tiered_kv.native._cpu import EVICTION_POLICIES
 
 
 def make_durable(
@@ -108,7 +108,7 @@ def test_restored_blocks_in_a_circle_can_leave() -> None:
         index.check()
 
 
-@pytest.mark.parametrize("eviction", sorted(POLICIES))
+@pytest.mark.parametrize("eviction", EVICTION_POLICIES)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_restored_index_is_as_it_was(eviction: str, seed: int) -> None:
     rng = random.Random(seed)
@@ -147,7 +147,7 @@ def test_a_restored_index_is_as_it_was(eviction: str, seed: int) -> None:
     assert again.used_bytes == 0
 
 
-@pytest.mark.parametrize("eviction", sorted(POLICIES))
+@pytest.mark.parametrize("eviction", EVICTION_POLICIES)
 @pytest.mark.parametrize("sizes", [(64,), (64, 320)])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_operations_with_quarantine(

@@ -1,4 +1,4 @@
-"""One contract for every policy, and what each promises beyond it."""
+"""What each eviction policy promises, seen through an index; and LRU against a naive model."""
 
 from __future__ import annotations
 
@@ -6,129 +6,149 @@ import random
 
 import pytest
 
+from vllm_tiered_kv.cache.index import BlockIndex
+from vllm_tiered_kv.config import Eviction
+from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.key import BlockKey
-from vllm_tiered_kv.eviction.base import EvictionPolicy
-from vllm_tiered_kv.eviction.catalog import POLICIES, make_policy
-
-ALL = sorted(POLICIES)
+from vllm_tiered_kv.core.tiers import Lookup
+from vllm_tiered_kv.errors import NativeError
+from vllm_tiered_kv.native._cpu import EVICTION_POLICIES
 
 
 def key(number: int) -> BlockKey:
     return BlockKey(number.to_bytes(17, "little"))
 
 
-def evict_one(policy: EvictionPolicy, pinned: frozenset[int] = frozenset()) -> int | None:
-    for slot in policy.candidates():
-        if slot not in pinned:
-            policy.forget(slot, key(slot), evicted=True)
-            return slot
-    return None
+class Tier:
+    """An index of so many slots, and what left it."""
+
+    def __init__(self, eviction: str, slots: int) -> None:
+        self.left: list[int] = []
+        self.index = BlockIndex(
+            ArenaGeometry(slots * 64, (64,)),
+            eviction,
+            on_evict=lambda name, _: self.left.append(int.from_bytes(name, "little")),
+        )
+
+    def store(self, number: int, parent: int | None = None) -> bool:
+        slot = self.index.reserve(key(number), None if parent is None else key(parent), 0)
+        if slot is not None:
+            self.index.commit(slot)
+        self.index.check()
+        return slot is not None
+
+    def has(self, number: int) -> bool:
+        return self.index.lookup(key(number)) is Lookup.HIT
+
+    def use(self, number: int) -> None:
+        self.index.touch([key(number)])
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_every_leaf_is_offered_once_and_pins_are_passed_over(name: str) -> None:
-    policy = make_policy(name, 20)
-    for slot in range(10):
-        policy.admit(slot, key(slot))
-    assert sorted(policy.candidates()) == list(range(10))
-    assert policy.leaves() == policy.slots() == set(range(10))
-    pinned = frozenset({0, 1, 9})
-    left = [evict_one(policy, pinned) for _ in range(8)]
-    assert left[-1] is None
-    assert set(left[:-1]) == set(range(2, 9))
-    assert policy.slots() == set(pinned)
+def test_the_names_users_can_choose_are_the_policies_there_are() -> None:
+    assert sorted(choice.value for choice in Eviction) == sorted(EVICTION_POLICIES)
+    with pytest.raises(NativeError, match="there is no policy 'mru'"):
+        BlockIndex(ArenaGeometry(64, (64,)), "mru")
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_shielded_slots_are_not_offered_until_they_are_leaves_again(name: str) -> None:
-    policy = make_policy(name, 20)
-    for slot in range(4):
-        policy.admit(slot, key(slot))
-        if slot:
-            policy.shield(slot - 1)
-    assert list(policy.candidates()) == [3]
-    order = []
-    for expected in (3, 2, 1, 0):
-        order.append(evict_one(policy))
-        if expected:
-            policy.unshield(expected - 1)
-    assert order == [3, 2, 1, 0]
+@pytest.mark.parametrize("eviction", EVICTION_POLICIES)
+def test_every_leaf_leaves_once_and_pins_are_passed_over(eviction: str) -> None:
+    tier = Tier(eviction, 10)
+    for number in range(10):
+        assert tier.store(number)
+    pinned = tier.index.pin([key(number) for number in (0, 1, 9)])
+    for number in range(10, 17):
+        assert tier.store(number)
+        tier.index.pin([key(number)])
+    assert sorted(tier.left) == list(range(2, 9))
+    assert not tier.store(17), "all are in use"
+    tier.index.unpin(pinned)
+    assert tier.store(17)
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_random_use_never_loses_or_invents_a_slot(name: str) -> None:
-    rng = random.Random(7)
-    policy = make_policy(name, 50)
-    present: set[int] = set()
-    shielded: set[int] = set()
-    for _ in range(5000):
-        action = rng.random()
-        if action < 0.3 and len(present) < 50:
-            slot = rng.choice([s for s in range(50) if s not in present])
-            policy.admit(slot, key(slot))
-            present.add(slot)
-        elif action < 0.6 and present:
-            policy.touch(rng.choice(sorted(present)))
-        elif action < 0.7 and present - shielded:
-            slot = rng.choice(sorted(present - shielded))
-            policy.shield(slot)
-            shielded.add(slot)
-        elif action < 0.8 and shielded:
-            slot = shielded.pop()
-            policy.unshield(slot)
-        elif action < 0.9 and present:
-            slot = rng.choice(sorted(present))
-            policy.forget(slot, key(slot), evicted=False)
-            present.discard(slot)
-            shielded.discard(slot)
-        else:
-            gone = evict_one(policy, frozenset(rng.sample(range(50), 5)))
-            if gone is not None:
-                assert gone in present - shielded
-                present.discard(gone)
-        assert policy.slots() == present
-        assert policy.leaves() == present - shielded
+@pytest.mark.parametrize("eviction", EVICTION_POLICIES)
+def test_a_chain_leaves_from_its_end(eviction: str) -> None:
+    tier = Tier(eviction, 4)
+    for number in range(4):
+        tier.store(number, number - 1 if number else None)
+    for number in range(10, 14):
+        tier.store(number)
+        tier.index.pin([key(number)])
+    assert tier.left == [3, 2, 1, 0]
 
 
-def test_lru_evicts_the_least_recently_used() -> None:
-    policy = make_policy("lru", 10)
-    for slot in range(5):
-        policy.admit(slot, key(slot))
-    policy.touch(0)
-    policy.touch(2)
-    assert [evict_one(policy) for _ in range(5)] == [1, 3, 4, 0, 2]
+def test_lru_lets_the_least_recently_used_leave() -> None:
+    tier = Tier("lru", 5)
+    for number in range(5):
+        tier.store(number)
+    tier.use(0)
+    tier.use(2)
+    for number in range(10, 15):
+        tier.store(number)
+    assert tier.left == [1, 3, 4, 0, 2]
 
 
 def test_lru_puts_a_new_leaf_where_its_last_use_belongs() -> None:
-    policy = make_policy("lru", 10)
-    for slot in range(4):
-        policy.admit(slot, key(slot))
-    policy.shield(0)
-    policy.touch(0)  # used after 1, 2 and 3, while shielded
-    policy.unshield(0)
-    assert [evict_one(policy) for _ in range(4)] == [1, 2, 3, 0]
+    tier = Tier("lru", 5)
+    for number in range(4):
+        tier.store(number)
+    tier.store(4, parent=0)
+    tier.use(0)  # after 1, 2 and 3, while a block follows it
+    tier.index.remove(key(4))
+    for number in range(10, 15):
+        tier.store(number)
+    assert tier.left == [1, 2, 3, 0]
 
 
-def hit_rate(name: str, requests: list[int], capacity: int) -> float:
-    policy = make_policy(name, capacity)
-    slot_of: dict[int, int] = {}
-    item_in: dict[int, int] = {}
-    free = list(range(capacity))
+@pytest.mark.parametrize("seed", range(6))
+def test_lru_is_what_a_naive_model_says(seed: int) -> None:
+    """Of the blocks that nothing follows and nobody uses, the one used longest ago leaves."""
+    rng = random.Random(seed)
+    tier = Tier("lru", 16)
+    parents: dict[int, int | None] = {}  # what is here, and what it follows
+    used: dict[int, int] = {}
+    pins: dict[int, list[int]] = {}
+    for now in range(3000):
+        number = rng.randrange(60)
+        action = rng.random()
+        if action < 0.5 and number not in parents:
+            parent = number // 3 if number >= 3 else None
+            expected = None
+            if len(parents) == 16:
+                followed = {above for above in parents.values() if above in parents}
+                leaving = [n for n in parents if n not in {*followed, *pins, parent}]
+                expected = min(leaving, key=used.__getitem__, default=None)
+                if expected is None:
+                    assert not tier.store(number, parent)
+                    continue
+            tier.left.clear()
+            assert tier.store(number, parent)
+            assert tier.left == ([] if expected is None else [expected])
+            if expected is not None:
+                del parents[expected], used[expected]
+            parents[number], used[number] = parent, now
+        elif action < 0.75:
+            tier.use(number)
+            if number in parents:
+                used[number] = now
+        elif action < 0.85 and number in parents and number not in pins and len(pins) < 6:
+            pins[number] = tier.index.pin([key(number)])
+        elif action < 0.97 and pins:
+            tier.index.unpin(pins.pop(rng.choice(sorted(pins))))
+        elif number in parents and number not in pins:
+            assert tier.index.remove(key(number))
+            del parents[number], used[number]
+        assert {n for n in range(60) if tier.has(n)} == set(parents)
+
+
+def hit_rate(eviction: str, requests: list[int], capacity: int) -> float:
+    tier = Tier(eviction, capacity)
     hits = 0
     for item in requests:
-        if item in slot_of:
+        if tier.has(item):
             hits += 1
-            policy.touch(slot_of[item])
-            continue
-        if not free:
-            for slot in policy.candidates():
-                policy.forget(slot, key(item_in[slot]), evicted=True)
-                del slot_of[item_in.pop(slot)]
-                free.append(slot)
-                break
-        slot = free.pop()
-        policy.admit(slot, key(item))
-        slot_of[item], item_in[slot] = slot, item
+            tier.use(item)
+        else:
+            tier.store(item)
     return hits / len(requests)
 
 
@@ -141,3 +161,16 @@ def test_s3fifo_keeps_its_working_set_through_scans() -> None:
         requests += range(fresh, fresh + 300)  # a scan of one-time prompts
         fresh += 300
     assert hit_rate("s3fifo", requests, 100) > hit_rate("lru", requests, 100) + 0.03
+
+
+def test_s3fifo_remembers_what_left_it_lately() -> None:
+    """A block that comes back after it left unused goes past the queue of those used once."""
+    tier = Tier("s3fifo", 20)
+    for number in range(21):
+        tier.store(number)
+    assert tier.left == [0]
+    tier.store(0)
+    for number in range(100, 130):
+        tier.store(number)
+    assert tier.has(0)
+    assert not any(tier.has(number) for number in range(1, 21))

@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[2]
 def test_a_mutation_applies_to_one_place_and_is_still_python(mutation: Mutation) -> None:
     assert mutation.occurrences(ROOT) == 1
     assert mutation.old != mutation.new
-    ast.parse(mutation.file(ROOT).read_text().replace(mutation.old, mutation.new))
+    if not mutation.is_native:
+        ast.parse(mutation.file(ROOT).read_text().replace(mutation.old, mutation.new))
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
@@ -63,6 +64,6 @@ def test_unbroken_tests_that_run_out_of_time_are_no_verdict(
 def test_names_are_unique_and_every_important_room_is_broken() -> None:
     assert max(Counter(mutation.name for mutation in MUTATIONS).values()) == 1
     rooms = Counter(mutation.path.split("/")[0] for mutation in MUTATIONS)
-    important = {"core", "cache", "device", "stores", "remote", "server", "connector"}
+    important = {"csrc", "core", "cache", "device", "stores", "remote", "server", "connector"}
     assert set(rooms) >= important
     assert (ROOT / PACKAGE).is_dir()

@@ -13,7 +13,7 @@ from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.planner import Group, loadable_tokens, plan_store, telling_group
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.key import BlockKey
-from vllm_tiered_kv.eviction.catalog import POLICIES
+from vllm_tiered_kv.native._cpu import EVICTION_POLICIES
 
 TOKENS = 48
 
@@ -112,7 +112,7 @@ def put(index: BlockIndex, keys: list[BlockKey], skip: range = range(0)) -> list
     return plan.positions
 
 
-@pytest.mark.parametrize("eviction", sorted(POLICIES))
+@pytest.mark.parametrize("eviction", EVICTION_POLICIES)
 def test_a_chain_with_gaps_is_whole_again_in_a_full_tier(eviction: str) -> None:
     """Room for one of its blocks may be made by another, which then has to be stored, too."""
     index = BlockIndex(ArenaGeometry(8 * 64, (64,)), eviction)
@@ -125,7 +125,7 @@ def test_a_chain_with_gaps_is_whole_again_in_a_full_tier(eviction: str) -> None:
     assert index.match_prefix(keys) == 6
 
 
-@pytest.mark.parametrize("eviction", sorted(POLICIES))
+@pytest.mark.parametrize("eviction", EVICTION_POLICIES)
 def test_so_is_one_of_which_another_tier_has_the_middle(eviction: str) -> None:
     index = BlockIndex(ArenaGeometry(24 * 64, (64,)), eviction)
     keys = [BlockKey(bytes([n]) * 17) for n in range(16)]

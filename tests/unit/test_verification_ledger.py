@@ -45,7 +45,7 @@ class Bench:
 
     def assert_nothing_is_held(self) -> None:
         assert not self.index.pinned_slots()
-        assert len(self.index._entries) == len(self.index)
+        assert len(self.index.slots()) == len(self.index)
         assert self.transfers.copies_to_compare == 0
         assert not self.ledger.has_open
         self.index.check()

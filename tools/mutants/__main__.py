@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tools.mutants.mutation import Mutation, Needs
+from tools.mutants.native_build import build_anew
 from tools.mutants.table import MUTATIONS
 from tools.source_copy import ROOT, copy_sources
 
@@ -105,7 +106,8 @@ def try_mutation(mutation: Mutation, trees: Trees) -> tuple[Mutation, Outcome, s
     with trees.one() as tree:
         text = mutation.apply(tree)
         try:
-            status, output = run_tests(tree, mutation.tests)
+            with build_anew(tree) if mutation.is_native else contextlib.nullcontext():
+                status, output = run_tests(tree, mutation.tests)
         finally:
             mutation.restore(tree, text)
     outcome = judge(status)

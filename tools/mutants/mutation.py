@@ -25,7 +25,7 @@ class Needs(enum.Enum):
 class Mutation:
     name: str
     path: str
-    """Below the package."""
+    """Below the package, or below `csrc/`, which is then built anew."""
     old: str
     """Occurs exactly once in that file."""
     new: str
@@ -35,8 +35,12 @@ class Mutation:
     """As pytest takes them: files, or single tests."""
     needs: Needs = Needs.NOTHING
 
+    @property
+    def is_native(self) -> bool:
+        return self.path.startswith("csrc/")
+
     def file(self, tree: Path) -> Path:
-        return tree / PACKAGE / self.path
+        return tree / self.path if self.is_native else tree / PACKAGE / self.path
 
     def occurrences(self, tree: Path) -> int:
         return self.file(tree).read_text().count(self.old)

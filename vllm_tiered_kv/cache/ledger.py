@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.core.key import BlockKey
@@ -235,7 +236,7 @@ class TransferLedger:
 
     def _settle(self, store: _OpenStore) -> None:
         least = min(store.reports, key=lambda report: report.stored)
-        readable = [self._index.commit(slot) for slot in store.slots[: least.stored]]
+        readable = self._index.commit_all(store.slots[: least.stored])
         committed = sum(readable)
         for slot in store.slots[least.stored :]:
             self._index.abort(slot)
@@ -249,5 +250,6 @@ class TransferLedger:
             if store.on_drop is not None:
                 store.on_drop(reason)
         if self.on_commit is not None and store.anchors and committed:
-            kept = [n for n, is_readable in enumerate(readable) if is_readable]
-            self.on_commit([store.slots[n] for n in kept], [store.anchors[n] for n in kept])
+            self.on_commit(
+                list(compress(store.slots, readable)), list(compress(store.anchors, readable))
+            )

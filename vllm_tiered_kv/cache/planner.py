@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vllm_tiered_kv.cache.index import BlockIndex
+from vllm_tiered_kv.cache.index import BlockIndex, Reservations
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Lookup
 
@@ -38,15 +38,6 @@ def telling_group(groups: Sequence[Group]) -> Group:
     return next((group for group in groups if group.window is None), groups[0])
 
 
-@dataclass(frozen=True)
-class StorePlan:
-    """Reserved slots for these positions of the sequence, and how many blocks found no room."""
-
-    positions: list[int]
-    slots: list[int]
-    dropped: int
-
-
 def plan_store(
     index: BlockIndex,
     group: Group,
@@ -54,32 +45,13 @@ def plan_store(
     start: int,
     stop: int,
     skip: range = range(0),
-) -> StorePlan:
+) -> Reservations:
     """Reserves slots for the missing blocks among positions `start` … `stop`, but not `skip`.
 
-    In chain order: where room ends, the rest of the sequence is dropped, never its head.
+    Each follows the one before it, also in a window: tails leave before heads in all groups alike,
+    or what is left of the one would be of no use to the other.
     """
-    positions: list[int] = []
-    slots: list[int] = []
-
-    known = index.known_keys()
-    rest = range(index.first_missing(keys, start, stop), stop)
-    left = sum(position not in skip and keys[position] not in known for position in rest)
-    for position in rest:
-        key = keys[position]
-        # Looked for anew: room for others may have been made by this one.
-        if key in known or position in skip:
-            continue
-        left = max(0, left - 1)
-        # Also in a window: tails leave before heads in all groups alike, or what is left of the
-        # one would be of no use to the other.
-        parent = keys[position - 1] if position else None
-        slot = index.reserve(key, parent, group.size_class, left)
-        if slot is None:
-            return StorePlan(positions, slots, stop - position)
-        positions.append(position)
-        slots.append(slot)
-    return StorePlan(positions, slots, 0)
+    return index.reserve_missing(keys, start, stop, group.size_class, skip)
 
 
 def loadable_tokens(

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
 
+_MOST_IN_VAIN = 256  # looks at blocks that need not be stored, in a step
+
+
 @dataclass
 class _Note:
     """Blocks of one request, heads before tails."""
@@ -62,11 +65,14 @@ class DeferredStores:
     def plan(
         self, pool: BlockPool, index: BlockIndex, room: int
     ) -> tuple[list[StoreBatch], dict[DropReason, int]]:
-        """At most `room` blocks to store in this step, and what was given up and why."""
+        """At most `room` blocks to store in this step, and what was given up and why. Of blocks
+        that are in the tier by now, or reused, only so many are looked at: the step waits."""
         batches: dict[int, StoreBatch] = {}
         planned: set[int] = set()
         dropped = {DropReason.STAGING_FULL: 0, DropReason.TIER_FULL: 0}
-        while self._notes and room > 0:
+        looks = room + _MOST_IN_VAIN
+        while self._notes and room > 0 and looks > 0:
+            looks -= 1
             note = self._notes[0]
             block = note.block_at(note.positions[0])
             note.positions = note.positions[1:]

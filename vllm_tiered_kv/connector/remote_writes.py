@@ -52,8 +52,7 @@ class RemoteWrites:
                 self._ledger.drop(len(some), DropReason.UNAVAILABLE, Tier.REMOTE)
                 continue
             address = str(server.address)
-            for slot in some:
-                key, _ = self._index.block_in(slot)
+            for slot, (key, _) in zip(some, self._index.blocks_in(some), strict=True):
                 batches.setdefault((address, key[-1]), []).append(slot)
         for (address, group_id), batch in batches.items():
             nbytes = self._groups[group_id].block_bytes
@@ -64,7 +63,7 @@ class RemoteWrites:
                 self._next.append(self._put_job(address, group_id, batch[:room]))
 
     def _put_job(self, address: str, group_id: int, slots: list[int]) -> PutJob:
-        blocks = [self._index.block_in(slot) for slot in slots]
+        blocks = self._index.blocks_in(slots)
         keys = tuple(BlockKey(key) for key, _ in blocks)
         parents = tuple(None if parent is None else BlockKey(parent) for _, parent in blocks)
         job_id = self._ledger.open_put(slots, keys, self._groups[group_id].block_bytes)

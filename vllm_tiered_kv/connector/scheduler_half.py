@@ -89,7 +89,7 @@ class SchedulerHalf:
         ]
         self._store_on_finish = not steps_zero_blocks
         self.recorder = Recorder()
-        self.index = BlockIndex(geometry, config.eviction.value, self._count_eviction)
+        self.index = BlockIndex(geometry, config.eviction.value)
         self.ledger = TransferLedger(self.index, self.recorder, num_ranks)
         self._requests: dict[str, RequestState] = {}
         self._usable_bytes: dict[int, int] = {}  # by rank
@@ -221,6 +221,9 @@ class SchedulerHalf:
         if self.remote is not None:
             self._next.identity = self._identity
             self._next.puts = self.remote.writes.take()
+        evicted, nbytes = self.index.take_evicted()
+        self.recorder.add(names.EVICTED_BLOCKS, evicted, _CPU)
+        self.recorder.add(names.EVICTED_BYTES, nbytes, _CPU)
         metadata, self._next = self._next, TieredKVMetadata()
         return metadata
 
@@ -444,7 +447,3 @@ class SchedulerHalf:
             self._left_alone.values(),
         )
         step.undo(self.ledger, self.index, self.stores, self.verification)
-
-    def _count_eviction(self, key: bytes, nbytes: int) -> None:
-        self.recorder.add(names.EVICTED_BLOCKS, 1, _CPU)
-        self.recorder.add(names.EVICTED_BYTES, nbytes, _CPU)

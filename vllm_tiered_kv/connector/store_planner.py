@@ -250,8 +250,12 @@ class StorePlanner:
             self._index.touch(keys[start:stop])  # what the GPU still had counts as used here too
         if not plan.slots:
             return []
-        sources = [block_ids[position - start] for position in plan.positions]
-        anchors = [keys[anchor_position(position)] for position in plan.positions]
+        sources = block_ids
+        if len(plan.slots) < len(block_ids):
+            sources = [block_ids[position - start] for position in plan.positions]
+        anchors = []
+        if self._ledger.on_commit is not None:
+            anchors = [keys[anchor_position(position)] for position in plan.positions]
         return [self._store_job(StoreBatch(group, sources, plan.slots, anchors), state)]
 
     def _known(self, state: RequestState, group: Group, position: int, block_id: int) -> KnownBlock:

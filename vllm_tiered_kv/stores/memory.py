@@ -68,7 +68,7 @@ class MemoryStore:
         capacity_bytes: int,
         eviction: str = "lru",
         huge_pages: bool = False,
-        may_evict: Callable[[bytes], bool] = lambda key: True,
+        may_evict: Callable[[bytes], bool] | None = None,
         on_evict: Callable[[bytes, int], None] = lambda key, nbytes: None,
         is_below: Callable[[bytes], bool] | None = None,
     ) -> None:

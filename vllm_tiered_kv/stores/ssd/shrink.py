@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import compress
 
 import numpy as np
 
@@ -90,8 +91,8 @@ def move_inside(
     pool = SlotPool(geometry)
     end = budget.num_slabs * geometry.slots_per_slab
     rows = range(len(live.slots))
-    inside = np.array(live.slots, np.int64) < end
-    pool.adopt(np.array(live.slots, np.int64)[inside], np.array(live.classes, np.int64)[inside])
+    inside = [slot < end for slot in live.slots]
+    pool.adopt(list(compress(live.slots, inside)), list(compress(live.classes, inside)))
     records, slots = list(live.records), list(live.slots)
     outside = [row for row in rows if live.slots[row] >= end]
     lost: set[int] = set()

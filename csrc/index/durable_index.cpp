@@ -1,0 +1,176 @@
+#include "index/durable_index.h"
+
+#include <algorithm>
+#include <unordered_map>
+#include <utility>
+
+#include "block_layout.h"
+
+namespace tiered_kv {
+namespace {
+
+// Rows from which no way up leads out; blocks in a circle could never leave.
+std::vector<bool> rows_in_circles(const std::vector<uint32_t>& parents) {
+  const auto nowhere = uint32_t(parents.size());
+  std::vector<uint32_t> above(parents);
+  above.push_back(nowhere);
+  for (size_t reach = 1; reach <= parents.size(); reach *= 2) {  // twice as far with each round
+    std::vector<uint32_t> further(above.size());
+    for (size_t row = 0; row < above.size(); ++row) further[row] = above[above[row]];
+    above.swap(further);
+  }
+  std::vector<bool> in_circle(parents.size());
+  for (size_t row = 0; row < parents.size(); ++row) in_circle[row] = above[row] != nowhere;
+  return in_circle;
+}
+
+}  // namespace
+
+DurableIndex::DurableIndex(const Geometry& geometry, std::string eviction, IndexHooks hooks,
+                           std::function<void(int64_t slot)> on_leave)
+    : BlockIndex(geometry, std::move(eviction), std::move(hooks)), on_leave_(std::move(on_leave)) {}
+
+void DurableIndex::set_quota(const std::string& owner, int64_t quota_bytes) {
+  const auto known = quota_slabs_.find(owner);
+  const int64_t before = known == quota_slabs_.end() ? 0 : known->second;
+  BlockIndex::set_quota(owner, quota_bytes);
+  const int64_t quota = quota_slabs_[owner];
+  if (quota == before) return;
+  for (int64_t surplus = slabs_of(owner) - quota; surplus > 0; --surplus) {
+    std::vector<uint32_t> victims;
+    for (uint32_t number = 0; number < owners_.size(); ++number) {
+      const uint32_t victim = owners_[number] == owner ? coldest(number) : kNone;
+      if (victim != kNone) victims.push_back(victim);
+    }
+    std::sort(victims.begin(), victims.end(),
+              [this](uint32_t a, uint32_t b) { return entries_[a].used < entries_[b].used; });
+    if (!std::any_of(victims.begin(), victims.end(),
+                     [this](uint32_t victim) { return evict_slab_of(victim); }))
+      break;  // all in use: the owner cannot grow, and what leaves is not replaced
+  }
+}
+
+int64_t DurableIndex::free_slots(uint32_t size_class) const {
+  return pool_.free_slots(size_class, !at_quota(owners_.at(size_class)));
+}
+
+int64_t DurableIndex::owned_slots(uint32_t size_class) const {
+  return pool_.slabs_of(size_class) * pool_.slots_in_slab(size_class);
+}
+
+std::vector<int64_t> DurableIndex::coldest_first() const {
+  std::vector<std::pair<uint64_t, int64_t>> readable;
+  for_each([&](const Entry& entry) {
+    if (entry.is_readable()) readable.emplace_back(entry.used, entry.slot);
+  });
+  std::sort(readable.begin(), readable.end());
+  std::vector<int64_t> slots;
+  slots.reserve(readable.size());
+  for (const auto& [used, slot] : readable) slots.push_back(slot);
+  return slots;
+}
+
+int64_t DurableIndex::make_room(uint32_t size_class, int64_t slots,
+                                std::optional<std::string_view> before) {
+  const Kept kept(*this, before);
+  int64_t freed = 0;
+  while (freed < slots) {
+    const int64_t more = evict_for(size_class);
+    if (more == 0) break;
+    freed += more;
+  }
+  return freed;
+}
+
+bool DurableIndex::evict_coldest(std::optional<std::string_view> before) {
+  const Kept kept(*this, before);
+  uint32_t victim = kNone;
+  for (uint32_t number = 0; number < policies_.size(); ++number) {
+    const uint32_t other = coldest(number);
+    if (other != kNone && (victim == kNone || entries_[other].used < entries_[victim].used))
+      victim = other;
+  }
+  if (victim == kNone) return false;
+  evict(victim);
+  return true;
+}
+
+std::vector<int64_t> DurableIndex::take_quarantined() { return std::exchange(quarantined_, {}); }
+
+uint32_t DurableIndex::quarantined_id(int64_t slot) const {
+  const uint32_t id = pool_.id_in(slot);
+  if (id == kNone || entries_[id].state != State::kQuarantined)
+    throw InvariantError("slot " + std::to_string(slot) + " is released and not in quarantine");
+  return id;
+}
+
+void DurableIndex::quarantine_again(const std::vector<int64_t>& slots) {
+  for (const int64_t slot : slots) quarantined_id(slot);
+  quarantined_.insert(quarantined_.end(), slots.begin(), slots.end());
+}
+
+void DurableIndex::release(const std::vector<int64_t>& slots) {
+  for (const int64_t slot : slots) drop(quarantined_id(slot));
+}
+
+void DurableIndex::retire(int64_t slot) {
+  const uint32_t id = id_in(slot);
+  const State state = entries_[id].state;
+  if (state != State::kReserved && state != State::kDetached)
+    throw InvariantError("slot " + std::to_string(slot) + " is retired and not being written");
+  if (state == State::kReserved) detach(id, false);
+  entries_[id].state = State::kRetired;
+}
+
+void DurableIndex::restore(const std::vector<BlockName>& names, const std::vector<int64_t>& slots,
+                           const std::vector<int64_t>& size_classes) {
+  if (entries_.size() != 0) throw InvariantError("only an empty index can be restored");
+  if (names.size() != slots.size())
+    throw ArgumentError("slots",
+                        std::to_string(slots.size()) + " for " + std::to_string(names.size()));
+  const auto nowhere = uint32_t(names.size());
+  std::unordered_map<std::string_view, uint32_t> rows;
+  rows.reserve(names.size());
+  for (uint32_t row = 0; row < nowhere; ++row)
+    if (!rows.emplace(names[row].key, row).second)
+      throw InvariantError("a key is restored in two slots");
+  pool_.adopt(slots, size_classes);
+  std::vector<uint32_t> parents(names.size(), nowhere);
+  for (uint32_t row = 0; row < nowhere; ++row) {
+    const std::optional<std::string_view> before = names[row].before;
+    const auto parent = before ? rows.find(*before) : rows.end();
+    if (parent != rows.end()) parents[row] = parent->second;
+  }
+  const std::vector<bool> is_cut = rows_in_circles(parents);
+  std::vector<uint32_t> ids(names.size());
+  for (uint32_t row = 0; row < nowhere; ++row) {
+    ids[row] = entries_.add(names[row].key, slots[row]);
+    pool_.set_id(slots[row], ids[row]);
+  }
+  // Heads first: none of them then waits for a block that is about to come.
+  std::vector<bool> is_entered(names.size());
+  std::vector<uint32_t> way_up;
+  for (uint32_t row = 0; row < nowhere; ++row) {
+    for (uint32_t at = row; at != nowhere && !is_entered[at];
+         at = is_cut[at] ? nowhere : parents[at])
+      way_up.push_back(at);
+    for (; !way_up.empty(); way_up.pop_back()) {
+      const uint32_t at = way_up.back();
+      enter(ids[at], is_cut[at] ? std::nullopt : names[at].before);
+      is_entered[at] = true;
+    }
+  }
+  for (const uint32_t id : ids) become_readable(id);
+}
+
+void DurableIndex::detach(uint32_t id, bool evicted) {
+  if (on_leave_ && entries_[id].is_readable()) on_leave_(entries_[id].slot);
+  BlockIndex::detach(id, evicted);
+}
+
+void DurableIndex::free(uint32_t id) {
+  entries_[id].state = State::kQuarantined;
+  quarantined_.push_back(entries_[id].slot);
+}
+
+}  // namespace tiered_kv

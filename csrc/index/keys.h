@@ -1,0 +1,99 @@
+// Keys as an index holds them, their hash, and a table that finds what belongs to one.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace tiered_kv {
+
+constexpr uint32_t kNone = UINT32_MAX;  // no id
+constexpr size_t kMaxKeyBytes = 255;
+
+// A copy of a key in 24 bytes; only what is longer than 23 has memory of its own.
+class KeyBytes {
+ public:
+  KeyBytes() = default;
+  explicit KeyBytes(std::string_view key);
+  KeyBytes(KeyBytes&& other) noexcept : KeyBytes() { swap(other); }
+  KeyBytes& operator=(KeyBytes&& other) noexcept {
+    swap(other);
+    return *this;
+  }
+  KeyBytes(const KeyBytes&) = delete;
+  KeyBytes& operator=(const KeyBytes&) = delete;
+  ~KeyBytes();
+
+  std::string_view view() const { return {is_long() ? far() : bytes_, size_}; }
+
+ private:
+  static constexpr size_t kInline = 23;
+  bool is_long() const { return size_ > kInline; }
+  char* far() const;
+  void swap(KeyBytes& other) noexcept {
+    std::swap(bytes_, other.bytes_);
+    std::swap(size_, other.size_);
+  }
+
+  alignas(char*) char bytes_[kInline] = {};  // the key, or a pointer to it
+  uint8_t size_ = 0;
+};
+static_assert(sizeof(KeyBytes) == 24);
+
+// SipHash-1-3 with a key of this process: whoever chooses block keys must not be able to choose
+// their places in a table, too.
+class KeyHash {
+ public:
+  KeyHash();
+  uint64_t operator()(std::string_view key) const;
+
+ private:
+  uint64_t first_;
+  uint64_t second_;
+};
+
+// Ids by hash. Open addressing with linear probing; nothing is left behind by what is erased.
+class IdTable {
+ public:
+  explicit IdTable(size_t expected = 0);
+
+  size_t size() const { return size_; }
+  void prefetch(uint64_t hash) const { __builtin_prefetch(&cells_[home(uint32_t(hash))]); }
+
+  // The id with this hash for which is_it(id) is true; kNone if there is none.
+  template <typename IsIt>
+  uint32_t find(uint64_t hash, const IsIt& is_it) const {
+    const size_t at = place(hash, is_it);
+    return cells_[at].id;
+  }
+
+  void insert(uint64_t hash, uint32_t id);
+  void erase(uint64_t hash, uint32_t id);
+
+ private:
+  struct Cell {
+    uint32_t tag;  // half of the hash: gives the home, and tells most others apart
+    uint32_t id;
+  };
+
+  size_t home(uint32_t tag) const { return tag & mask_; }
+
+  // Where it is, or the empty cell where the search ended.
+  template <typename IsIt>
+  size_t place(uint64_t hash, const IsIt& is_it) const {
+    const auto tag = uint32_t(hash);
+    size_t at = home(tag);
+    while (cells_[at].id != kNone && !(cells_[at].tag == tag && is_it(cells_[at].id)))
+      at = (at + 1) & mask_;
+    return at;
+  }
+  void grow();
+
+  std::vector<Cell> cells_;
+  size_t mask_;
+  size_t size_ = 0;
+};
+
+}  // namespace tiered_kv

@@ -1,0 +1,421 @@
+// Python binding of the index: arguments in, one call, errors out.
+#include "index/module.h"
+
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "binding.h"
+#include "index/block_index.h"
+#include "index/durable_index.h"
+
+namespace tiered_kv {
+namespace {
+
+// The bytes of a key, which the caller keeps alive.
+std::string_view key_of(const py::handle& object, const char* name = "key") {
+  if (!PyBytes_Check(object.ptr())) throw ArgumentError(name, "not bytes");
+  return {PyBytes_AS_STRING(object.ptr()), size_t(PyBytes_GET_SIZE(object.ptr()))};
+}
+
+std::optional<std::string_view> optional_key(const py::handle& object, const char* name) {
+  if (object.is_none()) return std::nullopt;
+  return key_of(object, name);
+}
+
+py::bytes to_bytes(std::string_view key) { return {key.data(), key.size()}; }
+
+// A list or tuple as such, or a list of whatever else can be walked.
+class Items {
+ public:
+  explicit Items(const py::object& sequence, const char* name)
+      : fast_(py::reinterpret_steal<py::object>(PySequence_Fast(sequence.ptr(), ""))) {
+    if (fast_) return;
+    PyErr_Clear();
+    throw ArgumentError(name, "not a sequence");
+  }
+  size_t size() const { return size_t(PySequence_Fast_GET_SIZE(fast_.ptr())); }
+  py::handle operator[](size_t i) const {
+    return PySequence_Fast_GET_ITEM(fast_.ptr(), py::ssize_t(i));
+  }
+
+ private:
+  py::object fast_;
+};
+
+class Keys {
+ public:
+  explicit Keys(const py::object& keys) : items_(keys, "keys") {}
+  size_t size() const { return items_.size(); }
+  std::string_view operator[](size_t i) const { return key_of(items_[i], "keys"); }
+
+  std::vector<std::string_view> part(size_t start, size_t stop) const {
+    std::vector<std::string_view> keys;
+    keys.reserve(stop - start);
+    for (size_t i = start; i < stop; ++i) keys.push_back((*this)[i]);
+    return keys;
+  }
+  std::vector<std::string_view> all() const { return part(0, size()); }
+
+ private:
+  Items items_;
+};
+
+std::vector<int64_t> numbers(const py::object& values, const char* name) {
+  const Items items(values, name);
+  std::vector<int64_t> read(items.size());
+  for (size_t i = 0; i < read.size(); ++i) {
+    read[i] = PyLong_AsLongLong(items[i].ptr());
+    if (read[i] == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  }
+  return read;
+}
+
+struct Range {
+  Range(int64_t first, int64_t last, size_t size) {
+    const auto end = int64_t(size);
+    stop = size_t(last < 0 || last > end ? end : last);
+    start = size_t(first < 0 ? 0 : first > int64_t(stop) ? int64_t(stop) : first);
+  }
+  size_t start;
+  size_t stop;
+};
+
+py::object slot_or_none(int64_t slot) {
+  return slot == kNoSlot ? py::object(py::none()) : py::object(py::int_(slot));
+}
+
+py::tuple named(const BlockName& name) {
+  py::object before = py::none();
+  if (name.before) before = to_bytes(*name.before);
+  return py::make_tuple(to_bytes(name.key), before);
+}
+
+// A Python function that C++ can copy without touching its count of references.
+std::shared_ptr<const py::object> shared(const py::object& function) {
+  return function.is_none() ? nullptr : std::make_shared<const py::object>(function);
+}
+
+IndexHooks make_hooks(const py::object& on_evict, const py::object& may_evict,
+                      const py::object& is_below) {
+  IndexHooks hooks;
+  if (const auto call = shared(on_evict))
+    hooks.on_evict = [call](std::string_view key, int64_t nbytes) {
+      (*call)(to_bytes(key), nbytes);
+    };
+  if (const auto call = shared(may_evict))
+    hooks.may_evict = [call](std::string_view key) { return (*call)(to_bytes(key)).cast<bool>(); };
+  if (const auto call = shared(is_below))
+    hooks.is_below = [call](std::string_view key) { return (*call)(to_bytes(key)).cast<bool>(); };
+  return hooks;
+}
+
+// How many keys from `start` on are found so at least, without a gap.
+int64_t count_leading(const BlockIndex& index, const py::object& keys, int64_t start, int64_t stop,
+                      Lookup least) {
+  constexpr size_t kAtOnce = 256;  // a gap is mostly near the begin or nowhere
+  const Keys all(keys);
+  const Range range(start, stop, all.size());
+  std::vector<Lookup> found;
+  for (size_t at = range.start; at < range.stop; at += kAtOnce) {
+    index.lookup(all.part(at, std::min(at + kAtOnce, range.stop)), found);
+    for (size_t i = 0; i < found.size(); ++i)
+      if (found[i] < least) return int64_t(at + i - range.start);
+  }
+  return int64_t(range.stop - range.start);
+}
+
+std::vector<bool> are_readable(const BlockIndex& index, const py::object& keys) {
+  std::vector<Lookup> found;
+  index.lookup(Keys(keys).all(), found);
+  std::vector<bool> readable(found.size());
+  for (size_t i = 0; i < found.size(); ++i) readable[i] = found[i] == Lookup::kHit;
+  return readable;
+}
+
+// From the tail to the head, so that the head stays warmest.
+void touch(BlockIndex& index, const py::object& keys) {
+  const Keys all(keys);
+  for (size_t i = all.size(); i-- > 0;) index.touch(all[i]);
+}
+
+// Slots for the missing blocks among start ... stop, but not those of `skip`. In chain order: where
+// room ends, the rest of the sequence is dropped, never its head.
+py::tuple reserve_missing(BlockIndex& index, const py::object& keys, int64_t start, int64_t stop,
+                          int64_t skip_start, int64_t skip_stop, uint32_t size_class) {
+  const Keys all(keys);
+  const Range range(start, stop, all.size());
+  const auto is_skipped = [&](size_t i) {
+    return int64_t(i) >= skip_start && int64_t(i) < skip_stop;
+  };
+  std::vector<Lookup> found;
+  index.lookup(all.part(range.start, range.stop), found);
+  int64_t left = 0;
+  for (size_t i = range.start; i < range.stop; ++i)
+    if (!is_skipped(i) && found[i - range.start] == Lookup::kMiss) ++left;
+  std::vector<int64_t> positions;
+  std::vector<int64_t> slots;
+  int64_t dropped = 0;
+  const bool is_all_here = left == 0;
+  for (size_t i = range.start; !is_all_here && i < range.stop; ++i) {
+    // Looked for anew: room for others may have been made by this one.
+    if (is_skipped(i) || index.lookup(all[i]) != Lookup::kMiss) continue;
+    left = std::max<int64_t>(0, left - 1);
+    const std::optional<std::string_view> before =
+        i != 0 ? std::optional(all[i - 1]) : std::nullopt;
+    const int64_t slot = index.reserve({all[i], before}, size_class, left);
+    if (slot == kNoSlot) {
+      dropped = int64_t(range.stop - i);
+      break;
+    }
+    positions.push_back(int64_t(i));
+    slots.push_back(slot);
+  }
+  return py::make_tuple(positions, slots, dropped);
+}
+
+std::vector<BlockName> names_of(const Keys& keys, const Items& before) {
+  if (keys.size() != before.size())
+    throw ArgumentError("parents",
+                        std::to_string(before.size()) + " for " + std::to_string(keys.size()));
+  std::vector<BlockName> names(keys.size());
+  for (size_t i = 0; i < names.size(); ++i)
+    names[i] = {keys[i], optional_key(before[i], "parents")};
+  return names;
+}
+
+Geometry make_geometry(int64_t capacity_bytes, int64_t slab_bytes, int64_t num_slabs,
+                       int64_t slots_per_slab) {
+  return {capacity_bytes, slab_bytes, num_slabs, slots_per_slab};
+}
+
+void translate_invariant_errors() {
+  py::register_local_exception_translator([](std::exception_ptr thrown) {
+    try {
+      if (thrown) std::rethrow_exception(thrown);
+    } catch (const InvariantError& error) {
+      raise("InvariantError", error.what());
+    }
+  });
+}
+
+void bind_slot_pool(const py::module_& module) {
+  py::class_<SlotPool>(module, "SlotPool")
+      .def(py::init([](int64_t capacity_bytes, int64_t slab_bytes, int64_t num_slabs,
+                       int64_t slots_per_slab) {
+             return std::make_unique<SlotPool>(
+                 make_geometry(capacity_bytes, slab_bytes, num_slabs, slots_per_slab));
+           }),
+           py::arg("capacity_bytes"), py::arg("slab_bytes"), py::arg("num_slabs"),
+           py::arg("slots_per_slab"))
+      .def("add_class", &SlotPool::add_class, py::arg("slot_bytes"))
+      .def(
+          "allocate",
+          [](SlotPool& self, uint32_t size_class) {
+            return slot_or_none(self.allocate(size_class));
+          },
+          py::arg("size_class"))
+      .def(
+          "adopt",
+          [](SlotPool& self, const py::object& slots, const py::object& size_classes) {
+            self.adopt(numbers(slots, "slots"), numbers(size_classes, "size_classes"));
+          },
+          py::arg("slots"), py::arg("size_classes"))
+      .def("release", &SlotPool::release, py::arg("slot"));
+}
+
+void bind_block_index(const py::module_& module) {
+  py::class_<BlockIndex>(module, "BlockIndex")
+      .def(py::init([](int64_t capacity_bytes, int64_t slab_bytes, int64_t num_slabs,
+                       int64_t slots_per_slab, std::string eviction, const py::object& on_evict,
+                       const py::object& may_evict, const py::object& is_below) {
+             return std::make_unique<BlockIndex>(
+                 make_geometry(capacity_bytes, slab_bytes, num_slabs, slots_per_slab),
+                 std::move(eviction), make_hooks(on_evict, may_evict, is_below));
+           }),
+           py::arg("capacity_bytes"), py::arg("slab_bytes"), py::arg("num_slabs"),
+           py::arg("slots_per_slab"), py::arg("eviction"), py::arg("on_evict"),
+           py::arg("may_evict"), py::arg("is_below"))
+      .def(
+          "add_class",
+          [](BlockIndex& self, int64_t slot_bytes, const py::bytes& owner) {
+            return self.add_class(slot_bytes, std::string(owner));
+          },
+          py::arg("slot_bytes"), py::arg("owner"))
+      .def(
+          "set_quota",
+          [](BlockIndex& self, const py::bytes& owner, int64_t quota_bytes) {
+            self.set_quota(std::string(owner), quota_bytes);
+          },
+          py::arg("owner"), py::arg("quota_bytes"))
+      .def("limit", &BlockIndex::limit, py::arg("usable_bytes"))
+      .def_property_readonly("used_bytes", &BlockIndex::used_bytes)
+      .def_property_readonly("readable", &BlockIndex::readable)
+      .def_property_readonly("held", &BlockIndex::held)
+      .def(
+          "lookup",
+          [](const BlockIndex& self, const py::handle& key) {
+            return int(self.lookup(key_of(key)));
+          },
+          py::arg("key"))
+      .def(
+          "match_prefix",
+          [](const BlockIndex& self, const py::object& keys, int64_t start, int64_t stop) {
+            return count_leading(self, keys, start, stop, Lookup::kHit);
+          },
+          py::arg("keys"), py::arg("start"), py::arg("stop"))
+      .def(
+          "match_known",
+          [](const BlockIndex& self, const py::object& keys, int64_t start, int64_t stop) {
+            return count_leading(self, keys, start, stop, Lookup::kPending);
+          },
+          py::arg("keys"), py::arg("start"), py::arg("stop"))
+      .def("are_readable", &are_readable, py::arg("keys"))
+      .def(
+          "slot_of",
+          [](const BlockIndex& self, const py::handle& key) {
+            return slot_or_none(self.slot_of(key_of(key)));
+          },
+          py::arg("key"))
+      .def(
+          "block_in",
+          [](const BlockIndex& self, int64_t slot) { return named(self.block_in(slot)); },
+          py::arg("slot"))
+      .def(
+          "blocks_in",
+          [](const BlockIndex& self, const py::object& slots) {
+            py::list blocks;
+            for (const int64_t slot : numbers(slots, "slots"))
+              blocks.append(named(self.block_in(slot)));
+            return blocks;
+          },
+          py::arg("slots"))
+      .def("slots",
+           [](const BlockIndex& self) {
+             std::vector<std::tuple<int64_t, py::bytes, bool, uint32_t, uint64_t>> all;
+             self.for_each([&](const Entry& entry) {
+               all.emplace_back(entry.slot, to_bytes(entry.key.view()), entry.is_visible(),
+                                entry.pins, entry.used);
+             });
+             return all;
+           })
+      .def("touch", &touch, py::arg("keys"))
+      .def(
+          "pin",
+          [](BlockIndex& self, const py::object& keys) { return self.pin(Keys(keys).all()); },
+          py::arg("keys"))
+      .def(
+          "pin_slots",
+          [](BlockIndex& self, const py::object& slots) {
+            self.pin_slots(numbers(slots, "slots"));
+          },
+          py::arg("slots"))
+      .def(
+          "unpin",
+          [](BlockIndex& self, const py::object& slots) { self.unpin(numbers(slots, "slots")); },
+          py::arg("slots"))
+      .def(
+          "reserve",
+          [](BlockIndex& self, const py::handle& key, const py::handle& parent, uint32_t size_class,
+             int64_t more) {
+            return slot_or_none(
+                self.reserve({key_of(key), optional_key(parent, "parent")}, size_class, more));
+          },
+          py::arg("key"), py::arg("parent"), py::arg("size_class"), py::arg("more"))
+      .def("reserve_missing", &reserve_missing, py::arg("keys"), py::arg("start"), py::arg("stop"),
+           py::arg("skip_start"), py::arg("skip_stop"), py::arg("size_class"))
+      .def("commit", &BlockIndex::commit, py::arg("slot"))
+      .def(
+          "commit_all",
+          [](BlockIndex& self, const py::object& slots) {
+            std::vector<bool> readable;
+            for (const int64_t slot : numbers(slots, "slots"))
+              readable.push_back(self.commit(slot));
+            return readable;
+          },
+          py::arg("slots"))
+      .def("abort", &BlockIndex::abort, py::arg("slot"))
+      .def(
+          "remove",
+          [](BlockIndex& self, const py::handle& key, const py::object& in_slot) {
+            return self.remove(key_of(key), in_slot.is_none() ? kNoSlot : in_slot.cast<int64_t>());
+          },
+          py::arg("key"), py::arg("in_slot"))
+      .def("clear", &BlockIndex::clear)
+      .def("take_evicted", &BlockIndex::take_evicted)
+      .def("check", &BlockIndex::check);
+}
+
+void bind_durable_index(const py::module_& module) {
+  py::class_<DurableIndex, BlockIndex>(module, "DurableIndex")
+      .def(py::init([](int64_t capacity_bytes, int64_t slab_bytes, int64_t num_slabs,
+                       int64_t slots_per_slab, std::string eviction, const py::object& on_evict,
+                       const py::object& on_leave) {
+             std::function<void(int64_t)> leave;
+             if (const auto call = shared(on_leave))
+               leave = [call](int64_t slot) { (*call)(slot); };
+             return std::make_unique<DurableIndex>(
+                 make_geometry(capacity_bytes, slab_bytes, num_slabs, slots_per_slab),
+                 std::move(eviction), make_hooks(on_evict, py::none(), py::none()),
+                 std::move(leave));
+           }),
+           py::arg("capacity_bytes"), py::arg("slab_bytes"), py::arg("num_slabs"),
+           py::arg("slots_per_slab"), py::arg("eviction"), py::arg("on_evict"), py::arg("on_leave"))
+      .def("free_slots", &DurableIndex::free_slots, py::arg("size_class"))
+      .def("owned_slots", &DurableIndex::owned_slots, py::arg("size_class"))
+      .def("coldest_first", &DurableIndex::coldest_first)
+      .def(
+          "make_room",
+          [](DurableIndex& self, uint32_t size_class, int64_t slots, const py::handle& parent) {
+            return self.make_room(size_class, slots, optional_key(parent, "parent"));
+          },
+          py::arg("size_class"), py::arg("slots"), py::arg("parent"))
+      .def(
+          "evict_coldest",
+          [](DurableIndex& self, const py::handle& parent) {
+            return self.evict_coldest(optional_key(parent, "parent"));
+          },
+          py::arg("parent"))
+      .def_property_readonly("has_quarantined", &DurableIndex::has_quarantined)
+      .def("take_quarantined", &DurableIndex::take_quarantined)
+      .def(
+          "quarantine_again",
+          [](DurableIndex& self, const py::object& slots) {
+            self.quarantine_again(numbers(slots, "slots"));
+          },
+          py::arg("slots"))
+      .def(
+          "release",
+          [](DurableIndex& self, const py::object& slots) {
+            self.release(numbers(slots, "slots"));
+          },
+          py::arg("slots"))
+      .def("retire", &DurableIndex::retire, py::arg("slot"))
+      .def(
+          "restore",
+          [](DurableIndex& self, const py::object& keys, const py::object& parents,
+             const py::object& slots, const py::object& size_classes) {
+            const Keys names(keys);
+            const Items before(parents, "parents");
+            self.restore(names_of(names, before), numbers(slots, "slots"),
+                         numbers(size_classes, "size_classes"));
+          },
+          py::arg("keys"), py::arg("parents"), py::arg("slots"), py::arg("size_classes"));
+}
+
+}  // namespace
+
+void bind_index(const py::module_& module) {
+  translate_invariant_errors();
+  bind_slot_pool(module);
+  bind_block_index(module);
+  bind_durable_index(module);
+  module.attr("EVICTION_POLICIES") = policy_names();
+}
+
+}  // namespace tiered_kv

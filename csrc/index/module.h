@@ -1,0 +1,10 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace tiered_kv {
+
+// Adds SlotPool, BlockIndex and DurableIndex to the module.
+void bind_index(const pybind11::module_& module);
+
+}  // namespace tiered_kv

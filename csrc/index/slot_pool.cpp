@@ -1,0 +1,251 @@
+#include "index/slot_pool.h"
+
+#include <algorithm>
+#include <string>
+
+#include "block_layout.h"
+#include "index/entries.h"
+
+namespace tiered_kv {
+namespace {
+
+constexpr uint32_t kUnnamed = kNone - 1;  // in use, and nobody said for what
+
+void push(std::vector<int64_t>& heap, int64_t value) {
+  heap.push_back(value);
+  std::push_heap(heap.begin(), heap.end(), std::greater<>());
+}
+
+int64_t pop(std::vector<int64_t>& heap) {
+  std::pop_heap(heap.begin(), heap.end(), std::greater<>());
+  const int64_t least = heap.back();
+  heap.pop_back();
+  return least;
+}
+
+}  // namespace
+
+SlotPool::SlotPool(const Geometry& geometry)
+    : geometry_(geometry), usable_slabs_(geometry.num_slabs) {
+  if (geometry.slab_bytes <= 0 || geometry.slots_per_slab <= 0 || geometry.num_slabs < 0 ||
+      geometry.num_slabs > geometry.capacity_bytes / geometry.slab_bytes)
+    throw ArgumentError("geometry", std::to_string(geometry.num_slabs) + " slabs of " +
+                                        std::to_string(geometry.slab_bytes) + " bytes in " +
+                                        std::to_string(geometry.capacity_bytes));
+  slabs_.resize(size_t(geometry.num_slabs));
+}
+
+SlotPool::~SlotPool() {
+  for (const Slab& slab : slabs_)
+    if (slab.size_class != kNone && classes_[slab.size_class].slots_in_slab > 1) delete[] slab.many;
+}
+
+uint32_t SlotPool::add_class(int64_t slot_bytes) {
+  if (slot_bytes <= 0 || slot_bytes > geometry_.slab_bytes)
+    throw ArgumentError("slot_bytes", std::to_string(slot_bytes) + " do not fit in a slab of " +
+                                          std::to_string(geometry_.slab_bytes));
+  const int64_t slots = geometry_.slab_bytes / slot_bytes;
+  if (slots > geometry_.slots_per_slab)
+    throw ArgumentError("slot_bytes", std::to_string(slots) + " slots in a slab of at most " +
+                                          std::to_string(geometry_.slots_per_slab));
+  classes_.push_back({slot_bytes, slots, 0, 0, {}});
+  return uint32_t(classes_.size() - 1);
+}
+
+const SlotPool::Class& SlotPool::of(uint32_t size_class) const {
+  if (size_class >= classes_.size())
+    throw ArgumentError("size_class", std::to_string(size_class) + " is not one of " +
+                                          std::to_string(classes_.size()));
+  return classes_[size_class];
+}
+
+int64_t SlotPool::used_bytes() const {
+  int64_t sum = 0;
+  for (const Class& one : classes_) sum += one.used * one.slot_bytes;
+  return sum;
+}
+
+void SlotPool::limit(int64_t usable_bytes) {
+  usable_slabs_ =
+      std::min(std::max<int64_t>(0, usable_bytes) / geometry_.slab_bytes, geometry_.num_slabs);
+}
+
+int64_t SlotPool::allocate(uint32_t size_class, bool may_grow) {
+  of(size_class);
+  Class& own = classes_[size_class];
+  while (!own.free.empty()) {
+    const int64_t slot = pop(own.free);
+    Slab& slab = slabs_[size_t(slab_of(slot))];
+    uint32_t* id =
+        slab.size_class == size_class ? &id_at(slab, slot % geometry_.slots_per_slab) : nullptr;
+    if (id == nullptr || *id != kNone) continue;  // stale
+    *id = kUnnamed;
+    ++slab.used;
+    ++own.used;
+    return slot;
+  }
+  const int64_t fresh = may_grow ? take_slab() : kNoSlot;
+  if (fresh == kNoSlot) return kNoSlot;
+  open_slab(fresh, size_class);
+  // The class had no free slot, and in order they are a heap.
+  const int64_t first = fresh * geometry_.slots_per_slab;
+  for (int64_t i = 1; i < own.slots_in_slab; ++i) own.free.push_back(first + i);
+  Slab& slab = slabs_[size_t(fresh)];
+  id_at(slab, 0) = kUnnamed;
+  slab.used = 1;
+  ++own.used;
+  return first;
+}
+
+int64_t SlotPool::free_slots(uint32_t size_class, bool may_grow) const {
+  const Class& own = of(size_class);
+  int64_t free = own.slabs * own.slots_in_slab - own.used;
+  if (may_grow) {
+    const auto returned = std::count_if(returned_.begin(), returned_.end(),
+                                        [this](int64_t slab) { return slab < usable_slabs_; });
+    free += (returned + std::max<int64_t>(0, usable_slabs_ - next_fresh_)) * own.slots_in_slab;
+  }
+  return free;
+}
+
+void SlotPool::adopt(const std::vector<int64_t>& slots, const std::vector<int64_t>& size_classes) {
+  if (next_fresh_ != 0) throw InvariantError("only a fresh pool can adopt slots");
+  if (slots.size() != size_classes.size())
+    throw ArgumentError("size_classes", std::to_string(size_classes.size()) + " for " +
+                                            std::to_string(slots.size()) + " slots");
+  // Checked before anything changes.
+  std::vector<int64_t> class_of_slab(slabs_.size(), -1);
+  for (size_t i = 0; i < slots.size(); ++i) {
+    const int64_t slab = slots[i] < 0 ? -1 : slab_of(slots[i]);
+    const int64_t position = slots[i] % geometry_.slots_per_slab;
+    if (size_classes[i] < 0 || size_t(size_classes[i]) >= classes_.size() || slab < 0 ||
+        slab >= geometry_.num_slabs || position >= slots_in_slab(uint32_t(size_classes[i])))
+      throw InvariantError("slab " + std::to_string(slab) +
+                           " does not have these slots of its class");
+    int64_t& owner = class_of_slab[size_t(slab)];
+    if (owner >= 0 && owner != size_classes[i])
+      throw InvariantError("a slab is claimed by two size classes");
+    owner = size_classes[i];
+  }
+  for (size_t slab = 0; slab < class_of_slab.size(); ++slab) {
+    if (class_of_slab[slab] < 0) continue;
+    open_slab(int64_t(slab), uint32_t(class_of_slab[slab]));
+    next_fresh_ = int64_t(slab) + 1;
+  }
+  for (const int64_t slot : slots) {
+    Slab& slab = slabs_[size_t(slab_of(slot))];
+    uint32_t& id = id_at(slab, slot % geometry_.slots_per_slab);
+    if (id != kNone) throw InvariantError("slot " + std::to_string(slot) + " is claimed twice");
+    id = kUnnamed;
+    ++slab.used;
+    ++classes_[slab.size_class].used;
+  }
+  for (int64_t slab = 0; slab < next_fresh_; ++slab) {
+    const Slab& opened = slabs_[size_t(slab)];
+    if (opened.size_class == kNone) {
+      returned_.push_back(slab);  // in order: a heap
+      continue;
+    }
+    Class& own = classes_[opened.size_class];
+    for (int64_t i = 0; i < own.slots_in_slab; ++i)
+      if (id_at(opened, i) == kNone) own.free.push_back(slab * geometry_.slots_per_slab + i);
+  }
+}
+
+void SlotPool::release(int64_t slot) {
+  if (id_in(slot) == kNone)
+    throw InvariantError("slot " + std::to_string(slot) + " is released and not in use");
+  const int64_t number = slab_of(slot);
+  Slab& slab = slabs_[size_t(number)];
+  Class& own = classes_[slab.size_class];
+  --own.used;
+  if (--slab.used != 0) {
+    id_at(slab, slot % geometry_.slots_per_slab) = kNone;
+    push(own.free, slot);
+    return;
+  }
+  if (own.slots_in_slab > 1) delete[] slab.many;
+  slab = Slab();
+  --own.slabs;
+  push(returned_, number);
+}
+
+uint32_t SlotPool::id_in(int64_t slot) const {
+  if (slot < 0 || slab_of(slot) >= geometry_.num_slabs) return kNone;
+  const Slab& slab = slabs_[size_t(slab_of(slot))];
+  const int64_t position = slot % geometry_.slots_per_slab;
+  if (slab.size_class == kNone || position >= slots_in_slab(slab.size_class)) return kNone;
+  return id_at(slab, position);
+}
+
+void SlotPool::set_id(int64_t slot, uint32_t id) {
+  id_at(slabs_[size_t(slab_of(slot))], slot % geometry_.slots_per_slab) = id;
+}
+
+std::vector<int64_t> SlotPool::slots_of_slab(int64_t slab) const {
+  std::vector<int64_t> used;
+  const Slab& opened = slabs_[size_t(slab)];
+  for (int64_t i = 0; i < slots_in_slab(opened.size_class); ++i)
+    if (id_at(opened, i) != kNone) used.push_back(slab * geometry_.slots_per_slab + i);
+  return used;
+}
+
+uint32_t& SlotPool::id_at(Slab& slab, int64_t position) {
+  return slots_in_slab(slab.size_class) == 1 ? slab.only : slab.many[position];
+}
+
+uint32_t SlotPool::id_at(const Slab& slab, int64_t position) const {
+  return slots_in_slab(slab.size_class) == 1 ? slab.only : slab.many[position];
+}
+
+int64_t SlotPool::take_slab() {
+  if (!returned_.empty() && returned_.front() < usable_slabs_) return pop(returned_);
+  return next_fresh_ < usable_slabs_ ? next_fresh_++ : kNoSlot;
+}
+
+// Gives the slab to the class; all of its slots are free, and not yet said to be.
+void SlotPool::open_slab(int64_t slab, uint32_t size_class) {
+  Slab& opened = slabs_[size_t(slab)];
+  const auto slots = size_t(slots_in_slab(size_class));
+  if (slots == 1) {
+    opened.only = kNone;
+  } else {
+    opened.many = new uint32_t[slots];
+    std::fill_n(opened.many, slots, kNone);
+  }
+  opened.size_class = size_class;
+  ++classes_[size_class].slabs;
+}
+
+void SlotPool::check(size_t used) const {
+  int64_t open = 0;
+  size_t in_use = 0;
+  for (size_t slab = 0; slab < slabs_.size(); ++slab) {
+    if (slabs_[slab].size_class == kNone) continue;
+    ++open;
+    const size_t count = slots_of_slab(int64_t(slab)).size();
+    if (count != slabs_[slab].used || count == 0)
+      throw InvariantError("slab " + std::to_string(slab) + " counts " +
+                           std::to_string(slabs_[slab].used) + " of " + std::to_string(count));
+    in_use += count;
+  }
+  if (in_use != used)
+    throw InvariantError(std::to_string(in_use) + " slots are in use, the index has " +
+                         std::to_string(used));
+  const int64_t known = open + int64_t(returned_.size());
+  if (known != next_fresh_ || known > geometry_.num_slabs)
+    throw InvariantError(std::to_string(known) + " slabs known, " + std::to_string(next_fresh_) +
+                         " ever opened");
+  int64_t owned = 0;
+  int64_t handed_out = 0;
+  for (const Class& one : classes_) {
+    owned += one.slabs;
+    handed_out += one.used;
+  }
+  if (owned != open || handed_out != int64_t(used) || used_bytes() > geometry_.capacity_bytes)
+    throw InvariantError("classes own " + std::to_string(owned) + " of " + std::to_string(open) +
+                         " slabs and " + std::to_string(handed_out) + " of " +
+                         std::to_string(used) + " slots");
+}
+
+}  // namespace tiered_kv

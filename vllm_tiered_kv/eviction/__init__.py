@@ -1,1 +1,0 @@
-"""Eviction policies: which unpinned leaf leaves next."""
