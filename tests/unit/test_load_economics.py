@@ -105,6 +105,30 @@ class Engine:
 # ---- estimates ----------------------------------------------------------------------------------
 
 
+def test_what_a_step_costs_at_least_tells_what_its_tokens_cost() -> None:
+    """Steps of one size alone might cost the same whatever they compute."""
+    prefill = PrefillSpeed(16384)
+    for _ in range(4):
+        prefill.observe(10240, 10240 * 5120, 0.248)
+    guessed = prefill.seconds(0, 10240)
+    assert guessed < 0.2
+    prefill.observe_least(0.008)
+    for _ in range(4):
+        prefill.observe(10240, 10240 * 5120, 0.248)
+    assert prefill.seconds(0, 10240) == pytest.approx(0.245, rel=0.01)
+
+
+def test_steps_larger_than_any_seen_may_cost_no_more() -> None:
+    prefill = PrefillSpeed(8192)
+    prefill.observe_least(0.005)
+    for _ in range(4):
+        prefill.observe(512, 512 * 256, 0.016)
+    assert prefill.seconds(0, 2048) < 0.018
+    for _ in range(4):
+        prefill.observe(2048, 2048 * 1024, 0.044)
+    assert prefill.seconds(0, 2048) > 0.035
+
+
 @given(
     st.floats(1e-4, 0.05),
     st.floats(1e7, 1e11),
@@ -420,6 +444,30 @@ def test_a_fast_tier_is_used_after_a_few_requests(source: Tier) -> None:
         engine.ask(10241, 10240)
     assert engine.decisions[5:] == [Decision.LOAD] * 95
     assert engine.ratio(5) < 0.45
+
+
+@pytest.mark.parametrize("latency", [0.001, 0.002, 0.003])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_latency_is_not_taken_for_a_lack_of_bandwidth(latency: float, seed: int) -> None:
+    """Small loads cannot tell the two apart. Prompts of one length, each computed in one step."""
+    alone = LoadEconomics(LoadPolicy.AUTO, BYTES_PER_TOKEN, BLOCK, 16384, 60.0)
+    for _ in range(3):
+        alone.prefill.observe_least(0.008)
+    rng = random.Random(seed)
+    decisions = []
+    for number in range(20):
+        chosen = alone.choose(number, 0, 10240, [span(Tier.MEMORY, 10224)])
+        alone.settle(str(number), number, chosen)
+        if chosen.tokens:
+            taken = latency + chosen.tokens * BYTES_PER_TOKEN / 10e9
+            taken *= rng.uniform(0.9, 1.1)
+            alone.ended(str(number), number, chosen, {Tier.REMOTE: taken})
+        tokens = 10240 - chosen.tokens
+        if tokens > 128:
+            seconds = 0.008 + 0.24 * tokens / 10240
+            alone.prefill.observe(tokens, tokens * tokens / 2, seconds)
+        decisions.append(chosen.decisions[Tier.REMOTE])
+    assert decisions[10:] == [Decision.LOAD] * 10
 
 
 def test_a_tier_that_becomes_fast_is_found_and_one_that_becomes_slow_is_left() -> None:

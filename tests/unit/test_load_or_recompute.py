@@ -88,6 +88,22 @@ def test_steps_that_say_little_about_prefill_are_not_measured() -> None:
     assert samples(judge) == []
 
 
+def test_a_step_that_only_decodes_tells_now_and_then_what_a_step_costs() -> None:
+    judge = Judge()
+    decode = state(50, 50)
+    measured = 0
+    for _ in range(16):
+        number = judge.step_planned({"d": 1}, {"d": decode}, False)
+        judge.clock.now += 0.008
+        judge.output_came(number)
+        measured += number is not None
+    assert measured == 4
+    assert judge.economics.prefill._least.value == pytest.approx(0.008)
+    assert samples(judge) == []
+    many = {f"d{n}": 1 for n in range(100)}
+    assert all(judge.step_planned(many, {}, False) is None for _ in range(16)), "these take longer"
+
+
 def test_numbers_that_never_come_back_are_forgotten() -> None:
     judge = Judge()
     for _ in range(1000):

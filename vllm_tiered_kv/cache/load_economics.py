@@ -33,13 +33,16 @@ from vllm_tiered_kv.core.tiers import Tier
 _GO_ON = 0.95  # a tier in use is left when loading takes more than this share of computing
 _RETURN = 0.8  # a tier that was left is used again from here on
 _PROBE_LOSS = 0.03  # what a probe may add to a prefill
+_CAUTIOUS_LOSS = 0.045  # the same, of one that is estimated with caution
 _PROBE_TIME = 0.1  # what a probe may take altogether: its speed may not be what it was
-_PROBE_BLIND_BYTES = 2 << 20  # a probe when no prefill was ever seen,
-_PROBE_BLIND_S = 0.01  # and what it may take
+_PROBE_UNMET_BYTES = 2 << 20  # a probe of a tier that was never met
+_PROBE_BLIND_S = 0.01  # what one may take where prefills teach nothing
 _PROBE_EVERY = 16  # requests between two probes, doubled whenever nothing has changed
 _PROBE_EVERY_MOST = 128
 _PROBE_AFTER_S = 30.0  # or this long after the last one
 _FORGET_S = 60.0  # where any probe seems too dear, what the smallest may cost doubles in this time
+_REACH = 8  # a load that is larger than this many times any seen before is guessed
+_LARGER = 1.5  # by how much a further probe has to be larger to tell more
 _LEARNT = 3  # samples before an unknown tier is judged
 _MINOR = 0.1  # a part of a load this small decides nothing
 _SURE = 8  # samples before a trusted tier is distrusted
@@ -265,6 +268,14 @@ class LoadEconomics:
         was_left = any((span.tier, _size(spans, span.tier)) in self._left for span in new)
         margin = _RETURN if was_left else _GO_ON
         saved_s = self.prefill.seconds(computed + loaded, end - loaded)
+        if any(
+            self.speeds[source].largest * _REACH < nbytes
+            and self.speeds[source].cautious_seconds(nbytes) > saved_s
+            for amounts in self._amounts(end, spans).values()
+            for source, nbytes in amounts.items()
+            if source not in self._trusted
+        ):
+            return False  # a guess, and it might be wrong
         return load_s - self.seconds(now, loaded, spans) <= margin * saved_s
 
     def _probe(
@@ -280,27 +291,50 @@ class LoadEconomics:
             return 0  # its time would not be its own
         is_known = all(self._is_learnt(source) for source in sources)
         silence = 0.0 if probing.heard_at is None else now - probing.heard_at
-        if is_known and probing.since < probing.every and silence < _PROBE_AFTER_S:
-            return 0
+        is_due = probing.since >= probing.every or silence >= _PROBE_AFTER_S
         budget = self.prefill.seconds(computed, prompt - computed)
         knows = self.prefill.knows(prompt - computed)
         start = computed + loaded
         tokens = self._aligned(start, rest[0].tokens)
+        least_bytes = 0.0
+        if tokens and is_known and not is_due:
+            least_bytes = self._bytes_to_learn_from(self._amounts(tokens, rest)[tier])
+        if not knows and self._blind < _BLIND_LIMIT:
+            return 0  # this request's prefill may tell what it may cost
         while tokens > 0:
             amounts = self._amounts(tokens, rest)[tier]
-            smaller = self._aligned(start, tokens // 2)
-            probe_s = self.handover.value + self._service_s(amounts)
-            loss_s = probe_s - self.prefill.seconds(start, tokens)
-            if not knows:
-                fits = sum(amounts.values()) <= _PROBE_BLIND_BYTES and probe_s <= _PROBE_BLIND_S
-            elif smaller:
-                fits = probe_s <= _PROBE_TIME * budget and loss_s <= _PROBE_LOSS * budget
+            if sum(amounts.values()) < least_bytes:
+                return 0
+            smaller = self._aligned(start, tokens * 3 // 4)
+            loss_s = self.handover.value - self.prefill.seconds(start, tokens)
+            if is_known and not least_bytes and knows:
+                probe_s = self._service_s(amounts)
+                most_loss_s = _PROBE_LOSS * budget
+                is_safe = True
             else:
-                fits = loss_s <= _PROBE_LOSS * budget * 2 ** min(silence / _FORGET_S, 60.0)
-            if fits:
+                probe_s = self._cautious_service_s(amounts)
+                most_loss_s = _CAUTIOUS_LOSS * budget if knows else _PROBE_BLIND_S
+                # Of a tier that was never met a little, or the least there is.
+                is_met = all(self.speeds[source].count for source in amounts)
+                is_safe = is_met or sum(amounts.values()) <= _PROBE_UNMET_BYTES or not smaller
+            if smaller:
+                most_s = _PROBE_TIME * budget if knows else _PROBE_BLIND_S
+                is_short = self.handover.value + probe_s <= most_s
+            else:
+                is_short = True
+                most_loss_s *= 2 ** min(silence / _FORGET_S, 60.0)
+            if is_short and is_safe and loss_s + probe_s <= most_loss_s:
                 return tokens
             tokens = smaller
         return 0
+
+    def _bytes_to_learn_from(self, amounts: Mapping[Tier, float]) -> float:
+        """How large a probe between two that are due has to be. Small loads cannot tell a latency
+        from a bandwidth: where all that was seen is small beside what is held, each further one has
+        to be larger than any before. More than there are where nothing is to be learnt."""
+        largest = min(self.speeds[source].largest for source in amounts)
+        total = sum(amounts.values())
+        return _LARGER * largest if largest * _REACH < total else 2 * total
 
     def _choice(
         self, tokens: int, spans: Sequence[Span], before_probe: int | None = None
@@ -334,6 +368,11 @@ class LoadEconomics:
 
     def _service_s(self, amounts: Mapping[Tier, float]) -> float:
         return sum(self.speeds[source].seconds(nbytes) for source, nbytes in amounts.items())
+
+    def _cautious_service_s(self, amounts: Mapping[Tier, float]) -> float:
+        return sum(
+            self.speeds[source].cautious_seconds(nbytes) for source, nbytes in amounts.items()
+        )
 
     def _is_learnt(self, source: Tier) -> bool:
         return self.speeds[source].count >= _LEARNT or source in self._trusted

@@ -68,6 +68,21 @@ class LoadSpeed:
     def seconds(self, nbytes: float) -> float:
         return self._line(nbytes) * self._worse if nbytes > 0 else 0.0
 
+    @property
+    def largest(self) -> float:
+        """Bytes of the largest load seen lately."""
+        return max((size for size, _ in self._samples), default=0.0)
+
+    def cautious_seconds(self, nbytes: float) -> float:
+        """For more bytes than were ever seen: loads of about one size do not tell a latency from a
+        bandwidth, and of the least that was seen half is taken for the one and half for the other.
+        A load that was faster than all others is not believed."""
+        if not self._samples:
+            return self.seconds(nbytes)
+        latency = min(taken for _, taken in self._samples) / 2
+        rates = sorted((taken - latency) / size for size, taken in self._samples)
+        return latency + nbytes * rates[min(1, len(rates) - 1)]
+
     def _line(self, nbytes: float) -> float:
         return self._fit[0] + self._fit[1] * nbytes
 
@@ -89,9 +104,10 @@ class PrefillSpeed:
     attended to.
 
     Samples are kept by size: a run of short steps does not push out what long ones have taught.
-    Steps of one size cannot tell a cost per step from a cost per token; the former is believed.
-    That makes the prefill of long prompts look cheap until one was seen, and a long prefill that
-    is chosen for that reason is the very sample that was missing.
+    Steps of one size cannot tell a cost per step from a cost per token; the former is believed,
+    but for what a step costs that computes next to nothing. That makes the prefill of long prompts
+    look cheap until one was seen, and a long prefill that is chosen for that reason is the very
+    sample that was missing.
     """
 
     def __init__(self, step_tokens: int, window: int = 6) -> None:
@@ -99,6 +115,7 @@ class PrefillSpeed:
         self._step_tokens = step_tokens
         self._window = window
         self._samples: dict[int, deque[tuple[float, float, float]]] = {}
+        self._least = Typical(0.0)
         self._largest = 0
         self._count = 0
         self._news = 0
@@ -120,6 +137,11 @@ class PrefillSpeed:
             self._news = 0
             self._fit = self._fitted()
 
+    def observe_least(self, seconds: float) -> None:
+        """A step that computed few tokens took so long: no other costs more before its first."""
+        if seconds > 0:
+            self._least.observe(seconds)
+
     def knows(self, tokens: int) -> bool:
         """Whether steps of about the size that this many tokens take were seen."""
         return self._count >= 3 and 4 * self._largest >= min(tokens, self._step_tokens)
@@ -129,10 +151,12 @@ class PrefillSpeed:
         if tokens <= 0 or not self._count:
             return 0.0
         step, token, attended = self._fit
+        # Nothing is known of steps larger than the largest: they might take no longer.
+        counted = tokens * min(1.0, self._largest / min(tokens, self._step_tokens))
         return (
             step * tokens / self._step_tokens
-            + token * tokens
-            + attended * tokens * (computed + tokens / 2)
+            + token * counted
+            + attended * counted * (computed + counted / 2)
         )
 
     def tokens_per_s(self) -> float | None:
@@ -142,8 +166,11 @@ class PrefillSpeed:
 
     def _fitted(self) -> list[float]:
         samples = list(itertools.chain.from_iterable(self._samples.values()))
-        rows = [(1.0, tokens, attended) for tokens, attended, _ in samples]
-        return fit_nonnegative(rows, [seconds for *_, seconds in samples])
+        least = self._least.value
+        rows = [(0.0 if least else 1.0, tokens, attended) for tokens, attended, _ in samples]
+        times = [max(seconds - least, seconds / 10) for *_, seconds in samples]
+        _, token, attended = fit = fit_nonnegative(rows, times)
+        return [least, token, attended] if least else fit
 
 
 class Backlog:

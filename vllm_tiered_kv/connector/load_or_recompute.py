@@ -8,7 +8,8 @@ seen here, from the times at which vLLM schedules steps and hands their outputs 
 - An output does not say which step it belongs to, and a step without a forward may have none.
   So a step that is worth measuring is given a number, which the workers send back with its output.
 - Worth measuring are steps of which prompt tokens are the bulk, without loads in them. What few
-  decodes share such a step adds little to it.
+  decodes share such a step adds little to it. Now and then one that only decodes a few tokens is
+  measured too: it tells what a step costs that computes next to nothing.
 - Stages of a pipeline overlap: there this measures the pace of steps, not how long one takes. The
   prefill of a prompt in several steps takes about as long as that.
 """
@@ -32,6 +33,8 @@ from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.recorder import Recorder
 
 _PREFILL_SHARE = 0.8  # of a step's tokens, for it to tell how long a prefill takes
+_FEW_DECODES = 32  # tokens of a step that tells what a step costs,
+_DECODES_EVERY = 4  # one in this many
 _LEAST_PREFILL = 128  # tokens of it: the end of a prompt that was found takes no time to speak of
 _PATIENCE = 0.03  # of its prefill: what a request may wait for an answer that is worth nothing
 _HIT_RATE_WEIGHT = 0.1
@@ -48,7 +51,7 @@ class _Load:
 
 @dataclass(frozen=True)
 class _Step:
-    tokens: int
+    tokens: int  # of prompts; none: a step that only decodes
     attended: float
     planned_at: float
 
@@ -183,7 +186,8 @@ class LoadOrRecompute:
             return None
         total = sum(scheduled.values())
         if total < 2 * len(scheduled):
-            return None  # decodes
+            is_small = total <= _FEW_DECODES and self._forwards % _DECODES_EVERY == 0
+            return self._measured(0, 0.0) if is_small else None
         tokens, attended = 0, 0.0
         for request_id, count in scheduled.items():
             state = states.get(request_id) if count > 1 else None
@@ -195,6 +199,9 @@ class LoadOrRecompute:
                 attended += count * (computed + count / 2)
         if tokens < max(_PREFILL_SHARE * total, self._least_prefill):
             return None
+        return self._measured(tokens, attended)
+
+    def _measured(self, tokens: int, attended: float) -> int:
         self._next_step += 1
         self._steps[self._next_step] = _Step(tokens, attended, self._clock())
         if len(self._steps) > _MOST_MEASURED:
@@ -207,7 +214,10 @@ class LoadOrRecompute:
         step = self._steps.pop(number, None) if number is not None else None
         if step is not None:
             seconds = now - max(step.planned_at, self._output_at)
-            self.economics.prefill.observe(step.tokens, step.attended, seconds)
+            if step.tokens:
+                self.economics.prefill.observe(step.tokens, step.attended, seconds)
+            else:
+                self.economics.prefill.observe_least(seconds)
         self._output_at = now
 
     def record(self) -> None:
