@@ -84,7 +84,7 @@ class Bench:
         self.dense = np.arange(self.count, dtype=np.int64) * self.block
         self.ring = torch.empty(self.total, dtype=torch.uint8, device="cuda")
         self.stream = cuda.Stream(0, low_priority=True)
-        self.compute = cuda.Stream(0, low_priority=False)
+        self.compute = cuda.Stream(0, low_priority=True)  # as vLLM's, where the plugin gathers
         self.began, self.gathered = cuda.Event(0), cuda.Event(0)
         self.lanes = DmaLanes(0)
         by_layer = {0: self.layouts["layers"]}

@@ -65,7 +65,7 @@ class Products:
         self._left, self._right, self._product = (
             torch.randn(MATRIX, MATRIX, device="cuda", dtype=torch.bfloat16) for _ in range(3)
         )
-        self._stream = torch.cuda.Stream(priority=-1)
+        self._stream = torch.cuda.Stream()  # of the priority at which vLLM computes
         self._copy_stream = torch.cuda.ExternalStream(copy_stream_handle)
         self._clock = DeviceClock()
 

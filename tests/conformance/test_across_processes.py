@@ -54,6 +54,7 @@ WORKER_METADATA = TieredKVWorkerMetadata(
     measured_step=4,
     ready_arenas={0: frozenset({b"arena"})},
     verdicts={6: [[BlockVerdict(Verdict.CLOSE, 0.1, 0.01, "layer")]]},
+    staging_blocks={0: 219},
 )
 
 
@@ -71,7 +72,7 @@ def same(mine: Any, theirs: Any) -> bool:
 
 @pytest.mark.parametrize(
     "message",
-    [METADATA, TieredKVMetadata(), WORKER_METADATA, TieredKVHandshake((64, 128))],
+    [METADATA, TieredKVMetadata(), WORKER_METADATA, TieredKVHandshake((64, 128), 219)],
     ids=["step", "empty_step", "report", "handshake"],
 )
 def test_messages_survive_pickling(message: Any) -> None:

@@ -49,6 +49,10 @@ class DelayedCopier:
         self._begun: list[PinnedBlocks] = []
         self._awaited: dict[str, list[PinnedBlocks]] = {}  # by layer: what it waits for
 
+    @property
+    def staging_blocks(self) -> int | None:
+        return self.ring
+
     def open_channel(self) -> DelayedChannel:
         return DelayedChannel(self._caches, random.Random(self._rng.random()))
 

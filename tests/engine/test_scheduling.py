@@ -94,6 +94,25 @@ def test_what_the_ring_cannot_take_is_stored_later(
     assert assert_tier_is_right(engine)
 
 
+@pytest.mark.parametrize("told_by", ["handshake", "step"])
+def test_a_ring_that_got_smaller_than_asked_for_loses_nothing(
+    tiny_model: Path, async_scheduling: bool, told_by: str
+) -> None:
+    """The GPU had too little memory left: workers say so, at start or with their first report."""
+    engine = ToyEngine(tiny_model, async_scheduling, max_tokens_per_step=64, ring=3)
+    engine.half.stores.max_blocks_in_flight = 100  # as configured
+    if told_by == "handshake":
+        handshake = engine.worker.get_handshake_metadata()
+        engine.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
+    else:
+        ask(engine, [5, 6, 7], 1)
+    ids = prompt(random.Random(1), 61)
+    ask(engine, ids, 1)
+    assert total(engine, names.STORED_BLOCKS) == 15
+    assert total(engine, names.DROPPED_BLOCKS) == 0
+    engine.assert_at_rest()
+
+
 def test_how_full_the_ring_is_and_what_waits_for_it_are_metrics(
     tiny_model: Path, async_scheduling: bool
 ) -> None:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_tiered_kv.device.staging import affordable_staging, as_much_as_fits
+from vllm_tiered_kv.core.arena_geometry import SLOT_ALIGNMENT
+from vllm_tiered_kv.device.staging import (
+    affordable_staging,
+    as_much_as_fits,
+    split_staging,
+    stage_bytes,
+)
 from vllm_tiered_kv.errors import CudaError
 
 
@@ -24,6 +30,14 @@ def test_half_of_what_is_free_is_left_to_vllm(caplog: pytest.LogCaptureFixture) 
     assert not caplog.text
     assert affordable_staging(gib, gib) == gib // 2
     assert "staging memory of 512MiB instead of 1GiB: the GPU has 1GiB left" in caplog.text
+
+
+@pytest.mark.parametrize("asked", [100_000_000, 150_000_000, 250_000_000, 256 << 20, 1, 127])
+def test_every_stage_begins_where_a_slot_may(asked: int) -> None:
+    _, loads = split_staging(asked)
+    stage = stage_bytes(loads, 2)
+    assert stage % SLOT_ALIGNMENT == 0
+    assert 0 <= loads - 2 * stage < 2 * SLOT_ALIGNMENT
 
 
 def test_all_of_it_where_there_is_room(caplog: pytest.LogCaptureFixture) -> None:

@@ -124,7 +124,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         if has_kv_transfer_group() and get_kv_transfer_group() is not self:
             return None
         if self.worker_half is not None:
-            return TieredKVHandshake(self.worker_half.block_bytes)
+            return TieredKVHandshake(self.worker_half.block_bytes, self.worker_half.staging_blocks)
         # A rank that cannot take part: the scheduler must not wait for it.
         return TieredKVHandshake(()) if self._is_refused else None
 
@@ -197,6 +197,8 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
                 self.scheduler_half.shutdown()
                 self.scheduler_half = None
                 return
+        rings = [told.staging_blocks for told in metadata.values() if hasattr(told, "block_bytes")]
+        self.scheduler_half.stores.fit_ring(ring for ring in rings if ring is not None)
 
     def on_new_request(self, request: Request) -> None:
         if self.scheduler_half is not None:

@@ -18,9 +18,12 @@ from vllm_tiered_kv.remote.address import EngineIdentity
 
 @dataclass(frozen=True)
 class TieredKVHandshake(KVConnectorHandshakeMetadata):
-    """A worker to the scheduler, once, at start: the bytes of its blocks, per group."""
+    """A worker to the scheduler, once, at start."""
 
     block_bytes: tuple[int, ...]
+    """Of its blocks, per group."""
+    staging_blocks: int | None = None
+    """What its staging ring holds, if it has one: the GPU may have had less room than asked for."""
 
 
 @dataclass
@@ -64,6 +67,8 @@ class TieredKVWorkerMetadata(KVConnectorWorkerMetadata):
     """By rank: memories of daemons that are mapped there; told whenever that changed."""
     verdicts: dict[int, list[list[BlockVerdict]]] = field(default_factory=dict)
     """Comparisons that ended, one report per rank."""
+    staging_blocks: dict[int, int] = field(default_factory=dict)
+    """What the staging ring of a rank holds; told whenever it changed."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> TieredKVWorkerMetadata:
         assert isinstance(other, TieredKVWorkerMetadata)
@@ -73,6 +78,7 @@ class TieredKVWorkerMetadata(KVConnectorWorkerMetadata):
             self.puts.setdefault(job_id, []).extend(reports)
         self.usable_bytes.update(other.usable_bytes)
         self.ready_arenas.update(other.ready_arenas)
+        self.staging_blocks.update(other.staging_blocks)
         self.remote_failures |= other.remote_failures
         for request_id, by_tier in other.load_seconds.items():
             mine = self.load_seconds.setdefault(request_id, {})

@@ -245,6 +245,7 @@ class SchedulerHalf:
             if self.verification is not None:
                 for job_id, verdicts in metadata.verdicts.items():
                     self.verification.report(job_id, verdicts)
+            self.stores.heard_rings(metadata.staging_blocks)
             if metadata.usable_bytes:
                 self._usable_bytes.update(metadata.usable_bytes)
                 self.index.limit(min(self._usable_bytes.values()))

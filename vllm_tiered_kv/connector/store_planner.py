@@ -21,7 +21,7 @@ No reference to a GPU block is ever held.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.cache.index import BlockIndex
@@ -68,6 +68,7 @@ class StorePlanner:
         self._unseen: deque[tuple[RequestState, Sequence[list[int]], int]] = deque()
         self._hash_block_size = hash_block_size
         self.max_blocks_in_flight = max_blocks_in_flight
+        self._rings: dict[int, int] = {}  # by rank
         # GPU blocks that outlived a reset of the cache: id -> hash, while it is still on them.
         self._outdated: dict[int, bytes] = {}
         self._pool: BlockPool | None = None
@@ -76,6 +77,16 @@ class StorePlanner:
         self._pool = pool
         if self._hash_block_size is not None:
             self._hash_block_size = pool.hash_block_size
+
+    def fit_ring(self, blocks: Iterable[int]) -> None:
+        """What the staging rings of workers really hold: the smallest counts."""
+        self.max_blocks_in_flight = min(blocks, default=self.max_blocks_in_flight)
+
+    def heard_rings(self, blocks: Mapping[int, int]) -> None:
+        """As `fit_ring`, by rank; a rank may get another one."""
+        if blocks:
+            self._rings.update(blocks)
+            self.fit_ring(self._rings.values())
 
     @property
     def has_deferred(self) -> bool:

@@ -85,6 +85,7 @@ class WorkerHalf:
         self._geometry = geometry
         self._rank = rank
         self._told_usable: int | None = None
+        self._told_staging: int | None = None
         self._due: list[StoreJob] = []  # stores of this step that its forward has to precede
         self._copier: Copier | None = None
         self.arena: Arena | None = None
@@ -247,10 +248,16 @@ class WorkerHalf:
     def take_invalid_blocks(self) -> set[int]:
         return self._ahead.take_invalid_blocks()
 
+    @property
+    def staging_blocks(self) -> int | None:
+        """What the staging ring holds, where there is one."""
+        return self._copier.staging_blocks if self._copier is not None else None
+
     def worker_metadata(self) -> TieredKVWorkerMetadata | None:
         """Stores that ended since the last call, and how much memory is usable if that changed."""
         usable = self.arena.ready_bytes if self.arena is not None else None
         arenas = self._remote.ready_arenas if self._remote is not None else frozenset()
+        staging = self.staging_blocks
         if (
             not self._stored
             and not self._put
@@ -261,6 +268,7 @@ class WorkerHalf:
             and self._measured_step is None
             and usable == self._told_usable
             and arenas == self._told_arenas
+            and staging == self._told_staging
         ):
             return None
         told = TieredKVWorkerMetadata(
@@ -273,10 +281,11 @@ class WorkerHalf:
             self._measured_step,
             {self._rank: arenas} if arenas != self._told_arenas else {},
             {} if self._verifier is None else self._verifier.take_verdicts(),
+            {} if staging in (None, self._told_staging) else {self._rank: staging},
         )
         self._measured_step = None
         self._stored, self._put, self._remote_failures = {}, {}, set()
-        self._told_usable, self._told_arenas = usable, arenas
+        self._told_usable, self._told_arenas, self._told_staging = usable, arenas, staging
         return told
 
     def shutdown(self) -> None:

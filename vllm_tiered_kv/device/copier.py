@@ -73,6 +73,10 @@ class Channel(Protocol):
 
 
 class Copier(Protocol):
+    @property
+    def staging_blocks(self) -> int | None:
+        """How many blocks can be on their way out at once; None: as many as there are."""
+
     def open_channel(self) -> Channel:
         """Another way in, for one thread. Close it before the copier."""
 

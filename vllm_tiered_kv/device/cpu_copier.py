@@ -54,6 +54,10 @@ class CpuCopier:
         )
         self._thread.start()
 
+    @property
+    def staging_blocks(self) -> None:
+        return None  # blocks go straight to their slots
+
     def open_channel(self) -> CpuChannel:
         return CpuChannel(self._layouts, self._threads)
 

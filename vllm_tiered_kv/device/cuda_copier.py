@@ -118,6 +118,10 @@ class CudaCopier:
         self._load_stream.wait(self._fence)  # whatever vLLM still does to its new cache
         self._inbound.tune(self._load_stream, arena, is_fresh)
 
+    @property
+    def staging_blocks(self) -> int:
+        return self._ring.capacity
+
     def open_channel(self) -> CudaChannel:
         return CudaChannel(self._device, self._layouts, self._fence)
 

@@ -22,6 +22,7 @@ from vllm_tiered_kv.core.arena_geometry import aligned
 from vllm_tiered_kv.core.layout import BlockRuns
 from vllm_tiered_kv.device.copier import PinnedBlocks
 from vllm_tiered_kv.device.dma_lanes import DmaLanes
+from vllm_tiered_kv.device.staging import stage_bytes
 from vllm_tiered_kv.errors import NativeError
 from vllm_tiered_kv.native import cuda as native
 
@@ -126,7 +127,7 @@ class Staged:
         self._layouts = layouts
         self._block_bytes = block_bytes
         self._staging = staging
-        self._stage_bytes = staging.nbytes // _STAGES
+        self._stage_bytes = stage_bytes(staging.nbytes, _STAGES)
         self._device = device
         self._bus = native.Stream(device, low_priority=True)
         self._begin = native.Event(device)
@@ -136,7 +137,7 @@ class Staged:
 
     @staticmethod
     def fits(staging_bytes: int, block_bytes: Mapping[int, int]) -> bool:
-        return staging_bytes // _STAGES >= max(aligned(n) for n in block_bytes.values())
+        return stage_bytes(staging_bytes, _STAGES) >= max(aligned(n) for n in block_bytes.values())
 
     def enqueue(self, blocks: PinnedBlocks, stream: native.Stream) -> None:
         nbytes = self._block_bytes[blocks.group_id]

@@ -47,6 +47,7 @@ class ChosenInbound:
         self._runs = runs
         self._block_bytes = {group_id: group.block_bytes for group_id, group in runs.items()}
         self._tuning = tuning
+        self._staging_bytes = staging_bytes
         self._direct = Direct(layouts)
         self._ways: dict[str, Inbound] = {"direct": self._direct}
         wanted = tuning.strategy if tuning is not None else CopyStrategy.DIRECT
@@ -126,4 +127,5 @@ class ChosenInbound:
         shapes = ";".join(
             f"{group.block_bytes}/{len(group.runs)}" for _, group in sorted(self._runs.items())
         )
-        return f"{self._tuning.device_name}|{shapes}|{','.join(self._ways)}"
+        ways = [f"{way} {self._staging_bytes}" if way == "staged" else way for way in self._ways]
+        return f"{self._tuning.device_name}|{shapes}|{','.join(ways)}"

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
+from vllm_tiered_kv.core.arena_geometry import SLOT_ALIGNMENT, ArenaGeometry
 from vllm_tiered_kv.core.transfer import Int64Array
 from vllm_tiered_kv.errors import CudaError
 from vllm_tiered_kv.option_values import format_size
@@ -27,6 +27,11 @@ def split_staging(nbytes: int) -> tuple[int, int]:
     Loads empty theirs as fast as the bus fills it; stores arrive in bursts.
     """
     return nbytes - nbytes // 4, nbytes // 4
+
+
+def stage_bytes(nbytes: int, stages: int) -> int:
+    """Of memory that is divided into stages, what each gets: it begins where a slot may."""
+    return nbytes // stages // SLOT_ALIGNMENT * SLOT_ALIGNMENT
 
 
 def affordable_staging(asked: int, free: int) -> int:
@@ -56,8 +61,8 @@ def as_much_as_fits(allocate: Callable[[int], _T], most: int, least: int) -> _T:
                 raise
             nbytes = max(least, nbytes // 2)
             logger.warning(
-                "staging memory: %s; trying %s. Stores that find no room in it are dropped: lower "
-                "gpu_memory_utilization, or staging_memory",
+                "staging memory: %s; trying %s. Stores that find no room in it wait for a later "
+                "step: lower gpu_memory_utilization, or staging_memory",
                 error,
                 format_size(nbytes),
             )

@@ -92,7 +92,9 @@ class Event:
 class Stream:
     """A stream that does not wait for the default stream.
 
-    The lowest priority there is lets computing go first; `low_priority=False` takes the highest.
+    Its priority is the lowest there is, which ordinary streams have too, those of vLLM among them:
+    copies come second only where somebody computes at a higher one. `low_priority=False` takes the
+    highest.
     """
 
     def __init__(self, device: int, low_priority: bool = True) -> None:
