@@ -6,6 +6,7 @@ torch, so that one wheel serves every torch and pip's build isolation is no obst
 TIERED_KV_CUDA        0 leaves `_cuda` out, 1 makes a missing CUDA toolkit an error
 TIERED_KV_CUDA_ARCHS  compute capabilities to compile for, for instance "90" or "80,90"
 TIERED_KV_SANITIZE    sanitizers to compile `_cpu` with, as gcc names them; for the checks only
+TIERED_KV_BUILD_JOBS  files to compile at once; by default as many as there are cores
 CUDA_HOME, CUDA_PATH  where to look for nvcc before PATH
 """
 
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pybind11
+from pybind11.setup_helpers import ParallelCompile
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
@@ -170,6 +172,8 @@ def extension(name: str, *sources: str) -> Extension:
         language="c++",
     )
 
+
+ParallelCompile("TIERED_KV_BUILD_JOBS").install()
 
 setup(
     ext_modules=[

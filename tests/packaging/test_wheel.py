@@ -191,7 +191,11 @@ def test_the_source_archive_is_enough_to_build(built: Built) -> None:
         names = {
             name.partition("/")[2] for name in (m.name for m in archive.getmembers() if m.isfile())
         }
-    native = {path.relative_to(built.tree).as_posix() for path in (built.tree / "csrc").iterdir()}
+    native = {
+        path.relative_to(built.tree).as_posix()
+        for path in (built.tree / "csrc").rglob("*")
+        if path.is_file()
+    }
     assert len(native) > 10
     assert native | sources(built.tree) <= names
     assert {"setup.py", "pyproject.toml", "LICENSE", "README.md", "PKG-INFO"} <= names
