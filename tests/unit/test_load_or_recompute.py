@@ -233,8 +233,14 @@ def taught(judge: Judge, seconds_per_token: float) -> None:
 def test_an_answer_is_waited_for_as_long_as_it_may_save() -> None:
     judge = Judge()
     asked = waiting(judge, 400)
+    assert judge.waits_for_daemons(asked, 0)
     judge.clock.now += 0.05
-    assert judge.waits_for_daemons(asked, 0)  # how long computing takes nobody knows
+    # How long computing takes nobody knows: the answer could not be used.
+    assert not judge.waits_for_daemons(asked, 0)
+    mapped = Judge(remote="ipc:///near")
+    asked_there = waiting(mapped, 400)
+    mapped.clock.now += 0.05
+    assert mapped.waits_for_daemons(asked_there, 0)  # what is mapped is trusted
     taught(judge, 0.0005)
     assert judge.waits_for_daemons(asked, 0)  # 200 ms to save
     judge.answers.extend([(100, 0)] * 60)

@@ -37,6 +37,7 @@ _FEW_DECODES = 32  # tokens of a step that tells what a step costs,
 _DECODES_EVERY = 4  # one in this many
 _LEAST_PREFILL = 128  # tokens of it: the end of a prompt that was found takes no time to speak of
 _PATIENCE = 0.03  # of its prefill: what a request may wait for an answer that is worth nothing
+_BLIND_PATIENCE_S = 0.003  # the same while nobody knows how long a prefill takes
 _HIT_RATE_WEIGHT = 0.1
 _MOST_MEASURED = 16  # steps under way; one whose number never comes back is forgotten
 
@@ -74,14 +75,14 @@ class LoadOrRecompute:
         self._recorder = recorder
         self._clock = clock
         self._timeout_s = config.remote_load_timeout
-        is_mapped = all(address.startswith("ipc://") for address in config.remote)
+        self._is_mapped = all(address.startswith("ipc://") for address in config.remote)
         self.economics = LoadEconomics(
             config.load_policy,
             _bytes_per_token(groups),
             math.lcm(*(group.block_size for group in groups)),
             step_tokens,
             config.remote_load_timeout,
-            (Tier.CPU, Tier.MEMORY) if is_mapped else (Tier.CPU,),
+            (Tier.CPU, Tier.MEMORY) if self._is_mapped else (Tier.CPU,),
         )
         self._lookup_s = config.remote_lookup_timeout
         self.answers: deque[tuple[int, int]] = deque()
@@ -108,16 +109,19 @@ class LoadOrRecompute:
         """
         lookup = state.remote
         tokens = state.request.num_tokens - computed
-        alone_s = self.economics.recompute_seconds(computed, tokens)
-        if self._policy is not LoadPolicy.AUTO or lookup is None or alone_s is None:
+        if self._policy is not LoadPolicy.AUTO or lookup is None:
             return True
+        waited_s = self._clock() - (lookup.deadline - self._lookup_s)
+        alone_s = self.economics.recompute_seconds(computed, tokens)
+        if alone_s is None:
+            # Of daemons over a network nothing is loaded before a prefill was seen.
+            return self._is_mapped or waited_s < _BLIND_PATIENCE_S
         while self.answers:
             asked, found = self.answers.popleft()
             self._hit_rate += _HIT_RATE_WEIGHT * (found / max(asked, 1) - self._hit_rate)
         now = self._clock()
         span = Span(Tier.REMOTE, tokens, self._usual_shares)
         saved_s = self._hit_rate * (alone_s - self.economics.seconds(now, tokens, [span]))
-        waited_s = now - (lookup.deadline - self._lookup_s)
         return waited_s < max(saved_s, _PATIENCE * alone_s)
 
     def choose(
