@@ -64,11 +64,11 @@ void scatter(const CudaBlockLayout& layout, const py::object& block_ids, int64_t
 void check_offsets(const char* name, const char* address_name, int64_t address,
                    const std::vector<int64_t>& offsets, int64_t nbytes_each) {
   checked_range(address_name, address, 0);
+  const auto item = [name](size_t i) { return std::string(name) + "[" + std::to_string(i) + "]"; };
   for (size_t i = 0; i < offsets.size(); ++i) {
-    const std::string item = std::string(name) + "[" + std::to_string(i) + "]";
-    if (offsets[i] < 0) throw ArgumentError(item, std::to_string(offsets[i]) + " is negative");
+    if (offsets[i] < 0) throw ArgumentError(item(i), std::to_string(offsets[i]) + " is negative");
     if (offsets[i] > INT64_MAX - address || nbytes_each > INT64_MAX - address - offsets[i])
-      throw ArgumentError(item, "ends beyond the address space");
+      throw ArgumentError(item(i), "ends beyond the address space");
   }
 }
 
