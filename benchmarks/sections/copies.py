@@ -57,10 +57,37 @@ def _run(result: Result) -> str:
         ]
         head = ["shape / block size", "bytes", *names, *ratios]
         parts.append(f"{title}:\n\n{table(head, rows)}")
+    parts.append(_verdict(shapes))
     compute = result.data.get("compute")
     if compute:
         parts.append(_compute(compute))
     return "\n".join(parts)
+
+
+def _verdict(shapes: dict[str, Any]) -> str:
+    """What of goal P1 is reached, and where not."""
+    told = []
+    for against, goal in (("memcpy", 0.97), ("pages", 1.3)):
+        count, below, too_fast = 0, [], 0
+        for shape, found in shapes.items():
+            for name, ratio in found["ratios"].items():
+                layout, way, _, other = name.split(" ", 3)
+                if other != against:
+                    continue
+                count += 1
+                if ratio < goal:
+                    below.append((ratio, f"{shape} {layout} {way}"))
+                    too_fast += found[way]["layers pages"] * goal > found[way]["memcpy"]
+        text = f"{count - len(below)} of {count} reach {goal:g} of {against}"
+        if below:
+            text += "; not " + ", ".join(f"{case} ({ratio:.3g})" for ratio, case in sorted(below))
+        if below and against == "pages":
+            text += (
+                f". In {too_fast} of these {len(below)} nothing could: single pages of that size "
+                f"already exceed memcpy / {goal:g}"
+            )
+        told.append(text)
+    return f"Goal P1: {'. '.join(told)}.\n"
 
 
 def _compute(compute: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""A tier that is slower than the model (`benchmarks/slow_tier.py`)."""
+"""A tier about as fast as the model, or slower (`benchmarks/slow_tier.py`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def section(results: Results) -> str:
     found = results.of("slow_tier")
     if not found:
         return ""
-    return "\n".join(["## A tier slower than the model\n", _INTRO, *(_run(r) for r in found)])
+    return "\n".join(["## A slow tier: load or compute\n", _INTRO, *(_run(r) for r in found)])
 
 
 def _run(result: Result) -> str:

@@ -53,6 +53,7 @@ def test_a_slow_daemon_is_left_alone(tiny_model: Path, async_scheduling: bool) -
         first.close()
         slow.delay = lambda request: 0.5 if isinstance(request, Get) else 0.0
         second = engine_at(tiny_model, slow.address, async_scheduling=async_scheduling)
+        slow_down(second, 0.002)
         serve(second, asked)
         made = decisions(second, REMOTE)
         assert made.get("recompute", 0) >= 1
