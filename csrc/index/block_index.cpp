@@ -19,19 +19,13 @@ size_t most_blocks(const Geometry& geometry) {
   return geometry.slots_per_slab == 1 ? size_t(std::max<int64_t>(0, geometry.num_slabs)) : 0;
 }
 
-void check_length(std::string_view key) {
-  if (key.size() > kMaxKeyBytes)
-    throw ArgumentError(
-        "key", std::to_string(key.size()) + " bytes, more than " + std::to_string(kMaxKeyBytes));
-}
-
 }  // namespace
 
 // Blocks that may leave, coldest first; each may be evicted when it is given.
 class BlockIndex::Leaving {
  public:
   Leaving(BlockIndex& index, uint32_t size_class)
-      : index_(index), policy_(*index.policies_[size_class]) {}
+      : index_(index), policy_(*index.policies_.at(size_class)) {}
   Leaving(const Leaving&) = delete;
   Leaving& operator=(const Leaving&) = delete;
   ~Leaving() { policy_.end_walk(); }
@@ -77,6 +71,13 @@ uint32_t BlockIndex::add_class(int64_t slot_bytes, const std::string& owner) {
 
 void BlockIndex::set_quota(const std::string& owner, int64_t quota_bytes) {
   quota_slabs_[owner] = std::max<int64_t>(1, quota_bytes / pool_.geometry().slab_bytes);
+}
+
+void BlockIndex::check_name(const BlockName& name) {
+  for (const std::string_view key : {name.key, name.before.value_or(std::string_view())})
+    if (key.size() > kMaxKeyBytes)
+      throw ArgumentError(
+          "key", std::to_string(key.size()) + " bytes, more than " + std::to_string(kMaxKeyBytes));
 }
 
 // ---- questions ---------------------------------------------------------------------------------
@@ -165,8 +166,7 @@ void BlockIndex::unpin(const std::vector<int64_t>& slots) {
 // ---- write -------------------------------------------------------------------------------------
 
 int64_t BlockIndex::reserve(const BlockName& name, uint32_t size_class, int64_t more) {
-  check_length(name.key);
-  if (name.before) check_length(*name.before);
+  check_name(name);
   if (id_of(name.key) != kNone)
     throw InvariantError("a key that is already here cannot be reserved");
   const bool may_grow = quota_slabs_.empty() || !at_quota(owners_.at(size_class));
@@ -174,7 +174,8 @@ int64_t BlockIndex::reserve(const BlockName& name, uint32_t size_class, int64_t 
   if (slot == kNoSlot) {
     {
       const Kept kept(*this, name.before);
-      slot = make_free(size_class, 1 + std::max<int64_t>(0, more));
+      const auto most = int64_t(entries_.size());
+      slot = make_free(size_class, 1 + std::clamp<int64_t>(more, 0, most));
     }
     if (slot == kNoSlot && cut_chain(size_class, name.before)) slot = pool_.allocate(size_class);
     if (slot == kNoSlot) return kNoSlot;
@@ -351,7 +352,8 @@ uint32_t BlockIndex::id_of(std::string_view key) const {
 
 uint32_t BlockIndex::id_in(int64_t slot) const {
   const uint32_t id = pool_.id_in(slot);
-  if (id == kNone) throw InvariantError("slot " + std::to_string(slot) + " is not in use");
+  if (id == kNone || id == kUnnamed)
+    throw InvariantError("slot " + std::to_string(slot) + " is not in use");
   return id;
 }
 
@@ -456,7 +458,7 @@ bool BlockIndex::cut_chain(uint32_t size_class, std::optional<std::string_view> 
   std::vector<uint32_t> tails;
   const uint32_t parent = before ? id_of(*before) : kNone;
   if (parent != kNone) tails.push_back(parent);
-  EvictionPolicy& policy = *policies_[size_class];
+  EvictionPolicy& policy = *policies_.at(size_class);
   for (size_t count = 0; count < kMostTails; ++count) {
     const uint32_t leaf = policy.next();
     if (leaf == kNone) break;

@@ -108,6 +108,9 @@ class BlockIndex {
   virtual void check() const;
 
  protected:
+  // Throws ArgumentError where a key is too long.
+  static void check_name(const BlockName& name);
+
   // Protects a block from eviction for a while.
   class Kept {
    public:

@@ -128,6 +128,7 @@ void DurableIndex::restore(const std::vector<BlockName>& names, const std::vecto
   if (names.size() != slots.size())
     throw ArgumentError("slots",
                         std::to_string(slots.size()) + " for " + std::to_string(names.size()));
+  for (const BlockName& name : names) check_name(name);
   const auto nowhere = uint32_t(names.size());
   std::unordered_map<std::string_view, uint32_t> rows;
   rows.reserve(names.size());

@@ -49,7 +49,7 @@ class DurableIndex final : public BlockIndex {
   // Aborts a reservation whose slot cannot be written; it is never handed out again.
   void retire(int64_t slot);
 
-  // Fills an empty index, coldest block first.
+  // Fills an empty index, coldest block first: all of it, or none and an error.
   void restore(const std::vector<BlockName>& names, const std::vector<int64_t>& slots,
                const std::vector<int64_t>& size_classes);
 

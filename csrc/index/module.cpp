@@ -30,22 +30,21 @@ std::optional<std::string_view> optional_key(const py::handle& object, const cha
 
 py::bytes to_bytes(std::string_view key) { return {key.data(), key.size()}; }
 
-// A list or tuple as such, or a list of whatever else can be walked.
+// The items of anything that can be walked. A tuple of its own: a hook may change the list.
 class Items {
  public:
   explicit Items(const py::object& sequence, const char* name)
-      : fast_(py::reinterpret_steal<py::object>(PySequence_Fast(sequence.ptr(), ""))) {
-    if (fast_) return;
+      : items_(py::reinterpret_steal<py::object>(PySequence_Tuple(sequence.ptr()))) {
+    if (items_) return;
+    if (PyErr_ExceptionMatches(PyExc_TypeError) == 0) throw py::error_already_set();
     PyErr_Clear();
     throw ArgumentError(name, "not a sequence");
   }
-  size_t size() const { return size_t(PySequence_Fast_GET_SIZE(fast_.ptr())); }
-  py::handle operator[](size_t i) const {
-    return PySequence_Fast_GET_ITEM(fast_.ptr(), py::ssize_t(i));
-  }
+  size_t size() const { return size_t(PyTuple_GET_SIZE(items_.ptr())); }
+  py::handle operator[](size_t i) const { return PyTuple_GET_ITEM(items_.ptr(), py::ssize_t(i)); }
 
  private:
-  py::object fast_;
+  py::object items_;
 };
 
 class Keys {
@@ -109,9 +108,13 @@ IndexHooks make_hooks(const py::object& on_evict, const py::object& may_evict,
       (*call)(to_bytes(key), nbytes);
     };
   if (const auto call = shared(may_evict))
-    hooks.may_evict = [call](std::string_view key) { return (*call)(to_bytes(key)).cast<bool>(); };
+    hooks.may_evict = [call](std::string_view key) {
+      return bool(py::bool_((*call)(to_bytes(key))));
+    };
   if (const auto call = shared(is_below))
-    hooks.is_below = [call](std::string_view key) { return (*call)(to_bytes(key)).cast<bool>(); };
+    hooks.is_below = [call](std::string_view key) {
+      return bool(py::bool_((*call)(to_bytes(key))));
+    };
   return hooks;
 }
 

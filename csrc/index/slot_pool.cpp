@@ -9,8 +9,6 @@
 namespace tiered_kv {
 namespace {
 
-constexpr uint32_t kUnnamed = kNone - 1;  // in use, and nobody said for what
-
 void push(std::vector<int64_t>& heap, int64_t value) {
   heap.push_back(value);
   std::push_heap(heap.begin(), heap.end(), std::greater<>());
@@ -127,6 +125,11 @@ void SlotPool::adopt(const std::vector<int64_t>& slots, const std::vector<int64_
       throw InvariantError("a slab is claimed by two size classes");
     owner = size_classes[i];
   }
+  std::vector<int64_t> sorted(slots);
+  std::sort(sorted.begin(), sorted.end());
+  const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
+  if (twice != sorted.end())
+    throw InvariantError("slot " + std::to_string(*twice) + " is claimed twice");
   for (size_t slab = 0; slab < class_of_slab.size(); ++slab) {
     if (class_of_slab[slab] < 0) continue;
     open_slab(int64_t(slab), uint32_t(class_of_slab[slab]));
@@ -134,9 +137,7 @@ void SlotPool::adopt(const std::vector<int64_t>& slots, const std::vector<int64_
   }
   for (const int64_t slot : slots) {
     Slab& slab = slabs_[size_t(slab_of(slot))];
-    uint32_t& id = id_at(slab, slot % geometry_.slots_per_slab);
-    if (id != kNone) throw InvariantError("slot " + std::to_string(slot) + " is claimed twice");
-    id = kUnnamed;
+    id_at(slab, slot % geometry_.slots_per_slab) = kUnnamed;
     ++slab.used;
     ++classes_[slab.size_class].used;
   }

@@ -14,6 +14,7 @@
 namespace tiered_kv {
 
 constexpr int64_t kNoSlot = -1;
+constexpr uint32_t kUnnamed = kNone - 1;  // what lies in a slot in use before anybody says so
 
 // A slot id is slab * slots_per_slab + position in the slab.
 struct Geometry {

@@ -10,7 +10,7 @@ from tests.unit.test_index import key, make, store
 from vllm_tiered_kv.cache.durable_index import DurableIndex
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.tiers import Lookup
-from vllm_tiered_kv.errors import InvariantError
+from vllm_tiered_kv.errors import InvariantError, NativeError
 from vllm_tiered_kv.native._cpu import EVICTION_POLICIES
 
 
@@ -193,3 +193,36 @@ def test_random_operations_with_quarantine(
         locked.update(left)
         left.clear()
         index.check()
+
+
+@pytest.mark.parametrize(
+    ("keys", "parents", "slots"),
+    [
+        ([key(1), b"k" * 256], [None, None], [0, 1]),
+        ([key(1), key(2)], [None, b"k" * 256], [0, 1]),
+        ([key(1), key(2)], [None, None], [1, 1]),
+        ([key(1), key(1)], [None, None], [0, 1]),
+        ([key(1), key(2)], [None, None], [0, 99]),
+        ([key(1), key(2)], [None, None], [0, -1]),
+        ([key(1)], [None], [0, 1]),
+    ],
+)
+def test_what_cannot_be_restored_leaves_nothing(
+    keys: list[bytes], parents: list[bytes | None], slots: list[int]
+) -> None:
+    index, _ = make_durable(4)
+    with pytest.raises((InvariantError, NativeError)):
+        index.restore(keys, parents, slots, [0] * len(slots))
+    index.check()
+    assert not index.slots()
+    with pytest.raises(InvariantError):
+        index.block_in(1)
+    assert store(index, 5) == 0
+
+
+def test_room_for_a_class_that_is_none_is_an_error() -> None:
+    index, _ = make_durable(1)
+    store(index, 1)
+    with pytest.raises((NativeError, IndexError)):
+        index.make_room(7, 1)
+    assert len(index) == 1

@@ -10,7 +10,7 @@ from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry, SlabGeometry
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Lookup
-from vllm_tiered_kv.errors import InvariantError
+from vllm_tiered_kv.errors import InvariantError, NativeError
 from vllm_tiered_kv.native._cpu import EVICTION_POLICIES
 
 
@@ -342,3 +342,58 @@ def test_a_block_that_may_not_leave_stays() -> None:
     assert index.lookup(key(0)) is Lookup.HIT
     assert index.lookup(key(1)) is Lookup.MISS
     assert refused == [key(0), key(1)]
+
+
+def test_a_hook_that_fails_leaves_everything_as_it_was() -> None:
+    def may_evict(block: bytes) -> bool:
+        raise OSError("the disk is gone")
+
+    index = BlockIndex(ArenaGeometry(3 * 64, (64,)), "lru", may_evict=may_evict)
+    for number in range(3):
+        store(index, number)
+    for _ in range(3):
+        with pytest.raises(OSError, match="the disk is gone"):
+            index.reserve(key(9), key(1), 0)
+        index.check()
+    assert len(index) == 3
+    assert not index.pinned_slots()
+
+
+def test_a_hook_may_change_the_list_that_is_being_stored() -> None:
+    keys = [key(*range(depth)) for depth in range(1, 9)]
+    names = list(keys)
+
+    def may_evict(block: bytes) -> int:
+        names.clear()
+        return 1  # as good as True
+
+    index = BlockIndex(ArenaGeometry(4 * 64, (64,)), "lru", may_evict=may_evict)
+    for number in range(4):
+        store(index, 100 + number)
+    plan = index.reserve_missing(names, 0, 8, 0)
+    assert (plan.positions, plan.dropped) == ([0, 1, 2, 3], 4)
+    index.check()
+
+
+def test_bad_arguments_are_errors_and_change_nothing() -> None:
+    index = make(2)
+    store(index, 1)
+    store(index, 2)
+    for misuse in (
+        lambda: index.reserve(b"k" * 256, None, 0),
+        lambda: index.reserve(key(3), b"k" * 256, 0),
+        lambda: index.reserve(key(3), None, 7),
+        lambda: index.reserve("text", None, 0),  # type: ignore[arg-type]
+        lambda: index.match_prefix(7),  # type: ignore[arg-type]
+        lambda: index.are_readable([7]),  # type: ignore[list-item]
+    ):
+        with pytest.raises(NativeError):
+            misuse()
+    for slot in (-1, 99, 1 << 62):
+        with pytest.raises(InvariantError):
+            index.unpin([slot])
+    with pytest.raises(InvariantError):
+        index.pin([key(1), key(9)])
+    index.check()
+    assert not index.pinned_slots()
+    assert index.reserve(key(3), None, 0, (1 << 63) - 1) is not None, "room for one is enough"

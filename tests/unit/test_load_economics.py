@@ -470,6 +470,37 @@ def test_a_latency_is_not_taken_for_a_lack_of_bandwidth(latency: float, seed: in
     assert decisions[10:] == [Decision.LOAD] * 10
 
 
+@pytest.mark.parametrize("minor", [Tier.MEMORY, Tier.BACKING])
+def test_a_place_that_holds_next_to_nothing_causes_no_probes(minor: Tier) -> None:
+    engine = Engine(lambda n: 1.0e9)
+    span_of = Span(Tier.REMOTE, 10240, {Tier.SSD: 0.96, minor: 0.04})
+    probes = 0
+    for number in range(300):
+        chosen = engine.economics.choose(number, 0, 10241, [span_of])
+        engine.economics.settle(str(number), number, chosen)
+        if chosen.tokens:
+            taken = 0.001 + chosen.tokens * BYTES_PER_TOKEN / 1.0e9
+            engine.economics.ended(str(number), number, chosen, {Tier.REMOTE: taken})
+        engine._compute(chosen.tokens, 10241, observe=True)
+        probes += chosen.decisions[Tier.REMOTE] is Decision.PROBE
+    assert probes < 30
+
+
+def test_where_prefills_teach_nothing_tiers_are_met_all_the_same() -> None:
+    blind = economics()
+    for _ in range(3):
+        blind.prefill.observe(128, 128 * 64, 0.004)
+    decisions = []
+    for number in range(40):
+        chosen = blind.choose(number, 0, 8192, [span(Tier.MEMORY, 512)])
+        blind.settle(str(number), number, chosen)
+        if chosen.tokens:
+            taken = 0.001 + chosen.tokens * BYTES_PER_TOKEN / 10e9
+            blind.ended(str(number), number, chosen, {Tier.REMOTE: taken})
+        decisions.append(chosen.decisions[Tier.REMOTE])
+    assert Decision.PROBE in decisions
+
+
 def test_a_tier_that_becomes_fast_is_found_and_one_that_becomes_slow_is_left() -> None:
     engine = Engine(lambda n: 8e9 if 400 <= n < 700 else 1.0e9)
     for _ in range(1000):

@@ -241,6 +241,20 @@ def test_an_answer_is_waited_for_as_long_as_it_may_save() -> None:
     asked_there = waiting(mapped, 400)
     mapped.clock.now += 0.05
     assert mapped.waits_for_daemons(asked_there, 0)  # what is mapped is trusted
+    useless = Judge()
+    useless.economics._blind = 4
+    asked_long = waiting(useless, 400)
+    useless.clock.now += 0.05
+    assert useless.waits_for_daemons(asked_long, 0)  # prefills teach nothing: load as one would
+    late = Judge()
+    patience = []
+    for number in range(6):
+        waits = waiting(late, 400)
+        waits.request.request_id = f"r{number}"
+        late.clock.now += 0.05
+        patience.append(late.waits_for_daemons(waits, 0))
+        assert late.waits_for_daemons(waits, 0) is patience[-1]
+    assert patience == [False] * 4 + [True] * 2  # nor do they where no answer is in time
     taught(judge, 0.0005)
     assert judge.waits_for_daemons(asked, 0)  # 200 ms to save
     judge.answers.extend([(100, 0)] * 60)

@@ -80,8 +80,8 @@ CACHE = (
     Mutation(
         "index-evicts-the-block-before",
         "csrc/index/block_index.cpp",
-        "      const Kept kept(*this, name.before);\n      slot",
-        "      slot",
+        "      const Kept kept(*this, name.before);\n",
+        "",
         "a new block pushes out the head it follows and can never be found",
         _INDEX,
     ),

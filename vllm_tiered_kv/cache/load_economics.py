@@ -154,10 +154,16 @@ class LoadEconomics:
             stop = self._aligned(computed, end)
             if self._pays(now, computed, loaded, stop, spans[:number]):
                 loaded = stop
-        is_blind = loaded < held and not self.prefill.knows(held)
+        knows = self.prefill.knows(held) and self.prefill.knows(prompt - computed)
+        is_blind = loaded < held and not knows
         probe = self._probe(now, computed, prompt, loaded, spans)
         choice = self._choice(loaded + probe, spans, loaded if probe else None)
         return dataclasses.replace(choice, is_blind=is_blind)
+
+    @property
+    def loads_blindly(self) -> bool:
+        """Whether prefills have taught nothing for so long that tiers are used without."""
+        return self._blind >= _BLIND_LIMIT
 
     def recompute_seconds(self, computed: int, tokens: int) -> float | None:
         """None as long as nobody knows."""
@@ -232,8 +238,12 @@ class LoadEconomics:
             return is_wanted, self.speeds[source].seconds(amounts[source])
 
         taught = max(amounts, key=weight)
+        total = sum(amounts.values())
         others = sum(
+            # What is only assumed of a place must not make another look fast.
             self.speeds[source].seconds(nbytes)
+            if self.speeds[source].count >= _LEARNT
+            else taken * nbytes / total
             for source, nbytes in amounts.items()
             if source is not taught
         )
@@ -261,7 +271,7 @@ class LoadEconomics:
         if not self.prefill.knows(end - loaded):
             # Computing is what teaches how long it takes. Should it not, load as one would
             # without all this.
-            return sources <= self._trusted or self._blind >= _BLIND_LIMIT
+            return sources <= self._trusted or self.loads_blindly
         load_s = self.seconds(now, end, spans)
         if any(span.tier is Tier.REMOTE for span in new) and load_s > self._longest_load_s:
             return False
@@ -297,9 +307,10 @@ class LoadEconomics:
         start = computed + loaded
         tokens = self._aligned(start, rest[0].tokens)
         least_bytes = 0.0
-        if tokens and is_known and not is_due:
+        has_to_grow = tokens > 0 and is_known and not is_due
+        if has_to_grow:
             least_bytes = self._bytes_to_learn_from(self._amounts(tokens, rest)[tier])
-        if not knows and self._blind < _BLIND_LIMIT:
+        if not knows and not self.loads_blindly:
             return 0  # this request's prefill may tell what it may cost
         while tokens > 0:
             amounts = self._amounts(tokens, rest)[tier]
@@ -307,7 +318,7 @@ class LoadEconomics:
                 return 0
             smaller = self._aligned(start, tokens * 3 // 4)
             loss_s = self.handover.value - self.prefill.seconds(start, tokens)
-            if is_known and not least_bytes and knows:
+            if is_known and not has_to_grow and knows:
                 probe_s = self._service_s(amounts)
                 most_loss_s = _PROBE_LOSS * budget
                 is_safe = True
@@ -332,8 +343,13 @@ class LoadEconomics:
         """How large a probe between two that are due has to be. Small loads cannot tell a latency
         from a bandwidth: where all that was seen is small beside what is held, each further one has
         to be larger than any before. More than there are where nothing is to be learnt."""
-        largest = min(self.speeds[source].largest for source in amounts)
         total = sum(amounts.values())
+        met = [
+            self.speeds[source].largest
+            for source, nbytes in amounts.items()
+            if nbytes >= _MINOR * total and self.speeds[source].count
+        ]
+        largest = min(met, default=total)
         return _LARGER * largest if largest * _REACH < total else 2 * total
 
     def _choice(

@@ -197,8 +197,13 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
                 self.scheduler_half.shutdown()
                 self.scheduler_half = None
                 return
-        rings = [told.staging_blocks for told in metadata.values() if hasattr(told, "block_bytes")]
-        self.scheduler_half.stores.fit_ring(ring for ring in rings if ring is not None)
+        self.scheduler_half.stores.heard_rings(
+            {
+                rank: told.staging_blocks
+                for rank, told in metadata.items()
+                if isinstance(told, TieredKVHandshake) and told.staging_blocks is not None
+            }
+        )
 
     def on_new_request(self, request: Request) -> None:
         if self.scheduler_half is not None:

@@ -38,6 +38,7 @@ _DECODES_EVERY = 4  # one in this many
 _LEAST_PREFILL = 128  # tokens of it: the end of a prompt that was found takes no time to speak of
 _PATIENCE = 0.03  # of its prefill: what a request may wait for an answer that is worth nothing
 _BLIND_PATIENCE_S = 0.003  # the same while nobody knows how long a prefill takes
+_MOST_GONE_ON = 4  # requests that go on so; then prefills teach nothing
 _HIT_RATE_WEIGHT = 0.1
 _MOST_MEASURED = 16  # steps under way; one whose number never comes back is forgotten
 
@@ -87,6 +88,7 @@ class LoadOrRecompute:
         self._lookup_s = config.remote_lookup_timeout
         self.answers: deque[tuple[int, int]] = deque()
         """Blocks that daemons were asked for and had, one pair for each answer."""
+        self._gone_on: set[str] = set()  # requests that went on without an answer, blindly
         self._hit_rate = 1.0
         self._usual_shares: Mapping[Tier, float] = {}
         self._loads: dict[str, _Load] = {}
@@ -114,8 +116,14 @@ class LoadOrRecompute:
         waited_s = self._clock() - (lookup.deadline - self._lookup_s)
         alone_s = self.economics.recompute_seconds(computed, tokens)
         if alone_s is None:
-            # Of daemons over a network nothing is loaded before a prefill was seen.
-            return self._is_mapped or waited_s < _BLIND_PATIENCE_S
+            # Of daemons over a network nothing is loaded before a prefill was seen, if one ever is.
+            name = state.request.request_id
+            is_patient = self._is_mapped or self.economics.loads_blindly
+            is_patient |= len(self._gone_on) >= _MOST_GONE_ON and name not in self._gone_on
+            if is_patient or waited_s < _BLIND_PATIENCE_S:
+                return True
+            self._gone_on.add(name)
+            return False
         while self.answers:
             asked, found = self.answers.popleft()
             self._hit_rate += _HIT_RATE_WEIGHT * (found / max(asked, 1) - self._hit_rate)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import TransferLedger
@@ -68,7 +68,7 @@ class StorePlanner:
         self._unseen: deque[tuple[RequestState, Sequence[list[int]], int]] = deque()
         self._hash_block_size = hash_block_size
         self.max_blocks_in_flight = max_blocks_in_flight
-        self._rings: dict[int, int] = {}  # by rank
+        self._rings: dict[Any, int] = {}  # by rank, as the handshake or a report names it
         # GPU blocks that outlived a reset of the cache: id -> hash, while it is still on them.
         self._outdated: dict[int, bytes] = {}
         self._pool: BlockPool | None = None
@@ -78,15 +78,10 @@ class StorePlanner:
         if self._hash_block_size is not None:
             self._hash_block_size = pool.hash_block_size
 
-    def fit_ring(self, blocks: Iterable[int]) -> None:
+    def heard_rings(self, blocks: Mapping[Any, int]) -> None:
         """What the staging rings of workers really hold: the smallest counts."""
-        self.max_blocks_in_flight = min(blocks, default=self.max_blocks_in_flight)
-
-    def heard_rings(self, blocks: Mapping[int, int]) -> None:
-        """As `fit_ring`, by rank; a rank may get another one."""
-        if blocks:
-            self._rings.update(blocks)
-            self.fit_ring(self._rings.values())
+        self._rings.update(blocks)
+        self.max_blocks_in_flight = min(self._rings.values(), default=self.max_blocks_in_flight)
 
     @property
     def has_deferred(self) -> bool:
