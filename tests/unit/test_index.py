@@ -397,3 +397,17 @@ def test_bad_arguments_are_errors_and_change_nothing() -> None:
     index.check()
     assert not index.pinned_slots()
     assert index.reserve(key(3), None, 0, (1 << 63) - 1) is not None, "room for one is enough"
+
+
+def test_blocks_that_follow_each_other_can_leave() -> None:
+    """No chain of hashes has a circle, but a client may name what it likes."""
+    index = make(3)
+    circle = [key(1), key(2), key(3)]
+    for number, name in enumerate(circle):
+        slot = index.reserve(name, circle[number - 1], 0)
+        assert slot is not None
+        index.commit(slot)
+        index.check()
+    for number in range(4, 7):
+        assert store(index, number) is not None
+    assert not any(index.are_readable(circle))
