@@ -170,7 +170,7 @@ def test_a_loan_that_came_too_late_goes_back_by_itself(daemon: DaemonProcess) ->
     ask(desk).loan.release()  # type: ignore[union-attr]
     eventually(lambda: leases_of(daemon) == 0)
     daemon.freeze()
-    assert desk.match(CHAIN, RANKS, NBYTES, within(0.2)) is None
+    assert desk.match(CHAIN, RANKS, NBYTES, within(1.0)) is None
     daemon.thaw()
     eventually(lambda: requests_of(daemon)["borrow"] == 2)
     eventually(lambda: leases_of(daemon) == 0)
