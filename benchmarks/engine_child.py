@@ -61,7 +61,16 @@ class Engine:
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
             "cached": [output.num_cached_tokens or 0 for output in outputs],
             "first_token_s": [o.metrics.first_token_latency for o in outputs if o.metrics],
+            "waited_s": [o.metrics.scheduled_ts - o.metrics.queued_ts for o in outputs if o.metrics],
         }
+
+    def ask_without(self, part: str, prompt: list[int], max_tokens: int) -> dict[str, Any]:
+        from benchmarks.left_out import left_out
+
+        with left_out(part, self._scheduler.connector):
+            asked = self.ask([prompt], max_tokens)
+            self.settle()
+        return asked
 
     def time_hooks(self, prompt: list[int], times: int) -> dict[str, float]:
         """Milliseconds that each hook of the connector takes of a question, on average."""
@@ -124,6 +133,28 @@ class Engine:
                 "/".join(labels): total for labels, total in half.recorder.samples(counter).items()
             }
             for counter in (names.LOADED_BLOCKS, names.LOAD_FAILURES, names.LOAD_DECISIONS)
+        }
+
+    def estimates(self, tokens: int) -> dict[str, Any]:
+        """What our connector expects of a prompt of so many tokens, and from what it does."""
+        half = getattr(self._scheduler.connector, "scheduler_half", None)
+        if half is None:
+            return {}
+        economics = half.judge.economics
+        nbytes = tokens * economics._bytes_per_token
+        compute_s = economics.recompute_seconds(0, tokens)
+        return {
+            "compute_ms": None if compute_s is None else round(compute_s * 1e3, 2),
+            "handover_ms": round(economics.handover.value * 1e3, 3),
+            "load_ms": {
+                tier.value: {
+                    "expected": round(speed.seconds(nbytes) * 1e3, 2),
+                    "cautious": round(speed.cautious_seconds(nbytes) * 1e3, 2),
+                    "samples": [(size, round(taken * 1e3, 3)) for size, taken in speed._samples],
+                }
+                for tier, speed in economics.speeds.items()
+                if speed.count
+            },
         }
 
     def close(self) -> None:

@@ -63,6 +63,8 @@ class Asked:
     """Prompt tokens of each request that were not computed, wherever they came from."""
     first_token_s: list[float]
     """By request; empty unless the engine runs with `disable_log_stats` False."""
+    waited_s: list[float] = field(default_factory=list)
+    """As `first_token_s`: until the step that began to compute."""
 
 
 class EngineProcess:
@@ -116,6 +118,15 @@ class EngineProcess:
         """All prompts at once, greedily; returns when the last of them is answered."""
         prompts = [list(prompt) for prompt in prompts]
         return Asked(**self._call("ask", prompts=prompts, max_tokens=max_tokens))
+
+    def ask_without(self, part: str, prompt: Sequence[int], max_tokens: int = 1) -> Asked:
+        """As `ask`, with a part of what storing does left out (`benchmarks/left_out.py`)."""
+        arguments = {"part": part, "prompt": list(prompt), "max_tokens": max_tokens}
+        return Asked(**self._call("ask_without", **arguments))
+
+    def estimates(self, tokens: int) -> dict[str, Any]:
+        """What `load_policy: auto` goes by; empty for any connector but ours."""
+        return self._call("estimates", tokens=tokens)
 
     def time_hooks(self, prompt: Sequence[int], times: int) -> dict[str, float]:
         """Milliseconds that each hook of the connector takes of a question, on average."""

@@ -3,8 +3,9 @@
     python -m benchmarks.slow_tier --out result.json                7B shape on a GPU
     python -m benchmarks.slow_tier --tiny --out result.json         the same code on a laptop
     python -m benchmarks.slow_tier --link 1.6GB --out result.json   over a link of that speed
+    python -m benchmarks.slow_tier --place memory --out result.json in the memory of the daemon
 
-The prompts lie on the SSD of a daemon, whose memory holds but one of them. They are more than the
+The prompts lie on the SSD of a daemon, whose memory holds but one of them, or in its memory. They are more than the
 CPU tier of an engine holds, and each engine asks for them in turn: it never finds one there. That
 all of them are there is seen to before: the engine that loads everything has to find each whole.
 Engines: vLLM alone, and ours with `load_policy` always, auto and never, side by side, taking turns.
@@ -65,18 +66,21 @@ def spec(mode: str, scale: Scale, remote: str) -> EngineSpec:
         options={
             "kv_cache_memory_bytes": scale.device_bytes,
             "max_model_len": scale.prompt_tokens + 64,
+            "disable_log_stats": False,
         },
     )
 
 
 @contextlib.contextmanager
-def daemon(folder: Path, scale: Scale, prompts: int, link: str | None) -> Iterator[str]:
+def daemon(
+    folder: Path, scale: Scale, prompts: int, place: str, link: str | None
+) -> Iterator[str]:
     """Where a daemon with a slow tier is reached."""
-    arguments = [
-        *("--memory", str(max(64 << 20, 5 * scale.prompt_bytes // 4))),
-        *("--ssd", str(folder / "ssd")),
-        *("--ssd-space", str(max(1 << 30, 2 * prompts * scale.prompt_bytes))),
-    ]
+    all_of_them = str(max(1 << 30, 2 * prompts * scale.prompt_bytes))
+    arguments = ["--memory", all_of_them]
+    if place == "ssd":
+        arguments = ["--memory", str(max(64 << 20, 5 * scale.prompt_bytes // 4))]
+        arguments += ["--ssd", str(folder / "ssd"), "--ssd-space", all_of_them]
     with contextlib.ExitStack() as stack:
         endpoint = stack.enter_context(DaemonProcess(folder, *arguments)).endpoint
         if link is not None:
@@ -137,9 +141,11 @@ def measure(
                     "round": number,
                     "mode": mode,
                     "ms": round(asked.seconds * 1000, 3),
+                    "waited_ms": [round(seconds * 1000, 3) for seconds in asked.waited_s],
                     "loaded_tokens": asked.cached[0],
                     "first_token": asked.tokens[0][0],
                     "prompt": prompts.index(prompt),
+                    "estimates": engine.estimates(len(prompt)) if mode == "auto" else {},
                 }
 
 
@@ -170,6 +176,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=0, help="length of a prompt")
     parser.add_argument("--prompts", type=int, default=8, help="how many different ones")
     parser.add_argument("--rounds", type=int, default=32)
+    parser.add_argument("--place", choices=("ssd", "memory"), default="ssd", help="of the daemon")
     parser.add_argument("--link", help="limit what comes from the daemon, such as 1.6GB a second")
     parser.add_argument("--folder", type=Path, help="where the SSD tier goes")
     parser.add_argument("--budget", type=float, default=500.0, help="seconds in all")
@@ -187,13 +194,14 @@ def main() -> None:
         "environment": environment.describe(),
         "prompt_tokens": tokens,
         "prompt_bytes": one,
+        "place": args.place,
         "link": args.link,
         "samples": [],
     }
     samples: list[dict[str, Any]] = report["samples"]
     with (
         tempfile.TemporaryDirectory(prefix="kv-", dir=args.folder) as folder,
-        daemon(Path(folder), scale, len(prompts), args.link) as remote,
+        daemon(Path(folder), scale, len(prompts), args.place, args.link) as remote,
         Fleet(lambda mode: spec(mode, scale, remote), Path(folder)) as fleet,
     ):
         for number in range(1, len(MODES) + 1):

@@ -148,8 +148,10 @@ class DelayedCopier:
         for name in list(self._awaited):
             self.wait_for_layer(name)
 
-    def settle_ahead(self) -> None:
-        pass
+    def settle(self) -> None:
+        for under_way in (self._stores, self._loads, self._ahead):
+            for number, job in enumerate(under_way):
+                under_way[number] = (0, *job[1:])
 
     def poll_ahead(self) -> list[int]:
         done: list[int] = []

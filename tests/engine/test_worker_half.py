@@ -84,6 +84,28 @@ def test_what_was_stored_survives_a_new_registration(engine: ToyEngine, worker: 
         assert torch.equal(after[name][13], caches(2)[name][13])
 
 
+def test_what_is_under_way_ends_with_a_new_registration(engine: ToyEngine) -> None:
+    """Else the scheduler would wait for it, and an idle engine step, for ever."""
+    worker = engine.worker.worker_half
+    worker._copier.max_delay = 1 << 30  # polls
+    metadata = TieredKVMetadata(
+        stores_after=[StoreJob(7, pairs([3, 5], [0, 9]))],
+        loads=[LoadJob("r", (pairs([1, 2], [3, 4]),))],
+    )
+    worker.before_forward(metadata)
+    worker.start_loads(metadata)
+    worker.after_forward(metadata)
+    assert not worker.results().finished_recving
+    try:
+        worker.register_kv_caches(caches(1), engine.kv_cache_config)
+        assert worker.results().finished_recving == {"r"}
+        told = worker.worker_metadata()
+        assert told is not None
+        assert [report.stored for report in told.stores[7]] == [2]
+    finally:
+        worker.shutdown()
+
+
 def test_tensors_that_do_not_fit_the_configuration_are_refused(
     engine: ToyEngine, worker: WorkerHalf
 ) -> None:

@@ -333,16 +333,35 @@ def test_a_failing_copy_ahead_is_done_in_the_simplest_way(
     def fail(*args: object) -> None:
         raise CudaError("planted")
 
-    monkeypatch.setattr(bench.copier._inbound, "enqueue", fail)
+    for way in ("enqueue", "enqueue_part"):
+        monkeypatch.setattr(bench.copier._inbound, way, fail)
     with torch.cuda.stream(bench.stream):
         bench.copier.fence()
         bench.copier.load_early([2], [bench.copier.locate(pairs([58, 59], [0, 1]))])
         bench.copier.begin_step()
-        bench.copier.load_ahead([3], [bench.copier.locate(pairs([60, 61], [0, 1]))], False)
+        bench.copier.load_ahead([3], [bench.copier.locate(pairs([61, 60], [1, 0]))], True)
     bench.stream.synchronize()
     assert [bench.block(60), bench.block(61)] == truth
     assert [bench.block(58), bench.block(59)] == truth
     assert bench.copier.poll_ahead() == [2, 3]
+
+
+def test_all_that_was_under_way_has_ended_when_it_settles(bench: Bench) -> None:
+    truth = in_slots(bench, 2)
+    with torch.cuda.stream(bench.stream):
+        bench.copier.fence()
+        torch.cuda._sleep(BUSY_CYCLES)
+        bench.copier.store(7, pairs([3, 4], [5, 6]))
+        bench.copier.load("r", [pairs([60, 61], [0, 1])])
+        bench.copier.load_early([2], [bench.copier.locate(pairs([58, 59], [0, 1]))])
+    assert bench.copier.poll()[0] == []
+    bench.copier.settle()
+    stores, loads = bench.copier.poll()
+    assert [(store.job_id, store.stored) for store in stores] == [(7, 2)]
+    assert [(load.request_id, load.error) for load in loads] in ([], [("r", None)])
+    assert bench.copier.poll_ahead() == [2]
+    assert [bench.slot(5), bench.slot(6)] == [bench.block(3), bench.block(4)]
+    assert [bench.block(60), bench.block(61)] == truth
 
 
 def test_a_full_ring_keeps_the_head_of_a_sequence(bench: Bench) -> None:

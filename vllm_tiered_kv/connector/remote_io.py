@@ -105,8 +105,12 @@ class RemoteIO:
         when a daemon dies; then `resident` says so."""
         return self._regions.ready_arenas
 
-    def close(self) -> None:
+    def settle(self) -> None:
+        """Ends loads and writes, whose ends can be polled. There are no more after that."""
         self.loader.close()
         self.writer.close()
+
+    def close(self) -> None:
+        self.settle()
         self._regions.close()
         self._cluster.close()

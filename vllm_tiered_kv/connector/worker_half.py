@@ -102,8 +102,7 @@ class WorkerHalf:
         # vLLM calls us before a layer unless it runs a whole graph; better seen than assumed.
         self._layers_not_seen = {name for group in runs.values() for name, _ in group.layer_ends}
         device = next(iter(kv_caches.values())).device
-        self._close_remote()
-        self._close_copier()
+        self._close_copies()
         is_fresh = self.arena is None
         if self.arena is None:
             # Kept if vLLM registers its caches anew: the scheduler's index speaks of this memory.
@@ -291,8 +290,7 @@ class WorkerHalf:
     def shutdown(self) -> None:
         """Gives everything back. On a GPU that has failed there may be nothing left to give."""
         try:
-            self._close_remote()
-            self._close_copier()
+            self._close_copies()
             if self._verifier is not None:
                 self._verifier.close()
             if self.arena is not None:
@@ -364,18 +362,19 @@ class WorkerHalf:
             self._pinning,
         )
 
-    def _close_remote(self) -> None:
+    def _close_copies(self) -> None:
+        """Ends what is under way: the scheduler must hear of all of it, and nothing may read memory
+        that is given up."""
         if self._remote is not None:
-            if self._copier is not None:
-                self._copier.settle_ahead()  # nothing may read memory that is given up
-            self._ahead.close()
+            self._remote.settle()
+        if self._copier is not None:
+            self._copier.settle()
+            self._collect(self._copier)
+        self._ahead.close()
+        if self._remote is not None:
             self._remote.close()
             self._remote = None
-
-    def _close_copier(self) -> None:
         if self._copier is not None:
-            self._copier.settle_ahead()
-            self._collect(self._copier)  # the scheduler must hear of all that was under way
             self._copier.close()
             self._copier = None
 

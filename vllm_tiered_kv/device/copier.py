@@ -116,8 +116,8 @@ class Copier(Protocol):
     def finish_ahead(self) -> None:
         """The forward has been enqueued."""
 
-    def settle_ahead(self) -> None:
-        """Waits until no copy of `load_ahead` is under way."""
+    def settle(self) -> None:
+        """Waits until no copy is under way: the next polls tell of all of them."""
 
     def poll_ahead(self) -> list[int]:
         """Jobs of `load_ahead` that have ended since the last call."""

@@ -46,9 +46,7 @@ class CpuCopier:
         self._stores_done: list[StoreDone] = []
         self._ahead_done: list[int] = []
         self._loads_done: queue.SimpleQueue[LoadDone] = queue.SimpleQueue()
-        self._requests: queue.SimpleQueue[tuple[str, Sequence[GroupTransfer]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._requests: queue.Queue[tuple[str, Sequence[GroupTransfer]] | None] = queue.Queue()
         self._thread: threading.Thread | None = threading.Thread(
             target=self._serve_loads, name="tiered-kv-load", daemon=True
         )
@@ -117,8 +115,8 @@ class CpuCopier:
     def finish_ahead(self) -> None:
         pass
 
-    def settle_ahead(self) -> None:
-        pass  # likewise
+    def settle(self) -> None:
+        self._requests.join()
 
     def poll_ahead(self) -> list[int]:
         done, self._ahead_done = self._ahead_done, []
@@ -157,6 +155,8 @@ class CpuCopier:
                 logger.exception("a load failed; the request is recomputed")
                 error = str(failure)
             self._loads_done.put(LoadDone(request_id, error, time.monotonic()))
+            self._requests.task_done()
+        self._requests.task_done()  # the last request: to stop
 
 
 class CpuChannel:

@@ -26,6 +26,7 @@ from vllm_tiered_kv.device.arena import Arena
 from vllm_tiered_kv.device.copier import LoadDone, PinnedBlocks, StoreDone
 from vllm_tiered_kv.device.cuda_channel import CudaChannel
 from vllm_tiered_kv.device.dma_lanes import DmaLanes
+from vllm_tiered_kv.device.inbound import Pages
 from vllm_tiered_kv.device.inbound_choice import ChosenInbound, TuningFile
 from vllm_tiered_kv.device.layer_parts import LayerParts
 from vllm_tiered_kv.device.staging import (
@@ -101,6 +102,7 @@ class CudaCopier:
         self._store_lanes = DmaLanes(device)
         self._load_stream = native.Stream(device, low_priority=True)
         self._inbound = ChosenInbound(device, runs, self._layouts, load_bytes, tuning)
+        self._last_resort = Pages(device, runs)
         self._fence = native.Event(device)
         self._gathered = native.Event(device)
         self._stores: deque[_OpenStore] = deque()
@@ -234,7 +236,9 @@ class CudaCopier:
             self._part_events[-1].wait_in(self._compute_stream())
         self._parts_waited = None
 
-    def settle_ahead(self) -> None:
+    def settle(self) -> None:
+        self._store_lanes.synchronize()
+        self._store_stream.synchronize()
         self._settle_loads()
 
     def poll_ahead(self) -> list[int]:
@@ -311,12 +315,12 @@ class CudaCopier:
         return len(blocks)
 
     def _load_simply(self, blocks: Sequence[PinnedBlocks]) -> native.Event:
-        """One kernel for each group and nothing else; what fails here, fails for everybody."""
+        """Plain copies, page by page, without a kernel: what fails here, fails for everybody."""
         self._settle_loads()
         try:
             self._load_stream.wait(self._fence)
             for part in blocks:
-                self._inbound.enqueue_part(part, self._load_stream, 0, None)
+                self._last_resort.enqueue(part, self._load_stream)
             event = self._event()
             event.record(self._load_stream.handle)
         except TieredKVError:

@@ -6,6 +6,7 @@
   has arrived while the next part is on the bus.
 - `Direct`: a kernel of a few thread blocks reads the slots through their mapping. The least work
   to start, so it is the one for few blocks; it leaves about a twentieth of the bus unused.
+- `Pages`: plain copies of every run of every block. Slow; the last resort when a kernel fails.
 
 All begin after what the stream has been given so far, and later work of the stream comes after
 them. Which one is best is measured (`copy_tuning`).
@@ -33,6 +34,8 @@ _STAGES = 2  # parts of the staging memory: one is filled while the other is emp
 
 def require_within(blocks: PinnedBlocks, nbytes: int) -> None:
     """DMA takes any address; the kernels check their slots themselves."""
+    if not len(blocks.offsets):
+        return
     if blocks.offsets.min() < 0 or blocks.offsets.max() + nbytes > blocks.region.nbytes:
         raise NativeError(f"slot_offsets: not all lie in a region of {blocks.region.nbytes} bytes")
 
@@ -44,6 +47,13 @@ class Inbound(Protocol):
         """Waits for whatever was enqueued on streams of its own; after an error."""
 
     def close(self) -> None: ...
+
+
+def require_blocks(blocks: PinnedBlocks, num_blocks: int) -> None:
+    """Likewise of the device's side."""
+    ids = blocks.block_ids
+    if len(ids) and (ids.min() < 0 or ids.max() >= num_blocks):
+        raise NativeError(f"block_ids: not all are in [0, {num_blocks})")
 
 
 class WholeBlocks:
@@ -59,8 +69,7 @@ class WholeBlocks:
     def enqueue(self, blocks: PinnedBlocks, stream: native.Stream) -> None:
         run, num_blocks = self._runs[blocks.group_id], self._num_blocks[blocks.group_id]
         require_within(blocks, run.nbytes)
-        if blocks.block_ids.min() < 0 or blocks.block_ids.max() >= num_blocks:
-            raise NativeError(f"block_ids: not all are in [0, {num_blocks})")
+        require_blocks(blocks, num_blocks)
         targets = blocks.block_ids * run.block_stride
         self._lanes.to_device(
             stream, blocks.region, blocks.offsets, run.address, targets, run.nbytes
@@ -71,6 +80,34 @@ class WholeBlocks:
 
     def close(self) -> None:
         self._lanes.close()
+
+
+class Pages:
+    def __init__(self, device: int, runs: Mapping[int, BlockRuns]) -> None:
+        self._device = device
+        self._runs = runs
+
+    def enqueue(self, blocks: PinnedBlocks, stream: native.Stream) -> None:
+        group = self._runs[blocks.group_id]
+        require_within(blocks, group.block_bytes)
+        require_blocks(blocks, group.num_blocks)
+        for run in group.runs:
+            native.copy_to_device(
+                blocks.region.address,
+                blocks.offsets + run.slot_offset,
+                run.address,
+                blocks.block_ids * run.block_stride,
+                run.nbytes,
+                stream.handle,
+                device=self._device,
+                host_piece_bytes=blocks.region.piece_bytes,
+            )
+
+    def synchronize(self) -> None:
+        pass  # it uses the caller's stream alone
+
+    def close(self) -> None:
+        pass
 
 
 class Direct:
