@@ -61,7 +61,9 @@ class Engine:
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
             "cached": [output.num_cached_tokens or 0 for output in outputs],
             "first_token_s": [o.metrics.first_token_latency for o in outputs if o.metrics],
-            "waited_s": [o.metrics.scheduled_ts - o.metrics.queued_ts for o in outputs if o.metrics],
+            "waited_s": [
+                o.metrics.scheduled_ts - o.metrics.queued_ts for o in outputs if o.metrics
+            ],
         }
 
     def ask_without(self, part: str, prompt: list[int], max_tokens: int) -> dict[str, Any]:

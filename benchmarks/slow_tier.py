@@ -5,12 +5,12 @@
     python -m benchmarks.slow_tier --link 1.6GB --out result.json   over a link of that speed
     python -m benchmarks.slow_tier --place memory --out result.json in the memory of the daemon
 
-The prompts lie on the SSD of a daemon, whose memory holds but one of them, or in its memory. They are more than the
-CPU tier of an engine holds, and each engine asks for them in turn: it never finds one there. That
-all of them are there is seen to before: the engine that loads everything has to find each whole.
-Engines: vLLM alone, and ours with `load_policy` always, auto and never, side by side, taking turns.
-`auto` starts without any knowledge of the disk or of prefills; its first rounds are counted. All
-engines have decoded a few tokens before.
+The prompts lie on the SSD of a daemon, whose memory holds but one of them, or in its memory. They
+are more than the CPU tier of an engine holds, and each engine asks for them in turn: it never finds
+one there. That all of them are there is seen to before: the engine that loads everything has to
+find each whole. Engines: vLLM alone, and ours with `load_policy` always, auto and never, side by
+side, taking turns. `auto` starts without any knowledge of the disk or of prefills; its first rounds
+are counted. All engines have decoded a few tokens before.
 """
 
 from __future__ import annotations
@@ -72,9 +72,7 @@ def spec(mode: str, scale: Scale, remote: str) -> EngineSpec:
 
 
 @contextlib.contextmanager
-def daemon(
-    folder: Path, scale: Scale, prompts: int, place: str, link: str | None
-) -> Iterator[str]:
+def daemon(folder: Path, scale: Scale, prompts: int, place: str, link: str | None) -> Iterator[str]:
     """Where a daemon with a slow tier is reached."""
     all_of_them = str(max(1 << 30, 2 * prompts * scale.prompt_bytes))
     arguments = ["--memory", all_of_them]

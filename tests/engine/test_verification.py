@@ -402,12 +402,12 @@ def test_blocks_of_a_daemon_are_verified_and_bad_ones_deleted_there(
 def _tamper_before_sending(engine: ToyEngine, position: int) -> None:
     offer = engine.half.ledger.on_commit
 
-    def tampered(slots: list[int], anchors: list[bytes]) -> None:
-        for slot in slots:
+    def tampered(stored: list[tuple[bytes, list[int]]]) -> None:
+        for slot in (slot for _, slots in stored for slot in slots):
             key, _ = engine.half.index.block_in(slot)
             request = next(iter(engine.requests))
             if key == keys_of(engine, request)[0][position]:
                 engine.arena[slot, 0, 0] ^= 1 << 40
-        offer(slots, anchors)
+        offer(stored)
 
     engine.half.ledger.on_commit = tampered

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 
 from tests.remote.engine import IDENTITY, block_keys
 from vllm_tiered_kv.errors import ConfigError
-from vllm_tiered_kv.remote.placement import ANCHORS, Cluster, Placement, anchor_position, spans
+from vllm_tiered_kv.remote.placement import (
+    ANCHORS,
+    Cluster,
+    Placement,
+    anchor_position,
+    anchors_of,
+    spans,
+)
 
 SERVERS = [f"tcp://10.0.0.{n}:9527" for n in range(1, 6)]
 KEYS = block_keys("placement", 4000)
@@ -77,6 +84,14 @@ def test_spans_cover_the_positions_in_order(start: int, length: int) -> None:
     assert covered == list(range(start, start + length))
     for anchor, begin, end in runs:
         assert {anchor_position(position) for position in (begin, end - 1)} == {anchor}
+
+
+@given(st.sets(st.integers(0, 5000), max_size=60))
+def test_anchors_and_how_many_belong_to_each(some: set[int]) -> None:
+    keys = [b"%d" % position for position in range(5001)]
+    positions = sorted(some)
+    found = [key for key, count in anchors_of(keys, positions) for _ in range(count)]
+    assert found == [keys[anchor_position(position)] for position in positions]
 
 
 def test_there_is_no_position_before_the_first() -> None:

@@ -21,7 +21,7 @@ from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.names import DropReason
 from vllm_tiered_kv.metrics.recorder import Recorder
-from vllm_tiered_kv.remote.placement import anchor_position
+from vllm_tiered_kv.remote.placement import anchor_position, anchors_of
 from vllm_tiered_kv.remote.store import RemoteMatch
 
 GROUP = Group(group_id=0, block_size=4, block_bytes=64, size_class=0)
@@ -251,7 +251,7 @@ class Tiers:
 
     def store(self, start: int, stop: int) -> None:
         plan = plan_store(self.index, GROUP, self.keys, start, stop)
-        anchors = [self.keys[anchor_position(p)] for p in plan.positions]
+        anchors = anchors_of(self.keys, plan.positions)
         job = self.ledger.open_store(plan.slots, GROUP.block_bytes, None, anchors)
         for _ in range(self.ledger._num_ranks):
             self.ledger.report_store(job, [StoreReport(len(plan.slots))])

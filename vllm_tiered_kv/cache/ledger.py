@@ -36,7 +36,7 @@ class _OpenStore:
     slots: list[int]
     block_bytes: int
     on_drop: Callable[[DropReason], None] | None
-    anchors: list[BlockKey]
+    anchors: list[tuple[BlockKey, int]]
     reports: list[StoreReport] = field(default_factory=list)
 
 
@@ -79,8 +79,8 @@ class TransferLedger:
         self.pending_put_bytes = 0
         self.copies_to_compare = 0
         """Blocks that leave the GPU to be compared, not stored. They pass the same ring."""
-        self.on_commit: Callable[[list[int], list[BlockKey]], None] | None = None
-        """Told slots that became readable, each with the anchor its store was opened with."""
+        self.on_commit: Callable[[list[tuple[BlockKey, list[int]]]], None] | None = None
+        """Told slots that became readable, by the anchor that their store was opened with."""
 
     @property
     def has_open_puts(self) -> bool:
@@ -102,11 +102,11 @@ class TransferLedger:
         slots: Sequence[int],
         block_bytes: int,
         on_drop: Callable[[DropReason], None] | None = None,
-        anchors: Sequence[BlockKey] = (),
+        anchors: Sequence[tuple[BlockKey, int]] = (),
     ) -> int:
         """A job id for reserved slots. `on_drop` is called if not all of them arrive.
 
-        `anchors`, one for each slot, decide which daemon a block belongs to.
+        `anchors` decide which daemon blocks belong to; each with the number of slots it is for.
         """
         job_id = self.new_job()
         self._stores[job_id] = _OpenStore(list(slots), block_bytes, on_drop, list(anchors))
@@ -250,6 +250,14 @@ class TransferLedger:
             if store.on_drop is not None:
                 store.on_drop(reason)
         if self.on_commit is not None and store.anchors and committed:
-            self.on_commit(
-                list(compress(store.slots, readable)), list(compress(store.anchors, readable))
-            )
+            self.on_commit(_by_anchor(store, readable))
+
+
+def _by_anchor(store: _OpenStore, readable: Sequence[bool]) -> list[tuple[BlockKey, list[int]]]:
+    found = []
+    start = 0
+    for anchor, count in store.anchors:
+        some = slice(start, start + count)
+        found.append((anchor, list(compress(store.slots[some], readable[some]))))
+        start += count
+    return [(anchor, slots) for anchor, slots in found if slots]

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from vllm_tiered_kv.cache.index import BlockIndex, Reservations
 from vllm_tiered_kv.core.key import BlockKey
-from vllm_tiered_kv.core.tiers import Lookup
 
 
 @dataclass(frozen=True)
@@ -84,11 +83,11 @@ def loadable_tokens(
 
     def last_missing(group: Group, needed: range) -> int | None:
         held = elsewhere[group.group_id] if elsewhere is not None else range(0)
-        group_keys = keys[group.group_id]
-        for position in reversed(needed):
-            if position not in held and index.lookup(group_keys[position]) is not Lookup.HIT:
-                return position
-        return None
+        there = index.are_readable(keys[group.group_id][needed.start : needed.stop])
+        first, stop = max(needed.start, held.start), min(needed.stop, held.stop)
+        if first < stop:
+            there[first - needed.start : stop - needed.start] = [True] * (stop - first)
+        return None if all(there) else needed.stop - 1 - there[::-1].index(False)
 
     return max(0, end_of_windows(groups, computed, end, alignment, last_missing) - computed)
 

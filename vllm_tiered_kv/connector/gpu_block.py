@@ -7,8 +7,9 @@ or free: its content can be read without holding a reference to it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.cache.planner import Group
@@ -17,7 +18,16 @@ from vllm_tiered_kv.remote.placement import anchor_position
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
+
+
+_BLOCK_ID = attrgetter("block_id")
+
+
+def ids_of(blocks: Iterable[KVCacheBlock]) -> list[int]:
+    """Their numbers; without a step of the interpreter for each."""
+    return list(map(_BLOCK_ID, blocks))
 
 
 @dataclass(frozen=True)
@@ -63,12 +73,16 @@ class StoreBatch:
     group: Group
     block_ids: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
-    anchors: list[BlockKey] = field(default_factory=list)
+    anchors: list[tuple[BlockKey, int]] = field(default_factory=list)
+    """Which daemon blocks belong to is decided by an anchor; with how many of them in a row do."""
 
     def add(self, block: KnownBlock, slot: int) -> None:
         self.block_ids.append(block.block_id)
         self.slots.append(slot)
-        self.anchors.append(block.anchor)
+        if self.anchors and self.anchors[-1][0] == block.anchor:
+            self.anchors[-1] = block.anchor, self.anchors[-1][1] + 1
+        else:
+            self.anchors.append((block.anchor, 1))
 
     def reverse(self) -> None:
         for column in (self.block_ids, self.slots, self.anchors):

@@ -10,12 +10,14 @@ from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import TransferLedger
 from vllm_tiered_kv.cache.planner import Group, loadable_tokens, telling_group
 from vllm_tiered_kv.connector.ahead_policy import AheadPolicy
+from vllm_tiered_kv.connector.gpu_block import ids_of
 from vllm_tiered_kv.connector.load_or_recompute import LoadOrRecompute
 from vllm_tiered_kv.connector.remote_tier import LoadSplit, RemoteTier
 from vllm_tiered_kv.connector.request_state import Match, RequestState
 from vllm_tiered_kv.connector.verification import Verification
+from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Tier
-from vllm_tiered_kv.core.transfer import GroupTransfer, LoadJob, int64_array
+from vllm_tiered_kv.core.transfer import GroupTransfer, LoadJob, int64_array, pick
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.recorder import Recorder
 
@@ -141,7 +143,8 @@ class LoadPlanner:
         if not tokens:
             return None
         on_end = None if lookup is None else lookup.drop
-        slots = iter(self._open(state, request, loads, on_end))
+        slots = self._open(state, request, loads, on_end)
+        taken = 0
         transfers: list[GroupTransfer] = []
         for group, load in zip(self._groups, loads, strict=True):
             table = blocks.blocks[group.group_id]
@@ -149,10 +152,11 @@ class LoadPlanner:
                 transfers.append(
                     GroupTransfer(
                         group.group_id,
-                        int64_array([table[position].block_id for position in load.local]),
-                        int64_array([next(slots) for _ in load.local]),
+                        int64_array(ids_of(pick(table, load.local))),
+                        int64_array(slots[taken : taken + len(load.local)]),
                     )
                 )
+                taken += len(load.local)
             # All that the request goes on from was used, also the part the GPU still had.
             used = group.needed(0, match.computed + tokens)
             self._index.touch(state.keys.of_group[group.group_id][used.start : used.stop])
@@ -199,8 +203,8 @@ class LoadPlanner:
             assert not table[span.start].is_null, "vLLM dropped a block of the window"
             assert before < computed // group.block_size or table[before].is_null
         if self.remote is None:
-            return LoadSplit(list(span), [])
-        return self.remote.split(state, group, span, [table[n].block_id for n in span])
+            return LoadSplit(span, [])
+        return self.remote.split(state, group, span, ids_of(pick(table, span)))
 
     def _open(
         self,
@@ -209,11 +213,11 @@ class LoadPlanner:
         loads: Sequence[LoadSplit],
         on_end: Callable[[], None] | None,
     ) -> list[int]:
-        keys = []
+        keys: list[BlockKey] = []
         nbytes = remote_blocks = remote_bytes = 0
         for group, load in zip(self._groups, loads, strict=True):
             group_keys = state.keys.of_group[group.group_id]
-            keys += [group_keys[position] for position in load.local]
+            keys += pick(group_keys, load.local)
             nbytes += len(load.local) * group.block_bytes
             remote_blocks += load.num_remote
             remote_bytes += load.num_remote * group.block_bytes

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.planner import Group, loadable_tokens
 from vllm_tiered_kv.connector.remote_lookup import RemoteAnswer, RemoteLookups, RemoteSpan
@@ -14,7 +16,7 @@ from vllm_tiered_kv.connector.request_state import RequestState
 from vllm_tiered_kv.connector.shared_region import LENT_FOR_SURE_S
 from vllm_tiered_kv.connector.window_search import WindowSearch
 from vllm_tiered_kv.core.key import BlockKey
-from vllm_tiered_kv.core.transfer import RemoteTransfer, int64_array
+from vllm_tiered_kv.core.transfer import RemoteTransfer, int64_array, pick
 from vllm_tiered_kv.remote.placement import Cluster
 
 
@@ -22,7 +24,7 @@ from vllm_tiered_kv.remote.placement import Cluster
 class LoadSplit:
     """Positions of one group's load: those of the CPU tier, and those daemons have."""
 
-    local: list[int]
+    local: Sequence[int]
     remote: list[RemoteTransfer]
 
     @property
@@ -117,14 +119,15 @@ class RemoteTier:
         answer = state.remote.answer if state.remote is not None else None
         keys = state.keys.of_group[group.group_id]
         if answer is None:
-            return LoadSplit(list(span), [])
-        # Not a call for each position: those of a long prompt are thousands.
-        is_here = self._index.are_readable(keys[span.start : span.stop])
-        local = [position for position, here in zip(span, is_here, strict=True) if here]
+            return LoadSplit(span, [])
+        # Not a step for each position: those of a long prompt are thousands.
+        is_here = np.array(self._index.are_readable(keys[span.start : span.stop]), dtype=bool)
+        local = (np.flatnonzero(is_here) + span.start).tolist()
         by_part: list[tuple[RemoteSpan, list[int]]] = []
         for part in answer.spans[group.group_id]:
-            inside = range(max(part.start, span.start), min(part.stop, span.stop))
-            positions = [position for position in inside if not is_here[position - span.start]]
+            start = max(part.start, span.start)
+            inside = is_here[start - span.start : max(part.stop - span.start, 0)]
+            positions = (np.flatnonzero(~inside) + start).tolist()
             if positions:
                 by_part.append((part, positions))
         found = len(local) + sum(len(positions) for _, positions in by_part)
@@ -137,8 +140,8 @@ class RemoteTier:
                 RemoteTransfer(
                     group.group_id,
                     part.address,
-                    int64_array([block_ids[position - span.start] for position in positions]),
-                    tuple(keys[position] for position in positions),
+                    int64_array(block_ids)[int64_array(positions) - span.start],
+                    tuple(pick(keys, positions)),
                     self._lookups.lent(part, positions),
                 )
                 for part, positions in by_part

@@ -7,8 +7,7 @@ are, or its daemon is gone, the rest is not sent, and counted.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
-from operator import itemgetter
+from typing import cast
 
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import TransferLedger
@@ -41,19 +40,16 @@ class RemoteWrites:
         jobs, self._next = self._next, []
         return jobs
 
-    def offer(self, slots: Sequence[int], anchors: Sequence[BlockKey]) -> None:
-        """Plans to send blocks that have just become readable."""
+    def offer(self, stored: Sequence[tuple[BlockKey, list[int]]]) -> None:
+        """Plans to send blocks that have just become readable: slots, by their anchor."""
         batches: dict[tuple[str, int], list[int]] = {}
-        # Neighbours in a chain share their anchor, as a rule.
-        for anchor, run in groupby(zip(anchors, slots, strict=True), key=itemgetter(0)):
+        for anchor, slots in stored:
             server = self._cluster.server_for(anchor)
-            some = [slot for _, slot in run]
             if server is None:
-                self._ledger.drop(len(some), DropReason.UNAVAILABLE, Tier.REMOTE)
+                self._ledger.drop(len(slots), DropReason.UNAVAILABLE, Tier.REMOTE)
                 continue
-            address = str(server.address)
-            for slot, (key, _) in zip(some, self._index.blocks_in(some), strict=True):
-                batches.setdefault((address, key[-1]), []).append(slot)
+            group_id = anchor[-1]  # an anchor is a block of the chain that it stands for
+            batches.setdefault((str(server.address), group_id), []).extend(slots)
         for (address, group_id), batch in batches.items():
             nbytes = self._groups[group_id].block_bytes
             room = max(0, self._queue_bytes - self._ledger.pending_put_bytes) // nbytes
@@ -63,8 +59,9 @@ class RemoteWrites:
                 self._next.append(self._put_job(address, group_id, batch[:room]))
 
     def _put_job(self, address: str, group_id: int, slots: list[int]) -> PutJob:
-        blocks = self._index.blocks_in(slots)
-        keys = tuple(BlockKey(key) for key, _ in blocks)
-        parents = tuple(None if parent is None else BlockKey(parent) for _, parent in blocks)
+        named = zip(*self._index.blocks_in(slots), strict=True)
+        keys, parents = cast(
+            "tuple[tuple[BlockKey, ...], tuple[BlockKey | None, ...]]", tuple(named)
+        )
         job_id = self._ledger.open_put(slots, keys, self._groups[group_id].block_bytes)
         return PutJob(job_id, address, group_id, int64_array(slots), keys, parents)

@@ -28,7 +28,7 @@ from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import TransferLedger
 from vllm_tiered_kv.cache.planner import Group, plan_store
 from vllm_tiered_kv.connector.deferred_store import DeferredStores
-from vllm_tiered_kv.connector.gpu_block import KnownBlock, StoreBatch
+from vllm_tiered_kv.connector.gpu_block import KnownBlock, StoreBatch, ids_of
 from vllm_tiered_kv.connector.lazy_store import LazyStore
 from vllm_tiered_kv.connector.request_state import RequestState
 from vllm_tiered_kv.core.tiers import Tier
@@ -36,7 +36,7 @@ from vllm_tiered_kv.core.transfer import GroupTransfer, StoreJob, int64_array
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.names import DropReason
 from vllm_tiered_kv.metrics.recorder import Recorder
-from vllm_tiered_kv.remote.placement import anchor_position
+from vllm_tiered_kv.remote.placement import anchors_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -99,7 +99,7 @@ class StorePlanner:
         jobs: list[StoreJob] = []
         for group in self._groups:
             start, stop = state.stored[group.group_id], ready_tokens // group.block_size
-            ids = [block.block_id for block in tables[group.group_id][start:stop]]
+            ids = ids_of(tables[group.group_id][start:stop])
             self._refuse_outdated(state, ids)
             if group.window is not None:
                 ids = self._past_window(state, group, ids)
@@ -211,13 +211,14 @@ class StorePlanner:
         share = max(1, self.max_blocks_in_flight // 4)
         return max(0, min(self.ring_room(), share - self._ledger.copies_to_compare))
 
-    def _past_window(self, state: RequestState, group: Group, block_ids: list[int]) -> list[int]:
+    def _past_window(self, state: RequestState, group: Group, ids: list[int]) -> list[int]:
         """Those of a request's next blocks that it still has; there is nothing to store of those
         before them."""
         null = self._block_pool.null_block.block_id
-        gone = next((n for n, block_id in enumerate(block_ids) if block_id != null), len(block_ids))
+        has_it = int64_array(ids) != null
+        gone = int(has_it.argmax()) if has_it.any() else len(ids)
         state.stored[group.group_id] += gone
-        ids = block_ids[gone:]
+        ids = ids[gone:]
         return ids[: ids.index(null)] if null in ids else ids
 
     def _see(self, state: RequestState, tables: Sequence[list[int]], ready_tokens: int) -> None:
@@ -236,15 +237,13 @@ class StorePlanner:
             state.stored[group.group_id] = missing
             self._defer(state, group, ids[missing - start :])
 
-    def _store_jobs(
-        self, state: RequestState, group: Group, block_ids: list[int]
-    ) -> list[StoreJob]:
+    def _store_jobs(self, state: RequestState, group: Group, ids: list[int]) -> list[StoreJob]:
         """Reserves slots for those of the next full blocks that are missing in the tier."""
         start = state.stored[group.group_id]
-        stop = start + len(block_ids)
+        stop = start + len(ids)
         state.stored[group.group_id] = stop
         if state.closed is not None:
-            self._ledger.drop(len(block_ids), state.closed)
+            self._ledger.drop(len(ids), state.closed)
             return []
         keys = state.keys.of_group[group.group_id]
         skip = state.held_elsewhere[group.group_id]
@@ -252,16 +251,16 @@ class StorePlanner:
         if plan.dropped:
             state.closed = DropReason.TIER_FULL
             self._ledger.drop(plan.dropped, DropReason.TIER_FULL)
-        if (not start or group.window is not None) and len(plan.slots) < len(block_ids):
+        if (not start or group.window is not None) and len(plan.slots) < len(ids):
             self._index.touch(keys[start:stop])  # what the GPU still had counts as used here too
         if not plan.slots:
             return []
-        sources = block_ids
-        if len(plan.slots) < len(block_ids):
-            sources = [block_ids[position - start] for position in plan.positions]
+        sources = ids
+        if len(plan.slots) < len(ids):
+            sources = int64_array(ids)[int64_array(plan.positions) - start].tolist()
         anchors = []
         if self._ledger.on_commit is not None:
-            anchors = [keys[anchor_position(position)] for position in plan.positions]
+            anchors = anchors_of(keys, plan.positions)
         return [self._store_job(StoreBatch(group, sources, plan.slots, anchors), state)]
 
     def _known(self, state: RequestState, group: Group, position: int, block_id: int) -> KnownBlock:

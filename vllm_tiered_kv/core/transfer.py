@@ -5,7 +5,9 @@ Plans are made by pure code (`cache`), executed elsewhere (`device`); nothing he
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,8 +40,18 @@ class GroupTransfer:
         return GroupTransfer(self.group_id, self.block_ids[:count], self.slots[:count])
 
 
-def int64_array(values: list[int]) -> Int64Array:
+_T = TypeVar("_T")
+
+
+def int64_array(values: Sequence[int]) -> Int64Array:
     return np.array(values, dtype=np.int64)
+
+
+def pick(items: Sequence[_T], positions: Sequence[int]) -> Sequence[_T]:
+    """The items at these positions; no step of the interpreter for each, as they are thousands."""
+    if isinstance(positions, range) and positions.step == 1:
+        return items[positions.start : positions.stop]
+    return list(map(items.__getitem__, positions))
 
 
 @dataclass(frozen=True)

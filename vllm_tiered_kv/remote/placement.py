@@ -15,6 +15,7 @@ from __future__ import annotations
 import bisect
 import functools
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.native.cpu import xxh3_64
@@ -22,11 +23,13 @@ from vllm_tiered_kv.remote.address import EngineIdentity, ServerAddress
 from vllm_tiered_kv.remote.curve import CurveKeys
 from vllm_tiered_kv.remote.store import RemoteStore
 
+_Key = TypeVar("_Key", bound=bytes)
+
 ANCHORS = (0, 64, 512, 4096)
 """Positions in a chain at which the daemon is chosen anew, by the key there."""
 
 
-@functools.lru_cache(maxsize=1 << 16)  # asked for each block that is stored
+@functools.lru_cache(maxsize=1 << 16)  # asked for each block whose store is put off
 def anchor_position(position: int) -> int:
     """The position whose key decides where the block at `position` lies."""
     if position < 0:
@@ -42,6 +45,16 @@ def spans(start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         end = min(stop, ANCHORS[after]) if after < len(ANCHORS) else stop
         yield anchor, start, end
         start = end
+
+
+def anchors_of(keys: Sequence[_Key], positions: Sequence[int]) -> list[tuple[_Key, int]]:
+    """The anchors' keys of blocks at these positions, which rise, and how many belong to each."""
+    found = []
+    for anchor, start, stop in spans(positions[0], positions[-1] + 1) if positions else ():
+        count = bisect.bisect_left(positions, stop) - bisect.bisect_left(positions, start)
+        if count:
+            found.append((keys[anchor], count))
+    return found
 
 
 class Placement:
