@@ -110,7 +110,7 @@ def test_a_window_that_a_daemon_lacks_ends_the_hit_before_it(open_engine) -> Non
     index, offer = first.half.index, first.half.remote.writes.offer
     uses = [use for use in index.slots() if use.key[-1] == 0 or use.key in kept]
     uses.sort(key=lambda use: use.used)
-    offer([use.slot for use in uses], [use.key for use in uses])
+    offer([(use.key, [use.slot]) for use in uses])
     first.run()
     serve(first, [[3, 4, 5]])  # a step sends them
     second = open_engine(windows=(None, 10))

@@ -154,7 +154,7 @@ class Engine:
                 for worker in self.workers:
                     worker.arena.bytes_at(slot * NBYTES, NBYTES)[:] = content[number]
                 slots.append(slot)
-            self.writes.offer(slots, keys)
+            self.writes.offer([(key, [slot]) for slot, key in zip(slots, keys, strict=True)])
         for job in self.writes.take():
             for worker in self.workers:
                 worker.io.writer.write(job)
