@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks import plots
 from benchmarks.plots import Plot
-from benchmarks.sections import copies, daemon, index, peers, pinning, slow_tier, ssd
+from benchmarks.sections import cold, copies, daemon, index, peers, pinning, slow_tier, ssd
 from benchmarks.seeds import figures as seed_figures
 from benchmarks.seeds import tables as seed_tables
 from benchmarks.stored_results import Results
@@ -24,6 +24,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 SECTIONS: list[Callable[[Results], str]] = [
     peers.section,
     partial(seed_tables.section, plots_of=seed_figures.plots_of),
+    cold.section,
     copies.section,
     daemon.section,
     ssd.section,

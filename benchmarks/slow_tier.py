@@ -3,7 +3,7 @@
     python -m benchmarks.slow_tier --out result.json                7B shape on a GPU
     python -m benchmarks.slow_tier --tiny --out result.json         the same code on a laptop
     python -m benchmarks.slow_tier --link 1.6GB --out result.json   over a link of that speed
-    python -m benchmarks.slow_tier --place memory --out result.json in the memory of the daemon
+    python -m benchmarks.slow_tier --place memory --out result.json  in the memory of the daemon
 
 The prompts lie on the SSD of a daemon, whose memory holds but one of them, or in its memory. They
 are more than the CPU tier of an engine holds, and each engine asks for them in turn: it never finds
