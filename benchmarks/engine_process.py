@@ -126,11 +126,13 @@ class EngineProcess:
 
     def estimates(self, tokens: int) -> dict[str, Any]:
         """What `load_policy: auto` goes by; empty for any connector but ours."""
-        return self._call("estimates", tokens=tokens)
+        found: dict[str, Any] = self._call("estimates", tokens=tokens)
+        return found
 
     def time_hooks(self, prompt: Sequence[int], times: int) -> dict[str, float]:
         """Milliseconds that each hook of the connector takes of a question, on average."""
-        return self._call("time_hooks", prompt=list(prompt), times=times)
+        found: dict[str, float] = self._call("time_hooks", prompt=list(prompt), times=times)
+        return found
 
     def settle(self) -> None:
         """Steps the idle engine until its stores are over."""
@@ -146,17 +148,19 @@ class EngineProcess:
 
     def loaded(self) -> dict[str, float]:
         """Blocks loaded so far by tier; empty for any connector but ours."""
-        return self._call("loaded")
+        found: dict[str, float] = self._call("loaded")
+        return found
 
     def load_counters(self) -> dict[str, dict[str, float]]:
         """What became of loads so far, by counter and labels; empty for any connector but ours."""
-        return self._call("load_counters")
+        found: dict[str, dict[str, float]] = self._call("load_counters")
+        return found
 
     def facts(self) -> dict[str, Any]:
         """What the engine made of its options: versions, layout, graphs, size of the cache."""
         self.wait_ready()
         assert self._ready is not None
-        return self._ready["facts"]
+        return dict(self._ready["facts"])
 
     def hang_up(self) -> None:
         """Tells the child to leave, which it also does when this process is killed."""

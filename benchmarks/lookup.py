@@ -148,7 +148,12 @@ def measure_index(blocks: int, eviction: str) -> dict[str, float]:
     fresh = (chain_of(number) for number in range(chains, 2 * chains))
     evicting = [[next(fresh) for _ in range(4)] for _ in range(7)]  # made before the clock runs
     turns = iter(evicting)
-    stores = median_ms(lambda: [store(index, chain) for chain in next(turns)], len(evicting))
+
+    def store_next() -> None:
+        for chain in next(turns):
+            store(index, chain)
+
+    stores = median_ms(store_next, len(evicting))
     index.check()
     assert index.take_evicted()[0] == len(evicting) * 4 * CHAIN
     return {

@@ -50,7 +50,7 @@ class Scale:
         shape = {**TINY_QWEN2, **self.model}
         head = shape["hidden_size"] // shape["num_attention_heads"]
         token = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * head * 2
-        return token * self.prompt_tokens
+        return int(token * self.prompt_tokens)
 
 
 def available(modes: Sequence[str], gpu: bool) -> list[str]:

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace, folder: Path) -> Report:
     if not modes:
         raise SystemExit(f"none of {args.modes} runs on this machine")
     fleet = Fleet(lambda mode: peer_modes.spec(mode, scale, folder), folder)
-    content = {
+    content: dict[str, Any] = {
         "environment": environment.describe(),
         "left_out": [mode for mode in asked if mode not in modes],
         "prompt_tokens": scale.prompt_tokens,

@@ -21,7 +21,8 @@ def measure(nbytes: int) -> dict[str, float] | None:
         text=True,
         check=True,
     )
-    return json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, float] | None = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def _measure_here(nbytes: int) -> dict[str, float] | None:
@@ -38,7 +39,7 @@ def _measure_here(nbytes: int) -> dict[str, float] | None:
         target.copy_(source, non_blocking=True)
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end)
+        return float(begin.elapsed_time(end))
 
     milliseconds(device, host)
     loads = [milliseconds(device, host) for _ in range(_REPETITIONS)]

@@ -233,7 +233,8 @@ def measure_recovery(folder: Path, repeats: int) -> dict[str, Any]:
     path = folder / "large"
     shutil.rmtree(path, ignore_errors=True)
     blocks = make_large_folder(path, RECOVERED_BYTES)
-    seconds, cold = [], []
+    seconds: list[float] = []
+    cold: list[float] = []
     for number in range(2 * repeats):
         if number % 2:  # every other time from the disk
             fd = os.open(path / "journal", os.O_RDONLY)

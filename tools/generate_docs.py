@@ -40,13 +40,11 @@ def main() -> None:
         page, _, part = name.partition("#")
         path = DOCS / page
         marker = f"generated: {part}" if part else "generated"
-        text = re.sub(
-            rf"(<!-- {marker} -->\n).*?(<!-- end -->)",
-            lambda match, table=table: match.group(1) + table() + match.group(2),
-            path.read_text(),
-            flags=re.DOTALL,
-        )
-        path.write_text(text)
+        text = path.read_text()
+        found = re.search(rf"(?<=<!-- {marker} -->\n).*?(?=<!-- end -->)", text, re.DOTALL)
+        if found is None:
+            raise SystemExit(f"{page} has no place marked {marker!r}")
+        path.write_text(text[: found.start()] + table() + text[found.end() :])
 
 
 if __name__ == "__main__":

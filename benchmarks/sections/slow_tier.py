@@ -41,4 +41,4 @@ def _run(result: Result) -> str:
 
 def _loaded(result: Result, mode: str) -> float:
     samples = result.data["samples"]
-    return statistics.median(s["loaded_tokens"] for s in samples if s["mode"] == mode)
+    return float(statistics.median(s["loaded_tokens"] for s in samples if s["mode"] == mode))

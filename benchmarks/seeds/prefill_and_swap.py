@@ -95,8 +95,7 @@ def _prefill(bench: Workbench, record: Record, sizes: Sizes, rows: Sequence[Row]
             with bench.surviving(spec.name, record):
                 seconds = engines[spec.name].ask(prompts).seconds
                 if repetition:  # the first one warms up
-                    labels = {"shape": row.shape.name, "weights": row.weights}
-                    record.add(seconds, **labels, what="prefill")
+                    record.add(seconds, shape=row.shape.name, weights=row.weights, what="prefill")
 
 
 def _kv_bytes(shape: Shape) -> int:
