@@ -1,258 +1,27 @@
-"""Load or recompute: estimates that survive noise, decisions that neither flap nor lose time."""
+"""Load or recompute: decisions that neither flap nor lose time."""
 
 from __future__ import annotations
 
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_tiered_kv.cache.load_economics import Decision, LoadEconomics, Span
-from vllm_tiered_kv.cache.speed_estimates import (
-    Backlog,
-    LoadSpeed,
-    PrefillSpeed,
-    Typical,
-    fit_nonnegative,
+from tests.unit.simulated_engine import (
+    BLOCK,
+    BYTES_PER_TOKEN,
+    STEP_TOKENS,
+    Engine,
+    Model,
+    economics,
+    span,
 )
+from vllm_tiered_kv.cache.load_economics import Decision, LoadEconomics, Span
 from vllm_tiered_kv.config import LoadPolicy
 from vllm_tiered_kv.core.tiers import Tier
-
-BLOCK = 16
-BYTES_PER_TOKEN = 57344  # of a 7B model with grouped heads
-STEP_TOKENS = 8192
-LOOKS = {Tier.CPU: Tier.CPU, Tier.SSD: Tier.REMOTE, Tier.MEMORY: Tier.REMOTE}
-
-
-def economics(policy: LoadPolicy = LoadPolicy.AUTO, **settings) -> LoadEconomics:
-    return LoadEconomics(policy, BYTES_PER_TOKEN, BLOCK, STEP_TOKENS, 5.0, **settings)
-
-
-def span(source: Tier, tokens: int) -> Span:
-    return Span(LOOKS[source], tokens, {} if source is Tier.CPU else {source: 1.0})
-
-
-@dataclass
-class Model:
-    """A GPU that takes 257 ms for 10,240 tokens."""
-
-    step_s: float = 0.008
-    token_s: float = 1.88e-5
-    attended_s: float = 1.0e-9
-
-    def step(self, computed: int, tokens: int) -> float:
-        attended = tokens * (computed + tokens / 2)
-        return self.step_s + self.token_s * tokens + self.attended_s * attended
-
-
-@dataclass
-class Engine:
-    """One request after the other; everything takes as long as it is said to."""
-
-    speed: Callable[[int], float]  # bytes per second of the tier for the n-th request
-    latency_s: float = 0.001
-    noise: float = 0.05
-    source: Tier = Tier.SSD
-    economics: LoadEconomics = field(default_factory=economics)
-    model: Model = field(default_factory=Model)
-    rng: random.Random = field(default_factory=lambda: random.Random(1))
-    now: float = 1000.0
-    asked: int = 0
-    ours: list[float] = field(default_factory=list)
-    alone: list[float] = field(default_factory=list)
-    decisions: list[Decision] = field(default_factory=list)
-
-    def ask(self, prompt: int, held: int) -> Decision:
-        chosen = self.economics.choose(self.now, 0, prompt, [span(self.source, held)])
-        name = f"r{self.asked}"
-        self.economics.settle(name, self.now, chosen)
-        seconds = 0.0
-        if chosen.tokens:
-            nbytes = chosen.tokens * BYTES_PER_TOKEN
-            load = self.latency_s + nbytes / self.speed(self.asked)
-            load *= 1 + self.rng.uniform(-self.noise, self.noise)
-            seconds += load + 0.001
-            self.economics.ended(name, self.now + seconds, chosen, {LOOKS[self.source]: load})
-        self.alone.append(self._compute(0, prompt, observe=False))
-        self.ours.append(seconds + self._compute(chosen.tokens, prompt, observe=True))
-        self.now += self.ours[-1] + 0.01
-        self.asked += 1
-        self.decisions.append(chosen.decisions[LOOKS[self.source]])
-        return self.decisions[-1]
-
-    def _compute(self, computed: int, prompt: int, observe: bool) -> float:
-        total = 0.0
-        while computed < prompt:
-            tokens = min(STEP_TOKENS, prompt - computed)
-            seconds = self.model.step(computed, tokens)
-            seconds *= 1 + self.rng.uniform(-self.noise, self.noise) * observe
-            if observe:
-                attended = tokens * (computed + tokens / 2)
-                self.economics.prefill.observe(tokens, attended, seconds)
-            total += seconds
-            computed += tokens
-        return total
-
-    def ratio(self, start: int = 0) -> float:
-        return sum(self.ours[start:]) / sum(self.alone[start:])
-
-
-# ---- estimates ----------------------------------------------------------------------------------
-
-
-def test_what_a_step_costs_at_least_tells_what_its_tokens_cost() -> None:
-    """Steps of one size alone might cost the same whatever they compute."""
-    prefill = PrefillSpeed(16384)
-    for _ in range(4):
-        prefill.observe(10240, 10240 * 5120, 0.248)
-    guessed = prefill.seconds(0, 10240)
-    assert guessed < 0.2
-    prefill.observe_least(0.008)
-    for _ in range(4):
-        prefill.observe(10240, 10240 * 5120, 0.248)
-    assert prefill.seconds(0, 10240) == pytest.approx(0.245, rel=0.01)
-
-
-def test_steps_larger_than_any_seen_may_cost_no_more() -> None:
-    prefill = PrefillSpeed(8192)
-    prefill.observe_least(0.005)
-    for _ in range(4):
-        prefill.observe(512, 512 * 256, 0.016)
-    assert prefill.seconds(0, 2048) < 0.018
-    for _ in range(4):
-        prefill.observe(2048, 2048 * 1024, 0.044)
-    assert prefill.seconds(0, 2048) > 0.035
-
-
-@given(
-    st.floats(1e-4, 0.05),
-    st.floats(1e7, 1e11),
-    # The only load of the largest size cannot be told from the truth.
-    st.integers(0, 7).filter(lambda n: n != 5),
-    st.floats(20, 1000),
-)
-def test_a_load_speed_is_found_and_one_outlier_changes_little(
-    latency: float, rate: float, outlier: int, factor: float
-) -> None:
-    speed = LoadSpeed(0.001, 1e9)
-    sizes = [1e6 * 3**n for n in (0, 4, 2, 5, 1, 6, 3, 5)]
-    for n, size in enumerate(sizes):
-        speed.observe(size, (latency + size / rate) * (factor if n == outlier else 1))
-    for size in sizes:
-        assert speed.seconds(size) == pytest.approx(latency + size / rate, rel=0.25)
-
-
-def test_a_tier_that_gets_slower_is_noticed_after_two_loads_and_faster_after_most() -> None:
-    speed = LoadSpeed(0.001, 1e9)
-    for _ in range(8):
-        speed.observe(1e8, 0.1)
-    for taken, expected in [(1.0, 0.1), (1.0, 1.0)]:
-        speed.observe(1e8, taken)
-        assert speed.seconds(1e8) == pytest.approx(expected, rel=0.1)
-    for _ in range(8):
-        speed.observe(1e8, 1.0)
-    for expected in (1.0, 1.0, 1.0):
-        speed.observe(1e8, 0.1)
-        assert speed.seconds(1e8) == pytest.approx(expected, rel=0.1)
-    for _ in range(3):
-        speed.observe(1e8, 0.1)
-    assert speed.seconds(1e8) == pytest.approx(0.1, rel=0.1)
-
-
-@given(st.lists(st.tuples(st.floats(1, 1e12), st.floats(1e-9, 1e4)), min_size=1, max_size=40))
-def test_whatever_was_seen_more_bytes_never_take_less(samples: list[tuple[float, float]]) -> None:
-    speed = LoadSpeed(0.001, 1e9)
-    for nbytes, seconds in samples:
-        speed.observe(nbytes, seconds)
-    predicted = [speed.seconds(10.0**n) for n in range(13)]
-    assert predicted == sorted(predicted)
-    assert predicted[0] >= 0
-
-
-@given(
-    st.lists(
-        st.tuples(st.integers(1, 10**5), st.integers(0, 10**6), st.floats(1e-6, 1e3)),
-        min_size=1,
-        max_size=60,
-    )
-)
-def test_whatever_was_seen_more_tokens_never_take_less(
-    steps: list[tuple[int, int, float]],
-) -> None:
-    prefill = PrefillSpeed(STEP_TOKENS)
-    for tokens, computed, seconds in steps:
-        prefill.observe(tokens, tokens * (computed + tokens / 2), seconds)
-    for computed in (0, 5000):
-        predicted = [prefill.seconds(computed, 2.0**n) for n in range(20)]
-        assert predicted == sorted(predicted)
-        assert predicted[0] >= 0
-
-
-def test_prefill_is_estimated_through_noise_and_a_compilation() -> None:
-    model, rng = Model(), random.Random(3)
-    prefill = PrefillSpeed(STEP_TOKENS)
-    prefill.observe(8192, 8192 * 4096, 30.0)
-    for _ in range(6):
-        for computed, tokens in [(0, 8192), (8192, 2048), (0, 700), (10000, 60)]:
-            seconds = model.step(computed, tokens) * rng.uniform(0.9, 1.1)
-            prefill.observe(tokens, tokens * (computed + tokens / 2), seconds)
-    expected = model.step(0, 8192) + model.step(8192, 2048)
-    assert prefill.seconds(0, 10240) == pytest.approx(expected, rel=0.15)
-    rate = prefill.tokens_per_s()
-    assert rate is not None
-    assert rate == pytest.approx(8192 / model.step(0, 8192), rel=0.15)
-
-
-def test_short_steps_say_nothing_about_long_prompts_and_do_not_push_out_what_does() -> None:
-    model = Model()
-    prefill = PrefillSpeed(STEP_TOKENS)
-    for _ in range(50):
-        prefill.observe(20, 20 * 5010, model.step(5000, 20))
-    assert not prefill.knows(10240)
-    assert prefill.knows(60)
-    assert prefill.seconds(0, 10240) < 0.1  # rather too little than hours
-    prefill.observe(8192, 8192 * 4096, model.step(0, 8192))
-    for _ in range(50):
-        prefill.observe(20, 20 * 5010, model.step(5000, 20))
-    assert prefill.knows(10240)
-    assert prefill.seconds(0, 8192) == pytest.approx(model.step(0, 8192), rel=0.2)
-
-
-def test_fitting_refuses_negative_coefficients() -> None:
-    falling = fit_nonnegative([(1.0, 1.0), (1.0, 2.0), (1.0, 3.0)], [3.0, 2.0, 1.0])
-    assert min(falling) >= 0
-    assert falling[1] == 0
-
-
-def test_the_typical_value_ignores_what_is_rare() -> None:
-    typical = Typical(1.0)
-    assert typical.value == 1.0
-    for value in (2.0, 2.0, 900.0, 2.1):
-        typical.observe(value)
-    assert typical.value == pytest.approx(2.05)
-
-
-def test_a_backlog_drains_as_expected_and_grows_when_it_is_stuck() -> None:
-    backlog = Backlog()
-    assert backlog.seconds(5.0) == 0
-    backlog.begin("a", 2.0, 10.0)
-    backlog.begin("b", 3.0, 10.5)
-    assert backlog.seconds(11.0) == pytest.approx(4.0)
-    assert backlog.seconds(12.0) == pytest.approx(3.0)
-    assert backlog.seconds(15.0) == pytest.approx(6.0)  # three seconds late, three more
-    backlog.end("a", 15.0)
-    assert backlog.seconds(15.0) == pytest.approx(3.0)
-    backlog.end("b", 16.0)
-    backlog.end("never begun", 16.0)
-    assert backlog.seconds(16.0) == 0
-
-
-# ---- decisions ----------------------------------------------------------------------------------
 
 
 def taught(rates: dict[Tier, float], **settings) -> LoadEconomics:
