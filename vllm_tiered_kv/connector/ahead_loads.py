@@ -3,9 +3,10 @@ that is mapped here and was lent by the lookup.
 
 vLLM has promised the request's tokens to this very step, so such a load must not fail for want of
 anything that could be foreseen; the scheduler half plans it only where all is at hand. What fails
-nevertheless is reported by block, where vLLM can still throw the step away. With asynchronous
-scheduling it cannot: the next step, already under way, would be believed. A GPU that takes no
-copies ends the engine then, as it would at vLLM's own next copy.
+nevertheless is tried again by plain copies, page by page. Should those fail too, it is reported by
+block, where vLLM can still throw the step away. With asynchronous scheduling it cannot: the next
+step, already under way, would be believed. A GPU that takes no copies at all ends the engine then,
+as it would at vLLM's own next copy.
 """
 
 from __future__ import annotations
