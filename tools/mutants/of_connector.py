@@ -328,6 +328,15 @@ CONNECTOR = (
     Mutation(
         "deferred-store-of-a-reused-block",
         "connector/gpu_block.py",
+        "        there = list(map(eq, on_blocks, map(add, hashes, repeat(of_group))))\n",
+        "        there = [True] * len(positions)\n",
+        "another request's bytes are stored under this one's key",
+        _SCHEDULING,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "lazy-store-of-a-reused-block",
+        "connector/gpu_block.py",
         "return bool(pool.blocks[self.block_id].block_hash == self.vllm_hash)",
         "return True",
         "another request's bytes are stored under this one's key",

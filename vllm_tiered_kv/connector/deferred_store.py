@@ -11,13 +11,12 @@ for them, not while its client waits for the answer.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.cache.index import BlockIndex
-from vllm_tiered_kv.connector.gpu_block import KnownBlock, StoreBatch
-from vllm_tiered_kv.core.tiers import Lookup
+from vllm_tiered_kv.connector.gpu_block import KnownRun, StoreBatch
 from vllm_tiered_kv.metrics.names import DropReason
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ class _Note:
     """Blocks of one request, heads before tails."""
 
     positions: range
-    block_at: Callable[[int], KnownBlock]
+    run: KnownRun
 
 
 class DeferredStores:
@@ -43,13 +42,11 @@ class DeferredStores:
     def __len__(self) -> int:
         return self._count
 
-    def add(
-        self, positions: range, block_at: Callable[[int], KnownBlock], num_gpu_blocks: int
-    ) -> int:
+    def add(self, positions: range, run: KnownRun, num_gpu_blocks: int) -> int:
         """Notes these positions of a request. Says how many blocks were given up for them: there
         cannot be more than the GPU has, so the oldest have been reused."""
         if positions:
-            self._notes.append(_Note(positions, block_at))
+            self._notes.append(_Note(positions, run))
             self._count += len(positions)
         given_up = 0
         while self._count > num_gpu_blocks:
@@ -68,34 +65,42 @@ class DeferredStores:
         """At most `room` blocks to store in this step, and what was given up and why. Of blocks
         that are in the tier by now, or reused, only so many are looked at: the step waits."""
         batches: dict[int, StoreBatch] = {}
-        planned: set[int] = set()
         dropped = {DropReason.STAGING_FULL: 0, DropReason.TIER_FULL: 0}
         looks = room + _MOST_IN_VAIN
         while self._notes and room > 0 and looks > 0:
-            looks -= 1
-            note = self._notes[0]
-            block = note.block_at(note.positions[0])
-            note.positions = note.positions[1:]
-            self._count -= 1
-            if not note.positions:
-                self._notes.popleft()
-            if not block.still_there(pool):
-                dropped[DropReason.STAGING_FULL] += 1
-                continue
-            if block.block_id in planned or index.lookup(block.key) is not Lookup.MISS:
-                continue
-            slot = index.reserve(block.key, block.parent, block.group.size_class)
-            if slot is None:
-                dropped[DropReason.TIER_FULL] += 1
-                continue
-            planned.add(block.block_id)
-            batch = batches.setdefault(block.group.group_id, StoreBatch(block.group))
-            batch.add(block, slot)
-            room -= 1
-        return list(batches.values()), dropped
+            run, positions = self._take(min(room, looks))
+            looks -= len(positions)
+            there = run.still_there(pool, positions)
+            dropped[DropReason.STAGING_FULL] += there.count(False)
+            group = run.group
+            for part in _where_true(there, positions.start):
+                found = index.reserve_missing(run.keys, part.start, part.stop, group.size_class)
+                dropped[DropReason.TIER_FULL] += found.dropped
+                batch = batches.setdefault(group.group_id, StoreBatch(group))
+                batch.extend(run, found.positions, found.slots)
+                room -= len(found.slots)
+        return [batch for batch in batches.values() if batch.slots], dropped
+
+    def _take(self, most: int) -> tuple[KnownRun, range]:
+        """The next blocks, of one request."""
+        note = self._notes[0]
+        positions, note.positions = note.positions[:most], note.positions[most:]
+        self._count -= len(positions)
+        if not note.positions:
+            self._notes.popleft()
+        return note.run, positions
 
     def clear(self) -> int:
         """Forgets all; says how many there were."""
         count, self._count = self._count, 0
         self._notes.clear()
         return count
+
+
+def _where_true(flags: Sequence[bool], first: int) -> Iterator[range]:
+    """The runs of positions, counted from `first`, that are flagged."""
+    end = 0
+    while True in flags[end:]:
+        start = flags.index(True, end)
+        end = flags.index(False, start) if False in flags[start:] else len(flags)
+        yield range(first + start, first + end)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
+from itertools import repeat
+from operator import add, attrgetter, eq
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.cache.planner import Group
 from vllm_tiered_kv.core.key import BlockKey
-from vllm_tiered_kv.remote.placement import anchor_position
+from vllm_tiered_kv.core.transfer import int64_array, pick
+from vllm_tiered_kv.remote.placement import anchor_position, anchors_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 
 _BLOCK_ID = attrgetter("block_id")
+_BLOCK_HASH = attrgetter("block_hash")
 
 
 def ids_of(blocks: Iterable[KVCacheBlock]) -> list[int]:
@@ -66,6 +69,36 @@ class KnownBlock:
         return bool(pool.blocks[self.block_id].block_hash == self.vllm_hash)
 
 
+@dataclass(frozen=True)
+class KnownRun:
+    """Many of them: a request's blocks from position `first` on, full of confirmed tokens."""
+
+    request: Request
+    group: Group
+    keys: Sequence[BlockKey]
+    first: int
+    block_ids: Sequence[int]
+    hash_block_size: int
+
+    def ids(self, positions: Sequence[int]) -> list[int]:
+        offsets = int64_array(positions) - self.first
+        return list(pick(self.block_ids, offsets.tolist()))
+
+    def still_there(self, pool: BlockPool, positions: range) -> list[bool]:
+        """As `KnownBlock.still_there`, of each; no step of the interpreter for each."""
+        from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+
+        ids = self.block_ids[positions.start - self.first : positions.stop - self.first]
+        on_blocks = map(_BLOCK_HASH, map(pool.blocks.__getitem__, ids))
+        each = self.group.block_size // self.hash_block_size
+        hashes = self.request.block_hashes[
+            (positions.start + 1) * each - 1 : positions.stop * each : each
+        ]
+        of_group = make_block_hash_with_group_id(b"", self.group.group_id)
+        there = list(map(eq, on_blocks, map(add, hashes, repeat(of_group))))
+        return there + [False] * (len(positions) - len(there))
+
+
 @dataclass
 class StoreBatch:
     """Blocks of one group with the slots reserved for them, heads of prefixes first."""
@@ -83,6 +116,11 @@ class StoreBatch:
             self.anchors[-1] = block.anchor, self.anchors[-1][1] + 1
         else:
             self.anchors.append((block.anchor, 1))
+
+    def extend(self, run: KnownRun, positions: list[int], slots: list[int]) -> None:
+        self.block_ids += run.ids(positions)
+        self.slots += slots
+        self.anchors += anchors_of(run.keys, positions)
 
     def reverse(self) -> None:
         for column in (self.block_ids, self.slots, self.anchors):

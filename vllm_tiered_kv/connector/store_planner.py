@@ -28,7 +28,7 @@ from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import TransferLedger
 from vllm_tiered_kv.cache.planner import Group, plan_store
 from vllm_tiered_kv.connector.deferred_store import DeferredStores
-from vllm_tiered_kv.connector.gpu_block import KnownBlock, StoreBatch, ids_of
+from vllm_tiered_kv.connector.gpu_block import KnownBlock, KnownRun, StoreBatch, ids_of
 from vllm_tiered_kv.connector.lazy_store import LazyStore
 from vllm_tiered_kv.connector.request_state import RequestState
 from vllm_tiered_kv.core.tiers import Tier
@@ -290,17 +290,15 @@ class StorePlanner:
             return
         self._ledger.delay(stop - start)
         skip = state.held_elsewhere[group.group_id]
-
-        def block_at(position: int) -> KnownBlock:
-            return self._known(state, group, position, block_ids[position - start])
-
+        keys = state.keys.of_group[group.group_id]
+        run = KnownRun(state.request, group, keys, start, block_ids, self._hash_block_size)
         # What a daemon holds is one run of positions: there is a part before it and one behind.
         parts = [range(start, stop)]
         if skip:
             parts = [range(start, min(stop, skip.start)), range(max(start, skip.stop), stop)]
         for positions in parts:
             # One of them is vLLM's null block.
-            given_up = self._deferred.add(positions, block_at, len(self._block_pool.blocks) - 1)
+            given_up = self._deferred.add(positions, run, len(self._block_pool.blocks) - 1)
             self._ledger.drop(given_up, DropReason.STAGING_FULL)
 
     def _refuse_outdated(self, state: RequestState, block_ids: list[int]) -> None:
