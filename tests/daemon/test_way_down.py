@@ -148,6 +148,41 @@ def test_a_block_deleted_while_it_is_written_stays_deleted(
     assert store.ssd.contains([key(1)]) == [False]
 
 
+def test_a_block_deleted_while_it_is_written_and_waits_to_be_written_again_stays_deleted(
+    tmp_path: Path, disk: GatedDisk
+) -> None:
+    """A block that is being written is put again, to be on disk: then it waits a second time."""
+    ssd = SsdStore(tmp_path / "ssd", 16 * MIB, disk=disk)
+    tiered = TieredStore(4 * MIB, ssd, None, Recorder())
+    behind = tiered._lower._behind[Tier.SSD.value]
+    behind._ended = ended = Overheard(behind._lock)
+    try:
+        disk.gate.clear()
+        for n in range(4):  # as many as there are writers
+            assert put(tiered, n) is PutResult.STORED
+            eventually(lambda n=n: disk.waiting == n + 1)
+        on_disk: list[PutResult] = []
+        answered, deleted = threading.Event(), threading.Event()
+        tiered.put(
+            [item(0)],
+            Durability.DISK,
+            lambda results: (on_disk.extend(results), answered.set()),  # type: ignore[func-returns-value]
+            lambda: None,
+        )
+        eventually(lambda: behind.pending_bytes == 5 * SIZE)
+        tiered.delete([key(0)], lambda count: deleted.set())
+        assert answered.wait(PATIENCE_S)
+        assert on_disk == [PutResult.DROPPED]
+        eventually(lambda: ended.is_awaited.is_set() or deleted.is_set())
+        disk.gate.set()
+        assert deleted.wait(PATIENCE_S)
+        assert flush(tiered) == []
+        assert ssd.contains([key(n) for n in range(4)]) == [False, True, True, True]
+    finally:
+        disk.gate.set()
+        tiered.close()
+
+
 def test_a_block_that_no_disk_has_stays_in_memory_until_one_has(
     store: TieredStore, disk: GatedDisk
 ) -> None:
@@ -240,6 +275,41 @@ def test_drain_does_not_wait_for_what_comes_later() -> None:
     target.let_through[key(2)].set()
     behind.close()
     assert target.contains([key(1), key(2)]) == [True, True]
+    assert not memory._index.pinned_slots()
+
+
+class Forgetful(MemoryStore):
+    """Does not say what became of the last block."""
+
+    def put(
+        self, items: Sequence[PutItem], durability: Durability = Durability.MEMORY
+    ) -> list[PutResult]:
+        return super().put(items, durability)[:-1]
+
+
+def test_writers_outlive_those_who_fail_to_listen() -> None:
+    memory, target = MemoryStore(4 * MIB), Forgetful(MIB)
+    memory.put([item(n) for n in range(8)])
+    told: list[PutResult] = []
+
+    def deaf(result: PutResult) -> None:
+        told.append(result)
+        raise RuntimeError("on purpose")
+
+    def unkept(key: StoreKey, result: PutResult) -> None:
+        raise RuntimeError("on purpose")
+
+    behind = WriteBehind(memory, target, MIB, 1, "test", unkept)
+    for n in range(8):
+        (held,) = memory.hold([key(n)])
+        assert held is not None
+        assert behind.offer(held, Durability.MEMORY, deaf)
+        eventually(lambda n=n: len(told) == n + 1)
+    assert told == [PutResult.FAILED] * 8
+    closing = threading.Thread(target=behind.close, daemon=True)
+    closing.start()
+    closing.join(PATIENCE_S)
+    assert not closing.is_alive()
     assert not memory._index.pinned_slots()
 
 

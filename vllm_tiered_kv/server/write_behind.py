@@ -12,7 +12,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from vllm_tiered_kv.core.store import BlockStore, Durability, PutItem, PutResult, StoreKey
@@ -72,7 +73,8 @@ class WriteBehind:
         self._capacity = capacity_bytes
         self._unkept = unkept
         self._queue: deque[_Waiting] = deque()
-        self._by_key: dict[StoreKey, _Waiting] = {}  # queued or being written
+        # Queued or being written, oldest first: a block that must be durable is written once more.
+        self._by_key: dict[StoreKey, list[_Waiting]] = {}
         self._bytes = 0
         self._closing = False
         self._in_vain = False  # of the last blocks the target kept none
@@ -101,7 +103,8 @@ class WriteBehind:
         `written` is called from a writer with the outcome.
         """
         with self._lock:
-            waiting = self._by_key.get(block.key)
+            before = self._by_key.get(block.key, [])
+            waiting = before[-1] if before else None
             if waiting is not None and (written is None or durability is waiting.durability):
                 if written is not None:
                     waiting.written.append(written)
@@ -111,7 +114,7 @@ class WriteBehind:
             else:
                 duplicate = False
                 waiting = _Waiting(block, durability, [written] if written is not None else [])
-                self._by_key[block.key] = waiting
+                self._by_key[block.key] = [*before, waiting]
                 self._queue.append(waiting)
                 self._bytes += block.nbytes
                 self._work.notify()
@@ -149,7 +152,7 @@ class WriteBehind:
         blocks are left, about once a second."""
         pace = Pace()
         with self._lock:
-            ahead = list(self._by_key.values())
+            ahead = [waiting for each in self._by_key.values() for waiting in each]
             while ahead:
                 if ahead[-1].has_ended:
                     ahead.pop()
@@ -179,6 +182,8 @@ class WriteBehind:
                     ],
                     batch[0].durability,
                 )
+                if len(results) != len(batch):
+                    raise RuntimeError(f"{len(results)} results for {len(batch)} blocks")
             except Exception:  # the queue must go on whatever the store did
                 logger.exception("writing blocks behind failed; they stay in memory only")
                 results = [PutResult.FAILED] * len(batch)
@@ -212,14 +217,30 @@ class WriteBehind:
         with self._lock:
             for waiting, result in zip(batch, results, strict=True):
                 waiting.has_ended = True
-                if self._by_key.get(waiting.block.key) is waiting:
-                    del self._by_key[waiting.block.key]
+                self._forget(waiting)
                 self._bytes -= waiting.block.nbytes
                 # In one step: whoever offers it again in between would be told that it waits.
                 if result not in _KEPT:
-                    unkept(waiting.block.key, result)
+                    with _surviving():
+                        unkept(waiting.block.key, result)
             self._ended.notify_all()
-        self._memory.let_go([waiting.block for waiting in batch])
+        with _surviving():
+            self._memory.let_go([waiting.block for waiting in batch])
         for waiting, result in zip(batch, results, strict=True):
             for written in waiting.written:
-                written(result)
+                with _surviving():
+                    written(result)
+
+    def _forget(self, waiting: _Waiting) -> None:
+        others = self._by_key.pop(waiting.block.key, [])
+        if left := [other for other in others if other is not waiting]:
+            self._by_key[waiting.block.key] = left
+
+
+@contextmanager
+def _surviving() -> Iterator[None]:
+    """Whatever is wrong with one block, the writers go on and everybody else is answered."""
+    try:
+        yield
+    except Exception:
+        logger.exception("what became of a block could not be told")
