@@ -146,6 +146,57 @@ def test_on_disk_means_synced_before_and_after_it_gets_its_name(root: Path) -> N
         assert len(steps(ops)) == 4  # whoever wrote it may not have synced it
 
 
+def lose_bytes(path: Path, kept: int) -> None:
+    """As a power cut does that comes before they were written back."""
+    size = path.stat().st_size
+    os.truncate(path, kept)
+    os.truncate(path, size)
+
+
+@pytest.mark.parametrize("kept", [0, SIZE // 2])
+@pytest.mark.parametrize("by", ["itself", "another"])
+def test_a_block_that_lost_its_bytes_is_written_again(root: Path, kept: int, by: str) -> None:
+    with opened(root) as store, opened(root) as another:
+        (store if by == "itself" else another).put([item(KEY, SIZE)])
+        lose_bytes(file_of(store, KEY), kept)
+        assert store.put([item(KEY, SIZE)], Durability.DISK) == [PutResult.STORED]
+        assert_holds(store, KEY, SIZE)
+        assert litter(root) == []
+
+
+def test_a_lossy_block_published_just_before_ours_is_written_again(root: Path) -> None:
+    with opened(root) as other:
+        late = [True]
+
+        def be_late(source: str, target: str) -> None:
+            if late.pop() if late else False:
+                other.put([item(KEY, SIZE)])
+                lose_bytes(file_of(other, KEY), 0)
+
+        with opened(root, FaultyOps(link=be_late)) as store:
+            assert store.put([item(KEY, SIZE)], Durability.DISK) == [PutResult.STORED]
+            assert_holds(store, KEY, SIZE)
+
+
+@pytest.mark.parametrize("nbytes", [SIZE, SIZE + 1])
+def test_only_what_it_does_not_know_is_read_before_it_counts_as_on_disk(
+    root: Path, nbytes: int
+) -> None:
+    """Of whatever length: a key names one content, and what is there stays."""
+    ops = FaultyOps()
+    with opened(root) as other, opened(root, ops) as store:
+        other.put([item(KEY, nbytes)], Durability.DISK)
+        store.put([item(named("own"), SIZE)], Durability.DISK)
+        read = []
+        for key in (KEY, KEY, named("own")):
+            ops.calls.clear()
+            assert store.put([item(key, SIZE)], Durability.DISK) == [PutResult.PRESENT]
+            store.recency.drain()
+            parts = [part for name, args in ops.calls if name == "preadv" for part in args[1]]
+            read.append(sum(len(part) == nbytes for part in parts))
+        assert read == [1, 0, 0]
+
+
 @pytest.mark.parametrize("durability", [Durability.RECEIVED, Durability.MEMORY])
 def test_otherwise_nothing_is_synced_until_a_flush(root: Path, durability: Durability) -> None:
     ops = FaultyOps()

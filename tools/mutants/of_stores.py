@@ -244,12 +244,20 @@ STORES = (
         _DIR_FAULTS,
     ),
     Mutation(
+        "dir-lossy-block-counts-as-on-disk",
+        "stores/shared_dir/store.py",
+        "        if self._durable.knows(key, synced):\n",
+        "        if synced:\n",
+        "a block acknowledged as on disk is one that a power loss had emptied",
+        _DIR_FAULTS,
+    ),
+    Mutation(
         "dir-published-before-it-is-written",
         "stores/shared_dir/publication.py",
-        "            self._write(fd, header, payload, sync)\n"
+        "            synced = self._write(fd, header, payload, sync)\n"
         "            outcome = self._give_name(temp, path)\n",
         "            outcome = self._give_name(temp, path)\n"
-        "            self._write(fd, header, payload, sync)\n",
+        "            synced = self._write(fd, header, payload, sync)\n",
         "a reader on another host sees half a block",
         _DIR_FAULTS,
     ),

@@ -31,7 +31,11 @@ class ReadBlock:
     """A block that was read, or whose header was: who it follows, and when it was last used."""
 
     header: BlockHeader
-    mtime_ns: int
+    file: Identity
+
+    @property
+    def used_at_s(self) -> float:
+        return self.file.mtime_ns / 1e9
 
 
 class BlockReader:
@@ -50,6 +54,13 @@ class BlockReader:
     def peek(self, key: StoreKey) -> ReadBlock | None:
         """The header alone; the payload's length is checked, not its bytes."""
         return self._examine(key, None)
+
+    def verify(self, key: StoreKey) -> ReadBlock | None:
+        """As `read`, of whatever length the block is."""
+        found = self.peek(key)
+        if found is None:
+            return None
+        return self.read(key, memoryview(bytearray(found.header.payload_bytes)))
 
     def _examine(self, key: StoreKey, into: memoryview | None) -> ReadBlock | None:
         for attempt in range(_READ_ATTEMPTS):
@@ -83,7 +94,7 @@ class BlockReader:
             self._remover.remove(key, Identity.of(status))
         if header is None or verdict is not _Verdict.WHOLE:
             return None
-        return ReadBlock(header, status.st_mtime_ns)
+        return ReadBlock(header, Identity.of(status))
 
     def _judge(
         self, key: StoreKey, fd: int, file_bytes: int, into: memoryview | None

@@ -15,6 +15,7 @@ import os
 
 from vllm_tiered_kv.core.store import StoreKey
 from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps, advance, is_absent
+from vllm_tiered_kv.stores.shared_dir.known_durable import KnownDurable
 from vllm_tiered_kv.stores.shared_dir.tree import Identity, Tree
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -30,41 +31,48 @@ class Published(enum.Enum):
 
 
 class Publisher:
-    def __init__(self, tree: Tree, ops: FileOps) -> None:
+    """Notes in `durable` what it published with `sync`."""
+
+    def __init__(self, tree: Tree, ops: FileOps, durable: KnownDurable) -> None:
         self._tree = tree
         self._ops = ops
+        self._durable = durable
 
     def publish(self, key: StoreKey, header: bytes, payload: memoryview, sync: bool) -> Published:
         """Raises OSError where the file system fails; nothing is left behind then."""
         temp, fd = self._open_temp(key)
         path = self._tree.block_path(key)
         try:
-            self._write(fd, header, payload, sync)
+            synced = self._write(fd, header, payload, sync)
             outcome = self._give_name(temp, path)
             if sync:
                 self._sync_name(key, temp, path)
+            if synced is not None and outcome is Published.NEW:
+                self._durable.note(key, synced)
         finally:
             with contextlib.suppress(OSError):  # otherwise a collector finds it
                 self._ops.unlink(temp)
         return outcome
 
-    def sync_present(self, key: StoreKey) -> bool:
-        """Makes a block someone else wrote as durable as one written with `sync`.
+    def sync_present(self, key: StoreKey) -> Identity | None:
+        """Makes what someone else wrote as durable as what is written with `sync`, good or bad.
 
-        False where it has left since it was seen. Raises OSError where the file system fails.
+        Which file that was; None where it has left since it was seen. Raises OSError where the
+        file system fails.
         """
         try:
             fd = self._ops.open(self._tree.block_path(key), os.O_RDONLY | os.O_NOFOLLOW)
         except OSError as error:
             if is_absent(error):
-                return False
+                return None
             raise
         try:
             self._ops.fsync(fd)
+            synced = Identity.of(self._ops.fstat(fd))
         finally:
             self._ops.close(fd)
         self._tree.sync_shard(key)
-        return True
+        return synced
 
     def _open_temp(self, key: StoreKey) -> tuple[str, int]:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -78,18 +86,22 @@ class Publisher:
         temp = self._tree.temp_path(key)
         return temp, self._ops.open(temp, flags)
 
-    def _write(self, fd: int, header: bytes, payload: memoryview, sync: bool) -> None:
+    def _write(self, fd: int, header: bytes, payload: memoryview, sync: bool) -> Identity | None:
+        """What is on disk now; None without `sync`."""
+        synced = None
         try:
             parts = advance([memoryview(header), payload], 0)
             while parts:
                 parts = advance(parts, self._ops.writev(fd, parts))
             if sync:
                 self._ops.fsync(fd)
+                synced = Identity.of(self._ops.fstat(fd))
         except BaseException:
             with contextlib.suppress(OSError):
                 self._ops.close(fd)
             raise
         self._ops.close(fd)  # network file systems report a full disk or quota here
+        return synced
 
     def _give_name(self, temp: str, path: str) -> Published:
         try:

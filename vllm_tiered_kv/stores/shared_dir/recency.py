@@ -170,7 +170,7 @@ class Recency:
         found = self._reader.peek(key)
         if found is None:
             return None
-        return Use(key, found.header.parent, found.mtime_ns / 1e9)
+        return Use(key, found.header.parent, found.used_at_s)
 
     def _note(self, key: StoreKey, refreshed_at: float) -> None:
         self._noted[key] = refreshed_at

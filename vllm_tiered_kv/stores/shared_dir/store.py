@@ -35,6 +35,7 @@ from vllm_tiered_kv.stores.shared_dir.format import (
     encode_header,
     is_key,
 )
+from vllm_tiered_kv.stores.shared_dir.known_durable import KnownDurable
 from vllm_tiered_kv.stores.shared_dir.publication import NO_SPACE, Published, Publisher
 from vllm_tiered_kv.stores.shared_dir.recency import Recency, Use
 from vllm_tiered_kv.stores.shared_dir.removal import Remover
@@ -64,7 +65,8 @@ class SharedDirStore:
         self.usage_tracker = UsageTracker()
         self.remover = Remover(self.tree, self.ops, self.counts, self.usage_tracker)
         self.reader = BlockReader(self.tree, self.ops, self.counts, self.remover)
-        self._publisher = Publisher(self.tree, self.ops)
+        self._durable = KnownDurable()
+        self._publisher = Publisher(self.tree, self.ops, self._durable)
         self.recency = Recency(
             self.tree,
             self.ops,
@@ -130,7 +132,7 @@ class SharedDirStore:
             return [False] * len(wanted)
         found = self._threads.map(lambda one: self._get_one(*one), wanted)
         self.recency.used(
-            [Use(r.header.key, r.header.parent, r.mtime_ns / 1e9) for r in found if r is not None]
+            [Use(r.header.key, r.header.parent, r.used_at_s) for r in found if r is not None]
         )
         return [read is not None for read in found]
 
@@ -189,7 +191,8 @@ class SharedDirStore:
             return PutResult.FAILED
 
     def _try_to_put(self, item: PutItem, sync: bool) -> PutResult | None:
-        """None where someone else's block was in the way, and left before it was durable."""
+        """None where someone else's block was in the way, and left before it was durable, or was
+        damaged."""
         payload = item.payload.cast("B")
         if self._keep_present(item.key, len(payload), sync):
             return PutResult.PRESENT
@@ -202,7 +205,7 @@ class SharedDirStore:
         if published is Published.NEW:
             self.usage_tracker.changed(1, header.file_bytes)
             return PutResult.STORED
-        if sync and not self._publisher.sync_present(item.key):
+        if sync and not self._make_durable(item.key):
             return None
         return PutResult.PRESENT
 
@@ -220,7 +223,20 @@ class SharedDirStore:
         # more, the block has just been collected, and is written again.
         if self.recency.is_stale(status.st_mtime_ns / 1e9) and not self.recency.touch(key):
             return False
-        return not sync or self._publisher.sync_present(key)
+        return not sync or self._make_durable(key)
+
+    def _make_durable(self, key: StoreKey) -> bool:
+        """Whether the block that is here is whole, and on disk now. A damaged one is removed."""
+        synced = self._publisher.sync_present(key)
+        if synced is None:
+            return False
+        if self._durable.knows(key, synced):
+            return True
+        found = self.reader.verify(key)
+        if found is None or found.file != synced:
+            return False
+        self._durable.note(key, synced)
+        return True
 
     # ---- the rest -------------------------------------------------------------------------------
 
