@@ -235,8 +235,9 @@ def test_two_daemons_share_a_backing_folder(
 ) -> None:
     backing = f"file://{folder / 'shared'}"
     (folder / "shared").mkdir()
-    one = start("--memory", "16MiB", "--backing", backing, "--backing-space", "1GiB")
-    other = start("--memory", "16MiB", "--backing", backing, "--backing-space", "1GiB")
+    options = ("--memory", "16MiB", "--backing", backing, "--backing-space", "1GiB")
+    one = start(*options, "--backing-timeout", "30s")
+    other = start(*options, "--backing-timeout", "30s")
     client = connect(one.endpoint, block_bytes=[SIZE])
     wanted = blocks(10, SIZE)
     client.put(wanted)
@@ -310,7 +311,7 @@ def test_a_backing_folder_that_fails_is_seen_in_the_numbers(
 ) -> None:
     shared = folder / "shared"
     shared.mkdir()
-    backing = ("--backing", f"file://{shared}", "--backing-ttl", "1d")
+    backing = ("--backing", f"file://{shared}", "--backing-ttl", "1d", "--backing-timeout", "30s")
     one = start("--memory", "16MiB", *backing)
     client = connect(one.endpoint, block_bytes=[SIZE])
     client.put(blocks(1, SIZE))

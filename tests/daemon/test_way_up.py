@@ -50,7 +50,9 @@ class Tiers:
         self.recorder = Recorder()
         self.ssd = Moody(folder / "ssd", 16 * MIB)
         backing = BackingFolder(str(folder / "shared"), 16 * MIB, 0) if with_backing else None
-        self.store = TieredStore(memory, self.ssd, backing, self.recorder)
+        self.store = TieredStore(
+            memory, self.ssd, backing, self.recorder, backing_timeout_s=PATIENCE_S
+        )
         items = [PutItem(key(n), None, memoryview(block(n, SIZE))) for n in range(COUNT)]
         for one in (self.ssd, backing):
             if one is not None:

@@ -31,6 +31,9 @@ NOT_WRITTEN = _counter(
 EVICTED = _counter("evicted_blocks", "Blocks evicted to make room.", "tier")
 DAMAGED = _counter("damaged_blocks", "Blocks that read back wrong or not at all.", "tier")
 NOT_KEPT = _counter("failed_writes", "Blocks a tier could not write, or had no room for.", "tier")
+BACKING_LATE = _counter(
+    "backing_timeouts", "Questions the backing tier did not answer in time, or was not asked."
+)
 REQUESTS = _counter("requests", "Requests received, by op.", "op")
 ERRORS = _counter("errors", "Requests answered with an error, by code.", "code")
 BYTES_IN = _counter("received_bytes", "Bytes of requests, headers and payload.")
@@ -43,6 +46,9 @@ USED_BYTES = _gauge("used_bytes", "Bytes in use in a tier.", "tier")
 BLOCKS = _gauge("blocks", "Readable blocks in a tier.", "tier")
 PENDING_BLOCKS = _gauge("pending_write_blocks", "Blocks waiting to be written to a tier.", "tier")
 PENDING_BYTES = _gauge("pending_write_bytes", "Bytes waiting to be written to a tier.", "tier")
+BACKING_ABSENT = _gauge(
+    "backing_absent", "1 while the backing tier answers nothing and is not asked."
+)
 SESSIONS = _gauge("sessions", "Client sockets that have said hello.")
 ATTACHMENTS = _gauge("attached_processes", "Processes that share the memory tier.")
 NAMESPACES = _gauge("namespaces", "Namespaces whose shape is known.")
@@ -63,6 +69,7 @@ ALL: tuple[Metric, ...] = (
     EVICTED,
     DAMAGED,
     NOT_KEPT,
+    BACKING_LATE,
     REQUESTS,
     ERRORS,
     BYTES_IN,
@@ -74,6 +81,7 @@ ALL: tuple[Metric, ...] = (
     BLOCKS,
     PENDING_BLOCKS,
     PENDING_BYTES,
+    BACKING_ABSENT,
     SESSIONS,
     ATTACHMENTS,
     NAMESPACES,

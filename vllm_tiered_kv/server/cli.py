@@ -107,12 +107,17 @@ def serve(options: ServerOptions) -> int:
         logger.info("listening on %s", endpoint)
     logger.info("ready after %.1f s", time.monotonic() - started)
     daemon.run()
-    if not daemon.all_written:
+    if daemon.all_written:
+        what = "everything that found room" if daemon.unwritten else "everything"
+        logger.info("stopped; %s is written", what)
+        status = 0
+    else:
         logger.error("stopped; not everything could be written, and what was not is lost")
-        return 1
-    what = "everything that found room" if daemon.unwritten else "everything"
-    logger.info("stopped; %s is written", what)
-    return 0
+        status = EXIT_FAILED
+    if daemon.has_hung_threads:  # Python would wait for them
+        logging.shutdown()
+        os._exit(status)
+    return status
 
 
 def _stop_on_signals(stop: object) -> None:

@@ -89,6 +89,8 @@ class Daemon:
         """Of a daemon that has ended: whether it wrote back all that it had to."""
         self.unwritten: list[Unwritten] = []
         """What it did not write back, also for want of room."""
+        self.has_hung_threads = False
+        """Of a daemon that has ended: whether threads are left that hang with the backing tier."""
 
     def _open(self) -> None:
         options, reactor = self.options, self._reactor
@@ -237,7 +239,7 @@ class Daemon:
             self._http.close()
         self._arena.close()
         self._close_sockets(linger_ms=1000)
-        self._store.close()
+        self.has_hung_threads = not self._store.close()
         self._namespaces.close()
         for lock in self._path_locks:
             lock.release()
@@ -285,6 +287,8 @@ class Daemon:
         if isinstance(self._store.backing, BackingFolder):
             yield names.DAMAGED, (Tier.BACKING.value,), self._store.backing.damaged_blocks
             yield names.NOT_KEPT, (Tier.BACKING.value,), self._store.backing.failed_blocks
+        if self._store.backing is not None:
+            yield names.BACKING_ABSENT, (), self._store.is_backing_absent
         if self._doorkeeper is not None:
             yield names.CLIENTS_REFUSED, (), self._doorkeeper.refused
         for tier, (blocks, nbytes) in self._store.pending_writes().items():

@@ -182,7 +182,18 @@ class Handlers:
         call.session.require_writer()
         keys = call.session.keys(request.width, request.keys)
         self._pins.release(keys)
-        self._store.delete(keys, lambda count: call.later(lambda: DeleteReply(count)))
+
+        def done(count: int | None) -> None:
+            def answer() -> DeleteReply:
+                if count is None:
+                    raise ProtocolError(
+                        ErrorCode.NOT_WRITTEN, "a tier does not answer; it may still hold blocks"
+                    )
+                return DeleteReply(count)
+
+            call.later(answer)
+
+        self._store.delete(keys, done)
 
     def _flush(self, call: Call, request: Flush, frames: Sequence[zmq.Frame]) -> None:
         def done(failed: list[str]) -> None:

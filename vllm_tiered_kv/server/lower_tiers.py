@@ -6,6 +6,7 @@ offered again when it is about to be evicted, and at the latest by `flush`.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from vllm_tiered_kv.core.store import Durability, LowerStore, PutResult, StoreKe
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.server.bounded_call import BoundedCalls
 from vllm_tiered_kv.server.write_behind import Pace, WriteBehind, Written
 from vllm_tiered_kv.stores.memory import Handed, Held, MemoryStore
 
@@ -51,17 +53,26 @@ class LowerTiers:
         backing: LowerStore | None,
         recorder: Recorder,
         queue_bytes: int,
+        patience_s: float = math.inf,
     ) -> None:
+        """A backing store that gets nothing done for `patience_s` hangs: it is not waited for."""
         self._memory = memory
         self._tiers = tiers
         self._backing = backing
         self._recorder = recorder
         self._behind = {
             tier: WriteBehind(
-                memory, store, queue_bytes, _WRITERS, tier, partial(self._remember, tier)
+                memory,
+                store,
+                queue_bytes,
+                _WRITERS,
+                tier,
+                partial(self._remember, tier),
+                patience_s if store is backing else math.inf,
             )
             for tier, store in tiers
         }
+        self._bounded = BoundedCalls(patience_s, "tiered-kv-backing-sync")
         self._refused: dict[str, dict[StoreKey, PutResult]] = {tier: {} for tier, _ in tiers}
         self._refused_lock = threading.Lock()
         self._flushing = threading.Lock()
@@ -144,22 +155,24 @@ class LowerTiers:
 
     def left_memory(self, key: StoreKey) -> None:
         self._recorder.add(names.EVICTED, 1, Tier.MEMORY.value)
-        self._forget_refused([key])
+        for tier in self._refused:
+            self._forget_refused(tier, [key])
 
-    def _forget_refused(self, keys: Sequence[StoreKey]) -> None:
-        if any(self._refused.values()):
+    def _forget_refused(self, tier: str, keys: Sequence[StoreKey]) -> None:
+        if self._refused[tier]:
             with self._refused_lock:
-                for refused in self._refused.values():
-                    for key in keys:
-                        refused.pop(key, None)
+                for key in keys:
+                    self._refused[tier].pop(key, None)
 
     # ---- the rest -------------------------------------------------------------------------------
 
-    def delete(self, keys: Sequence[StoreKey]) -> None:
-        for tier, store in self._tiers:
-            self._behind[tier].discard(keys)
-            store.delete(keys)
-        self._forget_refused(keys)
+    def delete(self, tier: str, keys: Sequence[StoreKey]) -> None:
+        """From one of the tiers, where there is such a one. Takes as long as that takes."""
+        for name, store in self._tiers:
+            if name == tier:
+                self._behind[tier].discard(keys)
+                store.delete(keys)
+                self._forget_refused(tier, keys)
 
     def flush(self, progress: Progress = lambda tier, left: None) -> list[Unwritten]:
         """Writes all that waits and all that was refused, and makes it durable; what could not.
@@ -178,27 +191,46 @@ class LowerTiers:
             pace = Pace()
             for count, key in enumerate(refused):
                 # Not held while it waits: it may be deleted meanwhile, and must stay so.
-                while self._hand_to(tier, key) is Handed.REFUSED and behind.wait_for_room():
+                while self._hand_to(tier, key) is Handed.REFUSED:
+                    if not behind.wait_for_room():
+                        self._offer(tier, key)  # remembered again
+                        break
                     if pace.is_due():
                         progress(tier, len(refused) - count + behind.pending_blocks)
-            behind.drain(lambda left, tier=tier: progress(tier, left))  # type: ignore[misc]
-            is_durable = store.flush()
+            has_ended = behind.drain(lambda left, tier=tier: progress(tier, left))  # type: ignore[misc]
+            is_durable = has_ended and self._make_all_durable(store)
             with self._refused_lock:
                 left = list(self._refused[tier].values())
             if left or not is_durable:
                 has_failed = PutResult.FAILED in left or not is_durable
-                unwritten.append(Unwritten(tier, len(left), has_failed))
+                blocks = len(left) + (0 if has_ended else behind.pending_blocks)
+                unwritten.append(Unwritten(tier, blocks, has_failed))
         return unwritten
+
+    def _make_all_durable(self, store: LowerStore) -> bool:
+        return self._bounded.call(store.flush) if store is self._backing else store.flush()
 
     def pending(self) -> dict[str, tuple[int, int]]:
         """Blocks and bytes waiting to be written, by tier."""
         return {tier: (b.pending_blocks, b.pending_bytes) for tier, b in self._behind.items()}
 
-    def close(self) -> None:
-        for behind in self._behind.values():
-            behind.close()
-        for _, store in self._tiers:
+    def close(self) -> bool:
+        """False where the backing store hangs: some threads stay with it. All others are closed."""
+
+        def closed(store: LowerStore) -> bool:
             store.close()
+            return True
+
+        has_ended = True
+        for tier, store in self._tiers:
+            close = partial(closed, store)
+            if not self._behind[tier].close():
+                has_ended = False  # so would be closing the store
+            elif store is self._backing:
+                has_ended = self._bounded.call(close) and has_ended
+            else:
+                close()
+        return has_ended
 
 
 class _Countdown:

@@ -104,6 +104,14 @@ class ServerOptions:
     backing_ttl: int = _option(
         0, "duration", "Blocks of the backing folder unused for so long are removed. 0: never."
     )
+    backing_timeout: int = _option(
+        2,
+        "duration",
+        "The longest a request waits for the backing folder. What was not found by then counts as "
+        "not there, and a delete fails. A flush or the end of the daemon gives up a folder that "
+        "takes nothing for ten times as long.",
+        low=1,
+    )
     listen: list[str] = _option(
         ["tcp://127.0.0.1:9527"],
         "list",

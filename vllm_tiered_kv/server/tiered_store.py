@@ -5,7 +5,8 @@ written behind to the slower tiers, so a block that leaves memory is usually on 
 one that is not may stay until it has been written, as long as the queue takes it (demotion).
 
 Calls return at once and answer through a callback, from this thread or another. Only memory is
-touched on the caller's thread; whatever reads a disk runs in the pool.
+touched on the caller's thread; whatever reads a disk runs in the pool. The backing store has
+threads of its own: it may hang, and must not take the other tiers with it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.device.prefaulter import Prefaulter
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
-from vllm_tiered_kv.server.locator import LOOKUPS_AT_ONCE, Located, Locator
+from vllm_tiered_kv.server.backing_threads import BackingThreads
+from vllm_tiered_kv.server.locator import Located
+from vllm_tiered_kv.server.lookups import Lookups
 from vllm_tiered_kv.server.lower_tiers import LowerTiers, Unwritten
 from vllm_tiered_kv.server.way_up import Ready, WayUp
 from vllm_tiered_kv.stores.memory import Held, MemoryStore
@@ -36,6 +39,7 @@ from vllm_tiered_kv.stores.ssd.store import SsdStore
 
 logger = logging.getLogger(__name__)
 
+_PATIENCE = 10  # times as long as a request waits: for a write that nobody waits for
 _MEMORY, _SSD, _BACKING = Tier.MEMORY.value, Tier.SSD.value, Tier.BACKING.value
 
 
@@ -51,7 +55,10 @@ class TieredStore:
         workers: int = 16,
         write_queue_bytes: int | None = None,
         prefault: bool = False,
+        backing_timeout_s: float = 2.0,
     ) -> None:
+        """A request waits for the backing store for `backing_timeout_s` at most. Writing to it is
+        given up when it has written nothing for ten times as long."""
         self._recorder = recorder
         self.memory = MemoryStore(
             memory_bytes,
@@ -69,12 +76,17 @@ class TieredStore:
             self._slower.append((_SSD, ssd))
         if backing is not None:
             self._slower.append((_BACKING, backing))
-        self._locator = Locator(self.memory, ssd, backing)
         # Blocks waiting to be written are pinned: they must leave room for new ones.
         queue_bytes = write_queue_bytes or memory_bytes // 4
-        self._lower = LowerTiers(self.memory, self._slower, backing, recorder, queue_bytes)
+        self._lower = LowerTiers(
+            self.memory, self._slower, backing, recorder, queue_bytes, _PATIENCE * backing_timeout_s
+        )
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="tiered-kv-io")
-        self._way_up = WayUp(self.memory, self._slower, ssd, backing, recorder, self._in_pool)
+        self._far = None if backing is None else BackingThreads(backing_timeout_s, recorder)
+        self._way_up = WayUp(
+            self.memory, self._slower, ssd, backing, recorder, self._in_pool, self._in_backing
+        )
+        self._lookups = Lookups(self.memory, ssd, backing, recorder, self._in_pool, self._far)
         self._lock = threading.Lock()
         self._fills: set[Future[None]] = set()  # of blocks that were received
         self._to_flush: list[Callable[[list[str]], None]] = []
@@ -90,14 +102,7 @@ class TieredStore:
     ) -> None:
         """Counts leading keys that are here with every suffix; without suffixes the keys are
         whole."""
-        endings = suffixes or [b""]
-        lookups = len(keys) * len(endings)
-        if self.backing is None and lookups <= LOOKUPS_AT_ONCE:
-            done(self._locator.locate(keys, endings))
-        else:
-            self._in_pool(
-                lambda: done(self._locator.locate(keys, endings)), lambda: done(Located(0, {}))
-            )
+        self._lookups.match(keys, suffixes, done)
 
     def borrow(
         self,
@@ -109,30 +114,10 @@ class TieredStore:
     ) -> None:
         """As `match`. Blocks of so many bytes at the head that lie in memory are held for the
         receiver, `most` of them at most; all others are only counted."""
-        endings = suffixes or [b""]
-
-        def work() -> None:
-            held = self.memory.hold_head(keys, endings, nbytes, most)
-            try:
-                rest = self._locator.locate(keys[len(held) // len(endings) :], endings)
-            except BaseException:
-                self.memory.let_go(held)
-                raise
-            self._recorder.add(names.HITS, len(held), _MEMORY)
-            done(held, rest)
-
-        if self.backing is None and len(keys) * len(endings) <= LOOKUPS_AT_ONCE:
-            work()
-        else:
-            self._in_pool(work, lambda: done([], Located(0, {})))
+        self._lookups.borrow(keys, suffixes, nbytes, most, done)
 
     def contains(self, keys: Sequence[StoreKey], done: Callable[[list[Tier | None]], None]) -> None:
-        if self.backing is None and len(keys) <= LOOKUPS_AT_ONCE:
-            done(self._locator.tiers_of(keys))
-        else:
-            self._in_pool(
-                lambda: done(self._locator.tiers_of(keys)), lambda: done([None] * len(keys))
-            )
+        self._lookups.contains(keys, done)
 
     def _in_pool(
         self,
@@ -158,6 +143,12 @@ class TieredStore:
         if among is not None:
             among.add(future)
             future.add_done_callback(among.discard)
+
+    def _in_backing(self, work: Callable[[], None], failed: Callable[[], None]) -> None:
+        if self._far is None:
+            failed()
+        else:
+            self._far.ask(work, lambda nothing: None, failed)
 
     # ---- out ------------------------------------------------------------------------------------
 
@@ -253,15 +244,45 @@ class TieredStore:
 
     # ---- the rest -------------------------------------------------------------------------------
 
-    def delete(self, keys: Sequence[StoreKey], done: Callable[[int], None]) -> None:
-        def work() -> None:
-            present = sum(tier is not None for tier in self._locator.tiers_of(keys))
-            self.memory.delete(keys)
-            self._lower.delete(keys)
-            self.memory.delete(keys)  # read back from there meanwhile
-            done(present)
+    def delete(self, keys: Sequence[StoreKey], done: Callable[[int | None], None]) -> None:
+        """Calls `done` with how many were here; with None where some may still be."""
 
-        self._in_pool(work, lambda: done(0))
+        def failed() -> None:
+            done(None)
+
+        def near() -> None:
+            missing = [
+                key
+                for key, tier in zip(keys, self._lookups.near(keys), strict=True)
+                if tier is None
+            ]
+            present = len(keys) - len(missing)
+            self._delete_near(keys)
+            if self._far is None:
+                done(present)
+                return
+            self._far.ask(
+                lambda: present + self._delete_far(keys, missing),
+                lambda count: self._in_pool(partial(again, count), failed),
+                failed,
+            )
+
+        def again(count: int) -> None:
+            self._delete_near(keys)  # read back from there meanwhile
+            done(count)
+
+        self._in_pool(near, failed)
+
+    def _delete_near(self, keys: Sequence[StoreKey]) -> None:
+        self.memory.delete(keys)
+        self._lower.delete(_SSD, keys)
+        self.memory.delete(keys)  # read back from there meanwhile
+
+    def _delete_far(self, keys: Sequence[StoreKey], not_near: Sequence[StoreKey]) -> int:
+        """How many of these were in the backing store and in no other."""
+        present = 0 if self.backing is None else sum(self.backing.contains(not_near))
+        self._lower.delete(_BACKING, keys)
+        return present
 
     def flush(self, done: Callable[[list[str]], None]) -> None:
         """Calls `done` when all that was put before is as durable as it can be, with what could
@@ -290,6 +311,11 @@ class TieredStore:
             for done in waiting:
                 done(failed)
 
+    @property
+    def is_backing_absent(self) -> bool:
+        """Whether the backing store hangs, so that it is not asked."""
+        return self._far is not None and self._far.is_absent
+
     def pending_writes(self) -> dict[str, tuple[int, int]]:
         """Blocks and bytes waiting to be written, by tier."""
         return self._lower.pending()
@@ -309,15 +335,23 @@ class TieredStore:
     ) -> list[Unwritten]:
         """Ends what is under way and writes everything to the slower tiers; what could not be
         written. Nothing may be asked of this store meanwhile or afterwards."""
-        self._pool.shutdown(wait=True)
+        self._end_threads()
         return self._lower.flush(progress)
 
-    def close(self) -> None:
-        self._pool.shutdown(wait=True)
-        self._lower.close()
+    def close(self) -> bool:
+        """False where the backing store hangs, and threads with it that nobody can end."""
+        is_idle = self._end_threads()
+        has_ended = self._lower.close()
         if self._prefaulter is not None:
             self._prefaulter.close()
         self.memory.close()
+        return is_idle and has_ended
+
+    def _end_threads(self) -> bool:
+        """First those of the backing store: what it answers goes on in the pool."""
+        is_idle = self._far is None or self._far.close()
+        self._pool.shutdown(wait=True)
+        return is_idle
 
 
 def _ignore(results: list[PutResult]) -> None:

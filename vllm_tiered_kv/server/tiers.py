@@ -35,6 +35,7 @@ def open_tiers(options: ServerOptions, recorder: Recorder) -> TieredStore:
             options.workers,
             options.write_queue or None,
             options.prefault,
+            float(options.backing_timeout),
         )
     except BaseException:
         for store in (ssd, backing):

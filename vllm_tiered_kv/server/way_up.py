@@ -1,7 +1,8 @@
 """The way up: blocks of slower tiers are read into memory and handed over from there.
 
 Whoever asks for a block that is being read waits for it with the others. A block that finds no room
-waits for some: all of the memory may be in use by clients that are about to take what was sent.
+waits for some: all of the memory may be in use by clients that are about to take what was sent. One
+that a backing store does not bring in time is a miss; its slot is kept for it until that ends.
 """
 
 from __future__ import annotations
@@ -41,14 +42,17 @@ class WayUp:
         backing: LowerStore | None,
         recorder: Recorder,
         in_pool: InPool,
+        in_backing: InPool,
     ) -> None:
-        """`slower` has the tiers below memory with their names, fastest first."""
+        """`slower` has the tiers below memory with their names, fastest first. What reads the
+        backing store is done by `in_backing`, which may call the second while the first goes on."""
         self._memory = memory
         self._slower = slower
         self._ssd = ssd
         self._backing = backing
         self._recorder = recorder
         self._in_pool = in_pool
+        self._in_backing = in_backing
         self._reading: dict[StoreKey, list[tuple[int, Ready]]] = {}
         self._lock = threading.Lock()
         self._room_at = 0.0  # when a read found some
@@ -81,7 +85,14 @@ class WayUp:
         most = _READ_AT_ONCE if self._slower[number][1] is self._ssd else 1
         for start in range(0, len(keys), most):
             some = keys[start : start + most]
-            self._in_pool(partial(self._read, number, some), partial(self._answer, some))
+            self._read_soon(number, some)
+
+    def _read_soon(
+        self, number: int, keys: Sequence[StoreKey], refused_at: float | None = None
+    ) -> None:
+        is_far = self._slower[number][1] is self._backing
+        in_threads = self._in_backing if is_far else self._in_pool
+        in_threads(partial(self._read, number, keys, refused_at), partial(self._answer, keys))
 
     def _may_be_slower(self, keys: Sequence[StoreKey]) -> list[bool]:
         """What is worth a look in the pool: the SSD's index is in memory, a backing store's not."""
@@ -124,8 +135,7 @@ class WayUp:
         if waiting:
             is_ssd = self._slower[number][1] is self._ssd
             time.sleep(_LOOK_FOR_ROOM_S if is_ssd else _LOOK_AGAIN_FAR_S)
-            again = partial(self._read, number, waiting, refused_at)
-            self._in_pool(again, partial(self._answer, waiting))
+            self._read_soon(number, waiting, refused_at)
 
     def _answer(self, keys: Sequence[StoreKey]) -> None:
         with self._lock:

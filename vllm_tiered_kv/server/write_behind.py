@@ -9,6 +9,7 @@ must not offer half of it in vain.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -65,13 +66,17 @@ class WriteBehind:
         threads: int,
         name: str,
         unkept: Callable[[StoreKey, PutResult], None] = lambda key, result: None,
+        patience_s: float = math.inf,
     ) -> None:
         """`unkept` is told what the target failed to write or had no room for, while the block is
-        still held."""
+        still held. A target that ends no write for `patience_s` hangs: it is not waited for, and
+        those who wait for a write hear that it failed."""
         self._memory = memory
         self._target = target
         self._capacity = capacity_bytes
         self._unkept = unkept
+        self._patience_s = patience_s
+        self._moved_at = 0.0  # when a write ended, or the first block came
         self._queue: deque[_Waiting] = deque()
         # Queued or being written, oldest first: a block that must be durable is written once more.
         self._by_key: dict[StoreKey, list[_Waiting]] = {}
@@ -87,6 +92,9 @@ class WriteBehind:
         ]
         for thread in self._threads:
             thread.start()
+        self._closed = threading.Event()
+        if patience_s < math.inf:
+            threading.Thread(target=self._watch, name=f"tiered-kv-{name}-w", daemon=True).start()
 
     @property
     def pending_bytes(self) -> int:
@@ -116,6 +124,8 @@ class WriteBehind:
                 waiting = _Waiting(block, durability, [written] if written is not None else [])
                 self._by_key[block.key] = [*before, waiting]
                 self._queue.append(waiting)
+                if not self._bytes:
+                    self._moved_at = time.monotonic()
                 self._bytes += block.nbytes
                 self._work.notify()
         if duplicate:
@@ -141,15 +151,22 @@ class WriteBehind:
                 self._ended.wait()
 
     def wait_for_room(self) -> bool:
-        """Returns when a block has left the queue, or none is in it; False when it is closed."""
+        """Returns when a block has left the queue, or none is in it; False when it is closed, or
+        hangs."""
         with self._lock:
             if self._bytes and not self._closing:
-                self._ended.wait()
-            return not self._closing
+                self._ended.wait(min(self._patience_left_s(), threading.TIMEOUT_MAX))
+            return not (self._closing or self._hangs())
 
-    def drain(self, progress: Callable[[int], None] | None = None) -> None:
+    def _patience_left_s(self) -> float:
+        return max(0.0, self._moved_at + self._patience_s - time.monotonic())
+
+    def _hangs(self) -> bool:
+        return self._bytes > 0 and not self._patience_left_s()
+
+    def drain(self, progress: Callable[[int], None] | None = None) -> bool:
         """Returns when all that waits now is written, whatever comes meanwhile; tells how many
-        blocks are left, about once a second."""
+        blocks are left, about once a second. False when the target hangs."""
         pace = Pace()
         with self._lock:
             ahead = [waiting for each in self._by_key.values() for waiting in each]
@@ -157,19 +174,25 @@ class WriteBehind:
                 if ahead[-1].has_ended:
                     ahead.pop()
                     continue
+                if self._hangs():
+                    return False
                 self._ended.wait(timeout=pace.left_s)
-                if progress is not None and pace.is_due():
+                if pace.is_due() and progress is not None:
                     progress(len(self._by_key))
+        return True
 
-    def close(self, progress: Callable[[int], None] | None = None) -> None:
-        """Writes what is queued, then stops. Idempotent."""
-        self.drain(progress)
+    def close(self, progress: Callable[[int], None] | None = None) -> bool:
+        """Writes what is queued, then stops. False when the target hangs: then the writers stay
+        with it. Idempotent."""
+        has_written = self.drain(progress)
         with self._lock:
             self._closing = True
             self._work.notify_all()
             self._ended.notify_all()
-        for thread in self._threads:
-            thread.join()
+        self._closed.set()
+        for thread in self._threads if has_written else []:
+            thread.join(min(self._patience_s, threading.TIMEOUT_MAX))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
         while batch := self._next_batch():
@@ -189,6 +212,19 @@ class WriteBehind:
                 results = [PutResult.FAILED] * len(batch)
             self._in_vain = not any(r in _KEPT for r in results)
             self._finish(batch, results, self._unkept)
+
+    def _watch(self) -> None:
+        """Answers for a target that hangs. Its writes go on, and may yet be made."""
+        while not self._closed.wait(self._patience_s / 4):
+            with self._lock:
+                waiting = self._by_key.values() if self._hangs() else []
+                unanswered = [w for each in waiting for w in each if w.written]
+                answers = [written for w in unanswered for written in w.written]
+                for w in unanswered:
+                    w.written = []
+            for written in answers:
+                with _surviving():
+                    written(PutResult.FAILED)
 
     def _next_batch(self) -> list[_Waiting]:
         """What to write together: consecutive blocks of equal durability. Empty at the end."""
@@ -219,6 +255,7 @@ class WriteBehind:
                 waiting.has_ended = True
                 self._forget(waiting)
                 self._bytes -= waiting.block.nbytes
+                self._moved_at = time.monotonic()
                 # In one step: whoever offers it again in between would be told that it waits.
                 if result not in _KEPT:
                     with _surviving():

@@ -23,7 +23,8 @@ _ERRORS = {
     ErrorCode.UNAVAILABLE: "Shutting down or overloaded. The only code after which trying the "
     "same again makes sense.",
     ErrorCode.NO_ARENA: "The session has no shared memory attached.",
-    ErrorCode.NOT_WRITTEN: "A `flush`: blocks could not be written, or not made durable.",
+    ErrorCode.NOT_WRITTEN: "A `flush`: blocks could not be written, or not made durable. A "
+    "`delete`: a tier does not answer; blocks may still be there, or be deleted later.",
     ErrorCode.INTERNAL: "The daemon failed; its log says why.",
 }
 _PUTS = {

@@ -1,0 +1,399 @@
+"""A backing folder whose file system hangs: the other tiers go on without it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.daemon.conftest import Connect, StartDaemon
+from tests.daemon.raw_client import KEY_BYTES, NAMESPACE, Refused, block, blocks, key, wire
+from tests.patience import eventually
+from vllm_tiered_kv.core.store import NAMESPACE_BYTES, Durability, PutItem, PutResult, StoreKey
+from vllm_tiered_kv.core.tiers import Lookup, Tier
+from vllm_tiered_kv.errors import ErrorCode
+from vllm_tiered_kv.metrics import server_names as names
+from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.server.backing import BackingFolder
+from vllm_tiered_kv.server.backing_threads import BackingThreads
+from vllm_tiered_kv.server.locator import Located
+from vllm_tiered_kv.server.tiered_store import TieredStore
+from vllm_tiered_kv.stores.memory import Held
+from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps
+from vllm_tiered_kv.stores.shared_dir.settings import SharedDirSettings
+from vllm_tiered_kv.stores.shared_dir.store import SharedDirStore
+from vllm_tiered_kv.stores.ssd.store import SsdStore
+
+MIB = 1 << 20
+SIZE = 32 << 10
+PATIENCE_S = 30.0
+TIMEOUT_S = 0.5
+THREADS = 8
+
+
+class Answers:
+    """Collects what a callback is told, however often."""
+
+    def __init__(self) -> None:
+        self.all: list[Any] = []
+        self._arrived = threading.Event()
+
+    def __call__(self, *answer: Any) -> None:
+        self.all.append(answer[0] if len(answer) == 1 else answer)
+        self._arrived.set()
+
+    def one(self) -> Any:
+        assert self._arrived.wait(PATIENCE_S), "no answer"
+        return self.all[0]
+
+
+# ---- the threads --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    """Opened at the end: no thread outlives its test."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_who_asks_is_answered_once_with_or_without_it(gate: threading.Event) -> None:
+    recorder = Recorder()
+    threads = BackingThreads(2 * TIMEOUT_S, recorder, 2)
+    quick, failed, done, late = Answers(), Answers(), Answers(), Answers()
+    threads.ask(lambda: 7, quick, lambda: None)
+    threads.ask(lambda: 1 // 0, done, lambda: failed("failed"))
+    assert (quick.one(), failed.one()) == (7, "failed")
+    threads.ask(lambda: gate.wait(PATIENCE_S), done, lambda: late("late"))
+    assert late.one() == "late"
+    assert not threads.is_absent, "one thread is left"
+    threads.ask(lambda: 8, again := Answers(), lambda: None)
+    assert again.one() == 8
+    gate.set()
+    eventually(threads.close)
+    assert (done.all, late.all) == ([], ["late"]), "what comes too late is dropped"
+    assert recorder.total(names.BACKING_LATE) == 1
+
+
+def test_while_all_threads_hang_nobody_waits_and_nothing_is_begun(gate: threading.Event) -> None:
+    threads = BackingThreads(2 * TIMEOUT_S, Recorder(), 2)
+    hung, begun = Answers(), []
+    for _ in range(2):
+        threads.ask(lambda: gate.wait(PATIENCE_S), hung, lambda: hung("late"))
+    for _ in range(3):  # wait for a thread, in vain
+        threads.ask(lambda: begun.append(1), hung, lambda: hung("late"))
+    eventually(lambda: len(hung.all) == 5)
+    assert threads.is_absent
+    absent = Answers()
+    threads.ask(lambda: begun.append(1), absent, lambda: absent("absent"))
+    assert absent.all == ["absent"], "at once"
+    gate.set()
+    eventually(lambda: not threads.is_absent)
+    back = Answers()
+    threads.ask(lambda: 9, back, lambda: None)
+    assert back.one() == 9
+    assert begun == []
+    eventually(threads.close)
+
+
+def test_closing_does_not_wait_for_a_thread_that_hangs(gate: threading.Event) -> None:
+    threads = BackingThreads(TIMEOUT_S, Recorder(), 1)
+    begun, told = threading.Event(), Answers()
+    for _ in range(3):
+        threads.ask(
+            lambda: (begun.set(), gate.wait(PATIENCE_S)),  # type: ignore[func-returns-value]
+            told,
+            lambda: told("late"),
+        )
+    assert begun.wait(PATIENCE_S)
+    assert not threads.close()
+    assert told.all == ["late"] * 3
+    threads.ask(lambda: 1, told, lambda: told("closed"))
+    assert told.all[-1] == "closed"
+
+
+# ---- a store over it ----------------------------------------------------------------------------
+
+
+def name(n: int) -> StoreKey:
+    return StoreKey(bytes(16) + n.to_bytes(8, "little"))
+
+
+def item(n: int) -> PutItem:
+    return PutItem(name(n), None, memoryview(block(n, SIZE)))
+
+
+class Hung:
+    """A store whose backing folder hangs while `gate` is closed."""
+
+    def __init__(self, folder: Path, with_ssd: bool = True, timeout_s: float = TIMEOUT_S) -> None:
+        self.recorder = Recorder()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.hanging = 0
+        self.ssd = SsdStore(folder / "ssd", 16 * MIB)
+        self.backing = BackingFolder(str(folder / "shared"), 64 * MIB, 0)
+        ops = self.backing._store.ops
+        for call in [call for call in vars(FileOps) if not call.startswith("_")]:
+            setattr(ops, call, self.gated(getattr(ops, call)))
+        self.store = TieredStore(
+            4 * MIB,
+            self.ssd if with_ssd else None,
+            self.backing,
+            self.recorder,
+            backing_timeout_s=timeout_s,
+        )
+
+    def gated(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def gated_call(*arguments: Any) -> Any:
+            if not self.gate.is_set():
+                self.hanging += 1
+                assert self.gate.wait(PATIENCE_S)
+                self.hanging -= 1
+            return call(*arguments)
+
+        return gated_call
+
+    def hang_all(self) -> None:
+        """Until all of its threads do."""
+        self.gate.clear()
+        for n in range(THREADS):
+            self.store.match([name(9000 + n)], [], lambda located: None)
+        eventually(lambda: self.store.is_backing_absent)
+
+    def put(self, n: int, durability: Durability = Durability.MEMORY) -> PutResult:
+        answers = Answers()
+        self.store.put([item(n)], durability, answers, lambda: None)
+        return answers.one()[0]  # type: ignore[no-any-return]
+
+    def located(self, *numbers: int) -> Located:
+        answers = Answers()
+        self.store.match([name(n) for n in numbers], [], answers)
+        return answers.one()  # type: ignore[no-any-return]
+
+    def fetch(self, n: int) -> bytes | None:
+        answers = Answers()
+
+        def ready(position: int, held: Held | None) -> None:
+            content = None if held is None else bytes(held.view)
+            if held is not None:
+                self.store.memory.let_go([held])
+            answers(content)
+
+        self.store.fetch([name(n)], ready)
+        return answers.one()  # type: ignore[no-any-return]
+
+    def delete(self, n: int) -> int | None:
+        answers = Answers()
+        self.store.delete([name(n)], answers)
+        return answers.one()  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def hung(tmp_path: Path) -> Iterator[Hung]:
+    hung = Hung(tmp_path)
+    yield hung
+    hung.gate.set()
+    eventually(lambda: not hung.hanging)
+    hung.store.drain()
+    hung.store.memory.check()
+    assert not hung.store.memory._index.pinned_slots()
+    hung.store.close()
+
+
+@pytest.mark.parametrize("absent", [False, True])
+def test_lookups_say_what_memory_and_ssd_have(hung: Hung, absent: bool) -> None:
+    for n in (1, 2, 3):
+        assert hung.put(n, Durability.DISK) is PutResult.STORED
+    hung.store.memory.delete([name(2)])
+    if absent:
+        hung.hang_all()
+    hung.gate.clear()
+    found = hung.located(1, 2, 99)
+    assert (found.count, found.tiers[Tier.MEMORY], found.tiers[Tier.SSD]) == (2, 1, 1)
+    assert hung.located(1, 2, 3).count == 3, "nothing to be asked of it"
+    answers = Answers()
+    hung.store.contains([name(99), name(2), name(3)], answers)
+    assert answers.one() == [None, Tier.SSD, Tier.MEMORY]
+    borrowed = Answers()
+    hung.store.borrow([name(1), name(2), name(99)], [], SIZE, 10, borrowed)
+    held, rest = borrowed.one()
+    hung.store.memory.let_go(held)
+    assert (len(held), rest.count) == (1, 1)
+    assert hung.recorder.total(names.BACKING_LATE) >= 3
+
+
+def test_blocks_come_and_go_as_ever(hung: Hung) -> None:
+    assert hung.put(1, Durability.DISK) is PutResult.STORED
+    hung.hang_all()
+    for _ in range(40):  # more than there are threads of any kind
+        hung.store.match([name(99)], [], lambda located: None)
+        hung.store.fetch([name(98)], lambda position, held: None)
+    assert hung.put(2) is PutResult.STORED
+    assert hung.put(3, Durability.DISK) is PutResult.STORED
+    slot = hung.store.memory.reserve(name(4), None, SIZE)
+    assert isinstance(slot, Held)
+    sealed = Answers()
+    hung.store.sealed([slot], sealed)
+    assert sealed.one() == [PutResult.STORED]
+    hung.store.memory.delete([name(1)])
+    assert hung.fetch(1) == block(1, SIZE), "from the SSD"
+
+
+def test_a_get_is_a_miss_in_time_and_its_slot_waits_for_the_read(hung: Hung) -> None:
+    assert hung.backing.put([item(1)]) == [PutResult.STORED]
+    ops = hung.backing._store.ops
+    preadv, reading = ops.preadv, threading.Event()
+
+    def hang_at_the_payload(fd: int, parts: list[memoryview], offset: int) -> int:
+        if any(len(part) == SIZE for part in parts):
+            reading.set()
+            hung.gate.clear()
+        return preadv(fd, parts, offset)
+
+    ops.preadv = hang_at_the_payload  # type: ignore[method-assign, assignment]
+    assert hung.fetch(1) is None
+    assert reading.wait(PATIENCE_S)
+    assert hung.store.memory.lookup(name(1)) is Lookup.PENDING
+    ops.preadv = preadv  # type: ignore[method-assign]
+    hung.gate.set()
+    eventually(lambda: hung.store.memory.contains([name(1)]) == [True])
+    assert hung.fetch(1) == block(1, SIZE)
+
+
+@pytest.mark.parametrize("absent", [False, True])
+def test_a_delete_that_cannot_be_done_is_no_success(hung: Hung, absent: bool) -> None:
+    assert hung.put(1) is PutResult.STORED
+    hung.store.flush(flushed := Answers())
+    assert flushed.one() == []
+    if absent:
+        hung.hang_all()
+    hung.gate.clear()
+    assert hung.delete(1) is None
+    hung.gate.set()
+    eventually(lambda: hung.delete(1) is not None)
+    assert hung.backing.contains([name(1)]) == [False]
+    assert hung.located(1).count == 0
+
+
+def test_a_block_read_back_while_it_is_deleted_stays_deleted(tmp_path: Path) -> None:
+    hung = Hung(tmp_path, timeout_s=PATIENCE_S)
+    assert hung.backing.put([item(1)]) == [PutResult.STORED]
+    delete = hung.backing.delete
+
+    def read_back_first(keys: Sequence[StoreKey]) -> int:
+        assert hung.fetch(1) == block(1, SIZE)
+        return delete(keys)
+
+    hung.backing.delete = read_back_first  # type: ignore[method-assign]
+    assert hung.delete(1) == 1
+    assert hung.located(1).count == 0
+    assert hung.fetch(1) is None
+    assert hung.store.close()
+
+
+def test_flush_says_so_and_does_it_later(hung: Hung) -> None:
+    hung.gate.clear()
+    for n in range(3):
+        assert hung.put(n) is PutResult.STORED
+    hung.store.flush(flushed := Answers())
+    assert flushed.one() == ["3 blocks could not be written to backing"]
+    assert hung.ssd.contains([name(n) for n in range(3)]) == [True] * 3
+    hung.gate.set()
+    eventually(lambda: not hung.store.pending_writes()[Tier.BACKING.value][0])
+    hung.store.flush(again := Answers())
+    assert again.one() == []
+    hung.gate.clear()  # nothing is left to write; but it cannot be made durable
+    hung.store.flush(unsure := Answers())
+    assert unsure.one() == ["what backing has may not be durable"]
+
+
+def test_a_put_that_was_to_be_on_it_fails(tmp_path: Path) -> None:
+    hung = Hung(tmp_path, with_ssd=False)
+    try:
+        assert hung.put(1, Durability.DISK) is PutResult.STORED
+        hung.gate.clear()
+        assert hung.put(2, Durability.DISK) is PutResult.FAILED
+        assert hung.fetch(2) == block(2, SIZE), "in memory it is"
+        hung.gate.set()
+        eventually(lambda: hung.backing.contains([name(2)]) == [True])
+        assert hung.put(3, Durability.DISK) is PutResult.STORED
+    finally:
+        hung.gate.set()
+        hung.store.close()
+        hung.ssd.close()
+
+
+def test_it_does_not_keep_the_others_from_closing(tmp_path: Path) -> None:
+    hung = Hung(tmp_path)
+    try:
+        hung.gate.clear()
+        for n in range(3):
+            assert hung.put(n) is PutResult.STORED
+        unwritten = hung.store.drain()
+        assert [(left.tier, left.blocks, left.has_failed) for left in unwritten] == [
+            (Tier.BACKING.value, 3, True)
+        ]
+        assert not hung.store.close()
+    finally:
+        hung.gate.set()
+    ssd = SsdStore(tmp_path / "ssd", 16 * MIB)
+    assert ssd.contains([name(n) for n in range(3)]) == [True] * 3
+    ssd.close()
+    eventually(lambda: not hung.hanging)
+
+
+# ---- a daemon over it ---------------------------------------------------------------------------
+
+
+def hang_at(shared: Path, *numbers: int) -> None:
+    """Opening these blocks' files does not return: they are pipes nobody writes to."""
+    store = SharedDirStore(SharedDirSettings(str(shared)))
+    for n in numbers:
+        path = Path(store.tree.block_path(StoreKey(NAMESPACE[:NAMESPACE_BYTES] + key(n))))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.mkfifo(path)
+    store.close()
+
+
+def test_a_daemon_serves_and_stops_without_it(
+    start: StartDaemon, connect: Connect, folder: Path
+) -> None:
+    shared = folder / "shared"
+    shared.mkdir()
+    daemon = start(
+        "--memory", "16MiB", "--ssd", str(folder / "ssd"), "--ssd-space", "64MiB",
+        "--backing", f"file://{shared}", "--backing-space", "1GiB", "--backing-timeout", "1s",
+    )  # fmt: skip
+    client = connect(daemon.endpoint, block_bytes=[SIZE])
+    wanted = blocks(8, SIZE)
+    client.put(wanted)
+    client.ask(wire.Flush())
+    hang_at(shared, *range(100, 100 + THREADS), 200)
+    for n in range(THREADS):
+        client.send(wire.Get(KEY_BYTES, [key(100 + n)], False))
+    for _ in range(THREADS):
+        _, reply, _ = client.receive()
+        assert reply.positions == [], "a miss, in time"
+    eventually(lambda: client.stats()["backing_absent"])
+    assert client.match([*wanted, key(999)]).tiers == [8, 0, 0]
+    assert client.get([*wanted, key(999)]) == wanted
+    assert client.put(blocks(1, SIZE, 200), Durability.DISK) == [PutResult.STORED]
+    with pytest.raises(Refused) as refused:
+        client.ask(wire.Delete(KEY_BYTES, [key(0)]))
+    assert refused.value.code is ErrorCode.NOT_WRITTEN
+    stats = client.stats()
+    assert stats["backing_timeouts"] > THREADS
+    assert stats["pending_write_blocks"]["backing"] == 1
+    assert daemon.terminate() == 1
+    assert "1 blocks could not be written to backing" in daemon.logs
+    assert "Traceback" not in daemon.logs
+    daemon.restart()
+    again = connect(daemon.endpoint, block_bytes=[SIZE])
+    kept = [*(key(n) for n in range(1, 8)), key(200)]
+    assert again.match(kept).tiers == [0, 8, 0]

@@ -1,0 +1,115 @@
+"""What is here, and where: asked of memory and SSD first, and of the backing tier only for the
+rest. A backing tier that does not answer in time has nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from vllm_tiered_kv.core.store import LowerStore, StoreKey
+from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.metrics import server_names as names
+from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.server.backing_threads import BackingThreads
+from vllm_tiered_kv.server.locator import LOOKUPS_AT_ONCE, Located, Locator
+from vllm_tiered_kv.server.way_up import InPool
+from vllm_tiered_kv.stores.memory import Held, MemoryStore
+
+
+class Lookups:
+    """Calls return at once and answer through a callback, from this thread or another."""
+
+    def __init__(
+        self,
+        memory: MemoryStore,
+        ssd: LowerStore | None,
+        backing: LowerStore | None,
+        recorder: Recorder,
+        in_pool: InPool,
+        threads: BackingThreads | None,
+    ) -> None:
+        """`threads` are those of the backing store, where there is one."""
+        self._memory = memory
+        self._backing = backing
+        self._recorder = recorder
+        self._in_pool = in_pool
+        self._threads = threads
+        self._near = Locator(memory, ssd, None)
+        self._everywhere = Locator(memory, ssd, backing)
+
+    def match(
+        self,
+        keys: Sequence[StoreKey],
+        suffixes: Sequence[bytes],
+        done: Callable[[Located], None],
+    ) -> None:
+        endings = suffixes or [b""]
+        self._look(
+            len(keys) * len(endings),
+            lambda: self._look_further(self._near.locate(keys, endings), keys, endings, done),
+            lambda: done(Located(0, {})),
+        )
+
+    def borrow(
+        self,
+        keys: Sequence[StoreKey],
+        suffixes: Sequence[bytes],
+        nbytes: int,
+        most: int,
+        done: Callable[[list[Held], Located], None],
+    ) -> None:
+        endings = suffixes or [b""]
+
+        def work() -> None:
+            held = self._memory.hold_head(keys, endings, nbytes, most)
+            rest = keys[len(held) // len(endings) :]
+            try:
+                near = self._near.locate(rest, endings)
+            except BaseException:
+                self._memory.let_go(held)
+                raise
+            self._recorder.add(names.HITS, len(held), Tier.MEMORY.value)
+            self._look_further(near, rest, endings, lambda located: done(held, located))
+
+        self._look(len(keys) * len(endings), work, lambda: done([], Located(0, {})))
+
+    def contains(self, keys: Sequence[StoreKey], done: Callable[[list[Tier | None]], None]) -> None:
+        def work() -> None:
+            near = self._near.tiers_of(keys)
+            missing = [n for n, tier in enumerate(near) if tier is None]
+            backing = self._backing
+            if backing is None or self._threads is None or not missing:
+                done(near)
+                return
+
+            def found(here: list[bool]) -> None:
+                further = {n for n, is_here in zip(missing, here, strict=True) if is_here}
+                done([Tier.BACKING if n in further else tier for n, tier in enumerate(near)])
+
+            wanted = [keys[n] for n in missing]
+            self._threads.ask(lambda: backing.contains(wanted), found, lambda: done(near))
+
+        self._look(len(keys), work, lambda: done([None] * len(keys)))
+
+    def near(self, keys: Sequence[StoreKey]) -> list[Tier | None]:
+        """Where each key lies, the backing tier not asked."""
+        return self._near.tiers_of(keys)
+
+    def _look(self, lookups: int, work: Callable[[], None], failed: Callable[[], None]) -> None:
+        """On this thread what is soon done."""
+        if lookups <= LOOKUPS_AT_ONCE:
+            work()
+        else:
+            self._in_pool(work, failed)
+
+    def _look_further(
+        self,
+        near: Located,
+        keys: Sequence[StoreKey],
+        endings: Sequence[bytes],
+        done: Callable[[Located], None],
+    ) -> None:
+        if self._threads is None or near.count == len(keys):
+            done(near)
+            return
+        self._threads.ask(lambda: self._everywhere.locate(keys, endings), done, lambda: done(near))
