@@ -23,7 +23,7 @@ CACHE = (
     ),
     Mutation(
         "index-evicts-pinned",
-        "csrc/index/block_index.cpp",
+        "csrc/index/block_leaving.cpp",
         "if (entry.pins == 0 && entry.is_leaf() && index_.may_evict(entry)) return id;",
         "if (entry.is_leaf() && index_.may_evict(entry)) return id;",
         "a slot is reused while a copy reads it",
@@ -31,7 +31,7 @@ CACHE = (
     ),
     Mutation(
         "index-empties-slab-of-pinned",
-        "csrc/index/block_index.cpp",
+        "csrc/index/block_leaving.cpp",
         "if (entry.pins != 0 || !entry.is_readable()) return false;",
         "if (!entry.is_readable()) return false;",
         "memory moves to another size class while a copy reads it",
@@ -63,7 +63,7 @@ CACHE = (
     ),
     Mutation(
         "index-removed-block-comes-back",
-        "csrc/index/block_index.cpp",
+        "csrc/index/block_chains.cpp",
         "  table_.erase(hash_(entry.key.view()), id);\n",
         "",
         "a block that turned out bad is still found",
@@ -87,7 +87,7 @@ CACHE = (
     ),
     Mutation(
         "index-cuts-at-a-block-in-use",
-        "csrc/index/block_index.cpp",
+        "csrc/index/block_leaving.cpp",
         "const bool is_idle = entry.pins == 0 && entry.is_readable();",
         "const bool is_idle = entry.is_readable();",
         "a block changes while it is sent",
@@ -95,7 +95,7 @@ CACHE = (
     ),
     Mutation(
         "index-cuts-at-a-block-that-is-nowhere-else",
-        "csrc/index/block_index.cpp",
+        "csrc/index/block_leaving.cpp",
         "if (hooks_.is_below(entry.key.view())) return id;",
         "if (!entry.key.view().empty()) return id;",
         "what follows a block is kept and can never be found",
@@ -103,7 +103,7 @@ CACHE = (
     ),
     Mutation(
         "index-makes-more-room-than-asked-for",
-        "csrc/index/block_index.cpp",
+        "csrc/index/block_leaving.cpp",
         "for (; count < wanted; ++count) {",
         "for (;; ++count) {",
         "one block that is stored empties the tier",
@@ -119,7 +119,7 @@ CACHE = (
     ),
     Mutation(
         "index-blocks-in-a-circle",
-        "csrc/index/block_index.cpp",
+        "csrc/index/block_chains.cpp",
         "if (!is_before(orphan, id)) link(orphan, id);",
         "link(orphan, id);",
         "blocks that follow each other can never leave, and a walk up their chain never ends",
@@ -135,7 +135,7 @@ CACHE = (
     ),
     Mutation(
         "index-quota-off-by-one",
-        "csrc/index/block_index.cpp",
+        "csrc/index/block_leaving.cpp",
         "slabs_of(owner) >= quota->second;",
         "slabs_of(owner) > quota->second;",
         "a tenant holds more than its quota",

@@ -1,0 +1,107 @@
+// Chains: each block is linked to the one before it, or awaits it.
+#include <utility>
+
+#include "index/block_index.h"
+
+namespace tiered_kv {
+
+void BlockIndex::enter(uint32_t id, std::optional<std::string_view> before) {
+  if (before) {
+    const uint32_t parent = id_of(*before);
+    if (parent != kNone)
+      link(id, parent);
+    else
+      await(id, *before);
+  }
+  const std::string_view key = entries_[id].key.view();
+  table_.insert(hash_(key), id);
+  // Blocks that arrived before the block they follow are adopted when it comes.
+  for (uint32_t orphan = first_awaiting(key); orphan != kNone; orphan = first_awaiting(key)) {
+    stop_awaiting(orphan);
+    if (!is_before(orphan, id)) link(orphan, id);  // blocks in a circle could never leave
+  }
+}
+
+// Whether `id` is `other`, or comes before it in its chain.
+bool BlockIndex::is_before(uint32_t id, uint32_t other) const {
+  while (other != kNone && other != id) other = entries_[other].before;
+  return other != kNone;
+}
+
+// Puts it at the head of a list of siblings.
+void BlockIndex::chain_to(uint32_t& first, uint32_t id) {
+  Entry& entry = entries_[id];
+  entry.prev = kNone;
+  entry.next = first;
+  if (first != kNone) entries_[first].prev = id;
+  first = id;
+}
+
+void BlockIndex::link(uint32_t id, uint32_t before) {
+  entries_[id].before = before;
+  Entry& above = entries_[before];
+  const bool was_leaf = above.is_leaf();
+  chain_to(above.first_behind, id);
+  if (was_leaf && above.is_readable()) policy_of(above).shield(before);
+}
+
+void BlockIndex::await(uint32_t id, std::string_view before) {
+  entries_[id].awaited = std::make_unique<KeyBytes>(before);
+  uint32_t first = first_awaiting(before);
+  if (first != kNone) awaited_.erase(hash_(before), first);
+  chain_to(first, id);
+  awaited_.insert(hash_(before), id);
+}
+
+uint32_t BlockIndex::first_awaiting(std::string_view key) const {
+  if (awaited_.size() == 0) return kNone;
+  return awaited_.find(hash_(key),
+                       [&](uint32_t id) { return entries_[id].awaited->view() == key; });
+}
+
+void BlockIndex::stop_awaiting(uint32_t id) {
+  Entry& entry = entries_[id];
+  if (entry.prev == kNone) {
+    const uint64_t hash = hash_(entry.awaited->view());
+    awaited_.erase(hash, id);
+    if (entry.next != kNone) awaited_.insert(hash, entry.next);
+  } else {
+    entries_[entry.prev].next = entry.next;
+  }
+  if (entry.next != kNone) entries_[entry.next].prev = entry.prev;
+  entry.next = entry.prev = kNone;
+  entry.awaited.reset();
+}
+
+void BlockIndex::unlink(uint32_t id) {
+  Entry& entry = entries_[id];
+  if (entry.awaited) stop_awaiting(id);
+  if (entry.before == kNone) return;
+  const uint32_t before = std::exchange(entry.before, kNone);
+  Entry& above = entries_[before];
+  (entry.prev == kNone ? above.first_behind : entries_[entry.prev].next) = entry.next;
+  if (entry.next != kNone) entries_[entry.next].prev = entry.prev;
+  entry.next = entry.prev = kNone;
+  if (above.is_leaf() && above.is_readable()) policy_of(above).unshield(before);
+}
+
+// Takes the block out of every lookup and link; the slot itself stays in use.
+void BlockIndex::detach(uint32_t id, bool evicted) {
+  Entry& entry = entries_[id];
+  unlink(id);
+  for (uint32_t follower = std::exchange(entry.first_behind, kNone); follower != kNone;) {
+    Entry& behind = entries_[follower];
+    const uint32_t next = std::exchange(behind.next, kNone);
+    behind.before = behind.prev = kNone;
+    await(follower, entry.key.view());
+    follower = next;
+  }
+  if (entry.is_readable()) {
+    policy_of(entry).forget(id, evicted);
+    --readable_;
+  }
+  table_.erase(hash_(entry.key.view()), id);
+  entry.state = State::kDetached;
+}
+
+}  // namespace tiered_kv

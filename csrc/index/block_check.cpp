@@ -1,0 +1,58 @@
+// The rules of the index, in a form that can be asked for.
+#include "index/block_index.h"
+
+namespace tiered_kv {
+
+void BlockIndex::check() const {
+  pool_.check(entries_.size());
+  size_t visible = 0;
+  size_t readable = 0;
+  std::vector<size_t> leaves(policies_.size());
+  entries_.for_each([&](uint32_t id) {
+    check_entry(id);
+    const Entry& entry = entries_[id];
+    visible += entry.is_visible() ? 1U : 0U;
+    readable += entry.is_readable() ? 1U : 0U;
+    if (entry.is_readable() && entry.is_leaf()) ++leaves[pool_.class_of(entry.slot)];
+  });
+  if (visible != table_.size() || readable != readable_)
+    throw InvariantError("what can be found is not what is here");
+  for (size_t number = 0; number < policies_.size(); ++number) {
+    const size_t offered = policies_[number]->check();
+    if (offered != leaves[number])
+      throw InvariantError("the policy of class " + std::to_string(number) + " offers " +
+                           std::to_string(offered) + " leaves, there are " +
+                           std::to_string(leaves[number]));
+  }
+}
+
+void BlockIndex::check_entry(uint32_t id) const {
+  const Entry& entry = entries_[id];
+  const std::string slot = "slot " + std::to_string(entry.slot);
+  if (pool_.id_in(entry.slot) != id) throw InvariantError(slot + " holds another block");
+  if ((id_of(entry.key.view()) == id) != entry.is_visible())
+    throw InvariantError(slot + " is visible, or not, against its state");
+  if (entry.pins != 0 && entry.state == State::kReserved)
+    throw InvariantError(slot + " is pinned while it is written");
+  if (entry.is_set_aside) throw InvariantError(slot + " was set aside and not put back");
+  if (entry.before != kNone && entry.awaited)
+    throw InvariantError(slot + " awaits a block it follows");
+  if (!entry.is_visible() && (entry.before != kNone || entry.awaited || !entry.is_leaf()))
+    throw InvariantError(slot + " is gone and still in a chain");
+  uint32_t sibling = kNone;
+  if (entry.before != kNone) sibling = entries_[entry.before].first_behind;
+  if (entry.awaited) {
+    if (id_of(entry.awaited->view()) != kNone)
+      throw InvariantError(slot + " awaits a block that is here");
+    sibling = first_awaiting(entry.awaited->view());
+  }
+  if (entry.before != kNone || entry.awaited) {
+    while (sibling != kNone && sibling != id) sibling = entries_[sibling].next;
+    if (sibling != id) throw InvariantError(slot + " is not known to the block it follows");
+  }
+  for (uint32_t behind = entry.first_behind; behind != kNone; behind = entries_[behind].next)
+    if (entries_[behind].before != id)
+      throw InvariantError(slot + " has a follower that follows another");
+}
+
+}  // namespace tiered_kv

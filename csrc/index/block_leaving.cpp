@@ -1,0 +1,181 @@
+// What leaves: the coldest, tails before heads, and what makes room for another size class.
+#include <algorithm>
+#include <unordered_set>
+#include <utility>
+
+#include "index/block_index.h"
+
+namespace tiered_kv {
+namespace {
+
+// Where to cut a chain: chains to look at, and blocks of them altogether, as others wait.
+constexpr size_t kMostTails = 16;
+constexpr size_t kMostSteps = 512;
+
+}  // namespace
+
+// Blocks that may leave, coldest first; each may be evicted when it is given.
+class BlockIndex::Leaving {
+ public:
+  Leaving(BlockIndex& index, uint32_t size_class)
+      : index_(index), policy_(*index.policies_.at(size_class)) {}
+  Leaving(const Leaving&) = delete;
+  Leaving& operator=(const Leaving&) = delete;
+  ~Leaving() { policy_.end_walk(); }
+
+  uint32_t next() {
+    for (;;) {
+      const uint32_t id = policy_.next();
+      if (id == kNone) return kNone;
+      const Entry& entry = index_.entries_[id];
+      if (entry.pins == 0 && entry.is_leaf() && index_.may_evict(entry)) return id;
+    }
+  }
+
+ private:
+  BlockIndex& index_;
+  EvictionPolicy& policy_;
+};
+
+BlockIndex::Kept::Kept(BlockIndex& index, std::optional<std::string_view> key)
+    : index_(index), id_(key ? index.id_of(*key) : kNone) {
+  if (id_ != kNone) ++index_.entries_[id_].pins;
+}
+
+BlockIndex::Kept::~Kept() {
+  if (id_ != kNone) --index_.entries_[id_].pins;
+}
+
+bool BlockIndex::may_evict(const Entry& entry) const {
+  return !hooks_.may_evict || hooks_.may_evict(entry.key.view());
+}
+
+int64_t BlockIndex::slabs_of(const std::string& owner) const {
+  int64_t slabs = 0;
+  for (uint32_t number = 0; number < owners_.size(); ++number)
+    if (owners_[number] == owner) slabs += pool_.slabs_of(number);
+  return slabs;
+}
+
+bool BlockIndex::at_quota(const std::string& owner) const {
+  const auto quota = quota_slabs_.find(owner);
+  return quota != quota_slabs_.end() && slabs_of(owner) >= quota->second;
+}
+
+int64_t BlockIndex::make_free(uint32_t size_class, int64_t wanted) {
+  return evict_for(size_class, wanted) != 0 ? pool_.allocate(size_class) : kNoSlot;
+}
+
+int64_t BlockIndex::evict_for(uint32_t size_class, int64_t wanted) {
+  if (policies_.size() == 1) {
+    int64_t count = 0;
+    Leaving victims(*this, size_class);
+    for (; count < wanted; ++count) {
+      const uint32_t id = victims.next();
+      if (id == kNone) break;
+      evict(id);
+    }
+    return count;
+  }
+  const std::string& owner = owners_.at(size_class);
+  const bool only_own = at_quota(owner);
+  const uint32_t own = coldest(size_class);
+  std::vector<uint32_t> others;
+  for (uint32_t other = 0; other < policies_.size(); ++other) {
+    if (other == size_class || (only_own && owners_[other] != owner)) continue;
+    const uint32_t victim = coldest(other);
+    if (victim != kNone) others.push_back(victim);
+  }
+  std::sort(others.begin(), others.end(),
+            [this](uint32_t a, uint32_t b) { return entries_[a].used < entries_[b].used; });
+  // Memory moves between classes when the other class holds the colder block.
+  for (const uint32_t victim : others) {
+    if (own != kNone && entries_[own].used <= entries_[victim].used) break;
+    if (evict_slab_of(victim)) return pool_.slots_in_slab(size_class);
+  }
+  if (own == kNone) return 0;
+  evict(own);
+  return 1;
+}
+
+uint32_t BlockIndex::coldest(uint32_t size_class) { return Leaving(*this, size_class).next(); }
+
+void BlockIndex::evict(uint32_t id) {
+  const int64_t nbytes = pool_.slot_bytes(pool_.class_of(entries_[id].slot));
+  const std::string key(hooks_.on_evict ? entries_[id].key.view() : std::string_view());
+  detach(id, true);
+  free(id);
+  ++evicted_blocks_;
+  evicted_bytes_ += nbytes;
+  if (hooks_.on_evict) hooks_.on_evict(key, nbytes);
+}
+
+bool BlockIndex::evict_slab_of(uint32_t victim) {
+  std::vector<uint32_t> doomed;
+  std::unordered_set<uint32_t> seen;
+  std::vector<std::pair<uint32_t, bool>> pending;  // and whether its followers were seen to
+  for (const int64_t slot : pool_.slots_of_slab(pool_.slab_of(entries_[victim].slot)))
+    pending.emplace_back(id_in(slot), false);
+  while (!pending.empty()) {
+    const auto [id, is_expanded] = pending.back();
+    pending.pop_back();
+    const Entry& entry = entries_[id];
+    if (is_expanded) {
+      doomed.push_back(id);
+      continue;
+    }
+    if (seen.count(id) != 0 || entry.state == State::kQuarantined) continue;
+    if (entry.pins != 0 || !entry.is_readable()) return false;
+    seen.insert(id);
+    pending.emplace_back(id, true);
+    for (uint32_t behind = entry.first_behind; behind != kNone; behind = entries_[behind].next)
+      pending.emplace_back(behind, false);
+  }
+  for (const uint32_t id : doomed)
+    if (!may_evict(entries_[id])) return false;
+  for (const uint32_t id : doomed) evict(id);
+  return true;
+}
+
+// The end of a chain leaves first. Where the ends of all chains are in use, nothing can: a chain
+// that is longer than its tier could not even be read through it. Over a slower tier that has the
+// block a chain may be cut anywhere, and what was before the cut has an end again.
+bool BlockIndex::cut_chain(uint32_t size_class, std::optional<std::string_view> before) {
+  if (!hooks_.is_below) return false;
+  std::vector<uint32_t> tails;
+  const uint32_t parent = before ? id_of(*before) : kNone;
+  if (parent != kNone) tails.push_back(parent);
+  EvictionPolicy& policy = *policies_.at(size_class);
+  for (size_t count = 0; count < kMostTails; ++count) {
+    const uint32_t leaf = policy.next();
+    if (leaf == kNone) break;
+    tails.push_back(leaf);
+  }
+  policy.end_walk();
+  const uint32_t id = block_to_cut_at(tails, size_class);
+  if (id == kNone) return false;
+  evict(id);
+  return true;
+}
+
+// The nearest block before one of the tails that nobody uses and a slower tier has; of this size
+// class, as another's would make no room. Blocks on the way that it has not are offered to it, so
+// that it has them another time.
+uint32_t BlockIndex::block_to_cut_at(const std::vector<uint32_t>& tails,
+                                     uint32_t size_class) const {
+  size_t steps = kMostSteps;
+  for (const uint32_t tail : tails) {
+    for (uint32_t id = tail; id != kNone && steps != 0; --steps) {
+      const Entry& entry = entries_[id];
+      const bool is_idle = entry.pins == 0 && entry.is_readable();
+      if (is_idle && pool_.class_of(entry.slot) == size_class) {
+        if (hooks_.is_below(entry.key.view())) return id;
+        if (may_evict(entry)) return kNone;  // the slower tier takes no more: it would be lost
+      }
+      id = entry.before;
+    }
+  }
+  return kNone;
+}
+
+}  // namespace tiered_kv
