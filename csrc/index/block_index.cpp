@@ -27,10 +27,21 @@ BlockIndex::BlockIndex(const Geometry& geometry, std::string eviction, IndexHook
 
 uint32_t BlockIndex::add_class(int64_t slot_bytes, const std::string& owner) {
   const uint32_t number = pool_.add_class(slot_bytes);
-  policies_.push_back(
-      make_policy(eviction_, entries_, pool_.geometry().capacity_bytes / slot_bytes));
+  policies_.push_back(policy_for(slot_bytes));
   owners_.push_back(owner);
   return number;
+}
+
+uint32_t BlockIndex::reuse_class(int64_t slot_bytes, const std::string& owner) {
+  const uint32_t number = pool_.reuse_class(slot_bytes);
+  if (number == kNone) return kNone;
+  policies_[number] = policy_for(slot_bytes);
+  owners_[number] = owner;
+  return number;
+}
+
+std::unique_ptr<EvictionPolicy> BlockIndex::policy_for(int64_t slot_bytes) {
+  return make_policy(eviction_, entries_, pool_.geometry().capacity_bytes / slot_bytes);
 }
 
 void BlockIndex::set_quota(const std::string& owner, int64_t quota_bytes) {

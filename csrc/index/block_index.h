@@ -57,6 +57,9 @@ class BlockIndex {
 
   // A class for this owner's blocks that take so many bytes; its number.
   uint32_t add_class(int64_t slot_bytes, const std::string& owner);
+  // The same with the number of a class that has no slab; kNone if there is none. Nothing is left
+  // of what that class was.
+  uint32_t reuse_class(int64_t slot_bytes, const std::string& owner);
   // The most this owner's classes may hold, in whole slabs and at least one.
   virtual void set_quota(const std::string& owner, int64_t quota_bytes);
   // How much of the arena every worker can use so far; what lies beyond is not handed out.
@@ -164,6 +167,7 @@ class BlockIndex {
   void chain_to(uint32_t& first, uint32_t id);
   bool is_before(uint32_t id, uint32_t other) const;
   void remove_entry(uint32_t id);
+  std::unique_ptr<EvictionPolicy> policy_for(int64_t slot_bytes);
   bool cut_chain(uint32_t size_class, std::optional<std::string_view> before);
   uint32_t block_to_cut_at(const std::vector<uint32_t>& tails, uint32_t size_class) const;
   void check_entry(uint32_t id) const;

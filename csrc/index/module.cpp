@@ -251,6 +251,13 @@ void bind_block_index(const py::module_& module) {
           },
           py::arg("slot_bytes"), py::arg("owner"))
       .def(
+          "reuse_class",
+          [](BlockIndex& self, int64_t slot_bytes, const py::bytes& owner) {
+            const uint32_t number = self.reuse_class(slot_bytes, std::string(owner));
+            return number == kNone ? std::nullopt : std::optional(number);
+          },
+          py::arg("slot_bytes"), py::arg("owner"))
+      .def(
           "set_quota",
           [](BlockIndex& self, const py::bytes& owner, int64_t quota_bytes) {
             self.set_quota(std::string(owner), quota_bytes);

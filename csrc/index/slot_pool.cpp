@@ -1,6 +1,7 @@
 #include "index/slot_pool.h"
 
 #include <algorithm>
+#include <numeric>
 #include <string>
 
 #include "block_layout.h"
@@ -9,17 +10,7 @@
 namespace tiered_kv {
 namespace {
 
-void push(std::vector<int64_t>& heap, int64_t value) {
-  heap.push_back(value);
-  std::push_heap(heap.begin(), heap.end(), std::greater<>());
-}
-
-int64_t pop(std::vector<int64_t>& heap) {
-  std::pop_heap(heap.begin(), heap.end(), std::greater<>());
-  const int64_t least = heap.back();
-  heap.pop_back();
-  return least;
-}
+using Least = std::greater<>;  // first in a heap
 
 }  // namespace
 
@@ -38,7 +29,7 @@ SlotPool::~SlotPool() {
     if (slab.size_class != kNone && classes_[slab.size_class].slots_in_slab > 1) delete[] slab.many;
 }
 
-uint32_t SlotPool::add_class(int64_t slot_bytes) {
+int64_t SlotPool::slots_for(int64_t slot_bytes) const {
   if (slot_bytes <= 0 || slot_bytes > geometry_.slab_bytes)
     throw ArgumentError("slot_bytes", std::to_string(slot_bytes) + " do not fit in a slab of " +
                                           std::to_string(geometry_.slab_bytes));
@@ -46,8 +37,27 @@ uint32_t SlotPool::add_class(int64_t slot_bytes) {
   if (slots > geometry_.slots_per_slab)
     throw ArgumentError("slot_bytes", std::to_string(slots) + " slots in a slab of at most " +
                                           std::to_string(geometry_.slots_per_slab));
-  classes_.push_back({slot_bytes, slots, 0, 0, {}});
-  return uint32_t(classes_.size() - 1);
+  return slots;
+}
+
+uint32_t SlotPool::add_class(int64_t slot_bytes) {
+  classes_.push_back({slot_bytes, slots_for(slot_bytes)});
+  vacant_.push_back(uint32_t(classes_.size() - 1));
+  return vacant_.back();
+}
+
+uint32_t SlotPool::reuse_class(int64_t slot_bytes) {
+  const int64_t slots = slots_for(slot_bytes);
+  for (; !vacant_.empty(); vacant_.pop_back()) {
+    Class& last = classes_[vacant_.back()];
+    if (last.slabs == 0) {
+      last.slot_bytes = slot_bytes;
+      last.slots_in_slab = slots;
+      return vacant_.back();
+    }
+    last.is_listed = false;
+  }
+  return kNone;
 }
 
 const SlotPool::Class& SlotPool::of(uint32_t size_class) const {
@@ -69,30 +79,30 @@ void SlotPool::limit(int64_t usable_bytes) {
 }
 
 int64_t SlotPool::allocate(uint32_t size_class, bool may_grow) {
-  of(size_class);
-  Class& own = classes_[size_class];
-  while (!own.free.empty()) {
-    const int64_t slot = pop(own.free);
-    Slab& slab = slabs_[size_t(slab_of(slot))];
-    uint32_t* id =
-        slab.size_class == size_class ? &id_at(slab, slot % geometry_.slots_per_slab) : nullptr;
-    if (id == nullptr || *id != kNone) continue;  // stale
-    *id = kUnnamed;
-    ++slab.used;
-    ++own.used;
-    return slot;
-  }
+  const Class& own = of(size_class);
+  if (!own.partial.empty()) return take_slot(*own.partial.begin());
   const int64_t fresh = may_grow ? take_slab() : kNoSlot;
   if (fresh == kNoSlot) return kNoSlot;
   open_slab(fresh, size_class);
-  // The class had no free slot, and in order they are a heap.
-  const int64_t first = fresh * geometry_.slots_per_slab;
-  for (int64_t i = 1; i < own.slots_in_slab; ++i) own.free.push_back(first + i);
-  Slab& slab = slabs_[size_t(fresh)];
-  id_at(slab, 0) = kUnnamed;
-  slab.used = 1;
+  return take_slot(fresh);
+}
+
+// The first free slot of a slab that has one.
+int64_t SlotPool::take_slot(int64_t slab) {
+  Slab& opened = slabs_[size_t(slab)];
+  Class& own = classes_[opened.size_class];
+  int64_t position = 0;
+  if (own.slots_in_slab > 1) {
+    uint32_t* const free = opened.many + own.slots_in_slab;
+    const int64_t count = own.slots_in_slab - opened.used;
+    std::pop_heap(free, free + count, Least());
+    position = free[count - 1];
+    if (count == 1) own.partial.erase(slab);
+  }
+  id_at(opened, position) = kUnnamed;
+  ++opened.used;
   ++own.used;
-  return first;
+  return slab * geometry_.slots_per_slab + position;
 }
 
 int64_t SlotPool::free_slots(uint32_t size_class, bool may_grow) const {
@@ -148,8 +158,12 @@ void SlotPool::adopt(const std::vector<int64_t>& slots, const std::vector<int64_
       continue;
     }
     Class& own = classes_[opened.size_class];
+    if (own.slots_in_slab == 1) continue;
+    uint32_t* const free = opened.many + own.slots_in_slab;
+    size_t count = 0;
     for (int64_t i = 0; i < own.slots_in_slab; ++i)
-      if (id_at(opened, i) == kNone) own.free.push_back(slab * geometry_.slots_per_slab + i);
+      if (id_at(opened, i) == kNone) free[count++] = uint32_t(i);
+    if (opened.used == own.slots_in_slab) own.partial.erase(slab);
   }
 }
 
@@ -160,15 +174,17 @@ void SlotPool::release(int64_t slot) {
   Slab& slab = slabs_[size_t(number)];
   Class& own = classes_[slab.size_class];
   --own.used;
-  if (--slab.used != 0) {
-    id_at(slab, slot % geometry_.slots_per_slab) = kNone;
-    push(own.free, slot);
+  if (--slab.used == 0) {
+    close_slab(number);
     return;
   }
-  if (own.slots_in_slab > 1) delete[] slab.many;
-  slab = Slab();
-  --own.slabs;
-  push(returned_, number);
+  const int64_t position = slot % geometry_.slots_per_slab;
+  id_at(slab, position) = kNone;
+  uint32_t* const free = slab.many + own.slots_in_slab;
+  const int64_t count = own.slots_in_slab - slab.used;
+  free[count - 1] = uint32_t(position);
+  std::push_heap(free, free + count, Least());
+  if (count == 1) own.partial.insert(number);
 }
 
 uint32_t SlotPool::id_in(int64_t slot) const {
@@ -200,22 +216,47 @@ uint32_t SlotPool::id_at(const Slab& slab, int64_t position) const {
 }
 
 int64_t SlotPool::take_slab() {
-  if (!returned_.empty() && returned_.front() < usable_slabs_) return pop(returned_);
+  if (!returned_.empty() && returned_.front() < usable_slabs_) {
+    std::pop_heap(returned_.begin(), returned_.end(), Least());
+    const int64_t slab = returned_.back();
+    returned_.pop_back();
+    return slab;
+  }
   return next_fresh_ < usable_slabs_ ? next_fresh_++ : kNoSlot;
 }
 
-// Gives the slab to the class; all of its slots are free, and not yet said to be.
+// Gives the slab to the class; all of its slots are free.
 void SlotPool::open_slab(int64_t slab, uint32_t size_class) {
   Slab& opened = slabs_[size_t(slab)];
-  const auto slots = size_t(slots_in_slab(size_class));
-  if (slots == 1) {
+  Class& own = classes_[size_class];
+  if (own.slots_in_slab == 1) {
     opened.only = kNone;
   } else {
-    opened.many = new uint32_t[slots];
-    std::fill_n(opened.many, slots, kNone);
+    opened.many = new uint32_t[size_t(own.slots_in_slab) * 2];
+    uint32_t* const free = opened.many + own.slots_in_slab;
+    std::fill(opened.many, free, kNone);
+    std::iota(free, free + own.slots_in_slab, 0U);  // in order: a heap
+    own.partial.insert(slab);
   }
   opened.size_class = size_class;
-  ++classes_[size_class].slabs;
+  ++own.slabs;
+}
+
+// Takes the slab, in which nothing lies any more, back from its class.
+void SlotPool::close_slab(int64_t slab) {
+  Slab& closed = slabs_[size_t(slab)];
+  Class& own = classes_[closed.size_class];
+  if (own.slots_in_slab > 1) {
+    delete[] closed.many;
+    own.partial.erase(slab);
+  }
+  if (--own.slabs == 0 && !own.is_listed) {
+    own.is_listed = true;
+    vacant_.push_back(closed.size_class);
+  }
+  closed = Slab();
+  returned_.push_back(slab);
+  std::push_heap(returned_.begin(), returned_.end(), Least());
 }
 
 void SlotPool::check(size_t used) const {
@@ -229,6 +270,7 @@ void SlotPool::check(size_t used) const {
       throw InvariantError("slab " + std::to_string(slab) + " counts " +
                            std::to_string(slabs_[slab].used) + " of " + std::to_string(count));
     in_use += count;
+    check_free(int64_t(slab));
   }
   if (in_use != used)
     throw InvariantError(std::to_string(in_use) + " slots are in use, the index has " +
@@ -242,11 +284,31 @@ void SlotPool::check(size_t used) const {
   for (const Class& one : classes_) {
     owned += one.slabs;
     handed_out += one.used;
+    if (int64_t(one.partial.size()) > one.slabs)
+      throw InvariantError("a class has free slots in slabs it does not have");
+    if (one.slabs == 0 && !one.is_listed)
+      throw InvariantError("a class without a slab can never be used again");
   }
   if (owned != open || handed_out != int64_t(used) || used_bytes() > geometry_.capacity_bytes)
     throw InvariantError("classes own " + std::to_string(owned) + " of " + std::to_string(open) +
                          " slabs and " + std::to_string(handed_out) + " of " +
                          std::to_string(used) + " slots");
+}
+
+void SlotPool::check_free(int64_t slab) const {
+  const Slab& opened = slabs_[size_t(slab)];
+  const Class& own = of(opened.size_class);
+  const bool has_free = own.slots_in_slab > opened.used;
+  if ((own.partial.count(slab) != 0) != has_free)
+    throw InvariantError("slab " + std::to_string(slab) + " is full, or not, against its class");
+  if (!has_free) return;
+  const uint32_t* const free = opened.many + own.slots_in_slab;
+  const std::set<uint32_t> positions(free, free + own.slots_in_slab - opened.used);
+  if (int64_t(positions.size()) != own.slots_in_slab - opened.used ||
+      !std::is_heap(free, free + positions.size(), Least()) ||
+      std::any_of(positions.begin(), positions.end(),
+                  [&](uint32_t position) { return id_at(opened, position) != kNone; }))
+    throw InvariantError("slab " + std::to_string(slab) + " does not know its free slots");
 }
 
 }  // namespace tiered_kv

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <set>
 #include <vector>
 
 #include "index/keys.h"
@@ -36,6 +37,8 @@ class SlotPool {
   size_t num_classes() const { return classes_.size(); }
   // A class of slots of so many bytes; its number.
   uint32_t add_class(int64_t slot_bytes);
+  // The same with the number of a class that has no slab; kNone if there is none.
+  uint32_t reuse_class(int64_t slot_bytes);
   int64_t slot_bytes(uint32_t size_class) const { return of(size_class).slot_bytes; }
   int64_t slots_in_slab(uint32_t size_class) const { return of(size_class).slots_in_slab; }
   int64_t slabs_of(uint32_t size_class) const { return of(size_class).slabs; }
@@ -67,9 +70,9 @@ class SlotPool {
   struct Slab {
     uint32_t size_class = kNone;
     uint32_t used = 0;
-    union {  // by position in the slab
-      uint32_t only;
-      uint32_t* many;
+    union {
+      uint32_t only;   // what lies in its slot
+      uint32_t* many;  // what lies in its slots, by position; behind that a heap of the free ones
     };
     Slab() : many(nullptr) {}
   };
@@ -78,18 +81,24 @@ class SlotPool {
     int64_t slots_in_slab;
     int64_t slabs = 0;
     int64_t used = 0;
-    std::vector<int64_t> free;  // a heap; slots of slabs that were given back are stale
+    bool is_listed = true;           // in vacant_, as is every class without a slab
+    std::set<int64_t> partial = {};  // its slabs with a free slot
   };
 
   const Class& of(uint32_t size_class) const;
   uint32_t& id_at(Slab& slab, int64_t position);
   uint32_t id_at(const Slab& slab, int64_t position) const;
+  int64_t slots_for(int64_t slot_bytes) const;  // in a slab; throws ArgumentError
   int64_t take_slab();
   void open_slab(int64_t slab, uint32_t size_class);
+  void close_slab(int64_t slab);
+  int64_t take_slot(int64_t slab);
+  void check_free(int64_t slab) const;
 
   Geometry geometry_;
   std::vector<Slab> slabs_;
   std::vector<Class> classes_;
+  std::vector<uint32_t> vacant_;   // classes without a slab, and some that got one since
   std::vector<int64_t> returned_;  // a heap of slabs
   int64_t usable_slabs_;
   int64_t next_fresh_ = 0;

@@ -9,6 +9,7 @@ _INDEX = (
     "tests/unit/test_durable_index.py",
     "tests/unit/test_eviction.py",
 )
+_CLASSES = ("tests/unit/test_size_classes.py",)
 _PLANNED = ("tests/unit/test_planner.py", "tests/unit/test_ledger.py")
 _LEDGER = ("tests/unit/test_ledger.py",)
 
@@ -156,6 +157,30 @@ CACHE = (
         "left > 0 && i < range.stop",
         "a chain is stored with a gap, and what is behind it can never be found",
         _PLANNED,
+    ),
+    Mutation(
+        "index-class-in-use-is-given-away",
+        "csrc/index/slot_pool.cpp",
+        "    if (last.slabs == 0) {\n",
+        "    if (last.slabs >= 0) {\n",
+        "blocks of a namespace are looked for in the places of another's",
+        _CLASSES,
+    ),
+    Mutation(
+        "index-class-without-a-slab-is-not-used-again",
+        "csrc/index/slot_pool.cpp",
+        "    vacant_.push_back(closed.size_class);\n",
+        "",
+        "each namespace that comes and goes costs memory for ever",
+        _CLASSES,
+    ),
+    Mutation(
+        "slots-highest-first",
+        "csrc/index/slot_pool.cpp",
+        "return take_slot(*own.partial.begin());",
+        "return take_slot(*own.partial.rbegin());",
+        "blocks lie scattered, and slabs never come free for others",
+        _CLASSES,
     ),
     Mutation(
         "slots-beyond-the-capacity",

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from vllm_tiered_kv.core.arena_geometry import Geometry, SlabGeometry
+from vllm_tiered_kv.core.arena_geometry import Geometry, SlabGeometry, aligned
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.errors import InvariantError
 from vllm_tiered_kv.native import _cpu
@@ -91,15 +91,40 @@ class BlockIndex:
         self._hooks = hooks
         self._native = native
         self._uses: list[Sequence[bytes]] = []  # prefixes used, not yet told to the policies
+        self._classes: dict[tuple[bytes, int], int] = {}  # by owner and slot bytes
+        self._class_names: list[tuple[bytes, int]] = []  # the same the other way round
         for size in geometry.slot_bytes:
             native.add_class(size, b"")
+            self._class_names.append((b"", size))
 
     def add_class(self, block_bytes: int, owner: bytes) -> int:
-        """A class for this owner's blocks of one length; for geometries that grow."""
+        """A new class for this owner's blocks of one length; for geometries that grow."""
         if not isinstance(self.geometry, SlabGeometry):
             raise InvariantError("the size classes of this index are fixed")
         size_class = self.geometry.add_class(block_bytes)
-        self._native.add_class(self.geometry.slot_bytes[size_class], owner)
+        slot_bytes = self.geometry.slot_bytes[size_class]
+        self._native.add_class(slot_bytes, owner)
+        self._class_names.append((owner, slot_bytes))
+        self._classes[owner, slot_bytes] = size_class
+        return size_class
+
+    def class_for(self, block_bytes: int, owner: bytes) -> int:
+        """The class of this owner's blocks of one length. While it has no block its number may be
+        given to another: to be asked for at each `reserve`."""
+        if not isinstance(self.geometry, SlabGeometry):
+            raise InvariantError("the size classes of this index are fixed")
+        slot_bytes = aligned(block_bytes, self.geometry.alignment)
+        size_class = self._classes.get((owner, slot_bytes))
+        if size_class is not None:
+            return size_class
+        size_class = self._native.reuse_class(slot_bytes, owner)
+        if size_class is None:
+            return self.add_class(block_bytes, owner)
+        self.geometry.change_class(size_class, block_bytes)
+        if self._classes.get(self._class_names[size_class]) == size_class:
+            del self._classes[self._class_names[size_class]]
+        self._class_names[size_class] = owner, slot_bytes
+        self._classes[owner, slot_bytes] = size_class
         return size_class
 
     def set_quota(self, owner: bytes, quota_bytes: int) -> None:

@@ -145,6 +145,10 @@ class SlabGeometry:
         self.slot_bytes.append(aligned(block_bytes, self.alignment))
         return len(self.slot_bytes) - 1
 
+    def change_class(self, size_class: int, block_bytes: int) -> None:
+        """A class that has no slab is for blocks of another length from now on."""
+        self.slot_bytes[size_class] = aligned(block_bytes, self.alignment)
+
     def slots_in_slab(self, size_class: int) -> int:
         return self.slab_bytes // self.slot_bytes[size_class]
 

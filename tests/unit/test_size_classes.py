@@ -1,0 +1,137 @@
+"""Size classes of an index that come and go with their owners, and the slots of their slabs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from vllm_tiered_kv.cache.index import BlockIndex
+from vllm_tiered_kv.cache.slots import SlotPool
+from vllm_tiered_kv.core.arena_geometry import ArenaGeometry, SlabGeometry
+from vllm_tiered_kv.errors import InvariantError
+from vllm_tiered_kv.native._cpu import EVICTION_POLICIES
+
+PAGE = 4096
+SLABS = 8
+PER_SLAB = 16
+
+
+def make(eviction: str = "lru") -> BlockIndex:
+    slab = PER_SLAB * PAGE
+    return BlockIndex(SlabGeometry(SLABS * slab, slab, PAGE), eviction)
+
+
+def name(number: int) -> bytes:
+    return number.to_bytes(16, "little")
+
+
+def store(index: BlockIndex, number: int, owner: bytes, nbytes: int = PAGE) -> int | None:
+    slot = index.reserve(name(number), None, index.class_for(nbytes, owner))
+    if slot is not None:
+        assert index.commit(slot)
+    return slot
+
+
+def classes(index: BlockIndex) -> int:
+    assert len(index._classes) <= len(index._class_names) == len(index.geometry.slot_bytes)
+    return len(index.geometry.slot_bytes)
+
+
+@pytest.mark.parametrize("eviction", EVICTION_POLICIES)
+def test_thousands_of_owners_come_and_go_and_leave_nothing(eviction: str) -> None:
+    index = make(eviction)
+    for number in range(5000):
+        nbytes = PAGE * (1 + number % 3)
+        for block in range(number % 40):
+            assert store(index, number * 100 + block, name(number), nbytes) is not None
+        if number % 50 == 0:
+            index.check()
+    assert classes(index) <= SLABS + 1  # those that hold something, and one to come
+    index.check()
+
+
+def test_owners_that_found_no_room_leave_nothing() -> None:
+    index = make()
+    for number in range(SLABS * PER_SLAB):
+        store(index, number, b"large")
+    pinned = index.pin([name(number) for number in range(SLABS * PER_SLAB)])
+    before = classes(index)
+    for number in range(1000, 2000):
+        assert store(index, number, name(number)) is None
+    assert classes(index) == before + 1
+    index.unpin(pinned)
+    index.check()
+
+
+def test_a_class_with_a_slot_in_use_is_not_given_away() -> None:
+    index = make()
+    store(index, 0, b"first")
+    [slot] = index.pin([name(0)])
+    index.remove(name(0))  # it is still being read
+    mine = index.class_for(PAGE, b"first")
+    for number in range(1, 20):
+        assert index.class_for(2 * PAGE, name(number)) != mine
+    assert index.class_for(PAGE, b"first") == mine
+    index.unpin([slot])
+    index.check()
+    store(index, 1, b"second", 3 * PAGE)
+    assert index.class_for(3 * PAGE, b"second") == mine
+    assert index.class_for(PAGE, b"first") != mine
+
+
+def test_a_class_given_away_takes_nothing_along() -> None:
+    index = make("s3fifo")
+    index.set_quota(b"first", PER_SLAB * PAGE)
+    for number in range(2 * PER_SLAB):
+        store(index, number, b"first")
+    assert len(index) == PER_SLAB
+    number = index.class_for(PAGE, b"first")
+    index.clear()
+    assert index.class_for(2 * PAGE, b"second") == number
+    slots = [store(index, 100 + n, b"second", 2 * PAGE) for n in range(PER_SLAB)]
+    assert slots == [*range(PER_SLAB // 2), *range(PER_SLAB, PER_SLAB + PER_SLAB // 2)]
+    assert index.used_bytes == PER_SLAB * 2 * PAGE
+    index.check()
+
+
+def test_fixed_classes_stay_as_they_are() -> None:
+    index = BlockIndex(ArenaGeometry(640, (64, 128)), "lru")
+    with pytest.raises(InvariantError):
+        index.class_for(64, b"")
+
+
+def test_slots_are_handed_out_lowest_first() -> None:
+    """Against sets of free slots, with slabs that go from class to class."""
+    geometry = SlabGeometry(SLABS * PER_SLAB * PAGE, PER_SLAB * PAGE, PAGE)
+    for pages in (1, 2, 5, PER_SLAB):
+        geometry.add_class(pages * PAGE)
+    pool = SlotPool(geometry)
+    rng = random.Random(1)
+    used: list[tuple[int, int]] = []  # slot and class
+    slabs: list[tuple[int, set[int]] | None] = [None] * SLABS  # class and free slots
+    for _ in range(20_000):
+        if used and rng.random() < 0.5:
+            slot, size_class = used.pop(rng.randrange(len(used)))
+            pool.release(slot)
+            slab = slot // PER_SLAB
+            owned = slabs[slab]
+            assert owned is not None
+            owned[1].add(slot)
+            if len(owned[1]) == geometry.slots_in_slab(size_class):
+                slabs[slab] = None
+            continue
+        size_class = rng.randrange(4)
+        free = [min(slab[1]) for slab in slabs if slab and slab[0] == size_class and slab[1]]
+        expected = min(free, default=None)
+        if expected is None and None in slabs:
+            slab = slabs.index(None)
+            first = slab * PER_SLAB
+            slabs[slab] = size_class, set(range(first, first + geometry.slots_in_slab(size_class)))
+            expected = first
+        assert pool.allocate(size_class) == expected
+        if expected is not None:
+            owned = slabs[expected // PER_SLAB]
+            assert owned is not None
+            owned[1].remove(expected)
+            used.append((expected, size_class))
