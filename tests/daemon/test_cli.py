@@ -20,7 +20,12 @@ from tests.daemon.raw_client import RawClient, block, key
 from tests.patience import eventually
 from vllm_tiered_kv.config import Eviction
 from vllm_tiered_kv.errors import ConfigError
-from vllm_tiered_kv.server.options import ServerOptions, options_table, quota_of
+from vllm_tiered_kv.server.options import (
+    ServerOptions,
+    may_have_quota,
+    options_table,
+    quota_of,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,6 +57,15 @@ def test_quotas() -> None:
     assert quota_of(listed, bytes.fromhex("ab12ff")) == 1 << 30
     assert quota_of(listed, bytes.fromhex("ab13ff")) == 4 << 30
     assert quota_of({}, b"\0") is None
+
+
+def test_who_may_have_a_quota_is_known_from_the_start_of_a_name() -> None:
+    quotas = {"ab12": 1, "cd" * 20: 1}
+    assert may_have_quota(quotas, bytes.fromhex("ab12ff"))
+    assert may_have_quota(quotas, bytes.fromhex("cd" * 16))
+    assert not may_have_quota(quotas, bytes.fromhex("ab13ff"))
+    assert not may_have_quota({}, bytes(16))
+    assert may_have_quota({"": 1}, bytes(16))
 
 
 @pytest.mark.parametrize(

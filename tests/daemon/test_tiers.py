@@ -269,6 +269,19 @@ def test_quotas_keep_a_namespace_from_pushing_others_out(
     assert held == MIB // 4096
 
 
+def test_namespaces_of_one_block_do_not_push_out_a_large_one(
+    start: StartDaemon, connect: Connect
+) -> None:
+    daemon = start("--memory", "4MiB", "--memory-quota", "ee=1MiB")
+    large = connect(daemon.endpoint, namespace=bytes([0xAB]) * 32)
+    for n in range(900):
+        large.put(blocks(1, start=n))
+    for n in range(40):
+        other = connect(daemon.endpoint, namespace=bytes([n]) * 32)
+        assert other.put(blocks(1)) == [PutResult.STORED]
+    assert sum(tier == 1 for tier in large.tiers([key(n) for n in range(900)])) == 900
+
+
 def test_quotas_hold_for_clients_that_only_look_up(
     start: StartDaemon, connect: Connect, folder: Path
 ) -> None:

@@ -7,6 +7,7 @@ from tools.mutants.mutation import Mutation
 _CONTRACT = "tests/stores/test_contract.py::TestContract::"
 _WRONG_CHECKSUM = (_CONTRACT + "test_a_wrong_checksum_fails_and_keeps_nothing",)
 _MEMORY_STORE = ("tests/stores/test_memory_store.py",)
+_NAMESPACES = ("tests/stores/test_namespaces.py",)
 _POWER_LOSS = ("tests/stores/test_ssd_power_loss.py",)
 _DAMAGE = ("tests/stores/test_ssd_damage.py",)
 _DIR = ("tests/stores/test_shared_dir.py",)
@@ -29,6 +30,22 @@ STORES = (
         "fits = block is not None",
         "a reader gets a part of a block, or an exception",
         (_CONTRACT + "test_a_buffer_of_another_length_is_a_miss",),
+    ),
+    Mutation(
+        "namespaces-share-no-slabs",
+        "stores/slab_owner.py",
+        "return namespace if has_quota(namespace) else SHARED",
+        "return namespace",
+        "forty blocks of as many namespaces drive out all that a large one has",
+        _NAMESPACES,
+    ),
+    Mutation(
+        "ssd-class-from-before-a-wait",
+        "stores/ssd/block_table.py",
+        "            size_class = self.size_class(item.key, nbytes)  # another after a wait\n",
+        "            size_class = self.size_class(item.key, nbytes) if _ == 0 else size_class\n",
+        "a block is written over the slots of another length",
+        _NAMESPACES,
     ),
     Mutation(
         "memory-generation-even-while-written",

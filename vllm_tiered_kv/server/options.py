@@ -222,6 +222,12 @@ def quota_of(quotas: Quotas, namespace: bytes) -> int | None:
     return quotas[max(fitting, key=len)] if fitting else None
 
 
+def may_have_quota(quotas: Quotas, start: bytes) -> bool:
+    """Whether there is a quota for some namespace that starts so."""
+    name = start.hex()
+    return any(name.startswith(prefix[: len(name)]) for prefix in quotas)
+
+
 def read_yaml(path: str) -> Mapping[str, Any]:
     import yaml  # only who uses a file pays for it
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.option_values import format_size
 from vllm_tiered_kv.server.backing import BackingFolder
-from vllm_tiered_kv.server.options import ServerOptions
+from vllm_tiered_kv.server.options import ServerOptions, may_have_quota
 from vllm_tiered_kv.server.tiered_store import TieredStore
 from vllm_tiered_kv.stores.ssd.store import SsdStore
 
@@ -36,6 +37,7 @@ def open_tiers(options: ServerOptions, recorder: Recorder) -> TieredStore:
             options.write_queue or None,
             options.prefault,
             float(options.backing_timeout),
+            partial(may_have_quota, options.memory_quota),
         )
     except BaseException:
         for store in (ssd, backing):
@@ -65,6 +67,7 @@ def _open_ssd(options: ServerOptions) -> SsdStore:
             eviction=options.ssd_eviction.value,
             fsync=options.ssd_fsync,
             progress=lambda line: logger.info("ssd: %s", line),
+            has_quota=partial(may_have_quota, options.ssd_quota),
         )
     except OSError as error:
         raise ConfigError("ssd", f"{options.ssd}: {error.strerror or error}") from error

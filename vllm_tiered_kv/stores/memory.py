@@ -22,12 +22,12 @@ from vllm_tiered_kv.core.store import (
     PutResult,
     StoreKey,
     StoreUsage,
-    namespace_of,
 )
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.device.shared_arena import PAGE, SharedArena
 from vllm_tiered_kv.native.bytes_copy import copy_and_hash, copy_bytes, hash_buffers
 from vllm_tiered_kv.option_values import format_size
+from vllm_tiered_kv.stores.slab_owner import HasQuota, any_may, owner_of, require_own
 
 logger = logging.getLogger(__name__)
 
@@ -71,14 +71,16 @@ class MemoryStore:
         may_evict: Callable[[bytes], bool] | None = None,
         on_evict: Callable[[bytes, int], None] = lambda key, nbytes: None,
         is_below: Callable[[bytes], bool] | None = None,
+        has_quota: HasQuota = any_may,
     ) -> None:
-        """The callbacks run under this store's lock; see BlockIndex."""
+        """The callbacks run under this store's lock; see BlockIndex. Namespaces without a quota
+        share slabs."""
         self.arena = SharedArena.create(capacity_bytes, huge_pages)
         capacity = self.arena.capacity_bytes
         self._geometry = SlabGeometry(capacity, default_slab(capacity, PAGE), PAGE)
         self._index = BlockIndex(self._geometry, eviction, self._evicted, may_evict, is_below)
         self._on_evict = on_evict
-        self._classes: dict[tuple[bytes, int], int] = {}  # (namespace, slot bytes) -> class
+        self._has_quota = has_quota
         self._readable: dict[StoreKey, Held] = {}
         self._lock = threading.RLock()
         self._dropped: dict[StoreKey, None] = {}  # that found no room, oldest first
@@ -150,6 +152,7 @@ class MemoryStore:
     # ---- without copies -------------------------------------------------------------------------
 
     def set_quota(self, namespace: bytes, quota_bytes: int) -> None:
+        require_own(namespace, self._has_quota)
         with self._lock:
             self._index.set_quota(namespace, quota_bytes)
 
@@ -229,7 +232,7 @@ class MemoryStore:
                 return PutResult.DROPPED
             if self._index.lookup(key) is not Lookup.MISS:
                 return PutResult.PRESENT
-            size_class = self._class_for(namespace_of(key), nbytes)
+            size_class = self._class_for(key, nbytes)
             slot = None
             if size_class is not None:
                 slot = self._index.reserve(key, parent, size_class, more)
@@ -369,7 +372,7 @@ class MemoryStore:
 
     # ---- inside ---------------------------------------------------------------------------------
 
-    def _class_for(self, namespace: bytes, nbytes: int) -> int | None:
+    def _class_for(self, key: StoreKey, nbytes: int) -> int | None:
         if not 0 < nbytes <= self._geometry.slab_bytes:
             if nbytes not in self._told_too_large and len(self._told_too_large) < 64:
                 self._told_too_large.add(nbytes)
@@ -380,12 +383,7 @@ class MemoryStore:
                     format_size(self._geometry.slab_bytes),
                 )
             return None
-        slot_bytes = -(-nbytes // PAGE) * PAGE
-        size_class = self._classes.get((namespace, slot_bytes))
-        if size_class is None:
-            size_class = self._index.add_class(slot_bytes, namespace)
-            self._classes[namespace, slot_bytes] = size_class
-        return size_class
+        return self._index.class_for(nbytes, owner_of(key, self._has_quota))
 
     def _evicted(self, key: bytes, nbytes: int) -> None:
         self._readable.pop(StoreKey(key), None)

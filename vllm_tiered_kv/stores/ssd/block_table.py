@@ -13,8 +13,9 @@ from pathlib import Path
 
 from vllm_tiered_kv.cache.durable_index import DurableIndex
 from vllm_tiered_kv.core.arena_geometry import SlabGeometry, aligned
-from vllm_tiered_kv.core.store import BlockFacts, PutItem, PutResult, StoreKey, namespace_of
+from vllm_tiered_kv.core.store import BlockFacts, PutItem, PutResult, StoreKey
 from vllm_tiered_kv.core.tiers import Lookup
+from vllm_tiered_kv.stores.slab_owner import HasQuota, owner_of
 from vllm_tiered_kv.stores.ssd.budget import Budget
 from vllm_tiered_kv.stores.ssd.committer import Committer
 from vllm_tiered_kv.stores.ssd.record_format import ALIGNMENT, decode, encode_del, encode_put
@@ -34,34 +35,37 @@ class BlockTable:
 
     committer: Committer  # set before the first change
 
-    def __init__(self, folder: Path, budget: Budget, eviction: str, counters: SsdCounters) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        budget: Budget,
+        eviction: str,
+        counters: SsdCounters,
+        has_quota: HasQuota,
+    ) -> None:
         self._folder = folder
         self._budget = budget
         self._counters = counters
+        self._has_quota = has_quota
         self._told_too_many = False
         self.geometry = SlabGeometry(budget.data_bytes, budget.slab_bytes, ALIGNMENT)
         self.index = DurableIndex(self.geometry, eviction, self._on_evict, self._on_leave)
         self.records: dict[int, bytes] = {}  # by slot
         self.live_bytes = 0  # slots of readable blocks
-        self._class_of: dict[tuple[bytes, int], int] = {}
 
     def restore(self, live: LiveBlocks) -> None:
         """Fills an empty table."""
-        classes = [self._class(owner, slot_bytes) for owner, slot_bytes in live.class_shapes]
+        classes = [
+            self.index.add_class(slot_bytes, owner) for owner, slot_bytes in live.class_shapes
+        ]
         of_block = [classes[number] for number in live.classes]
         self.index.restore(live.keys, live.parents, live.slots, of_block)
         self.records = dict(zip(live.slots, live.records, strict=True))
         self.live_bytes = sum(self.geometry.slot_bytes[size_class] for size_class in of_block)
 
     def size_class(self, key: StoreKey, nbytes: int) -> int:
-        return self._class(namespace_of(key), aligned(nbytes, ALIGNMENT))
-
-    def _class(self, owner: bytes, slot_bytes: int) -> int:
-        number = self._class_of.get((owner, slot_bytes))
-        if number is None:
-            number = self.index.add_class(slot_bytes, owner)
-            self._class_of[owner, slot_bytes] = number
-        return number
+        """Good while a block of the class is here."""
+        return self.index.class_for(nbytes, owner_of(key, self._has_quota))
 
     def offset(self, slot: int, length: int) -> int:
         slab, position = divmod(slot, self.geometry.slots_per_slab)
@@ -76,7 +80,7 @@ class BlockTable:
 
     # ---- blocks coming ------------------------------------------------------------------------
 
-    def reserve(self, item: PutItem, size_class: int, coming: Sequence[PutItem]) -> int | PutResult:
+    def reserve(self, item: PutItem, nbytes: int, coming: Sequence[PutItem]) -> int | PutResult:
         """A slot for the block, or why there is none; may wait for evictions to be durable.
 
         Room is made at once for all that is `coming`, this block included.
@@ -88,6 +92,7 @@ class BlockTable:
                 self._tell_too_many()
                 if not self.index.evict_coldest(item.parent):
                     return PutResult.DROPPED
+            size_class = self.size_class(item.key, nbytes)  # another after a wait
             slot = self.index.reserve(item.key, item.parent, size_class)
             if slot is not None:
                 return slot

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.option_values import format_size
+from vllm_tiered_kv.stores.slab_owner import HasQuota
 from vllm_tiered_kv.stores.ssd.budget import Budget
 from vllm_tiered_kv.stores.ssd.data_file import DataFile
 from vllm_tiered_kv.stores.ssd.disk import Disk
@@ -64,6 +65,7 @@ def open_folder(
     disk: Disk,
     threads: int,
     progress: Callable[[str], None],
+    has_quota: HasQuota,
 ) -> OpenFolder:
     with ExitStack() as undo:
         make_folder(folder, disk)
@@ -80,7 +82,9 @@ def open_folder(
         data = DataFile(disk, folder, threads)
         undo.callback(data.close)
         report = RecoveryReport()
-        journal, live = _recover(folder, superblock, budget, data, disk, report, progress)
+        journal, live = _recover(
+            folder, superblock, budget, data, disk, report, progress, has_quota
+        )
         undo.pop_all()
     return OpenFolder(lock, superblock.store, budget, data, journal, live, report)
 
@@ -100,10 +104,11 @@ def _recover(
     disk: Disk,
     report: RecoveryReport,
     progress: Callable[[str], None],
+    has_quota: HasQuota,
 ) -> tuple[Journal, LiveBlocks]:
     contents = read_journal(disk, folder, superblock.store)
     generation = contents.header.generation if contents.header else 0
-    live = live_blocks(contents, superblock.slab_bytes, data.size(), report)
+    live = live_blocks(contents, superblock.slab_bytes, data.size(), report, has_quota)
 
     def rewrite() -> Journal:
         nonlocal generation

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_tiered_kv.core.store import MAX_KEY_BYTES, NAMESPACE_BYTES
+from vllm_tiered_kv.stores.slab_owner import HasQuota, owner_of
 from vllm_tiered_kv.stores.ssd.journal import JournalContents
 from vllm_tiered_kv.stores.ssd.record_format import (
     ALIGNMENT,
@@ -59,11 +60,15 @@ class LiveBlocks:
     slots: list[int]
     lengths: NDArray[np.int64]
     classes: list[int]  # indices into `class_shapes`
-    class_shapes: list[tuple[bytes, int]]  # (namespace, slot bytes)
+    class_shapes: list[tuple[bytes, int]]  # (owner, slot bytes)
 
 
 def live_blocks(
-    contents: JournalContents, slab_bytes: int, data_bytes: int, report: RecoveryReport
+    contents: JournalContents,
+    slab_bytes: int,
+    data_bytes: int,
+    report: RecoveryReport,
+    has_quota: HasQuota,
 ) -> LiveBlocks:
     """The blocks in a data file of this size, and in `report` what is not."""
     report.records = len(contents.records)
@@ -74,9 +79,9 @@ def live_blocks(
     records = records[_is_sane(records)]
     puts = records[records["kind"] == PUT]
     puts = _within(puts, slab_bytes, data_bytes, report)
-    classes, shapes = _classes(puts)
+    classes, shapes = _classes(puts, has_quota)
     winners = _slab_winners(puts["slot"] // (slab_bytes // ALIGNMENT), classes)
-    report.drop("damage left two claims on one slab", int(np.count_nonzero(~winners)))
+    report.drop("two claims on one slab: damage, or a new quota", int(np.count_nonzero(~winners)))
     puts, classes = puts[winners], classes[winners]
     keys = _keys(puts, "key", "key_bytes")
     latest = dict(zip(keys, range(len(keys)), strict=True))
@@ -142,8 +147,10 @@ def _within(
     return puts[possible & present]
 
 
-def _classes(puts: RecordArray) -> tuple[NDArray[np.int64], list[tuple[bytes, int]]]:
-    """Numbers the (namespace, slot bytes) that occur."""
+def _classes(
+    puts: RecordArray, has_quota: HasQuota
+) -> tuple[NDArray[np.int64], list[tuple[bytes, int]]]:
+    """Numbers the (owner, slot bytes) that occur."""
     if not len(puts):
         return np.empty(0, np.int64), []
     heads = np.ascontiguousarray(puts["key"]).view(np.uint8).reshape(len(puts), MAX_KEY_BYTES)
@@ -154,8 +161,11 @@ def _classes(puts: RecordArray) -> tuple[NDArray[np.int64], list[tuple[bytes, in
         _, number = np.unique(number * len(values) + inverse, return_inverse=True)
     _, first = np.unique(number, return_index=True)
     sizes = _slot_bytes(puts[first])
-    namespaces = [key[:NAMESPACE_BYTES] for key in _keys(puts[first], "key", "key_bytes")]
-    return number, list(zip(namespaces, sizes.tolist(), strict=True))
+    owners = [owner_of(key, has_quota) for key in _keys(puts[first], "key", "key_bytes")]
+    named = list(zip(owners, sizes.tolist(), strict=True))
+    shapes = list(dict.fromkeys(named))
+    merged = {shape: n for n, shape in enumerate(shapes)}
+    return np.array([merged[shape] for shape in named], np.int64)[number], shapes
 
 
 def _slab_winners(slabs: NDArray[np.uint64], classes: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -29,6 +29,7 @@ from vllm_tiered_kv.core.store import (
 )
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.option_values import format_size
+from vllm_tiered_kv.stores.slab_owner import HasQuota, any_may, require_own
 from vllm_tiered_kv.stores.ssd.block_io import BlockRead, BlockWrite, as_bytes
 from vllm_tiered_kv.stores.ssd.block_table import BlockTable
 from vllm_tiered_kv.stores.ssd.committer import Committer
@@ -61,8 +62,10 @@ class SsdStore:
         progress: Callable[[str], None] | None = None,
         slab_bytes: int | None = None,
         retry_seconds: float = 5.0,
+        has_quota: HasQuota = any_may,
     ) -> None:
-        """`slab_bytes` bounds the size of a block; it is fixed when the folder is made."""
+        """`slab_bytes` bounds the size of a block; it is fixed when the folder is made. Namespaces
+        without a quota share slabs."""
         begin = time.monotonic()
         self.folder = folder
         self.counters = SsdCounters()
@@ -76,11 +79,14 @@ class SsdStore:
         self._backoff = Backoff(retry_seconds)  # of writing blocks
         self._progress = progress or (lambda line: None)
         disk = disk or OsDisk()
-        opened = open_folder(folder, capacity_bytes, slab_bytes, disk, io_threads, self._progress)
+        self._has_quota = has_quota
+        opened = open_folder(
+            folder, capacity_bytes, slab_bytes, disk, io_threads, self._progress, has_quota
+        )
         self._budget = opened.budget
         self._data = opened.data
         self._folder_lock = opened.lock
-        self._table = BlockTable(folder, opened.budget, eviction, self.counters)
+        self._table = BlockTable(folder, opened.budget, eviction, self.counters, has_quota)
         try:
             with _few_collections():
                 self._table.restore(opened.live)
@@ -143,6 +149,7 @@ class SsdStore:
 
     def set_quota(self, namespace: bytes, quota_bytes: int) -> None:
         """The most one namespace may hold, in whole slabs and at least one."""
+        require_own(namespace_of(StoreKey(namespace)), self._has_quota)
         with self._lock:
             self._index.set_quota(namespace_of(StoreKey(namespace)), quota_bytes)
 
@@ -250,15 +257,14 @@ class SsdStore:
             elif not self._is_storable(item, payload.nbytes):
                 outcome = PutResult.DROPPED
             else:
-                size_class = self._table.size_class(item.key, payload.nbytes)
-                outcome = self._table.reserve(item, size_class, items[position:])
+                outcome = self._table.reserve(item, payload.nbytes, items[position:])
             if isinstance(outcome, PutResult):
                 results[position] = outcome
                 if outcome is not PutResult.PRESENT:
                     left_out.add(item.key)
             else:
                 writes.append(BlockWrite(position, item, payload, outcome))
-                used.add(size_class)
+                used.add(self._table.size_class(item.key, payload.nbytes))
         for size_class in used:
             self._table.evict_ahead(size_class)
         return writes

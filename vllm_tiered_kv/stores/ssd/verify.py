@@ -10,6 +10,7 @@ from pathlib import Path
 from vllm_tiered_kv.core.arena_geometry import aligned
 from vllm_tiered_kv.errors import StoreFormatError
 from vllm_tiered_kv.native import cpu
+from vllm_tiered_kv.stores.slab_owner import all_share
 from vllm_tiered_kv.stores.ssd.disk import Disk, OsDisk, read_all
 from vllm_tiered_kv.stores.ssd.folder import DATA, FORMAT, FolderLock, read_superblock
 from vllm_tiered_kv.stores.ssd.journal import read_journal
@@ -64,10 +65,11 @@ def _verify(folder: Path, disk: Disk, progress: Callable[[str], None]) -> Verify
     try:
         data = disk.open(folder / DATA, 0)  # O_RDONLY
     except FileNotFoundError:
-        live_blocks(contents, superblock.slab_bytes, 0, report.journal)
+        live_blocks(contents, superblock.slab_bytes, 0, report.journal, all_share)
         return report
     try:
-        live = live_blocks(contents, superblock.slab_bytes, disk.size(data), report.journal)
+        size = disk.size(data)
+        live = live_blocks(contents, superblock.slab_bytes, size, report.journal, all_share)
         slots_per_slab = superblock.slab_bytes // ALIGNMENT
         for done, encoded in enumerate(live.records):
             if done % _PROGRESS_BLOCKS == 0:

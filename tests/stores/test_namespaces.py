@@ -1,0 +1,177 @@
+"""Many namespaces in one tier: what they cost, and what they take from each other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_tiered_kv.core.store import PutItem, PutResult, StoreKey
+from vllm_tiered_kv.stores.memory import MemoryStore
+from vllm_tiered_kv.stores.slab_owner import HasQuota, all_share, any_may
+from vllm_tiered_kv.stores.ssd.store import SsdStore
+
+MIB = 1 << 20
+CAPACITY = 32 * MIB
+SIZE = 128 << 10  # smaller blocks fill the index of an SSD before its space
+LARGE = b"large".ljust(16)
+
+Store = MemoryStore | SsdStore
+Open = Callable[[HasQuota], Store]
+
+
+def key(namespace: bytes, n: int = 0) -> StoreKey:
+    return StoreKey(namespace + n.to_bytes(8, "little"))
+
+
+def keys(namespace: bytes, count: int) -> list[StoreKey]:
+    return [key(namespace, n) for n in range(count)]
+
+
+def put(store: Store, name: StoreKey, nbytes: int = SIZE) -> PutResult:
+    [result] = store.put([PutItem(name, None, memoryview(name[-8:] * (nbytes // 8)))])
+    return result
+
+
+def is_whole(store: Store, name: StoreKey, nbytes: int = SIZE) -> bool:
+    buffer = bytearray(nbytes)
+    return store.get([name], [memoryview(buffer)]) == [True] and buffer == name[-8:] * (nbytes // 8)
+
+
+def check(store: Store) -> None:
+    with store._lock:
+        store._index.check()
+
+
+@pytest.fixture(params=["memory", "ssd"])
+def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
+    stores: list[Store] = []
+
+    def make(has_quota: HasQuota) -> Store:
+        if request.param == "memory":
+            stores.append(MemoryStore(CAPACITY, has_quota=has_quota))
+        else:
+            stores.append(SsdStore(tmp_path / "ssd", CAPACITY, io_threads=2, has_quota=has_quota))
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        check(store)
+        store.close()
+
+
+@pytest.mark.parametrize("has_quota", [all_share, any_may])
+def test_namespaces_that_come_and_go_leave_nothing(open_store: Open, has_quota: HasQuota) -> None:
+    store = open_store(has_quota)
+    geometry = store._index.geometry
+    for _ in range(5000 if isinstance(store, MemoryStore) else 500):  # a disk syncs for each
+        assert put(store, key(os.urandom(16)), 4096) is PutResult.STORED
+    assert len(geometry.slot_bytes) <= geometry.num_slabs + 1
+    assert len(store._index._classes) <= geometry.num_slabs + 1
+
+
+def test_small_namespaces_take_no_more_than_they_hold(open_store: Open) -> None:
+    store = open_store(all_share)
+    count = 0
+    while all(store.contains(keys(LARGE, count))[:1]):
+        assert put(store, key(LARGE, count)) is PutResult.STORED
+        count += 1
+    before = sum(store.contains(keys(LARGE, count)))
+    for _ in range(40):
+        assert put(store, key(os.urandom(16))) is PutResult.STORED
+    ahead = before // 16  # a large SSD keeps a few slots free
+    assert sum(store.contains(keys(LARGE, count))) >= before - 40 - ahead
+
+
+def test_namespaces_that_share_slabs_have_no_quota(open_store: Open) -> None:
+    store = open_store(lambda namespace: namespace == LARGE)
+    store.set_quota(LARGE, MIB)
+    with pytest.raises(ValueError, match="shares its slabs"):
+        store.set_quota(bytes(16), MIB)
+
+
+def test_a_namespace_with_a_quota_keeps_to_it_among_those_that_share(open_store: Open) -> None:
+    store = open_store(lambda namespace: namespace == LARGE)
+    slab = store._index.geometry.slab_bytes
+    store.set_quota(LARGE, slab)
+    others = [key(os.urandom(16)) for _ in range(20)]
+    for name in others:
+        assert put(store, name) is PutResult.STORED
+    for n in range(slab // SIZE + 50):
+        assert put(store, key(LARGE, n)) is PutResult.STORED
+    assert all(is_whole(store, name) for name in others)
+    assert sum(store.contains(keys(LARGE, slab // SIZE + 50))) <= slab // SIZE
+
+
+def test_lengths_do_not_share(open_store: Open) -> None:
+    store = open_store(all_share)
+    names = [(key(os.urandom(16)), SIZE * (1 + n % 5)) for n in range(40)]
+    for name, nbytes in names:
+        assert put(store, name, nbytes) is PutResult.STORED
+    assert all(is_whole(store, name, nbytes) for name, nbytes in names)
+
+
+# ---- on a disk, which outlives what it was told of quotas ---------------------------------------
+
+
+def opened(folder: Path, has_quota: HasQuota) -> SsdStore:
+    return SsdStore(folder, CAPACITY, io_threads=2, has_quota=has_quota)
+
+
+def test_shared_slabs_are_recovered(tmp_path: Path) -> None:
+    names = [key(os.urandom(16)) for _ in range(20)]
+    store = opened(tmp_path / "ssd", all_share)
+    for name in names:
+        put(store, name)
+    store.close()
+    store = opened(tmp_path / "ssd", all_share)
+    assert store.recovery.dropped == {}
+    assert all(is_whole(store, name) for name in names)
+    check(store)
+    store.close()
+
+
+def test_a_new_quota_parts_namespaces_that_shared_a_slab(tmp_path: Path) -> None:
+    first, last = b"a" * 16, b"b" * 16
+    store = opened(tmp_path / "ssd", all_share)
+    for namespace in (first, last):
+        for name in keys(namespace, 3):
+            put(store, name)
+    store.close()
+    for has_quota in (any_may, all_share):  # and nothing is lost when it is taken back
+        store = opened(tmp_path / "ssd", has_quota)
+        assert sum(store.recovery.dropped.values()) == (3 if has_quota is any_may else 0)
+        assert store.contains(keys(first, 3)) == [False] * 3
+        assert all(is_whole(store, name) for name in keys(last, 3))
+        check(store)
+        store.close()
+
+
+def test_a_class_given_away_during_a_wait_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A put waits for room without the lock, and its class has no block yet."""
+    store = opened(tmp_path / "ssd", any_may)
+    count = 0
+    while not store.counters.evicted_blocks:
+        put(store, key(LARGE, count))
+        count += 1
+    real = store._committer.wait_release
+    waits = []
+
+    def wait() -> bool:
+        waits.append(1)
+        released = real()
+        store._table.size_class(key(b"other".ljust(16)), 2 * SIZE)  # of a put at the same time
+        return released
+
+    monkeypatch.setattr(store._committer, "wait_release", wait)
+    name = key(b"mine".ljust(16))
+    assert put(store, name) is PutResult.STORED
+    assert waits
+    assert store._index.owned_slots(store._table.size_class(name, SIZE)) > 0
+    assert is_whole(store, name)
+    check(store)
+    store.close()
