@@ -41,9 +41,9 @@ def classes(index: BlockIndex) -> int:
 @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
 def test_thousands_of_owners_come_and_go_and_leave_nothing(eviction: str) -> None:
     index = make(eviction)
-    for number in range(5000):
+    for number in range(3000):
         nbytes = PAGE * (1 + number % 3)
-        for block in range(number % 40):
+        for block in range(number % 20):
             assert store(index, number * 100 + block, name(number), nbytes) is not None
         if number % 50 == 0:
             index.check()
