@@ -20,8 +20,6 @@ _FIRST_STEP = (
     "tests/engine/test_remote_scheduling.py::test_daemons_are_reached_before_the_first_request",
 )
 
-_IDENTITY = ("tests/unit/test_model_identity.py",)
-
 CONNECTOR = (
     Mutation(
         "images-by-number",
@@ -31,22 +29,6 @@ CONNECTOR = (
         "after a restart another image with the same number is taken for the first",
         _KEYS,
         Needs.VLLM,
-    ),
-    Mutation(
-        "embedding-sampled",
-        "connector/model_identity.py",
-        "if is_table or end - start <= 3 * _SAMPLE:",
-        "if end - start <= 3 * _SAMPLE:",
-        "a model whose new tokens were trained is taken for the one before",
-        _IDENTITY,
-    ),
-    Mutation(
-        "long-rope-by-config-alone",
-        "connector/model_identity.py",
-        'yield "long_rope", str(model.max_model_len > int(original or 0))',
-        'yield "long_rope", ""',
-        "engines with other factors of their positions share blocks",
-        _IDENTITY,
     ),
     Mutation(
         "engine-that-waits-for-a-request",
@@ -190,14 +172,6 @@ CONNECTOR = (
         "tokens that do not exist yet are hashed",
         _KEYS,
         Needs.VLLM,
-    ),
-    Mutation(
-        "adapter-changed-in-place-not-seen",
-        "connector/model_identity.py",
-        "        (file.name, stat.st_size, stat.st_mtime_ns)\n",
-        "        (file.name, 0, 0)\n",
-        "an adapter gets blocks computed with its older version",
-        ("tests/unit/test_model_identity.py",),
     ),
     Mutation(
         "unconfirmed-tokens-stored",

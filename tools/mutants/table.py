@@ -5,6 +5,7 @@ from __future__ import annotations
 from tools.mutants.of_cache import CACHE
 from tools.mutants.of_connector import CONNECTOR
 from tools.mutants.of_early_loads import EARLY_LOADS
+from tools.mutants.of_identity import IDENTITY
 from tools.mutants.of_keys_and_copies import COPIES, KEYS
 from tools.mutants.of_remote import REMOTE
 from tools.mutants.of_server import SERVER
@@ -19,6 +20,7 @@ MUTATIONS = (
     *REMOTE,
     *SERVER,
     *CONNECTOR,
+    *IDENTITY,
     *EARLY_LOADS,
     *WINDOWS_AND_COMPARISONS,
 )

@@ -1,7 +1,8 @@
 """Who computed these bytes: a digest of what is in the model's files, never of their names.
 
 Two folders with equal weights, config and overrides are one model; one folder whose weights were
-changed is another. Of each large weight file the digest covers its size, its tensor index and
+changed is another. Where no weights can be read, as in an object store, where they come from has
+to do. Of each large weight file the digest covers its size, its tensor index and
 samples from every tensor, which training changes throughout; hashing hundreds of gigabytes at each
 start would not make a difference anyone could meet. Embeddings are read whole: some rows of them
 may be trained alone. So are adapters, which are small.
@@ -19,21 +20,30 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_tiered_kv.connector.model_settings import canonical_text, settings
 from vllm_tiered_kv.core.key import Fingerprint
 from vllm_tiered_kv.errors import UnsupportedError
 from vllm_tiered_kv.native.cpu import xxh3_64
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import LoadConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(__name__)
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors")
+_NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
+_LOADER_IGNORED = frozenset(
+    {
+        # How fast, and by whose leave. vLLM fills in the last three itself.
+        *("enable_multithread_load", "num_threads", "enable_weights_track", "concurrency"),
+        *("memory_limit", "distributed", "num_readers", "verify_hash", "encryption_keyfile"),
+        *("s3_access_key_id", "s3_secret_access_key", "hf_config", "model_class", "dtype"),
+    }
+)
 _SMALL_FILE = 1 << 20  # files up to this size are covered whole
 _SAMPLE = 4096
 _CHUNK = 8 << 20  # read and hashed at a time
-_LLAMA4_LONG = 32768  # tokens of a context, from which on vLLM tunes its attention
 _TABLES = ("embed", "wte", "wpe")  # in names of tensors whose rows may be trained one by one
 _MAX_TENSORS = 8192
 _MAX_HEADER = 256 << 20
@@ -74,58 +84,67 @@ def model_digest(vllm_config: VllmConfig) -> str:
     load_format = str(getattr(vllm_config.load_config, "load_format", "auto"))
     _add(digest, "load_format", load_format)
     _add(digest, "hf_config", _stable(model.hf_config.to_dict()))
-    _add(digest, "hf_overrides", _overrides(model.hf_overrides))
-    for setting, value in _settings(model):
+    for setting, value in settings(model):
         _add(digest, setting, value)
     if load_format == "dummy":
         _add(digest, "seed", str(model.seed))
         return digest.hexdigest()
-    folder = _model_folder(vllm_config)
-    if folder is None:
-        logger.warning(
-            "the files of model %s cannot be read here; its cache is keyed by name and revision, "
-            "so call reset_prefix_cache(reset_connector=True) after changing them in place",
-            model.model,
-        )
-        _add(digest, "name", f"{model.model}@{model.revision}")
-    elif folder.is_file():
-        _add_file(digest, folder)
-    else:
-        # These formats read other files even where safetensors lie beside them.
-        _add_folder(digest, folder, every_format=load_format in ("pt", "npcache"))
+    _add(digest, "loader", _loader_text(vllm_config.load_config))
+    _add_weights(digest, vllm_config)
     return digest.hexdigest()
 
 
-def _settings(model: ModelConfig) -> Iterator[tuple[str, str]]:
-    """Of the engine, that change what the weights compute; only where they are set."""
-    multimodal = getattr(model, "multimodal_config", None)
-    processor = getattr(multimodal, "mm_processor_kwargs", None)
-    if processor:
-        # vLLM's name of an image covers what a request asks of the processor, not what the engine
-        # does.
-        yield "mm_processor_kwargs", json.dumps(processor, sort_keys=True, default=str)
-    # What some models compute depends on how long vLLM's contexts may get.
-    for part in _parts(model.hf_config.to_dict()):
-        rope = part.get("rope_type", part.get("type"))
-        if rope in ("longrope", "su"):
-            original = part.get("original_max_position_embeddings")
-            if original is None:
-                original = getattr(model.hf_config, "original_max_position_embeddings", 0)
-            yield "long_rope", str(model.max_model_len > int(original or 0))
-        elif rope == "dynamic":
-            yield "dynamic_rope", str(model.max_model_len)
-        elif str(part.get("model_type", "")).startswith("llama4"):
-            asked = getattr(model, "override_generation_config", None) or {}
-            tuned = asked.get("attn_temperature_tuning", model.max_model_len > _LLAMA4_LONG)
-            yield "attn_temperature_tuning", str(tuned)
+def _add_weights(digest: Any, vllm_config: VllmConfig) -> None:
+    """By what is in their files; where those are not here, by where they come from."""
+    model, load_format = vllm_config.model_config, str(vllm_config.load_config.load_format)
+    # These formats read other files even where safetensors lie beside them.
+    every_format = load_format in ("pt", "npcache")
+    code = (".py",) if getattr(model, "trust_remote_code", False) else ()
+    folder = _model_folder(vllm_config)
+    are_read = folder is not None and _add_place(digest, folder, every_format, code)
+    source = _other_source(vllm_config)
+    if source:  # then the folder has configs alone, or weights that nobody loads
+        are_read = os.path.exists(source) and _add_place(digest, Path(source), every_format)
+    if not are_read:
+        name = source or model.model
+        logger.warning(
+            "the files of model %s cannot be read here; its cache is keyed by name and revision, "
+            "so call reset_prefix_cache(reset_connector=True) after changing them in place",
+            name,
+        )
+        _add(digest, "name", f"{name}@{model.revision}")
 
 
-def _parts(config: object) -> Iterator[dict[str, Any]]:
-    """A config and all that are inside it: of the text part, of positions, of kinds of layers."""
-    if isinstance(config, dict):
-        yield config
-        for inner in config.values():
-            yield from _parts(inner)
+def _other_source(vllm_config: VllmConfig) -> str:
+    """Where the weights come from if not from the model's folder, or nothing.
+
+    Of a model in an object store vLLM's folder is a temporary one without weights.
+    """
+    load = vllm_config.load_config
+    if str(load.load_format) == "tensorizer":
+        options = _loader_options(load)
+        folder = options.get("tensorizer_dir")
+        uri = options.get("tensorizer_uri") or (folder and f"{folder}/model.tensors")
+        if uri:
+            return str(uri)
+    return str(getattr(vllm_config.model_config, "model_weights", None) or "")
+
+
+def _loader_options(load: LoadConfig) -> dict[str, Any]:
+    extra = getattr(load, "model_loader_extra_config", None) or {}
+    return dict(extra.get("tensorizer_config") or extra)
+
+
+def _loader_text(load: LoadConfig) -> str:
+    ignored = set(_LOADER_IGNORED)
+    if str(load.load_format) == "tensorizer":
+        ignored |= {"tensorizer_uri", "tensorizer_dir"}  # the source of weights, see above
+    options = {
+        name: value
+        for name, value in _loader_options(load).items()
+        if name not in ignored and not name.startswith("_") and value not in (None, {})
+    }
+    return canonical_text(options)
 
 
 def adapter_digest(name: str, path: str) -> bytes:
@@ -197,17 +216,25 @@ def _top_files(folder: Path) -> list[Path]:
     return sorted(file for file in folder.iterdir() if file.is_file())
 
 
-def _add_folder(digest: Any, folder: Path, every_format: bool = False) -> None:
-    files = [file for file in _files(folder) if file.suffix in (".json", *_WEIGHT_SUFFIXES)]
-    files = [file for file in files if file != folder / "config.json"]  # hf_config stands for it
+def _add_place(
+    digest: Any, place: Path, every_format: bool = False, code: tuple[str, ...] = ()
+) -> bool:
+    """Covers a file, or a folder's configs and weights; False if there are no weights in it."""
+    if place.is_file():
+        _add_file(digest, place)
+        return True
+    suffixes = (".json", *code, *_WEIGHT_SUFFIXES)
+    files = [file for file in _files(place) if file.suffix in suffixes]
+    files = [file for file in files if file != place / "config.json"]  # hf_config stands for it
     # Some repositories carry the weights twice; vLLM loads safetensors when they are there, at
     # the top: those of a subfolder do not replace the model's own.
-    own = any(file.suffix == ".safetensors" and file.parent == folder for file in files)
+    own = any(file.suffix == ".safetensors" and file.parent == place for file in files)
     if own and not every_format:
-        files = [file for file in files if file.suffix in (".json", ".safetensors")]
+        files = [file for file in files if file.suffix in (".json", *code, ".safetensors")]
     for file in files:
-        _add(digest, "file", file.relative_to(folder).as_posix())
+        _add(digest, "file", file.relative_to(place).as_posix())
         _add_file(digest, file)
+    return any(file.suffix in _WEIGHT_SUFFIXES and file.name not in _NO_WEIGHTS for file in files)
 
 
 def _add_file(digest: Any, file: Path, whole: bool = False) -> None:
@@ -281,13 +308,6 @@ def _tensor_index(stream: Any, size: int) -> tuple[int, list[tuple[int, int, boo
 
 def _add(digest: Any, label: str, value: str) -> None:
     digest.update(f"{label}:{len(value)}:{value};".encode())
-
-
-def _overrides(overrides: Any) -> str:
-    """A function is named, not shown: its repr holds an address, another one in each process."""
-    if callable(overrides):
-        return f"{overrides.__module__}.{overrides.__qualname__}"
-    return repr(overrides)
 
 
 def _stable(config: dict[str, Any]) -> str:

@@ -1,0 +1,227 @@
+"""Every setting of vLLM's models is either known to change no number, or makes another key."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import LoadConfig, ModelConfig
+from vllm.config.multimodal import MultiModalConfig
+
+from vllm_tiered_kv.connector.model_identity import model_digest
+from vllm_tiered_kv.connector.model_settings import (
+    IGNORED_OF_MEDIA,
+    IGNORED_OF_MODEL,
+    canonical_text,
+)
+
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+    "torch_dtype": "float32",
+}
+
+IN_OTHER_WAYS = {"hf_config", "multimodal_config", "max_model_len", "seed", "revision"}
+"""Ignored as fields, yet counted: see the tests of `model_identity`."""
+
+HARMLESS_OF_MODEL = {
+    "model",
+    "served_model_name",
+    "tokenizer",
+    "max_logprobs",
+    "enforce_eager",
+    "enable_sleep_mode",
+    "generation_config",
+    "hf_token",
+}
+"""A sample of what must never keep two engines apart."""
+
+
+def write_model(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+def config_of(folder: Path, **options: Any) -> ModelConfig:
+    config = ModelConfig(model=str(folder), skip_tokenizer_init=True, **options)
+    config.multimodal_config = MultiModalConfig()
+    return config
+
+
+def digest(config: ModelConfig) -> str:
+    load = LoadConfig(load_format="safetensors")
+    return model_digest(SimpleNamespace(model_config=config, load_config=load))  # type: ignore[arg-type]
+
+
+def another(value: Any) -> Any:
+    """Some other value: what it means does not matter, that it is another one does."""
+    if isinstance(value, bool):
+        return not value
+    return "another"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("settings") / "model")
+
+
+def with_value(folder: Path, part: str, name: str) -> ModelConfig:
+    config = config_of(folder)
+    owner = config if part == "model" else config.multimodal_config
+    # Not by assignment, which pydantic may check.
+    owner.__dict__[name] = another(getattr(owner, name, None))
+    return config
+
+
+FIELDS = [
+    *(("model", field.name) for field in dataclasses.fields(ModelConfig)),
+    *(("media", field.name) for field in dataclasses.fields(MultiModalConfig)),
+]
+
+
+@pytest.mark.parametrize(("part", "name"), [f for f in FIELDS if f[1] not in IN_OTHER_WAYS])
+def test_a_setting_is_ignored_by_name_or_counts(folder: Path, part: str, name: str) -> None:
+    ignored = IGNORED_OF_MODEL if part == "model" else IGNORED_OF_MEDIA
+    if name in ("model", "model_weights", "hf_text_config"):
+        assert name in ignored  # the digest reads what is there
+        return
+    is_equal = digest(with_value(folder, part, name)) == digest(config_of(folder))
+    assert is_equal == (name in ignored)
+
+
+@pytest.mark.parametrize("part", ["model", "media"])
+def test_a_setting_of_a_newer_vllm_counts(folder: Path, part: str) -> None:
+    base = config_of(folder)
+    owner = base if part == "model" else base.multimodal_config
+    newer = dataclasses.make_dataclass(
+        "Newer", [("new_rounding", str)], bases=(type(owner),), kw_only=True
+    )
+
+    def of(value: str | None) -> str:
+        changed = object.__new__(newer)
+        changed.__dict__.update(vars(owner), new_rounding=value)
+        if part == "model":
+            return digest(changed)
+        config = config_of(folder)
+        config.__dict__["multimodal_config"] = changed
+        return digest(config)
+
+    assert len({of(None), of("up"), of("down")}) == 3
+    assert of(None) == digest(base)  # while it is off, nothing has changed
+
+
+def test_what_changes_the_numbers_is_not_ignored() -> None:
+    counted = {
+        *("video_pruning_rate", "video_pruning_method", "quantization_config", "model_impl"),
+        *("model_class_overrides", "code_revision", "disable_sliding_window", "convert"),
+        *("mm_encoder_attn_dtype", "mm_device_do_normalize", "media_io_kwargs"),
+        *("mm_encoder_fp8_scale_path", "mm_processor_kwargs", "hf_overrides", "runner"),
+    }
+    assert not counted & (IGNORED_OF_MODEL | IGNORED_OF_MEDIA)
+    assert HARMLESS_OF_MODEL <= IGNORED_OF_MODEL
+
+
+def test_a_file_of_scales_counts_by_what_it_holds(folder: Path, tmp_path: Path) -> None:
+    def of(path: Path) -> str:
+        config = config_of(folder)
+        assert config.multimodal_config is not None
+        config.multimodal_config.__dict__["mm_encoder_fp8_scale_path"] = str(path)
+        return digest(config)
+
+    for name, text in (("a", "1"), ("b", "1"), ("c", "2")):
+        (tmp_path / name).write_text(text)
+    assert of(tmp_path / "a") == of(tmp_path / "b") != of(tmp_path / "c")
+
+
+def test_equal_files_are_one_model_under_any_name(folder: Path, tmp_path: Path) -> None:
+    other = write_model(tmp_path / "under another name")
+    assert digest(config_of(folder)) == digest(config_of(other, served_model_name="x"))
+
+
+IN_ANOTHER_PROCESS = """
+import sys
+from pathlib import Path
+from tests.engine.test_model_settings import config_of, digest, odd_values
+config = config_of(Path(sys.argv[1]))
+config.__dict__.update(odd_values())
+config.multimodal_config.__dict__["media_io_kwargs"] = odd_values()
+print("digest", digest(config))
+"""
+
+
+class Shade(enum.Enum):
+    DARK = enum.auto()
+
+
+@dataclasses.dataclass
+class Spec:
+    parts: frozenset[str]
+    inner: Any = None
+
+
+class Opaque:
+    """Its repr holds an address."""
+
+    __slots__ = ()
+
+
+def odd_values() -> dict[str, Any]:
+    """Values whose text likes to hold addresses, or an order that is by chance."""
+    names = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate"})
+    return {
+        "quantization_config": Spec(names, Spec(frozenset("abcdef"), Opaque())),
+        "hf_overrides": odd_values,
+        "model_class_overrides": {"b": torch.float16, "a": Shade.DARK, "c": ModelConfig},
+        "convert": functools.partial(write_model, folder=names),
+    }
+
+
+def test_keys_are_equal_in_every_process(folder: Path, tmp_path: Path) -> None:
+    digests = set()
+    for seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", IN_ANOTHER_PROCESS, str(folder)],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=True,
+        )
+        digests |= {line for line in done.stdout.splitlines() if line.startswith("digest")}
+    assert len(digests) == 1
+
+
+def test_other_values_have_another_text() -> None:
+    values = [
+        *(None, True, 1, 1.0, "1", b"1", [1], {1}, {1: 1}, {"1": 1}, [[1]], [], {}, Shade.DARK),
+        *(torch.float16, torch.bfloat16, torch.device("cpu"), Path("a"), Path("b")),
+        *(Spec(frozenset("a")), Spec(frozenset("b")), Spec, odd_values, Opaque, Opaque()),
+        *(functools.partial(print, 1), functools.partial(print, 2), SimpleNamespace(a=1)),
+    ]
+    texts = [canonical_text(value) for value in values]
+    assert len(set(texts)) == len(values)
+    assert not any("0x" in text for text in texts)
+    assert canonical_text({"a": 1, "b": 2}) == canonical_text({"b": 2, "a": 1})
+    assert canonical_text((1, 2)) == canonical_text([1, 2])  # as after a trip through JSON
+    loop: dict[str, Any] = {}
+    loop["self"] = loop
+    assert canonical_text(loop)

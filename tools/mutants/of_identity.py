@@ -1,0 +1,70 @@
+"""Which model computed a block: `connector/model_identity.py`, `connector/model_settings.py`."""
+
+from __future__ import annotations
+
+from tools.mutants.mutation import Mutation, Needs
+
+_IDENTITY = ("tests/unit/test_model_identity.py",)
+_SOURCES = ("tests/unit/test_weight_sources.py",)
+_SETTINGS = ("tests/engine/test_model_settings.py",)
+
+IDENTITY = (
+    Mutation(
+        "embedding-sampled",
+        "connector/model_identity.py",
+        "if is_table or end - start <= 3 * _SAMPLE:",
+        "if end - start <= 3 * _SAMPLE:",
+        "a model whose new tokens were trained is taken for the one before",
+        _IDENTITY,
+    ),
+    Mutation(
+        "long-rope-by-config-alone",
+        "connector/model_settings.py",
+        'yield "long_rope", str(model.max_model_len > int(original or 0))',
+        'yield "long_rope", ""',
+        "engines with other factors of their positions share blocks",
+        _IDENTITY,
+    ),
+    Mutation(
+        "folder-without-weights-is-a-model",
+        "connector/model_identity.py",
+        "    if not are_read:\n",
+        "    if folder is None:\n",
+        "fine-tunes in an object store share blocks",
+        _SOURCES,
+    ),
+    Mutation(
+        "loader-told-nothing-that-counts",
+        "connector/model_identity.py",
+        '_add(digest, "loader", _loader_text(vllm_config.load_config))',
+        "pass",
+        "weights that a loader finds by its options share blocks",
+        _SOURCES,
+    ),
+    Mutation(
+        "settings-by-address",
+        "connector/model_settings.py",
+        '_ADDRESS.sub("", repr(value))',
+        "repr(value)",
+        "an engine finds nothing of what it stored before a restart",
+        _SETTINGS,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "media-settings-ignored",
+        "connector/model_settings.py",
+        "        yield from _counted(media,",
+        "        yield from () and _counted(media,",
+        "engines that prune videos share blocks with those that do not",
+        _SETTINGS,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "adapter-changed-in-place-not-seen",
+        "connector/model_identity.py",
+        "        (file.name, stat.st_size, stat.st_mtime_ns)\n",
+        "        (file.name, 0, 0)\n",
+        "an adapter gets blocks computed with its older version",
+        _IDENTITY,
+    ),
+)
