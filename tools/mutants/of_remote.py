@@ -12,6 +12,7 @@ _PLACES = (
 )
 
 _LINK = ("tests/remote/test_link.py",)
+_DESCRIPTORS = ("tests/remote/test_descriptors.py",)
 
 REMOTE = (
     Mutation(
@@ -224,5 +225,29 @@ REMOTE = (
         "return xxh3_64(bytes([self.addresses.index(address)]) + anchor), address",
         "engines that list daemons differently do not find each other's blocks",
         ("tests/remote/test_placement.py",),
+    ),
+    Mutation(
+        "thread-of-loans-that-dies",
+        "remote/loans.py",
+        "            except Exception:  # a thread",
+        "            except ArithmeticError:  # a thread",
+        "what is lent stays with the daemon for the engine's life",
+        _DESCRIPTORS,
+    ),
+    Mutation(
+        "connection-that-knows-no-lack",
+        "remote/connection.py",
+        "            if isinstance(error, zmq.ZMQError):\n",
+        "            if False:\n",
+        "a lack of descriptors ends threads that nobody starts again",
+        _DESCRIPTORS,
+    ),
+    Mutation(
+        "socket-of-the-link-unguarded",
+        "remote/attachment.py",
+        "    except OSError as error:  # no descriptors left, for now\n",
+        "    except KeyError as error:  # no descriptors left, for now\n",
+        "the thread that attaches hears of an error it does not expect",
+        _DESCRIPTORS,
     ),
 )

@@ -288,22 +288,28 @@ class SharedRegions:
     def _keep_attached(self) -> None:
         while not self._stop.is_set():
             for address, store in self._stores.items():
-                region = self._regions.get(address)
-                if region is not None and region.memory.alive:
-                    # What came too late, or could not be given back, must not wait for the next
-                    # load: of an idle engine there is none.
-                    region.memory.settle()
-                    continue
-                if region is not None:
-                    # Steps that were planned while it was there may still read from it.
-                    region.departed_at, region.departed_step = time.monotonic(), self._steps
-                    self._departed[address] = region
-                    del self._regions[address]
-                self._let_go(address)
-                if address not in self._departed:
-                    # Not two memories of a daemon at a time; until then blocks take the socket.
-                    self._attach(address, store)
+                try:
+                    self._look_after(address, store)
+                except Exception:  # a thread that ends would leave all daemons to the socket
+                    logger.exception("memory of %s could not be seen to", address)
             self._stop.wait(_RETRY_S)
+
+    def _look_after(self, address: str, store: RemoteStore) -> None:
+        region = self._regions.get(address)
+        if region is not None and region.memory.alive:
+            # What came too late, or could not be given back, must not wait for the next load: of
+            # an idle engine there is none.
+            region.memory.settle()
+            return
+        if region is not None:
+            # Steps that were planned while it was there may still read from it.
+            region.departed_at, region.departed_step = time.monotonic(), self._steps
+            self._departed[address] = region
+            del self._regions[address]
+        self._let_go(address)
+        if address not in self._departed:
+            # Not two memories of a daemon at a time; until then blocks take the socket.
+            self._attach(address, store)
 
     def _let_go(self, address: str) -> None:
         region = self._departed.get(address)

@@ -52,7 +52,10 @@ class Attachment:
 
 def attach(path: str, client: str, timeout_s: float) -> Attachment:
     """Raises ArenaError, with the reason, when there is no memory to be had."""
-    link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    except OSError as error:  # no descriptors left, for now
+        raise ArenaError(str(error)) from None
     descriptors: list[int] = []
     try:
         link.settimeout(timeout_s)

@@ -260,10 +260,10 @@ class Connection:
 
     def _open_socket(self) -> None:
         settings = self._settings
-        if self._zmq.context is None:
-            self._zmq.context = zmq.Context()
-        socket = self._zmq.context.socket(zmq.DEALER)
-        try:
+        try:  # from the first on: a process may be out of descriptors for a while
+            if self._zmq.context is None:
+                self._zmq.context = zmq.Context()
+            socket = self._zmq.socket = self._zmq.context.socket(zmq.DEALER)
             for option, value in (
                 (zmq.LINGER, 0),
                 (zmq.IMMEDIATE, 1),
@@ -284,12 +284,12 @@ class Connection:
                 settings.curve.apply(socket)
             name = f"inproc://tiered-kv-monitor-{next(_monitors)}"
             self._zmq.monitor = socket.get_monitor_socket(_EVENTS, name)
-            self._zmq.socket = socket
             socket.connect(settings.address.endpoint)
-        except zmq.ZMQError as error:
-            self._zmq.socket = socket
+        except BaseException as error:
             self.drop()
-            raise ConnectionLost(f"no connection can be made: {error}") from None
+            if isinstance(error, zmq.ZMQError):
+                raise ConnectionLost(f"no connection can be made: {error}") from None
+            raise
 
     def _post(self, request: Request, payload: Sequence[memoryview], deadline: float) -> int:
         assert self._zmq.socket is not None

@@ -12,6 +12,7 @@ workers of an engine do not outlive their scheduler with anything they read.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from vllm_tiered_kv.remote.shared_memory import SharedMemory
 from vllm_tiered_kv.remote.store import RemoteStore
 from vllm_tiered_kv.wire.limits import MAX_KEYS, MAX_LOOKUPS
 from vllm_tiered_kv.wire.messages import BORROW_CAPABILITY, LINK_CAPABILITY, Borrow, BorrowReply
+
+logger = logging.getLogger(__name__)
 
 _BUSY_S = 0.05  # how long to wait for others who ask: the daemon answers dozens in that time
 _RETRY_S = 0.5
@@ -220,21 +223,28 @@ class LoanDesk:
             # What a daemon did not take, being stopped for example, is offered again.
             self._wake.wait(_RETRY_S if self._unsettled else _LOOK_S)
             self._wake.clear()
-            memory = self._memory
-            if memory is not None and not memory.alive:
-                self._leave(memory)
-            elif memory is not None:
-                memory.hear_late()
-            with self._lock:
-                if memory is not None and memory.alive and not memory.is_settled:
-                    self._unsettled.add(memory)
-                unsettled = list(self._unsettled)
-            for memory in unsettled:
-                memory.settle()
+            try:
+                self._look()
+            except Exception:  # a thread that ends would leave every later loan with the daemon
+                logger.exception("loans of %s could not be given back", self._store.address)
             with self._lock:
                 self._unsettled = {m for m in self._unsettled if m.alive and not m.is_settled}
                 if self._closing and not self._unsettled:
                     return
+
+    def _look(self) -> None:
+        """Once around: is the daemon there, did replies come too late, is anything owed?"""
+        memory = self._memory
+        if memory is not None and not memory.alive:
+            self._leave(memory)
+        elif memory is not None:
+            memory.hear_late()
+        with self._lock:
+            if memory is not None and memory.alive and not memory.is_settled:
+                self._unsettled.add(memory)
+            unsettled = list(self._unsettled)
+        for memory in unsettled:
+            memory.settle()
 
 
 def _check(reply: BorrowReply, request: Borrow, capacity: int) -> None:

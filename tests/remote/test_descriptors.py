@@ -1,0 +1,115 @@
+"""A process that is out of descriptors for a while is well again afterwards."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from tests.daemon.daemon_process import DaemonProcess
+from tests.patience import eventually
+from tests.remote.daemon_facts import leases_of
+from tests.remote.engine import IDENTITY, within
+from tests.remote.test_loans import ask, fill, open_store
+from vllm_tiered_kv.connector.shared_region import SharedRegions
+from vllm_tiered_kv.errors import ArenaError, ConnectionLost
+from vllm_tiered_kv.remote.attachment import attach
+from vllm_tiered_kv.remote.connection import Connection, Settings
+from vllm_tiered_kv.remote.loans import LoanDesk
+
+
+@pytest.mark.parametrize("what", ["return", "attach"])
+def test_threads_outlive_a_lack_of_descriptors(daemon: DaemonProcess, what: str) -> None:
+    store = open_store(daemon)
+    fill(store)
+    store.close()
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.remote.without_descriptors", what, daemon.ipc],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout.strip() == "well", done.stderr
+    eventually(lambda: leases_of(daemon) == 0)
+
+
+def fails_once(call: Callable[..., Any], error: BaseException) -> Callable[..., Any]:
+    errors = [error]
+
+    def failing(*args: Any, **options: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return call(*args, **options)
+
+    return failing
+
+
+@pytest.mark.parametrize("what", ["Context", "Context.socket"])
+def test_a_connection_that_cannot_be_made_is_a_lost_one(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    name = f"vllm_tiered_kv.remote.connection.zmq.{what}"
+    call = zmq.Context if what == "Context" else zmq.Context.socket
+    monkeypatch.setattr(name, fails_once(call, zmq.ZMQError(errno.EMFILE)))
+    store = open_store(daemon)
+    connection = Connection(Settings(store.address), IDENTITY.hello())
+    with pytest.raises(ConnectionLost, match="no connection can be made"):
+        connection.open(within(20))
+    connection.open(within(20))
+    connection.close()
+    store.close()
+
+
+def test_memory_that_cannot_be_asked_for_is_not_to_be_had(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(daemon)
+    assert store.address.arena_path is not None
+    name = "vllm_tiered_kv.remote.attachment.socket.socket"
+    monkeypatch.setattr(
+        name, fails_once(lambda: None, OSError(errno.EMFILE, "Too many open files"))
+    )
+    with pytest.raises(ArenaError, match="Too many open files"):
+        attach(store.address.arena_path, "test", 20)
+    store.close()
+
+
+def test_the_thread_that_gives_back_outlives_anything(
+    daemon: DaemonProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store(daemon)
+    fill(store)
+    desk = LoanDesk(store)
+    match = ask(desk)
+    memory = desk._memory
+    assert memory is not None
+    assert match.loan is not None
+    memory.settle = fails_once(memory.settle, ValueError("nobody expected this"))  # type: ignore[method-assign]
+    match.loan.release()
+    eventually(lambda: leases_of(daemon) == 0)
+    assert "nobody expected this" in caplog.text
+    desk.close()
+    store.close()
+
+
+def test_the_thread_that_attaches_outlives_anything(
+    daemon: DaemonProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store(daemon)
+    failing = fails_once(store.attach, ValueError("nobody expected this"))
+    store.attach = failing  # type: ignore[method-assign]
+    regions = SharedRegions({daemon.ipc: store}, None, None)
+    eventually(lambda: regions.of(daemon.ipc) is not None)
+    assert "nobody expected this" in caplog.text
+    regions.close()
+    store.close()
+    assert not any(thread.name == "tiered-kv-attach" for thread in threading.enumerate())

@@ -1,0 +1,96 @@
+"""A process that runs out of descriptors for a while: `python -m ... return|attach ADDRESS`.
+
+It says "well" when the threads that were at work meanwhile have done it after all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tests.patience import eventually
+from tests.remote.engine import IDENTITY, NBYTES, block_keys, within
+from vllm_tiered_kv.connector.shared_region import SharedRegions
+from vllm_tiered_kv.core.key import RankTag
+from vllm_tiered_kv.remote.loans import LoanDesk
+from vllm_tiered_kv.remote.store import RemoteStore
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(int(name) for name in os.listdir("/proc/self/fd")) + 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 2, hard))
+    taken: list[int] = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY))
+        yield
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def told(owner: Any, name: str) -> threading.Event:
+    """Set when the method has been called once more, whatever came of it."""
+    ended, call = threading.Event(), getattr(owner, name)
+
+    def watched(*args: Any) -> Any:
+        try:
+            return call(*args)
+        finally:
+            ended.set()
+
+    setattr(owner, name, watched)
+    return ended
+
+
+def loans_come_back(store: RemoteStore) -> None:
+    desk = LoanDesk(store)
+    chain = block_keys("a chain", 6)
+
+    def borrow() -> Callable[[], None]:
+        match = desk.match(chain, [RankTag(tp=0), RankTag(tp=1)], NBYTES, within(20))
+        assert match is not None
+        assert match.loan is not None
+        return match.loan.release
+
+    borrow()()
+    release = borrow()
+    memory = desk._memory
+    assert memory is not None
+    eventually(lambda: memory.is_settled)
+    memory._connection.close()  # as after a lost session
+    tried = told(memory, "settle")
+    with no_descriptors():
+        release()
+        assert tried.wait(60)
+    eventually(lambda: memory.is_settled)
+    desk.close()
+
+
+def memory_is_attached(store: RemoteStore, address: str) -> None:
+    tried = told(store, "attach")
+    with no_descriptors():
+        regions = SharedRegions({address: store}, None, None)
+        assert tried.wait(60)
+    eventually(lambda: regions.of(address) is not None)
+    regions.close()
+
+
+if __name__ == "__main__":
+    what, address = sys.argv[1:]
+    store = RemoteStore(address, IDENTITY, timeout_s=20.0, connect_timeout_s=10.0)
+    if what == "return":
+        loans_come_back(store)
+    else:
+        memory_is_attached(store, address)
+    store.close()
+    print("well")
