@@ -85,6 +85,29 @@ def test_a_load_waits_for_nobody_when_every_rank_has_mapped_what_was_lent(
     toy.close()
 
 
+def test_a_step_has_begun_before_its_forward(tiny_model: Path, daemon: DaemonProcess) -> None:
+    """A long one, as one that compiles, must not pass for an idle worker: memory of a daemon that
+    has gone would be given up before the steps that were planned with it."""
+    asked = prompts(3, 2)
+    toy = filled(tiny_model, daemon, asked)
+    regions = toy.worker.worker_half._remote._regions
+    forward, seen = toy._forward, []
+
+    def watched(request_id: str, count: int) -> list[int]:
+        seen.append((regions._is_stepping, regions._steps))
+        return forward(request_id, count)
+
+    toy._forward = watched  # type: ignore[method-assign]
+    before = regions._steps
+    serve(toy, asked)
+    assert len(seen) > 2
+    assert all(is_stepping for is_stepping, _ in seen)
+    assert [steps for _, steps in seen] == sorted({steps for _, steps in seen})  # each counts once
+    assert seen[0][1] > before
+    assert not regions._is_stepping
+    toy.close()
+
+
 def until_loading(toy: ToyEngine, request: str) -> None:
     """Beside the steps, or ahead of one; such a load may be over by the end of its step."""
     ledger = toy.half.ledger

@@ -426,4 +426,13 @@ CONNECTOR = (
         "a copy reads memory that is no longer mapped, and the worker dies",
         _LENT,
     ),
+    Mutation(
+        "step-that-never-begins",
+        "connector/worker_half.py",
+        "            self._remote.step_begins()\n",
+        "            pass\n",
+        "memory of a daemon that has gone is given up under a long step",
+        ("tests/engine/test_lent_lookups.py::test_a_step_has_begun_before_its_forward",),
+        Needs.VLLM,
+    ),
 )

@@ -141,6 +141,9 @@ class WorkerHalf:
         self._step_thread = threading.get_ident()
         if metadata.identity is not None and self._remote is None:
             self._remote = self._open_remote(metadata.identity)
+        if self._remote is not None:
+            # Not with the loads: those begin after the forward as a rule.
+            self._remote.step_begins()
         self._store(metadata.stores_before)
         self._device.begin_step()
         if metadata.loads:
@@ -165,8 +168,6 @@ class WorkerHalf:
 
     def start_loads(self, metadata: TieredKVMetadata, calls_each_layer: bool = False) -> None:
         """`calls_each_layer`: the coming forward calls `before_layer` as it comes to each."""
-        if self._remote is not None:
-            self._remote.step_begins()
         ahead = [job for job in metadata.loads if job.ahead is not None]
         if ahead:
             # vLLM may have cleared these very blocks since `before_forward`; this is still ahead
