@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from tests.conformance.contract_engine import LOADING, ContractEngine
@@ -147,6 +148,54 @@ def test_reset_of_prefix_cache_and_connector_while_a_load_is_under_way(
     hits = engine.half.recorder.total(names.HIT_TOKENS)
     engine.ask(IDS)
     assert engine.half.recorder.total(names.HIT_TOKENS) == hits
+    engine.assert_conforms()
+
+
+@pytest.mark.usefixtures("beside_loads")
+def test_a_pause_that_keeps_requests_lasts_until_loads_have_ended(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
+    """Then nothing writes to the GPU any more. vLLM keeps the blocks of the request all the same,
+    so it cannot clear its cache, and says so before it comes to the connector's."""
+    engine = warm(tiny_model, async_scheduling)
+    engine.copier.max_delay = 8
+    request_id = engine.add(IDS, 6)
+    engine.until_loading(request_id)
+    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    engine.run()
+    assert engine.reported_loads == [request_id]
+    assert not engine.half.ledger.has_open
+    readable = engine.half.index.used_bytes
+    assert readable
+    with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
+        engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    assert engine.half.index.used_bytes == readable
+    # The connector's alone can be cleared at any time,
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+    assert not engine.half.index.used_bytes
+    # and everything once the request has run.
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.run()
+    engine.assert_said(request_id, IDS)
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    engine.assert_conforms()
+
+
+@pytest.mark.usefixtures("beside_loads")
+@pytest.mark.parametrize("aborts", [True, False], ids=["abort", "wait"])
+def test_other_pauses_end_with_everything_cleared(
+    tiny_model: Path, async_scheduling: bool, aborts: bool
+) -> None:
+    engine = warm(tiny_model, async_scheduling)
+    engine.copier.max_delay = 8
+    request_id = engine.add(IDS, 6)
+    engine.until_loading(request_id)
+    if aborts:
+        engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    engine.run()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    assert not engine.half.index.used_bytes
     engine.assert_conforms()
 
 

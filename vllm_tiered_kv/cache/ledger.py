@@ -178,6 +178,11 @@ class TransferLedger:
     def has_open_ahead(self) -> bool:
         return bool(self._ahead)
 
+    @property
+    def has_open(self) -> bool:
+        """Whether anything at all is under way."""
+        return bool(self._stores or self._loads or self._ahead or self._puts)
+
     def move_ahead(self, request_id: str) -> int:
         """Makes an open load one that each rank reports by its number, not by its request.
 

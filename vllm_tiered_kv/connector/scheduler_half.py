@@ -6,7 +6,8 @@ other threads. The rules that keep tokens right:
 - Only confirmed tokens get a key: prompt tokens and sampled tokens the scheduler has seen, never
   drafts or the placeholders of asynchronous scheduling.
 - A block is stored in the step whose forward fills it, or later; the worker reads it in stream
-  order, so no reference to GPU blocks is ever held and `reset_prefix_cache` always works.
+  order, so no reference to GPU blocks is held. Only vLLM holds those of a load beside the steps,
+  until the request runs, and does not reset its cache until then.
 - A load is planned only for readable blocks, which stay pinned until it is reported.
 - A request whose load failed is not offered another one beside the steps.
 """
@@ -270,10 +271,8 @@ class SchedulerHalf:
         """Keeps an idle engine stepping until the last stores are committed and sent. What is left
         until nobody waits does not, while somebody does: a paused engine has to come to rest."""
         return bool(
-            self.ledger.has_open_stores
-            or self.ledger.has_open_ahead
+            self.ledger.has_open  # loads, too: nothing may write to an engine that is paused
             or (not self._requests and (self.index.has_untold_uses or self.stores.has_unseen))
-            or self.ledger.has_open_puts
             or (self.verification is not None and self.verification.has_open)
             or self._next.stores_before
             or self._next.identity  # no step yet: workers reach for the daemons in the first one
