@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -105,6 +106,65 @@ def test_a_step_has_begun_before_its_forward(tiny_model: Path, daemon: DaemonPro
     assert [steps for _, steps in seen] == sorted({steps for _, steps in seen})  # each counts once
     assert seen[0][1] > before
     assert not regions._is_stepping
+    toy.close()
+
+
+class NoThreads:
+    """`threading.Thread.start` of a process that may not have more of some kind."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+        self.refused = 0
+        self.lacking = True
+        start = threading.Thread.start
+
+        def failing(thread: threading.Thread) -> None:
+            if self.lacking and thread.name.startswith(kind):
+                self.refused += 1
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", failing)
+
+
+def test_a_lookup_that_finds_no_thread_is_a_miss(
+    tiny_model: Path, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = prompts(4, 3)
+    filled(tiny_model, daemon, asked).close()
+    threads = NoThreads(monkeypatch, "tiered-kv-lookup")
+    toy = engine_at(tiny_model, daemon.ipc)
+    wait_attached(toy, daemon.ipc)
+    serve(toy, asked)
+    assert threads.refused >= len(asked)
+    assert total(toy, names.LOOKUPS, REMOTE, "miss") == len(asked)
+    assert total(toy, names.LOADED_BLOCKS, REMOTE) == 0
+    threads.lacking = False
+    toy.half.index.clear()
+    toy.drop_gpu_cache()
+    serve(toy, asked)
+    assert total(toy, names.LOADED_BLOCKS, REMOTE) == whole_blocks(asked)
+    eventually(lambda: leases_of(daemon) == 0)
+    toy.close()
+
+
+def test_what_is_lent_to_a_lookup_that_was_a_miss_goes_back(
+    tiny_model: Path, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool that finds no new thread has taken the question all the same: another may answer."""
+    (asked,) = prompts(5, 1)
+    toy = filled(tiny_model, daemon, [asked])
+    pool = toy.half.remote._lookups._pool
+    submit, lent = pool.submit, []
+
+    def answers_and_fails(*args: object) -> None:
+        submit(*args).result(30)
+        lent.append(leases_of(daemon))
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(pool, "submit", answers_and_fails)
+    serve(toy, [asked])
+    assert any(lent)
+    eventually(lambda: leases_of(daemon) == 0)
     toy.close()
 
 

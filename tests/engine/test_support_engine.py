@@ -146,3 +146,19 @@ def test_ranks_that_cut_their_blocks_otherwise_switch_the_cache_off(
     assert not [name for name in left if name.startswith("tiered-kv-lookup")]
     assert "not tiered: blocks of rank (1, 0)" in caplog.text
     assert connector.get_num_new_matched_tokens(None, 0) == (0, False)
+
+
+def test_a_ring_that_grows_is_used(tiny_model: Path) -> None:
+    """What a rank said at start is replaced by what it says later."""
+    engine = ToyEngine(tiny_model)
+    connector, stores = engine.scheduler.connector, engine.half.stores
+    engine.copier.ring = 5
+    engine.worker.worker_half.rank = 1
+    told = engine.worker.get_handshake_metadata()
+    other = TieredKVHandshake(engine.half.block_bytes, 7, rank=0)
+    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): other, (0, 1): told})
+    assert stores.max_blocks_in_flight == 5
+    engine.copier.ring = 9
+    engine.add(list(range(3, 20)), 2)
+    engine.run()
+    assert stores.max_blocks_in_flight == 7

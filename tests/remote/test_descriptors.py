@@ -101,6 +101,26 @@ def test_the_thread_that_gives_back_outlives_anything(
     store.close()
 
 
+def test_loans_go_back_once_there_is_a_thread_for_it(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first to release may be the scheduler's own thread: it must not fail."""
+    store = open_store(daemon)
+    fill(store)
+    desk = LoanDesk(store)
+    loans = [ask(desk).loan, ask(desk).loan]
+    start = threading.Thread.start
+    with monkeypatch.context() as patch:
+        failing = fails_once(start, RuntimeError("can't start new thread"))
+        patch.setattr(threading.Thread, "start", lambda thread: failing(thread))
+        for loan in loans:
+            assert loan is not None
+            loan.release()
+    eventually(lambda: leases_of(daemon) == 0)
+    desk.close()
+    store.close()
+
+
 def test_the_thread_that_attaches_outlives_anything(
     daemon: DaemonProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -112,4 +132,3 @@ def test_the_thread_that_attaches_outlives_anything(
     assert "nobody expected this" in caplog.text
     regions.close()
     store.close()
-    assert not any(thread.name == "tiered-kv-attach" for thread in threading.enumerate())

@@ -124,7 +124,8 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         if has_kv_transfer_group() and get_kv_transfer_group() is not self:
             return None
         if self.worker_half is not None:
-            return TieredKVHandshake(self.worker_half.block_bytes, self.worker_half.staging_blocks)
+            half = self.worker_half
+            return TieredKVHandshake(half.block_bytes, half.staging_blocks, half.rank)
         # A rank that cannot take part: the scheduler must not wait for it.
         return TieredKVHandshake(()) if self._is_refused else None
 
@@ -199,8 +200,8 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
                 return
         self.scheduler_half.stores.heard_rings(
             {
-                rank: told.staging_blocks
-                for rank, told in metadata.items()
+                told.rank: told.staging_blocks
+                for told in metadata.values()
                 if isinstance(told, TieredKVHandshake) and told.staging_blocks is not None
             }
         )

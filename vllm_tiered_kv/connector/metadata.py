@@ -24,6 +24,8 @@ class TieredKVHandshake(KVConnectorHandshakeMetadata):
     """Of its blocks, per group."""
     staging_blocks: int | None = None
     """What its staging ring holds, if it has one: the GPU may have had less room than asked for."""
+    rank: int = 0
+    """As in its reports, which may say something else later."""
 
 
 @dataclass

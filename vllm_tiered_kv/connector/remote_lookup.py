@@ -156,7 +156,8 @@ class RemoteLookups:
 
     def greet(self) -> None:
         """Reaches for the daemons, so that the first lookup need not. Never waits."""
-        self._pool.submit(self._greet)
+        with contextlib.suppress(RuntimeError):  # no thread to be had now
+            self._pool.submit(self._greet)
 
     def _greet(self) -> None:
         """One after the other: lookups meanwhile have the other threads."""
@@ -178,8 +179,18 @@ class RemoteLookups:
         deadline = now + self._timeout_s
         wanted = [list(group_keys) for group_keys in keys]
         lengths = list(block_bytes) or [0] * len(wanted)
-        future = self._pool.submit(self._ask, wanted, firsts, lengths, deadline, windows)
-        return RemoteLookup(future, now, deadline, deadline + self._pin_s)
+        # A future of our own: the pool has none for a question it took but found no thread for.
+        lookup = RemoteLookup(Future(), now, deadline, deadline + self._pin_s)
+        try:
+            self._pool.submit(
+                self._answer, lookup.future, wanted, firsts, lengths, deadline, windows
+            )
+        except RuntimeError as error:  # this is the scheduler's thread: the engine would end
+            logger.warning("daemons cannot be asked now, which counts as a miss: %s", error)
+            lookup.drop()
+            lookup.given_up = True
+            self._recorder.add(names.LOOKUPS, 1, _REMOTE, "miss")
+        return lookup
 
     def poll(self, lookup: RemoteLookup) -> None:
         """Notes an answer that has come, or that it is too late for one."""
@@ -231,6 +242,18 @@ class RemoteLookups:
     def open_loans(self) -> int:
         """Answers whose blocks are still lent to this engine."""
         return sum(desk.open_loans for desk in list(self._desks.values()))
+
+    def _answer(
+        self,
+        future: Future[RemoteAnswer],
+        keys: list[list[BlockKey]],
+        firsts: Sequence[int],
+        lengths: Sequence[int],
+        deadline: float,
+        windows: WindowSearch | None,
+    ) -> None:
+        if future.set_running_or_notify_cancel():
+            future.set_result(self._ask(keys, firsts, lengths, deadline, windows))
 
     def _ask(
         self,

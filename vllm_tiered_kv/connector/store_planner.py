@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import TransferLedger
@@ -68,7 +68,7 @@ class StorePlanner:
         self._unseen: deque[tuple[RequestState, Sequence[list[int]], int]] = deque()
         self._hash_block_size = hash_block_size
         self.max_blocks_in_flight = max_blocks_in_flight
-        self._rings: dict[Any, int] = {}  # by rank, as the handshake or a report names it
+        self._rings: dict[int, int] = {}  # by rank
         # GPU blocks that outlived a reset of the cache: id -> hash, while it is still on them.
         self._outdated: dict[int, bytes] = {}
         self._pool: BlockPool | None = None
@@ -78,8 +78,8 @@ class StorePlanner:
         if self._hash_block_size is not None:
             self._hash_block_size = pool.hash_block_size
 
-    def heard_rings(self, blocks: Mapping[Any, int]) -> None:
-        """What the staging rings of workers really hold: the smallest counts."""
+    def heard_rings(self, blocks: Mapping[int, int]) -> None:
+        """What the staging rings of workers really hold, by rank: the smallest counts."""
         self._rings.update(blocks)
         self.max_blocks_in_flight = min(self._rings.values(), default=self.max_blocks_in_flight)
 

@@ -83,7 +83,7 @@ class WorkerHalf:
         self._layers_not_seen: set[str] = set()
         self._pinning: Callable[[], tuple[Pin | None, Unpin | None]] = lambda: (None, None)
         self._geometry = geometry
-        self._rank = rank
+        self.rank = rank
         self._told_usable: int | None = None
         self._told_staging: int | None = None
         self._due: list[StoreJob] = []  # stores of this step that its forward has to precede
@@ -273,15 +273,15 @@ class WorkerHalf:
             return None
         told = TieredKVWorkerMetadata(
             self._stored,
-            {} if usable is None else {self._rank: usable},
+            {} if usable is None else {self.rank: usable},
             self._put,
             self._remote_failures,
             self._ahead.take_ended(),
             self._times.take(),
             self._measured_step,
-            {self._rank: arenas} if arenas != self._told_arenas else {},
+            {self.rank: arenas} if arenas != self._told_arenas else {},
             {} if self._verifier is None else self._verifier.take_verdicts(),
-            {} if staging in (None, self._told_staging) else {self._rank: staging},
+            {} if staging in (None, self._told_staging) else {self.rank: staging},
         )
         self._measured_step = None
         self._stored, self._put, self._remote_failures = {}, {}, set()

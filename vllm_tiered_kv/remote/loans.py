@@ -213,9 +213,13 @@ class LoanDesk:
         """Under the lock."""
         self._unsettled.add(memory)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._settle, name="tiered-kv-return")
-            self._thread.daemon = True
-            self._thread.start()
+            thread = threading.Thread(target=self._settle, name="tiered-kv-return", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # with the next loan, or at the end
+                logger.debug("no thread to give loans back: %s", error)
+                return
+            self._thread = thread
         self._wake.set()
 
     def _settle(self) -> None:
