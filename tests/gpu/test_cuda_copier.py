@@ -49,12 +49,13 @@ class Bench:
         fd: int | None = None,
     ) -> None:
         layout, strategy = way.split("-")
+        # Made on the host: a sanitizer that follows our kernels alone sees no others write.
         if layout == "blocks":  # all layers of a block together
             together = torch.randint(0, 255, (BLOCKS, LAYERS, PAGE), dtype=torch.uint8).cuda()
             self.layers = [together[:, n] for n in range(LAYERS)]
         else:
             self.layers = [
-                torch.randint(0, 255, (BLOCKS, PAGE), dtype=torch.uint8, device="cuda")
+                torch.randint(0, 255, (BLOCKS, PAGE), dtype=torch.uint8).cuda()
                 for _ in range(LAYERS)
             ]
         views = [

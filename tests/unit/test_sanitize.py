@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from tools import gpu_sanitize
 from tools.sanitize import SANITIZERS, Plant, with_tests
 
 ROOT = Path(__file__).parents[2]
@@ -33,3 +35,14 @@ def test_flags_of_pytest_choose_among_the_tests_of_a_sanitizer() -> None:
         "-x",
         "tests/unit/test_key.py",
     ]
+
+
+def test_what_the_sanitizer_of_gpus_leaves_out_exists_and_is_not_all() -> None:
+    tests = [
+        re.findall(r"^def (test_\w+)\(", (ROOT / file).read_text(), re.MULTILINE)
+        for file in gpu_sanitize.TESTS
+    ]
+    for name in gpu_sanitize.LEFT_OUT:
+        assert sum(name in test for file in tests for test in file) == 1, name
+    for file in tests:
+        assert not all(any(name in test for name in gpu_sanitize.LEFT_OUT) for test in file)
