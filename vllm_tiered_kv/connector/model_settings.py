@@ -78,10 +78,11 @@ def settings(model: ModelConfig) -> Iterator[tuple[str, str]]:
 
 
 def _counted(config: object, ignored: frozenset[str], prefix: str) -> Iterator[tuple[str, str]]:
-    for name, value in sorted(_fields(config).items()):
+    for name, value in sorted(_fields(config).items(), key=lambda field: field[0]):
+        if name in ignored or name.startswith("_"):
+            continue
         # None and nothing at all mean the same, and a new field that is off changes no key.
-        is_set = value is not None and value not in ("", {}, [], ())
-        if is_set and name not in ignored and not name.startswith("_"):
+        if value is not None and value not in ("", {}, [], ()):
             text = _content(value) if name in _FILES else canonical_text(value)
             yield prefix + name, text
 
