@@ -19,6 +19,14 @@ SERVER = (
         _VERBS,
     ),
     Mutation(
+        "frames-without-limit",
+        "server/intake.py",
+        "        if self._count <= 1 + MAX_FRAMES:\n",
+        "        if True:\n",
+        "a message of a million frames becomes a million objects",
+        ("tests/daemon/test_intake.py",),
+    ),
+    Mutation(
         "reader-may-write",
         "server/handlers.py",
         "        session.require_writer()\n        session.require_lengths(request.lengths)\n",

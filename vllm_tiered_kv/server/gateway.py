@@ -19,6 +19,7 @@ from vllm_tiered_kv.server.allowances import Allowances
 from vllm_tiered_kv.server.call import Call
 from vllm_tiered_kv.server.curve import Clients
 from vllm_tiered_kv.server.handlers import Handlers
+from vllm_tiered_kv.server.intake import Intake
 from vllm_tiered_kv.server.leases import Leases
 from vllm_tiered_kv.server.namespaces import Namespaces
 from vllm_tiered_kv.server.outbox import Outbox
@@ -41,8 +42,6 @@ logger = logging.getLogger(__name__)
 
 CAPABILITIES = ("streaming", "pins")
 ARENA_CAPABILITIES = ("shared_memory", BORROW_CAPABILITY, LINK_CAPABILITY)
-
-_MESSAGES_A_TURN = 32  # of one socket, before others get their turn
 
 
 class Gateway:
@@ -77,18 +76,18 @@ class Gateway:
         outbox.on_gone = self._gone
 
     def serve(self, listener: Listener) -> None:
-        self._reactor.watch(listener.socket, lambda: self._receive(listener))
+        intake = Intake(listener.socket)
+        self._reactor.watch(listener.socket, lambda: self._receive(listener, intake))
 
-    def _receive(self, listener: Listener) -> None:
-        for _ in range(_MESSAGES_A_TURN):
+    def _receive(self, listener: Listener, intake: Intake) -> None:
+        intake.begin_turn()
+        while (message := intake.next()) is not None:
+            peer = Peer(listener, message.identity)
+            self._recorder.add(names.BYTES_IN, message.nbytes)
             try:
-                frames = listener.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            peer = Peer(listener, frames[0].bytes)
-            self._recorder.add(names.BYTES_IN, sum(map(len, frames)))
-            try:
-                self._take(peer, frames[1:])
+                if message.fault is not None:
+                    raise message.fault
+                self._take(peer, message.frames)
             except ProtocolError as error:
                 self._refuse(peer, error)
             except Exception:

@@ -1,0 +1,88 @@
+"""Messages as they come off a ROUTER socket, frame by frame.
+
+zmq hands a message over only when all of it has arrived, and nothing bounds how many frames that
+may be. So no more of them are taken at once than a turn of the loop should last, and of a message
+with more frames than the protocol allows nothing is kept: it is dropped over as many turns as that
+takes. Until then zmq gives out no other message of this socket.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import zmq
+
+from vllm_tiered_kv.errors import ErrorCode, ProtocolError
+from vllm_tiered_kv.wire.frames import peek_request_id
+from vllm_tiered_kv.wire.limits import MAX_FRAMES
+
+# Of one socket, before others get their turn.
+_MESSAGES_A_TURN = 32
+_FRAMES_A_TURN = 2048
+_HEADER_BYTES_A_TURN = 1 << 20  # decoding takes time
+
+
+@dataclass(slots=True)
+class Message:
+    """One that has arrived whole."""
+
+    identity: bytes
+    frames: list[zmq.Frame] = field(default_factory=list)  # the header first
+    nbytes: int = 0
+    fault: ProtocolError | None = None  # why nothing of it was kept
+
+
+class Intake:
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._current: Message | None = None  # what is being received
+        self._count = 0  # of its frames after the identity
+        self._dropped_id: int | None = None  # of the request that is being dropped
+        self._messages_left = 0
+        self._frames_left = 0
+        self._header_bytes_left = 0
+
+    def begin_turn(self) -> None:
+        self._messages_left = _MESSAGES_A_TURN
+        self._frames_left = _FRAMES_A_TURN
+        self._header_bytes_left = _HEADER_BYTES_A_TURN
+
+    def next(self) -> Message | None:
+        """The next message; None if there is none, or none in this turn."""
+        while self._messages_left > 0 and self._frames_left > 0 and self._header_bytes_left > 0:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return None
+            self._frames_left -= 1
+            message = self._current
+            if message is None:
+                message = self._current = Message(frame.bytes)
+                self._count = 0
+            else:
+                self._add(message, frame)
+            message.nbytes += len(frame)
+            if not frame.more:
+                return self._finish(message)
+        return None
+
+    def _add(self, message: Message, frame: zmq.Frame) -> None:
+        self._count += 1
+        if self._count <= 1 + MAX_FRAMES:
+            message.frames.append(frame)
+        elif message.frames:
+            self._dropped_id = peek_request_id(message.frames[0].buffer)
+            message.frames.clear()
+
+    def _finish(self, message: Message) -> Message:
+        self._current = None
+        self._messages_left -= 1
+        if message.frames:
+            self._header_bytes_left -= len(message.frames[0])
+        elif self._count:
+            message.fault = ProtocolError(
+                ErrorCode.TOO_LARGE,
+                f"{self._count - 1} payload frames; at most {MAX_FRAMES} are allowed",
+                self._dropped_id,
+            )
+        return message
