@@ -133,6 +133,12 @@ class DaemonProcess:
         text = Path(f"/proc/{self.pid}/statm").read_text()
         return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
+    def peak_rss_bytes(self) -> int:
+        """The most it ever was."""
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{self.pid}/status").read_text())
+        assert found is not None
+        return int(found.group(1)) << 10
+
     def end(self) -> None:
         """However it may be doing."""
         if self.is_running():

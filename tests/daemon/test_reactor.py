@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -104,3 +105,31 @@ def test_hand_over_is_at_once_on_the_loop_itself(reactor: Reactor) -> None:
     assert order == []
     reactor.run()
     assert order == ["inside", "after"]
+
+
+def test_what_can_wait_does_so(reactor: Reactor) -> None:
+    """Long work in pieces: one of a turn that takes long, and everything else in between."""
+    seen: list[str] = []
+
+    def piece(name: str) -> None:
+        time.sleep(0.006)
+        seen.append(name)
+        reactor.in_turn(lambda: piece(name))
+
+    for name in ("a", "b"):
+        reactor.in_turn(lambda name=name: piece(name))  # type: ignore[misc]
+    reactor.post(lambda: seen.append("posted"))
+    reactor.turn()
+    reactor.after(0, lambda: seen.append("timer"))
+    for _ in range(3):
+        reactor.turn()
+    assert seen == ["posted", "a", "timer", "b", "a", "b"]
+
+
+def test_short_pieces_share_a_turn(reactor: Reactor) -> None:
+    seen: list[int] = []
+    for n in range(3):
+        reactor.in_turn(lambda n=n: seen.append(n))  # type: ignore[misc]
+    while len(seen) < 3:
+        reactor.turn()
+    assert seen == [0, 1, 2]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
 from vllm_tiered_kv.core.store import StoreKey
 from vllm_tiered_kv.server.call import Call
@@ -15,6 +16,7 @@ from vllm_tiered_kv.wire.messages import Pin, PinReply
 
 _AT_ONCE = 64  # keys fetched at a time
 _MOST_KEEPING = 64  # matches whose blocks are being pinned
+_MOST_POSITIONS = 1 << 17  # of all of these together
 
 
 class PinHandlers:
@@ -25,6 +27,7 @@ class PinHandlers:
         self._store = store
         self._pins = pins
         self._keeping = 0
+        self._positions = 0  # of those that are being kept
 
     def pin(self, call: Call, request: Pin) -> None:
         call.session.require_writer()
@@ -45,12 +48,19 @@ class PinHandlers:
         """
         if self._keeping >= _MOST_KEEPING:
             return
+        heads = dict.fromkeys(keys)  # one named twice has no more blocks
+        if self._positions + len(heads) > _MOST_POSITIONS:
+            return
         self._keeping += 1
-        whole = [StoreKey(key + suffix) for key in keys for suffix in suffixes or [b""]]
-        _Pinning(self, whole, session, ttl_s, self._kept).go_on()
+        self._positions += len(heads)
 
-    def _kept(self, count: int) -> None:
-        self._keeping -= 1
+        def kept(count: int) -> None:
+            self._keeping -= 1
+            self._positions -= len(heads)
+
+        endings = suffixes or [b""]
+        whole = (StoreKey(key + ending) for key in heads for ending in endings)
+        _Pinning(self, whole, session, ttl_s, kept).go_on()
 
     def release(self, keys: Sequence[StoreKey]) -> None:
         self._pins.release(keys)
@@ -74,26 +84,25 @@ class _Pinning:
     def __init__(
         self,
         handlers: PinHandlers,
-        keys: Sequence[StoreKey],
+        keys: Iterable[StoreKey],
         session: Session,
         ttl_s: float,
         done: Callable[[int], None],
     ) -> None:
         self._handlers = handlers
-        self._keys = keys
+        self._keys = iter(keys)  # one at a time: a match may stand for a million
         self._session = session
         self._ttl_s = ttl_s
         self._done = done
-        self._next = 0
         self._left = 0
         self._pinned = 0
 
     def go_on(self) -> None:
-        some = self._keys[self._next : self._next + _AT_ONCE]
-        if not some or not self._handlers.pins.has_room(self._session.largest_block):
+        has_room = self._handlers.pins.has_room(self._session.largest_block)
+        some = list(islice(self._keys, _AT_ONCE)) if has_room else []
+        if not some:
             self._done(self._pinned)
             return
-        self._next += len(some)
         self._left = len(some)
         here, missing = self._handlers.store.hold_here(some)
         for _, block in here:
@@ -103,7 +112,7 @@ class _Pinning:
             lambda n, block: self._handlers.reactor.post(lambda: self._arrived(block)),
         )
         if not missing:
-            self._handlers.reactor.post(self.go_on)  # others have their turn in between
+            self._handlers.reactor.in_turn(self.go_on)
 
     def _keep(self, block: Held | None) -> None:
         if block is not None and self._handlers.pins.pin(block, self._ttl_s):
@@ -113,4 +122,4 @@ class _Pinning:
     def _arrived(self, block: Held | None) -> None:
         self._keep(block)
         if not self._left:
-            self.go_on()
+            self._handlers.reactor.in_turn(self.go_on)

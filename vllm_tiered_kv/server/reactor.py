@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 Callback = Callable[[], None]
 
 _MAX_POLL_S = 1.0  # the loop turns at least this often, so that its pulse can be watched
+_PATIENT_S = 0.005  # of a turn, for what can wait
 
 
 class Timer:
@@ -49,6 +50,7 @@ class Reactor:
         self._poller = zmq.Poller()
         self._watched: dict[zmq.Socket[bytes] | int, Callback] = {}
         self._posted: deque[Callback] = deque()
+        self._patient: deque[Callback] = deque()
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
         self._each_turn: list[Callback] = []
@@ -74,6 +76,11 @@ class Reactor:
         with self._wake_lock:
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
+
+    def in_turn(self, callback: Callback) -> None:
+        """Has the loop call it when everything else has had its turn, and those that were here
+        before it: for one piece of something long. From the loop's thread only."""
+        self._patient.append(callback)
 
     def hand_over(self, callback: Callback) -> None:
         """Calls it on the loop's thread: now if this is it, soon otherwise."""
@@ -119,6 +126,7 @@ class Reactor:
         now = self.last_turn = time.monotonic()
         while self._timers and self._timers[0][0] <= now:
             self._call(heapq.heappop(self._timers)[2].fire)
+        self._go_on_with_the_patient()
         for callback in self._each_turn:
             self._call(callback)
 
@@ -127,8 +135,16 @@ class Reactor:
             os.close(self._wake)
             self._wake = -1
 
+    def _go_on_with_the_patient(self) -> None:
+        """With as many as there is time for, and always with one."""
+        end = time.monotonic() + _PATIENT_S
+        for _ in range(len(self._patient)):
+            self._call(self._patient.popleft())
+            if time.monotonic() >= end:
+                break
+
     def _patience_ms(self) -> int:
-        if self._posted:
+        if self._posted or self._patient:
             return 0
         wait = _MAX_POLL_S
         if self._timers:

@@ -21,6 +21,7 @@ from vllm_tiered_kv.wire.messages import GetReply
 _BATCH_BLOCKS = 16
 _BATCH_BYTES = 8 << 20
 _FETCH_AT_ONCE = 64  # keys handed to the store at a time
+_FETCHES_A_TURN = 4  # of one transfer, before others get their turn
 
 
 class Transfers:
@@ -64,12 +65,17 @@ class Transfer:
         self._expected = False  # whether somebody will look at `_arrived` without being told
         self._ready: list[tuple[int, Held]] = []
         self._ready_bytes = 0
-        self._is_waiting = False
+        self._is_waiting = False  # for room
+        self._has_a_turn = False  # to come
 
     def go_on(self) -> None:
         """Fetches what there is room for and sends what is ready."""
         self._is_waiting = False
+        fetches = 0
         while self._next < len(self._keys) and self._may_go_on() and not self._may_be_full():
+            if fetches == _FETCHES_A_TURN:  # misses take no room: there may be very many
+                self._take_turns()
+                break
             count = self._room_for()
             if count == 0:
                 self._is_waiting = True
@@ -77,7 +83,18 @@ class Transfer:
                 break
             self._fetch(count)
             self._collect()
+            fetches += 1
         self._send_ready()
+
+    def _take_turns(self) -> None:
+        if not self._has_a_turn:
+            self._has_a_turn = True
+            self._transfers.reactor.in_turn(self._my_turn)
+
+    def _my_turn(self) -> None:
+        self._has_a_turn = False
+        if not self._is_waiting:
+            self.go_on()
 
     def _may_go_on(self) -> bool:
         return self._call.session.is_open and not self._call.is_over
@@ -122,7 +139,7 @@ class Transfer:
 
     def _arrived_later(self) -> None:
         self._collect()
-        if self._is_waiting:
+        if self._is_waiting or self._has_a_turn:
             self._send_ready()
         else:
             self.go_on()

@@ -281,7 +281,8 @@ class Suffixes(_Same):
 
     def describe(self) -> str:
         return (
-            f"array of at most {self.most} bins, all of one length from 1 to {self.longest} bytes"
+            f"array of at most {self.most} distinct bins, all of one length from 1 to "
+            f"{self.longest} bytes"
         )
 
     def check(self, value: Any) -> None:
@@ -292,6 +293,8 @@ class Suffixes(_Same):
         lengths = set(map(len, value))
         if len(lengths) > 1 or any(not 1 <= length <= self.longest for length in lengths):
             raise invalid(f"suffixes must have one length, from 1 to {self.longest} bytes")
+        if len(set(value)) != len(value):
+            raise invalid("a suffix is there twice")
 
 
 @dataclass(frozen=True)

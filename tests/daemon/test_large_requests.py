@@ -1,0 +1,53 @@
+"""Requests that stand for very much: served in pieces, with others in between."""
+
+from __future__ import annotations
+
+from tests.daemon.conftest import Connect, StartDaemon
+from tests.daemon.raw_client import KEY_BYTES, block, blocks, key, wire
+from tests.patience import eventually
+from vllm_tiered_kv.core.store import PutResult
+
+MIB = 1 << 20
+
+
+def test_gets_of_very_many_absent_blocks(start: StartDaemon, connect: Connect) -> None:
+    daemon = start()
+    honest, greedy = connect(daemon.ipc), connect(daemon.endpoint)
+    honest.put(blocks(1))
+    absent = [key(n) for n in range(1000, 1000 + 65536)]
+    under_way = {greedy.send(wire.Get(KEY_BYTES, absent, True)) for _ in range(8)}
+    answered = 0
+    while under_way:
+        assert honest.get([key(0)]) == blocks(1)
+        answered += 1
+        while greedy.socket.poll(0):
+            request_id, reply, _ = greedy.receive()
+            assert isinstance(reply, wire.GetReply)
+            assert (reply.positions, reply.more) == ([], False)
+            under_way.remove(request_id)
+    assert answered >= 30
+
+
+def test_hits_far_apart_are_all_found(start: StartDaemon, connect: Connect) -> None:
+    client = connect(start().endpoint)
+    there = {key(n): block(n) for n in range(0, 20_000, 1111)}
+    assert set(client.put(there)) == {PutResult.STORED}
+    assert client.get([key(n) for n in range(20_000)], stream=True) == there
+    assert client.get([key(n) for n in range(1000, 2024)]) == {key(1111): block(1111)}
+
+
+def test_matches_that_pin_a_million_blocks_each(start: StartDaemon, connect: Connect) -> None:
+    """By naming the same ones again and again. What is to be pinned is not listed all at once."""
+    daemon = start()
+    client = connect(daemon.endpoint, block_bytes=[64])
+    head, endings = bytes(16), [key(n)[:8] for n in range(1024)]
+    for first in range(0, 1024, 256):
+        some = {head + end: block(1, 64) for end in endings[first : first + 256]}
+        assert set(client.put(some)) == {PutResult.STORED}
+    before = daemon.peak_rss_bytes()
+    for _ in range(4):
+        client.send(wire.Match(16, [head] * 1024, endings, 60_000))
+    for _ in range(4):
+        assert client.receive()[1] == wire.MatchReply(1024, [1024, 0, 0])
+    eventually(lambda: client.stats()["pins"] == 1024)
+    assert daemon.peak_rss_bytes() - before < 100 * MIB
