@@ -13,7 +13,7 @@ import zmq
 from vllm_tiered_kv.core.store import NAMESPACE_BYTES, StoreKey
 from vllm_tiered_kv.errors import ErrorCode, ProtocolError
 from vllm_tiered_kv.server.leases import Attachment
-from vllm_tiered_kv.server.namespaces import Shape
+from vllm_tiered_kv.server.namespace_file import Shape
 
 _FRESH_S = 1.0  # a session used more recently than this is not dropped for a new one
 

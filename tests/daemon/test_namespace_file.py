@@ -1,0 +1,88 @@
+"""The file with the shapes of namespaces: whole at any time, and written no more than is of use."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.daemon.conftest import Connect, StartDaemon
+from tests.daemon.raw_client import KEY_BYTES, wire
+from tests.patience import eventually
+from vllm_tiered_kv.server.namespace_file import FILE, NamespaceFile, Shape, read
+
+MIB = 1 << 20
+SOME = {bytes([n]) * 32: Shape(24, frozenset({n, 4096}), 'a "layout" \N{SNOWMAN}') for n in (1, 2)}
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    for shapes in ({}, SOME):
+        file = NamespaceFile(tmp_path / FILE, shapes.copy)
+        file.change()
+        file.close()
+        assert read(tmp_path / FILE) == shapes
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
+def test_changes_during_a_write_are_one_more_write(tmp_path: Path) -> None:
+    began, may_go_on = threading.Event(), threading.Event()
+    snapshots = 0
+
+    def snapshot() -> dict[bytes, Shape]:
+        nonlocal snapshots
+        snapshots += 1
+        began.set()
+        may_go_on.wait(60)
+        return SOME
+
+    file = NamespaceFile(tmp_path / FILE, snapshot)
+    file.change()
+    assert began.wait(60)
+    for _ in range(1000):
+        file.change()
+    may_go_on.set()
+    file.close()
+    assert snapshots == 2
+
+
+def test_without_a_change_nothing_is_written(tmp_path: Path) -> None:
+    NamespaceFile(tmp_path / FILE, SOME.copy).close()
+    assert not (tmp_path / FILE).exists()
+
+
+def test_what_cannot_be_written_is_logged_and_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / FILE).mkdir()  # in the way of it
+    file = NamespaceFile(tmp_path / FILE, SOME.copy)
+    file.change()
+    eventually(lambda: f"{FILE} cannot be written" in caplog.text)
+    (tmp_path / FILE).rmdir()
+    file.change()
+    file.close()
+    assert read(tmp_path / FILE) == SOME
+
+
+def test_a_flood_of_namespaces(start: StartDaemon, connect: Connect, folder: Path) -> None:
+    ssd = folder / "ssd"
+    daemon = start("--memory", "32MiB", "--ssd", str(ssd), "--ssd-space", "64MiB")
+    client = connect(daemon.endpoint, greet=False)
+    before = daemon.peak_rss_bytes()
+    end = time.monotonic() + 60  # a fraction of what it takes if each hello is written
+    lengths = [4096 * (n + 1) for n in range(64)]
+    for n in range(2000):
+        client.send(wire.Hello(1, "x", n.to_bytes(32, "big"), KEY_BYTES, lengths, "l" * 256, b""))
+        if n % 8 == 7:
+            for _ in range(8):
+                client.receive()
+        assert time.monotonic() < end
+    assert daemon.peak_rss_bytes() - before < 100 * MIB
+    eventually((ssd / FILE).exists)
+    json.loads((ssd / FILE).read_text())
+    assert daemon.terminate() == 0
+    known = json.loads((ssd / FILE).read_text())["namespaces"]
+    assert len(known) == 2000
+    assert known[bytes(32).hex()]["block_bytes"] == lengths
