@@ -38,6 +38,7 @@ ATTACH_PROTOCOL = 1
 _MAX_PACKET = 4096
 _PATIENCE_S = 10.0  # for the first packet
 _MAX_STRANGERS = 64  # connections that have not said anything yet
+_PAUSE_S = 1.0  # after one could not be accepted
 _SO_PEERPIDFD = 77  # Linux 6.5; not yet named by Python
 _CREDENTIALS = struct.Struct("3i")
 
@@ -61,12 +62,13 @@ class ArenaServer:
         self._listening: list[socket.socket] = []
         self._strangers: set[socket.socket] = set()
         self._connections: dict[Attachment, socket.socket] = {}
+        self._is_pausing = False
         self._packet = bytearray(MAX_LINK_BYTES + 1)
         self.on_packet: Callable[[Attachment, socket.socket, bytes], None] = _ignore
 
     def serve(self, listening: socket.socket) -> None:
         self._listening.append(listening)
-        self._reactor.watch(listening.fileno(), lambda: self._accept(listening))
+        self._resume(listening)
 
     def close(self) -> None:
         for listening in self._listening:
@@ -83,8 +85,9 @@ class ArenaServer:
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:  # out of descriptors, say
-            logger.warning("a process could not attach: %s", error.strerror)
+            self._pause(listening, error)
             return
+        self._is_pausing = False
         connection.setblocking(False)
         if len(self._strangers) >= _MAX_STRANGERS:
             connection.close()
@@ -92,6 +95,18 @@ class ArenaServer:
         self._strangers.add(connection)
         self._reactor.watch(connection.fileno(), lambda: self._greet(connection))
         self._reactor.after(_PATIENCE_S, lambda: self._lose_patience(connection))
+
+    def _pause(self, listening: socket.socket, error: OSError) -> None:
+        """The connection stays in the queue, where it would be found again at once."""
+        if not self._is_pausing:
+            logger.warning("processes cannot attach for now: %s", error.strerror)
+        self._is_pausing = True
+        self._reactor.forget(listening.fileno())
+        self._reactor.after(_PAUSE_S, lambda: self._resume(listening))
+
+    def _resume(self, listening: socket.socket) -> None:
+        if listening in self._listening:
+            self._reactor.watch(listening.fileno(), lambda: self._accept(listening))
 
     def _lose_patience(self, connection: socket.socket) -> None:
         if connection in self._strangers:

@@ -15,6 +15,7 @@ from types import FrameType
 
 from vllm_tiered_kv import __version__
 from vllm_tiered_kv.errors import ConfigError, TieredKVError
+from vllm_tiered_kv.server.descriptors import raise_limit
 from vllm_tiered_kv.server.options import ServerOptions, add_flags, read_yaml
 
 logger = logging.getLogger("tiered-kv-server")
@@ -97,6 +98,7 @@ def serve(options: ServerOptions) -> int:
     from vllm_tiered_kv.server.daemon import Daemon  # --help should not wait for numpy
 
     started = time.monotonic()
+    raise_limit()
     daemon = Daemon.open(options)
     _stop_on_signals(daemon.stop)
     for line in daemon.tier_lines:
