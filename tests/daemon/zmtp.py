@@ -56,7 +56,7 @@ class ZmtpClient:
     def is_cut_off(self) -> bool:
         """Whether the daemon has closed the connection."""
         try:
-            return self.has_reply() and not self.socket.recv(1)
+            return self.has_reply() and not self.socket.recv(1, socket.MSG_PEEK)
         except ConnectionError:
             return True
 

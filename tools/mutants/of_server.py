@@ -21,10 +21,18 @@ SERVER = (
     Mutation(
         "frames-without-limit",
         "server/intake.py",
-        "        if self._count <= 1 + MAX_FRAMES:\n",
+        "        if message.count <= 1 + MAX_FRAMES:\n",
         "        if True:\n",
         "a message of a million frames becomes a million objects",
         ("tests/daemon/test_intake.py",),
+    ),
+    Mutation(
+        "message-without-end",
+        "server/connections.py",
+        "        if taken - connection.delivered > self._most_unfinished:\n",
+        "        if False:\n",
+        "a client fills the daemon's memory with a message that it never ends",
+        ("tests/daemon/test_connections.py",),
     ),
     Mutation(
         "reader-may-write",

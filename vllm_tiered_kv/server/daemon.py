@@ -25,7 +25,9 @@ from vllm_tiered_kv.server.allowances import Allowances
 from vllm_tiered_kv.server.arena_handlers import ArenaHandlers
 from vllm_tiered_kv.server.arena_server import ArenaServer
 from vllm_tiered_kv.server.backing import BackingFolder
+from vllm_tiered_kv.server.connections import Connections
 from vllm_tiered_kv.server.curve import Clients, Doorkeeper, load_clients, load_server_keys
+from vllm_tiered_kv.server.descriptors import for_connections
 from vllm_tiered_kv.server.endpoints import (
     SocketPathLock,
     bind,
@@ -78,6 +80,9 @@ class Daemon:
         self._instance = secrets.token_bytes(16)
         keep_large_buffers()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(options.io_threads)
+        self._connections = Connections(
+            self._reactor, self._context, self._allowances, for_connections()
+        )
         self._path_locks: list[SocketPathLock] = []
         self._listeners: list[Listener] = []
         self._arena_sockets: list[socket.socket] = []
@@ -121,6 +126,7 @@ class Daemon:
             _IDLE_SESSION_S,
             lambda session: reactor.post(self._handlers.transfers.pump),
         )
+        self._connections.has_session = lambda peer: self._sessions.at(peer) is not None
         self._arena = ArenaServer(reactor, memory, self._leases, self._allowances, self._instance)
         for listening in self._arena_sockets:
             self._arena.serve(listening)
@@ -132,6 +138,7 @@ class Daemon:
             self._sessions,
             self._namespaces,
             self._leases,
+            self._connections,
             clients,
             self._allowances,
             self._recorder,
@@ -174,6 +181,8 @@ class Daemon:
             self._listeners.append(listener)
             if listener.is_local:
                 self._arena_sockets.append(bind_arena_socket(listener.endpoint))
+            else:
+                self._connections.watch(listener)
         return clients
 
     # ---- life -----------------------------------------------------------------------------------
@@ -256,6 +265,7 @@ class Daemon:
 
     def _close_sockets(self, linger_ms: int) -> None:
         """Returns when zmq is done with them: it refers to the memory, and removes files."""
+        self._connections.close()
         for listener in self._listeners:
             listener.socket.close(linger=linger_ms)
         if self._doorkeeper is not None:

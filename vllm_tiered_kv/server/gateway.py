@@ -17,6 +17,7 @@ from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.allowances import Allowances
 from vllm_tiered_kv.server.call import Call
+from vllm_tiered_kv.server.connections import Connections
 from vllm_tiered_kv.server.curve import Clients
 from vllm_tiered_kv.server.handlers import Handlers
 from vllm_tiered_kv.server.intake import Intake
@@ -55,6 +56,7 @@ class Gateway:
         sessions: Sessions,
         namespaces: Namespaces,
         leases: Leases,
+        connections: Connections,
         clients: Clients | None,
         allowances: Allowances,
         recorder: Recorder,
@@ -67,6 +69,7 @@ class Gateway:
         self._sessions = sessions
         self._namespaces = namespaces
         self._leases = leases
+        self._connections = connections
         self._clients = clients
         self._allowances = allowances
         self._recorder = recorder
@@ -83,6 +86,7 @@ class Gateway:
         intake.begin_turn()
         while (message := intake.next()) is not None:
             peer = Peer(listener, message.identity)
+            self._connections.heard(listener, message)
             self._recorder.add(names.BYTES_IN, message.nbytes)
             try:
                 if message.fault is not None:

@@ -8,6 +8,7 @@ takes. Until then zmq gives out no other message of this socket.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 
 import zmq
@@ -27,7 +28,9 @@ class Message:
     """One that has arrived whole."""
 
     identity: bytes
+    descriptor: int | None = None  # of the connection it came over
     frames: list[zmq.Frame] = field(default_factory=list)  # the header first
+    count: int = 0  # of its frames
     nbytes: int = 0
     fault: ProtocolError | None = None  # why nothing of it was kept
 
@@ -36,7 +39,6 @@ class Intake:
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
         self._current: Message | None = None  # what is being received
-        self._count = 0  # of its frames after the identity
         self._dropped_id: int | None = None  # of the request that is being dropped
         self._messages_left = 0
         self._frames_left = 0
@@ -58,17 +60,19 @@ class Intake:
             message = self._current
             if message is None:
                 message = self._current = Message(frame.bytes)
-                self._count = 0
             else:
                 self._add(message, frame)
-            message.nbytes += len(frame)
             if not frame.more:
                 return self._finish(message)
         return None
 
     def _add(self, message: Message, frame: zmq.Frame) -> None:
-        self._count += 1
-        if self._count <= 1 + MAX_FRAMES:
+        if not message.count:
+            with contextlib.suppress(zmq.ZMQError):  # not of one within this process
+                message.descriptor = int(frame.get(zmq.SRCFD))
+        message.count += 1
+        message.nbytes += len(frame)
+        if message.count <= 1 + MAX_FRAMES:
             message.frames.append(frame)
         elif message.frames:
             self._dropped_id = peek_request_id(message.frames[0].buffer)
@@ -79,10 +83,10 @@ class Intake:
         self._messages_left -= 1
         if message.frames:
             self._header_bytes_left -= len(message.frames[0])
-        elif self._count:
+        elif message.count:
             message.fault = ProtocolError(
                 ErrorCode.TOO_LARGE,
-                f"{self._count - 1} payload frames; at most {MAX_FRAMES} are allowed",
+                f"{message.count - 1} payload frames; at most {MAX_FRAMES} are allowed",
                 self._dropped_id,
             )
         return message

@@ -1,0 +1,140 @@
+"""Connections without a session, with a message that has no end, and too many of them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.daemon.conftest import Connect, StartDaemon
+from tests.daemon.daemon_process import DaemonProcess
+from tests.daemon.raw_client import RawClient, attach, block, blocks, key, wire
+from tests.daemon.test_security import Keys
+from tests.daemon.zmtp import ZmtpClient, frame
+from tests.patience import eventually
+from vllm_tiered_kv.core.store import Durability, PutResult
+from vllm_tiered_kv.native.cpu import xxh3_64
+
+MIB = 1 << 20
+MEMORY = ("--memory", "32MiB")  # messages of 8 MiB at most
+TOO_LONG = "cut off: a message of more than 25165824 bytes"
+FEW_DESCRIPTORS = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+from vllm_tiered_kv.server.cli import main
+sys.exit(main())
+"""
+
+
+class Daemon:
+    """With keys, or without."""
+
+    def __init__(self, start: StartDaemon, keys: Keys | None) -> None:
+        self._keys = keys
+        self.process: DaemonProcess = start(*(keys.arguments if keys else ()), *MEMORY)
+
+    def connect(self) -> RawClient:
+        if self._keys is None:
+            return RawClient(self.process.endpoint)
+        return self._keys.connect(self.process.endpoint, "writer")
+
+
+@pytest.fixture(params=["plain", "encrypted"])
+def daemon(start: StartDaemon, folder: Path, request: pytest.FixtureRequest) -> Daemon:
+    return Daemon(start, Keys(folder / "keys") if request.param == "encrypted" else None)
+
+
+def long_frame(data: bytes) -> bytes:
+    return b"\x03" + len(data).to_bytes(8, "big") + data
+
+
+def test_one_that_never_says_hello(start: StartDaemon, connect: Connect) -> None:
+    daemon = start(*MEMORY)
+    honest = connect(daemon.endpoint)
+    honest.put(blocks(1))
+    with ZmtpClient(daemon.endpoint) as silent, ZmtpClient(daemon.endpoint) as rude:
+        deadline = time.monotonic() + 60
+        while not (silent.is_cut_off() and rude.is_cut_off()):
+            assert time.monotonic() < deadline
+            with contextlib.suppress(ConnectionError):
+                rude.send(frame(b"no header", more=False))
+                while rude.has_reply() and not rude.is_cut_off():
+                    rude.receive()
+            time.sleep(0.1)
+    assert "no hello for 10 s" in daemon.logs
+    # Idle for as long, and still the same session.
+    assert honest.get([key(0)]) == blocks(1)
+
+
+def send_without_end(daemon: DaemonProcess) -> None:
+    """Until it is cut off."""
+    some = long_frame(bytes(64 << 10)) * 16
+    with ZmtpClient(daemon.endpoint) as endless:
+        for _ in range(1000):
+            endless.send(some)
+            time.sleep(0.02)  # 50 MiB a second
+
+
+def test_a_message_without_an_end(start: StartDaemon, connect: Connect) -> None:
+    daemon = start(*MEMORY)
+    honest = connect(daemon.endpoint)
+    before = daemon.peak_rss_bytes()
+    for _ in range(5):
+        with pytest.raises(ConnectionError):
+            send_without_end(daemon)
+    assert daemon.logs.count(TOO_LONG) == 5
+    assert daemon.peak_rss_bytes() - before < 200 * MIB
+    assert honest.put(blocks(1)) == [PutResult.STORED]
+
+
+def test_a_message_far_too_large_and_encrypted(start: StartDaemon, folder: Path) -> None:
+    daemon = Daemon(start, Keys(folder / "keys"))
+    with daemon.connect() as greedy:
+        greedy.hello()
+        greedy.socket.send_multipart([b"x", *[bytes(2 * MIB)] * 1000], copy=False)
+        eventually(lambda: TOO_LONG in daemon.process.logs)
+        with daemon.connect() as honest:
+            honest.hello()
+            assert honest.put(blocks(1)) == [PutResult.STORED]
+
+
+def test_much_in_good_faith(daemon: Daemon) -> None:
+    """Messages as large as they may be, and very many small ones."""
+    with daemon.connect() as large, daemon.connect() as small:
+        large.hello(block_bytes=[MIB])
+        small.hello(namespace=bytes(32))
+        payload = [block(n, MIB) for n in range(8)]
+        checksums = [xxh3_64(part) for part in payload]
+        for n in range(5):
+            for m in range(8):  # all of them under way at once
+                keys = [key(64 * n + 8 * m + i) for i in range(8)]
+                put = wire.Put(24, keys, [None] * 8, [MIB] * 8, checksums, Durability.MEMORY)
+                large.send(put, payload)
+            for _ in range(8):
+                assert isinstance(large.receive()[1], wire.PutReply)
+        for n in range(30):
+            for _ in range(100):
+                small.send(wire.Contains(24, [key(n)] * 200))
+            for _ in range(100):
+                assert isinstance(small.receive()[1], wire.ContainsReply)
+    assert "cut off" not in daemon.process.logs
+
+
+def test_more_than_there_are_descriptors_for(folder: Path) -> None:
+    daemon = DaemonProcess(folder, *MEMORY)
+    daemon.program = ["-c", FEW_DESCRIPTORS]
+    with daemon, RawClient(daemon.endpoint) as honest, contextlib.ExitStack() as held:
+        honest.hello()
+        honest.put(blocks(1))
+        for _ in range(400):
+            held.enter_context(ZmtpClient(daemon.endpoint, shake_hands=False))
+        assert honest.get([key(0)]) == blocks(1)
+        eventually(lambda: "192 are open already" in daemon.logs)
+        attach(daemon.ipc_path).close()  # some are left for others
+        with RawClient(daemon.endpoint) as late:  # finds room when the silent ones are cut off
+            late.hello()
+            assert late.get([key(0)]) == blocks(1)
+        assert honest.get([key(0)]) == blocks(1)
+        assert "cannot attach" not in daemon.logs
