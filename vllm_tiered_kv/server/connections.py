@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from vllm_tiered_kv.server.allowances import Allowances
 from vllm_tiered_kv.server.intake import Message
@@ -32,6 +31,7 @@ from vllm_tiered_kv.wire.limits import MAX_HEADER_BYTES
 logger = logging.getLogger(__name__)
 
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+_NEWS = struct.Struct("=Hi")  # as zmq_socket_monitor writes it; pyzmq's reader brings asyncio along
 _LOOK_S = 0.5
 _PATIENCE = 20  # looks at a connection without a session; time passes also where nobody can speak
 _FRAME_BYTES = 64  # a frame takes less than so many more on the wire, also encrypted
@@ -104,11 +104,11 @@ class Connections:
     def _take_news(self, listener: Listener) -> None:
         while True:
             try:
-                news = recv_monitor_message(self._monitors[listener], zmq.NOBLOCK)
+                news, _ = self._monitors[listener].recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            descriptor = news["value"]
-            if news["event"] == zmq.EVENT_ACCEPTED:
+            event, descriptor = _NEWS.unpack(news)
+            if event == zmq.EVENT_ACCEPTED:
                 self._accepted(listener, descriptor)
             else:
                 self._open.pop(descriptor, None)
