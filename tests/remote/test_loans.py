@@ -169,6 +169,10 @@ def test_a_loan_that_came_too_late_goes_back_by_itself(daemon: DaemonProcess) ->
     desk = LoanDesk(store)
     ask(desk).loan.release()  # type: ignore[union-attr]
     eventually(lambda: leases_of(daemon) == 0)
+    memory = desk._memory
+    assert memory is not None
+    # Else the thread that gave it back may hold the connection, and nothing is asked.
+    eventually(lambda: memory.is_settled and not memory._lock.locked())
     daemon.freeze()
     assert desk.match(CHAIN, RANKS, NBYTES, within(1.0)) is None
     daemon.thaw()
