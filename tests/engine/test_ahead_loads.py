@@ -11,7 +11,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from tests.engine.toy_asking import ask, assert_tier_is_right, prompt, total
 from tests.engine.toy_engine import ToyEngine, play
 from tests.engine.toy_groups import WrongRead
-from vllm_tiered_kv.cache.load_economics import Decision
+from vllm_tiered_kv.cache.load_choice import Decision
 from vllm_tiered_kv.config import TieredKVConfig
 from vllm_tiered_kv.connector.assembly import make_worker_half
 from vllm_tiered_kv.core.tiers import Tier

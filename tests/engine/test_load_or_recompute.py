@@ -60,12 +60,11 @@ def test_a_slow_daemon_is_left_alone(tiny_model: Path, async_scheduling: bool) -
         assert made.get("probe", 0) >= 1
         assert not made.get("load", 0)
         held = 4 * whole_blocks(asked)
-        loaded = total(second, names.HIT_TOKENS, REMOTE)
-        assert 0 < loaded < held / 3
+        assert total(second, names.HIT_TOKENS, REMOTE) == 0, "nobody waits to learn how slow it is"
         recomputed = total(second, names.RECOMPUTED_TOKENS)
         assert recomputed > 0
         # The rest: requests that did not wait for an answer that was not worth it.
-        assert loaded + recomputed + total(second, names.MISS_TOKENS) == held
+        assert recomputed + total(second, names.MISS_TOKENS) == held
         assert total(second, names.LOAD_FAILURES) == 0
         second.half.stats()
         assert total(second, names.PREFILL_SPEED, GPU) > 0
@@ -106,7 +105,7 @@ def test_the_head_comes_from_the_cpu_tier_and_a_slow_rest_is_computed(tiny_model
         from_cpu = total(second, names.HIT_TOKENS, CPU) - before[0]
         from_daemon = total(second, names.HIT_TOKENS, REMOTE) - before[1]
         assert from_cpu >= 40 * 12
-        assert from_daemon <= 12 * 12
+        assert from_daemon == 0
         assert decisions(second, CPU)["load"] >= 12
         second.close()
 

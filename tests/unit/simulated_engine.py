@@ -6,7 +6,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from vllm_tiered_kv.cache.load_economics import Decision, LoadEconomics, Span
+from vllm_tiered_kv.cache.load_choice import Decision, Span
+from vllm_tiered_kv.cache.load_economics import LoadEconomics
 from vllm_tiered_kv.config import LoadPolicy
 from vllm_tiered_kv.core.tiers import Tier
 
@@ -50,6 +51,7 @@ class Engine:
     rng: random.Random = field(default_factory=lambda: random.Random(1))
     now: float = 1000.0
     asked: int = 0
+    rehearsed: float = 0.0  # seconds spent for nobody
     ours: list[float] = field(default_factory=list)
     alone: list[float] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
@@ -65,6 +67,12 @@ class Engine:
             load *= 1 + self.rng.uniform(-self.noise, self.noise)
             seconds += load + 0.001
             self.economics.ended(name, self.now + seconds, chosen, {LOOKS[self.source]: load})
+        if chosen.rehearsed:  # beside the request, which does not wait for it
+            nbytes = len(chosen.rehearsed) * BYTES_PER_TOKEN
+            taken = self.latency_s + nbytes / self.speed(self.asked)
+            taken *= 1 + self.rng.uniform(-self.noise, self.noise)
+            self.rehearsed += taken
+            self.economics.rehearsed(name, self.now + taken, nbytes, taken)
         self.alone.append(self._compute(0, prompt, observe=False))
         self.ours.append(seconds + self._compute(chosen.tokens, prompt, observe=True))
         self.now += self.ours[-1] + 0.01

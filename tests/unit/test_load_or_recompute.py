@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_tiered_kv.cache.index import BlockIndex
-from vllm_tiered_kv.cache.load_economics import Choice, Decision, Span
+from vllm_tiered_kv.cache.load_choice import Choice, Decision, Span
 from vllm_tiered_kv.cache.planner import Group
 from vllm_tiered_kv.config import TieredKVConfig
 from vllm_tiered_kv.connector.load_or_recompute import LoadOrRecompute
@@ -19,6 +19,7 @@ from vllm_tiered_kv.connector.request_state import RequestState
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.core.transfer import Fetched
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.recorder import Recorder
 
@@ -34,11 +35,13 @@ class Clock:
 
 
 class Judge(LoadOrRecompute):
-    def __init__(self, groups: tuple[Group, ...] = (GROUP,), **options: object) -> None:
+    def __init__(
+        self, groups: tuple[Group, ...] = (GROUP,), num_ranks: int = 1, **options: object
+    ) -> None:
         self.clock, self.recorder = Clock(), Recorder()
         self.index = BlockIndex(ArenaGeometry.for_blocks(64 * 1024, [64]), "lru", lambda *_: None)
         config = TieredKVConfig.load({"remote": "tcp://far:1", **options}, {})
-        super().__init__(config, groups, self.index, self.recorder, 64, self.clock)
+        super().__init__(config, groups, self.index, self.recorder, 64, self.clock, num_ranks)
 
 
 def state(tokens: int, computed: int = 0) -> RequestState:
@@ -160,6 +163,21 @@ def test_a_load_that_was_given_up_tells_that_the_tier_is_slow(elapsed: float, le
     judge.clock.now += elapsed
     judge.load_ended("r", Tier.REMOTE)
     assert judge.economics.speeds[Tier.SSD].count == learnt
+
+
+def test_what_all_ranks_fetched_for_nobody_is_learnt_from_the_slowest() -> None:
+    judge = Judge(num_ranks=2)
+    spans = (Span(Tier.REMOTE, 400, {Tier.SSD: 1.0}),)
+    choice = Choice(0, 400, {Tier.REMOTE: Decision.PROBE}, spans, rehearsed=range(40))
+    assert judge.admitted("r", choice, 0, True) == range(40)
+    speed = judge.economics.speeds[Tier.SSD]
+    judge.rehearsed({"r": [Fetched(640, 0.1)]})
+    assert not speed.count
+    judge.rehearsed({"r": [Fetched(320, 0.1)]})
+    assert speed.seconds(320) == pytest.approx(0.1)
+    judge.admitted("s", choice, 0, True)
+    judge.rehearsed({"s": [Fetched(640, 0.1), Fetched()]})
+    assert speed.count == 1, "of one rank it came to nothing"
 
 
 def test_a_load_whose_end_is_not_told_is_not_waited_for() -> None:

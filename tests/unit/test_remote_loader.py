@@ -20,7 +20,13 @@ from vllm_tiered_kv.connector.shared_region import SharedRegions
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.layout import BlockRuns, Run
 from vllm_tiered_kv.core.store import PutResult
-from vllm_tiered_kv.core.transfer import Int64Array, RemoteTransfer, int64_array
+from vllm_tiered_kv.core.transfer import (
+    Fetched,
+    Int64Array,
+    Rehearsal,
+    RemoteTransfer,
+    int64_array,
+)
 from vllm_tiered_kv.device.arena import Arena
 from vllm_tiered_kv.device.cpu_copier import CpuChannel
 from vllm_tiered_kv.native import cpu as native
@@ -159,3 +165,56 @@ def test_memory_to_land_in_is_there_before_the_first_load(daemon: DaemonProcess,
         loader.close()  # once all its threads have come to where they wait
         regions.close()
     assert opened == ([1 << 20] * 2 if way == "tcp" else [])
+
+
+# ---- rehearsals ---------------------------------------------------------------------------------
+
+
+def rehearsed(loads: Loads) -> Fetched:
+    end = time.monotonic() + 60
+    while not (ended := loads.loader.take_rehearsed()):
+        assert time.monotonic() < end
+        time.sleep(0.002)
+    (name,) = ended
+    assert name == "rehearsal"
+    return ended[name]
+
+
+def test_a_rehearsal_fetches_and_writes_nowhere(loads: Loads) -> None:
+    loads.loader.rehearse(Rehearsal("rehearsal", 0, loads.address, tuple(KEYS)))
+    fetched = rehearsed(loads)
+    assert fetched.nbytes == len(KEYS) * NBYTES
+    assert fetched.seconds > 0
+    assert not loads.device.any()
+    assert loads.loader.poll() == []
+    loads.start(KEYS)
+    assert loads.wait() is None
+    assert loads.is_right()
+
+
+def test_a_rehearsal_of_what_is_gone_tells_nothing(loads: Loads) -> None:
+    assert loads.store.delete(SHARD.keys(KEYS)[-1:]) == 1
+    loads.loader.rehearse(Rehearsal("rehearsal", 0, loads.address, tuple(KEYS)))
+    assert rehearsed(loads) == Fetched()
+
+
+def test_a_load_comes_first_and_a_rehearsal_behind_it_tells_nothing(loads: Loads) -> None:
+    loads.channel.go_on.clear()
+    loads.start(KEYS[:4])  # one thread is free, as the first piece does not wait
+    loads.loader.rehearse(Rehearsal("rehearsal", 0, loads.address, tuple(KEYS)))
+    loads.start(KEYS)
+    loads.channel.go_on.set()
+    assert rehearsed(loads) == Fetched()
+
+
+def test_rehearsals_end_with_the_loader(loads: Loads) -> None:
+    for _ in range(20):
+        loads.loader.rehearse(Rehearsal("rehearsal", 0, loads.address, tuple(KEYS)))
+    loads.loader.close()
+    assert "rehearsal" in loads.loader.take_rehearsed()
+
+
+def test_a_slow_daemon_is_rehearsed_in_part(loads: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_tiered_kv.connector.remote_loader._REHEARSED_S", 0.0)
+    loads.loader.rehearse(Rehearsal("rehearsal", 0, loads.address, tuple(KEYS)))
+    assert rehearsed(loads).nbytes == 0

@@ -77,6 +77,15 @@ def test_a_tier_that_gets_slower_is_noticed_after_two_loads_and_faster_after_mos
     assert speed.seconds(1e8) == pytest.approx(0.1, rel=0.1)
 
 
+def test_what_a_tier_took_before_it_got_slower_is_not_what_other_sizes_take() -> None:
+    speed = LoadSpeed(0.001, 1e9)
+    for _ in range(8):
+        speed.observe(5e8, 0.05)
+    for size in (5e8, 5e8, 1e8, 1e8, 1e8):
+        speed.observe(size, size / 1e9)
+    assert speed.seconds(5e8) == pytest.approx(0.5, rel=0.2)
+
+
 @given(st.lists(st.tuples(st.floats(1, 1e12), st.floats(1e-9, 1e4)), min_size=1, max_size=40))
 def test_whatever_was_seen_more_bytes_never_take_less(samples: list[tuple[float, float]]) -> None:
     speed = LoadSpeed(0.001, 1e9)

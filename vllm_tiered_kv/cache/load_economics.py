@@ -10,10 +10,12 @@ so if it does not pay to load up to the end of a run, it pays even less to stop 
 Three things keep this from going wrong:
 
 - Changing one's mind takes a margin, so that two alike speeds do not make decisions flap.
-- A tier that is found too slow is tried again now and then, with a piece so small that its request
-  hardly notices (`_PROBE_LOSS`). A tier nobody has used yet is met in the same way.
 - The CPU tier, and a daemon's memory that is mapped, are trusted: they are not loaded from only
-  when enough loads and prefills of that size were seen to be sure.
+  when enough loads and prefills of that size were seen to be sure. Then they are tried again now
+  and then, with a piece so small that its request hardly notices (`_PROBE_LOSS`).
+- Other tiers are rehearsed: while a request computes what such a tier holds, a piece of it is
+  fetched for nobody, large enough to tell what a load would take. That is how a tier is met that
+  nobody has used yet, and how one that was too slow is tried again.
 
 No clock, no counters, no blocks: times and lengths in, a number of tokens out. `choose` changes
 nothing, since vLLM may ask many times before it admits a request; `settle` is called when it does.
@@ -22,10 +24,20 @@ nothing, since vLLM may ask many times before it admits a request; `settle` is c
 from __future__ import annotations
 
 import dataclasses
-import enum
+import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 
+from vllm_tiered_kv.cache.load_choice import (
+    MINOR,
+    Choice,
+    Decision,
+    Span,
+    between,
+    length_class,
+    major_sources,
+    tokens_of,
+)
+from vllm_tiered_kv.cache.probing import Probing
 from vllm_tiered_kv.cache.speed_estimates import Backlog, LoadSpeed, PrefillSpeed, Typical
 from vllm_tiered_kv.config import LoadPolicy
 from vllm_tiered_kv.core.tiers import Tier
@@ -33,18 +45,14 @@ from vllm_tiered_kv.core.tiers import Tier
 _GO_ON = 0.95  # a tier in use is left when loading takes more than this share of computing
 _RETURN = 0.8  # a tier that was left is used again from here on
 _PROBE_LOSS = 0.03  # what a probe may add to a prefill
-_CAUTIOUS_LOSS = 0.045  # the same, of one that is estimated with caution
 _PROBE_TIME = 0.1  # what a probe may take altogether: its speed may not be what it was
-_PROBE_UNMET_BYTES = 2 << 20  # a probe of a tier that was never met
-_PROBE_BLIND_S = 0.01  # what one may take where prefills teach nothing
-_PROBE_EVERY = 16  # requests between two probes, doubled whenever nothing has changed
-_PROBE_EVERY_MOST = 128
-_PROBE_AFTER_S = 30.0  # or this long after the last one
 _FORGET_S = 60.0  # where any probe seems too dear, what the smallest may cost doubles in this time
+_REHEARSED_FIRST = 2 << 20  # bytes, of a tier that was never met
+_REHEARSED_SHARE = 0.25  # of what a tier holds; a load that large is no guess
+_REHEARSED_S = 0.1  # what a rehearsal should take at most: a daemon has others to serve
 _REACH = 8  # a load that is larger than this many times any seen before is guessed
-_LARGER = 1.5  # by how much a further probe has to be larger to tell more
+_LARGER = 1.5  # by how much a further rehearsal has to be larger to tell more
 _LEARNT = 3  # samples before an unknown tier is judged
-_MINOR = 0.1  # a part of a load this small decides nothing
 _SURE = 8  # samples before a trusted tier is distrusted
 _BLIND_LIMIT = 4  # prefills that should have taught us something and did not
 
@@ -56,53 +64,6 @@ _ASSUMED = {
     Tier.BACKING: (0.01, 0.2e9),
 }
 _ASSUMED_MAPPED = (0.001, 10e9)
-
-
-class Decision(str, enum.Enum):
-    """What became of the blocks of a request that one tier held. The value is the metric label."""
-
-    LOAD = "load"
-    SHORTEN = "shorten"  # only the part nearer to the head
-    PROBE = "probe"  # a small piece, to learn how fast the tier is
-    RECOMPUTE = "recompute"
-
-
-@dataclass(frozen=True)
-class Span:
-    """A run of tokens whose blocks lie in one place."""
-
-    tier: Tier  # CPU or REMOTE
-    tokens: int
-    shares: Mapping[Tier, float] = field(default_factory=dict)
-    """Of a daemon's: which part lies in its memory, on its SSD, and behind it."""
-
-    def sources(self) -> Mapping[Tier, float]:
-        if self.tier is Tier.REMOTE:
-            return self.shares or {Tier.MEMORY: 1.0}
-        return {self.tier: 1.0}
-
-
-@dataclass(frozen=True)
-class Choice:
-    """How many of the tokens that tiers hold are loaded, and why."""
-
-    tokens: int
-    held: int
-    decisions: Mapping[Tier, Decision] = field(default_factory=dict)
-    spans: tuple[Span, ...] = ()
-    is_blind: bool = False
-    """Computing was chosen only because nobody knows how long it takes."""
-
-
-@dataclass
-class _Probing:
-    """When a tier is tried again."""
-
-    every: int = _PROBE_EVERY
-    since: int = _PROBE_EVERY  # requests that could have carried a probe
-    heard_at: float | None = None  # when a load of this tier last ended
-    name: str | None = None  # the probe under way
-    expected_s: float = 0.0
 
 
 class LoadEconomics:
@@ -132,7 +93,7 @@ class LoadEconomics:
             for tier, assumed in _ASSUMED.items()
         }
         self._backlogs = {Tier.CPU: Backlog(), Tier.REMOTE: Backlog()}
-        self._probing = {tier: _Probing() for tier in self._backlogs}
+        self._probing = {tier: Probing() for tier in self._backlogs}
         self._left: set[tuple[Tier, int]] = set()  # tiers found too slow, by length of the prompt
         self._blind = 0
 
@@ -158,7 +119,11 @@ class LoadEconomics:
         is_blind = loaded < held and not knows
         probe = self._probe(now, computed, prompt, loaded, spans)
         choice = self._choice(loaded + probe, spans, loaded if probe else None)
-        return dataclasses.replace(choice, is_blind=is_blind)
+        rehearsed = range(0) if probe else self._rehearsed(now, loaded, spans)
+        if rehearsed and choice.decisions[Tier.REMOTE] is Decision.RECOMPUTE:
+            decisions = {**choice.decisions, Tier.REMOTE: Decision.PROBE}
+            choice = dataclasses.replace(choice, decisions=decisions)
+        return dataclasses.replace(choice, is_blind=is_blind, rehearsed=rehearsed)
 
     @property
     def loads_blindly(self) -> bool:
@@ -193,7 +158,7 @@ class LoadEconomics:
         for tier, amounts in self._amounts(choice.tokens, choice.spans).items():
             self._backlogs[tier].begin(name, self._service_s(amounts), now)
         for tier, decision in choice.decisions.items():
-            key = tier, _size(choice.spans, tier)
+            key = tier, length_class(choice.spans, tier)
             probing = self._probing[tier]
             if decision is Decision.LOAD:
                 self._left.discard(key)
@@ -204,8 +169,12 @@ class LoadEconomics:
                 probing.heard_at = now
             amounts = self._amounts(choice.tokens, choice.spans).get(tier, {})
             if decision is Decision.PROBE and amounts:  # vLLM may have taken less, or nothing
-                probing.name, probing.since = name, 0
-                probing.expected_s = self._service_s(amounts)
+                probing.begin(name, now, self._service_s(amounts))
+        if choice.rehearsed:
+            (part,) = between(choice.rehearsed.start, choice.rehearsed.stop, choice.spans)
+            probing = self._probing[part.tier]
+            probing.sources = part.sources()
+            probing.begin(name, now, self._service_s(self._of(part, part.tokens)))
 
     def ended(
         self, name: str, now: float, choice: Choice, seconds: Mapping[Tier, float] | None
@@ -218,22 +187,33 @@ class LoadEconomics:
             probing = self._probing[tier]
             probing.heard_at = now
             if probing.name == name:
-                probing.name = None
-                is_news = taken is not None and taken < probing.expected_s / 2
-                # Surprisingly fast: the next request may find out whether that is so.
-                probing.since = _PROBE_EVERY_MOST if is_news else probing.since
-                probing.every = (
-                    _PROBE_EVERY if is_news else min(2 * probing.every, _PROBE_EVERY_MOST)
-                )
+                probing.end(taken)
             if taken is not None:
                 self._learn(amounts, taken)
+
+    def rehearsed(self, name: str, now: float, nbytes: float, seconds: float) -> None:
+        """What was to be fetched for nobody has come: so many bytes, none if that teaches nothing.
+        They may be fewer than was asked for."""
+        probing = self._probing[Tier.REMOTE]
+        if probing.name != name:
+            return
+        is_told = nbytes > 0 and seconds > 0
+        probing.heard_at = now
+        amounts = {source: share * nbytes for source, share in probing.sources.items()}
+        # Of fewer bytes less was to be expected.
+        probing.expected_s = min(probing.expected_s, self._service_s(amounts))
+        probing.end(seconds if is_told else None)
+        # Over a socket, which says nothing about memory that is mapped.
+        unknown = {s: amount for s, amount in amounts.items() if s not in self._trusted}
+        if is_told and unknown:
+            self._learn(unknown, seconds)
 
     def _learn(self, amounts: Mapping[Tier, float], taken: float) -> None:
         """A load from several places of a daemon teaches about one of them: one that is not known
         yet, or else the one that took longest."""
 
         def weight(source: Tier) -> tuple[bool, float]:
-            is_major = amounts[source] >= _MINOR * sum(amounts.values())
+            is_major = amounts[source] >= MINOR * sum(amounts.values())
             is_wanted = is_major and self.speeds[source].count < _LEARNT
             return is_wanted, self.speeds[source].seconds(amounts[source])
 
@@ -262,8 +242,8 @@ class LoadEconomics:
         """Whether to load up to `end` rather than only up to `loaded`."""
         if end <= loaded:
             return False
-        new = _between(loaded, end, spans)
-        sources = _major_sources(new)
+        new = between(loaded, end, spans)
+        sources = major_sources(new)
         if all(source in self._trusted and not self._is_sure(source) for source in sources):
             return True
         if any(source not in self._trusted and not self._is_learnt(source) for source in sources):
@@ -275,7 +255,7 @@ class LoadEconomics:
         load_s = self.seconds(now, end, spans)
         if any(span.tier is Tier.REMOTE for span in new) and load_s > self._longest_load_s:
             return False
-        was_left = any((span.tier, _size(spans, span.tier)) in self._left for span in new)
+        was_left = any((span.tier, length_class(spans, span.tier)) in self._left for span in new)
         margin = _RETURN if was_left else _GO_ON
         saved_s = self.prefill.seconds(computed + loaded, end - loaded)
         if any(
@@ -291,66 +271,62 @@ class LoadEconomics:
     def _probe(
         self, now: float, computed: int, prompt: int, loaded: int, spans: Sequence[Span]
     ) -> int:
-        """Tokens to load beyond `loaded` only to learn how fast their tier is; mostly none."""
-        rest = _between(loaded, sum(span.tokens for span in spans), spans)
-        if not rest:
+        """Tokens to load beyond `loaded` only to learn how fast a trusted tier is by now; mostly
+        none."""
+        rest = between(loaded, sum(span.tokens for span in spans), spans)
+        if not rest or not major_sources(rest[:1]) <= self._trusted:
             return 0
-        tier, sources = rest[0].tier, _major_sources(rest[:1])
+        tier = rest[0].tier
         probing = self._probing[tier]
-        if probing.name is not None or len(self._backlogs[tier]):
+        if probing.is_under_way(now) or len(self._backlogs[tier]):
             return 0  # its time would not be its own
-        is_known = all(self._is_learnt(source) for source in sources)
-        silence = 0.0 if probing.heard_at is None else now - probing.heard_at
-        is_due = probing.since >= probing.every or silence >= _PROBE_AFTER_S
+        if not probing.is_due(now) or not self.prefill.knows(prompt - computed):
+            return 0
         budget = self.prefill.seconds(computed, prompt - computed)
-        knows = self.prefill.knows(prompt - computed)
         start = computed + loaded
         tokens = self._aligned(start, rest[0].tokens)
-        least_bytes = 0.0
-        has_to_grow = tokens > 0 and is_known and not is_due
-        if has_to_grow:
-            least_bytes = self._bytes_to_learn_from(self._amounts(tokens, rest)[tier])
-        if not knows and not self.loads_blindly:
-            return 0  # this request's prefill may tell what it may cost
         while tokens > 0:
-            amounts = self._amounts(tokens, rest)[tier]
-            if sum(amounts.values()) < least_bytes:
-                return 0
             smaller = self._aligned(start, tokens * 3 // 4)
-            loss_s = self.handover.value - self.prefill.seconds(start, tokens)
-            if is_known and not has_to_grow and knows:
-                probe_s = self._service_s(amounts)
-                most_loss_s = _PROBE_LOSS * budget
-                is_safe = True
-            else:
-                probe_s = self._cautious_service_s(amounts)
-                most_loss_s = _CAUTIOUS_LOSS * budget if knows else _PROBE_BLIND_S
-                # Of a tier that was never met a little, or the least there is.
-                is_met = all(self.speeds[source].count for source in amounts)
-                is_safe = is_met or sum(amounts.values()) <= _PROBE_UNMET_BYTES or not smaller
-            if smaller:
-                most_s = _PROBE_TIME * budget if knows else _PROBE_BLIND_S
-                is_short = self.handover.value + probe_s <= most_s
-            else:
-                is_short = True
-                most_loss_s *= 2 ** min(silence / _FORGET_S, 60.0)
-            if is_short and is_safe and loss_s + probe_s <= most_loss_s:
+            probe_s = self.handover.value + self._service_s(self._amounts(tokens, rest)[tier])
+            most_loss_s = _PROBE_LOSS * budget
+            if not smaller:
+                most_loss_s *= 2 ** min(probing.silence(now) / _FORGET_S, 60.0)
+            is_short = not smaller or probe_s <= _PROBE_TIME * budget
+            if is_short and probe_s - self.prefill.seconds(start, tokens) <= most_loss_s:
                 return tokens
             tokens = smaller
         return 0
 
-    def _bytes_to_learn_from(self, amounts: Mapping[Tier, float]) -> float:
-        """How large a probe between two that are due has to be. Small loads cannot tell a latency
-        from a bandwidth: where all that was seen is small beside what is held, each further one has
-        to be larger than any before. More than there are where nothing is to be learnt."""
-        total = sum(amounts.values())
-        met = [
-            self.speeds[source].largest
-            for source, nbytes in amounts.items()
-            if nbytes >= _MINOR * total and self.speeds[source].count
-        ]
-        largest = min(met, default=total)
-        return _LARGER * largest if largest * _REACH < total else 2 * total
+    def _rehearsed(self, now: float, loaded: int, spans: Sequence[Span]) -> range:
+        """Tokens beyond `loaded` to fetch for nobody; mostly none."""
+        start, part = loaded, None
+        for part in between(loaded, sum(span.tokens for span in spans), spans):
+            sources = major_sources([part]) - self._trusted
+            if sources:
+                break
+            start += part.tokens
+        else:
+            return range(0)
+        probing = self._probing[part.tier]
+        if probing.is_under_way(now) or len(self._backlogs[part.tier]):
+            return range(0)  # its time would not be its own
+        least = min(part.tokens, math.ceil(_REHEARSED_FIRST / self._bytes_per_token))
+        tokens = least
+        if all(self.speeds[source].count for source in sources):
+            tokens = max(least, int(part.tokens * _REHEARSED_SHARE))
+            while tokens > least and self._service_s(self._of(part, tokens)) > _REHEARSED_S:
+                tokens = max(least, tokens * 3 // 4)
+        largest = min(self.speeds[source].largest for source in sources)
+        is_guess = largest * _REACH < sum(self._of(part, part.tokens).values())
+        tells_more = sum(self._of(part, tokens).values()) >= _LARGER * largest
+        is_learnt = all(self._is_learnt(source) for source in sources)
+        if is_learnt and not (is_guess and tells_more) and not probing.is_due(now):
+            return range(0)
+        return range(start, start + tokens)
+
+    def _of(self, part: Span, tokens: int) -> Mapping[Tier, float]:
+        """Bytes of the first tokens of a span, by where they lie."""
+        return self._amounts(tokens, [part])[part.tier]
 
     def _choice(
         self, tokens: int, spans: Sequence[Span], before_probe: int | None = None
@@ -359,8 +335,8 @@ class LoadEconomics:
         decisions: dict[Tier, Decision] = {}
         for tier in dict.fromkeys(span.tier for span in spans):
             of_tier = sum(span.tokens for span in spans if span.tier is tier)
-            taken = _tokens_of(tier, tokens, spans)
-            if before_probe is not None and taken > _tokens_of(tier, before_probe, spans):
+            taken = tokens_of(tier, tokens, spans)
+            if before_probe is not None and taken > tokens_of(tier, before_probe, spans):
                 decisions[tier] = Decision.PROBE
             elif taken == of_tier:
                 decisions[tier] = Decision.LOAD
@@ -375,7 +351,7 @@ class LoadEconomics:
     def _amounts(self, tokens: int, spans: Sequence[Span]) -> dict[Tier, dict[Tier, float]]:
         """Bytes of the first `tokens`, by the tier that serves them and where they lie there."""
         amounts: dict[Tier, dict[Tier, float]] = {}
-        for span in _between(0, tokens, spans):
+        for span in between(0, tokens, spans):
             nbytes = span.tokens * self._bytes_per_token
             of_tier = amounts.setdefault(span.tier, {})
             for source, share in span.sources().items():
@@ -385,44 +361,8 @@ class LoadEconomics:
     def _service_s(self, amounts: Mapping[Tier, float]) -> float:
         return sum(self.speeds[source].seconds(nbytes) for source, nbytes in amounts.items())
 
-    def _cautious_service_s(self, amounts: Mapping[Tier, float]) -> float:
-        return sum(
-            self.speeds[source].cautious_seconds(nbytes) for source, nbytes in amounts.items()
-        )
-
     def _is_learnt(self, source: Tier) -> bool:
         return self.speeds[source].count >= _LEARNT or source in self._trusted
 
     def _is_sure(self, source: Tier) -> bool:
         return self.speeds[source].count >= _SURE
-
-
-def _between(start: int, stop: int, spans: Sequence[Span]) -> list[Span]:
-    """The parts of the spans that lie in these tokens."""
-    parts: list[Span] = []
-    begin = 0
-    for span in spans:
-        tokens = min(stop, begin + span.tokens) - max(start, begin)
-        if tokens > 0:
-            parts.append(dataclasses.replace(span, tokens=tokens))
-        begin += span.tokens
-    return parts
-
-
-def _tokens_of(tier: Tier, tokens: int, spans: Sequence[Span]) -> int:
-    return sum(span.tokens for span in _between(0, tokens, spans) if span.tier is tier)
-
-
-def _size(spans: Sequence[Span], tier: Tier) -> int:
-    """Decisions differ by length; a length is about as long as another within a power of two."""
-    return sum(span.tokens for span in spans if span.tier is tier).bit_length()
-
-
-def _major_sources(spans: Sequence[Span]) -> set[Tier]:
-    """Where these spans lie, but for places that hold next to nothing of them."""
-    total = sum(span.tokens for span in spans)
-    amounts: dict[Tier, float] = {}
-    for span in spans:
-        for source, share in span.sources().items():
-            amounts[source] = amounts.get(source, 0.0) + share * span.tokens
-    return {source for source, amount in amounts.items() if amount >= _MINOR * total}

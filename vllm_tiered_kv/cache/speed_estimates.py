@@ -18,6 +18,7 @@ from operator import mul
 _BOUND = math.log(2)  # how far off a sample counts at most
 _TRIM = 3.0  # one that is off by more than this is left out in the end
 _ROUNDS = 4
+_CHANGED = 2.0  # a tier that is slower by more than this is not what it was
 _TIE = 1e-4  # among explanations that are equally good, the constant one
 
 
@@ -59,6 +60,13 @@ class LoadSpeed:
         if nbytes <= 0 or seconds <= 0:
             return
         self._samples.append((nbytes, seconds))
+        self._look()
+        if self._worse > _CHANGED:
+            # What was before would be mistaken for what other sizes take.
+            self._samples = deque(list(self._samples)[-3:], maxlen=self._samples.maxlen)
+            self._look()
+
+    def _look(self) -> None:
         self._fit = self._fitted()
         recent = list(self._samples)[-3:]
         if len(recent) == 3:

@@ -24,11 +24,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_tiered_kv.cache.index import BlockIndex
-from vllm_tiered_kv.cache.load_economics import Choice, LoadEconomics, Span
+from vllm_tiered_kv.cache.load_choice import Choice, Span
+from vllm_tiered_kv.cache.load_economics import LoadEconomics
 from vllm_tiered_kv.cache.planner import Group, telling_group
 from vllm_tiered_kv.config import LoadPolicy, TieredKVConfig
 from vllm_tiered_kv.connector.request_state import RequestState
 from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.core.transfer import Fetched
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.recorder import Recorder
 
@@ -67,8 +69,9 @@ class LoadOrRecompute:
         recorder: Recorder,
         step_tokens: int,
         clock: Callable[[], float] = time.monotonic,
+        num_ranks: int = 1,
     ) -> None:
-        """`step_tokens`: the most tokens vLLM computes in a step."""
+        """`step_tokens`: the most tokens vLLM computes in a step. `num_ranks`: that report."""
         self._policy = config.load_policy
         self._least_prefill = min(_LEAST_PREFILL, step_tokens // 8)
         self._group = telling_group(groups)
@@ -91,7 +94,9 @@ class LoadOrRecompute:
         self._gone_on: set[str] = set()  # requests that went on without an answer, blindly
         self._hit_rate = 1.0
         self._usual_shares: Mapping[Tier, float] = {}
+        self._num_ranks = num_ranks
         self._loads: dict[str, _Load] = {}
+        self._rehearsed: tuple[str, list[Fetched]] = "", []  # by the ranks that have ended
         self._steps: dict[int, _Step] = {}
         self._next_step = 0
         self._forwards = 0
@@ -139,10 +144,11 @@ class LoadOrRecompute:
         spans = self._spans(state, computed, held, elsewhere)
         return self.economics.choose(self._clock(), computed, state.request.num_tokens, spans)
 
-    def admitted(self, request_id: str, choice: Choice, tokens: int, is_timed: bool) -> None:
-        """vLLM has taken the answer, or less of it. `is_timed`: the end of the load is told."""
+    def admitted(self, request_id: str, choice: Choice, tokens: int, is_timed: bool) -> range:
+        """vLLM has taken the answer, or less of it. `is_timed`: the end of the load is told.
+        Returns the tokens to be fetched for nobody, after those that are computed already."""
         if choice.tokens and not tokens:
-            return  # vLLM did not take the offer
+            return range(0)  # vLLM did not take the offer
         if tokens != choice.tokens:
             choice = dataclasses.replace(choice, tokens=tokens)
         now = self._clock()
@@ -152,12 +158,23 @@ class LoadOrRecompute:
         for tier, decision in choice.decisions.items():
             self._recorder.add(names.LOAD_DECISIONS, 1, tier.value, decision.value)
         self.economics.settle(request_id, now, choice)
-        if not tokens:
-            return
-        if is_timed:
+        if tokens and is_timed:
             self._loads[request_id] = _Load(choice, now, self._forwards)
-        else:
+        elif tokens:
             self.economics.ended(request_id, now, choice, {})
+        return choice.rehearsed
+
+    def rehearsed(self, ended: Mapping[str, Sequence[Fetched]]) -> None:
+        """What ranks fetched for nobody has come; the slowest counts, and so does a failure."""
+        for name, reports in ended.items():
+            if name != self._rehearsed[0]:
+                self._rehearsed = name, []
+            of_ranks = self._rehearsed[1]
+            of_ranks += reports
+            if len(of_ranks) == self._num_ranks:
+                slowest = min(of_ranks, key=lambda fetched: fetched.bytes_per_s)
+                now = self._clock()
+                self.economics.rehearsed(name, now, slowest.nbytes, slowest.seconds)
 
     def loads_took(self, seconds: Mapping[str, Mapping[str, float]]) -> None:
         """Ranks have said how long parts of loads took; the slowest rank counts."""

@@ -135,7 +135,10 @@ class LoadPlanner:
         self._count(match, tokens, loads)
         if match.choice is not None:
             is_timed = not match.ahead
-            self.judge.admitted(request.request_id, match.choice, tokens, is_timed)
+            name = request.request_id
+            rehearsed = self.judge.admitted(name, match.choice, tokens, is_timed)
+            if rehearsed and self.remote is not None:
+                self.remote.rehearse(state, telling_group(self._groups), match.computed, rehearsed)
         lookup, state.remote = state.remote, None  # used up; who starts over asks anew
         if lookup is not None and not any(load.remote for load in loads):
             lookup.drop()

@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_tiered_kv.cache.ledger import StoreReport
-from vllm_tiered_kv.core.transfer import LoadJob, PutJob, StoreJob
+from vllm_tiered_kv.core.transfer import Fetched, LoadJob, PutJob, Rehearsal, StoreJob
 from vllm_tiered_kv.core.verdict import BlockVerdict, VerifyJob
 from vllm_tiered_kv.remote.address import EngineIdentity
 
@@ -40,6 +40,8 @@ class TieredKVMetadata(KVConnectorMetadata):
     """Blocks this step's forward fills."""
     puts: list[PutJob] = field(default_factory=list)
     """Blocks of the CPU tier to be sent to daemons."""
+    rehearsals: list[Rehearsal] = field(default_factory=list)
+    """Blocks to be fetched from daemons for nobody, behind all loads."""
     verifications: list[VerifyJob] = field(default_factory=list)
     """Blocks this step's forward fills that are compared with what a tier holds."""
     measured_step: int | None = None
@@ -71,6 +73,8 @@ class TieredKVWorkerMetadata(KVConnectorWorkerMetadata):
     """Comparisons that ended, one report per rank."""
     staging_blocks: dict[int, int] = field(default_factory=dict)
     """What the staging ring of a rank holds; told whenever it changed."""
+    rehearsed: dict[str, list[Fetched]] = field(default_factory=dict)
+    """Rehearsals that ended, one report per rank."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> TieredKVWorkerMetadata:
         assert isinstance(other, TieredKVWorkerMetadata)
@@ -91,4 +95,6 @@ class TieredKVWorkerMetadata(KVConnectorWorkerMetadata):
             self.ahead.setdefault(job_id, []).extend(ended)
         for job_id, verdicts in other.verdicts.items():
             self.verdicts.setdefault(job_id, []).extend(verdicts)
+        for name, fetched in other.rehearsed.items():
+            self.rehearsed.setdefault(name, []).extend(fetched)
         return self

@@ -5,11 +5,15 @@ another is on its way to the GPU. Blocks of a daemon on this host are read where
 memory; others land in pinned memory first. A load is reported when its last piece has ended, so
 that nothing is ever written into GPU blocks that vLLM has taken back; when one piece fails, the
 rest is not even begun.
+
+A rehearsal fetches blocks in the same way and for nobody, to tell how long a load would take. It
+comes behind all loads, and is given up when one comes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import queue
 import threading
@@ -20,7 +24,8 @@ from dataclasses import dataclass, field
 from vllm_tiered_kv.connector.shard import Shard
 from vllm_tiered_kv.connector.shared_region import Resident, SharedRegions
 from vllm_tiered_kv.core.arena_geometry import aligned
-from vllm_tiered_kv.core.transfer import RemoteTransfer, int64_array
+from vllm_tiered_kv.core.key import BlockKey
+from vllm_tiered_kv.core.transfer import Fetched, Rehearsal, RemoteTransfer, int64_array
 from vllm_tiered_kv.device.arena import Arena
 from vllm_tiered_kv.device.copier import Channel, LoadDone
 from vllm_tiered_kv.errors import TieredKVError
@@ -29,6 +34,8 @@ from vllm_tiered_kv.remote.store import RemoteStore
 logger = logging.getLogger(__name__)
 
 _LEAST_PIECE_BYTES = 1 << 20
+_LOAD, _REHEARSAL, _END = range(3)  # which pieces come first
+_REHEARSED_S = 0.5  # no further piece of a rehearsal is begun after that
 
 
 @dataclass
@@ -38,6 +45,45 @@ class _Load:
     pieces_left: int
     error: str | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+@dataclass
+class _Rehearsed:
+    """A rehearsal under way."""
+
+    what: Rehearsal
+    pieces_left: int
+    begun_at: float | None = None
+    nbytes: int = 0
+    is_disturbed: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin_piece(self) -> bool:
+        """Whether to fetch one more."""
+        with self.lock:
+            now = time.monotonic()
+            self.begun_at = self.begun_at or now
+            return not self.is_disturbed and now < self.begun_at + _REHEARSED_S
+
+    def end_piece(self, nbytes: int) -> Fetched | None:
+        """What came of it all, with the last piece."""
+        with self.lock:
+            self.nbytes += nbytes
+            self.pieces_left -= 1
+            if self.pieces_left:
+                return None
+            if self.is_disturbed or self.begun_at is None:
+                return Fetched()
+            return Fetched(self.nbytes, time.monotonic() - self.begun_at)
+
+
+@dataclass(frozen=True)
+class _RehearsedPiece:
+    of: _Rehearsed
+    keys: tuple[BlockKey, ...]
+
+
+_Piece = tuple[_Load, RemoteTransfer] | _RehearsedPiece
 
 
 class RemoteLoader:
@@ -61,7 +107,10 @@ class RemoteLoader:
         self._closing = False
         largest = max(map(aligned, shard.block_bytes.values()))
         self._piece_bytes = max(landing_bytes // threads, largest)
-        self._pieces: queue.SimpleQueue[tuple[_Load, RemoteTransfer] | None] = queue.SimpleQueue()
+        self._pieces: queue.PriorityQueue[tuple[int, int, _Piece | None]] = queue.PriorityQueue()
+        self._numbers = itertools.count()  # pieces of a kind in their order
+        self._rehearsing: _Rehearsed | None = None
+        self._rehearsed: queue.SimpleQueue[tuple[str, Fetched]] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[LoadDone] = queue.SimpleQueue()
         # Made here, on the thread of the model: a device is current there.
         self._channels = [open_channel() for _ in range(threads)]
@@ -75,10 +124,29 @@ class RemoteLoader:
 
     def load(self, request_id: str, transfers: Sequence[RemoteTransfer]) -> None:
         """Starts to load. Everything the blocks must wait for has been fenced before."""
+        if self._rehearsing is not None:
+            self._rehearsing.is_disturbed = True  # its time would not be its own
         pieces = [piece for transfer in transfers for piece in self._cut(transfer)]
         load = _Load(request_id, time.monotonic() + self._timeout_s, len(pieces))
         for piece in pieces:
-            self._pieces.put((load, piece))
+            self._put(_LOAD, (load, piece))
+
+    def rehearse(self, rehearsal: Rehearsal) -> None:
+        """Starts to fetch blocks for nobody."""
+        count = self._blocks_in_piece(rehearsal.group_id, len(rehearsal.keys))
+        starts = range(0, len(rehearsal.keys), count)
+        self._rehearsing = _Rehearsed(rehearsal, len(starts))
+        for start in starts:
+            keys = rehearsal.keys[start : start + count]
+            self._put(_REHEARSAL, _RehearsedPiece(self._rehearsing, keys))
+
+    def take_rehearsed(self) -> dict[str, Fetched]:
+        """Rehearsals that ended since the last call."""
+        ended = {}
+        while not self._rehearsed.empty():
+            name, fetched = self._rehearsed.get()
+            ended[name] = fetched
+        return ended
 
     def poll(self) -> list[LoadDone]:
         done = []
@@ -90,7 +158,7 @@ class RemoteLoader:
         """Ends what is under way; waiting pieces fail. Idempotent."""
         self._closing = True
         for _ in self._threads:
-            self._pieces.put(None)
+            self._put(_END, None)
         for thread in self._threads:
             thread.join()
         for channel in self._channels:
@@ -102,18 +170,27 @@ class RemoteLoader:
         if lent is not None:
             lent.leave()
             return [transfer]  # nothing has to be asked for: one copy is as fast as several
-        block = aligned(self._shard.block_bytes[transfer.group_id])
         nbytes = self._regions.piece_bytes(transfer.address)
+        blocks = self._blocks_in_piece(transfer.group_id, len(transfer), nbytes)
+        return [transfer.part(start, start + blocks) for start in range(0, len(transfer), blocks)]
+
+    def _blocks_in_piece(self, group_id: int, total: int, nbytes: int | None = None) -> int:
+        block = aligned(self._shard.block_bytes[group_id])
         if nbytes is None:
             # A load that is smaller than its pieces could be still uses all connections.
-            share = len(transfer) * block // max(1, len(self._threads))
+            share = total * block // max(1, len(self._threads))
             nbytes = min(self._piece_bytes, max(share, _LEAST_PIECE_BYTES))
-        blocks = max(1, nbytes // block)
-        return [transfer.part(start, start + blocks) for start in range(0, len(transfer), blocks)]
+        return max(1, nbytes // block)
+
+    def _put(self, kind: int, piece: _Piece | None) -> None:
+        self._pieces.put((kind, next(self._numbers), piece))
 
     def _work(self, number: int, channel: Channel) -> None:
         landing = self._prepare(number)
-        while (item := self._pieces.get()) is not None:
+        while (item := self._pieces.get()[2]) is not None:
+            if isinstance(item, _RehearsedPiece):
+                landing = self._rehearse_piece(item, landing)
+                continue
             load, piece = item
             ended = False
 
@@ -174,17 +251,46 @@ class RemoteLoader:
         self, channel: Channel, landing: Arena, piece: RemoteTransfer, deadline: float
     ) -> str | None:
         """Brings a piece over the network; the reason if it could not be had."""
-        nbytes = self._shard.block_bytes[piece.group_id]
-        if len(piece) * aligned(nbytes) > landing.nbytes:
+        if len(piece) * aligned(self._shard.block_bytes[piece.group_id]) > landing.nbytes:
             return "the daemon's shared memory went away"  # it was not cut to land here
-        offsets = [n * aligned(nbytes) for n in range(len(piece))]
-        buffers = [memoryview(landing.bytes_at(offset, nbytes).data) for offset in offsets]
-        keys = self._shard.keys(piece.keys)
-        found = self._stores[piece.address].get(keys, buffers, deadline)
+        offsets, found = self._bring(landing, piece.group_id, piece.address, piece.keys, deadline)
         if not all(found):
             return f"{found.count(False)} of {len(found)} blocks are no longer there"
         channel.scatter(piece.group_id, piece.block_ids, landing.region, int64_array(offsets))
         return None
+
+    def _bring(
+        self,
+        landing: Arena,
+        group_id: int,
+        address: str,
+        keys: Sequence[BlockKey],
+        deadline: float,
+    ) -> tuple[list[int], list[bool]]:
+        """Fetches blocks: where each is to land, and whether it has."""
+        nbytes = self._shard.block_bytes[group_id]
+        offsets = [n * aligned(nbytes) for n in range(len(keys))]
+        buffers = [memoryview(landing.bytes_at(offset, nbytes).data) for offset in offsets]
+        return offsets, self._stores[address].get(self._shard.keys(keys), buffers, deadline)
+
+    def _rehearse_piece(self, piece: _RehearsedPiece, landing: Arena | None) -> Arena | None:
+        """Fetches a piece into the memory to land in, which is returned."""
+        run, what = piece.of, piece.of.what
+        nbytes = 0
+        try:
+            if not self._closing and run.begin_piece():
+                landing = landing or self._open_landing(self._piece_bytes)
+                deadline = time.monotonic() + self._timeout_s
+                _, found = self._bring(landing, what.group_id, what.address, piece.keys, deadline)
+                run.is_disturbed |= not all(found)
+                nbytes = len(piece.keys) * self._shard.block_bytes[what.group_id]
+        except Exception:  # nobody waits for it
+            run.is_disturbed = True
+            logger.debug("a rehearsal with %s failed", what.address, exc_info=True)
+        ended = run.end_piece(nbytes)
+        if ended is not None:
+            self._rehearsed.put((what.name, ended))
+        return landing
 
     def _end_piece(self, load: _Load, error: str | None) -> None:
         with load.lock:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ from vllm_tiered_kv.connector.request_state import RequestState
 from vllm_tiered_kv.connector.shared_region import LENT_FOR_SURE_S
 from vllm_tiered_kv.connector.window_search import WindowSearch
 from vllm_tiered_kv.core.key import BlockKey
-from vllm_tiered_kv.core.transfer import RemoteTransfer, int64_array, pick
+from vllm_tiered_kv.core.transfer import PutJob, Rehearsal, RemoteTransfer, int64_array, pick
 from vllm_tiered_kv.remote.placement import Cluster
 
 
@@ -55,6 +55,7 @@ class RemoteTier:
         self._keep_copies = keep_copies
         self._has_windows = any(group.window is not None for group in groups)
         self._arenas_of_rank: dict[int, frozenset[bytes]] = {}
+        self._rehearsals: list[Rehearsal] = []
 
     def greet(self) -> None:
         """Reaches for the daemons before the first request does. Never waits."""
@@ -148,9 +149,29 @@ class RemoteTier:
             ],
         )
 
-    def heard_arenas(self, rank: int, arenas: frozenset[bytes]) -> None:
-        """A worker says from which memories it can copy right now: `RemoteIO.ready_arenas`."""
-        self._arenas_of_rank[rank] = arenas
+    def rehearse(self, state: RequestState, group: Group, computed: int, tokens: range) -> None:
+        """Lets workers fetch, for nobody, what a daemon holds of these tokens after `computed`."""
+        answer = state.remote.answer if state.remote is not None else None
+        if answer is None:
+            return
+        position = (computed + tokens.start) // group.block_size
+        for part in answer.spans[group.group_id]:
+            first = max(part.start, position)
+            if first < part.stop:
+                count = max(1, len(tokens) // group.block_size)
+                keys = state.keys.of_group[group.group_id][first : min(part.stop, first + count)]
+                name = state.request.request_id
+                self._rehearsals.append(Rehearsal(name, group.group_id, part.address, tuple(keys)))
+                return
+
+    def take_jobs(self) -> tuple[list[PutJob], list[Rehearsal]]:
+        """For the workers, planned since the last call."""
+        rehearsals, self._rehearsals = self._rehearsals, []
+        return self.writes.take(), rehearsals
+
+    def heard_arenas(self, by_rank: Mapping[int, frozenset[bytes]]) -> None:
+        """Workers say from which memories they can copy right now: `RemoteIO.ready_arenas`."""
+        self._arenas_of_rank.update(by_rank)
 
     def is_resident(self, state: RequestState) -> bool:
         """Whether whatever daemons hold of a request has been lent, in memory that every rank can

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from vllm_tiered_kv.cache.load_economics import Choice
+from vllm_tiered_kv.cache.load_choice import Choice
 from vllm_tiered_kv.connector.remote_lookup import RemoteLookup
 from vllm_tiered_kv.connector.request_keys import RequestKeys
 from vllm_tiered_kv.core.tiers import Tier

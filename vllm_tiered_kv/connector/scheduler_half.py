@@ -102,7 +102,9 @@ class SchedulerHalf:
             self._groups, self.index, self.ledger, lazy, hash_block_size, max_blocks_in_flight
         )
         self._ahead = AheadPolicy(config.step_loads, self._groups, self.ledger)
-        self.judge = LoadOrRecompute(config, self._groups, self.index, self.recorder, step_tokens)
+        self.judge = LoadOrRecompute(
+            config, self._groups, self.index, self.recorder, step_tokens, num_ranks=num_ranks
+        )
         self.loads = LoadPlanner(
             self._groups, self.index, self.ledger, self.recorder, self._ahead, self.judge
         )
@@ -201,27 +203,26 @@ class SchedulerHalf:
             if request_id in self._requests:
                 self._requests[request_id].forget_blocks()
                 self._end_verification(self._requests[request_id])
-        self._ahead.step_planned(scheduler_output.num_scheduled_tokens)
-        for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
+        counts = scheduler_output.num_scheduled_tokens
+        self._ahead.step_planned(counts)
+        for request_id, scheduled in counts.items():
             self._plan_stores(request_id, scheduled)
-        scheduled_now = scheduler_output.num_scheduled_tokens
-        awaited = self.stores.has_unseen and awaits_first_token(self._requests, scheduled_now)
+        awaited = self.stores.has_unseen and awaits_first_token(self._requests, counts)
         self._next.stores_after += self.stores.store_unowned(awaited)
         if self.verification is not None:
-            for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
+            for request_id, scheduled in counts.items():
                 self._plan_verification(self.verification, request_id, scheduled)
         if not self._requests:
             self.index.tell_uses()  # nobody waits
-        self._next.measured_step = self.judge.step_planned(
-            scheduler_output.num_scheduled_tokens, self._requests, bool(self._next.loads)
-        )
+        has_loads = bool(self._next.loads)
+        self._next.measured_step = self.judge.step_planned(counts, self._requests, has_loads)
         if self._waits_for_threads() and not scheduler_output.total_num_scheduled_tokens:
             # Nothing to compute, requests or blocks wait: threads that talk to a daemon or compare
             # need the interpreter more than a loop that asks whether they are ready.
             time.sleep(_YIELD_S)
         if self.remote is not None:
             self._next.identity = self._identity
-            self._next.puts = self.remote.writes.take()
+            self._next.puts, self._next.rehearsals = self.remote.take_jobs()
         evicted, nbytes = self.index.take_evicted()
         self.recorder.add(names.EVICTED_BLOCKS, evicted, _CPU)
         self.recorder.add(names.EVICTED_BYTES, nbytes, _CPU)
@@ -236,9 +237,9 @@ class SchedulerHalf:
         self.judge.output_came(getattr(metadata, "measured_step", None))
         if isinstance(metadata, TieredKVWorkerMetadata):
             self.judge.loads_took(metadata.load_seconds)
-            for rank, arenas in metadata.ready_arenas.items():
-                if self.remote is not None:
-                    self.remote.heard_arenas(rank, arenas)
+            self.judge.rehearsed(metadata.rehearsed)
+            if self.remote is not None:
+                self.remote.heard_arenas(metadata.ready_arenas)
             for job_id, reports in metadata.stores.items():
                 self.ledger.report_store(job_id, reports)
             for job_id, reports in metadata.puts.items():

@@ -33,7 +33,7 @@ from vllm_tiered_kv.connector.store_share import StoreShare
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.layout import BlockRuns
 from vllm_tiered_kv.core.tiers import Tier
-from vllm_tiered_kv.core.transfer import GroupTransfer, LoadJob, StoreJob
+from vllm_tiered_kv.core.transfer import Fetched, GroupTransfer, LoadJob, StoreJob
 from vllm_tiered_kv.device.arena import Arena
 from vllm_tiered_kv.device.copier import Copier, StoreDone
 from vllm_tiered_kv.device.pinning import Pin, Unpin
@@ -79,6 +79,7 @@ class WorkerHalf:
         self._step_thread: int | None = None
         self._put: dict[int, list[StoreReport]] = {}
         self._remote_failures: set[str] = set()
+        self._rehearsed: dict[str, Fetched] = {}
         self._told_arenas: frozenset[bytes] = frozenset()
         self._layers_not_seen: set[str] = set()
         self._pinning: Callable[[], tuple[Pin | None, Unpin | None]] = lambda: (None, None)
@@ -189,6 +190,9 @@ class WorkerHalf:
         for put in metadata.puts:
             assert self._remote is not None, "a put to a daemon that nobody configured"
             self._remote.writer.write(put)
+        for rehearsal in metadata.rehearsals:
+            assert self._remote is not None, "a rehearsal with a daemon that nobody configured"
+            self._remote.loader.rehearse(rehearsal)
 
     def before_layer(self, name: str) -> None:
         if self._layers_not_seen:
@@ -237,6 +241,7 @@ class WorkerHalf:
             for load in self._remote.loader.poll():
                 self._times.end(load.request_id, Tier.REMOTE, load.ended_at, load.error is None)
                 self._loads.end(load.request_id, Tier.REMOTE if load.error is not None else None)
+            self._rehearsed |= self._remote.loader.take_rehearsed()
             for put in self._remote.writer.poll():
                 self._put.setdefault(put.job_id, []).append(put.report)
         self._times.asked()
@@ -262,6 +267,7 @@ class WorkerHalf:
             not self._stored
             and not self._put
             and not self._remote_failures
+            and not self._rehearsed
             and not self._ahead
             and not self._times
             and not self._verifier
@@ -282,9 +288,10 @@ class WorkerHalf:
             {self.rank: arenas} if arenas != self._told_arenas else {},
             {} if self._verifier is None else self._verifier.take_verdicts(),
             {} if staging in (None, self._told_staging) else {self.rank: staging},
+            {name: [fetched] for name, fetched in self._rehearsed.items()},
         )
         self._measured_step = None
-        self._stored, self._put, self._remote_failures = {}, {}, set()
+        self._stored, self._put, self._remote_failures, self._rehearsed = {}, {}, set(), {}
         self._told_usable, self._told_arenas, self._told_staging = usable, arenas, staging
         return told
 

@@ -120,6 +120,29 @@ class RemoteTransfer:
 
 
 @dataclass(frozen=True)
+class Rehearsal:
+    """Blocks of one group that a daemon has, to be fetched for nobody: how long that takes tells
+    what a load would take."""
+
+    name: str
+    group_id: int
+    address: str
+    keys: tuple[BlockKey, ...]
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What a rehearsal has brought, and how long that took; nothing if it was disturbed."""
+
+    nbytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.nbytes / self.seconds if self.nbytes and self.seconds > 0 else 0.0
+
+
+@dataclass(frozen=True)
 class LoadJob:
     """All blocks a waiting request needs; it arrives whole or fails whole.
 

@@ -76,8 +76,8 @@ LOOKUPS = _counter("lookups", "Questions to a daemon, by what became of them.", 
 LOAD_DECISIONS = _counter(
     "load_decisions",
     "What became of the blocks of an admitted request that a tier held: `load`, `shorten` (only "
-    "the part nearer to the head), `recompute`, or `probe` (a small piece, to learn how fast the "
-    "tier is).",
+    "the part nearer to the head), `recompute`, or `probe` (computed, while a piece of it is "
+    "fetched to learn how fast the tier is).",
     "decision",
 )
 LOAD_SPEED = _gauge(
