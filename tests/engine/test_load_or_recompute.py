@@ -7,6 +7,7 @@ the measurements reach the decision and that the tokens are right either way.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tests.engine.toy_at_daemon import REMOTE, engine_at, prompts, serve, whole_
 from tests.engine.toy_engine import ToyEngine
 from tests.remote.faulty_daemon import FaultyDaemon
 from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.core.transfer import PutJob, Rehearsal
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.wire.messages import Get, Match
 
@@ -70,6 +72,46 @@ def test_a_slow_daemon_is_left_alone(tiny_model: Path, async_scheduling: bool) -
         assert total(second, names.PREFILL_SPEED, GPU) > 0
         assert 0 < total(second, names.LOAD_SPEED, Tier.MEMORY.value) < 1e6
         second.close()
+
+
+def test_rehearsals_wait_for_steps_without_prefills(
+    tiny_model: Path,
+    daemon: DaemonProcess,
+    async_scheduling: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And an idle engine takes a step for them."""
+    monkeypatch.setattr("vllm_tiered_kv.connector.remote_tier._FEW_TOKENS", 1)
+    monkeypatch.setattr("vllm_tiered_kv.connector.remote_tier._PATIENCE_S", 1e9)
+    asked = prompts(25, 8, 80, 90)
+    first = engine_at(tiny_model, daemon.endpoint, async_scheduling=async_scheduling)
+    serve(first, asked)
+    first.close()
+    second = engine_at(tiny_model, daemon.endpoint, async_scheduling=async_scheduling)
+    slow_down(second, 0.002)
+    assert second.half.remote is not None
+    take_jobs = second.half.remote.take_jobs
+    steps: list[int] = []
+
+    def watched(scheduled: Mapping[str, int]) -> tuple[list[PutJob], list[Rehearsal]]:
+        jobs = take_jobs(scheduled)
+        if jobs[1]:
+            steps.append(max(scheduled.values(), default=0))
+        return jobs
+
+    second.half.remote.take_jobs = watched
+    for prompt in asked:
+        serve(second, [prompt], count=1)  # no decodes: it is idle after each
+    assert steps
+    assert max(steps) <= 1
+    assert total(second, names.LOAD_FAILURES) == 0
+    second.run()
+    assert not second.half.has_pending_push_work()
+    second.half.remote._rehearsals = [Rehearsal("r", 0, daemon.endpoint, ())]
+    assert second.half.has_pending_push_work()
+    second.step()
+    assert not second.half.has_pending_push_work()
+    second.close()
 
 
 def test_a_fast_daemon_is_used(

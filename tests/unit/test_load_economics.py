@@ -352,6 +352,12 @@ def test_a_rehearsal_follows_what_is_loaded_and_says_nothing_about_mapped_memory
     known.settle("r", 0.0, chosen)
     known.rehearsed("r", 0.1, len(chosen.rehearsed) * BYTES_PER_TOKEN, 0.1)
     assert known.speeds[Tier.SSD].count == 1
+    for nbytes in (1e7, 1e8):
+        known.speeds[Tier.SSD].observe(nbytes, nbytes / 1e9)
+    chosen = known.choose(1000.0, 0, 10241, [behind])
+    known.settle("s", 1000.0, chosen)
+    known.rehearsed("s", 1000.1, len(chosen.rehearsed) * BYTES_PER_TOKEN, 0.1)
+    assert known.speeds[Tier.SSD].count == 4
     assert not known.speeds[Tier.MEMORY].count
 
 

@@ -7,6 +7,7 @@ from tools.mutants.of_connector import CONNECTOR
 from tools.mutants.of_early_loads import EARLY_LOADS
 from tools.mutants.of_identity import IDENTITY
 from tools.mutants.of_keys_and_copies import COPIES, KEYS
+from tools.mutants.of_rehearsals import REHEARSALS
 from tools.mutants.of_remote import REMOTE
 from tools.mutants.of_server import SERVER
 from tools.mutants.of_stores import STORES
@@ -22,5 +23,6 @@ MUTATIONS = (
     *CONNECTOR,
     *IDENTITY,
     *EARLY_LOADS,
+    *REHEARSALS,
     *WINDOWS_AND_COMPARISONS,
 )

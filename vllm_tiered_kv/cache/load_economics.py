@@ -227,7 +227,9 @@ class LoadEconomics:
             for source, nbytes in amounts.items()
             if source is not taught
         )
-        self.speeds[taught].observe(amounts[taught], max(taken - others, taken / 10))
+        # Where others are taken for slower than they are, this one must not look like magic.
+        least = taken * amounts[taught] / total / 2
+        self.speeds[taught].observe(amounts[taught], max(taken - others, least))
 
     # ---- inside ---------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,9 @@ from vllm_tiered_kv.connector.window_search import WindowSearch
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.transfer import PutJob, Rehearsal, RemoteTransfer, int64_array, pick
 from vllm_tiered_kv.remote.placement import Cluster
+
+_FEW_TOKENS = 32  # of a request, in a step that takes no time to launch
+_PATIENCE_S = 1.0  # how long a rehearsal waits for such a step
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ class RemoteTier:
         self._has_windows = any(group.window is not None for group in groups)
         self._arenas_of_rank: dict[int, frozenset[bytes]] = {}
         self._rehearsals: list[Rehearsal] = []
+        self._rehearse_until = 0.0
 
     def greet(self) -> None:
         """Reaches for the daemons before the first request does. Never waits."""
@@ -161,13 +166,26 @@ class RemoteTier:
                 count = max(1, len(tokens) // group.block_size)
                 keys = state.keys.of_group[group.group_id][first : min(part.stop, first + count)]
                 name = state.request.request_id
-                self._rehearsals.append(Rehearsal(name, group.group_id, part.address, tuple(keys)))
+                # One at a time: one that still waits would be behind it for nothing.
+                self._rehearsals = [Rehearsal(name, group.group_id, part.address, tuple(keys))]
+                self._rehearse_until = time.monotonic() + _PATIENCE_S
                 return
 
-    def take_jobs(self) -> tuple[list[PutJob], list[Rehearsal]]:
-        """For the workers, planned since the last call."""
-        rehearsals, self._rehearsals = self._rehearsals, []
+    def take_jobs(self, scheduled: Mapping[str, int]) -> tuple[list[PutJob], list[Rehearsal]]:
+        """For the workers, planned since the last call; `scheduled`: the tokens of this step.
+
+        Rehearsals wait a while for a step that computes next to nothing: their threads would keep
+        the interpreter from a prefill that is being launched."""
+        rehearsals: list[Rehearsal] = []
+        is_quiet = max(scheduled.values(), default=0) <= _FEW_TOKENS
+        if is_quiet or time.monotonic() > self._rehearse_until:
+            rehearsals, self._rehearsals = self._rehearsals, []
         return self.writes.take(), rehearsals
+
+    @property
+    def has_rehearsals(self) -> bool:
+        """Whether there are some that wait for a step."""
+        return bool(self._rehearsals)
 
     def heard_arenas(self, by_rank: Mapping[int, frozenset[bytes]]) -> None:
         """Workers say from which memories they can copy right now: `RemoteIO.ready_arenas`."""

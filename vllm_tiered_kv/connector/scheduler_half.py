@@ -222,7 +222,7 @@ class SchedulerHalf:
             time.sleep(_YIELD_S)
         if self.remote is not None:
             self._next.identity = self._identity
-            self._next.puts, self._next.rehearsals = self.remote.take_jobs()
+            self._next.puts, self._next.rehearsals = self.remote.take_jobs(counts)
         evicted, nbytes = self.index.take_evicted()
         self.recorder.add(names.EVICTED_BLOCKS, evicted, _CPU)
         self.recorder.add(names.EVICTED_BYTES, nbytes, _CPU)
@@ -276,6 +276,7 @@ class SchedulerHalf:
             or (not self._requests and (self.index.has_untold_uses or self.stores.has_unseen))
             or (self.verification is not None and self.verification.has_open)
             or self._next.stores_before
+            or (self.remote is not None and self.remote.has_rehearsals)
             or self._next.identity  # no step yet: workers reach for the daemons in the first one
             or self.stores.has_deferred
         )
@@ -440,11 +441,6 @@ class SchedulerHalf:
     def _forget_invalid(self, block_ids: set[int]) -> None:
         """A load failed, ours or another connector's, after a step had read these GPU blocks."""
         assert self._blocks is not None, "vLLM did not bind its KV-cache manager"
-        step = FailedStep(
-            self._blocks,
-            self._groups,
-            block_ids,
-            self._requests.values(),
-            self._left_alone.values(),
-        )
+        running, alone = self._requests.values(), self._left_alone.values()
+        step = FailedStep(self._blocks, self._groups, block_ids, running, alone)
         step.undo(self.ledger, self.index, self.stores, self.verification)
