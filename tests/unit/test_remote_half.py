@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import StoreReport, TransferLedger
 from vllm_tiered_kv.cache.planner import Group, loadable_tokens, plan_store
-from vllm_tiered_kv.connector.remote_lookup import RemoteLookups, placed_runs
+from vllm_tiered_kv.connector.remote_lookup import RemoteLookups
 from vllm_tiered_kv.connector.remote_tier import RemoteTier
 from vllm_tiered_kv.connector.remote_writes import RemoteWrites
 from vllm_tiered_kv.connector.request_state import RequestState
@@ -21,7 +21,7 @@ from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.names import DropReason
 from vllm_tiered_kv.metrics.recorder import Recorder
-from vllm_tiered_kv.remote.placement import anchor_position, anchors_of
+from vllm_tiered_kv.remote.placement import anchor_position, anchors_of, placed_runs
 from vllm_tiered_kv.remote.store import RemoteMatch
 
 GROUP = Group(group_id=0, block_size=4, block_bytes=64, size_class=0)

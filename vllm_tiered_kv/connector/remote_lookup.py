@@ -28,8 +28,7 @@ from vllm_tiered_kv.core.transfer import LentBlocks, int64_array
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.remote.loans import Loan, LoanDesk
-from vllm_tiered_kv.remote.placement import Cluster
-from vllm_tiered_kv.remote.placement import spans as placement_spans
+from vllm_tiered_kv.remote.placement import Cluster, placed_runs
 from vllm_tiered_kv.remote.store import RemoteStore
 
 logger = logging.getLogger(__name__)
@@ -392,22 +391,3 @@ class RemoteLookups:
 
 def _is_neighbour(server: RemoteStore) -> bool:
     return str(server.address).startswith("ipc://")
-
-
-def placed_runs(
-    cluster: Cluster, keys: Sequence[BlockKey], first: int
-) -> Iterator[tuple[int, int, RemoteStore]]:
-    """Runs of positions from `first` on that lie on one daemon; ends where none is available."""
-    run: tuple[int, int, RemoteStore] | None = None
-    for anchor, start, stop in placement_spans(first, len(keys)):
-        server = cluster.server_for(keys[anchor])
-        if run is not None and run[2] is server:
-            run = (run[0], stop, server)
-            continue
-        if run is not None:
-            yield run
-        if server is None:
-            return
-        run = (start, stop, server)
-    if run is not None:
-        yield run

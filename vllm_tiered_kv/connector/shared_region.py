@@ -22,6 +22,7 @@ from vllm_tiered_kv.device.pinning import BackgroundPinner, Pin, Unpin
 from vllm_tiered_kv.errors import CudaError
 from vllm_tiered_kv.native.bytes_copy import copy_bytes
 from vllm_tiered_kv.option_values import format_size
+from vllm_tiered_kv.remote.in_place import write_in_place
 from vllm_tiered_kv.remote.shared_memory import Lent, Reservation, SharedMemory
 from vllm_tiered_kv.remote.store import RemoteStore
 
@@ -146,22 +147,19 @@ class SharedRegion:
         if not self.enter():
             return None
         try:
-            places = self.memory.reserve(
-                [(item.key, item.parent, item.payload.nbytes) for item in items], deadline
+            return write_in_place(
+                self.memory,
+                [(item.key, item.parent, item.payload.nbytes) for item in items],
+                lambda places: self._fill(items, places),
+                deadline,
             )
-            reserved = [place for place in places if isinstance(place, Reservation)]
-            try:
-                for item, place in zip(items, places, strict=True):
-                    if isinstance(place, Reservation):
-                        view = self.memory.arena.view(place.offset, place.nbytes)
-                        copy_bytes(view, item.payload)
-            except BaseException:
-                self.memory.abandon(reserved)
-                raise
-            sealed = iter(self.memory.seal(reserved, deadline))
-            return [next(sealed) if isinstance(place, Reservation) else place for place in places]
         finally:
             self.leave()
+
+    def _fill(self, items: Sequence[PutItem], places: Mapping[int, Reservation]) -> None:
+        for index, place in places.items():
+            view = self.memory.arena.view(place.offset, place.nbytes)
+            copy_bytes(view, items[index].payload)
 
     def retire(self) -> None:
         """No new copies; the memory is given up when the last one has ended."""

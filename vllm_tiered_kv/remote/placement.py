@@ -120,3 +120,22 @@ class Cluster:
     def close(self) -> None:
         for store in self.stores.values():
             store.close()
+
+
+def placed_runs(
+    cluster: Cluster, keys: Sequence[bytes], first: int
+) -> Iterator[tuple[int, int, RemoteStore]]:
+    """Runs of positions from `first` on that lie on one daemon; ends where none is available."""
+    run: tuple[int, int, RemoteStore] | None = None
+    for anchor, start, stop in spans(first, len(keys)):
+        server = cluster.server_for(keys[anchor])
+        if run is not None and run[2] is server:
+            run = (run[0], stop, server)
+            continue
+        if run is not None:
+            yield run
+        if server is None:
+            return
+        run = (start, stop, server)
+    if run is not None:
+        yield run
