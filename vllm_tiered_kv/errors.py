@@ -6,6 +6,7 @@ Errors carry their facts as fields, so that callers decide on types and values, 
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 
 
 class TieredKVError(Exception):
@@ -102,6 +103,15 @@ class StoreFormatError(TieredKVError, RuntimeError):
 
 class ReplayError(TieredKVError, RuntimeError):
     """A replay of prompts cannot go on; the sentence says what to change."""
+
+
+class TokenCacheError(TieredKVError, RuntimeError):
+    """Daemons could not be used, told to those who ask for it; `failures` is why, by address."""
+
+    def __init__(self, what: str, failures: Mapping[str, str]) -> None:
+        reasons = "; ".join(f"{address} ({why})" for address, why in failures.items())
+        super().__init__(f"{what}: {reasons}")
+        self.failures = dict(failures)
 
 
 class RemoteError(TieredKVError, RuntimeError):

@@ -1,1 +1,5 @@
-"""Tools for those who run servers with this cache: the `tiered-kv` command."""
+"""For programs other than vLLM: `TokenCache`, and the `tiered-kv` command."""
+
+from vllm_tiered_kv.api.token_cache import TokenCache
+
+__all__ = ["TokenCache"]

@@ -73,6 +73,7 @@ class Caller:
         self.breaker = breaker
         self.pool = ConnectionPool(self._connect, max_connections)
         self.counts = RemoteCounts()
+        self.last_error: Exception | None = None  # what ended the last call that failed
         self._hello = identity.hello()
         self._lock = threading.Lock()
         self._opening = threading.Lock()
@@ -135,6 +136,7 @@ class Caller:
 
     def _failed(self, attempt: Attempt, error: Exception, progress: bool) -> None:
         self.count(failed_calls=1)
+        self.last_error = error
         if self.pool.closing.is_set():
             return
         if isinstance(error, RemoteTimeout) and progress:

@@ -40,7 +40,7 @@ from vllm_tiered_kv.wire.messages import (
     TierCode,
 )
 
-_SLOWEST_BYTES_PER_S = 64 << 20  # a tier slower than this is not worth waiting for
+SLOWEST_BYTES_PER_S = 64 << 20  # a tier slower than this is not worth waiting for
 _FLUSH_S = 60.0
 _ATTACH_AGAIN_S = 1.0  # a stopped daemon must not cost every caller the time to connect
 
@@ -88,6 +88,11 @@ class RemoteStore:
     @property
     def counts(self) -> RemoteCounts:
         return self._caller.counts
+
+    @property
+    def last_error(self) -> Exception | None:
+        """What ended the last call that failed, for people; None as long as none has."""
+        return self._caller.last_error
 
     def greet(self, connections: int = 1) -> None:
         """Opens so many connections for the calls to come: the first ones need not wait for it.
@@ -317,7 +322,7 @@ class RemoteStore:
     def _deadline(self, deadline: float | None = None, nbytes: int = 0) -> float:
         if deadline is not None:
             return deadline
-        return time.monotonic() + self._timeout + nbytes / _SLOWEST_BYTES_PER_S
+        return time.monotonic() + self._timeout + nbytes / SLOWEST_BYTES_PER_S
 
     def _read(self, connection: Connection, tasks: list[ReadTask], deadline: float) -> None:
         try:

@@ -1,0 +1,295 @@
+"""TokenCache while daemons are killed, stopped and restarted, and while many threads use it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.daemon.daemon_process import DaemonProcess
+from tests.patience import eventually
+from tests.remote.daemon_facts import leases_of
+from tests.remote.engine import within
+from tests.remote.token_states import read, states, store
+from vllm_tiered_kv.api import TokenCache
+from vllm_tiered_kv.errors import TokenCacheError
+from vllm_tiered_kv.remote import in_place, neighbour
+
+TOKENS = list(range(40, 90))
+TOKEN_BYTES = 24 << 10
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
+    ssd = ("--ssd", str(tmp_path / "ssd"), "--ssd-space", "64MiB")
+    with DaemonProcess(tmp_path, "--memory", "64MiB", *ssd) as running:
+        yield running
+
+
+@pytest.fixture(params=["tcp", "ipc"])
+def address(request: pytest.FixtureRequest, daemon: DaemonProcess) -> str:
+    return daemon.endpoint if request.param == "tcp" else daemon.ipc
+
+
+def opened(address: str, timeout: float = 20.0, strict: bool = False) -> TokenCache:
+    return TokenCache.connect(
+        address, "trouble", TOKEN_BYTES, timeout=timeout, connect_timeout=10.0, strict=strict
+    )
+
+
+@pytest.fixture
+def cache(address: str) -> Iterator[TokenCache]:
+    with opened(address) as open_one:
+        yield open_one
+
+
+def arenas_mapped() -> int:
+    return Path("/proc/self/maps").read_text().count("tiered-kv-arena")
+
+
+@pytest.mark.parametrize("way", ["disk", "flush"])
+def test_what_is_on_disk_outlives_the_daemon(
+    daemon: DaemonProcess, cache: TokenCache, way: str
+) -> None:
+    assert store(cache, TOKENS, "disk" if way == "disk" else "memory") == len(TOKENS)
+    assert way == "disk" or cache.flush()
+    daemon.kill()
+    daemon.restart()
+    assert eventually(lambda: cache.match(TOKENS)) == len(TOKENS)
+    assert eventually(lambda: read(cache, TOKENS)) == len(TOKENS)
+    assert leases_of(daemon) == 0
+
+
+def test_without_its_daemon_it_is_a_miss(
+    daemon: DaemonProcess, cache: TokenCache, address: str
+) -> None:
+    store(cache, TOKENS)
+    strict = opened(address, strict=True)
+    assert read(strict, TOKENS) == len(TOKENS)
+    daemon.kill()
+    for _ in range(5):
+        assert (cache.match(TOKENS), read(cache, TOKENS), store(cache, TOKENS)) == (0, 0, 0)
+        assert not cache.flush()
+        for call in (strict.match, lambda tokens: read(strict, tokens)):
+            with pytest.raises(TokenCacheError, match=f"could not be used: {address}") as error:
+                call(TOKENS)
+            assert list(error.value.failures) == [address]
+        with pytest.raises(TokenCacheError, match="could not be used"):
+            store(strict, TOKENS)
+        with pytest.raises(TokenCacheError, match="could not be used"):
+            strict.flush()
+    daemon.restart()
+    new = [1, 2, 3]
+    assert eventually(lambda: store(cache, new)) == 3
+    assert read(cache, new) == 3
+    strict.close()
+
+
+def test_a_stopped_daemon_is_a_miss_within_the_deadline(
+    daemon: DaemonProcess, address: str
+) -> None:
+    with opened(address, timeout=0.3) as cache:
+        assert eventually(lambda: store(cache, TOKENS)) == len(TOKENS)
+        daemon.freeze()
+        assert (cache.match(TOKENS), read(cache, TOKENS), store(cache, [1])) == (0, 0, 0)
+        daemon.thaw()
+        assert eventually(lambda: read(cache, TOKENS)) == len(TOKENS)
+
+
+def test_killed_again_and_again_while_it_is_used(
+    daemon: DaemonProcess, cache: TokenCache, address: str
+) -> None:
+    """Whatever is read is right, nobody hears of an exception, and it works again afterwards."""
+    stop = threading.Event()
+    wrong: list[BaseException] = []
+    rounds = [0, 0, 0]
+
+    def work(me: int) -> None:
+        try:
+            while not stop.is_set():
+                tokens = [me, rounds[me] % 7, *TOKENS]
+                store(cache, tokens)
+                read(cache, tokens)
+                assert cache.match(tokens) <= len(tokens)
+                rounds[me] += 1
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(me,)) for me in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(3):
+        done = sum(rounds)
+        eventually(lambda done=done: sum(rounds) > done + 3 or wrong)
+        daemon.kill()
+        done = sum(rounds)
+        eventually(lambda done=done: sum(rounds) > done + 3 or wrong)
+        daemon.restart()
+    stop.set()
+    for thread in threads:
+        thread.join(60)
+    assert wrong == []
+    assert eventually(lambda: store(cache, [9, *TOKENS])) == len(TOKENS) + 1
+    assert eventually(lambda: read(cache, [9, *TOKENS])) == len(TOKENS) + 1
+
+
+def test_the_memory_of_a_daemon_that_has_gone_is_given_up(daemon: DaemonProcess) -> None:
+    """Also by a program that does nothing: nobody else holds it any more."""
+    before = arenas_mapped()
+    with opened(daemon.ipc) as cache:
+        store(cache, TOKENS)
+        assert arenas_mapped() == before + 1
+        daemon.kill()
+        eventually(lambda: arenas_mapped() == before)
+        daemon.restart()
+        assert eventually(lambda: store(cache, TOKENS)) == len(TOKENS)
+        assert read(cache, TOKENS) == len(TOKENS)
+        assert arenas_mapped() == before + 1
+    assert arenas_mapped() == before
+
+
+def test_memory_stays_mapped_while_somebody_copies(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(neighbour, "_LOOK_S", 0.01)
+    before = arenas_mapped()
+    with opened(daemon.ipc) as cache:
+        store(cache, TOKENS)
+        (near,) = cache._chains._neighbours.values()
+        with near.memory() as memory:
+            assert memory is not None
+            daemon.kill()
+            eventually(lambda: not memory.alive)
+            assert read(cache, TOKENS) == 0
+            threading.Event().wait(0.2)  # the thread has looked meanwhile
+            assert bytes(memory.arena.view(0, 8))
+            assert arenas_mapped() == before + 1
+        assert arenas_mapped() == before
+        closing = threading.Thread(target=cache.close)
+        closing.start()
+        closing.join(60)
+        assert not closing.is_alive()
+
+
+def test_leases_that_came_too_late_go_back_without_a_further_call(daemon: DaemonProcess) -> None:
+    with opened(daemon.ipc) as cache:
+        store(cache, TOKENS)
+        (near,) = cache._chains._neighbours.values()
+        daemon.freeze()
+        with near.memory() as memory:
+            assert memory is not None
+            keys = cache._chains._named(cache._keys.of((), TOKENS))
+            assert not any(memory.lend(keys, deadline=within(0.3)).leases)
+            assert not memory.is_settled
+        daemon.thaw()
+        eventually(lambda: memory.is_settled)
+        assert leases_of(daemon) == 0
+
+
+def test_what_cannot_be_lent_is_sent(daemon: DaemonProcess) -> None:
+    """Another process may have borrowed all that a daemon lends."""
+    with opened(daemon.ipc) as greedy, opened(daemon.ipc) as cache:
+        many = list(range(1000, 2600))
+        assert store(greedy, many) == len(many)
+        assert store(cache, TOKENS) == len(TOKENS)
+        (near,) = greedy._chains._neighbours.values()
+        with near.memory() as memory:
+            assert memory is not None
+            keys = greedy._chains._named(greedy._keys.of((), many))
+            lent = memory.lend(keys)
+            held = sum(map(bool, lent.leases))
+            assert held
+            assert not any(memory.lend(keys[held:]).leases), "no more is lent"
+            assert read(cache, TOKENS) == len(TOKENS)
+            lent.release()
+
+
+def test_a_close_among_calls_of_many_threads(address: str) -> None:
+    cache = opened(address)
+    ends: list[BaseException] = []
+    rounds = [0] * 4
+
+    def work(me: int) -> None:
+        tokens = [me, *TOKENS]
+        try:
+            while True:
+                store(cache, tokens)
+                read(cache, tokens)
+                rounds[me] += 1
+        except BaseException as error:
+            ends.append(error)
+
+    threads = [threading.Thread(target=work, args=(me,)) for me in range(4)]
+    for thread in threads:
+        thread.start()
+    eventually(lambda: min(rounds) > 2 or ends)
+    cache.close()
+    for thread in threads:
+        thread.join(60)
+    assert [str(end) for end in ends] == ["this cache is closed"] * 4
+
+
+def test_blocks_that_leave_between_two_questions_are_a_shorter_hit(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no failure to those who want to hear of failures."""
+    with opened(address, strict=True) as cache:
+        store(cache, TOKENS)
+        chains = cache._chains
+        asked = chains._match
+
+        def match_and_lose(keys, runs, end):  # type: ignore[no-untyped-def]
+            monkeypatch.undo()
+            outcome = asked(keys, runs, end)
+            runs[0][2].delete(chains._named(keys[20:]))
+            return outcome
+
+        monkeypatch.setattr(chains, "_match", match_and_lose)
+        into = np.zeros((len(TOKENS), TOKEN_BYTES), np.uint8)
+        assert cache.query(TOKENS, into) == 20
+        assert np.array_equal(into[:20], states((), TOKENS[:20], TOKEN_BYTES))
+
+
+def test_what_changed_while_it_was_copied_is_not_used(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = in_place.scatter
+    with opened(daemon.ipc) as cache:
+        store(cache, TOKENS)
+        (near,) = cache._chains._neighbours.values()
+        keys = cache._chains._named(cache._keys.of((), TOKENS))
+        into = np.zeros((len(TOKENS), TOKEN_BYTES), np.uint8)
+        with near.memory() as memory:
+            assert memory is not None
+
+            def copy_and_change(layout, block_ids, region, offsets):  # type: ignore[no-untyped-def]
+                copy(layout, block_ids, region, offsets)
+                memory.arena.next_generation(int(offsets[-1]))
+
+            assert in_place.read_in_place(memory, keys, into, within(20.0)) == len(TOKENS)
+            monkeypatch.setattr(in_place, "scatter", copy_and_change)
+            assert in_place.read_in_place(memory, keys, into, within(20.0)) == 0
+        assert read(cache, TOKENS) == len(TOKENS), "it is sent instead"
+        assert leases_of(daemon) == 0
+
+
+def test_room_that_could_not_be_filled_is_given_back(daemon: DaemonProcess) -> None:
+    with opened(daemon.ipc) as cache:
+        store(cache, TOKENS[:3])
+        (near,) = cache._chains._neighbours.values()
+        blocks = [
+            (key, None, TOKEN_BYTES) for key in cache._chains._named(cache._keys.of((), TOKENS))
+        ]
+
+        def fail(places: object) -> None:
+            raise ArithmeticError
+
+        with near.memory() as memory:
+            assert memory is not None
+            with pytest.raises(ArithmeticError):
+                in_place.write_in_place(memory, blocks, fail, within(20.0))
+        assert leases_of(daemon) == 0
+        assert store(cache, TOKENS) == read(cache, TOKENS) == len(TOKENS)
