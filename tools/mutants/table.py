@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tools.mutants.of_api import API
 from tools.mutants.of_cache import CACHE
 from tools.mutants.of_connector import CONNECTOR
 from tools.mutants.of_early_loads import EARLY_LOADS
@@ -25,4 +26,5 @@ MUTATIONS = (
     *EARLY_LOADS,
     *REHEARSALS,
     *WINDOWS_AND_COMPARISONS,
+    *API,
 )

@@ -1,0 +1,59 @@
+"""States of token sequences for other programs: `api/`, and the copies in place it brought."""
+
+from __future__ import annotations
+
+from tools.mutants.mutation import Mutation
+
+_FOUND = "tests/remote/test_token_cache.py"
+_TROUBLE = "tests/remote/test_token_cache_trouble.py"
+
+API = (
+    Mutation(
+        "token-cache-match-past-a-gap",
+        "api/chain_store.py",
+        "            if here < stop - start:\n                return Outcome(count, {})\n",
+        "",
+        "a query is told that memory holds states which nobody has",
+        (f"{_FOUND}::test_a_match_ends_where_one_of_several_has_lost_its_share",),
+    ),
+    Mutation(
+        "token-cache-prefix-of-parts-of-chunks",
+        "api/token_cache.py",
+        "        if partial:\n",
+        "        if partial > self.chunk_tokens:\n",
+        "states are stored under the keys of other tokens",
+        (f"{_FOUND}::test_a_prefix_has_whole_chunks",),
+    ),
+    Mutation(
+        "token-cache-keys-without-sizes",
+        "api/token_keys.py",
+        "root_digest(self.namespace, (token_bytes, chunk_tokens))",
+        "root_digest(self.namespace)",
+        "where a daemon has forgotten a namespace, states of other sizes are found",
+        (f"{_FOUND}::test_keys_are_those_of_the_reference_in_a_namespace_of_their_own",),
+    ),
+    Mutation(
+        "copied-rows-not-rechecked",
+        "remote/in_place.py",
+        "return count if memory.arena.have_generations(offsets, generations) else 0",
+        "return count",
+        "bytes that changed while they were copied are used",
+        (f"{_TROUBLE}::test_what_changed_while_it_was_copied_is_not_used",),
+    ),
+    Mutation(
+        "neighbour-unmapped-under-a-copy",
+        "remote/neighbour.py",
+        "            if not users and not memory.alive:\n",
+        "            if not memory.alive:\n",
+        "a daemon dies, and the program that copies from its memory with it",
+        (f"{_TROUBLE}::test_memory_stays_mapped_while_somebody_copies",),
+    ),
+    Mutation(
+        "neighbour-late-leases",
+        "remote/neighbour.py",
+        "                    memory.settle()\n",
+        "                    pass\n",
+        "an idle program keeps blocks of a daemon that had answered too late",
+        (f"{_TROUBLE}::test_leases_that_came_too_late_go_back_without_a_further_call",),
+    ),
+)
