@@ -491,6 +491,21 @@ def test_a_match_ends_where_one_of_several_has_lost_its_share(
             assert (cache.match(tokens), read(cache, tokens)) == (start, start)
 
 
+def test_a_match_ends_within_the_second_part_of_one_of_several(three: list[DaemonProcess]) -> None:
+    """Its parts are asked for at once, and counted one after the other."""
+    with open_all([one.endpoint for one in three]) as cache:
+        for tokens in chains(500, 600):
+            keys = keys_of(cache, tokens)
+            runs = cache._chains._runs(keys)
+            if len(runs) == 3 and runs[0][2] is runs[2][2]:
+                break
+        assert store(cache, tokens) == len(tokens)
+        for place in (599, 550, 512, 300, 64, 40):
+            for server in {server for *_, server in runs}:
+                server.delete(cache._chains._named(keys[place : place + 1]))
+            assert (cache.match(tokens), read(cache, tokens)) == (place, place)
+
+
 def keys_of(cache: TokenCache, tokens: Sequence[int]) -> list[BlockKey]:
     return cache._keys.of((), tokens)
 

@@ -63,6 +63,13 @@ def test_what_is_on_disk_outlives_the_daemon(
     assert leases_of(daemon) == 0
 
 
+def test_a_daemon_without_a_disk_counts_nothing_as_on_disk(tmp_path: Path) -> None:
+    with DaemonProcess(tmp_path, "--memory", "64MiB") as daemon:
+        for address in (daemon.endpoint, daemon.ipc):
+            with opened(address, strict=True) as cache:
+                assert store(cache, TOKENS, "disk") == 0
+
+
 def test_without_its_daemon_it_is_a_miss(
     daemon: DaemonProcess, cache: TokenCache, address: str
 ) -> None:
@@ -168,10 +175,24 @@ def test_memory_stays_mapped_while_somebody_copies(
             assert bytes(memory.arena.view(0, 8))
             assert arenas_mapped() == before + 1
         assert arenas_mapped() == before
+
+
+def test_the_end_waits_for_those_who_copy(daemon: DaemonProcess) -> None:
+    cache = opened(daemon.ipc)
+    store(cache, TOKENS)
+    (near,) = cache._chains._neighbours.values()
+    with near.memory() as memory:
+        assert memory is not None
         closing = threading.Thread(target=cache.close)
         closing.start()
-        closing.join(60)
-        assert not closing.is_alive()
+        closing.join(0.5)
+        assert closing.is_alive()
+        assert not memory.closed
+        with near.memory() as another:
+            assert another is None, "nobody begins to copy any more"
+    closing.join(60)
+    assert not closing.is_alive()
+    assert memory.closed
 
 
 def test_leases_that_came_too_late_go_back_without_a_further_call(daemon: DaemonProcess) -> None:
@@ -274,6 +295,21 @@ def test_what_changed_while_it_was_copied_is_not_used(
             assert in_place.read_in_place(memory, keys, into, within(20.0)) == 0
         assert read(cache, TOKENS) == len(TOKENS), "it is sent instead"
         assert leases_of(daemon) == 0
+
+
+def test_only_what_is_lent_is_copied(daemon: DaemonProcess) -> None:
+    with opened(daemon.ipc) as cache:
+        store(cache, TOKENS[:20])
+        (near,) = cache._chains._neighbours.values()
+        keys = cache._chains._named(cache._keys.of((), TOKENS))
+        into = np.zeros((len(TOKENS), TOKEN_BYTES), np.uint8)
+        with near.memory() as memory:
+            assert memory is not None
+            assert in_place.read_in_place(memory, keys, into, within(20.0)) == 20
+            assert np.array_equal(into[:20], states((), TOKENS[:20], TOKEN_BYTES))
+            assert not into[20:].any()
+            shorter = np.zeros((20, TOKEN_BYTES // 2), np.uint8)
+            assert in_place.read_in_place(memory, keys[:20], shorter, within(20.0)) == 0
 
 
 def test_room_that_could_not_be_filled_is_given_back(daemon: DaemonProcess) -> None:

@@ -17,6 +17,14 @@ API = (
         (f"{_FOUND}::test_a_match_ends_where_one_of_several_has_lost_its_share",),
     ),
     Mutation(
+        "token-cache-counts-a-part-twice",
+        "api/chain_store.py",
+        "            left[server] -= here\n",
+        "",
+        "a query is told that memory holds states which nobody has",
+        (f"{_FOUND}::test_a_match_ends_within_the_second_part_of_one_of_several",),
+    ),
+    Mutation(
         "token-cache-prefix-of-parts-of-chunks",
         "api/token_cache.py",
         "        if partial:\n",
@@ -47,6 +55,22 @@ API = (
         "            if not memory.alive:\n",
         "a daemon dies, and the program that copies from its memory with it",
         (f"{_TROUBLE}::test_memory_stays_mapped_while_somebody_copies",),
+    ),
+    Mutation(
+        "neighbour-closed-under-a-copy",
+        "remote/neighbour.py",
+        "            while any(self._users.values()):\n                self._changed.wait()\n",
+        "            pass\n",
+        "a program that closes its cache while a thread of it copies dies",
+        (f"{_TROUBLE}::test_the_end_waits_for_those_who_copy",),
+    ),
+    Mutation(
+        "rows-copied-that-are-not-lent",
+        "remote/in_place.py",
+        "lambda fact: fact[0] and fact[1] == nbytes",
+        "lambda fact: True",
+        "bytes of other blocks, or of none, are taken for those asked for",
+        (f"{_TROUBLE}::test_only_what_is_lent_is_copied",),
     ),
     Mutation(
         "neighbour-late-leases",

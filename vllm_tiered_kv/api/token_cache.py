@@ -137,10 +137,11 @@ class TokenCache:
         call returns. State that is held already is not replaced.
 
         When it returns, what it counted can be read by everybody ("memory", the default), can be
-        read even after a crash of daemon or machine ("disk"; for daemons with a disk), or has
+        read even after a crash of daemon or machine ("disk"; 0 of a daemon that has none), or has
         reached the daemon ("received").
         """
         self._require_open()
+        level = _durability(durability)
         prefix = () if prefix is None else prefix
         first, partial = divmod(len(prefix), self.chunk_tokens)
         if partial:
@@ -151,7 +152,7 @@ class TokenCache:
         rows = self._rows("state", state, len(tokens))
         if len(keys) == first:
             return 0
-        return self._tokens(self._chains.write(keys, first, rows, _durability(durability)))
+        return self._tokens(self._chains.write(keys, first, rows, level))
 
     def flush(self) -> bool:
         """Returns when all that was stored is as durable as the daemons can make it; False when one
