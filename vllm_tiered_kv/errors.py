@@ -101,6 +101,15 @@ class StoreFormatError(TieredKVError, RuntimeError):
         self.reason = reason
 
 
+class NotDeletedError(TieredKVError, RuntimeError):
+    """A store could not delete all it was told to: so many blocks may still be there."""
+
+    def __init__(self, blocks: int, reason: str) -> None:
+        super().__init__(f"{blocks} blocks could not be deleted: {reason}")
+        self.blocks = blocks
+        self.reason = reason
+
+
 class ReplayError(TieredKVError, RuntimeError):
     """A replay of prompts cannot go on; the sentence says what to change."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -278,6 +279,25 @@ def test_a_delete_that_cannot_be_done_is_no_success(hung: Hung, absent: bool) ->
     hung.gate.set()
     eventually(lambda: hung.delete(1) is not None)
     assert hung.backing.contains([name(1)]) == [False]
+    assert hung.located(1).count == 0
+
+
+def test_a_delete_that_is_refused_is_no_success(hung: Hung) -> None:
+    assert hung.put(1) is PutResult.STORED
+    hung.store.flush(flushed := Answers())
+    assert flushed.one() == []
+    ops = hung.backing._store.ops
+    unlink = ops.unlink
+
+    def refuse(path: str) -> None:
+        raise OSError(errno.EROFS, "read-only")
+
+    ops.unlink = refuse  # type: ignore[method-assign]
+    assert hung.delete(1) is None
+    ops.unlink = unlink  # type: ignore[method-assign]
+    assert hung.backing.contains([name(1)]) == [True]
+    assert hung.store.memory.contains([name(1)]) == hung.ssd.contains([name(1)]) == [False]
+    assert hung.delete(1) == 1
     assert hung.located(1).count == 0
 
 

@@ -15,6 +15,7 @@ from tests.stores.contract import assert_holds, assert_lacks, chain_items, chain
 from tests.stores.contract import store_key as named
 from tests.stores.shared_dir_cases import FaultyOps, failing, file_of, litter, opened
 from vllm_tiered_kv.core.store import Durability, PutResult
+from vllm_tiered_kv.errors import NotDeletedError
 from vllm_tiered_kv.stores.shared_dir.events import Event
 from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps
 
@@ -427,3 +428,32 @@ def test_the_real_calls_work(tmp_path: Path) -> None:
     ops.close(fd)
     with pytest.raises(OSError):
         ops.syncfs(fd)
+
+
+# ---- deleting -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["lstat", "unlink"])
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ESTALE, errno.EIO, errno.EBUSY])
+def test_what_cannot_be_deleted_is_told(root: Path, call: str, code: int) -> None:
+    keys = chain_keys("a", 3)
+    ops = FaultyOps()
+    with opened(root, ops) as store:
+        store.put(chain_items(keys, SIZE))
+        stays = str(file_of(store, keys[1]))
+        refuse = failing(code)
+        ops.faults[call] = lambda path: refuse() if path == stays else None
+        with pytest.raises(NotDeletedError) as told:
+            store.delete(keys)
+        assert told.value.blocks == 1
+        assert store.counts.snapshot()[Event.REMOVE_ERROR] == 1
+        ops.faults.clear()
+        assert store.contains(keys) == [False, True, False], "all others are gone"
+        assert store.delete(keys) == 1
+
+
+def test_what_somebody_else_deletes_meanwhile_is_gone(root: Path) -> None:
+    ops = FaultyOps(unlink=failing(errno.ENOENT))
+    with opened(root, ops) as store:
+        store.put([item(KEY, SIZE)])
+        assert store.delete([KEY]) == 0

@@ -98,7 +98,8 @@ class BlockStore(Protocol):
         """Stores blocks, in chain order (heads before tails)."""
 
     def delete(self, keys: Sequence[StoreKey]) -> int:
-        """Forgets blocks; how many were here."""
+        """Forgets blocks; how many were here. NotDeletedError where some may still be here, after
+        all others are gone."""
 
     def flush(self) -> bool:
         """Returns when everything acknowledged so far is as durable as this store can make it;

@@ -167,12 +167,13 @@ class LowerTiers:
     # ---- the rest -------------------------------------------------------------------------------
 
     def delete(self, tier: str, keys: Sequence[StoreKey]) -> None:
-        """From one of the tiers, where there is such a one. Takes as long as that takes."""
+        """From one of the tiers, where there is such a one. Takes as long as that takes.
+        NotDeletedError where that tier may still have some."""
         for name, store in self._tiers:
             if name == tier:
                 self._behind[tier].discard(keys)
-                store.delete(keys)
                 self._forget_refused(tier, keys)
+                store.delete(keys)
 
     def flush(self, progress: Progress = lambda tier, left: None) -> list[Unwritten]:
         """Writes all that waits and all that was refused, and makes it durable; what could not.

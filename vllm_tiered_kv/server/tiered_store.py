@@ -27,6 +27,7 @@ from vllm_tiered_kv.core.store import (
 )
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.device.prefaulter import Prefaulter
+from vllm_tiered_kv.errors import NotDeletedError
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.backing_threads import BackingThreads
@@ -265,14 +266,14 @@ class TieredStore:
                 done(present)
                 return
             self._far.ask(
-                lambda: present + self._delete_far(keys, missing),
-                lambda count: self._in_pool(partial(again, count), failed),
+                lambda: self._delete_far(keys, missing),
+                lambda far: self._in_pool(partial(again, present, far), failed),
                 failed,
             )
 
-        def again(count: int) -> None:
+        def again(present: int, far: int | None) -> None:
             self._delete_near(keys)  # read back from there meanwhile
-            done(count)
+            done(None if far is None else present + far)
 
         self._in_pool(near, failed)
 
@@ -281,10 +282,14 @@ class TieredStore:
         self._lower.delete(_SSD, keys)
         self.memory.delete(keys)  # read back from there meanwhile
 
-    def _delete_far(self, keys: Sequence[StoreKey], not_near: Sequence[StoreKey]) -> int:
-        """How many of these were in the backing store and in no other."""
+    def _delete_far(self, keys: Sequence[StoreKey], not_near: Sequence[StoreKey]) -> int | None:
+        """How many were in the backing store and in no other; None where it may still have some."""
         present = 0 if self.backing is None else sum(self.backing.contains(not_near))
-        self._lower.delete(_BACKING, keys)
+        try:
+            self._lower.delete(_BACKING, keys)
+        except NotDeletedError as error:
+            logger.warning("%s", error)
+            return None
         return present
 
     def flush(self, done: Callable[[list[str]], None]) -> None:

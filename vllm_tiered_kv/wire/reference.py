@@ -24,7 +24,7 @@ _ERRORS = {
     "same again makes sense.",
     ErrorCode.NO_ARENA: "The session has no shared memory attached.",
     ErrorCode.NOT_WRITTEN: "A `flush`: blocks could not be written, or not made durable. A "
-    "`delete`: a tier does not answer; blocks may still be there, or be deleted later.",
+    "`delete`: a tier refuses or does not answer; blocks may still be there, or be deleted later.",
     ErrorCode.INTERNAL: "The daemon failed; its log says why.",
 }
 _PUTS = {

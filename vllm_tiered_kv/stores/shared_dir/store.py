@@ -3,11 +3,12 @@
 There is no index and no lock: a block is there when its file is (`tree.py`), files get their names
 when they are complete (`publication.py`), are verified at every read (`block_file.py`), and leave
 by a collection (`gc.py`). Whatever the file system reports is an outcome of the call, never an
-exception.
+exception; but a block that cannot be deleted is one.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import stat
@@ -23,6 +24,7 @@ from vllm_tiered_kv.core.store import (
     StoreKey,
     StoreUsage,
 )
+from vllm_tiered_kv.errors import NotDeletedError
 from vllm_tiered_kv.native.cpu import xxh3_64
 from vllm_tiered_kv.stores.io_threads import IoThreads
 from vllm_tiered_kv.stores.shared_dir.block_file import BlockReader, ReadBlock
@@ -241,21 +243,28 @@ class SharedDirStore:
     # ---- the rest -------------------------------------------------------------------------------
 
     def delete(self, keys: Sequence[StoreKey]) -> int:
-        return 0 if self._closed else sum(self._threads.map(self._delete_one, keys))
-
-    def _delete_one(self, key: StoreKey) -> int:
-        if not is_key(key):
+        if self._closed:
             return 0
+        outcomes = self._threads.map(self._delete_one, keys)
+        failed = [outcome for outcome in outcomes if isinstance(outcome, OSError)]
+        if failed:
+            self.counts.add(Event.REMOVE_ERROR, len(failed))
+            raise NotDeletedError(len(failed), f"{self.tree.folder}: {failed[0].strerror}")
+        return outcomes.count(True)
+
+    def _delete_one(self, key: StoreKey) -> bool | OSError:
+        """Whether it was here; why it may still be."""
+        if not is_key(key):
+            return False
         path = self.tree.block_path(key)
         try:
             size = self.ops.lstat(path).st_size
             self.ops.unlink(path)
         except OSError as error:
-            if not is_absent(error):
-                self.counts.add(Event.REMOVE_ERROR)
-            return 0
+            # Not `is_absent`: a stale handle is of a folder that may well hold the file.
+            return False if error.errno in (errno.ENOENT, errno.ENOTDIR) else error
         self.usage_tracker.changed(-1, -size)
-        return 1
+        return True
 
     def flush(self) -> bool:
         """Syncs the file system. An error is counted: which blocks it concerns is not known, and
