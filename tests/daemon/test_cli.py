@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
 import stat
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 import pytest
+import zmq
 
 from tests.daemon.conftest import Connect, StartDaemon
 from tests.daemon.daemon_process import DaemonProcess
@@ -20,6 +23,8 @@ from tests.daemon.raw_client import RawClient, block, key
 from tests.patience import eventually
 from vllm_tiered_kv.config import Eviction
 from vllm_tiered_kv.errors import ConfigError
+from vllm_tiered_kv.server.allowances import Allowances
+from vllm_tiered_kv.server.endpoints import bind
 from vllm_tiered_kv.server.options import (
     ServerOptions,
     may_have_quota,
@@ -78,6 +83,7 @@ def test_who_may_have_a_quota_is_known_from_the_start_of_a_name() -> None:
         ({"workers": 0}, "expected a number from 1"),
         ({"huge_pages": "maybe"}, "expected true or false"),
         ({"stall_timeout": "soon"}, "is not a duration"),
+        ({"backing_timeout": "1000000000d"}, "must be at most 3650d"),
         ({"listen": []}, "at least one"),
         ({"listen": [5]}, "expected text"),
         ({"memory_quota": {"xyz": "1GiB"}}, "not the start of a namespace"),
@@ -193,6 +199,21 @@ def test_status(start: StartDaemon, connect: Connect) -> None:
     done = run("status", daemon.endpoint, "--timeout", "0.2")
     assert done.returncode == 1
     assert "no answer" in done.stderr
+
+
+def test_patience_for_months(start: StartDaemon) -> None:
+    assert start("--memory", "16MiB", "--stall-timeout", "60d").terminate() == 0
+
+
+def test_a_socket_that_cannot_be_set_up_leaves_nothing_open() -> None:
+    context = zmq.Context()
+    with pytest.raises(ValueError, match="NaN") as failed:
+        bind(context, "tcp://127.0.0.1:*", None, Allowances.of_memory(16 << 20), math.nan)
+    ending = threading.Thread(target=context.term, daemon=True)
+    ending.start()
+    ending.join(60)
+    assert not ending.is_alive()
+    assert failed.tb  # which refers to the socket, as it does while a start is given up
 
 
 def test_an_address_in_use(start: StartDaemon, folder: Path) -> None:

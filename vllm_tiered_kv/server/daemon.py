@@ -294,11 +294,12 @@ class Daemon:
             yield names.EVICTED, (Tier.SSD.value,), counted.evicted_blocks
             yield names.DAMAGED, (Tier.SSD.value,), counted.bad_blocks + counted.read_errors
             yield names.NOT_KEPT, (Tier.SSD.value,), counted.failed_blocks + counted.dropped_blocks
-        if isinstance(self._store.backing, BackingFolder):
-            yield names.DAMAGED, (Tier.BACKING.value,), self._store.backing.damaged_blocks
-            yield names.NOT_KEPT, (Tier.BACKING.value,), self._store.backing.failed_blocks
-        if self._store.backing is not None:
-            yield names.BACKING_ABSENT, (), self._store.is_backing_absent
+        backing = self._store.backing
+        if isinstance(backing, BackingFolder):
+            yield names.DAMAGED, (Tier.BACKING.value,), backing.damaged_blocks
+            yield names.NOT_KEPT, (Tier.BACKING.value,), backing.failed_blocks
+            is_absent = not backing.is_open or self._store.is_backing_absent
+            yield names.BACKING_ABSENT, (), is_absent
         if self._doorkeeper is not None:
             yield names.CLIENTS_REFUSED, (), self._doorkeeper.refused
         for tier, (blocks, nbytes) in self._store.pending_writes().items():

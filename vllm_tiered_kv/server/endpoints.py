@@ -25,6 +25,7 @@ LOCK_SUFFIX = ".lock"
 _MAX_UNIX_PATH = 107
 _RECEIVE_HWM = 16  # messages of one client that wait in zmq; then its own socket blocks
 _SEND_HWM = 64
+_MAX_INT = 2**31 - 1
 
 
 def check_endpoint(endpoint: str, has_keys: bool) -> None:
@@ -85,15 +86,17 @@ def bind(
         router.maxmsgsize = max(allowances.largest_block, MAX_HEADER_BYTES)
         router.handshake_ivl = 10_000
         if not is_local:
-            router.setsockopt(zmq.TCP_MAXRT, int(stall_s * 1000))
+            router.setsockopt(zmq.TCP_MAXRT, min(int(stall_s * 1000), _MAX_INT))
             router.tcp_keepalive = 1
             router.ipv6 = "[" in endpoint
             if keys is not None:
                 protect(router, keys)
         with private_files() if is_local else contextlib.nullcontext():
             router.bind(endpoint.replace("//localhost:", "//127.0.0.1:"))
-    except zmq.ZMQError as error:
-        router.close()
+    except BaseException as error:
+        router.close()  # or the context could not be ended
+        if not isinstance(error, zmq.ZMQError):
+            raise
         if error.errno == zmq.EADDRINUSE:
             raise ConfigError("listen", f"{endpoint} is in use by another process") from error
         raise ConfigError("listen", f"cannot listen on {endpoint}: {error}") from error

@@ -187,7 +187,8 @@ class Handlers:
             def answer() -> DeleteReply:
                 if count is None:
                     raise ProtocolError(
-                        ErrorCode.NOT_WRITTEN, "a tier refuses, or does not answer; it may still hold blocks"
+                        ErrorCode.NOT_WRITTEN,
+                        "a tier refuses, or does not answer; it may still hold blocks",
                     )
                 return DeleteReply(count)
 

@@ -32,6 +32,7 @@ EVERYONE = ""
 Quotas = Mapping[str, int]
 """Hex prefix of a namespace -> bytes."""
 
+_MOST_SECONDS = 3650 * 86400  # ten times that is still a time that one can wait for
 _SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
@@ -342,6 +343,8 @@ def _parse_duration(key: str, value: Any, low: int) -> int:
     seconds = int(match.group(1)) * unit
     if seconds < low:
         raise ConfigError(key, f"must be at least {low} s, got {value!r}")
+    if seconds > _MOST_SECONDS:
+        raise ConfigError(key, f"must be at most {_MOST_SECONDS // 86400}d, got {value!r}")
     return seconds
 
 

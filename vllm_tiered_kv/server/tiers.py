@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +19,8 @@ from vllm_tiered_kv.server.tiered_store import TieredStore
 from vllm_tiered_kv.stores.ssd.store import SsdStore
 
 logger = logging.getLogger(__name__)
+
+_TELL_EVERY_S = 10.0
 
 
 def open_tiers(options: ServerOptions, recorder: Recorder) -> TieredStore:
@@ -61,21 +67,52 @@ def describe(options: ServerOptions, store: TieredStore) -> list[str]:
 
 def _open_ssd(options: ServerOptions) -> SsdStore:
     try:
-        return SsdStore(
-            Path(options.ssd),
-            options.ssd_space,
-            eviction=options.ssd_eviction.value,
-            fsync=options.ssd_fsync,
-            progress=lambda line: logger.info("ssd: %s", line),
-            has_quota=partial(may_have_quota, options.ssd_quota),
-        )
+        with _telling(f"ssd: {options.ssd} is not open yet"):
+            return SsdStore(
+                Path(options.ssd),
+                options.ssd_space,
+                eviction=options.ssd_eviction.value,
+                fsync=options.ssd_fsync,
+                progress=lambda line: logger.info("ssd: %s", line),
+                has_quota=partial(may_have_quota, options.ssd_quota),
+            )
     except OSError as error:
         raise ConfigError("ssd", f"{options.ssd}: {error.strerror or error}") from error
+
+
+@contextmanager
+def _telling(what: str) -> Iterator[None]:
+    """Now and then, for as long as it takes: a disk may be slow, or hang."""
+    has_ended = threading.Event()
+
+    def tell() -> None:
+        begin = time.monotonic()
+        while not has_ended.wait(_TELL_EVERY_S):
+            waited_s = time.monotonic() - begin
+            logger.warning("%s after %.0f s; the start waits for it", what, waited_s)
+
+    threading.Thread(target=tell, name="tiered-kv-opening-ssd", daemon=True).start()
+    try:
+        yield
+    finally:
+        has_ended.set()
 
 
 def _open_backing(options: ServerOptions) -> BackingFolder:
     assert options.backing_folder is not None
     try:
-        return BackingFolder(options.backing_folder, options.backing_space, options.backing_ttl)
+        backing = BackingFolder(
+            options.backing_folder,
+            options.backing_space,
+            options.backing_ttl,
+            float(options.backing_timeout),
+        )
     except OSError as error:
         raise ConfigError("backing", f"{options.backing}: {error.strerror or error}") from error
+    if not backing.is_open:
+        logger.warning(
+            "backing: %s has not answered for %g s; it counts as absent until it does",
+            options.backing_folder,
+            options.backing_timeout,
+        )
+    return backing

@@ -1,0 +1,182 @@
+"""Folders that do not answer when the daemon starts."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.daemon.conftest import Connect, StartDaemon
+from tests.daemon.daemon_process import DaemonProcess
+from tests.daemon.raw_client import Refused, blocks, key, wire
+from tests.patience import eventually
+from vllm_tiered_kv.core.store import Durability, PutResult
+from vllm_tiered_kv.errors import ErrorCode
+from vllm_tiered_kv.server import opened_later
+from vllm_tiered_kv.server.opened_later import OpenedLater
+from vllm_tiered_kv.stores.shared_dir.settings import SharedDirSettings
+from vllm_tiered_kv.stores.shared_dir.store import SharedDirStore
+from vllm_tiered_kv.stores.shared_dir.tree import FOLDER, MARKER, MARKER_TEXT
+
+PATIENCE_S = 60.0
+TELLS_SOON = """
+import sys
+from vllm_tiered_kv.server import cli, tiers
+tiers._TELL_EVERY_S = 0.2
+sys.exit(cli.main())
+"""
+
+
+class HungFolder:
+    """Opening it does not return: the file that says what it is is a pipe nobody writes to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        SharedDirStore(SharedDirSettings(str(folder))).close()
+        self._marker = folder / FOLDER / MARKER
+        self._marker.unlink()
+        os.mkfifo(self._marker)
+
+    def answer(self) -> None:
+        with self._marker.open("wb") as file:  # when somebody reads it
+            file.write(MARKER_TEXT)
+
+    @property
+    def arguments(self) -> list[str]:
+        return [
+            "--backing", f"file://{self.folder}", "--backing-space", "1GiB",
+            "--backing-timeout", "1s",
+        ]  # fmt: skip
+
+
+@pytest.fixture
+def hung(folder: Path) -> HungFolder:
+    return HungFolder(folder / "shared")
+
+
+def test_a_daemon_starts_without_it_and_takes_it_up_when_it_answers(
+    hung: HungFolder, start: StartDaemon, connect: Connect
+) -> None:
+    daemon = start("--memory", "16MiB", *hung.arguments)
+    assert f"backing: {hung.folder} has not answered for 1 s" in daemon.logs
+    client = connect(daemon.endpoint)
+    assert client.put(blocks(4)) == [PutResult.STORED] * 4
+    assert client.get([*blocks(4), key(99)]) == blocks(4), "a miss, in time"
+    stats = client.stats()
+    assert stats["backing_absent"] == 1
+    assert stats["pending_write_blocks"]["backing"] == 4
+    for request in (wire.Delete(24, [key(0)]), wire.Flush()):
+        with pytest.raises(Refused) as refused:
+            client.ask(request)
+        assert refused.value.code is ErrorCode.NOT_WRITTEN
+    assert client.put(blocks(1, start=5), Durability.DISK) == [PutResult.FAILED]
+    hung.answer()
+    eventually(lambda: not client.stats()["pending_write_blocks"]["backing"])
+    assert client.stats()["backing_absent"] == 0
+    assert "it is used from now on" in daemon.logs
+    client.ask(wire.Flush())
+    assert client.put(blocks(1, start=6), Durability.DISK) == [PutResult.STORED]
+    assert daemon.terminate() == 0
+    assert "Traceback" not in daemon.logs
+    kept = {path.stem[-48:] for path in (hung.folder / FOLDER / "blocks").rglob("*.blk")}
+    assert {key(n).hex() for n in (1, 2, 3, 5, 6)} <= kept
+
+
+def test_a_daemon_stops_without_it(hung: HungFolder, start: StartDaemon, connect: Connect) -> None:
+    idle = start("--memory", "16MiB", *hung.arguments)
+    assert idle.terminate() == 0, "there is nothing that it should have"
+    busy = start("--memory", "16MiB", *hung.arguments)
+    connect(busy.endpoint).put(blocks(3))
+    assert busy.terminate() == 1
+    assert "3 blocks could not be written to backing" in busy.logs
+    assert "Traceback" not in idle.logs + busy.logs
+
+
+def test_an_ssd_is_waited_for_and_that_is_told(folder: Path) -> None:
+    ssd = folder / "ssd"
+    ssd.mkdir()
+    os.mkfifo(ssd / "FORMAT")
+    daemon = DaemonProcess(folder, "--ssd", str(ssd), "--ssd-space", "64MiB")
+    daemon.program = ["-c", TELLS_SOON]
+    daemon.launch()
+    try:
+        told = f"ssd: {ssd} is not open yet after 1 s; the start waits for it"
+        eventually(lambda: told in daemon.logs)
+        with (ssd / "FORMAT").open("wb") as file:
+            file.write(b"something else")
+        assert daemon.wait() == 1
+        assert "cannot be used" in daemon.logs
+    finally:
+        daemon.end()
+
+
+# ---- the thread ---------------------------------------------------------------------------------
+
+
+class Thing:
+    """Opened when its gate is; fails so many times before."""
+
+    def __init__(self, failures: int = 0) -> None:
+        self.gate = threading.Event()
+        self.closed = threading.Event()
+        self._failures = failures
+
+    def open(self) -> Thing:
+        assert self.gate.wait(PATIENCE_S)
+        if self._failures:
+            self._failures -= 1
+            raise OSError("not yet")
+        return self
+
+    def close(self) -> None:
+        self.closed.set()
+
+    def later(self, patience_s: float = 0.05) -> OpenedLater[Thing]:
+        return OpenedLater("thing", self.open, Thing.close, patience_s)
+
+
+def in_a_thread(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_what_fails_in_time_is_raised() -> None:
+    thing = Thing(failures=1)
+    thing.gate.set()
+    with pytest.raises(OSError, match="not yet"):
+        thing.later(PATIENCE_S)
+    assert thing.later(PATIENCE_S).now is thing
+
+
+def test_what_fails_later_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(opened_later, "_OPEN_AGAIN_S", 0.05)
+    thing = Thing(failures=2)
+    later = thing.later()
+    assert later.now is None
+    got: list[Thing] = []
+    waiting = in_a_thread(lambda: got.append(later.wait()))
+    thing.gate.set()
+    waiting.join(PATIENCE_S)
+    assert got == [thing]
+    assert later.now is thing
+    assert caplog.text.count("not yet; tried again") == 2
+    later.close()
+    assert thing.closed.is_set()
+
+
+@pytest.mark.parametrize("failures", [0, 1])
+def test_what_opens_after_its_end_is_closed(failures: int) -> None:
+    thing = Thing(failures)
+    later = thing.later()
+    later.close()
+    thing.gate.set()
+    if failures:
+        eventually(lambda: not any(t.name == "tiered-kv-opening" for t in threading.enumerate()))
+    assert thing.closed.wait(0 if failures else PATIENCE_S) == (not failures)
+    assert later.now is None
