@@ -62,6 +62,9 @@ class BlockIndex {
   uint32_t reuse_class(int64_t slot_bytes, const std::string& owner);
   // The most this owner's classes may hold, in whole slabs and at least one.
   virtual void set_quota(const std::string& owner, int64_t quota_bytes);
+  // Of an owner without classes.
+  void forget_quota(const std::string& owner) { quota_slabs_.erase(owner); }
+  size_t quotas() const { return quota_slabs_.size(); }
   // How much of the arena every worker can use so far; what lies beyond is not handed out.
   void limit(int64_t usable_bytes) { pool_.limit(usable_bytes); }
 

@@ -263,6 +263,11 @@ void bind_block_index(const py::module_& module) {
             self.set_quota(std::string(owner), quota_bytes);
           },
           py::arg("owner"), py::arg("quota_bytes"))
+      .def(
+          "forget_quota",
+          [](BlockIndex& self, const py::bytes& owner) { self.forget_quota(std::string(owner)); },
+          py::arg("owner"))
+      .def_property_readonly("quotas", &BlockIndex::quotas)
       .def("limit", &BlockIndex::limit, py::arg("usable_bytes"))
       .def_property_readonly("used_bytes", &BlockIndex::used_bytes)
       .def_property_readonly("readable", &BlockIndex::readable)

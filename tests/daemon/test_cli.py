@@ -64,6 +64,13 @@ def test_quotas() -> None:
     assert quota_of({}, b"\0") is None
 
 
+def test_the_quota_is_known_from_the_start_of_a_name() -> None:
+    quotas = {"": 3, "ab12": 1, "cd" * 20: 2}
+    starts = ("ab12ff", "cd" * 16, "cd" * 32, "ab13ff")
+    assert [quota_of(quotas, bytes.fromhex(start)) for start in starts] == [1, 2, 2, 3]
+    assert quota_of({"ab": 1}, bytes(16)) is None
+
+
 def test_who_may_have_a_quota_is_known_from_the_start_of_a_name() -> None:
     quotas = {"ab12": 1, "cd" * 20: 1}
     assert may_have_quota(quotas, bytes.fromhex("ab12ff"))

@@ -95,6 +95,39 @@ def test_a_class_given_away_takes_nothing_along() -> None:
     index.check()
 
 
+def with_quotas() -> BlockIndex:
+    index = make()
+    index.quota_of = lambda owner: None if owner == b"free" else PER_SLAB * PAGE
+    return index
+
+
+def test_quotas_come_and_go_with_the_classes_of_their_owners() -> None:
+    index = with_quotas()
+    for number in range(3000):
+        index.set_quota(name(number), PAGE)  # it may never store anything
+        nbytes = PAGE * (1 + number % 3)
+        for block in range(number % 40):
+            assert store(index, number * 100 + block, name(number), nbytes) is not None
+        assert index._native.quotas <= SLABS + 1
+    index.check()
+
+
+def test_an_owner_that_comes_back_has_its_quota_and_nobody_else() -> None:
+    index = with_quotas()
+    for _ in range(2):
+        for number in range(2 * PER_SLAB):
+            store(index, number, b"first")
+        assert len(index) == PER_SLAB
+        index.clear()
+        for owner in (b"free", b""):
+            for number in range(2 * PER_SLAB):
+                store(index, number, owner, 3 * PAGE)
+            assert len(index) == 2 * PER_SLAB
+            index.clear()
+        assert index._native.quotas == 0
+    index.check()
+
+
 def test_fixed_classes_stay_as_they_are() -> None:
     index = BlockIndex(ArenaGeometry(640, (64, 128)), "lru")
     with pytest.raises(InvariantError):

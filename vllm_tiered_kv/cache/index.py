@@ -93,6 +93,9 @@ class BlockIndex:
         self._uses: list[Sequence[bytes]] = []  # prefixes used, not yet told to the policies
         self._classes: dict[tuple[bytes, int], int] = {}  # by owner and slot bytes
         self._class_names: list[tuple[bytes, int]] = []  # the same the other way round
+        self.quota_of: Callable[[bytes], int | None] | None = None
+        """Asked for the quota of an owner that gets a class, which is forgotten with its last one:
+        there may be any number of owners over time."""
         for size in geometry.slot_bytes:
             native.add_class(size, b"")
             self._class_names.append((b"", size))
@@ -119,18 +122,28 @@ class BlockIndex:
             return size_class
         size_class = self._native.reuse_class(slot_bytes, owner)
         if size_class is None:
-            return self.add_class(block_bytes, owner)
-        self.geometry.change_class(size_class, block_bytes)
-        if self._classes.get(self._class_names[size_class]) == size_class:
-            del self._classes[self._class_names[size_class]]
-        self._class_names[size_class] = owner, slot_bytes
-        self._classes[owner, slot_bytes] = size_class
+            size_class = self.add_class(block_bytes, owner)
+        else:
+            self.geometry.change_class(size_class, block_bytes)
+            before = self._class_names[size_class]
+            if self._classes.get(before) == size_class:
+                del self._classes[before]
+            self._class_names[size_class] = owner, slot_bytes
+            self._classes[owner, slot_bytes] = size_class
+            if self.quota_of is not None and not self._has_class(before[0]):
+                self._native.forget_quota(before[0])
+        if owner and self.quota_of is not None and (quota := self.quota_of(owner)) is not None:
+            self.set_quota(owner, quota)
         return size_class
 
     def set_quota(self, owner: bytes, quota_bytes: int) -> None:
         """The most this owner's classes may hold, in whole slabs and at least one."""
-        self.tell_uses()
-        self._native.set_quota(owner, quota_bytes)
+        if self.quota_of is None or self._has_class(owner):
+            self.tell_uses()
+            self._native.set_quota(owner, quota_bytes)
+
+    def _has_class(self, owner: bytes) -> bool:
+        return any(name == owner for name, _ in self._class_names)
 
     # ---- questions: no side effects ---------------------------------------------------------
 

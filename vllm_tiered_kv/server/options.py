@@ -217,9 +217,10 @@ class ServerOptions:
 
 
 def quota_of(quotas: Quotas, namespace: bytes) -> int | None:
-    """The quota of this namespace: that of the longest prefix that fits."""
+    """The quota of this namespace, or of those that start so: that of the longest prefix that
+    fits."""
     name = namespace.hex()
-    fitting = [prefix for prefix in quotas if name.startswith(prefix)]
+    fitting = [prefix for prefix in quotas if name.startswith(prefix[: len(name)])]
     return quotas[max(fitting, key=len)] if fitting else None
 
 

@@ -36,7 +36,7 @@ from vllm_tiered_kv.server.lookups import Lookups
 from vllm_tiered_kv.server.lower_tiers import LowerTiers, Unwritten
 from vllm_tiered_kv.server.way_up import Ready, WayUp
 from vllm_tiered_kv.stores.memory import Held, MemoryStore
-from vllm_tiered_kv.stores.slab_owner import HasQuota, any_may
+from vllm_tiered_kv.stores.slab_owner import HasQuota, QuotaOf, any_may
 from vllm_tiered_kv.stores.ssd.store import SsdStore
 
 logger = logging.getLogger(__name__)
@@ -59,6 +59,7 @@ class TieredStore:
         prefault: bool = False,
         backing_timeout_s: float = 2.0,
         has_quota: HasQuota = any_may,
+        quota_of: QuotaOf | None = None,
     ) -> None:
         """A request waits for the backing store for `backing_timeout_s` at most. Writing to it is
         given up when it has written nothing for ten times as long."""
@@ -71,6 +72,7 @@ class TieredStore:
             lambda key, nbytes: self._lower.left_memory(StoreKey(key)),
             None if ssd is None else lambda key: ssd.contains([StoreKey(key)])[0],
             has_quota,
+            quota_of,
         )
         self._prefaulter = Prefaulter(self.memory.arena.region) if prefault else None
         self.ssd = ssd

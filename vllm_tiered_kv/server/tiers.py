@@ -14,7 +14,7 @@ from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.option_values import format_size
 from vllm_tiered_kv.server.backing import BackingFolder
-from vllm_tiered_kv.server.options import ServerOptions, may_have_quota
+from vllm_tiered_kv.server.options import ServerOptions, may_have_quota, quota_of
 from vllm_tiered_kv.server.tiered_store import TieredStore
 from vllm_tiered_kv.stores.ssd.store import SsdStore
 
@@ -44,6 +44,7 @@ def open_tiers(options: ServerOptions, recorder: Recorder) -> TieredStore:
             options.prefault,
             float(options.backing_timeout),
             partial(may_have_quota, options.memory_quota),
+            partial(quota_of, options.memory_quota),
         )
     except BaseException:
         for store in (ssd, backing):
@@ -75,6 +76,7 @@ def _open_ssd(options: ServerOptions) -> SsdStore:
                 fsync=options.ssd_fsync,
                 progress=lambda line: logger.info("ssd: %s", line),
                 has_quota=partial(may_have_quota, options.ssd_quota),
+                quota_of=partial(quota_of, options.ssd_quota),
             )
     except OSError as error:
         raise ConfigError("ssd", f"{options.ssd}: {error.strerror or error}") from error

@@ -27,7 +27,7 @@ from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.device.shared_arena import PAGE, SharedArena
 from vllm_tiered_kv.native.bytes_copy import copy_and_hash, copy_bytes, hash_buffers
 from vllm_tiered_kv.option_values import format_size
-from vllm_tiered_kv.stores.slab_owner import HasQuota, any_may, owner_of, require_own
+from vllm_tiered_kv.stores.slab_owner import HasQuota, QuotaOf, any_may, owner_of, require_own
 
 logger = logging.getLogger(__name__)
 
@@ -72,13 +72,15 @@ class MemoryStore:
         on_evict: Callable[[bytes, int], None] = lambda key, nbytes: None,
         is_below: Callable[[bytes], bool] | None = None,
         has_quota: HasQuota = any_may,
+        quota_of: QuotaOf | None = None,
     ) -> None:
         """The callbacks run under this store's lock; see BlockIndex. Namespaces without a quota
-        share slabs."""
+        share slabs. With `quota_of` quotas need not be set."""
         self.arena = SharedArena.create(capacity_bytes, huge_pages)
         capacity = self.arena.capacity_bytes
         self._geometry = SlabGeometry(capacity, default_slab(capacity, PAGE), PAGE)
         self._index = BlockIndex(self._geometry, eviction, self._evicted, may_evict, is_below)
+        self._index.quota_of = quota_of
         self._on_evict = on_evict
         self._has_quota = has_quota
         self._readable: dict[StoreKey, Held] = {}

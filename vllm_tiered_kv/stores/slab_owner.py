@@ -11,6 +11,7 @@ from collections.abc import Callable
 from vllm_tiered_kv.core.store import StoreKey, namespace_of
 
 HasQuota = Callable[[bytes], bool]  # asked of a namespace, before its first block and ever after
+QuotaOf = Callable[[bytes], "int | None"]  # the bytes; of those that have one
 
 SHARED = b""
 

@@ -29,7 +29,7 @@ from vllm_tiered_kv.core.store import (
 )
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.option_values import format_size
-from vllm_tiered_kv.stores.slab_owner import HasQuota, any_may, require_own
+from vllm_tiered_kv.stores.slab_owner import HasQuota, QuotaOf, any_may, require_own
 from vllm_tiered_kv.stores.ssd.block_io import BlockRead, BlockWrite, as_bytes
 from vllm_tiered_kv.stores.ssd.block_table import BlockTable
 from vllm_tiered_kv.stores.ssd.committer import Committer
@@ -63,9 +63,10 @@ class SsdStore:
         slab_bytes: int | None = None,
         retry_seconds: float = 5.0,
         has_quota: HasQuota = any_may,
+        quota_of: QuotaOf | None = None,
     ) -> None:
         """`slab_bytes` bounds the size of a block; it is fixed when the folder is made. Namespaces
-        without a quota share slabs."""
+        without a quota share slabs. With `quota_of` quotas need only be set for what is here."""
         begin = time.monotonic()
         self.folder = folder
         self.counters = SsdCounters()
@@ -94,6 +95,7 @@ class SsdStore:
             opened.close()
             raise
         self._index = self._table.index
+        self._index.quota_of = quota_of
         self._committer = self._table.committer = Committer(
             self._lock,
             self._table,
