@@ -21,6 +21,7 @@ from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.backing import BackingFolder
 from vllm_tiered_kv.server.backing_threads import BackingThreads
+from vllm_tiered_kv.server.bounded_call import BoundedCalls
 from vllm_tiered_kv.server.locator import Located
 from vllm_tiered_kv.server.tiered_store import TieredStore
 from vllm_tiered_kv.stores.memory import Held
@@ -116,6 +117,21 @@ def test_closing_does_not_wait_for_a_thread_that_hangs(gate: threading.Event) ->
     assert told.all == ["late"] * 3
     threads.ask(lambda: 1, told, lambda: told("closed"))
     assert told.all[-1] == "closed"
+
+
+def test_a_call_is_made_again_after_there_was_no_thread_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = BoundedCalls(PATIENCE_S, "call")
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as without_threads:
+        without_threads.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError):
+            calls.call(lambda: True)
+    assert calls.call(lambda: True)
 
 
 # ---- a store over it ----------------------------------------------------------------------------

@@ -66,6 +66,28 @@ def test_what_cannot_be_written_is_logged_and_tried_again(
     assert read(tmp_path / FILE) == SOME
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[" * 200_000,
+        '{"version": 2}',
+        '{"version": 1, "namespaces": []}',
+        '{"version": 1, "namespaces": {"00": {"key_bytes": 1e999}}}',
+        '{"version": 1, "namespaces": {"0": {}}}',
+        "\N{SNOWMAN}",
+    ],
+)
+def test_a_damaged_file_is_not_used(
+    tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / FILE).write_text(content, "utf-16")
+    assert read(tmp_path / FILE) == {}
+    (tmp_path / FILE).write_text(content, "utf-8")
+    assert read(tmp_path / FILE) == {}
+    assert caplog.text.count("is not used") == 2
+
+
 def test_a_flood_of_namespaces(start: StartDaemon, connect: Connect, folder: Path) -> None:
     ssd = folder / "ssd"
     daemon = start("--memory", "32MiB", "--ssd", str(ssd), "--ssd-space", "64MiB")

@@ -29,9 +29,17 @@ SERVER = (
     Mutation(
         "message-without-end",
         "server/connections.py",
-        "        if taken - connection.delivered > self._most_unfinished:\n",
+        "        if before > self._most_unfinished:\n",
         "        if False:\n",
         "a client fills the daemon's memory with a message that it never ends",
+        ("tests/daemon/test_connections.py",),
+    ),
+    Mutation(
+        "busy-listener-unwatched",
+        "server/connections.py",
+        "        judged = idle | {one for one, count in self._heard.items() if count >= a_round}\n",
+        "        judged = idle\n",
+        "a client of a busy daemon fills its memory with a message that it never ends",
         ("tests/daemon/test_connections.py",),
     ),
     Mutation(

@@ -35,7 +35,7 @@ class BoundedCalls:
                 if self._under_way.is_alive():
                     return False
             thread = threading.Thread(target=run, name=self._name, daemon=True)
-            self._under_way = thread
             thread.start()
+            self._under_way = thread
             thread.join(timeout_s)
         return said == [True]

@@ -117,8 +117,8 @@ def read(path: Path) -> dict[bytes, Shape]:
                 )
                 for name, shape in content["namespaces"].items()
             }
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, FileNotFoundError):
-                raise
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # whatever is in it
             logger.warning("%s is not used: %s", path, error)
     return {}
