@@ -209,18 +209,59 @@ def test_a_batch_begins_to_load_while_it_is_planned(engine: RealEngine) -> None:
     engine.assert_at_rest()
 
 
-def test_sleep_and_wake(engine: RealEngine) -> None:
+def test_sleep_while_requests_run_and_blocks_are_stored(engine: RealEngine) -> None:
+    from vllm import SamplingParams
+
+    forget_all(engine)
+    params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
+    vllm_engine = engine.llm.llm_engine
+    names_of = [f"s{number}" for number in range(4)]
+    for name, ids in zip(names_of, PROMPTS, strict=False):
+        vllm_engine.add_request(name, {"prompt_token_ids": ids}, params)
+    for _ in range(20):
+        vllm_engine.step()
+        if engine.half.ledger.has_open_stores:
+            break
+    assert engine.half.ledger.has_open_stores
+    engine.llm.sleep(level=1)
+    engine.llm.wake_up()
+    # Within one process nobody tells the front that they were aborted.
+    vllm_engine.abort_request(names_of)
+    settle(engine)
+    assert engine.half.index.used_bytes == 0
+    assert_a_hit(engine, PROMPTS[0])
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_and_wake(engine: RealEngine, level: int) -> None:
     """Sleeping discards the device's cache and starts a new epoch; afterwards all works again."""
+    from vllm.model_executor.model_loader import get_model_loader
+
     forget_all(engine)
     ids = PROMPTS[3]
     (first,) = engine.ask([ids], COUNT)
     settle(engine)
-    engine.llm.sleep(level=1)
-    engine.llm.wake_up()
+    engine.llm.sleep(level=level)
+    if level == 1:
+        engine.llm.wake_up()
+    else:
+        engine.llm.wake_up(tags=["weights"])
+        # As `reload_weights` would, which knows no weights that are made up.
+        config = engine.scheduler.vllm_config
+        loader = get_model_loader(config.load_config)
+        loader.load_weights(engine.runner.model, config.model_config)
+        engine.llm.wake_up(tags=["kv_cache"])
     assert engine.half.index.used_bytes == 0
     (second,) = engine.ask([ids], COUNT)
     assert second.cached == 0
-    assert second.tokens == first.tokens
+    if level == 1:  # weights that are loaded anew need not be the same
+        assert second.tokens == first.tokens
+    assert_a_hit(engine, ids)
+
+
+def assert_a_hit(engine: RealEngine, ids: list[int]) -> None:
+    """What is stored from now on is loaded, and is what the device had."""
+    engine.ask([ids], COUNT)
     (device,) = engine.ask([ids], COUNT)
     settle(engine)
     engine.drop_gpu_cache()
