@@ -20,6 +20,7 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
 from tests.daemon.daemon_process import DaemonProcess
 from tests.engine.toy_engine import ToyEngine, play
+from vllm_tiered_kv.connector.request_keys import RequestKeys
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.metrics import names
 
@@ -33,6 +34,7 @@ class Engine(ToyEngine):
     """May differ from others of its kind in what vLLM's configuration says."""
 
     changes: dict[str, Any] = field(default_factory=dict)
+    keys_of: dict[str, RequestKeys] = field(default_factory=dict)
 
     def _adjust(self, config: VllmConfig) -> None:
         for path, value in self.changes.items():
@@ -130,26 +132,87 @@ def test_an_adapter_whose_files_were_changed(tiny_model: Path, tmp_path: Path) -
     assert [engine.hits(new), engine.hits(new)] == [0, WHOLE]
 
 
-def test_an_adapter_that_is_replaced_while_it_is_in_use(tiny_model: Path, tmp_path: Path) -> None:
-    """What its requests fill from then on comes from both, and is stored as neither."""
-    one, two = (adapter(tmp_path / name, name.encode() * 9) for name in ("one", "two"))
+def replace_files(path: Path, content: bytes) -> Path:
+    adapter(path, content)
+    os.utime(path / "adapter_model.safetensors", (2, 2))
+    return path
+
+
+def stored_of(engine: Engine, request: str, first: int) -> set[bool]:
+    """Whether the blocks of a request from position `first` on are in the tier."""
+    keys = engine.keys_of[request]
+    keys.extend(engine.requests[request], engine.requests[request].num_tokens - 1)
+    filled = keys.of_group[0][first:]
+    assert len(filled) > 5
+    return {engine.half.index.lookup(key) is Lookup.HIT for key in filled}
+
+
+@pytest.mark.parametrize("starts_over", [False, True])
+@pytest.mark.parametrize("how", ["another path", "the same path", "not found"])
+def test_an_adapter_that_is_replaced_while_it_is_in_use(
+    tiny_model: Path, tmp_path: Path, how: str, starts_over: bool
+) -> None:
+    """What its requests fill from then on comes from both, and is stored as neither: also if they
+    start over, and if the new one cannot be cached itself."""
+    one, copy, two = (adapter(tmp_path / name, name[:3].encode()) for name in ("one", "on", "two"))
+    adapter(copy, b"one")
     engine = Engine(tiny_model, cpu_blocks=200)
     others = list(reversed(IDS))
     replaced = engine.add(IDS, 40, lora_request=LoRARequest("tune", 1, str(one)), model="1")
-    kept = engine.add(others, 40, lora_request=LoRARequest("tune", 2, str(one)), model="1")
+    kept = engine.add(others, 40, lora_request=LoRARequest("tune", 2, str(copy)), model="1")
     for _ in range(5):
         engine.step()
-    states = [engine.half._requests[request] for request in (replaced, kept)]
-    computed = max(state.request.num_computed_tokens for state in states)
+    engine.keys_of = {r: engine.half._requests[r].keys for r in (replaced, kept)}
+    computed = max(engine.requests[r].num_computed_tokens for r in (replaced, kept))
+    path = {
+        "another path": lambda: two,
+        "the same path": lambda: replace_files(one, b"new"),
+        "not found": lambda: tmp_path / "nowhere",
+    }[how]()
+    new = LoRARequest("tune", 1, str(path), load_inplace=True)
+    engine.add(IDS[5:], 1, lora_request=new, model="2")
+    if starts_over:
+        assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.run()
+    assert stored_of(engine, replaced, computed // 4 + 1) == {False}
+    assert stored_of(engine, kept, computed // 4 + 1) == {True}
+    engine.assert_at_rest()
+
+
+def test_an_adapter_that_vllm_reads_again_in_each_step(tiny_model: Path, tmp_path: Path) -> None:
+    """As it does for those loaded in place: what is there by then is not what it came with."""
+    path = adapter(tmp_path / "one", b"one")
+    engine = Engine(tiny_model, cpu_blocks=200)
+    lora = LoRARequest("tune", 1, str(path), load_inplace=True)
+    request = engine.add(IDS, 60, lora_request=lora, model="1")
+    for _ in range(5):
+        engine.step()
+    engine.keys_of = {request: engine.half._requests[request].keys}
+    computed = engine.requests[request].num_computed_tokens
+    replace_files(path, b"two")
+    engine.run()
+    assert stored_of(engine, request, computed // 4 + 1) == {False}
+    assert engine.half.index.held > 5  # what it had filled before
+
+
+def test_a_reset_loads_no_adapter(tiny_model: Path, tmp_path: Path) -> None:
+    """Requests that are under way get other keys, but what vLLM has under a number stays."""
+    one, two = (adapter(tmp_path / name, name.encode()) for name in ("one", "two"))
+    engine = Engine(tiny_model, cpu_blocks=200)
+    old = LoRARequest("tune", 1, str(one), load_inplace=True)
+    engine.add(IDS, 60, lora_request=old, model="1")
     new = LoRARequest("tune", 1, str(two), load_inplace=True)
     engine.add(IDS, 1, lora_request=new, model="2")
+    while not engine.finished:
+        engine.step()
+    assert engine.half.reset_cache()
+    (state,) = engine.half._requests.values()
+    assert state.lost_adapter
+    # vLLM computes with the second one, whatever the path of this request says.
+    late = engine.add(IDS[5:], 1, lora_request=LoRARequest("tune", 1, str(one)), model="2")
+    assert late in engine.half._left_alone
     engine.run()
-    for state, is_stored in zip(states, (False, True), strict=True):
-        state.keys.extend(state.request, state.request.num_tokens - 1)
-        filled = state.keys.of_group[0][computed // 4 + 1 :]
-        assert len(filled) > 5
-        found = {engine.half.index.lookup(key) is Lookup.HIT for key in filled}
-        assert found == {is_stored}
+    assert not engine.half.index.held
     engine.assert_at_rest()
 
 

@@ -15,13 +15,15 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import LoadConfig, ModelConfig
+from vllm.config import LoadConfig, LoRAConfig, ModelConfig
 from vllm.config.multimodal import MultiModalConfig
 
 from vllm_tiered_kv.connector.model_identity import model_digest
 from vllm_tiered_kv.connector.model_settings import (
+    IGNORED_OF_ADAPTERS,
     IGNORED_OF_MEDIA,
     IGNORED_OF_MODEL,
+    adapter_settings,
     canonical_text,
 )
 
@@ -138,6 +140,16 @@ def test_what_changes_the_numbers_is_not_ignored() -> None:
     }
     assert not counted & (IGNORED_OF_MODEL | IGNORED_OF_MEDIA)
     assert HARMLESS_OF_MODEL <= IGNORED_OF_MODEL
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(LoRAConfig)])
+def test_a_setting_of_adapters_is_ignored_by_name_or_counts(name: str) -> None:
+    config = LoRAConfig()
+    before = adapter_settings(config)
+    config.__dict__[name] = another(getattr(config, name))
+    assert (adapter_settings(config) == before) == (name in IGNORED_OF_ADAPTERS)
+    assert not {"target_modules", "lora_dtype"} & IGNORED_OF_ADAPTERS
+    assert adapter_settings(None) == ""
 
 
 def test_a_file_of_scales_counts_by_what_it_holds(folder: Path, tmp_path: Path) -> None:

@@ -187,6 +187,11 @@ def test_a_number_stands_for_what_was_loaded_under_it(tmp_path: Path) -> None:
         keys(other, 1)
     with pytest.raises(UnsupportedError):  # what vLLM has there is not known any more
         keys(one, 1)
+    # Both have computed under that name and path, which is all that vLLM's prefix cache knows.
+    for number, load_inplace in ((2, False), (1, True)):
+        with pytest.raises(UnsupportedError, match="load them from another path"):
+            keys(other, number, load_inplace)
+    other = other.rename(tmp_path / "elsewhere")
     assert keys(other, 1, load_inplace=True) == keys(other, 2)
     assert keys(other, 1) == keys(other, 2)
     (other / "adapter_model.safetensors").write_bytes(b"3" * 50)
@@ -198,6 +203,53 @@ def test_a_number_stands_for_what_was_loaded_under_it(tmp_path: Path) -> None:
     moved = other.rename(tmp_path / "moved")
     assert differ_from(keys(moved, 3), first) == 0
     assert keys(moved, 1, load_inplace=True) == keys(moved, 3)
+
+
+def test_files_that_are_changed_and_changed_back(tmp_path: Path) -> None:
+    """vLLM has loaded what was there in between, and goes on with it."""
+    folder = write_adapter(tmp_path / "one", b"1" * 50)
+    copy = write_adapter(tmp_path / "copy", b"1" * 50)
+    maker = KeyMaker(NAMESPACE, (BLOCK,))
+
+    def keys(path: Path, load_inplace: bool = False) -> list[BlockKey]:
+        lora = LoRARequest("a", 1, str(path), load_inplace=load_inplace)
+        return flat(make_request(lora_request=lora), maker=maker)
+
+    before = keys(folder)
+    for content, time in ((b"2" * 50, 2), (b"1" * 50, 3)):
+        (folder / "adapter_model.safetensors").write_bytes(content)
+        os.utime(folder / "adapter_model.safetensors", (time, time))
+        with pytest.raises(UnsupportedError, match="load them from another path"):
+            keys(folder, load_inplace=time == 2)
+    with pytest.raises(UnsupportedError, match="not those vLLM loaded as number 1"):
+        keys(copy)
+    moved = copy.rename(tmp_path / "moved")
+    assert keys(moved, load_inplace=True) == before
+
+
+def test_an_adapter_in_place_of_another_that_nobody_can_read(tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "one", b"1" * 50)
+    maker = KeyMaker(NAMESPACE, (BLOCK,))
+    lora = LoRARequest("a", 1, str(folder))
+    flat(make_request(lora_request=lora), maker=maker)
+    unread = LoRARequest("b", 1, str(tmp_path / "nowhere"), load_inplace=True)
+    with pytest.raises(UnsupportedError, match="not found"):
+        flat(make_request(lora_request=unread), maker=maker)
+    with pytest.raises(UnsupportedError, match="not those vLLM loaded as number 1"):
+        flat(make_request(lora_request=lora), maker=maker)
+
+
+def test_settings_of_adapters_count_for_them_alone(tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "one", b"1" * 50)
+    makers = [KeyMaker(NAMESPACE, (BLOCK,), adapter_settings=text) for text in ("", "", "q_proj")]
+    lora = LoRARequest("a", 1, str(folder))
+    one, same, other = (flat(make_request(lora_request=lora), maker=maker) for maker in makers)
+    assert one == same
+    assert differ_from(one, other) == 0
+    plain = [flat(make_request(), maker=maker) for maker in makers]
+    assert plain[0] == plain[2]
+    whole = LoRARequest("b", 2, str(folder), is_3d_lora_weight=True)
+    assert differ_from(flat(make_request(lora_request=whole), maker=makers[0]), one) == 0
 
 
 def test_after_a_reset_the_same_path_may_hold_another_adapter(tmp_path: Path) -> None:
@@ -443,3 +495,40 @@ def test_the_engine_changes_the_namespace(tmp_path: Path) -> None:
     # What does not touch the bytes of a block does not separate engines.
     for harmless in ({"max_num_seqs": 3}, {"max_model_len": 256}, {"served_model_name": "x"}):
         assert fingerprint(engine_config(model, **harmless), cache) == base, harmless
+
+
+def test_kernels_that_write_blocks_otherwise_change_the_namespace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layout has the same name in all of them."""
+    model = write_model(tmp_path / "model")
+
+    def namespace() -> bytes:
+        config = engine_config(model)
+        config.device_config.device_type = device
+        return fingerprint(config, one_group()).namespace()
+
+    def of_cpu(machine: str, **instructions: bool) -> bytes:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cpu, "get_capabilities", lambda: instructions)
+            patch.setattr("platform.machine", lambda: machine)
+            return namespace()
+
+    device = "cpu"
+    found = []
+    for version in ("0.32.0", "0.32.1"):
+        monkeypatch.setattr("vllm.__version__", version)
+        found += [
+            of_cpu("x86_64", avx512_f=True),
+            of_cpu("x86_64", avx512_f=True, amx_tile=True),
+            of_cpu("x86_64", avx512_f=True, amx_tile=True, amx_fp8=True),
+            of_cpu("aarch64", neon=True),
+        ]
+    assert len(set(found)) == len(found)
+    # What kernels do not pack for keeps nobody apart, nor does who built the release.
+    assert of_cpu("x86_64", avx512_f=True, amx_tile=False, sha=True) == found[4]
+    monkeypatch.setattr("vllm.__version__", "0.32.1+cpu")
+    assert of_cpu("x86_64", avx512_f=True) == found[4]
+    device = "cuda"
+    assert namespace() not in found
+    assert of_cpu("x86_64") == of_cpu("aarch64")

@@ -30,6 +30,7 @@ fingerprints = st.builds(
     quantization=words,
     kv_dtype=words,
     layout=words,
+    kernels=words,
     block_sizes=st.lists(st.sampled_from([1, 11, 16]), max_size=2).map(tuple),
     group_layers=st.lists(names, max_size=2).map(tuple),
     parallel=st.dictionaries(st.sampled_from(["tp", "pp"]), st.sampled_from([1, 2, 11])),

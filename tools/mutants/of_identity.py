@@ -6,6 +6,7 @@ from tools.mutants.mutation import Mutation, Needs
 
 _IDENTITY = ("tests/unit/test_model_identity.py",)
 _SOURCES = ("tests/unit/test_weight_sources.py",)
+_KEYS = ("tests/engine/test_request_keys.py",)
 _SETTINGS = ("tests/engine/test_model_settings.py",)
 
 IDENTITY = (
@@ -40,6 +41,33 @@ IDENTITY = (
         "pass",
         "weights that a loader finds by its options share blocks",
         _SOURCES,
+    ),
+    Mutation(
+        "kernels-of-another-release",
+        "connector/kv_format.py",
+        "facts = [f\"vLLM {vllm.__version__.partition('+')[0]}\", device]",
+        "facts = [device]",
+        "blocks that another release of vLLM packed are read as this one packs them",
+        _KEYS,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "kernels-of-another-cpu",
+        "connector/kv_format.py",
+        "facts += [platform.machine(), *sorted(_instructions())]",
+        "pass",
+        "hosts with other matrix units read each other's packed keys",
+        _KEYS,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "adapter-settings-ignored",
+        "connector/model_settings.py",
+        'return "" if lora is None else',
+        'return "" if True else',
+        "engines that apply an adapter to other modules share its blocks",
+        _SETTINGS,
+        Needs.VLLM,
     ),
     Mutation(
         "settings-by-address",

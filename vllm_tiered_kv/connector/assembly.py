@@ -15,6 +15,7 @@ from vllm_tiered_kv.connector import head_start
 from vllm_tiered_kv.connector.kv_layout import group_block_bytes, group_windows
 from vllm_tiered_kv.connector.lazy_store import LazyStore
 from vllm_tiered_kv.connector.model_identity import fingerprint
+from vllm_tiered_kv.connector.model_settings import adapter_settings
 from vllm_tiered_kv.connector.remote_io import open_cluster
 from vllm_tiered_kv.connector.request_keys import KeyMaker
 from vllm_tiered_kv.connector.scheduler_half import SchedulerHalf
@@ -47,7 +48,12 @@ def make_scheduler_half(
     has_ring = vllm_config.device_config.device_type == "cuda"
     half = SchedulerHalf(
         config,
-        KeyMaker(namespace, block_sizes, _media_have_hashes(vllm_config)),
+        KeyMaker(
+            namespace,
+            block_sizes,
+            _media_have_hashes(vllm_config),
+            adapter_settings(vllm_config.lora_config),
+        ),
         block_sizes,
         group_block_bytes(kv_cache_config),
         geometry,

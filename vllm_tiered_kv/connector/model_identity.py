@@ -20,6 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_tiered_kv.connector.kv_format import kv_format
 from vllm_tiered_kv.connector.model_settings import canonical_text, settings
 from vllm_tiered_kv.core.key import Fingerprint
 from vllm_tiered_kv.errors import UnsupportedError
@@ -62,6 +63,7 @@ def fingerprint(
         quantization=str(model.quantization or ""),
         kv_dtype=str(vllm_config.cache_config.cache_dtype),
         layout=str(kv_cache_config.kv_cache_layout),
+        kernels=kv_format(vllm_config),
         block_sizes=tuple(g.kv_cache_spec.block_size for g in kv_cache_config.kv_cache_groups),
         group_layers=tuple(
             (*group.layer_names, repr(group.kv_cache_spec))

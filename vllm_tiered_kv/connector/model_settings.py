@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig
+    from vllm.config import LoRAConfig, ModelConfig
 
 IGNORED_OF_MODEL = frozenset(
     {
@@ -62,6 +62,16 @@ IGNORED_OF_MEDIA = frozenset(
     }
 )
 
+IGNORED_OF_ADAPTERS = frozenset(
+    {
+        # How many, how large, and how the same is computed.
+        *("max_lora_rank", "max_loras", "max_cpu_loras", "fully_sharded_loras"),
+        "specialize_active_lora",
+        "default_mm_loras",  # which one a request has: by then it has it
+        "max_lora_cls_labels",  # after the last layer
+    }
+)
+
 _FILES = ("mm_encoder_fp8_scale_path",)  # what they hold counts, not where they lie
 _LLAMA4_LONG = 32768  # tokens of a context, from which on vLLM tunes its attention
 _MAX_DEPTH = 8
@@ -75,6 +85,11 @@ def settings(model: ModelConfig) -> Iterator[tuple[str, str]]:
     if media is not None:
         yield from _counted(media, IGNORED_OF_MEDIA, "multimodal ")
     yield from _by_longest_context(model)
+
+
+def adapter_settings(lora: LoRAConfig | None) -> str:
+    """What changes how an engine computes with an adapter, whichever that is."""
+    return "" if lora is None else canonical_text(dict(_counted(lora, IGNORED_OF_ADAPTERS, "")))
 
 
 def _counted(config: object, ignored: frozenset[str], prefix: str) -> Iterator[tuple[str, str]]:

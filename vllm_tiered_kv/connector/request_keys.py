@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from vllm_tiered_kv.connector.model_identity import adapter_digest
 from vllm_tiered_kv.core.key import BlockKey, canonical, group_suffix, root_digest
-from vllm_tiered_kv.errors import UnsupportedError
+from vllm_tiered_kv.errors import TieredKVError, UnsupportedError
 from vllm_tiered_kv.native.cpu import extend_keys
 
 if TYPE_CHECKING:
@@ -23,7 +24,11 @@ class RequestKeys:
     group's key is the digest at its block's end.
     """
 
-    def __init__(self, root: bytes, block_sizes: Sequence[int]) -> None:
+    def __init__(
+        self, root: bytes, block_sizes: Sequence[int], adapter: bytes | None = None
+    ) -> None:
+        """`adapter`: what the files of the request's adapter hold, which is part of the root."""
+        self.adapter = adapter
         self._digest = root
         self._unit = math.gcd(*block_sizes)
         self._steps = [size // self._unit for size in block_sizes]
@@ -78,17 +83,24 @@ class KeyMaker:
     """Starts chains for requests of one engine."""
 
     def __init__(
-        self, namespace: bytes, block_sizes: Sequence[int], media_have_hashes: bool = True
+        self,
+        namespace: bytes,
+        block_sizes: Sequence[int],
+        media_have_hashes: bool = True,
+        adapter_settings: str = "",
     ) -> None:
-        """`media_have_hashes`: what vLLM calls an image follows from what it shows."""
+        """`media_have_hashes`: what vLLM calls an image follows from what it shows.
+        `adapter_settings`: what changes how the engine computes with any adapter."""
         self._namespace = namespace
+        self._adapter_settings = adapter_settings
         self._media_have_hashes = media_have_hashes
         self._block_sizes = tuple(block_sizes)
         self._epoch = b""
         # By vLLM's number of an adapter: the files it was loaded from; None where nobody knows.
         self._adapters: dict[int, bytes | None] = {}
-        # By what vLLM's own prefix cache tells adapters apart by: the files it meant first.
-        self._files_of: dict[tuple[str, str], bytes] = {}
+        # By what vLLM's own prefix cache tells adapters apart by: the files it means; None where it
+        # may mean several.
+        self._files_of: dict[tuple[str, str], bytes | None] = {}
 
     def new_epoch(self, nonce: bytes) -> None:
         """After weights changed in place: no key made from now on equals an earlier one."""
@@ -96,14 +108,23 @@ class KeyMaker:
         self._files_of.clear()
 
     def keys_for(self, request: Request) -> RequestKeys:
+        lora = request.lora_request
+        adapter = self._adapter(lora) if lora else None
         if request.mm_features and not self._media_have_hashes:
             raise UnsupportedError(
                 "vLLM only numbers images and the like while both its prefix cache and its "
                 "processor cache are off; set --mm-processor-cache-gb above 0"
             )
-        lora = request.lora_request
-        scope = (self._epoch, self._adapter(lora) if lora else None, request.cache_salt or None)
-        return RequestKeys(root_digest(self._namespace, scope), self._block_sizes)
+        return self._keys(request, adapter)
+
+    def renewed(self, request: Request, keys: RequestKeys) -> RequestKeys:
+        """Those of a request that had others before `new_epoch`. It has loaded nothing since,
+        whatever its adapter's files hold by now."""
+        return self._keys(request, keys.adapter)
+
+    def _keys(self, request: Request, adapter: bytes | None) -> RequestKeys:
+        scope = (self._epoch, adapter, request.cache_salt or None)
+        return RequestKeys(root_digest(self._namespace, scope), self._block_sizes, adapter)
 
     def _adapter(self, lora: LoRARequest) -> bytes:
         """What the adapter of this request holds.
@@ -112,21 +133,45 @@ class KeyMaker:
         files and whichever path a later request gives: such a request must not store under the
         name of the new files what the old ones computed.
         """
-        digest = adapter_digest(lora.lora_name, lora.lora_path)
-        if self._files_of.setdefault((lora.lora_name, lora.lora_path), digest) != digest:
-            # GPU blocks computed with the earlier files may be taken for those of the new ones.
-            raise UnsupportedError(
-                f"the files of adapter {lora.lora_name!r} have changed at {lora.lora_path}, which "
-                "vLLM's prefix cache does not notice; load them from another path"
-            )
         number = lora.lora_int_id
-        loaded = self._adapters.setdefault(number, digest)
-        if lora.load_inplace:
-            loaded = self._adapters[number] = digest
-        if loaded != digest:
+        is_loaded_now = lora.load_inplace or number not in self._adapters
+        if number in self._adapters and lora.load_inplace:
+            self._adapters[number] = None  # until its files turn out to be readable
+        digest = self._digest_of(lora)
+        if is_loaded_now:
+            self._adapters[number] = digest
+        elif self._adapters[number] != digest:
             self._adapters[number] = None
+        place = lora.lora_name, lora.lora_path
+        # GPU blocks computed with other files may be taken for those of the ones that are there.
+        if self._files_of.setdefault(place, digest) != digest:
+            self._files_of[place] = None
+            raise UnsupportedError(
+                f"the files of adapter {lora.lora_name!r} have changed at {lora.lora_path}, or are "
+                "not what vLLM has computed with under that name and path, which its prefix cache "
+                "does not notice; load them from another path"
+            )
+        if self._adapters[number] is None:
+            self._files_of[place] = None
             raise UnsupportedError(
                 f"the files of adapter {lora.lora_name!r} are not those vLLM loaded as number "
-                f"{number}; load them under a new number or with load_inplace"
+                f"{number}; load them from another path, and under a new number or with "
+                "load_inplace"
             )
         return digest
+
+    def has_lost_adapter(self, request: Request, keys: RequestKeys) -> bool:
+        """Whether a request that is under way computes with other files than it came with: of one
+        with `load_inplace`, vLLM reads them again in each step."""
+        lora = request.lora_request
+        if lora is None or not lora.load_inplace:
+            return False
+        try:
+            return self._digest_of(lora) != keys.adapter
+        except (TieredKVError, OSError):
+            return True
+
+    def _digest_of(self, lora: LoRARequest) -> bytes:
+        files = adapter_digest(lora.lora_name, lora.lora_path)
+        settings = (self._adapter_settings, getattr(lora, "is_3d_lora_weight", False))
+        return hashlib.sha256(files + canonical(settings)).digest()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.cache.load_choice import Choice
+from vllm_tiered_kv.cache.planner import Group
 from vllm_tiered_kv.connector.remote_lookup import RemoteLookup
 from vllm_tiered_kv.connector.request_keys import RequestKeys
 from vllm_tiered_kv.core.tiers import Tier
@@ -54,6 +55,7 @@ class RequestState:
     on_gpu: int = 0  # tokens, if the GPU had all that could have been loaded
     computed_again: int = 0  # tokens after them that it had, too
     closed: DropReason | None = None  # why the rest of this sequence is not stored
+    lost_adapter: bool = False  # vLLM has loaded another one in place of its own
     load_failed: bool = False
     match: Match | None = None
     remote: RemoteLookup | None = None  # what the daemons were asked about this request
@@ -77,6 +79,13 @@ class RequestState:
         way."""
         return self.request.status.name in _ENDS
 
+    def has_more(self, groups: Sequence[Group], ready: int) -> bool:
+        """Whether a group has full blocks among these tokens that were not considered yet."""
+        return any(
+            ready // group.block_size > stored
+            for group, stored in zip(groups, self.stored, strict=True)
+        )
+
     def drop_lookup(self) -> None:
         """What the daemons were asked is of no use any more; what they lent goes back."""
         lookup, self.remote = self.remote, None
@@ -87,20 +96,16 @@ class RequestState:
         """A block of this sequence could not be stored: what follows it would be unreachable."""
         self.closed = self.closed or reason
 
-    def close_if_replaced(self, lora: LoRARequest) -> None:
-        """Another request has this adapter loaded in place of the one that this request uses: what
-        it fills from now on is neither the one's nor the other's."""
-        mine = self.request.lora_request
-        if (
-            mine is not None
-            and lora.load_inplace
-            and mine.lora_int_id == lora.lora_int_id
-            and mine.lora_path != lora.lora_path
-        ):
-            self.close(DropReason.RESET)
+    def lose_adapter(self) -> None:
+        """Another one is loaded in place of the one that this request uses: what it fills from now
+        on is neither the one's nor the other's, also if it has to start over."""
+        self.lost_adapter = True
+        self.close(DropReason.RESET)
 
     def keep_failures(self, other: RequestState) -> None:
         """This takes the place of what was known of the same request."""
+        if other.lost_adapter:
+            self.lose_adapter()
         self.load_failed = other.load_failed
         self.remote_failed = other.remote_failed
         self.keeps_reservation = other.keeps_reservation
@@ -109,10 +114,24 @@ class RequestState:
         """The request was preempted: its blocks are gone and it starts over."""
         self.stored = [0] * len(self.stored)
         self.on_gpu = self.computed_again = 0
-        self.closed = None
+        self.closed = DropReason.RESET if self.lost_adapter else None
         self.keeps_reservation = False
         self.drop_lookup()
         self.held_nowhere_else()
+
+
+def take_adapters(
+    states: Iterable[RequestState], lora: LoRARequest | None, adapter: bytes | None
+) -> None:
+    """A request with these files of an adapter has come, or with files that nobody can tell: vLLM
+    may compute with those from now on whatever has its number."""
+    if lora is None:
+        return
+    for state in states:
+        mine = state.request.lora_request
+        has_number = mine is not None and mine.lora_int_id == lora.lora_int_id
+        if has_number and (adapter is None or state.keys.adapter != adapter):
+            state.lose_adapter()
 
 
 def awaits_first_token(states: Mapping[str, RequestState], scheduled: Collection[str]) -> bool:

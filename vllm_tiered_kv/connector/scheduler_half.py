@@ -35,7 +35,7 @@ from vllm_tiered_kv.connector.remote_lookup import RemoteLookups
 from vllm_tiered_kv.connector.remote_tier import RemoteTier
 from vllm_tiered_kv.connector.remote_writes import RemoteWrites
 from vllm_tiered_kv.connector.request_keys import KeyMaker
-from vllm_tiered_kv.connector.request_state import RequestState, awaits_first_token
+from vllm_tiered_kv.connector.request_state import RequestState, awaits_first_token, take_adapters
 from vllm_tiered_kv.connector.stats import TieredKVStats
 from vllm_tiered_kv.connector.store_planner import StorePlanner
 from vllm_tiered_kv.connector.verification import Verification
@@ -297,13 +297,13 @@ class SchedulerHalf:
         is_certain = self._store_on_finish and state.ended_by_itself
         if not is_certain:
             ready = min(ready, state.on_gpu)
-        if not self._has_more(state, ready):
+        if not state.has_more(self._groups, ready):
             return
         if self._has_only_old(state, ready) and self.stores.store_later(state, block_ids, ready):
             return  # its client waits for the answer
         if not is_certain:
             return
-        state.keys.extend(request, ready)
+        self._extend_keys(state, ready)
         self._next.stores_before += self.stores.store_finished(state, block_ids, ready)
 
     def reset_cache(self) -> bool:
@@ -319,10 +319,11 @@ class SchedulerHalf:
             self.verification.void(states.values())
         for state in states.values():
             state.drop_lookup()
-            renewed = self._state(state.request)
-            if renewed is not None:
-                renewed.keep_failures(state)
-            if renewed is not None and state.request.num_computed_tokens:
+            keys = self._key_maker.renewed(state.request, state.keys)
+            renewed = RequestState(state.request, keys, [0] * len(self._groups))
+            self._requests[state.request.request_id] = renewed
+            renewed.keep_failures(state)
+            if state.request.num_computed_tokens:
                 # What the GPU holds of this request was computed before the reset.
                 renewed.close(DropReason.RESET)
                 renewed.stored = state.stored
@@ -359,10 +360,9 @@ class SchedulerHalf:
             # Such as an adapter that cannot be read: the request runs as if there were no cache.
             logger.warning("request %s is not cached: %s", request.request_id, reason)
             self._left_alone[request.request_id] = request
+            take_adapters(self._requests.values(), request.lora_request, None)
             return None
-        if request.lora_request is not None:
-            for other in self._requests.values():
-                other.close_if_replaced(request.lora_request)
+        take_adapters(self._requests.values(), request.lora_request, keys.adapter)
         state = RequestState(request, keys, [0] * len(self._groups))
         self._requests[request.request_id] = state
         return state
@@ -372,13 +372,6 @@ class SchedulerHalf:
         request = state.request
         ready = min(computed, request.num_tokens)
         return ready if self._config.store_decode else min(ready, request.num_prompt_tokens)
-
-    def _has_more(self, state: RequestState, ready: int) -> bool:
-        """Whether a group has full blocks among these tokens that were not considered yet."""
-        return any(
-            ready // group.block_size > stored
-            for group, stored in zip(self._groups, state.stored, strict=True)
-        )
 
     def _has_only_old(self, state: RequestState, ready: int) -> bool:
         """Whether the GPU had all full blocks of these tokens before the request came: what is to
@@ -393,15 +386,20 @@ class SchedulerHalf:
         if state is None:
             return
         ready = self._storable(state, state.request.num_computed_tokens + scheduled)
-        if not self._has_more(state, ready) or self._has_only_old(state, ready):
+        if not state.has_more(self._groups, ready) or self._has_only_old(state, ready):
             return
-        state.keys.extend(state.request, ready)
+        self._extend_keys(state, ready)
         if self._config.mode is Mode.HASH_ONLY:
             state.stored = [ready // group.block_size for group in self._groups]
             return
         assert self._blocks is not None, "vLLM did not bind its KV-cache manager"
         tables = self._blocks.get_blocks(request_id).blocks
         self._next.stores_after += self.stores.store_running(state, tables, ready)
+
+    def _extend_keys(self, state: RequestState, ready: int) -> None:
+        state.keys.extend(state.request, ready)
+        if self._key_maker.has_lost_adapter(state.request, state.keys):
+            state.lose_adapter()
 
     def _plan_verification(
         self, verification: Verification, request_id: str, scheduled: int

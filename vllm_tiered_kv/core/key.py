@@ -46,6 +46,7 @@ class Fingerprint:
     quantization: str
     kv_dtype: str
     layout: str  # layout class: order of the dimensions inside a block
+    kernels: str  # whose they are that write and read the numbers, and pack them as they like
     block_sizes: tuple[int, ...]  # tokens a block holds, per KV-cache group
     group_layers: tuple[tuple[str, ...], ...]  # layer names and page geometry, per group
     parallel: Mapping[str, int] = field(default_factory=dict)  # sizes of TP, PP, DCP, PCP
