@@ -19,12 +19,14 @@ from typing import Any
 
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
+from zmq.utils.garbage import gc as zmq_garbage
 
 from tests.daemon.daemon_process import DaemonProcess
 from tests.engine.oracle import BLOCK_BYTES, PROMPTS
 from tests.engine.real_engine import RealEngine, real_engine
 from tests.patience import eventually
 from tests.remote.daemon_facts import leases_of
+from tests.soak.connections import ZMQ_THREAD, Connections
 from tests.soak.footprint import Footprint, held_items, of_this_package, settled
 from tests.soak.torment import Torment
 from tests.soak.toy_soak import SoakError
@@ -61,6 +63,8 @@ class EngineSoak:
 
     def run(self, seconds: float) -> None:
         self.rng = random.Random(f"{self.seed}/engine")
+        if zmq_garbage.thread is None:  # it has a context, too, which would come with the first put
+            zmq_garbage.start()
         self.truth = self._ask_vllm_alone()
         memory = ("--memory", str(96 * BLOCK_BYTES))
         ssd = ("--ssd", str(self.folder / "engine-ssd"), "--ssd-space", str(256 * BLOCK_BYTES))
@@ -92,6 +96,7 @@ class EngineSoak:
             for ids in PROMPTS:
                 answers.append(self._ask(engine, ids))
                 engine.drop_gpu_cache()
+            self.foreign_contexts = Footprint.now().thread_names.count(ZMQ_THREAD)
             return answers
 
     def _ask(self, engine: RealEngine, ids: list[int]) -> _Truth:
@@ -220,41 +225,44 @@ class EngineSoak:
         eventually(lambda: leases_of(self.daemon) == 0)
         self.engine.kv_bytes.clear()
         held = held_items([self.engine.half, self.engine.worker_half], of_this_package)
+        connections = self._connections()
         now = Footprint.now()
         news = now.news(self.footprints[-1]) if self.footprints else {}
         self._note(
             f"calm {now.rss_bytes / 2**20:.0f} MiB, {now.threads} threads, {now.descriptors} "
-            f"descriptors, {held} entries, of connections {self._pooled()}, new: {news}"
+            f"descriptors, {held} entries, {connections}, new: {news}"
         )
         print(f"{self.counts['answered']} answered; {self.journal[-1]}", flush=True)
         self.footprints.append(now)
         warm = 3  # by then everything was used at least once
         if len(self.footprints) == warm:
-            self.held, self.pooled = held, self._pooled()
+            self.held, self.connections = held, connections
         if len(self.footprints) > warm:
-            # Pools open connections when several threads need one at a time, and bound them.
-            pooled = self._pooled()
-            accounted = {
-                "threads": pooled["threads"] - self.pooled["threads"] + _LATE_THREADS,
-                "descriptors": pooled["descriptors"]
-                - self.pooled["descriptors"]
-                + _LATE_DESCRIPTORS,
-            }
+            accounted = Counter(connections.more_than(self.connections))
+            accounted.update(threads=_LATE_THREADS, descriptors=_LATE_DESCRIPTORS)
             more = settled(self.footprints[warm - 1], _RSS_SLACK, accounted=accounted)
             if held > self.held + _HELD_SLACK:
                 more.append(f"{held} entries kept instead of {self.held}")
             if more:
                 raise SoakError(f"it grows: {', '.join(more)}")
 
-    def _pooled(self) -> dict[str, int]:
-        """What the connections of both halves hold: each a zmq context, most of them a socket."""
-        halves = (self.engine.half.remote, self.engine.worker_half._remote)
-        pools = [s._caller.pool for half in halves for s in half._cluster.stores.values()]
-        eventually(lambda: not any(pool._lent for pool in pools))
-        resources = [connection._zmq for pool in pools for connection in pool._idle]
-        contexts = sum(held.context is not None for held in resources)
-        sockets = sum(held.socket is not None for held in resources)
-        return {"threads": 2 * contexts, "descriptors": 5 * contexts + 4 * sockets}
+    def _connections(self) -> Connections:
+        """Those there are. Each has a zmq context, and no other one has come since the start."""
+        scheduler, worker = self.engine.half.remote, self.engine.worker_half._remote
+
+        def counted() -> Connections | None:
+            found = Connections.now(scheduler, worker)
+            threads = Footprint.now().thread_names.count(ZMQ_THREAD)
+            return found if threads == found.contexts + self.foreign_contexts else None
+
+        try:
+            return eventually(counted)
+        except AssertionError:
+            found, now = Connections.now(scheduler, worker), Footprint.now()
+            raise SoakError(
+                f"{now.thread_names.count(ZMQ_THREAD)} contexts of zmq, {self.foreign_contexts} of "
+                f"them not ours, do not fit {found}"
+            ) from None
 
 
 def _start_all(pool: ThreadPoolExecutor) -> None:
