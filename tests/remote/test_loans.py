@@ -23,6 +23,7 @@ from vllm_tiered_kv.errors import ConnectionLost
 from vllm_tiered_kv.remote import loans
 from vllm_tiered_kv.remote.link import LENT_AT_MOST
 from vllm_tiered_kv.remote.loans import LentMatch, LoanDesk, _check
+from vllm_tiered_kv.remote.shared_memory import SharedMemory
 from vllm_tiered_kv.remote.store import RemoteStore
 from vllm_tiered_kv.wire.fields import pack_uints
 from vllm_tiered_kv.wire.messages import Borrow, BorrowReply
@@ -362,3 +363,24 @@ def test_the_memory_of_a_daemon_that_has_gone_is_given_up(
         return mapped_arenas() == before
 
     eventually(is_given_up)
+
+
+def test_memory_that_two_threads_have_found_is_given_up_by_one(
+    daemon: DaemonProcess, store: RemoteStore, desk: LoanDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one's daemon may be gone when the second comes with that of the next."""
+    attach = store.attach
+    first = attach()
+    assert first is not None
+    daemon.kill()
+    daemon.restart()
+    eventually(lambda: not first.alive)
+
+    def attach_as_the_second() -> SharedMemory | None:
+        desk._memory = first
+        return attach()
+
+    monkeypatch.setattr(store, "attach", attach_as_the_second)
+    eventually(lambda: desk._attached())
+    assert first.closed
+    assert desk._memory is not first

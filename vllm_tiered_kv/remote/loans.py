@@ -146,11 +146,14 @@ class LoanDesk:
             return None
         with self._lock:
             other = self._memory
-            if other is None or not other.alive:
-                self._memory, self._lends = found, True
-                return found
-        if other is not found:  # another thread was faster
-            found.close()
+            if other is not None and other.alive:
+                gone = found if other is not found else None  # another thread was faster
+            else:
+                gone = other  # as before, but its daemon has gone meanwhile
+                other = self._memory = found
+                self._lends = True
+        if gone is not None:
+            self._leave(gone)
         return other if self._lends else None
 
     def _leave(self, memory: SharedMemory | None) -> None:
