@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from tests.engine.delayed_copier import LAYERS
+from tests.engine.made_configs import one_group
 from tests.engine.toy_engine import ToyEngine
+from vllm_tiered_kv.connector.kv_layout import require_whole_blocks
 from vllm_tiered_kv.connector.metadata import TieredKVMetadata
 from vllm_tiered_kv.connector.worker_half import WorkerHalf, _pinning
 from vllm_tiered_kv.core.transfer import GroupTransfer, LoadJob, StoreJob, int64_array
@@ -115,6 +117,38 @@ def test_tensors_that_do_not_fit_the_configuration_are_refused(
     del missing[LAYERS[1]]
     with pytest.raises(UnsupportedError, match=f"no KV cache for layer {LAYERS[1]}"):
         worker.register_kv_caches(missing, engine.kv_cache_config)
+
+
+def test_blocks_that_a_back_end_cuts_are_not_sent_to_daemons() -> None:
+    """Their numbers are in another order than those of whole blocks; layouts have one name."""
+    cache = one_group(num_kv_heads=2)
+    halves = (2 * cache.num_blocks, 2, 8, 64)
+    by_heads = torch.zeros(halves)
+    by_tokens = torch.zeros(2 * cache.num_blocks, 8, 2, 64).transpose(1, 2)
+    whole = torch.zeros(cache.num_blocks, 2, 16, 64)
+    one_head = torch.zeros(2 * cache.num_blocks, 1, 8, 64)
+    for harmless in (by_tokens, whole, one_head):
+        require_whole_blocks({"layer.0": harmless}, cache)
+    with pytest.raises(UnsupportedError, match="divide --block-size by 2"):
+        require_whole_blocks({"layer.0": whole, "layer.1": by_heads}, cache)
+
+
+def test_cut_blocks_are_refused_only_where_there_is_a_daemon(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    for remote, is_refused in (([], False), ([f"ipc://{tmp_path}/nobody"], True)):
+        engine = ToyEngine(tiny_model, block_size=TOKENS, extra_config={"remote": remote})
+        half = engine.worker.worker_half
+        half._copier = None  # the toy's
+        shape = (2 * BLOCKS, 2, TOKENS // 2, 2)
+        cut = {name: torch.zeros(shape, dtype=torch.int16) for name in LAYERS}
+        if is_refused:
+            with pytest.raises(UnsupportedError, match="cuts the blocks"):
+                half.register_kv_caches(cut, engine.kv_cache_config)
+        else:
+            half.register_kv_caches(cut, engine.kv_cache_config)
+        half.shutdown()
+        engine.close()
 
 
 def test_a_device_we_do_not_know_is_refused() -> None:

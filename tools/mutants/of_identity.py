@@ -61,6 +61,15 @@ IDENTITY = (
         Needs.VLLM,
     ),
     Mutation(
+        "cut-blocks-sent-to-daemons",
+        "connector/worker_half.py",
+        "        if self._config.remote:\n            require_whole",
+        "        if not self._config:\n            require_whole",
+        "back-ends that cut blocks differently read each other's",
+        ("tests/engine/test_worker_half.py",),
+        Needs.VLLM,
+    ),
+    Mutation(
         "adapter-settings-ignored",
         "connector/model_settings.py",
         'return "" if lora is None else',

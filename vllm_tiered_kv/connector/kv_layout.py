@@ -64,6 +64,25 @@ def group_runs(
     return runs
 
 
+def require_whole_blocks(
+    kv_caches: Mapping[str, torch.Tensor], kv_cache_config: KVCacheConfig
+) -> None:
+    """Raises where an attention back-end cuts blocks into smaller ones that have all heads each.
+
+    Their numbers stand in another order then than those of another back-end under the same name of
+    a layout. One engine need not care, but daemons serve many, and keys do not tell these apart.
+    """
+    for name, cache in kv_caches.items():
+        ratio = cache.shape[0] // kv_cache_config.num_blocks
+        has_heads = cache.dim() > 2 and cache.shape[1] > 1
+        if ratio > 1 and has_heads and cache.stride(1) > cache.stride(2):
+            raise UnsupportedError(
+                f"the attention back-end cuts the blocks of layer {name} into {ratio}; no other "
+                f"one could read them from a daemon: divide --block-size by {ratio}, or leave out "
+                "the option remote"
+            )
+
+
 def strided_view(name: str, tensor: torch.Tensor) -> StridedView:
     return StridedView(
         name=name,

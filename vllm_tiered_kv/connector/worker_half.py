@@ -22,7 +22,7 @@ from vllm_tiered_kv.cache.ledger import StoreReport
 from vllm_tiered_kv.config import TieredKVConfig
 from vllm_tiered_kv.connector.ahead_loads import AheadLoads
 from vllm_tiered_kv.connector.block_verifier import BlockVerifier
-from vllm_tiered_kv.connector.kv_layout import group_runs
+from vllm_tiered_kv.connector.kv_layout import group_runs, require_whole_blocks
 from vllm_tiered_kv.connector.load_times import LoadTimes
 from vllm_tiered_kv.connector.metadata import TieredKVMetadata, TieredKVWorkerMetadata
 from vllm_tiered_kv.connector.number_formats import layer_numbers
@@ -98,6 +98,8 @@ class WorkerHalf:
     def register_kv_caches(
         self, kv_caches: dict[str, torch.Tensor], kv_cache_config: KVCacheConfig
     ) -> None:
+        if self._config.remote:
+            require_whole_blocks(kv_caches, kv_cache_config)
         runs = group_runs(kv_caches, kv_cache_config)
         self.block_bytes = tuple(runs[group_id].block_bytes for group_id in sorted(runs))
         # vLLM calls us before a layer unless it runs a whole graph; better seen than assumed.
