@@ -222,6 +222,21 @@ def test_a_request_that_ends_too_soon_leaves_blocks_unverified(tiny_model: Path)
     engine.close()
 
 
+def test_a_request_that_lost_its_adapter_accuses_nobody(tiny_model: Path) -> None:
+    """It computes with another one by then."""
+    engine = ToyEngine(tiny_model, cpu_blocks=256, max_tokens_per_step=8, extra_config=ALWAYS)
+    ids = seeded_prompt(1)
+    ask(engine, ids)
+    engine.drop_gpu_cache()
+    request = engine.add(ids, 4)
+    engine.step()
+    engine.half._requests[request].lose_adapter()
+    engine.run()
+    assert counts(engine) == {"verified": 2, "inexact": 0, "different": 0, "skipped": 8}
+    assert_at_rest(engine)
+    engine.close()
+
+
 def test_an_idle_engine_goes_on_until_all_is_compared(tiny_model: Path) -> None:
     engine = ToyEngine(tiny_model, cpu_blocks=256, extra_config=ALWAYS)
     ids = seeded_prompt(1)

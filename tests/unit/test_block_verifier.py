@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 
@@ -147,3 +148,17 @@ def test_closing_twice_and_unused(bench: Bench) -> None:
 )
 def test_formats(dtype: str, cache_dtype: str, expected: NumberFormat) -> None:
     assert number_format(dtype, cache_dtype) is expected
+
+
+def test_a_job_that_finds_no_thread_is_not_compared(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one is, if there is one by then: nothing of it may end the engine."""
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        assert bench.run(bench.local(1, [0, 1], [0, 1])) == [Verdict.NOT_COMPARED] * 2
+    assert bench.run(bench.local(2, [0, 1], [0, 1])) == [Verdict.EQUAL] * 2

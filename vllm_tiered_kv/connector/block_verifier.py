@@ -88,10 +88,20 @@ class BlockVerifier:
         job = self._copying.pop(done.job_id, None)
         if job is None:
             return False
-        if self._thread is None and not self._stopping:
-            self._thread = threading.Thread(target=self._work, name="tiered-kv-verify", daemon=True)
-            self._thread.start()
+        if self._thread is None and not self._stopping and not self._start_thread():
+            self._done.put((job.job_id, [_NOT_COMPARED] * len(job.keys)))
+            return True
         self._arrived.put(_Arrived(job, done.stored, arena, read_remote))
+        return True
+
+    def _start_thread(self) -> bool:
+        thread = threading.Thread(target=self._work, name="tiered-kv-verify", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # this is the model's thread: the engine would end
+            logger.warning("blocks are not verified now: %s", error)
+            return False
+        self._thread = thread
         return True
 
     def __bool__(self) -> bool:

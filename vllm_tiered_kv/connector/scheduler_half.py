@@ -407,6 +407,9 @@ class SchedulerHalf:
         state = self._requests.get(request_id)
         if state is None or not state.to_verify:
             return
+        if state.lost_adapter:  # it computes something else than the tiers hold
+            self._end_verification(state)
+            return
         assert self._blocks is not None, "vLLM did not bind its KV-cache manager"
         tables = self._blocks.get_blocks(request_id).blocks
         ready = min(state.request.num_computed_tokens + scheduled, state.request.num_tokens)
