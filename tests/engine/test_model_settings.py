@@ -172,8 +172,9 @@ def test_equal_files_are_one_model_under_any_name(folder: Path, tmp_path: Path) 
 IN_ANOTHER_PROCESS = """
 import sys
 from pathlib import Path
-from tests.engine.test_model_settings import config_of, digest, odd_values
+from tests.engine.test_model_settings import Opaque, config_of, digest, odd_values
 config = config_of(Path(sys.argv[1]))
+config.hf_config.update({"targets": set("abcdef"), "part": Opaque()})
 config.__dict__.update(odd_values())
 config.multimodal_config.__dict__["media_io_kwargs"] = odd_values()
 print("digest", digest(config))

@@ -79,6 +79,15 @@ IDENTITY = (
         Needs.VLLM,
     ),
     Mutation(
+        "config-in-the-order-of-hashing",
+        "connector/model_identity.py",
+        "default=canonical_text)",
+        "default=str)",
+        "a model whose config holds a set finds nothing after a restart",
+        _SETTINGS,
+        Needs.VLLM,
+    ),
+    Mutation(
         "settings-by-address",
         "connector/model_settings.py",
         '_ADDRESS.sub("", repr(value))',

@@ -316,4 +316,4 @@ def _stable(config: dict[str, Any]) -> str:
     """Canonical text of a config, without what says where or by which library it was saved."""
     ignored = {"_name_or_path", "transformers_version", "_commit_hash"}
     kept = {key: value for key, value in config.items() if key not in ignored}
-    return json.dumps(kept, sort_keys=True, default=str)
+    return json.dumps(kept, sort_keys=True, default=canonical_text)
