@@ -1,6 +1,7 @@
 """Blocks to and from the daemon on one host, beside plain sockets and plain memory copies.
 
     python -m benchmarks.remote_tier --out result.json
+    python -m benchmarks.remote_tier --modes bare_put,tcp_put --connections 4   # only these
 
 Every repetition runs all modes after each other; ratios are medians over repetitions of the two
 modes' times in the same one. `bare` is a pair of processes with as many plain tcp sockets as the
@@ -290,11 +291,15 @@ def modes(work: Workload) -> Iterator[dict[str, Callable[[], float]]]:
                 tcp.store.close()
 
 
-def measure(work: Workload, repetitions: int) -> dict[str, Any]:
+def measure(work: Workload, repetitions: int, wanted: set[str]) -> dict[str, Any]:
     times: dict[str, list[float]] = {}
     with modes(work) as by_name:
+        if wanted - by_name.keys():
+            raise SystemExit(f"--modes: there are {', '.join(by_name)}")
         for repetition in range(repetitions + 1):
             for name, mode in by_name.items():
+                if wanted and name not in wanted:
+                    continue
                 seconds = mode()
                 if repetition:  # the first one warms up
                     times.setdefault(name, []).append(seconds)
@@ -317,11 +322,12 @@ def measure(work: Workload, repetitions: int) -> dict[str, Any]:
             for name, values in times.items()
         },
         "of_bare_pair": {  # of its speed
-            "tcp_get": ratio("bare_get", "tcp_get"),
-            "tcp_put": ratio("bare_put", "tcp_put"),
+            ours: ratio(bare, ours)
+            for bare, ours in (("bare_get", "tcp_get"), ("bare_put", "tcp_put"))
+            if bare in times and ours in times
         },
         "multiple_of_memcpy": {  # of its time
-            name: ratio(name, "memcpy") for name in times if name != "memcpy"
+            name: ratio(name, "memcpy") for name in times if name != "memcpy" and "memcpy" in times
         },
     }
 
@@ -332,13 +338,14 @@ def main() -> None:
     parser.add_argument("--connections", default="1,4", help="numbers, comma-separated")
     parser.add_argument("--total-mib", type=int, default=256, help="moved in each measurement")
     parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--modes", default="", help="only these, comma-separated; all otherwise")
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     args = parser.parse_args()
     report: dict[str, Any] = {"environment": environment.describe(), "results": []}
     for kib in map(int, args.block_kib.split(",")):
         for connections in map(int, args.connections.split(",")):
             work = Workload(kib << 10, (args.total_mib << 10) // kib, connections)
-            result = measure(work, args.repetitions)
+            result = measure(work, args.repetitions, set(filter(None, args.modes.split(","))))
             report["results"].append(result)
             print(json.dumps(result, indent=1), file=sys.stderr, flush=True)
             if args.out:
