@@ -184,6 +184,7 @@ setup(
             "thread_pool.cpp",
             "block_copy_cpu.cpp",
             "file_blocks.cpp",
+            "fills.cpp",
             "sha256.cpp",
             "block_keys.cpp",
             "token_reader.cpp",

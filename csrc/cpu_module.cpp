@@ -1,8 +1,10 @@
 // Python binding of the CPU module: arguments in, one call, errors out.
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <string_view>
 
 #include "binding.h"
@@ -10,6 +12,7 @@
 #include "block_keys.h"
 #include "cpu_features.h"
 #include "file_blocks.h"
+#include "fills.h"
 #include "index/module.h"
 #include "sha256.h"
 #include "thread_pool.h"
@@ -116,30 +119,89 @@ std::vector<uint64_t> hash_buffers(const py::sequence& buffers, int64_t threads)
   return sums;
 }
 
+// Sources and the places they are copied to, open as long as this lives.
+struct Pairs {
+  Pairs(const py::sequence& places, const py::sequence& sources)
+      : into(open_buffers(places, "into", PyBUF_WRITABLE)),
+        from(open_buffers(sources, "sources", PyBUF_SIMPLE)) {
+    if (into.size() != from.size())
+      throw ArgumentError(
+          "sources", std::to_string(from.size()) + " buffers for " + std::to_string(into.size()));
+    for (size_t i = 0; i < into.size(); ++i) {
+      const std::string name = "into[" + std::to_string(i) + "]";
+      if (into[i].size() != from[i].size())
+        throw ArgumentError(
+            name, std::to_string(into[i].size()) + " bytes for " + std::to_string(from[i].size()));
+      if (into[i].data() < from[i].data() + from[i].size() &&
+          from[i].data() < into[i].data() + into[i].size())
+        throw ArgumentError(name, "overlaps its source");
+    }
+  }
+  std::deque<Bytes> into, from;
+};
+
 std::vector<uint64_t> copy_and_hash(const py::sequence& into, const py::sequence& sources,
                                     int64_t threads) {
-  if (into.size() != sources.size())
-    throw ArgumentError(
-        "sources", std::to_string(sources.size()) + " buffers for " + std::to_string(into.size()));
-  const std::deque<Bytes> to = open_buffers(into, "into", PyBUF_WRITABLE);
-  const std::deque<Bytes> from = open_buffers(sources, "sources", PyBUF_SIMPLE);
-  for (size_t i = 0; i < to.size(); ++i) {
-    const std::string name = "into[" + std::to_string(i) + "]";
-    if (to[i].size() != from[i].size())
-      throw ArgumentError(
-          name, std::to_string(to[i].size()) + " bytes for " + std::to_string(from[i].size()));
-    if (to[i].data() < from[i].data() + from[i].size() &&
-        from[i].data() < to[i].data() + to[i].size())
-      throw ArgumentError(name, "overlaps its source");
-  }
-  const int count = threads_for(from, threads);
-  std::vector<uint64_t> sums(to.size());
+  const Pairs pairs(into, sources);
+  const int count = threads_for(pairs.from, threads);
+  std::vector<uint64_t> sums(pairs.into.size());
   const py::gil_scoped_release no_gil;
-  parallel_for(to.size(), count, [&](size_t i) {
-    sums[i] = copy_xxh3_64(to[i].data(), from[i].data(), from[i].size());
+  parallel_for(sums.size(), count, [&](size_t i) {
+    sums[i] = copy_xxh3_64(pairs.into[i].data(), pairs.from[i].data(), pairs.from[i].size());
   });
   return sums;
 }
+
+// Fills with the buffers they need. The GIL guards all but `fills_`.
+class FillPool {
+ public:
+  FillPool() = default;
+  FillPool(const FillPool&) = delete;
+  FillPool& operator=(const FillPool&) = delete;
+  ~FillPool() { wait(); }
+
+  int descriptor() const { return fills_.descriptor(); }
+
+  void start(uint64_t ticket, const py::sequence& into, const py::sequence& sources,
+             int64_t threads) {
+    if (ticket <= last_)
+      throw ArgumentError("ticket", std::to_string(ticket) + " after " + std::to_string(last_));
+    const int most = thread_count(threads);
+    const auto [entry, _] =
+        pairs_.emplace(std::piecewise_construct, std::forward_as_tuple(ticket),
+                       std::forward_as_tuple(into, sources));  // opens the buffers
+    const Pairs& pairs = entry->second;
+    std::vector<Fill> fills;
+    uint64_t total = 0;
+    for (size_t i = 0; i < pairs.into.size(); ++i) {
+      fills.push_back({pairs.into[i].data(), pairs.from[i].data(), pairs.from[i].size()});
+      total += pairs.from[i].size();
+    }
+    last_ = ticket;
+    // A helper for each so many bytes: waking one takes time, too.
+    fills_.start(ticket, fills, int(std::min<uint64_t>(total / kSerialBytes + 1, uint64_t(most))));
+  }
+
+  std::vector<std::pair<uint64_t, std::vector<uint64_t>>> collect() {
+    std::vector<std::pair<uint64_t, std::vector<uint64_t>>> collected;
+    for (Filled& filled : fills_.collect()) {
+      pairs_.erase(filled.ticket);
+      collected.emplace_back(filled.ticket, std::move(filled.checksums));
+    }
+    return collected;
+  }
+
+  void wait() const {
+    PyThreadState* const state = PyEval_SaveThread();  // pybind11's own may throw: not at the end
+    fills_.wait();
+    PyEval_RestoreThread(state);
+  }
+
+ private:
+  std::map<uint64_t, Pairs> pairs_;  // by ticket
+  uint64_t last_ = 0;
+  Fills fills_;
+};
 
 // What came of each: bytes moved or a negative errno, and the checksum.
 py::tuple outcomes(const std::vector<FileBlock>& blocks) {
@@ -289,6 +351,13 @@ PYBIND11_MODULE(_cpu, module) {
   module.def("hash_buffers", &hash_buffers, py::arg("buffers"), py::arg("threads"));
   module.def("copy_and_hash", &copy_and_hash, py::arg("into"), py::arg("sources"),
              py::arg("threads"));
+  py::class_<FillPool>(module, "FillPool")
+      .def(py::init<>())
+      .def_property_readonly("descriptor", &FillPool::descriptor)
+      .def("start", &FillPool::start, py::arg("ticket"), py::arg("into"), py::arg("sources"),
+           py::arg("threads"))
+      .def("collect", &FillPool::collect)
+      .def("wait", &FillPool::wait);
   module.def("read_file_blocks", &read_file_blocks, py::arg("fd"), py::arg("offsets"),
              py::arg("into"), py::arg("threads"));
   module.def("write_file_blocks", &write_file_blocks, py::arg("fd"), py::arg("offsets"),

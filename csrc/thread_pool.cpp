@@ -25,38 +25,52 @@ constexpr int kAutoThreads = 8;
 
 class Job {
  public:
-  Job(size_t count, const std::function<void(size_t)>& work) : count_(count), work_(work) {}
+  Job(size_t count, std::function<void(size_t)> work, std::function<void()> finished)
+      : count_(count), work_(std::move(work)), finished_(std::move(finished)) {}
 
-  // Takes items until none is left. `work_` outlives every taken item, since wait() does.
+  // Takes items until none is left. One that comes too late touches neither function.
   void help() {
     for (size_t i = next_.fetch_add(1); i < count_; i = next_.fetch_add(1)) {
       work_(i);
-      if (done_.fetch_add(1) + 1 == count_) {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        finished_.notify_all();
-      }
+      if (done_.fetch_add(1) + 1 == count_) finished_();
     }
-  }
-
-  void wait() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    finished_.wait(lock, [this] { return done_.load() == count_; });
   }
 
  private:
   const size_t count_;
-  const std::function<void(size_t)>& work_;
+  const std::function<void(size_t)> work_;
+  const std::function<void()> finished_;
   std::atomic<size_t> next_{0};
   std::atomic<size_t> done_{0};
+};
+
+// Shared by the one who waits and the one who tells: the latter may still be in `set` when the
+// former goes on.
+class Gate {
+ public:
+  void set() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    is_set_ = true;
+    opened_.notify_all();
+  }
+
+  void wait() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    opened_.wait(lock, [this] { return is_set_; });
+  }
+
+ private:
+  bool is_set_ = false;
   std::mutex mutex_;
-  std::condition_variable finished_;
+  std::condition_variable opened_;
 };
 
 class Pool {
  public:
   pid_t owner() const { return owner_; }
 
-  void offer(const std::shared_ptr<Job>& job, int helpers) {
+  // How many helpers will come.
+  int offer(const std::shared_ptr<Job>& job, int helpers) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       while (started_ < helpers && start_helper()) ++started_;
@@ -64,6 +78,7 @@ class Pool {
       for (int i = 0; i < helpers; ++i) jobs_.push_back(job);
     }
     for (int i = 0; i < helpers; ++i) offered_.notify_one();
+    return helpers;
   }
 
  private:
@@ -103,7 +118,7 @@ class Pool {
 // Never destroyed: helpers wait on it until the process ends. After a fork the parent's pool, whose
 // threads are gone and whose mutex may be held by one of them, is left untouched for a fresh one.
 Pool& pool(Crew crew) {
-  static std::atomic<Pool*> pools[3]{};
+  static std::atomic<Pool*> pools[4]{};
   std::atomic<Pool*>& current = pools[size_t(crew)];
   Pool* seen = current.load();
   while (seen == nullptr || seen->owner() != getpid()) {
@@ -136,10 +151,19 @@ void parallel_for(size_t count, int threads, const std::function<void(size_t)>& 
     for (size_t i = 0; i < count; ++i) work(i);
     return;
   }
-  const auto job = std::make_shared<Job>(count, work);
+  const auto done = std::make_shared<Gate>();
+  const auto job = std::make_shared<Job>(count, std::ref(work), [done] { done->set(); });
   pool(crew).offer(job, helpers);
   job->help();
-  job->wait();
+  done->wait();
+}
+
+void start_for(size_t count, int threads, std::function<void(size_t)> work,
+               std::function<void()> finished, Crew crew) {
+  if (count == 0) return finished();
+  const auto job = std::make_shared<Job>(count, std::move(work), std::move(finished));
+  if (pool(crew).offer(job, int(std::min<size_t>(size_t(std::max(threads, 1)), count))) == 0)
+    job->help();
 }
 
 }  // namespace tiered_kv

@@ -30,6 +30,7 @@ from tools.source_copy import PACKAGE, ROOT, copy_sources
 THREADED_TESTS = (
     "tests/unit/test_native_copy.py",
     "tests/unit/test_native_files.py",
+    "tests/unit/test_native_fills.py",
     "tests/unit/test_native_hashing.py",
     "tests/unit/test_native_threads.py",
     "tests/unit/test_device.py",

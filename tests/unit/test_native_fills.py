@@ -1,0 +1,128 @@
+"""Blocks copied beside their caller: what arrives, when it is told, and what is kept meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+import select
+import threading
+
+import numpy as np
+import pytest
+import xxhash
+
+from tests.cache_shapes import Bytes, random_bytes
+from vllm_tiered_kv.errors import NativeError
+from vllm_tiered_kv.native.fill_pool import FillPool
+
+SIZES = (0, 100, 70_000, 1 << 20, (1 << 20) + 3)
+THREADS = 5
+
+
+def views(arrays: list[Bytes]) -> list[memoryview]:
+    return [memoryview(array) for array in arrays]
+
+
+def sums(arrays: list[Bytes]) -> list[int]:
+    return [xxhash.xxh3_64_intdigest(array.tobytes()) for array in arrays]
+
+
+def is_readable(pool: FillPool) -> bool:
+    return bool(select.select([pool.descriptor], [], [], 0)[0])
+
+
+def test_blocks_are_copied_and_hashed() -> None:
+    pool = FillPool()
+    batches = [[random_bytes(size, n) for size in SIZES] for n in range(4)]
+    places = [[np.zeros_like(source) for source in batch] for batch in batches]
+    for n, (batch, into) in enumerate(zip(batches, places, strict=True), 1):
+        pool.start(n, views(into), views(batch), threads=3)
+    pool.wait()
+    assert dict(pool.collect()) == {n: sums(batch) for n, batch in enumerate(batches, 1)}
+    for source, place in zip(itertools.chain(*batches), itertools.chain(*places), strict=True):
+        np.testing.assert_array_equal(place, source)
+    assert pool.collect() == []
+
+
+def test_the_descriptor_is_readable_while_there_is_something_to_collect() -> None:
+    pool = FillPool()
+    assert not is_readable(pool)
+    for ticket in (1, 2):
+        pool.start(ticket, [memoryview(bytearray(1 << 20))], [memoryview(bytes(1 << 20))])
+    pool.wait()
+    assert is_readable(pool)
+    assert sorted(ticket for ticket, _ in pool.collect()) == [1, 2]
+    assert not is_readable(pool)
+    pool.start(3, [], [])  # nothing to copy: ended at once
+    assert is_readable(pool)
+    assert pool.collect() == [(3, [])]
+
+
+def test_memory_is_kept_until_it_is_collected() -> None:
+    pool = FillPool()
+    into, source = bytearray(100_000), bytearray(b"x" * 100_000)
+    pool.start(1, [memoryview(into)], [memoryview(source)])
+    pool.wait()
+    for held in (into, source):
+        with pytest.raises(BufferError):
+            held.append(0)
+    pool.collect()
+    assert into == source
+    for held in (into, source):
+        held.append(0)
+
+
+def test_a_pool_that_is_dropped_ends_its_copies() -> None:
+    pool = FillPool()
+    into, source = bytearray(8 << 20), bytearray(b"x" * (8 << 20))
+    pool.start(1, [memoryview(into)], [memoryview(source)])
+    del pool
+    assert into == source
+    into.append(0)  # nobody holds it any more
+
+
+def test_what_cannot_be_copied_is_refused_and_not_kept() -> None:
+    pool = FillPool()
+    into, source = bytearray(100), bytearray(100)
+    for places, sources in (
+        ([memoryview(into)], [memoryview(source)[:99]]),
+        ([memoryview(into)], []),
+        ([memoryview(into)[:50]], [memoryview(into)[25:75]]),
+        ([memoryview(bytes(100))], [memoryview(source)]),
+    ):
+        with pytest.raises(NativeError):
+            pool.start(1, places, sources)
+    del places, sources
+    into.append(0)
+    source.append(0)
+    pool.start(1, [], [])
+    with pytest.raises(NativeError, match="ticket"):
+        pool.start(1, [], [])
+    assert pool.collect() == [(1, [])]
+
+
+def test_many_threads_share_a_pool() -> None:
+    """Each collects whatever has ended, of all of them."""
+    pool = FillPool()
+    sources = [random_bytes(size, 7) for size in SIZES]
+    expected = sums(sources)
+    tickets = itertools.count(1)
+    starting = threading.Lock()
+    collected: list[tuple[int, list[int]]] = []
+
+    def work() -> None:
+        for _ in range(8):
+            into = [np.zeros_like(source) for source in sources]
+            with starting:
+                pool.start(next(tickets), views(into), views(sources), threads=4)
+            pool.wait()
+            for place, source in zip(into, sources, strict=True):
+                np.testing.assert_array_equal(place, source)
+            collected.extend(pool.collect())
+
+    threads = [threading.Thread(target=work) for _ in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(ticket for ticket, _ in collected) == list(range(1, 8 * THREADS + 1))
+    assert all(found == expected for _, found in collected)
