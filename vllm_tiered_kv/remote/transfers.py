@@ -7,8 +7,9 @@ checked in one pass by the thread that received it, which is faster than the wir
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -27,6 +28,7 @@ READS_UNDER_WAY = 6
 # given back to the kernel when they fall empty, also after `keep_large_buffers`.
 WRITE_BYTES = 16 << 20
 WRITES_UNDER_WAY = 3
+SMALL_WRITE_BYTES = 4 << 20  # the first and the last
 
 _T = TypeVar("_T")
 
@@ -62,7 +64,7 @@ def read(connection: Connection, tasks: Sequence[ReadTask], deadline: float) -> 
     nothing is written to the others' buffers any more."""
     keep_large_buffers()
     lengths = [task.into.nbytes for task in tasks]
-    waiting = deque(_cut(tasks, lengths, READ_BYTES, connection.limits))
+    waiting = deque(_cut(tasks, lengths, _read_bytes, connection.limits))
     reading: dict[int, _Reading] = {}
 
     def ask() -> None:
@@ -124,7 +126,7 @@ def write(
     headless |= _descendants(tasks, headless)
     fitting = [task for task in tasks if task.result is not PutResult.DROPPED]
     lengths = [task.item.payload.nbytes for task in fitting]
-    waiting = deque(_cut(fitting, lengths, WRITE_BYTES, connection.limits))
+    waiting = deque(_cut(fitting, lengths, _write_bytes, connection.limits))
     writing: dict[int, list[WriteTask]] = {}
 
     def offer() -> None:
@@ -181,19 +183,39 @@ def _send_put(
     return connection.send(request, [item.payload for item in items], deadline=deadline)
 
 
+def _read_bytes(number: int, left: int) -> int:
+    return READ_BYTES
+
+
+def _write_bytes(number: int, left: int) -> int:
+    """Less at both ends: the wire idles until the first request is hashed, and the caller waits
+    until the last one is copied."""
+    growing = SMALL_WRITE_BYTES << min(2 * number, 16)
+    return max(SMALL_WRITE_BYTES, min(WRITE_BYTES, growing, left // 2))
+
+
 def _cut(
-    tasks: Sequence[_T], lengths: Sequence[int], request_bytes: int, limits: Limits
+    tasks: Sequence[_T],
+    lengths: Sequence[int],
+    request_bytes: Callable[[int, int], int],
+    limits: Limits,
 ) -> Iterator[list[_T]]:
-    """Runs of tasks whose bytes fit one request; a block that is larger goes alone."""
-    most_bytes = min(request_bytes, limits.message_bytes)
+    """Runs of tasks whose bytes fit one request; a block that is larger goes alone.
+    `request_bytes` says how many those are, of the number of a request and the bytes left."""
     most_blocks = max(1, min(MAX_FRAMES, limits.frames, limits.keys))
-    some: list[_T] = []
-    nbytes = 0
-    for task, length in zip(tasks, lengths, strict=True):
-        if some and (nbytes + length > most_bytes or len(some) == most_blocks):
-            yield some
-            some, nbytes = [], 0
-        some.append(task)
-        nbytes += length
-    if some:
-        yield some
+    left = sum(lengths)
+    first = 0
+    for number in itertools.count():
+        if first == len(tasks):
+            return
+        most_bytes = min(request_bytes(number, left), limits.message_bytes)
+        last, nbytes = first + 1, lengths[first]
+        while (
+            last < len(tasks)
+            and last - first < most_blocks
+            and nbytes + lengths[last] <= most_bytes
+        ):
+            nbytes += lengths[last]
+            last += 1
+        yield list(tasks[first:last])
+        first, left = last, left - nbytes
