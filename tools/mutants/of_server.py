@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tools.mutants.mutation import Mutation
 
+_FILLS = ("tests/daemon/test_fills.py",)
 _LINK = ("tests/daemon/test_link_calls.py",)
 _LEASES = ("tests/daemon/test_shared_memory.py",)
 _TIERS = ("tests/daemon/test_tiers.py",)
@@ -41,6 +42,30 @@ SERVER = (
         "        judged = idle\n",
         "a client of a busy daemon fills its memory with a message that it never ends",
         ("tests/daemon/test_connections.py",),
+    ),
+    Mutation(
+        "flush-does-not-wait-for-copies",
+        "server/tiered_store.py",
+        "                self._fills.settle()\n                wait(self._ending.copy())\n",
+        "                wait(self._ending.copy())\n",
+        "a flush is answered before blocks that were received have reached the disk",
+        _FILLS,
+    ),
+    Mutation(
+        "stop-does-not-wait-for-copies",
+        "server/tiered_store.py",
+        "        self._fills.settle()\n        self._pool.shutdown(wait=True)\n",
+        "        self._pool.shutdown(wait=True)\n",
+        "blocks under way when a daemon stops are lost",
+        _FILLS,
+    ),
+    Mutation(
+        "copies-not-started-keep-their-slots",
+        "server/tiered_store.py",
+        "            with self.memory.giving_back(slots):\n",
+        "            with self.memory.giving_back([]):\n",
+        "memory is lost with every put that fails",
+        _FILLS,
     ),
     Mutation(
         "reader-may-write",

@@ -68,10 +68,11 @@ STORES = (
     Mutation(
         "memory-readable-before-it-is-copied",
         "stores/memory.py",
-        "            checksums = copy_and_hash(\n",
-        "            for slot, item in taken:\n"
-        "                self._readable[slot.key] = slot\n"
-        "            checksums = copy_and_hash(\n",
+        "            checksums = copy_and_hash(",
+        "            for slot in slots:\n"
+        "                if not isinstance(slot, PutResult):\n"
+        "                    self._readable[slot.key] = slot\n"
+        "            checksums = copy_and_hash(",
         "a reader sees a block that is half there",
         _MEMORY_STORE,
     ),
@@ -87,8 +88,9 @@ STORES = (
     Mutation(
         "memory-failed-copy-keeps-its-slots",
         "stores/memory.py",
-        "            for slot in slots:\n                self.abort(slot)\n            raise\n",
-        "            raise\n",
+        "                if not isinstance(slot, PutResult):\n"
+        "                    self.abort(slot)\n            raise\n",
+        "                pass\n            raise\n",
         "memory is lost with every failed put",
         _MEMORY_STORE,
     ),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NewType, Protocol
+from typing import NamedTuple, NewType, Protocol
 
 from vllm_tiered_kv.core.key import BlockKey, RankTag
 
@@ -48,9 +48,12 @@ class PutResult(enum.Enum):
     FAILED = enum.auto()  # an I/O error or a checksum that does not match; nothing was kept
 
 
-@dataclass(frozen=True)
-class PutItem:
-    """One block on its way in. `parent` is the block before it in its chain, if any."""
+class PutItem(NamedTuple):
+    """One block on its way in. `parent` is the block before it in its chain, if any.
+
+    A tuple: a daemon makes one for every block it receives, and a dataclass takes several times as
+    long.
+    """
 
     key: StoreKey
     parent: StoreKey | None

@@ -101,6 +101,7 @@ class Daemon:
         options, reactor = self.options, self._reactor
         clients = self._open_sockets()
         self._store = self._opened = tiers.open_tiers(options, self._recorder)
+        self._store.collect_with(reactor.watch)
         memory = self._store.memory
         self._outbox = Outbox(
             reactor, memory, self._allowances, self._recorder, options.stall_timeout

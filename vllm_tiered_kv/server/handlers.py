@@ -170,7 +170,7 @@ class Handlers:
                 self.put_bytes -= uncopied.pop()
 
         def copied() -> None:
-            self._reactor.post(forget)
+            self._reactor.hand_over(forget)
 
         def done(results: list[PutResult]) -> None:
             codes = put_codes(results)

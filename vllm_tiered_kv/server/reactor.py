@@ -109,8 +109,11 @@ class Reactor:
         """Returns after `stop`."""
         self._running = True
         self._thread = threading.get_ident()
-        while self._running:
-            self.turn()
+        try:
+            while self._running:
+                self.turn()
+        finally:
+            self._thread = 0  # what is handed over now has nobody to answer
 
     def stop(self) -> None:
         self._running = False

@@ -31,6 +31,7 @@ from vllm_tiered_kv.errors import NotDeletedError
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.backing_threads import BackingThreads
+from vllm_tiered_kv.server.fills import Fills
 from vllm_tiered_kv.server.locator import Located
 from vllm_tiered_kv.server.lookups import Lookups
 from vllm_tiered_kv.server.lower_tiers import LowerTiers, Unwritten
@@ -42,6 +43,7 @@ from vllm_tiered_kv.stores.ssd.store import SsdStore
 logger = logging.getLogger(__name__)
 
 _PATIENCE = 10  # times as long as a request waits: for a write that nobody waits for
+_FEW = 64  # blocks of a request that the loop may go on with
 _MEMORY, _SSD, _BACKING = Tier.MEMORY.value, Tier.SSD.value, Tier.BACKING.value
 
 
@@ -94,7 +96,8 @@ class TieredStore:
         )
         self._lookups = Lookups(self.memory, ssd, backing, recorder, self._in_pool, self._far)
         self._lock = threading.Lock()
-        self._fills: set[Future[None]] = set()  # of blocks that were received
+        self._fills = Fills()
+        self._ending: set[Future[None]] = set()  # fills of many blocks
         self._to_flush: list[Callable[[list[str]], None]] = []
         self._flushing = False
 
@@ -192,36 +195,46 @@ class TieredStore:
         if durability is Durability.RECEIVED:
             done([PutResult.STORED if isinstance(slot, Held) else slot for slot in slots])
             done = _ignore
-        self._in_pool(
-            partial(self._fill, items, slots, durability, done, copied),
-            partial(self._refuse, slots, done, copied),
-            self._fills,
-        )
+        filled = partial(self._filled, items, slots, durability, done, copied)
+        try:
+            with self.memory.giving_back(slots):
+                self._fills.start(*self.memory.copies(slots, items), filled)
+        except Exception:  # the sender must hear of it
+            logger.exception("blocks could not be taken over")
+            copied()
+            done([s if isinstance(s, PutResult) else PutResult.FAILED for s in slots])
 
-    def _refuse(
-        self,
-        slots: list[Held | PutResult],
-        done: Callable[[list[PutResult]], None],
-        copied: Callable[[], None],
-    ) -> None:
-        copied()
-        done([PutResult.FAILED] * len(slots))
+    def collect_with(self, watch: Callable[[int, Callable[[], None]], None]) -> None:
+        """Has a loop go on with what was copied, by watching a descriptor. Without one, `put`
+        waits for its copies."""
+        self._fills.watch(watch)
 
-    def _fill(
+    def _filled(
         self,
         items: Sequence[PutItem],
         slots: list[Held | PutResult],
         durability: Durability,
         done: Callable[[list[PutResult]], None],
         copied: Callable[[], None],
+        checksums: list[int],
     ) -> None:
+        def end() -> None:
+            filled = self.memory.filled(slots, items, checksums)
+            copied()
+            self._lower.write_behind([item.key for item in items], filled, durability, done)
+
+        def failed() -> None:
+            copied()
+            done([PutResult.FAILED] * len(slots))
+
+        if len(slots) > _FEW:
+            self._in_pool(end, failed, self._ending)
+            return
         try:
-            filled = self.memory.fill(slots, items)
-        except Exception:  # the sender must hear of it
-            logger.exception("blocks could not be taken over")
-            filled = [s if isinstance(s, PutResult) else PutResult.FAILED for s in slots]
-        copied()
-        self._lower.write_behind([item.key for item in items], filled, durability, done)
+            end()
+        except Exception:
+            logger.exception("a request to the tiers failed")
+            failed()
 
     def reserve(
         self, blocks: Sequence[tuple[StoreKey, StoreKey | None, int]]
@@ -313,7 +326,8 @@ class TieredStore:
                     self._flushing = False
                     return
             try:
-                wait(self._fills.copy())
+                self._fills.settle()
+                wait(self._ending.copy())
                 failed = [str(left) for left in self._lower.flush() if left.has_failed]
             except Exception:
                 logger.exception("flushing failed")
@@ -360,6 +374,7 @@ class TieredStore:
     def _end_threads(self) -> bool:
         """First those of the backing store: what it answers goes on in the pool."""
         is_idle = self._far is None or self._far.close()
+        self._fills.settle()
         self._pool.shutdown(wait=True)
         return is_idle
 

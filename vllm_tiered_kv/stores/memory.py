@@ -297,35 +297,54 @@ class MemoryStore:
     def fill(self, slots: Sequence[Held | PutResult], items: Sequence[PutItem]) -> list[PutResult]:
         """Copies blocks into the slots they got, verifies them on the way and ends the
         reservations; for the others, why there was no slot."""
+        into, sources = self.copies(slots, items)
+        with self.giving_back(slots):
+            checksums = copy_and_hash(into, sources, threads=_CHOSEN_THREADS)
+        return self.filled(slots, items, checksums)
+
+    @staticmethod
+    def copies(
+        slots: Sequence[Held | PutResult], items: Sequence[PutItem]
+    ) -> tuple[list[memoryview], list[memoryview]]:
+        """The places of those that got a slot, and what belongs there."""
         taken = [
-            (slot, item)
+            (slot.view, item.payload)
             for slot, item in zip(slots, items, strict=True)
             if not isinstance(slot, PutResult)
         ]
-        with self._giving_back([slot for slot, _ in taken]):
-            checksums = copy_and_hash(
-                [slot.view for slot, _ in taken],
-                [item.payload for _, item in taken],
-                threads=_CHOSEN_THREADS,
-            )
-        expected = [item.checksum for _, item in taken]
-        ended = iter(self._end_all([slot for slot, _ in taken], expected, checksums))
+        return [view for view, _ in taken], [payload for _, payload in taken]
+
+    def filled(
+        self,
+        slots: Sequence[Held | PutResult],
+        items: Sequence[PutItem],
+        checksums: Sequence[int],
+    ) -> list[PutResult]:
+        """Ends the reservations after the `copies` were made, whose checksums these are."""
+        taken = [slot for slot in slots if not isinstance(slot, PutResult)]
+        expected = [
+            item.checksum
+            for slot, item in zip(slots, items, strict=True)
+            if not isinstance(slot, PutResult)
+        ]
+        ended = iter(self._end_all(taken, expected, checksums))
         return [slot if isinstance(slot, PutResult) else next(ended) for slot in slots]
 
     def seal(self, slots: Sequence[Held]) -> list[PutResult]:
         """Hashes what others wrote into these slots and makes it readable."""
-        with self._giving_back(slots):
+        with self.giving_back(slots):
             checksums = hash_buffers([slot.view for slot in slots], threads=_CHOSEN_THREADS)
         return self._end_all(slots, [None] * len(slots), checksums)
 
     @contextmanager
-    def _giving_back(self, slots: Sequence[Held]) -> Iterator[None]:
+    def giving_back(self, slots: Sequence[Held | PutResult]) -> Iterator[None]:
         """The slots are free again if what is done with them fails."""
         try:
             yield
         except BaseException:
             for slot in slots:
-                self.abort(slot)
+                if not isinstance(slot, PutResult):
+                    self.abort(slot)
             raise
 
     def _end_all(
