@@ -8,10 +8,10 @@ from benchmarks.markdown import measured_on, median, number, table
 from benchmarks.stored_results import Result, Results
 
 _INTRO = """\
-Prompts that lie on a daemon's SSD alone, asked of engines that take turns: vLLM alone, and ours
-with `load_policy` always, auto and never. Times to the first token, medians with quartiles, in
-milliseconds. `auto` starts without any knowledge, and its first rounds are counted. Goal P10:
-`auto` never takes more than 1.05 of what vLLM alone takes.
+Prompts that lie on the SSD of a daemon, or in its memory, asked of engines that take turns: vLLM
+alone, and ours with `load_policy` always, auto and never. Times to the first token, medians with
+quartiles, in milliseconds. `auto` starts without any knowledge, and its first rounds are counted.
+Goal P10: `auto` never takes more than 1.05 of what vLLM alone takes.
 """
 
 

@@ -329,7 +329,7 @@ CONNECTOR = (
     Mutation(
         "deferred-store-of-a-reused-block",
         "connector/gpu_block.py",
-        "        there = list(map(eq, on_blocks, map(add, hashes, repeat(of_group))))\n",
+        "        there = list(map(eq, on_blocks, self._hashes(positions)))\n",
         "        there = [True] * len(positions)\n",
         "another request's bytes are stored under this one's key",
         _SCHEDULING,

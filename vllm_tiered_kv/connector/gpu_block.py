@@ -7,16 +7,16 @@ or free: its content can be read without holding a reference to it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import chain, repeat, starmap
 from operator import add, attrgetter, eq
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_tiered_kv.cache.planner import Group
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.transfer import int64_array, pick
-from vllm_tiered_kv.remote.placement import anchor_position, anchors_of
+from vllm_tiered_kv.remote.placement import anchors_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -33,37 +33,15 @@ def ids_of(blocks: Iterable[KVCacheBlock]) -> list[int]:
     return list(map(_BLOCK_ID, blocks))
 
 
-@dataclass(frozen=True)
-class KnownBlock:
+class KnownBlock(NamedTuple):
+    """One of a `KnownRun`, without it: a run keeps its request."""
+
     block_id: int
     vllm_hash: bytes  # of content and group, as vLLM writes it on the block
     key: BlockKey
     parent: BlockKey | None
     anchor: BlockKey  # decides which daemon it belongs to
     group: Group
-
-    @classmethod
-    def of(
-        cls,
-        request: Request,
-        block_id: int,
-        group: Group,
-        position: int,
-        keys: Sequence[BlockKey],
-        hash_block_size: int,
-    ) -> KnownBlock:
-        """Block `position` of a request, full of confirmed tokens, lies in `block_id`."""
-        from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
-
-        end = (position + 1) * group.block_size // hash_block_size
-        return cls(
-            block_id,
-            make_block_hash_with_group_id(request.block_hashes[end - 1], group.group_id),
-            keys[position],
-            keys[position - 1] if position else None,
-            keys[anchor_position(position)],
-            group,
-        )
 
     def still_there(self, pool: BlockPool) -> bool:
         return bool(pool.blocks[self.block_id].block_hash == self.vllm_hash)
@@ -86,17 +64,36 @@ class KnownRun:
 
     def still_there(self, pool: BlockPool, positions: range) -> list[bool]:
         """As `KnownBlock.still_there`, of each; no step of the interpreter for each."""
-        from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
-
         ids = self.block_ids[positions.start - self.first : positions.stop - self.first]
         on_blocks = map(_BLOCK_HASH, map(pool.blocks.__getitem__, ids))
+        there = list(map(eq, on_blocks, self._hashes(positions)))
+        return there + [False] * (len(positions) - len(there))
+
+    def facts(self, positions: range) -> Iterator[tuple[object, ...]]:
+        """What makes a `KnownBlock` of each; no step of the interpreter for each."""
+        start, stop = positions.start, positions.stop
+        before: list[BlockKey | None] = [None if not start else self.keys[start - 1]]
+        counted = anchors_of(self.keys, positions)
+        return zip(
+            self.block_ids[start - self.first : stop - self.first],
+            self._hashes(positions),
+            self.keys[start:stop],
+            chain(before, self.keys[start : stop - 1]),
+            chain.from_iterable(starmap(repeat, counted)),
+            repeat(self.group),
+            strict=False,
+        )
+
+    def _hashes(self, positions: range) -> Iterator[bytes]:
+        """As vLLM writes them on the blocks."""
+        from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+
         each = self.group.block_size // self.hash_block_size
         hashes = self.request.block_hashes[
             (positions.start + 1) * each - 1 : positions.stop * each : each
         ]
         of_group = make_block_hash_with_group_id(b"", self.group.group_id)
-        there = list(map(eq, on_blocks, map(add, hashes, repeat(of_group))))
-        return there + [False] * (len(positions) - len(there))
+        return map(add, hashes, repeat(of_group))
 
 
 @dataclass

@@ -8,10 +8,10 @@ order before that step's forward.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_tiered_kv.cache.index import BlockIndex
-from vllm_tiered_kv.connector.gpu_block import KnownBlock, StoreBatch
+from vllm_tiered_kv.connector.gpu_block import KnownBlock, KnownRun, StoreBatch
 from vllm_tiered_kv.core.tiers import Lookup
 
 if TYPE_CHECKING:
@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 class LazyStore:
     def __init__(self, window: int) -> None:
         self._window = window
-        self._known: dict[int, KnownBlock] = {}
+        self._known: dict[int, tuple[Any, ...]] = {}  # what makes a `KnownBlock`
 
-    def observe(self, block: KnownBlock) -> None:
-        self._known[block.block_id] = block
+    def observe(self, run: KnownRun, positions: range) -> None:
+        """Blocks of a request have become full, or were found so."""
+        ids = run.block_ids[positions.start - run.first : positions.stop - run.first]
+        self._known.update(zip(ids, run.facts(positions), strict=False))
 
     def plan(self, pool: BlockPool, index: BlockIndex, room: int) -> tuple[list[StoreBatch], int]:
         """What to store in this step, at most `room` blocks; and how many the tier refused."""
@@ -35,10 +37,11 @@ class LazyStore:
         for _ in range(self._window):
             if block is None or block is queue.fake_free_list_tail or room <= 0:
                 break
-            known = self._known.get(block.block_id)
+            facts = self._known.get(block.block_id)
             block = block.next_free_block
-            if known is None:
+            if facts is None:
                 continue
+            known = KnownBlock(*facts)
             if not known.still_there(pool):
                 del self._known[known.block_id]
             elif index.lookup(known.key) is Lookup.MISS:

@@ -28,7 +28,7 @@ from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import TransferLedger
 from vllm_tiered_kv.cache.planner import Group, plan_store
 from vllm_tiered_kv.connector.deferred_store import DeferredStores
-from vllm_tiered_kv.connector.gpu_block import KnownBlock, KnownRun, StoreBatch, ids_of
+from vllm_tiered_kv.connector.gpu_block import KnownRun, StoreBatch, ids_of
 from vllm_tiered_kv.connector.lazy_store import LazyStore
 from vllm_tiered_kv.connector.request_state import RequestState
 from vllm_tiered_kv.core.tiers import Tier
@@ -263,23 +263,17 @@ class StorePlanner:
             anchors = anchors_of(keys, plan.positions)
         return [self._store_job(StoreBatch(group, sources, plan.slots, anchors), state)]
 
-    def _known(self, state: RequestState, group: Group, position: int, block_id: int) -> KnownBlock:
-        assert self._hash_block_size is not None
-        keys = state.keys.of_group[group.group_id]
-        return KnownBlock.of(state.request, block_id, group, position, keys, self._hash_block_size)
-
     def _observe(
         self, lazy: LazyStore, state: RequestState, group: Group, block_ids: list[int]
     ) -> None:
         """The next full blocks of a request lie in these GPU blocks."""
         start = state.stored[group.group_id]
-        state.stored[group.group_id] = start + len(block_ids)
+        stop = state.stored[group.group_id] = start + len(block_ids)
         if state.closed is not None:
             return
-        skip = state.held_elsewhere[group.group_id]
-        for position, block_id in enumerate(block_ids, start):
-            if position not in skip:
-                lazy.observe(self._known(state, group, position, block_id))
+        run = self._run(state, group, start, block_ids)
+        for positions in _around(state.held_elsewhere[group.group_id], start, stop):
+            lazy.observe(run, positions)
 
     def _defer(self, state: RequestState, group: Group, block_ids: list[int]) -> None:
         """The next blocks of a request found the ring full, and it will not keep them."""
@@ -289,17 +283,16 @@ class StorePlanner:
             self._ledger.drop(stop - start, state.closed or DropReason.STAGING_FULL)
             return
         self._ledger.delay(stop - start)
-        skip = state.held_elsewhere[group.group_id]
-        keys = state.keys.of_group[group.group_id]
-        run = KnownRun(state.request, group, keys, start, block_ids, self._hash_block_size)
-        # What a daemon holds is one run of positions: there is a part before it and one behind.
-        parts = [range(start, stop)]
-        if skip:
-            parts = [range(start, min(stop, skip.start)), range(max(start, skip.stop), stop)]
-        for positions in parts:
+        run = self._run(state, group, start, block_ids)
+        for positions in _around(state.held_elsewhere[group.group_id], start, stop):
             # One of them is vLLM's null block.
             given_up = self._deferred.add(positions, run, len(self._block_pool.blocks) - 1)
             self._ledger.drop(given_up, DropReason.STAGING_FULL)
+
+    def _run(self, state: RequestState, group: Group, start: int, block_ids: list[int]) -> KnownRun:
+        assert self._hash_block_size is not None
+        keys = state.keys.of_group[group.group_id]
+        return KnownRun(state.request, group, keys, start, block_ids, self._hash_block_size)
 
     def _refuse_outdated(self, state: RequestState, block_ids: list[int]) -> None:
         """Stores nothing of a request that builds on what outlived a reset.
@@ -337,3 +330,11 @@ class StorePlanner:
             batch.group.group_id, int64_array(batch.block_ids), int64_array(batch.slots)
         )
         return StoreJob(job_id, transfer)
+
+
+def _around(skip: range, start: int, stop: int) -> list[range]:
+    """Positions without those a daemon holds, which are one run: a part before it, one behind."""
+    if not skip:
+        return [range(start, stop)]
+    parts = [range(start, min(stop, skip.start)), range(max(start, skip.stop), stop)]
+    return [part for part in parts if part]
