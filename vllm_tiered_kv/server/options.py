@@ -152,7 +152,14 @@ class ServerOptions:
         "of the memory.",
         low=0,
     )
-    workers: int = _option(16, "int", "Threads that copy, check and read blocks.", low=1, high=1024)
+    workers: int = _option(
+        16,
+        "int",
+        "Threads that check, read and look up blocks; those that were received are copied by "
+        "others.",
+        low=1,
+        high=1024,
+    )
     # libzmq gives a connection to the thread with the fewest sockets, those it listens on included.
     # With four threads and two addresses two of a client's four connections would share one.
     io_threads: int = _option(
