@@ -187,7 +187,7 @@ def test_keys_are_those_of_the_reference_in_a_namespace_of_their_own() -> None:
     root = root_digest(keys.namespace, (96, 2))
     assert keys.of((), TOKENS) == extend_chain(root, TOKENS, 2)[0]
     assert keys.of(TOKENS[:4], np.array(TOKENS[4:])) == keys.of((), TOKENS)
-    engine = Fingerprint("a name", "", "", "", "", "", (2,), ((),)).namespace()
+    engine = Fingerprint("a name", "", "", "", "", "", "", (2,), ((),)).namespace()
     assert keys.namespace != engine
     others = [TokenKeys("a name", 48, 2), TokenKeys("a name", 96, 1), TokenKeys("A name", 96, 2)]
     for other in others:

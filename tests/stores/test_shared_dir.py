@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.stores.contract import assert_holds, assert_lacks, chain_keys, content, item, store_key
 from tests.stores.shared_dir_cases import as_ordinary_user, file_of, litter, opened
 from vllm_tiered_kv.core.store import PutResult, StoreKey
-from vllm_tiered_kv.errors import ConfigError
+from vllm_tiered_kv.errors import ConfigError, NotDeletedError
 from vllm_tiered_kv.stores.shared_dir.events import Event
 from vllm_tiered_kv.stores.shared_dir.format import (
     HEADER_BYTES,
@@ -388,7 +388,8 @@ def test_who_may_only_read_gets_hits_and_failed_puts(anyones_folder: Path) -> No
                 PutResult.PRESENT,
                 PutResult.FAILED,
             ]
-            assert store.delete([key]) == 0
+            with pytest.raises(NotDeletedError):
+                store.delete([key])
             assert_holds(store, key, SIZE)
             counts = store.counts.snapshot()
             assert counts[Event.WRITE_ERROR] == counts[Event.REMOVE_ERROR] == 1

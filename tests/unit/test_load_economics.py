@@ -39,7 +39,7 @@ def taught(rates: dict[Tier, float], **settings) -> LoadEconomics:
 
 def test_the_cpu_tier_is_loaded_and_a_slow_rest_is_computed() -> None:
     known = taught({Tier.CPU: 50e9, Tier.SSD: 1.6e9})
-    known._probing[Tier.REMOTE].since = 0
+    known._rehearsals.pace.since = 0
     chosen = known.choose(0, 0, 10241, [span(Tier.CPU, 5120), span(Tier.SSD, 5120)])
     assert chosen.tokens == 5120
     assert chosen.held == 10240
@@ -333,32 +333,97 @@ def test_a_rehearsal_that_is_never_heard_of_is_forgotten() -> None:
     assert first.rehearsed
     known.settle("r0", 0.0, first)
     assert not known.choose(1.0, 0, 10241, spans).rehearsed
-    assert known.choose(100.0, 0, 10241, spans).rehearsed
     second = known.choose(100.0, 0, 10241, spans)
+    assert second.rehearsed
     known.settle("r1", 100.0, second)
-    known.rehearsed("r0", 101.0, 1e8, 1.0)  # too late: its name is not known any more
-    assert not known.speeds[Tier.MEMORY].count
     known.rehearsed("r1", 101.0, 0, 0.0)  # one that was disturbed teaches nothing
+    known.rehearsed("unheard of", 101.0, 1e8, 1.0)
     assert not known.speeds[Tier.MEMORY].count
     assert known.choose(102.0, 0, 10241, spans).rehearsed
+
+
+def test_what_is_heard_of_late_counts_all_the_same() -> None:
+    """An engine that is idle for minutes hears of it with the next request, which has begun one."""
+    known = taught({})
+    loads = 0
+    for n in range(8):
+        chosen = known.choose(100.0 * n, 0, 10241, [span(Tier.MEMORY, 10240)])
+        known.settle(str(n), 100.0 * n, chosen)
+        loads += chosen.tokens == 10240
+        known.ended(str(n), 100.0 * n, chosen, {Tier.REMOTE: 0.06})
+        if n:
+            nbytes = 1e7 * n
+            known.rehearsed(str(n - 1), 100.0 * n, nbytes, 0.001 + nbytes / 10e9)
+    assert loads >= 3
 
 
 def test_a_rehearsal_follows_what_is_loaded_and_says_nothing_about_mapped_memory() -> None:
     known = taught({Tier.CPU: 50e9}, trusted=(Tier.CPU, Tier.MEMORY))
     behind = Span(Tier.REMOTE, 5120, {Tier.MEMORY: 0.5, Tier.SSD: 0.5})
-    chosen = known.choose(0.0, 0, 10241, [span(Tier.CPU, 5120), behind])
-    assert chosen.tokens == 5120
-    assert chosen.rehearsed.start == 5120
-    known.settle("r", 0.0, chosen)
-    known.rehearsed("r", 0.1, len(chosen.rehearsed) * BYTES_PER_TOKEN, 0.1)
-    assert known.speeds[Tier.SSD].count == 1
-    for nbytes in (1e7, 1e8):
-        known.speeds[Tier.SSD].observe(nbytes, nbytes / 1e9)
-    chosen = known.choose(1000.0, 0, 10241, [behind])
-    known.settle("s", 1000.0, chosen)
-    known.rehearsed("s", 1000.1, len(chosen.rehearsed) * BYTES_PER_TOKEN, 0.1)
-    assert known.speeds[Tier.SSD].count == 4
+    for n in range(6):
+        chosen = known.choose(float(n), 0, 10241, [span(Tier.CPU, 5120), behind])
+        assert not chosen.rehearsed or chosen.rehearsed.stop == 10240, "tails lie on the disk"
+        known.settle(str(n), n, chosen)
+        taken = len(chosen.rehearsed) * BYTES_PER_TOKEN / 1e9 + 0.001
+        rehearse(known, n, chosen, taken)
+    assert known.speeds[Tier.SSD].count == 3
     assert not known.speeds[Tier.MEMORY].count
+    assert known.speeds[Tier.SSD].bytes_per_s == pytest.approx(1e9, rel=0.2)
+
+
+def test_what_lies_behind_a_part_that_is_loaded_is_learnt_too() -> None:
+    """As daemons on the same host answer: lent memory, and a rest."""
+    known = taught({}, trusted=(Tier.CPU, Tier.MEMORY))
+    spans = [span(Tier.MEMORY, 5120), span(Tier.SSD, 5120)]
+    tokens = []
+    for n in range(8):
+        chosen = known.choose(float(n), 0, 10241, spans)
+        known.settle(str(n), n, chosen)
+        known.ended(str(n), n, chosen, {Tier.REMOTE: 0.05})
+        rehearse(known, n, chosen, len(chosen.rehearsed) * BYTES_PER_TOKEN / 6e9 + 0.001)
+        tokens.append(chosen.tokens)
+    assert tokens[0] == 5120
+    assert tokens[-1] == 10240
+
+
+@pytest.mark.parametrize("memory", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize("fetched", [1.0, 0.5, 0.25])
+def test_what_lies_in_several_places_is_not_rehearsed_with_every_request(
+    memory: float, fetched: float
+) -> None:
+    """Not even where less comes than was asked for."""
+    engine = Engine(lambda n: 0)
+    mixed = Span(Tier.REMOTE, 10240, {Tier.MEMORY: memory, Tier.SSD: 1 - memory})
+    head = int(10240 * memory)
+    rehearsals = loads = 0
+    for n in range(200):
+        chosen = engine.economics.choose(n, 0, 10241, [mixed])
+        engine.economics.settle(str(n), n, chosen)
+        engine._compute(chosen.tokens, 10241, observe=True)
+        piece = chosen.rehearsed
+        rehearsals += bool(piece)
+        in_memory = max(0, min(piece.stop, head) - piece.start)
+        taken = 0.001 + BYTES_PER_TOKEN * (in_memory / 4e9 + (len(piece) - in_memory) / 0.2e9)
+        nbytes = fetched * len(piece) * BYTES_PER_TOKEN
+        engine.economics.rehearsed(str(n), n, nbytes, fetched * taken)
+        if chosen.tokens:
+            loads += 1
+            taken = BYTES_PER_TOKEN * (head / 4e9 + (10240 - head) / 0.2e9)
+            engine.economics.ended(str(n), n, chosen, {Tier.REMOTE: taken})
+    assert rehearsals <= 40
+    assert loads <= 3
+
+
+def test_a_trusted_tier_that_becomes_slow_costs_two_loads() -> None:
+    known = taught({Tier.CPU: 50e9})
+    loads = 0
+    for n in range(20):
+        chosen = known.choose(float(n), 0, 10241, [span(Tier.CPU, 10240)])
+        known.settle(str(n), n, chosen)
+        if chosen.decisions[Tier.CPU] is Decision.LOAD:
+            loads += 1
+            known.ended(str(n), n, chosen, {Tier.CPU: 3.0})
+    assert loads <= 3
 
 
 def test_a_tier_that_is_used_is_not_rehearsed() -> None:

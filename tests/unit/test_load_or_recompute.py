@@ -168,7 +168,14 @@ def test_a_load_that_was_given_up_tells_that_the_tier_is_slow(elapsed: float, le
 def test_what_all_ranks_fetched_for_nobody_is_learnt_from_the_slowest() -> None:
     judge = Judge(num_ranks=2)
     spans = (Span(Tier.REMOTE, 400, {Tier.SSD: 1.0}),)
-    choice = Choice(0, 400, {Tier.REMOTE: Decision.PROBE}, spans, rehearsed=range(40))
+    choice = Choice(
+        0,
+        400,
+        {Tier.REMOTE: Decision.PROBE},
+        spans,
+        rehearsed=range(40),
+        rehearsed_place=Tier.SSD,
+    )
     assert judge.admitted("r", choice, 0, True) == range(40)
     speed = judge.economics.speeds[Tier.SSD]
     judge.rehearsed({"r": [Fetched(640, 0.1)]})
@@ -178,6 +185,10 @@ def test_what_all_ranks_fetched_for_nobody_is_learnt_from_the_slowest() -> None:
     judge.admitted("s", choice, 0, True)
     judge.rehearsed({"s": [Fetched(640, 0.1), Fetched()]})
     assert speed.count == 1, "of one rank it came to nothing"
+    for _ in range(2):  # a request that starts over
+        judge.admitted("t", choice, 0, True)
+        judge.rehearsed({"t": [Fetched(640, 0.1), Fetched(640, 0.1)]})
+    assert speed.count == 3
 
 
 def test_a_load_whose_end_is_not_told_is_not_waited_for() -> None:

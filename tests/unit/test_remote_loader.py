@@ -198,11 +198,14 @@ def test_a_rehearsal_of_what_is_gone_tells_nothing(loads: Loads) -> None:
     assert rehearsed(loads) == Fetched()
 
 
-def test_a_load_comes_first_and_a_rehearsal_behind_it_tells_nothing(loads: Loads) -> None:
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_a_rehearsal_beside_a_load_tells_nothing(loads: Loads, comes_first: bool) -> None:
     loads.channel.go_on.clear()
-    loads.start(KEYS[:4])  # one thread is free, as the first piece does not wait
+    if comes_first:
+        loads.start(KEYS)
     loads.loader.rehearse(Rehearsal("rehearsal", 0, loads.address, tuple(KEYS)))
-    loads.start(KEYS)
+    if not comes_first:
+        loads.start(KEYS)
     loads.channel.go_on.set()
     assert rehearsed(loads) == Fetched()
 

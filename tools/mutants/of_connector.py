@@ -400,8 +400,8 @@ CONNECTOR = (
     Mutation(
         "remote-miss-taken-for-loaded",
         "connector/remote_loader.py",
-        "        if not all(found):\n",
-        "        if not found:\n",
+        "        if not all(found):\n            return f",
+        "        if not found:\n            return f",
         "a request goes on with blocks that a daemon no longer had",
         ("tests/unit/test_remote_loader.py",),
     ),

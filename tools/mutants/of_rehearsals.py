@@ -14,7 +14,7 @@ REHEARSALS = (
     Mutation(
         "rehearsal-behind-a-load-counts",
         "connector/remote_loader.py",
-        "            self._rehearsing.is_disturbed = True  # its time would not be its own\n",
+        "            self._rehearsing.disturb()\n",
         "            pass\n",
         "a tier looks slow because it was busy",
         _LOADER,
@@ -22,7 +22,7 @@ REHEARSALS = (
     Mutation(
         "rehearsal-of-nothing-counts",
         "connector/remote_loader.py",
-        "                run.is_disturbed |= not all(found)\n",
+        "                if not all(found):\n                    run.disturb()\n",
         "",
         "a daemon that has forgotten everything looks fast",
         _LOADER,
@@ -30,7 +30,7 @@ REHEARSALS = (
     Mutation(
         "rehearsal-without-an-end",
         "connector/remote_loader.py",
-        " and now < self.begun_at + _REHEARSED_S",
+        " and now < self._begun_at + _REHEARSED_S",
         "",
         "a slow daemon is kept busy for nobody",
         _LOADER,
@@ -56,9 +56,34 @@ REHEARSALS = (
     Mutation(
         "mapped-memory-learnt-from-a-socket",
         "cache/load_economics.py",
-        "for s, amount in amounts.items() if s not in self._trusted}",
-        "for s, amount in amounts.items()}",
+        "            places = major_sources([part]) - self._trusted\n",
+        "            places = major_sources([part])\n",
         "memory that is mapped looks as slow as a socket",
+        _ECONOMICS,
+    ),
+    Mutation(
+        "rehearsals-without-end",
+        "cache/rehearsals.py",
+        " and self._hurried[place] < _MOST_HURRIED",
+        "",
+        "a daemon is kept busy for nobody with every request",
+        _ECONOMICS,
+    ),
+    Mutation(
+        "rehearsal-ended-by-a-load",
+        "cache/load_economics.py",
+        "            if probing.name == name:\n                probing.end(taken)\n",
+        "            if self._rehearsals.pace.name == name:\n"
+        "                self._rehearsals.end(name, now, 0, 0)\n",
+        "what lies on a daemon's disk behind its memory is never used",
+        _ECONOMICS,
+    ),
+    Mutation(
+        "trusted-tier-forgotten-when-it-changes",
+        "cache/load_economics.py",
+        "return self.speeds[source].seen >= _SURE",
+        "return self.speeds[source].count >= _SURE",
+        "a tier that became slow is loaded from several times more",
         _ECONOMICS,
     ),
     Mutation(

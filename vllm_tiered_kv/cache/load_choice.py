@@ -48,6 +48,8 @@ class Choice:
     """Computing was chosen only because nobody knows how long it takes."""
     rehearsed: range = range(0)
     """Tokens that tiers hold and that are fetched for nobody, while the request computes them."""
+    rehearsed_place: Tier | None = None
+    """What they tell about."""
 
 
 def between(start: int, stop: int, spans: Sequence[Span]) -> list[Span]:

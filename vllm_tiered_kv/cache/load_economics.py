@@ -24,7 +24,6 @@ nothing, since vLLM may ask many times before it admits a request; `settle` is c
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Collection, Mapping, Sequence
 
 from vllm_tiered_kv.cache.load_choice import (
@@ -38,6 +37,7 @@ from vllm_tiered_kv.cache.load_choice import (
     tokens_of,
 )
 from vllm_tiered_kv.cache.probing import Probing
+from vllm_tiered_kv.cache.rehearsals import LEARNT, REACH, Rehearsals
 from vllm_tiered_kv.cache.speed_estimates import Backlog, LoadSpeed, PrefillSpeed, Typical
 from vllm_tiered_kv.config import LoadPolicy
 from vllm_tiered_kv.core.tiers import Tier
@@ -47,12 +47,6 @@ _RETURN = 0.8  # a tier that was left is used again from here on
 _PROBE_LOSS = 0.03  # what a probe may add to a prefill
 _PROBE_TIME = 0.1  # what a probe may take altogether: its speed may not be what it was
 _FORGET_S = 60.0  # where any probe seems too dear, what the smallest may cost doubles in this time
-_REHEARSED_FIRST = 2 << 20  # bytes, of a tier that was never met
-_REHEARSED_SHARE = 0.25  # of what a tier holds; a load that large is no guess
-_REHEARSED_S = 0.1  # what a rehearsal should take at most: a daemon has others to serve
-_REACH = 8  # a load that is larger than this many times any seen before is guessed
-_LARGER = 1.5  # by how much a further rehearsal has to be larger to tell more
-_LEARNT = 3  # samples before an unknown tier is judged
 _SURE = 8  # samples before a trusted tier is distrusted
 _BLIND_LIMIT = 4  # prefills that should have taught us something and did not
 
@@ -94,6 +88,7 @@ class LoadEconomics:
         }
         self._backlogs = {Tier.CPU: Backlog(), Tier.REMOTE: Backlog()}
         self._probing = {tier: Probing() for tier in self._backlogs}
+        self._rehearsals = Rehearsals(self.speeds, bytes_per_token)
         self._left: set[tuple[Tier, int]] = set()  # tiers found too slow, by length of the prompt
         self._blind = 0
 
@@ -119,11 +114,16 @@ class LoadEconomics:
         is_blind = loaded < held and not knows
         probe = self._probe(now, computed, prompt, loaded, spans)
         choice = self._choice(loaded + probe, spans, loaded if probe else None)
-        rehearsed = range(0) if probe else self._rehearsed(now, loaded, spans)
-        if rehearsed and choice.decisions[Tier.REMOTE] is Decision.RECOMPUTE:
-            decisions = {**choice.decisions, Tier.REMOTE: Decision.PROBE}
-            choice = dataclasses.replace(choice, decisions=decisions)
-        return dataclasses.replace(choice, is_blind=is_blind, rehearsed=rehearsed)
+        choice = dataclasses.replace(choice, is_blind=is_blind)
+        piece = self._rehearsed(now, loaded, spans)
+        if piece is None:
+            return choice
+        decisions = choice.decisions
+        if decisions[Tier.REMOTE] is Decision.RECOMPUTE:
+            decisions = {**decisions, Tier.REMOTE: Decision.PROBE}
+        return dataclasses.replace(
+            choice, decisions=decisions, rehearsed=piece[0], rehearsed_place=piece[1]
+        )
 
     @property
     def loads_blindly(self) -> bool:
@@ -170,11 +170,10 @@ class LoadEconomics:
             amounts = self._amounts(choice.tokens, choice.spans).get(tier, {})
             if decision is Decision.PROBE and amounts:  # vLLM may have taken less, or nothing
                 probing.begin(name, now, self._service_s(amounts))
-        if choice.rehearsed:
-            (part,) = between(choice.rehearsed.start, choice.rehearsed.stop, choice.spans)
-            probing = self._probing[part.tier]
-            probing.sources = part.sources()
-            probing.begin(name, now, self._service_s(self._of(part, part.tokens)))
+        if choice.decisions.get(Tier.REMOTE, Decision.LOAD) is not Decision.LOAD:
+            self._rehearsals.pace.since += 1
+        if choice.rehearsed_place is not None:
+            self._rehearsals.begin(name, now, len(choice.rehearsed), choice.rehearsed_place)
 
     def ended(
         self, name: str, now: float, choice: Choice, seconds: Mapping[Tier, float] | None
@@ -186,27 +185,16 @@ class LoadEconomics:
             taken = (seconds or {}).get(tier)
             probing = self._probing[tier]
             probing.heard_at = now
+            if tier is Tier.REMOTE:
+                self._rehearsals.pace.heard_at = now
             if probing.name == name:
                 probing.end(taken)
             if taken is not None:
                 self._learn(amounts, taken)
 
     def rehearsed(self, name: str, now: float, nbytes: float, seconds: float) -> None:
-        """What was to be fetched for nobody has come: so many bytes, none if that teaches nothing.
-        They may be fewer than was asked for."""
-        probing = self._probing[Tier.REMOTE]
-        if probing.name != name:
-            return
-        is_told = nbytes > 0 and seconds > 0
-        probing.heard_at = now
-        amounts = {source: share * nbytes for source, share in probing.sources.items()}
-        # Of fewer bytes less was to be expected.
-        probing.expected_s = min(probing.expected_s, self._service_s(amounts))
-        probing.end(seconds if is_told else None)
-        # Over a socket, which says nothing about memory that is mapped.
-        unknown = {s: amount for s, amount in amounts.items() if s not in self._trusted}
-        if is_told and unknown:
-            self._learn(unknown, seconds)
+        """What was to be fetched for nobody has come, as at `Rehearsals.end`."""
+        self._rehearsals.end(name, now, nbytes, seconds)
 
     def _learn(self, amounts: Mapping[Tier, float], taken: float) -> None:
         """A load from several places of a daemon teaches about one of them: one that is not known
@@ -214,7 +202,7 @@ class LoadEconomics:
 
         def weight(source: Tier) -> tuple[bool, float]:
             is_major = amounts[source] >= MINOR * sum(amounts.values())
-            is_wanted = is_major and self.speeds[source].count < _LEARNT
+            is_wanted = is_major and self.speeds[source].count < LEARNT
             return is_wanted, self.speeds[source].seconds(amounts[source])
 
         taught = max(amounts, key=weight)
@@ -222,7 +210,7 @@ class LoadEconomics:
         others = sum(
             # What is only assumed of a place must not make another look fast.
             self.speeds[source].seconds(nbytes)
-            if self.speeds[source].count >= _LEARNT
+            if self.speeds[source].count >= LEARNT
             else taken * nbytes / total
             for source, nbytes in amounts.items()
             if source is not taught
@@ -261,7 +249,7 @@ class LoadEconomics:
         margin = _RETURN if was_left else _GO_ON
         saved_s = self.prefill.seconds(computed + loaded, end - loaded)
         if any(
-            self.speeds[source].largest * _REACH < nbytes
+            self.speeds[source].largest * REACH < nbytes
             and self.speeds[source].cautious_seconds(nbytes) > saved_s
             for amounts in self._amounts(end, spans).values()
             for source, nbytes in amounts.items()
@@ -299,36 +287,21 @@ class LoadEconomics:
             tokens = smaller
         return 0
 
-    def _rehearsed(self, now: float, loaded: int, spans: Sequence[Span]) -> range:
-        """Tokens beyond `loaded` to fetch for nobody; mostly none."""
-        start, part = loaded, None
+    def _rehearsed(
+        self, now: float, loaded: int, spans: Sequence[Span]
+    ) -> tuple[range, Tier] | None:
+        """Tokens beyond `loaded` to fetch for nobody, and what they tell about; mostly none."""
+        start = loaded
         for part in between(loaded, sum(span.tokens for span in spans), spans):
-            sources = major_sources([part]) - self._trusted
-            if sources:
-                break
+            places = major_sources([part]) - self._trusted
+            if places:
+                piece = self._rehearsals.piece(now, part, places)
+                if piece is None or len(self._backlogs[part.tier]):
+                    return None  # loads come first
+                tokens, place = piece
+                return range(start + tokens.start, start + tokens.stop), place
             start += part.tokens
-        else:
-            return range(0)
-        probing = self._probing[part.tier]
-        if probing.is_under_way(now) or len(self._backlogs[part.tier]):
-            return range(0)  # its time would not be its own
-        least = min(part.tokens, math.ceil(_REHEARSED_FIRST / self._bytes_per_token))
-        tokens = least
-        if all(self.speeds[source].count for source in sources):
-            tokens = max(least, int(part.tokens * _REHEARSED_SHARE))
-            while tokens > least and self._service_s(self._of(part, tokens)) > _REHEARSED_S:
-                tokens = max(least, tokens * 3 // 4)
-        largest = min(self.speeds[source].largest for source in sources)
-        is_guess = largest * _REACH < sum(self._of(part, part.tokens).values())
-        tells_more = sum(self._of(part, tokens).values()) >= _LARGER * largest
-        is_learnt = all(self._is_learnt(source) for source in sources)
-        if is_learnt and not (is_guess and tells_more) and not probing.is_due(now):
-            return range(0)
-        return range(start, start + tokens)
-
-    def _of(self, part: Span, tokens: int) -> Mapping[Tier, float]:
-        """Bytes of the first tokens of a span, by where they lie."""
-        return self._amounts(tokens, [part])[part.tier]
+        return None
 
     def _choice(
         self, tokens: int, spans: Sequence[Span], before_probe: int | None = None
@@ -364,7 +337,7 @@ class LoadEconomics:
         return sum(self.speeds[source].seconds(nbytes) for source, nbytes in amounts.items())
 
     def _is_learnt(self, source: Tier) -> bool:
-        return self.speeds[source].count >= _LEARNT or source in self._trusted
+        return self.speeds[source].count >= LEARNT or source in self._trusted
 
     def _is_sure(self, source: Tier) -> bool:
-        return self.speeds[source].count >= _SURE
+        return self.speeds[source].seen >= _SURE

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
-from vllm_tiered_kv.core.tiers import Tier
+from dataclasses import dataclass
 
 _EVERY = 16  # requests between two probes, doubled whenever nothing has changed
 _EVERY_MOST = 128
@@ -23,7 +20,6 @@ class Probing:
     name: str | None = None  # the probe under way
     begun_at: float = 0.0
     expected_s: float = 0.0
-    sources: Mapping[Tier, float] = field(default_factory=dict)  # of what is rehearsed
 
     def is_under_way(self, now: float) -> bool:
         return self.name is not None and now - self.begun_at < _LOST_S
@@ -37,9 +33,11 @@ class Probing:
     def begin(self, name: str, now: float, expected_s: float) -> None:
         self.name, self.begun_at, self.expected_s, self.since = name, now, expected_s, 0
 
-    def end(self, taken: float | None) -> None:
+    def end(self, taken: float | None) -> bool:
+        """Whether that is news."""
         self.name = None
         is_news = taken is not None and taken < self.expected_s / 2
         # Surprisingly fast: the next request may find out whether that is so.
         self.since = _EVERY_MOST if is_news else self.since
         self.every = _EVERY if is_news else min(2 * self.every, _EVERY_MOST)
+        return is_news

@@ -80,9 +80,10 @@ class LoadOrRecompute:
         self._clock = clock
         self._timeout_s = config.remote_load_timeout
         self._is_mapped = all(address.startswith("ipc://") for address in config.remote)
+        self._bytes_per_token = _bytes_per_token(groups)
         self.economics = LoadEconomics(
             config.load_policy,
-            _bytes_per_token(groups),
+            self._bytes_per_token,
             math.lcm(*(group.block_size for group in groups)),
             step_tokens,
             config.remote_load_timeout,
@@ -164,6 +165,10 @@ class LoadOrRecompute:
             self.economics.ended(request_id, now, choice, {})
         return choice.rehearsed
 
+    def bytes_of(self, tokens: range) -> int:
+        """What so many tokens of a request are, without windows."""
+        return round(len(tokens) * self._bytes_per_token)
+
     def rehearsed(self, ended: Mapping[str, Sequence[Fetched]]) -> None:
         """What ranks fetched for nobody has come; the slowest counts, and so does a failure."""
         for name, reports in ended.items():
@@ -171,7 +176,8 @@ class LoadOrRecompute:
                 self._rehearsed = name, []
             of_ranks = self._rehearsed[1]
             of_ranks += reports
-            if len(of_ranks) == self._num_ranks:
+            if len(of_ranks) >= self._num_ranks:
+                self._rehearsed = "", []  # a request that starts over may have another one
                 slowest = min(of_ranks, key=lambda fetched: fetched.bytes_per_s)
                 now = self._clock()
                 self.economics.rehearsed(name, now, slowest.nbytes, slowest.seconds)

@@ -138,7 +138,10 @@ class LoadPlanner:
             name = request.request_id
             rehearsed = self.judge.admitted(name, match.choice, tokens, is_timed)
             if rehearsed and self.remote is not None:
-                self.remote.rehearse(state, telling_group(self._groups), match.computed, rehearsed)
+                first, stop = match.computed + rehearsed.start, match.computed + rehearsed.stop
+                nbytes = self.judge.bytes_of(rehearsed)
+                group = telling_group(self._groups)
+                self.remote.rehearse(state, group, range(first, stop), nbytes)
         lookup, state.remote = state.remote, None  # used up; who starts over asks anew
         if lookup is not None and not any(load.remote for load in loads):
             lookup.drop()

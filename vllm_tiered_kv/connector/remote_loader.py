@@ -18,7 +18,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_tiered_kv.connector.shard import Shard
@@ -36,9 +37,10 @@ logger = logging.getLogger(__name__)
 _LEAST_PIECE_BYTES = 1 << 20
 _LOAD, _REHEARSAL, _END = range(3)  # which pieces come first
 _REHEARSED_S = 0.5  # no further piece of a rehearsal is begun after that
+_REHEARSED_PIECE_S = 2.0  # a daemon that takes longer for a piece hangs
 
 
-@dataclass
+@dataclass(eq=False)
 class _Load:
     request_id: str
     deadline: float
@@ -47,43 +49,48 @@ class _Load:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-@dataclass
 class _Rehearsed:
-    """A rehearsal under way."""
+    """A rehearsal under way. Threads take its pieces one after the other, and look for loads in
+    between."""
 
-    what: Rehearsal
-    pieces_left: int
-    begun_at: float | None = None
-    nbytes: int = 0
-    is_disturbed: bool = False
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self, what: Rehearsal, pieces: Iterable[tuple[BlockKey, ...]]) -> None:
+        self.what = what
+        self._waiting = deque(pieces)
+        self._left = len(self._waiting)
+        self._begun_at: float | None = None
+        self._nbytes = 0
+        self._is_disturbed = False
+        self._lock = threading.Lock()
 
-    def begin_piece(self) -> bool:
-        """Whether to fetch one more."""
-        with self.lock:
-            now = time.monotonic()
-            self.begun_at = self.begun_at or now
-            return not self.is_disturbed and now < self.begun_at + _REHEARSED_S
+    def disturb(self) -> None:
+        """Its time is not its own, or tells nothing."""
+        with self._lock:
+            self._is_disturbed = True
 
-    def end_piece(self, nbytes: int) -> Fetched | None:
-        """What came of it all, with the last piece."""
-        with self.lock:
-            self.nbytes += nbytes
-            self.pieces_left -= 1
-            if self.pieces_left:
+    def take(self) -> tuple[BlockKey, ...] | None:
+        """The keys of a piece to fetch; none of them if it is to be left out; None: no more."""
+        with self._lock:
+            if not self._waiting:
                 return None
-            if self.is_disturbed or self.begun_at is None:
+            keys = self._waiting.popleft()
+            now = time.monotonic()
+            self._begun_at = self._begun_at or now
+            is_wanted = not self._is_disturbed and now < self._begun_at + _REHEARSED_S
+            return keys if is_wanted else ()
+
+    def end(self, nbytes: int) -> Fetched | None:
+        """Of a piece that was taken. What came of it all, with the last one."""
+        with self._lock:
+            self._nbytes += nbytes
+            self._left -= 1
+            if self._left:
+                return None
+            if self._is_disturbed or self._begun_at is None:
                 return Fetched()
-            return Fetched(self.nbytes, time.monotonic() - self.begun_at)
+            return Fetched(self._nbytes, time.monotonic() - self._begun_at)
 
 
-@dataclass(frozen=True)
-class _RehearsedPiece:
-    of: _Rehearsed
-    keys: tuple[BlockKey, ...]
-
-
-_Piece = tuple[_Load, RemoteTransfer] | _RehearsedPiece
+_Piece = tuple[_Load, RemoteTransfer] | _Rehearsed
 
 
 class RemoteLoader:
@@ -110,6 +117,7 @@ class RemoteLoader:
         self._pieces: queue.PriorityQueue[tuple[int, int, _Piece | None]] = queue.PriorityQueue()
         self._numbers = itertools.count()  # pieces of a kind in their order
         self._rehearsing: _Rehearsed | None = None
+        self._open_loads: set[_Load] = set()
         self._rehearsed: queue.SimpleQueue[tuple[str, Fetched]] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[LoadDone] = queue.SimpleQueue()
         # Made here, on the thread of the model: a device is current there.
@@ -125,9 +133,10 @@ class RemoteLoader:
     def load(self, request_id: str, transfers: Sequence[RemoteTransfer]) -> None:
         """Starts to load. Everything the blocks must wait for has been fenced before."""
         if self._rehearsing is not None:
-            self._rehearsing.is_disturbed = True  # its time would not be its own
+            self._rehearsing.disturb()
         pieces = [piece for transfer in transfers for piece in self._cut(transfer)]
         load = _Load(request_id, time.monotonic() + self._timeout_s, len(pieces))
+        self._open_loads.add(load)
         for piece in pieces:
             self._put(_LOAD, (load, piece))
 
@@ -135,10 +144,13 @@ class RemoteLoader:
         """Starts to fetch blocks for nobody."""
         count = self._blocks_in_piece(rehearsal.group_id, len(rehearsal.keys))
         starts = range(0, len(rehearsal.keys), count)
-        self._rehearsing = _Rehearsed(rehearsal, len(starts))
-        for start in starts:
-            keys = rehearsal.keys[start : start + count]
-            self._put(_REHEARSAL, _RehearsedPiece(self._rehearsing, keys))
+        run = _Rehearsed(rehearsal, (rehearsal.keys[n : n + count] for n in starts))
+        if self._open_loads:
+            run.disturb()
+        self._rehearsing = run
+        # One thread stays free for loads: a daemon that hangs just now may be another's.
+        for _ in range(max(1, min(len(starts), len(self._threads) - 1))):
+            self._put(_REHEARSAL, run)
 
     def take_rehearsed(self) -> dict[str, Fetched]:
         """Rehearsals that ended since the last call."""
@@ -188,7 +200,7 @@ class RemoteLoader:
     def _work(self, number: int, channel: Channel) -> None:
         landing = self._prepare(number)
         while (item := self._pieces.get()[2]) is not None:
-            if isinstance(item, _RehearsedPiece):
+            if isinstance(item, _Rehearsed):
                 landing = self._rehearse_piece(item, landing)
                 continue
             load, piece = item
@@ -273,23 +285,27 @@ class RemoteLoader:
         buffers = [memoryview(landing.bytes_at(offset, nbytes).data) for offset in offsets]
         return offsets, self._stores[address].get(self._shard.keys(keys), buffers, deadline)
 
-    def _rehearse_piece(self, piece: _RehearsedPiece, landing: Arena | None) -> Arena | None:
+    def _rehearse_piece(self, run: _Rehearsed, landing: Arena | None) -> Arena | None:
         """Fetches a piece into the memory to land in, which is returned."""
-        run, what = piece.of, piece.of.what
-        nbytes = 0
+        keys = run.take()
+        if keys is None:
+            return landing
+        what, nbytes = run.what, 0
         try:
-            if not self._closing and run.begin_piece():
+            if keys and not self._closing:
                 landing = landing or self._open_landing(self._piece_bytes)
-                deadline = time.monotonic() + self._timeout_s
-                _, found = self._bring(landing, what.group_id, what.address, piece.keys, deadline)
-                run.is_disturbed |= not all(found)
-                nbytes = len(piece.keys) * self._shard.block_bytes[what.group_id]
+                deadline = time.monotonic() + min(self._timeout_s, _REHEARSED_PIECE_S)
+                _, found = self._bring(landing, what.group_id, what.address, keys, deadline)
+                nbytes = len(keys) * self._shard.block_bytes[what.group_id]
+                if not all(found):
+                    run.disturb()
         except Exception:  # nobody waits for it
-            run.is_disturbed = True
+            run.disturb()
             logger.debug("a rehearsal with %s failed", what.address, exc_info=True)
-        ended = run.end_piece(nbytes)
+        ended = run.end(nbytes)
         if ended is not None:
             self._rehearsed.put((what.name, ended))
+        self._put(_REHEARSAL, run)  # behind loads that have come meanwhile
         return landing
 
     def _end_piece(self, load: _Load, error: str | None) -> None:
@@ -304,4 +320,5 @@ class RemoteLoader:
                 load.request_id,
                 load.error,
             )
+        self._open_loads.discard(load)
         self._done.put(LoadDone(load.request_id, load.error, time.monotonic()))

@@ -154,19 +154,22 @@ class RemoteTier:
             ],
         )
 
-    def rehearse(self, state: RequestState, group: Group, computed: int, tokens: range) -> None:
-        """Lets workers fetch, for nobody, what a daemon holds of these tokens after `computed`."""
+    def rehearse(self, state: RequestState, group: Group, tokens: range, nbytes: int) -> None:
+        """Lets workers fetch so many bytes for nobody, of what a daemon holds of these tokens. They
+        all come from one group, whatever others there are: those up to the end of the tokens."""
         answer = state.remote.answer if state.remote is not None else None
         if answer is None:
             return
-        position = (computed + tokens.start) // group.block_size
+        position, end = tokens.start // group.block_size, -(-tokens.stop // group.block_size)
+        count = max(1, -(-nbytes // group.block_bytes))
         for part in answer.spans[group.group_id]:
-            first = max(part.start, position)
-            if first < part.stop:
-                count = max(1, len(tokens) // group.block_size)
+            if max(part.start, position) < part.stop:
+                # A window's blocks stand for tokens before them.
+                stop = min(part.stop, max(end, part.start + 1))
+                first = max(part.start, stop - count)
                 keys = state.keys.of_group[group.group_id][first : min(part.stop, first + count)]
-                name = state.request.request_id
                 # One at a time: one that still waits would be behind it for nothing.
+                name = state.request.request_id
                 self._rehearsals = [Rehearsal(name, group.group_id, part.address, tuple(keys))]
                 self._rehearse_until = time.monotonic() + _PATIENCE_S
                 return
