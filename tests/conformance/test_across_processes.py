@@ -27,7 +27,15 @@ from vllm_tiered_kv.connector.metadata import (
     TieredKVWorkerMetadata,
 )
 from vllm_tiered_kv.core.key import BlockKey
-from vllm_tiered_kv.core.transfer import GroupTransfer, LoadJob, PutJob, StoreJob, int64_array
+from vllm_tiered_kv.core.transfer import (
+    Fetched,
+    GroupTransfer,
+    LoadJob,
+    PutJob,
+    Rehearsal,
+    StoreJob,
+    int64_array,
+)
 from vllm_tiered_kv.core.verdict import BlockVerdict, Verdict, VerifyJob
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.names import DropReason
@@ -40,6 +48,7 @@ METADATA = TieredKVMetadata(
     stores_before=[StoreJob(1, TRANSFER)],
     stores_after=[StoreJob(2, TRANSFER)],
     puts=[PutJob(3, "tcp://a:1", 0, int64_array([5, 6]), KEYS, (None, KEYS[0]))],
+    rehearsals=[Rehearsal("r2", 0, "tcp://a:1", KEYS)],
     verifications=[VerifyJob(6, TRANSFER, KEYS, 64, int64_array([2, 4]), None)],
     measured_step=4,
     identity=EngineIdentity(bytes(32), (64, 128), "LBHNC", "vLLM"),
@@ -55,6 +64,7 @@ WORKER_METADATA = TieredKVWorkerMetadata(
     ready_arenas={0: frozenset({b"arena"})},
     verdicts={6: [[BlockVerdict(Verdict.CLOSE, 0.1, 0.01, "layer")]]},
     staging_blocks={0: 219},
+    rehearsed={"r2": [Fetched(128, 0.5)]},
 )
 
 
