@@ -113,6 +113,13 @@ class TieredKVConfig:
         "bool",
         "Store blocks filled by generated tokens too (multi-turn chat), not only prompt blocks.",
     )
+    reuse_partial_tail: bool = _option(
+        False,
+        "bool",
+        "Keep the block in which a prompt ends, too, though it is not full: a repeated prompt then "
+        "computes one token instead of up to a block. Costs a block for each prompt. For models "
+        "with full attention in all layers, and `store: eager`.",
+    )
     eviction: Eviction = _option(
         Eviction.LRU,
         "choice",
@@ -270,7 +277,13 @@ class TieredKVConfig:
             raise ConfigError(
                 "remote_key", "give both remote_key and remote_server_key, or neither"
             )
-        return cls(**values)
+        config = cls(**values)
+        if config.reuse_partial_tail and config.store is StorePolicy.LAZY:
+            raise ConfigError(
+                "reuse_partial_tail",
+                'needs "store": "eager", since lazy stores know full blocks alone',
+            )
+        return config
 
     def tuning_path(self, environ: Mapping[str, str] | None = None) -> Path:
         """The file of `copy_tuning_file`."""

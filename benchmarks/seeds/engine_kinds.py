@@ -24,6 +24,11 @@ def connector(mode: str = "tiered", **options: Any) -> dict[str, Any]:
     }
 
 
+def with_tails(cpu_memory: int) -> dict[str, Any]:
+    """The seeds' "you only compute once"."""
+    return connector(cpu_memory=cpu_memory, reuse_partial_tail=True)
+
+
 def with_daemon(address: str, cpu_memory: int) -> dict[str, Any]:
     """Patient: tables measure how fast a tier is, not how soon it is given up."""
     return connector(

@@ -4,9 +4,10 @@
 
 Requests of 1000 tokens that ask for 24 more, 32 sequences at a time. Columns: `naive` (vLLM without
 prefix cache), `disable_prefix_caching` (the same, and keys are computed), `prefix_caching` (vLLM's
-own), `swap_in` (no GPU cache, hits come from the CPU tier) and `transfer_in` (no GPU cache, hits
-come from a daemon). The last one runs twice: what one engine wrote to the daemon in its first run,
-another one, which has no copy of it, reads in the second.
+own), `yoco` (our connector behind it, which keeps the block a prompt ends in), `swap_in` (no GPU
+cache, hits come from the CPU tier) and `transfer_in` (no GPU cache, hits come from a daemon). The
+last one runs twice: what one engine wrote to the daemon in its first run, another one, which has no
+copy of it, reads in the second.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ COLUMNS = {  # system, GPU cache
     "naive": ("vllm", False),
     "disable_prefix_caching": ("hash_only", False),
     "prefix_caching": ("vllm", True),
+    "yoco": ("yoco", True),
     "swap_in": ("tiered", False),
 }
 SCHEDULINGS = ("sync", "async")

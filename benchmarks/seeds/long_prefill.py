@@ -9,6 +9,7 @@ With a daemon three more follow after the engine has been killed and started aga
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +22,16 @@ from benchmarks.seeds.shapes import QWEN_7B, TINY
 from benchmarks.seeds.workbench import Workbench
 
 _ROUNDS = (1, 2, 3)
-_ROUNDS_AFTER_RESTART = (4, 5, 6)
-_REMOTE = ("remote+prefix_caching", "remote+no_prefix_caching")
-ROWS = {  # system, GPU cache, rounds
+_AGAIN = (4, 5, 6)  # after the engines were killed
+_LOCAL_ROWS = {  # system, GPU cache, rounds
     "naive": ("vllm", False, (1,)),
+    "disable_prefix_caching": ("hash_only", False, (1,)),
     "prefix_caching": ("vllm", True, _ROUNDS),
+    "yoco": ("yoco", True, _ROUNDS),
     "offloading+prefix_caching": ("tiered", True, _ROUNDS),
     "offloading+no_gpu_caching": ("tiered", False, _ROUNDS),
+}
+_REMOTE_ROWS = {
     "remote+prefix_caching": ("daemon", True, _ROUNDS),
     "remote+no_prefix_caching": ("daemon", False, _ROUNDS),
 }
@@ -39,6 +43,8 @@ class Sizes:
     prompts: int = 2
     """10 in the original; the daemon holds all of them for every length of output, twice."""
     outputs: tuple[int, ...] = (2, 4, 8, 16, 32, 64, 128)
+    remote: int = 1
+    """0: without the rows that need a daemon."""
     attach_s: int = 8
     """For the engines to map and pin the daemon's memory, in the background."""
 
@@ -47,32 +53,49 @@ SIZES = Sizes()
 TINY_SIZES = Sizes(prompt_tokens=1024, prompts=2, outputs=(2, 8), attach_s=1)
 
 
+_Rows = Mapping[str, tuple[str, bool, tuple[int, ...]]]
+_Asked = dict[tuple[str, int], list[list[int]]]
+
+
 def specs(bench: Workbench, sizes: Sizes) -> list[EngineSpec]:
-    return [_spec(bench, sizes, row) for row in ROWS]
+    """Those of the first rows; the others have their engines when these are gone."""
+    return [_spec(bench, sizes, row) for row in _LOCAL_ROWS]
 
 
 def measure(bench: Workbench, record: Record, sizes: Sizes) -> None:
-    of_row = dict(zip(ROWS, specs(bench, sizes), strict=True))
-    engines = bench.engines(list(of_row.values()), record)
-    shape = TINY if bench.tiny else QWEN_7B
-    fresh = Prompts(shape.vocabulary, seed=4)
+    fresh = Prompts((TINY if bench.tiny else QWEN_7B).vocabulary, seed=4)
+    engines = bench.engines(specs(bench, sizes), record)
+    _ask_all(bench, engines, fresh, record, sizes, _LOCAL_ROWS, {})
+    if not sizes.remote or record.over:
+        return
+    asked: _Asked = {}
+    wanted = [_spec(bench, sizes, row) for row in _REMOTE_ROWS]
+    engines = bench.engines(wanted, record)
+    _ask_all(bench, engines, fresh, record, sizes, _REMOTE_ROWS, asked)
+    engines = bench.restart(wanted, record, room=True)
+    rows = {row: (system, cache, _AGAIN) for row, (system, cache, _) in _REMOTE_ROWS.items()}
+    _ask_all(bench, engines, fresh, record, sizes, rows, asked)
+
+
+def _ask_all(
+    bench: Workbench,
+    engines: dict[str, EngineProcess],
+    fresh: Prompts,
+    record: Record,
+    sizes: Sizes,
+    rows: _Rows,
+    asked: _Asked,
+) -> None:
+    """`asked`: the prompts of each cell, filled where there are none. Rows do not share them: two
+    of them share a daemon."""
     _warm_up(bench, engines, fresh, record, sizes)
-    # Rows do not share prompts: two of them share a daemon.
-    prompts = {
-        (row, output): fresh.distinct(sizes.prompts, sizes.prompt_tokens)
-        for row in ROWS
-        for output in sizes.outputs
-    }
     for output in sizes.outputs:
-        for row, (_, _, rounds) in ROWS.items():
+        for row, (_, _, rounds) in rows.items():
+            if (row, output) not in asked:
+                asked[row, output] = fresh.distinct(sizes.prompts, sizes.prompt_tokens)
+            name = _spec(bench, sizes, row).name
             for number in rounds:
-                _ask(bench, engines, of_row[row].name, prompts, record, row, output, number)
-    again = bench.restart([of_row[row] for row in _REMOTE], record, room=True)
-    _warm_up(bench, again, fresh, record, sizes)
-    for output in sizes.outputs:
-        for row in _REMOTE:
-            for number in _ROUNDS_AFTER_RESTART:
-                _ask(bench, again, of_row[row].name, prompts, record, row, output, number)
+                _ask(bench, engines, name, asked, record, row, output, number)
 
 
 def _warm_up(
@@ -93,7 +116,7 @@ def _ask(
     bench: Workbench,
     engines: dict[str, EngineProcess],
     name: str,
-    prompts: dict[tuple[str, int], list[list[int]]],
+    prompts: _Asked,
     record: Record,
     row: str,
     output: int,
@@ -113,15 +136,19 @@ def _ask(
 
 
 def _spec(bench: Workbench, sizes: Sizes, row: str) -> EngineSpec:
-    system, gpu_cache, _ = ROWS[row]
+    system, gpu_cache, _ = {**_LOCAL_ROWS, **_REMOTE_ROWS}[row]
     shape = TINY if bench.tiny else QWEN_7B
     one_set = sizes.prompts * (sizes.prompt_tokens + max(sizes.outputs)) * _bytes_per_token(bench)
     cpu_memory = 2 * one_set
     transfer: dict[str, Any] | None = None
+    if system == "hash_only":
+        transfer = engine_kinds.connector("hash_only", cpu_memory=cpu_memory)
     if system == "tiered":
         transfer = engine_kinds.connector(cpu_memory=cpu_memory)
+    if system == "yoco":
+        transfer = engine_kinds.with_tails(cpu_memory)
     if system == "daemon":
-        memory = int(len(_REMOTE) * (len(sizes.outputs) + 1) * one_set * 1.2)
+        memory = int(len(_REMOTE_ROWS) * (len(sizes.outputs) + 1) * one_set * 1.2)
         address = bench.daemon("long", "--memory", str(memory)).ipc
         transfer = engine_kinds.with_daemon(address, cpu_memory)
     kv_bytes = max(one_set * 5 // 4, (shape.max_model_len + 512) * _bytes_per_token(bench))

@@ -18,7 +18,8 @@ def shape_of(bench: Workbench) -> Shape:
 
 
 def engine(bench: Workbench, system: str, scheduling: str, gpu_cache: bool) -> EngineSpec:
-    """`system`: vllm, hash_only, tiered, or daemon (shared memory of a daemon behind the tier)."""
+    """`system`: vllm, hash_only, tiered, yoco (the same, partial tails are reused), or daemon
+    (shared memory of a daemon behind the tier)."""
     return engine_kinds.engine(
         shape_of(bench),
         system,
@@ -37,6 +38,8 @@ def _transfer(bench: Workbench, system: str) -> dict[str, Any] | None:
         memory = "256MiB" if bench.tiny else "8GiB"
         address = bench.daemon("small", "--memory", memory).ipc
         return engine_kinds.with_daemon(address, cpu_memory)
+    if system == "yoco":
+        return engine_kinds.with_tails(cpu_memory)
     return engine_kinds.connector(
         "hash_only" if system == "hash_only" else "tiered", cpu_memory=cpu_memory
     )

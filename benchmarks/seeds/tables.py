@@ -137,7 +137,7 @@ def hit_rates(data: dict[str, Any]) -> str:
             "per second.",
         )
         + "`transfer_in-1` writes to the daemon, `transfer_in-2` reads what another engine wrote. "
-        "The partial last block (yoco) is not reused, so that column is left out.\n\n"
+        "`yoco` is `reuse_partial_tail`: it tells where prompts repeat as a whole, at 100 %.\n\n"
         + _noise(cells)
         + table(header, rows)
     )
@@ -162,7 +162,9 @@ def _noise(cells: Cells) -> str:
 
 LOCAL_ROWS: dict[str, tuple[int, ...]] = {
     "naive": (1,),
+    "disable_prefix_caching": (1,),
     "prefix_caching": (1, 2, 3),
+    "yoco": (1, 2, 3),
     "offloading+prefix_caching": (1, 2, 3),
     "offloading+no_gpu_caching": (1, 2, 3),
 }
@@ -180,7 +182,15 @@ def long_prefill(data: dict[str, Any]) -> str:
             "{prompts} prompts of {prompt_tokens} tokens, two at a time, in requests per second.",
         )
         + _rounds(cells, LOCAL_ROWS, "output_len:")
-        + "\nWith a daemon; the engine is killed and started again after round 3. The daemon's "
+        + _remote_rounds(cells)
+    )
+
+
+def _remote_rounds(cells: Cells) -> str:
+    if not set(cells.values("row")) & set(REMOTE_ROWS):
+        return ""
+    return (
+        "\nWith a daemon; the engine is killed and started again after round 3. The daemon's "
         "memory is mapped, so its blocks are not copied into the CPU tier: without GPU cache "
         "rounds 5 and 6 are served by the daemon too.\n\n" + _rounds(cells, REMOTE_ROWS, "")
     )

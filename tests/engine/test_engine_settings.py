@@ -119,6 +119,30 @@ def test_without_the_gpu_prefix_cache(tiny_model: Path, truth: Truth) -> None:
         engine.assert_at_rest()
 
 
+def test_a_repeated_prompt_computes_one_token_with_partial_tails(
+    tiny_model: Path, truth: Truth
+) -> None:
+    options = {"cpu_memory": "64MiB", "reuse_partial_tail": True}
+    with real_engine(tiny_model, options) as engine:
+        for _ in range(2):
+            answers = []
+            for ids in PROMPTS:
+                answers += engine.ask([ids], COUNT)
+                engine.drop_gpu_cache()
+        assert [answer.cached for answer in answers] == [len(ids) - 1 for ids in PROMPTS]
+        for mine, right in zip(answers, truth[0], strict=True):
+            assert mine.tokens == right.tokens
+            # A single row is rounded in another way, see `oracle.make_prompts`.
+            assert mine.logprobs == pytest.approx(right.logprobs, abs=1e-3)
+        # The loaded tail is what the answer is made from: without it, it is another one.
+        arena = engine.worker_half.arena
+        arena.bytes_at(0, arena.nbytes)[:] = 0
+        (wrong,) = engine.ask([PROMPTS[0]], COUNT)
+        assert wrong.cached == len(PROMPTS[0]) - 1
+        assert wrong.logprobs != pytest.approx(truth[0][0].logprobs, abs=1e-3)
+        engine.assert_at_rest()
+
+
 def test_inside_a_multi_connector(tiny_model: Path, truth: Truth, caplog) -> None:
     child = {
         "kv_connector": "TieredKVConnector",

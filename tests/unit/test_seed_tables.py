@@ -202,17 +202,23 @@ def test_long_prefill() -> None:
     assert local[0] == ["output_len:", "2", "128"]
     assert local[1] == ["1. naive", "5.00", "2.50"]
     assert [row[0] for row in local[2:]] == [
-        "2. prefix_caching-1",
-        "3. prefix_caching-2",
-        "4. prefix_caching-3",
-        "5. offloading+prefix_caching-1",
-        "6. offloading+prefix_caching-2",
-        "7. offloading+prefix_caching-3",
-        "8. offloading+no_gpu_caching-1",
-        "9. offloading+no_gpu_caching-2",
-        "10. offloading+no_gpu_caching-3",
+        "2. disable_prefix_caching",
+        "3. prefix_caching-1",
+        "4. prefix_caching-2",
+        "5. prefix_caching-3",
+        "6. yoco-1",
+        "7. yoco-2",
+        "8. yoco-3",
+        "9. offloading+prefix_caching-1",
+        "10. offloading+prefix_caching-2",
+        "11. offloading+prefix_caching-3",
+        "12. offloading+no_gpu_caching-1",
+        "13. offloading+no_gpu_caching-2",
+        "14. offloading+no_gpu_caching-3",
     ]
     assert len(remote) == 13
+    (alone,) = tables_of(tables.long_prefill(data(sizes, cells[:2])))
+    assert alone == local, "no daemon was asked"
     assert remote[1][0] == "1. remote+prefix_caching-1"
     assert remote[10] == ["10. remote+no_prefix_caching-4", NOTHING, "10.00"]
 
@@ -370,9 +376,9 @@ def test_tables_share_engines() -> None:
 
     for specs in (overhead, rates, long, late):
         assert len({spec.name for spec in specs}) == len(specs)
-    assert (len(overhead), len(rates)) == (3, 10)
-    assert len(distinct([*overhead, *rates])) == 12, "one of the first is in the second"
-    assert len(distinct([*overhead, *rates, *long, *late])) == 12 + 6 + 2
+    assert (len(overhead), len(rates)) == (3, 12)
+    assert len(distinct([*overhead, *rates])) == 14, "one of the first is in the second"
+    assert len(distinct([*overhead, *rates, *long, *late])) == 14 + 6 + 2
 
 
 def test_two_kinds_of_engines_do_not_share_a_name() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm_tiered_kv.cache.index import BlockIndex, Reservations
+from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.key import BlockKey
 
 
@@ -30,6 +31,21 @@ class Group:
         if self.window is not None:
             first = max(first, (end - self.window + 1) // self.block_size)
         return range(first, end // self.block_size)
+
+
+def groups_of(
+    block_sizes: Sequence[int],
+    block_bytes: Sequence[int],
+    windows: Sequence[int | None],
+    geometry: ArenaGeometry,
+) -> list[Group]:
+    """`windows`: none at all means that no group has one."""
+    return [
+        Group(group_id, size, nbytes, geometry.class_of_block(nbytes), window)
+        for group_id, (size, nbytes, window) in enumerate(
+            zip(block_sizes, block_bytes, windows or [None] * len(block_sizes), strict=True)
+        )
+    ]
 
 
 def telling_group(groups: Sequence[Group]) -> Group:

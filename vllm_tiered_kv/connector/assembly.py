@@ -45,6 +45,12 @@ def make_scheduler_half(
     block_sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
     namespace = fingerprint(vllm_config, kv_cache_config, config.namespace).namespace()
     geometry = arena_geometry(config, vllm_config, kv_cache_config)
+    windows = group_windows(kv_cache_config)
+    if config.reuse_partial_tail and (len(windows) > 1 or windows[0] is not None):
+        raise ConfigError(
+            "reuse_partial_tail",
+            "needs a model with full attention in all layers; leave it out for this one",
+        )
     has_ring = vllm_config.device_config.device_type == "cuda"
     half = SchedulerHalf(
         config,
@@ -57,7 +63,7 @@ def make_scheduler_half(
         block_sizes,
         group_block_bytes(kv_cache_config),
         geometry,
-        windows=group_windows(kv_cache_config),
+        windows=windows,
         num_ranks=vllm_config.parallel_config.world_size,
         steps_zero_blocks=kv_cache_config.needs_kv_cache_zeroing,
         lazy=_lazy_store(config, vllm_config, block_sizes),

@@ -116,6 +116,9 @@ class FailedStep:
                 for keys, bad in zip(state.keys.of_group, bad_positions, strict=True):
                     for key in keys[bad:] if bad is not None else ():
                         index.remove(key)
+                if state.tail is not None and any(bad is not None for bad in bad_positions):
+                    index.remove(state.tail.key)
+                    state.has_tail = False
             state.stored = [0] * len(state.stored)
             state.on_gpu = state.computed_again = 0  # what was there has lost its hash
 

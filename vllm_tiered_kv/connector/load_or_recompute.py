@@ -279,7 +279,7 @@ class LoadOrRecompute:
             return [Span(Tier.REMOTE, held, parts[-1].shares())]
         size = self._group.block_size
         first, stop = computed // size, (computed + held) // size
-        keys = state.keys.of_group[self._group.group_id]
+        keys = state.sought[self._group.group_id]
         position = first + self._index.match_prefix(keys, first, stop)
         spans = [Span(Tier.CPU, (position - first) * size)]
         for part in answer.spans[self._group.group_id]:

@@ -12,6 +12,7 @@ from vllm_tiered_kv.cache.planner import Group, loadable_tokens, telling_group
 from vllm_tiered_kv.connector.ahead_policy import AheadPolicy
 from vllm_tiered_kv.connector.gpu_block import ids_of
 from vllm_tiered_kv.connector.load_or_recompute import LoadOrRecompute
+from vllm_tiered_kv.connector.partial_tail import tail_of
 from vllm_tiered_kv.connector.remote_tier import LoadSplit, RemoteTier
 from vllm_tiered_kv.connector.request_state import Match, RequestState
 from vllm_tiered_kv.connector.verification import Verification
@@ -50,6 +51,7 @@ class LoadPlanner:
         self.remote: RemoteTier | None = None
         self._pool: BlockPool | None = None
         self.verification: Verification | None = None
+        self.reuses_tails = False
 
     def bind(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -63,6 +65,7 @@ class LoadPlanner:
         # not, the daemons are asked when that turns out.
         if not request.skip_reading_prefix_cache and not self._gpu_has_block_before(request, limit):
             state.keys.extend(request, request.num_tokens)
+            self._know_tail(state)
             self.remote.begin(state, limit)
 
     def _gpu_has_block_before(self, request: Request, end: int) -> bool:
@@ -78,28 +81,32 @@ class LoadPlanner:
     def loadable(self, state: RequestState, request: Request, computed: int) -> int | None:
         """Tokens after `computed` that can be loaded; None if that is to be asked in the next step:
         a daemon has not answered, or this step loads what the request would build on."""
-        limit = self.limit(request)
-        if computed >= limit:
-            # vLLM always computes the last token, even if it has the block that it fills.
-            end = request.num_tokens // self._alignment * self._alignment
-            again = end > computed and self._gpu_has_block_before(request, end)
-            state.match = Match(computed, 0, limit, computed_again=end - computed if again else 0)
-            return 0
+        limit = end = self.limit(request)
+        self._know_tail(state)
+        if state.sought_tail is not None:
+            limit, end = request.num_tokens - 1, len(state.sought_tail.keys) * self._alignment
+        has_all_full = computed >= self.limit(request)
+        on_gpu = computed if has_all_full else 0
+        again = self._computed_again(request, computed) if has_all_full else 0
         loadable = 0
         elsewhere = None
-        if not state.load_failed and not request.skip_reading_prefix_cache:
-            if self.remote is not None and self.judge.asks_daemons:
-                elsewhere = self.remote.positions(state, computed, limit)
+        if computed < end and not state.load_failed and not request.skip_reading_prefix_cache:
+            # Nobody waits for a daemon just for a tail.
+            if self.remote is not None and self.judge.asks_daemons and not has_all_full:
+                elsewhere = self.remote.positions(state, computed, self.limit(request))
                 if elsewhere is None and self.judge.waits_for_daemons(state, computed):
                     return None
-            loadable = self._find(state, computed, limit, elsewhere)
+            loadable = self._find(state, computed, end, elsewhere)
+        if has_all_full and not loadable:
+            state.match = Match(computed, 0, limit, on_gpu=on_gpu, computed_again=again)
+            return 0
         choice = self.judge.choose(state, computed, loadable, elsewhere)
         if choice.tokens < loadable:
             # Where a shorter prefix ends, windows need other blocks.
             loadable = self._find(state, computed, computed + choice.tokens, elsewhere)
         verified = 0
         if loadable and self.verification is not None and self.verification.chooses(state):
-            verified, loadable = loadable, 0
+            verified, loadable = min(loadable, self.limit(request) - computed), 0
         ahead = (
             bool(loadable)
             and (self.remote is None or self.remote.is_resident(state))
@@ -115,8 +122,19 @@ class LoadPlanner:
             # have room reserved for this one, too, or let others wait behind it.
             self.ahead.give_way()
             return None
-        state.match = Match(computed, loadable, limit, ahead, choice, verified)
+        loadable = min(loadable, limit - computed)  # of a tail all but the last token
+        state.match = Match(computed, loadable, limit, ahead, choice, verified, on_gpu, again)
         return loadable
+
+    def _know_tail(self, state: RequestState) -> None:
+        if self.reuses_tails and state.tail is None:
+            state.tail = tail_of(state.request, state.keys, self._alignment)
+
+    def _computed_again(self, request: Request, computed: int) -> int:
+        """vLLM always computes the last token, even if it has the block that it fills."""
+        end = request.num_tokens // self._alignment * self._alignment
+        again = end > computed and self._gpu_has_block_before(request, end)
+        return end - computed if again else 0
 
     def admit(
         self, state: RequestState, request: Request, blocks: KVCacheBlocks, tokens: int
@@ -125,18 +143,19 @@ class LoadPlanner:
         match, state.match = state.match, None
         if match is None:
             return None
-        state.on_gpu = match.computed if match.computed >= match.limit else 0
+        state.on_gpu = match.on_gpu
         state.computed_again = match.computed_again
+        covered = -(-tokens // self._alignment) * self._alignment  # more than `tokens`: a tail
         if match.verified and self.verification is not None:
             self.verification.begin(state, match.computed, match.verified)
         loads = [
-            self._split(state, group, match.computed, tokens, blocks) for group in self._groups
+            self._split(state, group, match.computed, covered, blocks) for group in self._groups
         ]
         self._count(match, tokens, loads)
         if match.choice is not None:
             is_timed = not match.ahead
             name = request.request_id
-            rehearsed = self.judge.admitted(name, match.choice, tokens, is_timed)
+            rehearsed = self.judge.admitted(name, match.choice, covered, is_timed)
             if rehearsed and self.remote is not None:
                 first, stop = match.computed + rehearsed.start, match.computed + rehearsed.stop
                 nbytes = self.judge.bytes_of(rehearsed)
@@ -164,12 +183,13 @@ class LoadPlanner:
                 )
                 taken += len(load.local)
             # All that the request goes on from was used, also the part the GPU still had.
-            used = group.needed(0, match.computed + tokens)
-            self._index.touch(state.keys.of_group[group.group_id][used.start : used.stop])
+            used = group.needed(0, match.computed + covered)
+            self._index.touch(state.sought[group.group_id][used.start : used.stop])
+        state.has_tail = covered > tokens
         remote = tuple(transfer for load in loads for transfer in load.remote)
         if not match.ahead:
             return LoadJob(request.request_id, tuple(transfers), remote)
-        self.ahead.admitted(self._bytes(tokens))
+        self.ahead.admitted(self._bytes(covered))
         job_id = self._ledger.move_ahead(request.request_id)
         return LoadJob(request.request_id, tuple(transfers), remote, job_id)
 
@@ -179,7 +199,7 @@ class LoadPlanner:
         return loadable_tokens(
             self._index,
             self._groups,
-            state.keys.of_group,
+            state.sought,
             computed,
             limit,
             self._alignment,
@@ -222,8 +242,7 @@ class LoadPlanner:
         keys: list[BlockKey] = []
         nbytes = remote_blocks = remote_bytes = 0
         for group, load in zip(self._groups, loads, strict=True):
-            group_keys = state.keys.of_group[group.group_id]
-            keys += pick(group_keys, load.local)
+            keys += pick(state.sought[group.group_id], load.local)
             nbytes += len(load.local) * group.block_bytes
             remote_blocks += load.num_remote
             remote_bytes += load.num_remote * group.block_bytes
@@ -232,8 +251,9 @@ class LoadPlanner:
         )
 
     def _count(self, match: Match, loaded: int, loads: Sequence[LoadSplit]) -> None:
-        held = max(loaded, match.choice.held if match.choice is not None else 0)
-        missed = max(0, match.limit - match.computed - held)
+        most = match.limit - match.computed
+        held = max(loaded, min(match.choice.held, most) if match.choice is not None else 0)
+        missed = max(0, most - held)
         # Groups agree on the tokens; where they came from is told by one of them.
         told = loads[self._groups.index(telling_group(self._groups))]
         blocks = len(told.local) + told.num_remote

@@ -11,7 +11,7 @@ import numpy as np
 
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.planner import Group, loadable_tokens
-from vllm_tiered_kv.connector.remote_lookup import RemoteAnswer, RemoteLookups, RemoteSpan
+from vllm_tiered_kv.connector.remote_lookup import RemoteLookups, RemoteSpan
 from vllm_tiered_kv.connector.remote_writes import RemoteWrites
 from vllm_tiered_kv.connector.request_state import RequestState
 from vllm_tiered_kv.connector.shared_region import LENT_FOR_SURE_S
@@ -77,15 +77,18 @@ class RemoteTier:
         if state.remote is not None or state.remote_failed:
             return
         keys, firsts = [], []
-        for group, group_keys in zip(self._groups, state.keys.of_group, strict=True):
+        lacks_some = False
+        tail = int(state.sought_tail is not None)  # not worth a question, but one asks for it, too
+        for group, group_keys in zip(self._groups, state.sought, strict=True):
             first, stop = computed // group.block_size, limit // group.block_size
             is_full = group.window is None
             found = self._index.match_prefix(group_keys, first, stop) if is_full else stop - first
+            lacks_some |= first + found < stop
             firsts.append(first + found)
-            keys.append(group_keys[:stop])
+            keys.append(group_keys[: stop + tail])
         windows = self._window_search(keys, computed, limit) if self._has_windows else None
         if windows is None:
-            missing = any(first < len(group) for first, group in zip(firsts, keys, strict=True))
+            missing = lacks_some
         else:
             alone = loadable_tokens(
                 self._index, self._groups, keys, computed, limit, windows.alignment
@@ -123,7 +126,7 @@ class RemoteTier:
     ) -> LoadSplit:
         """Where each block of an admitted load comes from; the CPU tier where it has it."""
         answer = state.remote.answer if state.remote is not None else None
-        keys = state.keys.of_group[group.group_id]
+        keys = state.sought[group.group_id]
         if answer is None:
             return LoadSplit(span, [])
         # Not a step for each position: those of a long prompt are thousands.
@@ -139,7 +142,10 @@ class RemoteTier:
         found = len(local) + sum(len(positions) for _, positions in by_part)
         assert found == len(span), f"nobody has {len(span) - found} of these blocks"
         if by_part and not self._keep_copies:
-            state.held_elsewhere[group.group_id] = _range_of(answer, group.group_id)
+            held = answer.positions()[group.group_id]
+            # Where a tail lies, a full block will.
+            full = len(state.keys.of_group[group.group_id])
+            state.held_elsewhere[group.group_id] = range(held.start, min(held.stop, full))
         return LoadSplit(
             local,
             [
@@ -167,7 +173,7 @@ class RemoteTier:
                 # A window's blocks stand for tokens before them.
                 stop = min(part.stop, max(end, part.start + 1))
                 first = max(part.start, stop - count)
-                keys = state.keys.of_group[group.group_id][first : min(part.stop, first + count)]
+                keys = state.sought[group.group_id][first : min(part.stop, first + count)]
                 # One at a time: one that still waits would be behind it for nothing.
                 name = state.request.request_id
                 self._rehearsals = [Rehearsal(name, group.group_id, part.address, tuple(keys))]
@@ -227,7 +233,3 @@ class RemoteTier:
     def close(self) -> None:
         self._lookups.close()
         self._cluster.close()
-
-
-def _range_of(answer: RemoteAnswer | None, group_id: int) -> range:
-    return answer.positions()[group_id] if answer is not None else range(0)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from vllm_tiered_kv.connector.model_identity import adapter_digest
-from vllm_tiered_kv.core.key import BlockKey, canonical, group_suffix, root_digest
+from vllm_tiered_kv.core.key import BlockKey, canonical, group_suffix, root_digest, tail_key
 from vllm_tiered_kv.errors import TieredKVError, UnsupportedError
 from vllm_tiered_kv.native.cpu import extend_keys
 
@@ -29,7 +29,7 @@ class RequestKeys:
     ) -> None:
         """`adapter`: what the files of the request's adapter hold, which is part of the root."""
         self.adapter = adapter
-        self._digest = root
+        self._digest = self._root = root
         self._unit = math.gcd(*block_sizes)
         self._steps = [size // self._unit for size in block_sizes]
         self._suffixes = [group_suffix(group_id) for group_id in range(len(block_sizes))]
@@ -61,6 +61,17 @@ class RequestKeys:
             have = len(self.of_group[group])
             ends = self._units[have * step + step - 1 :: step]
             self.of_group[group].extend(BlockKey(end + self._suffixes[group]) for end in ends)
+
+    def of_tail(self, request: Request, start: int, end: int) -> BlockKey:
+        """The key of the block that tokens `start` to `end` of the prompt fill in part. The one
+        before it has one already."""
+        parts = None
+        if request.mm_features or request.prompt_embeds is not None:
+            from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+
+            parts, _ = generate_block_hash_extra_keys(request, start, end, 0)
+        parent = self._units[start // self._unit - 1] if start else self._root
+        return tail_key(parent, request._all_token_ids[start:end], canonical(parts or ()))
 
     def _extras(self, request: Request, start: int, stop: int) -> dict[int, bytes] | None:
         """What besides the token ids decides a block's content: images, embeddings."""

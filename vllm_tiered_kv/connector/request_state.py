@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.cache.load_choice import Choice
 from vllm_tiered_kv.cache.planner import Group
+from vllm_tiered_kv.connector.partial_tail import Tail
 from vllm_tiered_kv.connector.remote_lookup import RemoteLookup
 from vllm_tiered_kv.connector.request_keys import RequestKeys
+from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics.names import DropReason
 
@@ -28,10 +30,11 @@ class Match:
 
     computed: int  # tokens the GPU has
     loadable: int  # tokens after them the tier has
-    limit: int  # tokens in whole blocks that could have been found
+    limit: int  # tokens that could have been found
     ahead: bool = False  # vLLM was told that the step waits for the load
     choice: Choice | None = None  # what the tiers hold, and why not all of it is loaded
     verified: int = 0  # tokens that would be loadable, and are computed to be compared
+    on_gpu: int = 0  # tokens the GPU has, if those are all full blocks
     computed_again: int = 0  # tokens that are computed though the GPU has them
 
 
@@ -63,6 +66,8 @@ class RequestState:
     keeps_reservation: bool = False  # vLLM still keeps room for a load of it that failed
     held_elsewhere: list[range] = field(default_factory=list)
     """Per group: positions that lie in a daemon's memory on this host and are not kept twice."""
+    tail: Tail | None = None  # the block its prompt ends in, if that is reused
+    has_tail: bool = False  # the tiers hold it, or nothing more is done about it
     to_verify: list[deque[Candidate]] = field(default_factory=list)  # per group, in order
     was_verified: bool = False
 
@@ -72,6 +77,19 @@ class RequestState:
     def held_nowhere_else(self) -> None:
         """No daemon is known to hold blocks of this request any more."""
         self.held_elsewhere = [range(0)] * len(self.stored)
+        self.has_tail = False
+
+    @property
+    def sought_tail(self) -> Tail | None:
+        """The tail, as long as the request ends there."""
+        ends_there = self.request.num_tokens == self.request.num_prompt_tokens
+        return self.tail if ends_there else None
+
+    @property
+    def sought(self) -> Sequence[list[BlockKey]]:
+        """Keys of the blocks that may be loaded, per group."""
+        tail = self.sought_tail
+        return self.keys.of_group if tail is None else [tail.keys]
 
     @property
     def ended_by_itself(self) -> bool:
@@ -85,6 +103,13 @@ class RequestState:
             ready // group.block_size > stored
             for group, stored in zip(groups, self.stored, strict=True)
         )
+
+    def tail_to_store(self, ready: int) -> Tail | None:
+        """The block its prompt ends in, if it is full only in part and these tokens reach there."""
+        tail = self.tail
+        if tail is None or not tail.is_partial or self.has_tail or ready < tail.end:
+            return None
+        return tail
 
     def drop_lookup(self) -> None:
         """What the daemons were asked is of no use any more; what they lent goes back."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import TransferLedger
-from vllm_tiered_kv.cache.planner import Group
+from vllm_tiered_kv.cache.planner import groups_of
 from vllm_tiered_kv.config import Mode, TieredKVConfig
 from vllm_tiered_kv.connector.ahead_policy import AheadPolicy
 from vllm_tiered_kv.connector.failed_step import FailedStep
@@ -82,12 +82,7 @@ class SchedulerHalf:
         self._config = config
         self._num_ranks = num_ranks
         self._key_maker = key_maker
-        self._groups = [
-            Group(group_id, size, nbytes, geometry.class_of_block(nbytes), window)
-            for group_id, (size, nbytes, window) in enumerate(
-                zip(block_sizes, block_bytes, windows or [None] * len(block_sizes), strict=True)
-            )
-        ]
+        self._groups = groups_of(block_sizes, block_bytes, windows, geometry)
         self._store_on_finish = not steps_zero_blocks
         self.recorder = Recorder()
         self.index = BlockIndex(geometry, config.eviction.value)
@@ -108,6 +103,7 @@ class SchedulerHalf:
         self.loads = LoadPlanner(
             self._groups, self.index, self.ledger, self.recorder, self._ahead, self.judge
         )
+        self.loads.reuses_tails = config.reuse_partial_tail and config.mode is Mode.TIERED
         self.head_start: HeadStart | None = None
         self.verification: Verification | None = None
         if config.verify_fraction:
@@ -386,7 +382,9 @@ class SchedulerHalf:
         if state is None:
             return
         ready = self._storable(state, state.request.num_computed_tokens + scheduled)
-        if not state.has_more(self._groups, ready) or self._has_only_old(state, ready):
+        has_full = state.has_more(self._groups, ready) and not self._has_only_old(state, ready)
+        tail = state.tail_to_store(ready)
+        if not has_full and tail is None:
             return
         self._extend_keys(state, ready)
         if self._config.mode is Mode.HASH_ONLY:
@@ -394,7 +392,12 @@ class SchedulerHalf:
             return
         assert self._blocks is not None, "vLLM did not bind its KV-cache manager"
         tables = self._blocks.get_blocks(request_id).blocks
-        self._next.stores_after += self.stores.store_running(state, tables, ready)
+        if has_full:
+            # A tail cannot wait until its request is over: nobody would know its block.
+            leave = 0 if tail is None else 1
+            self._next.stores_after += self.stores.store_running(state, tables, ready, leave)
+        if tail is not None:
+            self._next.stores_after += self.stores.store_tail(state, tail, tables[0])
 
     def _extend_keys(self, state: RequestState, ready: int) -> None:
         state.keys.extend(state.request, ready)

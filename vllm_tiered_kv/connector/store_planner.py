@@ -30,6 +30,7 @@ from vllm_tiered_kv.cache.planner import Group, plan_store
 from vllm_tiered_kv.connector.deferred_store import DeferredStores
 from vllm_tiered_kv.connector.gpu_block import KnownRun, StoreBatch, ids_of
 from vllm_tiered_kv.connector.lazy_store import LazyStore
+from vllm_tiered_kv.connector.partial_tail import Tail
 from vllm_tiered_kv.connector.request_state import RequestState
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.core.transfer import GroupTransfer, StoreJob, int64_array
@@ -93,9 +94,14 @@ class StorePlanner:
         return bool(self._unseen)
 
     def store_running(
-        self, state: RequestState, tables: Sequence[Sequence[KVCacheBlock]], ready_tokens: int
+        self,
+        state: RequestState,
+        tables: Sequence[Sequence[KVCacheBlock]],
+        ready_tokens: int,
+        leave: int = 0,
     ) -> list[StoreJob]:
-        """Jobs for the blocks this step's forward completes; to be read after it."""
+        """Jobs for the blocks this step's forward completes; to be read after it. `leave`: so much
+        room for others."""
         jobs: list[StoreJob] = []
         for group in self._groups:
             start, stop = state.stored[group.group_id], ready_tokens // group.block_size
@@ -106,13 +112,38 @@ class StorePlanner:
             if self._lazy is not None:
                 self._observe(self._lazy, state, group, ids)
                 continue
-            room = self.ring_room()
+            room = max(0, self.ring_room() - leave)
             jobs += self._store_jobs(state, group, ids[:room])
             if group.window is not None:
                 self._defer(state, group, ids[room:])
             else:
                 self._ledger.delay(len(ids) - room)
         return jobs
+
+    def store_tail(
+        self, state: RequestState, tail: Tail, table: Sequence[KVCacheBlock]
+    ) -> list[StoreJob]:
+        """A job for the block in which the prompt ends, once its tokens are there. As long as the
+        request runs they stay what they are: it may be read after later ones have joined them."""
+        group = self._groups[0]
+        if self._outdated:
+            self._refuse_outdated(state, ids_of(table[: tail.position + 1]))
+        if state.closed is None and not self.ring_room():
+            self._ledger.delay(1)
+            return []
+        state.has_tail = True
+        if state.closed is not None:
+            self._ledger.drop(1, state.closed)
+            return []
+        plan = plan_store(self._index, group, tail.keys, tail.position, len(tail.keys))
+        self._ledger.drop(plan.dropped, DropReason.TIER_FULL)
+        if not plan.slots:
+            return []
+        anchors = []
+        if self._ledger.on_commit is not None:
+            anchors = anchors_of(tail.keys, plan.positions)
+        block_ids = ids_of(table[tail.position : tail.position + 1])
+        return [self._store_job(StoreBatch(group, block_ids, plan.slots, anchors))]
 
     def store_finished(
         self, state: RequestState, tables: Sequence[list[int]], ready_tokens: int

@@ -7,6 +7,10 @@ implementation of `extend_chain` and a property test holds the two together.
     root       = SHA256("tiered-kv root" | namespace | scope)       scope: LoRA, salt, epoch
     digest[i]  = SHA256(digest[i-1] | u32le(len(extra)) | extra | tokens as u32le)
     BlockKey   = digest[i][:16] | group id
+    tail       = SHA256("tiered-kv tail" | parent | extra | tokens)[:16] | group id
+
+A prompt may end within a block: the tail's key covers the tokens there are, and its parent is the
+key of the block before it, or the root.
 
 A digest covers the whole prefix up to its block, so one lookup of a key answers for the chain.
 The rank of a worker (TP, PP, DCP, PCP) is not part of the key: all ranks of an engine agree on
@@ -104,6 +108,14 @@ def root_digest(namespace: bytes, scope: Iterable[Any] = ()) -> bytes:
 
 def group_suffix(group_id: int) -> bytes:
     return struct.pack("<B", group_id)
+
+
+def tail_key(parent: bytes, tokens: Sequence[int], extra: bytes = b"") -> BlockKey:
+    """The key of a block of group 0 that these tokens fill in part. `parent`: the key of the block
+    before it, or the root."""
+    body = canonical((parent, extra, struct.pack(f"<{len(tokens)}I", *tokens)))
+    digest = hashlib.sha256(b"tiered-kv tail\0" + body).digest()
+    return BlockKey(digest[:CONTENT_BYTES] + group_suffix(0))
 
 
 def extend_chain(
