@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from tests.models import write_model
+from tests.models import has_bfloat16, write_model
 
 _SETTLE_TIMEOUT_S = 300.0
 
@@ -33,7 +33,7 @@ class Engine:
                 "model": str(model_folder(spec["model"])),
                 "load_format": "dummy",
                 "skip_tokenizer_init": True,
-                "dtype": "bfloat16",
+                "dtype": "bfloat16" if has_bfloat16() else "float32",
                 "seed": 0,
                 "disable_log_stats": True,
                 **_sizes(tiny=not spec["model"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,15 @@ TINY_BERT: dict[str, Any] = {
     "pad_token_id": 0,
     "torch_dtype": "float32",
 }
+
+
+def has_bfloat16() -> bool:
+    """Of processors by ARM the later ones alone; vLLM ends with an illegal instruction there."""
+    import torch
+
+    if torch.cuda.is_available() or platform.machine() != "aarch64":
+        return True
+    return " bf16" in Path("/proc/cpuinfo").read_text()
 
 
 def write_model(folder: Path, **changes: Any) -> Path:

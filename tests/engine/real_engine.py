@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.v1.kv_cache_interface import SlidingWindowSpec, group_kernel_blocks
 
+from tests.models import has_bfloat16
 from vllm_tiered_kv.connector.connector import TieredKVConnector
 from vllm_tiered_kv.metrics.names import Metric
 
@@ -180,13 +180,6 @@ def _draw_weights(gain: float) -> Callable[[DummyModelLoader, torch.nn.Module, A
     return draw
 
 
-def _has_bfloat16() -> bool:
-    """Of processors by ARM the later ones alone."""
-    if torch.cuda.is_available() or platform.machine() != "aarch64":
-        return True
-    return " bf16" in Path("/proc/cpuinfo").read_text()
-
-
 @contextlib.contextmanager
 def real_engine(
     model: Path,
@@ -218,7 +211,7 @@ def real_engine(
         "skip_tokenizer_init": True,
         **engine,
     }
-    if settings["dtype"] == "bfloat16" and not _has_bfloat16():
+    if settings["dtype"] == "bfloat16" and not has_bfloat16():
         pytest.skip("vLLM's kernels for bfloat16 end in an illegal instruction on this processor")
     try:
         with mock.patch.object(DummyModelLoader, "load_weights", _draw_weights(gain)):
