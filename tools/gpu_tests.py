@@ -1,6 +1,6 @@
 """Runs the tests that need an NVIDIA GPU, several processes at a time.
 
-    python -m tools.gpu_tests [--at-once N] [pytest arguments]
+    python -m tools.gpu_tests [--at-once N] [--only WORDS] [pytest arguments]
 
 vLLM's engines leave too much behind on a GPU to follow each other in one process, so each group of
 tests has one of its own. Their engines take a stated share of the device: some fit beside each
@@ -31,6 +31,7 @@ GROUPS = (
     ("engine, plain scheduling", "tests/gpu/test_engine_gpu.py", "-k", "async_off"),
     ("verified hits", "tests/gpu/test_verified_gpu.py"),
     ("windows", "tests/gpu/test_windows_gpu.py"),
+    ("partial tails", "tests/gpu/test_tails_gpu.py"),
     ("daemon over ipc", "tests/gpu/test_remote_gpu.py", "-k", "ipc"),
     ("daemon over tcp", "tests/gpu/test_remote_gpu.py", "-k", "tcp"),
     ("copies", "tests/gpu/test_cuda_copy.py", "tests/gpu/test_cuda_copier.py"),
@@ -63,9 +64,13 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--at-once", type=int, default=3, help="processes (3)")
+    parser.add_argument("--only", default="", help="groups whose names hold one of these words")
     options, arguments = parser.parse_known_args()
     good = True
-    for groups, at_once in ((ALONE, 1), (GROUPS, options.at_once)):
+    words = options.only.split(",")
+    chosen = {name for name, *_ in (*ALONE, *GROUPS) if any(word in name for word in words)}
+    for all_groups, at_once in ((ALONE, 1), (GROUPS, options.at_once)):
+        groups = [group for group in all_groups if group[0] in chosen]
         with ThreadPoolExecutor(at_once) as threads:
             for group in as_completed(threads.submit(run, group, arguments) for group in groups):
                 passed, told = group.result()
