@@ -199,7 +199,8 @@ def _remote_rounds(cells: Cells) -> str:
 def _rounds(cells: Cells, wanted: dict[str, tuple[int, ...]], corner: str) -> str:
     outputs = cells.values("output")
     rows: list[list[str]] = []
-    for name, labels in rounds(wanted):
+    ran = set(cells.values("row"))  # a run may leave systems out
+    for name, labels in rounds({row: at for row, at in wanted.items() if row in ran}):
         rates = (cells.rate(**labels, output=output) for output in outputs)
         rows.append([f"{len(rows) + 1}. {name}", *(number(rate, 2) for rate in rates)])
     return table([corner, *(str(output) for output in outputs)], rows)
