@@ -47,7 +47,12 @@ def decisions(toy: ToyEngine, tier: str) -> dict[str, float]:
     return {decision: count for (of, decision), count in samples.items() if of == tier}
 
 
-def test_a_slow_daemon_is_left_alone(tiny_model: Path, async_scheduling: bool) -> None:
+def test_a_slow_daemon_is_left_alone(
+    tiny_model: Path, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It has been heard, however busy this machine is.
+    monkeypatch.setattr("vllm_tiered_kv.connector.load_or_recompute._PATIENCE", 100.0)
+    monkeypatch.setattr("vllm_tiered_kv.connector.load_or_recompute._BLIND_PATIENCE_S", 60.0)
     asked = prompts(21, 30)
     with FaultyDaemon() as slow:
         first = engine_at(tiny_model, slow.address, async_scheduling=async_scheduling)
