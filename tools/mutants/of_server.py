@@ -79,10 +79,8 @@ SERVER = (
         "reader-may-delete",
         "server/handlers.py",
         "        call.session.require_writer()\n"
-        "        keys = call.session.keys(request.width, request.keys)\n"
-        "        self._pins.release(keys)\n",
-        "        keys = call.session.keys(request.width, request.keys)\n"
-        "        self._pins.release(keys)\n",
+        "        keys = call.session.keys(request.width, request.keys)\n\n",
+        "        keys = call.session.keys(request.width, request.keys)\n\n",
         "a client that may only read empties the cache",
         ("tests/daemon/test_security.py",),
     ),
@@ -343,5 +341,21 @@ SERVER = (
         "if until < 0]",
         "a client that forgets to unpin keeps memory for ever",
         _VERBS,
+    ),
+    Mutation(
+        "pins-outlive-their-blocks",
+        "server/tiered_store.py",
+        "            self.on_deleted(keys)\n",
+        "            pass\n",
+        "deleted blocks keep their memory for as long as a client likes",
+        ("tests/daemon/test_pins.py",),
+    ),
+    Mutation(
+        "pins-of-dead-blocks",
+        "server/pins.py",
+        "        if not self._memory.is_readable(block):\n",
+        "        if False:\n",
+        "a block deleted while it is about to be pinned keeps its memory",
+        ("tests/daemon/test_pins.py",),
     ),
 )

@@ -181,7 +181,6 @@ class Handlers:
     def _delete(self, call: Call, request: Delete, frames: Sequence[zmq.Frame]) -> None:
         call.session.require_writer()
         keys = call.session.keys(request.width, request.keys)
-        self._pins.release(keys)
 
         def done(count: int | None) -> None:
             def answer() -> DeleteReply:

@@ -28,6 +28,7 @@ class PinHandlers:
         self._pins = pins
         self._keeping = 0
         self._positions = 0  # of those that are being kept
+        store.on_deleted = lambda keys: reactor.post(lambda: pins.void(keys))
 
     def pin(self, call: Call, request: Pin) -> None:
         call.session.require_writer()
@@ -61,9 +62,6 @@ class PinHandlers:
         endings = suffixes or [b""]
         whole = (StoreKey(key + ending) for key in heads for ending in endings)
         _Pinning(self, whole, session, ttl_s, kept).go_on()
-
-    def release(self, keys: Sequence[StoreKey]) -> None:
-        self._pins.release(keys)
 
     @property
     def reactor(self) -> Reactor:

@@ -30,7 +30,11 @@ class Pins:
         return self._bytes + nbytes <= self._most_bytes
 
     def pin(self, block: Held, ttl_s: float) -> bool:
-        """Takes over the hold on the block. A pin that is there already is only made longer."""
+        """Takes over the hold on the block. A pin that is there already is only made longer; a
+        block that was deleted on its way here gets none."""
+        if not self._memory.is_readable(block):
+            self._memory.let_go([block])
+            return False
         until = time.monotonic() + ttl_s
         known = self._pins.get(block.key)
         if known is not None and known[0].slot == block.slot:
@@ -51,6 +55,11 @@ class Pins:
         self._bytes -= sum(block.nbytes for block in ended)
         self._memory.let_go(ended)
         return len(ended)
+
+    def void(self, keys: Sequence[StoreKey]) -> None:
+        """To be called after blocks were deleted: their pins end, also those made meanwhile."""
+        pinned = [(key, known[0]) for key in keys if (known := self._pins.get(key)) is not None]
+        self.release([key for key, block in pinned if not self._memory.is_readable(block)])
 
     def expire(self) -> None:
         now = time.monotonic()

@@ -98,6 +98,8 @@ class TieredStore:
         self._lock = threading.Lock()
         self._fills = Fills()
         self._ending: set[Future[None]] = set()  # fills of many blocks
+        self.on_deleted: Callable[[Sequence[StoreKey]], None] = lambda keys: None
+        """Told, from any thread, of keys that memory has just deleted some of."""
         self._to_flush: list[Callable[[list[str]], None]] = []
         self._flushing = False
 
@@ -293,9 +295,13 @@ class TieredStore:
         self._in_pool(near, failed)
 
     def _delete_near(self, keys: Sequence[StoreKey]) -> None:
-        self.memory.delete(keys)
+        self._delete_here(keys)
         self._lower.delete(_SSD, keys)
-        self.memory.delete(keys)  # read back from there meanwhile
+        self._delete_here(keys)  # read back from there meanwhile
+
+    def _delete_here(self, keys: Sequence[StoreKey]) -> None:
+        if self.memory.delete(keys):
+            self.on_deleted(keys)
 
     def _delete_far(self, keys: Sequence[StoreKey], not_near: Sequence[StoreKey]) -> int | None:
         """How many were in the backing store and in no other; None where it may still have some."""

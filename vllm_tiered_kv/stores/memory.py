@@ -205,6 +205,12 @@ class MemoryStore:
         with self._lock:
             self._index.touch([block.key for block in held])
 
+    def is_readable(self, block: Held) -> bool:
+        """Whether this is what its key names: not deleted since, nor put again."""
+        with self._lock:
+            known = self._readable.get(block.key)
+            return known is not None and known.slot == block.slot
+
     def let_go(self, held: Iterable[Held]) -> None:
         with self._lock:
             self._index.unpin(block.slot for block in held)

@@ -180,7 +180,7 @@ class Pin(Message):
 
 @dataclass(frozen=True, slots=True)
 class Delete(Message):
-    """Forgets blocks."""
+    """Forgets blocks. Their pins are void."""
 
     op: ClassVar[str] = "delete"
     width: Width

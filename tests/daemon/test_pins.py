@@ -1,0 +1,88 @@
+"""Pins of blocks that are deleted: they keep nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.daemon.conftest import Connect, StartDaemon
+from tests.daemon.raw_client import KEY_BYTES, block, blocks, key, wire
+from tests.patience import eventually
+from vllm_tiered_kv.core.store import PutItem, PutResult, StoreKey
+from vllm_tiered_kv.server.allowances import Allowances
+from vllm_tiered_kv.server.pins import Pins
+from vllm_tiered_kv.stores.memory import Held, MemoryStore
+
+MIB = 1 << 20
+AN_HOUR_S = 3600.0
+NAME = StoreKey(bytes(40))
+
+
+@pytest.fixture
+def memory() -> Iterator[MemoryStore]:
+    memory = MemoryStore(MIB)
+    yield memory
+    memory.check()
+    assert not memory._index.pinned_slots()
+    memory.close()
+
+
+def held(memory: MemoryStore, content: int) -> Held:
+    """A new block, as one who is about to pin it has it."""
+    assert memory.put([PutItem(NAME, None, memoryview(block(content)))]) == [PutResult.STORED]
+    (one,) = memory.hold([NAME])
+    assert one is not None
+    return one
+
+
+def test_a_block_deleted_on_its_way_gets_no_pin(memory: MemoryStore) -> None:
+    pins = Pins(memory, Allowances.of_memory(MIB))
+    one = held(memory, 1)
+    memory.delete([NAME])
+    assert not pins.pin(one, AN_HOUR_S)
+    assert (len(pins), pins.held_bytes, memory.usage().used_bytes) == (0, 0, 0)
+
+
+def test_void_are_the_pins_of_what_was_deleted_and_no_other(memory: MemoryStore) -> None:
+    pins = Pins(memory, Allowances.of_memory(MIB))
+    assert pins.pin(held(memory, 1), AN_HOUR_S)
+    pins.void([NAME])
+    assert len(pins) == 1, "it is still there"
+    (reader,) = memory.hold([NAME])
+    assert reader is not None
+    memory.delete([NAME])
+    pins.void([NAME])
+    assert (len(pins), pins.held_bytes) == (0, 0)
+    assert reader.view == block(1), "who reads it goes on"
+    assert pins.pin(held(memory, 2), AN_HOUR_S), "put again"
+    pins.void([NAME])
+    assert len(pins) == 1
+    memory.let_go([reader])
+    assert pins.release([NAME]) == 1
+
+
+def test_a_pin_that_races_a_delete_keeps_no_memory(start: StartDaemon, connect: Connect) -> None:
+    client = connect(start("--memory", "4MiB").endpoint)
+    absent = [key(n) for n in range(1000, 61_000)]  # take a while: the pin comes in between
+    for start_at in range(0, 160, 8):
+        names = list(blocks(8, start=start_at))
+        assert client.put(blocks(8, start=start_at)) == [PutResult.STORED] * 8
+        client.send(wire.Delete(KEY_BYTES, [*absent, *names]))
+        client.send(wire.Pin(KEY_BYTES, names, 3_600_000))
+        replies = {type(client.receive()[1]) for _ in range(2)}
+        assert replies == {wire.DeleteReply, wire.PinReply}
+        assert client.tiers(names) == [0] * 8
+    eventually(lambda: client.stats()["pins"] == 0, seconds=10)
+    stats = client.stats()
+    assert (stats["pinned_bytes"], stats["used_bytes"]["memory"]) == (0, 0)
+
+
+def test_deleted_blocks_are_unpinned_with_the_answer(start: StartDaemon, connect: Connect) -> None:
+    client = connect(start("--memory", "1MiB").endpoint)
+    client.put(blocks(8))
+    names = [key(n) for n in range(8)]
+    assert client.ask(wire.Pin(KEY_BYTES, names, 3_600_000)).count == 8
+    assert client.ask(wire.Delete(KEY_BYTES, names[:5])).count == 5
+    stats = client.stats()
+    assert (stats["pins"], stats["used_bytes"]["memory"]) == (3, 3 * 4096)
