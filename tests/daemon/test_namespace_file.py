@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.daemon.conftest import Connect, StartDaemon
-from tests.daemon.raw_client import KEY_BYTES, wire
+from tests.daemon.raw_client import KEY_BYTES, NAMESPACE, wire
 from tests.patience import eventually
 from vllm_tiered_kv.server.namespace_file import FILE, NamespaceFile, Shape, read
 
@@ -53,17 +53,56 @@ def test_without_a_change_nothing_is_written(tmp_path: Path) -> None:
     assert not (tmp_path / FILE).exists()
 
 
-def test_what_cannot_be_written_is_logged_and_tried_again(
+def test_what_cannot_be_written_is_tried_again_and_told_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / FILE).mkdir()  # in the way of it
-    file = NamespaceFile(tmp_path / FILE, SOME.copy)
+    tries: list[float] = []
+
+    def snapshot() -> dict[bytes, Shape]:
+        tries.append(time.monotonic())
+        return SOME
+
+    file = NamespaceFile(tmp_path / FILE, snapshot)
     file.change()
-    eventually(lambda: f"{FILE} cannot be written" in caplog.text)
+    eventually(lambda: len(tries) == 2)
+    for _ in range(1000):
+        file.change()  # no reason to hurry
+    eventually(lambda: len(tries) == 3)
+    assert tries[1] - tries[0] > 1.9
+    assert tries[2] - tries[1] > 3.9
+    assert caplog.text.count("cannot be written") == 1
     (tmp_path / FILE).rmdir()
-    file.change()
     file.close()
     assert read(tmp_path / FILE) == SOME
+    assert caplog.text.count("is written again") == 1
+    assert caplog.text.count(str(tmp_path / FILE)) == 2
+
+
+def test_at_the_end_it_is_tried_once_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / FILE).mkdir()
+    file = NamespaceFile(tmp_path / FILE, SOME.copy)
+    file.change()
+    eventually(lambda: "cannot be written" in caplog.text)
+    file.close()
+    assert caplog.text.count("cannot be written") == 2, "and that was the last word"
+
+
+@pytest.mark.parametrize("by_itself", [True, False])
+def test_a_daemon_whose_disk_comes_back(
+    start: StartDaemon, connect: Connect, folder: Path, by_itself: bool
+) -> None:
+    ssd = folder / "ssd"
+    daemon = start("--memory", "32MiB", "--ssd", str(ssd), "--ssd-space", "64MiB")
+    (ssd / FILE).mkdir()  # in the way of it
+    connect(daemon.endpoint)
+    eventually(lambda: "cannot be written" in daemon.logs)
+    (ssd / FILE).rmdir()
+    if by_itself:
+        eventually((ssd / FILE).exists)
+    else:
+        assert daemon.terminate() == 0
+    assert list(read(ssd / FILE)) == [NAMESPACE]
 
 
 @pytest.mark.parametrize(

@@ -343,6 +343,14 @@ SERVER = (
         _VERBS,
     ),
     Mutation(
+        "namespaces-not-written-are-forgotten",
+        "server/namespace_file.py",
+        "                    self._has_changed = True  # it is still due\n",
+        "                    pass\n",
+        "after a disk was full, a restarted daemon takes blocks of another shape for a model's",
+        ("tests/daemon/test_namespace_file.py",),
+    ),
+    Mutation(
         "pins-outlive-their-blocks",
         "server/tiered_store.py",
         "            self.on_deleted(keys)\n",

@@ -1,7 +1,7 @@
 """The file that holds what is known of each namespace, written by a thread of its own.
 
 It is replaced as a whole, so that it is always complete. Nobody waits for it: without the file, or
-with an older one, only a check is lost.
+with an older one, only a check is lost. What a disk does not take is tried again until it does.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 FILE = "namespaces.json"
 _VERSION = 1
 _PAUSE_S = 1.0  # between two writes: the second has all that came meanwhile
+_LONGEST_PAUSE_S = 64.0  # each that fails doubles it, up to this
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,10 @@ class Shape:
 
 
 class NamespaceFile:
-    """Writes what `snapshot` says soon after `change`, and at the latest in `close`."""
+    """Writes what `snapshot` says soon after `change`, and at the latest in `close`.
+
+    The log tells once that it cannot, once that it can again, and at the end if it could not.
+    """
 
     def __init__(self, path: Path, snapshot: Callable[[], dict[bytes, Shape]]) -> None:
         """`snapshot` is called from another thread."""
@@ -52,39 +56,51 @@ class NamespaceFile:
             self._news.notify()
 
     def close(self) -> None:
-        """Returns when everything is written."""
+        """Returns when everything is written, or could not be for the last time."""
         with self._news:
             self._is_closing = True
             self._news.notify()
         self._writer.join()
 
     def _write_changes(self) -> None:
+        pause_s, has_failed = _PAUSE_S, False
         while True:
             with self._news:
                 self._news.wait_for(lambda: self._has_changed or self._is_closing)
                 if not self._has_changed:
                     return
                 self._has_changed = False
-            _write(self._path, self._snapshot())
+                is_last = self._is_closing
+            try:
+                _write(self._path, self._snapshot())
+            except OSError as error:
+                if is_last or not has_failed:
+                    logger.warning("%s cannot be written: %s", self._path, error.strerror)
+                if is_last:
+                    return
+                pause_s, has_failed = min(2 * pause_s, _LONGEST_PAUSE_S), True
+                with self._news:
+                    self._has_changed = True  # it is still due
+            else:
+                if has_failed:
+                    logger.warning("%s is written again", self._path)
+                pause_s, has_failed = _PAUSE_S, False
             with self._news:
-                self._news.wait_for(lambda: self._is_closing, _PAUSE_S)
+                self._news.wait_for(lambda: self._is_closing, pause_s)
 
 
 def _write(path: Path, shapes: dict[bytes, Shape]) -> None:
     temporary = path.with_suffix(".tmp")
+    with open(temporary, "w") as file:
+        file.writelines(_lines(shapes))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with open(temporary, "w") as file:
-            file.writelines(_lines(shapes))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except OSError as error:
-        logger.warning("%s cannot be written: %s", path, error.strerror)
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def _lines(shapes: dict[bytes, Shape]) -> Iterator[str]:
