@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from tests.daemon.backing_pipes import hang_at
 from tests.daemon.conftest import Connect, StartDaemon
-from tests.daemon.raw_client import KEY_BYTES, NAMESPACE, Refused, block, blocks, key, wire
+from tests.daemon.raw_client import KEY_BYTES, Refused, block, blocks, key, wire
 from tests.patience import eventually
-from vllm_tiered_kv.core.store import NAMESPACE_BYTES, Durability, PutItem, PutResult, StoreKey
+from vllm_tiered_kv.core.store import Durability, PutItem, PutResult, StoreKey
 from vllm_tiered_kv.core.tiers import Lookup, Tier
 from vllm_tiered_kv.errors import ErrorCode
 from vllm_tiered_kv.metrics import server_names as names
@@ -26,8 +26,6 @@ from vllm_tiered_kv.server.locator import Located
 from vllm_tiered_kv.server.tiered_store import TieredStore
 from vllm_tiered_kv.stores.memory import Held
 from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps
-from vllm_tiered_kv.stores.shared_dir.settings import SharedDirSettings
-from vllm_tiered_kv.stores.shared_dir.store import SharedDirStore
 from vllm_tiered_kv.stores.ssd.store import SsdStore
 
 MIB = 1 << 20
@@ -385,16 +383,6 @@ def test_it_does_not_keep_the_others_from_closing(tmp_path: Path) -> None:
 
 
 # ---- a daemon over it ---------------------------------------------------------------------------
-
-
-def hang_at(shared: Path, *numbers: int) -> None:
-    """Opening these blocks' files does not return: they are pipes nobody writes to."""
-    store = SharedDirStore(SharedDirSettings(str(shared)))
-    for n in numbers:
-        path = Path(store.tree.block_path(StoreKey(NAMESPACE[:NAMESPACE_BYTES] + key(n))))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        os.mkfifo(path)
-    store.close()
 
 
 def test_a_daemon_serves_and_stops_without_it(

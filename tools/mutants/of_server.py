@@ -297,8 +297,8 @@ SERVER = (
     Mutation(
         "no-room-is-a-miss-at-once",
         "server/way_up.py",
-        "        if waiting and now >= max(refused_at, self._room_at) + _WAIT_FOR_ROOM_S:\n",
-        "        if waiting:\n",
+        "            if now >= max(refused_at, self._room_at) + _WAIT_FOR_ROOM_S:\n",
+        "            if True:\n",
         "a load that is larger than the memory fails",
         ("tests/daemon/test_way_up.py",),
     ),
@@ -341,6 +341,22 @@ SERVER = (
         "if until < 0]",
         "a client that forgets to unpin keeps memory for ever",
         _VERBS,
+    ),
+    Mutation(
+        "far-reads-all-at-once",
+        "server/turns.py",
+        "len(self._under_way) >= self._at_once:",
+        "False:",
+        "of a long prompt that only the backing folder has, the end is recomputed",
+        ("tests/daemon/test_far_reads.py",),
+    ),
+    Mutation(
+        "far-reads-that-hang-keep-their-turn",
+        "server/turns.py",
+        "partial(self._do, failed, number)",
+        "failed",
+        "after a backing folder has hung, nothing is read from it any more",
+        ("tests/daemon/test_far_reads.py",),
     ),
     Mutation(
         "namespaces-not-written-are-forgotten",

@@ -21,7 +21,7 @@ from vllm_tiered_kv.metrics.recorder import Recorder
 
 logger = logging.getLogger(__name__)
 
-_THREADS = 8
+THREADS = 8
 _MOST_WAITING = 4096  # questions; more are not taken
 
 _Answer = TypeVar("_Answer")
@@ -39,7 +39,7 @@ class _Question:
 class BackingThreads:
     """From any thread; answers come from threads of its own, or from the one that asks."""
 
-    def __init__(self, timeout_s: float, recorder: Recorder, threads: int = _THREADS) -> None:
+    def __init__(self, timeout_s: float, recorder: Recorder, threads: int = THREADS) -> None:
         self._timeout_s = timeout_s
         self._recorder = recorder
         self._count = threads

@@ -12,7 +12,7 @@ from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.backing_threads import BackingThreads
 from vllm_tiered_kv.server.locator import LOOKUPS_AT_ONCE, Located, Locator
-from vllm_tiered_kv.server.way_up import InPool
+from vllm_tiered_kv.server.turns import InPool
 from vllm_tiered_kv.stores.memory import Held, MemoryStore
 
 

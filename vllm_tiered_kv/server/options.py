@@ -108,9 +108,9 @@ class ServerOptions:
     backing_timeout: int = _option(
         2,
         "duration",
-        "The longest a request waits for the backing folder. What was not found by then counts as "
-        "not there, and a delete fails. A flush or the end of the daemon gives up a folder that "
-        "takes nothing for ten times as long.",
+        "The longest the backing folder is waited for: for an answer, or for a block whose turn "
+        "has come. What was not found by then counts as not there, and a delete fails. A flush or "
+        "the end of the daemon gives up a folder that takes nothing for ten times as long.",
         low=1,
     )
     listen: list[str] = _option(

@@ -30,11 +30,12 @@ from vllm_tiered_kv.device.prefaulter import Prefaulter
 from vllm_tiered_kv.errors import NotDeletedError
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
-from vllm_tiered_kv.server.backing_threads import BackingThreads
+from vllm_tiered_kv.server.backing_threads import THREADS, BackingThreads
 from vllm_tiered_kv.server.fills import Fills
 from vllm_tiered_kv.server.locator import Located
 from vllm_tiered_kv.server.lookups import Lookups
 from vllm_tiered_kv.server.lower_tiers import LowerTiers, Unwritten
+from vllm_tiered_kv.server.turns import Turns
 from vllm_tiered_kv.server.way_up import Ready, WayUp
 from vllm_tiered_kv.stores.memory import Held, MemoryStore
 from vllm_tiered_kv.stores.slab_owner import HasQuota, QuotaOf, any_may
@@ -63,8 +64,8 @@ class TieredStore:
         has_quota: HasQuota = any_may,
         quota_of: QuotaOf | None = None,
     ) -> None:
-        """A request waits for the backing store for `backing_timeout_s` at most. Writing to it is
-        given up when it has written nothing for ten times as long."""
+        """The backing store is waited for, for an answer or a block, for `backing_timeout_s` at
+        most. Writing to it is given up when it has written nothing for ten times as long."""
         self._recorder = recorder
         self.memory = MemoryStore(
             memory_bytes,
@@ -91,8 +92,9 @@ class TieredStore:
         )
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="tiered-kv-io")
         self._far = None if backing is None else BackingThreads(backing_timeout_s, recorder)
+        far_reads = Turns(self._in_backing, THREADS)  # no block's time is over before its turn
         self._way_up = WayUp(
-            self.memory, self._slower, ssd, backing, recorder, self._in_pool, self._in_backing
+            self.memory, self._slower, ssd, backing, recorder, self._in_pool, far_reads
         )
         self._lookups = Lookups(self.memory, ssd, backing, recorder, self._in_pool, self._far)
         self._lock = threading.Lock()

@@ -21,6 +21,7 @@ from vllm_tiered_kv.wire.messages import GetReply
 _BATCH_BLOCKS = 16
 _BATCH_BYTES = 8 << 20
 _FETCH_AT_ONCE = 64  # keys handed to the store at a time
+_MOST_FETCHING = 256  # keys of one transfer under way: others' are read in between
 _FETCHES_A_TURN = 4  # of one transfer, before others get their turn
 
 
@@ -72,7 +73,7 @@ class Transfer:
         """Fetches what there is room for and sends what is ready."""
         self._is_waiting = False
         fetches = 0
-        while self._next < len(self._keys) and self._may_go_on() and not self._may_be_full():
+        while self._may_fetch():
             if fetches == _FETCHES_A_TURN:  # misses take no room: there may be very many
                 self._take_turns()
                 break
@@ -95,6 +96,15 @@ class Transfer:
         self._has_a_turn = False
         if not self._is_waiting:
             self.go_on()
+
+    def _may_fetch(self) -> bool:
+        """More now. What is on its way leads here again."""
+        return (
+            self._next < len(self._keys)
+            and self._fetching < _MOST_FETCHING
+            and self._may_go_on()
+            and not self._may_be_full()
+        )
 
     def _may_go_on(self) -> bool:
         return self._call.session.is_open and not self._call.is_over

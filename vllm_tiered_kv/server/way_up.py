@@ -17,15 +17,13 @@ from vllm_tiered_kv.core.store import BlockFacts, LowerStore, PutResult, StoreKe
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.server.turns import InPool
 from vllm_tiered_kv.stores.memory import Held, MemoryStore
 
 logger = logging.getLogger(__name__)
 
 Ready = Callable[[int, "Held | None"], None]
 """Called once for each position of a fetch: the block, held for the receiver, or None."""
-
-InPool = Callable[[Callable[[], None], Callable[[], None]], None]
-"""Does the first in a pool of threads; the second is called instead if that cannot be."""
 
 _READ_AT_ONCE = 8  # blocks: what keeps a disk busy, and the first to come do not wait for many
 _WAIT_FOR_ROOM_S = 1.0  # while all of the memory is in use, and nobody finds any
@@ -45,7 +43,7 @@ class WayUp:
         in_backing: InPool,
     ) -> None:
         """`slower` has the tiers below memory with their names, fastest first. What reads the
-        backing store is done by `in_backing`, which may call the second while the first goes on."""
+        backing store is done by `in_backing`."""
         self._memory = memory
         self._slower = slower
         self._ssd = ssd
@@ -56,6 +54,8 @@ class WayUp:
         self._reading: dict[StoreKey, list[tuple[int, Ready]]] = {}
         self._lock = threading.Lock()
         self._room_at = 0.0  # when a read found some
+        self._refused_at = 0.0  # when a read from the backing store last found none
+        self._full_at = 0.0  # when the first of the latest such reads did
 
     def fetch(self, wanted: Sequence[tuple[int, StoreKey]], ready: Ready) -> None:
         """Brings (position, key) into memory and hands each to `ready`, in no particular order."""
@@ -116,26 +116,36 @@ class WayUp:
         missing: list[StoreKey] = []
         waiting: list[StoreKey] = []
         held: list[Held] = []  # so that they are still there to be handed over
+        is_full = False
         try:
-            self._promote(number, keys, missing, waiting, held)
+            is_full = self._promote(number, keys, missing, waiting, held)
         except Exception:  # a bug here must not leave the waiters without an answer
             logger.exception("blocks could not be read; they count as misses")
         now = time.monotonic()
         if held:
             self._room_at = now
-        if refused_at is None:
-            refused_at = now
-        if waiting and now >= max(refused_at, self._room_at) + _WAIT_FOR_ROOM_S:
-            self._recorder.add(names.NOT_PROMOTED, len(waiting), self._slower[number][0])
-            waiting.clear()
+        is_far = self._slower[number][1] is self._backing
+        if waiting:
+            if refused_at is None:
+                refused_at = self._full_since(now) if is_far and is_full else now
+            if now >= max(refused_at, self._room_at) + _WAIT_FOR_ROOM_S:
+                self._recorder.add(names.NOT_PROMOTED, len(waiting), self._slower[number][0])
+                waiting.clear()
         unanswered = {*missing, *waiting}
         self._answer([key for key in keys if key not in unanswered])
         self._memory.let_go(held)
         self._read_from(number + 1, missing)
         if waiting:
-            is_ssd = self._slower[number][1] is self._ssd
-            time.sleep(_LOOK_FOR_ROOM_S if is_ssd else _LOOK_AGAIN_FAR_S)
+            time.sleep(_LOOK_AGAIN_FAR_S if is_far else _LOOK_FOR_ROOM_S)
             self._read_soon(number, waiting, refused_at)
+
+    def _full_since(self, now: float) -> float:
+        """Since when reads from the backing store find no room. It has few threads: of thousands
+        of blocks that wait for their turn each would wait for room, one after the other."""
+        if now > self._refused_at + _WAIT_FOR_ROOM_S or self._room_at > self._full_at:
+            self._full_at = now
+        self._refused_at = now
+        return self._full_at
 
     def _answer(self, keys: Sequence[StoreKey]) -> None:
         with self._lock:
@@ -151,9 +161,10 @@ class WayUp:
         missing: list[StoreKey],
         waiting: list[StoreKey],
         held: list[Held],
-    ) -> None:
+    ) -> bool:
         """Brings blocks into memory, where they are `held`; fills the empty lists with these, with
-        those that this tier does not have whole, and with those that find no room."""
+        those that this tier does not have whole, and with those that have to wait: for whoever
+        writes them just now, or for room, if there is none for some (True)."""
         tier, store = self._slower[number]
         slots: list[Held] = []  # reserved and neither committed nor given back
         try:
@@ -176,7 +187,7 @@ class WayUp:
                     is_full = is_full or slot is PutResult.DROPPED
                 # else it came by another way meanwhile
             if not slots:
-                return
+                return is_full
             found = store.get([slot.key for slot in slots], [slot.view for slot in slots])
             for good, known in zip(found, facts, strict=True):
                 slot = slots.pop(0)
@@ -187,6 +198,7 @@ class WayUp:
                     held.append(slot)
             self._recorder.add(names.HITS, len(held), tier)
             self._recorder.add(names.PROMOTED, len(held), tier)
+            return is_full
         finally:
             for slot in slots:
                 self._memory.abort(slot)

@@ -1,0 +1,238 @@
+"""Very many blocks that only the backing folder has: read in turns, and none is given up early."""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.daemon.backing_pipes import hang_at
+from tests.daemon.conftest import Connect, StartDaemon
+from tests.daemon.raw_client import KEY_BYTES, NAMESPACE, block, key, wire
+from tests.patience import eventually
+from vllm_tiered_kv.core.store import NAMESPACE_BYTES, BlockFacts, PutItem, PutResult, StoreKey
+from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.metrics import server_names as names
+from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.server.backing import BackingFolder
+from vllm_tiered_kv.server.backing_threads import THREADS
+from vllm_tiered_kv.server.tiered_store import TieredStore
+from vllm_tiered_kv.server.turns import Turns
+from vllm_tiered_kv.stores.memory import Held
+
+MIB = 1 << 20
+PATIENCE_S = 60.0
+SIZE = 64
+MANY = 4300  # more than the threads of a backing folder take at once
+
+Call = Callable[[], None]
+
+
+# ---- turns --------------------------------------------------------------------------------------
+
+
+def test_no_more_than_so_many_at_once_and_all_of_them() -> None:
+    lock = threading.Lock()
+    asked, most_asked, done = 0, 0, 0
+
+    def in_pool(work: Call, failed: Call) -> None:
+        nonlocal asked, most_asked
+        with lock:
+            asked += 1
+            most_asked = max(most_asked, asked)
+        pool.submit(work)
+
+    def work() -> None:
+        nonlocal asked, done
+        with lock:
+            asked -= 1
+            done += 1
+
+    with ThreadPoolExecutor(8) as pool:
+        turns = Turns(in_pool, 3)
+        for _ in range(2000):
+            turns(work, lambda: None)
+        eventually(lambda: done == 2000)
+    assert most_asked <= 3
+
+
+def test_what_hangs_gives_its_turn_to_the_next_and_ends_none() -> None:
+    begun: list[tuple[Call, Call]] = []
+    turns = Turns(lambda work, failed: begun.append((work, failed)), 1)
+    told: list[str] = []
+    for name in "abc":
+        turns(lambda name=name: told.append(name), lambda name=name: told.append(f"{name} late"))  # type: ignore[misc]
+    assert len(begun) == 1
+    begun[0][1]()
+    assert (told, len(begun)) == (["a late"], 2)
+    begun[0][0]()  # it has come to its end after all
+    assert len(begun) == 2, "b has its turn"
+    begun[1][0]()
+    begun[2][0]()
+    assert told == ["a late", "a", "b", "c"]
+
+
+def test_a_pool_that_takes_nothing_any_more() -> None:
+    begun: list[Call] = []
+    refused = 0
+
+    def in_pool(work: Call, failed: Call) -> None:
+        if begun:
+            failed()
+        else:
+            begun.append(failed)
+
+    def refuse() -> None:
+        nonlocal refused
+        refused += 1
+
+    turns = Turns(in_pool, 1)
+    for _ in range(50_000):
+        turns(lambda: None, refuse)
+    assert refused == 0
+    begun[0]()
+    assert refused == 50_000
+
+
+# ---- a store ------------------------------------------------------------------------------------
+
+
+def name(n: int) -> StoreKey:
+    return StoreKey(NAMESPACE[:NAMESPACE_BYTES] + key(n))
+
+
+def fill(folder: Path, count: int) -> None:
+    backing = BackingFolder(str(folder), 0, 0)
+    items = [PutItem(name(n), None, memoryview(block(n, SIZE))) for n in range(count)]
+    assert backing.put(items) == [PutResult.STORED] * count
+    backing.close()
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """In memory, where there is such a place: thousands of files take a disk long."""
+    memory = Path("/dev/shm")
+    path = Path(tempfile.mkdtemp(prefix="kv-", dir=memory if memory.is_dir() else None))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+class Gated(BackingFolder):
+    """Answers while `gate` is open."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder), 0, 0)
+        self.gate = threading.Event()
+        self.described = 0
+
+    def describe(self, keys: Sequence[StoreKey]) -> list[BlockFacts | None]:
+        self.described += 1
+        assert self.gate.wait(PATIENCE_S)
+        return super().describe(keys)
+
+
+class Far:
+    """A store without a disk of its own over such a folder."""
+
+    def __init__(self, shared: Path, memory: int = 64 * MIB, timeout_s: float = PATIENCE_S) -> None:
+        self.recorder = Recorder()
+        self.folder = Gated(shared)
+        self.store = TieredStore(
+            memory, None, self.folder, self.recorder, backing_timeout_s=timeout_s
+        )
+
+    def fetch(self, count: int) -> Callable[[], dict[int, bytes | None]]:
+        """Begins to; waits for all of them."""
+        answers: queue.Queue[tuple[int, bytes | None]] = queue.Queue()
+
+        def ready(position: int, held: Held | None) -> None:
+            content = None if held is None else bytes(held.view)
+            if held is not None:
+                self.store.memory.let_go([held])
+            answers.put((position, content))
+
+        self.store.fetch([name(n) for n in range(count)], ready)
+        return lambda: dict(answers.get(timeout=PATIENCE_S) for _ in range(count))
+
+    def close(self) -> None:
+        self.folder.gate.set()
+        eventually(self.store.close)
+
+
+def test_more_blocks_than_the_threads_take_at_once(shared: Path) -> None:
+    fill(shared, MANY)
+    far = Far(shared)
+    wait = far.fetch(MANY)
+    far.folder.gate.set()  # all have been asked for
+    assert wait() == {n: block(n, SIZE) for n in range(MANY)}
+    far.close()
+
+
+def test_while_it_hangs_all_are_misses_and_few_are_begun(shared: Path) -> None:
+    far = Far(shared, timeout_s=0.5)
+    assert far.fetch(MANY)() == dict.fromkeys(range(MANY))
+    assert far.folder.described == THREADS
+    far.close()
+
+
+def test_without_room_not_every_block_waits_for_some(shared: Path) -> None:
+    count = 1000
+    fill(shared, count)
+    far = Far(shared, memory=MIB)
+    far.folder.gate.set()
+    memory = far.store.memory
+    in_use = [memory.reserve(name(n), None, 4096) for n in range(10_000, 10_256)]
+    assert all(isinstance(slot, Held) for slot in in_use), "all of it"
+    assert far.fetch(count)() == dict.fromkeys(range(count))
+    assert far.recorder.total(names.NOT_PROMOTED, Tier.BACKING.value) == count
+    assert far.folder.described < 1.5 * count, "when memory was full for a while, one look each"
+    for slot in in_use:
+        assert isinstance(slot, Held)
+        memory.abort(slot)
+    assert far.fetch(10)() == {n: block(n, SIZE) for n in range(10)}
+    far.close()
+
+
+# ---- a daemon -----------------------------------------------------------------------------------
+
+
+def test_a_daemon_reads_very_many_blocks_of_its_backing_folder(
+    start: StartDaemon, connect: Connect, shared: Path
+) -> None:
+    fill(shared, MANY)
+    pipes = hang_at(shared, *range(MANY, MANY + THREADS))
+    daemon = start(
+        "--memory", "256MiB", "--backing", f"file://{shared}",
+        "--backing-ttl", "1d", "--backing-timeout", "60s",
+    )  # fmt: skip
+    client, other = (connect(daemon.endpoint, block_bytes=[SIZE]) for _ in range(2))
+    client.send(wire.Get(KEY_BYTES, [key(MANY + n) for n in range(THREADS)], False))
+    wanted = client.send(wire.Get(KEY_BYTES, [key(n) for n in range(MANY)], True))
+    for _ in range(MANY // 64):  # as many turns of its loop: it has asked for all it may ask for
+        other.stats()
+    for pipe in pipes:
+        eventually(lambda pipe=pipe: has_let_go(pipe))  # type: ignore[misc]
+    found: dict[int, bytes] = {}
+    more = True
+    while more:
+        request_id, reply, payload = client.receive()
+        if request_id == wanted:
+            found |= zip(reply.positions, payload, strict=True)
+            more = reply.more
+    assert found == {n: block(n, SIZE) for n in range(MANY)}
+
+
+def has_let_go(pipe: Path) -> bool:
+    """Of the one who hangs at this pipe, as soon as there is one."""
+    try:
+        os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+    except OSError:  # nobody yet
+        return False
+    return True
