@@ -62,7 +62,7 @@ class ErrorCode(str, enum.Enum):
     TOO_LARGE = "too_large"  # beyond a limit of the protocol or of this daemon
     UNAVAILABLE = "unavailable"  # shutting down or overloaded: try again later
     NO_ARENA = "no_arena"  # no shared memory is attached to this session
-    NOT_WRITTEN = "not_written"  # a disk did not take what it was to keep, or to delete
+    NOT_WRITTEN = "not_written"  # no disk, or one that did not take what it was to keep, or delete
     INTERNAL = "internal"
 
 

@@ -78,8 +78,13 @@ def test_flush_info_stats(client) -> None:  # type: ignore[no-untyped-def]
 def test_durability_without_a_disk(client) -> None:  # type: ignore[no-untyped-def]
     assert client.put(blocks(1), Durability.RECEIVED) == [PutResult.STORED]
     eventually(lambda: client.tiers([key(0)]) == [1])
-    assert client.put(blocks(1), Durability.DISK) == [PutResult.DROPPED]
-    assert client.put(blocks(1, start=1), Durability.DISK) == [PutResult.DROPPED]
+    for n in (0, 1):  # there already, and new
+        with pytest.raises(Refused) as refused:
+            client.put(blocks(1, start=n), Durability.DISK)
+        assert refused.value.code is ErrorCode.NOT_WRITTEN
+        assert "no disk" in refused.value.message
+    assert client.tiers([key(0), key(1)]) == [1, 0], "of what is refused nothing is kept"
+    assert client.put(blocks(2), Durability.MEMORY) == [PutResult.PRESENT, PutResult.STORED]
 
 
 def test_more_blocks_than_a_client_may_have_under_way(start: StartDaemon, connect: Connect) -> None:

@@ -65,9 +65,14 @@ def test_what_is_on_disk_outlives_the_daemon(
 
 def test_a_daemon_without_a_disk_counts_nothing_as_on_disk(tmp_path: Path) -> None:
     with DaemonProcess(tmp_path, "--memory", "64MiB") as daemon:
-        for address in (daemon.endpoint, daemon.ipc):
+        for tokens, address in ((TOKENS, daemon.endpoint), (TOKENS[1:], daemon.ipc)):
+            with opened(address) as cache:
+                assert store(cache, tokens, "disk") == 0
+                assert cache.match(tokens) == 0
             with opened(address, strict=True) as cache:
-                assert store(cache, TOKENS, "disk") == 0
+                with pytest.raises(TokenCacheError, match="this daemon has no disk"):
+                    store(cache, tokens, "disk")
+                assert store(cache, tokens) == read(cache, tokens) == len(tokens), "as ever"
 
 
 def test_without_its_daemon_it_is_a_miss(

@@ -137,8 +137,8 @@ class TokenCache:
         call returns. State that is held already is not replaced.
 
         When it returns, what it counted can be read by everybody ("memory", the default), can be
-        read even after a crash of daemon or machine ("disk"; 0 of a daemon that has none), or has
-        reached the daemon ("received").
+        read even after a crash of daemon or machine ("disk"; a daemon that has none keeps nothing),
+        or has reached the daemon ("received").
         """
         self._require_open()
         level = _durability(durability)

@@ -8,7 +8,7 @@ from typing import Any
 
 import zmq
 
-from vllm_tiered_kv.core.store import PutItem, PutResult
+from vllm_tiered_kv.core.store import Durability, PutItem, PutResult
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.errors import ErrorCode, ProtocolError
 from vllm_tiered_kv.metrics import server_names as names
@@ -144,6 +144,11 @@ class Handlers:
         session.require_writer()
         session.require_lengths(request.lengths)
         keys = session.keys(request.width, request.keys)
+        if request.durability is Durability.DISK and not self._store.has_disk:
+            raise ProtocolError(
+                ErrorCode.NOT_WRITTEN,
+                "this daemon has no disk: neither an SSD nor a backing folder; nothing was kept",
+            )
         total = sum(request.lengths)
         if total > self._allowances.message:
             raise ProtocolError(

@@ -344,6 +344,11 @@ class TieredStore:
                 done(failed)
 
     @property
+    def has_disk(self) -> bool:
+        """Whether anything here outlives the daemon."""
+        return bool(self._slower)
+
+    @property
     def is_backing_absent(self) -> bool:
         """Whether the backing store hangs, so that it is not asked."""
         return self._far is not None and self._far.is_absent

@@ -24,14 +24,17 @@ _ERRORS = {
     "same again makes sense.",
     ErrorCode.NO_ARENA: "The session has no shared memory attached.",
     ErrorCode.NOT_WRITTEN: "A `flush`: blocks could not be written, or not made durable. A "
-    "`delete`: a tier refuses or does not answer; blocks may still be there, or be deleted later.",
+    "`delete`: a tier refuses or does not answer; blocks may still be there, or be deleted later. "
+    "A `put` as `disk`: the daemon has none; nothing was kept.",
     ErrorCode.INTERNAL: "The daemon failed; its log says why.",
 }
 _PUTS = {
     PutResult.STORED: "Stored, as durable as was asked for.",
     PutResult.PRESENT: "The key was there already, or is being put by someone else.",
-    PutResult.DROPPED: "No room, or a queue was full; nothing was kept.",
-    PutResult.FAILED: "An I/O error, or the checksum did not match; nothing was kept.",
+    PutResult.DROPPED: "No room, or a queue was full; nothing was kept, or with `disk` only in "
+    "memory.",
+    PutResult.FAILED: "An I/O error, or the checksum did not match; nothing was kept, or with "
+    "`disk` only in memory.",
 }
 _TIERS = {
     TierCode.MISS: "Nowhere.",
