@@ -13,11 +13,20 @@ from typing import Any
 
 import pytest
 import torch
-from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-from vllm.v1.request import Request
+from vllm.multimodal.inputs import MultiModalFeatureSpec
 
+from tests.engine.keyed_requests import (
+    BLOCK,
+    NAMESPACE,
+    TOKENS,
+    differ_from,
+    flat,
+    image,
+    keys_of,
+    make_request,
+    write_adapter,
+)
 from tests.engine.made_configs import engine_config, one_group
 from tests.models import write_model
 from vllm_tiered_kv.connector import assembly
@@ -25,57 +34,6 @@ from vllm_tiered_kv.connector.model_identity import fingerprint
 from vllm_tiered_kv.connector.request_keys import KeyMaker
 from vllm_tiered_kv.core.key import BlockKey, extend_chain, group_suffix, root_digest
 from vllm_tiered_kv.errors import UnsupportedError
-
-NAMESPACE = b"n" * 32
-BLOCK = 16
-TOKENS = tuple(random.Random(5).choices(range(1000), k=8 * BLOCK + 5))
-
-
-def make_request(tokens: Sequence[int] | None = TOKENS, **facts: Any) -> Request:
-    return Request(
-        request_id="r",
-        prompt_token_ids=None if tokens is None else list(tokens),
-        sampling_params=SamplingParams(max_tokens=8),
-        pooling_params=None,
-        **facts,
-    )
-
-
-def keys_of(
-    request: Request,
-    stops: Sequence[int] = (),
-    block_sizes: Sequence[int] = (BLOCK,),
-    maker: KeyMaker | None = None,
-) -> list[list[BlockKey]]:
-    """Keys per group, made in one go or by way of `stops`."""
-    keys = (maker or KeyMaker(NAMESPACE, block_sizes)).keys_for(request)
-    for stop in (*stops, request.num_tokens):
-        keys.extend(request, stop)
-    return keys.of_group
-
-
-def flat(request: Request, **how: Any) -> list[BlockKey]:
-    (keys,) = keys_of(request, **how)
-    return keys
-
-
-def differ_from(one: list[BlockKey], other: list[BlockKey]) -> int:
-    """The first block whose keys differ; behind it all must."""
-    assert len(one) == len(other)
-    same = [a == b for a, b in zip(one, other, strict=True)]
-    first = same.index(False) if False in same else len(same)
-    assert not any(same[first:])
-    return first
-
-
-def image(identifier: str, offset: int, length: int) -> MultiModalFeatureSpec:
-    return MultiModalFeatureSpec(
-        data=None,
-        modality="image",
-        identifier=identifier,
-        mm_position=PlaceholderRange(offset=offset, length=length),
-    )
-
 
 # ---- the chain ----------------------------------------------------------------------------------
 
@@ -139,133 +97,6 @@ def test_one_group_of_two_sees_a_block_before_the_other() -> None:
 
 
 # ---- the scope ----------------------------------------------------------------------------------
-
-
-def write_adapter(folder: Path, content: bytes) -> Path:
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text('{"r": 8}')
-    (folder / "adapter_model.safetensors").write_bytes(content)
-    return folder
-
-
-def with_adapter(name: str, path: Path | str, number: int = 1) -> list[BlockKey]:
-    return flat(make_request(lora_request=LoRARequest(name, number, str(path))))
-
-
-def test_adapters_are_told_apart_by_their_files(tmp_path: Path) -> None:
-    one = write_adapter(tmp_path / "one", b"1" * 50)
-    copy = write_adapter(tmp_path / "copy", b"1" * 50)
-    other = write_adapter(tmp_path / "other", b"2" * 50)
-    base = flat(make_request())
-    assert differ_from(with_adapter("a", one), base) == 0
-    assert differ_from(with_adapter("a", one), with_adapter("a", other)) == 0
-    assert with_adapter("a", one) == with_adapter("b", copy, number=2)
-
-
-def test_an_adapter_replaced_in_place_is_another(tmp_path: Path) -> None:
-    folder = write_adapter(tmp_path / "one", b"1" * 50)
-    before = with_adapter("a", folder)
-    (folder / "adapter_model.safetensors").write_bytes(b"2" * 50)
-    os.utime(folder / "adapter_model.safetensors", (2, 2))
-    assert differ_from(with_adapter("a", folder), before) == 0
-
-
-def test_a_number_stands_for_what_was_loaded_under_it(tmp_path: Path) -> None:
-    """vLLM keeps computing with the adapter it has under that number, whatever the files say."""
-    one = write_adapter(tmp_path / "one", b"1" * 50)
-    other = write_adapter(tmp_path / "other", b"2" * 50)
-    maker = KeyMaker(NAMESPACE, (BLOCK,))
-
-    def keys(path: Path, number: int, load_inplace: bool = False) -> list[BlockKey]:
-        lora = LoRARequest("a", number, str(path), load_inplace=load_inplace)
-        return flat(make_request(lora_request=lora), maker=maker)
-
-    first = keys(one, 1)
-    assert keys(one, 1) == first
-    assert differ_from(keys(other, 2), first) == 0
-    with pytest.raises(UnsupportedError, match="not those vLLM loaded as number 1"):
-        keys(other, 1)
-    with pytest.raises(UnsupportedError):  # what vLLM has there is not known any more
-        keys(one, 1)
-    # Both have computed under that name and path, which is all that vLLM's prefix cache knows.
-    for number, load_inplace in ((2, False), (1, True)):
-        with pytest.raises(UnsupportedError, match="load them from another path"):
-            keys(other, number, load_inplace)
-    other = other.rename(tmp_path / "elsewhere")
-    assert keys(other, 1, load_inplace=True) == keys(other, 2)
-    assert keys(other, 1) == keys(other, 2)
-    (other / "adapter_model.safetensors").write_bytes(b"3" * 50)
-    os.utime(other / "adapter_model.safetensors", (3, 3))
-    # Under whatever number: vLLM's prefix cache goes by name and path, and has blocks of before.
-    for number, load_inplace in ((1, False), (1, True), (3, False)):
-        with pytest.raises(UnsupportedError, match="load them from another path"):
-            keys(other, number, load_inplace)
-    moved = other.rename(tmp_path / "moved")
-    assert differ_from(keys(moved, 3), first) == 0
-    assert keys(moved, 1, load_inplace=True) == keys(moved, 3)
-
-
-def test_files_that_are_changed_and_changed_back(tmp_path: Path) -> None:
-    """vLLM has loaded what was there in between, and goes on with it."""
-    folder = write_adapter(tmp_path / "one", b"1" * 50)
-    copy = write_adapter(tmp_path / "copy", b"1" * 50)
-    maker = KeyMaker(NAMESPACE, (BLOCK,))
-
-    def keys(path: Path, load_inplace: bool = False) -> list[BlockKey]:
-        lora = LoRARequest("a", 1, str(path), load_inplace=load_inplace)
-        return flat(make_request(lora_request=lora), maker=maker)
-
-    before = keys(folder)
-    for content, time in ((b"2" * 50, 2), (b"1" * 50, 3)):
-        (folder / "adapter_model.safetensors").write_bytes(content)
-        os.utime(folder / "adapter_model.safetensors", (time, time))
-        with pytest.raises(UnsupportedError, match="load them from another path"):
-            keys(folder, load_inplace=time == 2)
-    with pytest.raises(UnsupportedError, match="not those vLLM loaded as number 1"):
-        keys(copy)
-    moved = copy.rename(tmp_path / "moved")
-    assert keys(moved, load_inplace=True) == before
-
-
-def test_an_adapter_in_place_of_another_that_nobody_can_read(tmp_path: Path) -> None:
-    folder = write_adapter(tmp_path / "one", b"1" * 50)
-    maker = KeyMaker(NAMESPACE, (BLOCK,))
-    lora = LoRARequest("a", 1, str(folder))
-    flat(make_request(lora_request=lora), maker=maker)
-    unread = LoRARequest("b", 1, str(tmp_path / "nowhere"), load_inplace=True)
-    with pytest.raises(UnsupportedError, match="not found"):
-        flat(make_request(lora_request=unread), maker=maker)
-    with pytest.raises(UnsupportedError, match="not those vLLM loaded as number 1"):
-        flat(make_request(lora_request=lora), maker=maker)
-
-
-def test_settings_of_adapters_count_for_them_alone(tmp_path: Path) -> None:
-    folder = write_adapter(tmp_path / "one", b"1" * 50)
-    makers = [KeyMaker(NAMESPACE, (BLOCK,), adapter_settings=text) for text in ("", "", "q_proj")]
-    lora = LoRARequest("a", 1, str(folder))
-    one, same, other = (flat(make_request(lora_request=lora), maker=maker) for maker in makers)
-    assert one == same
-    assert differ_from(one, other) == 0
-    plain = [flat(make_request(), maker=maker) for maker in makers]
-    assert plain[0] == plain[2]
-    whole = LoRARequest("b", 2, str(folder), is_3d_lora_weight=True)
-    assert differ_from(flat(make_request(lora_request=whole), maker=makers[0]), one) == 0
-
-
-def test_after_a_reset_the_same_path_may_hold_another_adapter(tmp_path: Path) -> None:
-    folder = write_adapter(tmp_path / "one", b"1" * 50)
-    lora = LoRARequest("a", 1, str(folder), load_inplace=True)
-    maker = KeyMaker(NAMESPACE, (BLOCK,))
-    before = flat(make_request(lora_request=lora), maker=maker)
-    (folder / "adapter_model.safetensors").write_bytes(b"2" * 50)
-    os.utime(folder / "adapter_model.safetensors", (2, 2))
-    maker.new_epoch(b"1" * 16)
-    assert differ_from(flat(make_request(lora_request=lora), maker=maker), before) == 0
-
-
-def test_an_adapter_that_is_not_here_gets_no_keys() -> None:
-    with pytest.raises(UnsupportedError, match="not found at hub/a"):
-        with_adapter("a", "hub/a")
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,15 @@
-"""TokenCache over real daemons: what is found, how far, by whom, and what is refused."""
+"""TokenCache over a real daemon: what is found, how far, by whom, and what is refused."""
 
 from __future__ import annotations
 
 import array
 import ctypes
 import itertools
-import os
 import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,12 @@ import numpy as np
 import pytest
 
 from tests.daemon.daemon_process import DaemonProcess
-from tests.patience import eventually
 from tests.remote.daemon_facts import leases_of, requests_of
 from tests.remote.token_states import TOKEN_BYTES, read, states, store
 from vllm_tiered_kv.api import TokenCache
 from vllm_tiered_kv.api.token_keys import TokenKeys
 from vllm_tiered_kv.core.key import (
-    BlockKey,
     Fingerprint,
-    RankTag,
     extend_chain,
     root_digest,
 )
@@ -426,127 +422,3 @@ def test_encrypted_connections_and_those_who_may_only_read(tmp_path: Path) -> No
         for who in ("stranger", None):
             with pytest.raises(TokenCacheError, match=r"refused|no daemon answers"):
                 opened(who)
-
-
-# ---- several daemons ----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def three(tmp_path: Path) -> Iterator[list[DaemonProcess]]:
-    daemons = [DaemonProcess(tmp_path / str(n), "--memory", "64MiB") for n in range(3)]
-    for one in daemons:
-        one.folder.mkdir()
-        one.start()
-    yield daemons
-    for one in daemons:
-        one.end()
-
-
-def chains(count: int, length: int) -> list[Sequence[int]]:
-    return [range(1000 * n, 1000 * n + length) for n in range(1, count + 1)]
-
-
-def open_all(addresses: Sequence[str]) -> TokenCache:
-    return TokenCache.connect(addresses, "several", TOKEN_BYTES, timeout=20.0, connect_timeout=10.0)
-
-
-@pytest.mark.parametrize("kind", ["tcp", "ipc"])
-def test_several_daemons_are_one_cache(three: list[DaemonProcess], kind: str) -> None:
-    addresses = [one.endpoint if kind == "tcp" else one.ipc for one in three]
-    many = chains(6, 600)  # each lies in three parts
-    with open_all(addresses) as cache:
-        for tokens in many:
-            assert store(cache, tokens) == len(tokens)
-        before = [requests_of(one) for one in three]
-        assert [cache.match(tokens) for tokens in many] == [600] * 6
-        for one, then in zip(three, before, strict=True):
-            asked = requests_of(one)["match"] - then.get("match", 0)
-            assert 0 < asked <= 6, "once for each sequence at most"
-    with open_all(addresses[::-1]) as again:
-        assert [read(again, tokens) for tokens in many] == [600] * 6
-        for place in (0, 63, 64, 65, 511, 512, 599):
-            other = [*many[0][:place], 5, *many[0][place + 1 :]]
-            assert (again.match(other), read(again, other)) == (place, place)
-
-
-@pytest.mark.parametrize("kind", ["tcp", "ipc"])
-def test_a_match_ends_where_one_of_several_has_lost_its_share(
-    three: list[DaemonProcess], kind: str
-) -> None:
-    """What the others hold behind it is of no use, though it is there."""
-    addresses = [one.endpoint if kind == "tcp" else one.ipc for one in three]
-    with open_all(addresses) as cache:
-        tokens = next(
-            tokens
-            for tokens in chains(200, 600)
-            if len({server for *_, server in cache._chains._runs(keys_of(cache, tokens))}) == 3
-        )
-        runs = cache._chains._runs(keys_of(cache, tokens))
-        for start, _, server in runs:
-            assert store(cache, tokens) == len(tokens)
-            one = three[addresses.index(str(server.address))]
-            one.kill()
-            one.restart()
-            eventually(lambda server=server: server.match_all([b"x" * 17], [RankTag()]))
-            assert (cache.match(tokens), read(cache, tokens)) == (start, start)
-
-
-def test_a_match_ends_within_the_second_part_of_one_of_several(three: list[DaemonProcess]) -> None:
-    """Its parts are asked for at once, and counted one after the other."""
-    with open_all([one.endpoint for one in three]) as cache:
-        for tokens in chains(500, 600):
-            keys = keys_of(cache, tokens)
-            runs = cache._chains._runs(keys)
-            if len(runs) == 3 and runs[0][2] is runs[2][2]:
-                break
-        assert store(cache, tokens) == len(tokens)
-        for place in (599, 550, 512, 300, 64, 40):
-            for server in {server for *_, server in runs}:
-                server.delete(cache._chains._named(keys[place : place + 1]))
-            assert (cache.match(tokens), read(cache, tokens)) == (place, place)
-
-
-def keys_of(cache: TokenCache, tokens: Sequence[int]) -> list[BlockKey]:
-    return cache._keys.of((), tokens)
-
-
-def test_one_of_several_that_is_not_there_costs_only_its_share(
-    three: list[DaemonProcess], caplog: pytest.LogCaptureFixture
-) -> None:
-    three[0].kill()
-    many = chains(12, 20)
-    with open_all([one.endpoint for one in three]) as cache:
-        assert "going on without it" in caplog.text
-        # It is found out about after a few failures, and tried again now and then.
-        eventually(lambda: [store(cache, tokens) for tokens in many] == [20] * 12)
-        eventually(lambda: [read(cache, tokens) for tokens in many] == [20] * 12)
-
-
-# ---- documentation ------------------------------------------------------------------------------
-
-
-def test_the_page_says_what_is_so(daemon: DaemonProcess) -> None:
-    page = (ROOT / "docs" / "python-api.md").read_text()
-    examples = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    assert len(examples) == 1
-    assert examples[0].count("ipc:///run/kv/kv.sock") == 1
-    exec(examples[0].replace("ipc:///run/kv/kv.sock", daemon.ipc), {})
-
-
-def test_the_example_computes_nothing_the_second_time(daemon: DaemonProcess) -> None:
-    program = [sys.executable, "examples/token_cache.py", daemon.ipc]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    said = [
-        subprocess.run(
-            program,
-            cwd=ROOT,
-            env=environment,
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        ).stdout
-        for _ in range(2)
-    ]
-    assert [text.count("computing") for text in said] == [4, 0]
-    assert "computing 21 tokens" in said[0], "only what is new"

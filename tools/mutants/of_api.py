@@ -5,6 +5,7 @@ from __future__ import annotations
 from tools.mutants.mutation import Mutation
 
 _FOUND = "tests/remote/test_token_cache.py"
+_SEVERAL = "tests/remote/test_token_cache_several.py"
 _TROUBLE = "tests/remote/test_token_cache_trouble.py"
 
 API = (
@@ -14,7 +15,7 @@ API = (
         "            if here < stop - start:\n                return Outcome(count, {})\n",
         "",
         "a query is told that memory holds states which nobody has",
-        (f"{_FOUND}::test_a_match_ends_where_one_of_several_has_lost_its_share",),
+        (f"{_SEVERAL}::test_a_match_ends_where_one_of_several_has_lost_its_share",),
     ),
     Mutation(
         "token-cache-counts-a-part-twice",
@@ -22,7 +23,7 @@ API = (
         "            left[server] -= here\n",
         "",
         "a query is told that memory holds states which nobody has",
-        (f"{_FOUND}::test_a_match_ends_within_the_second_part_of_one_of_several",),
+        (f"{_SEVERAL}::test_a_match_ends_within_the_second_part_of_one_of_several",),
     ),
     Mutation(
         "token-cache-prefix-of-parts-of-chunks",

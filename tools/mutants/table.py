@@ -10,6 +10,7 @@ from tools.mutants.of_identity import IDENTITY
 from tools.mutants.of_keys_and_copies import COPIES, KEYS
 from tools.mutants.of_rehearsals import REHEARSALS
 from tools.mutants.of_remote import REMOTE
+from tools.mutants.of_request_keys import REQUEST_KEYS
 from tools.mutants.of_server import SERVER
 from tools.mutants.of_stores import STORES
 from tools.mutants.of_windows_and_comparisons import WINDOWS_AND_COMPARISONS
@@ -22,6 +23,7 @@ MUTATIONS = (
     *REMOTE,
     *SERVER,
     *CONNECTOR,
+    *REQUEST_KEYS,
     *IDENTITY,
     *EARLY_LOADS,
     *REHEARSALS,

@@ -1,0 +1,49 @@
+"""What the documentation shows of TokenCache does what it says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.daemon.daemon_process import DaemonProcess
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
+    with DaemonProcess(tmp_path, "--memory", "128MiB") as running:
+        yield running
+
+
+def test_the_page_says_what_is_so(daemon: DaemonProcess) -> None:
+    page = (ROOT / "docs" / "python-api.md").read_text()
+    examples = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(examples) == 1
+    assert examples[0].count("ipc:///run/kv/kv.sock") == 1
+    exec(examples[0].replace("ipc:///run/kv/kv.sock", daemon.ipc), {})
+
+
+def test_the_example_computes_nothing_the_second_time(daemon: DaemonProcess) -> None:
+    program = [sys.executable, "examples/token_cache.py", daemon.ipc]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    said = [
+        subprocess.run(
+            program,
+            cwd=ROOT,
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        ).stdout
+        for _ in range(2)
+    ]
+    assert [text.count("computing") for text in said] == [4, 0]
+    assert "computing 21 tokens" in said[0], "only what is new"
