@@ -10,12 +10,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.daemon.backing_pipes import hang_at
 from tests.daemon.conftest import Connect, StartDaemon
-from tests.daemon.raw_client import KEY_BYTES, NAMESPACE, block, key, wire
+from tests.daemon.raw_client import KEY_BYTES, NAMESPACE, attach, block, key, wire
 from tests.patience import eventually
 from vllm_tiered_kv.core.store import NAMESPACE_BYTES, BlockFacts, PutItem, PutResult, StoreKey
 from vllm_tiered_kv.core.tiers import Tier
@@ -203,30 +204,42 @@ def test_without_room_not_every_block_waits_for_some(shared: Path) -> None:
 # ---- a daemon -----------------------------------------------------------------------------------
 
 
-def test_a_daemon_reads_very_many_blocks_of_its_backing_folder(
-    start: StartDaemon, connect: Connect, shared: Path
-) -> None:
-    fill(shared, MANY)
-    pipes = hang_at(shared, *range(MANY, MANY + THREADS))
-    daemon = start(
-        "--memory", "256MiB", "--backing", f"file://{shared}",
-        "--backing-ttl", "1d", "--backing-timeout", "60s",
-    )  # fmt: skip
-    client, other = (connect(daemon.endpoint, block_bytes=[SIZE]) for _ in range(2))
-    client.send(wire.Get(KEY_BYTES, [key(MANY + n) for n in range(THREADS)], False))
-    wanted = client.send(wire.Get(KEY_BYTES, [key(n) for n in range(MANY)], True))
-    for _ in range(MANY // 64):  # as many turns of its loop: it has asked for all it may ask for
-        other.stats()
-    for pipe in pipes:
-        eventually(lambda pipe=pipe: has_let_go(pipe))  # type: ignore[misc]
-    found: dict[int, bytes] = {}
-    more = True
-    while more:
-        request_id, reply, payload = client.receive()
-        if request_id == wanted:
-            found |= zip(reply.positions, payload, strict=True)
-            more = reply.more
-    assert found == {n: block(n, SIZE) for n in range(MANY)}
+class HungDaemon:
+    """Whose threads for the backing folder all hang until `let_go`."""
+
+    def __init__(self, start: StartDaemon, connect: Connect, shared: Path) -> None:
+        self.pipes = hang_at(shared, *range(10**6, 10**6 + THREADS))
+        self.process = start(
+            "--memory", "256MiB", "--backing", f"file://{shared}",
+            "--backing-ttl", "1d", "--backing-timeout", "60s",
+        )  # fmt: skip
+        self.attached = attach(self.process.ipc_path)
+        self.client = connect(self.process.ipc, block_bytes=[SIZE], arena=self.attached.token)
+        self.other = connect(self.process.endpoint, block_bytes=[SIZE])
+        hanging = [key(10**6 + n) for n in range(THREADS)]
+        self.client.send(wire.Get(KEY_BYTES, hanging, False))
+
+    def let_go(self, op: str, count: int) -> None:
+        """When it has so many of these requests, and has asked the folder for all that it will."""
+        self.await_requests(op, count)
+        eventually(self.has_settled)
+        for pipe in self.pipes:
+            eventually(lambda pipe=pipe: has_let_go(pipe))  # type: ignore[misc]
+
+    def has_settled(self) -> bool:
+        """Whether it has claimed no more room for replies in some turns of its loop."""
+        claimed = {self.other.stats()["reply_bytes"] for _ in range(50)}
+        return len(claimed) == 1
+
+    def await_requests(self, op: str, count: int) -> None:
+        eventually(lambda: self.other.stats()["requests"].get(op) == count)
+
+    def replies(self, wanted: int) -> Iterator[tuple[Any, list[bytes]]]:
+        """To this request, as they come."""
+        while True:
+            request_id, reply, payload = self.client.receive()
+            if request_id == wanted:
+                yield reply, payload
 
 
 def has_let_go(pipe: Path) -> bool:
@@ -236,3 +249,40 @@ def has_let_go(pipe: Path) -> bool:
     except OSError:  # nobody yet
         return False
     return True
+
+
+@pytest.fixture
+def hung(start: StartDaemon, connect: Connect, shared: Path) -> Iterator[HungDaemon]:
+    fill(shared, MANY)
+    hung = HungDaemon(start, connect, shared)
+    yield hung
+    hung.attached.close()
+
+
+def test_a_daemon_reads_very_many_blocks_of_its_backing_folder(hung: HungDaemon) -> None:
+    wanted = hung.client.send(wire.Get(KEY_BYTES, [key(n) for n in range(MANY)], True))
+    hung.let_go("get", 2)
+    found: dict[int, bytes] = {}
+    for reply, payload in hung.replies(wanted):
+        found |= zip(reply.positions, payload, strict=True)
+        if not reply.more:
+            break
+    assert found == {n: block(n, SIZE) for n in range(MANY)}
+
+
+def test_a_daemon_lends_very_many_blocks_of_its_backing_folder(hung: HungDaemon) -> None:
+    """Of twice as many, half of which are nowhere."""
+    wanted = hung.client.send(wire.Lend(KEY_BYTES, [key(n) for n in range(2 * MANY)]))
+    hung.let_go("lend", 1)
+    lent, _ = next(hung.replies(wanted))
+    assert [bool(lease) for lease in lent.leases] == [True] * MANY + [False] * MANY
+    assert set(lent.lengths[:MANY]) == {SIZE}
+
+
+def test_what_waits_for_a_backing_folder_does_not_fill_the_memory(hung: HungDaemon) -> None:
+    before = hung.process.peak_rss_bytes()
+    for first in range(10**7, 10**7 + 16 * 65536, 65536):
+        keys = [key(n) for n in range(first, first + 65536)]
+        hung.client.send(wire.Lend(KEY_BYTES, keys))
+    hung.await_requests("lend", 16)
+    assert hung.process.peak_rss_bytes() - before < 500 * MIB

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from vllm_tiered_kv.core.store import PutResult, StoreKey
 from vllm_tiered_kv.core.tiers import Tier
@@ -31,6 +32,8 @@ from vllm_tiered_kv.wire.messages import (
     put_codes,
 )
 
+_FETCH_AT_ONCE = 256  # keys of a request
+
 
 class ArenaHandlers:
     """Runs on the reactor's thread."""
@@ -51,9 +54,22 @@ class ArenaHandlers:
         lending = _Lending(self._leases, call, attachment, len(keys), min(len(keys), fitting))
         here, missing = self._store.hold_here(keys[:fitting])
         lending.arrived(here)
+        self._fetch(lending, iter([(n, keys[n]) for n in missing]))
+
+    def _fetch(self, lending: _Lending, missing: Iterator[tuple[int, StoreKey]]) -> None:
+        """Brings blocks into memory in rounds: what waits for a slow tier is to stay bounded."""
+        some = list(islice(missing, _FETCH_AT_ONCE))
+        left = len(some)
+
+        def arrived(n: int, block: Held | None) -> None:
+            nonlocal left
+            left -= 1
+            lending.arrived([(n, block)])
+            if not left:
+                self._reactor.in_turn(lambda: self._fetch(lending, missing))
+
         self._store.fetch_slower(
-            [(n, keys[n]) for n in missing],
-            lambda n, block: self._reactor.hand_over(lambda: lending.arrived([(n, block)])),
+            some, lambda n, block: self._reactor.hand_over(lambda: arrived(n, block))
         )
 
     def borrow(self, call: Call, request: Borrow) -> None:
