@@ -40,6 +40,10 @@ def _gpu(name: str) -> str:
 
 
 _SUPPORT_TESTS = "tests/engine/test_support_engine.py::test_other_caches_are_left_alone"
+_EVERY_TOKEN = (
+    "tests/engine/test_support_engine.py::"
+    "test_engines_that_need_a_forward_of_every_token_are_left_alone"
+)
 
 ROWS = (
     Row(
@@ -166,6 +170,12 @@ ROWS = (
         (_kinds("test_embeddings_of_a_causal_model_are_served"),),
     ),
     Row(
+        "Embeddings by MEAN, CLS or STEP pooling",
+        State.LEFT_ALONE,
+        (_kinds("test_pooling_of_all_tokens_is_left_alone"), _EVERY_TOKEN),
+        says="takes the outputs of all tokens",
+    ),
+    Row(
         "Encoders (BERT)",
         State.LEFT_ALONE,
         (_kinds("test_an_encoder_is_left_alone"),),
@@ -189,6 +199,18 @@ ROWS = (
         (_gpu("test_many_requests_with_one_long_prefix"),),
         "gone from vLLM 0.32; it was how kernels read a prefix that many requests share, and the "
         "cache stores the same blocks (0.31 has it; not tested there)",
+    ),
+    Row(
+        "Diffusion (DiffusionGemma)",
+        State.LEFT_ALONE,
+        ("tests/engine/test_support_engine.py::test_other_engines_are_left_alone",),
+        says="diffusion does not",
+    ),
+    Row(
+        "Answers with the experts of each token (`--enable-return-routed-experts`)",
+        State.LEFT_ALONE,
+        (_EVERY_TOKEN,),
+        says="routed experts of all tokens",
     ),
     Row(
         "Context parallelism",

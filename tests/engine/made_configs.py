@@ -52,8 +52,17 @@ def engine_config(model: Path, **engine: Any) -> VllmConfig:
 def bare_config(**changes: object) -> SimpleNamespace:
     """As much of it as decides whether a model can be cached."""
     return SimpleNamespace(
-        **{"speculative_config": None, "parallel_config": bare_parallel(), **changes}
+        **{
+            "model_config": bare_model(),
+            "speculative_config": None,
+            "parallel_config": bare_parallel(),
+            **changes,
+        }
     )
+
+
+def bare_model(**changes: object) -> SimpleNamespace:
+    return SimpleNamespace(**{"runner_type": "generate", **changes})
 
 
 def bare_parallel(**changes: object) -> SimpleNamespace:

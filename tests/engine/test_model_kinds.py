@@ -332,6 +332,31 @@ def test_embeddings_of_a_causal_model_are_served(tmp_path: Path) -> None:
         engine.assert_at_rest()
 
 
+@pytest.mark.parametrize("kind", ["MEAN", "CLS"])
+def test_pooling_of_all_tokens_is_left_alone(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM's own prefix cache is off for it: a hit, whoever has it, ends the engine."""
+    model = write_tokenizer(write_model(tmp_path / "model"))
+    settings: dict[str, Any] = {
+        "runner": "pooling",
+        "convert": "embed",
+        "pooler_config": {"seq_pooling_type": kind},
+        "max_num_batched_tokens": 1024,
+    }
+    with real_engine(model, ROOMY, skip_tokenizer_init=False, **settings) as engine:
+        assert not engine.scheduler.vllm_config.cache_config.enable_prefix_caching
+        said = []
+        for _ in range(2):
+            (out,) = engine.llm.embed([{"prompt_token_ids": PROMPTS[0]}], use_tqdm=False)
+            said.append((out.outputs.embedding, out.num_cached_tokens))
+            engine.settle()
+        assert said[0] == said[1]
+        assert said[0][1] == 0
+        assert engine.half is None
+        assert "not tiered: its pooling" in caplog.text
+
+
 def test_an_encoder_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = write_tokenizer(write_config(tmp_path / "model", TINY_BERT))
     settings = {"runner": "pooling", "max_model_len": 512, "max_num_batched_tokens": 512}

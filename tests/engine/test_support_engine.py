@@ -28,7 +28,14 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from tests.engine.made_configs import FULL, SHAPE, bare_config, bare_parallel, groups
+from tests.engine.made_configs import (
+    FULL,
+    SHAPE,
+    bare_config,
+    bare_model,
+    bare_parallel,
+    groups,
+)
 from tests.engine.toy_engine import ToyEngine
 from vllm_tiered_kv.connector.connector import TieredKVConnector
 from vllm_tiered_kv.connector.kv_layout import group_windows
@@ -92,6 +99,9 @@ def test_other_engines_are_left_alone() -> None:
     assert "EAGLE" in (why_not_cacheable(bare_config(speculative_config=draft), groups(FULL)) or "")
     ngram = SimpleNamespace(uses_draft_kv_cache=lambda: False)
     assert why_not_cacheable(bare_config(speculative_config=ngram), groups(FULL)) is None
+    diffusion = bare_model(is_diffusion=True)
+    said = why_not_cacheable(bare_config(model_config=diffusion), groups(FULL))
+    assert "diffusion" in (said or "")
     for changes, reason in (
         ({"decode_context_parallel_size": 2}, "context parallelism"),
         ({"distributed_executor_backend": "external_launcher"}, "external launcher"),
@@ -100,6 +110,20 @@ def test_other_engines_are_left_alone() -> None:
             bare_config(parallel_config=bare_parallel(**changes)), groups(FULL)
         )
         assert reason in (said or "")
+
+
+def test_engines_that_need_a_forward_of_every_token_are_left_alone() -> None:
+    last = bare_model(runner_type="pooling", is_prefix_caching_supported=True)
+    assert why_not_cacheable(bare_config(model_config=last), groups(FULL)) is None
+    silent = SimpleNamespace(enabled=False)
+    assert why_not_cacheable(bare_config(aux_output_config=silent), groups(FULL)) is None
+    mean = bare_model(runner_type="pooling", is_prefix_caching_supported=False)
+    for changes, reason in (
+        ({"model_config": mean}, "pooling"),
+        ({"aux_output_config": SimpleNamespace(enabled=True)}, "routed experts"),
+        ({"model_config": bare_model(enable_return_routed_experts=True)}, "routed experts"),
+    ):
+        assert reason in (why_not_cacheable(bare_config(**changes), groups(FULL)) or "")
 
 
 def test_a_model_that_is_left_alone_is_told_so_and_runs(

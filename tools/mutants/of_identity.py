@@ -1,4 +1,5 @@
-"""Which model computed a block: `connector/model_identity.py`, `connector/model_settings.py`."""
+"""Which model computed a block: `connector/model_identity.py`, `connector/model_settings.py`; and
+which are left alone: `connector/support.py`."""
 
 from __future__ import annotations
 
@@ -8,6 +9,10 @@ _IDENTITY = ("tests/unit/test_model_identity.py",)
 _SOURCES = ("tests/unit/test_weight_sources.py",)
 _KEYS = ("tests/engine/test_request_keys.py",)
 _SETTINGS = ("tests/engine/test_model_settings.py",)
+_EVERY_TOKEN = (
+    "tests/engine/test_support_engine.py::"
+    "test_engines_that_need_a_forward_of_every_token_are_left_alone",
+)
 
 IDENTITY = (
     Mutation(
@@ -112,5 +117,23 @@ IDENTITY = (
         "        (file.name, 0, 0)\n",
         "an adapter gets blocks computed with its older version",
         _IDENTITY,
+    ),
+    Mutation(
+        "pooling-of-a-part",
+        "connector/support.py",
+        '        return "its pooling (MEAN, CLS or by steps) takes the outputs of all tokens"\n',
+        "        pass\n",
+        "a hit for a model that pools all tokens ends the engine",
+        _EVERY_TOKEN,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "experts-of-a-part",
+        "connector/support.py",
+        '        return "the routed experts of all tokens are asked for"\n',
+        "        pass\n",
+        "a hit whose routed experts vLLM no longer has ends the engine",
+        _EVERY_TOKEN,
+        Needs.VLLM,
     ),
 )

@@ -96,6 +96,12 @@ def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     empty = [n for n, nbytes in enumerate(group_block_bytes(kv_cache_config)) if not nbytes]
     if empty:
         return f"KV-cache group {empty[0]} has no layers on one of the ranks"
+    if getattr(vllm_config.model_config, "is_diffusion", False):
+        # Some answers end without the forward that would have written the KV of their tokens.
+        return "diffusion does not compute tokens one after the other"
+    every_token = _why_every_token(vllm_config)
+    if every_token is not None:
+        return every_token
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.uses_draft_kv_cache():
         return "speculative decoding with a draft model (EAGLE, MTP) is not supported so far"
@@ -104,4 +110,20 @@ def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         return "context parallelism is not supported so far"
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         return "ranks started by an external launcher do not report to one scheduler"
+    return None
+
+
+def _why_every_token(vllm_config: VllmConfig) -> str | None:
+    """The reason all tokens must be computed, even those whose KV is at hand; None if there is
+    none."""
+    model = vllm_config.model_config
+    if model.runner_type == "pooling" and not model.is_prefix_caching_supported:
+        # vLLM's own cache is off then, and its pooler ends the engine when it misses a token.
+        return "its pooling (MEAN, CLS or by steps) takes the outputs of all tokens"
+    auxiliary = getattr(vllm_config, "aux_output_config", None)
+    if (auxiliary is not None and auxiliary.enabled) or getattr(
+        model, "enable_return_routed_experts", False
+    ):
+        # vLLM keeps those of its own cached blocks, and ends the engine when it lacks some.
+        return "the routed experts of all tokens are asked for"
     return None
