@@ -269,6 +269,20 @@ def test_tokens_and_embeddings_can_be_mixed() -> None:
     assert mixed(0, [1, *TOKENS[1:70]]) != base
 
 
+def test_nothing_is_not_taken_for_the_first_token() -> None:
+    """vLLM fills both in with zeros: embeddings where there are tokens, tokens where there are
+    embeddings. The embedding of the first token is something else."""
+
+    def mixed(first_embedding: int) -> list[BlockKey]:
+        is_token = [at < first_embedding for at in range(70)]
+        return flat(
+            make_request([0] * 70, prompt_embeds=torch.zeros(70, 8), prompt_is_token_ids=is_token)
+        )
+
+    assert mixed(40) == mixed(40)
+    assert differ_from(mixed(40), mixed(20)) == 20 // BLOCK
+
+
 # ---- the namespace ------------------------------------------------------------------------------
 
 

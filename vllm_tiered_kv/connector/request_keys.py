@@ -80,10 +80,14 @@ class RequestKeys:
         from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
         extras: dict[int, bytes] = {}
+        # Where both are given; vLLM's zeros for the other kind are a token, and an embedding, too.
+        is_token = getattr(request, "prompt_is_token_ids", None)
         for index, first in enumerate(range(start, stop, self._unit)):
             parts, self._mm_index = generate_block_hash_extra_keys(
                 request, first, first + self._unit, self._mm_index
             )
+            if is_token is not None:
+                parts = (*(parts or ()), bytes(is_token[first : first + self._unit]))
             if parts:
                 # LoRA and salt come along too; they are in the root already and do no harm.
                 extras[index] = canonical(parts)
