@@ -218,6 +218,12 @@ ROWS = (
         ("tests/engine/test_support_engine.py::test_other_engines_are_left_alone",),
         says="context parallelism",
     ),
+    Row(
+        "Fault tolerance of expert parallelism (`--enable-fault-tolerance`)",
+        State.LEFT_ALONE,
+        ("tests/engine/test_support_engine.py::test_other_engines_are_left_alone",),
+        says="with fault tolerance",
+    ),
 )
 
 

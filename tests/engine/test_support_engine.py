@@ -105,6 +105,7 @@ def test_other_engines_are_left_alone() -> None:
     for changes, reason in (
         ({"decode_context_parallel_size": 2}, "context parallelism"),
         ({"distributed_executor_backend": "external_launcher"}, "external launcher"),
+        ({"enable_fault_tolerance": True}, "fault tolerance"),
     ):
         said = why_not_cacheable(
             bare_config(parallel_config=bare_parallel(**changes)), groups(FULL)

@@ -136,4 +136,13 @@ IDENTITY = (
         _EVERY_TOKEN,
         Needs.VLLM,
     ),
+    Mutation(
+        "steps-that-failed",
+        "connector/support.py",
+        'if getattr(parallel, "enable_fault_tolerance", False):',
+        "if False:",
+        "what a failed step computed is stored, and what it reported is waited for for ever",
+        ("tests/engine/test_support_engine.py::test_other_engines_are_left_alone",),
+        Needs.VLLM,
+    ),
 )

@@ -110,6 +110,10 @@ def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         return "context parallelism is not supported so far"
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         return "ranks started by an external launcher do not report to one scheduler"
+    if getattr(parallel, "enable_fault_tolerance", False):
+        # What a step computed beside a fault must not be stored, what it reported is lost; and no
+        # hook tells of it.
+        return "with fault tolerance vLLM goes on after steps that failed, unknown to the cache"
     return None
 
 
