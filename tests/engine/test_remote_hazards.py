@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.v1.kv_cache_interface import AttentionSpec, KVQuantMode
 
 from tests.engine.toy_asking import ask, seeded_prompt, total
 from tests.engine.toy_engine import ToyEngine, play
+from tests.engine.toy_groups import ToyGroup
 from tests.remote.faulty_daemon import FaultyDaemon, forgetful
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import names
@@ -162,3 +165,42 @@ def test_what_a_daemon_was_sent_before_a_reset_is_not_found_after_it(tiny_model:
         serve(other, asked)
         assert total(other, names.HIT_TOKENS, REMOTE) == 40
         other.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "found"),
+    [(KVQuantMode.INT8_PER_TOKEN_HEAD, 0), (KVQuantMode.FP8_PER_TENSOR, 40)],
+    ids=["a scale for each token", "a scale for all"],
+)
+def test_nothing_is_loaded_ahead_of_a_first_forward_that_clears_the_cache(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, mode: KVQuantMode, found: int
+) -> None:
+    """Where scales lie in the cache beside their numbers, vLLM's Triton back-end sets all of them
+    to one when it first comes to a layer; without graphs, that is the first request."""
+    plain = ToyGroup.spec
+
+    def quantised(group: ToyGroup) -> AttentionSpec:
+        return replace(plain.fget(group), kv_quant_mode=mode)
+
+    monkeypatch.setattr(ToyGroup, "spec", property(quantised))
+    with FaultyDaemon() as daemon:
+        first = engine(tiny_model, daemon)
+        asked = [seeded_prompt(seed, 41) for seed in (7, 8)]
+        for ids in asked:
+            serve(first, ids)
+        first.close()
+        toy = engine(tiny_model, daemon)
+        forward = toy._forward
+
+        def first_forward(request_id: str, count: int) -> list[int]:
+            toy._forward = forward
+            for cache in toy.caches if mode.is_per_token_head else ():
+                cache[:] = -1
+            return forward(request_id, count)
+
+        toy._forward = first_forward
+        serve(toy, asked[0])
+        assert total(toy, names.HIT_TOKENS, REMOTE) == found
+        serve(toy, asked[1])
+        assert total(toy, names.HIT_TOKENS, REMOTE) == found + 40
+        toy.close()

@@ -1,4 +1,5 @@
-"""Loads that begin while their step is still being planned: `connector/head_start.py`."""
+"""Loads that begin while their step is still being planned: `connector/head_start.py`; or ahead of
+the first one."""
 
 from __future__ import annotations
 
@@ -113,6 +114,15 @@ EARLY_LOADS = (
         "",
         "blocks are copied twice and their job is reported twice",
         _HEAD_START,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "load-ahead-of-the-first-forward",
+        "connector/assembly.py",
+        "    half.loads.awaits_first_forward = first_forward_clears(kv_cache_config)\n",
+        "",
+        "the first forward sets scales that were loaded to one",
+        ("tests/engine/test_remote_hazards.py",),
         Needs.VLLM,
     ),
 )

@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.config import Mode, StorePolicy, TieredKVConfig
 from vllm_tiered_kv.connector import head_start
-from vllm_tiered_kv.connector.kv_layout import group_block_bytes, group_windows
+from vllm_tiered_kv.connector.kv_layout import (
+    first_forward_clears,
+    group_block_bytes,
+    group_windows,
+)
 from vllm_tiered_kv.connector.lazy_store import LazyStore
 from vllm_tiered_kv.connector.model_identity import fingerprint
 from vllm_tiered_kv.connector.model_settings import adapter_settings
@@ -80,6 +84,8 @@ def make_scheduler_half(
             else None
         ),
     )
+    half.loads.reuses_tails = config.reuse_partial_tail and config.mode is Mode.TIERED
+    half.loads.awaits_first_forward = first_forward_clears(kv_cache_config)
     if head_start.is_possible(vllm_config, kv_cache_config.needs_kv_cache_zeroing):
         half.head_start = head_start.HeadStart(vllm_config, half.recorder)
     if config.remote and config.mode is Mode.TIERED:

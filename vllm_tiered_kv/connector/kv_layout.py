@@ -43,6 +43,18 @@ def group_windows(kv_cache_config: KVCacheConfig) -> list[int | None]:
     return windows
 
 
+def first_forward_clears(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether vLLM's first forward writes to all blocks: it sets the scales of each token and head,
+    which lie among their numbers, to one."""
+    from vllm.v1.kv_cache_interface import iter_layer_specs
+
+    return any(
+        getattr(getattr(spec, "kv_quant_mode", None), "is_per_token_head", False)
+        for group in kv_cache_config.kv_cache_groups
+        for spec in iter_layer_specs(group.kv_cache_spec)
+    )
+
+
 def group_runs(
     kv_caches: Mapping[str, torch.Tensor], kv_cache_config: KVCacheConfig
 ) -> dict[int, BlockRuns]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.cache.index import BlockIndex
@@ -49,6 +49,9 @@ class LoadPlanner:
         self._ledger = ledger
         self._recorder = recorder
         self.remote: RemoteTier | None = None
+        self.awaits_first_forward = False
+        """The first forward would overwrite what is loaded ahead of it. The CPU tier is empty until
+        then; daemons are not asked."""
         self._pool: BlockPool | None = None
         self.verification: Verification | None = None
         self.reuses_tails = False
@@ -58,7 +61,8 @@ class LoadPlanner:
 
     def begin(self, state: RequestState, request: Request) -> None:
         """A request has arrived: the daemons are asked ahead of the scheduler's question."""
-        if self.remote is None or not self.judge.asks_daemons:
+        daemons = self._daemons
+        if daemons is None:
             return
         limit = self.limit(request)
         # If the GPU has the last block it most likely has all: tails leave first. Where it does
@@ -66,7 +70,20 @@ class LoadPlanner:
         if not request.skip_reading_prefix_cache and not self._gpu_has_block_before(request, limit):
             state.keys.extend(request, request.num_tokens)
             self._know_tail(state)
-            self.remote.begin(state, limit)
+            daemons.begin(state, limit)
+
+    @property
+    def _daemons(self) -> RemoteTier | None:
+        """Those to be asked."""
+        if self.remote is None or self.awaits_first_forward or not self.judge.asks_daemons:
+            return None
+        return self.remote
+
+    def step_planned(self, scheduled: Collection[str]) -> None:
+        """The requests of a step are known; loads of later ones come behind its forward."""
+        self.ahead.step_planned(scheduled)
+        if scheduled:
+            self.awaits_first_forward = False
 
     def _gpu_has_block_before(self, request: Request, end: int) -> bool:
         """Whether vLLM's prefix cache has the blocks that end at this token of a request."""
@@ -91,9 +108,9 @@ class LoadPlanner:
         loadable = 0
         elsewhere = None
         if computed < end and not state.load_failed and not request.skip_reading_prefix_cache:
-            # Nobody waits for a daemon just for a tail.
-            if self.remote is not None and self.judge.asks_daemons and not has_all_full:
-                elsewhere = self.remote.positions(state, computed, self.limit(request))
+            daemons = self._daemons
+            if daemons is not None and not has_all_full:  # nobody waits for one just for a tail
+                elsewhere = daemons.positions(state, computed, self.limit(request))
                 if elsewhere is None and self.judge.waits_for_daemons(state, computed):
                     return None
             loadable = self._find(state, computed, end, elsewhere)

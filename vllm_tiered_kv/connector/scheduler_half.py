@@ -103,7 +103,6 @@ class SchedulerHalf:
         self.loads = LoadPlanner(
             self._groups, self.index, self.ledger, self.recorder, self._ahead, self.judge
         )
-        self.loads.reuses_tails = config.reuse_partial_tail and config.mode is Mode.TIERED
         self.head_start: HeadStart | None = None
         self.verification: Verification | None = None
         if config.verify_fraction:
@@ -200,7 +199,7 @@ class SchedulerHalf:
                 self._requests[request_id].forget_blocks()
                 self._end_verification(self._requests[request_id])
         counts = scheduler_output.num_scheduled_tokens
-        self._ahead.step_planned(counts)
+        self.loads.step_planned(counts)
         for request_id, scheduled in counts.items():
             self._plan_stores(request_id, scheduled)
         awaited = self.stores.has_unseen and awaits_first_token(self._requests, counts)
