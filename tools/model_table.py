@@ -143,6 +143,7 @@ ROWS = (
         (
             "tests/engine/test_speculation.py::test_ngram_speculation_changes_no_token",
             "tests/engine/test_speculation.py::test_rejected_drafts_are_never_stored",
+            "tests/engine/test_toy_speculation.py::test_random_clients",
             _gpu("test_ngram_speculation"),
         ),
     ),

@@ -1,0 +1,72 @@
+"""Random clients of engines that speculate: whatever drafts leave behind, nobody ever reads it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.toy_asking import prompt, total
+from tests.engine.toy_engine import play
+from tests.engine.toy_speculation import SpeculatingToyEngine
+from vllm_tiered_kv.metrics import names
+
+pytestmark = pytest.mark.engine
+
+KINDS: dict[str, dict[str, Any]] = {
+    "eager": {},
+    "lazy": {"extra_config": {"store": "lazy", "lazy_window": 24, "load_policy": "always"}},
+    "a ring of one block": {"ring": 1},
+    "windows": {"windows": (None, 10), "gpu_blocks": 40},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_clients(tiny_model: Path, async_scheduling: bool, kind: str) -> None:
+    accepted = rejected = loaded = preempted = 0
+    for seed in range(4):
+        engine = SpeculatingToyEngine(
+            tiny_model,
+            async_scheduling=async_scheduling,
+            seed=seed,
+            **{
+                "gpu_blocks": 26,
+                "cpu_blocks": 200,
+                "extra_config": {"load_policy": "always"},
+                **KINDS[kind],
+            },
+        )
+        play_clients(engine, random.Random(seed))
+        accepted += engine.accepted
+        rejected += engine.rejected
+        loaded += int(total(engine, names.LOADED_BLOCKS))
+        preempted += sum(request.num_preemptions for request in engine.requests.values())
+        engine.close()
+    assert min(accepted, rejected, loaded, preempted) > 0
+
+
+def play_clients(engine: SpeculatingToyEngine, rng: random.Random) -> None:
+    stems = [prompt(rng, rng.randrange(4, 40)) for _ in range(4)]
+    for _ in range(40):
+        stem = rng.choice(stems)
+        asked = [*stem[: rng.randrange(1, len(stem) + 1)], *prompt(rng, rng.randrange(9))]
+        if engine.finished and rng.random() < 0.4:
+            # The next turn of a conversation: its last answer is a part of the prompt.
+            name = rng.choice(list(engine.finished))
+            before = engine.requests[name].prompt_token_ids
+            asked = [*before, *engine.finished[name].tokens][:60] + prompt(rng, 2)
+        engine.add(asked, rng.randrange(1, 18))
+        for _ in range(rng.randrange(7)):
+            engine.step()
+        alive = [name for name in engine.requests if name in engine.scheduler.requests]
+        if alive and rng.random() < 0.1:
+            engine.abort(rng.choice(alive))
+        if rng.random() < 0.15:
+            engine.scheduler.reset_prefix_cache()
+    engine.run()
+    engine.assert_at_rest()
+    for name, done in engine.finished.items():
+        right = play(engine.requests[name].prompt_token_ids, len(done.tokens))[0]
+        assert done.tokens == right
