@@ -199,6 +199,25 @@ def test_other_pauses_end_with_everything_cleared(
     engine.assert_conforms()
 
 
+def test_reset_of_running_requests_with_a_step_under_way(tiny_model: Path) -> None:
+    """With any connector that loads, vLLM frees blocks only when the steps that may write to them
+    have ended. It has no connector's cache cleared either; when they have, all can be."""
+    engine = warm(tiny_model, True)
+    request_id = engine.add(IDS, 12)
+    while not engine.requests[request_id].num_output_tokens or not engine._in_flight:
+        engine.step()
+    readable = engine.half.index.used_bytes
+    with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
+        engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    assert engine.half.index.used_bytes == readable > 0
+    engine.land()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    assert not engine.half.index.used_bytes
+    engine.run()
+    engine.assert_said(request_id, IDS, 12)
+    engine.assert_conforms()
+
+
 @pytest.mark.usefixtures("step_loads")
 def test_reset_of_running_requests(tiny_model: Path, async_scheduling: bool) -> None:
     """vLLM preempts them all, and they start over in the new epoch."""
