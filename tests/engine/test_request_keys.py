@@ -31,6 +31,7 @@ from tests.engine.made_configs import engine_config, one_group
 from tests.models import write_model
 from vllm_tiered_kv.connector import assembly
 from vllm_tiered_kv.connector.model_identity import fingerprint
+from vllm_tiered_kv.connector.partial_tail import Tail, tail_of
 from vllm_tiered_kv.connector.request_keys import KeyMaker
 from vllm_tiered_kv.core.key import BlockKey, extend_chain, group_suffix, root_digest
 from vllm_tiered_kv.errors import UnsupportedError
@@ -281,6 +282,55 @@ def test_nothing_is_not_taken_for_the_first_token() -> None:
 
     assert mixed(40) == mixed(40)
     assert differ_from(mixed(40), mixed(20)) == 20 // BLOCK
+
+
+# ---- the block in which a prompt ends -----------------------------------------------------------
+
+
+def tail(
+    tokens: Sequence[int] | None = TOKENS, maker: KeyMaker | None = None, **facts: Any
+) -> Tail:
+    request = make_request(tokens, **facts)
+    found = tail_of(request, (maker or KeyMaker(NAMESPACE, (BLOCK,))).keys_for(request), BLOCK)
+    assert found is not None
+    return found
+
+
+def test_a_tail_is_named_by_its_tokens_and_all_before_them() -> None:
+    base = tail()
+    assert base == tail()
+    assert (base.end, base.position, base.is_partial) == (len(TOKENS), 8, True)
+    assert base.keys[:-1] == flat(make_request())
+    others = [TOKENS[:-1], (*TOKENS, 1), (1, *TOKENS[1:]), (*TOKENS[:-1], 1), TOKENS[BLOCK:]]
+    assert len({base.key, *(tail(tokens).key for tokens in others)}) == 1 + len(others)
+    short = tail(TOKENS[:5])
+    assert (short.position, short.is_partial) == (0, True)
+    assert short.key != tail(TOKENS[:5], cache_salt="x").key
+
+
+def test_a_full_block_is_its_own_tail_and_one_token_needs_none() -> None:
+    full = tail(TOKENS[: 2 * BLOCK])
+    assert (full.keys, full.is_partial) == (flat(make_request(TOKENS[: 2 * BLOCK])), False)
+    for length in (1, BLOCK + 1):
+        request = make_request(TOKENS[:length])
+        assert tail_of(request, KeyMaker(NAMESPACE, (BLOCK,)).keys_for(request), BLOCK) is None
+
+
+def test_images_and_embeddings_are_part_of_a_tail() -> None:
+    seen = {tail(mm_features=[image(name, 8 * BLOCK, 4)]).key for name in "ab"}
+    seen.add(tail(mm_features=[image("a", 8 * BLOCK + 1, 4)]).key)
+    seen |= {tail(mm_features=[image("c", 2, 4), image(name, 8 * BLOCK, 4)]).key for name in "ab"}
+    assert len(seen | {tail().key}) == 6
+    changed = embeds()
+    changed[69] += 1
+    assert tail(None, prompt_embeds=embeds()).key != tail(None, prompt_embeds=changed).key
+
+    def mixed(first_embedding: int) -> BlockKey:
+        is_token = [at < first_embedding for at in range(10)]
+        facts = {"prompt_embeds": torch.zeros(10, 8), "prompt_is_token_ids": is_token}
+        return tail([0] * 10, **facts).key
+
+    assert len({mixed(4), mixed(8), mixed(0)}) == 3
 
 
 # ---- the namespace ------------------------------------------------------------------------------

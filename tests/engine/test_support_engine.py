@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
 )
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
@@ -125,6 +126,22 @@ def test_engines_that_need_a_forward_of_every_token_are_left_alone() -> None:
         ({"model_config": bare_model(enable_return_routed_experts=True)}, "routed experts"),
     ):
         assert reason in (why_not_cacheable(bare_config(**changes), groups(FULL)) or "")
+
+
+def test_results_that_promise_the_same_bits_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def said(backend: str | None) -> str | None:
+        chosen = None if backend is None else AttentionBackendEnum[backend]
+        attention = SimpleNamespace(backend=chosen)
+        return why_not_cacheable(bare_config(attention_config=attention), groups(FULL))
+
+    assert said(None) is None
+    assert said("FLASHINFER") is None
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert said("FLASH_ATTN") is None
+    for backend in (None, "FLASHINFER", "TRITON_MLA"):  # what vLLM chooses is not known here
+        assert "VLLM_BATCH_INVARIANT" in (said(backend) or "")
 
 
 def test_a_model_that_is_left_alone_is_told_so_and_runs(

@@ -65,33 +65,37 @@ class RequestKeys:
     def of_tail(self, request: Request, start: int, end: int) -> BlockKey:
         """The key of the block that tokens `start` to `end` of the prompt fill in part. The one
         before it has one already."""
-        parts = None
+        extra = b""
         if request.mm_features or request.prompt_embeds is not None:
-            from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
-
-            parts, _ = generate_block_hash_extra_keys(request, start, end, 0)
+            extra, _ = _extra(request, start, end, 0)
         parent = self._units[start // self._unit - 1] if start else self._root
-        return tail_key(parent, request._all_token_ids[start:end], canonical(parts or ()))
+        return tail_key(parent, request._all_token_ids[start:end], extra)
 
     def _extras(self, request: Request, start: int, stop: int) -> dict[int, bytes] | None:
         """What besides the token ids decides a block's content: images, embeddings."""
         if not request.mm_features and request.prompt_embeds is None:
             return None
-        from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
-
         extras: dict[int, bytes] = {}
-        # Where both are given; vLLM's zeros for the other kind are a token, and an embedding, too.
-        is_token = getattr(request, "prompt_is_token_ids", None)
         for index, first in enumerate(range(start, stop, self._unit)):
-            parts, self._mm_index = generate_block_hash_extra_keys(
-                request, first, first + self._unit, self._mm_index
-            )
-            if is_token is not None:
-                parts = (*(parts or ()), bytes(is_token[first : first + self._unit]))
-            if parts:
-                # LoRA and salt come along too; they are in the root already and do no harm.
-                extras[index] = canonical(parts)
+            end = first + self._unit
+            extra, self._mm_index = _extra(request, first, end, self._mm_index)
+            if extra:
+                extras[index] = extra
         return extras
+
+
+def _extra(request: Request, start: int, end: int, mm_index: int) -> tuple[bytes, int]:
+    """The same of one block. `mm_index`: those before it end before the block; and which do before
+    the next one."""
+    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+
+    parts, mm_index = generate_block_hash_extra_keys(request, start, end, mm_index)
+    # Where both are given; vLLM's zeros for the other kind are a token, and an embedding, too.
+    is_token = getattr(request, "prompt_is_token_ids", None)
+    if is_token is not None:
+        parts = (*(parts or ()), bytes(is_token[start:end]))
+    # LoRA and salt come along too; they are in the root already and do no harm.
+    return canonical(parts) if parts else b"", mm_index
 
 
 class KeyMaker:

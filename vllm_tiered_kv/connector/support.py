@@ -130,4 +130,19 @@ def _why_every_token(vllm_config: VllmConfig) -> str | None:
     ):
         # vLLM keeps those of its own cached blocks, and ends the engine when it lacks some.
         return "the routed experts of all tokens are asked for"
-    return None
+    return _why_not_invariant(vllm_config)
+
+
+def _why_not_invariant(vllm_config: VllmConfig) -> str | None:
+    """vLLM promises the same bits whatever else is computed, but for some back-ends not after a
+    hit: it turns its own cache off then, in the workers."""
+    from vllm import envs
+
+    chosen = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
+    is_known = chosen is not None and chosen.name not in ("FLASHINFER", "TRITON_MLA")
+    if not envs.VLLM_BATCH_INVARIANT or is_known:
+        return None
+    return (
+        "with VLLM_BATCH_INVARIANT, vLLM reuses no prefixes with FLASHINFER or TRITON_MLA; "
+        "choose another by --attention-backend"
+    )
