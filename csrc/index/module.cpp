@@ -8,6 +8,7 @@
 #include <string>
 #include <string_view>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "binding.h"
@@ -192,6 +193,39 @@ std::vector<BlockName> names_of(const Keys& keys, const Items& before) {
   return names;
 }
 
+// Slots for blocks of one class in this order, until one finds no room: kNoSlot for those that are
+// here already.
+std::vector<int64_t> reserve_all(BlockIndex& index, const py::object& keys,
+                                 const py::object& parents, uint32_t size_class) {
+  const Keys all(keys);
+  const Items before(parents, "parents");
+  const std::vector<BlockName> names = names_of(all, before);
+  std::vector<Lookup> found;
+  index.lookup(all.all(), found);
+  std::vector<int64_t> more(names.size());  // new ones that follow each in its chain without a gap
+  for (size_t i = names.size(); i-- > 1;)
+    if (found[i] == Lookup::kMiss && names[i].before == names[i - 1].key) more[i - 1] = more[i] + 1;
+  std::vector<int64_t> slots;
+  slots.reserve(names.size());
+  try {
+    for (size_t i = 0; i < names.size(); ++i) {
+      // Looked for anew: it may have left for those before it, or be one of them.
+      if (index.lookup(names[i].key) != Lookup::kMiss) {
+        slots.push_back(kNoSlot);
+        continue;
+      }
+      const int64_t slot = index.reserve(names[i], size_class, more[i]);
+      if (slot == kNoSlot) break;
+      slots.push_back(slot);
+    }
+  } catch (...) {  // nobody would know of them
+    for (const int64_t slot : slots)
+      if (slot != kNoSlot) index.abort(slot);
+    throw;
+  }
+  return slots;
+}
+
 Geometry make_geometry(int64_t capacity_bytes, int64_t slab_bytes, int64_t num_slabs,
                        int64_t slots_per_slab) {
   return {capacity_bytes, slab_bytes, num_slabs, slots_per_slab};
@@ -344,6 +378,7 @@ void bind_block_index(const py::module_& module) {
           py::arg("key"), py::arg("parent"), py::arg("size_class"), py::arg("more"))
       .def("reserve_missing", &reserve_missing, py::arg("keys"), py::arg("start"), py::arg("stop"),
            py::arg("skip_start"), py::arg("skip_stop"), py::arg("size_class"))
+      .def("reserve_all", &reserve_all, py::arg("keys"), py::arg("parents"), py::arg("size_class"))
       .def("commit", &BlockIndex::commit, py::arg("slot"))
       .def(
           "commit_all",
@@ -352,6 +387,20 @@ void bind_block_index(const py::module_& module) {
             for (const int64_t slot : numbers(slots, "slots"))
               readable.push_back(self.commit(slot));
             return readable;
+          },
+          py::arg("slots"))
+      .def(
+          "commit_each",
+          [](BlockIndex& self, const py::object& slots) {
+            std::vector<std::variant<bool, std::string>> outcomes;
+            for (const int64_t slot : numbers(slots, "slots")) {
+              try {
+                outcomes.emplace_back(self.commit(slot));
+              } catch (const std::exception& error) {
+                outcomes.emplace_back(std::string(error.what()));
+              }
+            }
+            return outcomes;
           },
           py::arg("slots"))
       .def("abort", &BlockIndex::abort, py::arg("slot"))

@@ -51,7 +51,7 @@ def test_a_generation_is_odd_while_its_slot_is_written(store: MemoryStore) -> No
             # Given up half-written: whoever was lent it before must not take it for a whole block.
             store.abort(slot)
         else:
-            assert store.seal([slot]) == [PutResult.STORED]
+            assert store.commit(slot, 0) if n == 2 else store.seal([slot]) == [PutResult.STORED]
             (held,) = store.hold([key(n)])
             assert held is not None
             assert held.generation % 2 == 0
@@ -106,6 +106,47 @@ def test_a_copy_that_fails_gives_its_slots_back(store: MemoryStore) -> None:
     assert store.put([item(n) for n in range(3)]) == [PutResult.STORED] * 3
 
 
+def test_blocks_of_all_kinds_in_one_message(store: MemoryStore) -> None:
+    other = StoreKey(b"\1" * 16 + bytes(8))
+    assert store.put([item(2)]) == [PutResult.STORED]
+    store.turn_away([key(5)])
+    message = [
+        item(1),
+        item(2),  # is here
+        item(3, parent=2),
+        item(3, parent=2),  # is being written
+        item(4, size=2 * SIZE),
+        PutItem(other, None, memoryview(b"other")),
+        item(5),  # finds room again
+        item(6, size=MIB),  # never fits
+        item(7),
+    ]
+    results = store.put(message)
+    assert [result.name for result in results] == [
+        "STORED",
+        "PRESENT",
+        "STORED",
+        "PRESENT",
+        "STORED",
+        "STORED",
+        "STORED",
+        "DROPPED",
+        "STORED",
+    ]
+    held = store.hold([one.key for one in message])
+    for one, block in zip(message, held, strict=True):
+        assert (None if block is None else bytes(block.view)) == (
+            None if one.key == key(6) else bytes(one.payload)
+        )
+    offsets = {block.offset for block in held if block is not None}
+    assert len(offsets) == 7  # nobody shares a place
+    store.let_go(block for block in held if block is not None)
+    assert store.put([item(8, parent=5), item(9, parent=6)]) == [
+        PutResult.STORED,
+        PutResult.DROPPED,
+    ]
+
+
 def test_what_follows_a_block_without_room_is_not_kept(store: MemoryStore) -> None:
     """Also when there is room again: it could not be found without its head."""
     store.turn_away([key(1)])
@@ -128,20 +169,17 @@ def test_sealed_blocks_are_what_their_writer_left(store: MemoryStore) -> None:
     store.let_go(block for block in held if block is not None)
 
 
-def test_a_block_that_cannot_be_ended_takes_no_other_with_it(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    really_commit = store.commit
-
-    def commit(slot: Held, checksum: int) -> bool:
-        if slot.key == key(1):
-            raise MemoryError
-        return really_commit(slot, checksum)
-
-    monkeypatch.setattr(store, "commit", commit)
-    expected = [PutResult.STORED, PutResult.FAILED, PutResult.STORED]
-    assert store.seal([reserve(store, n) for n in range(3)]) == expected
+def test_a_block_that_cannot_be_ended_takes_no_other_with_it(store: MemoryStore) -> None:
+    slots = [reserve(store, n) for n in range(3)]
+    store.abort(slots[1])
+    assert store.seal(slots) == [PutResult.STORED, PutResult.FAILED, PutResult.STORED]
     assert store.contains([key(n) for n in range(3)]) == [True, False, True]
+    slots = [reserve(store, n) for n in range(3, 6)]
+    store.abort(slots[1])
+    damaged = [item(n)._replace(checksum=0) for n in range(3, 6)]
+    assert store.fill(slots, damaged) == [PutResult.FAILED] * 3
+    assert [store.lookup(key(n)) for n in range(3, 6)] == [Lookup.MISS] * 3
+    store.check()
 
 
 def test_blocks_that_cannot_be_sealed_give_their_slots_back(

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from vllm_tiered_kv.cache.index import BlockIndex
+from vllm_tiered_kv.cache.index import NOWHERE, BlockIndex
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry, SlabGeometry
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Lookup
@@ -45,6 +45,48 @@ def test_a_block_is_visible_only_between_commit_and_removal() -> None:
     assert index.lookup(key(1)) is Lookup.MISS
     assert not index.remove(key(1))
     assert index.used_bytes == 0
+    index.check()
+
+
+def test_blocks_are_reserved_in_order_until_one_finds_no_room() -> None:
+    index = make(slots=3)
+    pinned = store(index, 1)
+    index.pin([key(1)])
+    slots = index.reserve_all(
+        [key(1), key(1, 1), key(1, 1), key(2), key(3), key(1)],
+        [None, key(1), key(1), None, None, None],
+        0,
+    )
+    assert slots[0] == slots[2] == NOWHERE  # is here; is among these
+    assert len(slots) == 4  # no room for the fifth, and the last was not looked at
+    assert len({pinned, slots[1], slots[3]}) == 3
+    assert index.block_in(slots[1]) == (key(1, 1), key(1))
+    assert index.lookup(key(3)) is Lookup.MISS
+    assert index.commit_each([slots[1], slots[3]]) == [True, True]
+    index.check()
+
+
+def test_reservations_that_fail_half_way_leave_nothing() -> None:
+    def refuse(block: bytes) -> bool:
+        raise ValueError("not now")
+
+    index = BlockIndex(ArenaGeometry(2 * 64, (64,)), "lru", may_evict=refuse)
+    store(index, 1)
+    with pytest.raises(ValueError, match="not now"):
+        index.reserve_all([key(2), key(3)], [None, None], 0)
+    assert [index.lookup(key(n)) for n in (1, 2, 3)] == [Lookup.HIT, Lookup.MISS, Lookup.MISS]
+    index.check()
+
+
+def test_a_slot_that_cannot_be_committed_takes_no_other_with_it() -> None:
+    index = make()
+    slots = index.reserve_all([key(n) for n in range(3)], [None] * 3, 0)
+    index.remove(key(0))
+    index.commit(slots[1])
+    removed, twice, fine = index.commit_each(slots)
+    assert removed is False
+    assert isinstance(twice, str)
+    assert fine is True
     index.check()
 
 

@@ -18,8 +18,8 @@ STORES = (
     Mutation(
         "memory-checksum-not-compared",
         "stores/memory.py",
-        "if expected is not None and actual != expected:",
-        "if expected is not None and actual < 0:",
+        "                if wanted is None or wanted == found:\n",
+        "                if wanted is None or found >= 0:\n",
         "bytes that changed on the way are kept and served",
         _WRONG_CHECKSUM,
     ),
@@ -49,9 +49,9 @@ STORES = (
     ),
     Mutation(
         "memory-generation-even-while-written",
-        "stores/memory.py",
-        "            if generation % 2 == 0:  # the slot was given up half-written before\n",
-        "            if generation < 0:\n",
+        "device/shared_arena.py",
+        "(before + 1 + before % 2) & _LAST_GENERATION",
+        "(before + 1) & _LAST_GENERATION",
         "who copies out of a slot takes half a block for a whole one",
         _MEMORY_STORE,
     ),
@@ -63,6 +63,23 @@ STORES = (
         "            generation = self.arena.generation(slot.offset)\n"
         "            if not self._index.commit(slot.slot):",
         "a readable block looks as if it were being written",
+        _MEMORY_STORE,
+    ),
+    Mutation(
+        "memory-generations-not-renewed-at-commit",
+        "stores/memory.py",
+        "            generations = self.arena.next_generations(slots[n].offset for n in whole)\n",
+        "            generations = [self.arena.generation(slots[n].offset) for n in whole]\n",
+        "a readable block looks as if it were being written",
+        _MEMORY_STORE,
+    ),
+    Mutation(
+        "memory-dropped-parents-forgotten-in-runs",
+        "stores/memory.py",
+        "        if not self._dropped.keys().isdisjoint(parent for _, parent, _ in blocks):\n"
+        "            return slots\n",
+        "",
+        "blocks that nobody can find push out those that can be found",
         _MEMORY_STORE,
     ),
     Mutation(

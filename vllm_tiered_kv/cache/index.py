@@ -16,6 +16,9 @@ from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.errors import InvariantError
 from vllm_tiered_kv.native import _cpu
 
+NOWHERE = -1
+"""The slot of a block that got none."""
+
 _MAX_UNTOLD_USES = 64
 _TO_THE_END = -1
 _LOOKUPS = (Lookup.MISS, Lookup.PENDING, Lookup.HIT)
@@ -258,6 +261,14 @@ class BlockIndex:
         found = self._native.reserve_missing(keys, start, stop, skip.start, skip.stop, size_class)
         return Reservations(*found)
 
+    def reserve_all(
+        self, keys: Sequence[bytes], parents: Sequence[bytes | None], size_class: int
+    ) -> list[int]:
+        """Slots for these blocks in chain order until one finds no room, with which the list ends.
+        Of a block that is here already: NOWHERE."""
+        self.tell_uses()
+        return self._native.reserve_all(keys, parents, size_class)
+
     def commit(self, slot: int) -> bool:
         """Makes the block readable; False when it was removed while being written."""
         self.tell_uses()  # in the order it happened
@@ -267,6 +278,12 @@ class BlockIndex:
         """As `commit`, of each."""
         self.tell_uses()
         return self._native.commit_all(slots)
+
+    def commit_each(self, slots: Sequence[int]) -> list[bool | str]:
+        """As `commit`, of each: for one that cannot be, what is wrong. It takes no other with
+        it."""
+        self.tell_uses()
+        return self._native.commit_each(slots)
 
     def abort(self, slot: int) -> None:
         """Gives a reserved slot back. Its followers, if any, await it."""

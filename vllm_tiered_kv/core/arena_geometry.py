@@ -13,7 +13,7 @@ size, and classes are added as they come.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -153,5 +153,10 @@ class SlabGeometry:
         return self.slab_bytes // self.slot_bytes[size_class]
 
     def offset(self, slot: int, size_class: int) -> int:
-        slab, position = divmod(slot, self.slots_per_slab)
-        return slab * self.slab_bytes + position * self.slot_bytes[size_class]
+        return self.offsets([slot], size_class)[0]
+
+    def offsets(self, slots: Iterable[int], size_class: int) -> list[int]:
+        """Where slots of one class begin."""
+        a_slab, slab_bytes = self.slots_per_slab, self.slab_bytes
+        slot_bytes = self.slot_bytes[size_class]
+        return [slot // a_slab * slab_bytes + slot % a_slab * slot_bytes for slot in slots]

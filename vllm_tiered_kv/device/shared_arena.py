@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -107,12 +108,31 @@ class SharedArena:
 
     def next_generation(self, offset: int) -> int:
         """Only the daemon calls this."""
+        return self.next_generations([offset])[0]
+
+    def next_generations(self, offsets: Iterable[int]) -> list[int]:
+        """As `next_generation`, of each."""
         table = self._generation_at
         assert table is not None, "the arena is closed"
-        place = offset // PAGE
-        generation = (int(table[place]) + 1) & _LAST_GENERATION
-        table[place] = generation
-        return generation
+        generations = []
+        for offset in offsets:
+            place = offset // PAGE
+            table[place] = generation = (table[place] + 1) & _LAST_GENERATION
+            generations.append(generation)
+        return generations
+
+    def begin_writing(self, offsets: Iterable[int]) -> list[int]:
+        """The next generations of slots that are about to be written: odd ones, also where a slot
+        was given up half-written before. Only the daemon calls this."""
+        table = self._generation_at
+        assert table is not None, "the arena is closed"
+        generations = []
+        for offset in offsets:
+            place = offset // PAGE
+            before = table[place]
+            table[place] = generation = (before + 1 + before % 2) & _LAST_GENERATION
+            generations.append(generation)
+        return generations
 
     def close(self) -> None:
         if self._slots is None:

@@ -18,7 +18,8 @@ from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.bounded_call import BoundedCalls
 from vllm_tiered_kv.server.write_behind import Pace, WriteBehind, Written
-from vllm_tiered_kv.stores.memory import Handed, Held, MemoryStore
+from vllm_tiered_kv.stores.handed import Handed
+from vllm_tiered_kv.stores.memory import Held, MemoryStore
 
 _WRITERS = 4  # per tier
 
@@ -86,7 +87,8 @@ class LowerTiers:
         """Goes on with blocks that memory has taken, with these results. `done` is called when
         they are as durable as was asked for."""
         for result in PutResult:  # a Counter would call Python code for each block
-            self._recorder.add(names.PUTS, results.count(result), result.name.lower())
+            if result in results:
+                self._recorder.add(names.PUTS, results.count(result), result.name.lower())
         if durability is not Durability.DISK:
             stored = [key for key, r in zip(keys, results, strict=True) if r is PutResult.STORED]
             for tier in self._behind:

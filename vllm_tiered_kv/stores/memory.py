@@ -6,14 +6,14 @@ pins blocks where they lie, `reserve` hands out a slot to fill, `commit` or `abo
 
 from __future__ import annotations
 
-import enum
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
-from vllm_tiered_kv.cache.index import BlockIndex
+from vllm_tiered_kv.cache.index import NOWHERE, BlockIndex
 from vllm_tiered_kv.core.arena_geometry import SlabGeometry, default_slab
 from vllm_tiered_kv.core.store import (
     BlockFacts,
@@ -22,12 +22,14 @@ from vllm_tiered_kv.core.store import (
     PutResult,
     StoreKey,
     StoreUsage,
+    namespace_of,
 )
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.device.shared_arena import PAGE, SharedArena
 from vllm_tiered_kv.native.bytes_copy import copy_and_hash, copy_bytes, hash_buffers
-from vllm_tiered_kv.option_values import format_size
+from vllm_tiered_kv.stores.handed import Handed
 from vllm_tiered_kv.stores.slab_owner import HasQuota, QuotaOf, any_may, owner_of, require_own
+from vllm_tiered_kv.stores.too_large import TooLarge
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +52,6 @@ class Held(NamedTuple):
     generation: int
     checksum: int  # of a readable block; 0 while it is written
     view: memoryview
-
-
-class Handed(enum.Enum):
-    """What became of a block that was offered to someone."""
-
-    TAKEN = enum.auto()
-    REFUSED = enum.auto()
-    ABSENT = enum.auto()  # it is not here
 
 
 class MemoryStore:
@@ -86,7 +80,7 @@ class MemoryStore:
         self._readable: dict[StoreKey, Held] = {}
         self._lock = threading.RLock()
         self._dropped: dict[StoreKey, None] = {}  # that found no room, oldest first
-        self._told_too_large: set[int] = set()
+        self._too_large = TooLarge()
         self._closed = False
 
     # ---- BlockStore -----------------------------------------------------------------------------
@@ -246,13 +240,7 @@ class MemoryStore:
                 slot = self._index.reserve(key, parent, size_class, more)
             if slot is None or size_class is None:
                 return PutResult.DROPPED
-            self._dropped.pop(key, None)
-            offset = self._geometry.offset(slot, size_class)
-            generation = self.arena.next_generation(offset)
-            if generation % 2 == 0:  # the slot was given up half-written before
-                generation = self.arena.next_generation(offset)
-            view = self.arena.view(offset, nbytes)
-            return Held(key, parent, slot, offset, nbytes, generation, 0, view)
+            return self._begin([(key, parent, slot)], size_class, nbytes)[0]
 
     def reserve_chain(
         self,
@@ -263,9 +251,10 @@ class MemoryStore:
         now or lately, is dropped too: it could not be found without its head, and would push out
         other heads. Unless that block is elsewhere, in another tier."""
         blocks = list(blocks)
-        slots: list[Held | PutResult] = []
         with self._lock:
-            for (key, parent, nbytes), more in zip(blocks, self._followers(blocks), strict=True):
+            slots = self._reserve_runs(blocks)
+            rest = blocks[len(slots) :]
+            for (key, parent, nbytes), more in zip(rest, self._followers(rest), strict=True):
                 if (
                     parent is not None
                     and parent in self._dropped
@@ -279,6 +268,51 @@ class MemoryStore:
                 if slot is PutResult.DROPPED:
                     self.turn_away([key])
         return slots
+
+    def _reserve_runs(
+        self, blocks: Sequence[tuple[StoreKey, StoreKey | None, int]]
+    ) -> list[Held | PutResult]:
+        """As `reserve_chain`, for the blocks ahead of the first without room. Runs of blocks that
+        are alike take one step each: a message has hundreds of them."""
+        slots: list[Held | PutResult] = []
+        if not self._dropped.keys().isdisjoint(parent for _, parent, _ in blocks):
+            return slots
+        kinds = itertools.groupby(blocks, lambda block: (namespace_of(block[0]), block[2]))
+        for (_, nbytes), alike in kinds:
+            run = list(alike)
+            size_class = None if self._closed else self._class_for(run[0][0], nbytes)
+            if size_class is None:
+                return slots
+            found = self._index.reserve_all(
+                [key for key, _, _ in run], [parent for _, parent, _ in run], size_class
+            )
+            taken = [
+                (key, parent, slot)
+                for (key, parent, _), slot in zip(run, found, strict=False)
+                if slot != NOWHERE
+            ]
+            begun = iter(self._begin(taken, size_class, nbytes))
+            slots += [PutResult.PRESENT if slot == NOWHERE else next(begun) for slot in found]
+            if len(found) < len(run):
+                return slots
+        return slots
+
+    def _begin(
+        self, taken: Sequence[tuple[StoreKey, StoreKey | None, int]], size_class: int, nbytes: int
+    ) -> list[Held]:
+        """Slots of one class that are to be written, of (key, parent, slot)."""
+        if self._dropped:
+            for key, _, _ in taken:
+                self._dropped.pop(key, None)
+        offsets = self._geometry.offsets((slot for _, _, slot in taken), size_class)
+        generations = self.arena.begin_writing(offsets)
+        view = self.arena.view
+        return [
+            Held(key, parent, slot, offset, nbytes, generation, 0, view(offset, nbytes))
+            for (key, parent, slot), offset, generation in zip(
+                taken, offsets, generations, strict=True
+            )
+        ]
 
     def _followers(self, blocks: Sequence[tuple[StoreKey, StoreKey | None, int]]) -> list[int]:
         """How many new blocks like it follow each of these in its chain without a gap."""
@@ -357,21 +391,28 @@ class MemoryStore:
         self, slots: Sequence[Held], expected: Sequence[int | None], actual: Sequence[int]
     ) -> list[PutResult]:
         """Ends reservations; one that cannot be ended takes no other with it."""
-        results = []
+        results = [PutResult.FAILED] * len(slots)
+        whole = []
         with self._lock:
-            for slot, wanted, found in zip(slots, expected, actual, strict=True):
+            for n, (wanted, found) in enumerate(zip(expected, actual, strict=True)):
+                if wanted is None or wanted == found:
+                    whole.append(n)
+                    continue
                 try:
-                    results.append(self._end(slot, wanted, found))
+                    self.abort(slots[n])
                 except Exception:
-                    logger.exception("a block could not be made readable")
-                    results.append(PutResult.FAILED)
+                    logger.exception("a slot could not be given back")
+            outcomes = self._index.commit_each([slots[n].slot for n in whole])
+            generations = self.arena.next_generations(slots[n].offset for n in whole)
+            for n, outcome, generation in zip(whole, outcomes, generations, strict=True):
+                if isinstance(outcome, str):
+                    logger.error("a block could not be made readable: %s", outcome)
+                elif outcome:
+                    results[n] = PutResult.STORED
+                    self._publish(slots[n], generation, actual[n])
+                else:
+                    results[n] = PutResult.DROPPED
         return results
-
-    def _end(self, slot: Held, expected: int | None, actual: int) -> PutResult:
-        if expected is not None and actual != expected:
-            self.abort(slot)
-            return PutResult.FAILED
-        return PutResult.STORED if self.commit(slot, actual) else PutResult.DROPPED
 
     def commit(self, slot: Held, checksum: int, hold: bool = False) -> bool:
         """Makes the block readable; False when it was deleted while being written. `hold`: it stays
@@ -380,13 +421,14 @@ class MemoryStore:
             generation = self.arena.next_generation(slot.offset)
             if not self._index.commit(slot.slot):
                 return False
-            key, parent, number, offset, nbytes, _, _, view = slot  # `_replace` is slow
-            self._readable[key] = Held(
-                key, parent, number, offset, nbytes, generation, checksum, view
-            )
+            self._publish(slot, generation, checksum)
             if hold:
-                self._index.pin_slots([number])
+                self._index.pin_slots([slot.slot])
             return True
+
+    def _publish(self, slot: Held, generation: int, checksum: int) -> None:
+        key, parent, number, offset, nbytes, _, _, view = slot  # `_replace` is slow
+        self._readable[key] = Held(key, parent, number, offset, nbytes, generation, checksum, view)
 
     def abort(self, slot: Held) -> None:
         with self._lock:
@@ -401,14 +443,7 @@ class MemoryStore:
 
     def _class_for(self, key: StoreKey, nbytes: int) -> int | None:
         if not 0 < nbytes <= self._geometry.slab_bytes:
-            if nbytes not in self._told_too_large and len(self._told_too_large) < 64:
-                self._told_too_large.add(nbytes)
-                logger.warning(
-                    "blocks of %s are not cached: this memory tier takes blocks up to %s; "
-                    "give it more memory",
-                    format_size(nbytes),
-                    format_size(self._geometry.slab_bytes),
-                )
+            self._too_large.tell(nbytes, self._geometry.slab_bytes)
             return None
         return self._index.class_for(nbytes, owner_of(key, self._has_quota))
 
