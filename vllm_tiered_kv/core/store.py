@@ -47,6 +47,8 @@ class PutResult(enum.Enum):
     DROPPED = enum.auto()  # no room, or a queue was full; nothing was kept
     FAILED = enum.auto()  # an I/O error or a checksum that does not match; nothing was kept
 
+    __hash__ = object.__hash__  # there is one object of each; an Enum's own is Python code
+
 
 class PutItem(NamedTuple):
     """One block on its way in. `parent` is the block before it in its chain, if any.

@@ -30,12 +30,26 @@ _CONTAINERS = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}  # and va
 _PEEK_BYTES = 32
 
 
-def pack_map(fields: dict[str, Any]) -> bytes:
+def _scalar_bytes(tag: int) -> int | None:
+    """Of a value with this tag, where the tag says it."""
+    if tag <= 0x7F or tag >= 0xE0:  # an integer in the tag itself
+        return 1
+    if 0xA0 <= tag <= 0xBF:  # a short text
+        return 1 + (tag & 0x1F)
+    return 1 + _FIXED[tag] if tag in _FIXED else None
+
+
+_SCALARS = tuple(map(_scalar_bytes, range(256)))
+
+
+def pack_map(fields: dict[str, Any], is_flat: bool = False) -> bytes:
+    """`is_flat`: there is no container among the values, so only their size is to be checked."""
     try:
         header: bytes = msgpack.packb(fields, use_bin_type=True)
     except (ValueError, TypeError, OverflowError) as error:
         raise ProtocolError(ErrorCode.BAD_MESSAGE, f"cannot be encoded: {error}") from None
-    check_structure(header)
+    if not is_flat or len(header) > MAX_HEADER_BYTES:
+        check_structure(header)
     return header
 
 
@@ -78,14 +92,19 @@ def check_structure(data: bytes | memoryview) -> None:
         )
     position = 0
     values_left = MAX_HEADER_VALUES
-    open_containers = [1]  # values still to come, per level; the header itself is the first
-    while open_containers:
-        if open_containers[-1] == 0:
-            open_containers.pop()
+    left = 1  # values still to come on this level; the header itself is the first
+    levels: list[int] = []  # and on those around it
+    while left or levels:
+        if left == 0:
+            left = levels.pop()
             continue
-        open_containers[-1] -= 1
+        left -= 1
         if position >= end:
             raise ProtocolError(ErrorCode.BAD_MESSAGE, "the header ends too early")
+        size = _SCALARS[data[position]]
+        if size is not None:
+            position += size
+            continue
         position, children = _step_over(data, position)
         if children is None:
             continue
@@ -94,11 +113,12 @@ def check_structure(data: bytes | memoryview) -> None:
             raise ProtocolError(
                 ErrorCode.TOO_LARGE, f"a header of more than {MAX_HEADER_VALUES} values"
             )
-        if len(open_containers) > MAX_HEADER_DEPTH:
+        levels.append(left)
+        if len(levels) > MAX_HEADER_DEPTH:
             raise ProtocolError(
                 ErrorCode.BAD_MESSAGE, f"nested deeper than {MAX_HEADER_DEPTH} levels"
             )
-        open_containers.append(children)
+        left = children
     if position > end:
         raise ProtocolError(ErrorCode.BAD_MESSAGE, "the header ends too early")
     if position < end:
@@ -106,19 +126,14 @@ def check_structure(data: bytes | memoryview) -> None:
 
 
 def _step_over(data: bytes | memoryview, position: int) -> tuple[int, int | None]:
-    """Where the next value starts and, if this one is a container, how many values it holds."""
+    """Where the value behind one that is no scalar starts and, if this one is a container, how many
+    values it holds."""
     tag = data[position]
     position += 1
-    if tag <= 0x7F or tag >= 0xE0:  # an integer in the tag itself
-        return position, None
-    if tag <= 0x8F:
+    if 0x80 <= tag <= 0x8F:
         return position, 2 * (tag & 0x0F)
-    if tag <= 0x9F:
+    if 0x90 <= tag <= 0x9F:
         return position, tag & 0x0F
-    if tag <= 0xBF:
-        return position + (tag & 0x1F), None
-    if tag in _FIXED:
-        return position + _FIXED[tag], None
     if tag in _SIZED:
         size = _SIZED[tag]
         return position + size + int.from_bytes(data[position : position + size], "big"), None

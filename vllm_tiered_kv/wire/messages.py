@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from vllm_tiered_kv.errors import ErrorCode, ProtocolError
-from vllm_tiered_kv.wire.fields import Spec, Text, Uint
+from vllm_tiered_kv.wire.fields import Record, Spec, Suffixes, Text, Texts, Tree, Uint
 from vllm_tiered_kv.wire.header import Buffer, pack_map, peek_request_id, unpack_map
 from vllm_tiered_kv.wire.limits import (
     MAX_FRAMES,
@@ -156,6 +156,19 @@ _DEFAULTS = {
 }
 
 
+# Of which no field is a container.
+_FLAT = {
+    cls
+    for cls, specs in _SPECS.items()
+    if not any(isinstance(spec.kind, (Suffixes, Texts, Record, Tree)) for spec in specs.values())
+}
+# Fields with as many entries as another has.
+_PAIRS = {
+    cls: [(name, spec.per) for name, spec in specs.items() if spec.per is not None]
+    for cls, specs in _SPECS.items()
+}
+
+
 def specs_of(cls: type[Message]) -> dict[str, Spec]:
     """The fields of a message in the order of its header."""
     return dict(_SPECS[cls])
@@ -214,7 +227,7 @@ def _encode(fields: dict[str, Any], message: Message, request_id: int) -> bytes:
                 fields[name] = raw
         name = "message"
         _check_together(message)
-        return pack_map(fields)
+        return pack_map(fields, type(message) in _FLAT)
     except ProtocolError as error:
         raise _in_context(error, message.op, name, request_id) from None
 
@@ -283,11 +296,10 @@ def _check_version(protocol: Any) -> None:
 
 
 def _check_together(message: Message) -> None:
-    for name, spec in _SPECS[type(message)].items():
-        if spec.per is not None:
-            here, there = len(getattr(message, name)), len(getattr(message, spec.per))
-            if here != there:
-                raise ProtocolError(ErrorCode.BAD_MESSAGE, f"{there} {spec.per} but {here} {name}")
+    for name, per in _PAIRS[type(message)]:
+        here, there = len(getattr(message, name)), len(getattr(message, per))
+        if here != there:
+            raise ProtocolError(ErrorCode.BAD_MESSAGE, f"{there} {per} but {here} {name}")
     message.check()
 
 
