@@ -22,8 +22,8 @@ SERVER = (
     Mutation(
         "frames-without-limit",
         "server/intake.py",
-        "        if message.count <= 1 + MAX_FRAMES:\n",
-        "        if True:\n",
+        "                if 1 < message.count <= 1 + MAX_FRAMES:\n",
+        "                if 1 < message.count:\n",
         "a message of a million frames becomes a million objects",
         ("tests/daemon/test_intake.py",),
     ),

@@ -15,7 +15,7 @@ import contextlib
 import fcntl
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -96,6 +96,14 @@ class SharedArena:
         if not 0 <= offset <= offset + nbytes <= self.capacity_bytes:
             raise ArenaError(f"{nbytes} bytes at {offset} lie outside the arena")
         return self._view[offset : offset + nbytes]
+
+    def views(self, offsets: Sequence[int], nbytes: int) -> list[memoryview]:
+        """As `view`, of so many bytes at each."""
+        whole = self._view
+        assert whole is not None, "the arena is closed"
+        if offsets and not 0 <= min(offsets) <= max(offsets) + nbytes <= self.capacity_bytes:
+            raise ArenaError(f"{nbytes} bytes at {max(offsets)} lie outside the arena")
+        return [whole[offset : offset + nbytes] for offset in offsets]
 
     def generation(self, offset: int) -> int:
         assert self._generation_at is not None, "the arena is closed"

@@ -118,7 +118,7 @@ class Gateway:
         except ProtocolError as error:
             raise ProtocolError(error.code, error.message, request_id, request.op) from None
         call = Call(session, request_id, request.op, self._outbox, self._reactor, self._recorder)
-        self._handlers.serve(call, request, frames[1:])
+        self._handlers.serve(call, request, payload)
 
     def _hello(self, peer: Peer, user: str, request_id: int, hello: Hello) -> None:
         largest = max(hello.block_bytes, default=0)

@@ -6,8 +6,6 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import zmq
-
 from vllm_tiered_kv.core.store import Durability, PutItem, PutResult
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.errors import ErrorCode, ProtocolError
@@ -85,34 +83,34 @@ class Handlers:
         self._info = info
         self._stats = stats
         self.put_bytes = 0  # received and not yet copied
-        self._by_type: dict[type, Callable[[Call, Any, Sequence[zmq.Frame]], None]] = {
+        self._by_type: dict[type, Callable[[Call, Any, Sequence[memoryview]], None]] = {
             Match: self._match,
             Contains: self._contains,
             Get: self._get,
             Put: self._put,
             Delete: self._delete,
             Flush: self._flush,
-            Info: lambda call, request, frames: call.reply(InfoReply(self._info())),
-            Stats: lambda call, request, frames: call.reply(StatsReply(self._stats())),
-            Pin: lambda call, request, frames: pins.pin(call, request),
-            Lend: lambda call, request, frames: arena.lend(call, request),
-            Borrow: lambda call, request, frames: arena.borrow(call, request),
-            Release: lambda call, request, frames: arena.release(call, request),
-            Reserve: lambda call, request, frames: arena.reserve(call, request),
-            Seal: lambda call, request, frames: arena.seal(call, request),
+            Info: lambda call, request, payload: call.reply(InfoReply(self._info())),
+            Stats: lambda call, request, payload: call.reply(StatsReply(self._stats())),
+            Pin: lambda call, request, payload: pins.pin(call, request),
+            Lend: lambda call, request, payload: arena.lend(call, request),
+            Borrow: lambda call, request, payload: arena.borrow(call, request),
+            Release: lambda call, request, payload: arena.release(call, request),
+            Reserve: lambda call, request, payload: arena.reserve(call, request),
+            Seal: lambda call, request, payload: arena.seal(call, request),
         }
 
-    def serve(self, call: Call, request: Request, frames: Sequence[zmq.Frame]) -> None:
+    def serve(self, call: Call, request: Request, payload: Sequence[memoryview]) -> None:
         """Answers now or later; whatever happens, there is one answer."""
         try:
-            self._by_type[type(request)](call, request, frames)
+            self._by_type[type(request)](call, request, payload)
         except ProtocolError as error:
             call.fail(error)
         except Exception:
             logger.exception("a %s request failed", request.op)
             call.fail_internally()
 
-    def _match(self, call: Call, request: Match, frames: Sequence[zmq.Frame]) -> None:
+    def _match(self, call: Call, request: Match, payload: Sequence[memoryview]) -> None:
         session = call.session
         suffix = len(request.suffixes[0]) if request.suffixes else 0
         session.require_width(request.width + suffix)
@@ -129,17 +127,17 @@ class Handlers:
             keys, request.suffixes, lambda located: self._reactor.hand_over(lambda: found(located))
         )
 
-    def _contains(self, call: Call, request: Contains, frames: Sequence[zmq.Frame]) -> None:
+    def _contains(self, call: Call, request: Contains, payload: Sequence[memoryview]) -> None:
         def found(tiers: list[Tier | None]) -> None:
             call.later(lambda: ContainsReply(bytes(_TIER_CODES[tier] for tier in tiers)))
 
         self._store.contains(call.session.keys(request.width, request.keys), found)
 
-    def _get(self, call: Call, request: Get, frames: Sequence[zmq.Frame]) -> None:
+    def _get(self, call: Call, request: Get, payload: Sequence[memoryview]) -> None:
         keys = call.session.keys(request.width, request.keys)
         self.transfers.start(call, keys, request.stream)
 
-    def _put(self, call: Call, request: Put, frames: Sequence[zmq.Frame]) -> None:
+    def _put(self, call: Call, request: Put, payload: Sequence[memoryview]) -> None:
         session = call.session
         session.require_writer()
         session.require_lengths(request.lengths)
@@ -162,9 +160,9 @@ class Handlers:
             return
         parents = session.parents(request.parents)
         items = [
-            PutItem(key, parent, frame.buffer, checksum)
-            for key, parent, frame, checksum in zip(
-                keys, parents, frames, request.checksums, strict=True
+            PutItem(key, parent, part, checksum)
+            for key, parent, part, checksum in zip(
+                keys, parents, payload, request.checksums, strict=True
             )
         ]
         self.put_bytes += total
@@ -183,7 +181,7 @@ class Handlers:
 
         self._store.put(items, request.durability, done, copied)
 
-    def _delete(self, call: Call, request: Delete, frames: Sequence[zmq.Frame]) -> None:
+    def _delete(self, call: Call, request: Delete, payload: Sequence[memoryview]) -> None:
         call.session.require_writer()
         keys = call.session.keys(request.width, request.keys)
 
@@ -200,7 +198,7 @@ class Handlers:
 
         self._store.delete(keys, done)
 
-    def _flush(self, call: Call, request: Flush, frames: Sequence[zmq.Frame]) -> None:
+    def _flush(self, call: Call, request: Flush, payload: Sequence[memoryview]) -> None:
         def done(failed: list[str]) -> None:
             def answer() -> FlushReply:
                 if failed:

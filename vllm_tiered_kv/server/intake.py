@@ -51,29 +51,33 @@ class Intake:
 
     def next(self) -> Message | None:
         """The next message; None if there is none, or none in this turn."""
+        receive = self._socket.recv
+        message = self._current
         while self._messages_left > 0 and self._frames_left > 0 and self._header_bytes_left > 0:
             try:
-                frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+                frame = receive(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return None
             self._frames_left -= 1
-            message = self._current
             if message is None:
                 message = self._current = Message(frame.bytes)
             else:
-                self._add(message, frame)
+                message.count += 1
+                message.nbytes += len(frame)
+                if 1 < message.count <= 1 + MAX_FRAMES:
+                    message.frames.append(frame)
+                else:
+                    self._add_other(message, frame)
             if not frame.more:
                 return self._finish(message)
         return None
 
-    def _add(self, message: Message, frame: zmq.Frame) -> None:
-        if not message.count:
+    def _add_other(self, message: Message, frame: zmq.Frame) -> None:
+        """The header, or one frame too many."""
+        if message.count == 1:
+            message.frames.append(frame)
             with contextlib.suppress(zmq.ZMQError):  # not of one within this process
                 message.descriptor = int(frame.get(zmq.SRCFD))
-        message.count += 1
-        message.nbytes += len(frame)
-        if message.count <= 1 + MAX_FRAMES:
-            message.frames.append(frame)
         elif message.frames:
             self._dropped_id = peek_request_id(message.frames[0].buffer)
             message.frames.clear()

@@ -6,7 +6,7 @@ pins blocks where they lie, `reserve` hands out a slot to fill, `commit` or `abo
 
 from __future__ import annotations
 
-import itertools
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,12 +22,12 @@ from vllm_tiered_kv.core.store import (
     PutResult,
     StoreKey,
     StoreUsage,
-    namespace_of,
 )
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.device.shared_arena import PAGE, SharedArena
 from vllm_tiered_kv.native.bytes_copy import copy_and_hash, copy_bytes, hash_buffers
 from vllm_tiered_kv.stores.handed import Handed
+from vllm_tiered_kv.stores.new_blocks import NewBlock, alike
 from vllm_tiered_kv.stores.slab_owner import HasQuota, QuotaOf, any_may, owner_of, require_own
 from vllm_tiered_kv.stores.too_large import TooLarge
 
@@ -52,6 +52,10 @@ class Held(NamedTuple):
     generation: int
     checksum: int  # of a readable block; 0 while it is written
     view: memoryview
+
+
+_held: Callable[[tuple[object, ...]], Held] = functools.partial(tuple.__new__, Held)
+"""What `Held` calls, without a step of Python's on the way."""
 
 
 class MemoryStore:
@@ -244,7 +248,7 @@ class MemoryStore:
 
     def reserve_chain(
         self,
-        blocks: Iterable[tuple[StoreKey, StoreKey | None, int]],
+        blocks: Iterable[NewBlock],
         is_elsewhere: Callable[[StoreKey], bool] = lambda key: False,
     ) -> list[Held | PutResult]:
         """Slots for (key, parent, length) in chain order. What follows a block that found no room,
@@ -269,17 +273,14 @@ class MemoryStore:
                     self.turn_away([key])
         return slots
 
-    def _reserve_runs(
-        self, blocks: Sequence[tuple[StoreKey, StoreKey | None, int]]
-    ) -> list[Held | PutResult]:
+    def _reserve_runs(self, blocks: list[NewBlock]) -> list[Held | PutResult]:
         """As `reserve_chain`, for the blocks ahead of the first without room. Runs of blocks that
         are alike take one step each: a message has hundreds of them."""
         slots: list[Held | PutResult] = []
         if not self._dropped.keys().isdisjoint(parent for _, parent, _ in blocks):
             return slots
-        kinds = itertools.groupby(blocks, lambda block: (namespace_of(block[0]), block[2]))
-        for (_, nbytes), alike in kinds:
-            run = list(alike)
+        for run in alike(blocks):
+            nbytes = run[0][2]
             size_class = None if self._closed else self._class_for(run[0][0], nbytes)
             if size_class is None:
                 return slots
@@ -306,15 +307,15 @@ class MemoryStore:
                 self._dropped.pop(key, None)
         offsets = self._geometry.offsets((slot for _, _, slot in taken), size_class)
         generations = self.arena.begin_writing(offsets)
-        view = self.arena.view
+        views = self.arena.views(offsets, nbytes)
         return [
-            Held(key, parent, slot, offset, nbytes, generation, 0, view(offset, nbytes))
-            for (key, parent, slot), offset, generation in zip(
-                taken, offsets, generations, strict=True
+            _held((key, parent, slot, offset, nbytes, generation, 0, view))
+            for (key, parent, slot), offset, generation, view in zip(
+                taken, offsets, generations, views, strict=True
             )
         ]
 
-    def _followers(self, blocks: Sequence[tuple[StoreKey, StoreKey | None, int]]) -> list[int]:
+    def _followers(self, blocks: Sequence[NewBlock]) -> list[int]:
         """How many new blocks like it follow each of these in its chain without a gap."""
         counts = [0] * len(blocks)
         for n in range(len(blocks) - 1, 0, -1):
@@ -361,14 +362,14 @@ class MemoryStore:
         checksums: Sequence[int],
     ) -> list[PutResult]:
         """Ends the reservations after the `copies` were made, whose checksums these are."""
-        taken = [slot for slot in slots if not isinstance(slot, PutResult)]
+        taken = [slot for slot in slots if isinstance(slot, Held)]
+        if len(taken) == len(slots):  # mostly
+            return self._end_all(taken, [item.checksum for item in items], checksums)
         expected = [
-            item.checksum
-            for slot, item in zip(slots, items, strict=True)
-            if not isinstance(slot, PutResult)
+            item.checksum for slot, item in zip(slots, items, strict=True) if isinstance(slot, Held)
         ]
         ended = iter(self._end_all(taken, expected, checksums))
-        return [slot if isinstance(slot, PutResult) else next(ended) for slot in slots]
+        return [next(ended) if isinstance(slot, Held) else slot for slot in slots]
 
     def seal(self, slots: Sequence[Held]) -> list[PutResult]:
         """Hashes what others wrote into these slots and makes it readable."""
@@ -427,8 +428,10 @@ class MemoryStore:
             return True
 
     def _publish(self, slot: Held, generation: int, checksum: int) -> None:
-        key, parent, number, offset, nbytes, _, _, view = slot  # `_replace` is slow
-        self._readable[key] = Held(key, parent, number, offset, nbytes, generation, checksum, view)
+        key, parent, number, offset, nbytes, _, _, view = slot
+        self._readable[key] = _held(
+            (key, parent, number, offset, nbytes, generation, checksum, view)
+        )
 
     def abort(self, slot: Held) -> None:
         with self._lock:

@@ -6,10 +6,13 @@ Nothing is copied, and nothing here knows zmq: frames are buffers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from vllm_tiered_kv.errors import ErrorCode, ProtocolError
 from vllm_tiered_kv.wire.header import Buffer, peek_request_id
 from vllm_tiered_kv.wire.limits import MAX_FRAMES, MAX_HEADER_BYTES, MAX_MESSAGE_BYTES
+
+_F = TypeVar("_F", bound=Buffer)
 
 __all__ = ["Buffer", "pack", "peek_request_id", "size_of", "split"]
 
@@ -24,7 +27,7 @@ def pack(header: bytes, payload: Sequence[Buffer] = ()) -> list[Buffer]:
     return frames
 
 
-def split(frames: Sequence[Buffer]) -> tuple[Buffer, list[Buffer]]:
+def split(frames: Sequence[_F]) -> tuple[_F, list[_F]]:
     """The header and the payload frames, within the limits of a message."""
     _check(frames)
     return frames[0], list(frames[1:])
