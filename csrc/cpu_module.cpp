@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <deque>
 #include <map>
@@ -117,6 +118,18 @@ std::vector<uint64_t> hash_buffers(const py::sequence& buffers, int64_t threads)
   parallel_for(opened.size(), count,
                [&](size_t i) { sums[i] = xxh3_64(opened[i].data(), opened[i].size()); });
   return sums;
+}
+
+// With zmq_send_const, whose address the caller knows. The errno of the first refusal, or 0.
+int send_frames(uintptr_t function, uintptr_t socket, const py::sequence& buffers, int flags) {
+  if (function == 0 || socket == 0) throw ArgumentError("function, socket", "a null address");
+  const std::deque<Bytes> opened = open_buffers(buffers, "buffers", PyBUF_SIMPLE);
+  auto* const send = reinterpret_cast<int (*)(void*, const void*, size_t, int)>(function);
+  const py::gil_scoped_release no_gil;
+  for (const Bytes& frame : opened)
+    while (send(reinterpret_cast<void*>(socket), frame.data(), frame.size(), flags) < 0)
+      if (errno != EINTR) return errno;
+  return 0;
 }
 
 // Sources and the places they are copied to, open as long as this lives.
@@ -349,6 +362,8 @@ PYBIND11_MODULE(_cpu, module) {
              py::arg("offsets"), py::arg("nbytes"), py::arg("threads"));
   module.def("xxh3_64", &hash_buffer, py::arg("data"));
   module.def("hash_buffers", &hash_buffers, py::arg("buffers"), py::arg("threads"));
+  module.def("send_frames", &send_frames, py::arg("function"), py::arg("socket"),
+             py::arg("buffers"), py::arg("flags"));
   module.def("copy_and_hash", &copy_and_hash, py::arg("into"), py::arg("sources"),
              py::arg("threads"));
   py::class_<FillPool>(module, "FillPool")

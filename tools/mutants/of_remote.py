@@ -67,13 +67,21 @@ REMOTE = (
     Mutation(
         "put-returns-while-the-payload-is-read",
         "remote/connection.py",
-        "                if not tracker.done:\n                    self._sending.append(tracker)\n",
-        "                del tracker\n",
+        "        if sending:\n            self._end_context(sending)\n",
+        "",
         "a slot is reused while zmq still sends it",
         (
             "tests/remote/test_daemon_trouble.py"
             "::test_after_a_put_to_a_stopped_daemon_the_payload_is_the_callers_again",
         ),
+    ),
+    Mutation(
+        "small-last-frames-copied",
+        "remote/outgoing.py",
+        "track=True, copy=False, copy_threshold=0)",
+        "track=True, copy=None)",
+        "a slot is reused while zmq still sends it: what tells of it was copied",
+        ("tests/remote/test_outgoing.py",),
     ),
     Mutation(
         "reply-to-another-request",

@@ -6,8 +6,9 @@ closed and the next call makes a new one; replies that come too late thus find n
 of a caller's memory is read after the call has returned.
 
 Each connection has a zmq context of its own: its I/O thread is another connection's no bottleneck,
-and only the end of a context proves that zmq is done with everything. Trackers alone do not: libzmq
-loses sight of the leading frames of a message when the peer goes away while it is being sent.
+and only the end of a context proves that zmq is done with everything. Trackers do not: libzmq loses
+sight of the leading frames of a message when the peer goes away while it is being sent. So a call
+that fails while its payload is being sent ends the context, too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -35,6 +36,7 @@ from vllm_tiered_kv.errors import (
 )
 from vllm_tiered_kv.remote.address import ServerAddress
 from vllm_tiered_kv.remote.curve import CurveKeys
+from vllm_tiered_kv.remote.outgoing import Outgoing
 from vllm_tiered_kv.wire.limits import MAX_FRAMES, MAX_HEADER_BYTES
 from vllm_tiered_kv.wire.messages import (
     ErrorReply,
@@ -52,7 +54,6 @@ from vllm_tiered_kv.wire.messages import (
 logger = logging.getLogger(__name__)
 
 _SLICE_S = 0.1  # how often a waiting call looks whether its store is being closed
-_RELEASE_S = 0.2  # how long a closed socket gets to let go of memory; it takes microseconds
 _TERM_S = 10.0  # how long a context gets to end; it takes milliseconds
 _HEARTBEAT_MS = 1000
 _HEARTBEAT_TIMEOUT_MS = 4000
@@ -140,7 +141,7 @@ class Connection:
         self._ids = itertools.count(1)
         self._under_way: dict[int, str] = {}
         self._given_up: set[int] = set()
-        self._sending: list[zmq.MessageTracker] = []
+        self._sending: list[Outgoing] = []
         self.greeting: HelloReply | None = None
         self.progress = 0
         """Replies so far that moved blocks: a transfer that times out after some met a daemon that
@@ -195,9 +196,9 @@ class Connection:
     def settle(self, *, deadline: float) -> None:
         """Returns when no payload is read any more; at the latest when the socket is closed."""
         with self._intact():
-            for tracker in self._sending:
+            for outgoing in self._sending:
                 try:
-                    tracker.wait(max(0.0, deadline - time.monotonic()))
+                    outgoing.wait(deadline)
                 except zmq.NotDone:
                     raise RemoteTimeout("the daemon takes the bytes too slowly") from None
             self._sending.clear()
@@ -296,14 +297,12 @@ class Connection:
         request_id = next(self._ids)
         header = encode_request(request_id, request)
         self._wait(zmq.POLLOUT, deadline)
-        last = len(payload) - 1
         try:
             self._zmq.socket.send(header, zmq.NOBLOCK | (zmq.SNDMORE if payload else 0))
-            for index, frame in enumerate(payload):
-                flags = zmq.NOBLOCK | (zmq.SNDMORE if index < last else 0)
-                tracker: Any = self._zmq.socket.send(frame, flags, copy=False, track=True)
-                if not tracker.done:
-                    self._sending.append(tracker)
+            if payload:
+                outgoing = Outgoing(payload)
+                self._sending.append(outgoing)  # whether or not all of it is taken
+                outgoing.send(self._zmq.socket)
         except zmq.ZMQError as error:
             raise ConnectionLost(f"the connection broke while sending: {error}") from None
         self._under_way[request_id] = request.op
@@ -400,24 +399,27 @@ class Connection:
         if monitor is not None:
             monitor.close(linger=0)
         sending, self._sending = self._sending, []
-        patience = time.monotonic() + _RELEASE_S
-        try:
-            for tracker in sending:
-                tracker.wait(max(0.0, patience - time.monotonic()))
-        except zmq.NotDone:
-            self._end_context()
+        if sending:
+            self._end_context(sending)
 
-    def _end_context(self) -> None:
+    def _end_context(self, sending: Sequence[Outgoing] = ()) -> None:
         """After this zmq reads nobody's memory."""
         context, self._zmq.context = self._zmq.context, None
         if context is None:
             return
         # Its sockets are closed, so it ends at once, unless libzmq is resolving a host's name.
-        ending = threading.Thread(target=context.term, name="tiered-kv-term", daemon=True)
+        ending = threading.Thread(
+            target=_term, args=(context, sending), name="tiered-kv-term", daemon=True
+        )
         ending.start()
         ending.join(_TERM_S)
         if ending.is_alive():
             logger.error("zmq does not end a connection to %s", self._settings.address)
+
+
+def _term(context: zmq.Context[zmq.SyncSocket], sending: Sequence[Outgoing]) -> None:
+    """Keeps what is sent, however long it takes."""
+    context.term()
 
 
 class _Guard:

@@ -1,0 +1,80 @@
+"""Payload is sent from where it lies, and nobody is told too early that zmq is done with it."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from vllm_tiered_kv.remote import outgoing
+from vllm_tiered_kv.remote.outgoing import Outgoing
+
+WAIT_S = 30.0
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.SyncSocket]]:
+    made: zmq.Context[zmq.SyncSocket] = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+def payload(*lengths: int) -> list[memoryview]:
+    return [memoryview(bytes([n]) * length) for n, length in enumerate(lengths, 1)]
+
+
+@pytest.fixture(params=[True, False], ids=["constant", "tracked"])
+def is_constant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Also where pyzmq does not show the functions of its libzmq."""
+    if not request.param:
+        monkeypatch.setattr(outgoing, "_send_const", lambda: None)
+    return bool(request.param)
+
+
+@pytest.mark.parametrize("lengths", [(1,), (3 << 20,), (2 << 20, 1, 70_000, 3 << 20, 5)])
+def test_a_message_arrives_whole(
+    context: zmq.Context[zmq.SyncSocket], is_constant: bool, lengths: tuple[int, ...]
+) -> None:
+    receiver, sender = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
+    port = receiver.bind_to_random_port("tcp://127.0.0.1")
+    sender.connect(f"tcp://127.0.0.1:{port}")
+    parts = payload(*lengths)
+    for _ in range(3):
+        sender.send(b"header", zmq.SNDMORE)
+        message = Outgoing(parts)
+        message.send(sender)
+        assert receiver.poll(int(WAIT_S * 1000))
+        assert receiver.recv_multipart() == [b"header", *parts]
+        message.wait(time.monotonic() + WAIT_S)
+
+
+@pytest.mark.parametrize("lengths", [(1,), (1 << 20, 1 << 20), (1 << 20, 5)])
+def test_what_was_not_sent_is_not_done(
+    context: zmq.Context[zmq.SyncSocket], is_constant: bool, lengths: tuple[int, ...]
+) -> None:
+    """However small the last frame is: it tells of the others, too."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        sender = context.socket(zmq.DEALER)
+        sender.connect(f"tcp://127.0.0.1:{silent.getsockname()[1]}")
+        sender.send(b"header", zmq.SNDMORE)
+        message = Outgoing(payload(*lengths))
+        message.send(sender)
+        with pytest.raises(zmq.NotDone):
+            message.wait(time.monotonic() + 0.05)
+        context.destroy(linger=0)
+
+
+def test_here_the_function_is_found() -> None:
+    """Or nothing would be gained; pyzmq's own wheels show it."""
+    assert outgoing._send_const() is not None
+
+
+def test_a_socket_that_takes_nothing_is_told_of(
+    context: zmq.Context[zmq.SyncSocket], is_constant: bool
+) -> None:
+    alone = context.socket(zmq.DEALER)  # connected to nobody
+    with pytest.raises(zmq.ZMQError):
+        Outgoing(payload(1 << 20, 1 << 20)).send(alone)
