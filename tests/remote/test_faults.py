@@ -3,8 +3,9 @@ never a wrong byte."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -25,12 +26,15 @@ from tests.remote.engine import (
 from tests.remote.faulty_daemon import Fault, FaultyDaemon, Frames, block_reply, framed
 from vllm_tiered_kv.core.store import Durability, PutResult
 from vllm_tiered_kv.errors import ConnectionLost, ErrorCode
+from vllm_tiered_kv.native import bytes_copy
+from vllm_tiered_kv.remote import transfers
 from vllm_tiered_kv.remote.address import ServerAddress
 from vllm_tiered_kv.remote.connection import Connection, Settings
 from vllm_tiered_kv.remote.health import BreakerState
 from vllm_tiered_kv.remote.store import RemoteStore
 from vllm_tiered_kv.remote.transfers import WRITES_UNDER_WAY
 from vllm_tiered_kv.wire.messages import (
+    Contains,
     ContainsReply,
     Delete,
     ErrorReply,
@@ -310,6 +314,32 @@ def test_no_more_is_found_than_was_asked_for(daemon: FaultyDaemon, store: Remote
     found = store.match_all(block_keys("chain", 3), [RANK])
     assert found is not None
     assert found.count == 3
+
+
+def test_the_first_blocks_are_hashed_while_the_daemon_looks_for_them(
+    daemon: FaultyDaemon, store: RemoteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed = threading.Event()
+    in_time = []
+
+    def hash_buffers(given: Sequence[memoryview]) -> list[int]:
+        if given:
+            hashed.set()
+        return bytes_copy.hash_buffers(given)
+
+    def wait(d: FaultyDaemon, request_id: int, request: Request) -> list[Frames]:
+        in_time.append(hashed.wait(5.0))
+        return [d.honest(request_id, request)]
+
+    monkeypatch.setattr(transfers, "hash_buffers", hash_buffers)
+    daemon.fault = on(Contains, wait)
+    new = keys("new", 2)
+    assert store.put(items(new)) == [PutResult.STORED] * 2
+    assert in_time == [True]
+    daemon.fault = None
+    into = buffers(2)
+    assert store.get(new, into) == [True] * 2
+    assert [bytes(buffer) for buffer in into] == [content(key) for key in new]
 
 
 def test_only_what_is_missing_is_sent(daemon: FaultyDaemon, store: RemoteStore) -> None:

@@ -24,7 +24,7 @@ from vllm_tiered_kv.remote.connection import Connection, Settings
 from vllm_tiered_kv.remote.curve import CurveKeys
 from vllm_tiered_kv.remote.health import Breaker
 from vllm_tiered_kv.remote.shared_memory import SharedMemory
-from vllm_tiered_kv.remote.transfers import ReadTask, WriteTask, read, write
+from vllm_tiered_kv.remote.transfers import ReadTask, WriteTask, hash_first, read, write
 from vllm_tiered_kv.wire.limits import MAX_KEYS, MAX_LOOKUPS
 from vllm_tiered_kv.wire.messages import (
     Contains,
@@ -344,7 +344,8 @@ class RemoteStore:
     ) -> None:
         # What is there need not travel again, unless it may not be as durable as asked for.
         if durability is not Durability.DISK:
-            present = self._present(connection, [task.key for task in tasks], deadline)
+            keys = [task.key for task in tasks]
+            present = self._present(connection, keys, deadline, lambda: hash_first(tasks))
             for task in tasks:
                 if task.key in present:
                     task.result = PutResult.PRESENT
@@ -353,13 +354,20 @@ class RemoteStore:
             write(connection, tasks, durability, deadline)
 
     def _present(
-        self, connection: Connection, keys: Sequence[bytes], deadline: float
+        self,
+        connection: Connection,
+        keys: Sequence[bytes],
+        deadline: float,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> set[bytes]:
-        """Which of the keys the daemon has, in any tier."""
+        """Which of the keys the daemon has, in any tier. `meanwhile` is done until it answers."""
         present: set[bytes] = set()
         for some in _batches(keys, connection):
-            request = Contains(self.identity.key_bytes, some)
-            tiers = connection.call(request, ContainsReply, deadline=deadline).tiers
+            connection.send(Contains(self.identity.key_bytes, some), deadline=deadline)
+            meanwhile()
+            reply = connection.receive(deadline=deadline).reply
+            assert isinstance(reply, ContainsReply)
+            tiers = reply.tiers
             if len(tiers) != len(some):
                 raise ConnectionLost(f"{len(tiers)} tiers for {len(some)} keys")
             present.update(

@@ -158,6 +158,22 @@ def write(
     connection.settle(deadline=deadline)
 
 
+def hash_first(tasks: Sequence[WriteTask]) -> None:
+    """Checksums for the first request, which cannot leave without them: for when there is something
+    else to wait for. No more than that, for the daemon may have the blocks."""
+    nbytes = 0
+    first = []
+    for task in tasks:
+        nbytes += task.item.payload.nbytes
+        if nbytes > SMALL_WRITE_BYTES:
+            break
+        if task.item.checksum is None:
+            first.append(task)
+    sums = hash_buffers([task.item.payload for task in first])
+    for task, checksum in zip(first, sums, strict=True):
+        task.item = task.item._replace(checksum=checksum)
+
+
 def _descendants(tasks: Sequence[WriteTask], heads: set[bytes]) -> set[bytes]:
     """What follows the heads in their chains. Tasks are in chain order."""
     found: set[bytes] = set()
