@@ -206,6 +206,7 @@ def test_a_tail_that_outlived_a_reset_on_the_gpu_is_not_stored(
     engine.run()
     assert engine.finished[other].tokens == play(ids, 2)[0]
     assert engine.finished[running].tokens == play(ids, 30)[0]
+    assert hits(engine, ids) == 0, "not even behind the full blocks that the GPU still has"
     engine.drop_gpu_cache()
     assert hits(engine, ids) == 0, "computed before the reset, or from that"
 

@@ -36,7 +36,7 @@ def test_blocks_a_daemon_lost_are_kept_when_they_are_computed_again(tiny_model: 
     """A neighbour's blocks are not kept twice; but now there is no first copy."""
     with FaultyDaemon(forgetful) as daemon:
         toy = engine(tiny_model, daemon)
-        toy.half.remote._keep_copies = False  # as if it were on this host
+        toy.half.remote.keep_copies = False  # as if it were on this host
         serve(toy, seeded_prompt(1, 41))
         assert total(toy, names.LOAD_FAILURES, REMOTE) == 1
         assert total(toy, names.STORED_BLOCKS, CPU) >= 10

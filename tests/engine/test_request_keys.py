@@ -33,7 +33,7 @@ from vllm_tiered_kv.connector import assembly
 from vllm_tiered_kv.connector.model_identity import fingerprint
 from vllm_tiered_kv.connector.partial_tail import Tail, tail_of
 from vllm_tiered_kv.connector.request_keys import KeyMaker
-from vllm_tiered_kv.core.key import BlockKey, extend_chain, group_suffix, root_digest
+from vllm_tiered_kv.core.key import BlockKey, extend_chain, group_suffix, root_digest, tail_key
 from vllm_tiered_kv.errors import UnsupportedError
 
 # ---- the chain ----------------------------------------------------------------------------------
@@ -331,6 +331,11 @@ def test_images_and_embeddings_are_part_of_a_tail() -> None:
         return tail([0] * 10, **facts).key
 
     assert len({mixed(4), mixed(8), mixed(0)}) == 3
+
+
+def test_a_tail_is_no_full_block_of_the_same_tokens() -> None:
+    parent, full = flat(make_request(TOKENS[: 2 * BLOCK]))
+    assert tail_key(parent, TOKENS[BLOCK : 2 * BLOCK]) != full
 
 
 # ---- the namespace ------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import random
 from vllm.v1.request import RequestStatus
 
 from tests.engine.toy_engine import ToyEngine, play
+from vllm_tiered_kv.connector.partial_tail import tail_of
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.metrics import names
 
@@ -53,7 +54,23 @@ def assert_tier_is_right(engine: ToyEngine) -> int:
                         stored = group.rows(engine.arena[slot][layer])
                         assert (stored == group.kv(span, layer)).all()
                     readable += 1
+        readable += _assert_tail_is_right(engine, request_id)
     return readable
+
+
+def _assert_tail_is_right(engine: ToyEngine, request_id: str) -> bool:
+    """The same for the block its prompt ends in; what lies behind the prompt is nobody's."""
+    request, group = engine.requests[request_id], engine.groups[0]
+    keys = engine.half._key_maker.keys_for(request)
+    tail = tail_of(request, keys, group.block_size) if len(engine.groups) == 1 else None
+    if tail is None or not engine.half.index.match_prefix([tail.key]):
+        return False
+    slot = engine.half.index.slot_of(tail.key)
+    right = engine._truth[request_id][tail.position * group.block_size : tail.end]
+    for layer in range(3):
+        stored = group.rows(engine.arena[slot][layer])[: len(right)]
+        assert (stored == group.kv(right, layer)).all()
+    return tail.is_partial
 
 
 def workload(engine: ToyEngine, seed: int, requests: int) -> None:

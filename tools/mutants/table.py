@@ -13,6 +13,7 @@ from tools.mutants.of_remote import REMOTE
 from tools.mutants.of_request_keys import REQUEST_KEYS
 from tools.mutants.of_server import SERVER
 from tools.mutants.of_stores import STORES
+from tools.mutants.of_tails import TAILS
 from tools.mutants.of_windows_and_comparisons import WINDOWS_AND_COMPARISONS
 
 MUTATIONS = (
@@ -27,6 +28,7 @@ MUTATIONS = (
     *IDENTITY,
     *EARLY_LOADS,
     *REHEARSALS,
+    *TAILS,
     *WINDOWS_AND_COMPARISONS,
     *API,
 )

@@ -118,8 +118,8 @@ class FailedStep:
                         index.remove(key)
                 if state.tail is not None and any(bad is not None for bad in bad_positions):
                     index.remove(state.tail.key)
-                    state.has_tail = False
             state.stored = [0] * len(state.stored)
+            state.has_tail = False
             state.on_gpu = state.computed_again = 0  # what was there has lost its hash
 
     def _look_at(self, request: Request) -> None:

@@ -98,11 +98,12 @@ class LoadPlanner:
     def loadable(self, state: RequestState, request: Request, computed: int) -> int | None:
         """Tokens after `computed` that can be loaded; None if that is to be asked in the next step:
         a daemon has not answered, or this step loads what the request would build on."""
-        limit = end = self.limit(request)
+        full = limit = end = self.limit(request)
         self._know_tail(state)
-        if state.sought_tail is not None:
-            limit, end = request.num_tokens - 1, len(state.sought_tail.keys) * self._alignment
-        has_all_full = computed >= self.limit(request)
+        tail = state.sought_tail
+        if tail is not None:
+            limit, end = request.num_tokens - 1, len(tail.keys) * self._alignment
+        has_all_full = computed >= full
         on_gpu = computed if has_all_full else 0
         again = self._computed_again(request, computed) if has_all_full else 0
         loadable = 0
@@ -110,7 +111,7 @@ class LoadPlanner:
         if computed < end and not state.load_failed and not request.skip_reading_prefix_cache:
             daemons = self._daemons
             if daemons is not None and not has_all_full:  # nobody waits for one just for a tail
-                elsewhere = daemons.positions(state, computed, self.limit(request))
+                elsewhere = daemons.positions(state, computed, full)
                 if elsewhere is None and self.judge.waits_for_daemons(state, computed):
                     return None
             loadable = self._find(state, computed, end, elsewhere)
@@ -123,7 +124,7 @@ class LoadPlanner:
             loadable = self._find(state, computed, computed + choice.tokens, elsewhere)
         verified = 0
         if loadable and self.verification is not None and self.verification.chooses(state):
-            verified, loadable = min(loadable, self.limit(request) - computed), 0
+            verified, loadable = min(loadable, full - computed), 0
         ahead = (
             bool(loadable)
             and (self.remote is None or self.remote.is_resident(state))
@@ -146,6 +147,13 @@ class LoadPlanner:
     def _know_tail(self, state: RequestState) -> None:
         if self.reuses_tails and state.tail is None:
             state.tail = tail_of(state.request, state.keys, self._alignment)
+
+    def _keeps_tail(self, state: RequestState, load: LoadSplit) -> bool:
+        """Whether a tail that is loaded will be found again: here, or at a daemon, which will be
+        asked for the blocks before it where those are not kept here either."""
+        if self.remote is None or not self.remote.keep_copies:
+            return True
+        return bool(load.local) and load.local[-1] == len(state.sought[0]) - 1
 
     def _computed_again(self, request: Request, computed: int) -> int:
         """vLLM always computes the last token, even if it has the block that it fills."""
@@ -202,7 +210,7 @@ class LoadPlanner:
             # All that the request goes on from was used, also the part the GPU still had.
             used = group.needed(0, match.computed + covered)
             self._index.touch(state.sought[group.group_id][used.start : used.stop])
-        state.has_tail = covered > tokens
+        state.has_tail = covered > tokens and self._keeps_tail(state, loads[0])
         remote = tuple(transfer for load in loads for transfer in load.remote)
         if not match.ahead:
             return LoadJob(request.request_id, tuple(transfers), remote)
@@ -279,8 +287,9 @@ class LoadPlanner:
         self._recorder.add(names.HIT_TOKENS, remote, _REMOTE)
         self._recorder.add(names.MISS_TOKENS, missed, _CPU)
         self._recorder.add(names.RECOMPUTED_TOKENS, held - loaded, _CPU)
+        end = -(-match.limit // self._alignment) * self._alignment  # a tail is one of the blocks
         for group, load in zip(self._groups, loads, strict=True):
             self._recorder.add(names.HIT_BLOCKS, len(load.local), _CPU)
             self._recorder.add(names.HIT_BLOCKS, load.num_remote, _REMOTE)
-            needed = group.needed(match.limit - missed, match.limit)
+            needed = group.needed(match.limit - missed, end) if missed else ()
             self._recorder.add(names.MISS_BLOCKS, len(needed), _CPU)

@@ -56,7 +56,7 @@ class RemoteTier:
         self.writes = writes
         self._index = index
         self._groups = groups
-        self._keep_copies = keep_copies
+        self.keep_copies = keep_copies
         self._has_windows = any(group.window is not None for group in groups)
         self._arenas_of_rank: dict[int, frozenset[bytes]] = {}
         self._rehearsals: list[Rehearsal] = []
@@ -141,7 +141,7 @@ class RemoteTier:
                 by_part.append((part, positions))
         found = len(local) + sum(len(positions) for _, positions in by_part)
         assert found == len(span), f"nobody has {len(span) - found} of these blocks"
-        if by_part and not self._keep_copies:
+        if by_part and not self.keep_copies:
             held = answer.positions()[group.group_id]
             # Where a tail lies, a full block will.
             full = len(state.keys.of_group[group.group_id])

@@ -82,8 +82,9 @@ class RequestState:
     @property
     def sought_tail(self) -> Tail | None:
         """The tail, as long as the request ends there."""
-        ends_there = self.request.num_tokens == self.request.num_prompt_tokens
-        return self.tail if ends_there else None
+        if self.tail is None or self.request.num_tokens != self.tail.end:
+            return None
+        return self.tail
 
     @property
     def sought(self) -> Sequence[list[BlockKey]]:

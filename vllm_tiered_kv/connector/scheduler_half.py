@@ -289,6 +289,7 @@ class SchedulerHalf:
         if state is None or self._config.mode is not Mode.TIERED:
             return
         ready = self._storable(state, request.num_tokens - 1)
+        self.stores.lose_tail(state, block_ids[0], ready)
         is_certain = self._store_on_finish and state.ended_by_itself
         if not is_certain:
             ready = min(ready, state.on_gpu)
@@ -382,7 +383,7 @@ class SchedulerHalf:
             return
         ready = self._storable(state, state.request.num_computed_tokens + scheduled)
         has_full = state.has_more(self._groups, ready) and not self._has_only_old(state, ready)
-        tail = state.tail_to_store(ready)
+        tail = None if state.tail is None else state.tail_to_store(ready)
         if not has_full and tail is None:
             return
         self._extend_keys(state, ready)
@@ -392,9 +393,7 @@ class SchedulerHalf:
         assert self._blocks is not None, "vLLM did not bind its KV-cache manager"
         tables = self._blocks.get_blocks(request_id).blocks
         if has_full:
-            # A tail cannot wait until its request is over: nobody would know its block.
-            leave = 0 if tail is None else 1
-            self._next.stores_after += self.stores.store_running(state, tables, ready, leave)
+            self._next.stores_after += self.stores.store_running(state, tables, ready, tail)
         if tail is not None:
             self._next.stores_after += self.stores.store_tail(state, tail, tables[0])
 

@@ -32,7 +32,7 @@ from vllm_tiered_kv.connector.gpu_block import KnownRun, StoreBatch, ids_of
 from vllm_tiered_kv.connector.lazy_store import LazyStore
 from vllm_tiered_kv.connector.partial_tail import Tail
 from vllm_tiered_kv.connector.request_state import RequestState
-from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.core.tiers import Lookup, Tier
 from vllm_tiered_kv.core.transfer import GroupTransfer, StoreJob, int64_array
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.names import DropReason
@@ -98,11 +98,13 @@ class StorePlanner:
         state: RequestState,
         tables: Sequence[Sequence[KVCacheBlock]],
         ready_tokens: int,
-        leave: int = 0,
+        tail: Tail | None = None,
     ) -> list[StoreJob]:
-        """Jobs for the blocks this step's forward completes; to be read after it. `leave`: so much
-        room for others."""
+        """Jobs for the blocks this step's forward completes; to be read after it. A `tail` that is
+        to be stored as well has room left for it: it cannot wait until its request is over, when
+        nobody knows its block."""
         jobs: list[StoreJob] = []
+        leave = 0 if tail is None else 1
         for group in self._groups:
             start, stop = state.stored[group.group_id], ready_tokens // group.block_size
             ids = ids_of(tables[group.group_id][start:stop])
@@ -144,6 +146,14 @@ class StorePlanner:
             anchors = anchors_of(tail.keys, plan.positions)
         block_ids = ids_of(table[tail.position : tail.position + 1])
         return [self._store_job(StoreBatch(group, block_ids, plan.slots, anchors))]
+
+    def lose_tail(self, state: RequestState, table: Sequence[int], ready_tokens: int) -> None:
+        """The request is over; if the ring had no room for its tail so far, that is dropped."""
+        tail = state.tail_to_store(ready_tokens)
+        if tail is None or len(table) <= tail.position:
+            return
+        if self._index.lookup(tail.key) is Lookup.MISS:
+            self._ledger.drop(1, state.closed or DropReason.STAGING_FULL)
 
     def store_finished(
         self, state: RequestState, tables: Sequence[list[int]], ready_tokens: int
