@@ -26,7 +26,7 @@ from vllm_tiered_kv.server.backing import BackingFolder
 from vllm_tiered_kv.server.backing_threads import THREADS
 from vllm_tiered_kv.server.tiered_store import TieredStore
 from vllm_tiered_kv.server.turns import Turns
-from vllm_tiered_kv.stores.memory import Held
+from vllm_tiered_kv.stores.held import Held
 
 MIB = 1 << 20
 PATIENCE_S = 60.0

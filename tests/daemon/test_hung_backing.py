@@ -24,7 +24,7 @@ from vllm_tiered_kv.server.backing_threads import BackingThreads
 from vllm_tiered_kv.server.bounded_call import BoundedCalls
 from vllm_tiered_kv.server.locator import Located
 from vllm_tiered_kv.server.tiered_store import TieredStore
-from vllm_tiered_kv.stores.memory import Held
+from vllm_tiered_kv.stores.held import Held
 from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps
 from vllm_tiered_kv.stores.ssd.store import SsdStore
 

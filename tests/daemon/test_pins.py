@@ -12,7 +12,8 @@ from tests.patience import eventually
 from vllm_tiered_kv.core.store import PutItem, PutResult, StoreKey
 from vllm_tiered_kv.server.allowances import Allowances
 from vllm_tiered_kv.server.pins import Pins
-from vllm_tiered_kv.stores.memory import Held, MemoryStore
+from vllm_tiered_kv.stores.held import Held
+from vllm_tiered_kv.stores.memory import MemoryStore
 
 MIB = 1 << 20
 AN_HOUR_S = 3600.0

@@ -16,7 +16,7 @@ from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.backing import BackingFolder
 from vllm_tiered_kv.server.tiered_store import TieredStore
-from vllm_tiered_kv.stores.memory import Held
+from vllm_tiered_kv.stores.held import Held
 from vllm_tiered_kv.stores.ssd.folder import DATA
 from vllm_tiered_kv.stores.ssd.store import SsdStore
 

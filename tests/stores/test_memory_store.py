@@ -12,7 +12,8 @@ from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.errors import NativeError
 from vllm_tiered_kv.native.cpu import xxh3_64
 from vllm_tiered_kv.stores import memory as memory_module
-from vllm_tiered_kv.stores.memory import Held, MemoryStore
+from vllm_tiered_kv.stores.held import Held
+from vllm_tiered_kv.stores.memory import MemoryStore
 
 MIB = 1 << 20
 SIZE = 4096

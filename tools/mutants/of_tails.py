@@ -28,15 +28,6 @@ TAILS = (
         Needs.VLLM,
     ),
     Mutation(
-        "tail-key-without-images",
-        "connector/request_keys.py",
-        "request._all_token_ids[start:end], canonical(parts or ()))",
-        "request._all_token_ids[start:end])",
-        "prompts that end with different images get each other's answers",
-        _KEYS,
-        Needs.VLLM,
-    ),
-    Mutation(
         "tail-stored-too-early",
         "connector/request_state.py",
         " or self.has_tail or ready < tail.end:",

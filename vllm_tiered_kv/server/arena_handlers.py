@@ -14,7 +14,7 @@ from vllm_tiered_kv.server.leases import Attachment, Leases
 from vllm_tiered_kv.server.locator import Located
 from vllm_tiered_kv.server.reactor import Reactor
 from vllm_tiered_kv.server.tiered_store import TieredStore
-from vllm_tiered_kv.stores.memory import Held
+from vllm_tiered_kv.stores.held import Held
 from vllm_tiered_kv.wire.fields import pack_uints
 from vllm_tiered_kv.wire.limits import MAX_KEYS
 from vllm_tiered_kv.wire.messages import (

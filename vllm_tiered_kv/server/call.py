@@ -10,7 +10,7 @@ from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.reactor import Reactor
 from vllm_tiered_kv.server.sessions import Peer, Session
-from vllm_tiered_kv.stores.memory import Held
+from vllm_tiered_kv.stores.held import Held
 from vllm_tiered_kv.wire.messages import ErrorReply, Reply, encode_reply
 
 

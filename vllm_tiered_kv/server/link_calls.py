@@ -21,7 +21,7 @@ from vllm_tiered_kv.server.handlers import Handlers
 from vllm_tiered_kv.server.leases import Attachment
 from vllm_tiered_kv.server.reactor import Reactor
 from vllm_tiered_kv.server.sessions import Peer, Session, Sessions
-from vllm_tiered_kv.stores.memory import Held
+from vllm_tiered_kv.stores.held import Held
 from vllm_tiered_kv.wire.header import peek_request_id
 from vllm_tiered_kv.wire.limits import MAX_LINK_BYTES
 from vllm_tiered_kv.wire.messages import (

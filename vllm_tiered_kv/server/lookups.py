@@ -13,7 +13,8 @@ from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.backing_threads import BackingThreads
 from vllm_tiered_kv.server.locator import LOOKUPS_AT_ONCE, Located, Locator
 from vllm_tiered_kv.server.turns import InPool
-from vllm_tiered_kv.stores.memory import Held, MemoryStore
+from vllm_tiered_kv.stores.held import Held
+from vllm_tiered_kv.stores.memory import MemoryStore
 
 
 class Lookups:

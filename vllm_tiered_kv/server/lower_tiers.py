@@ -19,7 +19,8 @@ from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.bounded_call import BoundedCalls
 from vllm_tiered_kv.server.write_behind import Pace, WriteBehind, Written
 from vllm_tiered_kv.stores.handed import Handed
-from vllm_tiered_kv.stores.memory import Held, MemoryStore
+from vllm_tiered_kv.stores.held import Held
+from vllm_tiered_kv.stores.memory import MemoryStore
 
 _WRITERS = 4  # per tier
 

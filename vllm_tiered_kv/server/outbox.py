@@ -30,7 +30,8 @@ from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.allowances import Allowances
 from vllm_tiered_kv.server.reactor import Reactor
 from vllm_tiered_kv.server.sessions import Peer
-from vllm_tiered_kv.stores.memory import Held, MemoryStore
+from vllm_tiered_kv.stores.held import Held
+from vllm_tiered_kv.stores.memory import MemoryStore
 from vllm_tiered_kv.wire.messages import UNREADABLE_ID, ErrorReply, encode_reply
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from vllm_tiered_kv.server.pins import Pins
 from vllm_tiered_kv.server.reactor import Reactor
 from vllm_tiered_kv.server.sessions import Session
 from vllm_tiered_kv.server.tiered_store import TieredStore
-from vllm_tiered_kv.stores.memory import Held
+from vllm_tiered_kv.stores.held import Held
 from vllm_tiered_kv.wire.messages import Pin, PinReply
 
 _AT_ONCE = 64  # keys fetched at a time

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from vllm_tiered_kv.core.store import StoreKey
 from vllm_tiered_kv.server.allowances import Allowances
-from vllm_tiered_kv.stores.memory import Held, MemoryStore
+from vllm_tiered_kv.stores.held import Held
+from vllm_tiered_kv.stores.memory import MemoryStore
 
 
 class Pins:

@@ -37,7 +37,8 @@ from vllm_tiered_kv.server.lookups import Lookups
 from vllm_tiered_kv.server.lower_tiers import LowerTiers, Unwritten
 from vllm_tiered_kv.server.turns import Turns
 from vllm_tiered_kv.server.way_up import Ready, WayUp
-from vllm_tiered_kv.stores.memory import Held, MemoryStore
+from vllm_tiered_kv.stores.held import Held
+from vllm_tiered_kv.stores.memory import MemoryStore
 from vllm_tiered_kv.stores.slab_owner import HasQuota, QuotaOf, any_may
 from vllm_tiered_kv.stores.ssd.store import SsdStore
 

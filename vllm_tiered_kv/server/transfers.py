@@ -15,7 +15,7 @@ from vllm_tiered_kv.server.call import Call
 from vllm_tiered_kv.server.outbox import Outbox
 from vllm_tiered_kv.server.reactor import Reactor
 from vllm_tiered_kv.server.tiered_store import TieredStore
-from vllm_tiered_kv.stores.memory import Held
+from vllm_tiered_kv.stores.held import Held
 from vllm_tiered_kv.wire.messages import GetReply
 
 _BATCH_BLOCKS = 16

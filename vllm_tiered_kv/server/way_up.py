@@ -18,7 +18,8 @@ from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.turns import InPool
-from vllm_tiered_kv.stores.memory import Held, MemoryStore
+from vllm_tiered_kv.stores.held import Held
+from vllm_tiered_kv.stores.memory import MemoryStore
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from vllm_tiered_kv.core.store import BlockStore, Durability, PutItem, PutResult, StoreKey
-from vllm_tiered_kv.stores.memory import Held, MemoryStore
+from vllm_tiered_kv.stores.held import Held
+from vllm_tiered_kv.stores.memory import MemoryStore
 
 logger = logging.getLogger(__name__)
 

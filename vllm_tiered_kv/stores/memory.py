@@ -6,12 +6,11 @@ pins blocks where they lie, `reserve` hands out a slot to fill, `commit` or `abo
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from vllm_tiered_kv.cache.index import NOWHERE, BlockIndex
 from vllm_tiered_kv.core.arena_geometry import SlabGeometry, default_slab
@@ -27,6 +26,7 @@ from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.device.shared_arena import PAGE, SharedArena
 from vllm_tiered_kv.native.bytes_copy import copy_and_hash, copy_bytes, hash_buffers
 from vllm_tiered_kv.stores.handed import Handed
+from vllm_tiered_kv.stores.held import Held, make_held
 from vllm_tiered_kv.stores.new_blocks import NewBlock, alike
 from vllm_tiered_kv.stores.slab_owner import HasQuota, QuotaOf, any_may, owner_of, require_own
 from vllm_tiered_kv.stores.too_large import TooLarge
@@ -36,26 +36,6 @@ logger = logging.getLogger(__name__)
 _REMEMBERED_DROPS = 65536
 _CHOSEN_THREADS = 0  # as many as pay
 _KEYS_AT_ONCE = 256
-
-
-class Held(NamedTuple):
-    """A slot that stays where it is: pinned for reading, or reserved for writing.
-
-    A tuple: every block that is put makes two, and a dataclass takes several times as long.
-    """
-
-    key: StoreKey
-    parent: StoreKey | None
-    slot: int
-    offset: int  # in the arena
-    nbytes: int
-    generation: int
-    checksum: int  # of a readable block; 0 while it is written
-    view: memoryview
-
-
-_held: Callable[[tuple[object, ...]], Held] = functools.partial(tuple.__new__, Held)
-"""What `Held` calls, without a step of Python's on the way."""
 
 
 class MemoryStore:
@@ -309,7 +289,7 @@ class MemoryStore:
         generations = self.arena.begin_writing(offsets)
         views = self.arena.views(offsets, nbytes)
         return [
-            _held((key, parent, slot, offset, nbytes, generation, 0, view))
+            make_held((key, parent, slot, offset, nbytes, generation, 0, view))
             for (key, parent, slot), offset, generation, view in zip(
                 taken, offsets, generations, views, strict=True
             )
@@ -429,7 +409,7 @@ class MemoryStore:
 
     def _publish(self, slot: Held, generation: int, checksum: int) -> None:
         key, parent, number, offset, nbytes, _, _, view = slot
-        self._readable[key] = _held(
+        self._readable[key] = make_held(
             (key, parent, number, offset, nbytes, generation, checksum, view)
         )
 
