@@ -25,12 +25,12 @@ ALONE = (  # others would blur the one and starve beside the other
     ("pinned memory", "tests/gpu/test_pinned_memory_gpu.py"),
     ("most of the memory", "tests/gpu/test_memory_share_gpu.py"),
 )
-GROUPS = (
+GROUPS = (  # those that take longest first: each engine starts for a minute
+    ("windows", "tests/gpu/test_windows_gpu.py"),
     ("models", "tests/gpu/test_models_gpu.py"),
     ("engine, async scheduling", "tests/gpu/test_engine_gpu.py", "-k", "async_on"),
     ("engine, plain scheduling", "tests/gpu/test_engine_gpu.py", "-k", "async_off"),
     ("verified hits", "tests/gpu/test_verified_gpu.py"),
-    ("windows", "tests/gpu/test_windows_gpu.py"),
     ("partial tails", "tests/gpu/test_tails_gpu.py"),
     ("daemon over ipc", "tests/gpu/test_remote_gpu.py", "-k", "ipc"),
     ("daemon over tcp", "tests/gpu/test_remote_gpu.py", "-k", "tcp"),

@@ -114,6 +114,9 @@ def _overhead(cells: Cells, base: str, other: str, names: tuple[str, str], gpu_c
     return table(header, rows) if measured else ""
 
 
+_YOCO = " `yoco` is `reuse_partial_tail`, which finds prompts that repeat as a whole: at 100 %."
+
+
 def hit_rates(data: dict[str, Any]) -> str:
     cells = Cells(data)
     columns = cells.values("column")
@@ -136,8 +139,9 @@ def hit_rates(data: dict[str, Any]) -> str:
             "{requests} requests of {prompt_tokens} tokens that ask for {output_tokens}, requests "
             "per second.",
         )
-        + "`transfer_in-1` writes to the daemon, `transfer_in-2` reads what another engine wrote. "
-        "`yoco` is `reuse_partial_tail`: it tells where prompts repeat as a whole, at 100 %.\n\n"
+        + "`transfer_in-1` writes to the daemon, `transfer_in-2` reads what another engine wrote."
+        + (_YOCO if "yoco" in columns else "")
+        + "\n\n"
         + _noise(cells)
         + table(header, rows)
     )
