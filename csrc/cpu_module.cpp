@@ -132,6 +132,17 @@ int send_frames(uintptr_t function, uintptr_t socket, const py::sequence& buffer
   return 0;
 }
 
+// Of objects that name the next one, up to `last` or None: an attribute of each.
+py::list follow(py::object at, const py::object& last, const py::str& next, const py::str& wanted,
+                int64_t most) {
+  py::list found;
+  for (int64_t i = 0; i < most && !at.is(last) && !at.is_none(); ++i) {
+    found.append(py::getattr(at, wanted));
+    at = py::getattr(at, next);
+  }
+  return found;
+}
+
 // Sources and the places they are copied to, open as long as this lives.
 struct Pairs {
   Pairs(const py::sequence& places, const py::sequence& sources)
@@ -362,6 +373,8 @@ PYBIND11_MODULE(_cpu, module) {
              py::arg("offsets"), py::arg("nbytes"), py::arg("threads"));
   module.def("xxh3_64", &hash_buffer, py::arg("data"));
   module.def("hash_buffers", &hash_buffers, py::arg("buffers"), py::arg("threads"));
+  module.def("follow", &follow, py::arg("first"), py::arg("last"), py::arg("next"),
+             py::arg("wanted"), py::arg("most"));
   module.def("send_frames", &send_frames, py::arg("function"), py::arg("socket"),
              py::arg("buffers"), py::arg("flags"));
   module.def("copy_and_hash", &copy_and_hash, py::arg("into"), py::arg("sources"),

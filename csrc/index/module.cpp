@@ -142,6 +142,14 @@ std::vector<bool> are_readable(const BlockIndex& index, const py::object& keys) 
   return readable;
 }
 
+std::vector<bool> are_missing(const BlockIndex& index, const py::object& keys) {
+  std::vector<Lookup> found;
+  index.lookup(Keys(keys).all(), found);
+  std::vector<bool> missing(found.size());
+  for (size_t i = 0; i < found.size(); ++i) missing[i] = found[i] == Lookup::kMiss;
+  return missing;
+}
+
 // From the tail to the head, so that the head stays warmest.
 void touch(BlockIndex& index, const py::object& keys) {
   const Keys all(keys);
@@ -325,6 +333,7 @@ void bind_block_index(const py::module_& module) {
           },
           py::arg("keys"), py::arg("start"), py::arg("stop"))
       .def("are_readable", &are_readable, py::arg("keys"))
+      .def("are_missing", &are_missing, py::arg("keys"))
       .def(
           "slot_of",
           [](const BlockIndex& self, const py::handle& key) {

@@ -37,6 +37,7 @@ def test_a_block_is_visible_only_between_commit_and_removal() -> None:
     slot = index.reserve(key(1), None, 0)
     assert slot is not None
     assert index.lookup(key(1)) is Lookup.PENDING
+    assert index.are_missing([key(1), key(2)]) == [False, True]
     assert index.match_prefix([key(1)]) == 0
     index.commit(slot)
     assert index.lookup(key(1)) is Lookup.HIT

@@ -236,9 +236,9 @@ CONNECTOR = (
     ),
     Mutation(
         "lazy-store-of-a-reused-block",
-        "connector/gpu_block.py",
-        "return bool(pool.blocks[self.block_id].block_hash == self.vllm_hash)",
-        "return True",
+        "connector/lazy_store.py",
+        "        there = still_there(pool, known)\n",
+        "        there = [True] * len(known)\n",
         "another request's bytes are stored under this one's key",
         _SCHEDULING,
         Needs.VLLM,

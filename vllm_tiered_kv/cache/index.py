@@ -173,6 +173,10 @@ class BlockIndex:
     def are_readable(self, keys: Sequence[bytes]) -> list[bool]:
         return self._native.are_readable(keys)
 
+    def are_missing(self, keys: Sequence[bytes]) -> list[bool]:
+        """Whether each is a miss: neither readable nor being written."""
+        return self._native.are_missing(keys)
+
     def first_missing(self, keys: Sequence[bytes], start: int, stop: int) -> int:
         """The first position from `start` on whose key is a miss; `stop` if there is none."""
         return start + self._native.match_known(keys, start, stop)

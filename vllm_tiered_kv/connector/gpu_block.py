@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat, starmap
-from operator import add, attrgetter, eq
-from typing import TYPE_CHECKING, NamedTuple
+from operator import add, attrgetter, eq, itemgetter
+from typing import TYPE_CHECKING, TypeAlias
 
 from vllm_tiered_kv.cache.planner import Group
 from vllm_tiered_kv.core.key import BlockKey
@@ -33,18 +33,16 @@ def ids_of(blocks: Iterable[KVCacheBlock]) -> list[int]:
     return list(map(_BLOCK_ID, blocks))
 
 
-class KnownBlock(NamedTuple):
-    """One of a `KnownRun`, without it: a run keeps its request."""
+Facts: TypeAlias = tuple[int, bytes, BlockKey, BlockKey | None, BlockKey, Group]
+"""One block of a `KnownRun`, without it, since a run keeps its request: its number, what vLLM has
+written on it, its key, that of the block before it, that of the anchor which decides the daemon it
+belongs to, its group. A plain tuple: there is one for every block of the GPU."""
 
-    block_id: int
-    vllm_hash: bytes  # of content and group, as vLLM writes it on the block
-    key: BlockKey
-    parent: BlockKey | None
-    anchor: BlockKey  # decides which daemon it belongs to
-    group: Group
 
-    def still_there(self, pool: BlockPool) -> bool:
-        return bool(pool.blocks[self.block_id].block_hash == self.vllm_hash)
+def still_there(pool: BlockPool, known: Sequence[Facts]) -> list[bool]:
+    """Whether each block still has what it had; without a step of the interpreter for each."""
+    on_blocks = map(_BLOCK_HASH, map(pool.blocks.__getitem__, map(itemgetter(0), known)))
+    return list(map(eq, on_blocks, map(itemgetter(1), known)))
 
 
 @dataclass(frozen=True)
@@ -63,14 +61,14 @@ class KnownRun:
         return list(pick(self.block_ids, offsets.tolist()))
 
     def still_there(self, pool: BlockPool, positions: range) -> list[bool]:
-        """As `KnownBlock.still_there`, of each; no step of the interpreter for each."""
+        """As the function; no step of the interpreter for each."""
         ids = self.block_ids[positions.start - self.first : positions.stop - self.first]
         on_blocks = map(_BLOCK_HASH, map(pool.blocks.__getitem__, ids))
         there = list(map(eq, on_blocks, self._hashes(positions)))
         return there + [False] * (len(positions) - len(there))
 
-    def facts(self, positions: range) -> Iterator[tuple[object, ...]]:
-        """What makes a `KnownBlock` of each; no step of the interpreter for each."""
+    def facts(self, positions: range) -> Iterator[Facts]:
+        """Of each; no step of the interpreter for each."""
         start, stop = positions.start, positions.stop
         before: list[BlockKey | None] = [None if not start else self.keys[start - 1]]
         counted = anchors_of(self.keys, positions)
@@ -106,19 +104,7 @@ class StoreBatch:
     anchors: list[tuple[BlockKey, int]] = field(default_factory=list)
     """Which daemon blocks belong to is decided by an anchor; with how many of them in a row do."""
 
-    def add(self, block: KnownBlock, slot: int) -> None:
-        self.block_ids.append(block.block_id)
-        self.slots.append(slot)
-        if self.anchors and self.anchors[-1][0] == block.anchor:
-            self.anchors[-1] = block.anchor, self.anchors[-1][1] + 1
-        else:
-            self.anchors.append((block.anchor, 1))
-
     def extend(self, run: KnownRun, positions: list[int], slots: list[int]) -> None:
         self.block_ids += run.ids(positions)
         self.slots += slots
         self.anchors += anchors_of(run.keys, positions)
-
-    def reverse(self) -> None:
-        for column in (self.block_ids, self.slots, self.anchors):
-            column.reverse()

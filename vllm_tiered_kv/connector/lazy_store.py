@@ -8,20 +8,27 @@ order before that step's forward.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from collections.abc import Iterable
+from itertools import compress, groupby, islice
+from operator import itemgetter, not_
+from typing import TYPE_CHECKING
 
-from vllm_tiered_kv.cache.index import BlockIndex
-from vllm_tiered_kv.connector.gpu_block import KnownBlock, KnownRun, StoreBatch
-from vllm_tiered_kv.core.tiers import Lookup
+from vllm_tiered_kv.cache.index import NOWHERE, BlockIndex
+from vllm_tiered_kv.cache.planner import Group
+from vllm_tiered_kv.connector.gpu_block import Facts, KnownRun, StoreBatch, still_there
+from vllm_tiered_kv.native.linked import follow
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
+
+_BLOCK_ID, _KEY, _GROUP = itemgetter(0), itemgetter(2), itemgetter(5)  # of `Facts`
 
 
 class LazyStore:
     def __init__(self, window: int) -> None:
         self._window = window
-        self._known: dict[int, tuple[Any, ...]] = {}  # what makes a `KnownBlock`
+        self._known: dict[int, Facts] = {}
 
     def observe(self, run: KnownRun, positions: range) -> None:
         """Blocks of a request have become full, or were found so."""
@@ -29,37 +36,49 @@ class LazyStore:
         self._known.update(zip(ids, run.facts(positions), strict=False))
 
     def plan(self, pool: BlockPool, index: BlockIndex, room: int) -> tuple[list[StoreBatch], int]:
-        """What to store in this step, at most `room` blocks; and how many the tier refused."""
-        batches: dict[int, StoreBatch] = {}
-        refused = 0
+        """What to store in this step, at most `room` blocks; and how many the tier refused. No step
+        of the interpreter for each block that is looked at: there are thousands in every step."""
         queue = pool.free_block_queue
-        block = queue.fake_free_list_head.next_free_block
-        for _ in range(self._window):
-            if block is None or block is queue.fake_free_list_tail or room <= 0:
-                break
-            facts = self._known.get(block.block_id)
-            block = block.next_free_block
-            if facts is None:
-                continue
-            known = KnownBlock(*facts)
-            if not known.still_there(pool):
-                del self._known[known.block_id]
-            elif index.lookup(known.key) is Lookup.MISS:
-                slot = index.reserve(known.key, known.parent, known.group.size_class)
-                if slot is None:
-                    refused += 1
-                    del self._known[known.block_id]
-                    continue
-                batch = batches.setdefault(known.group.group_id, StoreBatch(known.group))
-                batch.add(known, slot)
-                # Once, until a request uses it again: where the copy fails, or the tier holds less
-                # than the window, an idle engine would go on storing the same blocks for ever.
-                del self._known[known.block_id]
-                room -= 1
-        for batch in batches.values():
-            # The queue gives tails first; should a rank drop the end of this, heads matter more.
-            batch.reverse()
-        return list(batches.values()), refused
+        first, last = queue.fake_free_list_head.next_free_block, queue.fake_free_list_tail
+        if not self._known or room <= 0:
+            return [], 0
+        ids = follow(first, last, "next_free_block", "block_id", self._window)
+        known = list(filter(None, map(self._known.get, ids)))
+        there = still_there(pool, known)
+        self._forget(compress(known, map(not_, there)))
+        known = list(compress(known, there))
+        missing = compress(known, index.are_missing(list(map(_KEY, known))))
+        # Once, until a request uses it again: where the copy fails, or the tier holds less than the
+        # window, an idle engine would go on storing the same blocks for ever.
+        wanted = list(islice(missing, room))
+        self._forget(wanted)
+        # The queue gives tails first. Should room end, or a rank drop the end of this, heads matter
+        # more.
+        wanted.reverse()
+        batches, refused = [], 0
+        for group in dict.fromkeys(map(_GROUP, wanted)):
+            batch, left = _reserve(index, group, [facts for facts in wanted if facts[-1] is group])
+            batches.append(batch)
+            refused += left
+        return [batch for batch in batches if batch.slots], refused
+
+    def _forget(self, blocks: Iterable[Facts]) -> None:
+        deque(map(self._known.pop, map(_BLOCK_ID, blocks)), maxlen=0)
 
     def clear(self) -> None:
         self._known.clear()
+
+
+def _reserve(index: BlockIndex, group: Group, wanted: list[Facts]) -> tuple[StoreBatch, int]:
+    """Slots for these, and how many found none."""
+    block_ids, _, keys, parents, anchors, _ = zip(*wanted, strict=True)
+    slots = index.reserve_all(keys, parents, group.size_class)
+    taken = [slot != NOWHERE for slot in slots]  # only those, of one that was wanted twice
+    by_anchor = groupby(compress(anchors, taken))
+    batch = StoreBatch(
+        group,
+        list(compress(block_ids, taken)),
+        list(compress(slots, taken)),
+        [(anchor, sum(1 for _ in same)) for anchor, same in by_anchor],
+    )
+    return batch, len(wanted) - len(slots)

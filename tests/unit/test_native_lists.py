@@ -1,0 +1,45 @@
+"""Following objects that name the next one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from vllm_tiered_kv.native.linked import follow
+
+
+@dataclass
+class Link:
+    number: int
+    after: Link | None = None
+
+
+def chain(length: int) -> list[Link]:
+    links = [Link(number) for number in range(length)]
+    for one, other in zip(links, links[1:], strict=False):
+        one.after = other
+    return links
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "most", "found"),
+    [
+        (0, 5, 100, [0, 1, 2, 3, 4]),
+        (0, 5, 3, [0, 1, 2]),
+        (2, 2, 100, []),
+        (3, 1, 100, [3, 4, 5]),  # up to the end, where the last one never comes
+        (0, 5, 0, []),
+    ],
+)
+def test_it_ends_where_it_has_to(first: int, last: int, most: int, found: list[int]) -> None:
+    links = chain(6)
+    assert follow(links[first], links[last], "after", "number", most) == found
+
+
+def test_nothing_leads_nowhere_and_a_wrong_name_is_an_error() -> None:
+    assert follow(None, None, "after", "number", 9) == []
+    with pytest.raises(AttributeError, match="before"):
+        follow(chain(2)[0], None, "before", "number", 9)
+    with pytest.raises(AttributeError, match="name"):
+        follow(chain(2)[0], None, "after", "name", 9)
