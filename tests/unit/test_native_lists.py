@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 
@@ -17,7 +18,7 @@ class Link:
 
 def chain(length: int) -> list[Link]:
     links = [Link(number) for number in range(length)]
-    for one, other in zip(links, links[1:], strict=False):
+    for one, other in pairwise(links):
         one.after = other
     return links
 
