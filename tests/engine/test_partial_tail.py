@@ -239,6 +239,7 @@ def test_verified_hits_leave_tails_alone(tiny_model: Path, async_scheduling: boo
     assert total(engine, names.VERIFIED_BLOCKS) > 0
     assert total(engine, names.DIFFERING_BLOCKS) == 0, "generated tokens have joined the tail"
     engine.assert_at_rest()
+    engine.close()  # its threads, which compare
 
 
 # ---- daemons ------------------------------------------------------------------------------------

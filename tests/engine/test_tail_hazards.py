@@ -79,6 +79,7 @@ def test_storms(tiny_model: Path, async_scheduling: bool, step_loads: str, kind:
     engine.copier.fail_every = engine.copier.drop_stores = 0.1
     engine.copier.fail_ahead = 0.0 if async_scheduling else 0.1  # such a step is not taken back
     storm(engine, 1)
+    engine.close()  # threads that compare
 
 
 def test_storms_over_ranks(tiny_model: Path, async_scheduling: bool, step_loads: str) -> None:
