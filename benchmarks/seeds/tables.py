@@ -114,7 +114,10 @@ def _overhead(cells: Cells, base: str, other: str, names: tuple[str, str], gpu_c
     return table(header, rows) if measured else ""
 
 
-_YOCO = " `yoco` is `reuse_partial_tail`, which finds prompts that repeat as a whole: at 100 %."
+_YOCO = (
+    " `yoco` is `reuse_partial_tail`, which finds prompts that repeat as a whole: at 100 %. Below that "
+    "it does what `prefix_caching` does, and differences between the two are noise."
+)
 
 
 def hit_rates(data: dict[str, Any]) -> str:
