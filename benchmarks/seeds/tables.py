@@ -115,8 +115,8 @@ def _overhead(cells: Cells, base: str, other: str, names: tuple[str, str], gpu_c
 
 
 _YOCO = (
-    " `yoco` is `reuse_partial_tail`, which finds prompts that repeat as a whole: at 100 %. Below that "
-    "it does what `prefix_caching` does, and differences between the two are noise."
+    " `yoco` is `reuse_partial_tail`, which finds prompts that repeat as a whole: at 100 %. Below "
+    "that it does what `prefix_caching` does, and differences between the two are noise."
 )
 
 
