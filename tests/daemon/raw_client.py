@@ -46,6 +46,7 @@ class RawClient:
             setattr(self.socket, name, value)
         self.socket.connect(endpoint)
         self.ids = itertools.count(1)
+        self.timeout_s = TIMEOUT_S  # for a reply
 
     def __enter__(self) -> RawClient:
         return self
@@ -62,8 +63,8 @@ class RawClient:
         self.socket.send_multipart([wire.encode_request(request_id, request), *payload])
         return request_id
 
-    def receive(self, timeout_s: float = TIMEOUT_S) -> tuple[int, Any, list[bytes]]:
-        if not self.socket.poll(int(timeout_s * 1000)):
+    def receive(self, timeout_s: float | None = None) -> tuple[int, Any, list[bytes]]:
+        if not self.socket.poll(int((timeout_s or self.timeout_s) * 1000)):
             raise TimeoutError("no reply")
         header, *payload = self.socket.recv_multipart()
         request_id, reply = wire.decode_reply(header, [len(part) for part in payload])

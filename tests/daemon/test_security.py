@@ -126,10 +126,16 @@ def test_an_identity_does_not_carry_rights_over(daemon: DaemonProcess, keys: Key
     """A reader that takes a writer's routing id does not get its session."""
     with keys.connect(daemon.endpoint, "writer", identity=b"shared") as writer:
         writer.hello()
-    with keys.connect(daemon.endpoint, "reader", identity=b"shared") as reader:
-        with pytest.raises(Refused) as refused:
-            reader.put({key(1): block(1)})
-        assert refused.value.code is ErrorCode.NO_HELLO
+    code = None
+    for _ in range(30):
+        with keys.connect(daemon.endpoint, "reader", identity=b"shared") as reader:
+            reader.timeout_s = 1.0  # zmq ignores an id whose last owner is not quite gone
+            with pytest.raises((Refused, TimeoutError)) as answer:
+                reader.put({key(1): block(1)})
+        if isinstance(answer.value, Refused):
+            code = answer.value.code
+            break
+    assert code is ErrorCode.NO_HELLO
 
 
 def test_local_sockets_need_no_keys(daemon: DaemonProcess) -> None:
