@@ -32,6 +32,7 @@ THREADED_TESTS = (
     "tests/unit/test_native_files.py",
     "tests/unit/test_native_fills.py",
     "tests/unit/test_native_hashing.py",
+    "tests/unit/test_native_lists.py",
     "tests/unit/test_native_threads.py",
     "tests/unit/test_device.py",
     "tests/unit/test_prefault.py",
@@ -47,6 +48,7 @@ THREADED_TESTS = (
 DAEMON_TESTS = (
     "tests/unit/test_remote_worker.py",
     "tests/unit/test_remote_loader.py",
+    "tests/remote/test_outgoing.py",
     "tests/remote/test_shared_memory.py",
     "tests/daemon/test_shared_memory.py",
 )
