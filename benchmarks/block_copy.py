@@ -39,6 +39,9 @@ SHAPES = {  # layers, KV heads; head size 128, 2 bytes, K and V
 }
 BATCH_BYTES = 512 << 20
 REPEATS = 9
+PACE = 16  # a paced store has this part of a batch
+PACE_GB_PER_S = 5  # twice what a prefill of 40,000 tokens a second makes of the 7B shape
+PACE_CYCLES = 1.3 / PACE_GB_PER_S - 1.3 / 55  # of a pause, for each byte, at 1.3 GHz
 
 
 class Bench:
@@ -125,7 +128,7 @@ class Bench:
         region = self.arena.region
 
         def staged(layout: str) -> Callable[[], None]:
-            return lambda: self._gather_and_drain(layout)
+            return lambda: self._gather_and_drain(layout, self.count)
 
         return {
             "layers staged": staged("layers"),
@@ -153,6 +156,17 @@ class Bench:
             ),
         }
 
+    def paced(self) -> dict[str, Callable[[], None]]:
+        """Stores with pauses between them, as an engine makes them that has to compute first."""
+
+        def run() -> None:
+            count = self.count // PACE
+            self._gather_and_drain("layers", count)
+            with self.torch.cuda.stream(self.torch.cuda.ExternalStream(self.stream.handle)):
+                self.torch.cuda._sleep(int(PACE_CYCLES * count * self.block))
+
+        return {f"layers staged, about {PACE_GB_PER_S} GB/s": run}
+
     def rates(self, ways: dict[str, Callable[[], None]]) -> dict[str, float]:
         """GB/s of each; they take turns."""
         torch = self.torch
@@ -178,12 +192,12 @@ class Bench:
         self.lanes.close()
         self.arena.close()
 
-    def _gather_and_drain(self, layout: str) -> None:
+    def _gather_and_drain(self, layout: str, count: int) -> None:
         """As the copier stores: gathered on the compute stream, drained behind it."""
         ring = self.ring.data_ptr()
         self.began.record(self.stream.handle)
         self.compute.wait(self.began)
-        for part in store_parts(self.count):
+        for part in store_parts(count):
             self.cuda.gather(
                 self.layouts[layout],
                 self.ids[part],
@@ -259,6 +273,7 @@ def main() -> None:
             if f"{name}/{block_size}" == args.compute:
                 ways = {f"in: {n}": w for n, w in bench.inbound().items()}
                 ways |= {f"out: {n}": w for n, w in bench.outbound().items()}
+                ways |= {f"out: {n}": w for n, w in bench.paced().items()}
                 report["compute"] = Products(bench.stream.handle).slowdowns(ways)
                 print("compute", json.dumps(report["compute"]), flush=True)
             bench.close()

@@ -100,6 +100,7 @@ def summary(windows: Sequence[Window], ways: Sequence[str]) -> dict[str, Any]:
     ]
     of_alone: dict[str, list[float]] = {way: [] for way in ways}
     clock_of_alone: dict[str, list[float]] = {way: [] for way in ways}
+    cycles_of_alone: dict[str, list[float]] = {way: [] for way in ways}
     ghz: dict[str, list[float]] = {way: [] for way in (ALONE, *ways)}
     ghz[ALONE] = [window.ghz for window in alone if window.ghz is not None]
     left_out: dict[str, Counter[str]] = {way: Counter() for way in ways}
@@ -116,6 +117,8 @@ def summary(windows: Sequence[Window], ways: Sequence[str]) -> dict[str, Any]:
         if window.ghz is not None and before.ghz is not None and after.ghz is not None:
             ghz[window.way].append(window.ghz)
             clock_of_alone[window.way].append(window.ghz / ((before.ghz + after.ghz) / 2))
+            neighbours = (before.products_ms * before.ghz + after.products_ms * after.ghz) / 2
+            cycles_of_alone[window.way].append(window.products_ms * window.ghz / neighbours)
     times = [window.products_ms for window in alone]
     return {
         "alone_ms": round(statistics.median(times), 3) if times else None,
@@ -123,6 +126,7 @@ def summary(windows: Sequence[Window], ways: Sequence[str]) -> dict[str, Any]:
         "of_alone": {way: spread(found) for way, found in of_alone.items() if found},
         "clock_ghz": _medians(ghz),
         "clock_of_alone": _medians(clock_of_alone),
+        "cycles_of_alone": {way: spread(found) for way, found in cycles_of_alone.items() if found},
         "windows_left_out": {way: dict(found) for way, found in left_out.items() if found},
     }
 

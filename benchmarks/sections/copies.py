@@ -27,6 +27,9 @@ _COMPUTE_CLOCK = """\
 *Clock* is the average of the device's multiprocessors over a window, compared in the same way: at
 0.98 of it the same work takes 1.02 times as long, whatever else the copies take.
 """
+_COMPUTE_CYCLES = """\
+*Cycles* are time by clock, window by window: what the copies cost whatever the clock did.
+"""
 
 
 def section(results: Results) -> str:
@@ -103,6 +106,12 @@ def _compute(compute: dict[str, Any]) -> str:
         head.append("clock")
         for row in rows:
             row.append(_clock(clocks.get(row[0]), compute["clock_ghz"].get(row[0])))
+    cycles = compute.get("cycles_of_alone")
+    if cycles:
+        text += _COMPUTE_CYCLES
+        head.append("cycles")
+        for row in rows:
+            row.append(median(cycles.get(row[0]), 3))
     parts = [text, table(head, rows)]
     left_out = compute.get("windows_left_out")
     if left_out:

@@ -72,6 +72,10 @@ def test_a_way_is_compared_with_its_neighbours() -> None:
     }
     assert found["clock_ghz"] == {ALONE: 1.7, NOTHING: 1.6, "a": 1.4}
     assert found["clock_of_alone"] == {NOTHING: 1.0, "a": 0.8}
+    assert {way: ratio["median"] for way, ratio in found["cycles_of_alone"].items()} == {
+        NOTHING: round(52 * 1.6 / ((50 * 1.5 + 54 * 1.7) / 2), 3),
+        "a": round(66 * 1.4 / ((54 * 1.7 + 66 * 1.8) / 2), 3),
+    }
     assert found["windows_left_out"] == {}
 
 
@@ -125,7 +129,7 @@ def test_the_section_shows_ratios_and_clocks() -> None:
     windows = [a_window(ghz=1.5), a_window("in: a", 57.12, ghz=1.47), a_window(ghz=1.5)]
     windows += [a_window("in: b", pause_ms=5.0), a_window(ghz=1.5)]
     text = the_section(summary(windows, ["in: a", "in: b"]))
-    assert "| in: a | 1.020 (1.020 … 1.020) | 0.980 (1.47 GHz) |" in text
+    assert "| in: a | 1.020 (1.020 … 1.020) | 0.980 (1.47 GHz) | 1.000 (1.000 … 1.000) |" in text
     assert "Windows left out: in: b: 1 (products paused)." in text
     without = the_section(summary([a_window(), a_window("in: a"), a_window()], ["in: a"]))
     assert "| in: a | 1.000 (1.000 … 1.000) |\n" in without
