@@ -394,6 +394,24 @@ def test_keys_of_another_engine_are_not_asked_for(daemon: FaultyDaemon, store: R
     assert store.delete(foreign) == 0
 
 
+def test_a_put_that_fails_where_no_thread_can_be_had(
+    daemon: FaultyDaemon, store: RemoteStore
+) -> None:
+    """zmq's context is ended all the same, and the engine sees no exception."""
+    chain = items(keys("threadless", 2))
+    assert store.put(chain) == [PutResult.STORED] * 2  # whatever has a thread has started it
+    daemon.fault = on(Put, lambda *_: [])
+    before = threading.stack_size(1 << 50)  # more than can be mapped
+    try:
+        with pytest.raises(RuntimeError):
+            threading.Thread().start()
+        results = store.put(chain, Durability.DISK, deadline=within(0.5))
+    finally:
+        threading.stack_size(before)
+    assert results == [PutResult.FAILED] * 2
+    assert [one._zmq.context for one in store._caller.pool._idle] == [None]
+
+
 def test_a_peer_that_goes_away_in_the_middle_of_a_message(daemon: FaultyDaemon) -> None:
     """libzmq forgets the frames it had taken, so that their trackers are never done."""
 

@@ -411,7 +411,11 @@ class Connection:
         ending = threading.Thread(
             target=_term, args=(context, sending), name="tiered-kv-term", daemon=True
         )
-        ending.start()
+        try:
+            ending.start()
+        except RuntimeError:  # no more threads can be had, or Python is ending
+            _term(context, sending)
+            return
         ending.join(_TERM_S)
         if ending.is_alive():
             logger.error("zmq does not end a connection to %s", self._settings.address)
