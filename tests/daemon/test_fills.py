@@ -100,6 +100,26 @@ def test_what_is_deleted_while_it_is_copied_does_not_appear(store: TieredStore, 
     assert store.memory.usage().used_bytes == 0
 
 
+def test_blocks_that_cannot_be_reserved_are_not_counted_on(loop: Loop) -> None:
+    """Or what they would have taken is missed for ever: room for puts, and slots."""
+
+    def has_quota(namespace: bytes) -> bool:
+        if namespace[0]:
+            raise MemoryError("as if")
+        return False
+
+    store = TieredStore(16 * MIB, None, None, Recorder(), has_quota=has_quota)
+    strange = item(1)._replace(key=StoreKey(b"\1" * 24))
+    with pytest.raises(MemoryError):
+        loop.put(store, [item(1), strange])
+    assert loop.copied == 1
+    assert store.memory.usage().used_bytes == 0
+    loop.put(store, [item(1)])
+    assert loop.results == [[PutResult.STORED]]
+    store.memory.check()
+    store.close()
+
+
 def test_copies_that_cannot_be_started_give_their_slots_back(
     store: TieredStore, loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:

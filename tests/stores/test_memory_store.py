@@ -107,6 +107,26 @@ def test_a_copy_that_fails_gives_its_slots_back(store: MemoryStore) -> None:
     assert store.put([item(n) for n in range(3)]) == [PutResult.STORED] * 3
 
 
+@pytest.mark.parametrize("dropped", [[], [9]], ids=["in runs", "one by one"])
+def test_a_message_that_fails_half_way_gives_its_slots_back(dropped: list[int]) -> None:
+    """The blocks of one length are reserved when those of the next cannot be."""
+
+    def fail(block: bytes) -> bool:
+        raise OSError("as if")
+
+    store = MemoryStore(MIB, may_evict=fail)
+    slab = MIB // 32
+    assert store.put([item(n, size=slab) for n in range(10, 41)]) == [PutResult.STORED] * 31
+    before = store.usage()
+    store.turn_away([key(n) for n in dropped])
+    with pytest.raises(OSError, match="as if"):
+        store.reserve_chain([(key(1), None, SIZE), (key(2), None, slab), (key(3), key(9), SIZE)])
+    assert store.usage() == before
+    assert store.put([item(1)]) == [PutResult.STORED]
+    store.check()
+    store.close()
+
+
 def test_blocks_of_all_kinds_in_one_message(store: MemoryStore) -> None:
     other = StoreKey(b"\1" * 16 + bytes(8))
     assert store.put([item(2)]) == [PutResult.STORED]

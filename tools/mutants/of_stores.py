@@ -77,9 +77,17 @@ STORES = (
         "memory-dropped-parents-forgotten-in-runs",
         "stores/memory.py",
         "        if not self._dropped.keys().isdisjoint(parent for _, parent, _ in blocks):\n"
-        "            return slots\n",
+        "            return\n",
         "",
         "blocks that nobody can find push out those that can be found",
+        _MEMORY_STORE,
+    ),
+    Mutation(
+        "memory-half-reserved-messages-keep-their-slots",
+        "stores/memory.py",
+        "with self._lock, self.giving_back(slots):  # or nobody would know of them\n",
+        "with self._lock:\n",
+        "slots that nobody fills or frees, and blocks that are always about to come",
         _MEMORY_STORE,
     ),
     Mutation(

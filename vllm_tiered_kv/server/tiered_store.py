@@ -196,7 +196,11 @@ class TieredStore:
     ) -> None:
         """Stores blocks. `copied` is called when the payloads are no longer needed, `done` when
         they are as durable as was asked for."""
-        slots = self.reserve([(item.key, item.parent, item.payload.nbytes) for item in items])
+        try:
+            slots = self.reserve([(item.key, item.parent, item.payload.nbytes) for item in items])
+        except BaseException:
+            copied()
+            raise
         if durability is Durability.RECEIVED:
             done([PutResult.STORED if isinstance(slot, Held) else slot for slot in slots])
             done = _ignore

@@ -235,8 +235,9 @@ class MemoryStore:
         now or lately, is dropped too: it could not be found without its head, and would push out
         other heads. Unless that block is elsewhere, in another tier."""
         blocks = list(blocks)
-        with self._lock:
-            slots = self._reserve_runs(blocks)
+        slots: list[Held | PutResult] = []
+        with self._lock, self.giving_back(slots):  # or nobody would know of them
+            self._reserve_runs(blocks, slots)
             rest = blocks[len(slots) :]
             for (key, parent, nbytes), more in zip(rest, self._followers(rest), strict=True):
                 if (
@@ -253,17 +254,16 @@ class MemoryStore:
                     self.turn_away([key])
         return slots
 
-    def _reserve_runs(self, blocks: list[NewBlock]) -> list[Held | PutResult]:
+    def _reserve_runs(self, blocks: list[NewBlock], slots: list[Held | PutResult]) -> None:
         """As `reserve_chain`, for the blocks ahead of the first without room. Runs of blocks that
         are alike take one step each: a message has hundreds of them."""
-        slots: list[Held | PutResult] = []
         if not self._dropped.keys().isdisjoint(parent for _, parent, _ in blocks):
-            return slots
+            return
         for run in alike(blocks):
             nbytes = run[0][2]
             size_class = None if self._closed else self._class_for(run[0][0], nbytes)
             if size_class is None:
-                return slots
+                return
             found = self._index.reserve_all(
                 [key for key, _, _ in run], [parent for _, parent, _ in run], size_class
             )
@@ -275,8 +275,7 @@ class MemoryStore:
             begun = iter(self._begin(taken, size_class, nbytes))
             slots += [PutResult.PRESENT if slot == NOWHERE else next(begun) for slot in found]
             if len(found) < len(run):
-                return slots
-        return slots
+                return
 
     def _begin(
         self, taken: Sequence[tuple[StoreKey, StoreKey | None, int]], size_class: int, nbytes: int
