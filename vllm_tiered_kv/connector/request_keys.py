@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, cast
 
 from vllm_tiered_kv.connector.model_identity import adapter_digest
@@ -14,6 +15,7 @@ from vllm_tiered_kv.native.cpu import extend_keys
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.request import Request
 
 
@@ -98,6 +100,15 @@ def _extra(request: Request, start: int, end: int, mm_index: int) -> tuple[bytes
     return canonical(parts) if parts else b"", mm_index
 
 
+def _share_tokens(media: Sequence[MultiModalFeatureSpec]) -> bool:
+    """Whether one begins before another has ended. Of such, vLLM's hashes know only the first until
+    the block in which that ends; those on the GPU's blocks, too, so that better keys would not
+    help."""
+    places = [one.mm_position for one in media]
+    ends = accumulate((place.offset + place.length for place in places), max)
+    return any(place.offset < end for place, end in zip(places[1:], ends, strict=False))
+
+
 class KeyMaker:
     """Starts chains for requests of one engine."""
 
@@ -133,6 +144,11 @@ class KeyMaker:
             raise UnsupportedError(
                 "vLLM only numbers images and the like while both its prefix cache and its "
                 "processor cache are off; set --mm-processor-cache-gb above 0"
+            )
+        if _share_tokens(request.mm_features):
+            raise UnsupportedError(
+                "media that lie among each other's tokens (the audio of a video) are mixed up by "
+                "vLLM's own prefix cache"
             )
         return self._keys(request, adapter)
 
