@@ -244,6 +244,15 @@ CONNECTOR = (
         Needs.VLLM,
     ),
     Mutation(
+        "blocks-that-no-step-fills",
+        "connector/unfilled_blocks.py",
+        "            if filled is not None:\n",
+        "            if filled is None:\n",
+        "blocks of a request that was taken out of its step are stored as if it had filled them",
+        ("tests/engine/test_priorities.py",),
+        Needs.VLLM,
+    ),
+    Mutation(
         "outdated-blocks-stored",
         "connector/store_planner.py",
         "            if self._block_pool.blocks[block_id].block_hash == vllm_hash:\n",

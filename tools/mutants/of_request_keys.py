@@ -19,6 +19,15 @@ REQUEST_KEYS = (
         Needs.VLLM,
     ),
     Mutation(
+        "media-that-share-tokens",
+        "connector/request_keys.py",
+        "if _share_tokens(request.mm_features):",
+        "if False:",
+        "a video with another sound is taken for the first",
+        ("tests/engine/test_shared_media.py",),
+        Needs.VLLM,
+    ),
+    Mutation(
         "request-key-without-salt",
         "connector/request_keys.py",
         "request.cache_salt or None)",

@@ -33,6 +33,7 @@ from vllm_tiered_kv.connector.forward_hooks import calls_each_layer, wanted_layo
 from vllm_tiered_kv.connector.metadata import TieredKVHandshake, TieredKVMetadata  # noqa: E402
 from vllm_tiered_kv.connector.scheduler_half import SchedulerHalf  # noqa: E402
 from vllm_tiered_kv.connector.stats import TieredKVPromMetrics, TieredKVStats  # noqa: E402
+from vllm_tiered_kv.connector.unfilled_blocks import UnfilledBlocks  # noqa: E402
 from vllm_tiered_kv.connector.worker_half import WorkerHalf  # noqa: E402
 from vllm_tiered_kv.errors import UnsupportedError  # noqa: E402
 
@@ -75,6 +76,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         config = TieredKVConfig.load(self._kv_transfer_config.kv_connector_extra_config)
         self.scheduler_half: SchedulerHalf | None = None
         self.worker_half: WorkerHalf | None = None
+        self._unfilled: UnfilledBlocks | None = None
         # A failed load is recomputed, never an error. vLLM reads this after building us.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
 
@@ -177,6 +179,9 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_kv_cache_manager(kv_cache_manager)
         if self.scheduler_half is not None:
             self.scheduler_half.bind_kv_cache_manager(kv_cache_manager)
+            if self._vllm_config.scheduler_config.policy == "priority":
+                groups = range(len(self._kv_cache_config.kv_cache_groups))
+                self._unfilled = UnfilledBlocks(kv_cache_manager, groups)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -222,10 +227,14 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         if self.scheduler_half is not None:
             self.scheduler_half.update_state_after_alloc(request, blocks, num_external_tokens)
+        if self._unfilled is not None:
+            self._unfilled.admitted(request)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self.scheduler_half is None:
             return TieredKVMetadata()
+        if self._unfilled is not None:
+            self._unfilled.step_planned(scheduler_output)
         return self.scheduler_half.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -242,6 +251,8 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         if self.scheduler_half is not None:
             self.scheduler_half.request_finished(request, block_ids)
+        if self._unfilled is not None:
+            self._unfilled.finished(request)
         return False, None
 
     def has_pending_push_work(self) -> bool:
