@@ -13,6 +13,7 @@ from tests.engine.keyed_requests import (
     NAMESPACE,
     differ_from,
     flat,
+    image,
     make_request,
     write_adapter,
 )
@@ -33,6 +34,27 @@ def test_adapters_are_told_apart_by_their_files(tmp_path: Path) -> None:
     assert differ_from(with_adapter("a", one), base) == 0
     assert differ_from(with_adapter("a", one), with_adapter("a", other)) == 0
     assert with_adapter("a", one) == with_adapter("b", copy, number=2)
+
+
+def test_where_its_files_lie_does_not_count_beside_images_either(tmp_path: Path) -> None:
+    folders = [write_adapter(tmp_path / name, b"1" * 50) for name in ("one", "two")]
+    media = [image("lora", 4, 20), image("cache_salt", 30, 4)]
+    keys = [
+        flat(
+            make_request(
+                lora_request=LoRARequest(folder.name, 1, str(folder)),
+                cache_salt="a",
+                mm_features=media,
+            )
+        )
+        for folder in folders
+    ]
+    assert keys[0] == keys[1]
+    salted = flat(make_request(cache_salt="a", mm_features=media))
+    assert differ_from(keys[0], salted) == 0
+    assert differ_from(salted, flat(make_request(mm_features=media))) == 0
+    others = [image("lora", 4, 20), image("salt", 30, 4)]
+    assert differ_from(salted, flat(make_request(cache_salt="a", mm_features=others))) == 1
 
 
 def test_an_adapter_replaced_in_place_is_another(tmp_path: Path) -> None:

@@ -91,13 +91,23 @@ def _extra(request: Request, start: int, end: int, mm_index: int) -> tuple[bytes
     the next one."""
     from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
-    parts, mm_index = generate_block_hash_extra_keys(request, start, end, mm_index)
+    found, mm_index = generate_block_hash_extra_keys(request, start, end, mm_index)
+    parts = [part for part in found or () if not _is_in_root(part)]
     # Where both are given; vLLM's zeros for the other kind are a token, and an embedding, too.
     is_token = getattr(request, "prompt_is_token_ids", None)
     if is_token is not None:
-        parts = (*(parts or ()), bytes(is_token[start:end]))
-    # LoRA and salt come along too; they are in the root already and do no harm.
-    return canonical(parts) if parts else b"", mm_index
+        parts.append(bytes(is_token[start:end]))
+    return canonical(tuple(parts)) if parts else b"", mm_index
+
+
+def _is_in_root(part: object) -> bool:
+    """Adapter and salt come along too; the adapter by name and path, which differ between hosts.
+    Media have a number beside their names, whatever those are: 0.31 does not say what is what."""
+    return (
+        isinstance(part, tuple)
+        and part[0] in ("lora", "cache_salt")
+        and all(isinstance(word, str) for word in part)
+    )
 
 
 def _share_tokens(media: Sequence[MultiModalFeatureSpec]) -> bool:
