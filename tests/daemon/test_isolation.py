@@ -34,8 +34,11 @@ def test_no_tier_serves_another_namespace(
     lower = {
         "memory": [],
         "ssd": ["--ssd", str(folder / "ssd"), "--ssd-space", "64MiB"],
-        "backing": ["--backing", f"file://{folder / 'shared'}", "--backing-ttl", "1d"],
-    }[tier]
+        "backing": [
+            "--backing", f"file://{folder / 'shared'}", "--backing-ttl", "1d",
+            "--backing-timeout", "30s",
+        ],
+    }[tier]  # fmt: skip
     (folder / "shared").mkdir()
     daemon = start("--memory", "16MiB", *lower)
     connect(daemon.endpoint).put(MINE)

@@ -74,7 +74,7 @@ def test_a_pin_that_races_a_delete_keeps_no_memory(start: StartDaemon, connect: 
         replies = {type(client.receive()[1]) for _ in range(2)}
         assert replies == {wire.DeleteReply, wire.PinReply}
         assert client.tiers(names) == [0] * 8
-    eventually(lambda: client.stats()["pins"] == 0, seconds=10)
+    eventually(lambda: client.stats()["pins"] == 0)
     stats = client.stats()
     assert (stats["pinned_bytes"], stats["used_bytes"]["memory"]) == (0, 0)
 

@@ -14,6 +14,7 @@ from vllm_tiered_kv.core.store import BlockFacts, Durability, PutItem, PutResult
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.server import way_up
 from vllm_tiered_kv.server.backing import BackingFolder
 from vllm_tiered_kv.server.tiered_store import TieredStore
 from vllm_tiered_kv.stores.held import Held
@@ -193,7 +194,8 @@ def test_what_finds_no_room_is_missing(tmp_path: Path) -> None:
     tiers.store.close()
 
 
-def test_what_finds_no_room_waits_for_some(tmp_path: Path) -> None:
+def test_what_finds_no_room_waits_for_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(way_up, "_WAIT_FOR_ROOM_S", PATIENCE_S)  # however slow this thread is
     tiers = Tiers(tmp_path, with_backing=False, memory=32 * SIZE)
     memory = tiers.store.memory
     tiers.fetch(range(COUNT))
