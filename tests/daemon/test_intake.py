@@ -101,7 +101,7 @@ def test_a_message_of_very_many_frames_does_not_stop_the_daemon(
         while not rude.has_reply():
             assert honest.tiers([key(0)]) == [1]
             answered += 1
-        assert answered >= 20
+        assert answered >= 5  # it is one or two while the loop stands still
         request_id, reply = rude.receive()
         assert isinstance(reply, wire.ErrorReply)
         assert (request_id, reply.code) == (7, ErrorCode.TOO_LARGE)

@@ -314,8 +314,9 @@ def test_a_dead_daemon_of_several_costs_only_its_share(tmp_path: Path) -> None:
         assert len(set(homes.values())) == 3
         for name, chain in chains.items():
             assert set(homes[name].put(items(chain))) == {PutResult.STORED}
-        daemons[0].kill()
         lost = cluster.stores[daemons[0].endpoint]
+        lost.breaker._cooldown = lost.breaker._longest = 600.0  # it is not tried again meanwhile
+        daemons[0].kill()
         eventually(lambda: lost.match(keys("any", 1)) == 0 and not lost.available)
         for name, chain in chains.items():
             if homes[name] is lost:

@@ -206,7 +206,7 @@ def test_what_lies_there_is_heard_without_asking(ends: Ends) -> None:
 def test_a_reply_that_never_comes_is_not_awaited_for_ever(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link, "_LATE_S", 0.5)
+    monkeypatch.setattr(link, "_LATE_S", 5.0)
     early = Asked(ends.link, seconds=0.01)
     first = ends.daemon.next_id()
     assert isinstance(early.end(), RemoteTimeout)

@@ -317,7 +317,7 @@ def test_a_call_that_comes_when_the_memory_is_closed_opens_nothing(
     breaker.happens = memory.close
     assert not any(memory.lend(CHAIN).leases)
     assert memory.closed
-    assert zmq_threads() == before
+    eventually(lambda: zmq_threads() <= before)  # those of earlier tests may just be ending
 
 
 def test_a_closed_store_attaches_nothing_more(

@@ -135,10 +135,13 @@ def test_puts_at_the_same_time_share_syncs(tmp_path: Path) -> None:
 
     with opened(tmp_path / "store", 4 * MIB, disk=SlowSync()) as store:
         before = store.counters.syncs
-        threads = [
-            threading.Thread(target=put, args=(store, n), kwargs={"durability": Durability.DISK})
-            for n in range(16)
-        ]
+        together = threading.Barrier(16)  # the last may begin when the first could have ended
+
+        def put_one(number: int) -> None:
+            together.wait(60)
+            put(store, number, durability=Durability.DISK)
+
+        threads = [threading.Thread(target=put_one, args=(n,)) for n in range(16)]
         for thread in threads:
             thread.start()
         for thread in threads:
