@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.daemon.raw_client import block
+from tests.patience import eventually
 from vllm_tiered_kv.core.store import BlockFacts, Durability, PutItem, PutResult, StoreKey
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import server_names as names
@@ -213,6 +214,27 @@ def test_what_finds_no_room_waits_for_some(tmp_path: Path, monkeypatch: pytest.M
     assert [found[position] for position in range(len(absent))] == [block(n, SIZE) for n in absent]
     assert tiers.total(names.NOT_PROMOTED, Tier.SSD) == 0
     tiers.store.close()
+
+
+def test_who_waits_for_a_block_does_not_do_so_for_ever(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others find room all the time, but whoever has begun to write this one may never end."""
+    monkeypatch.setattr(way_up, "_LONGEST_WAIT_S", 2.0)
+    memory = tiers.store.memory
+    unfinished = memory.reserve(key(0), None, SIZE)
+    assert isinstance(unfinished, Held)
+    answers = tiers.begin([0])
+
+    def is_answered() -> bool:
+        memory.delete([key(1)])
+        assert tiers.fetch([1]) == [contents(2)[1]]
+        return not answers.empty()
+
+    eventually(is_answered, seconds=PATIENCE_S)
+    assert answers.get() == (0, None)
+    memory.abort(unfinished)
+    assert tiers.fetch([0]) == contents(1)
 
 
 def test_what_was_read_stays_until_it_is_handed_over(

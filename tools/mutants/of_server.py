@@ -297,9 +297,17 @@ SERVER = (
     Mutation(
         "no-room-is-a-miss-at-once",
         "server/way_up.py",
-        "            if now >= max(refused_at, self._room_at) + _WAIT_FOR_ROOM_S:\n",
+        "            if now >= min(until, refused_at + _LONGEST_WAIT_S):\n",
         "            if True:\n",
         "a load that is larger than the memory fails",
+        ("tests/daemon/test_way_up.py",),
+    ),
+    Mutation(
+        "reads-wait-as-long-as-others-find-room",
+        "server/way_up.py",
+        "min(until, refused_at + _LONGEST_WAIT_S)",
+        "until",
+        "a get is never answered while its quota is in use and other engines load",
         ("tests/daemon/test_way_up.py",),
     ),
     Mutation(

@@ -28,6 +28,7 @@ Ready = Callable[[int, "Held | None"], None]
 
 _READ_AT_ONCE = 8  # blocks: what keeps a disk busy, and the first to come do not wait for many
 _WAIT_FOR_ROOM_S = 1.0  # while all of the memory is in use, and nobody finds any
+_LONGEST_WAIT_S = 10.0  # others may find room for ever, but none for this block's kind or quota
 _LOOK_FOR_ROOM_S = 0.01  # between two looks
 _LOOK_AGAIN_FAR_S = 0.1  # of blocks in a backing store, which is asked again for each
 
@@ -129,7 +130,8 @@ class WayUp:
         if waiting:
             if refused_at is None:
                 refused_at = self._full_since(now) if is_far and is_full else now
-            if now >= max(refused_at, self._room_at) + _WAIT_FOR_ROOM_S:
+            until = max(refused_at, self._room_at) + _WAIT_FOR_ROOM_S
+            if now >= min(until, refused_at + _LONGEST_WAIT_S):
                 self._recorder.add(names.NOT_PROMOTED, len(waiting), self._slower[number][0])
                 waiting.clear()
         unanswered = {*missing, *waiting}
