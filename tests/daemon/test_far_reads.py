@@ -20,6 +20,7 @@ from tests.daemon.raw_client import KEY_BYTES, NAMESPACE, attach, block, key, wi
 from tests.patience import eventually
 from vllm_tiered_kv.core.store import NAMESPACE_BYTES, BlockFacts, PutItem, PutResult, StoreKey
 from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.errors import ErrorCode
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.backing import BackingFolder
@@ -279,10 +280,29 @@ def test_a_daemon_lends_very_many_blocks_of_its_backing_folder(hung: HungDaemon)
     assert set(lent.lengths[:MANY]) == {SIZE}
 
 
-def test_what_waits_for_a_backing_folder_does_not_fill_the_memory(hung: HungDaemon) -> None:
+KEYS = 65536  # of one request
+ADMITTED = 10  # of them, from one client at a time
+REQUESTS = {
+    "get": lambda keys: wire.Get(KEY_BYTES, keys, True),
+    "pin": lambda keys: wire.Pin(KEY_BYTES, keys, 60_000),
+    "lend": lambda keys: wire.Lend(KEY_BYTES, keys),
+}
+
+
+@pytest.mark.parametrize("op", REQUESTS)
+def test_what_waits_for_a_backing_folder_does_not_fill_the_memory(
+    hung: HungDaemon, op: str
+) -> None:
     before = hung.process.peak_rss_bytes()
-    for first in range(10**7, 10**7 + 16 * 65536, 65536):
-        keys = [key(n) for n in range(first, first + 65536)]
-        hung.client.send(wire.Lend(KEY_BYTES, keys))
-    hung.await_requests("lend", 16)
-    assert hung.process.peak_rss_bytes() - before < 500 * MIB
+    for first in range(10**7, 10**7 + ADMITTED * KEYS, KEYS):
+        asked = REQUESTS[op]([key(n) for n in range(first, first + KEYS)])
+        hung.client.send(asked)
+    beyond = {hung.client.send(asked) for _ in range(190)}
+    while beyond:
+        request_id, reply, _ = hung.client.receive()
+        assert isinstance(reply, wire.ErrorReply)
+        assert reply.code is ErrorCode.UNAVAILABLE
+        beyond.remove(request_id)
+    assert hung.process.peak_rss_bytes() - before < 300 * MIB
+    hung.other.put({key(1): block(1, SIZE)})
+    assert hung.other.get([key(1)]) == {key(1): block(1, SIZE)}, "others are served"

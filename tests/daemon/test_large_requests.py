@@ -28,6 +28,14 @@ def test_gets_of_very_many_absent_blocks(start: StartDaemon, connect: Connect) -
     assert answered >= 30
 
 
+def test_large_requests_one_after_the_other(start: StartDaemon, connect: Connect) -> None:
+    """All together they are far more than may be under way at once."""
+    client = connect(start().endpoint)
+    absent = [key(n) for n in range(65536)]
+    for _ in range(12):
+        assert client.get(absent, stream=True) == {}
+
+
 def test_hits_far_apart_are_all_found(start: StartDaemon, connect: Connect) -> None:
     client = connect(start().endpoint)
     there = {key(n): block(n) for n in range(0, 20_000, 1111)}

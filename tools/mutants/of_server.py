@@ -335,6 +335,22 @@ SERVER = (
         ("tests/daemon/test_way_up.py",),
     ),
     Mutation(
+        "requests-under-way-of-any-size",
+        "server/request_room.py",
+        "        if mine and not fits:\n",
+        "        if False:\n",
+        "one client fills the daemon's memory with keys that wait for a slow tier",
+        ("tests/daemon/test_request_room.py",),
+    ),
+    Mutation(
+        "answered-requests-still-count",
+        "server/call.py",
+        "            self._on_end()\n",
+        "            pass\n",
+        "a client is refused everything after its first large requests",
+        ("tests/daemon/test_large_requests.py",),
+    ),
+    Mutation(
         "pins-without-limit",
         "server/pins.py",
         "return self._bytes + nbytes <= self._most_bytes",

@@ -28,6 +28,8 @@ class Allowances:
     leases: int  # blocks lent and reserved
     loans: int  # of these, blocks lent with a lookup: nobody may ever come to read them
     requests_per_session: int = 256  # under way
+    request_bytes_per_session: int = 16 << 20  # of their headers: keys are kept meanwhile
+    request_bytes: int = 128 << 20  # of all of them
     queued_replies_per_session: int = 1024  # that the client does not take
     attachments: int = 256  # processes that share the memory
     namespaces: int = 4096

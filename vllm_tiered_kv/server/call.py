@@ -33,7 +33,9 @@ class Replies(Protocol):
 class Call:
     """Answered exactly once, or streamed and then answered once. On the reactor's thread."""
 
-    __slots__ = ("_reactor", "_recorder", "_replies", "is_over", "op", "request_id", "session")
+    __slots__ = (
+        "_on_end", "_reactor", "_recorder", "_replies", "is_over", "op", "request_id", "session"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -43,7 +45,9 @@ class Call:
         replies: Replies,
         reactor: Reactor,
         recorder: Recorder,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_end` is called when it is answered, or nobody is left to hear the answer."""
         self.session = session
         self.request_id = request_id
         self.op = op
@@ -51,6 +55,7 @@ class Call:
         self._replies = replies
         self._reactor = reactor
         self._recorder = recorder
+        self._on_end = on_end
         session.under_way += 1
 
     def reply(
@@ -63,6 +68,7 @@ class Call:
         if not self.is_over:
             self.is_over = True
             self.session.under_way -= 1
+            self._on_end()
             self.part(reply, payload, lost)
 
     def part(

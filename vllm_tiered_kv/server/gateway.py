@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 import zmq
 
@@ -25,6 +26,7 @@ from vllm_tiered_kv.server.leases import Leases
 from vllm_tiered_kv.server.namespaces import Namespaces
 from vllm_tiered_kv.server.outbox import Outbox
 from vllm_tiered_kv.server.reactor import Reactor
+from vllm_tiered_kv.server.request_room import RequestRoom
 from vllm_tiered_kv.server.sessions import Listener, Peer, Session, Sessions
 from vllm_tiered_kv.wire.frames import split
 from vllm_tiered_kv.wire.messages import (
@@ -72,6 +74,7 @@ class Gateway:
         self._connections = connections
         self._clients = clients
         self._allowances = allowances
+        self._room = RequestRoom(allowances)
         self._recorder = recorder
         self._instance = instance
         self._capabilities = list(capabilities)
@@ -115,9 +118,18 @@ class Gateway:
             if session is None:
                 raise ProtocolError(ErrorCode.NO_HELLO, "say hello first")
             session.require_room(self._allowances.requests_per_session)
+            self._room.take(session, len(header))
         except ProtocolError as error:
             raise ProtocolError(error.code, error.message, request_id, request.op) from None
-        call = Call(session, request_id, request.op, self._outbox, self._reactor, self._recorder)
+        call = Call(
+            session,
+            request_id,
+            request.op,
+            self._outbox,
+            self._reactor,
+            self._recorder,
+            partial(self._room.give_back, session, len(header)),
+        )
         self._handlers.serve(call, request, payload)
 
     def _hello(self, peer: Peer, user: str, request_id: int, hello: Hello) -> None:
