@@ -170,9 +170,15 @@ def test_a_frozen_daemon_costs_deadlines_and_nothing_else(
     timeouts = {"remote_lookup_timeout": 0.2, "remote_load_timeout": 0.5}
     second = engine_at(tiny_model, at, extra=timeouts, seed=1)
     wait_attached(second, at)
-    serve(second, asked[:1])
-    loaded = total(second, names.LOADED_BLOCKS, REMOTE)
-    assert loaded > 0
+
+    def loads() -> float:
+        """Within such deadlines, which a busy machine may miss now and then."""
+        second.half.index.clear()
+        second.drop_gpu_cache()
+        serve(second, asked[:1])
+        return total(second, names.LOADED_BLOCKS, REMOTE)
+
+    loaded = eventually(loads)
     daemon.freeze()
     serve(second, asked[1:4])
     assert total(second, names.LOADED_BLOCKS, REMOTE) == loaded
@@ -257,7 +263,7 @@ def test_two_daemons_share_the_blocks_and_one_that_dies_costs_its_share(
     ):
         both = [a.endpoint, b.endpoint]
         asked = prompts(8, 24)
-        extra = {"remote_lookup_timeout": 1, "remote_load_timeout": 2}
+        extra = {"remote_lookup_timeout": 10, "remote_load_timeout": 10}
         first = engine_at(tiny_model, both, extra=extra, cpu_blocks=900)
         serve(first, asked)
         first.close()
@@ -310,13 +316,15 @@ def _liar(daemon: FaultyDaemon, request_id: int, request: Request) -> list[Frame
 )
 def test_something_else_listens_there(tiny_model: Path, fault: Fault) -> None:
     with FaultyDaemon(fault) as other:
-        timeouts = {"remote_lookup_timeout": 0.1, "remote_load_timeout": 0.5}
+        is_understood = fault in (forgetful, _liar)  # and each request is to hear its answer
+        lookup_s, load_s = (10, 5) if is_understood else (0.1, 0.5)
+        timeouts = {"remote_lookup_timeout": lookup_s, "remote_load_timeout": load_s}
         toy = engine_at(tiny_model, other.address, extra=timeouts)
         serve(toy, prompts(9, 4))
         assert total(toy, names.LOADED_BLOCKS, REMOTE) == 0
         failures = total(toy, names.LOAD_FAILURES, REMOTE)
         # Once for each request: what a daemon lost is not asked for in a loop.
-        assert failures == (4 if fault in (forgetful, _liar) else 0)
+        assert failures == (4 if is_understood else 0)
         toy.close()
 
 
@@ -440,7 +448,8 @@ def test_chaos(
     try:
         expected: dict[str, list[int]] = {}
         end = time.monotonic() + 8
-        while time.monotonic() < end:
+        while time.monotonic() < end or len(expected) <= 100:
+            assert time.monotonic() < end + 120
             stem = rng.choice(stems)
             prompt = stem[: rng.randrange(8, len(stem))] + [rng.randrange(3, 50)] * rng.randrange(9)
             name = toy.add(prompt, 4)
