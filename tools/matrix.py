@@ -53,6 +53,9 @@ SERVED = (
             "tests/engine/test_scheduling.py",
             "tests/engine/test_ahead_loads.py",
             "tests/engine/test_failed_loads.py",
+            "tests/engine/test_priorities.py",
+            "tests/engine/test_shared_media.py",
+            "tests/engine/test_partial_tail.py",
             *("-k", "not random_clients"),  # the conformance suite has such of its own
         ),
     ),
