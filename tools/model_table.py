@@ -58,6 +58,8 @@ ROWS = (
         "Multi-head latent attention (DeepSeek)",
         State.CACHED,
         (_kinds("test_mla"), _kinds("test_mla_with_amx"), _gpu("test_mla")),
+        "vLLM's reference kernels for CPUs without AMX (CPU_MLA) round a prefix they find to "
+        "bfloat16: logprobs after a hit differ, and the log warns of it",
     ),
     Row(
         "MLA over tensor-parallel ranks",

