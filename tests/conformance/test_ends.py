@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import vllm
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from tests.conformance.contract_engine import LOADING, ContractEngine
 from tests.engine.toy_asking import seeded_prompt
+from vllm_tiered_kv.connector.support import parse_version
 from vllm_tiered_kv.metrics import names
 
 IDS = seeded_prompt(1, 41)
@@ -187,6 +189,8 @@ def test_other_pauses_end_with_everything_cleared(
     tiny_model: Path, async_scheduling: bool, aborts: bool
 ) -> None:
     engine = warm(tiny_model, async_scheduling)
+    if not aborts and (parse_version(vllm.__version__) or (9, 9)) < (0, 32):
+        pytest.skip("before vLLM 0.32 a request that loads does not run on in a pause that waits")
     engine.copier.max_delay = 8
     request_id = engine.add(IDS, 6)
     engine.until_loading(request_id)
