@@ -10,7 +10,8 @@ the device in which the host has enqueued everything (`device`). The difference 
   slots over one, two, four or eight streams. `gather`: into device memory alone.
 - `parts ...`: gather and drain, where the drain of a part begins behind its gather; named by the
   shares of the parts. `joined` as the connector did it: each part's streams wait for all of the
-  part before. `free`: a stream waits for the gather of its part alone.
+  part before. `free`: a stream waits for the gather of its part alone. `by N`: all but the first
+  part are gathered by so many CTAs instead of two for every multiprocessor.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from benchmarks.block_copy import SHAPES, Bench
 
 REPEATS = 25
 PAUSE_CYCLES = 8_000_000  # some milliseconds: longer than the host needs to enqueue a batch
+CTAS = (132, 96, 64, 32)
 CASES = ("Qwen2.5-3B/16", "Qwen2.5-7B/16", "Llama-3.1-8B/16")
 SPLITS = {
     "1": (1.0,),
@@ -102,7 +104,16 @@ class Ways:
                 how = "joined" if joined else "free"
                 for lanes in (1, 4) if len(shares) == 1 else (4,):
                     ways[f"parts {name}, {how}, over {lanes}"] = self._parts(shares, lanes, joined)
+        for ctas in CTAS:
+            ways[f"gather by {ctas}"] = self._gather_by(ctas)
+            for name in ("1/8", "1/32"):
+                ways[f"parts {name}, joined, over 4, by {ctas}"] = self._parts(
+                    SPLITS[name], 4, True, ctas
+                )
         return ways
+
+    def _gather_by(self, ctas: int) -> Callable[[], None]:
+        return lambda: self._gather(slice(None), self._bench.stream.handle, ctas)
 
     def _drain(self, lanes: int) -> Callable[[], None]:
         drain = self._drains[lanes]
@@ -114,7 +125,9 @@ class Ways:
 
         return run
 
-    def _parts(self, shares: Sequence[float], lanes: int, joined: bool) -> Callable[[], None]:
+    def _parts(
+        self, shares: Sequence[float], lanes: int, joined: bool, ctas: int = 0
+    ) -> Callable[[], None]:
         bench, drain = self._bench, self._drains[lanes]
         bounds = [0, *(int(bench.count * end) for end in itertools.accumulate(shares))]
         bounds[-1] = bench.count
@@ -124,7 +137,7 @@ class Ways:
             bench.began.record(bench.stream.handle)
             bench.compute.wait(bench.began)
             for part, gathered in zip(parts, self._gathered, strict=False):
-                self._gather(part, bench.compute.handle)
+                self._gather(part, bench.compute.handle, ctas if part.start else 0)
                 gathered.record(bench.compute.handle)
                 if joined:
                     bench.stream.wait(gathered)
@@ -138,7 +151,7 @@ class Ways:
 
         return run
 
-    def _gather(self, part: slice, handle: int) -> None:
+    def _gather(self, part: slice, handle: int, ctas: int = 0) -> None:
         bench = self._bench
         bench.cuda.gather(
             bench.layouts["layers"],
@@ -147,6 +160,7 @@ class Ways:
             bench.total,
             bench.dense[part],
             handle,
+            ctas=ctas,
         )
 
 
