@@ -12,6 +12,10 @@ the device in which the host has enqueued everything (`device`). The difference 
   shares of the parts. `joined` as the connector did it: each part's streams wait for all of the
   part before. `free`: a stream waits for the gather of its part alone. `by N`: all but the first
   part are gathered by so many CTAs instead of two for every multiprocessor.
+
+`drain_after` is the time of the drain alone over four streams, behind a pause, by what the device
+did just before: nothing, one block gathered, all of them, all to other memory than is drained, or
+all and then a pause.
 """
 
 from __future__ import annotations
@@ -151,12 +155,41 @@ class Ways:
 
         return run
 
-    def _gather(self, part: slice, handle: int, ctas: int = 0) -> None:
+    def drains(self) -> dict[str, tuple[Callable[[], None], Callable[[], None]]]:
+        """What happens before, and the drain."""
+        bench = self._bench
+        elsewhere = bench.torch.empty_like(bench.ring)
+        compute = bench.torch.cuda.ExternalStream(bench.compute.handle)
+
+        def before(part: slice, target: Any = None, pause: bool = False) -> Callable[[], None]:
+            def run() -> None:
+                bench.began.record(bench.stream.handle)
+                bench.compute.wait(bench.began)
+                self._gather(part, bench.compute.handle, target=target)
+                if pause:
+                    with bench.torch.cuda.stream(compute):
+                        bench.torch.cuda._sleep(PAUSE_CYCLES)
+                bench.gathered.record(bench.compute.handle)
+                bench.stream.wait(bench.gathered)
+
+            return run
+
+        everything = slice(None)
+        befores = {
+            "nothing": lambda: None,
+            "one block": before(slice(1)),
+            "all": before(everything),
+            "all elsewhere": before(everything, target=elsewhere),
+            "all, then a pause": before(everything, pause=True),
+        }
+        return {name: (run, self._drain(4)) for name, run in befores.items()}
+
+    def _gather(self, part: slice, handle: int, ctas: int = 0, target: Any = None) -> None:
         bench = self._bench
         bench.cuda.gather(
             bench.layouts["layers"],
             bench.ids[part],
-            bench.ring.data_ptr(),
+            (bench.ring if target is None else target).data_ptr(),
             bench.total,
             bench.dense[part],
             handle,
@@ -192,6 +225,28 @@ def measure(bench: Bench, ways: dict[str, Callable[[], None]]) -> dict[str, Any]
     }
 
 
+def measure_drains(
+    bench: Bench, drains: dict[str, tuple[Callable[[], None], Callable[[], None]]]
+) -> dict[str, Any]:
+    """Milliseconds of a drain by what came before it; they take turns."""
+    torch = bench.torch
+    stream = torch.cuda.ExternalStream(bench.stream.handle)
+    taken: dict[str, list[float]] = {name: [] for name in drains}
+    for _ in range(REPEATS + 2):
+        for name, (before, drain) in drains.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(PAUSE_CYCLES)
+            before()
+            begin.record(stream)
+            drain()
+            end.record(stream)
+            end.synchronize()
+            taken[name].append(begin.elapsed_time(end))
+    return {name: _summary(times[2:], bench.total) for name, times in taken.items()}
+
+
 def _summary(times: Sequence[float], nbytes: int) -> dict[str, float]:
     low, median, high = statistics.quantiles(times, n=4)
     return {
@@ -216,13 +271,17 @@ def main() -> None:
     for case in args.cases.split(","):
         shape, _, block_size = case.partition("/")
         bench = Bench(*SHAPES[shape], int(block_size))
-        found = measure(bench, Ways(bench).all())
+        ways = Ways(bench)
+        drains = measure_drains(bench, ways.drains())
+        found = measure(bench, ways.all())
         bench.close()
         report["cases"][case] = {
             "block_bytes": bench.block,
             "blocks": bench.count,
             "ways": found,
+            "drain_after": drains,
         }
+        print(case, "drain after", {name: told["ms"] for name, told in drains.items()}, flush=True)
         limit = {how: found["memcpy"][how]["ms"] for how in ("as_called", "device")}
         for name, hows in found.items():
             told = ", ".join(f"{how} {limit[how] / t['ms']:.3f}" for how, t in hows.items())
