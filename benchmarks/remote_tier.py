@@ -336,7 +336,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--block-kib", default="1024,4096", help="sizes, comma-separated")
     parser.add_argument("--connections", default="1,4", help="numbers, comma-separated")
-    parser.add_argument("--total-mib", type=int, default=256, help="moved in each measurement")
+    parser.add_argument("--total-mib", type=int, default=1024, help="moved in each measurement")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--modes", default="", help="only these, comma-separated; all otherwise")
     parser.add_argument("--out", type=Path, help="where the JSON goes")

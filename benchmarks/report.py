@@ -13,7 +13,17 @@ from pathlib import Path
 
 from benchmarks import plots
 from benchmarks.plots import Plot
-from benchmarks.sections import cold, copies, daemon, index, peers, pinning, slow_tier, ssd
+from benchmarks.sections import (
+    cold,
+    copies,
+    daemon,
+    index,
+    peers,
+    pinning,
+    slow_tier,
+    ssd,
+    store_profile,
+)
 from benchmarks.seeds import figures as seed_figures
 from benchmarks.seeds import tables as seed_tables
 from benchmarks.stored_results import Results
@@ -26,6 +36,7 @@ SECTIONS: list[Callable[[Results], str]] = [
     partial(seed_tables.section, plots_of=seed_figures.plots_of),
     cold.section,
     copies.section,
+    store_profile.section,
     daemon.section,
     ssd.section,
     index.section,

@@ -61,10 +61,11 @@ def _bytes(result: Result) -> str:
         [
             f"{case['block_bytes'] // 1024:,} KiB",
             str(case["connections"]),
+            f"{case['total_bytes'] >> 20:,} MiB",
             *(number(case["gb_per_s"].get(way, {}).get("median"), 2) for way in ways),
             *(number(case["of_bare_pair"].get(way), 2) for way in ratios),
         ]
         for case in cases
     ]
-    header = ["block", "connections", *ways, *(f"{way} of bare" for way in ratios)]
+    header = ["block", "connections", "in all", *ways, *(f"{way} of bare" for way in ratios)]
     return measured_on(result) + "\n" + table([name.replace("_", " ") for name in header], rows)
