@@ -3,13 +3,14 @@
     python -m benchmarks.ssd_tier --folder /mnt/nvme/scratch --out result.json
 
 fio does the same transfers: as many blocks of the same size, O_DIRECT, a file that is reserved
-before. Its runs and ours alternate; ratios are those of the medians. The store is used as a daemon
-uses it: as many callers, with batches as large. Writing includes making everything durable at the
-end, for both. fio runs twice: with as many threads as the store has, each of which reuses one
-buffer (psync); and with as many callers and places in memory as we use (libaio), because where a
-disk is virtual its bytes are copied, and a buffer that stays in the cache is filled faster than
-blocks that all go to places of their own. Recovery opens a folder whose index says 100 GB of blocks
-are there, over a data file that is sparse, until the first answer.
+before. In every round each of us writes, then each reads, then each writes again, the first one
+last in the next round; ratios are of the same round, since disks change their speed. The store is
+used as a daemon uses it: as many callers, with batches as large. Writing includes making everything
+durable at the end, for both. fio runs twice: with as many threads as the store has, each of which
+reuses one buffer (psync); and with as many callers and places in memory as we use (libaio), because
+where a disk is virtual its bytes are copied, and a buffer that stays in the cache is filled faster
+than blocks that all go to places of their own. Recovery opens a folder whose index says 100 GB of
+blocks are there, over a data file that is sparse, until the first answer.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ RECOVERED_BYTES = 100 * 10**9
 RECOVERED_BLOCK = 576 * KIB
 NAMESPACE = bytes(16)
 _KEPT_FREE = 256  # slots a full store may keep free
-_FIO_ACTIONS = (("write", "write"), ("read", "randread"), ("replace", "write"))
+ACTIONS = ("write", "read", "replace")
 
 
 def write_blocks(block: int) -> int:
@@ -65,17 +66,12 @@ def key(number: int) -> StoreKey:
     return StoreKey(NAMESPACE + number.to_bytes(17, "little") + bytes(8))
 
 
-def gb_per_s(nbytes: int, work: Callable[[], None]) -> float:
-    begin = time.perf_counter()
-    work()
-    return nbytes / (time.perf_counter() - begin) / 1e9
-
-
 class OwnRun:
     """A fresh store that is filled, read, and filled again with eviction."""
 
     def __init__(self, folder: Path, space: int, block: int, threads: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
+        self._folder = folder
         self.store = SsdStore(folder, space, io_threads=threads)
         budget = self.store._budget
         slots = budget.num_slabs * (budget.slab_bytes // block)
@@ -87,6 +83,15 @@ class OwnRun:
         random.Random(0).shuffle(self._order)
         self._to_write = [aligned_buffers(block, self._batch) for _ in range(WRITERS)]
         self._to_fill = [aligned_buffers(block, READ_BLOCKS) for _ in range(READERS)]
+
+    def gb_per_s(self, action: str) -> float:
+        begin = time.perf_counter()
+        getattr(self, action)()
+        return self.nbytes / (time.perf_counter() - begin) / 1e9
+
+    def close(self) -> None:
+        self.store.close()
+        shutil.rmtree(self._folder)
 
     def _share_out(
         self, places: list[list[memoryview]], work: Callable[[list[memoryview], int], None]
@@ -143,61 +148,72 @@ class FioKind:
     depth: int  # transfers of a job at a time, each with a buffer of its own
 
 
-def fio_gb_per_s(folder: Path, how: str, nbytes: int, block: int, kind: FioKind) -> float:
-    """One run of fio over one file of these bytes, each job its share."""
-    path = folder / "fio-data"
-    share = nbytes // block // kind.jobs * block
-    command = [
-        "fio", "--name=blocks", f"--filename={path}", f"--rw={how}", f"--bs={block}", "--direct=1",
-        f"--ioengine={kind.engine}", f"--iodepth={kind.depth}", "--thread",
-        f"--numjobs={kind.jobs}", f"--size={share}", f"--offset_increment={share}",
-        "--fallocate=native", "--group_reporting", "--output-format=json", "--end_fsync=1",
-        "--refill_buffers=0", "--norandommap=0",
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
-    side = job["read" if "read" in how else "write"]
-    return float(side["io_bytes"] / (job["job_runtime"] / kind.jobs / 1000) / 1e9)
+class FioRun:
+    """The same transfers by fio, in one file of its own, each job its share."""
+
+    def __init__(self, path: Path, nbytes: int, block: int, to_write: FioKind, to_read: FioKind):
+        self._path = path
+        self._blocks = nbytes // block
+        self._block = block
+        self._kinds = {"write": to_write, "randread": to_read}
+
+    def gb_per_s(self, action: str) -> float:
+        how = "randread" if action == "read" else "write"
+        kind = self._kinds[how]
+        share = self._blocks // kind.jobs * self._block
+        command = [
+            "fio", "--name=blocks", f"--filename={self._path}", f"--rw={how}",
+            f"--bs={self._block}", "--direct=1", f"--ioengine={kind.engine}",
+            f"--iodepth={kind.depth}", "--thread", f"--numjobs={kind.jobs}", f"--size={share}",
+            f"--offset_increment={share}", "--fallocate=native", "--group_reporting",
+            "--output-format=json", "--end_fsync=1", "--refill_buffers=0", "--norandommap=0",
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+        side = job["read" if action == "read" else "write"]
+        return float(side["io_bytes"] / (job["job_runtime"] / kind.jobs / 1000) / 1e9)
+
+    def close(self) -> None:
+        self._path.unlink()
 
 
 def measure_speed(
     folder: Path, space: int, block: int, threads: int, repeats: int, with_fio: bool
 ) -> dict[str, Any]:
-    runs: dict[str, list[float]] = {}
     of_threads = FioKind("psync", threads, 1)
     writing = FioKind("libaio", WRITERS, write_blocks(block))
     reading = FioKind("libaio", READERS, READ_BLOCKS)
-    kinds = {
-        "fio": (of_threads, of_threads),
-        "fio_with_as_many_places": (writing, reading),
-    }
+    kinds = {"fio": (of_threads, of_threads), "fio_with_as_many_places": (writing, reading)}
     if not with_fio:
         kinds.clear()
-
-    def add(name: str, speed: float) -> None:
-        runs.setdefault(name, []).append(round(speed, 3))
-
+    runs: dict[str, list[float]] = {}
     direct = True
     nbytes = 0
-    for _ in range(repeats):
-        run = OwnRun(folder / "store", space, block, threads)
-        nbytes, direct = run.nbytes, run.store.direct_io
-        add("write", gb_per_s(nbytes, run.write))
-        add("read", gb_per_s(nbytes, run.read))
-        add("replace", gb_per_s(nbytes, run.replace))
-        run.store.close()
-        shutil.rmtree(folder / "store")
-        for name, (to_write, to_read) in kinds.items():
-            for action, how in _FIO_ACTIONS:
-                kind = to_read if "read" in how else to_write
-                add(f"{name}_{action}", fio_gb_per_s(folder, how, nbytes, block, kind))
-            (folder / "fio-data").unlink()
+    for number in range(repeats):
+        own = OwnRun(folder / "store", space, block, threads)
+        nbytes, direct = own.nbytes, own.store.direct_io
+        fios = {
+            f"{name}_": FioRun(folder / name, nbytes, block, *kind) for name, kind in kinds.items()
+        }
+        speeds = {"": own.gb_per_s, **{name: run.gb_per_s for name, run in fios.items()}}
+        order = list(speeds)
+        for _ in range(number % len(order)):
+            order.append(order.pop(0))
+        for action in ACTIONS:
+            for name in order:
+                speed = round(speeds[name](action), 3)
+                runs.setdefault(f"{name}{action}", []).append(speed)
+        own.close()
+        for fio in fios.values():
+            fio.close()
     row: dict[str, Any] = {"block_bytes": block, "bytes": nbytes, "direct_io": direct, "runs": runs}
-    for name in ("write", "read", "replace"):
-        row[f"{name}_gb_per_s"] = statistics.median(runs[name])
-        for kind_name in kinds:
-            ratio = row[f"{name}_gb_per_s"] / statistics.median(runs[f"{kind_name}_{name}"])
-            row[f"{name}_of_{kind_name}"] = round(ratio, 3)
+    for action in ACTIONS:
+        row[f"{action}_gb_per_s"] = round(statistics.median(runs[action]), 3)
+        for name in kinds:
+            pairs = zip(runs[action], runs[f"{name}_{action}"], strict=True)
+            ratios = sorted(round(ours / fio, 3) for ours, fio in pairs)
+            row[f"{action}_of_{name}"] = round(statistics.median(ratios), 3)
+            row[f"{action}_of_{name}_spread"] = [ratios[0], ratios[-1]]
     return row
 
 
@@ -266,6 +282,7 @@ def main() -> None:
     parser.add_argument("--space", default="2GiB", help="size of the store for each run")
     parser.add_argument("--threads", type=int, default=16, help="of the store and of fio")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--shapes", default=",".join(BLOCK_BYTES), help="comma-separated")
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -277,13 +294,14 @@ def main() -> None:
     report["recovery"] = measure_recovery(args.folder, args.repeats)
     print({name: value for name, value in report["recovery"].items() if "runs" not in name})
     report["speed"] = {}
-    for shape, block in BLOCK_BYTES.items():
-        space = parse_size("--space", args.space)
+    space = parse_size("--space", args.space)
+    for shape in args.shapes.split(","):
+        block = BLOCK_BYTES[shape]
         row = measure_speed(args.folder, space, block, args.threads, args.repeats, with_fio)
         report["speed"][shape] = row
-        print(shape, {name: value for name, value in row.items() if name != "runs"})
-    if args.out:
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+        print(shape, {name: value for name, value in row.items() if name != "runs"}, flush=True)
+        if args.out:  # a run cut short still leaves a file
+            args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from benchmarks.markdown import measured_on, number, table
 from benchmarks.stored_results import Result, Results
 
@@ -10,7 +12,8 @@ Blocks written, read and replaced, in GB/s, and as a part of what fio reaches wi
 size and direct I/O (goal P9: at least 0.95): with as many threads, each of which reuses one buffer
 (psync), and with as many places in memory as ours (libaio), which has more transfers under way. On
 a virtual disk, whose bytes are copied, one buffer stays in the processor's cache and many do not.
-fio checks nothing; every block here is hashed. Recovery is of a tier of 100 GB (goal P14: 2 s).
+In brackets the smallest and the largest ratio of a round. fio checks nothing; every block here is
+hashed. Recovery is of a tier of 100 GB (goal P14: 2 s).
 """
 _ACTIONS = ("write", "read", "replace")
 _FIO = {"fio": "psync", "fio_with_as_many_places": "libaio"}
@@ -29,7 +32,7 @@ def _run(result: Result) -> str:
             name,
             f"{case['block_bytes'] / 1024:,.0f} KiB",
             *(number(case.get(f"{action}_gb_per_s"), 2) for action in _ACTIONS),
-            *(number(case.get(f"{a}_of_{kind}"), 2) for kind in _FIO for a in _ACTIONS),
+            *(_ratio(case, f"{action}_of_{kind}") for kind in _FIO for action in _ACTIONS),
         ]
         for name, case in result.data["speed"].items()
     ]
@@ -43,3 +46,10 @@ def _run(result: Result) -> str:
             f"the start, {recovery['seconds_to_serving_cold_journal']:.1f} s with a cold journal.\n"
         )
     return text
+
+
+def _ratio(case: dict[str, Any], name: str) -> str:
+    """Earlier results have no spread."""
+    spread = case.get(f"{name}_spread")
+    text = number(case.get(name), 2)
+    return f"{text} ({number(spread[0], 2)} … {number(spread[1], 2)})" if spread else text
