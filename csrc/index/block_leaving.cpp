@@ -79,7 +79,7 @@ int64_t BlockIndex::evict_for(uint32_t size_class, int64_t wanted) {
   }
   const std::string& owner = owners_.at(size_class);
   const bool only_own = at_quota(owner);
-  const uint32_t own = coldest(size_class);
+  uint32_t own = coldest(size_class);
   std::vector<uint32_t> others;
   for (uint32_t other = 0; other < policies_.size(); ++other) {
     if (other == size_class || (only_own && owners_[other] != owner)) continue;
@@ -93,6 +93,8 @@ int64_t BlockIndex::evict_for(uint32_t size_class, int64_t wanted) {
     if (own != kNone && entries_[own].used <= entries_[victim].used) break;
     if (evict_slab_of(victim)) return pool_.slots_in_slab(size_class);
   }
+  // It may follow a block of such a slab, and was then asked about again: it may be in use now.
+  if (own != kNone && entries_[own].pins != 0) own = coldest(size_class);
   if (own == kNone) return 0;
   evict(own);
   return 1;

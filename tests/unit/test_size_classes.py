@@ -9,6 +9,7 @@ import pytest
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.slots import SlotPool
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry, SlabGeometry
+from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.errors import InvariantError
 from vllm_tiered_kv.native._cpu import EVICTION_POLICIES
 
@@ -125,6 +126,40 @@ def test_an_owner_that_comes_back_has_its_quota_and_nobody_else() -> None:
             assert len(index) == 2 * PER_SLAB
             index.clear()
         assert index._native.quotas == 0
+    index.check()
+
+
+@pytest.mark.parametrize("eviction", EVICTION_POLICIES)
+def test_a_block_handed_over_while_another_slab_is_looked_at_stays(eviction: str) -> None:
+    """The coldest of its class may leave at first, but follows a block in a colder slab: asked
+    again with that slab, it is taken and pinned, and must not lose its slot any more."""
+    asked: list[bytes] = []
+    taken: list[int] = []
+
+    def may_evict(key: bytes) -> bool:
+        asked.append(key)
+        if key == b"tail" and asked.count(key) == 2:
+            taken.extend(index.pin([key]))
+            return False
+        return True
+
+    index = BlockIndex(SlabGeometry(2 * 4 * PAGE, 4 * PAGE, PAGE), eviction, may_evict=may_evict)
+
+    def put(key: bytes, nbytes: int, parent: bytes | None = None) -> None:
+        slot = index.reserve(key, parent, index.class_for(nbytes, b""))
+        assert slot is not None
+        assert index.commit(slot)
+
+    put(b"head", 2 * PAGE)
+    put(b"cold", 2 * PAGE)
+    put(b"tail", PAGE, b"head")
+    for number in range(3):
+        put(name(number), PAGE)
+    put(b"new", PAGE)
+    assert asked.count(b"tail") == 2
+    assert index.lookup(b"tail") is Lookup.HIT
+    assert index.lookup(name(0)) is Lookup.MISS
+    index.unpin(taken)
     index.check()
 
 
