@@ -5,10 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.stores.ssd_blocks import check, item, key, opened
+import pytest
+
+from tests.stores.ssd_blocks import check, item, key, opened, put
 from vllm_tiered_kv.core.store import Durability, PutResult
 from vllm_tiered_kv.stores.ssd.disk import OsDisk
 
@@ -62,3 +65,64 @@ def test_what_was_written_while_a_sync_failed_is_not_durable_either(tmp_path: Pa
         check(store)
     with opened(tmp_path / "store") as store:
         assert store.contains([key(1), key(2), key(3)]) == [False, False, True]
+
+
+class Interrupted(FailsOnce):
+    """Something happens when a block is written, before its writer hears of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fail.set()
+        self.is_full = False  # no room for the journal
+        self.behind_a_write: Callable[[], None] | None = None
+
+    def write(self, fd: int, data: memoryview, offset: int) -> int:
+        if fd != self._data and self.is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        count = super().write(fd, data, offset)
+        if fd == self._data and self.behind_a_write is not None:
+            happen, self.behind_a_write = self.behind_a_write, None
+            happen()
+        return count
+
+
+@pytest.mark.parametrize("durability", [Durability.MEMORY, Durability.DISK])
+def test_what_was_written_before_a_sync_failed_and_is_told_of_later_is_not_kept(
+    tmp_path: Path, durability: Durability
+) -> None:
+    """A later sync that succeeds says nothing of what an earlier one lost."""
+    disk = Interrupted()
+    with opened(tmp_path / "store", disk=disk, retry_seconds=0.0) as store:
+
+        def fail_and_recover() -> None:
+            disk.armed = True
+            assert not store.flush()
+            while not store.flush():
+                pass
+
+        disk.behind_a_write = fail_and_recover
+        assert store.put([item(1)], durability) == [PutResult.FAILED]
+        assert store.contains([key(1)]) == [False]
+        put(store, 1, durability=Durability.DISK)
+        check(store)
+
+
+def test_what_is_told_of_while_the_journal_is_broken_may_be_lost_by_a_sync(tmp_path: Path) -> None:
+    """It stands in no queue: the next journal is to have it."""
+    disk = Interrupted()
+    with opened(tmp_path / "store", disk=disk, retry_seconds=3600.0) as store:
+
+        def fill_up() -> None:
+            disk.is_full = True
+            assert not store.flush()
+            disk.is_full = False
+
+        put(store, 1)
+        disk.behind_a_write = fill_up
+        put(store, 2)
+        disk.armed = True
+        assert not store.flush()
+        assert store.contains([key(2)]) == [False]
+        while not store.flush():
+            pass
+        check(store)

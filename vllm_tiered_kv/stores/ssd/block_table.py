@@ -137,7 +137,7 @@ class BlockTable:
         record = encode_put(item.key, item.parent, slot, length, checksum)
         self.records[slot] = record
         self.live_bytes += aligned(length, ALIGNMENT)
-        self.committer.append(record)
+        self.committer.append(record, slot)
         return record
 
     def forget(self, slot: int, record: bytes) -> bool:

@@ -23,7 +23,6 @@ from typing import Protocol
 from vllm_tiered_kv.stores.ssd.data_file import DataFile
 from vllm_tiered_kv.stores.ssd.disk import Disk
 from vllm_tiered_kv.stores.ssd.journal import Journal
-from vllm_tiered_kv.stores.ssd.record_format import PUT, decode
 from vllm_tiered_kv.stores.ssd.settings import Backoff, FsyncPolicy, SsdCounters
 
 logger = logging.getLogger(__name__)
@@ -89,6 +88,9 @@ class Committer:
         self._counters = counters
         self._backoff = backoff
         self._queue: list[bytes] = []
+        # Slots written since the last sync of the data began; of a group's policy only.
+        self._unsynced: list[int] = []
+        self.data_failures = 0  # times that what was written before came to be in doubt
         self._queued_since = 0.0
         self._next = 1  # the cycle that will take what is queued now
         self._done = 0  # the last cycle that ended
@@ -117,8 +119,11 @@ class Committer:
     def is_releasing(self) -> bool:
         return self._releasing
 
-    def append(self, record: bytes) -> int:
-        """Queues a record; the cycle it will be durable with."""
+    def append(self, record: bytes, written: int | None = None) -> int:
+        """Queues a record, of a block that was `written` to this slot or of one that left; the
+        cycle it will be durable with."""
+        if written is not None and self._group:
+            self._unsynced.append(written)
         if not self._broken:  # otherwise the next generation will have it, if it is still true
             if not self._queue:
                 self._queued_since = time.monotonic()
@@ -206,7 +211,7 @@ class Committer:
         self._releasing = bool(leaving)
         rewrite = self._should_rewrite(len(batch))
         records = self._owner.live_records() if rewrite else batch
-        written = _slots_put(batch) if self._group else []
+        written, self._unsynced = self._unsynced, []
         sync_data = sync_all or rewrite or bool(written)
         self._lock.release()
         error: OSError | None = None
@@ -227,8 +232,11 @@ class Committer:
         else:
             self._failed.append(number)
             if data_in_doubt and self._group:
-                # So is what was written while this went on, whose turn would be the next cycle.
-                lost += _slots_put(self._queue)
+                # So is what was written while this went on, whose turn would be the next cycle,
+                # and what was written of which nobody has told yet.
+                lost += self._unsynced
+                self._unsynced = []
+                self.data_failures += 1
                 self._failed.append(self._next)
             self._fail(error, leaving, lost)
         self._finished.notify_all()
@@ -282,7 +290,3 @@ class Committer:
         self._queue = []
         self._owner.retake(leaving)
         self._owner.lost(lost)
-
-
-def _slots_put(records: list[bytes]) -> list[int]:
-    return [record.slot for record in map(decode, records) if record.kind == PUT]

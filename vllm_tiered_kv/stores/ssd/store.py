@@ -228,11 +228,12 @@ class SsdStore:
             with self._operation():
                 with self._lock:
                     writes = self._admit(items, payloads, results)
+                    failures = self._committer.data_failures
                 try:
                     self._write(writes)
                 finally:
                     with self._lock:
-                        self._seal(writes, results)
+                        self._seal(writes, results, failures)
                 if durability is Durability.DISK:
                     with self._lock:
                         self._make_durable(items, writes, results)
@@ -306,9 +307,13 @@ class SsdStore:
                 write.retire = moved.error.errno == errno.EIO
                 self._pause_writing(moved.error)
 
-    def _seal(self, writes: list[BlockWrite], results: list[PutResult]) -> None:
-        """Makes what was written whole visible, and tells the journal."""
+    def _seal(self, writes: list[BlockWrite], results: list[PutResult], failures: int) -> None:
+        """Makes what was written whole visible, and tells the journal. Not what a sync may have
+        lost since, when there were so many `failures`: the next one would not tell."""
+        in_doubt = self._committer.data_failures != failures
         for write in writes:
+            if in_doubt and write.result is PutResult.STORED:
+                write.result = PutResult.FAILED
             if write.result is not PutResult.STORED:
                 if write.retire:
                     self._index.retire(write.slot)
