@@ -81,6 +81,17 @@ def test_what_hangs_gives_its_turn_to_the_next_and_ends_none() -> None:
     assert told == ["a late", "a", "b", "c"]
 
 
+def test_askers_take_turns_and_each_is_served_in_order() -> None:
+    begun: list[Call] = []
+    turns = Turns(lambda work, failed: begun.append(work), 1)
+    told: list[str] = []
+    for asked in ("a1", "a2", "a3", "b1", "b2", "c1"):
+        turns(lambda asked=asked: told.append(asked), lambda: None, asked[0])  # type: ignore[misc]
+    while begun:
+        begun.pop()()
+    assert told == ["a1", "a2", "b1", "c1", "a3", "b2"]
+
+
 def test_a_pool_that_takes_nothing_any_more() -> None:
     begun: list[Call] = []
     refused = 0
@@ -132,10 +143,14 @@ class Gated(BackingFolder):
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder), 0, 0)
         self.gate = threading.Event()
-        self.described = 0
+        self.asked: list[StoreKey] = []
+
+    @property
+    def described(self) -> int:
+        return len(self.asked)
 
     def describe(self, keys: Sequence[StoreKey]) -> list[BlockFacts | None]:
-        self.described += 1
+        self.asked += keys
         assert self.gate.wait(PATIENCE_S)
         return super().describe(keys)
 
@@ -150,7 +165,9 @@ class Far:
             memory, None, self.folder, self.recorder, backing_timeout_s=timeout_s
         )
 
-    def fetch(self, count: int) -> Callable[[], dict[int, bytes | None]]:
+    def fetch(
+        self, count: int, first: int = 0, asker: str = ""
+    ) -> Callable[[], dict[int, bytes | None]]:
         """Begins to; waits for all of them."""
         answers: queue.Queue[tuple[int, bytes | None]] = queue.Queue()
 
@@ -160,7 +177,7 @@ class Far:
                 self.store.memory.let_go([held])
             answers.put((position, content))
 
-        self.store.fetch([name(n) for n in range(count)], ready)
+        self.store.fetch([name(n) for n in range(first, first + count)], ready, asker)
         return lambda: dict(answers.get(timeout=PATIENCE_S) for _ in range(count))
 
     def close(self) -> None:
@@ -174,6 +191,19 @@ def test_more_blocks_than_the_threads_take_at_once(shared: Path) -> None:
     wait = far.fetch(MANY)
     far.folder.gate.set()  # all have been asked for
     assert wait() == {n: block(n, SIZE) for n in range(MANY)}
+    far.close()
+
+
+def test_who_asks_for_little_does_not_wait_for_who_asks_for_much(shared: Path) -> None:
+    fill(shared, 1000)
+    far = Far(shared)
+    much = far.fetch(998, asker="much")
+    little = far.fetch(2, first=998, asker="little")
+    far.folder.gate.set()
+    assert little() == {0: block(998, SIZE), 1: block(999, SIZE)}
+    assert much() == {n: block(n, SIZE) for n in range(998)}
+    # Its turn came soon, though threads may overtake each other.
+    assert far.folder.asked.index(name(999)) < 500
     far.close()
 
 

@@ -375,6 +375,14 @@ SERVER = (
         ("tests/daemon/test_far_reads.py",),
     ),
     Mutation(
+        "far-reads-first-come-first-served",
+        "server/turns.py",
+        "self._waiting.setdefault(asker, deque())",
+        "self._waiting.setdefault(None, deque())",
+        "an engine that loads much from the backing folder keeps all others from it",
+        ("tests/daemon/test_far_reads.py",),
+    ),
+    Mutation(
         "far-reads-that-hang-keep-their-turn",
         "server/turns.py",
         "partial(self._do, failed, number)",

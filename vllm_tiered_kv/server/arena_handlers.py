@@ -13,6 +13,7 @@ from vllm_tiered_kv.server.call import Call
 from vllm_tiered_kv.server.leases import Attachment, Leases
 from vllm_tiered_kv.server.locator import Located
 from vllm_tiered_kv.server.reactor import Reactor
+from vllm_tiered_kv.server.sessions import Peer
 from vllm_tiered_kv.server.tiered_store import TieredStore
 from vllm_tiered_kv.stores.held import Held
 from vllm_tiered_kv.wire.fields import pack_uints
@@ -69,7 +70,9 @@ class ArenaHandlers:
                 self._reactor.in_turn(lambda: self._fetch(lending, missing))
 
         self._store.fetch_slower(
-            some, lambda n, block: self._reactor.hand_over(lambda: arrived(n, block))
+            some,
+            lambda n, block: self._reactor.hand_over(lambda: arrived(n, block)),
+            lending.asker,
         )
 
     def borrow(self, call: Call, request: Borrow) -> None:
@@ -189,6 +192,10 @@ class _Lending:
         self._generations = [0] * count
         if not expected:
             self._answer()
+
+    @property
+    def asker(self) -> Peer:
+        return self._call.session.peer
 
     def arrived(self, blocks: Sequence[tuple[int, Held | None]]) -> None:
         """Blocks by position; None for one that is nowhere."""

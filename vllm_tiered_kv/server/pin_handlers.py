@@ -108,6 +108,7 @@ class _Pinning:
         self._handlers.store.fetch_slower(
             [(n, some[n]) for n in missing],
             lambda n, block: self._handlers.reactor.post(lambda: self._arrived(block)),
+            self._session.peer,
         )
         if not missing:
             self._handlers.reactor.in_turn(self.go_on)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 
@@ -166,12 +166,13 @@ class TieredStore:
 
     # ---- out ------------------------------------------------------------------------------------
 
-    def fetch(self, keys: Sequence[StoreKey], ready: Ready) -> None:
-        """Brings blocks into memory and hands each to `ready`, in no particular order."""
+    def fetch(self, keys: Sequence[StoreKey], ready: Ready, asker: Hashable = None) -> None:
+        """Brings blocks into memory and hands each to `ready`, in no particular order. Askers take
+        turns at the backing store."""
         here, missing = self.hold_here(keys)
         for n, block in here:
             ready(n, block)
-        self.fetch_slower([(n, keys[n]) for n in missing], ready)
+        self.fetch_slower([(n, keys[n]) for n in missing], ready, asker)
 
     def hold_here(self, keys: Sequence[StoreKey]) -> tuple[list[tuple[int, Held]], list[int]]:
         """Blocks in memory with their positions, held for the receiver; and the others'
@@ -181,9 +182,11 @@ class TieredStore:
         self._recorder.add(names.HITS, len(here), _MEMORY)
         return here, [n for n, block in enumerate(held) if block is None]
 
-    def fetch_slower(self, wanted: Sequence[tuple[int, StoreKey]], ready: Ready) -> None:
+    def fetch_slower(
+        self, wanted: Sequence[tuple[int, StoreKey]], ready: Ready, asker: Hashable = None
+    ) -> None:
         """As `fetch`, for (position, key) of blocks that are not in memory."""
-        self._way_up.fetch(wanted, ready)
+        self._way_up.fetch(wanted, ready, asker)
 
     # ---- in -------------------------------------------------------------------------------------
 

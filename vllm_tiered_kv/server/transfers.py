@@ -138,6 +138,7 @@ class Transfer:
         self._transfers.store.fetch(
             self._keys[first : first + count],
             lambda position, block: self._arrive(first + position, block),
+            self._call.session.peer,
         )
 
     def _arrive(self, position: int, block: Held | None) -> None:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
 from vllm_tiered_kv.core.store import BlockFacts, LowerStore, PutResult, StoreKey
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
-from vllm_tiered_kv.server.turns import InPool
+from vllm_tiered_kv.server.turns import InPool, InTurn
 from vllm_tiered_kv.stores.held import Held
 from vllm_tiered_kv.stores.memory import MemoryStore
 
@@ -42,7 +42,7 @@ class WayUp:
         backing: LowerStore | None,
         recorder: Recorder,
         in_pool: InPool,
-        in_backing: InPool,
+        in_backing: InTurn,
     ) -> None:
         """`slower` has the tiers below memory with their names, fastest first. What reads the
         backing store is done by `in_backing`."""
@@ -59,8 +59,11 @@ class WayUp:
         self._refused_at = 0.0  # when a read from the backing store last found none
         self._full_at = 0.0  # when the first of the latest such reads did
 
-    def fetch(self, wanted: Sequence[tuple[int, StoreKey]], ready: Ready) -> None:
-        """Brings (position, key) into memory and hands each to `ready`, in no particular order."""
+    def fetch(
+        self, wanted: Sequence[tuple[int, StoreKey]], ready: Ready, asker: Hashable = None
+    ) -> None:
+        """Brings (position, key) into memory and hands each to `ready`, in no particular order.
+        Those who ask for much of the backing store take turns with other askers."""
         may_be_here = self._may_be_slower([key for _, key in wanted])
         to_read: list[StoreKey] = []
         misses: list[int] = []
@@ -73,11 +76,11 @@ class WayUp:
                 waiters.append((n, ready))
                 if len(waiters) == 1:
                     to_read.append(key)
-        self._read_from(0, to_read)
+        self._read_from(0, to_read, asker)
         for n in misses:
             self._tell(n, None, ready)
 
-    def _read_from(self, number: int, keys: Sequence[StoreKey]) -> None:
+    def _read_from(self, number: int, keys: Sequence[StoreKey], asker: Hashable) -> None:
         """Has the pool read blocks from one of the slower tiers."""
         if number == len(self._slower):
             self._answer(keys)
@@ -87,14 +90,20 @@ class WayUp:
         most = _READ_AT_ONCE if self._slower[number][1] is self._ssd else 1
         for start in range(0, len(keys), most):
             some = keys[start : start + most]
-            self._read_soon(number, some)
+            self._read_soon(number, some, asker)
 
     def _read_soon(
-        self, number: int, keys: Sequence[StoreKey], refused_at: float | None = None
+        self,
+        number: int,
+        keys: Sequence[StoreKey],
+        asker: Hashable,
+        refused_at: float | None = None,
     ) -> None:
-        is_far = self._slower[number][1] is self._backing
-        in_threads = self._in_backing if is_far else self._in_pool
-        in_threads(partial(self._read, number, keys, refused_at), partial(self._answer, keys))
+        read = partial(self._read, number, keys, asker, refused_at)
+        if self._slower[number][1] is self._backing:
+            self._in_backing(read, partial(self._answer, keys), asker)
+        else:
+            self._in_pool(read, partial(self._answer, keys))
 
     def _may_be_slower(self, keys: Sequence[StoreKey]) -> list[bool]:
         """What is worth a look in the pool: the SSD's index is in memory, a backing store's not."""
@@ -111,7 +120,9 @@ class WayUp:
         except Exception:
             logger.exception("a block could not be handed over")
 
-    def _read(self, number: int, keys: Sequence[StoreKey], refused_at: float | None = None) -> None:
+    def _read(
+        self, number: int, keys: Sequence[StoreKey], asker: Hashable, refused_at: float | None
+    ) -> None:
         """Reads blocks into memory, in the pool, and answers everybody who waits for those that the
         tier has; the others are sought further on. What finds no room is tried again for a while:
         clients take what was sent to them."""
@@ -137,10 +148,10 @@ class WayUp:
         unanswered = {*missing, *waiting}
         self._answer([key for key in keys if key not in unanswered])
         self._memory.let_go(held)
-        self._read_from(number + 1, missing)
+        self._read_from(number + 1, missing, asker)
         if waiting:
             time.sleep(_LOOK_AGAIN_FAR_S if is_far else _LOOK_FOR_ROOM_S)
-            self._read_soon(number, waiting, refused_at)
+            self._read_soon(number, waiting, asker, refused_at)
 
     def _full_since(self, now: float) -> float:
         """Since when reads from the backing store find no room. It has few threads: of thousands
