@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.stores.ssd_blocks import check, item, key, opened, put
+from tests.patience import eventually
 from vllm_tiered_kv.core.store import Durability, PutResult
 from vllm_tiered_kv.stores.ssd.disk import OsDisk
 
@@ -126,3 +127,13 @@ def test_what_is_told_of_while_the_journal_is_broken_may_be_lost_by_a_sync(tmp_p
         while not store.flush():
             pass
         check(store)
+
+
+def test_what_is_there_is_on_disk_again_once_a_failed_sync_is_got_over(tmp_path: Path) -> None:
+    disk = Interrupted()
+    with opened(tmp_path / "store", disk=disk, retry_seconds=0.05) as store:
+        put(store, 1, durability=Durability.DISK)
+        disk.armed = True
+        assert store.put([item(2)], Durability.DISK) == [PutResult.FAILED]
+        eventually(lambda: store._committer.is_writable)
+        assert store.put([item(1)], Durability.DISK) == [PutResult.PRESENT]

@@ -135,7 +135,9 @@ class Committer:
 
     def barrier(self) -> int:
         """The cycle that covers everything queued so far."""
-        return self._next if self._queue or self._broken else self._next - 1
+        last = self._next - 1
+        # One that lost blocks says nothing good of those that are left.
+        return self._next if self._queue or self._broken or last in self._failed else last
 
     def kick(self) -> int:
         """Starts the next cycle as soon as possible; its number."""
