@@ -10,6 +10,7 @@ import pytest
 from vllm_tiered_kv.core.store import PutItem, PutResult, StoreKey
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.errors import NativeError
+from vllm_tiered_kv.native._cpu import EVICTION_POLICIES
 from vllm_tiered_kv.native.cpu import xxh3_64
 from vllm_tiered_kv.stores import memory as memory_module
 from vllm_tiered_kv.stores.held import Held
@@ -259,3 +260,24 @@ def test_room_for_a_chain_is_made_at_once() -> None:
     assert full.store.put(chain) == [PutResult.STORED] * 3
     assert full.left == [key(9), key(8), key(1000)]
     assert full.store.match([key(n) for n in (11, 12, 13)]) == 3
+
+
+@pytest.mark.parametrize("eviction", EVICTION_POLICIES)
+def test_room_is_looked_for_once_for_all_blocks_of_a_kind(eviction: str) -> None:
+    """Each look goes through the whole memory, which others wait for."""
+    asked: list[bytes] = []
+
+    def refuse(name: bytes) -> bool:
+        asked.append(name)
+        return False
+
+    store = MemoryStore(MIB, eviction, may_evict=refuse)
+    count = MIB // SIZE
+    assert store.put([item(n) for n in range(count)]) == [PutResult.STORED] * count
+    new = [item(count + n) for n in range(50)]  # unrelated: none follows another
+    old = item(0)
+    results = store.put([*new, old, item(1000, size=2 * SIZE), item(1001, size=2 * SIZE)])
+    assert results == [*[PutResult.DROPPED] * 50, PutResult.PRESENT, *[PutResult.DROPPED] * 2]
+    assert len(asked) <= 2 * count, "once for each kind"
+    store.check()
+    store.close()

@@ -27,7 +27,7 @@ from vllm_tiered_kv.device.shared_arena import PAGE, SharedArena
 from vllm_tiered_kv.native.bytes_copy import copy_and_hash, copy_bytes, hash_buffers
 from vllm_tiered_kv.stores.handed import Handed
 from vllm_tiered_kv.stores.held import Held, make_held
-from vllm_tiered_kv.stores.new_blocks import NewBlock, alike
+from vllm_tiered_kv.stores.new_blocks import NewBlock, alike, kind_of
 from vllm_tiered_kv.stores.slab_owner import HasQuota, QuotaOf, any_may, owner_of, require_own
 from vllm_tiered_kv.stores.too_large import TooLarge
 
@@ -237,33 +237,38 @@ class MemoryStore:
         blocks = list(blocks)
         slots: list[Held | PutResult] = []
         with self._lock, self.giving_back(slots):  # or nobody would know of them
-            self._reserve_runs(blocks, slots)
+            # Looking for room in vain takes long, and those who wait for the lock would wait again
+            # for each block of the kind.
+            full: set[tuple[bytes, int]] = set()
+            if self._reserve_runs(blocks, slots):
+                full.add(kind_of(blocks[len(slots)]))
             rest = blocks[len(slots) :]
-            for (key, parent, nbytes), more in zip(rest, self._followers(rest), strict=True):
-                if (
-                    parent is not None
-                    and parent in self._dropped
-                    and self._index.lookup(key) is Lookup.MISS
-                    and not is_elsewhere(parent)
+            for block, more in zip(rest, self._followers(rest), strict=True):
+                key, parent, nbytes = block
+                if self._index.lookup(key) is Lookup.MISS and (
+                    kind_of(block) in full
+                    or (parent is not None and parent in self._dropped and not is_elsewhere(parent))
                 ):
                     slot: Held | PutResult = PutResult.DROPPED
                 else:
                     slot = self.reserve(key, parent, nbytes, more)
+                    if slot is PutResult.DROPPED:
+                        full.add(kind_of(block))
                 slots.append(slot)
                 if slot is PutResult.DROPPED:
                     self.turn_away([key])
         return slots
 
-    def _reserve_runs(self, blocks: list[NewBlock], slots: list[Held | PutResult]) -> None:
-        """As `reserve_chain`, for the blocks ahead of the first without room. Runs of blocks that
-        are alike take one step each: a message has hundreds of them."""
+    def _reserve_runs(self, blocks: list[NewBlock], slots: list[Held | PutResult]) -> bool:
+        """As `reserve_chain`, for the blocks ahead of the first without room, if there is one
+        (True). Runs of blocks that are alike take one step each: a message has hundreds of them."""
         if not self._dropped.keys().isdisjoint(parent for _, parent, _ in blocks):
-            return
+            return False
         for run in alike(blocks):
             nbytes = run[0][2]
             size_class = None if self._closed else self._class_for(run[0][0], nbytes)
             if size_class is None:
-                return
+                return False
             found = self._index.reserve_all(
                 [key for key, _, _ in run], [parent for _, parent, _ in run], size_class
             )
@@ -275,7 +280,8 @@ class MemoryStore:
             begun = iter(self._begin(taken, size_class, nbytes))
             slots += [PutResult.PRESENT if slot == NOWHERE else next(begun) for slot in found]
             if len(found) < len(run):
-                return
+                return True
+        return False
 
     def _begin(
         self, taken: Sequence[tuple[StoreKey, StoreKey | None, int]], size_class: int, nbytes: int

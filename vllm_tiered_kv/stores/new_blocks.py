@@ -11,9 +11,14 @@ NewBlock: TypeAlias = tuple[StoreKey, StoreKey | None, int]
 """Key, parent and length."""
 
 
+def kind_of(block: NewBlock) -> tuple[bytes, int]:
+    """Blocks of one kind find room in the same places."""
+    key, _, nbytes = block
+    return key[:NAMESPACE_BYTES], nbytes
+
+
 def alike(blocks: list[NewBlock]) -> list[list[NewBlock]]:
     """Cut where the namespace or the length changes."""
     if len({(key[:NAMESPACE_BYTES], nbytes) for key, _, nbytes in blocks}) == 1:
         return [blocks]
-    runs = itertools.groupby(blocks, lambda block: (block[0][:NAMESPACE_BYTES], block[2]))
-    return [list(run) for _, run in runs]
+    return [list(run) for _, run in itertools.groupby(blocks, kind_of)]
