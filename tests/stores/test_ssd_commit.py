@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.stores.ssd_blocks import check, item, key, opened, put
 from tests.patience import eventually
+from tests.stores.ssd_blocks import check, item, key, opened, put
 from vllm_tiered_kv.core.store import Durability, PutResult
 from vllm_tiered_kv.stores.ssd.disk import OsDisk
 
