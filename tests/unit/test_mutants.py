@@ -57,7 +57,7 @@ def test_unbroken_tests_that_run_out_of_time_are_no_verdict(
     mutation = Mutation("name", "path", "old", "new", "harm", ("test_slow.py",))
     assert not mutants.unbroken_tests_pass([mutation], OneTree(tmp_path))  # type: ignore[arg-type]
     said = capsys.readouterr().out
-    assert "take more than 0.5 s on unbroken code: test_slow.py" in said
+    assert "test_slow.py: its tests take more than 0.5 s on unbroken code" in said
     assert "do not pass" not in said
 
 
