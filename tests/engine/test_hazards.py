@@ -110,6 +110,32 @@ def test_gpu_blocks_that_outlive_a_reset_are_not_stored(
     engine.assert_at_rest()
 
 
+@pytest.mark.parametrize("kind", ["answers-not-stored", "left-alone"])
+def test_a_first_block_that_a_reset_finds_half_full_is_not_stored(
+    tiny_model: Path, async_scheduling: bool, kind: str
+) -> None:
+    """vLLM writes a hash on it after the reset, when its request goes on; a later one finds it."""
+    options = {"store_decode": kind != "answers-not-stored"}
+    engine = ToyEngine(tiny_model, async_scheduling, block_size=8, extra_config=options)
+    ids = prompt(random.Random(1), 5)
+    request = engine.add(ids, 30, resumable=kind == "left-alone")
+    engine.step()
+    engine.step()
+    assert 0 < engine.requests[request].num_computed_tokens < 8
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+    for _ in range(60):  # a session does not end by itself
+        engine.step()
+    assert engine.requests[request].num_output_tokens == 30
+    later = ask(engine, ids + play(ids, 30)[0][:20], 2)
+    assert readable(engine, later) == []
+    engine.abort(request)
+    engine.run()
+    engine.drop_gpu_cache()
+    later = ask(engine, ids + play(ids, 30)[0][:20], 2)  # computed anew
+    assert readable(engine, later) == [0, 1, 2]
+    engine.assert_at_rest()
+
+
 def test_a_tier_of_which_a_part_is_unusable_goes_on_with_the_rest(
     tiny_model: Path, async_scheduling: bool
 ) -> None:

@@ -98,6 +98,15 @@ class RequestState:
         way."""
         return self.request.status.name in _ENDS
 
+    def storable(self, computed: int, with_answer: bool) -> int:
+        """Of `computed` tokens, those that are confirmed and wanted. Of a request that goes on from
+        before a reset nothing is stored, and the answer is looked at for that, too: others may find
+        it on the GPU."""
+        ready = min(computed, self.request.num_tokens)
+        if with_answer or self.closed is DropReason.RESET:
+            return ready
+        return min(ready, self.request.num_prompt_tokens)
+
     def has_more(self, groups: Sequence[Group], ready: int) -> bool:
         """Whether a group has full blocks among these tokens that were not considered yet."""
         return any(

@@ -154,7 +154,7 @@ class SchedulerHalf:
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         self._blocks = manager
-        self.stores.bind(manager.block_pool)
+        self.stores.bind(manager)
         self.loads.bind(manager.block_pool)
 
     @property
@@ -280,7 +280,8 @@ class SchedulerHalf:
 
     def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> None:
         """Forgets the request; its last full blocks are stored if that has not happened yet."""
-        self._left_alone.pop(request.request_id, None)
+        if self._left_alone.pop(request.request_id, None) is not None:
+            self.stores.forget_left_alone(request.request_id)
         self._ahead.finished(request.request_id)
         state = self._requests.pop(request.request_id, None)
         if state is not None:
@@ -288,7 +289,7 @@ class SchedulerHalf:
             self._end_verification(state)
         if state is None or self._config.mode is not Mode.TIERED:
             return
-        ready = self._storable(state, request.num_tokens - 1)
+        ready = state.storable(request.num_tokens - 1, self._config.store_decode)
         self.stores.lose_tail(state, block_ids[0], ready)
         is_certain = self._store_on_finish and state.ended_by_itself
         if not is_certain:
@@ -309,7 +310,7 @@ class SchedulerHalf:
         """
         self._key_maker.new_epoch(os.urandom(16))
         self.index.clear()
-        self.stores.reset()
+        self.stores.reset(self._left_alone.values())
         states, self._requests = self._requests, {}
         if self.verification is not None:
             self.verification.void(states.values())
@@ -363,12 +364,6 @@ class SchedulerHalf:
         self._requests[request.request_id] = state
         return state
 
-    def _storable(self, state: RequestState, computed: int) -> int:
-        """Of `computed` tokens, those that are confirmed and wanted."""
-        request = state.request
-        ready = min(computed, request.num_tokens)
-        return ready if self._config.store_decode else min(ready, request.num_prompt_tokens)
-
     def _has_only_old(self, state: RequestState, ready: int) -> bool:
         """Whether the GPU had all full blocks of these tokens before the request came: what is to
         be done about them can wait until nobody waits for a first token."""
@@ -380,8 +375,10 @@ class SchedulerHalf:
     def _plan_stores(self, request_id: str, scheduled: int) -> None:
         state = self._requests.get(request_id)
         if state is None:
+            self.stores.see_left_alone(request_id)
             return
-        ready = self._storable(state, state.request.num_computed_tokens + scheduled)
+        computed = state.request.num_computed_tokens + scheduled
+        ready = state.storable(computed, self._config.store_decode)
         has_full = state.has_more(self._groups, ready) and not self._has_only_old(state, ready)
         tail = None if state.tail is None else state.tail_to_store(ready)
         if not has_full and tail is None:

@@ -41,7 +41,9 @@ from vllm_tiered_kv.remote.placement import anchors_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.request import Request
 
 _CPU = Tier.CPU.value
 _UNLIMITED = 1 << 62
@@ -72,12 +74,13 @@ class StorePlanner:
         self._rings: dict[int, int] = {}  # by rank
         # GPU blocks that outlived a reset of the cache: id -> hash, while it is still on them.
         self._outdated: dict[int, bytes] = {}
-        self._pool: BlockPool | None = None
+        self._outlived: set[str] = set()  # requests that go on from then, and have no state
+        self._manager: KVCacheManager | None = None
 
-    def bind(self, pool: BlockPool) -> None:
-        self._pool = pool
+    def bind(self, manager: KVCacheManager) -> None:
+        self._manager = manager
         if self._hash_block_size is not None:
-            self._hash_block_size = pool.hash_block_size
+            self._hash_block_size = manager.block_pool.hash_block_size
 
     def heard_rings(self, blocks: Mapping[int, int]) -> None:
         """What the staging rings of workers really hold, by rank: the smallest counts."""
@@ -202,11 +205,12 @@ class StorePlanner:
             self._ledger.delay(len(self._deferred))
         return [self._store_job(batch) for batch in batches]
 
-    def reset(self) -> None:
+    def reset(self, left_alone: Iterable[Request]) -> None:
         """Forgets blocks seen before the cache was reset.
 
         vLLM resets its own cache first, but cannot while requests run. Blocks that it kept were
         computed before the reset and are not stored as long as they are what they were.
+        `left_alone`: requests that the cache has nothing else to do with.
         """
         if self._lazy is not None:
             self._lazy.clear()
@@ -217,6 +221,23 @@ class StorePlanner:
             for block in self._block_pool.blocks
             if block.block_hash is not None
         }
+        self._outlived = {each.request_id for each in left_alone if each.num_computed_tokens}
+
+    def see_left_alone(self, request_id: str) -> None:
+        """A step computes for a request that has no state. If it goes on from before a reset, so do
+        the blocks that it fills."""
+        if request_id not in self._outlived or self._manager is None:
+            return
+        for table in self._manager.get_blocks(request_id).blocks:
+            for block in reversed(table):
+                if block.block_hash is None:
+                    continue
+                if self._outdated.get(block.block_id) == block.block_hash:
+                    break  # those before it were seen in earlier steps
+                self._outdated[block.block_id] = block.block_hash
+
+    def forget_left_alone(self, request_id: str) -> None:
+        self._outlived.discard(request_id)
 
     def lose_hashes(self, states: Iterable[RequestState]) -> None:
         """The hashes of all GPU blocks are about to go, and with them the knowledge which of them
@@ -357,8 +378,8 @@ class StorePlanner:
 
     @property
     def _block_pool(self) -> BlockPool:
-        assert self._pool is not None, "vLLM did not bind its KV-cache manager"
-        return self._pool
+        assert self._manager is not None, "vLLM did not bind its KV-cache manager"
+        return self._manager.block_pool
 
     def _store_job(self, batch: StoreBatch, owner: RequestState | None = None) -> StoreJob:
         job_id = self._ledger.open_store(
