@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import WeightTransferConfig
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from tests.engine.keyed_requests import (
     BLOCK,
@@ -29,6 +32,7 @@ from tests.engine.keyed_requests import (
 )
 from tests.engine.made_configs import engine_config, one_group
 from tests.models import write_model
+from vllm_tiered_kv.config import TieredKVConfig
 from vllm_tiered_kv.connector import assembly
 from vllm_tiered_kv.connector.model_identity import fingerprint
 from vllm_tiered_kv.connector.partial_tail import Tail, tail_of
@@ -432,3 +436,47 @@ def test_kernels_that_write_blocks_otherwise_change_the_namespace(
     device = "cuda"
     assert namespace() not in found
     assert of_cpu("x86_64") == of_cpu("aarch64")
+
+
+def test_engines_that_promise_the_same_bits_share_only_among_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What others have computed is as good, but has other bits."""
+    model = write_model(tmp_path / "model")
+    device = "a GPU"
+
+    def namespace(eager: bool = True, backend: str = "FLASH_ATTN") -> bytes:
+        config = engine_config(model, enforce_eager=eager)
+        config.attention_config.backend = AttentionBackendEnum[backend]
+        return fingerprint(config, one_group()).namespace()
+
+    monkeypatch.setattr(current_platform, "get_device_name", lambda: device)
+    plain = namespace()
+    assert namespace(eager=False) == namespace(backend="TRITON_ATTN") == plain
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    found = [plain, namespace(), namespace(eager=False), namespace(backend="TRITON_ATTN")]
+    assert namespace() == found[1]
+    device = "another GPU"
+    found.append(namespace())
+    assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("setting", [None, "weight_transfer_config", "worker_extension_cls"])
+def test_weights_that_may_come_from_elsewhere_are_nobody_elses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, setting: str | None
+) -> None:
+    """A trainer sends them before the first request, when there is no cache to be reset yet. Often
+    the engine has loaded dummies until then: those of all trainings are alike."""
+    config = engine_config(write_model(tmp_path / "model"))
+    if setting == "weight_transfer_config":
+        config.weight_transfer_config = WeightTransferConfig(backend="nccl")
+    elif setting is not None:
+        config.parallel_config.worker_extension_cls = "trainer.Worker"
+    options = TieredKVConfig.load({"cpu_memory": "1MiB"})
+    one, other = (assembly.make_scheduler_half(options, config, one_group()) for _ in range(2))
+    assert one._key_maker._namespace == other._key_maker._namespace
+    mine = flat(make_request(), maker=one._key_maker)
+    assert mine == flat(make_request(), maker=one._key_maker)
+    shared = set(mine) & set(flat(make_request(), maker=other._key_maker))
+    assert shared == (set() if setting else set(mine))
+    assert str(setting) in caplog.text or setting is None

@@ -7,6 +7,7 @@ makes sure that all views agree.
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from vllm_tiered_kv.connector.kv_layout import (
     group_windows,
 )
 from vllm_tiered_kv.connector.lazy_store import LazyStore
-from vllm_tiered_kv.connector.model_identity import fingerprint
+from vllm_tiered_kv.connector.model_identity import fingerprint, why_weights_are_unknown
 from vllm_tiered_kv.connector.model_settings import adapter_settings
 from vllm_tiered_kv.connector.remote_io import open_cluster
 from vllm_tiered_kv.connector.request_keys import KeyMaker
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+logger = logging.getLogger(__name__)
 
 _MEETING_TIME = datetime.timedelta(seconds=120)
 """How long the first rank waits for the others; they end with it. vLLM builds all ranks' connectors
@@ -55,15 +57,25 @@ def make_scheduler_half(
             "reuse_partial_tail",
             "needs a model with full attention in all layers; leave it out for this one",
         )
+    key_maker = KeyMaker(
+        namespace,
+        block_sizes,
+        _media_have_hashes(vllm_config),
+        adapter_settings(vllm_config.lora_config),
+    )
+    unknown = why_weights_are_unknown(vllm_config)
+    if unknown is not None:
+        key_maker.new_epoch(os.urandom(16))
+        logger.warning(
+            "with %s, weights may be others than those of the model's files: this engine shares "
+            "its cache with no other one, and not with itself after a restart; after each change "
+            "of weights call reset_prefix_cache(reset_connector=True)",
+            unknown,
+        )
     has_ring = vllm_config.device_config.device_type == "cuda"
     half = SchedulerHalf(
         config,
-        KeyMaker(
-            namespace,
-            block_sizes,
-            _media_have_hashes(vllm_config),
-            adapter_settings(vllm_config.lora_config),
-        ),
+        key_maker,
         block_sizes,
         group_block_bytes(kv_cache_config),
         geometry,

@@ -96,6 +96,16 @@ def model_digest(vllm_config: VllmConfig) -> str:
     return digest.hexdigest()
 
 
+def why_weights_are_unknown(vllm_config: VllmConfig) -> str | None:
+    """What makes the files tell nothing: others may send weights to the workers, before the first
+    request or at any time, and vLLM says nothing about it to a connector. None if nothing does."""
+    if getattr(vllm_config, "weight_transfer_config", None) is not None:
+        return "weight_transfer_config"
+    if getattr(vllm_config.parallel_config, "worker_extension_cls", ""):
+        return "worker_extension_cls"
+    return None
+
+
 def _add_weights(digest: Any, vllm_config: VllmConfig) -> None:
     """By what is in their files; where those are not here, by where they come from."""
     model, load_format = vllm_config.model_config, str(vllm_config.load_config.load_format)
