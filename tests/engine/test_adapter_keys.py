@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm.lora.request import LoRARequest
@@ -13,8 +14,8 @@ from tests.engine.keyed_requests import (
     NAMESPACE,
     differ_from,
     flat,
-    image,
     make_request,
+    named_image,
     write_adapter,
 )
 from vllm_tiered_kv.connector.request_keys import KeyMaker
@@ -38,23 +39,22 @@ def test_adapters_are_told_apart_by_their_files(tmp_path: Path) -> None:
 
 def test_where_its_files_lie_does_not_count_beside_images_either(tmp_path: Path) -> None:
     folders = [write_adapter(tmp_path / name, b"1" * 50) for name in ("one", "two")]
-    media = [image("lora", 4, 20), image("cache_salt", 30, 4)]
+    media = [named_image("lora", 4, 20), named_image("cache_salt", 30, 4)]
+    maker = KeyMaker(NAMESPACE, (BLOCK,))  # one engine: such names mean nothing to another one
+
+    def keys_with(**facts: Any) -> list[BlockKey]:
+        return flat(make_request(**{"mm_features": media, **facts}), maker=maker)
+
     keys = [
-        flat(
-            make_request(
-                lora_request=LoRARequest(folder.name, 1, str(folder)),
-                cache_salt="a",
-                mm_features=media,
-            )
-        )
+        keys_with(lora_request=LoRARequest(folder.name, 1, str(folder)), cache_salt="a")
         for folder in folders
     ]
     assert keys[0] == keys[1]
-    salted = flat(make_request(cache_salt="a", mm_features=media))
+    salted = keys_with(cache_salt="a")
     assert differ_from(keys[0], salted) == 0
-    assert differ_from(salted, flat(make_request(mm_features=media))) == 0
-    others = [image("lora", 4, 20), image("salt", 30, 4)]
-    assert differ_from(salted, flat(make_request(cache_salt="a", mm_features=others))) == 1
+    assert differ_from(salted, keys_with()) == 0
+    others = [named_image("lora", 4, 20), named_image("salt", 30, 4)]
+    assert differ_from(salted, keys_with(cache_salt="a", mm_features=others)) == 1
 
 
 def test_an_adapter_replaced_in_place_is_another(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ is a wrong read; and every test counts hits besides: none for strangers, all for
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -70,7 +71,7 @@ def image(name: str) -> dict[str, Any]:
     feature = MultiModalFeatureSpec(
         data=None,
         modality="image",
-        identifier=name,
+        identifier=hashlib.sha256(name.encode()).hexdigest(),
         mm_position=PlaceholderRange(offset=0, length=6),
     )
     return {"mm_features": [feature], "model": f"image {name}"}

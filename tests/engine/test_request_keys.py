@@ -28,6 +28,7 @@ from tests.engine.keyed_requests import (
     image,
     keys_of,
     make_request,
+    named_image,
     write_adapter,
 )
 from tests.engine.made_configs import engine_config, one_group
@@ -134,6 +135,34 @@ def test_images_without_a_hash_get_no_keys() -> None:
     with pytest.raises(UnsupportedError, match="mm-processor-cache-gb"):
         maker.keys_for(request)
     assert flat(make_request(), maker=maker) == flat(make_request())
+
+
+@pytest.mark.parametrize(
+    ("name", "is_unique"),
+    [
+        ("1", False),
+        ("cat.png", False),
+        ("cafe", False),  # hexadecimal, but too short to be a digest
+        (f"{'ab' * 32}.png", False),
+        ("ab" * 32, True),
+        (f"adapter:{'ab' * 32}", True),
+        ("adapter:1", False),
+        ("123e4567-e89b-12d3-a456-426614174000", True),
+    ],
+)
+def test_what_a_client_calls_an_image_counts_in_one_engine_only(
+    name: str, is_unique: bool
+) -> None:
+    """vLLM takes a client's word (`multi_modal_uuids`) as long as it runs. After a restart, or for
+    another client, "1" is another image."""
+    request = make_request(mm_features=[named_image(name, 40, 40)])
+    maker, later = (KeyMaker(NAMESPACE, (BLOCK,)) for _ in range(2))
+    mine = flat(request, maker=maker)
+    assert flat(request, maker=maker) == mine
+    assert differ_from(mine, flat(request, maker=later)) == (8 if is_unique else 40 // BLOCK)
+    in_tail = make_request(TOKENS[:10], mm_features=[named_image(name, 4, 3)])
+    tails = {tail_of(in_tail, one.keys_for(in_tail), BLOCK).key for one in (maker, maker, later)}
+    assert len(tails) == (1 if is_unique else 2)
 
 
 def test_salts_separate_requests() -> None:

@@ -19,6 +19,15 @@ REQUEST_KEYS = (
         Needs.VLLM,
     ),
     Mutation(
+        "images-by-a-clients-name",
+        "connector/request_keys.py",
+        "    if any(map(_is_named_by_client, parts)):\n",
+        "    if False:\n",
+        "after a restart another image of the same name is taken for the first",
+        _KEYS,
+        Needs.VLLM,
+    ),
+    Mutation(
         "media-that-share-tokens",
         "connector/request_keys.py",
         "if _share_tokens(request.mm_features):",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
+import re
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, cast
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.request import Request
 
+# A digest, or a UUID: whoever made such a name had none like it in mind elsewhere.
+_UNIQUE_NAME = re.compile(r"[0-9a-fA-F]{32,}|[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
+
 
 class RequestKeys:
     """Grows with the request: keys of every full block of its confirmed tokens, per group.
@@ -27,10 +32,16 @@ class RequestKeys:
     """
 
     def __init__(
-        self, root: bytes, block_sizes: Sequence[int], adapter: bytes | None = None
+        self,
+        root: bytes,
+        block_sizes: Sequence[int],
+        adapter: bytes | None = None,
+        engine: bytes = b"",
     ) -> None:
-        """`adapter`: what the files of the request's adapter hold, which is part of the root."""
+        """`adapter`: what the files of the request's adapter hold, which is part of the root.
+        `engine`: a name that no other engine has, nor this one after a restart."""
         self.adapter = adapter
+        self._engine = engine
         self._digest = self._root = root
         self._unit = math.gcd(*block_sizes)
         self._steps = [size // self._unit for size in block_sizes]
@@ -69,7 +80,7 @@ class RequestKeys:
         before it has one already."""
         extra = b""
         if request.mm_features or request.prompt_embeds is not None:
-            extra, _ = _extra(request, start, end, 0)
+            extra, _ = _extra(request, start, end, 0, self._engine)
         parent = self._units[start // self._unit - 1] if start else self._root
         return tail_key(parent, request._all_token_ids[start:end], extra)
 
@@ -80,19 +91,23 @@ class RequestKeys:
         extras: dict[int, bytes] = {}
         for index, first in enumerate(range(start, stop, self._unit)):
             end = first + self._unit
-            extra, self._mm_index = _extra(request, first, end, self._mm_index)
+            extra, self._mm_index = _extra(request, first, end, self._mm_index, self._engine)
             if extra:
                 extras[index] = extra
         return extras
 
 
-def _extra(request: Request, start: int, end: int, mm_index: int) -> tuple[bytes, int]:
+def _extra(
+    request: Request, start: int, end: int, mm_index: int, engine: bytes
+) -> tuple[bytes, int]:
     """The same of one block. `mm_index`: those before it end before the block; and which do before
     the next one."""
     from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
     found, mm_index = generate_block_hash_extra_keys(request, start, end, mm_index)
     parts = [part for part in found or () if not _is_in_root(part)]
+    if any(map(_is_named_by_client, parts)):
+        parts.append(engine)
     # Where both are given; vLLM's zeros for the other kind are a token, and an embedding, too.
     is_token = getattr(request, "prompt_is_token_ids", None)
     if is_token is not None:
@@ -108,6 +123,14 @@ def _is_in_root(part: object) -> bool:
         and part[0] in ("lora", "cache_salt")
         and all(isinstance(word, str) for word in part)
     )
+
+
+def _is_named_by_client(part: object) -> bool:
+    """Whether this is an image or the like that a client has given a name (`multi_modal_uuids`)
+    that may be another's elsewhere, or later: vLLM believes it as long as it runs. Those of vLLM's
+    own making are digests, some behind the name of an adapter."""
+    is_media = isinstance(part, tuple) and len(part) > 1 and isinstance(part[-1], int)
+    return is_media and not _UNIQUE_NAME.fullmatch(str(part[-2]).rpartition(":")[2])
 
 
 def _share_tokens(media: Sequence[MultiModalFeatureSpec]) -> bool:
@@ -136,6 +159,7 @@ class KeyMaker:
         self._media_have_hashes = media_have_hashes
         self._block_sizes = tuple(block_sizes)
         self._epoch = b""
+        self._engine = os.urandom(16)
         # By vLLM's number of an adapter: the files it was loaded from; None where nobody knows.
         self._adapters: dict[int, bytes | None] = {}
         # By what vLLM's own prefix cache tells adapters apart by: the files it means; None where it
@@ -169,7 +193,8 @@ class KeyMaker:
 
     def _keys(self, request: Request, adapter: bytes | None) -> RequestKeys:
         scope = (self._epoch, adapter, request.cache_salt or None)
-        return RequestKeys(root_digest(self._namespace, scope), self._block_sizes, adapter)
+        root = root_digest(self._namespace, scope)
+        return RequestKeys(root, self._block_sizes, adapter, self._engine)
 
     def _adapter(self, lora: LoRARequest) -> bytes:
         """What the adapter of this request holds.
