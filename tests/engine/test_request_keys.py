@@ -150,9 +150,7 @@ def test_images_without_a_hash_get_no_keys() -> None:
         ("123e4567-e89b-12d3-a456-426614174000", True),
     ],
 )
-def test_what_a_client_calls_an_image_counts_in_one_engine_only(
-    name: str, is_unique: bool
-) -> None:
+def test_what_a_client_calls_an_image_counts_in_one_engine_only(name: str, is_unique: bool) -> None:
     """vLLM takes a client's word (`multi_modal_uuids`) as long as it runs. After a restart, or for
     another client, "1" is another image."""
     request = make_request(mm_features=[named_image(name, 40, 40)])

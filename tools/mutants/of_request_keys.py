@@ -120,7 +120,7 @@ REQUEST_KEYS = (
     Mutation(
         "tail-key-without-images",
         "connector/request_keys.py",
-        "            extra, _ = _extra(request, start, end, 0)\n",
+        "            extra, _ = _extra(request, start, end, 0, self._engine)\n",
         "            pass\n",
         "a question about one picture, asked in less than a block, is answered about another",
         _KEYS,

@@ -129,8 +129,9 @@ def _is_named_by_client(part: object) -> bool:
     """Whether this is an image or the like that a client has given a name (`multi_modal_uuids`)
     that may be another's elsewhere, or later: vLLM believes it as long as it runs. Those of vLLM's
     own making are digests, some behind the name of an adapter."""
-    is_media = isinstance(part, tuple) and len(part) > 1 and isinstance(part[-1], int)
-    return is_media and not _UNIQUE_NAME.fullmatch(str(part[-2]).rpartition(":")[2])
+    if not (isinstance(part, tuple) and len(part) > 1 and isinstance(part[-1], int)):
+        return False
+    return _UNIQUE_NAME.fullmatch(str(part[-2]).rpartition(":")[2]) is None
 
 
 def _share_tokens(media: Sequence[MultiModalFeatureSpec]) -> bool:
