@@ -402,3 +402,57 @@ def test_an_api_key_is_sent(running: Running, prompts: Path, tmp_path: Path) -> 
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is never counted need not be waited for."""
     monkeypatch.setattr("vllm_tiered_kv.api.replay._COUNTED_WITHIN_S", 0.1)
+
+
+def test_a_mark_before_the_first_line_is_not_part_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "from_windows.jsonl"
+    path.write_text('{"prompt": "hi"}\n', encoding="utf-8-sig")
+    assert [prompt.fields for prompt in read_prompts(path)] == [{"prompt": "hi"}]
+
+
+@pytest.mark.parametrize("content", [b"sk-1\nsk-2\n", b"", b"\xff\xfe", b"sk-1\x00"])
+def test_an_api_key_that_is_none_is_not_shown(
+    running: Running,
+    prompts: Path,
+    tmp_path: Path,
+    content: bytes,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "key"
+    file.write_bytes(content)
+    assert main(["replay", str(prompts), "--url", running.url, "--api-key-file", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert str(file) in said
+    assert "sk-" not in said
+
+
+def test_a_report_that_cannot_be_written_is_told_before_anything_is_asked(
+    running: Running, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "no" / "report.json"
+    assert main(["replay", str(prompts), "--url", running.url, "--json", str(report)]) == 2
+    assert "the report cannot be written" in capsys.readouterr().err
+    assert running.small.asked == []
+
+
+def test_an_old_report_stays_until_there_is_a_new_one(prompts: Path, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    report.write_text("old")
+    assert main(["replay", str(prompts), "--url", "http://127.0.0.1:1", "--json", str(report)]) == 2
+    assert report.read_text() == "old"
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://127.0.0.1:99999", "http://127.0.0.1:x"])
+def test_addresses_there_cannot_be(
+    url: str, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", str(prompts), "--url", url]) == 2
+    assert "is not an address like" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--tie", "--drift", "--timeout"])
+@pytest.mark.parametrize("number", ["-1", "nan", "inf", "much"])
+def test_gaps_and_seconds_are_numbers(flag: str, number: str, prompts: Path) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["replay", str(prompts), f"{flag}={number}"])
+    assert ended.value.code == 2

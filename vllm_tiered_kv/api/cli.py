@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import signal
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ from vllm_tiered_kv.api.openai_server import OpenAIServer
 from vllm_tiered_kv.api.prompt_file import read_prompts
 from vllm_tiered_kv.api.replay import Exit, Replay, ReplaySettings
 from vllm_tiered_kv.errors import ReplayError
+
+_LONGEST_S = 7 * 86400
 
 _REPLAY = """\
 Asks a running OpenAI-compatible vLLM server every prompt of a file, without the cache and with it,
@@ -106,19 +109,23 @@ def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument(
         "--tie",
         metavar="GAP",
-        type=float,
+        type=_not_negative,
         default=default.tie,
         help="logprob gap up to which two tokens are a tie (%(default)s)",
     )
     parser.add_argument(
         "--drift",
         metavar="GAP",
-        type=float,
+        type=_not_negative,
         default=default.drift,
         help="change of a logprob that counts as a difference (%(default)s)",
     )
     parser.add_argument(
-        "--timeout", metavar="SECONDS", type=float, default=600.0, help="per request (%(default)s)"
+        "--timeout",
+        metavar="SECONDS",
+        type=_seconds,
+        default=600.0,
+        help="per request (%(default)s)",
     )
     parser.add_argument(
         "--keep-gpu-cache",
@@ -134,6 +141,8 @@ def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _replay(given: argparse.Namespace) -> int:
     prompts = read_prompts(given.prompts)
+    if given.json is not None:  # not after hours of asking
+        _write(given.json, "", "a")
     key = _read_key(given.api_key_file)
     settings = ReplaySettings(
         given.model,
@@ -166,16 +175,40 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _not_negative(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text!r}")
+    return number
+
+
+def _seconds(text: str) -> float:
+    number = _not_negative(text)
+    if not 0 < number <= _LONGEST_S:
+        raise argparse.ArgumentTypeError(f"expected up to {_LONGEST_S} seconds, got {text!r}")
+    return number
+
+
 def _read_key(path: Path | None) -> str | None:
+    if path is None:
+        return None
     try:
-        return None if path is None else path.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise ReplayError(f"the API key cannot be read: {error}") from None
+        key = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error if isinstance(error, OSError) else f"{path} is not plain text"
+        raise ReplayError(f"the API key cannot be read: {why}") from None
+    if not key.isprintable() or not key:  # http.client would quote it in its complaint
+        raise ReplayError(f"{path} is to hold an API key and nothing else, in one line")
+    return key
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, text: str, mode: str = "w") -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        with path.open(mode, encoding="utf-8") as file:
+            file.write(text)
     except OSError as error:
         raise ReplayError(f"the report cannot be written: {error}") from None
 

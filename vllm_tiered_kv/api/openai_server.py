@@ -24,8 +24,12 @@ _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})? (\S+)", re.MULTILINE)
 
 class OpenAIServer:
     def __init__(self, url: str, timeout_s: float, api_key: str | None = None) -> None:
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
+        try:
+            parts = urllib.parse.urlsplit(url)
+            is_address = parts.scheme in ("http", "https") and parts.netloc and parts.port != 0
+        except ValueError:  # brackets that do not close, ports there cannot be
+            is_address = False
+        if not is_address:
             raise ReplayError(f'{url!r} is not an address like "http://127.0.0.1:8000"')
         self.url = url.rstrip("/").removesuffix("/v1")
         self._timeout_s = timeout_s

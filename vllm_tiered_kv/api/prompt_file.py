@@ -38,7 +38,7 @@ class Prompt:
 def read_prompts(path: Path) -> list[Prompt]:
     """All prompts of a file; ReplayError names the line that is none."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ReplayError(f"{path} cannot be read: {error}") from None
     prompts = [
