@@ -71,7 +71,15 @@ class SharedArena:
             raise ArenaError(
                 f"{format_size(capacity_bytes)} of shared memory cannot be had: {error.strerror}"
             ) from error
-        return cls(fd, capacity_bytes)
+        try:
+            return cls(fd, capacity_bytes)
+        except ArenaError as error:
+            if not huge_pages:
+                raise
+            raise ArenaError(
+                f"{error}; are so many huge pages free (HugePages_Free in /proc/meminfo)? "
+                "Reserve them with vm.nr_hugepages, or do without huge_pages"
+            ) from error
 
     @classmethod
     def attach(cls, fd: int, capacity_bytes: int) -> SharedArena:

@@ -16,6 +16,7 @@ from types import FrameType
 
 from vllm_tiered_kv import __version__
 from vllm_tiered_kv.errors import ConfigError, TieredKVError
+from vllm_tiered_kv.option_values import parse_number
 from vllm_tiered_kv.server.descriptors import raise_limit
 from vllm_tiered_kv.server.options import ServerOptions, add_flags, read_yaml
 
@@ -198,9 +199,10 @@ def _status(arguments: Sequence[str]) -> int:
     parser.add_argument("endpoint", metavar="ENDPOINT", help="like tcp://127.0.0.1:9527")
     parser.add_argument("--server-key", metavar="FILE", help="the daemon's public key")
     parser.add_argument("--secret-key", metavar="FILE", help="this client's secret key")
-    parser.add_argument("--timeout", metavar="SECONDS", type=float, default=5.0)
+    parser.add_argument("--timeout", metavar="SECONDS", default="5")
     given = parser.parse_args(arguments)
-    return show_status(given.endpoint, given.server_key, given.secret_key, given.timeout)
+    timeout_s = parse_number("--timeout", given.timeout, 0.001, 3600, " seconds")
+    return show_status(given.endpoint, given.server_key, given.secret_key, timeout_s)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,10 @@ def load_clients(path: str) -> Clients:
 def write_key_pair(folder: Path, name: str, read_only: bool) -> tuple[Path, Path]:
     """`name.key` for others and `name.key_secret` for its owner. Never overwrites."""
     public, secret = zmq.curve_keypair()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("keygen", f"{folder} cannot be made: {error.strerror}") from error
     public_path, secret_path = folder / f"{name}.key", folder / f"{name}.key_secret"
     access = f'    access = "{READ_ONLY}"\n' if read_only else ""
     head = f'metadata\n{access}curve\n    public-key = "{public.decode()}"\n'
@@ -181,5 +184,9 @@ def _create(path: Path, text: str, mode: int) -> None:
         raise ConfigError("keygen", f"{path} is there already; keys are not overwritten") from None
     except OSError as error:
         raise ConfigError("keygen", f"{path} cannot be written: {error.strerror}") from error
-    with os.fdopen(fd, "w") as file:
-        file.write(text)
+    try:
+        with os.fdopen(fd, "w") as file:
+            file.write(text)
+    except OSError as error:
+        path.unlink()  # half a key would be in the way of the next one
+        raise ConfigError("keygen", f"{path} cannot be written: {error.strerror}") from error

@@ -188,7 +188,7 @@ def open_tree(root: str, ops: FileOps) -> Tree:
             _make_folder(root, tree.folder, ops)
         _check_marker(tree.folder)
     except OSError as error:
-        raise ConfigError("shared_dir", f"{root} cannot be used: {error}") from error
+        raise ConfigError("backing", f"{root} cannot be used: {error.strerror or error}") from error
     return tree
 
 
@@ -197,13 +197,13 @@ def _refuse_what_is_not_ours(root: str, names: list[str]) -> None:
     others = sorted(name for name in visible if _ANY_VERSION.fullmatch(name) and name != FOLDER)
     if others:
         raise ConfigError(
-            "shared_dir",
+            "backing",
             f"{root} holds {others[0]}, this program reads and writes {FOLDER} only: "
             "name another directory, or remove the old one when no host uses it",
         )
     if visible and FOLDER not in visible:
         raise ConfigError(
-            "shared_dir",
+            "backing",
             f"{root} holds other things ({sorted(visible)[0]}): name an empty or new directory",
         )
 
@@ -240,7 +240,7 @@ def _check_marker(folder: str) -> None:
         text = b""
     if text != MARKER_TEXT:
         raise ConfigError(
-            "shared_dir",
+            "backing",
             f"{folder} is not a shared directory of this version: its file {MARKER} says "
             f"{text[:80]!r}, expected {MARKER_TEXT!r}",
         )

@@ -7,6 +7,7 @@ not ours, whatever it is, and is left alone.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -55,6 +56,8 @@ def _pid_in(fd: int) -> int:
 def make_folder(folder: Path, disk: Disk) -> None:
     """Creates the folder, and makes its name durable, unless it is there."""
     if not folder.is_dir():
+        if folder.exists():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
         folder.mkdir(parents=True, mode=0o700)
         disk.sync_folder(folder.parent)
 

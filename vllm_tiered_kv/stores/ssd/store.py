@@ -112,7 +112,6 @@ class SsdStore:
         self._committer.start()
         self.recovery: RecoveryReport = opened.report
         self.recovery.seconds = time.monotonic() - begin
-        logger.info("%s: %s", folder, self.recovery)
         self._progress(str(self.recovery))
 
     # ---- questions ----------------------------------------------------------------------------
