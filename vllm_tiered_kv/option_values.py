@@ -27,6 +27,7 @@ _UNITS = {
     "gib": 1 << 30,
     "tib": 1 << 40,
 }
+_MOST_BYTES = 1 << 60  # more than any machine has; no sum of some of them overflows 64 bits
 
 
 def parse_size(key: str, value: object) -> int:
@@ -36,13 +37,15 @@ def parse_size(key: str, value: object) -> int:
     if isinstance(value, int):
         size = value
     else:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        match = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
         unit = _UNITS.get(match.group(2).lower()) if match else None
         if match is None or unit is None:
             raise ConfigError(key, f'{value!r} is not a size; write it like "20GiB" or "500MB"')
         size = int(float(match.group(1)) * unit)
     if size <= 0:
         raise ConfigError(key, f"a size must be positive, got {value!r}")
+    if size > _MOST_BYTES:
+        raise ConfigError(key, f"a size may be {_MOST_BYTES >> 40}TiB at most, got {value!r}")
     return size
 
 
@@ -77,7 +80,7 @@ def parse_bool(key: str, value: object) -> bool:
 
 
 def parse_int(key: str, value: object, low: int, high: int) -> int:
-    if isinstance(value, str) and re.fullmatch(r"\s*-?\d+\s*", value):
+    if isinstance(value, str) and re.fullmatch(r"\s*-?[0-9]{1,30}\s*", value):
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(key, f"expected a whole number, got {value!r}")

@@ -47,6 +47,7 @@ def run(*arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[s
 
 def test_flags_win_over_the_file() -> None:
     file = {"memory": "1GiB", "eviction": "s3fifo", "listen": "ipc:///tmp/x", "backing_ttl": "7d"}
+    file["backing"] = "file:///mnt/kv"
     options = ServerOptions.load(file, {"memory": "2GiB", "huge_pages": True})
     assert options.memory == 2 << 30
     assert options.eviction is Eviction.S3FIFO

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import ipaddress
 import os
+import re
 import socket
 import stat
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ def check_endpoint(endpoint: str, has_keys: bool) -> None:
         _check_ipc(endpoint, rest)
     elif scheme == "tcp":
         host, _, port = rest.rpartition(":")
-        if not host or not (port.isdigit() or port == "*"):
+        if not host or not (port == "*" or is_port(port)):
             raise ConfigError("listen", f'{endpoint!r} is not like "tcp://127.0.0.1:9527"')
         if not has_keys and not is_loopback(host):
             raise ConfigError(
@@ -45,6 +46,11 @@ def check_endpoint(endpoint: str, has_keys: bool) -> None:
             )
     else:
         raise ConfigError("listen", f'{endpoint!r} begins with neither "tcp://" nor "ipc:///"')
+
+
+def is_port(text: str) -> bool:
+    """zmq would take a larger number, and listen somewhere else."""
+    return re.fullmatch(r"[0-9]{1,5}", text) is not None and int(text) < 65536
 
 
 def is_loopback(host: str) -> bool:
@@ -66,7 +72,7 @@ def _check_ipc(endpoint: str, path: str) -> None:
             f"{_MAX_UNIX_PATH - len(ARENA_SUFFIX)} bytes",
         )
     if not Path(path).parent.is_dir():
-        raise ConfigError("listen", f"{Path(path).parent} is not a folder")
+        raise ConfigError("listen", f"{Path(path).parent} is not a folder; make it first")
 
 
 def bind(

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from vllm_tiered_kv.errors import ConfigError
-from vllm_tiered_kv.server.endpoints import is_loopback
+from vllm_tiered_kv.server.endpoints import is_loopback, is_port
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,10 @@ class HttpServer:
         try:
             self._server = _Server((host, port), _handler(pages))
         except OSError as error:
-            raise ConfigError("http", f"cannot listen on {address}: {error.strerror}") from error
+            raise ConfigError(
+                "http",
+                f"cannot listen on {address}: {error.strerror}; choose another port, or off",
+            ) from error
         self.address = f"{host}:{self._server.server_address[1]}"
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="tiered-kv-http", daemon=True
@@ -45,7 +48,7 @@ class HttpServer:
 
 def parse_address(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
+    if not host or not is_port(port):
         raise ConfigError("http", f'{address!r} is not like "127.0.0.1:9528", nor "off"')
     if not is_loopback(host) or ":" in host:
         raise ConfigError(

@@ -195,6 +195,7 @@ class ServerOptions:
             values[key] = _parse(options[key], flag_of(key), raw)
         loaded = cls(**values)
         loaded._check_together()
+        loaded._check_use(values)
         return loaded
 
     def _check_together(self) -> None:
@@ -207,8 +208,6 @@ class ServerOptions:
                 "secret_key" if self.clients else "clients",
                 "secret_key and clients belong together; set both or neither",
             )
-        if self.ssd_quota and not self.ssd:
-            raise ConfigError("ssd_quota", "there is no SSD tier; name its folder with ssd")
         if self.backing and not self.backing.startswith("file:///"):
             raise ConfigError("backing", f'{self.backing!r} is not like "file:///mnt/kv"')
         if self.backing and not (self.backing_space or self.backing_ttl):
@@ -217,6 +216,15 @@ class ServerOptions:
                 "the folder would grow until its file system is full; say what it may hold with "
                 "backing_space, or for how long with backing_ttl",
             )
+
+    def _check_use(self, given: Mapping[str, Any]) -> None:
+        """Who gives a tier room, but no place, would believe that it is there."""
+        for name in ("ssd_space", "ssd_quota"):
+            if given.get(name) and not self.ssd:
+                raise ConfigError(name, "there is no SSD tier; name its folder with ssd")
+        for name in ("backing_space", "backing_ttl"):
+            if given.get(name) and not self.backing:
+                raise ConfigError(name, "there is no backing tier; name its folder with backing")
 
     @property
     def backing_folder(self) -> str | None:
@@ -320,7 +328,7 @@ _TYPES = {
 def _parse(option: dataclasses.Field[Any], source: str, raw: Any) -> Any:
     kind = option.metadata["kind"]
     low = option.metadata.get("low")
-    if kind == "size" and low == 0 and raw in (0, "0"):
+    if kind == "size" and low == 0 and raw in (0, "0") and raw is not False:
         return 0
     if kind == "int":
         return parse_int(source, raw, low or 0, option.metadata["high"])
@@ -346,7 +354,7 @@ def _parse_list(key: str, value: Any) -> list[str]:
 
 def _parse_duration(key: str, value: Any, low: int) -> int:
     """Seconds of 30, "30s", "12h" or "7d"."""
-    match = re.fullmatch(r"\s*(\d+)\s*([a-z]*)\s*", str(value)) if value is not True else None
+    match = re.fullmatch(r"\s*([0-9]{1,30})\s*([a-z]*)\s*", str(value))
     unit = _SECONDS.get(match.group(2)) if match else None
     if match is None or unit is None:
         raise ConfigError(key, f'{value!r} is not a duration; write it like "30s", "12h" or "7d"')
@@ -362,7 +370,10 @@ def _parse_quotas(key: str, value: Any) -> Quotas:
     """From "4GiB", "ab12=4GiB", a list of these, or a map with "default" for everyone else."""
     entries: list[tuple[str, Any]] = []
     if isinstance(value, Mapping):
-        entries = [("" if name == "default" else str(name), size) for name, size in value.items()]
+        for name in value:
+            if not isinstance(name, str):  # YAML reads 012345 as 5349
+                raise ConfigError(key, f"{name!r} is a number to YAML; write prefixes in quotes")
+        entries = [("" if name == "default" else name, size) for name, size in value.items()]
     else:
         for one in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
             prefix, separator, size = str(one).rpartition("=")

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from vllm_tiered_kv.device.arena import memory_limit
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.option_values import format_size
@@ -24,6 +25,7 @@ _TELL_EVERY_S = 10.0
 
 
 def open_tiers(options: ServerOptions, recorder: Recorder) -> TieredStore:
+    _require_memory(options)
     ssd = _open_ssd(options) if options.ssd else None
     try:
         backing = _open_backing(options) if options.backing else None
@@ -51,6 +53,17 @@ def open_tiers(options: ServerOptions, recorder: Recorder) -> TieredStore:
             if store is not None:
                 store.close()
         raise
+
+
+def _require_memory(options: ServerOptions) -> None:
+    """The kernel lends more than there is, and ends the daemon when blocks come."""
+    limit = memory_limit()
+    if options.memory > limit:
+        raise ConfigError(
+            "memory",
+            f"{format_size(options.memory)} is more than the machine or container has "
+            f"({limit / 2**30:.1f}GiB); choose less",
+        )
 
 
 def describe(options: ServerOptions, store: TieredStore) -> list[str]:

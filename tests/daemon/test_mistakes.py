@@ -1,0 +1,125 @@
+"""Mistakes at a start are told in one sentence, and nothing is in the way of the next one."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.daemon.conftest import StartDaemon
+from vllm_tiered_kv.device.arena import memory_limit
+from vllm_tiered_kv.errors import ConfigError
+from vllm_tiered_kv.server.options import ServerOptions, read_yaml
+
+ROOT = Path(__file__).parents[2]
+
+
+def refusal(*arguments: str, status: int = 2) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_tiered_kv.server.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+    )
+    assert done.returncode == status, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("port", ["65536", "99999", "-1", "²", ""])
+def test_a_port_there_cannot_be_is_not_another_port(port: str) -> None:
+    assert "is not like" in refusal("--http", "off", "--listen", f"tcp://127.0.0.1:{port}")
+    assert "is not like" in refusal("--http", f"127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize("option", ["memory", "ssd_space", "write_queue", "memory_quota"])
+@pytest.mark.parametrize("size", [1 << 70, "9000000000GiB", "1" * 400 + "GiB", "9" * 5000])
+def test_sizes_beyond_any_machine(option: str, size: object) -> None:
+    with pytest.raises(ConfigError, match=option):
+        ServerOptions.load({option: size, "ssd": "/x"})
+
+
+@pytest.mark.parametrize("option", ["workers", "stall_timeout"])
+def test_numbers_of_thousands_of_digits(option: str) -> None:
+    with pytest.raises(ConfigError, match=option):
+        ServerOptions.load({option: "9" * 5000})
+
+
+def test_more_memory_than_there_is(folder: Path) -> None:
+    listen = f"ipc://{folder}/kv.sock"
+    said = refusal(
+        "--http",
+        "off",
+        "--listen",
+        listen,
+        "--memory",
+        str(2 * memory_limit()),
+        "--prefault",
+        "false",
+    )
+    assert "is more than the machine or container has" in said
+
+
+def test_a_prefix_of_digits_is_taken_as_it_is_written(folder: Path) -> None:
+    path = folder / "server.yaml"
+    path.write_text("memory_quota:\n  012345: 1GiB\n")
+    with pytest.raises(ConfigError, match="write prefixes in quotes"):
+        ServerOptions.load(read_yaml(str(path)))
+    path.write_text("memory_quota:\n  '012345': 1GiB\n")
+    assert ServerOptions.load(read_yaml(str(path))).memory_quota == {"012345": 1 << 30}
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "missing"),
+    [
+        ("ssd_space", "1GiB", "ssd"),
+        ("backing_space", "1GiB", "backing"),
+        ("backing_ttl", 7, "back"),
+    ],
+)
+def test_room_for_a_tier_that_has_no_place(option: str, value: object, missing: str) -> None:
+    with pytest.raises(ConfigError, match=f"{option}: there is no .* tier; name its .*{missing}"):
+        ServerOptions.load({option: value})
+
+
+def test_off_is_no_size() -> None:
+    with pytest.raises(ConfigError, match="expected a size"):
+        ServerOptions.load({"write_queue": False})
+
+
+def test_a_file_where_a_folder_should_be(folder: Path) -> None:
+    file = folder / "file"
+    file.touch()
+    usual = ("--http", "off", "--memory", "4MiB", "--listen", f"ipc://{folder}/kv.sock")
+    said = refusal(*usual, "--ssd", str(file), "--ssd-space", "8MiB")
+    assert f"ssd: {file}: Not a directory" in said
+    said = refusal(*usual, "--backing", f"file://{file}", "--backing-space", "8MiB")
+    assert f"backing: {file} cannot be used: Not a directory" in said
+
+
+@pytest.mark.parametrize("timeout", ["-1", "0", "nan", "inf", "soon"])
+def test_status_does_not_wait_for_ever(timeout: str) -> None:
+    assert "--timeout: expected" in refusal("status", "tcp://127.0.0.1:1", f"--timeout={timeout}")
+
+
+def test_a_key_that_could_not_be_written_is_not_in_the_way(folder: Path) -> None:
+    keygen = "import sys, vllm_tiered_kv.server.cli as cli; sys.exit(cli.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", keygen, "keygen", str(folder / "keys"), "server"]
+    limits = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+    limits += f"resource.setrlimit({resource.RLIMIT_FSIZE}, (10, 10));"
+    full = [*command[:2], limits + keygen, *command[3:]]
+    done = subprocess.run(full, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2
+    assert "server.key_secret cannot be written" in done.stderr
+    assert os.listdir(folder / "keys") == []
+    assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
+
+
+def test_what_was_recovered_is_told_once(start: StartDaemon, folder: Path) -> None:
+    daemon = start("--memory", "4MiB", "--ssd", str(folder / "ssd"), "--ssd-space", "8MiB")
+    assert daemon.logs.count("recovered 0 blocks") == 1
