@@ -224,6 +224,9 @@ def _log_of_a_failure(server: Server) -> Iterator[None]:
 def test_the_engine_runs_in_processes_of_its_own(server: Server) -> None:
     assert len(server.processes()) > 1
     assert "TieredKVConnector" in server.log.read_text()
+    # As vLLM's own lines: with level, time and process.
+    line = r"\) INFO [-\d: ]+ \[\S+\] tiered KV cache: cpu_memory=512MiB"
+    assert re.search(line, server.log.read_text())
 
 
 def test_an_answer_from_the_cpu_tier_is_the_computed_one(server: Server) -> None:

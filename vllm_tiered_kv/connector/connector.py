@@ -38,6 +38,7 @@ from vllm_tiered_kv.connector.metadata import TieredKVHandshake, TieredKVMetadat
 from vllm_tiered_kv.connector.scheduler_half import SchedulerHalf  # noqa: E402
 from vllm_tiered_kv.connector.stats import TieredKVPromMetrics, TieredKVStats  # noqa: E402
 from vllm_tiered_kv.connector.unfilled_blocks import UnfilledBlocks  # noqa: E402
+from vllm_tiered_kv.connector.vllm_log import join_vllm_log  # noqa: E402
 from vllm_tiered_kv.connector.worker_half import WorkerHalf  # noqa: E402
 from vllm_tiered_kv.errors import UnsupportedError  # noqa: E402
 
@@ -75,6 +76,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         role: KVConnectorRole,
         kv_cache_config: KVCacheConfig,
     ) -> None:
+        join_vllm_log()
         warning = require_supported_vllm(vllm.__version__, KVConnectorBase_V1)
         super().__init__(vllm_config, role, kv_cache_config)
         config = TieredKVConfig.load(self._kv_transfer_config.kv_connector_extra_config)
