@@ -437,8 +437,11 @@ def test_a_report_that_cannot_be_written_is_told_before_anything_is_asked(
 
 def test_an_old_report_stays_until_there_is_a_new_one(prompts: Path, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
+    ask = ["replay", str(prompts), "--url", "http://127.0.0.1:1", "--json", str(report)]
+    assert main(ask) == 2
+    assert not report.exists(), "an empty report was left behind"
     report.write_text("old")
-    assert main(["replay", str(prompts), "--url", "http://127.0.0.1:1", "--json", str(report)]) == 2
+    assert main(ask) == 2
     assert report.read_text() == "old"
 
 

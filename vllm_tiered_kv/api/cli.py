@@ -142,7 +142,7 @@ def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def _replay(given: argparse.Namespace) -> int:
     prompts = read_prompts(given.prompts)
     if given.json is not None:  # not after hours of asking
-        _write(given.json, "", "a")
+        _require_writable(given.json)
     key = _read_key(given.api_key_file)
     settings = ReplaySettings(
         given.model,
@@ -203,6 +203,14 @@ def _read_key(path: Path | None) -> str | None:
     if not key.isprintable() or not key:  # http.client would quote it in its complaint
         raise ReplayError(f"{path} is to hold an API key and nothing else, in one line")
     return key
+
+
+def _require_writable(path: Path) -> None:
+    """Leaves an old report as it is, and no empty one."""
+    is_new = not path.exists()
+    _write(path, "", "a")
+    if is_new:
+        path.unlink(missing_ok=True)
 
 
 def _write(path: Path, text: str, mode: str = "w") -> None:
