@@ -249,8 +249,8 @@ class Daemon:
             self._http.close()
         self._arena.close()
         self._close_sockets(linger_ms=1000)
+        self._namespaces.close()  # before the folder's lock goes: it writes into the folder
         self.has_hung_threads = not self._store.close()
-        self._namespaces.close()
         for lock in self._path_locks:
             lock.release()
         self._reactor.close()
