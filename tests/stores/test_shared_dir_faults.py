@@ -18,6 +18,8 @@ from vllm_tiered_kv.core.store import Durability, PutResult
 from vllm_tiered_kv.errors import NotDeletedError
 from vllm_tiered_kv.stores.shared_dir.events import Event
 from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps
+from vllm_tiered_kv.stores.shared_dir.removal import Removal
+from vllm_tiered_kv.stores.shared_dir.tree import Identity
 
 SIZE = 5000
 KEY = named("a")
@@ -457,3 +459,49 @@ def test_what_somebody_else_deletes_meanwhile_is_gone(root: Path) -> None:
     with opened(root, ops) as store:
         store.put([item(KEY, SIZE)])
         assert store.delete([KEY]) == 0
+
+
+@pytest.mark.parametrize("moment", ["lstat", "unlink", "scandir"])
+def test_a_collector_does_not_put_back_what_is_deleted(root: Path, moment: str) -> None:
+    """It died, or is slow, with a block in its hands that was used since it looked: whenever
+    another one finishes for it while the block is deleted, the block is gone."""
+    ops = FaultyOps()
+    with opened(root) as other, opened(root, ops) as store:
+        other.put([item(KEY, SIZE)])
+        before = Identity(1, 2)
+        trash = other.tree.trash_path(KEY, before)
+        os.rename(file_of(other, KEY), trash)
+        assert_lacks(store, KEY, SIZE)
+
+        def put_back(*args: Any) -> None:
+            ops.faults.clear()
+            assert other.remover.settle(KEY, trash, before) is Removal.SPARED
+
+        ops.faults[moment] = put_back
+        assert store.delete([KEY, KEY]) == 1
+        assert_lacks(other, KEY, SIZE)
+        assert litter(root) == []
+
+
+def test_what_a_dead_collector_holds_is_deleted(root: Path) -> None:
+    with opened(root) as store:
+        store.put([item(KEY, SIZE), item(named("b"), SIZE)])
+        before = store.usage()
+        seen = Identity(1, 2)
+        trash = store.tree.trash_path(KEY, seen)
+        os.rename(file_of(store, KEY), trash)
+        assert store.delete([KEY]) == 1
+        assert litter(root) == []
+        assert store.remover.settle(KEY, trash, seen) is Removal.GONE
+        assert_lacks(store, KEY, SIZE)
+        assert_holds(store, named("b"), SIZE)
+        assert store.usage().blocks == before.blocks - 1
+
+
+def test_a_folder_that_cannot_be_looked_through_may_hold_it_still(root: Path) -> None:
+    ops = FaultyOps()
+    with opened(root, ops) as store:
+        store.put([item(KEY, SIZE)])
+        ops.faults["scandir"] = failing(errno.EIO)
+        with pytest.raises(NotDeletedError):
+            store.delete([KEY])

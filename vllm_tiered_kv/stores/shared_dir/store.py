@@ -8,7 +8,6 @@ exception; but a block that cannot be deleted is one.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import stat
@@ -29,6 +28,7 @@ from vllm_tiered_kv.native.cpu import xxh3_64
 from vllm_tiered_kv.stores.io_threads import IoThreads
 from vllm_tiered_kv.stores.shared_dir.block_file import BlockReader, ReadBlock
 from vllm_tiered_kv.stores.shared_dir.clock import ServerClock
+from vllm_tiered_kv.stores.shared_dir.deletion import Deleter
 from vllm_tiered_kv.stores.shared_dir.events import Event, EventCounts
 from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps, is_absent
 from vllm_tiered_kv.stores.shared_dir.format import (
@@ -66,6 +66,7 @@ class SharedDirStore:
         self.clock = ServerClock(self.ops, self.tree.clock_path)
         self.usage_tracker = UsageTracker()
         self.remover = Remover(self.tree, self.ops, self.counts, self.usage_tracker)
+        self._deleter = Deleter(self.tree, self.ops, self.usage_tracker)
         self.reader = BlockReader(self.tree, self.ops, self.counts, self.remover)
         self._durable = KnownDurable()
         self._publisher = Publisher(self.tree, self.ops, self._durable)
@@ -245,26 +246,16 @@ class SharedDirStore:
     def delete(self, keys: Sequence[StoreKey]) -> int:
         if self._closed:
             return 0
-        outcomes = self._threads.map(self._delete_one, keys)
+        shards: dict[str, list[StoreKey]] = {}
+        for key in filter(is_key, keys):
+            shards.setdefault(self.tree.shard_of(key), []).append(key)
+        by_shard = self._threads.map(self._deleter.delete, list(shards.values()))
+        outcomes = [outcome for shard in by_shard for outcome in shard]
         failed = [outcome for outcome in outcomes if isinstance(outcome, OSError)]
         if failed:
             self.counts.add(Event.REMOVE_ERROR, len(failed))
             raise NotDeletedError(len(failed), f"{self.tree.folder}: {failed[0].strerror}")
         return outcomes.count(True)
-
-    def _delete_one(self, key: StoreKey) -> bool | OSError:
-        """Whether it was here; why it may still be."""
-        if not is_key(key):
-            return False
-        path = self.tree.block_path(key)
-        try:
-            size = self.ops.lstat(path).st_size
-            self.ops.unlink(path)
-        except OSError as error:
-            # Not `is_absent`: a stale handle is of a folder that may well hold the file.
-            return False if error.errno in (errno.ENOENT, errno.ENOTDIR) else error
-        self.usage_tracker.changed(-1, -size)
-        return True
 
     def flush(self) -> bool:
         """Syncs the file system. An error is counted: which blocks it concerns is not known, and

@@ -141,6 +141,14 @@ class Tree:
                 raise
             yield self._classify(found, status)
 
+    def trash_in(self, shard: str) -> Iterator[tuple[StoreKey, str]]:
+        """Whose blocks are being removed there, by their names alone."""
+        for found in self._scan(shard):
+            match = _TRASH.fullmatch(found.name)
+            key = _key_from(match[1]) if match else None
+            if key is not None:
+                yield key, found.path
+
     def _classify(self, found: os.DirEntry[str], status: os.stat_result) -> Entry:
         if stat.S_ISREG(status.st_mode):
             if match := _BLOCK.fullmatch(found.name):
