@@ -330,6 +330,22 @@ STORES = (
         _DIR_FAULTS,
     ),
     Mutation(
+        "dir-trash-outlives-a-delete",
+        "stores/shared_dir/deletion.py",
+        "                if key in found:\n",
+        "                if False:\n",
+        "a deleted block comes back when a collector ends what another had begun",
+        _DIR_FAULTS,
+    ),
+    Mutation(
+        "dir-name-unlinked-once",
+        "stores/shared_dir/deletion.py",
+        "        self._unlink_names(found)\n        return list(found.values())\n",
+        "        return list(found.values())\n",
+        "a block comes back that a collector put back while it was deleted",
+        _DIR_FAULTS,
+    ),
+    Mutation(
         "dir-no-grace-period",
         "stores/shared_dir/gc.py",
         "elif age_ns >= self._settings.grace_s * 1e9:",
