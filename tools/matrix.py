@@ -49,6 +49,7 @@ SERVED = (
             "tests/engine/test_plugin.py",
             "tests/engine/test_support_engine.py",
             "tests/engine/test_request_keys.py",
+            "tests/engine/test_namespace.py",
             "tests/engine/test_adapter_keys.py",
             "tests/engine/test_scheduling.py",
             "tests/engine/test_ahead_loads.py",

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import WeightTransferConfig
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec
-from vllm.platforms import current_platform
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from tests.engine.keyed_requests import (
     BLOCK,
@@ -31,11 +25,7 @@ from tests.engine.keyed_requests import (
     named_image,
     write_adapter,
 )
-from tests.engine.made_configs import engine_config, one_group
-from tests.models import write_model
-from vllm_tiered_kv.config import TieredKVConfig
 from vllm_tiered_kv.connector import assembly
-from vllm_tiered_kv.connector.model_identity import fingerprint
 from vllm_tiered_kv.connector.partial_tail import Tail, tail_of
 from vllm_tiered_kv.connector.request_keys import KeyMaker
 from vllm_tiered_kv.core.key import BlockKey, extend_chain, group_suffix, root_digest, tail_key
@@ -367,143 +357,3 @@ def test_images_and_embeddings_are_part_of_a_tail() -> None:
 def test_a_tail_is_no_full_block_of_the_same_tokens() -> None:
     parent, full = flat(make_request(TOKENS[: 2 * BLOCK]))
     assert tail_key(parent, TOKENS[BLOCK : 2 * BLOCK]) != full
-
-
-# ---- the namespace ------------------------------------------------------------------------------
-
-
-def namespaces_hex(model: str) -> list[str]:
-    """With dummy weights and with those of the folder."""
-    return [
-        fingerprint(engine_config(Path(model), load_format=how), one_group()).namespace().hex()
-        for how in ("dummy", "auto")
-    ]
-
-
-def test_another_process_finds_the_same_namespace(tmp_path: Path) -> None:
-    """Another hash seed, another name of the folder, the same engine."""
-    program = f"import sys; from {__name__} import namespaces_hex as n; print(*n(sys.argv[1]))"
-    processes = []
-    for seed in ("0", "4711"):
-        model = write_model(tmp_path / f"under the name {seed}")
-        (model / "model.safetensors").write_bytes(bytes(2 << 20))
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-c", program, str(model)],
-                env={**os.environ, "PYTHONHASHSEED": seed},
-                cwd=Path(__file__).parents[2],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    mine = namespaces_hex(str(model))
-    assert len(set(mine)) == 2
-    for process in processes:
-        printed, complaint = process.communicate(timeout=300)
-        assert process.returncode == 0, complaint[-3000:]
-        assert printed.splitlines()[-1].split() == mine
-
-
-def test_the_engine_changes_the_namespace(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model")
-    cache = one_group()
-    base = fingerprint(engine_config(model), cache)
-    assert base == fingerprint(engine_config(model), one_group())
-    others = {
-        "dtype": fingerprint(engine_config(model, dtype="bfloat16"), cache),
-        "config": fingerprint(
-            engine_config(write_model(tmp_path / "other", rope_theta=5e5)), cache
-        ),
-        "overrides": fingerprint(engine_config(model, hf_overrides={"rope_theta": 5e5}), cache),
-        "seed": fingerprint(engine_config(model, seed=3), cache),
-        "block size": fingerprint(engine_config(model), one_group(block_size=32)),
-        "heads": fingerprint(engine_config(model), one_group(num_kv_heads=4)),
-        "cache dtype": fingerprint(engine_config(model), one_group(dtype=torch.float16)),
-    }
-    namespaces = {name: one.namespace() for name, one in others.items()}
-    assert len({base.namespace(), *namespaces.values()}) == 1 + len(others)
-    # What does not touch the bytes of a block does not separate engines.
-    for harmless in ({"max_num_seqs": 3}, {"max_model_len": 256}, {"served_model_name": "x"}):
-        assert fingerprint(engine_config(model, **harmless), cache) == base, harmless
-
-
-def test_kernels_that_write_blocks_otherwise_change_the_namespace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The layout has the same name in all of them."""
-    model = write_model(tmp_path / "model")
-
-    def namespace() -> bytes:
-        config = engine_config(model)
-        config.device_config.device_type = device
-        return fingerprint(config, one_group()).namespace()
-
-    def of_cpu(machine: str, **instructions: bool) -> bytes:
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.cpu, "get_capabilities", lambda: instructions)
-            patch.setattr("platform.machine", lambda: machine)
-            return namespace()
-
-    device = "cpu"
-    found = []
-    for version in ("0.32.0", "0.32.1"):
-        monkeypatch.setattr("vllm.__version__", version)
-        found += [
-            of_cpu("x86_64", avx512_f=True),
-            of_cpu("x86_64", avx512_f=True, amx_tile=True),
-            of_cpu("x86_64", avx512_f=True, amx_tile=True, amx_fp8=True),
-            of_cpu("aarch64", neon=True),
-        ]
-    assert len(set(found)) == len(found)
-    # What kernels do not pack for keeps nobody apart, nor does who built the release.
-    assert of_cpu("x86_64", avx512_f=True, amx_tile=False, sha=True) == found[4]
-    monkeypatch.setattr("vllm.__version__", "0.32.1+cpu")
-    assert of_cpu("x86_64", avx512_f=True) == found[4]
-    device = "cuda"
-    assert namespace() not in found
-    assert of_cpu("x86_64") == of_cpu("aarch64")
-
-
-def test_engines_that_promise_the_same_bits_share_only_among_themselves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What others have computed is as good, but has other bits."""
-    model = write_model(tmp_path / "model")
-    device = "a GPU"
-
-    def namespace(eager: bool = True, backend: str = "FLASH_ATTN") -> bytes:
-        config = engine_config(model, enforce_eager=eager)
-        config.attention_config.backend = AttentionBackendEnum[backend]
-        return fingerprint(config, one_group()).namespace()
-
-    monkeypatch.setattr(current_platform, "get_device_name", lambda: device)
-    plain = namespace()
-    assert namespace(eager=False) == namespace(backend="TRITON_ATTN") == plain
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    found = [plain, namespace(), namespace(eager=False), namespace(backend="TRITON_ATTN")]
-    assert namespace() == found[1]
-    device = "another GPU"
-    found.append(namespace())
-    assert len(set(found)) == len(found)
-
-
-@pytest.mark.parametrize("setting", [None, "weight_transfer_config", "worker_extension_cls"])
-def test_weights_that_may_come_from_elsewhere_are_nobody_elses(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, setting: str | None
-) -> None:
-    """A trainer sends them before the first request, when there is no cache to be reset yet. Often
-    the engine has loaded dummies until then: those of all trainings are alike."""
-    config = engine_config(write_model(tmp_path / "model"))
-    if setting == "weight_transfer_config":
-        config.weight_transfer_config = WeightTransferConfig(backend="nccl")
-    elif setting is not None:
-        config.parallel_config.worker_extension_cls = "trainer.Worker"
-    options = TieredKVConfig.load({"cpu_memory": "1MiB"})
-    one, other = (assembly.make_scheduler_half(options, config, one_group()) for _ in range(2))
-    assert one._key_maker._namespace == other._key_maker._namespace
-    mine = flat(make_request(), maker=one._key_maker)
-    assert mine == flat(make_request(), maker=one._key_maker)
-    shared = set(mine) & set(flat(make_request(), maker=other._key_maker))
-    assert shared == (set() if setting else set(mine))
-    assert str(setting) in caplog.text or setting is None

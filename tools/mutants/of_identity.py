@@ -7,7 +7,7 @@ from tools.mutants.mutation import Mutation, Needs
 
 _IDENTITY = ("tests/unit/test_model_identity.py",)
 _SOURCES = ("tests/unit/test_weight_sources.py",)
-_KEYS = ("tests/engine/test_request_keys.py",)
+_NAMESPACE = ("tests/engine/test_namespace.py",)
 _SETTINGS = ("tests/engine/test_model_settings.py",)
 _EVERY_TOKEN = (
     "tests/engine/test_support_engine.py::"
@@ -45,7 +45,7 @@ IDENTITY = (
         "        key_maker.new_epoch(os.urandom(16))\n",
         "        pass\n",
         "trainings that share a daemon share blocks",
-        _KEYS,
+        _NAMESPACE,
         Needs.VLLM,
     ),
     Mutation(
@@ -54,7 +54,7 @@ IDENTITY = (
         "    if envs.VLLM_BATCH_INVARIANT:\n",
         "    if False:\n",
         "an engine that promises the same bits loads others",
-        _KEYS,
+        _NAMESPACE,
         Needs.VLLM,
     ),
     Mutation(
@@ -71,7 +71,7 @@ IDENTITY = (
         "facts = [f\"vLLM {vllm.__version__.partition('+')[0]}\", device]",
         "facts = [device]",
         "blocks that another release of vLLM packed are read as this one packs them",
-        _KEYS,
+        _NAMESPACE,
         Needs.VLLM,
     ),
     Mutation(
@@ -80,7 +80,7 @@ IDENTITY = (
         "facts += [platform.machine(), *sorted(_instructions())]",
         "pass",
         "hosts with other matrix units read each other's packed keys",
-        _KEYS,
+        _NAMESPACE,
         Needs.VLLM,
     ),
     Mutation(

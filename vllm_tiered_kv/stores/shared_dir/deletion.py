@@ -24,7 +24,7 @@ class Deleter:
         self._usage = usage
 
     def delete(self, keys: Sequence[StoreKey]) -> list[bool | OSError]:
-        """For each block under these keys, of one shard, whether it was here; why it may still be."""
+        """Whether each block of these keys, all of one shard, was here; why it may still be."""
         found: dict[StoreKey, bool | OSError] = dict.fromkeys(keys, False)
         self._unlink_names(found)
         try:
