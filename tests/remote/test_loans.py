@@ -397,3 +397,17 @@ def test_memory_that_two_threads_have_found_is_given_up_by_one(
     eventually(lambda: desk._attached())
     assert first.closed
     assert desk._memory is not first
+
+
+def test_a_question_whose_time_is_over_is_not_asked(
+    daemon: DaemonProcess, store: RemoteStore, desk: LoanDesk
+) -> None:
+    """Of many requests that come at once the last wait for a thread longer than an answer may take:
+    no fault of the daemon."""
+    ask(desk).loan.release()  # type: ignore[union-attr]
+    before = requests_of(daemon)["borrow"]
+    for _ in range(10):
+        assert desk.match(CHAIN, RANKS, NBYTES, within(-1.0)) is None
+    assert store.breaker.counts.failures == 0
+    assert requests_of(daemon)["borrow"] == before
+    assert ask(desk).loan is not None

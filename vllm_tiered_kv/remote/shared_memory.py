@@ -346,6 +346,8 @@ class SharedMemory:
         try:
             if self.closed:  # while this waited: what it opened now nobody would close
                 return None
+            if time.monotonic() >= end:  # which says nothing about the daemon
+                return None
             answer = work(self._connection, end)
             self._breaker.succeed(attempt)
             return answer
