@@ -149,15 +149,22 @@ class Sessions:
             )
         self.drop(session.peer)
         if len(self._by_peer) >= self._most:
-            oldest = next(iter(self._by_peer.values()))
-            if oldest.under_way or time.monotonic() - oldest.last_seen < _FRESH_S:
+            unused = self._longest_unused()
+            if unused is None:
                 raise ProtocolError(
                     ErrorCode.UNAVAILABLE, f"{self._most} sessions are open, and all are in use"
                 )
-            self.drop(oldest.peer)
+            self.drop(unused.peer)
         self._by_peer[session.peer] = session
         if session.attachment is not None:
             self._by_attachment[session.attachment] = session
+
+    def _longest_unused(self) -> Session | None:
+        """Not just the first: one that never rests stays where it is, and so does one that waits
+        for its answer, while clients that have gone leave their sessions behind them."""
+        limit = time.monotonic() - _FRESH_S
+        unused = (s for s in self._by_peer.values() if not s.under_way and s.last_seen <= limit)
+        return next(unused, None)
 
     def drop(self, peer: Peer) -> None:
         session = self._by_peer.pop(peer, None)

@@ -1,0 +1,71 @@
+"""Who is connected, and who makes room for another."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from vllm_tiered_kv.errors import ErrorCode, ProtocolError
+from vllm_tiered_kv.server import sessions
+from vllm_tiered_kv.server.namespace_file import Shape
+from vllm_tiered_kv.server.sessions import Listener, Peer, Session, Sessions
+
+LISTENER = Listener(cast(Any, None), "tcp://127.0.0.1:9527", False)
+
+
+class Office:
+    """Sessions at times of its own; three at most."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        clock = SimpleNamespace(monotonic=lambda: self.now)
+        monkeypatch.setattr(sessions, "time", clock)
+        self.all = Sessions(3, 1000.0, lambda session: None)
+
+    def open(self, name: bytes) -> Session:
+        shape = Shape(24, frozenset({4096}), "test")
+        peer = Peer(LISTENER, name)
+        session = Session(peer, "test", "", False, bytes(32), shape, None, last_seen=self.now)
+        self.all.open(session)
+        return session
+
+    def hear(self, session: Session) -> None:
+        assert self.all.find(session.peer, "") is session
+
+
+@pytest.fixture
+def office(monkeypatch: pytest.MonkeyPatch) -> Office:
+    return Office(monkeypatch)
+
+
+def test_one_that_never_rests_keeps_nobody_out(office: Office) -> None:
+    """It came first, and was never unused for long enough to count as come anew."""
+    busy, first, second = [office.open(name) for name in (b"busy", b"first", b"second")]
+    for _ in range(20):
+        office.now += 0.5
+        office.hear(busy)
+    newcomer = office.open(b"newcomer")
+    assert [one.is_open for one in (busy, first, second)] == [True, False, True]
+    office.hear(newcomer)
+
+
+def test_one_that_waits_for_long_keeps_nobody_out(office: Office) -> None:
+    waiting, first, second = [office.open(name) for name in (b"waiting", b"first", b"second")]
+    waiting.under_way = 1
+    office.now += 10.0
+    office.open(b"newcomer")
+    assert [one.is_open for one in (waiting, first, second)] == [True, False, True]
+
+
+def test_where_all_are_in_use_there_is_no_room(office: Office) -> None:
+    used = [office.open(name) for name in (b"one", b"two", b"three")]
+    office.now += 10.0
+    used[0].under_way = 1
+    for session in used[1:]:
+        office.hear(session)
+    with pytest.raises(ProtocolError) as refused:
+        office.open(b"newcomer")
+    assert refused.value.code is ErrorCode.UNAVAILABLE
+    assert all(session.is_open for session in used)
