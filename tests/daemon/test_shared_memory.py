@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -233,6 +234,32 @@ def test_a_child_that_inherited_the_connection_keeps_the_leases(
     finally:
         os.kill(child, signal.SIGKILL)
     eventually(lambda: client.stats()["leases"] == 0)
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_process_that_gives_back_its_last_lease_after_it_has_left_is_forgotten(
+    start: StartDaemon, connect: Connect, is_written: bool
+) -> None:
+    """It closes both connections at once, but what it said last may be read after their end."""
+    daemon = start()
+    attached = attach(daemon.ipc_path)
+    client = connect(daemon.ipc, arena=attached.token)
+    client.put(blocks(1))
+    lent = client.lend([key(0)]).leases
+    reserved = client.reserve({key(1): 4096}).leases if is_written else []
+    attached.connection.shutdown(socket.SHUT_WR)
+    assert attached.connection.recv(1) == b"", "the daemon has seen the end"
+    assert client.stats()["attached_processes"] == 1
+    assert client.release(lent) == 1
+    if is_written:
+        assert client.stats()["attached_processes"] == 1
+        assert client.seal(reserved) == [PutResult.STORED]
+    stats = client.stats()
+    assert (stats["attached_processes"], stats["leases"], stats["leased_bytes"]) == (0, 0, 0)
+    with pytest.raises(Refused) as refused:
+        client.lend([key(0)])
+    assert refused.value.code is ErrorCode.NO_ARENA
+    attached.close()
 
 
 def test_the_memory_outlives_the_daemon(start: StartDaemon, connect: Connect) -> None:

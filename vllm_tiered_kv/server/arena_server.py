@@ -65,6 +65,7 @@ class ArenaServer:
         self._is_pausing = False
         self._packet = bytearray(MAX_LINK_BYTES + 1)
         self.on_packet: Callable[[Attachment, socket.socket, bytes], None] = _ignore
+        leases.on_nothing_left = self._died
 
     def serve(self, listening: socket.socket) -> None:
         self._listening.append(listening)

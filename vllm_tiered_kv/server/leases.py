@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from vllm_tiered_kv.server.allowances import Allowances
@@ -61,6 +61,8 @@ class Leases:
         self._count = 0  # read by other threads, as are the bytes
         self._ids = itertools.count(1)
         self._attachments: dict[bytes, Attachment] = {}
+        self.on_nothing_left: Callable[[Attachment], None] = lambda attachment: None
+        """Told of a process that has disconnected and, later, given back its last lease."""
 
     @property
     def held_bytes(self) -> int:
@@ -144,6 +146,7 @@ class Leases:
                 self._memory.abort(lease.slots[0])
             else:
                 self._memory.let_go(lease.slots)
+        self._look_what_is_left(attachment)
         return len(ended)
 
     def take_reserved(self, attachment: Attachment, lease_id: int) -> Held | None:
@@ -155,7 +158,12 @@ class Leases:
         (slot,) = lease.slots
         self._bytes -= slot.nbytes
         self._count -= 1
+        self._look_what_is_left(attachment)
         return slot
+
+    def _look_what_is_left(self, attachment: Attachment) -> None:
+        if attachment.is_disconnected and not attachment.is_dead and not attachment.leases:
+            self.on_nothing_left(attachment)
 
     def end_if_gone(self, attachment: Attachment) -> bool:
         """Takes everything back from a process that is dead and disconnected."""
