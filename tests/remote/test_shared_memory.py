@@ -28,7 +28,7 @@ from tests.soak.footprint import Footprint
 from vllm_tiered_kv.core.store import PutResult
 from vllm_tiered_kv.device.shared_arena import PAGE, SharedArena
 from vllm_tiered_kv.errors import ArenaError
-from vllm_tiered_kv.remote import attachment
+from vllm_tiered_kv.remote import attachment, shared_memory
 from vllm_tiered_kv.remote.health import Attempt, Breaker, BreakerState
 from vllm_tiered_kv.remote.shared_memory import LentBlock, Reservation, SharedMemory
 from vllm_tiered_kv.remote.store import RemoteStore
@@ -211,6 +211,20 @@ def test_leases_that_come_too_late_go_back(
     push_out(store)
     assert store.contains(CHAIN) == [False] * 6, "nothing is lent, so all of it could leave"
     assert not isinstance(reserved(memory, "late", 2)[0], PutResult), "nor is it reserved"
+
+
+def test_leases_that_nobody_has_heard_of_go_back_at_the_end(
+    daemon: DaemonProcess, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process lives on: the daemon would keep them for it."""
+    monkeypatch.setattr(shared_memory, "_CLOSING_S", 20.0)  # a busy machine
+    assert memory.lend(keys("other", 1)).blocks == [None]
+    daemon.freeze()
+    assert memory.lend(CHAIN, deadline=within(0.2)).blocks == [None] * 6
+    daemon.thaw()
+    eventually(lambda: leases_of(daemon) == 6)
+    memory.close()
+    assert leases_of(daemon) == 0
 
 
 def test_a_release_that_fails_is_made_up_for(daemon: DaemonProcess, memory: SharedMemory) -> None:

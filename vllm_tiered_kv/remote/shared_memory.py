@@ -284,7 +284,7 @@ class SharedMemory:
         with self._owed_lock:
             self._owed.update(leases)
 
-    def settle(self) -> None:
+    def settle(self, deadline: float | None = None) -> None:
         """Gives back what is owed and listens for what came too late. Does not raise."""
 
         def ask(connection: Connection, end: float) -> None:
@@ -297,7 +297,7 @@ class SharedMemory:
             self._pay(end)
 
         if not self.is_settled:
-            self.call(ask, None)
+            self.call(ask, deadline)
 
     def hear_late(self) -> None:
         """Takes in what came too late, if nobody is asking just now. Never waits."""
@@ -319,8 +319,7 @@ class SharedMemory:
         end with this process."""
         if self.closed:
             return
-        if self._owed:
-            self._ask(None, ReleaseReply, time.monotonic() + _CLOSING_S, lambda reply: None)
+        self.settle(time.monotonic() + _CLOSING_S)
         self._closing.set()
         with self._lock:
             self._connection.close()
