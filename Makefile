@@ -1,10 +1,12 @@
 # Every target makes the environment it needs; a second run finds it ready.
 PYTHON ?= python3
 PYTEST_FLAGS ?=
-# Tests wait more than they compute; those of one file share engines and daemons. Files with few
-# tests are the slow ones, so they must not come last.
+# Tests of one file share engines and daemons. Files with few tests are the slow ones, so they must
+# not come last. Those of daemons wait more than they compute.
 TEST_PROCESSES ?= 2
-TOGETHER := -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+DAEMON_TEST_PROCESSES ?= 4
+BY_FILE := --dist loadfile --no-loadscope-reorder
+TOGETHER := -n $(TEST_PROCESSES) $(BY_FILE)
 
 SETUP := $(PYTHON) tools/setup_env.py
 UNIT := .venv-unit
@@ -23,7 +25,11 @@ demo: ## ask a small real model about a long text, cold and from the CPU tier
 	@$(FULL)/bin/python examples/demo.py
 
 ##@ Check it
-test: unit daemon ## run all tests that need no GPU: `unit`, `daemon`, then those with a real vLLM
+test: ## run all tests that need no GPU: `unit`, `daemon`, then those with a real vLLM
+	@mkdir -p build
+	@echo "what vLLM needs is installed meanwhile, see build/environment.log"
+	@$(SETUP) --env $(FULL) --profile full --dependencies-only > build/environment.log 2>&1 & \
+	  $(MAKE) --no-print-directory unit daemon; status=$$?; wait; exit $$status
 	@$(SETUP) --env $(FULL) --profile full
 	$(FULL)/bin/python -m pytest tests/packaging tests/engine tests/conformance tests/gpu $(TOGETHER) $(PYTEST_FLAGS)
 
@@ -33,7 +39,7 @@ unit: ## run the tests that need neither torch nor vLLM, where neither is instal
 
 daemon: ## run the tests of stores, daemon and client, also without torch and vLLM
 	@$(SETUP) --env $(UNIT) --profile unit
-	$(UNIT)/bin/python -m pytest tests/stores tests/remote tests/daemon $(TOGETHER) $(PYTEST_FLAGS)
+	$(UNIT)/bin/python -m pytest tests/stores tests/remote tests/daemon -n $(DAEMON_TEST_PROCESSES) $(BY_FILE) $(PYTEST_FLAGS)
 
 matrix: ## check each vLLM release in an environment of its own (RELEASES=0.32.0: only that)
 	@$(PYTHON) -m tools.matrix $(RELEASES)

@@ -7,6 +7,8 @@ TIERED_KV_CUDA        0 leaves `_cuda` out, 1 makes a missing CUDA toolkit an er
 TIERED_KV_CUDA_ARCHS  compute capabilities to compile for, for instance "90" or "80,90"
 TIERED_KV_SANITIZE    sanitizers to compile `_cpu` with, as gcc names them; for the checks only
 TIERED_KV_BUILD_JOBS  files to compile at once; by default as many as there are cores
+TIERED_KV_KEEP_BUILT  1 leaves a module alone that was built in place of the same sources in the
+                      same way: environments of one checkout need not compile it each
 CUDA_HOME, CUDA_PATH  where to look for nvcc before PATH
 """
 
@@ -16,6 +18,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -112,19 +115,61 @@ def arch_flags(nvcc: str) -> list[str]:
     return [*flags, f"-gencode=arch=compute_{newest},code=compute_{newest}"]
 
 
+class BuiltInPlace:
+    """A compiled module among the sources, and by what it was made."""
+
+    def __init__(self, file: str, extension: Extension, toolkit: Toolkit | None) -> None:
+        self._module = Path(file)
+        self._inputs = [*extension.sources, *HEADERS, __file__]
+        self._note = Path("build", f"{self._module.name}.made-by")
+        self._recipe = "\n".join(
+            [
+                *(sys.version, *CXX_FLAGS, *extension.sources),
+                *(os.environ.get(name, "") for name in ("CC", "CXX", "CFLAGS", "CXXFLAGS")),
+                *([] if toolkit is None else [toolkit.nvcc, *arch_flags(toolkit.nvcc)]),
+            ]
+        )
+
+    def is_current(self) -> bool:
+        if not (self._module.is_file() and self._note.is_file()):
+            return False
+        newest = max(Path(path).stat().st_mtime for path in self._inputs)
+        return self._module.stat().st_mtime > newest and self._note.read_text() == self._recipe
+
+    def forget(self) -> None:
+        self._note.unlink(missing_ok=True)
+
+    def note(self) -> None:
+        self._note.parent.mkdir(exist_ok=True)
+        self._note.write_text(self._recipe)
+
+
 class BuildNative(build_ext):
     """Compiles .cu files with nvcc, and leaves the CUDA module out where that is impossible."""
 
     def build_extensions(self) -> None:
+        made = []
         for extension in list(self.extensions):
-            if not extension.name.endswith("._cuda"):
-                continue
-            try:
-                self.prepare_cuda(extension, wanted_toolkit())
-            except NoToolkit as reason:
-                print(f"vllm_tiered_kv: the CUDA module is skipped: {reason}", flush=True)
+            toolkit = None
+            if extension.name.endswith("._cuda"):
+                try:
+                    toolkit = wanted_toolkit()
+                except NoToolkit as reason:
+                    print(f"vllm_tiered_kv: the CUDA module is skipped: {reason}", flush=True)
+                    self.extensions.remove(extension)
+                    continue
+            built = BuiltInPlace(self.get_ext_filename(extension.name), extension, toolkit)
+            if os.environ.get("TIERED_KV_KEEP_BUILT") == "1" and built.is_current():
                 self.extensions.remove(extension)
+                continue
+            built.forget()
+            if self.inplace or self.editable_mode:
+                made.append(built)
+            if toolkit is not None:
+                self.prepare_cuda(extension, toolkit)
         super().build_extensions()
+        for built in made:
+            built.note()
 
     def prepare_cuda(self, extension: Extension, toolkit: Toolkit) -> None:
         extension.include_dirs.append(str(toolkit.include))

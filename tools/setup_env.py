@@ -236,6 +236,7 @@ class Environment:
             "PIP_NO_INPUT": "1",
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
             "PYTHONUNBUFFERED": "1",
+            "TIERED_KV_KEEP_BUILT": "1",
         }
         with self.log.open("ab") as log:
             log.write(f"\n$ pip {' '.join(arguments)}\n".encode())
@@ -307,7 +308,7 @@ def check_disk(folder: Path, what: str, need_gib: int) -> None:
         )
 
 
-def set_up(folder: Path, profile: str, force: bool) -> None:
+def set_up(folder: Path, profile: str, force: bool, dependencies_only: bool) -> None:
     gpu = profile == "full" and has_nvidia_gpu()
     kind_of_machine = "with GPU" if gpu else "without GPU" if profile == "full" else "torch-free"
     bring_up_to_date(
@@ -315,7 +316,7 @@ def set_up(folder: Path, profile: str, force: bool) -> None:
         f"profile {profile}, {kind_of_machine}",
         dependency_digest(profile, gpu),
         dependency_steps(profile, gpu),
-        package_steps(profile),
+        [] if dependencies_only else package_steps(profile),
         need_gib={"unit": 1, "lint": 1, "full": 20 if gpu else 5}[profile],
         force=force,
     )
@@ -333,7 +334,9 @@ def bring_up_to_date(
     """Makes or renews an environment; `wanted` changes with whatever its dependencies are."""
     check_python()
     environment = Environment(folder)
-    want = {"dependencies": wanted, "package": package_digest()}
+    want = {"dependencies": wanted}
+    if package:
+        want["package"] = package_digest()
     have = environment.stamp() if environment.python.exists() else {}
     if force:
         have = {}
@@ -343,7 +346,7 @@ def bring_up_to_date(
     steps: list[tuple[str, Step]] = []
     if have.get("dependencies") != want["dependencies"]:
         steps += [("dependencies", step) for step in dependencies]
-    if steps or have.get("package") != want["package"]:
+    if steps or have.get("package") != want.get("package"):
         steps += [("package", step) for step in package]
     if not steps:
         print(f"{folder.name}: up to date", flush=True)
@@ -383,9 +386,15 @@ def main() -> int:
     parser.add_argument("--env", type=Path, default=ROOT / ".venv", help="folder to make")
     parser.add_argument("--profile", choices=("unit", "lint", "full"), default="full")
     parser.add_argument("--force", action="store_true", help="make it anew even if up to date")
+    parser.add_argument(
+        "--dependencies-only",
+        action="store_true",
+        help="leave this package for another time: what is built of it in place may be in use",
+    )
     options = parser.parse_args()
+    folder = Path(os.path.abspath(options.env))
     try:
-        set_up(Path(os.path.abspath(options.env)), options.profile, options.force)
+        set_up(folder, options.profile, options.force, options.dependencies_only)
     except SetupError as error:
         print(f"setup failed: {error}", file=sys.stderr)
         return 1
