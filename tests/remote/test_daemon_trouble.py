@@ -174,6 +174,23 @@ def test_a_stopped_daemon_costs_no_call_more_than_its_deadline(
     assert store.breaker.counts.opened >= 3
 
 
+def test_only_a_daemon_that_had_time_to_answer_is_given_up(
+    daemon: DaemonProcess, store: RemoteStore
+) -> None:
+    """Calls that wait for a thread begin shortly before their deadline."""
+    names = block_keys("late", 4)
+    assert store.match_all(names, [RANK]) == RemoteMatch(0, {})
+    daemon.freeze()
+    for _ in range(20):
+        assert store.match_all(names, [RANK], deadline=within(0.01)) is None
+    assert store.counts.failed_calls
+    assert store.breaker.counts.failures == 0
+    for _ in range(3):
+        assert store.match_all(names, [RANK], deadline=within(1.0)) is None
+    assert store.breaker.counts.opened == 1
+    daemon.thaw()
+
+
 def test_a_killed_daemon_is_missed_and_found_again(
     daemon: DaemonProcess, store: RemoteStore
 ) -> None:

@@ -211,6 +211,22 @@ REMOTE = (
         _HEALTH,
     ),
     Mutation(
+        "daemon-blamed-for-late-questions",
+        "remote/calls.py",
+        "allowed_s < _FAIR_S):",
+        "allowed_s < 0):",
+        "a burst of requests gives up a daemon that is well",
+        ("tests/remote/test_daemon_trouble.py",),
+    ),
+    Mutation(
+        "shared-memory-asks-when-time-is-over",
+        "remote/shared_memory.py",
+        "            if allowed_s <= 0:  # which says nothing about the daemon\n",
+        "            if False:\n",
+        "what nobody waits for is asked of the daemon",
+        ("tests/remote/test_loans.py",),
+    ),
+    Mutation(
         "breaker-never-closes",
         "remote/health.py",
         "                self._enter(BreakerState.CLOSED)\n",

@@ -85,6 +85,23 @@ SERVER = (
         ("tests/daemon/test_security.py",),
     ),
     Mutation(
+        "busy-session-keeps-all-out",
+        "server/sessions.py",
+        "        return next(unused, None)\n",
+        "        first = next(iter(self._by_peer.values()))\n"
+        "        return first if first is next(unused, None) else None\n",
+        "after enough connections nobody new is let in while one engine is busy",
+        ("tests/daemon/test_sessions.py",),
+    ),
+    Mutation(
+        "departed-process-remembered",
+        "server/leases.py",
+        "            self.on_nothing_left(attachment)\n",
+        "            pass\n",
+        "after enough clients that left nobody can attach",
+        _LEASES,
+    ),
+    Mutation(
         "lease-of-a-living-process-taken-back",
         "server/leases.py",
         "return self.is_disconnected and self.is_dead",

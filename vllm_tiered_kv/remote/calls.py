@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 # a request say nothing about the next one.
 _PASSING = {ErrorCode.UNAVAILABLE, ErrorCode.INTERNAL, ErrorCode.BAD_MESSAGE}
 _MOST_SENTENCES = 64
+_FAIR_S = 0.02  # in less, a daemon that is well need not have answered
 _OPENING_S = 0.25  # a daemon that is there needs a fraction of it, if busy a large one
 
 
@@ -39,9 +40,11 @@ class RemoteCounts:
     restarts: int = 0  # times another instance of the daemon answered
 
 
-def judge(breaker: Breaker, attempt: Attempt, error: Exception) -> None:
-    """Tells the breaker what a failed call says about the daemon."""
-    if isinstance(error, ProtocolError):  # ours: it could not even be sent
+def judge(breaker: Breaker, attempt: Attempt, error: Exception, allowed_s: float) -> None:
+    """Tells the breaker what a failed call says about the daemon, which had so long to answer. Of
+    many requests that come at once the last have waited for a thread until little was left."""
+    is_ours = isinstance(error, ProtocolError)  # it could not even be sent
+    if is_ours or (isinstance(error, RemoteTimeout) and allowed_s < _FAIR_S):
         breaker.forget(attempt)
     elif _is_about_the_request(error):
         breaker.succeed(attempt)
@@ -87,12 +90,13 @@ class Caller:
             return False
         try:
             with self.pool.lend(deadline) as connection:
+                allowed_s = deadline - time.monotonic()
                 before = connection.progress
                 try:
                     self._open(connection, deadline)
                     work(connection)
                 except (RemoteError, ProtocolError) as error:
-                    self._failed(attempt, error, connection.progress > before)
+                    self._failed(attempt, error, connection.progress > before, allowed_s)
                     return False
             self.breaker.succeed(attempt)
             return True
@@ -134,7 +138,7 @@ class Caller:
             if has_turn:
                 self._opening.release()
 
-    def _failed(self, attempt: Attempt, error: Exception, progress: bool) -> None:
+    def _failed(self, attempt: Attempt, error: Exception, progress: bool, allowed_s: float) -> None:
         self.count(failed_calls=1)
         self.last_error = error
         if self.pool.closing.is_set():
@@ -144,7 +148,7 @@ class Caller:
         else:
             if isinstance(error, ProtocolError) or _is_about_the_request(error):
                 self.tell_once(f"does not serve a request: {error}")
-            judge(self.breaker, attempt, error)
+            judge(self.breaker, attempt, error, allowed_s)
 
     def _connect(self, closing: threading.Event) -> Connection:
         return Connection(self.settings, self._hello, closing=closing, on_hello=self._greeted)

@@ -345,7 +345,8 @@ class SharedMemory:
         try:
             if self.closed:  # while this waited: what it opened now nobody would close
                 return None
-            if time.monotonic() >= end:  # which says nothing about the daemon
+            allowed_s = end - time.monotonic()
+            if allowed_s <= 0:  # which says nothing about the daemon
                 return None
             answer = work(self._connection, end)
             self._breaker.succeed(attempt)
@@ -356,7 +357,7 @@ class SharedMemory:
                 self._replaced = True
                 self._breaker.succeed(attempt)
             elif not self.closed:
-                judge(self._breaker, attempt, error)
+                judge(self._breaker, attempt, error, allowed_s)
         finally:
             self._breaker.forget(attempt)
             self._lock.release()
