@@ -180,6 +180,27 @@ def test_an_adapter_that_is_replaced_while_it_is_in_use(
     engine.assert_at_rest()
 
 
+def test_answers_after_an_adapter_was_replaced_are_not_built_on(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Though answers are not stored: vLLM has them under the name of the old one."""
+    one, two = (adapter(tmp_path / name, name.encode()) for name in ("one", "two"))
+    engine = Engine(tiny_model, cpu_blocks=200, extra_config={"store_decode": False})
+    engine.add(IDS, 40, lora_request=LoRARequest("tune", 1, str(one)), model="1")
+    for _ in range(5):
+        engine.step()
+    new = LoRARequest("tune", 1, str(two), load_inplace=True)
+    engine.add(IDS[5:], 1, lora_request=new, model="2")
+    engine.run()
+    asked = IDS + play(IDS, 39, "1")[0] + IDS
+    old = LoRARequest("tune", 3, str(one))
+    later = engine.add(asked, 1, lora_request=old, model="1")
+    engine.keys_of = {later: engine.half._requests[later].keys}
+    engine.run()
+    assert stored_of(engine, later, len(IDS) // 4 + 3) == {False}
+    engine.assert_at_rest()
+
+
 def test_an_adapter_that_vllm_reads_again_in_each_step(tiny_model: Path, tmp_path: Path) -> None:
     """As it does for those loaded in place: what is there by then is not what it came with."""
     path = adapter(tmp_path / "one", b"one")

@@ -57,7 +57,7 @@ TAILS = (
     Mutation(
         "tail-that-outlived-a-reset",
         "connector/store_planner.py",
-        "            self._refuse_outdated(state, ids_of(table[: tail.position + 1]))\n",
+        "            self._refuse_outdated(state, [ids_of(table[: tail.position + 1])])\n",
         "            pass\n",
         "old weights answer after an update",
         (f"{_TAILS}::test_a_tail_that_outlived_a_reset_on_the_gpu_is_not_stored",),

@@ -197,7 +197,9 @@ class SchedulerHalf:
         for request_id in scheduler_output.preempted_req_ids or ():
             if request_id in self._requests:
                 self._requests[request_id].forget_blocks()
+                self.stores.forget_outlived(request_id)
                 self._end_verification(self._requests[request_id])
+        self.stores.see_outlived()
         counts = scheduler_output.num_scheduled_tokens
         self.loads.step_planned(counts)
         for request_id, scheduled in counts.items():
@@ -228,6 +230,7 @@ class SchedulerHalf:
         if output.invalid_block_ids:
             # Ahead of the reports: what they make readable is sent on to daemons, for everybody.
             self._forget_invalid(output.invalid_block_ids)
+        self.stores.see_outlived()
         metadata = output.kv_connector_worker_meta
         self.judge.output_came(getattr(metadata, "measured_step", None))
         if isinstance(metadata, TieredKVWorkerMetadata):
@@ -280,8 +283,8 @@ class SchedulerHalf:
 
     def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> None:
         """Forgets the request; its last full blocks are stored if that has not happened yet."""
-        if self._left_alone.pop(request.request_id, None) is not None:
-            self.stores.forget_left_alone(request.request_id)
+        self._left_alone.pop(request.request_id, None)
+        self.stores.forget_outlived(request.request_id)
         self._ahead.finished(request.request_id)
         state = self._requests.pop(request.request_id, None)
         if state is not None:
@@ -310,8 +313,9 @@ class SchedulerHalf:
         """
         self._key_maker.new_epoch(os.urandom(16))
         self.index.clear()
-        self.stores.reset(self._left_alone.values())
         states, self._requests = self._requests, {}
+        known = (state.request for state in states.values())
+        self.stores.reset((*self._left_alone.values(), *known))
         if self.verification is not None:
             self.verification.void(states.values())
         for state in states.values():
@@ -375,7 +379,6 @@ class SchedulerHalf:
     def _plan_stores(self, request_id: str, scheduled: int) -> None:
         state = self._requests.get(request_id)
         if state is None:
-            self.stores.see_left_alone(request_id)
             return
         computed = state.request.num_computed_tokens + scheduled
         ready = state.storable(computed, self._config.store_decode)

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, TypeVar
 
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import TransferLedger
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
+_T = TypeVar("_T")
 _CPU = Tier.CPU.value
 _UNLIMITED = 1 << 62
 _MOST_UNSEEN = 16  # so many may wait until nobody waits for a first token
@@ -74,7 +76,7 @@ class StorePlanner:
         self._rings: dict[int, int] = {}  # by rank
         # GPU blocks that outlived a reset of the cache: id -> hash, while it is still on them.
         self._outdated: dict[int, bytes] = {}
-        self._outlived: set[str] = set()  # requests that go on from then, and have no state
+        self._outlived: set[str] = set()  # requests that go on from then, or build on those
         self._manager: KVCacheManager | None = None
 
     def bind(self, manager: KVCacheManager) -> None:
@@ -108,10 +110,9 @@ class StorePlanner:
         nobody knows its block."""
         jobs: list[StoreJob] = []
         leave = 0 if tail is None else 1
-        for group in self._groups:
-            start, stop = state.stored[group.group_id], ready_tokens // group.block_size
-            ids = ids_of(tables[group.group_id][start:stop])
-            self._refuse_outdated(state, ids)
+        new = [ids_of(blocks) for blocks in self._not_considered(state, tables, ready_tokens)]
+        self._refuse_outdated(state, new)
+        for group, ids in zip(self._groups, new, strict=True):
             if group.window is not None:
                 ids = self._past_window(state, group, ids)
             if self._lazy is not None:
@@ -132,7 +133,7 @@ class StorePlanner:
         request runs they stay what they are: it may be read after later ones have joined them."""
         group = self._groups[0]
         if self._outdated:
-            self._refuse_outdated(state, ids_of(table[: tail.position + 1]))
+            self._refuse_outdated(state, [ids_of(table[: tail.position + 1])])
         if state.closed is None and not self.ring_room():
             self._ledger.delay(1)
             return []
@@ -163,11 +164,11 @@ class StorePlanner:
     ) -> list[StoreJob]:
         """Jobs for what is left of a finished request; to be read before the next forward."""
         jobs: list[StoreJob] = []
-        for group in self._groups:
-            # A request that ends while preempted has no blocks left.
-            start, stop = state.stored[group.group_id], ready_tokens // group.block_size
-            ids = tables[group.group_id][start:stop]
-            self._refuse_outdated(state, ids)
+        # A request that ends while preempted has no blocks left.
+        last = [list(ids) for ids in self._not_considered(state, tables, ready_tokens)]
+        self._refuse_outdated(state, last)
+        self._outlived.discard(state.request.request_id)
+        for group, ids in zip(self._groups, last, strict=True):
             if group.window is not None:
                 ids = self._past_window(state, group, ids)
             if self._lazy is not None:
@@ -205,12 +206,12 @@ class StorePlanner:
             self._ledger.delay(len(self._deferred))
         return [self._store_job(batch) for batch in batches]
 
-    def reset(self, left_alone: Iterable[Request]) -> None:
+    def reset(self, requests: Iterable[Request]) -> None:
         """Forgets blocks seen before the cache was reset.
 
         vLLM resets its own cache first, but cannot while requests run. Blocks that it kept were
         computed before the reset and are not stored as long as they are what they were.
-        `left_alone`: requests that the cache has nothing else to do with.
+        `requests`: all that there are, also those that the cache has nothing else to do with.
         """
         if self._lazy is not None:
             self._lazy.clear()
@@ -221,23 +222,22 @@ class StorePlanner:
             for block in self._block_pool.blocks
             if block.block_hash is not None
         }
-        self._outlived = {each.request_id for each in left_alone if each.num_computed_tokens}
+        self._outlived = {each.request_id for each in requests if each.num_computed_tokens}
 
-    def see_left_alone(self, request_id: str) -> None:
-        """A step computes for a request that has no state. If it goes on from before a reset, so do
-        the blocks that it fills."""
-        if request_id not in self._outlived or self._manager is None:
-            return
-        for table in self._manager.get_blocks(request_id).blocks:
-            for block in reversed(table):
-                if block.block_hash is None:
-                    continue
-                if self._outdated.get(block.block_id) == block.block_hash:
-                    break  # those before it were seen in earlier steps
-                self._outdated[block.block_id] = block.block_hash
+    def see_outlived(self) -> None:
+        """What requests fill that go on from before a reset outlives it, too. vLLM may write the
+        hash on such a block steps after it was filled: when all groups have full blocks there, or
+        when the step's output has come."""
+        for request_id in self._outlived:
+            assert self._manager is not None, "vLLM did not bind its KV-cache manager"
+            for table in self._manager.get_blocks(request_id).blocks:
+                self._outdate(table)
 
-    def forget_left_alone(self, request_id: str) -> None:
-        self._outlived.discard(request_id)
+    def forget_outlived(self, request_id: str) -> None:
+        """The request is over, or has lost its blocks and starts over."""
+        if request_id in self._outlived:
+            self.see_outlived()
+            self._outlived.discard(request_id)
 
     def lose_hashes(self, states: Iterable[RequestState]) -> None:
         """The hashes of all GPU blocks are about to go, and with them the knowledge which of them
@@ -356,25 +356,43 @@ class StorePlanner:
         keys = state.keys.of_group[group.group_id]
         return KnownRun(state.request, group, keys, start, block_ids, self._hash_block_size)
 
-    def _refuse_outdated(self, state: RequestState, block_ids: list[int]) -> None:
-        """Stores nothing of a request that builds on what outlived a reset.
+    def _refuse_outdated(self, state: RequestState, tables: Sequence[Sequence[int]]) -> None:
+        """Stores nothing of a request that builds on what outlived a reset, in any group.
 
         What it builds outlives the reset too, and gets its hash later than that: blocks that were
         being loaded then, or are computed from now on.
         """
-        for block_id in block_ids if self._outdated else ():
+        blocks = self._block_pool.blocks
+        for block_id in chain.from_iterable(tables) if self._outdated else ():
             vllm_hash = self._outdated.get(block_id)
             if vllm_hash is None:
                 continue
-            if self._block_pool.blocks[block_id].block_hash == vllm_hash:
+            if blocks[block_id].block_hash == vllm_hash:
                 state.close(DropReason.RESET)
                 break
             del self._outdated[block_id]
         if state.closed is DropReason.RESET:
-            for block_id in block_ids:
-                vllm_hash = self._block_pool.blocks[block_id].block_hash
-                if vllm_hash is not None:
-                    self._outdated[block_id] = vllm_hash
+            self._outlived.add(state.request.request_id)
+            for table in tables:
+                self._outdate([blocks[block_id] for block_id in table])
+
+    def _outdate(self, table: Sequence[KVCacheBlock]) -> None:
+        """Those of a request's blocks that others may find by now."""
+        for block in reversed(table):
+            if block.block_hash is None:
+                continue
+            if self._outdated.get(block.block_id) == block.block_hash:
+                break  # those before it were seen in earlier steps
+            self._outdated[block.block_id] = block.block_hash
+
+    def _not_considered(
+        self, state: RequestState, tables: Sequence[Sequence[_T]], ready_tokens: int
+    ) -> list[Sequence[_T]]:
+        """Per group: the next full blocks of a request."""
+        return [
+            tables[group.group_id][state.stored[group.group_id] : ready_tokens // group.block_size]
+            for group in self._groups
+        ]
 
     @property
     def _block_pool(self) -> BlockPool:
