@@ -139,6 +139,20 @@ def test_a_hash_that_is_written_when_blocks_of_all_groups_are_full(
     find_among_new_ones(engine, ids + play(ids, 15)[0], {0: range(1)})
 
 
+@pytest.mark.parametrize("count", [6, 7, 8])
+def test_a_window_that_has_passed_what_was_old(
+    tiny_model: Path, async_scheduling: bool, count: int
+) -> None:
+    """Of a prompt that the GPU has nothing is worked out as long as there is nothing to store."""
+    options = {"store_decode": False}
+    engine = AgedToyEngine(tiny_model, async_scheduling, windows=(10,), extra_config=options)
+    ids = seeded_prompt(1, 12)
+    ask(engine, ids, 1)
+    engine.change_weights()
+    ask(engine, ids, count)
+    engine.assert_at_rest()
+
+
 @pytest.mark.parametrize("steps", [1, 3, 7, 9])
 @pytest.mark.parametrize("is_preempted", [False, True], ids=["abort", "preemption"])
 def test_a_hash_that_is_written_just_before_blocks_are_freed(
@@ -167,6 +181,7 @@ STORMS: dict[str, dict[str, Any]] = {
     "full": {},
     "in chunks, a ring": {"max_tokens_per_step": 6, "ring": 2},
     "lazy": {"extra_config": {"store": "lazy", "lazy_window": 48}},
+    "a window, prompts alone": {"windows": (10,), "extra_config": {"store_decode": False}},
     "window first": {"windows": (6, None), "gpu_blocks": 72},
     "two sizes of blocks": {"windows": (None, 10), "block_sizes": (4, 8), "gpu_blocks": 72},
 }

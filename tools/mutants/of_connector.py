@@ -127,6 +127,15 @@ CONNECTOR = (
         Needs.VLLM,
     ),
     Mutation(
+        "windows-pass-what-is-of-before-a-reset",
+        "connector/scheduler_half.py",
+        "TIERED and not self.stores.has_outdated)",
+        "TIERED)",
+        "a request is looked at when what it built on has left its table",
+        ("tests/engine/test_reset_storms.py",),
+        Needs.VLLM,
+    ),
+    Mutation(
         "groups-of-before-a-reset-one-by-one",
         "connector/store_planner.py",
         "        self._refuse_outdated(state, new)\n",

@@ -372,7 +372,7 @@ class SchedulerHalf:
         """Whether the GPU had all full blocks of these tokens before the request came: what is to
         be done about them can wait until nobody waits for a first token."""
         had = state.on_gpu + state.computed_again
-        return self._config.mode is Mode.TIERED and all(
+        return (self._config.mode is Mode.TIERED and not self.stores.has_outdated) and all(
             ready // group.block_size <= had // group.block_size for group in self._groups
         )
 

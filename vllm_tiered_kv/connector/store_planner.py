@@ -94,6 +94,12 @@ class StorePlanner:
         return bool(self._deferred)
 
     @property
+    def has_outdated(self) -> bool:
+        """Whether what requests find on the GPU may be from before a reset. That is seen in their
+        first step: a window may pass it, and it is gone from their tables."""
+        return bool(self._outdated)
+
+    @property
     def has_unseen(self) -> bool:
         """Whether requests have ended that are looked at when nobody waits for a first token."""
         return bool(self._unseen)
