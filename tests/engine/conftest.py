@@ -12,6 +12,10 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+# One thread for each engine or rank, wherever there is room. With as many as there are cores, and
+# engines of several test processes at once, threads spin for others that have no core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 # What is loaded must not depend on how fast this machine computes a tiny model. The environment
 # wins over other settings, and reaches engines in processes of their own.
 os.environ.setdefault("TIERED_KV_LOAD_POLICY", "always")

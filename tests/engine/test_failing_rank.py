@@ -37,7 +37,6 @@ def report(random_model: Path) -> Report:
             str(random_model),
             daemon.endpoint,
             VLLM_ENABLE_V1_MULTIPROCESSING="0",
-            VLLM_CPU_OMP_THREADS_BIND="0|1",
             **{FAULT_FILE: str(Path(folder) / "fault")},
         )
 

@@ -34,7 +34,6 @@ def test_two_ranks_of_mla_share_one_copy(tmp_path: Path) -> None:
             str(model),
             daemon.endpoint,
             VLLM_ENABLE_V1_MULTIPROCESSING="0",
-            VLLM_CPU_OMP_THREADS_BIND="0|1",
             # To look at arenas inside the workers; the cache itself unpickles nothing.
             VLLM_ALLOW_INSECURE_SERIALIZATION="1",
         )
@@ -84,6 +83,5 @@ def test_a_start_that_fails_on_one_rank_does_not_hang(tmp_path: Path, where: str
         str(model),
         FAIL_AT=where,
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_CPU_OMP_THREADS_BIND="0|1",
     )
     assert "planted" in report["error"] or "did not meet" in report["error"]

@@ -38,7 +38,6 @@ def run_ranks(model: Path, settings: dict, **options: str) -> dict:
         json.dumps(settings),
         **options,
         VLLM_ENABLE_V1_MULTIPROCESSING="1",
-        VLLM_CPU_OMP_THREADS_BIND="0|1",
         # To run `corrupt_arena` inside the workers; the cache itself unpickles nothing.
         VLLM_ALLOW_INSECURE_SERIALIZATION="1",
     )
