@@ -333,6 +333,7 @@ def test_what_waits_for_a_backing_folder_does_not_fill_the_memory(
         assert isinstance(reply, wire.ErrorReply)
         assert reply.code is ErrorCode.UNAVAILABLE
         beyond.remove(request_id)
-    assert hung.process.peak_rss_bytes() - before < 300 * MIB
+    # Up to 390 MiB were seen; 1,350 and more where all of them are kept.
+    assert hung.process.peak_rss_bytes() - before < 700 * MIB
     hung.other.put({key(1): block(1, SIZE)})
     assert hung.other.get([key(1)]) == {key(1): block(1, SIZE)}, "others are served"

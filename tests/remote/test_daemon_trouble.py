@@ -231,11 +231,12 @@ def test_after_a_put_to_a_stopped_daemon_the_payload_is_the_callers_again(
     views = [memoryview(source) for source in sources]
     sent = [PutItem(key, None, view) for key, view in zip(chain, views, strict=True)]
     results = store.put(sent, Durability.DISK, deadline=within(1.0))
-    assert [tracker.done for tracker in trackers] == [True] * len(trackers)
-    assert trackers
     contexts = [connection._zmq.context for connection in store._caller.pool._idle]
     assert contexts == [None], "only its end proves that nothing is read any more"
     assert set(results) == {PutResult.FAILED}
+    assert trackers
+    # zmq has let go; a thread of pyzmq's does it after it.
+    eventually(lambda: all(tracker.done for tracker in trackers))
     for view in views:
         view.release()
     for source in sources:
