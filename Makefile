@@ -4,7 +4,7 @@ PYTEST_FLAGS ?=
 # Tests of one file share engines and daemons. Files with few tests are the slow ones, so they must
 # not come last. Those of daemons wait more than they compute.
 TEST_PROCESSES ?= 2
-DAEMON_TEST_PROCESSES ?= 4
+DAEMON_TEST_PROCESSES ?= 3
 BY_FILE := --dist loadfile --no-loadscope-reorder
 TOGETHER := -n $(TEST_PROCESSES) $(BY_FILE)
 
