@@ -55,15 +55,6 @@ TAILS = (
         Needs.VLLM,
     ),
     Mutation(
-        "tail-that-outlived-a-reset",
-        "connector/store_planner.py",
-        "            self._refuse_outdated(state, [ids_of(table[: tail.position + 1])])\n",
-        "            pass\n",
-        "old weights answer after an update",
-        (f"{_TAILS}::test_a_tail_that_outlived_a_reset_on_the_gpu_is_not_stored",),
-        Needs.VLLM,
-    ),
-    Mutation(
         "tail-of-a-closed-sequence",
         "connector/store_planner.py",
         "        state.has_tail = True\n        if state.closed is not None:\n",
