@@ -12,6 +12,7 @@ _POWER_LOSS = ("tests/stores/test_ssd_power_loss.py",)
 _DAMAGE = ("tests/stores/test_ssd_damage.py",)
 _DIR = ("tests/stores/test_shared_dir.py",)
 _DIR_FAULTS = ("tests/stores/test_shared_dir_faults.py",)
+_DIR_DELETION = ("tests/stores/test_shared_dir_deletion.py",)
 _DIR_GC = ("tests/stores/test_shared_dir_gc.py",)
 
 STORES = (
@@ -335,7 +336,7 @@ STORES = (
         "                if key in found:\n",
         "                if False:\n",
         "a deleted block comes back when a collector ends what another had begun",
-        _DIR_FAULTS,
+        _DIR_DELETION,
     ),
     Mutation(
         "dir-name-unlinked-once",
@@ -343,7 +344,7 @@ STORES = (
         "        self._unlink_names(found)\n        return list(found.values())\n",
         "        return list(found.values())\n",
         "a block comes back that a collector put back while it was deleted",
-        _DIR_FAULTS,
+        _DIR_DELETION,
     ),
     Mutation(
         "dir-no-grace-period",
