@@ -47,8 +47,8 @@ from vllm_tiered_kv.stores.ssd.store import SsdStore
 
 KIB, MIB = 1 << 10, 1 << 20
 BLOCK_BYTES = {"Qwen2.5-3B": 576 * KIB, "Llama-3.1-8B": 2 * MIB, "Qwen2.5-32B": 4 * MIB}
-# As `server.write_behind` and `server.tiered_store` do.
-WRITERS, WRITE_BYTES = 4, 16 * MIB
+# As `server.lower_tiers`, `server.write_behind` and `server.tiered_store` do.
+WRITERS, WRITE_BYTES = 16, 16 * MIB
 READERS, READ_BLOCKS = 16, 8
 RECOVERED_BYTES = 100 * 10**9
 RECOVERED_BLOCK = 576 * KIB
@@ -165,13 +165,14 @@ class FioRun:
             "fio", "--name=blocks", f"--filename={self._path}", f"--rw={how}",
             f"--bs={self._block}", "--direct=1", f"--ioengine={kind.engine}",
             f"--iodepth={kind.depth}", "--thread", f"--numjobs={kind.jobs}", f"--size={share}",
-            f"--offset_increment={share}", "--fallocate=native", "--group_reporting",
-            "--output-format=json", "--end_fsync=1", "--refill_buffers=0", "--norandommap=0",
+            f"--offset_increment={share}", "--fallocate=native", "--output-format=json",
+            "--end_fsync=1", "--refill_buffers=0", "--norandommap=0",
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
-        side = job["read" if action == "read" else "write"]
-        return float(side["io_bytes"] / (job["job_runtime"] / kind.jobs / 1000) / 1e9)
+        jobs = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
+        nbytes = sum(job["read" if action == "read" else "write"]["io_bytes"] for job in jobs)
+        seconds = max(job["job_runtime"] for job in jobs) / 1000  # until the last one, as for us
+        return float(nbytes / seconds / 1e9)
 
     def close(self) -> None:
         self._path.unlink()

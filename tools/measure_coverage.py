@@ -28,10 +28,11 @@ FOLDER = ROOT / "build" / "coverage"
 PACKAGE = "vllm_tiered_kv"
 WORST_FILES = 15
 
+# In as many processes as the Makefile uses.
 SUITES = {
-    "unit": ("tests/unit",),
-    "daemon": ("tests/stores", "tests/remote", "tests/daemon"),
-    "engine": ("tests/engine", "tests/conformance"),
+    "unit": ("-n", "2", "tests/unit"),
+    "daemon": ("-n", "3", "tests/stores", "tests/remote", "tests/daemon"),
+    "engine": ("-n", "2", "tests/engine", "tests/conformance"),
 }
 
 
@@ -110,7 +111,8 @@ def main() -> int:
     failed = []
     for suite in suites:
         print(f"measuring {suite}", flush=True)
-        if coverage("run", "-m", "pytest", "-q", "-p", "no:cacheprovider", *SUITES[suite]):
+        how = ("-q", "-p", "no:cacheprovider", "--dist", "loadfile", "--no-loadscope-reorder")
+        if coverage("run", "-m", "pytest", *how, *SUITES[suite]):
             failed.append(suite)
     report()
     if failed:

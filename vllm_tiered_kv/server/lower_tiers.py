@@ -22,7 +22,7 @@ from vllm_tiered_kv.stores.handed import Handed
 from vllm_tiered_kv.stores.held import Held
 from vllm_tiered_kv.stores.memory import MemoryStore
 
-_WRITERS = 4  # per tier
+_WRITERS, _SSD_WRITERS = 4, 16  # a call waits for its last block, and a disk must not
 
 Progress = Callable[[str, int], None]
 """Told of a tier and how many blocks are left to write to it."""
@@ -66,7 +66,7 @@ class LowerTiers:
                 memory,
                 store,
                 queue_bytes,
-                _WRITERS,
+                _WRITERS if store is backing else _SSD_WRITERS,
                 tier,
                 partial(self._remember, tier),
                 patience_s if store is backing else math.inf,
