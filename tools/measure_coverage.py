@@ -28,6 +28,7 @@ FOLDER = ROOT / "build" / "coverage"
 PACKAGE = "vllm_tiered_kv"
 WORST_FILES = 15
 
+HOW = "-q -p no:cacheprovider -p tools.coverage_of_workers --dist loadfile --no-loadscope-reorder"
 # In as many processes as the Makefile uses.
 SUITES = {
     "unit": ("-n", "2", "tests/unit"),
@@ -111,8 +112,7 @@ def main() -> int:
     failed = []
     for suite in suites:
         print(f"measuring {suite}", flush=True)
-        how = ("-q", "-p", "no:cacheprovider", "--dist", "loadfile", "--no-loadscope-reorder")
-        if coverage("run", "-m", "pytest", *how, *SUITES[suite]):
+        if coverage("run", "-m", "pytest", *HOW.split(), *SUITES[suite]):
             failed.append(suite)
     report()
     if failed:
