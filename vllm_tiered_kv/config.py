@@ -237,7 +237,10 @@ class TieredKVConfig:
         "one.",
     )
     remote_server_key: str = _option(
-        "", "text", "Public key file of the daemon. With it, connections are encrypted."
+        "",
+        "text",
+        "Public key file of the daemon, the same for all in `remote`. With it, connections over "
+        "tcp are encrypted; `ipc://` needs no keys.",
     )
 
     verify_fraction: float = _option(

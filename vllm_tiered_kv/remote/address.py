@@ -6,6 +6,7 @@ share daemons must write them alike, so it is brought to one form.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,11 +53,28 @@ class ServerAddress:
         raise ConfigError(key, f"{text!r} is not an address; write it like {_EXAMPLES}")
 
     @property
-    def arena_path(self) -> str | None:
-        """The socket that hands out shared memory; only a daemon on this host has one."""
+    def socket_path(self) -> str | None:
+        """The daemon's own socket, if it is one on this host."""
         if not self.endpoint.startswith("ipc://"):
             return None
-        return self.endpoint.removeprefix("ipc://") + ARENA_SUFFIX
+        return self.endpoint.removeprefix("ipc://")
+
+    @property
+    def arena_path(self) -> str | None:
+        """The socket that hands out shared memory; only a daemon on this host has one."""
+        return None if self.socket_path is None else self.socket_path + ARENA_SUFFIX
+
+    def why_not_connected(self) -> str:
+        """A sentence for where zmq, which names no reason, found nobody."""
+        if self.socket_path is not None:
+            try:
+                os.stat(self.socket_path)
+                is_ours = os.access(self.socket_path, os.W_OK)
+            except OSError as error:
+                is_ours = not isinstance(error, PermissionError)
+            if not is_ours:
+                return "its socket belongs to another user; run both as the same one"
+        return "nothing listens there"
 
     def __str__(self) -> str:
         return self.endpoint

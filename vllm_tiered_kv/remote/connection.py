@@ -281,8 +281,8 @@ class Connection:
             if settings.heartbeat:
                 socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
                 socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
-            if settings.curve is not None:
-                settings.curve.apply(socket)
+            if settings.curve is not None and settings.address.socket_path is None:
+                settings.curve.apply(socket)  # daemons have local sockets without keys
             name = f"inproc://tiered-kv-monitor-{next(_monitors)}"
             self._zmq.monitor = socket.get_monitor_socket(_EVENTS, name)
             socket.connect(settings.address.endpoint)
@@ -381,7 +381,7 @@ class Connection:
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return RemoteRefusal(ErrorCode.UNAUTHORIZED, "its key is not allowed there", True)
         if event in (zmq.EVENT_CONNECT_RETRIED, zmq.EVENT_CLOSED):
-            return ConnectionLost("nothing listens there")
+            return ConnectionLost(self._settings.address.why_not_connected())
         if event == zmq.EVENT_DISCONNECTED:
             return ConnectionLost("the connection was closed")
         return ConnectionLost("the handshake failed; do both ends use CURVE keys that fit?")
