@@ -107,6 +107,18 @@ def test_status_does_not_wait_for_ever(timeout: str) -> None:
     assert "--timeout: expected" in refusal("status", "tcp://127.0.0.1:1", f"--timeout={timeout}")
 
 
+@pytest.mark.parametrize(
+    "address", ["nonsense", "tcp://127.0.0.1", "tcp://127.0.0.1:99999", "ipc://x"]
+)
+def test_status_of_what_is_no_address(address: str) -> None:
+    assert f"status: {address!r} is not" in refusal("status", address)
+
+
+def test_status_of_a_socket_where_nobody_listens(folder: Path) -> None:
+    said = refusal("status", f"ipc://{folder}/kv.sock", "--timeout", "600", status=1)
+    assert f"ipc://{folder}/kv.sock: No such file or directory" in said
+
+
 def test_a_key_that_could_not_be_written_is_not_in_the_way(folder: Path) -> None:
     keygen = "import sys, vllm_tiered_kv.server.cli as cli; sys.exit(cli.main(sys.argv[1:]))"
     command = [sys.executable, "-c", keygen, "keygen", str(folder / "keys"), "server"]

@@ -194,9 +194,10 @@ def test_wrong_key_files_are_named(keys: Keys, folder: Path) -> None:
 def test_status_with_keys(daemon: DaemonProcess, keys: Keys) -> None:
     server_key = str(keys.folder / "server.key")
     own = str(keys.folder / "clients" / "reader.key_secret")
-    done = run("status", daemon.endpoint, "--server-key", server_key, "--secret-key", own)
-    assert done.returncode == 0
-    assert "capacity_bytes" in done.stdout
+    for endpoint in (daemon.endpoint, daemon.ipc):
+        done = run("status", endpoint, "--server-key", server_key, "--secret-key", own)
+        assert done.returncode == 0
+        assert "capacity_bytes" in done.stdout
 
 
 def test_zmq_can_do_this() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import secrets
+import socket as sockets
 from typing import Any
 
 import zmq
 
 from vllm_tiered_kv.errors import ConfigError, ProtocolError, TieredKVError
 from vllm_tiered_kv.option_values import format_size
+from vllm_tiered_kv.remote.address import ServerAddress
 from vllm_tiered_kv.server.curve import load_server_keys, read_public_key
 from vllm_tiered_kv.wire.messages import (
     PROTOCOL_VERSION,
@@ -31,17 +33,20 @@ def show_status(
 ) -> int:
     if bool(server_key) != bool(secret_key):
         raise ConfigError("status", "--server-key and --secret-key belong together")
+    address = ServerAddress.parse(endpoint, "status")
+    if address.socket_path is not None:
+        _require_listener(address.socket_path)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     try:
         socket.linger = 0
         socket.ipv6 = "[" in endpoint
-        if server_key and secret_key:
+        if server_key and secret_key and address.socket_path is None:
             own = load_server_keys(secret_key)
             socket.curve_serverkey = read_public_key(server_key)
             socket.curve_publickey, socket.curve_secretkey = own.public, own.secret
         try:
-            socket.connect(endpoint)
+            socket.connect(address.endpoint)
         except zmq.ZMQError as error:
             raise ConfigError("status", f"{endpoint!r}: {error}") from error
         # A client without block lengths only looks.
@@ -59,6 +64,15 @@ def show_status(
     for facts in (info, stats):
         print("\n".join(_lines(facts.facts)))
     return 0
+
+
+def _require_listener(path: str) -> None:
+    """zmq would wait for one, and not say what keeps it away."""
+    with sockets.socket(sockets.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except OSError as error:
+            raise StatusError(f"ipc://{path}: {error.strerror}") from error
 
 
 def _ask(socket: zmq.Socket[bytes], request_id: int, request: Request, timeout_s: float) -> Any:
