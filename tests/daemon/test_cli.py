@@ -186,13 +186,20 @@ def test_keygen(folder: Path) -> None:
     assert again.returncode == 2
     assert "there already" in again.stderr
     assert secret.read_text() == before
-    assert run("keygen", str(folder), "../x").returncode == 2
+    for name in ("../x", ".x", ""):
+        assert run("keygen", str(folder / "other"), name).returncode == 2
+    assert not (folder / "other").exists()
 
 
 def test_verify_of_nothing(folder: Path) -> None:
-    done = run("verify", str(folder))
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
+    for where, sentence in (
+        (folder, "it has no FORMAT file"),
+        (folder / "nowhere", "there is no such folder"),
+    ):
+        done = run("verify", str(where))
+        assert done.returncode == 1
+        assert sentence in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 def test_status(start: StartDaemon, connect: Connect) -> None:

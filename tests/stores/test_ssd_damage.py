@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -279,6 +280,26 @@ def test_verify_finds_a_sound_folder_sound(folder: Path) -> None:
     assert report.good_bytes == sum(len(content(number)) for number in BLOCKS)
     assert lines
     assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_verify_on_a_read_only_file_system(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a disk that fails leaves it, which is when one wants to know."""
+    really_open = os.open
+
+    def no_writing(path: os.PathLike[str], flags: int, *more: int) -> int:
+        if flags & (os.O_RDWR | os.O_WRONLY | os.O_CREAT):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return really_open(path, flags, *more)
+
+    monkeypatch.setattr(os, "open", no_writing)
+    assert verify(folder).good_blocks == len(BLOCKS)
+    with pytest.raises(OSError, match="Read-only"):
+        SsdStore(folder, SMALL)
+    monkeypatch.undo()
+    with opened(folder, 400 << 10), pytest.raises(StoreLockedError):
+        monkeypatch.setattr(os, "open", no_writing)
+        verify(folder)
+    monkeypatch.undo()
 
 
 def test_verify_finds_planted_damage(folder: Path) -> None:

@@ -64,7 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"tiered-kv-server: {error}", file=sys.stderr)
         return EXIT_USAGE
     except (TieredKVError, OSError) as error:
-        print(f"tiered-kv-server: {error}", file=sys.stderr)
+        named = isinstance(error, OSError) and error.filename is not None
+        what = f"{error.filename}: {error.strerror}" if named else error
+        print(f"tiered-kv-server: {what}", file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -165,7 +167,7 @@ def _keygen(arguments: Sequence[str]) -> int:
     parser.add_argument("name", metavar="NAME", help="of the daemon or client the keys are for")
     parser.add_argument("--read-only", action="store_true", help="this client may only read")
     given = parser.parse_args(arguments)
-    if Path(given.name).name != given.name or given.name.startswith("."):
+    if Path(given.name).name != given.name or not given.name or given.name.startswith("."):
         raise ConfigError("keygen", f"{given.name!r} cannot be part of a file's name")
     public, secret = write_key_pair(given.folder, given.name, given.read_only)
     print(

@@ -28,9 +28,15 @@ _MAX_SUPERBLOCK = 4096
 class FolderLock:
     """Held for the life of a store. The kernel lets go of it when the process dies."""
 
-    def __init__(self, folder: Path) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._fd = os.open(folder / LOCK, flags, 0o600)
+    def __init__(self, folder: Path, read_only: bool = False) -> None:
+        """With `read_only` also on a file system that was mounted so, as after errors of a disk."""
+        flags = os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            self._fd = os.open(folder / LOCK, flags | os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            if not read_only or error.errno != errno.EROFS:
+                raise
+            self._fd = os.open(folder / LOCK, flags | os.O_RDONLY)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

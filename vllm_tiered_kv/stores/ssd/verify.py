@@ -47,8 +47,9 @@ def verify(
 ) -> VerifyReport:
     """Raises StoreFormatError for a folder that is no store, StoreLockedError for one in use."""
     if not (folder / FORMAT).exists():
-        raise StoreFormatError(str(folder), "it has no FORMAT file")
-    lock = FolderLock(folder)
+        reason = "it has no FORMAT file" if folder.is_dir() else "there is no such folder"
+        raise StoreFormatError(str(folder), reason)
+    lock = FolderLock(folder, read_only=True)
     try:
         return _verify(folder, disk or OsDisk(), progress or (lambda line: None))
     finally:
