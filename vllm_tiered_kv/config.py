@@ -313,7 +313,7 @@ _OTHER_VARIABLES = frozenset({"TIERED_KV_CUDA", "TIERED_KV_CUDA_ARCHS", "TIERED_
 def require_known(key: str, source: str, options: Mapping[str, Any]) -> None:
     if key in options:
         return
-    close = difflib.get_close_matches(key, options, n=1, cutoff=0.4)
+    close = difflib.get_close_matches(key.lower(), options, n=1, cutoff=0.4)
     hint = f'did you mean "{close[0]}"?' if close else f"known options: {', '.join(options)}"
     raise ConfigError(source, f"unknown option; {hint}")
 
@@ -359,13 +359,13 @@ def options_table() -> str:
         if kind == "choice":
             choices: type[enum.Enum] = type(option.default)
             shown = " \\| ".join(f'`"{choice.value}"`' for choice in choices)
-        elif kind == "int":
-            shown = f"integer {option.metadata['low']} … {option.metadata['high']}"
+        elif kind in ("int", "seconds"):
+            word = "integer" if kind == "int" else "seconds"
+            shown = f"{word} {option.metadata['low']} … {option.metadata['high']}"
         else:
             shown = {
                 "size": 'size, like `"20GiB"`',
                 "bool": "boolean",
-                "seconds": "seconds",
                 "share": "number 0 … 1",
                 "addresses": "address or list",
                 "text": "text",

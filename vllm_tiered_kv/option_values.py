@@ -94,7 +94,7 @@ def parse_number(key: str, value: object, low: float, high: float, unit: str = "
         if isinstance(value, bool) or not isinstance(value, (int, float, str)):
             raise ValueError
         number = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise ConfigError(key, f"expected a number{unit and f' of{unit}'}, got {value!r}") from None
     if not low <= number <= high:
         raise ConfigError(key, f"expected {low:g} to {high:g}{unit}, got {value!r}")

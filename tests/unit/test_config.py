@@ -78,7 +78,12 @@ def test_the_environment_wins_over_the_json() -> None:
 
 @pytest.mark.parametrize(
     ("key", "closest"),
-    [("cpu_mem", "cpu_memory"), ("evicton", "eviction"), ("stor", "store"), ("Mode", "mode")],
+    [
+        ("cpu_mem", "cpu_memory"),
+        ("evicton", "eviction"),
+        ("stor", "store"),
+        ("CPU_MEMORY", "cpu_memory"),
+    ],
 )
 def test_an_unknown_key_is_an_error_that_names_the_closest(key: str, closest: str) -> None:
     with pytest.raises(ConfigError, match=f'did you mean "{closest}"'):
@@ -105,6 +110,7 @@ def test_a_key_like_nothing_lists_what_is_known() -> None:
         ("copy_threads", -1, "from 0 to 256"),
         ("copy_threads", "many", "whole number"),
         ("copy_threads", True, "whole number"),
+        pytest.param("remote_load_timeout", 10**400, "number of seconds", id="more than a float"),
     ],
 )
 def test_a_bad_value_says_what_is_valid(key: str, value: object, message: str) -> None:

@@ -36,7 +36,8 @@ def check_endpoint(endpoint: str, has_keys: bool) -> None:
         _check_ipc(endpoint, rest)
     elif scheme == "tcp":
         host, _, port = rest.rpartition(":")
-        if not host or not (port == "*" or is_port(port)):
+        is_bare_ipv6 = ":" in host and not host.startswith("[")
+        if not host or "," in host or is_bare_ipv6 or not (port == "*" or is_port(port)):
             raise ConfigError("listen", f'{endpoint!r} is not like "tcp://127.0.0.1:9527"')
         if not has_keys and not is_loopback(host):
             raise ConfigError(

@@ -48,7 +48,7 @@ class HttpServer:
 
 def parse_address(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
-    if not host or not is_port(port):
+    if not host or "/" in host or not is_port(port):
         raise ConfigError("http", f'{address!r} is not like "127.0.0.1:9528", nor "off"')
     if not is_loopback(host) or ":" in host:
         raise ConfigError(

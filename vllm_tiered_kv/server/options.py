@@ -24,6 +24,7 @@ from vllm_tiered_kv.option_values import (
     parse_int,
     parse_size,
 )
+from vllm_tiered_kv.stores.shared_dir.settings import SharedDirSettings
 from vllm_tiered_kv.stores.ssd.settings import FsyncPolicy
 
 EVERYONE = ""
@@ -103,7 +104,9 @@ class ServerOptions:
         0, "size", "What collections bring the backing folder down to. 0: no limit.", low=0
     )
     backing_ttl: int = _option(
-        0, "duration", "Blocks of the backing folder unused for so long are removed. 0: never."
+        0,
+        "duration",
+        "Blocks of the backing folder unused for so long, 20min or more, are removed. 0: never.",
     )
     backing_timeout: int = _option(
         2,
@@ -203,6 +206,9 @@ class ServerOptions:
             raise ConfigError("memory", f"{self.memory} bytes are too few; give it at least 1MiB")
         if not self.listen:
             raise ConfigError("listen", "name at least one endpoint")
+        for endpoint in self.listen:
+            if self.listen.count(endpoint) > 1:
+                raise ConfigError("listen", f"{endpoint} is named more than once")
         if bool(self.secret_key) != bool(self.clients):
             raise ConfigError(
                 "secret_key" if self.clients else "clients",
@@ -215,6 +221,12 @@ class ServerOptions:
                 "backing",
                 "the folder would grow until its file system is full; say what it may hold with "
                 "backing_space, or for how long with backing_ttl",
+            )
+
+        least = int(2 * SharedDirSettings.touch_interval_s)  # last uses are noted as often
+        if self.backing and 0 < self.backing_ttl < least:
+            raise ConfigError(
+                "backing_ttl", f"must be at least {least // 60}min, got {self.backing_ttl}s"
             )
 
     def _check_use(self, given: Mapping[str, Any]) -> None:
@@ -251,11 +263,20 @@ def read_yaml(path: str) -> Mapping[str, Any]:
     import yaml  # only who uses a file pays for it
 
     try:
-        content = yaml.safe_load(Path(path).read_text())
+        text = Path(path).read_text()
+        content = yaml.safe_load(text)
+        tree = yaml.compose(text, yaml.SafeLoader)
     except OSError as error:
         raise ConfigError("--config", f"{path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError("--config", f"{path} is not YAML: {error}") from error
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}," if mark else ""
+        what = getattr(error, "problem", None) or error
+        raise ConfigError("--config", f"{path}{where} is not YAML: {what}") from error
+    names = [key.value for key, _ in tree.value] if isinstance(tree, yaml.MappingNode) else []
+    for name in names:
+        if names.count(name) > 1:  # YAML would take the last one without a word
+            raise ConfigError(str(name), f"is there more than once in {path}")
     if content is None:
         return {}
     if not isinstance(content, dict):
