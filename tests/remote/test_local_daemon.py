@@ -1,4 +1,4 @@
-"""A daemon on this host, reached by its `ipc://` socket: what stands in the way, and what does not."""
+"""A daemon on this host, reached by its `ipc://` socket: what is in the way, and what is not."""
 
 from __future__ import annotations
 

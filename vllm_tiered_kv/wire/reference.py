@@ -16,13 +16,14 @@ _ERRORS = {
     ErrorCode.UNKNOWN_OP: "There is no such op in this version.",
     ErrorCode.UNSUPPORTED_VERSION: "The version in `hello` is not spoken; the message says which.",
     ErrorCode.NO_HELLO: "The session is not open, or the daemon has restarted: say `hello` again.",
-    ErrorCode.MISMATCH: "The namespace is known with other block lengths or another layout.",
+    ErrorCode.MISMATCH: "The namespace is known with other keys, block lengths or layout; or "
+    "a message has a key or block of another length than its session.",
     ErrorCode.UNAUTHORIZED: "This client may not do this.",
     ErrorCode.READ_ONLY: "This client, or the daemon, does not write.",
     ErrorCode.TOO_LARGE: "A limit is exceeded; ask for less at once.",
     ErrorCode.UNAVAILABLE: "Shutting down or overloaded. The only code after which trying the "
     "same again makes sense.",
-    ErrorCode.NO_ARENA: "The session has no shared memory attached.",
+    ErrorCode.NO_ARENA: "The session has no shared memory attached, or its token is not known.",
     ErrorCode.NOT_WRITTEN: "A `flush`: blocks could not be written, or not made durable. A "
     "`delete`: a tier refuses or does not answer; blocks may still be there, or be deleted later. "
     "A `put` as `disk`: the daemon has none; nothing was kept.",

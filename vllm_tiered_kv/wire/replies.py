@@ -86,7 +86,8 @@ Results: TypeAlias = Annotated[bytes, Spec(Codes(1, 4, MAX_KEYS), "the outcome f
 Facts: TypeAlias = Annotated[dict[str, Any], Spec(Tree(), "the facts, by name")]
 Leases: TypeAlias = Annotated[list[int], Spec(Uints(MAX_KEYS), "a lease for each key; 0: none")]
 Offsets: TypeAlias = Annotated[
-    list[int], Spec(Uints(MAX_KEYS), "where each block starts in the arena", per="leases")
+    list[int],
+    Spec(Uints(MAX_KEYS), "where each block starts, from the first slot on", per="leases"),
 ]
 Generations: TypeAlias = Annotated[
     list[int], Spec(Uints(MAX_KEYS), "generation of each block's slot", per="leases")
@@ -243,7 +244,7 @@ class BorrowReply(Message):
     lent: Annotated[int, Spec(Uint(0, MAX_KEYS), "leading positions that are lent")]
     lease: Annotated[int, Spec(Uint(), "the lease of all of them; 0: nothing is lent")]
     offsets: Annotated[
-        bytes, Spec(PackedUints(MAX_KEYS), "where each lent block starts in the arena")
+        bytes, Spec(PackedUints(MAX_KEYS), "where each lent block starts, from the first slot on")
     ]
     generations: Annotated[
         bytes, Spec(PackedUints(MAX_KEYS), "generation of each block's slot", per="offsets")
