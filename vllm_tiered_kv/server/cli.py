@@ -63,10 +63,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"tiered-kv-server: {error}", file=sys.stderr)
         return EXIT_USAGE
-    except (TieredKVError, OSError) as error:
-        named = isinstance(error, OSError) and error.filename is not None
-        what = f"{error.filename}: {error.strerror}" if named else error
-        print(f"tiered-kv-server: {what}", file=sys.stderr)
+    except TieredKVError as error:
+        print(f"tiered-kv-server: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        print(f"tiered-kv-server: {where}{error.strerror or error}", file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
