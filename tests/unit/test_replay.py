@@ -30,6 +30,7 @@ class SmallServer:
     """Answers with words chosen by the prompt; what it keeps is answered from there."""
 
     models: list[str] = field(default_factory=lambda: ["m"])
+    instead_of_models: tuple[int, Any] | None = None
     keeps: bool = True
     has_metrics: bool = True
     can_empty: bool = True
@@ -99,7 +100,9 @@ class _Handler(BaseHTTPRequestHandler):
     small: SmallServer
 
     def do_GET(self) -> None:
-        if self.path == "/v1/models":
+        if self.path == "/v1/models" and self.small.instead_of_models:
+            self._send(*self.small.instead_of_models)
+        elif self.path == "/v1/models":
             self._send(200, {"data": [{"id": name} for name in self.small.models]})
         elif self.path == "/metrics" and self.small.has_metrics:
             counter = names.LOADED_BLOCKS.exposed_name
@@ -267,6 +270,23 @@ def test_a_request_that_fails_is_told(
     assert "400: the prompt is too long" in out
     assert "1 failed" in out
     assert "line 4: failed" in out
+
+
+def test_an_error_page_is_told_in_a_line(
+    running: Running, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running.small.instead_of_models = 404, "<html>\n  <h1>Not\n Found</h1>\n</html>\n"
+    assert replay(running, prompts) == 2
+    assert "/v1/models answered 404: <html> <h1>Not Found</h1> </html>\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("answer", [[], {"data": None}, {"data": [7]}, {"data": 7}, 7, None])
+def test_a_server_of_something_else(
+    running: Running, prompts: Path, capsys: pytest.CaptureFixture[str], answer: object
+) -> None:
+    running.small.instead_of_models = 200, answer
+    assert replay(running, prompts) == 2
+    assert "does not list its models; is it an OpenAI-compatible server?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

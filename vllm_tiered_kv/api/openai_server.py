@@ -42,7 +42,12 @@ class OpenAIServer:
     def choose_model(self, wanted: str | None) -> str:
         """The model to ask for; ReplayError if it is not served, or if there are several."""
         reply = self._json("/v1/models", None, _QUICK_S)
-        served = [str(model["id"]) for model in reply.get("data", ()) if "id" in model]
+        models = reply.get("data") if isinstance(reply, dict) else None
+        if not isinstance(models, list) or not all(isinstance(one, dict) for one in models):
+            raise ReplayError(
+                f"{self.url} does not list its models; is it an OpenAI-compatible server?"
+            )
+        served = [str(model["id"]) for model in models if "id" in model]
         if wanted is not None and wanted not in served:
             known = ", ".join(served) or "nothing"
             raise ReplayError(f"{self.url} does not serve model {wanted!r}; it serves {known}")
@@ -109,7 +114,8 @@ class OpenAIServer:
                 return error.code, error.read()
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or error
-            raise ReplayError(f"{self.url} cannot be reached: {reason}") from None
+            line = " ".join(str(reason).split())
+            raise ReplayError(f"{self.url} cannot be reached: {line}") from None
 
 
 def sum_counters(text: str, metrics: tuple[Metric, ...]) -> dict[str, float]:
@@ -122,7 +128,7 @@ def sum_counters(text: str, metrics: tuple[Metric, ...]) -> dict[str, float]:
 
 
 def _reason(content: bytes) -> str:
-    """What a server says of an error, as it is or out of its JSON."""
+    """What a server says of an error, in one line: as it is or out of its JSON."""
     text = content.decode(errors="replace").strip()
     try:
         reply = json.loads(text)
@@ -130,4 +136,4 @@ def _reason(content: bytes) -> str:
         text = str(error.get("message", text) if isinstance(error, dict) else error)
     except (ValueError, AttributeError):
         pass
-    return text[:400] or "nothing"
+    return " ".join(text.split())[:400] or "nothing"
