@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_tiered_kv.api import TokenCache
+from vllm_tiered_kv.errors import TieredKVError
 
 SHAPE = (4, 2, 8, 64)  # layers, key and value, heads, numbers
 TURNS = ("Who was the first?", " It was the ferryman.", " And the second?", " His daughter.")
@@ -42,4 +43,7 @@ def main(*servers: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except TieredKVError as error:  # no address, a wrong one, or no daemon there
+        sys.exit(f"{error}\n\n{__doc__}")

@@ -47,3 +47,18 @@ def test_the_example_computes_nothing_the_second_time(daemon: DaemonProcess) -> 
     ]
     assert [text.count("computing") for text in said] == [4, 0]
     assert "computing 21 tokens" in said[0], "only what is new"
+
+
+def test_the_example_says_how_it_is_run() -> None:
+    done = subprocess.run(
+        [sys.executable, "examples/token_cache.py"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert "expected at least one address" in done.stderr
+    assert "python examples/token_cache.py ipc:///tmp/kv.sock" in done.stderr
+    assert "Traceback" not in done.stderr
