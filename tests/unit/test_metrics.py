@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tools.generate_docs import DOCS, GENERATED
+from vllm_tiered_kv.core.store import PutResult
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.recorder import Recorder, label_values, merge
 
@@ -53,6 +54,15 @@ def test_counters_only_rise_and_kinds_are_kept_apart() -> None:
 @pytest.mark.parametrize("page", sorted(GENERATED))
 def test_generated_tables_are_up_to_date(page: str) -> None:
     assert GENERATED[page]() in Path(DOCS / page.partition("#")[0]).read_text()
+
+
+def test_the_values_of_labels_are_documented() -> None:
+    page = Path(DOCS / "metrics.md").read_text()
+    engine, daemon = page.split("## Of a daemon")
+    for reason in names.DropReason:
+        assert f"`{reason.value}`" in engine
+    for result in PutResult:
+        assert f"`{result.name.lower()}`" in daemon
 
 
 def test_names_are_unique_and_all_are_exported() -> None:

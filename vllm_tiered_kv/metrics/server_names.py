@@ -49,7 +49,9 @@ PENDING_BYTES = _gauge("pending_write_bytes", "Bytes waiting to be written to a 
 BACKING_ABSENT = _gauge(
     "backing_absent", "1 while the backing tier answers nothing and is not asked."
 )
-SESSIONS = _gauge("sessions", "Client sockets that have said hello.")
+SESSIONS = _gauge(
+    "sessions", "Client sockets that have said hello, those gone for less than a day included."
+)
 ATTACHMENTS = _gauge("attached_processes", "Processes that share the memory tier.")
 NAMESPACES = _gauge("namespaces", "Namespaces whose shape is known.")
 LEASES = _gauge("leases", "Slots lent to or reserved by attached processes.")
