@@ -81,6 +81,15 @@ def test_who_may_have_a_quota_is_known_from_the_start_of_a_name() -> None:
     assert may_have_quota({"": 1}, bytes(16))
 
 
+def test_a_path_below_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shell has seen what is in a file, or behind a "=": a folder "~" was made instead."""
+    monkeypatch.setenv("HOME", "/home/kv")
+    assert ServerOptions.load({"ssd": "~/ssd"}).ssd == "/home/kv/ssd"
+    keys = {"secret_key": "~/x.key_secret", "clients": "/etc/~"}
+    loaded = ServerOptions.load(None, keys)
+    assert (loaded.secret_key, loaded.clients) == ("/home/kv/x.key_secret", "/etc/~")
+
+
 @pytest.mark.parametrize(
     ("file", "sentence"),
     [

@@ -100,3 +100,5 @@ def test_key_files(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError):
             CurveKeys.load(client, server)
+    with pytest.raises(ConfigError, match="cannot be read: No such file or directory"):
+        CurveKeys.load(tmp_path / "nowhere", server_public)

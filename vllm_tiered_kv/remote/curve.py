@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,7 +48,8 @@ def _read(path: str | os.PathLike[str]) -> tuple[bytes, bytes | None]:
     try:
         public, secret = load_certificate(Path(path))
     except OSError as error:
-        raise ConfigError(name, f"cannot be read: {error.strerror or error}") from None
+        why = error.strerror or os.strerror(errno.ENOENT)  # zmq says only that it is invalid
+        raise ConfigError(name, f"cannot be read: {why}") from None
     except (ValueError, UnicodeDecodeError):
         raise ConfigError(name, "is not a zmq certificate file") from None
     for key in (public, secret):

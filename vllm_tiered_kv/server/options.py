@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import enum
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -410,7 +411,7 @@ def _parse_quotas(key: str, value: Any) -> Quotas:
 _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "size": parse_size,
     "bool": parse_bool,
-    "path": _parse_text,
+    "path": lambda key, value: os.path.expanduser(_parse_text(key, value)),  # as shells do
     "text": _parse_text,
     "list": _parse_list,
     "quotas": _parse_quotas,
