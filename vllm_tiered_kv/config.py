@@ -306,8 +306,10 @@ class TieredKVConfig:
         return ", ".join(changed)
 
 
-# Read at build or test time by setup.py and the tests; not options of the connector.
-_OTHER_VARIABLES = frozenset({"TIERED_KV_CUDA", "TIERED_KV_CUDA_ARCHS", "TIERED_KV_SANITIZE"})
+# Read by setup.py, and left in the environment of many an image; not options of the connector.
+_OTHER_VARIABLES = frozenset(
+    ENV_PREFIX + name for name in ("CUDA", "CUDA_ARCHS", "SANITIZE", "BUILD_JOBS", "KEEP_BUILT")
+)
 
 
 def require_known(key: str, source: str, options: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,13 @@ def test_an_unknown_key_is_an_error_that_names_the_closest(key: str, closest: st
 def test_an_unknown_variable_is_an_error_too() -> None:
     with pytest.raises(ConfigError, match=r'TIERED_KV_CPU_MEMROY.*"cpu_memory"'):
         TieredKVConfig.load({}, {"TIERED_KV_CPU_MEMROY": "1GiB"})
+
+
+def test_what_an_image_was_built_with_may_stay_in_its_environment() -> None:
+    setup = (Path(__file__).parents[2] / "setup.py").read_text()
+    variables = set(re.findall(r"TIERED_KV_[A-Z_]+", setup))
+    assert len(variables) >= 5
+    assert TieredKVConfig.load({}, dict.fromkeys(variables, "1")) == TieredKVConfig()
 
 
 def test_a_key_like_nothing_lists_what_is_known() -> None:
