@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import enum
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -271,7 +272,7 @@ class TieredKVConfig:
             require_known(key, key, options)
             raw[key] = (key, value)
         for variable, value in environ.items():
-            if variable.startswith(ENV_PREFIX) and variable not in _OTHER_VARIABLES:
+            if variable.startswith(ENV_PREFIX) and not _is_not_ours(variable):
                 key = variable[len(ENV_PREFIX) :].lower()
                 require_known(key, variable, options)
                 raw[key] = (variable, value)
@@ -310,6 +311,17 @@ class TieredKVConfig:
 _OTHER_VARIABLES = frozenset(
     ENV_PREFIX + name for name in ("CUDA", "CUDA_ARCHS", "SANITIZE", "BUILD_JOBS", "KEEP_BUILT")
 )
+
+
+# Kubernetes sets these in every pod, by the name of each service: it may be tiered-kv.
+_OF_A_SERVICE = re.compile(
+    r"TIERED_KV(_\w+)?_(SERVICE_HOST|SERVICE_PORT(_\w+)?"
+    r"|PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+)
+
+
+def _is_not_ours(variable: str) -> bool:
+    return variable in _OTHER_VARIABLES or _OF_A_SERVICE.fullmatch(variable) is not None
 
 
 def require_known(key: str, source: str, options: Mapping[str, Any]) -> None:

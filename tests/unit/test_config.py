@@ -96,6 +96,24 @@ def test_an_unknown_variable_is_an_error_too() -> None:
         TieredKVConfig.load({}, {"TIERED_KV_CPU_MEMROY": "1GiB"})
 
 
+@pytest.mark.parametrize("service", ["TIERED_KV", "TIERED_KV_SERVER", "TIERED_KV_CACHE_1"])
+def test_variables_that_kubernetes_sets_for_a_service_are_no_options(service: str) -> None:
+    """In every pod, by the name of the service: one named tiered-kv is not far to seek."""
+    given = {
+        f"{service}_SERVICE_HOST": "10.0.0.7",
+        f"{service}_SERVICE_PORT": "9527",
+        f"{service}_SERVICE_PORT_HTTP": "9528",
+        f"{service}_PORT": "tcp://10.0.0.7:9527",
+        f"{service}_PORT_9527_TCP": "tcp://10.0.0.7:9527",
+        f"{service}_PORT_9527_TCP_PROTO": "tcp",
+        f"{service}_PORT_9527_TCP_PORT": "9527",
+        f"{service}_PORT_9527_TCP_ADDR": "10.0.0.7",
+    }
+    assert TieredKVConfig.load({}, given) == TieredKVConfig()
+    with pytest.raises(ConfigError, match="unknown option"):
+        TieredKVConfig.load({}, {f"{service}_PORTS": "1"})
+
+
 def test_what_an_image_was_built_with_may_stay_in_its_environment() -> None:
     setup = (Path(__file__).parents[2] / "setup.py").read_text()
     variables = set(re.findall(r"TIERED_KV_[A-Z_]+", setup))
