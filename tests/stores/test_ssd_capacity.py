@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import threading
 from pathlib import Path
 
 import pytest
@@ -163,6 +165,52 @@ def test_no_more_is_evicted_than_is_needed(tmp_path: Path) -> None:
             *([PutResult.PRESENT] * len(warm)),
         ]
         assert store.counters.evicted_blocks == 2
+
+
+def test_all_who_wait_for_room_get_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One who makes room for itself alone loses it to others, who are many, again and again."""
+
+    class HeldUp(OsDisk):
+        go_on = threading.Event()
+
+        def sync(self, fd: int) -> None:
+            assert self.go_on.wait(60)
+            super().sync(fd)
+
+    disk, writers = HeldUp(), 50
+    disk.go_on.set()
+    block = memoryview(bytes(64 * KIB))
+    with opened(tmp_path / "store", 8 * MIB, disk=disk, slab_bytes=256 * KIB) as store:
+        numbers = itertools.count()
+
+        def put_one() -> list[PutResult]:
+            return store.put([PutItem(key(next(numbers)), None, block)])
+
+        while not store.counters.evicted_blocks:
+            assert put_one() == [PutResult.STORED]
+        assert store._index.free_slots(0) == 0
+        waiting = threading.Semaphore(0)
+        wait_release = store._committer.wait_release
+
+        def wait() -> bool:
+            waiting.release()
+            return wait_release()
+
+        monkeypatch.setattr(store._committer, "wait_release", wait)
+        disk.go_on.clear()
+        results: list[PutResult] = []
+        threads = [
+            threading.Thread(target=lambda: results.extend(put_one())) for _ in range(writers)
+        ]
+        for thread in threads:
+            thread.start()
+        for _ in threads:
+            assert waiting.acquire(timeout=60)
+        disk.go_on.set()
+        for thread in threads:
+            thread.join()
+        assert results == [PutResult.STORED] * writers
+        check(store)
 
 
 def test_a_large_store_keeps_a_little_free_and_a_quota_is_not_emptied(tmp_path: Path) -> None:

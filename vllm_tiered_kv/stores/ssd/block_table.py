@@ -8,6 +8,7 @@ order of use.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,6 +49,7 @@ class BlockTable:
         self._counters = counters
         self._has_quota = has_quota
         self._told_too_many = False
+        self._awaited: Counter[int] = Counter()  # slots that puts wait for, by class
         self.geometry = SlabGeometry(budget.data_bytes, budget.slab_bytes, ALIGNMENT)
         self.index = DurableIndex(self.geometry, eviction, self._on_evict, self._on_leave)
         self.records: dict[int, bytes] = {}  # by slot
@@ -83,7 +85,8 @@ class BlockTable:
     def reserve(self, item: PutItem, nbytes: int, coming: Sequence[PutItem]) -> int | PutResult:
         """A slot for the block, or why there is none; may wait for evictions to be durable.
 
-        Room is made at once for all that is `coming`, this block included.
+        Room is made at once for all that is `coming`, this block included, and for all that
+        others wait for: they would take it, and leave none.
         """
         for _ in range(_ROOM_ATTEMPTS):
             if self.index.lookup(item.key) is not Lookup.MISS:
@@ -96,12 +99,16 @@ class BlockTable:
             slot = self.index.reserve(item.key, item.parent, size_class)
             if slot is not None:
                 return slot
+            missing = sum(self.index.lookup(other.key) is Lookup.MISS for other in coming)
             if not (self.index.has_quarantined or self.committer.is_releasing):
-                missing = sum(self.index.lookup(other.key) is Lookup.MISS for other in coming)
-                slots = min(missing, _MAX_AHEAD) + self._ahead(size_class)
+                wanted = missing + self._awaited[size_class]
+                slots = min(wanted, _MAX_AHEAD) + self._ahead(size_class)
                 if not self.index.make_room(size_class, slots, item.parent):
                     return PutResult.DROPPED
-            if not self.committer.wait_release():
+            self._awaited[size_class] += missing
+            is_released = self.committer.wait_release()
+            self._awaited[size_class] -= missing
+            if not is_released:
                 return PutResult.FAILED
         return PutResult.DROPPED
 
