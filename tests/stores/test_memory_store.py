@@ -64,6 +64,26 @@ def test_a_generation_is_odd_while_its_slot_is_written(store: MemoryStore) -> No
     assert len(seen) == 1  # it was one slot all the time
 
 
+def test_a_place_that_becomes_the_middle_of_another_block_has_another_generation(
+    store: MemoryStore,
+) -> None:
+    """Only the first page of a block is asked for its generation, and what was lent earlier may
+    have begun at any other."""
+    numbers = range(8)  # a slab of them
+    assert store.put([item(n) for n in numbers]) == [PutResult.STORED] * 8
+    lent = store.hold([key(n) for n in numbers])
+    store.let_go([block for block in lent if block is not None])
+    store.delete([key(n) for n in numbers])
+    assert store.put([item(8, size=8 * SIZE)]) == [PutResult.STORED]
+    (large,) = store.hold([key(8)])
+    assert large is not None
+    for block in lent:
+        assert block is not None
+        assert large.offset <= block.offset < large.offset + large.nbytes
+        assert store.arena.generation(block.offset) != block.generation
+    store.let_go([large])
+
+
 def test_a_block_is_unreadable_until_its_copy_has_ended(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -150,6 +150,11 @@ class SharedArena:
             generations.append(generation)
         return generations
 
+    def renew(self, offset: int, nbytes: int) -> None:
+        """Nothing that was lent there is valid any more. Only the daemon calls this."""
+        assert self._generations is not None, "the arena is closed"
+        self._generations[offset // PAGE : (offset + nbytes) // PAGE] += np.uint64(2)
+
     def close(self) -> None:
         if self._slots is None:
             return

@@ -62,6 +62,7 @@ class MemoryStore:
         self._on_evict = on_evict
         self._has_quota = has_quota
         self._readable: dict[StoreKey, Held] = {}
+        self._cuts = [0] * self._geometry.num_slabs  # into slots of so many bytes
         self._lock = threading.RLock()
         self._dropped: dict[StoreKey, None] = {}  # that found no room, oldest first
         self._too_large = TooLarge()
@@ -287,9 +288,9 @@ class MemoryStore:
         self, taken: Sequence[tuple[StoreKey, StoreKey | None, int]], size_class: int, nbytes: int
     ) -> list[Held]:
         """Slots of one class that are to be written, of (key, parent, slot)."""
-        if self._dropped:
-            for key, _, _ in taken:
-                self._dropped.pop(key, None)
+        for key, _, _ in taken if self._dropped else []:
+            self._dropped.pop(key, None)
+        self._cut({slot // self._geometry.slots_per_slab for _, _, slot in taken}, size_class)
         offsets = self._geometry.offsets((slot for _, _, slot in taken), size_class)
         generations = self.arena.begin_writing(offsets)
         views = self.arena.views(offsets, nbytes)
@@ -434,6 +435,15 @@ class MemoryStore:
             self._too_large.tell(nbytes, self._geometry.slab_bytes)
             return None
         return self._index.class_for(nbytes, owner_of(key, self._has_quota))
+
+    def _cut(self, slabs: set[int], size_class: int) -> None:
+        """Only the page a block begins with has its generation: after another cut, what was lent
+        before may lie within a block."""
+        into = self._geometry.slot_bytes[size_class]
+        for slab in slabs:
+            before, self._cuts[slab] = self._cuts[slab], into
+            if before not in (0, into):
+                self.arena.renew(slab * self._geometry.slab_bytes, self._geometry.slab_bytes)
 
     def _evicted(self, key: bytes, nbytes: int) -> None:
         self._readable.pop(StoreKey(key), None)
