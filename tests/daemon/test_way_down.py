@@ -184,6 +184,41 @@ def test_a_block_deleted_while_it_is_written_and_waits_to_be_written_again_stays
         tiered.close()
 
 
+def test_a_block_read_back_while_it_is_deleted_is_not_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes into memory again before the SSD has deleted it, and is to leave memory after."""
+    ssd = SsdStore(tmp_path / "ssd", 16 * MIB)
+    store = TieredStore(4 * MIB, ssd, None, Recorder(), workers=2)
+    really_delete = ssd.delete
+
+    def delete(keys: Sequence[StoreKey]) -> int:
+        answered = threading.Event()
+
+        def read(position: int, held: Held | None) -> None:
+            store.memory.let_go([] if held is None else [held])
+            answered.set()
+
+        store.fetch([key(1)], read)
+        assert answered.wait(PATIENCE_S)
+        count = really_delete(keys)
+        for n in range(2, 2 + 4 * MIB // SIZE):
+            eventually(lambda: store.pending_writes() == {"ssd": (0, 0)})
+            put(store, n)
+        return count
+
+    try:
+        assert put(store, 1, Durability.DISK) is PutResult.STORED
+        monkeypatch.setattr(ssd, "delete", delete)
+        deleted = threading.Event()
+        store.delete([key(1)], lambda count: deleted.set())
+        assert deleted.wait(PATIENCE_S)
+        assert not store.drain()
+        assert ssd.contains([key(1), key(2)]) == [False, True]
+    finally:
+        store.close()
+
+
 def test_a_block_that_no_disk_has_stays_in_memory_until_one_has(
     store: TieredStore, disk: GatedDisk
 ) -> None:

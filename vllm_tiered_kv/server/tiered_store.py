@@ -305,9 +305,9 @@ class TieredStore:
         self._in_pool(near, failed)
 
     def _delete_near(self, keys: Sequence[StoreKey]) -> None:
-        self._delete_here(keys)
-        self._lower.delete(_SSD, keys)
-        self._delete_here(keys)  # read back from there meanwhile
+        with self._way_up.barring(keys):
+            self._delete_here(keys)
+            self._lower.delete(_SSD, keys)
 
     def _delete_here(self, keys: Sequence[StoreKey]) -> None:
         if self.memory.delete(keys):

@@ -10,7 +10,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from vllm_tiered_kv.core.store import BlockFacts, LowerStore, PutResult, StoreKey
@@ -54,6 +56,7 @@ class WayUp:
         self._in_pool = in_pool
         self._in_backing = in_backing
         self._reading: dict[StoreKey, list[tuple[int, Ready]]] = {}
+        self._barred: Counter[StoreKey] = Counter()
         self._lock = threading.Lock()
         self._room_at = 0.0  # when a read found some
         self._refused_at = 0.0  # when a read from the backing store last found none
@@ -79,6 +82,18 @@ class WayUp:
         self._read_from(0, to_read, asker)
         for n in misses:
             self._tell(n, None, ready)
+
+    @contextmanager
+    def barring(self, keys: Sequence[StoreKey]) -> Iterator[None]:
+        """Meanwhile these do not come into memory. One that is being deleted could leave it again
+        for the tier that has just deleted it."""
+        with self._lock:
+            self._barred.update(keys)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._barred -= Counter(keys)
 
     def _read_from(self, number: int, keys: Sequence[StoreKey], asker: Hashable) -> None:
         """Has the pool read blocks from one of the slower tiers."""
@@ -193,7 +208,10 @@ class WayUp:
                     if is_full  # looking for room takes time, and others wait for the memory
                     else self._memory.reserve(key, known.parent, known.nbytes)
                 )
-                if isinstance(slot, Held):
+                if isinstance(slot, Held) and key in self._barred:  # asked with the slot at hand
+                    self._memory.abort(slot)
+                    missing.append(key)
+                elif isinstance(slot, Held):
                     slots.append(slot)
                     facts.append(known)
                 elif slot is not PutResult.PRESENT or self._memory.lookup(key) is not Lookup.HIT:
