@@ -55,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 _IDLE_SESSION_S = 24 * 3600.0
 _LAST_REPLIES_S = 10.0  # for replies under way when the daemon is told to stop
+_LOOK_FOR_THREAD_S = 1.0  # where none is to be had
 _SLOW_LOOP_S = 15.0
 
 
@@ -228,7 +229,11 @@ class Daemon:
         if under_way:
             logger.warning("%d requests are left without a reply", under_way)
         # The loop goes on answering "unavailable" meanwhile: a client then knows at once.
-        threading.Thread(target=self._write_back, name="tiered-kv-stop").start()
+        try:
+            threading.Thread(target=self._write_back, name="tiered-kv-stop").start()
+        except RuntimeError as error:
+            logger.warning("stopping waits for a thread: %s", error)
+            self._reactor.after(_LOOK_FOR_THREAD_S, self._await_replies)
 
     def _write_back(self) -> None:
         try:

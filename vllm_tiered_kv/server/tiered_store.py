@@ -331,7 +331,13 @@ class TieredStore:
             first = len(self._to_flush) == 1 and not self._flushing
             self._flushing = self._flushing or first
         if first:  # not in the pool: it may have to wait for as long as the disk takes
-            threading.Thread(target=self._flush, name="tiered-kv-flush", daemon=True).start()
+            try:
+                threading.Thread(target=self._flush, name="tiered-kv-flush", daemon=True).start()
+            except RuntimeError as error:  # none is to be had: those who come later try again
+                with self._lock:
+                    waiting, self._to_flush, self._flushing = self._to_flush, [], False
+                for one in waiting:
+                    one([str(error)])
 
     def _flush(self) -> None:
         """Serves all who wait at once, and then those who came meanwhile."""

@@ -1,0 +1,96 @@
+"""A daemon that gets no threads from the system for a while, as in a container with a limit."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.server.daemon import Daemon
+from vllm_tiered_kv.server.http import HttpServer
+from vllm_tiered_kv.server.options import ServerOptions
+from vllm_tiered_kv.server.tiered_store import TieredStore
+
+MIB = 1 << 20
+PATIENCE_S = 30.0
+Refuse = Callable[[int], None]
+
+
+@pytest.fixture
+def refuse(monkeypatch: pytest.MonkeyPatch) -> Iterator[Refuse]:
+    """The next so many threads cannot be started."""
+    really_start = threading.Thread.start
+    left = 0
+
+    def start(thread: threading.Thread) -> None:
+        nonlocal left
+        if left:
+            left -= 1
+            raise RuntimeError("can't start new thread")
+        really_start(thread)
+
+    def refuse(count: int) -> None:
+        nonlocal left
+        left = count
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    yield refuse
+    assert not left
+
+
+def test_a_flush_is_answered_and_so_is_the_next(refuse: Refuse) -> None:
+    store = TieredStore(4 * MIB, None, None, Recorder())
+    answers: list[list[str]] = []
+    answered = threading.Semaphore(0)
+
+    def done(failed: list[str]) -> None:
+        answers.append(failed)
+        answered.release()
+
+    try:
+        refuse(1)
+        for _ in range(2):
+            store.flush(done)
+            assert answered.acquire(timeout=PATIENCE_S)
+        assert answers[0] != []
+        assert answers[1] == []
+    finally:
+        store.close()
+
+
+def status_of(address: str) -> int:
+    host, port = address.split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=PATIENCE_S)
+    try:
+        connection.request("GET", "/healthz")
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def test_monitors_are_served_again(refuse: Refuse) -> None:
+    server = HttpServer("127.0.0.1:0", lambda: "", lambda: None)
+    try:
+        refuse(20)
+        for _ in range(20):
+            with pytest.raises(ConnectionError):
+                status_of(server.address)
+        assert status_of(server.address) == 200
+    finally:
+        server.close()
+
+
+def test_it_ends_all_the_same(refuse: Refuse, tmp_path: Path) -> None:
+    options = ServerOptions(listen=[f"ipc://{tmp_path}/kv.sock"], memory=4 * MIB, http="off")
+    daemon = Daemon.open(options)
+    serving = threading.Thread(target=daemon.run, daemon=True)
+    serving.start()
+    refuse(1)
+    daemon.stop()
+    serving.join(PATIENCE_S)
+    assert not serving.is_alive()
+    assert daemon.all_written
