@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import http.client
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from vllm_tiered_kv.core.store import PutItem, StoreKey
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.daemon import Daemon
 from vllm_tiered_kv.server.http import HttpServer
@@ -21,7 +22,7 @@ Refuse = Callable[[int], None]
 
 
 @pytest.fixture
-def refuse(monkeypatch: pytest.MonkeyPatch) -> Iterator[Refuse]:
+def refuse(monkeypatch: pytest.MonkeyPatch) -> Refuse:
     """The next so many threads cannot be started."""
     really_start = threading.Thread.start
     left = 0
@@ -38,8 +39,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Iterator[Refuse]:
         left = count
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    yield refuse
-    assert not left
+    return refuse
 
 
 def test_a_flush_is_answered_and_so_is_the_next(refuse: Refuse) -> None:
@@ -60,6 +60,35 @@ def test_a_flush_is_answered_and_so_is_the_next(refuse: Refuse) -> None:
         assert answers[1] == []
     finally:
         store.close()
+
+
+def test_what_needs_one_more_is_done_once_by_those_there_are(refuse: Refuse) -> None:
+    """What was answered as failed and is done later all the same would keep what it found."""
+    store = TieredStore(4 * MIB, None, None, Recorder())
+    answers: list[int] = []
+    answered = threading.Semaphore(0)
+
+    def done(present: int | None) -> None:
+        answers.append(-1 if present is None else present)
+        answered.release()
+
+    keys = [StoreKey(bytes(16) + n.to_bytes(8, "little")) for n in range(3)]
+    go_on = threading.Event()
+    try:
+        store.on_deleted = lambda deleted: go_on.wait(PATIENCE_S) and None
+        assert store.memory.put([PutItem(keys[0], None, memoryview(bytes(4096)))])
+        store.delete(keys[:1], done)  # keeps a thread
+        refuse(100)
+        store.delete(keys[1:2], done)
+        refuse(0)
+        go_on.set()
+        store.delete(keys[2:], done)
+        for _ in keys:
+            assert answered.acquire(timeout=PATIENCE_S)
+    finally:
+        go_on.set()
+        store.close()
+    assert sorted(answers) == [0, 0, 1]
 
 
 def status_of(address: str) -> int:

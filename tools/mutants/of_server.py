@@ -54,8 +54,8 @@ SERVER = (
     Mutation(
         "stop-does-not-wait-for-copies",
         "server/tiered_store.py",
-        "        self._fills.settle()\n        self._pool.shutdown(wait=True)\n",
-        "        self._pool.shutdown(wait=True)\n",
+        "        self._fills.settle()\n        self._has_pool = False\n",
+        "        self._has_pool = False\n",
         "blocks under way when a daemon stops are lost",
         _FILLS,
     ),

@@ -92,6 +92,8 @@ class TieredStore:
             self.memory, self._slower, backing, recorder, queue_bytes, _PATIENCE * backing_timeout_s
         )
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="tiered-kv-io")
+        self._pool.submit(lambda: None)  # so that there is one, should no more be had later
+        self._has_pool = True
         self._far = None if backing is None else BackingThreads(backing_timeout_s, recorder)
         far_reads = Turns(self._in_backing, THREADS)  # no block's time is over before its turn
         self._way_up = WayUp(
@@ -142,21 +144,27 @@ class TieredStore:
         """Does it in the pool; whoever waits is answered, come what may. Meanwhile it is `among`
         these."""
 
+        ended: Future[None] = Future()
+
         def guarded() -> None:
             try:
                 work()
             except Exception:
                 logger.exception("a request to the tiers failed")
                 failed()
+            finally:
+                ended.set_result(None)
 
-        try:
-            future = self._pool.submit(guarded)
-        except RuntimeError:  # closed meanwhile
-            failed()
-            return
         if among is not None:
-            among.add(future)
-            future.add_done_callback(among.discard)
+            among.add(ended)
+            ended.add_done_callback(among.discard)
+        try:
+            self._pool.submit(guarded)
+        except RuntimeError:
+            if not self._has_pool:  # closed meanwhile
+                failed()
+                ended.set_result(None)
+            # Else no thread is to be had; it waits for one of those there are.
 
     def _in_backing(self, work: Callable[[], None], failed: Callable[[], None]) -> None:
         if self._far is None:
@@ -402,6 +410,7 @@ class TieredStore:
         """First those of the backing store: what it answers goes on in the pool."""
         is_idle = self._far is None or self._far.close()
         self._fills.settle()
+        self._has_pool = False
         self._pool.shutdown(wait=True)
         return is_idle
 
