@@ -272,6 +272,14 @@ SERVER = (
         ("tests/daemon/test_hung_backing.py",),
     ),
     Mutation(
+        "deleted-block-read-back-and-written-again",
+        "server/way_up.py",
+        "            self._barred.update(keys)\n",
+        "            pass\n",
+        "a block that was deleted is on the SSD again",
+        ("tests/daemon/test_way_down.py",),
+    ),
+    Mutation(
         "hung-backing-tier-drained-for-ever",
         "server/write_behind.py",
         "                if self._hangs():\n                    return False\n",

@@ -49,6 +49,22 @@ STORES = (
         _NAMESPACES,
     ),
     Mutation(
+        "ssd-room-for-oneself",
+        "stores/ssd/block_table.py",
+        "wanted = missing + self._awaited[size_class]",
+        "wanted = missing",
+        "of many writers one finds its room taken until its blocks are dropped",
+        ("tests/stores/test_ssd_capacity.py",),
+    ),
+    Mutation(
+        "memory-slab-cut-anew-with-its-generations",
+        "stores/memory.py",
+        "            if before not in (0, into):\n",
+        "            if False:\n",
+        "who copies after its lease has ended takes the middle of another block for its own",
+        _MEMORY_STORE,
+    ),
+    Mutation(
         "memory-generation-even-while-written",
         "device/shared_arena.py",
         "(before + 1 + before % 2) & _LAST_GENERATION",
