@@ -15,6 +15,7 @@ from tests.patience import eventually
 from tests.stores.ssd_blocks import check, item, key, opened, put
 from vllm_tiered_kv.core.store import Durability, PutResult
 from vllm_tiered_kv.stores.ssd.disk import OsDisk
+from vllm_tiered_kv.stores.ssd.settings import FsyncPolicy
 
 PATIENCE_S = 30.0
 
@@ -137,3 +138,27 @@ def test_what_is_there_is_on_disk_again_once_a_failed_sync_is_got_over(tmp_path:
         assert store.put([item(2)], Durability.DISK) == [PutResult.FAILED]
         eventually(lambda: store._committer.is_writable)
         assert store.put([item(1)], Durability.DISK) == [PutResult.PRESENT]
+
+
+def test_without_syncs_a_flush_after_one_that_failed_promises_what_is_left(tmp_path: Path) -> None:
+    """The system tells of lost pages once, whatever the policy: only without them is a later sync
+    worth anything."""
+    disk = Interrupted()
+    never = FsyncPolicy.NEVER
+    with opened(tmp_path / "store", disk=disk, retry_seconds=0.0, fsync=never) as store:
+        put(store, 1, durability=Durability.DISK)
+        assert store.flush()
+        put(store, 2, durability=Durability.DISK)
+
+        def flush_in_vain() -> None:
+            disk.armed = True
+            assert not store.flush()
+
+        disk.behind_a_write = flush_in_vain
+        assert store.put([item(3)]) == [PutResult.FAILED]
+        while not store.flush():
+            pass
+        assert store.contains([key(1), key(2), key(3)]) == [True, False, False]
+        check(store)
+    with opened(tmp_path / "store") as store:
+        assert store.contains([key(1), key(2), key(3)]) == [True, False, False]

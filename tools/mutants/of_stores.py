@@ -243,8 +243,8 @@ STORES = (
     Mutation(
         "ssd-unqueued-blocks-survive-a-failed-sync",
         "stores/ssd/committer.py",
-        "if written is not None and self._group:",
-        "if written is not None and self._group and not self._broken:",
+        "if written is not None:",
+        "if written is not None and not self._broken:",
         "a block is acknowledged as on disk whose bytes a sync has lost",
         ("tests/stores/test_ssd_commit.py",),
     ),

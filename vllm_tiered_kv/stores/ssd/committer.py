@@ -88,7 +88,8 @@ class Committer:
         self._counters = counters
         self._backoff = backoff
         self._queue: list[bytes] = []
-        # Slots written since the last sync of the data began; of a group's policy only.
+        # Slots written since the last sync of the data began. Without a group's policy that is
+        # when the journal was last rewritten, which bounds it.
         self._unsynced: list[int] = []
         self.data_failures = 0  # times that what was written before came to be in doubt
         self._queued_since = 0.0
@@ -122,7 +123,7 @@ class Committer:
     def append(self, record: bytes, written: int | None = None) -> int:
         """Queues a record, of a block that was `written` to this slot or of one that left; the
         cycle it will be durable with."""
-        if written is not None and self._group:
+        if written is not None:
             self._unsynced.append(written)
         if not self._broken:  # otherwise the next generation will have it, if it is still true
             if not self._queue:
@@ -213,8 +214,10 @@ class Committer:
         self._releasing = bool(leaving)
         rewrite = self._should_rewrite(len(batch))
         records = self._owner.live_records() if rewrite else batch
-        written, self._unsynced = self._unsynced, []
-        sync_data = sync_all or rewrite or bool(written)
+        sync_data = sync_all or rewrite or (self._group and bool(self._unsynced))
+        written: list[int] = []
+        if sync_data:
+            written, self._unsynced = self._unsynced, []
         self._lock.release()
         error: OSError | None = None
         lost: list[int] = []
@@ -233,7 +236,7 @@ class Committer:
             self._succeed(number, leaving)
         else:
             self._failed.append(number)
-            if data_in_doubt and self._group:
+            if data_in_doubt:
                 # So is what was written while this went on, whose turn would be the next cycle,
                 # and what was written of which nobody has told yet.
                 lost += self._unsynced
