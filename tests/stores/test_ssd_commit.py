@@ -162,3 +162,22 @@ def test_without_syncs_a_flush_after_one_that_failed_promises_what_is_left(tmp_p
         check(store)
     with opened(tmp_path / "store") as store:
         assert store.contains([key(1), key(2), key(3)]) == [True, False, False]
+
+
+@pytest.mark.parametrize("fsync", FsyncPolicy)
+def test_a_loss_that_nobody_waited_for_is_told_by_the_next_flush(
+    tmp_path: Path, fsync: FsyncPolicy
+) -> None:
+    """A block that was stored and is not here any more was not made durable."""
+    disk = Interrupted()
+    with opened(tmp_path / "store", disk=disk, retry_seconds=0.0, fsync=fsync) as store:
+        put(store, 1)
+        disk.armed = True
+        with store._lock:
+            store._committer._rewrite = True
+            store._committer.kick()
+        eventually(lambda: not store.contains([key(1)])[0])
+        eventually(lambda: store._committer.is_writable)
+        assert not store.flush()
+        put(store, 1)
+        assert store.flush()

@@ -91,6 +91,7 @@ class Committer:
         # Slots written since the last sync of the data began. Without a group's policy that is
         # when the journal was last rewritten, which bounds it.
         self._unsynced: list[int] = []
+        self._has_lost = False  # blocks that were stored, since a flush told of it
         self.data_failures = 0  # times that what was written before came to be in doubt
         self._queued_since = 0.0
         self._next = 1  # the cycle that will take what is queued now
@@ -159,9 +160,13 @@ class Committer:
         return self.wait(self._next - 1 if self._releasing else self._next)
 
     def flush(self) -> bool:
-        """Syncs everything, whatever the policy."""
+        """Syncs everything, whatever the policy. False also when blocks stored since the last one
+        are gone, which nobody may have been told."""
         self._sync_all = True
-        return self.wait(self._next)
+        has_lost = self._has_lost  # or another flush takes it meanwhile
+        is_durable = self.wait(self._next) and not (has_lost or self._has_lost)
+        self._has_lost = False
+        return is_durable
 
     # ---- the thread ---------------------------------------------------------------------------
 
@@ -292,6 +297,7 @@ class Committer:
                 delay,
             )
         self._broken = True
+        self._has_lost = self._has_lost or bool(lost)
         self._queue = []
         self._owner.retake(leaving)
         self._owner.lost(lost)
