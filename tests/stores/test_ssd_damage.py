@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import random
@@ -15,6 +16,8 @@ import pytest
 from tests.stores.ssd_blocks import SMALL, check, content, item, key, opened, present, put, read
 from vllm_tiered_kv.core.store import Durability, PutResult
 from vllm_tiered_kv.errors import StoreFormatError, StoreLockedError
+from vllm_tiered_kv.server.verify_command import describe
+from vllm_tiered_kv.stores.ssd.disk import OsDisk
 from vllm_tiered_kv.stores.ssd.record_format import (
     FORMAT_VERSION,
     HEADER_COPIES,
@@ -320,12 +323,76 @@ def test_verify_finds_planted_damage(folder: Path) -> None:
 def test_verify_reports_what_is_missing(folder: Path) -> None:
     os.truncate(folder / "data", 8192)
     assert "the data file ends before them" in verify(folder).journal.dropped
-    (folder / "data").unlink()
-    assert not verify(folder).is_sound
+    journal = (folder / "journal").read_bytes()
     (folder / "journal").unlink()
     report = verify(folder)
     assert report.journal_missing
     assert not report.is_sound
+    (folder / "journal").write_bytes(journal)
+    (folder / "data").unlink()
+    assert not verify(folder).is_sound
+    (folder / "journal").write_bytes(bytes(len(journal)))
+    report = verify(folder)
+    assert report.journal_missing
+    assert not report.is_sound
+
+
+class _Died(BaseException):
+    """Stands for the end of the process."""
+
+
+class _DyingDisk(OsDisk):
+    """Changes the disk so many times, and never again."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.left = calls
+
+    def _live(self) -> None:
+        if not self.left:
+            raise _Died
+        self.left -= 1
+
+    def open(self, path: Path, flags: int) -> int:
+        self._live()
+        return super().open(path, flags)
+
+    def write(self, fd: int, data: memoryview, offset: int) -> int:
+        self._live()
+        return super().write(fd, data, offset)
+
+    def allocate(self, fd: int, nbytes: int) -> None:
+        self._live()
+        super().allocate(fd, nbytes)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._live()
+        super().rename(source, target)
+
+    def unlink(self, path: Path) -> None:
+        self._live()
+        super().unlink(path)
+
+
+def test_a_folder_whose_first_start_was_cut_off_is_not_damaged(tmp_path: Path) -> None:
+    unused = []
+    for calls in itertools.count():
+        folder = tmp_path / str(calls)
+        try:
+            SsdStore(folder, SMALL, disk=_DyingDisk(calls)).close()
+        except _Died:
+            pass
+        else:
+            break
+        if (folder / "FORMAT").exists():
+            report = verify(folder)
+            assert report.is_sound, (calls, describe(report))
+            unused.append(report.is_unused)
+            assert any("cut off" in line for line in describe(report)) is report.is_unused
+        with opened(folder) as store:
+            put(store, 1)
+        assert not verify(folder).is_unused
+    assert set(unused) == {True, False}
 
 
 def test_a_block_put_with_a_wrong_checksum_is_not_kept(tmp_path: Path) -> None:

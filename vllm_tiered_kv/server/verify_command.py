@@ -29,6 +29,11 @@ def describe(report: VerifyReport) -> list[str]:
             f"the journal ends in {report.journal.torn_bytes} bytes of an unfinished record, as "
             "after a crash; the daemon cuts them"
         )
+    if report.is_unused:
+        lines.append(
+            "there is neither a journal nor data: the first start of the daemon was cut off before "
+            "it had made them, or both files were deleted"
+        )
     if report.journal_missing:
         lines.append("damaged: the journal is missing or cannot be read")
     if report.journal.damaged_records:

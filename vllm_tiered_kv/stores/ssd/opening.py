@@ -116,6 +116,10 @@ def _recover(
         data.sync()  # no record before its block, even if a previous run never synced
         return Journal.create(disk, folder, superblock.store, generation, live.records)
 
+    if not contents.exists:
+        # Before the data has a length: then `verify` knows a folder that never held a block.
+        rewrite().close()
+        contents = read_journal(disk, folder, superblock.store)
     if not fits(live, budget):
         live = choose_survivors(live, budget, report)
         rewrite().close()

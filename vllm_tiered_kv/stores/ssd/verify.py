@@ -13,7 +13,7 @@ from vllm_tiered_kv.native import cpu
 from vllm_tiered_kv.stores.slab_owner import all_share
 from vllm_tiered_kv.stores.ssd.disk import Disk, OsDisk, read_all
 from vllm_tiered_kv.stores.ssd.folder import DATA, FORMAT, FolderLock, read_superblock
-from vllm_tiered_kv.stores.ssd.journal import read_journal
+from vllm_tiered_kv.stores.ssd.journal import JournalContents, read_journal
 from vllm_tiered_kv.stores.ssd.record_format import ALIGNMENT, decode
 from vllm_tiered_kv.stores.ssd.recovery import RecoveryReport, live_blocks
 
@@ -28,6 +28,7 @@ class VerifyReport:
     unreadable_keys: list[bytes] = field(default_factory=list)  # the disk refused
     journal: RecoveryReport = field(default_factory=RecoveryReport)
     journal_missing: bool = False
+    is_unused: bool = False  # neither a journal nor data: there never were, or both were deleted
     seconds: float = 0.0
 
     @property
@@ -66,10 +67,12 @@ def _verify(folder: Path, disk: Disk, progress: Callable[[str], None]) -> Verify
     try:
         data = disk.open(folder / DATA, 0)  # O_RDONLY
     except FileNotFoundError:
+        _note_if_unused(report, contents, 0)
         live_blocks(contents, superblock.slab_bytes, 0, report.journal, all_share)
         return report
     try:
         size = disk.size(data)
+        _note_if_unused(report, contents, size)
         live = live_blocks(contents, superblock.slab_bytes, size, report.journal, all_share)
         slots_per_slab = superblock.slab_bytes // ALIGNMENT
         for done, encoded in enumerate(live.records):
@@ -94,3 +97,9 @@ def _verify(folder: Path, disk: Disk, progress: Callable[[str], None]) -> Verify
     report.seconds = time.monotonic() - begin
     progress(f"verified {len(live.records)} blocks")
     return report
+
+
+def _note_if_unused(report: VerifyReport, contents: JournalContents, data_bytes: int) -> None:
+    """A first start that is cut off leaves this: the data gets its length after the journal."""
+    if not contents.exists and not data_bytes:
+        report.journal_missing, report.is_unused = False, True
