@@ -79,6 +79,61 @@ def test_a_failed_sync_keeps_nothing(root: Path, nth: int) -> None:
         assert store.put([item(KEY, SIZE)], Durability.DISK) == [PutResult.STORED]
 
 
+@pytest.mark.parametrize("nth", [1, 2, 3, 4])
+@pytest.mark.parametrize("by", ["itself", "another"])
+def test_a_block_that_was_here_and_cannot_be_synced_goes(root: Path, nth: int, by: str) -> None:
+    """The system tells of lost bytes once: the next sync succeeds, whatever became of them."""
+    seen = [0]
+
+    def fail_nth(fd: int) -> None:
+        seen[0] += 1
+        if seen[0] == nth:
+            raise OSError(errno.EIO, "sync")
+
+    ops = FaultyOps()
+    with opened(root) as another, opened(root, ops) as store:
+        (store if by == "itself" else another).put([item(KEY, SIZE)])
+        ops.faults["fsync"] = fail_nth
+        assert store.put([item(KEY, SIZE)], Durability.DISK) == [PutResult.FAILED]
+        assert_lacks(store, KEY, SIZE)
+        assert litter(root) == []
+        assert store.put([item(KEY, SIZE)], Durability.DISK) == [PutResult.STORED]
+        assert_holds(store, KEY, SIZE)
+
+
+@pytest.mark.parametrize("nth", [2, 3, 4])
+def test_a_block_published_just_before_ours_that_cannot_be_synced_goes(
+    root: Path, nth: int
+) -> None:
+    seen = [0]
+
+    def fail_nth(fd: int) -> None:
+        seen[0] += 1
+        if seen[0] == nth:
+            raise OSError(errno.EIO, "sync")
+
+    with opened(root) as other:
+
+        def be_late(source: str, target: str) -> None:
+            other.put([item(KEY, SIZE)])
+
+        ops = FaultyOps(link=be_late, fsync=fail_nth)
+        with opened(root, ops) as store:
+            assert store.put([item(KEY, SIZE)], Durability.DISK) == [PutResult.FAILED]
+            assert_lacks(store, KEY, SIZE)
+            del ops.faults["link"]
+            assert store.put([item(KEY, SIZE)], Durability.DISK) == [PutResult.STORED]
+
+
+def test_a_block_known_to_be_on_disk_stays_when_a_sync_fails(root: Path) -> None:
+    ops = FaultyOps()
+    with opened(root, ops) as store:
+        store.put([item(KEY, SIZE)], Durability.DISK)
+        ops.faults["fsync"] = failing(errno.EIO, 1)
+        assert store.put([item(KEY, SIZE)], Durability.DISK) == [PutResult.FAILED]
+        assert store.put([item(KEY, SIZE)], Durability.DISK) == [PutResult.PRESENT]
+
+
 def test_short_writes_are_continued(root: Path) -> None:
     ops = FaultyOps(writev=lambda fd, parts: os.write(fd, parts[0][:777]))
     with opened(root, ops) as store:

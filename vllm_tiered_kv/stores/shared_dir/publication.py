@@ -16,6 +16,7 @@ import os
 from vllm_tiered_kv.core.store import StoreKey
 from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps, advance, is_absent
 from vllm_tiered_kv.stores.shared_dir.known_durable import KnownDurable
+from vllm_tiered_kv.stores.shared_dir.removal import Remover
 from vllm_tiered_kv.stores.shared_dir.tree import Identity, Tree
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -33,10 +34,11 @@ class Published(enum.Enum):
 class Publisher:
     """Notes in `durable` what it published with `sync`."""
 
-    def __init__(self, tree: Tree, ops: FileOps, durable: KnownDurable) -> None:
+    def __init__(self, tree: Tree, ops: FileOps, durable: KnownDurable, remover: Remover) -> None:
         self._tree = tree
         self._ops = ops
         self._durable = durable
+        self._remover = remover
 
     def publish(self, key: StoreKey, header: bytes, payload: memoryview, sync: bool) -> Published:
         """Raises OSError where the file system fails; nothing is left behind then."""
@@ -45,9 +47,8 @@ class Publisher:
         try:
             synced = self._write(fd, header, payload, sync)
             outcome = self._give_name(temp, path)
-            if sync:
-                self._sync_name(key, temp, path)
             if synced is not None and outcome is Published.NEW:
+                self._sync_name(key, temp, path)
                 self._durable.note(key, synced)
         finally:
             with contextlib.suppress(OSError):  # otherwise a collector finds it
@@ -58,7 +59,8 @@ class Publisher:
         """Makes what someone else wrote as durable as what is written with `sync`, good or bad.
 
         Which file that was; None where it has left since it was seen. Raises OSError where the
-        file system fails.
+        file system fails, and removes the block unless it is known to be on disk: the next sync
+        would succeed, and say nothing of what this one lost.
         """
         try:
             fd = self._ops.open(self._tree.block_path(key), os.O_RDONLY | os.O_NOFOLLOW)
@@ -67,12 +69,17 @@ class Publisher:
                 return None
             raise
         try:
-            self._ops.fsync(fd)
-            synced = Identity.of(self._ops.fstat(fd))
+            try:
+                self._ops.fsync(fd)
+                self._tree.sync_shard(key)
+            except OSError:
+                found = Identity.of(self._ops.fstat(fd))
+                if not self._durable.knows(key, found):
+                    self._remover.remove(key, found)
+                raise
+            return Identity.of(self._ops.fstat(fd))
         finally:
             self._ops.close(fd)
-        self._tree.sync_shard(key)
-        return synced
 
     def _open_temp(self, key: StoreKey) -> tuple[str, int]:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL

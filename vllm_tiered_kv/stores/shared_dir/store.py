@@ -69,7 +69,7 @@ class SharedDirStore:
         self._deleter = Deleter(self.tree, self.ops, self.usage_tracker)
         self.reader = BlockReader(self.tree, self.ops, self.counts, self.remover)
         self._durable = KnownDurable()
-        self._publisher = Publisher(self.tree, self.ops, self._durable)
+        self._publisher = Publisher(self.tree, self.ops, self._durable, self.remover)
         self.recency = Recency(
             self.tree,
             self.ops,
