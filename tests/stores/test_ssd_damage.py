@@ -395,6 +395,23 @@ def test_a_folder_whose_first_start_was_cut_off_is_not_damaged(tmp_path: Path) -
     assert set(unused) == {True, False}
 
 
+def test_what_the_data_file_had_lost_does_not_come_back_with_its_length(
+    folder: Path, tmp_path: Path
+) -> None:
+    """A start that finds blocks missing may be cut off, too."""
+    os.truncate(folder / "data", 8 * 4096)
+    for calls in itertools.count():
+        copy = tmp_path / str(calls)
+        shutil.copytree(folder, copy)
+        with contextlib.suppress(_Died):
+            SsdStore(copy, 400 << 10, disk=_DyingDisk(calls)).close()
+            break
+        with opened(copy, 400 << 10) as store:
+            left = present(store, BLOCKS)
+            assert [read(store, n) for n in left] == [content(n) for n in left], calls
+    assert 0 < len(left) < len(BLOCKS)
+
+
 def test_a_block_put_with_a_wrong_checksum_is_not_kept(tmp_path: Path) -> None:
     with opened(tmp_path / "store") as store:
         good = item(1)

@@ -116,10 +116,6 @@ def _recover(
         data.sync()  # no record before its block, even if a previous run never synced
         return Journal.create(disk, folder, superblock.store, generation, live.records)
 
-    if not contents.exists:
-        # Before the data has a length: then `verify` knows a folder that never held a block.
-        rewrite().close()
-        contents = read_journal(disk, folder, superblock.store)
     if not fits(live, budget):
         live = choose_survivors(live, budget, report)
         rewrite().close()
@@ -127,13 +123,18 @@ def _recover(
         journal = rewrite()
         _resize(folder, data, budget)
     else:
-        _resize(folder, data, budget)
-        if _can_go_on(contents, budget, report):
+        # A new one comes before the data has its length: what was missing must not seem to be
+        # there, and by this `verify` knows a folder that never held a block.
+        fresh = None if _can_go_on(contents, budget, report) else rewrite()
+        try:
+            _resize(folder, data, budget)
             data.sync()
-            journal = open_journal(disk, folder, contents)
-            journal.sync()
-        else:
-            journal = rewrite()
+        except BaseException:
+            if fresh is not None:
+                fresh.close()
+            raise
+        journal = fresh or open_journal(disk, folder, contents)
+        journal.sync()
     disk.sync_folder(folder)
     data.sync()
     report.blocks, report.bytes = len(live.keys), int(live.lengths.sum())
