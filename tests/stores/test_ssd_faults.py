@@ -147,6 +147,30 @@ def test_a_compaction_that_fails_is_tried_again(
         assert read(recovered, 100) == content(100)
 
 
+def test_an_old_journal_that_complains_when_it_is_closed(store: SsdStore, tmp_path: Path) -> None:
+    """A network file system tells at the close of writes that failed; the file is closed then."""
+    disk = store._committer._disk
+    assert isinstance(disk, FaultyDisk)
+    complaining = {store._committer._journal._fd}
+
+    def close(fd: int) -> None:
+        os.close(fd)
+        if fd in complaining:
+            complaining.clear()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    disk.close = close  # type: ignore[method-assign]
+    disk.faults["write", "journal"] = errno.EIO
+    assert store.put([item(1)], Durability.DISK) == [PutResult.FAILED]
+    disk.faults.clear()
+    put_until_stored(store, 2)
+    put(store, 3, durability=Durability.DISK)
+    assert not complaining
+    shutil.copytree(tmp_path / "store", tmp_path / "copy")
+    with opened(tmp_path / "copy") as recovered:
+        assert present(recovered, range(5)) == [2, 3]
+
+
 def test_a_read_error_is_a_miss_and_the_block_is_gone(store: SsdStore, disk: FaultyDisk) -> None:
     put(store, 1, 2)
     disk.faults["read", "data"] = errno.EIO

@@ -83,7 +83,10 @@ class Journal:
         return self._disk.is_linked(self._fd)
 
     def close(self) -> None:
-        self._disk.close(self._fd)
+        # It is closed all the same, and what had to be in it was synced: there is nothing to try
+        # again, with a number that may be another file's by then.
+        with contextlib.suppress(OSError):
+            self._disk.close(self._fd)
 
 
 @dataclass(frozen=True)
