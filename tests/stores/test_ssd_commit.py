@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -181,3 +182,48 @@ def test_a_loss_that_nobody_waited_for_is_told_by_the_next_flush(
         assert not store.flush()
         put(store, 1)
         assert store.flush()
+
+
+class SlowRename(Interrupted):
+    """A new journal gets its name when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.renaming, self.go = threading.Event(), threading.Event()
+        self.go.set()
+
+    def rename(self, source: Path, target: Path) -> None:
+        self.renaming.set()
+        assert self.go.wait(PATIENCE_S)
+        super().rename(source, target)
+
+
+def test_what_happens_while_a_broken_journal_is_replaced_is_in_the_new_one(tmp_path: Path) -> None:
+    """The new one was written from what was there before that."""
+    disk = SlowRename()
+    with (
+        opened(tmp_path / "store", disk=disk, retry_seconds=0.0) as store,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        put(store, 1, 2, 4, durability=Durability.DISK)
+
+        def break_the_journal() -> None:
+            disk.go.clear()
+            disk.renaming.clear()
+            disk.is_full = True
+            store.delete([key(4)])
+            assert not store.flush()
+            disk.is_full = False
+            assert disk.renaming.wait(PATIENCE_S)
+
+        disk.behind_a_write = break_the_journal
+        third = threads.submit(store.put, [item(3)], Durability.DISK)
+        eventually(lambda: store.contains([key(3)])[0])
+        assert store.delete([key(1)]) == 1
+        disk.go.set()
+        assert third.result(PATIENCE_S) == [PutResult.STORED]
+        assert store.flush()
+        shutil.copytree(tmp_path / "store", tmp_path / "copy")
+        with opened(tmp_path / "copy") as recovered:
+            assert recovered.contains([key(1), key(2), key(3)]) == [False, True, True]
+        check(store)

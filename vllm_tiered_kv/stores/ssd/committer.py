@@ -99,7 +99,8 @@ class Committer:
         self._durable = 0  # the last cycle that ended well
         # Those whose blocks were lost: a later one that ends well does not bring them back.
         self._failed: deque[int] = deque(maxlen=_REMEMBERED_FAILURES)
-        self._releasing = False  # a cycle with slots to release is under way
+        self._in_cycle = False  # one is under way: its records are chosen
+        self._releasing = False  # and it has slots to release
         self._urgent = False
         self._sync_all = False  # whatever the policy
         self._rewrite = False
@@ -126,7 +127,9 @@ class Committer:
         cycle it will be durable with."""
         if written is not None:
             self._unsynced.append(written)
-        if not self._broken:  # otherwise the next generation will have it, if it is still true
+        # While the file is in doubt the next generation will have it, if it is still true; but not
+        # the one that is being written, which began with what was there before.
+        if not self._broken or self._in_cycle:
             if not self._queue:
                 self._queued_since = time.monotonic()
                 self._work.notify()
@@ -223,6 +226,7 @@ class Committer:
         written: list[int] = []
         if sync_data:
             written, self._unsynced = self._unsynced, []
+        self._in_cycle = True
         self._lock.release()
         error: OSError | None = None
         lost: list[int] = []
@@ -235,6 +239,7 @@ class Committer:
             error = failure
         finally:
             self._lock.acquire()
+            self._in_cycle = False
         self._releasing = False
         self._done = number
         if error is None:
