@@ -347,6 +347,22 @@ def test_file_systems_without_hard_links(root: Path, code: int) -> None:
         assert litter(root) == []
 
 
+@pytest.mark.parametrize("nth", [2, 3, 4])
+def test_a_name_that_cannot_be_synced_goes_without_hard_links_too(root: Path, nth: int) -> None:
+    seen = [0]
+
+    def fail_nth(fd: int) -> None:
+        seen[0] += 1
+        if seen[0] == nth:
+            raise OSError(errno.EIO, "sync")
+
+    with opened(root, FaultyOps(link=failing(errno.EPERM), fsync=fail_nth)) as store:
+        assert store.put([item(KEY, SIZE)], Durability.DISK) == [PutResult.FAILED]
+        assert_lacks(store, KEY, SIZE)
+        assert litter(root) == []
+        assert store.put([item(KEY, SIZE)], Durability.DISK) == [PutResult.STORED]
+
+
 def test_a_folder_removed_under_a_writer_is_made_again(root: Path) -> None:
     with opened(root) as store:
         shard = str(file_of(store, KEY).parent)

@@ -323,7 +323,7 @@ STORES = (
     Mutation(
         "dir-name-not-synced",
         "stores/shared_dir/publication.py",
-        "                self._sync_name(key, temp, path)\n",
+        "                self._sync_name(key, temp, path, synced)\n",
         "",
         "a block acknowledged as on disk is gone after a power loss",
         _DIR_FAULTS,

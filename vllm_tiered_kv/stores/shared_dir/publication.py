@@ -48,7 +48,7 @@ class Publisher:
             synced = self._write(fd, header, payload, sync)
             outcome = self._give_name(temp, path)
             if synced is not None and outcome is Published.NEW:
-                self._sync_name(key, temp, path)
+                self._sync_name(key, temp, path, synced)
                 self._durable.note(key, synced)
         finally:
             with contextlib.suppress(OSError):  # otherwise a collector finds it
@@ -128,12 +128,15 @@ class Publisher:
             self._ops.rename(temp, path)
         return Published.NEW
 
-    def _sync_name(self, key: StoreKey, temp: str, path: str) -> None:
+    def _sync_name(self, key: StoreKey, temp: str, path: str, synced: Identity) -> None:
         try:
             self._tree.sync_shard(key)
         except OSError:
-            if self._is_one_file(temp, path):  # failed means that nothing was kept
+            # Failed means that nothing was kept.
+            if self._is_one_file(temp, path):
                 self._ops.unlink(path)
+            else:
+                self._remover.remove(key, synced)  # it was renamed, without hard links
             raise
 
     def _is_one_file(self, temp: str, path: str) -> bool:
