@@ -15,17 +15,19 @@ void BlockIndex::enter(uint32_t id, std::optional<std::string_view> before) {
   }
   const std::string_view key = entries_[id].key.view();
   table_.insert(hash_(key), id);
-  // Blocks that arrived before the block they follow are adopted when it comes.
-  for (uint32_t orphan = first_awaiting(key); orphan != kNone; orphan = first_awaiting(key)) {
+  // Blocks that arrived before the block they follow are adopted when it comes. Each is the first
+  // of its chain: one that `id` itself descends from would close a circle, which could never leave.
+  uint32_t orphan = first_awaiting(key);
+  const uint32_t ancestor = orphan == kNone ? kNone : first_of_chain(id);
+  for (; orphan != kNone; orphan = first_awaiting(key)) {
     stop_awaiting(orphan);
-    if (!is_before(orphan, id)) link(orphan, id);  // blocks in a circle could never leave
+    if (orphan != ancestor) link(orphan, id);
   }
 }
 
-// Whether `id` is `other`, or comes before it in its chain.
-bool BlockIndex::is_before(uint32_t id, uint32_t other) const {
-  while (other != kNone && other != id) other = entries_[other].before;
-  return other != kNone;
+uint32_t BlockIndex::first_of_chain(uint32_t id) const {
+  while (entries_[id].before != kNone) id = entries_[id].before;
+  return id;
 }
 
 // Puts it at the head of a list of siblings.

@@ -168,7 +168,7 @@ class BlockIndex {
   void stop_awaiting(uint32_t id);
   uint32_t first_awaiting(std::string_view key) const;
   void chain_to(uint32_t& first, uint32_t id);
-  bool is_before(uint32_t id, uint32_t other) const;
+  uint32_t first_of_chain(uint32_t id) const;
   void remove_entry(uint32_t id);
   std::unique_ptr<EvictionPolicy> policy_for(int64_t slot_bytes);
   bool cut_chain(uint32_t size_class, std::optional<std::string_view> before);

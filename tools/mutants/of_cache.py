@@ -121,7 +121,7 @@ CACHE = (
     Mutation(
         "index-blocks-in-a-circle",
         "csrc/index/block_chains.cpp",
-        "if (!is_before(orphan, id)) link(orphan, id);",
+        "if (orphan != ancestor) link(orphan, id);",
         "link(orphan, id);",
         "blocks that follow each other can never leave, and a walk up their chain never ends",
         _INDEX,
