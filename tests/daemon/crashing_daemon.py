@@ -168,6 +168,7 @@ class CrashingDaemon:
         self.seen: Counter[str] = Counter()  # blocks evicted, promoted …: the tiers were busy
         self.compactions = 0
         self.promises = Promises()
+        self._start_s = 0.0  # what the daemon needed: how fast this machine is now
         self._rng = random.Random(seed)
         arguments = (*SPACE, *QUOTA, "--ssd", str(self.ssd))
         self._daemon = DaemonProcess(folder, *arguments, listen=[f"ipc://{folder}/kv.sock"])
@@ -180,7 +181,9 @@ class CrashingDaemon:
     def recover(self) -> None:
         """Starts it, and looks at every block."""
         damaged = self.promises.may_lose_all or bool(self.promises.may_lose)
+        begin = time.monotonic()
         self._daemon.start()
+        self._start_s = time.monotonic() - begin
         families = ((LASTING, self.promises), (PASSING, None))
         self._clients = [
             Client(self._daemon.endpoint, family, promises, self._rng)
@@ -194,11 +197,11 @@ class CrashingDaemon:
     # ---- ends -----------------------------------------------------------------------------------
 
     def die_while_writing(self) -> None:
-        self._write_for(self._rng.uniform(0.005, 0.25))
+        self._write_for(self._rng.uniform(0.01, 0.4) * self._start_s)
         self._kill("writing")
 
     def die_while_stopping(self) -> None:
-        self._write_for(self._rng.uniform(0.02, 0.12))
+        self._write_for(self._rng.uniform(0.03, 0.2) * self._start_s)
         self._daemon.signal(signal.SIGTERM)
         self._take_replies_for(self._rng.choice((0.005, 0.05, 0.2)) * self._rng.random())
         self._kill("stopping")

@@ -16,7 +16,7 @@ from tests.daemon.raw_client import KEY_BYTES, Refused, block, blocks, key, wire
 from tests.patience import eventually
 from vllm_tiered_kv.core.store import Durability, PutItem, PutResult, StoreKey
 from vllm_tiered_kv.core.tiers import Lookup, Tier
-from vllm_tiered_kv.errors import ErrorCode
+from vllm_tiered_kv.errors import ErrorCode, NotDeletedError
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.backing import BackingFolder
@@ -316,6 +316,26 @@ def test_a_delete_that_is_refused_is_no_success(tmp_path: Path) -> None:
     ops.unlink = unlink  # type: ignore[method-assign]
     assert hung.backing.contains([name(1)]) == [True]
     assert hung.store.memory.contains([name(1)]) == hung.ssd.contains([name(1)]) == [False]
+    assert hung.delete(1) == 1
+    assert hung.located(1).count == 0
+    assert hung.store.close()
+
+
+def test_a_delete_that_the_ssd_cannot_note_is_no_success_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hung = Hung(tmp_path, timeout_s=PATIENCE_S)
+    assert hung.put(1) is PutResult.STORED
+    hung.store.flush(flushed := Answers())
+    assert flushed.one() == []
+
+    def refuse(keys: Sequence[StoreKey]) -> int:
+        raise NotDeletedError(len(keys), "no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(hung.ssd, "delete", refuse)
+        assert hung.delete(1) is None
+    assert hung.backing.contains([name(1)]) == hung.store.memory.contains([name(1)]) == [False]
     assert hung.delete(1) == 1
     assert hung.located(1).count == 0
     assert hung.store.close()

@@ -145,6 +145,20 @@ def test_deleted_blocks_stay_deleted(start: StartDaemon, connect: Connect, folde
     assert connect(daemon.endpoint, block_bytes=[SIZE]).tiers(keys) == [0] * 100
 
 
+def test_deleted_blocks_do_not_come_back_after_a_crash(
+    start: StartDaemon, connect: Connect, folder: Path
+) -> None:
+    daemon = start("--memory", "32MiB", "--ssd-space", "64MiB", "--ssd", str(folder / "ssd"))
+    client = connect(daemon.endpoint, block_bytes=[SIZE])
+    client.put(blocks(10, SIZE), Durability.DISK)
+    keys = [key(n) for n in range(10)]
+    assert client.ask(wire.Delete(KEY_BYTES, keys[3:7])).count == 4
+    daemon.kill()
+    daemon.restart()
+    there = connect(daemon.endpoint, block_bytes=[SIZE]).tiers(keys)
+    assert [bool(tier) for tier in there] == [True] * 3 + [False] * 4 + [True] * 3
+
+
 def test_blocks_on_ssd_can_be_lent_and_pinned(
     start: StartDaemon, connect: Connect, folder: Path
 ) -> None:

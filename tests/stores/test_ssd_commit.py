@@ -15,6 +15,7 @@ import pytest
 from tests.patience import eventually
 from tests.stores.ssd_blocks import check, item, key, opened, put
 from vllm_tiered_kv.core.store import Durability, PutResult
+from vllm_tiered_kv.errors import NotDeletedError
 from vllm_tiered_kv.stores.ssd.disk import OsDisk
 from vllm_tiered_kv.stores.ssd.settings import FsyncPolicy
 
@@ -203,7 +204,7 @@ def test_what_happens_while_a_broken_journal_is_replaced_is_in_the_new_one(tmp_p
     disk = SlowRename()
     with (
         opened(tmp_path / "store", disk=disk, retry_seconds=0.0) as store,
-        ThreadPoolExecutor(1) as threads,
+        ThreadPoolExecutor(2) as threads,
     ):
         put(store, 1, 2, 4, durability=Durability.DISK)
 
@@ -211,19 +212,48 @@ def test_what_happens_while_a_broken_journal_is_replaced_is_in_the_new_one(tmp_p
             disk.go.clear()
             disk.renaming.clear()
             disk.is_full = True
-            store.delete([key(4)])
-            assert not store.flush()
+            with pytest.raises(NotDeletedError):
+                store.delete([key(4)])
             disk.is_full = False
             assert disk.renaming.wait(PATIENCE_S)
 
         disk.behind_a_write = break_the_journal
         third = threads.submit(store.put, [item(3)], Durability.DISK)
         eventually(lambda: store.contains([key(3)])[0])
-        assert store.delete([key(1)]) == 1
+        deleted = threads.submit(store.delete, [key(1)])
+        eventually(lambda: not store.contains([key(1)])[0])
         disk.go.set()
         assert third.result(PATIENCE_S) == [PutResult.STORED]
+        assert deleted.result(PATIENCE_S) == 1
         assert store.flush()
         shutil.copytree(tmp_path / "store", tmp_path / "copy")
         with opened(tmp_path / "copy") as recovered:
             assert recovered.contains([key(1), key(2), key(3)]) == [False, True, True]
         check(store)
+
+
+@pytest.mark.parametrize("fsync", FsyncPolicy)
+def test_a_delete_is_in_the_journal_when_it_returns(tmp_path: Path, fsync: FsyncPolicy) -> None:
+    with opened(tmp_path / "store", fsync=fsync) as store:
+        put(store, 1, durability=Durability.DISK)
+        put(store, 2, durability=Durability.DISK)
+        assert store.delete([key(1), key(3)]) == 1
+        shutil.copytree(tmp_path / "store", tmp_path / "killed")
+    with opened(tmp_path / "killed") as store:
+        assert store.contains([key(1), key(2)]) == [False, True]
+
+
+def test_a_delete_that_the_journal_does_not_know_is_no_success(tmp_path: Path) -> None:
+    disk = Interrupted()
+    with opened(tmp_path / "store", disk=disk, retry_seconds=3600.0) as store:
+        put(store, 1, durability=Durability.DISK)
+        disk.is_full = True
+        for _ in range(2):  # it is not here any more, and would be after a crash
+            with pytest.raises(NotDeletedError):
+                store.delete([key(1)])
+            assert store.contains([key(1)]) == [False]
+        disk.is_full = False
+        assert store.delete([key(1)]) == 0
+        shutil.copytree(tmp_path / "store", tmp_path / "killed")
+    with opened(tmp_path / "killed") as store:
+        assert store.contains([key(1)]) == [False]

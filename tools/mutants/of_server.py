@@ -266,9 +266,17 @@ SERVER = (
     Mutation(
         "block-read-back-during-a-delete-stays",
         "server/tiered_store.py",
-        "            self._delete_near(keys)  # read back from there meanwhile\n",
-        "",
+        "            is_gone = self._delete_near(keys)  # read back",
+        "            is_gone = True  # read back",
         "a block that was deleted everywhere is found in memory",
+        ("tests/daemon/test_hung_backing.py",),
+    ),
+    Mutation(
+        "delete-that-the-ssd-did-not-note-succeeds",
+        "server/tiered_store.py",
+        "            done(present + far if is_gone and far is not None else None)\n",
+        "            done(present + far if far is not None else None)\n",
+        "a block that comes back after a crash was said to be deleted",
         ("tests/daemon/test_hung_backing.py",),
     ),
     Mutation(

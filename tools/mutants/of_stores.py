@@ -233,6 +233,14 @@ STORES = (
         ("tests/stores/test_ssd_commit.py",),
     ),
     Mutation(
+        "ssd-delete-does-not-wait-for-its-record",
+        "stores/ssd/store.py",
+        "if not self._committer.wait(self._committer.barrier()):",
+        "if not self._committer.is_writable:",
+        "a block that was deleted is there again after a crash",
+        ("tests/stores/test_ssd_commit.py",),
+    ),
+    Mutation(
         "ssd-written-before-a-failed-sync-and-kept",
         "stores/ssd/store.py",
         "in_doubt = self._committer.data_failures != failures",

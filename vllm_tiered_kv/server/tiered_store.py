@@ -296,9 +296,9 @@ class TieredStore:
                 if tier is None
             ]
             present = len(keys) - len(missing)
-            self._delete_near(keys)
+            is_gone = self._delete_near(keys)
             if self._far is None:
-                done(present)
+                done(present if is_gone else None)
                 return
             self._far.ask(
                 lambda: self._delete_far(keys, missing),
@@ -307,15 +307,24 @@ class TieredStore:
             )
 
         def again(present: int, far: int | None) -> None:
-            self._delete_near(keys)  # read back from there meanwhile
-            done(None if far is None else present + far)
+            is_gone = self._delete_near(keys)  # read back from there meanwhile
+            done(present + far if is_gone and far is not None else None)
 
         self._in_pool(near, failed)
 
-    def _delete_near(self, keys: Sequence[StoreKey]) -> None:
+    def _delete_near(self, keys: Sequence[StoreKey]) -> bool:
+        """False where the SSD may have some again after a crash."""
         with self._way_up.barring(keys):
             self._delete_here(keys)
-            self._lower.delete(_SSD, keys)
+            return self._delete_from(_SSD, keys)
+
+    def _delete_from(self, tier: str, keys: Sequence[StoreKey]) -> bool:
+        try:
+            self._lower.delete(tier, keys)
+        except NotDeletedError as error:
+            logger.warning("%s", error)
+            return False
+        return True
 
     def _delete_here(self, keys: Sequence[StoreKey]) -> None:
         if self.memory.delete(keys):
@@ -324,12 +333,7 @@ class TieredStore:
     def _delete_far(self, keys: Sequence[StoreKey], not_near: Sequence[StoreKey]) -> int | None:
         """How many were in the backing store and in no other; None where it may still have some."""
         present = 0 if self.backing is None else sum(self.backing.contains(not_near))
-        try:
-            self._lower.delete(_BACKING, keys)
-        except NotDeletedError as error:
-            logger.warning("%s", error)
-            return None
-        return present
+        return present if self._delete_from(_BACKING, keys) else None
 
     def flush(self, done: Callable[[list[str]], None]) -> None:
         """Calls `done` when all that was put before is as durable as it can be, with what could

@@ -28,6 +28,7 @@ from vllm_tiered_kv.core.store import (
     namespace_of,
 )
 from vllm_tiered_kv.core.tiers import Lookup
+from vllm_tiered_kv.errors import NotDeletedError
 from vllm_tiered_kv.option_values import format_size
 from vllm_tiered_kv.stores.slab_owner import HasQuota, QuotaOf, any_may, require_own
 from vllm_tiered_kv.stores.ssd.block_io import BlockRead, BlockWrite, as_bytes
@@ -360,11 +361,17 @@ class SsdStore:
     # ---- removal ------------------------------------------------------------------------------
 
     def delete(self, keys: Sequence[StoreKey]) -> int:
-        with self._lock:
-            if self._closed:
-                return 0
-            here = [key for key in keys if self._index.lookup(key) is Lookup.HIT]
-            return sum(self._index.remove(key) for key in here)
+        """Returns when the journal knows: they do not come back with the next start."""
+        try:
+            with self._operation(), self._lock:
+                here = [key for key in keys if self._index.lookup(key) is Lookup.HIT]
+                removed = sum(self._index.remove(key) for key in here)
+                # Also for those that are not here: another call may have removed them just now.
+                if not self._committer.wait(self._committer.barrier()):
+                    raise NotDeletedError(len(keys), f"{self.folder} cannot be written")
+                return removed
+        except _ClosedError:
+            return 0
 
     def flush(self) -> bool:
         with self._lock:
