@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -60,19 +61,22 @@ def test_a_failed_write_is_an_outcome_and_leaves_nothing(
         assert_holds(store, KEY, SIZE)
 
 
+def failing_once(nth: int) -> Callable[[int], None]:
+    calls = count(1)
+
+    def fsync(fd: int) -> None:
+        if next(calls) == nth:
+            raise OSError(errno.EIO, "sync")
+
+    return fsync
+
+
 @pytest.mark.parametrize("nth", [1, 2, 3, 4])
 def test_a_failed_sync_keeps_nothing(root: Path, nth: int) -> None:
     """The file, its folder, and the two folders on the way to it."""
-    seen = [0]
-
-    def fail_nth(fd: int) -> None:
-        seen[0] += 1
-        if seen[0] == nth:
-            raise OSError(errno.EIO, "sync")
-
     ops = FaultyOps()
     with opened(root, ops) as store:
-        ops.faults["fsync"] = fail_nth
+        ops.faults["fsync"] = failing_once(nth)
         assert store.put([item(KEY, SIZE)], Durability.DISK) == [PutResult.FAILED]
         assert_lacks(store, KEY, SIZE)
         assert litter(root) == []
@@ -83,17 +87,10 @@ def test_a_failed_sync_keeps_nothing(root: Path, nth: int) -> None:
 @pytest.mark.parametrize("by", ["itself", "another"])
 def test_a_block_that_was_here_and_cannot_be_synced_goes(root: Path, nth: int, by: str) -> None:
     """The system tells of lost bytes once: the next sync succeeds, whatever became of them."""
-    seen = [0]
-
-    def fail_nth(fd: int) -> None:
-        seen[0] += 1
-        if seen[0] == nth:
-            raise OSError(errno.EIO, "sync")
-
     ops = FaultyOps()
     with opened(root) as another, opened(root, ops) as store:
         (store if by == "itself" else another).put([item(KEY, SIZE)])
-        ops.faults["fsync"] = fail_nth
+        ops.faults["fsync"] = failing_once(nth)
         assert store.put([item(KEY, SIZE)], Durability.DISK) == [PutResult.FAILED]
         assert_lacks(store, KEY, SIZE)
         assert litter(root) == []
@@ -105,19 +102,12 @@ def test_a_block_that_was_here_and_cannot_be_synced_goes(root: Path, nth: int, b
 def test_a_block_published_just_before_ours_that_cannot_be_synced_goes(
     root: Path, nth: int
 ) -> None:
-    seen = [0]
-
-    def fail_nth(fd: int) -> None:
-        seen[0] += 1
-        if seen[0] == nth:
-            raise OSError(errno.EIO, "sync")
-
     with opened(root) as other:
 
         def be_late(source: str, target: str) -> None:
             other.put([item(KEY, SIZE)])
 
-        ops = FaultyOps(link=be_late, fsync=fail_nth)
+        ops = FaultyOps(link=be_late, fsync=failing_once(nth))
         with opened(root, ops) as store:
             assert store.put([item(KEY, SIZE)], Durability.DISK) == [PutResult.FAILED]
             assert_lacks(store, KEY, SIZE)
@@ -349,14 +339,7 @@ def test_file_systems_without_hard_links(root: Path, code: int) -> None:
 
 @pytest.mark.parametrize("nth", [2, 3, 4])
 def test_a_name_that_cannot_be_synced_goes_without_hard_links_too(root: Path, nth: int) -> None:
-    seen = [0]
-
-    def fail_nth(fd: int) -> None:
-        seen[0] += 1
-        if seen[0] == nth:
-            raise OSError(errno.EIO, "sync")
-
-    with opened(root, FaultyOps(link=failing(errno.EPERM), fsync=fail_nth)) as store:
+    with opened(root, FaultyOps(link=failing(errno.EPERM), fsync=failing_once(nth))) as store:
         assert store.put([item(KEY, SIZE)], Durability.DISK) == [PutResult.FAILED]
         assert_lacks(store, KEY, SIZE)
         assert litter(root) == []
