@@ -69,6 +69,7 @@ def digest(
     revision: str | None = None,
     max_model_len: int = 1024,
     processor: dict[str, Any] | None = None,
+    has_media: bool = True,
 ) -> str:
     """The digest of an engine that opened `folder`; the config comes from there unless given."""
     if config is None:
@@ -82,7 +83,7 @@ def digest(
         hf_overrides=overrides or {},
         seed=seed,
         max_model_len=max_model_len,
-        multimodal_config=SimpleNamespace(mm_processor_kwargs=processor),
+        multimodal_config=SimpleNamespace(mm_processor_kwargs=processor) if has_media else None,
     )
     load = SimpleNamespace(load_format=load_format, download_dir=None)
     return model_digest(SimpleNamespace(model_config=model, load_config=load))
@@ -150,6 +151,19 @@ IRRELEVANT: dict[str, Callable[[Path], object]] = {
         (model / "original").mkdir(),
         (model / "original" / "consolidated.00.pth").write_bytes(b"x" * 99),
     ),
+    # A repository that somebody has fetched whole; vLLM fetches what it loads.
+    "an original with its configs": lambda model: (
+        (model / "original").mkdir(),
+        (model / "original" / "model.safetensors").write_bytes(b"x" * 99),
+        (model / "original" / "params.json").write_text("{}"),
+    ),
+    "a tokenizer": lambda model: [
+        (model / name).write_text("{}")
+        for name in ("tokenizer.json", "vocab.json", "special_tokens_map.json")
+    ],
+    "a chat template": lambda model: (model / "chat_template.json").write_text("{}"),
+    "how to sample": lambda model: (model / "generation_config.json").write_text("{}"),
+    "the state of a training": lambda model: (model / "trainer_state.json").write_text("{}"),
 }
 
 
@@ -158,6 +172,13 @@ def test_paperwork_changes_nothing(model: Path, name: str) -> None:
     before = digest(model)
     IRRELEVANT[name](model)
     assert digest(model) == before
+
+
+def test_what_a_tokenizer_is_told_counts_where_it_may_name_a_processor(model: Path) -> None:
+    before = digest(model), digest(model, has_media=False)
+    (model / "tokenizer_config.json").write_text('{"processor_class": "Other"}')
+    assert digest(model) != before[0]
+    assert digest(model, has_media=False) == before[1]
 
 
 def test_folders_with_equal_content_are_one_model(tmp_path: Path, model: Path) -> None:

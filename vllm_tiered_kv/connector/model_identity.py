@@ -34,6 +34,17 @@ logger = logging.getLogger(__name__)
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors")
 _NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
+_NO_CONFIGS = frozenset(
+    {
+        # Keys are made of tokens, whatever made those. vLLM fetches these files only where it needs
+        # them: not on hosts without an API server, nor with --tokenizer.
+        *("tokenizer.json", "vocab.json", "added_tokens.json", "special_tokens_map.json"),
+        *("chat_template.json", "generation_config.json"),
+        # What a training leaves behind.
+        *("trainer_state.json", "all_results.json", "train_results.json", "eval_results.json"),
+    }
+)
+_NEVER_LOADED = "original"  # weights in another format, in a folder that vLLM does not even fetch
 _LOADER_IGNORED = frozenset(
     {
         # How fast, and by whose leave. vLLM fills in the last three itself.
@@ -113,8 +124,11 @@ def _add_weights(digest: Any, vllm_config: VllmConfig) -> None:
     every_format = load_format in ("pt", "npcache")
     code = (".py",) if getattr(model, "trust_remote_code", False) else ()
     folder = _model_folder(vllm_config)
-    are_read = folder is not None and _add_place(digest, folder, every_format, code)
     source = _other_source(vllm_config)
+    ignored = _NO_CONFIGS if not source else frozenset()  # without weights every hint counts
+    if ignored and getattr(model, "multimodal_config", None) is None:
+        ignored |= {"tokenizer_config.json"}  # else it may say which processor media have
+    are_read = folder is not None and _add_place(digest, folder, every_format, code, ignored)
     if source:  # then the folder has configs alone, or weights that nobody loads
         are_read = os.path.exists(source) and _add_place(digest, Path(source), every_format)
     if not are_read:
@@ -229,15 +243,20 @@ def _top_files(folder: Path) -> list[Path]:
 
 
 def _add_place(
-    digest: Any, place: Path, every_format: bool = False, code: tuple[str, ...] = ()
+    digest: Any,
+    place: Path,
+    every_format: bool = False,
+    code: tuple[str, ...] = (),
+    ignored: frozenset[str] = frozenset(),
 ) -> bool:
     """Covers a file, or a folder's configs and weights; False if there are no weights in it."""
     if place.is_file():
         _add_file(digest, place)
         return True
     suffixes = (".json", *code, *_WEIGHT_SUFFIXES)
-    files = [file for file in _files(place) if file.suffix in suffixes]
+    files = [file for file in _files(place) if file.suffix in suffixes and file.name not in ignored]
     files = [file for file in files if file != place / "config.json"]  # hf_config stands for it
+    files = [file for file in files if place / _NEVER_LOADED not in file.parents]
     # Some repositories carry the weights twice; vLLM loads safetensors when they are there, at
     # the top: those of a subfolder do not replace the model's own.
     own = any(file.suffix == ".safetensors" and file.parent == place for file in files)
