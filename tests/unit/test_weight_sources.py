@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.unit.test_model_identity import CONFIG, flip, safetensors, write_model
-from vllm_tiered_kv.connector.model_identity import model_digest
+from vllm_tiered_kv.connector.model_identity import adapter_digest, model_digest
 
 WARNING = "keyed by name and revision"
 
@@ -136,3 +137,25 @@ def test_code_counts_where_it_is_trusted(tmp_path: Path) -> None:
     assert digest(one, trust_remote_code=True) != digest(two, trust_remote_code=True)
     (two / "modeling_mine.py").write_text("a = 1")
     assert digest(one, trust_remote_code=True) == digest(two, trust_remote_code=True)
+
+
+@pytest.mark.parametrize("is_modelscope", [False, True])
+def test_files_are_those_of_the_hub_that_vllm_loads_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_modelscope: bool
+) -> None:
+    """Both have a repository of this name on this host; what they hold is not the same."""
+    folders = {}
+    for number, hub in enumerate(("huggingface_hub", "modelscope.hub.snapshot_download")):
+        folders[hub] = configs_alone(tmp_path / str(number))
+        (folders[hub] / "adapter_model.safetensors").write_bytes(bytes([number]))
+        library = SimpleNamespace(
+            snapshot_download=lambda repository, *, hub=hub, **options: str(folders[hub])
+        )
+        monkeypatch.setitem(sys.modules, hub, library)
+    for package in ("modelscope", "modelscope.hub"):
+        monkeypatch.setitem(sys.modules, package, SimpleNamespace())
+    settings = SimpleNamespace(VLLM_USE_MODELSCOPE=is_modelscope)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(envs=settings))
+    loaded = folders["modelscope.hub.snapshot_download" if is_modelscope else "huggingface_hub"]
+    assert adapter_digest("a", "some/adapter") == adapter_digest("a", str(loaded))
+    assert digest(Path("some/model"), load_format="auto") == digest(loaded, load_format="auto")

@@ -224,6 +224,14 @@ def _snapshot(
 ) -> Path | None:
     """The files of a hub's repository that are on this host."""
     try:
+        from vllm import envs
+
+        if envs.VLLM_USE_MODELSCOPE:
+            # Another hub, which may have something else under the same name. vLLM leaves it to its
+            # library where that keeps files.
+            from modelscope.hub.snapshot_download import snapshot_download as from_modelscope
+
+            return Path(from_modelscope(repository, revision=revision, local_files_only=True))
         from huggingface_hub import snapshot_download
 
         return Path(
