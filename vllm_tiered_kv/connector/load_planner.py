@@ -108,7 +108,8 @@ class LoadPlanner:
         again = self._computed_again(request, computed) if has_all_full else 0
         loadable = 0
         elsewhere = None
-        if computed < end and not state.load_failed and not request.skip_reading_prefix_cache:
+        is_usable = not state.load_failed and not state.lost_adapter
+        if computed < end and is_usable and not request.skip_reading_prefix_cache:
             daemons = self._daemons
             if daemons is not None and not has_all_full:  # nobody waits for one just for a tail
                 elsewhere = daemons.positions(state, computed, full)
