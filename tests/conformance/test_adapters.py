@@ -3,6 +3,7 @@ reads, when the request is scheduled."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,12 @@ from tests.engine.keyed_requests import write_adapter
 from tests.engine.toy_asking import seeded_prompt
 
 IDS = seeded_prompt(1, 41)
+
+
+def replace_files(folder: Path, content: bytes) -> None:
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(content)
+    os.utime(file, (9, 9))
 
 
 @pytest.fixture
@@ -39,4 +46,34 @@ def test_what_was_computed_with_an_adapter_is_not_loaded_once_it_was_replaced(
     engine.add(IDS[5:], 1, lora_request=in_place, model="new")
     engine.run()
     assert not engine.calls.loads_of(waiting)
+    engine.assert_conforms()
+
+
+def test_files_that_are_changed_back_after_vllm_has_read_them(
+    engine: ContractEngine, tmp_path: Path
+) -> None:
+    adapter = write_adapter(tmp_path / "tune", b"old")
+    lora = LoRARequest("tune", 1, str(adapter))
+    engine.add(IDS, 6, lora_request=lora, model="new")
+    replace_files(adapter, b"new")
+    engine.run()
+    replace_files(adapter, b"old")
+    later = engine.add(IDS, 6, lora_request=lora, model="new")
+    assert later in engine.half._left_alone
+    engine.run()
+    assert not len(engine.half.index)
+    engine.assert_conforms()
+
+
+def test_files_that_change_before_vllm_reads_them(engine: ContractEngine, tmp_path: Path) -> None:
+    """It does when the request is first scheduled, which may be long after it came. What it then
+    computes is neither loaded nor stored as that of the files that were there."""
+    adapter = write_adapter(tmp_path / "tune", b"old")
+    warm(engine, write_adapter(tmp_path / "copy", b"old"))
+    held = len(engine.half.index)
+    late = engine.add(IDS + IDS, 6, lora_request=LoRARequest("tune", 1, str(adapter)), model="new")
+    replace_files(adapter, b"new")
+    engine.run()
+    assert not engine.calls.loads_of(late)
+    assert len(engine.half.index) == held
     engine.assert_conforms()

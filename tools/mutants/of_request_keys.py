@@ -93,8 +93,8 @@ REQUEST_KEYS = (
     Mutation(
         "adapter-read-again-unnoticed",
         "connector/request_keys.py",
-        "return self._digest_of(lora) != keys.adapter",
-        "return False",
+        "is_lost = self._digest_of(lora) != keys.adapter",
+        "is_lost = False",
         "blocks of files that changed under a request are stored as those it came with",
         _ISOLATION,
         Needs.VLLM,

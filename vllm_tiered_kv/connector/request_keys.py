@@ -231,16 +231,20 @@ class KeyMaker:
             )
         return digest
 
-    def has_lost_adapter(self, request: Request, keys: RequestKeys) -> bool:
-        """Whether a request that is under way computes with other files than it came with: of one
-        with `load_inplace`, vLLM reads them again in each step."""
+    def has_lost_adapter(self, request: Request, keys: RequestKeys, is_starting: bool) -> bool:
+        """Whether a request computes with other files than it came with. vLLM reads them when it
+        schedules the request, if it does not have them or not any more; of one with `load_inplace`
+        again in each step. `is_starting`: none of its blocks has been looked at so far."""
         lora = request.lora_request
-        if lora is None or not lora.load_inplace:
+        if lora is None or not (lora.load_inplace or is_starting):
             return False
         try:
-            return self._digest_of(lora) != keys.adapter
+            is_lost = self._digest_of(lora) != keys.adapter
         except (TieredKVError, OSError):
-            return True
+            is_lost = True
+        if is_lost:
+            self._adapters[lora.lora_int_id] = None  # also if the files are changed back
+        return is_lost
 
     def _digest_of(self, lora: LoRARequest) -> bytes:
         files = adapter_digest(lora.lora_name, lora.lora_path)

@@ -11,7 +11,7 @@ from vllm_tiered_kv.cache.load_choice import Choice
 from vllm_tiered_kv.cache.planner import Group
 from vllm_tiered_kv.connector.partial_tail import Tail
 from vllm_tiered_kv.connector.remote_lookup import RemoteLookup
-from vllm_tiered_kv.connector.request_keys import RequestKeys
+from vllm_tiered_kv.connector.request_keys import KeyMaker, RequestKeys
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics.names import DropReason
@@ -130,6 +130,14 @@ class RequestState:
     def close(self, reason: DropReason) -> None:
         """A block of this sequence could not be stored: what follows it would be unreachable."""
         self.closed = self.closed or reason
+
+    def sees_loss_of_adapter(self, maker: KeyMaker) -> bool:
+        """Whether its adapter turns out to be another one, which is noted. To be asked before the
+        request loads or stores."""
+        is_lost = maker.has_lost_adapter(self.request, self.keys, not any(self.stored))
+        if is_lost:
+            self.lose_adapter()
+        return is_lost
 
     def lose_adapter(self) -> None:
         """Another one is loaded in place of the one that this request uses: what it fills from now

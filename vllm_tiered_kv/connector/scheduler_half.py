@@ -176,6 +176,8 @@ class SchedulerHalf:
         if num_computed_tokens < self.loads.limit(request):
             state.keys.extend(request, request.num_tokens)
         loadable = self.loads.loadable(state, request, num_computed_tokens)
+        if loadable and state.sees_loss_of_adapter(self._key_maker):
+            loadable = self.loads.loadable(state, request, num_computed_tokens)  # nothing
         is_beside = state.match is not None and not state.match.ahead
         return loadable, bool(loadable) and is_beside
 
@@ -399,8 +401,7 @@ class SchedulerHalf:
 
     def _extend_keys(self, state: RequestState, ready: int) -> None:
         state.keys.extend(state.request, ready)
-        if self._key_maker.has_lost_adapter(state.request, state.keys):
-            state.lose_adapter()
+        state.sees_loss_of_adapter(self._key_maker)
 
     def _plan_verification(
         self, verification: Verification, request_id: str, scheduled: int
