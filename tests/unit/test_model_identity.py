@@ -438,6 +438,19 @@ def test_an_adapter_is_read_once_until_it_changes(tmp_path: Path, readings: list
     assert len({first, changed, adapter_digest("a", str(folder))}) == 3
 
 
+def test_an_adapter_of_the_same_size_and_time_is_another(tmp_path: Path) -> None:
+    """As those are that come out of an archive made to be reproducible."""
+    folder = write_adapter(tmp_path / "a")
+    weights = folder / "adapter_model.safetensors"
+    os.utime(weights, (1, 1))
+    first = adapter_digest("a", str(folder))
+    new = tmp_path / "new"
+    new.write_bytes(b"\1" * 100)
+    os.utime(new, (1, 1))
+    new.replace(weights)
+    assert adapter_digest("a", str(folder)) != first
+
+
 def test_adapters_are_their_files_not_their_names(tmp_path: Path) -> None:
     one = write_adapter(tmp_path / "one")
     two = write_adapter(tmp_path / "two")

@@ -131,7 +131,7 @@ IDENTITY = (
     Mutation(
         "adapter-changed-in-place-not-seen",
         "connector/model_identity.py",
-        "        (file.name, stat.st_size, stat.st_mtime_ns)\n",
+        "        (file.name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)\n",
         "        (file.name, 0, 0)\n",
         "an adapter gets blocks computed with its older version",
         _IDENTITY,

@@ -174,7 +174,7 @@ def _loader_text(load: LoadConfig) -> str:
 
 
 def adapter_digest(name: str, path: str) -> bytes:
-    """Digest of a LoRA adapter's files; read again only when a file's size or time changed.
+    """Digest of a LoRA adapter's files; read again only when a file may have changed.
 
     Of those at the top of its folder: vLLM reads no others.
     """
@@ -184,8 +184,10 @@ def adapter_digest(name: str, path: str) -> bytes:
             f"adapter {name!r} is not found at {path} on the scheduler's host, so nobody can tell "
             "what it holds; give the path of a folder"
         )
+    # Size and time of the last write do not tell: adapters of a kind are equally large, and whoever
+    # unpacks or copies them may set the time. The time of the last change is the kernel's alone.
     stamps = tuple(
-        (file.name, stat.st_size, stat.st_mtime_ns)
+        (file.name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
         for file in _top_files(folder)
         for stat in [file.stat()]
     )
@@ -193,7 +195,7 @@ def adapter_digest(name: str, path: str) -> bytes:
 
 
 @lru_cache(maxsize=1024)
-def _adapter_digest(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> bytes:
+def _adapter_digest(folder: Path, stamps: tuple[tuple[str | int, ...], ...]) -> bytes:
     digest = hashlib.sha256(b"adapter files\0")
     for file in _top_files(folder):
         if file.suffix in (".json", *_WEIGHT_SUFFIXES):
