@@ -451,6 +451,27 @@ def test_an_adapter_of_the_same_size_and_time_is_another(tmp_path: Path) -> None
     assert adapter_digest("a", str(folder)) != first
 
 
+def test_what_a_training_left_beside_an_adapter_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests would wait for it: the state of an optimiser is many times as large."""
+    read: list[str] = []
+    add_file = model_identity._add_file
+
+    def listen(digest: Any, file: Path, whole: bool = False) -> None:
+        read.append(file.name)
+        add_file(digest, file, whole)
+
+    monkeypatch.setattr(model_identity, "_add_file", listen)
+    alone, checkpoint = (write_adapter(tmp_path / name) for name in ("alone", "checkpoint-5"))
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "rng_state_0.pth"):
+        (checkpoint / name).write_bytes(bytes(100))
+    for name in ("training_args.bin", "trainer_state.json", "tokenizer_config.json"):
+        (checkpoint / name).write_bytes(b"{}")
+    assert adapter_digest("a", str(checkpoint)) == adapter_digest("a", str(alone))
+    assert read == ["adapter_config.json", "adapter_model.safetensors"] * 2
+
+
 def test_adapters_are_their_files_not_their_names(tmp_path: Path) -> None:
     one = write_adapter(tmp_path / "one")
     two = write_adapter(tmp_path / "two")

@@ -188,7 +188,7 @@ def adapter_digest(name: str, path: str) -> bytes:
     # unpacks or copies them may set the time. The time of the last change is the kernel's alone.
     stamps = tuple(
         (file.name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
-        for file in _top_files(folder)
+        for file in _adapter_files(folder)
         for stat in [file.stat()]
     )
     return _adapter_digest(folder, stamps)
@@ -197,11 +197,23 @@ def adapter_digest(name: str, path: str) -> bytes:
 @lru_cache(maxsize=1024)
 def _adapter_digest(folder: Path, stamps: tuple[tuple[str | int, ...], ...]) -> bytes:
     digest = hashlib.sha256(b"adapter files\0")
-    for file in _top_files(folder):
-        if file.suffix in (".json", *_WEIGHT_SUFFIXES):
-            _add(digest, "file", file.name)
-            _add_file(digest, file, whole=True)
+    for file in _adapter_files(folder):
+        _add(digest, "file", file.name)
+        _add_file(digest, file, whole=True)
     return digest.digest()
+
+
+def _adapter_files(folder: Path) -> list[Path]:
+    """Those that may say what it computes. Beside them a training leaves its state behind, which is
+    many times as large, and the tokenizer."""
+    ignored = {*_NO_WEIGHTS, *_NO_CONFIGS, "tokenizer_config.json"}
+    return [
+        file
+        for file in _top_files(folder)
+        if file.suffix in (".json", *_WEIGHT_SUFFIXES)
+        and file.name not in ignored
+        and not file.name.startswith("rng_state")
+    ]
 
 
 def _adapter_folder(path: str) -> Path | None:
