@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
+import pytest
+
+from vllm_tiered_kv.device.pinning import BackgroundPinner
 from vllm_tiered_kv.device.prefaulter import Prefaulter
 from vllm_tiered_kv.device.shared_arena import SharedArena
 from vllm_tiered_kv.native import prefault
@@ -35,3 +39,27 @@ def test_an_arena_is_provided_in_the_background_without_touching_its_bytes() -> 
 def test_an_address_that_is_none_is_refused_not_fatal() -> None:
     assert not prefault.populate(0, 4096)
     Prefaulter(HostRegion(4096, 4096)).close()
+
+
+def test_a_pinner_without_a_thread_leaves_nothing_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver pins no memory twice: who tries again a moment later would be refused for good."""
+    pinned: set[int] = set()
+
+    def pin(address: int, length: int) -> None:
+        assert address not in pinned
+        pinned.add(address)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    arena = SharedArena.create(1 << 20)
+    with monkeypatch.context() as out_of_threads:
+        out_of_threads.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError):
+            BackgroundPinner(arena.region, pin, pinned.remove, "")
+    assert not pinned
+    pinner = BackgroundPinner(arena.region, pin, pinned.remove, "")
+    assert pinner.ready_bytes == arena.region.nbytes
+    pinner.close()
+    assert not pinned
+    arena.close()

@@ -49,10 +49,15 @@ class BackgroundPinner:
         if pin is not None:
             self.ready_bytes = 0
             self._pin_next(pin)
-            self._thread = threading.Thread(
+            thread = threading.Thread(
                 target=self._pin_all, args=(pin,), name="tiered-kv-pin", daemon=True
             )
-            self._thread.start()
+            try:
+                thread.start()
+            except RuntimeError:  # what stays pinned could not be pinned by a second attempt
+                self.close()
+                raise
+            self._thread = thread
 
     def close(self) -> None:
         self._stop.set()
