@@ -254,6 +254,16 @@ def test_a_release_that_was_not_confirmed_is_still_owed(
     assert leases_of(daemon) == 0
 
 
+def test_a_stopped_daemon_is_given_up(daemon: DaemonProcess, memory: SharedMemory) -> None:
+    """What is given back where nothing was lent says nothing of the daemon."""
+    daemon.freeze()
+    for _ in range(3):
+        lent = memory.lend(CHAIN, deadline=within(0.2))
+        assert not any(lent.leases)
+        lent.release()
+    assert memory._breaker.state is BreakerState.OPEN
+
+
 def test_many_threads(store: RemoteStore, memory: SharedMemory) -> None:
     wrong: list[str] = []
 

@@ -277,7 +277,8 @@ class SharedMemory:
     def give_back(self, leases: Iterable[int]) -> None:
         """Ends leases, now or with the next call that reaches the daemon. Does not raise."""
         self.owe(leases)
-        self._ask(None, ReleaseReply, None, lambda reply: None)
+        if self._owed:
+            self._ask(None, ReleaseReply, None, lambda reply: None)
 
     def owe(self, leases: Iterable[int]) -> None:
         """Leases to be given back with the next call. Does not wait."""
@@ -385,11 +386,13 @@ class SharedMemory:
         deadline: float | None,
         check: Callable[[_R], None],
     ) -> _R | None:
-        """The reply to a request, or None. Leases that are owed go back ahead of it."""
+        """The reply to a request, or None. Leases that are owed go back ahead of it, or alone."""
 
         def ask(connection: Connection, end: float) -> _R | None:
-            self._pay(end)
             answer = None
+            if not self._pay(end) and request is None:
+                # Another thread has paid. What asks nobody must not pass for an answer.
+                connection.call(Release([]), ReleaseReply, deadline=end)
             if request is not None:
                 answer = connection.call(request, kind, deadline=end)
                 self.believe(answer, lambda: check(answer))
@@ -399,13 +402,15 @@ class SharedMemory:
 
         return self.call(ask, deadline)
 
-    def _pay(self, deadline: float) -> None:
+    def _pay(self, deadline: float) -> bool:
+        """Whether anything was owed, and the daemon has heard of it."""
         with self._owed_lock:
             owed = sorted(self._owed)[:MAX_KEYS]
         if owed:
             self._connection.call(Release(owed), ReleaseReply, deadline=deadline)
             with self._owed_lock:
                 self._owed.difference_update(owed)
+        return bool(owed)
 
     def _late(self, reply: Reply) -> None:
         """Nobody waits for these leases any more."""
