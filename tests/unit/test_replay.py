@@ -36,11 +36,16 @@ class SmallServer:
     can_empty: bool = True
     spoil: str = ""  # what an answer from the cache suffers: "word", "tie", "logprob", "short"
     refuse: str = ""  # prompts with this word are refused
+    answers: int | None = None  # so many prompts, and no request after them
     kept: set[tuple[str, str]] = field(default_factory=set)
     loaded: int = 0
     emptied: int = 0
     asked: list[dict[str, Any]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def has_died(self) -> bool:
+        return self.answers is not None and len(self.asked) >= self.answers
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         if path == "/reset_prefix_cache":
@@ -100,7 +105,9 @@ class _Handler(BaseHTTPRequestHandler):
     small: SmallServer
 
     def do_GET(self) -> None:
-        if self.path == "/v1/models" and self.small.instead_of_models:
+        if self.small.has_died:
+            self.close_connection = True
+        elif self.path == "/v1/models" and self.small.instead_of_models:
             self._send(*self.small.instead_of_models)
         elif self.path == "/v1/models":
             self._send(200, {"data": [{"id": name} for name in self.small.models]})
@@ -113,7 +120,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self._send(*self.small.answer(self.path, body))
+        if not self.small.has_died:
+            self._send(*self.small.answer(self.path, body))
 
     def _send(self, status: int, content: Any) -> None:
         data = (content if isinstance(content, str) else json.dumps(content)).encode()
@@ -270,6 +278,27 @@ def test_a_request_that_fails_is_told(
     assert "400: the prompt is too long" in out
     assert "1 failed" in out
     assert "line 4: failed" in out
+
+
+@pytest.mark.parametrize("round_", [1, 2])
+def test_a_server_that_dies_is_reported_on(
+    running: Running,
+    prompts: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    round_: int,
+) -> None:
+    """What it answered before is not lost, least of all what was different."""
+    out = tmp_path / "report.json"
+    running.small.answers = 4 * round_ + 1
+    running.small.spoil = "word"
+    if round_ == 1:
+        running.small.kept.add(("", '"one"'))
+    assert replay(running, prompts, "--json", str(out)) == 1
+    shown = capsys.readouterr().out
+    assert "4 prompts: 1 different, 3 failed" in shown
+    assert "cannot be reached" in shown
+    assert json.loads(out.read_text())["counted"] is None
 
 
 def test_an_error_page_is_told_in_a_line(

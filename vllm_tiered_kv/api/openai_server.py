@@ -72,12 +72,12 @@ class OpenAIServer:
         return read_answer(self._json(path, body, self._timeout_s))
 
     def forget_gpu_cache(self) -> bool:
-        """Empties vLLM's own prefix cache; False if the server has no such command, or other
-        requests keep using it."""
+        """Empties vLLM's own prefix cache; False if the server has no such command, other requests
+        keep using it, or it does not answer."""
         end = time.monotonic() + _QUICK_S
         while True:
-            status, content = self._call("/reset_prefix_cache", {}, _QUICK_S)
-            if status != 200:
+            content = self._content("/reset_prefix_cache", {})
+            if content is None:
                 return False
             if b"false" not in content:  # {"success": true}, or nothing from older releases
                 return True
@@ -87,10 +87,19 @@ class OpenAIServer:
 
     def counters(self, metrics: tuple[Metric, ...]) -> dict[str, float] | None:
         """Sums of these counters over their labels; None if the server does not tell."""
-        status, content = self._call("/metrics", None, _QUICK_S)
-        if status != 200:
+        content = self._content("/metrics", None)
+        if content is None:
             return None
         return sum_counters(content.decode(errors="replace"), metrics)
+
+    def _content(self, path: str, body: Mapping[str, Any] | None) -> bytes | None:
+        """Of what is asked beside the prompts: without it their answers are still worth a report,
+        those of a server that has died meanwhile most of all."""
+        try:
+            status, content = self._call(path, body, _QUICK_S)
+        except ReplayError:
+            return None
+        return content if status == 200 else None
 
     def _json(self, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> Any:
         status, content = self._call(path, body, timeout_s)
