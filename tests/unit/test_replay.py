@@ -36,6 +36,7 @@ class SmallServer:
     can_empty: bool = True
     spoil: str = ""  # what an answer from the cache suffers: "word", "tie", "logprob", "short"
     refuse: str = ""  # prompts with this word are refused
+    refusal_bytes: int | None = None  # what is promised of a refusal, if not its length
     answers: int | None = None  # so many prompts, and no request after them
     kept: set[tuple[str, str]] = field(default_factory=set)
     loaded: int = 0
@@ -126,7 +127,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, status: int, content: Any) -> None:
         data = (content if isinstance(content, str) else json.dumps(content)).encode()
         self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
+        promised = self.small.refusal_bytes if status >= 400 else None
+        self.send_header("Content-Length", str(promised or len(data)))
         self.end_headers()
         self.wfile.write(data)
 
@@ -299,6 +301,15 @@ def test_a_server_that_dies_is_reported_on(
     assert "4 prompts: 1 different, 3 failed" in shown
     assert "cannot be reached" in shown
     assert json.loads(out.read_text())["counted"] is None
+
+
+def test_a_refusal_that_ends_early_is_one_prompt_that_failed(
+    running: Running, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running.small.refuse = "plain"
+    running.small.refusal_bytes = 1000
+    assert replay(running, prompts) == 2
+    assert "4 prompts: 3 equal, 1 failed" in capsys.readouterr().out
 
 
 def test_an_error_page_is_told_in_a_line(

@@ -116,11 +116,12 @@ class OpenAIServer:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, self._headers)
         try:
-            with self._opener.open(request, timeout=timeout_s) as response:
-                return int(response.status), response.read()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read()
+            try:
+                with self._opener.open(request, timeout=timeout_s) as response:
+                    return int(response.status), response.read()
+            except urllib.error.HTTPError as error:
+                with error:
+                    return error.code, error.read()
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or error
             line = " ".join(str(reason).split())
