@@ -135,6 +135,10 @@ class ConnectionLost(RemoteError):
     """The connection could not be made or broke, or the daemon broke the protocol."""
 
 
+class SessionForgotten(ConnectionLost):
+    """The daemon does not know the session any more: it drops those unused for long."""
+
+
 class RemoteRefusal(RemoteError):
     """The daemon answered, with an error: to one request, or to being talked to at all."""
 

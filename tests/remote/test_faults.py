@@ -254,10 +254,11 @@ def test_a_daemon_that_forgot_us_is_greeted_again(daemon: FaultyDaemon, store: R
     forgot = ErrorReply(ErrorCode.NO_HELLO, "who is this?", "match")
     daemon.fault = on(Match, lambda d, i, _: [framed(i, forgot)])
     assert store.match(KEYS) == 0
+    assert daemon.ops().count("match") == 2, "a second time, and no more"
     daemon.fault = None
     daemon.instance = bytes(16)
     assert_served(store)
-    assert daemon.ops().count("hello") == 2
+    assert daemon.ops().count("hello") == 3
     assert store.counts.restarts == 1
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from vllm_tiered_kv.errors import (
     ErrorCode,
@@ -14,6 +15,7 @@ from vllm_tiered_kv.errors import (
     RemoteError,
     RemoteRefusal,
     RemoteTimeout,
+    SessionForgotten,
 )
 from vllm_tiered_kv.remote.address import EngineIdentity
 from vllm_tiered_kv.remote.connection import Connection, Settings
@@ -29,6 +31,7 @@ _PASSING = {ErrorCode.UNAVAILABLE, ErrorCode.INTERNAL, ErrorCode.BAD_MESSAGE}
 _MOST_SENTENCES = 64
 _FAIR_S = 0.02  # in less, a daemon that is well need not have answered
 _OPENING_S = 0.25  # a daemon that is there needs a fraction of it, if busy a large one
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,18 @@ def judge(breaker: Breaker, attempt: Attempt, error: Exception, allowed_s: float
         breaker.refuse(attempt, error.message)
     else:
         breaker.fail(attempt, str(error))
+
+
+def in_session(connection: Connection, work: Callable[[], _T]) -> _T:
+    """What comes of `work`. A daemon that has forgotten the session, having many, is greeted again
+    and asked the same: it is there, and has done nothing yet of what it was asked."""
+    answered = connection.answered
+    try:
+        return work()
+    except SessionForgotten:
+        if connection.answered > answered:
+            raise
+        return work()
 
 
 def _is_about_the_request(error: Exception) -> bool:
@@ -94,7 +109,7 @@ class Caller:
                 before = connection.progress
                 try:
                     self._open(connection, deadline)
-                    work(connection)
+                    in_session(connection, lambda: work(connection))
                 except (RemoteError, ProtocolError) as error:
                     self._failed(attempt, error, connection.progress > before, allowed_s)
                     return False

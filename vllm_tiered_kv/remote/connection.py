@@ -33,6 +33,7 @@ from vllm_tiered_kv.errors import (
     ProtocolError,
     RemoteRefusal,
     RemoteTimeout,
+    SessionForgotten,
 )
 from vllm_tiered_kv.remote.address import ServerAddress
 from vllm_tiered_kv.remote.curve import CurveKeys
@@ -143,6 +144,7 @@ class Connection:
         self._given_up: set[int] = set()
         self._sending: list[Outgoing] = []
         self.greeting: HelloReply | None = None
+        self.answered = 0  # requests that were not refused, replies of a stream one by one
         self.progress = 0
         """Replies so far that moved blocks: a transfer that times out after some met a daemon that
         is slow, not dead."""
@@ -187,7 +189,7 @@ class Connection:
             if isinstance(incoming.reply, ErrorReply):
                 code = incoming.reply.code
                 if code is ErrorCode.NO_HELLO:
-                    raise ConnectionLost("the daemon was restarted")
+                    raise SessionForgotten("the daemon has forgotten the session")
                 if self._under_way:
                     self.drop()
                 raise RemoteRefusal(code, incoming.reply.message)
@@ -328,8 +330,8 @@ class Connection:
                 raise ConnectionLost(f"the daemon answered {op} with {reply.op}")
             if not (isinstance(reply, GetReply) and reply.more):
                 del self._under_way[request_id]
-            if isinstance(reply, (GetReply, PutReply)):
-                self.progress += 1
+            self.answered += not isinstance(reply, ErrorReply)
+            self.progress += isinstance(reply, (GetReply, PutReply))
             return Incoming(request_id, reply, frames[1:])
 
     def _receive_frames(self, deadline: float) -> list[memoryview]:

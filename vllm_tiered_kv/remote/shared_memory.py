@@ -33,7 +33,7 @@ from vllm_tiered_kv.errors import (
 )
 from vllm_tiered_kv.remote.address import EngineIdentity
 from vllm_tiered_kv.remote.attachment import Attachment, attach
-from vllm_tiered_kv.remote.calls import judge
+from vllm_tiered_kv.remote.calls import in_session, judge
 from vllm_tiered_kv.remote.connection import Connection, Settings
 from vllm_tiered_kv.remote.health import Breaker
 from vllm_tiered_kv.remote.link import Link
@@ -349,7 +349,7 @@ class SharedMemory:
             allowed_s = end - time.monotonic()
             if allowed_s <= 0:  # which says nothing about the daemon
                 return None
-            answer = work(self._connection, end)
+            answer = in_session(self._connection, lambda: work(self._connection, end))
             self._breaker.succeed(attempt)
             return answer
         except (RemoteError, ProtocolError) as error:
