@@ -231,6 +231,8 @@ def test_what_cannot_be_lent_is_sent(daemon: DaemonProcess) -> None:
             assert held
             assert not any(memory.lend(keys[held:]).leases), "no more is lent"
             assert read(cache, TOKENS) == len(TOKENS)
+            new = [1, *TOKENS]
+            assert store(cache, new) == read(cache, new) == len(new)
             lent.release()
 
 

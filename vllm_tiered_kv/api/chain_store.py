@@ -171,14 +171,20 @@ class ChainStore:
         durability: Durability,
         end: float,
     ) -> list[PutResult]:
+        near: list[PutResult] = []
         if durability is not Durability.DISK:  # what is sealed is in memory; only a put waits
             with self._memory_of(server) as memory:
                 if memory is not None:
-                    return _write_near(memory, chain, rows, end)
+                    near = _write_near(memory, chain, rows, end)
+        held = next((n for n, result in enumerate(near) if result not in _HELD), len(near))
+        if near and (held == len(chain) or near[held] is not PutResult.DROPPED):
+            return near
+        # Also what a neighbour has room for but cannot lend it now, having lent too much.
         items = [
-            PutItem(key, parent, row.data) for (key, parent), row in zip(chain, rows, strict=True)
+            PutItem(key, parent, row.data)
+            for (key, parent), row in zip(chain[held:], rows[held:], strict=True)
         ]
-        return server.put(items, durability, end)
+        return near[:held] + server.put(items, durability, end)
 
     def _memory_of(
         self, server: RemoteStore
