@@ -6,7 +6,6 @@ docs/python-api.md is the page for those who use it.
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,6 +29,8 @@ if TYPE_CHECKING:
     Memory = Buffer | NDArray[Any]  # to type checkers an array is no buffer before Python 3.12
 
 logger = logging.getLogger(__name__)
+
+_LONGEST_S = 7 * 86400  # zmq counts milliseconds in 31 bits
 
 
 class TokenCache:
@@ -222,13 +223,21 @@ def _addresses(servers: str | Sequence[str]) -> list[str]:
 
 
 def _require_name(name: str, value: object) -> None:
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str) or not value or not _is_text(value):
         raise ConfigError(name, f"expected a name, got {value!r}")
 
 
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, as of a broken file name
+        return False
+    return True
+
+
 def _require_seconds(name: str, value: object) -> None:
-    if not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ConfigError(name, f"expected a number of seconds, got {value!r}")
+    if not isinstance(value, (int, float)) or not 0 < value <= _LONGEST_S:
+        raise ConfigError(name, f"expected seconds, up to {_LONGEST_S}, got {value!r}")
 
 
 def _require_positive(name: str, value: object) -> None:
