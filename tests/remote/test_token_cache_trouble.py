@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,6 +110,26 @@ def test_a_stopped_daemon_is_a_miss_within_the_deadline(
         assert (cache.match(TOKENS), read(cache, TOKENS), store(cache, [1])) == (0, 0, 0)
         daemon.thaw()
         eventually(lambda: read(cache, TOKENS) == len(TOKENS))
+
+
+def test_the_reason_is_that_of_this_failure(daemon: DaemonProcess, address: str) -> None:
+    """Not one of a time when the daemon was not there."""
+    with opened(address, timeout=2.0, strict=True) as cache:
+
+        def is_stored() -> bool:
+            with contextlib.suppress(TokenCacheError):
+                return store(cache, TOKENS) == len(TOKENS)
+            return False
+
+        eventually(is_stored)
+        daemon.kill()
+        with pytest.raises(TokenCacheError):
+            cache.match(TOKENS)
+        daemon.restart()
+        eventually(is_stored)
+        daemon.freeze()
+        with pytest.raises(TokenCacheError, match="no answer in time"):
+            store(cache, [1])
 
 
 def test_killed_again_and_again_while_it_is_used(

@@ -133,6 +133,9 @@ class Caller:
                 now.restarts + restarts,
             )
 
+    def note(self, error: Exception) -> None:
+        self.last_error = error
+
     def tell_once(self, sentence: str) -> None:
         with self._lock:
             if sentence in self._told or len(self._told) >= _MOST_SENTENCES:
@@ -155,7 +158,7 @@ class Caller:
 
     def _failed(self, attempt: Attempt, error: Exception, progress: bool, allowed_s: float) -> None:
         self.count(failed_calls=1)
-        self.last_error = error
+        self.note(error)
         if self.pool.closing.is_set():
             return
         if isinstance(error, RemoteTimeout) and progress:

@@ -140,6 +140,8 @@ class SharedMemory:
         )
         self.link = Link(attachment.link, self._closing, self._late)
         """For the `work` of `call`."""
+        self.on_error: Callable[[Exception], None] = lambda error: None
+        """Told what ended a call."""
 
     @classmethod
     def attach(
@@ -354,6 +356,7 @@ class SharedMemory:
             return answer
         except (RemoteError, ProtocolError) as error:
             logger.debug("daemon %s did not lend: %s", self._address, error)
+            self.on_error(error)
             if isinstance(error, RemoteRefusal) and error.code is ErrorCode.NO_ARENA:
                 self._replaced = True
                 self._breaker.succeed(attempt)

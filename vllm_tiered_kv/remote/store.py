@@ -91,7 +91,8 @@ class RemoteStore:
 
     @property
     def last_error(self) -> Exception | None:
-        """What ended the last call that failed, for people; None as long as none has."""
+        """What ended the last call that failed, be it one of its memory; for people. None as long
+        as none has."""
         return self._caller.last_error
 
     def greet(self, connections: int = 1) -> None:
@@ -307,6 +308,7 @@ class RemoteStore:
                 self._caller.tell_once(f"does not share its memory: {error}")
                 self._attach_not_before = time.monotonic() + _ATTACH_AGAIN_S
                 return None
+            memory.on_error = self._caller.note
             self._memory.append(memory)
             return memory
 
