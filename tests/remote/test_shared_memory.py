@@ -29,6 +29,7 @@ from vllm_tiered_kv.core.store import PutResult
 from vllm_tiered_kv.device.shared_arena import PAGE, SharedArena
 from vllm_tiered_kv.errors import ArenaError
 from vllm_tiered_kv.remote import attachment, shared_memory
+from vllm_tiered_kv.remote.connection import Connection
 from vllm_tiered_kv.remote.health import Attempt, Breaker, BreakerState
 from vllm_tiered_kv.remote.shared_memory import LentBlock, Reservation, SharedMemory
 from vllm_tiered_kv.remote.store import RemoteStore
@@ -250,6 +251,30 @@ def test_a_release_that_was_not_confirmed_is_still_owed(
     daemon.thaw()
     memory._timeout = 20.0
     memory.settle()
+    assert memory.is_settled
+    assert leases_of(daemon) == 0
+
+
+@pytest.mark.parametrize("call", ["receive", "_receive_frames"])
+def test_an_interrupt_leaves_no_answer_to_the_next_question(
+    daemon: DaemonProcess, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    memory.lend(CHAIN).release()
+
+    def interrupted(*_: object, **__: object) -> None:
+        eventually(lambda: leases_of(daemon))  # it has answered, or is about to
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Connection, call, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            memory.lend(CHAIN[:3])
+    assert not memory.is_settled
+    lent = memory.lend(CHAIN[3:])
+    assert [lent_bytes(memory, block) for block in lent.blocks] == [
+        content(key) for key in CHAIN[3:]
+    ]
+    lent.release()
     assert memory.is_settled
     assert leases_of(daemon) == 0
 

@@ -170,9 +170,13 @@ class Connection:
         deadline: float,
     ) -> _R:
         """The one reply to a request. An error reply is raised as RemoteRefusal."""
-        self.send(request, payload, deadline=deadline)
-        reply = self.receive(deadline=deadline).reply
-        self.settle(deadline=deadline)
+        self._give_up()  # what was interrupted: its reply must not pass for this one's
+        try:
+            self.send(request, payload, deadline=deadline)
+            reply = self.receive(deadline=deadline).reply
+            self.settle(deadline=deadline)
+        finally:
+            self._give_up()
         assert isinstance(reply, expected)
         return reply
 
@@ -187,12 +191,11 @@ class Connection:
         with self._intact():
             incoming = self._next_reply(deadline)
             if isinstance(incoming.reply, ErrorReply):
-                code = incoming.reply.code
-                if code is ErrorCode.NO_HELLO:
+                if incoming.reply.code is ErrorCode.NO_HELLO:
                     raise SessionForgotten("the daemon has forgotten the session")
                 if self._under_way:
                     self.drop()
-                raise RemoteRefusal(code, incoming.reply.message)
+                raise RemoteRefusal(incoming.reply.code, incoming.reply.message)
             return incoming
 
     def settle(self, *, deadline: float) -> None:
@@ -232,11 +235,17 @@ class Connection:
     def _failed(self, error: BaseException) -> None:
         if isinstance(error, RemoteRefusal):
             return
-        if isinstance(error, RemoteTimeout) and self._on_late is not None and not self._sending:
+        is_whole = self._on_late is not None and not self._sending
+        if is_whole and (isinstance(error, RemoteTimeout) or not isinstance(error, Exception)):
+            self._give_up()  # an interrupt by the user is none of the connection's, either
+        else:
+            self.drop()
+
+    def _give_up(self) -> None:
+        """Replies to what is under way come too late, if there is somebody to take them."""
+        if self._on_late is not None:
             self._given_up.update(self._under_way)
             self._under_way.clear()
-            return
-        self.drop()
 
     def _ensure_open(self, deadline: float) -> None:
         if self._zmq.socket is not None and self._peer_event() is not None:
@@ -364,10 +373,8 @@ class Connection:
             ready = dict(zmq.zmq_poll(watched, slice_ms))
             if ready.get(self._zmq.socket, 0) & flag:
                 return
-            if self._zmq.monitor in ready:
-                reason = self._peer_event()
-                if reason is not None:
-                    raise reason
+            if self._zmq.monitor in ready and (reason := self._peer_event()) is not None:
+                raise reason
             if self._closing is not None and self._closing.is_set():
                 raise ConnectionLost("this client is being closed")
             if left <= 0:

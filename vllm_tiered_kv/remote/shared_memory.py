@@ -372,8 +372,10 @@ class SharedMemory:
         ConnectionLost."""
         try:
             check()
-        except ConnectionLost:
+        except BaseException as error:
             self._late(reply)
+            if not isinstance(error, ConnectionLost):  # an interrupt, for one
+                raise
             if over_link:
                 self.link.distrust()
             else:
