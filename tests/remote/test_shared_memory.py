@@ -279,6 +279,19 @@ def test_an_interrupt_leaves_no_answer_to_the_next_question(
     assert leases_of(daemon) == 0
 
 
+def test_an_interrupt_at_the_end_of_a_call_does_not_keep_the_memory(
+    memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(memory._breaker, "forget", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            memory.lend(keys("other", 1))
+    assert all(memory.lend(CHAIN, deadline=within(20.0)).leases)
+
+
 def test_a_stopped_daemon_is_given_up(daemon: DaemonProcess, memory: SharedMemory) -> None:
     """What is given back where nothing was lent says nothing of the daemon."""
     daemon.freeze()

@@ -363,8 +363,8 @@ class SharedMemory:
             elif not self.closed:
                 judge(self._breaker, attempt, error, allowed_s)
         finally:
+            self._lock.release()  # ahead of all else: an interrupt there would keep it for good
             self._breaker.forget(attempt)
-            self._lock.release()
         return None
 
     def believe(self, reply: Reply, check: Callable[[], None], over_link: bool = False) -> None:
