@@ -4,7 +4,6 @@ mix up or drift what it keeps. The real vLLM is asked in tests/engine/test_serve
 from __future__ import annotations
 
 import json
-import math
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,11 +13,8 @@ from typing import Any
 
 import pytest
 
-from vllm_tiered_kv.api.answers import Answer, Outcome, Token, compare_answers, read_answer
 from vllm_tiered_kv.api.cli import main
-from vllm_tiered_kv.api.openai_server import OpenAIServer, sum_counters
-from vllm_tiered_kv.api.prompt_file import read_prompts
-from vllm_tiered_kv.errors import ReplayError
+from vllm_tiered_kv.api.openai_server import OpenAIServer
 from vllm_tiered_kv.metrics import names
 
 WORDS = ["alpha", "beta", "gamma", "delta"]
@@ -391,64 +387,11 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended.value.code == 2
 
 
-def tokens(*pairs: tuple[str, float]) -> Answer:
-    return Answer(tuple(Token(name, p, {name: p, "b": -1.0}) for name, p in pairs))
-
-
-def test_where_answers_part() -> None:
-    right = tokens(("a", -0.5), ("a", -0.9), ("c", -0.1))
-    same = compare_answers(right, right, 0.1, 0.1)
-    assert (same.outcome, same.index, same.drift) == (Outcome.EQUAL, None, 0.0)
-    parted = compare_answers(right, tokens(("a", -0.4), ("b", -1.0), ("x", 0.0)), 0.1, 0.05)
-    assert (parted.outcome, parted.index) == (Outcome.TIE, 1)
-    assert parted.gap == pytest.approx(0.1)
-    assert parted.drift == pytest.approx(0.1)
-    unlisted = compare_answers(right, tokens(("z", -0.4)), 5, 5)
-    assert (unlisted.outcome, unlisted.gap) == (Outcome.DIFFERENT, math.inf)
-    moved = compare_answers(right, tokens(("a", -0.5), ("a", -math.inf), ("c", -0.1)), 1, 9)
-    assert (moved.outcome, moved.index, moved.drift) == (Outcome.DRIFT, 1, math.inf)
-
-
-def test_replies_that_are_none() -> None:
-    for reply in ({}, {"choices": []}, {"choices": [{"text": "a", "logprobs": {"tokens": ["a"]}}]}):
-        with pytest.raises(ReplayError, match="no logprobs"):
-            read_answer(reply)
-    assert read_answer({"choices": [{"text": "", "logprobs": None}]}).tokens == ()
-    with pytest.raises(ReplayError, match="no tokens beside the text"):
-        read_answer({"choices": [{"text": "yes", "logprobs": None}]})
-
-
-def test_separators_of_unicode_do_not_end_a_line(tmp_path: Path) -> None:
-    path = tmp_path / "prompts"
-    path.write_text('{"prompt": "a\u2028b"}\r\nplain\n', encoding="utf-8", newline="")
-    first, second = read_prompts(path)
-    assert first.fields["prompt"] == "a\u2028b"
-    assert second.fields["prompt"].strip() == "plain"
-
-
 def test_numbers_that_are_none(prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for wrong in ("x", "0", "-1", "1.5"):
         with pytest.raises(SystemExit):
             main(["replay", str(prompts), f"--max-tokens={wrong}"])
         assert "expected a whole number of at least 1" in capsys.readouterr().err
-
-
-def test_counters_are_summed_over_their_labels() -> None:
-    name = names.LOADED_BLOCKS.exposed_name
-    page = (
-        f'{name}_total{{engine="0",tier="cpu"}} 3.0\n{name}_total{{engine="0",tier="remote"}} 4e1\n'
-        f'{name}_created{{engine="0",tier="cpu"}} 9.0\n{name}_total_other 5.0\n# {name}_total 7\n'
-    )
-    metrics = (names.LOADED_BLOCKS, names.LOAD_FAILURES)
-    assert sum_counters(page, metrics) == {"loaded_blocks": 43.0, "load_failures": 0.0}
-
-
-def test_titles_are_short(tmp_path: Path) -> None:
-    path = tmp_path / "prompts"
-    path.write_text("word " * 50 + "\n" + json.dumps({"messages": [{"content": [{"a": 1}]}]}))
-    long, odd = read_prompts(path)
-    assert len(long.title) == 40
-    assert odd.title == '[{"a": 1}]'
 
 
 def test_an_api_key_is_sent(running: Running, prompts: Path, tmp_path: Path) -> None:
@@ -462,12 +405,6 @@ def test_an_api_key_is_sent(running: Running, prompts: Path, tmp_path: Path) -> 
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is never counted need not be waited for."""
     monkeypatch.setattr("vllm_tiered_kv.api.replay._COUNTED_WITHIN_S", 0.1)
-
-
-def test_a_mark_before_the_first_line_is_not_part_of_it(tmp_path: Path) -> None:
-    path = tmp_path / "from_windows.jsonl"
-    path.write_text('{"prompt": "hi"}\n', encoding="utf-8-sig")
-    assert [prompt.fields for prompt in read_prompts(path)] == [{"prompt": "hi"}]
 
 
 @pytest.mark.parametrize("content", [b"sk-1\nsk-2\n", b"", b"\xff\xfe", b"sk-1\x00"])

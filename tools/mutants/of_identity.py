@@ -134,7 +134,7 @@ IDENTITY = (
         "        (file.name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)\n",
         "        (file.name, 0, 0)\n",
         "an adapter gets blocks computed with its older version",
-        _IDENTITY,
+        ("tests/unit/test_adapter_identity.py",),
     ),
     Mutation(
         "pooling-of-a-part",

@@ -200,6 +200,6 @@ COPIES = (
         "elif fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:",
         "elif fcntl.fcntl(fd, fcntl.F_GET_SEALS) < 0:",
         "a process is killed by SIGBUS when another one truncates the memory",
-        ("tests/remote/test_shared_memory.py::test_memory_that_could_shrink_is_not_mapped",),
+        ("tests/remote/test_attachment.py::test_memory_that_could_shrink_is_not_mapped",),
     ),
 )
