@@ -262,6 +262,20 @@ def test_a_daemon_that_forgot_us_is_greeted_again(daemon: FaultyDaemon, store: R
     assert store.counts.restarts == 1
 
 
+def test_a_daemon_that_forgot_us_in_the_middle_is_not_asked_again(
+    daemon: FaultyDaemon, store: RemoteStore
+) -> None:
+    assert_served(store)
+    some = {0: content(KEYS[0])}
+    forgot = ErrorReply(ErrorCode.NO_HELLO, "who is this?", "get")
+    daemon.fault = on(Get, lambda d, i, _: [block_reply(i, some, more=True), framed(i, forgot)])
+    asked = daemon.ops().count("get")
+    assert store.get(KEYS[:3], buffers(3)) == [True, False, False]
+    assert daemon.ops().count("get") == asked + 1, "it may ask for much that has come already"
+    daemon.fault = None
+    assert_served(store)
+
+
 @pytest.mark.parametrize(
     "code", [ErrorCode.MISMATCH, ErrorCode.UNSUPPORTED_VERSION, ErrorCode.UNAUTHORIZED]
 )

@@ -33,8 +33,8 @@ def test_its_tests_exist(mutation: Mutation) -> None:
         source = (ROOT / file).read_text()
         if name and not name.startswith("TestContract::"):
             assert f"def {name}(" in source
-        is_engine = file.startswith("tests/engine/")
-        assert is_engine == (mutation.needs is Needs.VLLM), "only these have vLLM"
+        is_beside_vllm = file.startswith(("tests/engine/", "tests/conformance/"))
+        assert is_beside_vllm == (mutation.needs is Needs.VLLM), "only these have vLLM"
 
 
 class OneTree:

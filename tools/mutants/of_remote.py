@@ -190,6 +190,22 @@ REMOTE = (
         ("tests/remote/test_shared_memory.py::test_leases_that_come_too_late_go_back",),
     ),
     Mutation(
+        "answer-to-an-interrupted-question-taken",
+        "remote/connection.py",
+        "        if self._on_late is not None:\n            self._given_up.update",
+        "        if False:\n            self._given_up.update",
+        "after an interrupt each call gets the places of the one before it",
+        ("tests/remote/test_shared_memory.py",),
+    ),
+    Mutation(
+        "forgotten-session-asked-after-an-answer",
+        "remote/calls.py",
+        "        if connection.answered > answered:\n            raise\n",
+        "",
+        "blocks that have come are asked for and sent again",
+        ("tests/remote/test_faults.py",),
+    ),
+    Mutation(
         "unconfirmed-release-forgotten",
         "remote/shared_memory.py",
         "        if owed:\n            self._connection.call(Release(owed)",
