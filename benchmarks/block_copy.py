@@ -5,10 +5,11 @@
 For every shape of the seeds, with random blocks and random slots of a real arena:
 
 - `memcpy`: one large copy, the limit.
-- layer-outermost layout (`layers`): `staged` (out: gather into device memory, then DMA of whole
-  blocks; in: the reverse, overlapped), `direct` (a kernel on mapped memory), and `pages`: one DMA
-  descriptor for every page of every layer, in one batch, as vLLM's OffloadingConnector copies.
-- block-outermost layout (`blocks`): `dma`, and out `staged` as above.
+- layer-outermost layout (`layers`): `staged` (out: a kernel gathers a few blocks into one half of a
+  small buffer while the other half is on the bus; in: the reverse), `direct` (a kernel on mapped
+  memory), and `pages`: one DMA descriptor for every page of every layer, in one batch, as vLLM's
+  OffloadingConnector copies.
+- block-outermost layout (`blocks`): `dma` of whole blocks where they lie.
 
 `compute` is how much longer matrix products take beside such copies (`benchmarks/products.py`).
 """
@@ -28,7 +29,7 @@ import numpy as np
 from benchmarks import environment
 from benchmarks.products import Products
 from vllm_tiered_kv.device.copier import PinnedBlocks
-from vllm_tiered_kv.device.staging import store_parts
+from vllm_tiered_kv.device.staging import STAGING_BYTES
 
 SHAPES = {  # layers, KV heads; head size 128, 2 bytes, K and V
     "Qwen2.5-32B": (64, 8),
@@ -52,8 +53,8 @@ class Bench:
 
         from vllm_tiered_kv.core.layout import StridedView, block_runs
         from vllm_tiered_kv.device.arena import Arena
-        from vllm_tiered_kv.device.dma_lanes import DmaLanes
         from vllm_tiered_kv.device.inbound import Direct, Staged, WholeBlocks
+        from vllm_tiered_kv.device.outbound import open_outbound
         from vllm_tiered_kv.native import cuda
 
         self.torch, self.cuda = torch, cuda
@@ -85,13 +86,16 @@ class Bench:
         self.ids = rng.permutation(blocks)[: self.count].astype(np.int64)
         self.slots = rng.permutation(blocks)[: self.count].astype(np.int64) * self.block
         self.dense = np.arange(self.count, dtype=np.int64) * self.block
-        self.ring = torch.empty(self.total, dtype=torch.uint8, device="cuda")
+        self.dense_memory = torch.empty(self.total, dtype=torch.uint8, device="cuda")
         self.stream = cuda.Stream(0, low_priority=True)
-        self.compute = cuda.Stream(0, low_priority=True)  # as vLLM's, where the plugin gathers
-        self.began, self.gathered = cuda.Event(0), cuda.Event(0)
-        self.lanes = DmaLanes(0)
+        self.ways_out = {
+            f"{name} {way}": open_outbound(
+                0, {0: self.runs[name]}, {0: self.layouts[name]}, STAGING_BYTES
+            )
+            for name, way in (("layers", "staged"), ("blocks", "dma"))
+        }
         by_layer = {0: self.layouts["layers"]}
-        staging = cuda.DeviceBuffer(0, 64 << 20)
+        staging = cuda.DeviceBuffer(0, STAGING_BYTES)
         sizes = {0: self.block}
         self.ways_in: dict[str, Any] = {"layers direct": Direct(by_layer)}
         if Staged.fits(staging.nbytes, sizes):
@@ -119,20 +123,20 @@ class Bench:
             "memcpy": lambda: self._copy(
                 self.cuda.copy_to_device,
                 (region.address, self.dense),
-                (self.ring.data_ptr(), self.dense),
+                (self.dense_memory.data_ptr(), self.dense),
                 self.block,
             ),
         }
 
     def outbound(self) -> dict[str, Callable[[], None]]:
         region = self.arena.region
+        blocks = PinnedBlocks(0, self.ids, region, self.slots)
 
-        def staged(layout: str) -> Callable[[], None]:
-            return lambda: self._gather_and_drain(layout, self.count)
+        def take(way: Any) -> Callable[[], None]:
+            return lambda: way.enqueue(blocks, self.stream)
 
         return {
-            "layers staged": staged("layers"),
-            "blocks staged": staged("blocks"),
+            **{name: take(way) for name, way in self.ways_out.items()},
             "layers direct": lambda: self.cuda.gather(
                 self.layouts["layers"],
                 self.ids,
@@ -150,7 +154,7 @@ class Bench:
             ),
             "memcpy": lambda: self._copy(
                 self.cuda.copy_to_host,
-                (self.ring.data_ptr(), self.dense),
+                (self.dense_memory.data_ptr(), self.dense),
                 (region.address, self.dense),
                 self.block,
             ),
@@ -159,13 +163,20 @@ class Bench:
     def paced(self) -> dict[str, Callable[[], None]]:
         """Stores with pauses between them, as an engine makes them that has to compute first."""
 
-        def run() -> None:
-            count = self.count // PACE
-            self._gather_and_drain("layers", count)
-            with self.torch.cuda.stream(self.torch.cuda.ExternalStream(self.stream.handle)):
-                self.torch.cuda._sleep(int(PACE_CYCLES * count * self.block))
+        count = self.count // PACE
+        blocks = PinnedBlocks(0, self.ids[:count], self.arena.region, self.slots[:count])
 
-        return {f"layers staged, about {PACE_GB_PER_S} GB/s": run}
+        def run(way: Any) -> Callable[[], None]:
+            def store() -> None:
+                way.enqueue(blocks, self.stream)
+                with self.torch.cuda.stream(self.torch.cuda.ExternalStream(self.stream.handle)):
+                    self.torch.cuda._sleep(int(PACE_CYCLES * count * self.block))
+
+            return store
+
+        return {
+            f"{name}, about {PACE_GB_PER_S} GB/s": run(way) for name, way in self.ways_out.items()
+        }
 
     def rates(self, ways: dict[str, Callable[[], None]]) -> dict[str, float]:
         """GB/s of each; they take turns."""
@@ -187,35 +198,9 @@ class Bench:
 
     def close(self) -> None:
         self.torch.cuda.synchronize()
-        for way in self.ways_in.values():
+        for way in (*self.ways_in.values(), *self.ways_out.values()):
             way.close()
-        self.lanes.close()
         self.arena.close()
-
-    def _gather_and_drain(self, layout: str, count: int) -> None:
-        """As the copier stores: gathered on the compute stream, drained behind it."""
-        ring = self.ring.data_ptr()
-        self.began.record(self.stream.handle)
-        self.compute.wait(self.began)
-        for part in store_parts(count):
-            self.cuda.gather(
-                self.layouts[layout],
-                self.ids[part],
-                ring,
-                self.total,
-                self.dense[part],
-                self.compute.handle,
-            )
-            self.gathered.record(self.compute.handle)
-            self.stream.wait(self.gathered)
-            self.lanes.to_host(
-                self.stream,
-                ring,
-                self.dense[part],
-                self.arena.region,
-                self.slots[part],
-                self.block,
-            )
 
     def _copy(
         self, copy: Any, source: tuple[int, Any], target: tuple[int, Any], nbytes: int

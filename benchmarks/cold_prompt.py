@@ -3,9 +3,8 @@
     python -m benchmarks.cold_prompt --out result.json      needs a GPU
 
 Prompts nobody has seen, one at a time, asked of vLLM alone and of our connector, which take turns.
-Ours with everything on, without the way over the bus, without gathering too, and without planning
-what to store. The time to the first token, and the one to the eighth. Also how long vLLM spends in
-each hook of ours meanwhile.
+Ours with everything on, without the copies, and without planning what to store. The time to the
+first token, and the one to the eighth. Also how long vLLM spends in each hook of ours meanwhile.
 """
 
 from __future__ import annotations

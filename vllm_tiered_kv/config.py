@@ -142,12 +142,6 @@ class TieredKVConfig:
         low=0,
         high=1 << 24,
     )
-    staging_memory: int = _option(
-        256 << 20,
-        "size",
-        "GPU memory of the ring that decouples stores from compute. What does not fit in a step "
-        "is stored in the following ones; the engine never waits for it.",
-    )
     block_layout: BlockLayout = _option(
         BlockLayout.CONTIGUOUS,
         "choice",

@@ -31,7 +31,6 @@ _LASTING = {
     "recorder",
     "prev_step_scheduled_req_ids",
     "_usable_bytes",
-    "_rings",
     "_ready",
 }
 _SIZED = (dict, set, frozenset, list, deque, Counter)

@@ -63,7 +63,6 @@ WORKER_METADATA = TieredKVWorkerMetadata(
     measured_step=4,
     ready_arenas={0: frozenset({b"arena"})},
     verdicts={6: [[BlockVerdict(Verdict.CLOSE, 0.1, 0.01, "layer")]]},
-    staging_blocks={0: 219},
     rehearsed={"r2": [Fetched(128, 0.5)]},
 )
 

@@ -47,23 +47,18 @@ def test_prefixes_are_loaded_for_all_groups(
 
 
 @pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("stored", ["ring", "lazy"])
 def test_blocks_stored_after_their_request_are_known_by_their_hash(
-    tiny_model: Path, async_scheduling: bool, groups: str, stored: str
+    tiny_model: Path, async_scheduling: bool, groups: str
 ) -> None:
-    """What a small ring leaves for later, and what is stored lazily, is found by vLLM's hash."""
-    lazy = {"store": "lazy", "lazy_window": 127} if stored == "lazy" else {}
     engine = engine_with(
         tiny_model,
         async_scheduling,
         groups,
-        ring=4 if stored == "ring" else None,
         max_tokens_per_step=64,
-        extra_config=lazy,
+        extra_config={"store": "lazy", "lazy_window": 127},
     )
     engine.ask(IDS, 1)
-    if stored == "lazy":
-        engine.ask(seeded_prompt(2, 9), 1)  # one more step, after the blocks were given back
+    engine.ask(seeded_prompt(2, 9), 1)  # one more step, after the blocks were given back
     engine.drop_gpu_cache()
     request_id = engine.ask(IDS, 1)
     assert (request_id, 56) in engine.calls.admitted

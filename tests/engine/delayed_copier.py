@@ -1,7 +1,7 @@
 """Copies that take their time, for a model whose every read is checked.
 
-A store reads its source at once (stream order) and lands polls later; a load reads its slots and
-writes its blocks polls later. Whatever is reused too early is caught.
+A store reads its source polls later, when it lands, or when somebody waits for it; a load reads its
+slots and writes its blocks polls later. Whatever is reused too early is caught.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ class DelayedCopier:
 
     def __init__(self, caches: list[np.ndarray], arena: np.ndarray, rng: random.Random) -> None:
         self._caches, self._arena, self._rng = caches, arena, rng
-        self._stores: deque[tuple[int, int, GroupTransfer, list[np.ndarray]]] = deque()
+        self._stores: deque[tuple[int, int, GroupTransfer, np.ndarray | None]] = deque()
         self._loads: deque[tuple[int, str, Sequence[GroupTransfer]]] = deque()
         self.max_delay = 3
+        self.store_delay: int | None = None
         self.fail_loads_of: set[str] = set()
         self.fail_every = 0.0
         self.drop_stores = 0.0
         self.fenced = False
-        self.ring: int | None = None
+        self.waited_for = 0  # blocks read because somebody was about to write
         self.fail_ahead = 0.0
         self.ahead_blocks = 0
         self._ahead: deque[tuple[int, list[int]]] = deque()
@@ -49,10 +50,6 @@ class DelayedCopier:
         self._begun: list[PinnedBlocks] = []
         self._awaited: dict[str, list[PinnedBlocks]] = {}  # by layer: what it waits for
 
-    @property
-    def staging_blocks(self) -> int | None:
-        return self.ring
-
     def open_channel(self) -> DelayedChannel:
         return DelayedChannel(self._caches, random.Random(self._rng.random()))
 
@@ -60,16 +57,31 @@ class DelayedCopier:
         self.fenced = True
 
     def settle_sources(self) -> None:
-        pass
+        self._read_sources(self._stores[-1][1] if self._stores else -1)
 
     def store(self, job_id: int, transfer: GroupTransfer) -> None:
-        self.fenced = False  # what is loaded from now on has to come after it
-        staged = [
-            np.stack([cache[block] for cache in self._caches]) for block in transfer.block_ids
-        ]
-        self._stores.append((self._rng.randint(0, self.max_delay), job_id, transfer, staged))
-        in_flight = sum(len(staged) for *_, staged in self._stores)
-        assert self.ring is None or in_flight <= self.ring, "more was stored than the ring holds"
+        delay = self.store_delay
+        if delay is None:
+            delay = self._rng.randint(0, self.max_delay)
+        self._stores.append((delay, job_id, transfer, None))
+
+    def wait_for_stores(self, newest: int) -> None:
+        self.fenced = False  # loads have to come after what was waited for
+        self.waited_for += self._read_sources(newest)
+
+    def _read_sources(self, newest: int) -> int:
+        """Reads what stores up to this job have not read yet; how many blocks that were."""
+        last = max((n for n, store in enumerate(self._stores) if store[1] <= newest), default=-1)
+        count = 0
+        for number in range(last + 1):
+            _, job_id, transfer, read = self._stores[number]
+            if read is None:
+                self._stores[number] = (0, job_id, transfer, self._blocks_of(transfer))
+                count += len(transfer)
+        return count
+
+    def _blocks_of(self, transfer: GroupTransfer) -> np.ndarray:
+        return np.stack([cache[transfer.block_ids] for cache in self._caches], axis=1)
 
     def load(self, request_id: str, transfers: Sequence[GroupTransfer]) -> None:
         self._pass_fence()
@@ -162,13 +174,13 @@ class DelayedCopier:
     def poll(self) -> tuple[list[StoreDone], list[LoadDone]]:
         stores, loads = [], []
         while self._stores and self._due(self._stores):
-            _, job_id, transfer, staged = self._stores.popleft()
-            stored = len(staged)
+            _, job_id, transfer, read = self._stores.popleft()
+            blocks = self._blocks_of(transfer) if read is None else read
+            stored = len(transfer)
             if self._rng.random() < self.drop_stores:
                 stored = self._rng.randint(0, stored)
-            for slot, block in zip(transfer.slots[:stored], staged, strict=False):
-                self._arena[slot] = block
-            reason = DropReason.STAGING_FULL if stored < len(staged) else None
+            self._arena[transfer.slots[:stored]] = blocks[:stored]
+            reason = DropReason.COPY_FAILED if stored < len(transfer) else None
             stores.append(StoreDone(job_id, stored, reason))
         while self._loads and self._due(self._loads):
             _, request_id, transfers = self._loads.popleft()

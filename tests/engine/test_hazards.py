@@ -77,7 +77,6 @@ def test_lazy_stores_do_not_go_round_in_circles(
         async_scheduling,
         gpu_blocks=128,
         cpu_blocks=12,
-        ring=4,
         extra_config={"store": "lazy", "lazy_window": 64},
     )
     engine.copier.drop_stores = drop_stores
@@ -182,7 +181,7 @@ def test_a_request_that_ends_while_preempted(
         "KVTransferConfig",
         lambda **options: transfer(**{**options, "kv_role": "kv_producer"}),
     )
-    engine = ToyEngine(tiny_model, True, gpu_blocks=28, cpu_blocks=30, ring=1, seed=seed)
+    engine = ToyEngine(tiny_model, True, gpu_blocks=28, cpu_blocks=30, store_delay=4, seed=seed)
     engine.copier.max_delay = 8
     workload(engine, seed, 60)
     engine.assert_at_rest()
@@ -204,20 +203,6 @@ def test_a_preempted_request_is_stored_from_its_first_block_again(
     full = (engine.requests[preempted].num_tokens - 1) // 4
     assert readable(engine, preempted) == list(range(full))
     engine.assert_at_rest()
-
-
-def test_deferred_stores_are_bounded_by_the_gpu(tiny_model: Path) -> None:
-    engine = ToyEngine(tiny_model, gpu_blocks=64, ring=1, max_tokens_per_step=64)
-    engine.copier.max_delay = 40
-    rng = random.Random(1)
-    for _ in range(100):
-        engine.add(prompt(rng, 61), 1)
-        engine.step()
-        engine.step()
-        assert len(engine.half.stores._deferred) <= 63
-    engine.run(20_000)
-    engine.assert_at_rest()
-    assert_tier_is_right(engine)
 
 
 def test_a_step_whose_stores_were_never_run_does_not_hang(tiny_model: Path) -> None:

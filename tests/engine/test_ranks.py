@@ -78,7 +78,7 @@ def test_a_block_that_one_rank_did_not_store_is_a_miss(
     asked = [prompt(rng, 61) for _ in range(4)]
     for ids in asked:
         ask(engine, ids, 2)
-    dropped = total(engine, names.DROPPED_BLOCKS, "cpu", DropReason.STAGING_FULL.value)
+    dropped = total(engine, names.DROPPED_BLOCKS, "cpu", DropReason.COPY_FAILED.value)
     assert dropped > 0
     # What the other rank has stored all of counts for nothing.
     assert total(engine, names.STORED_BLOCKS) + dropped == sum((len(i) + 1) // 4 for i in asked)
@@ -117,8 +117,8 @@ def test_a_load_is_over_when_the_slowest_rank_is_done(
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     "options",
-    [{}, {"ring": 4}, {"store": "lazy", "lazy_window": 24}],
-    ids=["eager", "ring", "lazy"],
+    [{}, {"store_delay": 4}, {"store": "lazy", "lazy_window": 24}],
+    ids=["eager", "slow", "lazy"],
 )
 def test_random_clients(
     tiny_model: Path,
@@ -132,7 +132,7 @@ def test_random_clients(
     engine = RankedToyEngine(
         tiny_model,
         async_scheduling,
-        ring=options.pop("ring", None),
+        store_delay=options.pop("store_delay", None),
         gpu_blocks=28,
         cpu_blocks=30,
         extra_config=options,

@@ -84,6 +84,19 @@ def test_everything_at_once(fresh: RealEngine) -> None:
     fresh.assert_at_rest()
 
 
+def test_a_batch_is_stored_though_nobody_steps_after_its_last_output(fresh: RealEngine) -> None:
+    """`LLM.generate` in the engine's own process: prompts of several chunks, all at once."""
+    prompts = [[3 + (7 * n + 11 * i * i) % 40 for i in range(608 + n)] for n in range(8)]
+    cold = fresh.ask(prompts, 2, together=True)
+    fresh.drop_gpu_cache()
+    warm = fresh.ask(prompts, 2, together=True)
+    assert [answer.cached for answer in warm] == [
+        (len(ids) - 1) // BLOCK * BLOCK for ids in prompts
+    ]
+    assert [answer.tokens for answer in warm] == [answer.tokens for answer in cold]
+    assert fresh.total(names.DROPPED_BLOCKS) == 0
+
+
 def test_salts_are_kept_apart(fresh: RealEngine) -> None:
     before = fresh.total(names.HIT_TOKENS)
     for salt in ("alice", "bob"):

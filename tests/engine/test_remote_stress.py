@@ -47,7 +47,7 @@ def test_every_tier_serves_its_part(
                 # Some again at once: what was used last is what the CPU tier still has.
                 for number in [n for n in order for _ in range(rng.choice([1, 1, 2]))]:
                     answers = engine.ask([PROMPTS[number]], COUNT)
-                    engine.settle()
+                    assert not engine.half.has_pending_push_work()  # the daemon has it
                     assert_same(answers, engine, ([truth[0][number]], truth[1]))
                     engine.drop_gpu_cache()
             assert engine.total(names.LOADED_BLOCKS, Tier.CPU.value) > 0

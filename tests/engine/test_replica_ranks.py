@@ -93,7 +93,7 @@ def test_a_block_that_its_rank_did_not_store_is_a_miss_and_so_is_what_follows(
     asked = [prompt(rng, 61) for _ in range(4)]
     for ids in asked:
         ask(engine, ids, 2)
-    dropped = total(engine, names.DROPPED_BLOCKS, "cpu", DropReason.STAGING_FULL.value)
+    dropped = total(engine, names.DROPPED_BLOCKS, "cpu", DropReason.COPY_FAILED.value)
     assert dropped > 0
     assert total(engine, names.STORED_BLOCKS) + dropped == sum((len(i) + 1) // 4 for i in asked)
     assert total(engine, names.STORED_BLOCKS) > 0
@@ -170,8 +170,8 @@ def test_one_rank_verifies_a_block_and_all_hear_of_it(
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     "options",
-    [{}, {"ring": 4}, {"store": "lazy", "lazy_window": 24}, {"verify_fraction": 0.5}],
-    ids=["eager", "ring", "lazy", "verified"],
+    [{}, {"store_delay": 4}, {"store": "lazy", "lazy_window": 24}, {"verify_fraction": 0.5}],
+    ids=["eager", "slow", "lazy", "verified"],
 )
 def test_random_clients(
     open_replicas: Callable[..., RankedToyEngine],
@@ -182,7 +182,7 @@ def test_random_clients(
     options = dict(options)
     engine = open_replicas(
         2 + seed % 2,
-        ring=options.pop("ring", None),
+        store_delay=options.pop("store_delay", None),
         gpu_blocks=28,
         cpu_blocks=14,
         extra_config=options,

@@ -179,7 +179,7 @@ def test_a_hash_that_is_written_just_before_blocks_are_freed(
 
 STORMS: dict[str, dict[str, Any]] = {
     "full": {},
-    "in chunks, a ring": {"max_tokens_per_step": 6, "ring": 2},
+    "in chunks, slow stores": {"max_tokens_per_step": 6, "store_delay": 4},
     "lazy": {"extra_config": {"store": "lazy", "lazy_window": 48}},
     "a window, prompts alone": {"windows": (10,), "extra_config": {"store_decode": False}},
     "window first": {"windows": (6, None), "gpu_blocks": 72},

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.engine
 KINDS: dict[str, dict[str, Any]] = {
     "eager": {},
     "lazy": {"extra_config": {"store": "lazy", "lazy_window": 24, "load_policy": "always"}},
-    "a ring of one block": {"ring": 1},
+    "slow stores": {"store_delay": 4},
     "windows": {"windows": (None, 10), "gpu_blocks": 40},
 }
 

@@ -29,7 +29,11 @@ def test_another_engine_finds_what_the_first_one_stored(tmp_path: Path) -> None:
         options = {"cpu_memory": "64MiB", "remote": daemon.ipc, "remote_lookup_timeout": 30}
         with real_engine(folder, options) as first:
             expected = found_by_vllm(first)
-            first.settle()
+            # Nobody steps after the last output: what goes on to the daemon is there by then.
+            assert not first.half.has_pending_push_work()
+            sent = first.total(names.STORED_BLOCKS, Tier.REMOTE.value)
+            assert sent == first.total(names.STORED_BLOCKS, Tier.CPU.value) > 0
+            first.assert_at_rest()
         with real_engine(folder, options) as second:
             for ids, right in zip(PROMPTS, expected, strict=True):
                 (answer,) = second.ask([ids], COUNT)

@@ -141,10 +141,10 @@ def test_a_failed_load_starts_over_from_what_the_gpu_has(
 
 
 @pytest.mark.parametrize("policy", ["eager", "lazy"])
-def test_what_the_ring_cannot_take_is_stored_as_long_as_the_pool_keeps_it(
+def test_blocks_that_a_window_passes_before_they_are_read_are_stored(
     tiny_model: Path, async_scheduling: bool, policy: str
 ) -> None:
-    """The window passes over blocks before there is room for them in the ring."""
+    """The window passes over blocks, and others are computed into them before they are read."""
     engine = ToyEngine(
         tiny_model,
         async_scheduling,
@@ -152,7 +152,7 @@ def test_what_the_ring_cannot_take_is_stored_as_long_as_the_pool_keeps_it(
         gpu_blocks=128,
         cpu_blocks=128,
         max_tokens_per_step=32,
-        ring=3,
+        store_delay=12,
         extra_config={"store": policy, "lazy_window": 128},
     )
     ids = prompt(random.Random(1), 121)
@@ -173,8 +173,8 @@ def test_what_the_ring_cannot_take_is_stored_as_long_as_the_pool_keeps_it(
 @EVERY_SHAPE
 @pytest.mark.parametrize(
     "options",
-    [{}, {"eviction": "s3fifo"}, {"store": "lazy", "lazy_window": 48}, {"ring": 4}],
-    ids=["lru", "s3fifo", "lazy", "ring"],
+    [{}, {"eviction": "s3fifo"}, {"store": "lazy", "lazy_window": 48}, {"store_delay": 4}],
+    ids=["lru", "s3fifo", "lazy", "slow"],
 )
 def test_random_clients(
     tiny_model: Path, async_scheduling: bool, shape: dict, options: dict
@@ -184,7 +184,7 @@ def test_random_clients(
     engine = ToyEngine(
         tiny_model,
         async_scheduling,
-        ring=options.pop("ring", None),
+        store_delay=options.pop("store_delay", None),
         gpu_blocks=18 * groups,  # forces preemption
         cpu_blocks=36 * groups,  # forces eviction
         extra_config=options,
@@ -192,7 +192,7 @@ def test_random_clients(
     )
     engine.copier.fail_every = 0.05
     engine.copier.drop_stores = 0.1
-    workload(engine, 2, 90)
+    workload(engine, 5, 90)
     engine.assert_at_rest()
     assert assert_tier_is_right(engine)
     assert total(engine, names.LOADED_BLOCKS) > 0

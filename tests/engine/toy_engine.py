@@ -2,8 +2,9 @@
 
 The model's KV of a token is a hash of the whole prefix up to it, so there is exactly one right
 value for every position, and every read of the cache is compared with it. Copies are as slow as a
-test wants them to be: a store reads its source at once (stream order) and lands polls later; a load
-reads its slots and writes its blocks polls later. Whatever is reused too early is caught.
+test wants them to be: a store reads its source when it lands, polls later, or when the step that
+writes it waits for that; a load reads its slots and writes its blocks polls later. Whatever is
+reused too early is caught.
 
 With `async_scheduling`, vLLM's AsyncScheduler runs with two steps in flight: a step is scheduled
 and executed before the output of the one before it is processed.
@@ -92,7 +93,7 @@ class ToyEngine:
     max_tokens_per_step: int = 32
     max_seqs: int = 8
     prefix_caching: bool = True
-    ring: int | None = None
+    store_delay: int | None = None  # polls until a store reads its blocks, if nobody waits for it
     ranks: int = 1  # `toy_ranks.RankedToyEngine` has the workers of more than one
     replicas: int = 1  # how many neighbouring ranks hold the same
     extra_config: dict[str, Any] = field(default_factory=dict)
@@ -149,8 +150,6 @@ class ToyEngine:
             log_stats=True,
         )
         self.half = _ours(self.scheduler.connector).scheduler_half
-        if self.ring is not None:
-            self.half.stores.max_blocks_in_flight = self.ring
         # Ranks of the toy are opened one after the other, and could not talk to each other.
         with mock.patch.object(assembly, "_share_among_replicas", return_value=None):
             self.worker = KVConnectorFactory.create_connector(
@@ -167,7 +166,7 @@ class ToyEngine:
         )
         self.arena[:] = -3
         self.copier = DelayedCopier(self.caches, self.arena, random.Random(self.seed + 1))
-        self.copier.ring = self.ring
+        self.copier.store_delay = self.store_delay
         if worker_half is not None:
             worker_half._copier = self.copier
             worker_half.arena = arena
@@ -375,6 +374,5 @@ class ToyEngine:
             time.sleep(0.001)
         assert not self.half._requests
         assert not self.half._left_alone
-        assert not self.half.stores.has_deferred
         assert not self.half.stores.has_unseen
         self.half.index.check()

@@ -85,7 +85,7 @@ class RankedToyEngine(ToyEngine):
             arena[:] = -3
         half.block_bytes = first.block_bytes
         copier = half._copier = DelayedCopier(caches, arena, random.Random(self.seed + 100 * rank))
-        copier.ring = self.ring
+        copier.store_delay = self.store_delay
         return ToyRank(worker, caches, arena, copier)
 
     def _use(self, number: int) -> None:

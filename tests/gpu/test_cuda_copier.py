@@ -1,4 +1,4 @@
-"""The CUDA copier: ring, pieces of pinned memory, and the order it promises.
+"""The CUDA copier: pieces of pinned memory, stages, and the order it promises.
 
 The compute stream is kept busy by a long kernel, so that whatever does not wait shows.
 """
@@ -24,6 +24,7 @@ from vllm_tiered_kv.connector.store_share import StoreShare  # noqa: E402
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry  # noqa: E402
 from vllm_tiered_kv.core.layout import StridedView, block_runs  # noqa: E402
 from vllm_tiered_kv.core.transfer import GroupTransfer, StoreJob, int64_array  # noqa: E402
+from vllm_tiered_kv.device import cuda_copier  # noqa: E402
 from vllm_tiered_kv.device.arena import Arena  # noqa: E402
 from vllm_tiered_kv.device.cuda_copier import CudaCopier  # noqa: E402
 from vllm_tiered_kv.device.inbound_choice import TuningFile  # noqa: E402
@@ -35,7 +36,8 @@ from vllm_tiered_kv.native import cuda  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
-LAYERS, BLOCKS, PAGE, SLOTS, RING = 5, 64, 20_000, 48, 16
+LAYERS, BLOCKS, PAGE, SLOTS = 5, 64, 20_000, 48
+PER_STAGE = 3  # blocks: stores and loads take many rounds
 BUSY_CYCLES = 400_000_000  # about 0.2 s
 
 
@@ -82,10 +84,9 @@ class Bench:
             self.arena,
             0,
             lambda: int(self.stream.cuda_stream),
-            RING * 100_032 * 4 // 3 + 4,  # three quarters of it are the ring
+            2 * PER_STAGE * 100_032 + 4,
             TuningFile("test", CopyStrategy(strategy), tuning_file),
         )
-        assert self.copier._ring.capacity == RING
         torch.cuda.synchronize()
 
     def block(self, number: int) -> bytes:
@@ -148,15 +149,15 @@ def test_blocks_go_out_and_come_back_across_pieces(bench: Bench) -> None:
 
 
 def test_neighbouring_slots_travel_together_across_pieces(bench: Bench) -> None:
-    truth = [bench.block(n) for n in range(RING)]
-    bench.copier.store(0, pairs(list(range(RING)), list(range(5, 5 + RING))))
+    truth = [bench.block(n) for n in range(40)]
+    bench.copier.store(0, pairs(list(range(40)), list(range(5, 45))))
     (done,), _ = bench.finish()
-    assert done.stored == RING
-    assert [bench.slot(5 + n) for n in range(RING)] == truth
+    assert done.stored == 40
+    assert [bench.slot(5 + n) for n in range(40)] == truth
 
 
-def test_a_store_reads_after_earlier_compute_and_before_later(bench: Bench) -> None:
-    """Nothing waits on the host; the source may be overwritten as soon as `store` returned."""
+def test_a_store_reads_after_earlier_compute_and_before_whoever_waits(bench: Bench) -> None:
+    """Nothing waits on the host; the source may be overwritten behind `wait_for_stores`."""
     with torch.cuda.stream(bench.stream):
         bench.layers[0][0].fill_(1)  # loading a kernel for the first time waits for the device
         bench.copier.store(0, pairs([0], [1]))
@@ -165,12 +166,84 @@ def test_a_store_reads_after_earlier_compute_and_before_later(bench: Bench) -> N
         for layer in bench.layers:
             layer[3].fill_(77)  # what the forward writes
         bench.copier.store(1, pairs([3], [0]))
+        bench.copier.wait_for_stores(1)
         for layer in bench.layers:
             layer[3].fill_(99)  # what the next one overwrites it with
     assert bench.copier.poll() == ([], [])
     (done,), _ = bench.finish()
     assert done.stored == 1
     assert bench.slot(0) == bytes([77]) * (LAYERS * PAGE)
+
+
+def many_stores(bench: Bench) -> int:
+    """A backlog of tens of milliseconds of all blocks; the number of its last job."""
+    for job in range(150):
+        bench.copier.store(job, pairs(list(range(SLOTS)), list(range(SLOTS))))
+    return job
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_only_who_waits_comes_behind_a_backlog_of_stores(bench: Bench, waits: bool) -> None:
+    for layer in bench.layers:
+        layer[SLOTS - 1].fill_(1)  # loads the kernel
+    many_stores(bench)
+    bench.finish()
+    truth = [bench.block(n) for n in range(SLOTS)]
+    last = many_stores(bench)
+    with torch.cuda.stream(bench.stream):
+        if waits:
+            bench.copier.wait_for_stores(last)
+        for layer in bench.layers:
+            layer[SLOTS - 1].fill_(99)
+    stores, _ = bench.finish()
+    assert [store.job_id for store in stores] == list(range(last + 1))
+    right = bench.slot(SLOTS - 1) == truth[SLOTS - 1]
+    assert right is waits, "a store read what was written before it was waited for, or the reverse"
+    assert [bench.slot(n) for n in range(SLOTS - 1)] == truth[:-1]
+
+
+def test_who_waits_for_an_earlier_store_passes_later_ones(bench: Bench) -> None:
+    many_stores(bench)
+    bench.finish()
+    last = many_stores(bench)
+    with torch.cuda.stream(bench.stream):
+        bench.copier.wait_for_stores(0)
+        passed = torch.cuda.Event()
+        passed.record()
+    passed.synchronize()
+    assert len(bench.copier.poll()[0]) <= last
+    assert len(bench.finish()[0]) > 0
+
+
+def test_a_load_behind_a_fence_comes_behind_stores_that_were_waited_for(bench: Bench) -> None:
+    bench.copier.store(0, pairs([0], [SLOTS - 1]))
+    bench.finish()
+    truth = [bench.block(n) for n in range(SLOTS - 1)]
+    jobs = 0
+    for jobs in range(1, 100):
+        bench.copier.store(jobs, pairs(list(range(1, SLOTS - 1)), list(range(1, SLOTS - 1))))
+    bench.copier.wait_for_stores(jobs)
+    bench.copier.fence()
+    bench.copier.load("r", [pairs([SLOTS - 2], [SLOTS - 1])])
+    bench.finish()
+    assert [bench.slot(n) for n in range(1, SLOTS - 1)] == truth[1:]
+    assert bench.block(SLOTS - 2) == truth[0]
+
+
+def test_a_forward_waits_for_the_oldest_of_too_large_a_backlog(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_copier, "_MAX_BACKLOG_BYTES", SLOTS * LAYERS * PAGE)
+    many_stores(bench)
+    bench.finish()
+    last = many_stores(bench)
+    with torch.cuda.stream(bench.stream):
+        bench.copier.begin_step()
+        began = torch.cuda.Event()
+        began.record()
+    began.synchronize()
+    assert len(bench.copier.poll()[0]) >= last  # all but the newest
+    bench.finish()
 
 
 def test_a_load_waits_for_the_fence_and_not_for_the_forward(bench: Bench) -> None:
@@ -197,10 +270,8 @@ def test_a_load_waits_for_the_fence_and_not_for_the_forward(bench: Bench) -> Non
 def in_slots(bench: Bench, count: int) -> list[bytes]:
     """The first blocks lie in the slots of their numbers, and are gone from the device."""
     truth = [bench.block(n) for n in range(count)]
-    for start in range(0, count, RING):
-        stop = min(count, start + RING)
-        bench.copier.store(start, pairs(list(range(start, stop)), list(range(start, stop))))
-        bench.finish()
+    bench.copier.store(0, pairs(list(range(count)), list(range(count))))
+    bench.finish()
     return truth
 
 
@@ -363,21 +434,6 @@ def test_all_that_was_under_way_has_ended_when_it_settles(bench: Bench) -> None:
     assert bench.copier.poll_ahead() == [2]
     assert [bench.slot(5), bench.slot(6)] == [bench.block(3), bench.block(4)]
     assert [bench.block(60), bench.block(61)] == truth
-
-
-def test_a_full_ring_keeps_the_head_of_a_sequence(bench: Bench) -> None:
-    with torch.cuda.stream(bench.stream):
-        torch.cuda._sleep(BUSY_CYCLES)
-    bench.copier.store(1, pairs(list(range(10)), list(range(10))))
-    bench.copier.store(2, pairs(list(range(20, 32)), list(range(10, 22))))
-    bench.copier.store(3, pairs([40], [30]))
-    first, second, third = bench.finish()[0]
-    assert (first.stored, first.reason) == (10, None)
-    assert (second.stored, second.reason) == (RING - 10, DropReason.STAGING_FULL)
-    assert (third.stored, third.reason) == (0, DropReason.STAGING_FULL)
-    assert bench.slot(10 + RING - 11) == bench.block(20 + RING - 11)
-    bench.copier.store(4, pairs([40], [30]))  # drained: there is room again
-    assert bench.finish()[0][0].stored == 1
 
 
 def test_slots_not_pinned_yet_are_not_used(bench: Bench) -> None:

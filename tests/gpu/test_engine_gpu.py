@@ -116,6 +116,62 @@ def test_a_tier_hit_is_a_device_hit(engine: RealEngine) -> None:
     )
 
 
+def test_a_batch_is_stored_though_nobody_steps_after_its_last_output(engine: RealEngine) -> None:
+    forget_all(engine)
+    rng = random.Random(6)
+    prompts = [[rng.randrange(1000, 150_000) for _ in range(10_240)] for _ in range(8)]
+    engine.ask(prompts, 1, together=True)
+    engine.drop_gpu_cache()
+    warm = engine.ask(prompts, 1, together=True)
+    assert [answer.cached for answer in warm] == [10_224] * 8
+    assert engine.total(names.DROPPED_BLOCKS) == 0
+
+
+@pytest.mark.parametrize("fence", [True, False], ids=["fence", "no_fence"])
+def test_slow_stores_read_what_was_computed_though_blocks_are_reused_at_once(
+    engine: RealEngine, monkeypatch: pytest.MonkeyPatch, fence: bool
+) -> None:
+    """So few free blocks that each prompt is computed into those of the one before."""
+    forget_all(engine)
+    copier = engine.worker_half._copier
+    stream = torch.cuda.ExternalStream(copier._store_stream.handle)
+    enqueue, wait = copier._enqueue_store, copier.wait_for_stores
+    waits: list[int] = []
+
+    def enqueue_slowly(blocks: object) -> object:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(200_000_000)  # about 0.1 s
+        return enqueue(blocks)
+
+    def wait_if_fenced(newest: int) -> None:
+        waits.append(newest)
+        if fence:
+            wait(newest)
+
+    monkeypatch.setattr(copier, "_enqueue_store", enqueue_slowly)
+    monkeypatch.setattr(copier, "wait_for_stores", wait_if_fenced)
+    rng = random.Random(7)
+    prompts = [[rng.randrange(1000, 150_000) for _ in range(8_000)] for _ in range(4)]
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    taken = pool.get_new_blocks(pool.get_num_free_blocks() - 520)
+    try:
+        engine.ask(prompts, 1)
+    finally:
+        settle(engine)
+        pool.free_blocks(taken)
+    assert waits
+    computed = dict(engine.kv_bytes)
+    engine.kv_bytes.clear()
+    monkeypatch.undo()
+    engine.drop_gpu_cache()
+    assert [answer.cached for answer in engine.ask(prompts, 1)] == [7_984] * 4
+    loaded = {name: content for name, content in engine.kv_bytes.items() if len(name) <= 7_984}
+    assert len(loaded) == 4 * 499
+    wrong = sum(content != computed[name] for name, content in loaded.items())
+    assert (wrong == 0) is fence, f"{wrong} of {len(loaded)} blocks"
+    forget_all(engine)
+
+
 def test_a_flipped_byte_is_noticed(engine: RealEngine) -> None:
     forget_all(engine)
     ids = PROMPTS[2]

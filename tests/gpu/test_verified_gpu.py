@@ -46,8 +46,7 @@ def whole_blocks(ids: list[int]) -> int:
 def test_rounding_passes_and_wrong_content_is_found(tmp_path: Path) -> None:
     with real_engine(
         write_model(tmp_path / "qwen2-7b", **QWEN2_7B),
-        # A quarter of the ring is for comparisons: here it has room for a whole round of them.
-        {"cpu_memory": "8GiB", "verify_fraction": 1, "staging_memory": "2GiB"},
+        {"cpu_memory": "8GiB", "verify_fraction": 1},
         gain=1.0,
         dtype="bfloat16",
         block_size=BLOCK,

@@ -143,7 +143,7 @@ class _Episode:
             "gpu_blocks": rng.choice([28, 40, 96]),  # 28 forces preemption
             "cpu_blocks": rng.choice([30, 64, 300]),
             "max_tokens_per_step": rng.choice([6, 32, 64]),
-            "ring": rng.choice([None, None, 1, 4]),
+            "store_delay": rng.choice([None, None, 2, 4]),
             "prefix_caching": rng.random() < 0.85,
             "seed": rng.randrange(1 << 30),
             "ranks": rng.choice([1, 1, 2]),

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from vllm_tiered_kv.core.layout import BlockRuns, Run
 from vllm_tiered_kv.device.copy_tuning import FEW_BYTES, MANY_BYTES, CopyPlan, tuned_plan
 from vllm_tiered_kv.device.layer_parts import LayerParts
-from vllm_tiered_kv.device.staging import split_staging
 
 
 def speeds(way: str, nbytes: int) -> float:
@@ -87,10 +86,3 @@ def test_parts_cover_the_slot_and_every_layer_lies_in_front_of_its_parts_end(
         assert parts.ends[parts.part_of_layer[name]] >= end
     order = [parts.part_of_layer[name] for name, _ in ends]
     assert order == sorted(order)
-
-
-@given(st.integers(1, 1 << 40))
-def test_staging_is_shared_without_loss(nbytes: int) -> None:
-    stores, loads = split_staging(nbytes)
-    assert stores + loads == nbytes
-    assert stores >= loads >= 0

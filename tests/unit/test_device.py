@@ -1,4 +1,4 @@
-"""Arena, staging ring and the CPU copier, with plain numpy memory as the device."""
+"""Arena and the CPU copier, with plain numpy memory as the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from vllm_tiered_kv.core.layout import StridedView, block_runs
 from vllm_tiered_kv.core.transfer import GroupTransfer, int64_array
 from vllm_tiered_kv.device.arena import Arena, memory_limit
 from vllm_tiered_kv.device.cpu_copier import CpuCopier
-from vllm_tiered_kv.device.staging import StagingRing
 from vllm_tiered_kv.errors import ConfigError, CudaError
 from vllm_tiered_kv.metrics.names import DropReason
 from vllm_tiered_kv.native import prefault
@@ -106,21 +105,6 @@ def test_closing_ends_what_was_begun(device: Device) -> None:
 def test_pairs_must_match() -> None:
     with pytest.raises(ValueError, match="block_ids and slots"):
         pairs([1], [])
-
-
-def test_the_ring_is_given_back_in_order_and_wraps() -> None:
-    ring = StagingRing(5)
-    assert list(ring.take(3)) == [0, 1, 2]
-    assert ring.free == 2
-    ring.give_back(2)
-    assert list(ring.take(4)) == [3, 4, 0, 1]
-    with pytest.raises(ValueError, match="0 free"):
-        ring.take(1)
-    with pytest.raises(ValueError, match="5 in use"):
-        ring.give_back(6)
-    ring.give_back(3)
-    assert list(ring.take(2)) == [2, 3]
-    assert list(ring.take(1)) == [4]
 
 
 def test_an_arena_is_pinned_front_to_back_behind_its_first_chunk() -> None:

@@ -11,6 +11,7 @@ from vllm_tiered_kv.core import tiers
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Lookup
+from vllm_tiered_kv.core.transfer import int64_array
 from vllm_tiered_kv.errors import InvariantError
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.names import DropReason
@@ -29,7 +30,7 @@ class Tier:
 
     def store(self, start: int, stop: int) -> int:
         plan = plan_store(self.index, GROUP, KEYS, start, stop)
-        return self.ledger.open_store(plan.slots, GROUP.block_bytes)
+        return self.ledger.open_store(plan.slots, int64_array(plan.slots), GROUP.block_bytes)
 
     def dropped(self, reason: DropReason) -> float:
         return self.recorder.total(names.DROPPED_BLOCKS, "cpu", reason.value)
@@ -52,9 +53,9 @@ def test_a_store_is_readable_only_when_every_rank_reported() -> None:
 def test_what_one_rank_dropped_no_rank_has() -> None:
     tier = Tier(8, ranks=2)
     job = tier.store(0, 4)
-    tier.ledger.report_store(job, [StoreReport(4), StoreReport(1, DropReason.STAGING_FULL)])
+    tier.ledger.report_store(job, [StoreReport(4), StoreReport(1, DropReason.COPY_FAILED)])
     assert tier.index.match_prefix(KEYS) == 1
-    assert tier.dropped(DropReason.STAGING_FULL) == 3
+    assert tier.dropped(DropReason.COPY_FAILED) == 3
     assert tier.index.used_bytes == 64
     tier.index.check()
 
@@ -190,10 +191,10 @@ def test_what_a_load_borrowed_is_given_back_however_it_ends(failed: tiers.Tier |
 def test_spoilt_stores_never_become_readable() -> None:
     tier = Tier(8)
     plan = plan_store(tier.index, GROUP, KEYS, 0, 2)
-    before = tier.ledger.open_store(plan.slots, GROUP.block_bytes)
+    before = tier.ledger.open_store(plan.slots, int64_array(plan.slots), GROUP.block_bytes)
     tier.ledger.report_store(before, [StoreReport(2)])
     plan = plan_store(tier.index, GROUP, KEYS, 2, 4)
-    job = tier.ledger.open_store(plan.slots, GROUP.block_bytes)
+    job = tier.ledger.open_store(plan.slots, int64_array(plan.slots), GROUP.block_bytes)
     tier.ledger.spoil_stores()
     again = plan_store(tier.index, GROUP, KEYS, 2, 4)  # computed anew meanwhile
     tier.ledger.report_store(job, [StoreReport(2)])
@@ -204,7 +205,8 @@ def test_spoilt_stores_never_become_readable() -> None:
         Lookup.PENDING,
     ]
     tier.ledger.report_store(
-        tier.ledger.open_store(again.slots, GROUP.block_bytes), [StoreReport(2)]
+        tier.ledger.open_store(again.slots, int64_array(again.slots), GROUP.block_bytes),
+        [StoreReport(2)],
     )
     assert tier.index.match_prefix(KEYS) == 4
     tier.index.check()

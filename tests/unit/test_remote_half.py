@@ -18,6 +18,7 @@ from vllm_tiered_kv.connector.request_state import RequestState
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.key import BlockKey, RankTag
 from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.core.transfer import int64_array
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.names import DropReason
 from vllm_tiered_kv.metrics.recorder import Recorder
@@ -252,7 +253,9 @@ class Tiers:
     def store(self, start: int, stop: int) -> None:
         plan = plan_store(self.index, GROUP, self.keys, start, stop)
         anchors = anchors_of(self.keys, plan.positions)
-        job = self.ledger.open_store(plan.slots, GROUP.block_bytes, None, anchors)
+        job = self.ledger.open_store(
+            plan.slots, int64_array(plan.slots), GROUP.block_bytes, None, anchors
+        )
         for _ in range(self.ledger._num_ranks):
             self.ledger.report_store(job, [StoreReport(len(plan.slots))])
 

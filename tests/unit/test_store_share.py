@@ -46,7 +46,7 @@ def test_what_all_say_is_what_arrived_without_a_gap(blocks: int, replicas: int) 
             mine = share.begin(job(blocks, seed), blocks)
             stored = int(rng.integers(0, len(mine) + 1))
             arrived[mine.slots[:stored]] = True
-            reason = DropReason.STAGING_FULL if stored < len(mine) else None
+            reason = DropReason.COPY_FAILED if stored < len(mine) else None
             reports.append(share.end(StoreDone(seed, stored, reason)))
             assert reports[-1].reason is reason
         gaps = np.flatnonzero(~arrived)
@@ -78,7 +78,7 @@ def test_the_least_report_is_what_all_have_stored_and_pinned(replicas: int, job_
             for share, part, count, limit in zip(shares, mine, stored, usable, strict=True):
                 arrived.update(part.slots[:count].tolist())
                 share.begin(job(blocks, job_id), limit)
-                reason = DropReason.STAGING_FULL if count < len(part) else None
+                reason = DropReason.COPY_FAILED if count < len(part) else None
                 reports.append(share.end(StoreDone(job_id, count, reason)))
             head = next((n for n in range(blocks) if n not in arrived), blocks)
             least = min(report.stored for report in reports)
@@ -103,6 +103,6 @@ def test_no_rank_says_more_than_it_could_read_itself(usable: int, job_id: int) -
     assert other.end(StoreDone(job_id, len(theirs))).stored == 6
     if len(mine):
         again = limited.begin(job(6, job_id), usable)
-        report = limited.end(StoreDone(job_id, len(again) - 1, DropReason.STAGING_FULL))
+        report = limited.end(StoreDone(job_id, len(again) - 1, DropReason.COPY_FAILED))
         assert report.stored == again.slots[-1]
-        assert report.reason is DropReason.STAGING_FULL
+        assert report.reason is DropReason.COPY_FAILED

@@ -38,7 +38,7 @@ class Bench:
         spare = [self.ledger.spare_slot(0) for _ in keys]
         assert None not in pinned
         assert None not in spare
-        return self.ledger.open(tier, 0, keys, spare, pinned)
+        return self.ledger.open(tier, 0, keys, spare, pinned, int64_array(range(len(spare))))
 
     def total(self, metric: names.Metric) -> float:
         return self.recorder.total(metric)
@@ -46,7 +46,8 @@ class Bench:
     def assert_nothing_is_held(self) -> None:
         assert not self.index.pinned_slots()
         assert len(self.index.slots()) == len(self.index)
-        assert self.transfers.copies_to_compare == 0
+        self.transfers.fence.hand_out(range(8))
+        assert self.transfers.fence.take() is None  # nothing is read any more
         assert not self.ledger.has_open
         self.index.check()
 
@@ -55,7 +56,8 @@ def test_the_worst_rank_counts_and_all_have_to_report() -> None:
     bench = Bench()
     keys = [bench.store(name) for name in (b"a", b"b", b"c", b"d")]
     job = bench.open(keys)
-    assert bench.transfers.copies_to_compare == 4
+    bench.transfers.fence.hand_out([3])
+    assert bench.transfers.fence.take() == job
     assert bench.ledger.report(job, [[EQUAL, CLOSE, EQUAL, NOT_COMPARED]]) is None
     assert bench.index.pinned_slots()
     findings = bench.ledger.report(job, [[EQUAL, EQUAL, DIFFERENT, DIFFERENT]])

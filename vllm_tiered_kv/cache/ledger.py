@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from itertools import compress
 
 from vllm_tiered_kv.cache.index import BlockIndex
+from vllm_tiered_kv.cache.write_fence import WriteFence
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.core.transfer import Int64Array
 from vllm_tiered_kv.errors import InvariantError
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.names import DropReason
@@ -77,8 +79,7 @@ class TransferLedger:
         self._ahead: dict[int, _OpenAhead] = {}
         self._puts: dict[int, _OpenPut] = {}
         self.pending_put_bytes = 0
-        self.copies_to_compare = 0
-        """Blocks that leave the GPU to be compared, not stored. They pass the same ring."""
+        self.fence = WriteFence()
         self.on_commit: Callable[[list[tuple[BlockKey, list[int]]]], None] | None = None
         """Told slots that became readable, by the anchor that their store was opened with."""
 
@@ -100,16 +101,19 @@ class TransferLedger:
     def open_store(
         self,
         slots: Sequence[int],
+        block_ids: Int64Array,
         block_bytes: int,
         on_drop: Callable[[DropReason], None] | None = None,
         anchors: Sequence[tuple[BlockKey, int]] = (),
     ) -> int:
-        """A job id for reserved slots. `on_drop` is called if not all of them arrive.
+        """A job id for reserved slots and the GPU blocks copied there. `on_drop` is called if not
+        all of them arrive.
 
         `anchors` decide which daemon blocks belong to; each with the number of slots it is for.
         """
         job_id = self.new_job()
         self._stores[job_id] = _OpenStore(list(slots), block_bytes, on_drop, list(anchors))
+        self.fence.begin_read(job_id, block_ids)
         return job_id
 
     def spoil_stores(self) -> None:
@@ -126,6 +130,7 @@ class TransferLedger:
             raise InvariantError(f"store {job_id} was reported by more ranks than there are")
         if len(store.reports) == self._num_ranks:
             del self._stores[job_id]
+            self.fence.end_read(job_id)
             self._settle(store)
 
     def open_put(self, slots: Sequence[int], keys: Sequence[BlockKey], block_bytes: int) -> int:
@@ -228,11 +233,6 @@ class TransferLedger:
 
     def drop(self, blocks: int, reason: DropReason, tier: Tier = Tier.CPU) -> None:
         self._recorder.add(names.DROPPED_BLOCKS, blocks, tier.value, reason.value)
-
-    def delay(self, blocks: int) -> None:
-        """So many blocks found no room on their way out in this step."""
-        if blocks > 0:
-            self._recorder.add(names.DELAYED_BLOCKS, blocks, Tier.CPU.value)
 
     def new_job(self) -> int:
         """A number no other job has."""

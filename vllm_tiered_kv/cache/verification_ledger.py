@@ -13,6 +13,7 @@ from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import TransferLedger
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Lookup, Tier
+from vllm_tiered_kv.core.transfer import Int64Array
 from vllm_tiered_kv.core.verdict import BlockVerdict, Verdict
 from vllm_tiered_kv.errors import InvariantError
 from vllm_tiered_kv.metrics import names
@@ -93,11 +94,12 @@ class VerificationLedger:
         keys: Sequence[BlockKey],
         spare: Sequence[int],
         pinned: Sequence[int],
+        block_ids: Int64Array,
     ) -> int:
-        """A job id for a comparison; takes over the pins and the spare slots."""
+        """A job id for a comparison of these GPU blocks; takes over the pins and spare slots."""
         job_id = self._ledger.new_job()
         self._open[job_id] = _Open(tier, size_class, list(keys), list(spare), list(pinned))
-        self._ledger.copies_to_compare += len(spare)
+        self._ledger.fence.begin_read(job_id, block_ids)
         return job_id
 
     def void(self) -> None:
@@ -118,6 +120,7 @@ class VerificationLedger:
         if len(comparison.reports) < self._num_ranks:
             return None
         del self._open[job_id]
+        self._ledger.fence.end_read(job_id)
         self._let_go(comparison)
         if comparison.is_void:
             self.skip(len(comparison.keys), comparison.tier)
@@ -135,7 +138,6 @@ class VerificationLedger:
         for slot in comparison.spare:
             self._index.abort(slot)
         self._spare_in_use[comparison.size_class] -= len(comparison.spare)
-        self._ledger.copies_to_compare -= len(comparison.spare)
 
     def _count(self, tier: Tier, verdicts: Sequence[BlockVerdict]) -> None:
         of_kind = {kind: sum(v.verdict is kind for v in verdicts) for kind in Verdict}

@@ -29,7 +29,6 @@ from vllm_tiered_kv.connector.worker_half import WorkerHalf
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.device.arena import memory_limit
 from vllm_tiered_kv.device.replica_arena import Replicas, share_memory
-from vllm_tiered_kv.device.staging import StagingRing, split_staging
 from vllm_tiered_kv.errors import ConfigError, TieredKVError
 from vllm_tiered_kv.option_values import format_size
 from vllm_tiered_kv.remote.address import EngineIdentity
@@ -72,7 +71,6 @@ def make_scheduler_half(
             "of weights call reset_prefix_cache(reset_connector=True)",
             unknown,
         )
-    has_ring = vllm_config.device_config.device_type == "cuda"
     half = SchedulerHalf(
         config,
         key_maker,
@@ -90,11 +88,6 @@ def make_scheduler_half(
             else None
         ),
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-        max_blocks_in_flight=(
-            StagingRing.units(split_staging(config.staging_memory)[0], geometry)
-            if has_ring
-            else None
-        ),
     )
     half.loads.reuses_tails = config.reuse_partial_tail and config.mode is Mode.TIERED
     half.loads.awaits_first_forward = first_forward_clears(kv_cache_config)
@@ -150,6 +143,7 @@ def make_worker_half(
         ),
         cache_dtype=str(vllm_config.cache_config.cache_dtype),
         shared_fd=_share_among_replicas(geometry.capacity_bytes, holding),
+        steps_zero_blocks=kv_cache_config.needs_kv_cache_zeroing,
     )
 
 

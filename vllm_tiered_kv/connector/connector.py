@@ -34,6 +34,7 @@ from vllm_tiered_kv.config import Mode, TieredKVConfig  # noqa: E402
 from vllm_tiered_kv.connector import head_start  # noqa: E402
 from vllm_tiered_kv.connector.assembly import make_scheduler_half, make_worker_half  # noqa: E402
 from vllm_tiered_kv.connector.forward_hooks import calls_each_layer, wanted_layout  # noqa: E402
+from vllm_tiered_kv.connector.idle_steps import IdleSteps, engine_has_no_loop  # noqa: E402
 from vllm_tiered_kv.connector.metadata import TieredKVHandshake, TieredKVMetadata  # noqa: E402
 from vllm_tiered_kv.connector.scheduler_half import SchedulerHalf  # noqa: E402
 from vllm_tiered_kv.connector.stats import TieredKVPromMetrics, TieredKVStats  # noqa: E402
@@ -43,8 +44,11 @@ from vllm_tiered_kv.connector.worker_half import WorkerHalf  # noqa: E402
 from vllm_tiered_kv.errors import UnsupportedError  # noqa: E402
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -83,6 +87,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler_half: SchedulerHalf | None = None
         self.worker_half: WorkerHalf | None = None
         self._unfilled: UnfilledBlocks | None = None
+        self._idle_steps: IdleSteps | None = None
         # A failed load is recomputed, never an error. vLLM reads this after building us.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
 
@@ -98,6 +103,8 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
                     logger.warning(doubt)
             logger.info("tiered KV cache: %s", config.describe())
             self.scheduler_half = make_scheduler_half(config, vllm_config, kv_cache_config)
+            if self.scheduler_half.remote is not None and engine_has_no_loop():
+                self._idle_steps = IdleSteps(self.scheduler_half, vllm_config)
         elif config.mode is Mode.TIERED:
             self.worker_half = make_worker_half(config, vllm_config, kv_cache_config)
             head_start.here_is(self.worker_half, vllm_config)
@@ -134,7 +141,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
             return None
         if self.worker_half is not None:
             half = self.worker_half
-            return TieredKVHandshake(half.block_bytes, half.staging_blocks, half.rank)
+            return TieredKVHandshake(half.block_bytes, half.usable_bytes, half.rank)
         # A rank that cannot take part: the scheduler must not wait for it.
         return TieredKVHandshake(()) if self._is_refused else None
 
@@ -210,11 +217,12 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
                 self.scheduler_half.shutdown()
                 self.scheduler_half = None
                 return
-        self.scheduler_half.stores.heard_rings(
+        # Until the arenas are pinned, blocks go to the part of them that is.
+        self.scheduler_half.limit_memory(
             {
-                told.rank: told.staging_blocks
+                told.rank: told.usable_bytes
                 for told in metadata.values()
-                if isinstance(told, TieredKVHandshake) and told.staging_blocks is not None
+                if isinstance(told, TieredKVHandshake) and told.usable_bytes is not None
             }
         )
 
@@ -264,6 +272,12 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         return self.scheduler_half is not None and self.scheduler_half.has_pending_push_work()
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        # vLLM asks once a step, when it has dealt with all that the step brought.
+        if self._idle_steps is not None and self.scheduler_half is not None:
+            self._idle_steps.run()
+        return ()
 
     def reset_cache(self) -> bool | None:
         return self.scheduler_half.reset_cache() if self.scheduler_half is not None else True

@@ -8,7 +8,8 @@ step itself, whose layers run while it arrives.
 Blocks just given to a request may be written before the step comes to the worker, because
 - vLLM plans in the thread that executes, so all work of earlier steps has been enqueued. The worker
   makes sure of thread and stream;
-- whatever has to be read before the step's forward is read first (`stores_before`);
+- it waits for stores that still read these blocks (`wait_for_stores`), those among them that begin
+  before the step's forward (`stores_before`);
 - vLLM itself does nothing to these blocks before the forward. Where it clears new blocks, or a
   draft model or another connector writes to them, there is no head start.
 """
@@ -39,19 +40,27 @@ def here_is(worker: WorkerHalf, vllm_config: VllmConfig) -> None:
         _workers[worker] = vllm_config
 
 
+def find_worker(vllm_config: VllmConfig) -> WorkerHalf | None:
+    """The worker half of the engine with this configuration, if it lives in this process."""
+    with _lock:
+        mine = [worker for worker, config in _workers.items() if config is vllm_config]
+    return mine[0] if len(mine) == 1 else None
+
+
 class HeadStart:
     def __init__(self, vllm_config: VllmConfig, recorder: Recorder) -> None:
         self._vllm_config = vllm_config
         self._recorder = recorder
 
-    def planned(self, step: TieredKVMetadata) -> None:
-        """Another load was planned for this step: all that come before it begin."""
+    def planned(self, step: TieredKVMetadata, wait_for_stores: int | None) -> None:
+        """Another load was planned for this step: all that come before it begin, behind the stores
+        up to `wait_for_stores`."""
         waiting = [job for job in step.loads if job.ahead is not None]
         if len(waiting) < 2:
             return
-        worker = self._worker()
+        worker = find_worker(self._vllm_config)
         early = waiting[:-1]
-        if worker is None or not worker.start_early(step.stores_before, early):
+        if worker is None or not worker.start_early(step.stores_before, early, wait_for_stores):
             return
         step.stores_before = []
         begun = {job.ahead for job in early}
@@ -59,11 +68,6 @@ class HeadStart:
         for job in early:
             tier = Tier.CPU if job.transfers else Tier.REMOTE
             self._recorder.add(names.EARLY_LOADS, 1, tier.value)
-
-    def _worker(self) -> WorkerHalf | None:
-        with _lock:
-            mine = [worker for worker, config in _workers.items() if config is self._vllm_config]
-        return mine[0] if len(mine) == 1 else None
 
 
 def is_possible(vllm_config: VllmConfig, steps_zero_blocks: bool) -> bool:

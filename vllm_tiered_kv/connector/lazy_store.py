@@ -2,15 +2,15 @@
 
 vLLM has no eviction callback, but its free queue is a list whose head goes first. Each step the
 first `window` blocks of that queue are looked at, and those still holding a known prefix are
-stored. They are free, so nobody writes them before the next step; and the copy is read in stream
-order before that step's forward.
+stored. They are free, so nobody writes them before the next step, and whoever does waits for the
+copy (`cache/write_fence.py`).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from itertools import compress, groupby, islice
+from itertools import compress, groupby
 from operator import itemgetter, not_
 from typing import TYPE_CHECKING
 
@@ -35,12 +35,12 @@ class LazyStore:
         ids = run.block_ids[positions.start - run.first : positions.stop - run.first]
         self._known.update(zip(ids, run.facts(positions), strict=False))
 
-    def plan(self, pool: BlockPool, index: BlockIndex, room: int) -> tuple[list[StoreBatch], int]:
-        """What to store in this step, at most `room` blocks; and how many the tier refused. No step
-        of the interpreter for each block that is looked at: there are thousands in every step."""
+    def plan(self, pool: BlockPool, index: BlockIndex) -> tuple[list[StoreBatch], int]:
+        """What to store in this step, and how many the tier refused. No step of the interpreter for
+        each block that is looked at: there are thousands in every step."""
         queue = pool.free_block_queue
         first, last = queue.fake_free_list_head.next_free_block, queue.fake_free_list_tail
-        if not self._known or room <= 0:
+        if not self._known:
             return [], 0
         ids = follow(first, last, "next_free_block", "block_id", self._window)
         known = list(filter(None, map(self._known.get, ids)))
@@ -50,7 +50,7 @@ class LazyStore:
         missing = compress(known, index.are_missing(list(map(_KEY, known))))
         # Once, until a request uses it again: where the copy fails, or the tier holds less than the
         # window, an idle engine would go on storing the same blocks for ever.
-        wanted = list(islice(missing, room))
+        wanted = list(missing)
         self._forget(wanted)
         # The queue gives tails first. Should room end, or a rank drop the end of this, heads matter
         # more.

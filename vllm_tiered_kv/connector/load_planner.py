@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from vllm_tiered_kv.connector.remote_tier import LoadSplit, RemoteTier
 from vllm_tiered_kv.connector.request_state import Match, RequestState
 from vllm_tiered_kv.connector.verification import Verification
 from vllm_tiered_kv.core.key import BlockKey
-from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.core.tiers import Lookup, Tier
 from vllm_tiered_kv.core.transfer import GroupTransfer, LoadJob, int64_array, pick
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.recorder import Recorder
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 _CPU = Tier.CPU.value
 _REMOTE = Tier.REMOTE.value
+_STORES_AWAITED_S = 1.0  # copies take milliseconds; past this something is wrong
 
 
 class LoadPlanner:
@@ -97,7 +99,8 @@ class LoadPlanner:
 
     def loadable(self, state: RequestState, request: Request, computed: int) -> int | None:
         """Tokens after `computed` that can be loaded; None if that is to be asked in the next step:
-        a daemon has not answered, or this step loads what the request would build on."""
+        a daemon has not answered, this step loads what the request would build on, or stores that
+        are about to end hold what follows."""
         full = limit = end = self.limit(request)
         self._know_tail(state)
         tail = state.sought_tail
@@ -116,6 +119,8 @@ class LoadPlanner:
                 if elsewhere is None and self.judge.waits_for_daemons(state, computed):
                     return None
             loadable = self._find(state, computed, end, elsewhere)
+            if self._awaits_stores(state, computed + loadable, end):
+                return None
         if has_all_full and not loadable:
             state.match = Match(computed, 0, limit, on_gpu=on_gpu, computed_again=again)
             return 0
@@ -144,6 +149,20 @@ class LoadPlanner:
         loadable = min(loadable, limit - computed)  # of a tail all but the last token
         state.match = Match(computed, loadable, limit, ahead, choice, verified, on_gpu, again)
         return loadable
+
+    def _awaits_stores(self, state: RequestState, found: int, end: int) -> bool:
+        """Whether the tier is about to hold the block after token `found`: copies take less than
+        computing it again. An engine inside the caller's process has stopped stepping with its last
+        output, and hears of what it stored in the steps that this makes it take."""
+        if found >= end or not self._ledger.has_open_stores:
+            return False
+        for group, keys in zip(self._groups, state.sought, strict=True):
+            if self._index.lookup(keys[found // group.block_size]) is Lookup.PENDING:
+                now = time.monotonic()
+                if state.awaits_stores_until is None:
+                    state.awaits_stores_until = now + _STORES_AWAITED_S
+                return now < state.awaits_stores_until
+        return False
 
     def _know_tail(self, state: RequestState) -> None:
         if self.reuses_tails and state.tail is None:

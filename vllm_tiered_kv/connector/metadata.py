@@ -22,10 +22,10 @@ class TieredKVHandshake(KVConnectorHandshakeMetadata):
 
     block_bytes: tuple[int, ...]
     """Of its blocks, per group."""
-    staging_blocks: int | None = None
-    """What its staging ring holds, if it has one: the GPU may have had less room than asked for."""
+    usable_bytes: int | None = None
+    """How much of its arena it can use so far."""
     rank: int = 0
-    """As in its reports, which may say something else later."""
+    """As in its reports, which say more later."""
 
 
 @dataclass
@@ -34,8 +34,10 @@ class TieredKVMetadata(KVConnectorMetadata):
 
     loads: list[LoadJob] = field(default_factory=list)
     stores_before: list[StoreJob] = field(default_factory=list)
-    """Blocks of finished requests: they may be given away in this very step, so they are read
+    """Blocks of finished requests: they may be given away in this very step, so their stores begin
     before its forward."""
+    wait_for_stores: int | None = None
+    """The newest store that may still read a block which this step writes: the write fence."""
     stores_after: list[StoreJob] = field(default_factory=list)
     """Blocks this step's forward fills."""
     puts: list[PutJob] = field(default_factory=list)
@@ -71,10 +73,10 @@ class TieredKVWorkerMetadata(KVConnectorWorkerMetadata):
     """By rank: memories of daemons that are mapped there; told whenever that changed."""
     verdicts: dict[int, list[list[BlockVerdict]]] = field(default_factory=dict)
     """Comparisons that ended, one report per rank."""
-    staging_blocks: dict[int, int] = field(default_factory=dict)
-    """What the staging ring of a rank holds; told whenever it changed."""
     rehearsed: dict[str, list[Fetched]] = field(default_factory=dict)
     """Rehearsals that ended, one report per rank."""
+    was_heard: bool = False
+    """The scheduler has dealt with it, see `idle_steps`."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> TieredKVWorkerMetadata:
         assert isinstance(other, TieredKVWorkerMetadata)
@@ -84,7 +86,6 @@ class TieredKVWorkerMetadata(KVConnectorWorkerMetadata):
             self.puts.setdefault(job_id, []).extend(reports)
         self.usable_bytes.update(other.usable_bytes)
         self.ready_arenas.update(other.ready_arenas)
-        self.staging_blocks.update(other.staging_blocks)
         self.remote_failures |= other.remote_failures
         for request_id, by_tier in other.load_seconds.items():
             mine = self.load_seconds.setdefault(request_id, {})

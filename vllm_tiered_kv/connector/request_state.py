@@ -63,6 +63,7 @@ class RequestState:
     match: Match | None = None
     remote: RemoteLookup | None = None  # what the daemons were asked about this request
     remote_failed: bool = False  # daemons are not asked again
+    awaits_stores_until: float | None = None  # by `time.monotonic`: when it was asked to wait
     keeps_reservation: bool = False  # vLLM still keeps room for a load of it that failed
     held_elsewhere: list[range] = field(default_factory=list)
     """Per group: positions that lie in a daemon's memory on this host and are not kept twice."""

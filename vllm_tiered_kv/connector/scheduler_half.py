@@ -5,9 +5,10 @@ other threads. The rules that keep tokens right:
 
 - Only confirmed tokens get a key: prompt tokens and sampled tokens the scheduler has seen, never
   drafts or the placeholders of asynchronous scheduling.
-- A block is stored in the step whose forward fills it, or later; the worker reads it in stream
-  order, so no reference to GPU blocks is held. Only vLLM holds those of a load beside the steps,
-  until the request runs, and does not reset its cache until then.
+- A block is stored in the step whose forward fills it, or later, and read where it lies. No
+  reference to GPU blocks is held: a step that writes a block given out again waits until its store
+  has read it. Only vLLM holds those of a load beside the steps, until the request runs, and does
+  not reset its cache until then.
 - A load is planned only for readable blocks, which stay pinned until it is reported.
 - A request whose load failed is not offered another one beside the steps.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.cache.index import BlockIndex
@@ -25,6 +26,7 @@ from vllm_tiered_kv.cache.ledger import TransferLedger
 from vllm_tiered_kv.cache.planner import groups_of
 from vllm_tiered_kv.config import Mode, TieredKVConfig
 from vllm_tiered_kv.connector.ahead_policy import AheadPolicy
+from vllm_tiered_kv.connector.block_pool_watch import watch_new_blocks
 from vllm_tiered_kv.connector.failed_step import FailedStep
 from vllm_tiered_kv.connector.head_start import HeadStart
 from vllm_tiered_kv.connector.lazy_store import LazyStore
@@ -73,7 +75,6 @@ class SchedulerHalf:
         steps_zero_blocks: bool,
         lazy: LazyStore | None,
         hash_block_size: int | None,
-        max_blocks_in_flight: int | None,
         step_tokens: int = 8192,
         windows: Sequence[int | None] = (),
     ) -> None:
@@ -93,9 +94,7 @@ class SchedulerHalf:
         self._remote_failures: set[str] = set()  # loads under way that failed at a daemon
         self._next = TieredKVMetadata()
         self._blocks: KVCacheManager | None = None
-        self.stores = StorePlanner(
-            self._groups, self.index, self.ledger, lazy, hash_block_size, max_blocks_in_flight
-        )
+        self.stores = StorePlanner(self._groups, self.index, self.ledger, lazy, hash_block_size)
         self._ahead = AheadPolicy(config.step_loads, self._groups, self.ledger)
         self.judge = LoadOrRecompute(
             config, self._groups, self.index, self.recorder, step_tokens, num_ranks=num_ranks
@@ -154,8 +153,14 @@ class SchedulerHalf:
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         self._blocks = manager
+        watch_new_blocks(manager.block_pool, self.ledger.fence)
         self.stores.bind(manager)
         self.loads.bind(manager.block_pool)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether there are any, the uncached among them."""
+        return bool(self._requests or self._left_alone)
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
@@ -191,7 +196,7 @@ class SchedulerHalf:
             if job is not None:
                 self._next.loads.append(job)
                 if self.head_start is not None:
-                    self.head_start.planned(self._next)
+                    self.head_start.planned(self._next, self.ledger.fence.newest)
 
     # ---- one step -----------------------------------------------------------------------------
 
@@ -207,7 +212,8 @@ class SchedulerHalf:
         for request_id, scheduled in counts.items():
             self._plan_stores(request_id, scheduled)
         awaited = self.stores.has_unseen and awaits_first_token(self._requests, counts)
-        self._next.stores_after += self.stores.store_unowned(awaited)
+        self.stores.store_unowned(awaited)
+        self._next.stores_after = self.stores.take_jobs()
         if self.verification is not None:
             for request_id, scheduled in counts.items():
                 self._plan_verification(self.verification, request_id, scheduled)
@@ -225,6 +231,7 @@ class SchedulerHalf:
         evicted, nbytes = self.index.take_evicted()
         self.recorder.add(names.EVICTED_BLOCKS, evicted, _CPU)
         self.recorder.add(names.EVICTED_BYTES, nbytes, _CPU)
+        self._next.wait_for_stores = self.ledger.fence.take()
         metadata, self._next = self._next, TieredKVMetadata()
         return metadata
 
@@ -235,7 +242,8 @@ class SchedulerHalf:
         self.stores.see_outlived()
         metadata = output.kv_connector_worker_meta
         self.judge.output_came(getattr(metadata, "measured_step", None))
-        if isinstance(metadata, TieredKVWorkerMetadata):
+        if isinstance(metadata, TieredKVWorkerMetadata) and not metadata.was_heard:
+            metadata.was_heard = True
             self.judge.loads_took(metadata.load_seconds)
             self.judge.rehearsed(metadata.rehearsed)
             if self.remote is not None:
@@ -247,10 +255,7 @@ class SchedulerHalf:
             if self.verification is not None:
                 for job_id, verdicts in metadata.verdicts.items():
                     self.verification.report(job_id, verdicts)
-            self.stores.heard_rings(metadata.staging_blocks)
-            if metadata.usable_bytes:
-                self._usable_bytes.update(metadata.usable_bytes)
-                self.index.limit(min(self._usable_bytes.values()))
+            self.limit_memory(metadata.usable_bytes)
             for job_id, ended in metadata.ahead.items():
                 failed_request = self.ledger.report_ahead(job_id, ended)
                 if failed_request in self._requests:
@@ -268,6 +273,12 @@ class SchedulerHalf:
             self._remote_failures.discard(request_id)
             self._finish_load(request_id, failed)
 
+    def limit_memory(self, usable_bytes: Mapping[int, int]) -> None:
+        """How much of their arenas ranks can use by now: the least of all counts."""
+        if usable_bytes:
+            self._usable_bytes.update(usable_bytes)
+            self.index.limit(min(self._usable_bytes.values()))
+
     def has_pending_push_work(self) -> bool:
         """Keeps an idle engine stepping until the last stores are committed and sent. What is left
         until nobody waits does not, while somebody does: a paused engine has to come to rest."""
@@ -278,7 +289,6 @@ class SchedulerHalf:
             or self._next.stores_before
             or (self.remote is not None and self.remote.has_rehearsals)
             or self._next.identity  # no step yet: workers reach for the daemons in the first one
-            or self.stores.has_deferred
         )
 
     # ---- the end of a request -----------------------------------------------------------------
@@ -295,7 +305,6 @@ class SchedulerHalf:
         if state is None or self._config.mode is not Mode.TIERED:
             return
         ready = state.storable(request.num_tokens - 1, self._config.store_decode)
-        self.stores.lose_tail(state, block_ids[0], ready)
         is_certain = self._store_on_finish and state.ended_by_itself
         if not is_certain:
             ready = min(ready, state.on_gpu)
@@ -306,7 +315,8 @@ class SchedulerHalf:
         if not is_certain:
             return
         self._extend_keys(state, ready)
-        self._next.stores_before += self.stores.store_finished(state, block_ids, ready)
+        self.stores.store_finished(state, block_ids, ready)
+        self._next.stores_before += self.stores.take_jobs()
 
     def reset_cache(self) -> bool:
         """Forgets everything this engine stored and moves it, and only it, to a fresh epoch.
@@ -395,9 +405,9 @@ class SchedulerHalf:
         assert self._blocks is not None, "vLLM did not bind its KV-cache manager"
         tables = self._blocks.get_blocks(request_id).blocks
         if has_full:
-            self._next.stores_after += self.stores.store_running(state, tables, ready, tail)
+            self.stores.store_running(state, tables, ready)
         if tail is not None:
-            self._next.stores_after += self.stores.store_tail(state, tail, tables[0])
+            self.stores.store_tail(state, tail, tables[0])
 
     def _extend_keys(self, state: RequestState, ready: int) -> None:
         state.keys.extend(state.request, ready)
@@ -415,8 +425,7 @@ class SchedulerHalf:
         assert self._blocks is not None, "vLLM did not bind its KV-cache manager"
         tables = self._blocks.get_blocks(request_id).blocks
         ready = min(state.request.num_computed_tokens + scheduled, state.request.num_tokens)
-        room = self.stores.room_to_compare()
-        self._next.verifications += verification.plan(state, tables, ready, room)
+        self._next.verifications += verification.plan(state, tables, ready)
 
     def _waits_for_threads(self) -> bool:
         if self.verification is not None and self.verification.has_open:

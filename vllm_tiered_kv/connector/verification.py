@@ -88,18 +88,15 @@ class Verification:
         state: RequestState,
         tables: Sequence[Sequence[KVCacheBlock]],
         ready_tokens: int,
-        room: int,
     ) -> list[VerifyJob]:
-        """Jobs for the blocks this step's forward fills, and earlier ones that found no room.
-
-        `room`: how many more blocks may be on their way out of the GPU.
-        """
+        """Jobs for the blocks this step's forward fills, and earlier ones that found no spare slot
+        for the copy."""
         jobs: list[VerifyJob] = []
         for group, waiting in zip(self._groups, state.to_verify, strict=True):
             table = tables[group.group_id]
             stop = min(ready_tokens // group.block_size, len(table))
             batches: dict[str | None, _Batch] = {}
-            while waiting and waiting[0].position < stop and room:
+            while waiting and waiting[0].position < stop:
                 candidate = waiting[0]
                 key = state.keys.of_group[group.group_id][candidate.position]
                 block = table[candidate.position]
@@ -115,7 +112,6 @@ class Verification:
                         self._ledger.unpin(pinned)
                     break  # later: as long as the request runs, its blocks stay what they are
                 waiting.popleft()
-                room -= 1
                 batch = batches.setdefault(candidate.address, _Batch())
                 batch.keys.append(key)
                 batch.block_ids.append(block.block_id)
@@ -182,10 +178,13 @@ class Verification:
 
     def _job(self, group: Group, address: str | None, batch: _Batch) -> VerifyJob:
         tier = Tier.CPU if address is None else Tier.REMOTE
-        job_id = self._ledger.open(tier, group.size_class, batch.keys, batch.spare, batch.pinned)
+        block_ids = int64_array(batch.block_ids)
+        job_id = self._ledger.open(
+            tier, group.size_class, batch.keys, batch.spare, batch.pinned, block_ids
+        )
         return VerifyJob(
             job_id,
-            GroupTransfer(group.group_id, int64_array(batch.block_ids), int64_array(batch.spare)),
+            GroupTransfer(group.group_id, block_ids, int64_array(batch.spare)),
             tuple(batch.keys),
             group.block_bytes,
             int64_array(batch.pinned) if address is None else None,

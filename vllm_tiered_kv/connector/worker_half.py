@@ -12,6 +12,7 @@ import functools
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_STEPS_IN_FLIGHT = 2  # of an engine with a single worker
+
 
 class WorkerHalf:
     def __init__(
@@ -60,9 +63,11 @@ class WorkerHalf:
         steps_can_be_discarded: bool = True,
         cache_dtype: str = "auto",
         shared_fd: int | None = None,
+        steps_zero_blocks: bool = False,
     ) -> None:
         """`steps_can_be_discarded` is explained at `AheadLoads`; `cache_dtype` is vLLM's option;
-        `shared_fd` is of memory that all ranks with the same KV have, and is taken over."""
+        `shared_fd` is of memory that all ranks with the same KV have, and is taken over;
+        `steps_zero_blocks`: vLLM may clear new blocks ahead of any hook of ours."""
         self._verifier: BlockVerifier | None = None
         if config.verify_fraction:
             self._verifier = BlockVerifier(geometry, config.verify_tolerance)
@@ -71,6 +76,7 @@ class WorkerHalf:
         self._config = config
         self._holding = holding
         self._shared_fd = shared_fd
+        self._steps_zero_blocks = steps_zero_blocks
         self._share = StoreShare()
         self._remote: RemoteIO | None = None
         self._loads = SplitLoads()
@@ -86,14 +92,15 @@ class WorkerHalf:
         self._geometry = geometry
         self.rank = rank
         self._told_usable: int | None = None
-        self._told_staging: int | None = None
+        self.last_told: deque[TieredKVWorkerMetadata] = deque(maxlen=_STEPS_IN_FLIGHT)
         self._due: list[StoreJob] = []  # stores of this step that its forward has to precede
         self._copier: Copier | None = None
         self.arena: Arena | None = None
         self._stored: dict[int, list[StoreReport]] = {}
         self.block_bytes: tuple[int, ...] = ()
         self.wait_for_sources = False
-        """Set when other connectors write GPU blocks on streams of their own."""
+        """Set when other connectors write GPU blocks on streams of their own, before any hook of
+        ours: the host waits until stores have read theirs."""
 
     def register_kv_caches(
         self, kv_caches: dict[str, torch.Tensor], kv_cache_config: KVCacheConfig
@@ -131,7 +138,7 @@ class WorkerHalf:
         return len(self._geometry.slot_bytes)
 
     def before_forward(self, metadata: TieredKVMetadata) -> None:
-        """Reads what the coming forward may overwrite, and fences loads off earlier work."""
+        """Lets the coming forward and loads wait until stores have read the blocks they write."""
         for job in self._due:
             # vLLM skipped `after_forward` of the last step (as it does on inner pipeline stages
             # with speculation): too late to read the blocks, but not to say so.
@@ -148,13 +155,19 @@ class WorkerHalf:
             # Not with the loads: those begin after the forward as a rule.
             self._remote.step_begins()
         self._store(metadata.stores_before)
+        self._wait_for_stores(metadata.wait_for_stores)
         self._device.begin_step()
         if metadata.loads:
             self._device.fence()
 
-    def start_early(self, stores: Sequence[StoreJob], loads: Sequence[LoadJob]) -> bool:
-        """Begins loads ahead of a step that is still being planned, see `head_start`; before that,
-        reads what has to be read ahead of it. False: nothing was done, and it is up to the step."""
+    def start_early(
+        self,
+        stores: Sequence[StoreJob],
+        loads: Sequence[LoadJob],
+        wait_for_stores: int | None = None,
+    ) -> bool:
+        """Begins loads ahead of a step that is still being planned, see `head_start`, behind the
+        stores that read their blocks. False: nothing was done, and it is up to the step."""
         if (
             self._copier is None
             or self.wait_for_sources
@@ -165,6 +178,7 @@ class WorkerHalf:
             return False
         self._copier.finish_ahead()
         self._store(stores)
+        self._wait_for_stores(wait_for_stores)
         self._copier.fence()
         self._ahead.start_early(self._copier, self._remote, loads)
         return True
@@ -256,15 +270,14 @@ class WorkerHalf:
         return self._ahead.take_invalid_blocks()
 
     @property
-    def staging_blocks(self) -> int | None:
-        """What the staging ring holds, where there is one."""
-        return self._copier.staging_blocks if self._copier is not None else None
+    def usable_bytes(self) -> int | None:
+        """How much of the arena is pinned already."""
+        return self.arena.ready_bytes if self.arena is not None else None
 
     def worker_metadata(self) -> TieredKVWorkerMetadata | None:
         """Stores that ended since the last call, and how much memory is usable if that changed."""
-        usable = self.arena.ready_bytes if self.arena is not None else None
+        usable = self.usable_bytes
         arenas = self._remote.ready_arenas if self._remote is not None else frozenset()
-        staging = self.staging_blocks
         if (
             not self._stored
             and not self._put
@@ -276,7 +289,6 @@ class WorkerHalf:
             and self._measured_step is None
             and usable == self._told_usable
             and arenas == self._told_arenas
-            and staging == self._told_staging
         ):
             return None
         told = TieredKVWorkerMetadata(
@@ -289,12 +301,12 @@ class WorkerHalf:
             self._measured_step,
             {self.rank: arenas} if arenas != self._told_arenas else {},
             {} if self._verifier is None else self._verifier.take_verdicts(),
-            {} if staging in (None, self._told_staging) else {self.rank: staging},
             {name: [fetched] for name, fetched in self._rehearsed.items()},
         )
         self._measured_step = None
         self._stored, self._put, self._remote_failures, self._rehearsed = {}, {}, set(), {}
-        self._told_usable, self._told_arenas, self._told_staging = usable, arenas, staging
+        self._told_usable, self._told_arenas = usable, arenas
+        self.last_told.append(told)
         return told
 
     def shutdown(self) -> None:
@@ -339,6 +351,13 @@ class WorkerHalf:
             self._device.store(job_id, transfer)
         if copies and self.wait_for_sources:
             self._device.settle_sources()
+        elif copies and self._steps_zero_blocks:
+            # The hook before the next forward would be too late.
+            self._device.wait_for_stores(max(job_id for job_id, _ in copies))
+
+    def _wait_for_stores(self, newest: int | None) -> None:
+        if newest is not None:
+            self._device.wait_for_stores(newest)
 
     def _open_arena(self, device: torch.device) -> Arena:
         pin, unpin = _pinning(device)
@@ -434,7 +453,7 @@ def _open_copier(
         arena,
         index,
         lambda: int(torch.cuda.current_stream(index).cuda_stream),
-        affordable_staging(config.staging_memory, free),
+        affordable_staging(free),
         TuningFile(
             f"{torch.cuda.get_device_name(index)}, CUDA {torch.version.cuda}",
             config.copy_strategy,

@@ -3,16 +3,18 @@
 Nothing here waits for a copy on the engine's path: calls enqueue, `poll` tells what has ended.
 
 Order is the whole point (each line is a way to a wrong token if broken):
-- `store` reads the blocks as they are after all work enqueued so far on the compute stream, and
-  before anything enqueued later: the source may be reused as soon as `store` returns, by anyone
-  who writes on the compute stream or through `load`.
+- `store` reads the blocks as they are after all work enqueued so far on the compute stream, any
+  time later. Stores end in the order in which they began.
+- `wait_for_stores` comes before anything that writes a block which a store may still read: what is
+  enqueued on the compute stream from then on runs after these stores, and so do loads behind a
+  later fence.
 - `fence` marks the point on the compute stream that later `load` calls must not overtake.
-- `load` writes blocks after the last fence and after every earlier `store`; not after the forward
-  enqueued since the fence, which would end all overlap. A `Channel` keeps the same order.
+- `load` writes blocks after the last fence; not after the forward enqueued since the fence, which
+  would end all overlap. A `Channel` keeps the same order.
 - `load_ahead` is for blocks that the coming forward reads: the compute stream waits for them, as a
   whole or layer by layer, and what is enqueued after `finish_ahead` comes after all of them.
-- `load_early` is the same while the step is still being planned: it writes after the last fence and
-  every earlier `store`, and what is enqueued after `begin_step` comes after it.
+- `load_early` is the same while the step is still being planned: it writes after the last fence,
+  and what is enqueued after `begin_step` comes after it.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class LoadDone:
 
 @dataclass(frozen=True)
 class PinnedBlocks:
-    """GPU blocks of one group, and the places of a pinned region they come from."""
+    """GPU blocks of one group, and their places in a pinned region."""
 
     group_id: int
     block_ids: Int64Array
@@ -73,10 +75,6 @@ class Channel(Protocol):
 
 
 class Copier(Protocol):
-    @property
-    def staging_blocks(self) -> int | None:
-        """How many blocks can be on their way out at once; None: as many as there are."""
-
     def open_channel(self) -> Channel:
         """Another way in, for one thread. Close it before the copier."""
 
@@ -85,6 +83,9 @@ class Copier(Protocol):
 
     def store(self, job_id: int, transfer: GroupTransfer) -> None:
         """Copies blocks out."""
+
+    def wait_for_stores(self, newest: int) -> None:
+        """Lets the compute stream wait for the stores up to this job that have not ended."""
 
     def load(self, request_id: str, transfers: Sequence[GroupTransfer]) -> None:
         """Copies blocks in."""
@@ -123,7 +124,7 @@ class Copier(Protocol):
         """Jobs of `load_ahead` that have ended since the last call."""
 
     def settle_sources(self) -> None:
-        """Waits until every source block of a `store` has been read."""
+        """Waits on the host until every source block of a `store` has been read."""
 
     def poll(self) -> tuple[list[StoreDone], list[LoadDone]]:
         """What has ended since the last call; never waits."""

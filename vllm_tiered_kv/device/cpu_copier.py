@@ -52,10 +52,6 @@ class CpuCopier:
         )
         self._thread.start()
 
-    @property
-    def staging_blocks(self) -> None:
-        return None  # blocks go straight to their slots
-
     def open_channel(self) -> CpuChannel:
         return CpuChannel(self._layouts, self._threads)
 
@@ -63,6 +59,9 @@ class CpuCopier:
         pass  # work on this device has ended when its call returns
 
     def settle_sources(self) -> None:
+        pass  # likewise
+
+    def wait_for_stores(self, newest: int) -> None:
         pass  # likewise
 
     def store(self, job_id: int, transfer: GroupTransfer) -> None:

@@ -1,9 +1,8 @@
 """Moves blocks between a CUDA device and the pinned arena.
 
-Out: one gather kernel on the compute stream copies the blocks into a staging ring in device
-memory (a fraction of a millisecond; after it the source is free), then the store stream drains the
-ring into the arena by whole-block DMA. A full ring drops the end of the sequence: the engine never
-waits for PCIe.
+Out: on the store stream, behind the forward that filled them, read where they lie (`outbound`).
+Nothing is dropped because a step was large. Whoever writes a block next waits on the device until
+it has been read (`wait_for_stores`).
 
 In: on the load stream, behind the fence, the fastest way for so many blocks (`inbound`). What the
 coming forward reads is loaded ahead of it: the compute stream waits, where vLLM calls us before
@@ -25,16 +24,10 @@ from vllm_tiered_kv.core.transfer import GroupTransfer, Int64Array
 from vllm_tiered_kv.device.arena import Arena
 from vllm_tiered_kv.device.copier import LoadDone, PinnedBlocks, StoreDone
 from vllm_tiered_kv.device.cuda_channel import CudaChannel
-from vllm_tiered_kv.device.dma_lanes import DmaLanes
 from vllm_tiered_kv.device.inbound import Pages
 from vllm_tiered_kv.device.inbound_choice import ChosenInbound, TuningFile
 from vllm_tiered_kv.device.layer_parts import LayerParts
-from vllm_tiered_kv.device.staging import (
-    StagingRing,
-    as_much_as_fits,
-    split_staging,
-    store_parts,
-)
+from vllm_tiered_kv.device.outbound import open_outbound
 from vllm_tiered_kv.errors import TieredKVError
 from vllm_tiered_kv.metrics.names import DropReason
 from vllm_tiered_kv.native import cuda as native
@@ -42,13 +35,16 @@ from vllm_tiered_kv.native import cuda as native
 logger = logging.getLogger(__name__)
 
 _BY_LAYER_BYTES = 512 << 20  # ten milliseconds of PCIe 5: as long as a forward of few tokens
+_MAX_BACKLOG_BYTES = 2 << 30
+"""Of stores when a forward begins; more than the largest steps fill. It bounds what a step waits
+for that writes a block still to be read, and how far a device can run ahead of a slow bus."""
 
 
 @dataclass
 class _OpenStore:
     done: StoreDone
     event: native.Event | None
-    staged: int  # ring units to give back
+    nbytes: int = 0
 
 
 @dataclass
@@ -76,8 +72,9 @@ class CudaCopier:
         tuning: TuningFile | None = None,
         is_fresh: bool = True,
     ) -> None:
-        """`compute_stream` tells the handle of the stream the model runs on right now. In a fresh
-        arena nothing is kept yet, so that it may serve to measure copies."""
+        """`compute_stream` tells the handle of the stream the model runs on right now;
+        `staging_bytes` are for each direction. In a fresh arena nothing is kept yet, so that it may
+        serve to measure copies."""
         self._device = device
         self._layouts = {
             group_id: native.CudaBlockLayout(device, *group_runs.arrays(), group_runs.num_blocks)
@@ -90,23 +87,14 @@ class CudaCopier:
         self._geometry = geometry
         self._arena = arena
         self._compute_stream = compute_stream
-        store_bytes, load_bytes = split_staging(staging_bytes)
-        unit = self._ring_unit = max(geometry.slot_bytes)
-        self._staging = as_much_as_fits(
-            lambda nbytes: native.DeviceBuffer(device, nbytes),
-            StagingRing.units(store_bytes, geometry) * unit,
-            unit,
-        )
-        self._ring = StagingRing(self._staging.nbytes // unit)
         self._store_stream = native.Stream(device, low_priority=True)
-        self._store_lanes = DmaLanes(device)
+        self._outbound = open_outbound(device, runs, self._layouts, staging_bytes)
         self._load_stream = native.Stream(device, low_priority=True)
-        self._inbound = ChosenInbound(device, runs, self._layouts, load_bytes, tuning)
+        self._inbound = ChosenInbound(device, runs, self._layouts, staging_bytes, tuning)
         self._last_resort = Pages(device, runs)
         self._fence = native.Event(device)
-        self._gathered = native.Event(device)
+        self._filled = native.Event(device)
         self._stores: deque[_OpenStore] = deque()
-        self._stores_done: list[StoreDone] = []
         self._loads: deque[_OpenLoad] = deque()
         self._parts = {group_id: LayerParts.of(r) for group_id, r in runs.items()}
         self._part_events = [native.Event(device) for _ in self._parts[min(self._parts)].ends]
@@ -120,10 +108,6 @@ class CudaCopier:
         self._load_stream.wait(self._fence)  # whatever vLLM still does to its new cache
         self._inbound.tune(self._load_stream, arena, is_fresh)
 
-    @property
-    def staging_blocks(self) -> int:
-        return self._ring.capacity
-
     def open_channel(self) -> CudaChannel:
         return CudaChannel(self._device, self._layouts, self._fence)
 
@@ -131,32 +115,33 @@ class CudaCopier:
         self._fence.record(self._compute_stream())
 
     def settle_sources(self) -> None:
-        self._gathered.synchronize()
+        self._outbound.synchronize()
+        self._store_stream.synchronize()
 
     def store(self, job_id: int, transfer: GroupTransfer) -> None:
-        self._reclaim()
-        offsets = self._offsets(transfer)
         nbytes = self._block_bytes[transfer.group_id]
-        pinned = int(np.count_nonzero(np.cumprod(offsets + nbytes <= self._arena.ready_bytes)))
-        count = min(pinned, self._ring.free)
-        reason = None
-        if count < len(transfer):
-            reason = DropReason.NOT_PINNED_YET if pinned == count else DropReason.STAGING_FULL
+        ends = self._offsets(transfer) + nbytes
+        count = int(np.count_nonzero(np.cumprod(ends <= self._arena.ready_bytes)))
+        reason = None if count == len(transfer) else DropReason.NOT_PINNED_YET
         event = None
         try:
             if count:
-                event = self._enqueue_store(transfer.head(count), offsets[:count], nbytes)
+                event = self._enqueue_store(self.locate(transfer.head(count)))
         except TieredKVError:
-            # Some of it may be under way: nothing of this job is used, and the ring units it
-            # took come back behind whatever was enqueued.
+            # Some of it may be under way: nothing of this job is used.
             logger.exception("blocks could not be stored; they count as dropped")
-            self._store_lanes.synchronize()
-            self._store_stream.synchronize()
-            self._stores.append(
-                _OpenStore(StoreDone(job_id, 0, DropReason.COPY_FAILED), None, count)
-            )
+            self.settle_sources()
+            self._stores.append(_OpenStore(StoreDone(job_id, 0, DropReason.COPY_FAILED), None))
             return
-        self._stores.append(_OpenStore(StoreDone(job_id, count, reason), event, count))
+        self._stores.append(_OpenStore(StoreDone(job_id, count, reason), event, count * nbytes))
+
+    def wait_for_stores(self, newest: int) -> None:
+        last = None
+        for store in self._stores:
+            if store.done.job_id <= newest and store.event is not None:
+                last = store.event
+        if last is not None:
+            last.wait_in(self._compute_stream())  # of the last: the store stream is in order
 
     def locate(self, transfer: GroupTransfer) -> PinnedBlocks:
         return PinnedBlocks(
@@ -165,7 +150,6 @@ class CudaCopier:
 
     def load(self, request_id: str, transfers: Sequence[GroupTransfer]) -> None:
         try:
-            # The fence lies behind every gather of earlier steps: all ran on the compute stream.
             self._load_stream.wait(self._fence)
             for transfer in transfers:
                 self._inbound.enqueue(self.locate(transfer), self._load_stream)
@@ -217,6 +201,7 @@ class CudaCopier:
 
     def begin_step(self) -> None:
         self._step_stream = self._compute_stream()
+        self._bound_backlog()
         if self._early is not None:
             self._early.wait_in(self._step_stream)  # the last of them: the load stream is in order
             self._early = None
@@ -237,8 +222,7 @@ class CudaCopier:
         self._parts_waited = None
 
     def settle(self) -> None:
-        self._store_lanes.synchronize()
-        self._store_stream.synchronize()
+        self.settle_sources()
         self._settle_loads()
 
     def poll_ahead(self) -> list[int]:
@@ -248,8 +232,9 @@ class CudaCopier:
         return done
 
     def poll(self) -> tuple[list[StoreDone], list[LoadDone]]:
-        self._reclaim()
-        stores, self._stores_done = self._stores_done, []
+        stores: list[StoreDone] = []
+        while self._stores and self._ended(self._stores[0].event):
+            stores.append(self._stores.popleft().done)
         loads: list[LoadDone] = []
         while self._loads and self._ended(self._loads[0].event):
             load = self._loads.popleft()
@@ -260,39 +245,33 @@ class CudaCopier:
         if self._closed:
             return
         self._closed = True
-        self._store_lanes.close()
-        self._store_stream.synchronize()
-        self._settle_loads()
+        self.settle()
         self._inbound.close()
-        self._staging.close()
+        self._outbound.close()
         for stream in (self._store_stream, self._load_stream):
             stream.close()
-        for event in (self._fence, self._gathered, *self._part_events, *self._spare_events):
+        for event in (self._fence, self._filled, *self._part_events, *self._spare_events):
             event.close()
 
-    def _enqueue_store(
-        self, transfer: GroupTransfer, offsets: Int64Array, nbytes: int
-    ) -> native.Event:
-        units = self._ring.take(len(transfer)) * self._ring_unit
-        compute = self._compute_stream()
-        staging = self._staging.address
-        for part in store_parts(len(transfer)):
-            native.gather(
-                self._layouts[transfer.group_id],
-                transfer.block_ids[part],
-                staging,
-                self._staging.nbytes,
-                units[part],
-                compute,
-            )
-            self._gathered.record(compute)
-            self._store_stream.wait(self._gathered)
-            self._store_lanes.to_host(
-                self._store_stream, staging, units[part], self._arena.region, offsets[part], nbytes
-            )
+    def _enqueue_store(self, blocks: PinnedBlocks) -> native.Event:
+        self._filled.record(self._compute_stream())
+        self._store_stream.wait(self._filled)
+        self._outbound.enqueue(blocks, self._store_stream)
         event = self._event()
         event.record(self._store_stream.handle)
         return event
+
+    def _bound_backlog(self) -> None:
+        """Lets the coming forward wait for the oldest stores if too many bytes are on their way."""
+        backlog = sum(store.nbytes for store in self._stores)
+        last = None
+        for store in self._stores:
+            if backlog <= _MAX_BACKLOG_BYTES:
+                break
+            backlog -= store.nbytes
+            last = store.event or last
+        if last is not None:
+            last.wait_in(self._compute_stream())
 
     def _enqueue_parts(self, blocks: Sequence[PinnedBlocks]) -> None:
         """Layer by layer over all blocks: what the forward reads first comes first."""
@@ -331,13 +310,6 @@ class CudaCopier:
     def _settle_loads(self) -> None:
         self._inbound.synchronize()
         self._load_stream.synchronize()
-
-    def _reclaim(self) -> None:
-        """Notes ended stores, in order; their ring units are free again."""
-        while self._stores and self._ended(self._stores[0].event):
-            store = self._stores.popleft()
-            self._ring.give_back(store.staged)
-            self._stores_done.append(store.done)
 
     def _offsets(self, transfer: GroupTransfer) -> Int64Array:
         return self._geometry.offsets(transfer.slots, self._classes[transfer.group_id])

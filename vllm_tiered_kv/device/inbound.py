@@ -23,13 +23,12 @@ from vllm_tiered_kv.core.arena_geometry import aligned
 from vllm_tiered_kv.core.layout import BlockRuns
 from vllm_tiered_kv.device.copier import PinnedBlocks
 from vllm_tiered_kv.device.dma_lanes import DmaLanes
-from vllm_tiered_kv.device.staging import stage_bytes
+from vllm_tiered_kv.device.staging import STAGES, stage_bytes
 from vllm_tiered_kv.errors import NativeError
 from vllm_tiered_kv.native import cuda as native
 
 DIRECT_CTAS = 8  # enough to saturate PCIe; more would only take compute away
 _SCATTER_CTAS = 32  # many times the bus, a quarter of a large device
-_STAGES = 2  # parts of the staging memory: one is filled while the other is emptied
 
 
 def require_within(blocks: PinnedBlocks, nbytes: int) -> None:
@@ -164,17 +163,17 @@ class Staged:
         self._layouts = layouts
         self._block_bytes = block_bytes
         self._staging = staging
-        self._stage_bytes = stage_bytes(staging.nbytes, _STAGES)
+        self._stage_bytes = stage_bytes(staging.nbytes, STAGES)
         self._device = device
         self._bus = native.Stream(device, low_priority=True)
         self._begin = native.Event(device)
-        self._filled = [native.Event(device) for _ in range(_STAGES)]
-        self._emptied = [native.Event(device) for _ in range(_STAGES)]
+        self._filled = [native.Event(device) for _ in range(STAGES)]
+        self._emptied = [native.Event(device) for _ in range(STAGES)]
         self._next = 0
 
     @staticmethod
     def fits(staging_bytes: int, block_bytes: Mapping[int, int]) -> bool:
-        return stage_bytes(staging_bytes, _STAGES) >= max(aligned(n) for n in block_bytes.values())
+        return stage_bytes(staging_bytes, STAGES) >= max(aligned(n) for n in block_bytes.values())
 
     def enqueue(self, blocks: PinnedBlocks, stream: native.Stream) -> None:
         nbytes = self._block_bytes[blocks.group_id]
@@ -184,7 +183,7 @@ class Staged:
         self._bus.wait(self._begin)
         for start in range(0, len(blocks.block_ids), per_stage):
             part = slice(start, start + per_stage)
-            stage, self._next = self._next, (self._next + 1) % _STAGES
+            stage, self._next = self._next, (self._next + 1) % STAGES
             count = len(blocks.block_ids[part])
             staged = np.arange(count, dtype=np.int64) * aligned(nbytes) + stage * self._stage_bytes
             self._bus.wait(self._emptied[stage])

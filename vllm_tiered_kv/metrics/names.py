@@ -21,7 +21,7 @@ class DropReason(str, enum.Enum):
     """Why a block that could have been stored was not."""
 
     TIER_FULL = "tier_full"  # everything in the tier is pinned or a head of something in use
-    STAGING_FULL = "staging_full"  # the store ring had no room; the suffix is dropped
+    REUSED = "reused"  # its request had ended, and the GPU block has been given out again
     NOT_PINNED_YET = "not_pinned_yet"  # the arena is still being pinned in the background
     COPY_FAILED = "copy_failed"
     RESET = "reset"  # the cache was reset while the store was under way
@@ -105,21 +105,6 @@ UNVERIFIED_BLOCKS = _counter(
 USED_BYTES = _gauge("used_bytes", "Bytes of slots in use, per rank.")
 CAPACITY_BYTES = _gauge("capacity_bytes", "Capacity of the tier in bytes, per rank.")
 PENDING_STORES = _gauge("pending_stores", "Blocks being stored and not yet readable.")
-RING_CAPACITY = _gauge(
-    "staging_capacity_blocks", "Blocks that the staging ring of a GPU holds; 0 without one."
-)
-RING_USED = _gauge(
-    "staging_used_blocks", "Blocks planned for the staging ring: to be stored, or to be compared."
-)
-PUT_OFF = _gauge(
-    "staging_waiting_blocks", "Blocks of requests that have ended which wait for room in the ring."
-)
-DELAYED_BLOCKS = _counter(
-    "delayed_blocks",
-    "Blocks that found no room in the staging ring and were put off to a later step, counted in "
-    "each such step.",
-)
-
 ALL: tuple[Metric, ...] = (
     HIT_TOKENS,
     MISS_TOKENS,
@@ -146,10 +131,6 @@ ALL: tuple[Metric, ...] = (
     USED_BYTES,
     CAPACITY_BYTES,
     PENDING_STORES,
-    RING_CAPACITY,
-    RING_USED,
-    PUT_OFF,
-    DELAYED_BLOCKS,
 )
 
 BY_NAME: dict[str, Metric] = {metric.name: metric for metric in ALL}

@@ -1,0 +1,261 @@
+"""Stores that have not read their blocks when these are given out again: each writer waits.
+
+Stores never end by themselves here. They read their blocks when somebody waits for them, or at the
+very end, when whatever was written meanwhile is found in the tier.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+
+from tests.engine.toy_asking import ask, assert_tier_is_right, prompt, total
+from tests.engine.toy_engine import ToyEngine, play
+from vllm_tiered_kv.metrics import names
+
+pytestmark = pytest.mark.engine
+
+NEVER = 1 << 30
+
+
+def finish(engine: ToyEngine, *requests: str) -> None:
+    """Steps until these have ended; stores may still be under way."""
+    for _ in range(2000):
+        if all(engine.requests[request].is_finished() for request in requests):
+            engine.land()
+            return
+        engine.step()
+    raise AssertionError("a request hangs")
+
+
+def read_the_rest(engine: ToyEngine) -> None:
+    """Stores that nobody waited for read their blocks now."""
+    engine.copier.store_delay = 0
+    engine.copier.settle()
+    engine.run()
+    engine.assert_at_rest()
+    assert assert_tier_is_right(engine)
+
+
+def seeded_prompt(seed: int, length: int) -> list[int]:
+    return prompt(random.Random(seed), length)
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False], ids=["hashes", "no_hashes"])
+def test_a_forward_waits_before_it_writes_blocks_of_an_ended_request(
+    tiny_model: Path, async_scheduling: bool, prefix_caching: bool
+) -> None:
+    engine = ToyEngine(
+        tiny_model,
+        async_scheduling,
+        gpu_blocks=14,
+        max_tokens_per_step=64,
+        prefix_caching=prefix_caching,
+        store_delay=NEVER,
+    )
+    for seed in range(3):
+        finish(engine, engine.add(seeded_prompt(seed, 41), 6))
+    assert engine.copier.waited_for >= 20
+    read_the_rest(engine)
+    assert total(engine, names.STORED_BLOCKS) == 3 * 11
+    assert total(engine, names.DROPPED_BLOCKS) == 0
+
+
+def test_a_forward_waits_for_no_store_of_blocks_that_it_does_not_write(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
+    engine = ToyEngine(tiny_model, async_scheduling, gpu_blocks=128, store_delay=NEVER)
+    for seed in range(3):
+        finish(engine, engine.add(seeded_prompt(seed, 41), 6))
+    assert engine.copier.waited_for == 0
+    read_the_rest(engine)
+
+
+def test_a_forward_waits_before_it_writes_blocks_that_a_window_has_passed(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
+    engine = ToyEngine(
+        tiny_model,
+        async_scheduling,
+        windows=(None, 6),
+        gpu_blocks=44,
+        cpu_blocks=128,
+        max_tokens_per_step=16,
+        store_delay=NEVER,
+    )
+    finish(engine, engine.add(seeded_prompt(1, 121), 4))
+    assert engine.copier.waited_for > 0
+    read_the_rest(engine)
+    assert total(engine, names.STORED_BLOCKS) == 60 + 2
+
+
+def test_a_forward_waits_before_it_writes_blocks_of_a_preempted_request(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
+    """Preempted and given away in one step, while the request's stores are under way."""
+    engine = ToyEngine(
+        tiny_model, async_scheduling, gpu_blocks=28, cpu_blocks=64, store_delay=NEVER
+    )
+    asked = [engine.add(seeded_prompt(seed, 40), 40) for seed in range(2)]
+    while not any(engine.requests[request].num_preemptions for request in asked):
+        assert engine.copier.waited_for == 0
+        engine.step()
+    finish(engine, *asked)
+    assert engine.copier.waited_for > 0
+    read_the_rest(engine)
+
+
+@pytest.mark.parametrize("loads", ["step", "beside", "early"])
+def test_a_load_waits_before_it_writes_blocks_of_an_ended_request(
+    tiny_model: Path, async_scheduling: bool, loads: str
+) -> None:
+    engine = ToyEngine(
+        tiny_model,
+        async_scheduling,
+        gpu_blocks=24,
+        cpu_blocks=64,
+        max_tokens_per_step=128,
+        extra_config={"step_loads": "never" if loads == "beside" else "auto"},
+    )
+    held = [seeded_prompt(seed, 33) for seed in (1, 2)]
+    for ids in held:
+        ask(engine, ids, 1)
+    engine.drop_gpu_cache()
+    engine.copier.store_delay = NEVER
+    finish(engine, engine.add(seeded_prompt(3, 81), 1))
+    engine.drop_gpu_cache()
+    assert engine.copier.waited_for == 0
+    asked = [engine.add(ids, 1) for ids in (held if loads == "early" else held[:1])]
+    finish(engine, *asked)
+    assert total(engine, names.HIT_BLOCKS) == 8 * len(asked)
+    assert bool(engine.copier.early_blocks) is (loads == "early")
+    assert bool(engine.copier.ahead_blocks) is (loads != "beside")
+    assert engine.copier.waited_for > 0
+    read_the_rest(engine)
+
+
+def test_a_comparison_reads_its_blocks_before_they_are_written(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
+    engine = ToyEngine(
+        tiny_model,
+        async_scheduling,
+        gpu_blocks=14,
+        cpu_blocks=128,
+        max_tokens_per_step=64,
+        extra_config={"verify_fraction": 1},
+    )
+    held = seeded_prompt(1, 41)
+    ask(engine, held, 1)
+    engine.drop_gpu_cache()
+    engine.copier.store_delay = NEVER
+    finish(engine, engine.add(held, 1))
+    finish(engine, engine.add(seeded_prompt(2, 41), 1))
+    read_the_rest(engine)
+    assert total(engine, names.VERIFIED_BLOCKS) == 10
+    assert total(engine, names.DIFFERING_BLOCKS) == 0
+    engine.close()
+
+
+@dataclass
+class ClearingToyEngine(ToyEngine):
+    """Clears new blocks ahead of any hook, as Model Runner V2 may."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._new: list[int] = []
+        pool = self.scheduler.kv_cache_manager.block_pool
+        hand_out = pool.get_new_blocks
+
+        def get_new_blocks(count: int) -> list[Any]:
+            blocks = hand_out(count)
+            self._new += [block.block_id for block in blocks]
+            return blocks
+
+        pool.get_new_blocks = get_new_blocks
+
+    def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        for cache in self.caches:
+            cache[self._new] = -5
+        self._new = []
+        return super()._execute(output)
+
+
+def test_stores_are_waited_for_at_once_where_vllm_clears_new_blocks(tiny_model: Path) -> None:
+    engine = ClearingToyEngine(tiny_model, gpu_blocks=14, max_tokens_per_step=64, store_delay=NEVER)
+    engine.worker.worker_half._steps_zero_blocks = True
+    for seed in range(3):
+        finish(engine, engine.add(seeded_prompt(seed, 41), 1))
+    read_the_rest(engine)
+    assert total(engine, names.STORED_BLOCKS) == 30
+
+
+def test_the_checks_above_can_fail(
+    tiny_model: Path, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the fence the tier holds what was written later."""
+    engine = ToyEngine(
+        tiny_model, async_scheduling, gpu_blocks=14, max_tokens_per_step=64, store_delay=NEVER
+    )
+    monkeypatch.setattr(engine.half.ledger.fence, "take", lambda: None)
+    for seed in range(3):
+        finish(engine, engine.add(seeded_prompt(seed, 41), 6))
+    with pytest.raises(AssertionError):
+        read_the_rest(engine)
+
+
+def test_a_reset_does_not_end_reads(tiny_model: Path, async_scheduling: bool) -> None:
+    """What is being stored is not kept, but its slots are written until it ends."""
+    engine = ToyEngine(
+        tiny_model, async_scheduling, gpu_blocks=14, max_tokens_per_step=64, store_delay=NEVER
+    )
+    finish(engine, engine.add(seeded_prompt(1, 41), 1))
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    ids = seeded_prompt(2, 41)
+    second = engine.add(ids, 1)
+    finish(engine, second)
+    assert engine.copier.waited_for > 0
+    assert engine.finished[second].tokens == play(ids, 1)[0]
+    read_the_rest(engine)
+
+
+def test_a_lookup_that_ends_at_a_store_under_way_is_asked_again(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
+    """An engine that has stopped stepping has heard of no store that ended since."""
+    engine = ToyEngine(tiny_model, async_scheduling, gpu_blocks=128, cpu_blocks=128)
+    engine.copier.store_delay = 3
+    prompts = [seeded_prompt(seed, 41) for seed in range(8)]
+    finish(engine, *[engine.add(ids, 1) for ids in prompts])
+    assert total(engine, names.STORED_BLOCKS) < 80
+    engine.drop_gpu_cache()
+    again = [engine.add(ids, 1) for ids in prompts]
+    finish(engine, *again)
+    assert total(engine, names.HIT_TOKENS) == 8 * 40
+    engine.run()
+    engine.assert_at_rest()
+
+
+def test_a_store_that_never_ends_is_not_waited_for_longer_than_a_second(
+    tiny_model: Path, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = ToyEngine(tiny_model, async_scheduling, gpu_blocks=128, store_delay=NEVER)
+    monkeypatch.setattr("vllm_tiered_kv.connector.load_planner._STORES_AWAITED_S", 0.05)
+    ids = seeded_prompt(1, 41)
+    finish(engine, engine.add(ids, 1))
+    engine.drop_gpu_cache()
+    request = engine.add(ids, 1)
+    for _ in range(3):
+        engine.step()
+        assert not engine.requests[request].num_computed_tokens
+    while not engine.requests[request].is_finished():
+        engine.step()
+    engine.land()
+    assert total(engine, names.HIT_TOKENS) == 0
+    read_the_rest(engine)

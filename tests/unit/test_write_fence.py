@@ -1,0 +1,63 @@
+"""Which stores a step waits for before it writes GPU blocks."""
+
+from __future__ import annotations
+
+from vllm_tiered_kv.cache.write_fence import WriteFence
+from vllm_tiered_kv.core.transfer import int64_array
+
+
+def fence_with(**reads: list[int]) -> WriteFence:
+    """Jobs `j1`, `j2`, … that read these blocks."""
+    fence = WriteFence()
+    for name, blocks in reads.items():
+        fence.begin_read(int(name[1:]), int64_array(blocks))
+    return fence
+
+
+def test_take_without_reads_waits_for_nothing() -> None:
+    fence = WriteFence()
+    fence.hand_out([1, 2, 3])
+    assert fence.take() is None
+
+
+def test_take_names_the_newest_store_that_reads_a_block_handed_out() -> None:
+    fence = fence_with(j1=[1, 2], j2=[3], j3=[4])
+    fence.hand_out([2, 9])
+    fence.hand_out([3])
+    assert fence.newest == 2
+    assert fence.take() == 2
+    assert fence.take() is None  # of the next step nothing is known yet
+
+
+def test_take_ignores_blocks_that_nobody_reads() -> None:
+    fence = fence_with(j1=[1, 2])
+    fence.hand_out([0, 3, 1_000_000])
+    assert fence.take() is None
+
+
+def test_take_after_the_store_has_ended_waits_for_nothing() -> None:
+    fence = fence_with(j1=[1], j2=[2])
+    fence.end_read(1)
+    fence.hand_out([1])
+    assert fence.take() is None
+    fence.hand_out([1, 2])
+    assert fence.take() == 2
+
+
+def test_take_waits_though_the_last_reader_ended_before_an_earlier_one() -> None:
+    """Ranks that share an arena may end the later of two reads of a block before the earlier."""
+    fence = fence_with(j1=[1], j2=[1])
+    fence.end_read(2)
+    fence.hand_out([1])
+    assert fence.take() == 2
+    fence.end_read(1)
+    fence.hand_out([1])
+    assert fence.take() is None
+
+
+def test_a_store_planned_after_its_block_was_handed_out_does_not_count() -> None:
+    """The step's own forward fills the block that the store then reads."""
+    fence = fence_with(j1=[5])
+    fence.hand_out([1])
+    fence.begin_read(2, int64_array([1]))
+    assert fence.take() is None
