@@ -9,12 +9,14 @@ from unittest import mock
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 
+from tests.engine.toy_asking import assert_tier_is_right, total
 from tests.engine.toy_at_daemon import REMOTE, engine_at
 from tests.engine.toy_engine import ToyEngine, play
 from tests.remote.faulty_daemon import FaultyDaemon
 from vllm_tiered_kv.connector.request_keys import RequestKeys
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.metrics import names
+from vllm_tiered_kv.metrics.names import DropReason
 from vllm_tiered_kv.wire.messages import Match
 
 PROMPT = list(range(10, 41))  # 7 full blocks and 3 tokens
@@ -275,3 +277,20 @@ def test_a_longer_answer_stores_its_blocks_as_ever(
     serve(engine, longer)
     assert engine.half.recorder.total(names.LOADED_BLOCKS) - before >= len(longer) // 4 - 1
     engine.assert_at_rest()
+
+
+def test_what_another_request_was_given_meanwhile_is_not_stored(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
+    """Looked at late, when its blocks have been computed anew: vLLM's hash is gone from them."""
+    engine = ToyEngine(tiny_model, async_scheduling, gpu_blocks=12, max_tokens_per_step=64)
+    serve(engine, PROMPT)
+    engine.half.index.clear()  # the tier has lost it, the GPU has not
+    request_id = engine.add(PROMPT, 1)
+    other = list(range(50, 91))
+    while request_id not in engine.finished:
+        engine.step()
+    serve(engine, other)
+    assert total(engine, names.DROPPED_BLOCKS, "cpu", DropReason.REUSED.value) > 0
+    engine.assert_at_rest()
+    assert assert_tier_is_right(engine)

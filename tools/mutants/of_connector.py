@@ -12,6 +12,7 @@ _HAZARDS = ("tests/engine/test_hazards.py",)
 _LENT = ("tests/unit/test_lent_blocks.py",)
 _WORKER = ("tests/unit/test_remote_worker.py",)
 _FAILED = ("tests/engine/test_failed_loads.py",)
+_FENCE = ("tests/engine/test_write_fence.py",)
 
 _REPLICAS = ("tests/engine/test_replica_ranks.py",)
 _FIRST_STEP = (
@@ -138,8 +139,8 @@ CONNECTOR = (
     Mutation(
         "groups-of-before-a-reset-one-by-one",
         "connector/store_planner.py",
-        "        self._refuse_outdated(state, new)\n",
-        "        self._refuse_outdated(state, new[:1])\n",
+        "        self._refuse_outdated(state, tables)\n",
+        "        self._refuse_outdated(state, tables[:1])\n",
         "what old weights left in another group is built on",
         ("tests/engine/test_reset_storms.py",),
         Needs.VLLM,
@@ -271,12 +272,66 @@ CONNECTOR = (
         Needs.VLLM,
     ),
     Mutation(
-        "deferred-store-of-a-reused-block",
+        "late-store-of-a-reused-block",
         "connector/gpu_block.py",
         "        there = list(map(eq, on_blocks, self._hashes(positions)))\n",
         "        there = [True] * len(positions)\n",
         "another request's bytes are stored under this one's key",
-        _SCHEDULING,
+        ("tests/engine/test_device_hits.py",),
+        Needs.VLLM,
+    ),
+    Mutation(
+        "forward-without-a-fence",
+        "connector/worker_half.py",
+        "        self._wait_for_stores(metadata.wait_for_stores)\n",
+        "",
+        "a store reads what another request has computed into its block",
+        _FENCE,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "early-load-without-a-fence",
+        "connector/worker_half.py",
+        "        self._wait_for_stores(wait_for_stores)\n",
+        "",
+        "a store reads what was loaded into its block",
+        _FENCE,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "blocks-handed-out-unseen",
+        "connector/block_pool_watch.py",
+        "        fence.hand_out(ids_of(blocks))\n",
+        "",
+        "a store reads what another request has computed into its block",
+        _FENCE,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "comparison-without-a-fence",
+        "cache/verification_ledger.py",
+        "        self._ledger.fence.begin_read(job_id, block_ids)\n",
+        "        self._ledger.fence.begin_read(job_id, block_ids[:0])\n",
+        "a good block is evicted, as it is compared with another request's",
+        _FENCE,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "cleared-blocks-without-a-wait",
+        "connector/worker_half.py",
+        "        elif copies and self._steps_zero_blocks:\n",
+        "        elif False:\n",
+        "a store reads zeros that vLLM wrote ahead of our hook",
+        _FENCE,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "lookup-that-waits-for-no-store",
+        "connector/load_planner.py",
+        "            if self._awaits_stores(state, computed + loadable, end):\n",
+        "            if False:\n",
+        "an engine that stopped stepping computes again what it is about to hold",
+        _FENCE,
         Needs.VLLM,
     ),
     Mutation(

@@ -47,8 +47,8 @@ EARLY_LOADS = (
     Mutation(
         "early-load-before-its-blocks-are-read",
         "connector/worker_half.py",
-        "        self._store(stores)\n        self._copier.fence()\n",
-        "        self._copier.fence()\n",
+        "        self._store(stores)\n        self._wait_for_stores(wait_for_stores)\n",
+        "        self._wait_for_stores(wait_for_stores)\n        self._store(stores)\n",
         "the last blocks of a request that ended are stored as those of another",
         _HEAD_START,
         Needs.VLLM,
@@ -101,7 +101,7 @@ EARLY_LOADS = (
     Mutation(
         "early-load-by-another-engine",
         "connector/head_start.py",
-        " if config is self._vllm_config]",
+        " if config is vllm_config]",
         "]",
         "one engine's loads are written into another one's blocks",
         _HEAD_START,
