@@ -14,6 +14,7 @@ from pathlib import Path
 from benchmarks import plots
 from benchmarks.plots import Plot
 from benchmarks.sections import (
+    chats,
     cold,
     copies,
     daemon,
@@ -22,7 +23,6 @@ from benchmarks.sections import (
     pinning,
     slow_tier,
     ssd,
-    store_profile,
 )
 from benchmarks.seeds import figures as seed_figures
 from benchmarks.seeds import tables as seed_tables
@@ -32,11 +32,11 @@ PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 
 # A section is empty when there is no result for it. Add one module for a section, and its plots.
 SECTIONS: list[Callable[[Results], str]] = [
+    chats.section,
     peers.section,
     partial(seed_tables.section, plots_of=seed_figures.plots_of),
     cold.section,
     copies.section,
-    store_profile.section,
     daemon.section,
     ssd.section,
     index.section,
@@ -44,6 +44,7 @@ SECTIONS: list[Callable[[Results], str]] = [
     slow_tier.section,
 ]
 PLOTS: list[Callable[[Results], list[Plot]]] = [
+    chats.plots,
     peers.plots,
     seed_figures.plots,
 ]

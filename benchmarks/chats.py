@@ -1,0 +1,411 @@
+"""Many chats at once, as users run them: shares from cache and times to the first token.
+
+    python -m benchmarks.chats --out result.json               7B shape on a GPU
+    python -m benchmarks.chats --tiny --out result.json        the same code on a laptop
+
+Workloads: `calm` and `tight` (closed-loop chats, a GPU cache with and without room to spare),
+`agents` (a shared system prompt, private histories, tool pauses), `prefill` (distinct prompts
+without pause) and `trace` (recorded traffic, `--trace FILE`). `--kill-after-turn K` adds `restart`:
+the calm chats, whose engine is killed and started again.
+
+Modes: `tiered` (ours as it comes), `tiered_daemon` (ours with a small CPU tier and a daemon on the
+same host), `offloading` and `offloading_blhnc` (vLLM's OffloadingConnector as it comes, with blocks
+outermost), `simple` (vLLM's SimpleCPUOffloadConnector), `vllm` (alone) and `limit` (alone, with a
+GPU cache that holds everything). Each mode on each workload is a fresh engine in processes of its
+own, one after the other; all get the same arrival plan. Progress goes to the standard error, the
+tables to the standard output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import chat_modes, environment
+from benchmarks.chat_client import COLUMNS
+from benchmarks.chat_engine import Job
+from benchmarks.chat_goals import derive
+from benchmarks.chat_modes import MODES
+from benchmarks.chat_traces import plan
+from benchmarks.chat_workloads import PRESETS, TINY, Workload, distinct_tokens
+from benchmarks.engine_process import ROOT, EngineSpec
+from benchmarks.fleet import device_memory_mib, say
+from benchmarks.process_memory import MemoryWatch
+from benchmarks.sections import chats as chats_section
+from benchmarks.stored_results import Result
+from tests.daemon.daemon_process import DaemonProcess
+
+_LEAST_S = 30.0
+"""An engine is not started with less time left."""
+_RELEASE_TIMEOUT_S = 30.0
+_LOG_LINES = 40
+
+
+class Case(NamedTuple):
+    round: int
+    workload: str
+    mode: str
+
+
+def workloads_of(args: argparse.Namespace) -> dict[str, Workload]:
+    names = [name for name in args.workloads.split(",") if name]
+    unknown = sorted(set(names) - set(PRESETS))
+    if unknown:
+        raise SystemExit(f"no workload {', '.join(unknown)}; there are {', '.join(PRESETS)}")
+    if "trace" in names and args.trace is None:
+        raise SystemExit("the workload `trace` needs --trace FILE")
+    found = {name: _sized(PRESETS[name], args) for name in names}
+    if args.kill_after_turn:
+        calm = _sized(PRESETS["calm"], args)
+        if not args.kill_after_turn < calm.turns:
+            raise SystemExit(f"--kill-after-turn must be less than the {calm.turns} turns")
+        found["restart"] = dataclasses.replace(
+            calm, name="restart", kill_after_turn=args.kill_after_turn
+        )
+    for workload in found.values():
+        longest = chat_modes.max_model_len(args.tiny)
+        if workload.kind != "trace" and workload.longest_tokens > longest:
+            raise SystemExit(
+                f"{workload.name}: prompts grow to {workload.longest_tokens} tokens, the model "
+                f"takes {longest}"
+            )
+    return found
+
+
+def _sized(workload: Workload, args: argparse.Namespace) -> Workload:
+    """The preset with what the arguments change."""
+    if args.tiny:
+        workload = dataclasses.replace(workload, **TINY[workload.name])
+    given = {
+        field.name: getattr(args, field.name)
+        for field in dataclasses.fields(Workload)
+        if getattr(args, field.name, None) is not None and field.name != "kill_after_turn"
+    }
+    if workload.kind != "prefill":
+        given.pop("seconds", None)
+    if workload.pause_range_s is not None:
+        low, high = workload.pause_range_s
+        given["pause_range_s"] = (low * args.pause_scale, high * args.pause_scale)
+    return dataclasses.replace(workload, **given)
+
+
+def cases_of(workloads: Sequence[str], modes: Sequence[str], rounds: int) -> Iterator[Case]:
+    """The first mode of a round is the second of the next."""
+    for number in range(rounds):
+        at = -number % len(modes)
+        for workload in workloads:
+            for mode in (*modes[at:], *modes[:at]):
+                yield Case(number, workload, mode)
+
+
+class Report:
+    """The result, written again after every case: a run cut short still leaves a file."""
+
+    def __init__(self, out: Path | None, content: dict[str, Any]) -> None:
+        self.content = content
+        self._out = out
+
+    @classmethod
+    def open(cls, args: argparse.Namespace, workloads: dict[str, Workload]) -> Report:
+        """A new one, or with `--resume` that of an earlier run."""
+        content: dict[str, Any] = {
+            "environment": _environment(args),
+            "tiny": args.tiny,
+            "seed": args.seed,
+            "cpu_gib": args.cpu_gib,
+            "daemon_cpu_gib": args.daemon_cpu_gib,
+            "settle_s": args.settle,
+            "trace": args.trace and args.trace.name,
+            "workloads": {name: _plain(workload) for name, workload in workloads.items()},
+            "left_out": {},
+            "columns": list(COLUMNS),
+            "entries": [],
+        }
+        if not (args.resume and args.out and args.out.exists()):
+            return cls(args.out, content)
+        earlier = json.loads(args.out.read_text())
+        for name in ("tiny", "seed", "cpu_gib", "daemon_cpu_gib", "settle_s", "columns"):
+            if earlier[name] != content[name]:
+                raise SystemExit(f"{args.out} has {name} {earlier[name]}, not {content[name]}")
+        for name, sizes in content["workloads"].items():
+            if earlier["workloads"].setdefault(name, sizes) != sizes:
+                raise SystemExit(f"{args.out} has other sizes of the workload {name}")
+        earlier["trace"] = content["trace"] or earlier["trace"]
+        earlier.setdefault("resumed", []).append(content["environment"])
+        return cls(args.out, earlier)
+
+    @property
+    def run(self) -> int:
+        """Counts the commands that have added to this result."""
+        return len(self.content.get("resumed", []))
+
+    def has(self, case: Case) -> bool:
+        return any(self._is(case, entry) and "failed" not in entry for entry in self._entries)
+
+    def add(self, case: Case, entry: dict[str, Any]) -> None:
+        self._entries[:] = [one for one in self._entries if not self._is(case, one)]
+        self._entries.append({**case._asdict(), "run": self.run, **entry})
+        self.save()
+
+    def save(self) -> None:
+        self.content["derived"] = derive(self.content)
+        if self._out:
+            self._out.parent.mkdir(parents=True, exist_ok=True)
+            self._out.write_text(_text(self.content))
+
+    @property
+    def _entries(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.content["entries"]
+        return found
+
+    @staticmethod
+    def _is(case: Case, entry: dict[str, Any]) -> bool:
+        return case == (entry["round"], entry["workload"], entry["mode"])
+
+
+def _environment(args: argparse.Namespace) -> dict[str, Any]:
+    found = environment.describe()
+    if args.trace:  # its folder says something of the machine only
+        found["command"] = found["command"].replace(str(args.trace), args.trace.name)
+    return found
+
+
+def _plain(workload: Workload) -> dict[str, Any]:
+    """As it comes back from JSON."""
+    found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(workload)))
+    return found
+
+
+def _text(content: dict[str, Any]) -> str:
+    """Readable, with the rows of one chat a line."""
+    entries = [{**entry, "rows": f"@rows {at}@"} for at, entry in enumerate(content["entries"])]
+    text = json.dumps({**content, "entries": entries}, indent=1)
+    for at, entry in enumerate(content["entries"]):
+        lines = [
+            ",".join(json.dumps(row, separators=(",", ":")) for row in rows)
+            for _, rows in groupby(entry.get("rows", []), key=lambda row: row[0])
+        ]
+        text = text.replace(f'"@rows {at}@"', "[\n" + ",\n".join(lines) + "\n   ]")
+    return text + "\n"
+
+
+class CaseFailed(Exception):
+    """An engine did not start, died or raised; the end of its log may say why."""
+
+    def __init__(self, what: str, log: str) -> None:
+        super().__init__(what)
+        self.log = log
+
+
+class CutOff(Exception):
+    """The budget ended while an engine was running."""
+
+
+class Runner:
+    """Runs one case after the other, each in a child process."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self._args = args
+        self._folder = folder
+        self._idle_mib = _device_used_mib()
+
+    def run(self, case: Case, workload: Workload, left_s: float) -> dict[str, Any]:
+        name = "-".join(map(str, case))
+        folder = self._folder / name
+        folder.mkdir()
+        self._wait_for_device()
+        with contextlib.ExitStack() as stack:
+            memory = stack.enter_context(MemoryWatch())
+            daemon = None
+            if case.mode == "tiered_daemon":
+                arguments = chat_modes.daemon_arguments(self._args.tiny, self._args.cpu_gib)
+                daemon = stack.enter_context(DaemonProcess(folder, *arguments))
+            spec = self._spec(case.mode, workload, daemon)
+            found = self._in_child(spec, workload, daemon, folder, left_s)
+            return {
+                "engine": found.pop("engine"),
+                "gpu_mib": memory.gpu_mib,
+                "host_growth_mib": memory.host_growth_mib,
+                **found,
+            }
+
+    def _wait_for_device(self) -> None:
+        """Memory of the last engine may outlive it for a while; the next one needs all of it."""
+        deadline = time.monotonic() + _RELEASE_TIMEOUT_S
+        while _device_used_mib() > self._idle_mib + 1024 and time.monotonic() < deadline:
+            time.sleep(0.5)
+
+    def _spec(self, mode: str, workload: Workload, daemon: DaemonProcess | None) -> EngineSpec:
+        args = self._args
+        longest = chat_modes.max_model_len(args.tiny)
+        tokens = workload.cache_tokens
+        if mode == "limit":
+            played = plan(workload, args.seed, args.trace, longest).sessions
+            # Blocks that are not full take a little more than their tokens.
+            tokens = distinct_tokens(played) * 11 // 10 + 4 * longest
+        ipc = daemon.ipc if daemon else None
+        return chat_modes.spec(mode, tokens, args.tiny, args.cpu_gib, args.daemon_cpu_gib, ipc)
+
+    def _in_child(
+        self,
+        spec: EngineSpec,
+        workload: Workload,
+        daemon: DaemonProcess | None,
+        folder: Path,
+        left_s: float,
+    ) -> dict[str, Any]:
+        args = self._args
+        job = Job(
+            spec=dataclasses.asdict(spec),
+            workload=dataclasses.asdict(workload),
+            trace=str(args.trace) if workload.kind == "trace" else None,
+            seed=args.seed,
+            vocab=chat_modes.vocabulary(args.tiny),
+            settle_s=args.settle,
+            memory_of=[daemon.pid] if daemon else [],
+        )
+        given, made, log = (folder / name for name in ("job.json", "result.json", "engine.log"))
+        given.write_text(json.dumps(dataclasses.asdict(job)))
+        with log.open("wb") as printed:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.chat_engine", str(given), str(made)],
+                stdin=subprocess.PIPE,  # its end is that of the child
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env={**os.environ, "VLLM_NO_USAGE_STATS": "1", **spec.environment},
+                start_new_session=True,
+            )
+        try:
+            code = child.wait(left_s)
+        except subprocess.TimeoutExpired:
+            raise CutOff from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        found: dict[str, Any] = {"error": f"exit code {code}"}
+        if made.exists():
+            found = json.loads(made.read_text())
+        if "error" in found:
+            lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+            raise CaseFailed(found["error"], "\n".join(lines))
+        return {"transfer": spec.transfer, "environment": spec.environment, **found}
+
+
+def _device_used_mib() -> int:
+    sizes = device_memory_mib()
+    return sizes[0] if sizes else 0
+
+
+def run(args: argparse.Namespace, folder: Path) -> Report:
+    begin = time.monotonic()
+    gpu = device_memory_mib() is not None and not args.tiny
+    if not gpu and not args.tiny:
+        raise SystemExit("there is no GPU; --tiny runs without one")
+    modes = [mode for mode in args.modes.split(",") if mode]
+    unknown = sorted(set(modes) - set(MODES))
+    if unknown or not modes:
+        raise SystemExit(f"no mode {', '.join(unknown)}; there are {', '.join(MODES)}")
+    workloads = workloads_of(args)
+    report = Report.open(args, workloads)
+    runner = Runner(args, folder)
+    longest: dict[str, float] = {}
+    for case in cases_of(list(workloads), modes, args.rounds):
+        workload = workloads[case.workload]
+        why = chat_modes.why_not(case.mode, workload, gpu)
+        if why:
+            report.content["left_out"][f"{case.mode} on {case.workload}"] = why
+        if why or report.has(case):
+            continue
+        started = time.monotonic()
+        left = args.budget - (started - begin)
+        if left < max(_LEAST_S, longest.get(case.workload, 0.0)):
+            say(f"{started - begin:.0f} s: no time left for {case.mode} on {case.workload}")
+            break
+        say(f"{started - begin:.0f} s: round {case.round}, {case.workload}, {case.mode}")
+        try:
+            report.add(case, runner.run(case, workload, left))
+        except CaseFailed as error:
+            say(f"{case.mode} on {case.workload} failed: {error}; its log ends with:\n{error.log}")
+            report.add(case, {"failed": str(error)[:300]})
+        except CutOff:
+            say(f"the budget ended during {case.mode} on {case.workload}")
+            break
+        took = time.monotonic() - started
+        longest[case.workload] = max(took, longest.get(case.workload, 0.0))
+        say(f"   {_line(report, case)}, took {took:.0f} s")
+    say(f"{time.monotonic() - begin:.0f} s: done")
+    report.save()
+    return report
+
+
+def _line(report: Report, case: Case) -> str:
+    modes = report.content["derived"]["workloads"].get(case.workload, {})
+    if case.mode not in modes:
+        return "failed"
+    found = modes[case.mode]
+    if "tokens_per_s" in found:
+        return f"{found['tokens_per_s']:,.0f} prompt tokens/s"
+    ttft = found["ttft_ms"]
+    return f"share {found['share']}, TTFT p50 {ttft['p50']} ms, p90 {ttft['p90']} ms"
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, without GPU")
+    parser.add_argument("--modes", default=",".join(MODES), help="which, in which order")
+    parser.add_argument("--workloads", default="calm,tight", help="which, comma-separated")
+    parser.add_argument("--rounds", type=int, default=1, help="the order of modes rotates")
+    parser.add_argument("--seed", type=int, default=0, help="of arrivals, pauses and tokens")
+    parser.add_argument("--cpu-gib", type=float, default=40.0, help="CPU tier of every mode")
+    parser.add_argument("--daemon-cpu-gib", type=float, default=4.0, help="beside a daemon")
+    parser.add_argument("--settle", type=float, help="seconds between start and first prompt")
+    parser.add_argument("--budget", type=float, default=3600.0, help="seconds, then it stops")
+    parser.add_argument("--resume", action="store_true", help="add to --out what it lacks")
+    parser.add_argument("--kill-after-turn", type=int, help="adds the workload `restart`")
+    parser.add_argument("--out", type=Path, help="where the JSON goes")
+    sizes = parser.add_argument_group("sizes, instead of those of the workloads")
+    for name, kind in (
+        ("chats", int),
+        ("turns", int),
+        ("shared-tokens", int),
+        ("first-tokens", int),
+        ("new-tokens", int),
+        ("answer-tokens", int),
+        ("think-s", float),
+        ("cache-tokens", int),
+    ):
+        sizes.add_argument(f"--{name}", type=kind)
+    sizes.add_argument("--seconds", type=float, help="of the workload `prefill`")
+    sizes.add_argument("--pause-scale", type=float, default=1.0, help="of tool pauses")
+    sizes.add_argument("--trace", type=Path, help="file of the workload `trace`")
+    sizes.add_argument("--speedup", type=float, help="of a trace")
+    sizes.add_argument("--length-scale", type=float, help="of a trace")
+    sizes.add_argument("--max-requests", type=int, help="of a trace")
+    return parser
+
+
+def main() -> None:
+    args = parser().parse_args()
+    if args.settle is None:
+        args.settle = 0.0 if args.tiny else 8.0
+    with tempfile.TemporaryDirectory(prefix="chats-") as folder:
+        report = run(args, Path(folder))
+    print(chats_section.describe(Result(args.out.stem if args.out else "chats", report.content)))
+
+
+if __name__ == "__main__":
+    main()
