@@ -44,7 +44,10 @@ LEFT_OUT = (
     "the_forward_waits_for_what_is_loaded",
     "a_step_waits_for_what_began",
     "all_that_was_under_way",
-    "a_full_ring_keeps",
+    "a_store_may_read_what_is_written",
+    "who_waits_for_an_earlier_store",
+    "a_load_behind_a_fence",
+    "the_oldest_of_too_large_a_backlog",
     "a_channel_reads_shared_memory",
     # It provokes CUDA errors, which are not memory errors but end a sanitized context.
     "torch_goes_on_after_our_errors",

@@ -46,6 +46,7 @@ KEYS = (BlockKey(b"k" * 17), BlockKey(b"l" * 17))
 METADATA = TieredKVMetadata(
     loads=[LoadJob("r1", (TRANSFER,), (), 5)],
     stores_before=[StoreJob(1, TRANSFER)],
+    wait_for_stores=8,
     stores_after=[StoreJob(2, TRANSFER)],
     puts=[PutJob(3, "tcp://a:1", 0, int64_array([5, 6]), KEYS, (None, KEYS[0]))],
     rehearsals=[Rehearsal("r2", 0, "tcp://a:1", KEYS)],
@@ -64,6 +65,7 @@ WORKER_METADATA = TieredKVWorkerMetadata(
     ready_arenas={0: frozenset({b"arena"})},
     verdicts={6: [[BlockVerdict(Verdict.CLOSE, 0.1, 0.01, "layer")]]},
     rehearsed={"r2": [Fetched(128, 0.5)]},
+    was_heard=True,
 )
 
 

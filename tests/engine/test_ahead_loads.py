@@ -47,8 +47,13 @@ def test_a_lone_request_is_computed_in_the_step_that_loads_it(
     assert assert_tier_is_right(engine)
 
 
-def test_requests_that_run_never_wait_for_a_load(tiny_model: Path, async_scheduling: bool) -> None:
+@pytest.mark.parametrize("blocks", [9, 10])
+def test_requests_that_run_wait_for_small_loads_only(
+    tiny_model: Path, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch, blocks: int
+) -> None:
     engine = ToyEngine(tiny_model, async_scheduling)
+    limit = blocks * engine.half.block_bytes[0]
+    monkeypatch.setattr("vllm_tiered_kv.connector.ahead_policy._BYTES_BESIDE_OTHERS", limit)
     rng = random.Random(2)
     ids, other = prompt(rng, 41), prompt(rng, 9)
     warm(engine, ids)
@@ -57,9 +62,10 @@ def test_requests_that_run_never_wait_for_a_load(tiny_model: Path, async_schedul
     engine.step()
     loaded = engine.add(ids, 4)
     engine.run()
-    assert engine.reported_loads == [loaded]
-    assert engine.copier.ahead_blocks == 0
+    assert engine.reported_loads == ([loaded] if blocks < 10 else [])
+    assert engine.copier.ahead_blocks == (0 if blocks < 10 else 10)
     assert engine.finished[running].tokens == play(other, 30)[0]
+    assert engine.finished[loaded].tokens == play(ids, 4)[0]
     engine.assert_at_rest()
 
 
