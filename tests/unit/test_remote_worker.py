@@ -14,18 +14,21 @@ from types import SimpleNamespace
 import pytest
 
 from tests.daemon.daemon_process import DaemonProcess
+from tests.patience import eventually
 from tests.remote.faulty_daemon import FaultyDaemon
+from vllm_tiered_kv.cache.ledger import StoreReport
 from vllm_tiered_kv.config import TieredKVConfig
 from vllm_tiered_kv.connector.remote_io import RemoteIO
 from vllm_tiered_kv.connector.remote_loader import RemoteLoader
+from vllm_tiered_kv.connector.remote_writer import PutDone, RemoteWriter
 from vllm_tiered_kv.connector.shard import Holding, Shard, holding_of
-from vllm_tiered_kv.connector.shared_region import SharedRegions
+from vllm_tiered_kv.connector.shared_region import SharedRegion, SharedRegions
 from vllm_tiered_kv.connector.split_loads import SplitLoads
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.key import BlockKey, RankTag
 from vllm_tiered_kv.core.store import PutItem, PutResult
 from vllm_tiered_kv.core.tiers import Tier
-from vllm_tiered_kv.core.transfer import RemoteTransfer, int64_array
+from vllm_tiered_kv.core.transfer import PutJob, RemoteTransfer, int64_array
 from vllm_tiered_kv.device.arena import Arena
 from vllm_tiered_kv.device.shared_arena import PAGE, SharedArena
 from vllm_tiered_kv.errors import ArenaError, CudaError
@@ -185,5 +188,36 @@ def test_a_load_that_breaks_gives_back_what_it_borrowed(daemon: DaemonProcess) -
     # Nothing is held any more: deleted blocks free their memory at once.
     assert store.delete(shard.keys(keys)) == len(keys)
     assert store.usage().used_bytes == 0
+    regions.close()
+    store.close()
+
+
+def test_blocks_are_sent_through_memory_that_is_not_pinned_yet(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pinning tens of gigabytes takes longer than a busy engine can keep blocks for the daemon."""
+    store, regions, _ = attached(daemon)
+    monkeypatch.setattr(SharedRegion, "is_pinned", False)
+    monkeypatch.setattr(store, "put", None)  # the way through a socket
+    assert not regions.covers(daemon.ipc)
+    arena = Arena(4 * 4096)
+    arena.bytes_at(4096, 4096)[:] = 7
+    shard = Shard(bytes(32), RankTag(), {0: 4096})
+    writer = RemoteWriter(
+        {daemon.ipc: store},
+        shard,
+        regions,
+        arena,
+        lambda group_id, slots: slots * 4096,
+        timeout_s=30,
+        is_ours=lambda key: True,
+    )
+    key = chain(9)[-1]
+    writer.write(PutJob(1, daemon.ipc, 0, int64_array([1]), (key,), (None,)))
+    assert eventually(writer.poll) == [PutDone(1, StoreReport(1))]
+    into = memoryview(bytearray(4096))
+    assert store.get([shard.key(key)], [into]) == [True]
+    assert into == bytes([7]) * 4096
+    writer.close()
     regions.close()
     store.close()

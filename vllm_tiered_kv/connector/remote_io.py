@@ -94,7 +94,7 @@ class RemoteIO:
     def read(self, address: str, key: BlockKey, into: memoryview) -> bool:
         """Reads this rank's part of one block the way a load would; False when it is not there."""
         deadline = time.monotonic() + self._timeout_s
-        region = self._regions.of(address)
+        region = self._regions.attached(address)
         if region is not None:
             return region.read(self._shard.key(key), into, deadline)
         return all(self._cluster.stores[address].get([self._shard.key(key)], [into], deadline))

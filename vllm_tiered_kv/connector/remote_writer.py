@@ -115,7 +115,7 @@ class RemoteWriter:
             )
         ]
         deadline = time.monotonic() + self._timeout_s
-        region = self._regions.of(job.address)
+        region = self._regions.attached(job.address)
         results = region.store(items, deadline) if region is not None else None
         if results is None:
             results = store.put(items, Durability.MEMORY, deadline)

@@ -1,8 +1,9 @@
 """Memory of daemons on this host, made fit for the device: blocks move without a socket.
 
-Attaching and pinning happen in a background thread; until both are done, and when a daemon is gone,
-the network path is used. A daemon that comes back is attached to anew. Memory in use by a copy is
-kept mapped until that copy has ended, whatever becomes of its daemon.
+Attaching and pinning happen in a background thread. Blocks of the CPU tier are written there as
+soon as it is mapped; until it is pinned, and when a daemon is gone, loads take the network path. A
+daemon that comes back is attached to anew. Memory in use by a copy is kept mapped until that copy
+has ended, whatever becomes of its daemon.
 """
 
 from __future__ import annotations
@@ -218,8 +219,14 @@ class SharedRegions:
         self._stepped_at = time.monotonic()
         self._is_stepping = False
 
+    def attached(self, address: str) -> SharedRegion | None:
+        """The daemon's memory if it is mapped. The CPU can copy to and from it; a device waits
+        until it is pinned, which takes a while for tens of gigabytes."""
+        region = self._regions.get(address)
+        return region if region is not None and region.memory.alive else None
+
     def of(self, address: str) -> SharedRegion | None:
-        """The daemon's memory if blocks can be moved there right now."""
+        """The daemon's memory if blocks can be moved between it and the device right now."""
         region = self._regions.get(address)
         return region if region is not None and region.is_ready else None
 
