@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,6 @@ MODES = (
     "tiered_layerwise",
     "hash_only",
     "offloading_fs",
-    "lmcache",
 )
 ANCHORS = ("vllm", "tiered")
 """In every group: what the others of that group are compared with."""
@@ -55,10 +53,7 @@ class Scale:
 
 def available(modes: Sequence[str], gpu: bool) -> list[str]:
     """Those of `modes` that run here, in the order of `MODES`."""
-    found = [mode for mode in MODES if mode in modes and (gpu or mode in ON_A_CPU)]
-    if "lmcache" in found and importlib.util.find_spec("lmcache") is None:
-        found.remove("lmcache")
-    return found
+    return [mode for mode in MODES if mode in modes and (gpu or mode in ON_A_CPU)]
 
 
 def groups(modes: Sequence[str], most: int) -> list[list[str]]:
@@ -79,7 +74,7 @@ def spec(mode: str, scale: Scale, folder: Path) -> EngineSpec:
         name=mode,
         model=scale.model,
         transfer=_transfer(mode, scale, folder),
-        environment=_environment(mode, scale),
+        environment=_environment(mode),
         options=options,
     )
 
@@ -107,8 +102,6 @@ def _transfer(mode: str, scale: Scale, folder: Path) -> dict[str, Any] | None:
         )
     if mode.startswith("offloading"):
         return _connector("OffloadingConnector", cpu_bytes_to_use=tier)
-    if mode == "lmcache":
-        return _connector("LMCacheConnectorV1")
     raise ValueError(f"no mode {mode!r}; there are {', '.join(MODES)}")
 
 
@@ -126,12 +119,7 @@ def _connector(name: str, **extra: Any) -> dict[str, Any]:
     return {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
-def _environment(mode: str, scale: Scale) -> dict[str, str]:
+def _environment(mode: str) -> dict[str, str]:
     if mode == "offloading_blhnc":
         return {"VLLM_KV_CACHE_LAYOUT": "BLHNC"}
-    if mode == "lmcache":
-        return {
-            "LMCACHE_LOCAL_CPU": "True",
-            "LMCACHE_MAX_LOCAL_CPU_SIZE": str(max(scale.tier_bytes // GIB, 1)),
-        }
     return {}

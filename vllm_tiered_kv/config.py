@@ -152,9 +152,9 @@ class TieredKVConfig:
     step_loads: StepLoads = _option(
         StepLoads.AUTO,
         "choice",
-        "`auto`: while no other request runs, a request is computed in the very step that loads "
-        "its prefix, each layer as soon as its blocks are there. `never`: every load runs beside "
-        "the steps, which costs one more step.",
+        "`auto`: a request is computed in the very step that loads its prefix, each layer as soon "
+        "as its blocks are there; while other requests run, up to 1 GiB a step. `never`: every "
+        "load runs beside the steps, which costs its request some steps more.",
     )
     copy_strategy: CopyStrategy = _option(
         CopyStrategy.AUTO,

@@ -334,6 +334,10 @@ _INTRO = """\
 The benchmark tables of the documents this project grew from, as far as they were measured again.
 sync and async-2 are vLLM's `async_scheduling` off and on. Engines that are compared live at the
 same time and take turns. Weights are dummies of the named shape.
+
+The tables of swap_out and transfer_out, which tell what storing costs, are left out: repetitions
+differed by 1.3 to 1.6, more than storing does. What it costs an engine without pause is among the
+chats above (`prefill`).
 """
 
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
