@@ -83,7 +83,7 @@ def same(mine: Any, theirs: Any) -> bool:
 
 @pytest.mark.parametrize(
     "message",
-    [METADATA, TieredKVMetadata(), WORKER_METADATA, TieredKVHandshake((64, 128), 219)],
+    [METADATA, TieredKVMetadata(), WORKER_METADATA, TieredKVHandshake((64, 128))],
     ids=["step", "empty_step", "report", "handshake"],
 )
 def test_messages_survive_pickling(message: Any) -> None:

@@ -188,21 +188,3 @@ def test_ranks_that_cut_their_blocks_otherwise_switch_the_cache_off(
     assert not [name for name in left if name.startswith("tiered-kv-lookup")]
     assert "not tiered: blocks of rank (1, 0)" in caplog.text
     assert connector.get_num_new_matched_tokens(None, 0) == (0, False)
-
-
-def test_memory_that_is_pinned_at_start_is_all_that_is_used(tiny_model: Path) -> None:
-    """The least of all ranks counts, and what a rank says later replaces what it said at start."""
-    engine = ToyEngine(tiny_model, cpu_blocks=16, gpu_blocks=128)
-    slab = engine.half.index.geometry.slab_bytes
-    other = TieredKVHandshake(engine.half.block_bytes, 4 * slab, rank=1)
-    connector = engine.scheduler.connector
-    own = engine.worker.get_handshake_metadata()
-    assert own.usable_bytes == engine.worker.worker_half.arena.nbytes
-    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): own, (0, 1): other})
-    engine.add(list(range(3, 44)), 2)
-    engine.run()
-    assert {use.slot for use in engine.half.index.slots()} == set(range(4))
-    engine.half.limit_memory({1: 16 * slab})
-    engine.add(list(range(4, 45)), 2)
-    engine.run()
-    assert len(list(engine.half.index.slots())) > 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,11 +12,15 @@ import torch
 from tests.engine.delayed_copier import LAYERS
 from tests.engine.made_configs import one_group
 from tests.engine.toy_engine import ToyEngine
+from vllm_tiered_kv.cache.ledger import StoreReport
+from vllm_tiered_kv.connector import assembly
+from vllm_tiered_kv.connector.idle_steps import IdleSteps
 from vllm_tiered_kv.connector.kv_layout import require_whole_blocks
 from vllm_tiered_kv.connector.metadata import TieredKVMetadata
 from vllm_tiered_kv.connector.worker_half import WorkerHalf, _pinning
 from vllm_tiered_kv.core.transfer import GroupTransfer, LoadJob, StoreJob, int64_array
 from vllm_tiered_kv.errors import CudaError, UnsupportedError
+from vllm_tiered_kv.metrics.names import DropReason
 
 BLOCKS, TOKENS = 64, 4
 
@@ -51,7 +56,7 @@ def load(worker: WorkerHalf, transfer: GroupTransfer) -> None:
     metadata = TieredKVMetadata(loads=[LoadJob("r", (transfer,))])
     worker.before_forward(metadata)
     worker.start_loads(metadata)
-    worker.after_forward(metadata)
+    worker.after_forward()
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         results = worker.results()
@@ -69,7 +74,7 @@ def test_what_was_stored_survives_a_new_registration(engine: ToyEngine, worker: 
     worker.register_kv_caches(before, engine.kv_cache_config)
     metadata = TieredKVMetadata(stores_after=[StoreJob(7, pairs([3, 5], [0, 9]))])
     worker.before_forward(metadata)
-    worker.after_forward(metadata)
+    worker.after_forward()
     worker.results()
     told = worker.worker_metadata()
     assert told is not None
@@ -96,7 +101,7 @@ def test_what_is_under_way_ends_with_a_new_registration(engine: ToyEngine) -> No
     )
     worker.before_forward(metadata)
     worker.start_loads(metadata)
-    worker.after_forward(metadata)
+    worker.after_forward()
     assert not worker.results().finished_recving
     try:
         worker.register_kv_caches(caches(1), engine.kv_cache_config)
@@ -168,3 +173,45 @@ def test_a_device_that_failed_does_not_disturb_the_shutdown(
     worker.shutdown()
     assert "illegal memory access" in caplog.text
     real()
+
+
+def test_a_store_that_was_given_up_is_neither_copied_nor_reported_again(engine: ToyEngine) -> None:
+    """An idle step may come between a forward and its end: the slot is somebody else's by then."""
+    worker = engine.worker.worker_half
+    worker.before_forward(TieredKVMetadata(stores_after=[StoreJob(7, pairs([3], [0]))]))
+    assert worker.is_in_step
+    worker.before_forward(TieredKVMetadata())
+    worker.after_forward()
+    assert not worker.is_in_step
+    assert not worker._copier._stores
+    worker.results()
+    told = worker.worker_metadata()
+    assert told is not None
+    assert told.stores == {7: [StoreReport(0, DropReason.COPY_FAILED)]}
+
+
+def test_idle_steps_do_not_break_into_a_step(engine: ToyEngine) -> None:
+    """With structured output vLLM deals with an earlier step's output before it ends this one."""
+    worker, half = engine.worker.worker_half, engine.half
+    engine.add(list(range(3, 20)), 1)
+    engine.run()
+    half.index.touch([])  # what keeps an idle engine stepping
+    assert half.has_pending_push_work()
+    worker.is_in_step = True
+    IdleSteps(half, engine.config).run()
+    assert half.has_pending_push_work()
+    worker.is_in_step = False
+    IdleSteps(half, engine.config).run()
+    assert not half.has_pending_push_work()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("is_v2", [False, True])
+def test_steps_of_the_second_model_runner_cannot_be_discarded(device: str, is_v2: bool) -> None:
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(async_scheduling=False),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        device_config=SimpleNamespace(device_type=device),
+        use_v2_model_runner=is_v2,
+    )
+    assert assembly._steps_can_be_discarded(config) is not (is_v2 and device == "cuda")

@@ -328,7 +328,7 @@ CONNECTOR = (
     Mutation(
         "lookup-that-waits-for-no-store",
         "connector/load_planner.py",
-        "            if self._awaits_stores(state, computed + loadable, end):\n",
+        "            if may_load and self._awaits_stores(state, computed + loadable, end):\n",
         "            if False:\n",
         "an engine that stopped stepping computes again what it is about to hold",
         _FENCE,

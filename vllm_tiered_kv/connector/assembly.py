@@ -136,15 +136,22 @@ def make_worker_half(
         geometry,
         parallel.rank,
         holding,
-        # Later steps are under way with asynchronous scheduling and in a pipeline.
-        steps_can_be_discarded=(
-            not vllm_config.scheduler_config.async_scheduling
-            and parallel.pipeline_parallel_size == 1
-        ),
+        steps_can_be_discarded=_steps_can_be_discarded(vllm_config),
         cache_dtype=str(vllm_config.cache_config.cache_dtype),
         shared_fd=_share_among_replicas(geometry.capacity_bytes, holding),
         steps_zero_blocks=kv_cache_config.needs_kv_cache_zeroing,
     )
+
+
+def _steps_can_be_discarded(vllm_config: VllmConfig) -> bool:
+    """Later steps are under way with asynchronous scheduling and in a pipeline. Model Runner V2
+    sets a request back in a mirror on the host only: on the GPU it goes on where it was."""
+    if vllm_config.scheduler_config.async_scheduling:
+        return False
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        return False
+    is_cuda = vllm_config.device_config.device_type == "cuda"  # others have the first runner alone
+    return not (is_cuda and getattr(vllm_config, "use_v2_model_runner", False))
 
 
 def arena_geometry(

@@ -140,8 +140,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         if has_kv_transfer_group() and get_kv_transfer_group() is not self:
             return None
         if self.worker_half is not None:
-            half = self.worker_half
-            return TieredKVHandshake(half.block_bytes, half.usable_bytes, half.rank)
+            return TieredKVHandshake(self.worker_half.block_bytes)
         # A rank that cannot take part: the scheduler must not wait for it.
         return TieredKVHandshake(()) if self._is_refused else None
 
@@ -169,7 +168,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         if self.worker_half is not None:
-            self.worker_half.after_forward(self._metadata())
+            self.worker_half.after_forward()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self.worker_half is None:
@@ -217,14 +216,6 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
                 self.scheduler_half.shutdown()
                 self.scheduler_half = None
                 return
-        # Until the arenas are pinned, blocks go to the part of them that is.
-        self.scheduler_half.limit_memory(
-            {
-                told.rank: told.usable_bytes
-                for told in metadata.values()
-                if isinstance(told, TieredKVHandshake) and told.usable_bytes is not None
-            }
-        )
 
     def on_new_request(self, request: Request) -> None:
         if self.scheduler_half is not None:

@@ -52,8 +52,8 @@ class IdleSteps:
         if half.has_requests or half.ledger.has_open_loads or not half.has_pending_push_work():
             return
         worker = find_worker(self._vllm_config)
-        if worker is None:
-            return  # it lives in another process
+        if worker is None or worker.is_in_step:
+            return  # it lives in another process, or an idle step would break into another one
         end = time.monotonic() + _LIMIT_S
         while half.has_pending_push_work():
             if time.monotonic() > end:
@@ -74,7 +74,7 @@ class IdleSteps:
         metadata = self._half.build_connector_meta(SchedulerOutput.make_empty())
         worker.before_forward(metadata)
         worker.start_loads(metadata)
-        worker.after_forward(metadata)
+        worker.after_forward()
         worker.results()
         told = worker.worker_metadata()
         self._half.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=told))

@@ -106,7 +106,8 @@ class LoadOrRecompute:
     # ---- a request ------------------------------------------------------------------------------
 
     @property
-    def asks_daemons(self) -> bool:
+    def may_load(self) -> bool:
+        """False: nothing is ever loaded, so that nobody has to wait or to be asked."""
         return self._policy is not LoadPolicy.NEVER
 
     def waits_for_daemons(self, state: RequestState, computed: int) -> bool:

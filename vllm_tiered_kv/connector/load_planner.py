@@ -77,7 +77,7 @@ class LoadPlanner:
     @property
     def _daemons(self) -> RemoteTier | None:
         """Those to be asked."""
-        if self.remote is None or self.awaits_first_forward or not self.judge.asks_daemons:
+        if self.remote is None or self.awaits_first_forward or not self.judge.may_load:
             return None
         return self.remote
 
@@ -119,7 +119,8 @@ class LoadPlanner:
                 if elsewhere is None and self.judge.waits_for_daemons(state, computed):
                     return None
             loadable = self._find(state, computed, end, elsewhere)
-            if self._awaits_stores(state, computed + loadable, end):
+            may_load = self.judge.may_load and not has_all_full  # nobody waits just for a tail
+            if may_load and self._awaits_stores(state, computed + loadable, end):
                 return None
         if has_all_full and not loadable:
             state.match = Match(computed, 0, limit, on_gpu=on_gpu, computed_again=again)

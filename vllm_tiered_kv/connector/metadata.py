@@ -22,10 +22,6 @@ class TieredKVHandshake(KVConnectorHandshakeMetadata):
 
     block_bytes: tuple[int, ...]
     """Of its blocks, per group."""
-    usable_bytes: int | None = None
-    """How much of its arena it can use so far."""
-    rank: int = 0
-    """As in its reports, which say more later."""
 
 
 @dataclass

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.cache.index import BlockIndex
@@ -255,7 +255,9 @@ class SchedulerHalf:
             if self.verification is not None:
                 for job_id, verdicts in metadata.verdicts.items():
                     self.verification.report(job_id, verdicts)
-            self.limit_memory(metadata.usable_bytes)
+            if metadata.usable_bytes:
+                self._usable_bytes.update(metadata.usable_bytes)
+                self.index.limit(min(self._usable_bytes.values()))
             for job_id, ended in metadata.ahead.items():
                 failed_request = self.ledger.report_ahead(job_id, ended)
                 if failed_request in self._requests:
@@ -272,12 +274,6 @@ class SchedulerHalf:
                 failed = Tier.REMOTE if request_id in self._remote_failures else Tier.CPU
             self._remote_failures.discard(request_id)
             self._finish_load(request_id, failed)
-
-    def limit_memory(self, usable_bytes: Mapping[int, int]) -> None:
-        """How much of their arenas ranks can use by now: the least of all counts."""
-        if usable_bytes:
-            self._usable_bytes.update(usable_bytes)
-            self.index.limit(min(self._usable_bytes.values()))
 
     def has_pending_push_work(self) -> bool:
         """Keeps an idle engine stepping until the last stores are committed and sent. What is left

@@ -94,6 +94,8 @@ class WorkerHalf:
         self._told_usable: int | None = None
         self.last_told: deque[TieredKVWorkerMetadata] = deque(maxlen=_STEPS_IN_FLIGHT)
         self._due: list[StoreJob] = []  # stores of this step that its forward has to precede
+        self.is_in_step = False
+        """A forward is being enqueued; vLLM may deal with an earlier step's output meanwhile."""
         self._copier: Copier | None = None
         self.arena: Arena | None = None
         self._stored: dict[int, list[StoreReport]] = {}
@@ -144,6 +146,7 @@ class WorkerHalf:
             # with speculation): too late to read the blocks, but not to say so.
             self._report(job.job_id, StoreReport(0, DropReason.COPY_FAILED))
         self._due = metadata.stores_after
+        self.is_in_step = True
         if self._verifier is not None:
             self._verifier.begin_step(metadata.verifications)
         self._measured_step = metadata.measured_step
@@ -219,10 +222,12 @@ class WorkerHalf:
         """The layers of the model are enqueued; what follows may read any of them."""
         self._device.finish_ahead()
 
-    def after_forward(self, metadata: TieredKVMetadata) -> None:
-        self._due = []
+    def after_forward(self) -> None:
+        """The forward is enqueued: what it fills can be read behind it."""
+        due, self._due = self._due, []
+        self.is_in_step = False
         self._device.finish_ahead()
-        self._store(metadata.stores_after)
+        self._store(due)
         if self._verifier is not None:
             self._copy_out([(job.job_id, job.transfer) for job in self._verifier.take_copies()])
 
@@ -269,14 +274,9 @@ class WorkerHalf:
     def take_invalid_blocks(self) -> set[int]:
         return self._ahead.take_invalid_blocks()
 
-    @property
-    def usable_bytes(self) -> int | None:
-        """How much of the arena is pinned already."""
-        return self.arena.ready_bytes if self.arena is not None else None
-
     def worker_metadata(self) -> TieredKVWorkerMetadata | None:
         """Stores that ended since the last call, and how much memory is usable if that changed."""
-        usable = self.usable_bytes
+        usable = self.arena.ready_bytes if self.arena is not None else None
         arenas = self._remote.ready_arenas if self._remote is not None else frozenset()
         if (
             not self._stored
