@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from tests.engine.made_configs import one_group
 from tests.engine.toy_engine import ToyEngine
 from vllm_tiered_kv.cache.ledger import StoreReport
 from vllm_tiered_kv.connector import assembly
-from vllm_tiered_kv.connector.idle_steps import IdleSteps
+from vllm_tiered_kv.connector.idle_steps import IdleSteps, are_needed
 from vllm_tiered_kv.connector.kv_layout import require_whole_blocks
 from vllm_tiered_kv.connector.metadata import TieredKVMetadata
 from vllm_tiered_kv.connector.worker_half import WorkerHalf, _pinning
@@ -215,3 +216,22 @@ def test_steps_of_the_second_model_runner_cannot_be_discarded(device: str, is_v2
         use_v2_model_runner=is_v2,
     )
     assert assembly._steps_can_be_discarded(config) is not (is_v2 and device == "cuda")
+
+
+@pytest.mark.parametrize(
+    ("process", "has_loop", "ranks", "needed"),
+    [
+        ("MainProcess", "0", 1, True),
+        ("MainProcess", "1", 1, False),
+        ("EngineCore", "0", 1, False),
+        ("EngineCore_DP1", "0", 1, False),
+        ("MainProcess", "0", 2, False),
+    ],
+)
+def test_idle_steps_are_for_an_engine_in_the_process_of_its_caller(
+    monkeypatch: pytest.MonkeyPatch, process: str, has_loop: str, ranks: int, needed: bool
+) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", has_loop)
+    monkeypatch.setattr(multiprocessing.current_process(), "name", process)
+    config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=ranks))
+    assert are_needed(config) is needed

@@ -150,6 +150,7 @@ class ToyEngine:
             log_stats=True,
         )
         self.half = _ours(self.scheduler.connector).scheduler_half
+        _ours(self.scheduler.connector)._idle_steps = None  # it goes on stepping by itself
         # Ranks of the toy are opened one after the other, and could not talk to each other.
         with mock.patch.object(assembly, "_share_among_replicas", return_value=None):
             self.worker = KVConnectorFactory.create_connector(

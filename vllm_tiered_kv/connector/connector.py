@@ -31,10 +31,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
 )
 
 from vllm_tiered_kv.config import Mode, TieredKVConfig  # noqa: E402
-from vllm_tiered_kv.connector import head_start  # noqa: E402
+from vllm_tiered_kv.connector import head_start, idle_steps  # noqa: E402
 from vllm_tiered_kv.connector.assembly import make_scheduler_half, make_worker_half  # noqa: E402
 from vllm_tiered_kv.connector.forward_hooks import calls_each_layer, wanted_layout  # noqa: E402
-from vllm_tiered_kv.connector.idle_steps import IdleSteps, engine_has_no_loop  # noqa: E402
 from vllm_tiered_kv.connector.metadata import TieredKVHandshake, TieredKVMetadata  # noqa: E402
 from vllm_tiered_kv.connector.scheduler_half import SchedulerHalf  # noqa: E402
 from vllm_tiered_kv.connector.stats import TieredKVPromMetrics, TieredKVStats  # noqa: E402
@@ -87,7 +86,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler_half: SchedulerHalf | None = None
         self.worker_half: WorkerHalf | None = None
         self._unfilled: UnfilledBlocks | None = None
-        self._idle_steps: IdleSteps | None = None
+        self._idle_steps: idle_steps.IdleSteps | None = None
         # A failed load is recomputed, never an error. vLLM reads this after building us.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
 
@@ -103,8 +102,8 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
                     logger.warning(doubt)
             logger.info("tiered KV cache: %s", config.describe())
             self.scheduler_half = make_scheduler_half(config, vllm_config, kv_cache_config)
-            if self.scheduler_half.remote is not None and engine_has_no_loop():
-                self._idle_steps = IdleSteps(self.scheduler_half, vllm_config)
+            if self.scheduler_half.remote is not None and idle_steps.are_needed(vllm_config):
+                self._idle_steps = idle_steps.IdleSteps(self.scheduler_half, vllm_config)
         elif config.mode is Mode.TIERED:
             self.worker_half = make_worker_half(config, vllm_config, kv_cache_config)
             head_start.here_is(self.worker_half, vllm_config)

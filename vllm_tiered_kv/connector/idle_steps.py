@@ -30,12 +30,14 @@ _LIMIT_S = 5.0
 _PAUSE_S = 0.001
 
 
-def engine_has_no_loop() -> bool:
-    """Whether the engine in this process steps only while its caller asks for output."""
+def are_needed(vllm_config: VllmConfig) -> bool:
+    """Whether the engine in this process steps only while its caller asks for output, and has its
+    only worker here too: what several report is put together by vLLM alone."""
     from vllm import envs
 
     is_core_process = multiprocessing.current_process().name.startswith("EngineCore")
-    return not envs.VLLM_ENABLE_V1_MULTIPROCESSING and not is_core_process
+    has_no_loop = not envs.VLLM_ENABLE_V1_MULTIPROCESSING and not is_core_process
+    return has_no_loop and vllm_config.parallel_config.world_size == 1
 
 
 class IdleSteps:
