@@ -13,10 +13,12 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.engine.bad_rank import BAD_RANK, FAULT_FILE, Fault
 from tests.engine.engine_apart import answer_of, connector, tell
 from tests.patience import eventually
+from vllm_tiered_kv.connector import ahead_policy
 from vllm_tiered_kv.core.key import BlockKey, RankTag
 from vllm_tiered_kv.core.store import StoreKey, store_key
 from vllm_tiered_kv.metrics import names
@@ -223,15 +225,16 @@ def in_a_step(run: Run, ids: list[int]) -> dict[str, Turn]:
 
 
 def beside_steps(run: Run, ids: list[int], bystander: list[int]) -> dict[str, Turn]:
-    """Another request runs meanwhile."""
+    """Another request runs meanwhile, and waits for no load, however small."""
     turns = {"stored": run.ask(ids)}
-    for turn, fault in ("before", None), ("failed", Fault.LOADS_FAIL), ("after", None):
-        run.forget()
-        run.begin(bystander)
-        run.step()
-        run.fail(fault)
-        run.begin(ids)
-        turns[turn] = run.end()
+    with mock.patch.object(ahead_policy, "_BYTES_BESIDE_OTHERS", 0):
+        for turn, fault in ("before", None), ("failed", Fault.LOADS_FAIL), ("after", None):
+            run.forget()
+            run.begin(bystander)
+            run.step()
+            run.fail(fault)
+            run.begin(ids)
+            turns[turn] = run.end()
     return turns
 
 
