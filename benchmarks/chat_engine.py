@@ -103,7 +103,7 @@ class Engine:
             try:
                 return await self._ask(prompt, max_tokens)
             except EngineDeadError:
-                if self._up.is_set():  # nobody has killed it
+                if self._up.is_set():  # not killed by this benchmark: a real failure
                     raise
             finally:
                 self._under_way -= 1

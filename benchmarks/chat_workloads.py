@@ -47,7 +47,7 @@ class Workload:
 
     name: str
     kind: str = "chats"
-    """`chats` (closed loop), `prefill` (always so many prompts outstanding) or `trace`."""
+    """`chats` (closed loop), `prefill` (a constant number of outstanding prompts) or `trace`."""
     chats: int = 60
     """Chats, agents, outstanding prompts, or sessions of a trace."""
     turns: int = 5
@@ -66,7 +66,7 @@ class Workload:
     seconds: float | None = None
     """No turn starts later; None: all turns are played."""
     kill_after_turn: int | None = None
-    """The engine is killed when the chats have had so many turns on average."""
+    """The engine is killed when this many turns per chat, on average, have ended."""
     speedup: float = 1.0
     """Of a trace: how much faster time passes."""
     length_scale: float = 1.0
