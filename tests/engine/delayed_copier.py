@@ -49,6 +49,11 @@ class DelayedCopier:
         self.early_blocks = 0
         self._begun: list[PinnedBlocks] = []
         self._awaited: dict[str, list[PinnedBlocks]] = {}  # by layer: what it waits for
+        self.last_writes: dict[
+            int, tuple[np.ndarray, np.ndarray]
+        ] = {}  # by layer, of the step under way
+        self._late_writes: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self.overtaking_blocks = 0
 
     def open_channel(self) -> DelayedChannel:
         return DelayedChannel(self._caches, random.Random(self._rng.random()))
@@ -92,10 +97,18 @@ class DelayedCopier:
         return PinnedBlocks(transfer.group_id, transfer.block_ids, HostRegion(0, 0), transfer.slots)
 
     def load_ahead(
-        self, job_ids: Sequence[int], blocks: Sequence[PinnedBlocks], by_layer: bool
+        self,
+        job_ids: Sequence[int],
+        blocks: Sequence[PinnedBlocks],
+        by_layer: bool,
+        overtakes: bool = False,
     ) -> None:
-        """Layers that nobody waits for stay as they were: a forgotten wait is a wrong read."""
-        self._pass_fence()
+        """Layers that nobody waits for stay as they were: a forgotten wait is a wrong read. What
+        a step under way writes comes after a load that overtakes it."""
+        if not overtakes:
+            self._pass_fence()
+        self._late_writes = self.last_writes if overtakes else {}
+        self.overtaking_blocks += overtakes * sum(len(part.block_ids) for part in blocks)
         if self._awaited:
             raise BrokenOrder("the last forward was not finished")
         for part in blocks:
@@ -134,9 +147,12 @@ class DelayedCopier:
         self._begun = []
 
     def wait_for_layer(self, name: str) -> None:
+        layer = LAYERS.index(name)
         for part in self._awaited.pop(name, ()):
-            layer = LAYERS.index(name)
             self._caches[layer][part.block_ids] = self._read(part)[:, layer]
+        if layer in self._late_writes:
+            places, written = self._late_writes.pop(layer)
+            self._caches[layer][places] = written
 
     def _pass_fence(self) -> None:
         if not self.fenced:

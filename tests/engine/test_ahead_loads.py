@@ -47,6 +47,46 @@ def test_a_lone_request_is_computed_in_the_step_that_loads_it(
     assert assert_tier_is_right(engine)
 
 
+@LAYER_CALLS
+def test_a_load_overtakes_a_step_that_does_not_use_its_blocks(
+    tiny_model: Path, async_scheduling: bool, layer_calls: float
+) -> None:
+    engine = ToyEngine(tiny_model, async_scheduling)
+    engine.layer_calls = layer_calls
+    rng = random.Random(1)
+    ids = prompt(rng, 41)
+    warm(engine, ids)
+    running = engine.add(prompt(rng, 9), 30)
+    for _ in range(6):
+        engine.step()
+    asked = engine.add(ids, 6)
+    engine.run()
+    assert engine.copier.overtaking_blocks == engine.copier.ahead_blocks == 10
+    assert engine.finished[asked].tokens == play(ids, 6)[0]
+    assert len(engine.finished[running].tokens) == 30
+    assert assert_tier_is_right(engine)
+
+
+def test_a_load_gets_no_block_that_a_step_under_way_may_still_write(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
+    """vLLM keeps the blocks of an aborted request until its last step has ended."""
+    engine = ToyEngine(tiny_model, async_scheduling, gpu_blocks=18)
+    ids = prompt(random.Random(1), 41)
+    warm(engine, ids)
+    for seed in range(2, 6):
+        engine.copier.overtaking_blocks = 0
+        aborted = engine.add(prompt(random.Random(seed), 30), 8)
+        for _ in range(4):
+            engine.step()
+        engine.abort(aborted)
+        ask(engine, ids)
+        assert engine.copier.overtaking_blocks >= 8
+        engine.drop_gpu_cache()
+    engine.assert_at_rest()
+    assert assert_tier_is_right(engine)
+
+
 @pytest.mark.parametrize("blocks", [9, 10])
 def test_requests_that_run_wait_for_small_loads_only(
     tiny_model: Path, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch, blocks: int

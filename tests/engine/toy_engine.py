@@ -262,6 +262,8 @@ class ToyEngine:
 
     def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         metadata = output.kv_connector_metadata
+        if not self._in_flight:
+            self.copier.last_writes = {}
         self.worker.handle_preemptions(metadata)
         self.worker.bind_connector_metadata(metadata)
         self._update_batch(output)
@@ -275,10 +277,15 @@ class ToyEngine:
             self.copier.fenced = False
             self.worker.start_load_kv(context)
         self._calls_layers = context.attn_metadata is not None
+        before = [cache.copy() for cache in self.caches]
         sampled = {r: self._forward(r, n) for r, n in output.num_scheduled_tokens.items()}
+        changed = [was != cache for was, cache in zip(before, self.caches, strict=True)]
         if not output.has_sync_kv_loads:
             self.worker.start_load_kv(context)
         self.worker.wait_for_save()
+        self.copier.last_writes = {
+            layer: (places, self.caches[layer][places]) for layer, places in enumerate(changed)
+        }
         results = self.worker.get_transfer_results(output.finished_req_ids)
         self.reported_loads += results.finished_recving
         connector_output = KVConnectorOutput(

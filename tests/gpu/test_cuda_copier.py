@@ -320,6 +320,30 @@ def test_the_forward_waits_for_what_is_loaded_ahead_of_it(bench: Bench, by_layer
     assert bench.copier.poll() == ([], [])
 
 
+@pytest.mark.parametrize("by_layer", [False, True], ids=["whole", "by-layer"])
+def test_a_load_may_overtake_the_step_under_way_but_not_stores(
+    bench: Bench, by_layer: bool
+) -> None:
+    truth = in_slots(bench, 4)
+    read = [bench.block(n) for n in (50, 51)]
+    held_up = torch.cuda.Event()
+    with torch.cuda.stream(bench.stream):
+        bench.copier.store(5, pairs([50, 51], [10, 11]))  # what the load overwrites
+        torch.cuda._sleep(BUSY_CYCLES)
+        held_up.record()
+        bench.copier.wait_for_stores(5)
+        located = bench.copier.locate(pairs([50, 51, 52, 53], [0, 1, 2, 3]))
+        bench.copier.load_ahead([1], [located], by_layer, overtakes=True)
+        end = time.monotonic() + 10
+        while not bench.copier.poll_ahead():
+            assert time.monotonic() < end
+        assert not held_up.query(), "it waited for the step under way"
+        bench.copier.finish_ahead()
+    bench.stream.synchronize()
+    assert [bench.block(n) for n in range(50, 54)] == truth
+    assert [bench.slot(n) for n in (10, 11)] == read
+
+
 def test_a_step_waits_for_what_began_before_it(bench: Bench) -> None:
     truth = in_slots(bench, SLOTS)
     seen = [torch.zeros(SLOTS, PAGE, dtype=torch.uint8, device="cuda") for _ in range(LAYERS)]

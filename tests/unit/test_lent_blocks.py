@@ -181,7 +181,9 @@ def test_blocks_that_changed_are_not_used(worker: Worker) -> None:
 class StepCopier:
     """Has copied everything by the end of the step."""
 
-    def load_ahead(self, numbers: list[int], blocks: list[PinnedBlocks], by_layer: bool) -> None:
+    def load_ahead(
+        self, numbers: list[int], blocks: list[PinnedBlocks], by_layer: bool, overtakes: bool
+    ) -> None:
         self.numbers = numbers
 
     def poll_ahead(self) -> list[int]:
@@ -195,7 +197,8 @@ def test_a_step_never_answers_from_blocks_that_changed(worker: Worker, later: in
     transfer = lent(loan, generations=loan.generations + np.uint64(later))
     remote = SimpleNamespace(resident=lambda one: worker.regions.resident(one, RANKS[1]))
     ahead, copier = AheadLoads(steps_can_be_discarded=True), StepCopier()
-    ahead.start(copier, remote, [LoadJob("r", (), (transfer,), 7)], by_layer=False)  # type: ignore[arg-type]
+    job = LoadJob("r", (), (transfer,), 7)
+    ahead.start(copier, remote, [job], by_layer=False, overtakes=False)  # type: ignore[arg-type]
     if later:
         with pytest.raises(UnsafeAnswerError, match="changed while a step read"):
             ahead.poll(copier)  # type: ignore[arg-type]

@@ -41,9 +41,15 @@ class AheadLoads:
         return bool(self._ended)
 
     def start(
-        self, copier: Copier, remote: RemoteIO | None, jobs: Sequence[LoadJob], by_layer: bool
+        self,
+        copier: Copier,
+        remote: RemoteIO | None,
+        jobs: Sequence[LoadJob],
+        by_layer: bool,
+        overtakes: bool,
     ) -> None:
-        self._start(copier, remote, jobs, functools.partial(copier.load_ahead, by_layer=by_layer))
+        load = functools.partial(copier.load_ahead, by_layer=by_layer, overtakes=overtakes)
+        self._start(copier, remote, jobs, load)
 
     def start_early(self, copier: Copier, remote: RemoteIO | None, jobs: Sequence[LoadJob]) -> None:
         self._start(copier, remote, jobs, copier.load_early)

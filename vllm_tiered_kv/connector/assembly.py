@@ -140,7 +140,17 @@ def make_worker_half(
         cache_dtype=str(vllm_config.cache_config.cache_dtype),
         shared_fd=_share_among_replicas(geometry.capacity_bytes, holding),
         steps_zero_blocks=kv_cache_config.needs_kv_cache_zeroing,
+        loads_overtake=_loads_overtake(vllm_config, kv_cache_config),
     )
+
+
+def _loads_overtake(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
+    """With steps under way vLLM gives blocks back only after the last one that uses them, if a
+    connector loads (`defer_block_free`). Not so blocks that a window has passed, but models with
+    windows have no step loads."""
+    transfer = vllm_config.kv_transfer_config
+    is_consumer = transfer is not None and transfer.is_kv_consumer
+    return is_consumer and not kv_cache_config.needs_kv_cache_zeroing
 
 
 def _steps_can_be_discarded(vllm_config: VllmConfig) -> bool:

@@ -64,10 +64,12 @@ class WorkerHalf:
         cache_dtype: str = "auto",
         shared_fd: int | None = None,
         steps_zero_blocks: bool = False,
+        loads_overtake: bool = False,
     ) -> None:
         """`steps_can_be_discarded` is explained at `AheadLoads`; `cache_dtype` is vLLM's option;
         `shared_fd` is of memory that all ranks with the same KV have, and is taken over;
-        `steps_zero_blocks`: vLLM may clear new blocks ahead of any hook of ours."""
+        `steps_zero_blocks`: vLLM may clear new blocks ahead of any hook of ours; `loads_overtake`:
+        it hands out no block that a step under way uses, so loads need not wait for that step."""
         self._verifier: BlockVerifier | None = None
         if config.verify_fraction:
             self._verifier = BlockVerifier(geometry, config.verify_tolerance)
@@ -77,6 +79,7 @@ class WorkerHalf:
         self._holding = holding
         self._shared_fd = shared_fd
         self._steps_zero_blocks = steps_zero_blocks
+        self._loads_overtake = loads_overtake
         self._share = StoreShare()
         self._remote: RemoteIO | None = None
         self._loads = SplitLoads()
@@ -190,11 +193,13 @@ class WorkerHalf:
         """`calls_each_layer`: the coming forward calls `before_layer` as it comes to each."""
         ahead = [job for job in metadata.loads if job.ahead is not None]
         if ahead:
-            # vLLM may have cleared these very blocks since `before_forward`; this is still ahead
-            # of the forward.
-            self._device.fence()
+            overtakes = self._loads_overtake and not self.wait_for_sources
+            if not overtakes:
+                # vLLM may have cleared these very blocks since `before_forward`; this is still
+                # ahead of the forward.
+                self._device.fence()
             by_layer = calls_each_layer and not self._layers_not_seen
-            self._ahead.start(self._device, self._remote, ahead, by_layer)
+            self._ahead.start(self._device, self._remote, ahead, by_layer, overtakes)
         for job in metadata.loads:
             if job.ahead is not None:
                 continue

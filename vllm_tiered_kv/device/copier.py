@@ -13,6 +13,8 @@ Order is the whole point (each line is a way to a wrong token if broken):
   would end all overlap. A `Channel` keeps the same order.
 - `load_ahead` is for blocks that the coming forward reads: the compute stream waits for them, as a
   whole or layer by layer, and what is enqueued after `finish_ahead` comes after all of them.
+  With `overtakes` it does not wait for the fence, only for stores that were waited for: the caller
+  knows that no step under way uses the blocks.
 - `load_early` is the same while the step is still being planned: it writes after the last fence,
   and what is enqueued after `begin_step` comes after it.
 """
@@ -94,7 +96,11 @@ class Copier(Protocol):
         """Where the slots of a transfer lie in the arena."""
 
     def load_ahead(
-        self, job_ids: Sequence[int], blocks: Sequence[PinnedBlocks], by_layer: bool
+        self,
+        job_ids: Sequence[int],
+        blocks: Sequence[PinnedBlocks],
+        by_layer: bool,
+        overtakes: bool = False,
     ) -> None:
         """Copies blocks in ahead of the forward that reads them; once a step.
 

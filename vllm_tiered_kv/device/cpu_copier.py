@@ -87,7 +87,11 @@ class CpuCopier:
         )
 
     def load_ahead(
-        self, job_ids: Sequence[int], blocks: Sequence[PinnedBlocks], by_layer: bool
+        self,
+        job_ids: Sequence[int],
+        blocks: Sequence[PinnedBlocks],
+        by_layer: bool,
+        overtakes: bool = False,
     ) -> None:
         for part in blocks:
             native.scatter(

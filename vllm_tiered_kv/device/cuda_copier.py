@@ -142,6 +142,7 @@ class CudaCopier:
                 last = store.event
         if last is not None:
             last.wait_in(self._compute_stream())  # of the last: the store stream is in order
+            self._load_stream.wait(last)  # loads may overtake the compute stream
 
     def locate(self, transfer: GroupTransfer) -> PinnedBlocks:
         return PinnedBlocks(
@@ -163,10 +164,15 @@ class CudaCopier:
             self._loads.append(_OpenLoad(request_id, None, str(failure)))
 
     def load_ahead(
-        self, job_ids: Sequence[int], blocks: Sequence[PinnedBlocks], by_layer: bool
+        self,
+        job_ids: Sequence[int],
+        blocks: Sequence[PinnedBlocks],
+        by_layer: bool,
+        overtakes: bool = False,
     ) -> None:
         try:
-            self._load_stream.wait(self._fence)
+            if not overtakes:
+                self._load_stream.wait(self._fence)
             by_layer = by_layer and len(self._parts) == 1
             whole = self._all_but_the_last(blocks) if by_layer else len(blocks)
             for part in blocks[:whole]:
