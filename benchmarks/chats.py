@@ -300,8 +300,10 @@ class Runner:
         if made.exists():
             found = json.loads(made.read_text())
         if "error" in found:
-            lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-            raise CaseFailed(found["error"], "\n".join(lines))
+            lines = log.read_text(errors="replace").splitlines()
+            errors = [line for line in lines if "ERROR" in line or "Error:" in line]
+            shown = [*errors[:_LOG_LINES], "…", *lines[-_LOG_LINES:]]
+            raise CaseFailed(found["error"], "\n".join(shown))
         return {"transfer": spec.transfer, "environment": spec.environment, **found}
 
 

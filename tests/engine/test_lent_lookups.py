@@ -77,8 +77,10 @@ def test_a_load_waits_for_nobody_when_every_rank_has_mapped_what_was_lent(
     state = toy.half._requests[answered(toy, asked)]
     remote.positions(state, 0, 4)  # takes the answer
     assert not remote.is_resident(state), "no worker has said anything"
-    remote.heard_arenas({0: frozenset({bytes(16)})})
+    remote.heard_arenas({0: {bytes(16): 1 << 40}})
     assert not remote.is_resident(state)
+    remote.heard_arenas({0: dict.fromkeys(ready, 64)})
+    assert not remote.is_resident(state), "what was lent is not pinned yet"
     remote.heard_arenas({0: ready})
     assert remote.is_resident(state)
     toy.run()

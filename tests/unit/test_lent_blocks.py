@@ -141,7 +141,7 @@ def test_what_was_lent_is_loaded_whatever_becomes_of_the_daemon(worker: Worker, 
         worker.daemon.thaw()
     else:
         # Held as by a copy under way: otherwise the worker soon gives up a dead daemon's memory.
-        resident = worker.regions.resident(transfer, RANKS[1])
+        resident = worker.regions.resident(transfer, RANKS[1], NBYTES)
         assert resident is not None
         worker.daemon.kill()
         channel = worker.loader._channels[0]
@@ -164,7 +164,7 @@ def test_places_that_are_not_ours_are_not_read(
     """The blocks are asked for by their keys instead."""
     loan = worker.borrow()
     transfer = lent(loan, ranks, **changes)
-    assert worker.regions.resident(transfer, RANKS[1]) is None
+    assert worker.regions.resident(transfer, RANKS[1], NBYTES) is None
     loan.offsets[:] = 0
     assert worker.load(transfer) is None
     assert worker.is_right()
@@ -195,7 +195,7 @@ def test_a_step_never_answers_from_blocks_that_changed(worker: Worker, later: in
     """Its answer may be out when that is seen."""
     loan = worker.borrow()
     transfer = lent(loan, generations=loan.generations + np.uint64(later))
-    remote = SimpleNamespace(resident=lambda one: worker.regions.resident(one, RANKS[1]))
+    remote = SimpleNamespace(resident=lambda one: worker.regions.resident(one, RANKS[1], NBYTES))
     ahead, copier = AheadLoads(steps_can_be_discarded=True), StepCopier()
     job = LoadJob("r", (), (transfer,), 7)
     ahead.start(copier, remote, [job], by_layer=False, overtakes=False)  # type: ignore[arg-type]
@@ -210,13 +210,13 @@ def test_a_step_never_answers_from_blocks_that_changed(worker: Worker, later: in
 
 def test_memory_stays_mapped_until_the_last_copy_has_ended(worker: Worker) -> None:
     transfer = lent(worker.borrow())
-    resident = worker.regions.resident(transfer, RANKS[1])
+    resident = worker.regions.resident(transfer, RANKS[1], NBYTES)
     assert resident is not None
     region = worker.regions._regions[worker.daemon.ipc]
     worker.regions.close()
     assert not region.memory.closed
     assert resident.are_intact
-    assert worker.regions.resident(transfer, RANKS[1]) is None
+    assert worker.regions.resident(transfer, RANKS[1], NBYTES) is None
     resident.leave()
     assert region.memory.closed
 
@@ -244,13 +244,13 @@ def test_memory_of_a_daemon_that_has_gone_is_kept_a_while_and_only_one_at_a_time
     old = transfer.lent.arena_id
     eventually(lambda: old not in worker.regions.ready_arenas)
     assert not worker.regions.ready_arenas
-    resident = worker.regions.resident(transfer, RANKS[1])
+    resident = worker.regions.resident(transfer, RANKS[1], NBYTES)
     assert resident is not None
     resident.leave()
     monkeypatch.setattr(shared_region, "_KEPT_S", 0.0)
     eventually(lambda: bool(worker.regions.ready_arenas))
     assert old not in worker.regions.ready_arenas
-    assert worker.regions.resident(transfer, RANKS[1]) is None
+    assert worker.regions.resident(transfer, RANKS[1], NBYTES) is None
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["it ends", "others follow"])
@@ -266,7 +266,7 @@ def test_memory_of_a_daemon_that_has_gone_outlasts_a_long_step(
     worker.daemon.start()
     eventually(lambda: not worker.regions.ready_arenas)
     time.sleep(0.5)  # many looks
-    resident = worker.regions.resident(transfer, RANKS[1])
+    resident = worker.regions.resident(transfer, RANKS[1], NBYTES)
     assert resident is not None
     resident.leave()
     if ends:
@@ -275,4 +275,4 @@ def test_memory_of_a_daemon_that_has_gone_outlasts_a_long_step(
         for _ in range(shared_region._STEPS_AHEAD):
             worker.regions.step_begins()
     eventually(lambda: bool(worker.regions.ready_arenas))
-    assert worker.regions.resident(transfer, RANKS[1]) is None
+    assert worker.regions.resident(transfer, RANKS[1], NBYTES) is None

@@ -197,7 +197,7 @@ def test_blocks_are_sent_through_memory_that_is_not_pinned_yet(
 ) -> None:
     """Pinning tens of gigabytes takes longer than a busy engine can keep blocks for the daemon."""
     store, regions, _ = attached(daemon)
-    monkeypatch.setattr(SharedRegion, "is_pinned", False)
+    monkeypatch.setattr(SharedRegion, "pinned_bytes", 0)
     monkeypatch.setattr(store, "put", None)  # the way through a socket
     assert not regions.covers(daemon.ipc)
     arena = Arena(4 * 4096)

@@ -448,8 +448,8 @@ CONNECTOR = (
     Mutation(
         "lent-memory-of-another-daemon",
         "connector/shared_region.py",
-        "                and region.memory.arena_id == transfer.lent.arena_id\n",
-        "",
+        " and region.memory.arena_id == transfer.lent.arena_id\n",
+        "\n",
         "places in one daemon's memory are read from another's",
         _LENT,
     ),

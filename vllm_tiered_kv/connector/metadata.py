@@ -65,8 +65,8 @@ class TieredKVWorkerMetadata(KVConnectorWorkerMetadata):
     load_seconds: dict[str, dict[str, float]] = field(default_factory=dict)
     """By request and tier: how long a load took that has ended."""
     measured_step: int | None = None
-    ready_arenas: dict[int, frozenset[bytes]] = field(default_factory=dict)
-    """By rank: memories of daemons that are mapped there; told whenever that changed."""
+    ready_arenas: dict[int, dict[bytes, int]] = field(default_factory=dict)
+    """By rank: how much of daemons' memories can be used there; told whenever that changed."""
     verdicts: dict[int, list[list[BlockVerdict]]] = field(default_factory=dict)
     """Comparisons that ended, one report per rank."""
     rehearsed: dict[str, list[Fetched]] = field(default_factory=dict)

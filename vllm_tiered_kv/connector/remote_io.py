@@ -89,7 +89,8 @@ class RemoteIO:
 
     def resident(self, transfer: RemoteTransfer) -> Resident | None:
         """The blocks of a transfer if they can be copied right now, without asking the daemon."""
-        return self._regions.resident(transfer, self._rank)
+        nbytes = self._shard.block_bytes[transfer.group_id]
+        return self._regions.resident(transfer, self._rank, nbytes)
 
     def read(self, address: str, key: BlockKey, into: memoryview) -> bool:
         """Reads this rank's part of one block the way a load would; False when it is not there."""
@@ -100,9 +101,9 @@ class RemoteIO:
         return all(self._cluster.stores[address].get([self._shard.key(key)], [into], deadline))
 
     @property
-    def ready_arenas(self) -> frozenset[bytes]:
-        """Memories of daemons whose lent blocks are resident here. It may be one less at any time,
-        when a daemon dies; then `resident` says so."""
+    def ready_arenas(self) -> dict[bytes, int]:
+        """Memories of daemons whose lent blocks are resident here, so many bytes of each. It may be
+        one less at any time, when a daemon dies; then `resident` says so."""
         return self._regions.ready_arenas
 
     def settle(self) -> None:

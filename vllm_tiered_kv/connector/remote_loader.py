@@ -178,13 +178,17 @@ class RemoteLoader:
         self._threads, self._channels = [], []
 
     def _cut(self, transfer: RemoteTransfer) -> list[RemoteTransfer]:
-        lent = self._regions.resident(transfer, self._shard.rank)
+        lent = self._resident(transfer)
         if lent is not None:
             lent.leave()
             return [transfer]  # nothing has to be asked for: one copy is as fast as several
         nbytes = self._regions.piece_bytes(transfer.address)
         blocks = self._blocks_in_piece(transfer.group_id, len(transfer), nbytes)
         return [transfer.part(start, start + blocks) for start in range(0, len(transfer), blocks)]
+
+    def _resident(self, piece: RemoteTransfer) -> Resident | None:
+        nbytes = self._shard.block_bytes[piece.group_id]
+        return self._regions.resident(piece, self._shard.rank, nbytes)
 
     def _blocks_in_piece(self, group_id: int, total: int, nbytes: int | None = None) -> int:
         block = aligned(self._shard.block_bytes[group_id])
@@ -216,7 +220,7 @@ class RemoteLoader:
                     end(load.error or "the engine is stopping")
                 elif time.monotonic() >= load.deadline:
                     end("it took longer than remote_load_timeout")
-                elif (lent := self._regions.resident(piece, self._shard.rank)) is not None:
+                elif (lent := self._resident(piece)) is not None:
                     self._copy(channel, lent, end)
                 elif (region := self._regions.of(piece.address)) is not None:
                     keys = self._shard.keys(piece.keys)

@@ -1,8 +1,10 @@
-"""Asks the daemons what they hold of a request, without the scheduler ever waiting for them.
+"""Asks the daemons what they hold of a request; the scheduler waits for them hardly ever.
 
 A lookup runs in a thread and has a deadline; until then vLLM is told "not known yet" and goes on
-with other requests, afterwards it counts as a miss. Blocks that were found are pinned by the daemon
-for as long as a load may take; of a request that has waited longer the daemons are asked anew.
+with other requests, afterwards it counts as a miss. Only for daemons on this host a step waits, up
+to two milliseconds in all: to ask again in the next step would take longer. Blocks that were found
+are pinned by the daemon for as long as a load may take; of a request that has waited longer the
+daemons are asked anew.
 
 A daemon on this host lends what lies in its memory along with the answer: workers that have mapped
 it then copy without asking again. What was lent goes back when its load has ended, or when the
@@ -17,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from vllm_tiered_kv.connector.window_search import WindowSearch
@@ -34,6 +36,8 @@ from vllm_tiered_kv.remote.store import RemoteStore
 logger = logging.getLogger(__name__)
 
 _MAX_KEYS_PER_QUESTION = 16384
+_PATIENCE_S = 0.002
+"""Of a step with daemons on this host."""
 _REMOTE = Tier.REMOTE.value
 
 
@@ -80,6 +84,7 @@ class RemoteLookup:
     fresh_until: float
     answer: RemoteAnswer | None = None
     given_up: bool = False
+    was_awaited: bool = False
     renewable: bool = False
     """Asked for ahead of need, or given to vLLM before. Otherwise the answer is used however old it
     is: steps that take longer than an answer stays fresh must not keep a request waiting."""
@@ -149,6 +154,7 @@ class RemoteLookups:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tiered-kv-lookup")
         self.answers: deque[tuple[int, int]] = deque(maxlen=64)
         """Blocks asked for and found, of the last answers, whether anybody still wanted them."""
+        self._patience_s = 0.0
         self._closing = False
         self._desks: dict[str, LoanDesk] = {}
         self._desks_lock = threading.Lock()
@@ -192,9 +198,15 @@ class RemoteLookups:
         return lookup
 
     def poll(self, lookup: RemoteLookup) -> None:
-        """Notes an answer that has come, or that it is too late for one."""
+        """Notes an answer that has come, or that it is too late for one. Waits a moment for that of
+        a neighbour: it mostly comes at once, and the next time to ask is a step later."""
         if not lookup.is_pending:
             return
+        if self._patience_s > 0 and not lookup.was_awaited and not lookup.future.done():
+            lookup.was_awaited = True
+            begin = time.monotonic()
+            wait([lookup.future], self._patience_s)
+            self._patience_s -= time.monotonic() - begin
         if lookup.future.done():
             lookup.answer = lookup.future.result()
             found = any(lookup.answer.spans)
@@ -203,6 +215,11 @@ class RemoteLookups:
             lookup.drop()
             lookup.given_up = True
             self._recorder.add(names.LOOKUPS, 1, _REMOTE, "timeout")
+
+    def step_planned(self) -> None:
+        """The next step may wait for answers again."""
+        are_neighbours = all(map(_is_neighbour, self._cluster.stores.values()))
+        self._patience_s = _PATIENCE_S if are_neighbours else 0.0
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Lets every daemon that can be reached forget these blocks of all ranks. Never waits."""

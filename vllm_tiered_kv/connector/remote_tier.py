@@ -18,6 +18,7 @@ from vllm_tiered_kv.connector.shared_region import LENT_FOR_SURE_S
 from vllm_tiered_kv.connector.window_search import WindowSearch
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.transfer import PutJob, Rehearsal, RemoteTransfer, int64_array, pick
+from vllm_tiered_kv.remote.loans import Loan
 from vllm_tiered_kv.remote.placement import Cluster
 
 _FEW_TOKENS = 32  # of a request, in a step that takes no time to launch
@@ -58,7 +59,7 @@ class RemoteTier:
         self._groups = groups
         self.keep_copies = keep_copies
         self._has_windows = any(group.window is not None for group in groups)
-        self._arenas_of_rank: dict[int, frozenset[bytes]] = {}
+        self._arenas_of_rank: dict[int, Mapping[bytes, int]] = {}
         self._rehearsals: list[Rehearsal] = []
         self._rehearse_until = 0.0
 
@@ -185,6 +186,7 @@ class RemoteTier:
 
         Rehearsals wait a while for a step that computes next to nothing: their threads would keep
         the interpreter from a prefill that is being launched."""
+        self._lookups.step_planned()
         rehearsals: list[Rehearsal] = []
         is_quiet = max(scheduled.values(), default=0) <= _FEW_TOKENS
         if is_quiet or time.monotonic() > self._rehearse_until:
@@ -196,7 +198,7 @@ class RemoteTier:
         """Whether there are some that wait for a step."""
         return bool(self._rehearsals)
 
-    def heard_arenas(self, by_rank: Mapping[int, frozenset[bytes]]) -> None:
+    def heard_arenas(self, by_rank: Mapping[int, Mapping[bytes, int]]) -> None:
         """Workers say from which memories they can copy right now: `RemoteIO.ready_arenas`."""
         self._arenas_of_rank.update(by_rank)
 
@@ -214,12 +216,16 @@ class RemoteTier:
             return False
         if len(self._arenas_of_rank) < self._num_workers:
             return False
-        ready = frozenset.intersection(*self._arenas_of_rank.values())
         return all(
-            span.loan is not None and span.loan.arena_id in ready
-            for group in answer.spans
-            for span in group
+            span.loan is not None and self._is_usable(span.loan, group.block_bytes)
+            for group in self._groups
+            for span in answer.spans[group.group_id]
         )
+
+    def _is_usable(self, loan: Loan, nbytes: int) -> bool:
+        """Whether every rank has what was lent in memory that it can copy from."""
+        ready = min(arenas.get(loan.arena_id, 0) for arenas in self._arenas_of_rank.values())
+        return int(loan.offsets.max(initial=-nbytes)) + nbytes <= ready
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Lets daemons forget blocks of all ranks; returns at once."""

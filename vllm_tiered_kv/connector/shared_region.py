@@ -1,7 +1,8 @@
 """Memory of daemons on this host, made fit for the device: blocks move without a socket.
 
 Attaching and pinning happen in a background thread. Blocks of the CPU tier are written there as
-soon as it is mapped; until it is pinned, and when a daemon is gone, loads take the network path. A
+soon as it is mapped, and steps load what was lent from the part that is pinned; until all of it is,
+and when a daemon is gone, other loads take the network path. A
 daemon that comes back is attached to anew. Memory in use by a copy is kept mapped until that copy
 has ended, whatever becomes of its daemon.
 """
@@ -21,7 +22,7 @@ from vllm_tiered_kv.core.transfer import RemoteTransfer, UInt64Array, int64_arra
 from vllm_tiered_kv.device.copier import Channel, PinnedBlocks
 from vllm_tiered_kv.device.pinning import BackgroundPinner, Pin, Unpin
 from vllm_tiered_kv.errors import CudaError
-from vllm_tiered_kv.native.bytes_copy import copy_bytes
+from vllm_tiered_kv.native.bytes_copy import copy_and_hash, copy_bytes
 from vllm_tiered_kv.option_values import format_size
 from vllm_tiered_kv.remote.in_place import write_in_place
 from vllm_tiered_kv.remote.shared_memory import Lent, Reservation, SharedMemory
@@ -84,7 +85,12 @@ class SharedRegion:
 
     @property
     def is_pinned(self) -> bool:
-        return self._pinner.ready_bytes == self.memory.arena.region.nbytes
+        return self.pinned_bytes == self.memory.arena.region.nbytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """How much of it is, from its beginning on."""
+        return self._pinner.ready_bytes
 
     def load(
         self,
@@ -158,9 +164,10 @@ class SharedRegion:
             self.leave()
 
     def _fill(self, items: Sequence[PutItem], places: Mapping[int, Reservation]) -> None:
-        for index, place in places.items():
-            view = self.memory.arena.view(place.offset, place.nbytes)
-            copy_bytes(view, items[index].payload)
+        # One call for all of them: to get the interpreter back after each block takes longer than
+        # its copy while an engine is busy.
+        views = [self.memory.arena.view(place.offset, place.nbytes) for place in places.values()]
+        copy_and_hash(views, [items[index].payload for index in places])
 
     def retire(self) -> None:
         """No new copies; the memory is given up when the last one has ended."""
@@ -230,9 +237,10 @@ class SharedRegions:
         region = self._regions.get(address)
         return region if region is not None and region.is_ready else None
 
-    def resident(self, transfer: RemoteTransfer, rank: RankTag) -> Resident | None:
-        """The blocks of a transfer if they were lent and this process can copy them right now, or
-        None. Also of a daemon that has died since: nobody writes its memory any more."""
+    def resident(self, transfer: RemoteTransfer, rank: RankTag, nbytes: int) -> Resident | None:
+        """The blocks of a transfer, of `nbytes` each, if they were lent and this process can copy
+        them right now, or None. Also of a daemon that has died since: nobody writes its memory any
+        more."""
         if transfer.lent is None:
             return None
         region = next(
@@ -242,26 +250,28 @@ class SharedRegions:
                     self._regions.get(transfer.address),
                     self._departed.get(transfer.address),
                 )
-                if region is not None
-                and region.memory.arena_id == transfer.lent.arena_id
-                and region.is_pinned
+                if region is not None and region.memory.arena_id == transfer.lent.arena_id
             ),
             None,
         )
         places = transfer.lent.of_rank(rank)
-        if region is None or places is None or not region.enter():
+        if region is None or places is None:
             return None
         offsets, generations = places
+        end = int(offsets.max(initial=-nbytes)) + nbytes
+        if end > region.pinned_bytes or not region.enter():
+            return None
         blocks = PinnedBlocks(
             transfer.group_id, transfer.block_ids, region.memory.arena.region, offsets
         )
         return Resident(blocks, generations, region)
 
     @property
-    def ready_arenas(self) -> frozenset[bytes]:
-        """Memories from which blocks that are lent can be copied right now."""
+    def ready_arenas(self) -> dict[bytes, int]:
+        """Memories from which blocks that are lent can be copied right now: so many bytes of each,
+        from its beginning on."""
         regions = list(self._regions.values())
-        return frozenset(region.memory.arena_id for region in regions if region.is_ready)
+        return {r.memory.arena_id: r.pinned_bytes for r in regions if r.memory.alive}
 
     def covers(self, address: str) -> bool:
         return self.of(address) is not None

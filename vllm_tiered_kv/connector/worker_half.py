@@ -89,7 +89,7 @@ class WorkerHalf:
         self._put: dict[int, list[StoreReport]] = {}
         self._remote_failures: set[str] = set()
         self._rehearsed: dict[str, Fetched] = {}
-        self._told_arenas: frozenset[bytes] = frozenset()
+        self._told_arenas: dict[bytes, int] = {}
         self._layers_not_seen: set[str] = set()
         self._pinning: Callable[[], tuple[Pin | None, Unpin | None]] = lambda: (None, None)
         self._geometry = geometry
@@ -282,7 +282,7 @@ class WorkerHalf:
     def worker_metadata(self) -> TieredKVWorkerMetadata | None:
         """Stores that ended since the last call, and how much memory is usable if that changed."""
         usable = self.arena.ready_bytes if self.arena is not None else None
-        arenas = self._remote.ready_arenas if self._remote is not None else frozenset()
+        arenas = self._remote.ready_arenas if self._remote is not None else {}
         if (
             not self._stored
             and not self._put
