@@ -208,7 +208,7 @@ class TieredKVConfig:
         high=600,
     )
     remote_queue: int = _option(
-        1 << 30,
+        8 << 30,
         "size",
         "Blocks of the CPU tier, in bytes per worker, that may be on their way to a daemon. What "
         "does not fit is not sent, and counted. At most half of the CPU tier is used for it.",
