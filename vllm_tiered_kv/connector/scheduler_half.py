@@ -267,7 +267,7 @@ class SchedulerHalf:
             self._remote_failures |= metadata.remote_failures
         for request_id in output.failed_recving or ():  # whoever's load it was
             if request_id in self._requests:
-                self._requests[request_id].keeps_reservation = True
+                self._requests[request_id].starts_over()
         for request_id in output.finished_recving or ():
             failed = None
             if request_id in output.failed_recving:
@@ -293,7 +293,7 @@ class SchedulerHalf:
         """Forgets the request; its last full blocks are stored if that has not happened yet."""
         self._left_alone.pop(request.request_id, None)
         self.stores.forget_outlived(request.request_id)
-        self._ahead.finished(request.request_id)
+        self.loads.finished(request.request_id)
         state = self._requests.pop(request.request_id, None)
         if state is not None:
             state.drop_lookup()
