@@ -227,6 +227,15 @@ ROWS = (
         ("tests/engine/test_support_engine.py::test_other_engines_are_left_alone",),
         says="with fault tolerance",
     ),
+    Row(
+        "A pipeline on the legacy Ray executor (`VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0`)",
+        State.LEFT_ALONE,
+        (
+            "tests/engine/test_support_engine.py"
+            "::test_a_pipeline_whose_stages_are_not_heard_is_left_alone",
+        ),
+        says="legacy Ray executor",
+    ),
 )
 
 

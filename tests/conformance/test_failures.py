@@ -119,6 +119,6 @@ def test_a_request_whose_load_failed_is_not_offered_another(
     engine.copier.fail_loads_of.add(request_id)
     engine.run()
     answers = [tokens for name, tokens, _ in engine.calls.asked if name == request_id]
-    assert answers[0] == 40
-    assert set(answers[1:]) == {0}
+    assert answers[:2] == [40, None]  # once, for vLLM to let others past it
+    assert set(answers[2:]) == {0}
     engine.assert_conforms()

@@ -71,6 +71,7 @@ def bare_parallel(**changes: object) -> SimpleNamespace:
         "prefill_context_parallel_size": 1,
         "distributed_executor_backend": "mp",
         "world_size": 2,
+        "pipeline_parallel_size": 1,
     }
     return SimpleNamespace(**{**one, **changes})
 

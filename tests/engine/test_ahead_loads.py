@@ -13,6 +13,7 @@ from tests.engine.toy_engine import ToyEngine, play
 from tests.engine.toy_groups import WrongRead
 from vllm_tiered_kv.cache.load_choice import Decision
 from vllm_tiered_kv.config import TieredKVConfig
+from vllm_tiered_kv.connector import assembly
 from vllm_tiered_kv.connector.assembly import make_worker_half
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.errors import CudaError
@@ -147,15 +148,34 @@ def test_failures_are_recomputed_also_by_those_who_share_the_blocks(tiny_model: 
     assert_tier_is_right(engine)
 
 
-def test_a_step_that_cannot_be_taken_back_says_what_is_wrong(tiny_model: Path) -> None:
+@pytest.mark.parametrize("runner", [{"async_scheduling": True}, {"second_runner": True}])
+def test_a_step_that_cannot_be_taken_back_says_what_is_wrong(
+    tiny_model: Path, runner: dict[str, bool]
+) -> None:
     """With asynchronous scheduling the next step is under way before vLLM hears of an error, and
-    what it samples would be believed. A GPU that takes no copies has no tokens to give."""
-    engine = ToyEngine(tiny_model, async_scheduling=True)
+    what it samples would be believed; the second model runner goes on behind what it computed. A
+    GPU that takes no copies has no tokens to give."""
+    engine = ToyEngine(tiny_model, **runner)
     ids = prompt(random.Random(1), 41)
     warm(engine, ids)
     engine.copier.fail_ahead = 1.0
     engine.add(ids, 6)
     with pytest.raises(CudaError, match="cannot be copied to the GPU"):
+        engine.run()
+
+
+def test_the_second_model_runner_would_go_on_from_a_step_that_was_taken_back(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the rule is for: without it, the next step goes on behind what did not arrive, beyond
+    the end of its block table here."""
+    monkeypatch.setattr(assembly, "_steps_can_be_discarded", lambda _: True)
+    engine = ToyEngine(tiny_model, second_runner=True)
+    ids = prompt(random.Random(1), 41)
+    warm(engine, ids)
+    engine.copier.fail_ahead = 1.0
+    engine.add(ids, 6)
+    with pytest.raises((WrongRead, IndexError)):
         engine.run()
 
 

@@ -295,6 +295,58 @@ def test_loads_that_share_what_failed_do_not_wait_for_each_other(tiny_model: Pat
         engine.close()
 
 
+def window_engine(model: Path, async_scheduling: bool, gpu_blocks: int, **more) -> ToyEngine:
+    """Its windows take two blocks to be loaded, and many more to be computed."""
+    return ToyEngine(
+        model, async_scheduling, gpu_blocks=gpu_blocks, cpu_blocks=256, windows=(None, 8), **more
+    )
+
+
+def warm_prompts(engine: ToyEngine, count: int) -> list[list[int]]:
+    prompts = [seeded_prompt(seed, 65) for seed in range(count)]
+    for ids in prompts:
+        warm(engine, ids)
+    return prompts
+
+
+@pytest.mark.parametrize(("async_scheduling", "gpu_blocks"), [(False, 41), (True, 47)])
+def test_a_request_that_needs_more_after_its_load_failed_does_not_hold_up_those_behind(
+    tiny_model: Path, async_scheduling: bool, gpu_blocks: int
+) -> None:
+    """vLLM looks at nobody behind a holder of blocks that finds no more of them; this one has given
+    its own back, and the one behind it has what it lacks."""
+    engine = window_engine(tiny_model, async_scheduling, gpu_blocks)
+    prompts = warm_prompts(engine, 2)
+    asked = [engine.add(ids, 3) for ids in prompts]
+    engine.copier.fail_loads_of = {asked[0]}
+    engine.run(limit=100)
+    assert sorted(engine.reported_loads) == asked
+    for request, ids in zip(asked, prompts, strict=True):
+        assert engine.finished[request].tokens == play(ids, 3)[0]
+    engine.assert_at_rest()
+
+
+def test_nobody_loads_in_the_room_kept_for_a_request_behind_it(tiny_model: Path) -> None:
+    """vLLM keeps room for all of a request whose load failed, and has no other way to let it run
+    than to admit those before it by priority."""
+    engine = window_engine(
+        tiny_model, False, 41, engine_args={"scheduling_policy": "priority"}, max_seqs=1
+    )
+    prompts = warm_prompts(engine, 3)
+    asked = [engine.add(ids, 3, priority=9) for ids in prompts[:2]]
+    engine.copier.fail_loads_of = {asked[0]}
+    for _ in range(30):
+        if engine.requests[asked[1]].status is RequestStatus.RUNNING:
+            break
+        engine.step()
+    assert engine.requests[asked[0]].status is RequestStatus.WAITING
+    asked.append(engine.add(prompts[2], 3, priority=0))
+    engine.run(limit=100)
+    for request, ids in zip(asked, prompts, strict=True):
+        assert engine.finished[request].tokens == play(ids, 3)[0]
+    engine.assert_at_rest()
+
+
 @pytest.mark.parametrize("by_block", [False, True], ids=["by-request", "by-block"])
 def test_after_another_connectors_load_failed_ours_does_not_wait_for_ever(
     tiny_model: Path, by_block: bool

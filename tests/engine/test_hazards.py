@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from vllm.v1.outputs import KVConnectorOutput
 
 from tests.engine import toy_engine
 from tests.engine.toy_asking import (
@@ -20,6 +21,7 @@ from tests.engine.toy_asking import (
 )
 from tests.engine.toy_engine import ToyEngine, play
 from vllm_tiered_kv.cache.ledger import StoreReport
+from vllm_tiered_kv.connector import scheduler_half
 from vllm_tiered_kv.connector.metadata import TieredKVWorkerMetadata
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.names import DropReason
@@ -286,3 +288,32 @@ def test_sources_are_settled_where_other_connectors_write(tiny_model: Path) -> N
     ask(engine, prompt(random.Random(2), 41))
     assert settled
     assert all(np.array(settled) > 0)  # called with the stores of the step under way
+
+
+def test_reports_that_never_come_do_not_keep_the_engine_from_resting(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And those that come very late make nothing readable, but give the memory back."""
+    engine = ToyEngine(tiny_model)
+    timeout = engine.half._config.remote_load_timeout
+    monkeypatch.setattr(scheduler_half, "_REPORTS_AWAITED_S", 0.02 - timeout)
+    lost = []
+    report = engine.worker.build_connector_worker_meta
+    engine.worker.build_connector_worker_meta = lambda: lost.append(report())
+    ids = prompt(random.Random(1), 41)
+    ask(engine, ids, 3)
+    assert total(engine, names.DROPPED_BLOCKS, "cpu", "unreported") == 10
+    assert (
+        engine.half.index.used_bytes == 10 * engine.half.index.geometry.slot_bytes[0]
+    )  # may still be written
+    ask(engine, ids, 3)  # what it lacks is not waited for
+    engine.worker.build_connector_worker_meta = report
+    for told in filter(None, lost):
+        engine.half.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=told))
+    assert total(engine, names.STORED_BLOCKS) == 0
+    engine.assert_at_rest()
+    engine.drop_gpu_cache()
+    ask(engine, ids, 3)
+    assert total(engine, names.STORED_BLOCKS) == 10
+    assert assert_tier_is_right(engine)
+    engine.assert_at_rest()

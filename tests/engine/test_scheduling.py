@@ -241,6 +241,7 @@ def test_random_clients(tiny_model: Path, async_scheduling: bool, seed: int, opt
         gpu_blocks=28,  # forces preemption
         cpu_blocks=30,  # forces eviction
         max_seqs=8,
+        second_runner=seed % 2 == 1,
         extra_config=options,
         seed=seed,
     )

@@ -114,6 +114,23 @@ def test_other_engines_are_left_alone() -> None:
         assert reason in (said or "")
 
 
+@pytest.mark.parametrize("backend", ["ray", "vllm.v1.executor.ray_executor.RayDistributedExecutor"])
+def test_a_pipeline_whose_stages_are_not_heard_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    def said(stages: int) -> str | None:
+        parallel = bare_parallel(
+            distributed_executor_backend=backend, pipeline_parallel_size=stages
+        )
+        return why_not_cacheable(bare_config(parallel_config=parallel), groups(FULL))
+
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
+    assert "legacy Ray" in (said(2) or "")
+    assert said(1) is None
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "1")
+    assert (said(2) is None) == (backend == "ray")
+
+
 def test_engines_that_need_a_forward_of_every_token_are_left_alone() -> None:
     last = bare_model(runner_type="pooling", is_prefix_caching_supported=True)
     assert why_not_cacheable(bare_config(model_config=last), groups(FULL)) is None

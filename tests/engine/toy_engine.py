@@ -13,6 +13,7 @@ and executed before the output of the one before it is processed.
 from __future__ import annotations
 
 import math
+import os
 import random
 import time
 from collections import deque
@@ -93,6 +94,7 @@ class ToyEngine:
     max_tokens_per_step: int = 32
     max_seqs: int = 8
     prefix_caching: bool = True
+    second_runner: bool = False  # vLLM's Model Runner V2, see `_update_batch`
     store_delay: int | None = None  # polls until a store reads its blocks, if nobody waits for it
     ranks: int = 1  # `toy_ranks.RankedToyEngine` has the workers of more than one
     replicas: int = 1  # how many neighbouring ranks hold the same
@@ -120,7 +122,13 @@ class ToyEngine:
             ),
             **self.engine_args,
         )
-        config = self.config = args.create_engine_config()
+        self.config = args.create_engine_config()
+        # Not earlier: it would not have it on a machine without a GPU.
+        version = {"VLLM_USE_V2_MODEL_RUNNER": "1"} if self.second_runner else {}
+        with mock.patch.dict(os.environ, version):
+            self._build(self.config, slot_bytes)
+
+    def _build(self, config: VllmConfig, slot_bytes: int) -> None:
         config.cache_config.block_size = self.block_size
         config.cache_config.num_gpu_blocks = self.gpu_blocks
         config.parallel_config.tensor_parallel_size = self.ranks
@@ -152,7 +160,11 @@ class ToyEngine:
         self.half = _ours(self.scheduler.connector).scheduler_half
         _ours(self.scheduler.connector)._idle_steps = None  # it goes on stepping by itself
         # Ranks of the toy are opened one after the other, and could not talk to each other.
-        with mock.patch.object(assembly, "_share_among_replicas", return_value=None):
+        device = "cuda" if self.second_runner else config.device_config.device_type
+        with (
+            mock.patch.object(assembly, "_share_among_replicas", return_value=None),
+            mock.patch.object(config.device_config, "device_type", device),
+        ):
             self.worker = KVConnectorFactory.create_connector(
                 config, KVConnectorRole.WORKER, self.kv_cache_config
             )
@@ -305,6 +317,8 @@ class ToyEngine:
         )
 
     def _update_batch(self, output: SchedulerOutput) -> None:
+        """The second model runner counts the tokens of a request on the GPU, from where it began:
+        if the scheduler sets a running one back, that is not seen there."""
         for request_id in output.finished_req_ids:
             self._running.pop(request_id, None)
         for new in output.scheduled_new_reqs:
@@ -316,7 +330,8 @@ class ToyEngine:
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
         ):
             running = self._running[request_id]
-            running.computed = computed
+            if not self.second_runner or request_id in cached.resumed_req_ids:
+                running.computed = computed
             if request_id in cached.resumed_req_ids:
                 running.blocks = [list(ids) for ids in blocks]
             elif blocks:
@@ -327,6 +342,8 @@ class ToyEngine:
         running = self._running[request_id]
         right = self._right(request_id)
         start, stop = running.computed, running.computed + count
+        if self.second_runner:
+            running.computed = stop
         half = _ours(self.worker).worker_half
         for group, blocks in zip(self.groups, running.blocks, strict=True):
             if half is not None and half._ahead._invalid_blocks & set(blocks):

@@ -6,6 +6,7 @@ import mmap
 import os
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -174,3 +175,31 @@ def test_closing_stops_pinning() -> None:
 def test_more_memory_than_there_is_is_a_clear_error() -> None:
     with pytest.raises(ConfigError, match=r"cpu_memory.*more than the machine"):
         Arena(memory_limit() + 1)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("limited", ["", "job", "job/step", "job/step/task"])
+def test_the_memory_limit_is_the_lowest_of_all_groups_around_the_process(
+    tmp_path: Path, version: int, limited: str
+) -> None:
+    tree, name = (tmp_path, "memory.max")
+    line = "0::/job/step/task"
+    if version == 1:
+        tree, name = tmp_path / "memory", "memory.limit_in_bytes"
+        line = "4:cpu,cpuacct:/other\n7:memory:/job/step/task\n0::/job/step/task"
+    (tree / "job/step/task").mkdir(parents=True)
+    (tree / "job" / name).write_text("max" if version == 2 else str(2**63 - 4096))
+    (tree / limited / name).write_text("4194304\n")
+    (tree / "other").mkdir()
+    (tree / "other" / name).write_text("4096")
+    membership = tmp_path / "membership"
+    membership.write_text(line + "\n")
+    assert memory_limit(tmp_path, membership) == 4 << 20
+
+
+def test_the_memory_limit_of_a_container_that_sees_only_its_own_root(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("4194304\n")
+    membership = tmp_path / "membership"
+    assert memory_limit(tmp_path, membership) == 4 << 20
+    membership.write_text("0::/docker/of-the-host\n")
+    assert memory_limit(tmp_path, membership) == 4 << 20

@@ -78,6 +78,7 @@ class TransferLedger:
         self._loads: dict[str, _OpenLoad] = {}
         self._ahead: dict[int, _OpenAhead] = {}
         self._puts: dict[int, _OpenPut] = {}
+        self._overdue: set[int | str] = set()  # those of them that nobody waits for any more
         self.pending_put_bytes = 0
         self.fence = WriteFence()
         self.on_commit: Callable[[list[tuple[BlockKey, list[int]]]], None] | None = None
@@ -131,7 +132,7 @@ class TransferLedger:
         if len(store.reports) == self._num_ranks:
             del self._stores[job_id]
             self.fence.end_read(job_id)
-            self._settle(store)
+            self._settle(store, self._was_overdue(job_id))
 
     def open_put(self, slots: Sequence[int], keys: Sequence[BlockKey], block_bytes: int) -> int:
         """Pins readable blocks that are sent to a daemon."""
@@ -149,6 +150,8 @@ class TransferLedger:
         del self._puts[job_id]
         self._index.unpin(put.slots)
         self.pending_put_bytes -= len(put.slots) * put.block_bytes
+        if self._was_overdue(job_id):
+            return
         least = min(put.reports, key=lambda report: report.stored)
         tier = Tier.REMOTE.value
         self._recorder.add(names.STORED_BLOCKS, least.stored, tier)
@@ -185,8 +188,32 @@ class TransferLedger:
 
     @property
     def has_open(self) -> bool:
-        """Whether anything at all is under way."""
-        return bool(self._stores or self._loads or self._ahead or self._puts)
+        """Whether anything at all is under way that reports are awaited of."""
+        under_way = len(self._stores) + len(self._loads) + len(self._ahead) + len(self._puts)
+        return under_way > len(self._overdue)
+
+    def give_up_reports(self) -> int:
+        """Nobody waits any longer for reports of what is under way; returns of how many transfers.
+
+        What is being stored never becomes readable. But slots and pins are held until all ranks
+        have reported after all: a copy to or from them may still be under way.
+        """
+        self.spoil_stores()
+        for job_id, store in self._stores.items():
+            if job_id not in self._overdue:
+                self.drop(len(store.slots), DropReason.UNREPORTED)
+        for job_id, put in self._puts.items():
+            if job_id not in self._overdue:
+                self.drop(len(put.slots), DropReason.UNREPORTED, Tier.REMOTE)
+        before = len(self._overdue)
+        self._overdue.update(self._stores, self._loads, self._ahead, self._puts)
+        return len(self._overdue) - before
+
+    def _was_overdue(self, job: int | str) -> bool:
+        """Whether a transfer that has just ended was given up: it is counted already."""
+        was_overdue = job in self._overdue
+        self._overdue.discard(job)
+        return was_overdue
 
     def move_ahead(self, request_id: str) -> int:
         """Makes an open load one that each rank reports by its number, not by its request.
@@ -205,6 +232,7 @@ class TransferLedger:
         if len(ahead.reports) < self._num_ranks:
             return None
         del self._ahead[job_id]
+        self._overdue.discard(job_id)
         failed = None
         if not all(ahead.reports):
             failed = Tier.CPU if ahead.load.keys else Tier.REMOTE
@@ -213,6 +241,7 @@ class TransferLedger:
 
     def close_load(self, request_id: str, failed: Tier | None = None) -> None:
         """The load is over on all ranks. Blocks of a tier that failed are not offered again."""
+        self._overdue.discard(request_id)
         self._close(self._loads.pop(request_id), failed)
 
     def _close(self, load: _OpenLoad, failed: Tier | None) -> None:
@@ -239,12 +268,14 @@ class TransferLedger:
         self._next_job_id += 1
         return self._next_job_id - 1
 
-    def _settle(self, store: _OpenStore) -> None:
+    def _settle(self, store: _OpenStore, is_counted: bool) -> None:
         least = min(store.reports, key=lambda report: report.stored)
         readable = self._index.commit_all(store.slots[: least.stored])
         committed = sum(readable)
         for slot in store.slots[least.stored :]:
             self._index.abort(slot)
+        if is_counted:
+            return
         tier = Tier.CPU.value
         self._recorder.add(names.STORED_BLOCKS, committed, tier)
         self._recorder.add(names.STORED_BYTES, committed * store.block_bytes, tier)

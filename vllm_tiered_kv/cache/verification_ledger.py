@@ -56,12 +56,13 @@ class VerificationLedger:
         self._recorder = recorder
         self._num_ranks = num_ranks
         self._open: dict[int, _Open] = {}
+        self._overdue: set[int] = set()  # those of them that nobody waits for any more
         self._spare_in_use: dict[int, int] = {}  # by size class
         self._spare_keys = 0
 
     @property
     def has_open(self) -> bool:
-        return bool(self._open)
+        return len(self._open) > len(self._overdue)
 
     def pin(self, key: BlockKey) -> int | None:
         """The slot of a block of the CPU tier, which stays; None if it has left."""
@@ -107,6 +108,14 @@ class VerificationLedger:
         for comparison in self._open.values():
             comparison.is_void = True
 
+    def give_up_reports(self) -> int:
+        """As `TransferLedger.give_up_reports`."""
+        overdue = self._open.keys() - self._overdue
+        for job_id in overdue:
+            self.skip(len(self._open[job_id].keys), self._open[job_id].tier)
+        self._overdue |= overdue
+        return len(overdue)
+
     def skip(self, blocks: int, tier: Tier) -> None:
         """Blocks that were to be compared and will not be."""
         self._recorder.add(names.UNVERIFIED_BLOCKS, blocks, tier.value)
@@ -122,6 +131,9 @@ class VerificationLedger:
         del self._open[job_id]
         self._ledger.fence.end_read(job_id)
         self._let_go(comparison)
+        if job_id in self._overdue:
+            self._overdue.discard(job_id)
+            return None
         if comparison.is_void:
             self.skip(len(comparison.keys), comparison.tier)
             return None

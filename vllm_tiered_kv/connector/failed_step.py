@@ -66,7 +66,8 @@ class FailedStep:
     ) -> None:
         self._start_over()
         for state in self._states:
-            state.keeps_reservation |= self._is_waiting(state.request)
+            if self._is_waiting(state.request):
+                state.starts_over()
         if not self._was_read:
             return
         if verification is not None:

@@ -57,6 +57,9 @@ class LoadPlanner:
         self._pool: BlockPool | None = None
         self.verification: Verification | None = None
         self.reuses_tails = False
+        self._set_back: set[str] = set()
+        """Requests that wait to be computed after a load failed. vLLM keeps room for the whole of
+        each of them whenever it admits a load beside the steps."""
 
     def bind(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -87,6 +90,10 @@ class LoadPlanner:
         if scheduled:
             self.awaits_first_forward = False
 
+    def finished(self, request_id: str) -> None:
+        self.ahead.finished(request_id)
+        self._set_back.discard(request_id)
+
     def _gpu_has_block_before(self, request: Request, end: int) -> bool:
         """Whether vLLM's prefix cache has the blocks that end at this token of a request."""
         if self._pool is None:
@@ -99,8 +106,15 @@ class LoadPlanner:
 
     def loadable(self, state: RequestState, request: Request, computed: int) -> int | None:
         """Tokens after `computed` that can be loaded; None if that is to be asked in the next step:
-        a daemon has not answered, this step loads what the request would build on, or stores that
-        are about to end hold what follows."""
+        a daemon has not answered, this step loads what the request would build on, stores that are
+        about to end hold what follows, or others have to be let past."""
+        if state.stands_first:
+            # Where windows are computed they take more blocks than where they are loaded. vLLM
+            # looks at nobody behind it until there are as many, and those behind it may hold them.
+            # For this answer it is put back among those that hold nothing.
+            state.stands_first = False
+            self._set_back.add(request.request_id)
+            return None
         full = limit = end = self.limit(request)
         self._know_tail(state)
         tail = state.sought_tail
@@ -137,10 +151,11 @@ class LoadPlanner:
             and (self.remote is None or self.remote.is_resident(state))
             and self.ahead.allows(request.request_id, self._bytes(loadable))
         )
-        if state.keeps_reservation and not ahead:
+        if (state.keeps_reservation or self._set_back) and not ahead:
             # Tiers may still have it. But vLLM keeps what it reserved for the load that failed, and
             # does so again for a second one beside the steps: of a request that takes half of the
-            # GPU's blocks that is more than there are, and it would wait for ever.
+            # GPU's blocks that is more than there are, and it would wait for ever. So would another
+            # request that comes before it by priority, or by having run already.
             loadable = 0
         if loadable and computed and not ahead and self.ahead.has_planned:
             # What the GPU has of it may be what this very step loads. Should that fail, vLLM would
@@ -186,6 +201,7 @@ class LoadPlanner:
         self, state: RequestState, request: Request, blocks: KVCacheBlocks, tokens: int
     ) -> LoadJob | None:
         """The request has its blocks: what was only an answer becomes a plan, and is pinned."""
+        self._set_back.discard(request.request_id)
         match, state.match = state.match, None
         if match is None:
             return None

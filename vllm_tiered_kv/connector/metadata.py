@@ -48,6 +48,12 @@ class TieredKVMetadata(KVConnectorMetadata):
     """Who this engine is to the daemons, where there are any. The scheduler says it: ranks of a
     pipeline see only their own layers, and must not come to another namespace."""
 
+    @property
+    def has_transfers(self) -> bool:
+        """Whether workers have something to report of."""
+        jobs = (self.loads, self.stores_before, self.stores_after, self.puts, self.verifications)
+        return any(jobs)
+
 
 @dataclass
 class TieredKVWorkerMetadata(KVConnectorWorkerMetadata):
@@ -73,6 +79,11 @@ class TieredKVWorkerMetadata(KVConnectorWorkerMetadata):
     """Rehearsals that ended, one report per rank."""
     was_heard: bool = False
     """The scheduler has dealt with it, see `idle_steps`."""
+
+    @property
+    def has_reports(self) -> bool:
+        """Whether something has come to its end."""
+        return bool(self.stores or self.puts or self.ahead or self.verdicts)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> TieredKVWorkerMetadata:
         assert isinstance(other, TieredKVWorkerMetadata)

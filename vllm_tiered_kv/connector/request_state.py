@@ -65,6 +65,9 @@ class RequestState:
     remote_failed: bool = False  # daemons are not asked again
     awaits_stores_until: float | None = None  # by `time.monotonic`: when it was asked to wait
     keeps_reservation: bool = False  # vLLM still keeps room for a load of it that failed
+    stands_first: bool = False
+    """vLLM still has it among the requests that hold blocks, ahead of all others, though it gives
+    up its own: its load failed."""
     held_elsewhere: list[range] = field(default_factory=list)
     """Per group: positions that lie in a daemon's memory on this host and are not kept twice."""
     tail: Tail | None = None  # the block its prompt ends in, if that is reused
@@ -79,6 +82,10 @@ class RequestState:
         """No daemon is known to hold blocks of this request any more."""
         self.held_elsewhere = [range(0)] * len(self.stored)
         self.has_tail = False
+
+    def starts_over(self) -> None:
+        """A load beside the steps has failed, and vLLM computes all of it."""
+        self.keeps_reservation = self.stands_first = True
 
     @property
     def sought_tail(self) -> Tail | None:
@@ -153,13 +160,14 @@ class RequestState:
         self.load_failed = other.load_failed
         self.remote_failed = other.remote_failed
         self.keeps_reservation = other.keeps_reservation
+        self.stands_first = other.stands_first
 
     def forget_blocks(self) -> None:
         """The request was preempted: its blocks are gone and it starts over."""
         self.stored = [0] * len(self.stored)
         self.on_gpu = self.computed_again = 0
         self.closed = DropReason.RESET if self.lost_adapter else None
-        self.keeps_reservation = False
+        self.keeps_reservation = self.stands_first = False
         self.drop_lookup()
         self.held_nowhere_else()
 

@@ -61,6 +61,9 @@ logger = logging.getLogger(__name__)
 
 _CPU = Tier.CPU.value
 _YIELD_S = 0.0001
+_REPORTS_AWAITED_S = 60.0
+"""Beyond what a load from a daemon may take: copies take milliseconds, and who sends to a daemon
+gives up earlier."""
 
 
 class SchedulerHalf:
@@ -115,6 +118,8 @@ class SchedulerHalf:
             )
         self.remote: RemoteTier | None = None
         self._identity: EngineIdentity | None = None
+        self._silent_s = 0.0  # how long nothing was heard of transfers while nobody runs
+        self._last_asked = 0.0
         self.recorder.set(names.CAPACITY_BYTES, geometry.capacity_bytes, _CPU)
 
     def use_daemons(
@@ -232,6 +237,8 @@ class SchedulerHalf:
         self.recorder.add(names.EVICTED_BLOCKS, evicted, _CPU)
         self.recorder.add(names.EVICTED_BYTES, nbytes, _CPU)
         self._next.wait_for_stores = self.ledger.fence.take()
+        if self._next.has_transfers:
+            self._silent_s = 0.0
         metadata, self._next = self._next, TieredKVMetadata()
         return metadata
 
@@ -244,6 +251,8 @@ class SchedulerHalf:
         self.judge.output_came(getattr(metadata, "measured_step", None))
         if isinstance(metadata, TieredKVWorkerMetadata) and not metadata.was_heard:
             metadata.was_heard = True
+            if metadata.has_reports:
+                self._silent_s = 0.0
             self.judge.loads_took(metadata.load_seconds)
             self.judge.rehearsed(metadata.rehearsed)
             if self.remote is not None:
@@ -267,8 +276,9 @@ class SchedulerHalf:
             self._remote_failures |= metadata.remote_failures
         for request_id in output.failed_recving or ():  # whoever's load it was
             if request_id in self._requests:
-                self._requests[request_id].keeps_reservation = True
+                self._requests[request_id].starts_over()
         for request_id in output.finished_recving or ():
+            self._silent_s = 0.0
             failed = None
             if request_id in output.failed_recving:
                 failed = Tier.REMOTE if request_id in self._remote_failures else Tier.CPU
@@ -279,13 +289,34 @@ class SchedulerHalf:
         """Keeps an idle engine stepping until the last stores are committed and sent. What is left
         until nobody waits does not, while somebody does: a paused engine has to come to rest."""
         return bool(
-            self.ledger.has_open  # loads, too: nothing may write to an engine that is paused
+            self._awaits_reports()
             or (not self._requests and (self.index.has_untold_uses or self.stores.has_unseen))
-            or (self.verification is not None and self.verification.has_open)
             or self._next.stores_before
             or (self.remote is not None and self.remote.has_rehearsals)
             or self._next.identity  # no step yet: workers reach for the daemons in the first one
         )
+
+    def _awaits_reports(self) -> bool:
+        """Whether transfers are under way, loads among them: nothing may write to an engine that is
+        paused. Reports that do not come must not keep it from resting for ever, though."""
+        if not (self.ledger.has_open or (self.verification and self.verification.has_open)):
+            return False
+        now = time.monotonic()
+        # Time in which this process was stopped, or ran requests, does not count.
+        self._silent_s += min(now - self._last_asked, 1.0)
+        self._last_asked = now
+        if self._silent_s < _REPORTS_AWAITED_S + self._config.remote_load_timeout:
+            return True
+        count = self.ledger.give_up_reports()
+        if self.verification is not None:
+            count += self.verification.give_up_reports()
+        logger.warning(
+            "workers said nothing for %.0f s about %d transfers of KV blocks: their blocks are "
+            "dropped, their memory is kept until they are reported",
+            self._silent_s,
+            count,
+        )
+        return False
 
     # ---- the end of a request -----------------------------------------------------------------
 
@@ -293,7 +324,7 @@ class SchedulerHalf:
         """Forgets the request; its last full blocks are stored if that has not happened yet."""
         self._left_alone.pop(request.request_id, None)
         self.stores.forget_outlived(request.request_id)
-        self._ahead.finished(request.request_id)
+        self.loads.finished(request.request_id)
         state = self._requests.pop(request.request_id, None)
         if state is not None:
             state.drop_lookup()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vllm_tiered_kv.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 OLDEST_VLLM = (0, 31)
@@ -110,11 +110,26 @@ def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         return "context parallelism is not supported so far"
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         return "ranks started by an external launcher do not report to one scheduler"
+    if parallel.pipeline_parallel_size > 1 and _is_legacy_ray(parallel):
+        return (
+            "the legacy Ray executor passes on reports of the last pipeline stage alone; unset "
+            "VLLM_USE_RAY_V2_EXECUTOR_BACKEND or use --distributed-executor-backend mp"
+        )
     if getattr(parallel, "enable_fault_tolerance", False):
         # What a step computed beside a fault must not be stored, what it reported is lost; and no
         # hook tells of it.
         return "with fault tolerance vLLM goes on after steps that failed, unknown to the cache"
     return None
+
+
+def _is_legacy_ray(parallel: ParallelConfig) -> bool:
+    from vllm import envs
+
+    backend = parallel.distributed_executor_backend
+    if backend == "ray":
+        return not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND
+    name = backend.__name__ if isinstance(backend, type) else str(backend).rpartition(".")[2]
+    return name == "RayDistributedExecutor"
 
 
 def _why_every_token(vllm_config: VllmConfig) -> str | None:

@@ -71,6 +71,9 @@ class Verification:
     def has_open(self) -> bool:
         return self._ledger.has_open
 
+    def give_up_reports(self) -> int:
+        return self._ledger.give_up_reports()
+
     def chooses(self, state: RequestState) -> bool:
         """Once in the life of a request: one that was preempted has been late enough."""
         return not state.was_verified and is_chosen(state.request.request_id, self._fraction)

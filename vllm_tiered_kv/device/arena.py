@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -79,10 +80,32 @@ def _require_memory(nbytes: int) -> None:
         )
 
 
-def memory_limit() -> int:
-    """Physical memory, or the container's limit where that is lower."""
+def memory_limit(
+    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> int:
+    """Physical memory, or the lowest limit of a control group that this process is in: of its own
+    (a container, a systemd slice, a job of SLURM) or of one around it."""
     limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+    for file in _limit_files(root, membership):
         with contextlib.suppress(OSError, ValueError):  # absent, or the word "max"
-            limit = min(limit, int(Path("/sys/fs/cgroup", name).read_text()))
+            limit = min(limit, int(file.read_text()))
     return limit
+
+
+def _limit_files(root: Path, membership: Path) -> Iterator[Path]:
+    """Those of version 2 and of version 1, from the process's own group up to the root's."""
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = membership.read_text().splitlines()
+    # Inside a container the path may be the host's, and only the root is there.
+    for line in (*lines, "0::/", "1:memory:/"):
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            tree, name = root, "memory.max"
+        elif "memory" in controllers.split(","):
+            tree, name = root / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        group = Path(path.lstrip("/"))
+        for each in (group, *group.parents):
+            yield tree / each / name

@@ -27,6 +27,7 @@ class DropReason(str, enum.Enum):
     RESET = "reset"  # the cache was reset while the store was under way
     QUEUE_FULL = "queue_full"  # too many blocks are on their way to the daemon already
     UNAVAILABLE = "unavailable"  # no daemon answers
+    UNREPORTED = "unreported"  # not all ranks said in time what became of it
     REFUSED = "refused"  # the daemon did not take it, or sending it failed
 
 
