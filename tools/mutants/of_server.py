@@ -14,8 +14,8 @@ SERVER = (
     Mutation(
         "session-without-namespace",
         "server/sessions.py",
-        "        prefix = self.namespace[:NAMESPACE_BYTES]\n",
-        "        prefix = bytes(NAMESPACE_BYTES)\n",
+        "        self._prefix = key_prefix(self.namespace)\n",
+        "        self._prefix = bytes(16)\n",
         "engines of different models get each other's blocks",
         _VERBS,
     ),

@@ -15,7 +15,7 @@ from typing import Any
 import zmq
 
 from vllm_tiered_kv import __version__
-from vllm_tiered_kv.core.store import NAMESPACE_BYTES
+from vllm_tiered_kv.core.store import key_prefix
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
@@ -328,10 +328,10 @@ class Daemon:
         return f"not responding for {behind:.0f} s" if behind > _SLOW_LOOP_S else None
 
     def _set_quotas(self, namespace: bytes) -> None:
-        owner = namespace[:NAMESPACE_BYTES]
-        quota = quota_of(self.options.memory_quota, namespace)
+        owner = key_prefix(namespace)
+        quota = quota_of(self.options.memory_quota, owner)
         if quota is not None:
             self._store.memory.set_quota(owner, quota)
-        quota = quota_of(self.options.ssd_quota, namespace)
+        quota = quota_of(self.options.ssd_quota, owner)
         if quota is not None:
             self._store.set_ssd_quota(owner, quota)

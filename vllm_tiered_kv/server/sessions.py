@@ -10,7 +10,7 @@ from typing import cast
 
 import zmq
 
-from vllm_tiered_kv.core.store import NAMESPACE_BYTES, StoreKey
+from vllm_tiered_kv.core.store import StoreKey, key_prefix
 from vllm_tiered_kv.errors import ErrorCode, ProtocolError
 from vllm_tiered_kv.server.leases import Attachment
 from vllm_tiered_kv.server.namespace_file import Shape
@@ -49,20 +49,24 @@ class Session:
     under_way: int = 0  # requests not yet answered
     under_way_bytes: int = 0  # of their headers
     is_open: bool = True
+    _prefix: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._prefix = key_prefix(self.namespace)
 
     @property
     def largest_block(self) -> int:
         return max(self.shape.block_bytes, default=1)
 
     def key(self, wire_key: bytes) -> StoreKey:
-        return StoreKey(self.namespace[:NAMESPACE_BYTES] + wire_key)
+        return StoreKey(self._prefix + wire_key)
 
     def keys(self, width: int, wire_keys: list[bytes]) -> list[StoreKey]:
         self.require_width(width)
         return self.prefixed(wire_keys)
 
     def prefixed(self, wire_keys: list[bytes]) -> list[StoreKey]:
-        prefix = self.namespace[:NAMESPACE_BYTES]
+        prefix = self._prefix
         return cast("list[StoreKey]", [prefix + key for key in wire_keys])
 
     def parents(self, wire_keys: list[bytes | None]) -> list[StoreKey | None]:
