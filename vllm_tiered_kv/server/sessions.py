@@ -47,7 +47,6 @@ class Session:
     session_id: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     last_seen: float = field(default_factory=time.monotonic)
     under_way: int = 0  # requests not yet answered
-    under_way_bytes: int = 0  # of their headers
     is_open: bool = True
     _prefix: bytes = field(init=False)
 
