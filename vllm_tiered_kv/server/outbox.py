@@ -38,6 +38,7 @@ from vllm_tiered_kv.wire.messages import UNREADABLE_ID, ErrorReply, encode_reply
 logger = logging.getLogger(__name__)
 
 _COPY_BYTES = 64 << 10  # so little is copied: keeping track of it would cost more
+_TRACK_BYTES = 256 << 10  # after so much was copied for a client, it is seen whether it is taken
 _MESSAGE_BYTES = 512  # of a message, beside its bytes
 _SOONEST_LOOK_S = 0.001
 _LATEST_LOOK_S = 0.05
@@ -229,7 +230,7 @@ class Outbox:
                 logger.warning("a reply could not be sent: %s", error)
             return True
         copied = self._copied.get(peer, 0) + message.nbytes + is_small * payload_bytes
-        refers = not is_small or copied > _COPY_BYTES
+        refers = not is_small or copied > _TRACK_BYTES
         if refers and is_small:  # zmq sends in order: with this one all before it are gone
             view = memoryview(message.header)
             line.in_zmq.append((weakref.ref(view), None, copied))
