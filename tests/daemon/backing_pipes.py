@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from tests.daemon.raw_client import NAMESPACE, key
-from vllm_tiered_kv.core.store import NAMESPACE_BYTES, StoreKey
+from vllm_tiered_kv.core.store import StoreKey, key_prefix
 from vllm_tiered_kv.stores.shared_dir.settings import SharedDirSettings
 from vllm_tiered_kv.stores.shared_dir.store import SharedDirStore
 
@@ -16,7 +16,7 @@ def hang_at(shared: Path, *numbers: int) -> list[Path]:
     store = SharedDirStore(SharedDirSettings(str(shared)))
     pipes = []
     for n in numbers:
-        path = Path(store.tree.block_path(StoreKey(NAMESPACE[:NAMESPACE_BYTES] + key(n))))
+        path = Path(store.tree.block_path(StoreKey(key_prefix(NAMESPACE) + key(n))))
         path.parent.mkdir(parents=True, exist_ok=True)
         os.mkfifo(path)
         pipes.append(path)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tests.daemon.raw_client import block, key
-from vllm_tiered_kv.core.store import PutResult
+from vllm_tiered_kv.core.store import PutResult, key_prefix
 
 KIB = 1 << 10
 CHAIN = 6
@@ -53,7 +53,7 @@ class Family:
 SPACE = ("--memory", "2MiB", "--ssd-space", "4MiB")
 PASSING = Family(bytes([1]) * 32, 0, 240, (20 * KIB, 40 * KIB))
 LASTING = Family(bytes([2]) * 32, 6000, 48, (16 * KIB,))
-QUOTA = ("--ssd-quota", f"{PASSING.namespace.hex()}=2000KiB")
+QUOTA = ("--ssd-quota", f"{key_prefix(PASSING.namespace).hex()}=2000KiB")
 
 
 @dataclass

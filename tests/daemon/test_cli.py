@@ -343,6 +343,10 @@ def test_pages_for_monitors(start: StartDaemon, connect: Connect) -> None:
     client.get([key(0), key(9)])
     assert fetch(f"{daemon.http}/healthz") == (200, "ok\n")
     assert fetch(f"{daemon.http}/other")[0] == 404
+    with urllib.request.urlopen(
+        urllib.request.Request(f"{daemon.http}/healthz", method="HEAD"), timeout=20
+    ) as answer:
+        assert (answer.status, answer.headers["Content-Length"], answer.read()) == (200, "3", b"")
     status, text = fetch(f"{daemon.http}/metrics")
     assert status == 200
     lines = text.splitlines()
@@ -364,10 +368,11 @@ def test_pages_for_monitors(start: StartDaemon, connect: Connect) -> None:
 def test_rude_monitors_do_no_harm(start: StartDaemon, connect: Connect) -> None:
     daemon = start("--memory", "64MiB", "--http", "127.0.0.1:0")
     port = int(daemon.http.rpartition(":")[2])
-    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]
-    for n, connection in enumerate(silent):
-        if n % 2:
-            connection.sendall(os.urandom(100) + b"\r\n\r\n")
+    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
+    for connection in silent[70:]:
+        connection.sendall(os.urandom(100) + b"\r\n\r\n")
+    for _ in range(20):
+        assert fetch(f"{daemon.http}/healthz")[0] == 200
     connect(daemon.endpoint).put({key(1): block(1)})
     for connection in silent:
         connection.close()

@@ -23,6 +23,7 @@ from vllm_tiered_kv.core.store import Durability, PutResult
 from vllm_tiered_kv.native.cpu import xxh3_64
 from vllm_tiered_kv.server.allowances import Allowances
 from vllm_tiered_kv.server.connections import Connections
+from vllm_tiered_kv.server.network_memory import NetworkMemory
 from vllm_tiered_kv.server.reactor import Reactor
 from vllm_tiered_kv.server.sessions import Listener
 
@@ -168,7 +169,8 @@ def test_one_that_cannot_be_cut_off_for_now_is_cut_off_later(
 ) -> None:
     context = zmq.Context()
     request.addfinalizer(lambda: context.destroy(linger=0))
-    connections = Connections(Reactor(), context, Allowances.of_memory(32 * MIB), 1)
+    network = NetworkMemory(MIB, MIB)
+    connections = Connections(Reactor(), context, Allowances.of_memory(32 * MIB), network, 1, 30)
     listener = Listener(context.socket(zmq.ROUTER), "tcp://", False)
     theirs, ours = socket.socketpair()
 

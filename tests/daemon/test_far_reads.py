@@ -18,7 +18,7 @@ from tests.daemon.backing_pipes import hang_at
 from tests.daemon.conftest import Connect, StartDaemon
 from tests.daemon.raw_client import KEY_BYTES, NAMESPACE, attach, block, key, wire
 from tests.patience import eventually
-from vllm_tiered_kv.core.store import NAMESPACE_BYTES, BlockFacts, PutItem, PutResult, StoreKey
+from vllm_tiered_kv.core.store import BlockFacts, PutItem, PutResult, StoreKey, key_prefix
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.errors import ErrorCode
 from vllm_tiered_kv.metrics import server_names as names
@@ -118,7 +118,7 @@ def test_a_pool_that_takes_nothing_any_more() -> None:
 
 
 def name(n: int) -> StoreKey:
-    return StoreKey(NAMESPACE[:NAMESPACE_BYTES] + key(n))
+    return StoreKey(key_prefix(NAMESPACE) + key(n))
 
 
 def fill(folder: Path, count: int) -> None:

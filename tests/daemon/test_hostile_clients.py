@@ -213,8 +213,7 @@ def test_a_client_that_never_reads_pins_little_and_not_forever(
             assert client.get(list(wanted), stream=True) == wanted
         # It may take a moment until zmq is done with what this client has received.
         eventually(lambda: client.stats()["reply_bytes"] <= share)
-        if over == "tcp":
-            eventually(lambda: client.stats()["reply_bytes"] == 0)
+        eventually(lambda: client.stats()["reply_bytes"] == 0)
         process.kill()
         process.wait()
         eventually(lambda: client.stats()["reply_bytes"] == 0)

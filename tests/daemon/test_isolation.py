@@ -8,12 +8,14 @@ import pytest
 
 from tests.daemon.conftest import Connect, StartDaemon
 from tests.daemon.raw_client import KEY_BYTES, NAMESPACE, Attached, RawClient, attach, block, key
-from vllm_tiered_kv.core.store import Durability, PutResult
+from vllm_tiered_kv.core.store import Durability, PutResult, announced_namespace
 from vllm_tiered_kv.wire import messages as wire
 
 OTHER = bytes(reversed(range(32)))
-# Differs from NAMESPACE only in the last byte of those a daemon keeps.
 NEAR = NAMESPACE[:15] + b"\xff" + NAMESPACE[16:]
+LAST = NAMESPACE[:31] + b"\xff"
+# What an engine says of a namespace that begins alike.
+SHORT = announced_namespace(NAMESPACE)
 MINE = {key(n): block(n) for n in range(4)}
 
 
@@ -26,7 +28,7 @@ def assert_sees_nothing(stranger: RawClient) -> None:
     assert stranger.get(keys, stream=True) == {}
 
 
-@pytest.mark.parametrize("namespace", [OTHER, NEAR], ids=["other", "near"])
+@pytest.mark.parametrize("namespace", [OTHER, LAST], ids=["other", "last"])
 @pytest.mark.parametrize("tier", ["memory", "ssd", "backing"])
 def test_no_tier_serves_another_namespace(
     start: StartDaemon, connect: Connect, folder: Path, tier: str, namespace: bytes
@@ -53,7 +55,7 @@ def test_no_tier_serves_another_namespace(
     assert_sees_nothing(stranger)  # also after a hit has brought them back to memory
 
 
-@pytest.mark.parametrize("namespace", [OTHER, NEAR], ids=["other", "near"])
+@pytest.mark.parametrize("namespace", [NEAR, LAST, SHORT], ids=["near", "last", "short"])
 def test_nobody_changes_what_is_another_s(
     start: StartDaemon, connect: Connect, folder: Path, namespace: bytes
 ) -> None:

@@ -11,6 +11,7 @@ from vllm_tiered_kv.core.store import PutItem, StoreKey
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server import outbox as outbox_module
 from vllm_tiered_kv.server.allowances import Allowances
+from vllm_tiered_kv.server.network_memory import NetworkMemory
 from vllm_tiered_kv.server.outbox import Outbox
 from vllm_tiered_kv.server.reactor import Reactor
 from vllm_tiered_kv.server.sessions import Listener, Peer
@@ -47,7 +48,9 @@ def test_what_a_dead_client_was_sent_is_let_go(
     memory = MemoryStore(4 * MIB)
     memory.put([PutItem(KEY, None, memoryview(bytes(SIZE)))])
     reactor = Reactor()
-    outbox = Outbox(reactor, memory, Allowances.of_memory(4 * MIB), Recorder(), stall_s=0.1)
+    outbox = Outbox(
+        reactor, memory, Allowances.of_memory(4 * MIB), Recorder(), NetworkMemory(MIB, MIB), 0.1
+    )
     gone: list[str] = []
 
     def forget(peer: Peer, why: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import http.client
+import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -108,6 +110,29 @@ def test_monitors_are_served_again(refuse: Refuse) -> None:
         for _ in range(20):
             with pytest.raises(ConnectionError):
                 status_of(server.address)
+        assert status_of(server.address) == 200
+    finally:
+        server.close()
+
+
+def send_slowly(slow: socket.socket) -> None:
+    for _ in range(int(PATIENCE_S / 0.02)):
+        slow.sendall(b"G")
+        time.sleep(0.02)
+
+
+def test_a_monitor_that_does_not_come_to_an_end_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("vllm_tiered_kv.server.http._PATIENCE_S", 0.3)
+    server = HttpServer("127.0.0.1:0", lambda: "", lambda: None)
+    host, port = server.address.split(":")
+    try:
+        with (
+            socket.create_connection((host, int(port)), timeout=PATIENCE_S) as slow,
+            pytest.raises(ConnectionError),
+        ):
+            send_slowly(slow)
         assert status_of(server.address) == 200
     finally:
         server.close()

@@ -14,7 +14,7 @@ from tests.daemon.conftest import Connect, StartDaemon
 from tests.daemon.daemon_process import DaemonProcess
 from tests.daemon.raw_client import KEY_BYTES, NAMESPACE, Refused, attach, block, blocks, key, wire
 from tests.patience import eventually
-from vllm_tiered_kv.core.store import Durability, PutResult
+from vllm_tiered_kv.core.store import Durability, PutResult, key_prefix
 from vllm_tiered_kv.device.shared_arena import SharedArena
 from vllm_tiered_kv.errors import ErrorCode
 
@@ -271,11 +271,13 @@ def test_quotas_keep_a_namespace_from_pushing_others_out(
     start: StartDaemon, connect: Connect
 ) -> None:
     greedy, modest = bytes([0xAB]) * 32, bytes([0xCD]) * 32
-    daemon = start("--memory", "4MiB", "--memory-quota", "2MiB", "--memory-quota", "ab=1MiB")
+    quota = f"{key_prefix(greedy).hex()[:8]}=1MiB"
+    daemon = start("--memory", "4MiB", "--memory-quota", "2MiB", "--memory-quota", quota)
     one = connect(daemon.endpoint, namespace=modest)
     for n in range(256):
         one.put(blocks(1, start=n))
     other = connect(daemon.endpoint, namespace=greedy)
+    assert f"namespace {quota[:8]}" in daemon.logs  # where its name is to be found
     for n in range(2000):
         other.put(blocks(1, start=n))
     assert one.match([key(n) for n in range(256)]).count == 256
@@ -286,7 +288,7 @@ def test_quotas_keep_a_namespace_from_pushing_others_out(
 def test_namespaces_of_one_block_do_not_push_out_a_large_one(
     start: StartDaemon, connect: Connect
 ) -> None:
-    daemon = start("--memory", "4MiB", "--memory-quota", "ee=1MiB")
+    daemon = start("--memory", "4MiB", "--memory-quota", "eeeeee=1MiB")
     large = connect(daemon.endpoint, namespace=bytes([0xAB]) * 32)
     for n in range(900):
         large.put(blocks(1, start=n))

@@ -6,6 +6,7 @@ suite uses them freely; this spreads its calls.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
@@ -22,12 +23,24 @@ from vllm_tiered_kv.core.store import (
 )
 from vllm_tiered_kv.remote.address import EngineIdentity
 from vllm_tiered_kv.remote.store import RemoteStore
+from vllm_tiered_kv.wire.messages import Hello
 
 LENGTHS = sorted(
     {*SIZES, 64, 100, 1000, 5000, 4 * KIB, 8 * KIB, 16 * KIB, 2 * MIB}
     | {1 + 977 * at for at in range(32)}
 )
 _T = TypeVar("_T")
+
+
+class _AnyIdentity(EngineIdentity):
+    """Says all of its namespace: those of an engine have one width each."""
+
+    __slots__ = ()
+
+    def hello(self, arena_token: bytes = b"") -> Hello:
+        return dataclasses.replace(super().hello(arena_token), namespace=self.namespace)
+
+
 _Shape = tuple[bytes, int]
 
 
@@ -89,7 +102,7 @@ class AnyEngine:
         if shape not in self._clients:
             prefix, width = shape
             rest = hashlib.sha256(prefix + bytes([width])).digest()[:16]
-            identity = EngineIdentity(prefix + rest, self._lengths, "any", "contract", width)
+            identity = _AnyIdentity(prefix + rest, self._lengths, "any", "contract", width)
             self._clients[shape] = RemoteStore(
                 self._address, identity, timeout_s=60.0, connect_timeout_s=20.0
             )

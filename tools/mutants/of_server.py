@@ -14,8 +14,8 @@ SERVER = (
     Mutation(
         "session-without-namespace",
         "server/sessions.py",
-        "        prefix = self.namespace[:NAMESPACE_BYTES]\n",
-        "        prefix = bytes(NAMESPACE_BYTES)\n",
+        "        self._prefix = key_prefix(self.namespace)\n",
+        "        self._prefix = bytes(16)\n",
         "engines of different models get each other's blocks",
         _VERBS,
     ),
@@ -369,11 +369,19 @@ SERVER = (
     ),
     Mutation(
         "requests-under-way-of-any-size",
-        "server/request_room.py",
-        "        if mine and not fits:\n",
+        "server/network_memory.py",
+        "        if mine and mine + nbytes > self._most_requests:\n",
         "        if False:\n",
         "one client fills the daemon's memory with keys that wait for a slow tier",
-        ("tests/daemon/test_request_room.py",),
+        ("tests/daemon/test_network_memory.py",),
+    ),
+    Mutation(
+        "network-memory-without-limit",
+        "server/connections.py",
+        "        if network.total <= network.most:\n            return\n",
+        "        if True:\n            return\n",
+        "many clients together fill the daemon's memory with messages",
+        ("tests/daemon/test_network_memory.py",),
     ),
     Mutation(
         "answered-requests-still-count",

@@ -12,6 +12,7 @@ and may be made from any thread. What all of them promise:
 from __future__ import annotations
 
 import enum
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NewType, Protocol
@@ -22,11 +23,26 @@ NAMESPACE_BYTES = 16
 MAX_KEY_BYTES = 64
 
 StoreKey = NewType("StoreKey", bytes)
-"""First 16 bytes of the namespace, the BlockKey, the RankTag: unique among all engines' blocks."""
+"""`key_prefix` of the namespace, the BlockKey, the RankTag: unique among all engines' blocks."""
 
 
 def store_key(namespace: bytes, key: BlockKey, rank: RankTag) -> StoreKey:
     return StoreKey(namespace[:NAMESPACE_BYTES] + key + rank.encode())
+
+
+def announced_namespace(namespace: bytes) -> bytes:
+    """What an engine says in `hello`: the 16 bytes its keys begin with and a digest of these, which
+    tells a daemon that it need not hash them again."""
+    head = namespace[:NAMESPACE_BYTES]
+    return head + hashlib.sha256(head).digest()[: len(namespace) - NAMESPACE_BYTES]
+
+
+def key_prefix(announced: bytes) -> bytes:
+    """What a daemon's keys of an announced namespace begin with. All 32 bytes count: of a namespace
+    that another client has made up, the prefix is a digest."""
+    if announced == announced_namespace(announced):
+        return announced[:NAMESPACE_BYTES]
+    return hashlib.sha256(announced).digest()[:NAMESPACE_BYTES]
 
 
 def namespace_of(key: StoreKey) -> bytes:

@@ -60,6 +60,11 @@ PINS = _gauge("pins", "Blocks pinned by clients.")
 PINNED_BYTES = _gauge("pinned_bytes", "Bytes of these blocks.")
 REPLY_BYTES = _gauge("reply_bytes", "Bytes of blocks on their way to clients.")
 PUT_BYTES = _gauge("put_bytes", "Bytes received and not yet copied into memory.")
+NETWORK_BYTES = _gauge(
+    "network_bytes",
+    "Bytes that messages of clients take up, of `network_memory`: those being received, requests "
+    "under way and replies not taken.",
+)
 
 ALL: tuple[Metric, ...] = (
     HITS,
@@ -93,4 +98,5 @@ ALL: tuple[Metric, ...] = (
     PINNED_BYTES,
     REPLY_BYTES,
     PUT_BYTES,
+    NETWORK_BYTES,
 )

@@ -7,6 +7,7 @@ costs more than receiving the bytes.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 
@@ -15,6 +16,12 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _LARGEST_MMAP_THRESHOLD = 32 << 20  # glibc takes no more
 _KEPT_BYTES = 256 << 20  # free memory at the end of a heap that is not worth returning
 _GROWTH_BYTES = 16 << 20
+
+
+def trim() -> None:
+    """Gives back to the system what is free now. Takes a while where that is much."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
 
 
 @functools.cache

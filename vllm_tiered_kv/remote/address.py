@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_tiered_kv.core.key import CONTENT_BYTES, RankTag
-from vllm_tiered_kv.core.store import NAMESPACE_BYTES, StoreKey
+from vllm_tiered_kv.core.store import NAMESPACE_BYTES, StoreKey, announced_namespace
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.wire.limits import PROTOCOL_VERSION
 from vllm_tiered_kv.wire.messages import Hello
@@ -94,7 +94,7 @@ class EngineIdentity:
         return Hello(
             PROTOCOL_VERSION,
             self.client,
-            self.namespace,
+            announced_namespace(self.namespace),
             self.key_bytes,
             sorted(set(self.block_bytes)),
             self.layout,

@@ -6,10 +6,13 @@ of the memory tier.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm_tiered_kv.core.arena_geometry import default_slab
 from vllm_tiered_kv.device.shared_arena import PAGE
+from vllm_tiered_kv.errors import ConfigError
+from vllm_tiered_kv.option_values import format_size
+from vllm_tiered_kv.wire.limits import MAX_HEADER_BYTES
 from vllm_tiered_kv.wire.messages import Limits
 
 _MESSAGE_BYTES = 64 << 20
@@ -28,8 +31,7 @@ class Allowances:
     leases: int  # blocks lent and reserved
     loans: int  # of these, blocks lent with a lookup: nobody may ever come to read them
     requests_per_session: int = 256  # under way
-    request_bytes_per_session: int = 16 << 20  # of their headers: keys are kept meanwhile
-    request_bytes: int = 128 << 20  # of all of them
+    network: int = 2 << 30  # messages of all clients, beside the memory tier
     queued_replies_per_session: int = 1024  # that the client does not take
     attachments: int = 256  # processes that share the memory
     namespaces: int = 4096
@@ -48,6 +50,22 @@ class Allowances:
             leases=memory_bytes // 2,
             loans=memory_bytes // 4,
         )
+
+    def within(self, network: int) -> Allowances:
+        """The same with so much for messages. ConfigError where that is too little."""
+        least = 4 * (self.message + MAX_HEADER_BYTES)
+        if network < least:
+            raise ConfigError(
+                "network_memory",
+                f"{format_size(network)} are too little for four messages of "
+                f"{format_size(self.message)}; give it at least {format_size(least)}",
+            )
+        return replace(self, network=network, puts=min(self.puts, network // 2))
+
+    @property
+    def requests_per_client(self) -> int:
+        """What requests of one client that are under way may take up."""
+        return self.network // 8
 
     def announced(self) -> Limits:
         return Limits(message_bytes=self.message)

@@ -15,7 +15,7 @@ from typing import Any
 import zmq
 
 from vllm_tiered_kv import __version__
-from vllm_tiered_kv.core.store import NAMESPACE_BYTES
+from vllm_tiered_kv.core.store import key_prefix
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
@@ -42,6 +42,7 @@ from vllm_tiered_kv.server.leases import Leases
 from vllm_tiered_kv.server.link_calls import LinkCalls
 from vllm_tiered_kv.server.lower_tiers import Unwritten
 from vllm_tiered_kv.server.namespaces import Namespaces
+from vllm_tiered_kv.server.network_memory import NetworkMemory
 from vllm_tiered_kv.server.options import ServerOptions, quota_of
 from vllm_tiered_kv.server.outbox import Outbox
 from vllm_tiered_kv.server.pin_handlers import PinHandlers
@@ -57,6 +58,7 @@ _IDLE_SESSION_S = 24 * 3600.0
 _LAST_REPLIES_S = 10.0  # for replies under way when the daemon is told to stop
 _LOOK_FOR_THREAD_S = 1.0  # where none is to be had
 _SLOW_LOOP_S = 15.0
+_MORE_CONNECTIONS = 1024  # than sessions: they come before, and stay for a while after them
 
 
 class Daemon:
@@ -77,12 +79,20 @@ class Daemon:
         self.options = options
         self._recorder = Recorder()
         self._reactor = Reactor()
-        self._allowances = Allowances.of_memory(options.memory)
+        self._allowances = Allowances.of_memory(options.memory).within(options.network_memory)
         self._instance = secrets.token_bytes(16)
         keep_large_buffers()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(options.io_threads)
+        self._network = NetworkMemory(
+            self._allowances.network, self._allowances.requests_per_client
+        )
         self._connections = Connections(
-            self._reactor, self._context, self._allowances, for_connections()
+            self._reactor,
+            self._context,
+            self._allowances,
+            self._network,
+            min(for_connections(), options.max_sessions + _MORE_CONNECTIONS),
+            options.stall_timeout,
         )
         self._path_locks: list[SocketPathLock] = []
         self._listeners: list[Listener] = []
@@ -105,8 +115,9 @@ class Daemon:
         self._store.collect_with(reactor.watch)
         memory = self._store.memory
         self._outbox = Outbox(
-            reactor, memory, self._allowances, self._recorder, options.stall_timeout
+            reactor, memory, self._allowances, self._recorder, self._network, options.stall_timeout
         )
+        self._outbox.cut_off = self._connections.cut_off
         self._leases = Leases(memory, self._allowances)
         self._pins = Pins(memory, self._allowances)
         folder = Path(options.ssd) if options.ssd else None
@@ -118,6 +129,7 @@ class Daemon:
             self._outbox,
             self._allowances,
             self._recorder,
+            self._network,
             ArenaHandlers(reactor, self._store, self._leases, self._recorder),
             PinHandlers(reactor, self._store, self._pins),
             self.info,
@@ -141,6 +153,7 @@ class Daemon:
             self._namespaces,
             self._leases,
             self._connections,
+            self._network,
             clients,
             self._allowances,
             self._recorder,
@@ -183,8 +196,7 @@ class Daemon:
             self._listeners.append(listener)
             if listener.is_local:
                 self._arena_sockets.append(bind_arena_socket(listener.endpoint))
-            else:
-                self._connections.watch(listener)
+            self._connections.watch(listener)
         return clients
 
     # ---- life -----------------------------------------------------------------------------------
@@ -320,6 +332,7 @@ class Daemon:
         yield names.PINNED_BYTES, (), self._pins.held_bytes
         yield names.REPLY_BYTES, (), self._outbox.claimed_bytes
         yield names.PUT_BYTES, (), self._handlers.put_bytes
+        yield names.NETWORK_BYTES, (), self._network.total
 
     def _sick(self) -> str | None:
         if self._stopping:
@@ -328,10 +341,10 @@ class Daemon:
         return f"not responding for {behind:.0f} s" if behind > _SLOW_LOOP_S else None
 
     def _set_quotas(self, namespace: bytes) -> None:
-        owner = namespace[:NAMESPACE_BYTES]
-        quota = quota_of(self.options.memory_quota, namespace)
+        owner = key_prefix(namespace)
+        quota = quota_of(self.options.memory_quota, owner)
         if quota is not None:
             self._store.memory.set_quota(owner, quota)
-        quota = quota_of(self.options.ssd_quota, namespace)
+        quota = quota_of(self.options.ssd_quota, owner)
         if quota is not None:
             self._store.set_ssd_quota(owner, quota)

@@ -24,9 +24,9 @@ from vllm_tiered_kv.server.handlers import Handlers
 from vllm_tiered_kv.server.intake import Intake
 from vllm_tiered_kv.server.leases import Leases
 from vllm_tiered_kv.server.namespaces import Namespaces
+from vllm_tiered_kv.server.network_memory import NetworkMemory, request_cost
 from vllm_tiered_kv.server.outbox import Outbox
 from vllm_tiered_kv.server.reactor import Reactor
-from vllm_tiered_kv.server.request_room import RequestRoom
 from vllm_tiered_kv.server.sessions import Listener, Peer, Session, Sessions
 from vllm_tiered_kv.wire.frames import split
 from vllm_tiered_kv.wire.messages import (
@@ -59,6 +59,7 @@ class Gateway:
         namespaces: Namespaces,
         leases: Leases,
         connections: Connections,
+        network: NetworkMemory,
         clients: Clients | None,
         allowances: Allowances,
         recorder: Recorder,
@@ -74,12 +75,14 @@ class Gateway:
         self._connections = connections
         self._clients = clients
         self._allowances = allowances
-        self._room = RequestRoom(allowances)
+        self._network = network
         self._recorder = recorder
         self._instance = instance
         self._capabilities = list(capabilities)
         self.is_closing = False
         outbox.on_gone = self._gone
+        connections.on_cut_off = self._gone
+        connections.on_closed = outbox.forget
 
     def serve(self, listener: Listener) -> None:
         intake = Intake(listener.socket)
@@ -118,7 +121,8 @@ class Gateway:
             if session is None:
                 raise ProtocolError(ErrorCode.NO_HELLO, "say hello first")
             session.require_room(self._allowances.requests_per_session)
-            self._room.take(session, len(header))
+            cost = request_cost(len(header), request)
+            self._network.take(peer, cost)
         except ProtocolError as error:
             raise ProtocolError(error.code, error.message, request_id, request.op) from None
         call = Call(
@@ -128,7 +132,7 @@ class Gateway:
             self._outbox,
             self._reactor,
             self._recorder,
-            partial(self._room.give_back, session, len(header)),
+            partial(self._network.give_back, peer, cost),
         )
         self._handlers.serve(call, request, payload)
 

@@ -15,6 +15,7 @@ from vllm_tiered_kv.server.allowances import Allowances
 from vllm_tiered_kv.server.arena_handlers import ArenaHandlers
 from vllm_tiered_kv.server.call import Call
 from vllm_tiered_kv.server.locator import Located
+from vllm_tiered_kv.server.network_memory import NetworkMemory
 from vllm_tiered_kv.server.outbox import Outbox
 from vllm_tiered_kv.server.pin_handlers import PinHandlers
 from vllm_tiered_kv.server.reactor import Reactor
@@ -69,6 +70,7 @@ class Handlers:
         outbox: Outbox,
         allowances: Allowances,
         recorder: Recorder,
+        network: NetworkMemory,
         arena: ArenaHandlers,
         pins: PinHandlers,
         info: Facts,
@@ -78,6 +80,7 @@ class Handlers:
         self._store = store
         self._allowances = allowances
         self._recorder = recorder
+        self._network = network
         self.transfers = Transfers(reactor, store, outbox, allowances.message)
         self._pins = pins
         self._info = info
@@ -166,11 +169,13 @@ class Handlers:
             )
         ]
         self.put_bytes += total
+        self._network.hold(session.peer, total)
         uncopied = [total]
 
         def forget() -> None:
             if uncopied:
                 self.put_bytes -= uncopied.pop()
+                self._network.release(session.peer, total)
 
         def copied() -> None:
             self._reactor.hand_over(forget)

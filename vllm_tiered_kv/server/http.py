@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import socket
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -13,8 +16,9 @@ from vllm_tiered_kv.server.endpoints import is_loopback, is_port
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE_S = 5.0  # for a client to say what it wants
-_AT_ONCE = 16  # connections; further ones are closed
+_PATIENCE_S = 5.0  # with a client, from its connection to its answer
+_LOOK_S = 0.5
+_AT_ONCE = 64  # connections; the oldest is closed for a new one
 
 
 class HttpServer:
@@ -37,7 +41,7 @@ class HttpServer:
             ) from error
         self.address = f"{host}:{self._server.server_address[1]}"
         self._thread = threading.Thread(
-            target=self._server.serve_forever, name="tiered-kv-http", daemon=True
+            target=self._server.serve_forever, args=(_LOOK_S,), name="tiered-kv-http", daemon=True
         )
         self._thread.start()
 
@@ -64,27 +68,43 @@ def _health(sick: str | None) -> tuple[int, str]:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
-    request_queue_size = 16
+    request_queue_size = 128
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
         super().__init__(address, handler)
-        self._places = threading.BoundedSemaphore(_AT_ONCE)
+        self._since: dict[socket.socket, float] = {}  # connections, the oldest first
+        self._lock = threading.Lock()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._places.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
+        """Whoever asks does so at once: those that say nothing make room for it."""
+        with self._lock:
+            while len(self._since) >= _AT_ONCE:
+                self._end(next(iter(self._since)))
+            self._since[request] = time.monotonic()
         try:
             super().process_request(request, client_address)
-        except BaseException:  # no thread is to be had, which would give the place back
-            self._places.release()
+        except BaseException:  # no thread is to be had
+            with self._lock:
+                self._since.pop(request, None)
             raise
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._places.release()
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:  # before its descriptor becomes another's
+            self._since.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Every now and then: a client that says something again and again may not go on so."""
+        limit = time.monotonic() - _PATIENCE_S
+        with self._lock:
+            for request in [one for one, since in self._since.items() if since < limit]:
+                self._end(request)
+
+    def _end(self, request: socket.socket) -> None:
+        """Its thread finds out, and closes it."""
+        del self._since[request]
+        with contextlib.suppress(OSError):  # closed by its client already
+            request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         logger.debug("an HTTP client failed", exc_info=True)
@@ -98,7 +118,13 @@ def _handler(
         server_version = "tiered-kv-server"
         sys_version = ""
 
+        def do_HEAD(self) -> None:
+            self._answer(with_body=False)
+
         def do_GET(self) -> None:
+            self._answer(with_body=True)
+
+        def _answer(self, with_body: bool) -> None:
             page = pages.get(self.path.partition("?")[0])
             status, text = (404, "try /metrics or /healthz\n") if page is None else page()
             body = text.encode()
@@ -107,7 +133,8 @@ def _handler(
             self.send_header("Content-Length", str(len(body)))
             self.send_header("Connection", "close")
             self.end_headers()
-            self.wfile.write(body)
+            if with_body:
+                self.wfile.write(body)
 
         def log_message(self, format: str, *args: Any) -> None:
             logger.debug("http: " + format, *args)

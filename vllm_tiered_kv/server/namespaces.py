@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from vllm_tiered_kv.core.store import key_prefix
 from vllm_tiered_kv.errors import ErrorCode, ProtocolError
 from vllm_tiered_kv.server.namespace_file import FILE, NamespaceFile, Shape, read
 from vllm_tiered_kv.wire.messages import Hello
@@ -55,7 +56,7 @@ class Namespaces:
             self._met.add(hello.namespace)
             logger.info(
                 "namespace %s: %r, blocks of %s bytes",
-                hello.namespace.hex(),
+                key_prefix(hello.namespace).hex(),  # as quotas name it
                 hello.client,
                 sorted(self._shapes[hello.namespace].block_bytes),
             )

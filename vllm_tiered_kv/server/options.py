@@ -176,11 +176,18 @@ class ServerOptions:
         low=1,
         high=1 << 20,
     )
+    network_memory: int = _option(
+        2 << 30,
+        "size",
+        "The most that messages of all clients take up beside `memory`: those that are being "
+        "received, requests that wait for their answer, and replies that are not taken. When it is "
+        "used up, clients that take up the most are refused or disconnected.",
+    )
     stall_timeout: int = _option(
         30,
         "duration",
-        "A client that takes none of its replies for so long is disconnected; over `ipc://` it has "
-        "to say hello again.",
+        "A client that takes none of its replies for so long is disconnected, and so is one over "
+        "tcp that sends nothing more of a message it has begun.",
         low=1,
     )
     log_level: LogLevel = _option(LogLevel.INFO, "choice", "How much is logged, to stderr.")

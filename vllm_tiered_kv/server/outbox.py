@@ -4,9 +4,9 @@ Payload is sent from where it lies: zmq refers to the memory until the bytes are
 a block is let go only when zmq has let go of the view of it that it was given. A weak reference
 tells; a MessageTracker would, too, but costs more than the frame. Only very little of the payload
 is copied instead. A client that stops reading therefore pins what it asked for. How much that can
-be is bounded per client and in total by *claims*, which are made before a block is fetched. A tcp
-client that reads nothing for the stall timeout is disconnected by the kernel (TCP_USER_TIMEOUT),
-which ends zmq's references.
+be is bounded per client and in total by *claims*, which are made before a block is fetched. A
+client that reads nothing for the stall timeout is disconnected, over tcp by the kernel
+(TCP_USER_TIMEOUT), which ends zmq's references.
 
 Should zmq lose a message together with a connection, it would never say that it is done. So once a
 client is known to be gone, what was under way to it is let go after a while all the same: whatever
@@ -28,6 +28,7 @@ from vllm_tiered_kv.errors import ErrorCode
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.allowances import Allowances
+from vllm_tiered_kv.server.network_memory import NetworkMemory
 from vllm_tiered_kv.server.reactor import Reactor
 from vllm_tiered_kv.server.sessions import Peer
 from vllm_tiered_kv.stores.held import Held
@@ -37,6 +38,8 @@ from vllm_tiered_kv.wire.messages import UNREADABLE_ID, ErrorReply, encode_reply
 logger = logging.getLogger(__name__)
 
 _COPY_BYTES = 64 << 10  # so little is copied: keeping track of it would cost more
+_TRACK_BYTES = 256 << 10  # after so much was copied for a client, it is seen whether it is taken
+_MESSAGE_BYTES = 512  # of a message, beside its bytes
 _SOONEST_LOOK_S = 0.001
 _LATEST_LOOK_S = 0.05
 _PROBE = encode_reply(
@@ -55,6 +58,11 @@ class _Message:
     payload: Sequence[Held]
     lost: Callable[[], None] | None
 
+    @property
+    def nbytes(self) -> int:
+        """Without the blocks it refers to."""
+        return _MESSAGE_BYTES + len(self.header)
+
 
 @dataclass(slots=True)
 class _Line:
@@ -62,7 +70,9 @@ class _Line:
 
     claimed: int = 0  # bytes fetched, or to be, and not yet let go
     waiting: deque[_Message] = field(default_factory=deque)  # zmq does not take it yet
-    in_zmq: deque[tuple[_View, Held]] = field(default_factory=deque)
+    in_zmq: deque[tuple[_View, Held | None, int]] = field(default_factory=deque)
+    """What zmq was given by reference; a block, or the header of a message; and what was copied for
+    it since the one before, which zmq is done with when it is done with this one."""
     last_progress: float = field(default_factory=time.monotonic)
     last_probe: float = 0.0
 
@@ -89,8 +99,11 @@ class Outbox:
         memory: MemoryStore,
         allowances: Allowances,
         recorder: Recorder,
+        network: NetworkMemory,
         stall_s: float,
     ) -> None:
+        self._network = network
+        self._copied: dict[Peer, int] = {}  # bytes given to zmq since something was by reference
         self._reactor = reactor
         self._memory = memory
         self._allowances = allowances
@@ -107,6 +120,8 @@ class Outbox:
         """Told of a client that has disconnected or takes nothing; `drop` is then called."""
         self.on_room: Callable[[], None] = lambda: None
         """Told when claims have become smaller."""
+        self.cut_off: Callable[[Peer], None] = lambda peer: None
+        """Ends the connection of a client, and with it zmq's references to blocks sent to it."""
         reactor.each_turn(self._look)
         reactor.every(1.0, self._find_stalled)
 
@@ -170,6 +185,7 @@ class Outbox:
             line = self._lines[peer] = _Line()
         if line.waiting or not self._try(peer, line, message):
             line.waiting.append(message)
+            self._network.hold(peer, message.nbytes)
             self._busy.add(peer)
             if len(line.waiting) > self._allowances.queued_replies_per_session:
                 self.on_gone(peer, "it does not take its replies")
@@ -184,9 +200,14 @@ class Outbox:
             return
         waiting, line.waiting = line.waiting, deque()
         for message in waiting:
+            self._network.release(peer, message.nbytes)
             self._give_up(peer, message)
         if line.is_idle:
             self._lines.pop(peer, None)
+
+    def forget(self, peer: Peer) -> None:
+        """Its connection is closed."""
+        self._copied.pop(peer, None)
 
     def _try(self, peer: Peer, line: _Line, message: _Message) -> bool:
         """False when the client must take something first. A client that is gone is told of."""
@@ -203,20 +224,33 @@ class Outbox:
         except zmq.ZMQError as error:
             self._give_up(peer, message)
             if error.errno == zmq.EHOSTUNREACH:
-                self._leave_behind(line)
+                self._leave_behind(peer, line)
                 self.on_gone(peer, "it has disconnected")
             else:
                 logger.warning("a reply could not be sent: %s", error)
             return True
-        socket.send(message.header, zmq.SNDMORE if message.payload else 0)
+        copied = self._copied.get(peer, 0) + message.nbytes + is_small * payload_bytes
+        refers = not is_small or copied > _TRACK_BYTES
+        if refers and is_small:  # zmq sends in order: with this one all before it are gone
+            view = memoryview(message.header)
+            line.in_zmq.append((weakref.ref(view), None, copied))
+            header: zmq.Frame | bytes = zmq.Frame(view, copy=False, copy_threshold=0)
+            del view
+        else:
+            header = message.header
+        self._copied[peer] = 0 if refers else copied
+        socket.send(header, zmq.SNDMORE if message.payload else 0, copy=header is message.header)
+        del header
         for n, frame in enumerate(frames, 1):
             socket.send(frame, zmq.SNDMORE if n < len(frames) else 0, copy=False)
         if not is_small:
-            line.in_zmq.extend(zip(map(weakref.ref, views), message.payload, strict=True))
+            counts = (copied, *[0] * (len(views) - 1))
+            line.in_zmq.extend(zip(map(weakref.ref, views), message.payload, counts, strict=True))
         self._recorder.add(names.BYTES_OUT, len(message.header) + payload_bytes)
         if is_small:
             self.let_go(peer, message.payload)
-        else:
+        if refers:
+            self._network.hold(peer, copied)
             line.last_progress = time.monotonic()
             self._busy.add(peer)
             self._look_after = _SOONEST_LOOK_S
@@ -241,6 +275,7 @@ class Outbox:
                 if not self._try(peer, line, message):
                     line.waiting.appendleft(message)
                     break
+                self._network.release(peer, message.nbytes)
                 line.last_progress = time.monotonic()
             if not line.waiting and not line.in_zmq:
                 self._busy.discard(peer)
@@ -263,8 +298,15 @@ class Outbox:
     def _collect(self, peer: Peer, line: _Line) -> None:
         """Lets go of what zmq is done with."""
         done: list[Held] = []
+        copied = 0
         while line.in_zmq and line.in_zmq[0][0]() is None:
-            done.append(line.in_zmq.popleft()[1])
+            _, block, before = line.in_zmq.popleft()
+            copied += before
+            if block is not None:
+                done.append(block)
+        if copied:
+            line.last_progress = time.monotonic()
+            self._network.release(peer, copied)
         if done:
             line.last_progress = time.monotonic()
             self._memory.let_go(done)
@@ -274,27 +316,32 @@ class Outbox:
             self._freed = True
 
     def _find_stalled(self) -> None:
-        """The kernel watches tcp clients; a local one keeps its memory but not its session."""
+        """The kernel watches tcp clients, which may be slow; a local one that takes nothing is
+        stopped. Without its connection it holds no blocks that were sent to it."""
         now = time.monotonic()
         limit = now - self._stall_s
         for peer in list(self._busy):
             line = self._lines.get(peer)
             if line is None or line.last_progress >= limit:
                 continue
-            if line.waiting:
+            if line.waiting or peer.listener.is_local:
+                self.cut_off(peer)
                 self.on_gone(peer, f"it has taken nothing for {self._stall_s:g} s")
             elif line.last_probe < limit:
                 line.last_probe = now
                 self.send(peer, _PROBE)  # only a client that is there can be sent something
         self._clear_leftovers(now)
 
-    def _leave_behind(self, line: _Line) -> None:
+    def _leave_behind(self, peer: Peer, line: _Line) -> None:
         """The client is gone: what zmq has is of no use to anybody."""
         until = time.monotonic() + _GRACE_S
         while line.in_zmq:
-            view, block = line.in_zmq.popleft()
-            line.claimed -= block.nbytes
-            self._leftovers.append(_Leftover(view, block, until))
+            view, block, copied = line.in_zmq.popleft()
+            if copied:
+                self._network.release(peer, copied)
+            if block is not None:
+                line.claimed -= block.nbytes
+                self._leftovers.append(_Leftover(view, block, until))
 
     def _clear_leftovers(self, now: float) -> None:
         kept: list[_Leftover] = []

@@ -6,11 +6,11 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, cast
 
 import zmq
 
-from vllm_tiered_kv.core.store import NAMESPACE_BYTES, StoreKey
+from vllm_tiered_kv.core.store import StoreKey, key_prefix
 from vllm_tiered_kv.errors import ErrorCode, ProtocolError
 from vllm_tiered_kv.server.leases import Attachment
 from vllm_tiered_kv.server.namespace_file import Shape
@@ -27,9 +27,9 @@ class Listener:
     is_local: bool  # over ipc://
 
 
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """A client's socket as zmq knows it."""
+class Peer(NamedTuple):
+    """A client's socket as zmq knows it. A tuple: it is looked up some twenty times for a message,
+    and the hash of a dataclass is Python code."""
 
     listener: Listener
     identity: bytes
@@ -47,22 +47,25 @@ class Session:
     session_id: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     last_seen: float = field(default_factory=time.monotonic)
     under_way: int = 0  # requests not yet answered
-    under_way_bytes: int = 0  # of their headers
     is_open: bool = True
+    _prefix: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._prefix = key_prefix(self.namespace)
 
     @property
     def largest_block(self) -> int:
         return max(self.shape.block_bytes, default=1)
 
     def key(self, wire_key: bytes) -> StoreKey:
-        return StoreKey(self.namespace[:NAMESPACE_BYTES] + wire_key)
+        return StoreKey(self._prefix + wire_key)
 
     def keys(self, width: int, wire_keys: list[bytes]) -> list[StoreKey]:
         self.require_width(width)
         return self.prefixed(wire_keys)
 
     def prefixed(self, wire_keys: list[bytes]) -> list[StoreKey]:
-        prefix = self.namespace[:NAMESPACE_BYTES]
+        prefix = self._prefix
         return cast("list[StoreKey]", [prefix + key for key in wire_keys])
 
     def parents(self, wire_keys: list[bytes | None]) -> list[StoreKey | None]:

@@ -1,0 +1,173 @@
+"""What eight client processes get of one daemon, beside a bare zmq ROUTER that sends as many bytes.
+
+    python -m benchmarks.daemon_clients --out result.json
+
+Rounds of the daemon and of the router take turns, so that whatever else the machine does concerns
+both; the result is the median of their ratios. In the rounds of two endpoints one client uses the
+second, all others the first; its share is compared with a client's fair one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from benchmarks import environment
+from tests.daemon.daemon_process import DaemonProcess
+from tests.daemon.raw_client import KEY_BYTES, RawClient, block, key
+from vllm_tiered_kv.wire import messages as wire
+
+CLIENTS = 8
+WARM_S = 0.3
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def bare_router(endpoints: list[str], nbytes: int, stop: Any) -> None:
+    """Answers every message with a header and as many bytes as a block has."""
+    context = zmq.Context(8)
+    poller = zmq.Poller()
+    for endpoint in endpoints:
+        router = context.socket(zmq.ROUTER)
+        router.linger = 0
+        router.bind(endpoint)
+        poller.register(router, zmq.POLLIN)
+    payload = bytes(nbytes)
+    while not stop.is_set():
+        for router, _ in poller.poll(100):
+            for _ in range(32):
+                try:
+                    identity, header = router.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                router.send_multipart([identity, header, payload], copy=nbytes <= 65536)
+    context.destroy(linger=0)
+
+
+def ask(endpoint: str, nbytes: int, depth: int, go: Any, stop: Any, done: Any) -> None:
+    """Has `depth` requests under way; counts the answers."""
+    with RawClient(endpoint) as client:
+        is_daemon = "bare" not in endpoint
+        if is_daemon:
+            client.hello(block_bytes=[nbytes])
+        request = wire.Get(KEY_BYTES, [key(0)], False)
+        go.wait()  # for all of them
+        for _ in range(depth):
+            client.send(request)
+        while not stop.is_set():
+            if client.socket.poll(100):
+                client.socket.recv_multipart(copy=False)
+                done.value += 1
+                client.send(request)
+
+
+@contextmanager
+def clients(endpoints: list[str], nbytes: int, depth: int) -> Iterator[Any]:
+    go, stop = SPAWN.Barrier(len(endpoints) + 1), SPAWN.Event()
+    counts: list[Synchronized[int]] = [SPAWN.Value("q", 0, lock=False) for _ in endpoints]
+    processes = [
+        SPAWN.Process(target=ask, args=(one, nbytes, depth, go, stop, count))
+        for one, count in zip(endpoints, counts, strict=True)
+    ]
+    for process in processes:
+        process.start()
+    go.wait()
+    try:
+        yield counts
+    finally:
+        stop.set()
+        for process in processes:
+            process.join()
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of a process so far. What it needs for a request depends less on what else the machine does
+    than its speed."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def measure(nbytes: int, depth: int, rounds: int, seconds: float) -> dict[str, Any]:
+    names = ("daemon", "bare", "daemon_two", "bare_two")
+    results: dict[str, list[list[float]]] = {name: [] for name in names}
+    cpus: dict[str, list[float]] = {name: [] for name in names}
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:
+        own = Path(folder) / "daemon"
+        own.mkdir()
+        bare = [f"ipc://{folder}/bare{n}" for n in range(2)]
+        stop = SPAWN.Event()
+        router = SPAWN.Process(target=bare_router, args=(bare, nbytes, stop))
+        router.start()
+        second = f"ipc://{folder}/second"
+        with DaemonProcess(own, "--memory", "1GiB", "--listen", second) as daemon:
+            first = daemon.ipc
+            with RawClient(first) as client:
+                client.hello(block_bytes=[nbytes])
+                client.put({key(0): block(0, nbytes)})
+            for _ in range(rounds):
+                for name, one, other in (
+                    ("daemon", first, first),
+                    ("bare", bare[0], bare[0]),
+                    ("daemon_two", first, second),
+                    ("bare_two", bare[0], bare[1]),
+                ):
+                    pid = daemon.pid if name.startswith("daemon") else router.pid
+                    assert pid is not None
+                    with clients([one] * (CLIENTS - 1) + [other], nbytes, depth) as counts:
+                        time.sleep(WARM_S)
+                        before = [count.value for count in counts]
+                        cpu = cpu_seconds(pid)
+                        time.sleep(seconds)
+                        done = [
+                            count.value - start for count, start in zip(counts, before, strict=True)
+                        ]
+                        cpus[name].append((cpu_seconds(pid) - cpu) / max(1, sum(done)) * 1e6)
+                        results[name].append([count / seconds for count in done])
+        stop.set()
+        router.join()
+    ratios = [sum(a) / sum(b) for a, b in zip(results["daemon"], results["bare"], strict=True)]
+    shares = {
+        name: [one[-1] / (sum(one) / CLIENTS) for one in results[name]]
+        for name in ("daemon_two", "bare_two")
+    }
+    return {
+        "nbytes": nbytes,
+        "depth": depth,
+        "requests_per_s": {name: [round(sum(one)) for one in results[name]] for name in names},
+        "cpu_us_per_request": {name: round(statistics.median(cpus[name])) for name in names},
+        "of_bare_zmq": statistics.median(ratios),
+        "of_fair_share": statistics.median(shares["daemon_two"]),
+        "of_fair_share_bare": statistics.median(shares["bare_two"]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[4096, 65536, 1 << 20])
+    parser.add_argument("--depth", type=int, default=4, help="requests under way of a client")
+    given = parser.parse_args()
+    found = [measure(size, given.depth, given.rounds, given.seconds) for size in given.sizes]
+    result = {"environment": environment.describe(), "clients": CLIENTS, "results": found}
+    text = json.dumps(result, indent=1)
+    if given.out:
+        given.out.write_text(text + "\n")
+    for one in found:
+        print(json.dumps(one))
+
+
+if __name__ == "__main__":
+    main()

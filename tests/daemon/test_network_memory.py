@@ -1,0 +1,174 @@
+"""What messages of all clients together may take up, beside the memory tier."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import pytest
+import zmq
+
+from tests.daemon.conftest import Connect, StartDaemon
+from tests.daemon.daemon_process import DaemonProcess
+from tests.daemon.raw_client import KEY_BYTES, RawClient, block, blocks, key, wire
+from tests.daemon.zmtp import ZmtpClient
+from tests.patience import eventually
+from vllm_tiered_kv.core.store import PutResult
+from vllm_tiered_kv.errors import ConfigError, ErrorCode, ProtocolError
+from vllm_tiered_kv.server.allowances import Allowances
+from vllm_tiered_kv.server.network_memory import NetworkMemory, request_cost
+from vllm_tiered_kv.server.sessions import Listener, Peer
+
+MIB = 1 << 20
+LIMIT = ("--memory", "32MiB", "--network-memory", "64MiB")
+TOO_MUCH = "messages take up more than network_memory"
+LISTENER = Listener(zmq.Context.instance().socket(zmq.ROUTER), "tcp://", is_local=False)
+LISTENER.socket.close()
+
+
+def peer(n: int) -> Peer:
+    return Peer(LISTENER, bytes([n]))
+
+
+@pytest.fixture
+def network() -> NetworkMemory:
+    return NetworkMemory(most=100, most_requests=40)
+
+
+def assert_refused(network: NetworkMemory, who: Peer, nbytes: int) -> None:
+    before = network.total
+    with pytest.raises(ProtocolError) as refused:
+        network.take(who, nbytes)
+    assert refused.value.code is ErrorCode.UNAVAILABLE
+    assert network.total == before
+
+
+def test_requests_of_a_client_have_a_share_and_one_is_always_taken(network: NetworkMemory) -> None:
+    network.take(peer(1), 30)
+    network.take(peer(1), 10)
+    assert_refused(network, peer(1), 1)
+    network.take(peer(2), 50)
+    assert_refused(network, peer(2), 1)
+    network.give_back(peer(1), 30)
+    network.take(peer(1), 1)
+
+
+def test_who_takes_up_the_most_gives_way_to_who_takes_up_less(network: NetworkMemory) -> None:
+    told: list[int] = []
+    network.on_excess = lambda: told.append(network.total)
+    for n in range(3):
+        network.take(peer(n), 30)
+    assert_refused(network, peer(3), 31)  # itself the largest
+    assert_refused(network, peer(2), 11)
+    assert not told
+    network.take(peer(3), 20)
+    assert told == [110]
+    network.leave(peer(0))
+    assert network.total == 80
+    network.give_back(peer(0), 30)
+    assert network.total == 80
+
+
+def test_one_that_connects_again_counts_again(network: NetworkMemory) -> None:
+    network.hold(peer(1), 60)
+    network.leave(peer(1))
+    network.hold(peer(1), 20)
+    assert network.total == 0
+    network.come_back(peer(1))
+    assert network.total == network.held_by(peer(1)) == 80
+    network.release(peer(1), 80)
+    assert network.total == 0
+
+
+def test_keys_cost_what_their_objects_take_up() -> None:
+    keys = [bytes([n % 256]) for n in range(1000)]
+    request = wire.Get(1, keys, True)
+    assert request_cost(1000, request) > 1000 * 64
+
+
+def test_an_option_that_leaves_no_room_for_messages_is_refused() -> None:
+    with pytest.raises(ConfigError, match="network_memory"):
+        Allowances.of_memory(1 << 30).within(128 * MIB)
+
+
+def begin(daemon: DaemonProcess, nbytes: int) -> ZmtpClient:
+    """A message that has no end yet."""
+    one = ZmtpClient(daemon.endpoint)
+    part = b"\x03" + MIB.to_bytes(8, "big") + bytes(MIB)
+    for _ in range(nbytes // MIB):
+        with contextlib.suppress(ConnectionError):
+            one.send(part)
+    return one
+
+
+def test_messages_without_an_end_have_a_limit_together(
+    start: StartDaemon, connect: Connect
+) -> None:
+    daemon = start(*LIMIT)
+    honest = connect(daemon.endpoint)
+    before = daemon.rss_bytes()
+    with contextlib.ExitStack() as held:
+        for _ in range(12):
+            held.enter_context(begin(daemon, 16 * MIB))  # each by itself could be a message
+            assert honest.put(blocks(1)) in ([PutResult.STORED], [PutResult.PRESENT])
+            time.sleep(0.05)
+        eventually(lambda: TOO_MUCH in daemon.logs)
+        eventually(lambda: honest.stats()["network_bytes"] <= 64 * MIB)
+        assert daemon.rss_bytes() - before < 200 * MIB
+        assert honest.get([key(0)]) == blocks(1)
+
+
+def test_a_message_that_does_not_go_on_is_cut_off(start: StartDaemon, connect: Connect) -> None:
+    daemon = start(*LIMIT, "--stall-timeout", "1s")
+    honest = connect(daemon.endpoint)
+    client = ZmtpClient(daemon.endpoint)
+    with client:
+        hello = wire.encode_request(
+            1, wire.Hello(1, "slow", bytes(32), KEY_BYTES, [4096], "test", b"")
+        )
+        client.send(bytes([0, len(hello)]) + hello)
+        client.receive()
+        client.send(b"\x03" + (8192).to_bytes(8, "big") + bytes(8192))
+        eventually(client.is_cut_off)
+        eventually(lambda: "nothing more of a message for 1 s" in daemon.logs)
+    assert honest.put(blocks(1)) == [PutResult.STORED]
+
+
+@pytest.mark.parametrize("over", ["tcp", "ipc"])
+def test_requests_of_many_clients_have_a_limit_together(
+    start: StartDaemon, connect: Connect, over: str
+) -> None:
+    """Gets whose replies nobody takes keep their keys."""
+    daemon = start(*LIMIT)
+    endpoint = daemon.endpoint if over == "tcp" else daemon.ipc
+    honest = connect(daemon.endpoint, block_bytes=[MIB])
+    honest.put({key(0): block(0, MIB)})
+    before = daemon.rss_bytes()
+    many = wire.Get(KEY_BYTES, [key(0)] * 65536, True)
+    with contextlib.ExitStack() as held:
+        for _ in range(10):
+            stalled = held.enter_context(RawClient(endpoint, rcvhwm=1, rcvbuf=65536))
+            stalled.hello(block_bytes=[MIB])
+            stalled.send(many)
+            assert honest.get([key(0)]) == {key(0): block(0, MIB)}
+        eventually(lambda: TOO_MUCH in daemon.logs)
+        eventually(lambda: honest.stats()["network_bytes"] <= 64 * MIB)
+        assert daemon.rss_bytes() - before < 150 * MIB
+        assert honest.get([key(0)]) == {key(0): block(0, MIB)}
+
+
+def test_replies_that_are_not_taken_have_a_limit(start: StartDaemon, connect: Connect) -> None:
+    """Also those that zmq has a copy of."""
+    daemon = start(*LIMIT)
+    honest = connect(daemon.endpoint, block_bytes=[60000])
+    wanted = {key(0): block(0, 60000)}
+    honest.put(wanted)
+    with contextlib.ExitStack() as held:
+        for _ in range(40):
+            mute = held.enter_context(RawClient(daemon.endpoint, rcvhwm=1, rcvbuf=4096))
+            mute.hello(block_bytes=[60000])
+            for _ in range(100):
+                mute.send(wire.Get(KEY_BYTES, [key(0)], False))
+        eventually(lambda: TOO_MUCH in daemon.logs)
+        eventually(lambda: honest.stats()["network_bytes"] <= 64 * MIB)
+        assert honest.get([key(0)]) == wanted
