@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_tiered_kv.stores.ssd.disk import open_file
+
 logger = logging.getLogger(__name__)
 
 FILE = "namespaces.json"
@@ -91,7 +93,9 @@ class NamespaceFile:
 
 def _write(path: Path, shapes: dict[bytes, Shape]) -> None:
     temporary = path.with_suffix(".tmp")
-    with open(temporary, "w") as file:
+    # As private as the blocks beside it, and no link that somebody else has put there.
+    with os.fdopen(open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
+        os.fchmod(file.fileno(), 0o600)
         file.writelines(_lines(shapes))
         file.flush()
         os.fsync(file.fileno())
@@ -122,7 +126,8 @@ def read(path: Path) -> dict[bytes, Shape]:
     """Without the file, or with a damaged one, it starts from nothing."""
     with contextlib.suppress(FileNotFoundError):
         try:
-            content: Any = json.loads(path.read_text())
+            with os.fdopen(open_file(path, os.O_RDONLY)) as file:
+                content: Any = json.load(file)
             if content["version"] != _VERSION:
                 raise ValueError(f"version {content['version']} is not known here")
             return {

@@ -362,7 +362,13 @@ class TieredStore:
             try:
                 self._fills.settle()
                 wait(self._ending.copy())
-                failed = [str(left) for left in self._lower.flush() if left.has_failed]
+                # An SSD that has no room evicts; a folder that has none, as on a full file system,
+                # takes nothing more.
+                failed = [
+                    str(left)
+                    for left in self._lower.flush()
+                    if left.has_failed or left.tier == _BACKING
+                ]
             except Exception:
                 logger.exception("flushing failed")
                 failed = ["the daemon failed; its log says why"]
@@ -399,7 +405,7 @@ class TieredStore:
         """Ends what is under way and writes everything to the slower tiers; what could not be
         written. Nothing may be asked of this store meanwhile or afterwards."""
         self._end_threads()
-        return self._lower.flush(progress)
+        return self._lower.flush(progress, is_last=True)
 
     def close(self) -> bool:
         """False where the backing store hangs, and threads with it that nobody can end."""

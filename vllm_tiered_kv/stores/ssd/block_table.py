@@ -14,7 +14,7 @@ from pathlib import Path
 
 from vllm_tiered_kv.cache.durable_index import DurableIndex
 from vllm_tiered_kv.core.arena_geometry import SlabGeometry, aligned
-from vllm_tiered_kv.core.store import BlockFacts, PutItem, PutResult, StoreKey
+from vllm_tiered_kv.core.store import BlockFacts, OnLost, PutItem, PutResult, StoreKey
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.stores.slab_owner import HasQuota, owner_of
 from vllm_tiered_kv.stores.ssd.budget import Budget
@@ -54,6 +54,7 @@ class BlockTable:
         self.index = DurableIndex(self.geometry, eviction, self._on_evict, self._on_leave)
         self.records: dict[int, bytes] = {}  # by slot
         self.live_bytes = 0  # slots of readable blocks
+        self.on_lost: OnLost | None = None
 
     def restore(self, live: LiveBlocks) -> None:
         """Fills an empty table."""
@@ -179,9 +180,14 @@ class BlockTable:
     def retake(self, slots: list[int]) -> None:
         self.index.quarantine_again(slots)
 
-    def lost(self, slots: list[int]) -> None:
+    def lost(self, slots: list[int]) -> int:
+        keys = []
         for slot in slots:
             record = self.records.get(slot)
-            if record is not None:
-                self.forget(slot, record)
-                self._counters.failed_blocks += 1
+            if record is not None and self.forget(slot, record):
+                keys.append(StoreKey(decode(record).key))
+        self._counters.failed_blocks += len(keys)
+        if keys and self.on_lost is not None:
+            self.on_lost(keys)
+            return 0
+        return len(keys)

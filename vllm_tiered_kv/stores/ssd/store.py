@@ -21,6 +21,7 @@ from vllm_tiered_kv.core.store import (
     MAX_KEY_BYTES,
     BlockFacts,
     Durability,
+    OnLost,
     PutItem,
     PutResult,
     StoreKey,
@@ -114,6 +115,15 @@ class SsdStore:
         self.recovery: RecoveryReport = opened.report
         self.recovery.seconds = time.monotonic() - begin
         self._progress(str(self.recovery))
+
+    @property
+    def on_lost(self) -> OnLost:
+        return self._table.on_lost or (lambda keys: None)
+
+    @on_lost.setter
+    def on_lost(self, told: OnLost) -> None:
+        """Without one, the next `flush` is False for what was lost."""
+        self._table.on_lost = told
 
     # ---- questions ----------------------------------------------------------------------------
 
@@ -379,6 +389,12 @@ class SsdStore:
         if not is_durable:
             logger.error("%s: not everything could be made durable", self.folder)
         return is_durable
+
+    def retry(self) -> None:
+        with self._lock:
+            self._backoff.until = 0.0
+            if not self._closed and not self._committer.is_writable:
+                self._committer.wait(self._committer.kick())
 
     def close(self) -> None:
         with self._lock:
