@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -19,7 +20,7 @@ import zmq
 
 from tests.daemon.conftest import Connect, StartDaemon
 from tests.daemon.daemon_process import DaemonProcess
-from tests.daemon.raw_client import RawClient, Refused, block, key, wire
+from tests.daemon.raw_client import NAMESPACE, RawClient, Refused, attach, block, key, wire
 from tests.patience import eventually
 from vllm_tiered_kv.config import Eviction
 from vllm_tiered_kv.errors import ConfigError
@@ -127,7 +128,7 @@ def test_a_wrong_option_is_named(file: dict[str, object], sentence: str) -> None
         (["--memry", "1GiB"], "--memry: unknown argument; did you mean --memory?"),
         (["--ssdspace=1GiB"], "did you mean --ssd-space?"),
         (["stauts", "tcp://127.0.0.1:9527"], "stauts: unknown argument; did you mean status?"),
-        (["--eviction", "lrru"], "did you mean \"lru\"?"),
+        (["--eviction", "lrru"], 'did you mean "lru"?'),
         (["frobnicate"], "frobnicate: unknown argument; --help lists the options"),
         (["--listen", "tcp://0.0.0.0:9527"], "can be reached from other hosts, which needs keys"),
         (["--listen", "tcp://*:9527"], "which needs keys"),
@@ -230,6 +231,15 @@ def test_status(start: StartDaemon, connect: Connect) -> None:
         assert done.returncode == 0
         assert "tiered-kv-server" in done.stdout
         assert "put_blocks             stored 1" in done.stdout
+        row = f"namespace {NAMESPACE.hex()[:16]}  memory 1 blocks, 4.0KiB  'test'"
+        assert row in done.stdout.splitlines()
+    told = json.loads(run("status", daemon.endpoint, "--json").stdout)
+    assert told["info"]["by_namespace"][NAMESPACE.hex()]["memory_blocks"] == 1
+    assert told["stats"]["put_blocks"] == {"stored": 1}
+    attach(daemon.ipc_path, {"protocol": 1, "client": "me\nE forged"}).close()
+    eventually(lambda: "has ended" in daemon.logs)
+    assert "me\\nE forged" in daemon.logs
+    assert "\nE forged" not in daemon.logs
     daemon.kill()
     done = run("status", daemon.endpoint, "--timeout", "0.2")
     assert done.returncode == 1

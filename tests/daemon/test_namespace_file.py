@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 import threading
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from tests.daemon.conftest import Connect, StartDaemon
 from tests.daemon.raw_client import KEY_BYTES, NAMESPACE, wire
 from tests.patience import eventually
+from vllm_tiered_kv.server import namespace_file
 from vllm_tiered_kv.server.namespace_file import FILE, NamespaceFile, Shape, read
 
 MIB = 1 << 20

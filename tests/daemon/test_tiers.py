@@ -181,11 +181,15 @@ def test_the_shape_of_a_namespace_survives_a_restart(
     start: StartDaemon, connect: Connect, folder: Path
 ) -> None:
     daemon = start(*SMALL, "--ssd", str(folder / "ssd"))
-    connect(daemon.endpoint, block_bytes=[SIZE])
+    connect(daemon.endpoint, block_bytes=[SIZE]).put(blocks(3, SIZE))
     assert daemon.terminate() == 0
     known = json.loads((folder / "ssd" / "namespaces.json").read_text())
     assert known["namespaces"][NAMESPACE.hex()]["block_bytes"] == [SIZE]
     daemon.restart()
+    looker = connect(daemon.endpoint, block_bytes=[])
+    [(name, row)] = looker.ask(wire.Info()).facts["by_namespace"].items()
+    assert (name, row["client"]) == (NAMESPACE.hex(), "test")
+    assert (row["ssd_blocks"], row["ssd_bytes"], row["memory_blocks"]) == (3, 3 * SIZE, 0)
     with pytest.raises(Refused) as refused:
         connect(daemon.endpoint, block_bytes=[2 * SIZE])
     assert refused.value.code is ErrorCode.MISMATCH

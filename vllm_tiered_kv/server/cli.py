@@ -217,9 +217,10 @@ def _status(arguments: Sequence[str]) -> int:
     parser.add_argument("--server-key", metavar="FILE", help="the daemon's public key")
     parser.add_argument("--secret-key", metavar="FILE", help="this client's secret key")
     parser.add_argument("--timeout", metavar="SECONDS", default="5")
+    parser.add_argument("--json", action="store_true", help="all of it, for programs")
     given = parser.parse_args(arguments)
     timeout_s = parse_number("--timeout", given.timeout, 0.001, 3600, " seconds")
-    return show_status(given.endpoint, given.server_key, given.secret_key, timeout_s)
+    return show_status(given.endpoint, given.server_key, given.secret_key, timeout_s, given.json)
 
 
 _COMMANDS = {"keygen": _keygen, "verify": _verify, "status": _status}

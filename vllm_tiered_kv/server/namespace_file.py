@@ -31,6 +31,7 @@ class Shape:
     key_bytes: int
     block_bytes: frozenset[int]
     layout: str
+    client: str = ""  # who last said it would write here: an engine names its model
 
 
 class NamespaceFile:
@@ -116,6 +117,7 @@ def _lines(shapes: dict[bytes, Shape]) -> Iterator[str]:
             "key_bytes": shape.key_bytes,
             "block_bytes": sorted(shape.block_bytes),
             "layout": shape.layout,
+            "client": shape.client,
         }
         yield f'{separator}"{name.hex()}": {json.dumps(fields)}'
         separator = ",\n"
@@ -135,6 +137,7 @@ def read(path: Path) -> dict[bytes, Shape]:
                     int(shape["key_bytes"]),
                     frozenset(map(int, shape["block_bytes"])),
                     str(shape["layout"]),
+                    str(shape.get("client", "")),
                 )
                 for name, shape in content["namespaces"].items()
             }

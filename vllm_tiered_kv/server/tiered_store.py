@@ -395,6 +395,13 @@ class TieredStore:
             usages[tier] = store.usage()
         return usages
 
+    def usages_by_namespace(self) -> dict[str, dict[bytes, tuple[int, int]]]:
+        """Blocks and bytes of each namespace, by tier. A backing folder does not know."""
+        usages = {_MEMORY: self.memory.usage_by_namespace()}
+        if self.ssd is not None:
+            usages[_SSD] = self.ssd.usage_by_namespace()
+        return usages
+
     def set_ssd_quota(self, namespace: bytes, quota_bytes: int) -> None:
         if self.ssd is not None:
             self.ssd.set_quota(namespace, quota_bytes)

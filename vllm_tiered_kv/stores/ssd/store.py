@@ -159,6 +159,11 @@ class SsdStore:
                 len(self._table.records), self._table.live_bytes, self._budget.capacity_bytes
             )
 
+    def usage_by_namespace(self) -> dict[bytes, tuple[int, int]]:
+        """Readable blocks and the bytes of their slots, by the first bytes of their keys."""
+        with self._lock:
+            return self._table.by_namespace.snapshot()
+
     def set_quota(self, namespace: bytes, quota_bytes: int) -> None:
         """The most one namespace may hold, in whole slabs and at least one."""
         require_own(namespace_of(StoreKey(namespace)), self._has_quota)
