@@ -5,6 +5,7 @@ The connector's options and the daemon's are read alike, and a wrong value is to
 
 from __future__ import annotations
 
+import difflib
 import enum
 import re
 from typing import TypeVar
@@ -64,8 +65,11 @@ def parse_choice(key: str, value: object, choices: type[_E]) -> _E:
     try:
         return choices(value)
     except ValueError:
-        allowed = ", ".join(f'"{choice.value}"' for choice in choices)
-        raise ConfigError(key, f"{value!r} is not one of {allowed}") from None
+        allowed = [str(choice.value) for choice in choices]
+        close = difflib.get_close_matches(str(value).lower(), allowed, n=1)
+        hint = f'; did you mean "{close[0]}"?' if close else ""
+        listed = ", ".join(f'"{text}"' for text in allowed)
+        raise ConfigError(key, f"{value!r} is not one of {listed}{hint}") from None
 
 
 def parse_bool(key: str, value: object) -> bool:

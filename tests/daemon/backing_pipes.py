@@ -10,9 +10,29 @@ from vllm_tiered_kv.core.store import StoreKey, key_prefix
 from vllm_tiered_kv.stores.shared_dir.settings import SharedDirSettings
 from vllm_tiered_kv.stores.shared_dir.store import SharedDirStore
 
+HUNG_BY_PIPES = (
+    "-c",
+    """
+import os, stat
+from vllm_tiered_kv.server import cli
+from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps
+
+
+def lstat(self, path):
+    status = os.lstat(path)
+    return os.stat_result((stat.S_IFREG, *status[1:])) if stat.S_ISFIFO(status[0]) else status
+
+
+FileOps.open = lambda self, path, flags, mode=0o660: os.open(path, flags | os.O_CLOEXEC, mode)
+FileOps.lstat = lstat
+raise SystemExit(cli.main())
+""",
+)
+"""A daemon that takes pipes for files of a file system that hangs; the real one is not held up."""
+
 
 def hang_at(shared: Path, *numbers: int) -> list[Path]:
-    """Opening these blocks' files does not return: they are pipes nobody writes to."""
+    """Opening these blocks' files does not return to a daemon that is HUNG_BY_PIPES."""
     store = SharedDirStore(SharedDirSettings(str(shared)))
     pipes = []
     for n in numbers:

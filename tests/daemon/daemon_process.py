@@ -23,14 +23,20 @@ class DaemonProcess:
     It listens on a free tcp port and on `folder/kv.sock`. After `restart` both are the same.
     """
 
-    def __init__(self, folder: Path, *arguments: str, listen: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        listen: Sequence[str] | None = None,
+        program: Sequence[str] = ("-m", "vllm_tiered_kv.server.cli"),
+    ) -> None:
         self.folder = folder
         self.arguments = list(arguments)
         self.ipc_path = folder / "kv.sock"
         self._listen = list(
             ["tcp://127.0.0.1:*", f"ipc://{self.ipc_path}"] if listen is None else listen
         )
-        self.program = ["-m", "vllm_tiered_kv.server.cli"]
+        self.program = list(program)
         self._process: subprocess.Popen[bytes] | None = None
         self._log = folder / "daemon.log"
         self._log_start = 0

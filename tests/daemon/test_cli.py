@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -19,9 +20,10 @@ import zmq
 
 from tests.daemon.conftest import Connect, StartDaemon
 from tests.daemon.daemon_process import DaemonProcess
-from tests.daemon.raw_client import RawClient, block, key
+from tests.daemon.raw_client import NAMESPACE, RawClient, Refused, attach, block, key, wire
 from tests.patience import eventually
 from vllm_tiered_kv.config import Eviction
+from vllm_tiered_kv.core.store import key_prefix
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.server.allowances import Allowances
 from vllm_tiered_kv.server.endpoints import bind
@@ -126,6 +128,8 @@ def test_a_wrong_option_is_named(file: dict[str, object], sentence: str) -> None
         (["--memory", "lots"], "--memory: 'lots' is not a size"),
         (["--memry", "1GiB"], "--memry: unknown argument; did you mean --memory?"),
         (["--ssdspace=1GiB"], "did you mean --ssd-space?"),
+        (["stauts", "tcp://127.0.0.1:9527"], "stauts: unknown argument; did you mean status?"),
+        (["--eviction", "lrru"], 'did you mean "lru"?'),
         (["frobnicate"], "frobnicate: unknown argument; --help lists the options"),
         (["--listen", "tcp://0.0.0.0:9527"], "can be reached from other hosts, which needs keys"),
         (["--listen", "tcp://*:9527"], "which needs keys"),
@@ -215,7 +219,7 @@ def test_verify_of_nothing(folder: Path) -> None:
         (folder / "nowhere", "there is no such folder"),
     ):
         done = run("verify", str(where))
-        assert done.returncode == 1
+        assert done.returncode == 2
         assert sentence in done.stderr
         assert "Traceback" not in done.stderr
 
@@ -228,6 +232,15 @@ def test_status(start: StartDaemon, connect: Connect) -> None:
         assert done.returncode == 0
         assert "tiered-kv-server" in done.stdout
         assert "put_blocks             stored 1" in done.stdout
+        row = f"namespace {NAMESPACE.hex()[:16]}  memory 1 blocks, 4.0KiB  'test'"
+        assert row in done.stdout.splitlines()
+    told = json.loads(run("status", daemon.endpoint, "--json").stdout)
+    assert told["info"]["by_namespace"][key_prefix(NAMESPACE).hex()]["memory_blocks"] == 1
+    assert told["stats"]["put_blocks"] == {"stored": 1}
+    attach(daemon.ipc_path, {"protocol": 1, "client": "me\nE forged"}).close()
+    eventually(lambda: "has ended" in daemon.logs)
+    assert "me\\nE forged" in daemon.logs
+    assert "\nE forged" not in daemon.logs
     daemon.kill()
     done = run("status", daemon.endpoint, "--timeout", "0.2")
     assert done.returncode == 1
@@ -310,10 +323,12 @@ def test_locks_are_not_links_to_other_files(folder: Path) -> None:
         lock.unlink()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signals_end_it_in_order(start: StartDaemon, number: int) -> None:
     daemon = start()
     daemon.signal(number)
+    if number == signal.SIGHUP:  # of the terminal and of its shell
+        daemon.signal(number)
     assert daemon.wait() == 0
     assert "stopping" in daemon.logs
     assert "everything is written" in daemon.logs
@@ -458,3 +473,46 @@ def test_a_stopping_daemon_says_so_and_tells_what_is_left(
         assert fetch(f"{daemon.http}/healthz") == (503, "stopping\n")
         gate.touch()
         eventually(lambda: "everything is written" in daemon.logs)
+
+
+_DAEMON_OF_A_SYNC_THAT_FAILS = """
+import errno, os
+from vllm_tiered_kv.server import cli
+from vllm_tiered_kv.stores.ssd.data_file import DataFile
+
+sync, fault = DataFile.sync, os.environ["FAULT"]
+
+
+def sync_or_fail(self):
+    if os.path.exists(fault):
+        os.unlink(fault)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    sync(self)
+
+
+DataFile.sync = sync_or_fail
+raise SystemExit(cli.main())
+"""
+
+
+def test_what_one_failed_sync_lost_is_there_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stop writes it, if no flush did: memory has it."""
+    fault = tmp_path / "fault"
+    monkeypatch.setenv("FAULT", str(fault))
+    ssd = ("--ssd", str(tmp_path / "ssd"), "--ssd-space", "16MiB")
+    program = ["-c", _DAEMON_OF_A_SYNC_THAT_FAILS]
+    wanted = {key(n): block(n, 64 << 10) for n in range(5)}
+    with DaemonProcess(tmp_path, "--memory", "16MiB", *ssd, program=program) as daemon:
+        with RawClient(daemon.endpoint) as client:
+            client.hello(block_bytes=[64 << 10])
+            client.put(wanted)
+            fault.touch()
+            with pytest.raises(Refused, match="5 blocks could not be written to ssd"):
+                client.ask(wire.Flush())
+        assert daemon.terminate() == 0
+        daemon.restart()
+        with RawClient(daemon.endpoint) as client:
+            client.hello(block_bytes=[64 << 10])
+            assert client.get(list(wanted)) == wanted

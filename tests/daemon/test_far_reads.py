@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.daemon.backing_pipes import hang_at
+from tests.daemon.backing_pipes import HUNG_BY_PIPES, hang_at
 from tests.daemon.conftest import Connect, StartDaemon
 from tests.daemon.raw_client import KEY_BYTES, NAMESPACE, attach, block, key, wire
 from tests.patience import eventually
@@ -243,6 +243,7 @@ class HungDaemon:
         self.process = start(
             "--memory", "256MiB", "--backing", f"file://{shared}",
             "--backing-ttl", "1d", "--backing-timeout", "60s",
+            program=HUNG_BY_PIPES,
         )  # fmt: skip
         self.attached = attach(self.process.ipc_path)
         self.client = connect(self.process.ipc, block_bytes=[SIZE], arena=self.attached.token)

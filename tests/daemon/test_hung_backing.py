@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.daemon.backing_pipes import hang_at
+from tests.daemon.backing_pipes import HUNG_BY_PIPES, hang_at
 from tests.daemon.conftest import Connect, StartDaemon
 from tests.daemon.raw_client import KEY_BYTES, Refused, block, blocks, key, wire
 from tests.patience import eventually
@@ -419,6 +419,7 @@ def test_a_daemon_serves_and_stops_without_it(
     daemon = start(
         "--memory", "16MiB", "--ssd", str(folder / "ssd"), "--ssd-space", "64MiB",
         "--backing", f"file://{shared}", "--backing-space", "1GiB", "--backing-timeout", "1s",
+        program=HUNG_BY_PIPES,
     )  # fmt: skip
     client = connect(daemon.endpoint, block_bytes=[SIZE])
     wanted = blocks(8, SIZE)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.daemon.backing_pipes import HUNG_BY_PIPES
 from tests.daemon.conftest import Connect, StartDaemon
 from tests.daemon.daemon_process import DaemonProcess
 from tests.daemon.raw_client import Refused, blocks, key, wire
@@ -23,9 +24,11 @@ from vllm_tiered_kv.stores.shared_dir.tree import FOLDER, MARKER, MARKER_TEXT
 
 PATIENCE_S = 60.0
 TELLS_SOON = """
-import sys
+import os, sys
 from vllm_tiered_kv.server import cli, tiers
+from vllm_tiered_kv.stores.ssd import folder
 tiers._TELL_EVERY_S = 0.2
+folder.open_file = lambda path, flags: os.open(path, flags, 0o600)  # waits for a pipe's other end
 sys.exit(cli.main())
 """
 
@@ -60,7 +63,7 @@ def hung(folder: Path) -> HungFolder:
 def test_a_daemon_starts_without_it_and_takes_it_up_when_it_answers(
     hung: HungFolder, start: StartDaemon, connect: Connect
 ) -> None:
-    daemon = start("--memory", "16MiB", *hung.arguments)
+    daemon = start("--memory", "16MiB", *hung.arguments, program=HUNG_BY_PIPES)
     assert f"backing: {hung.folder} has not answered for 1 s" in daemon.logs
     client = connect(daemon.endpoint)
     assert client.put(blocks(4)) == [PutResult.STORED] * 4
@@ -86,9 +89,9 @@ def test_a_daemon_starts_without_it_and_takes_it_up_when_it_answers(
 
 
 def test_a_daemon_stops_without_it(hung: HungFolder, start: StartDaemon, connect: Connect) -> None:
-    idle = start("--memory", "16MiB", *hung.arguments)
+    idle = start("--memory", "16MiB", *hung.arguments, program=HUNG_BY_PIPES)
     assert idle.terminate() == 0, "there is nothing that it should have"
-    busy = start("--memory", "16MiB", *hung.arguments)
+    busy = start("--memory", "16MiB", *hung.arguments, program=HUNG_BY_PIPES)
     connect(busy.endpoint).put(blocks(3))
     assert busy.terminate() == 1
     assert "3 blocks could not be written to backing" in busy.logs
@@ -107,7 +110,7 @@ def test_an_ssd_is_waited_for_and_that_is_told(folder: Path) -> None:
         eventually(lambda: told in daemon.logs)
         with (ssd / "FORMAT").open("wb") as file:
             file.write(b"something else")
-        assert daemon.wait() == 1
+        assert daemon.wait() == 2
         assert "cannot be used" in daemon.logs
     finally:
         daemon.end()

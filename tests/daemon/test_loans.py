@@ -39,6 +39,7 @@ def test_what_lies_in_memory_is_lent_and_found_at_its_place(
     assert [arena.generation(offset) for offset in offsets] == generations
     stats = client.stats()
     assert (stats["leases"], stats["leased_bytes"]) == (5, 5 * 4096)
+    assert (stats["hit_blocks"], stats["missed_blocks"]) == ({"memory": 5}, 2)
     assert client.release([reply.lease]) == 1
     assert client.release([reply.lease]) == 0
     stats = client.stats()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 import threading
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from tests.daemon.conftest import Connect, StartDaemon
 from tests.daemon.raw_client import KEY_BYTES, NAMESPACE, wire
 from tests.patience import eventually
+from vllm_tiered_kv.server import namespace_file
 from vllm_tiered_kv.server.namespace_file import FILE, NamespaceFile, Shape, read
 
 MIB = 1 << 20
@@ -147,3 +149,17 @@ def test_a_flood_of_namespaces(start: StartDaemon, connect: Connect, folder: Pat
     known = json.loads((ssd / FILE).read_text())["namespaces"]
     assert len(known) == 2000
     assert known[bytes(32).hex()]["block_bytes"] == lengths
+
+
+def test_others_neither_read_the_file_nor_choose_where_it_is_written(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("of somebody else")
+    path = tmp_path / "namespaces.json"
+    path.with_suffix(".tmp").symlink_to(precious)
+    with pytest.raises(OSError, match="symbolic link"):
+        namespace_file._write(path, {})
+    assert precious.read_text() == "of somebody else"
+    path.with_suffix(".tmp").unlink()
+    path.with_suffix(".tmp").touch(0o644)  # left by a crash
+    namespace_file._write(path, {})
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600

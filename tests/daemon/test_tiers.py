@@ -181,11 +181,15 @@ def test_the_shape_of_a_namespace_survives_a_restart(
     start: StartDaemon, connect: Connect, folder: Path
 ) -> None:
     daemon = start(*SMALL, "--ssd", str(folder / "ssd"))
-    connect(daemon.endpoint, block_bytes=[SIZE])
+    connect(daemon.endpoint, block_bytes=[SIZE]).put(blocks(3, SIZE))
     assert daemon.terminate() == 0
     known = json.loads((folder / "ssd" / "namespaces.json").read_text())
     assert known["namespaces"][NAMESPACE.hex()]["block_bytes"] == [SIZE]
     daemon.restart()
+    looker = connect(daemon.endpoint, block_bytes=[])
+    [(name, row)] = looker.ask(wire.Info()).facts["by_namespace"].items()
+    assert (name, row["client"]) == (key_prefix(NAMESPACE).hex(), "test")
+    assert (row["ssd_blocks"], row["ssd_bytes"], row["memory_blocks"]) == (3, 3 * SIZE, 0)
     with pytest.raises(Refused) as refused:
         connect(daemon.endpoint, block_bytes=[2 * SIZE])
     assert refused.value.code is ErrorCode.MISMATCH
@@ -202,12 +206,12 @@ def test_a_second_daemon_on_the_folder_is_refused(
     first = start(*SMALL, "--ssd", str(folder / "ssd"))
     other = DaemonProcess(folder, *SMALL, "--ssd", str(folder / "ssd"))
     other.launch()
-    assert other.wait() == 1
+    assert other.wait() == 2, "no restart mends it"
     assert f"is in use by process {first.pid}" in other.logs
     assert "Traceback" not in other.logs
     connect(first.endpoint, block_bytes=[SIZE]).put(blocks(1, SIZE))
     locked = verify(folder / "ssd")
-    assert locked.returncode == 1
+    assert locked.returncode == 2
     assert "is in use" in locked.stderr
 
 
@@ -216,7 +220,7 @@ def test_a_folder_that_is_not_ours_is_refused(folder: Path) -> None:
     (folder / "ssd" / "holiday.jpg").write_bytes(b"x")
     daemon = DaemonProcess(folder, *SMALL, "--ssd", str(folder / "ssd"))
     daemon.launch()
-    assert daemon.wait() == 1
+    assert daemon.wait() == 2
     assert "holiday.jpg" in daemon.logs
     assert "Traceback" not in daemon.logs
     assert os.listdir(folder / "ssd") == ["holiday.jpg"] or "LOCK" in os.listdir(folder / "ssd")

@@ -10,7 +10,7 @@ import pytest
 from tests.daemon.conftest import Connect, StartDaemon
 from tests.daemon.raw_client import KEY_BYTES, NAMESPACE, Refused, block, blocks, key, wire
 from tests.patience import eventually
-from vllm_tiered_kv.core.store import Durability, PutResult
+from vllm_tiered_kv.core.store import Durability, PutResult, key_prefix
 from vllm_tiered_kv.errors import ErrorCode
 from vllm_tiered_kv.native.cpu import xxh3_64
 
@@ -73,6 +73,22 @@ def test_flush_info_stats(client) -> None:  # type: ignore[no-untyped-def]
     assert stats["missed_blocks"] == 1
     assert stats["blocks"] == {"memory": 3}
     assert stats["requests"]["put"] == 1
+    held = {"client": "test", "memory_blocks": 3, "memory_bytes": 3 * 4096}
+    assert info["by_namespace"] == {key_prefix(NAMESPACE).hex(): held}
+
+
+def test_lookups_count_what_they_miss(client) -> None:  # type: ignore[no-untyped-def]
+    """Or every daemon would seem to have found all that it was asked for."""
+    whole = {key(n, KEY_BYTES - 1) + ending: block(n) for n in range(3) for ending in (b"a", b"b")}
+    client.put(whole)
+    asked = [key(n, KEY_BYTES - 1) for n in range(5)]
+    assert client.match(asked, [b"a", b"b"]).count == 3
+    assert client.stats()["missed_blocks"] == 4
+    assert client.match([key(8), key(9)]).count == 0
+    assert client.stats()["missed_blocks"] == 6
+    assert client.match(list(whole)).count == 6
+    assert client.tiers([key(9)]) == [0]
+    assert client.stats()["missed_blocks"] == 6
 
 
 def test_durability_without_a_disk(client) -> None:  # type: ignore[no-untyped-def]

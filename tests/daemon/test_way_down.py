@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,15 @@ from vllm_tiered_kv.core.store import Durability, PutItem, PutResult, StoreKey
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.native.cpu import xxh3_64
+from vllm_tiered_kv.server.backing import BackingFolder
+from vllm_tiered_kv.server.lower_tiers import _SSD_WRITERS
 from vllm_tiered_kv.server.tiered_store import TieredStore
 from vllm_tiered_kv.server.write_behind import WriteBehind
 from vllm_tiered_kv.stores.held import Held
 from vllm_tiered_kv.stores.memory import MemoryStore
+from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps
 from vllm_tiered_kv.stores.ssd.disk import OsDisk
+from vllm_tiered_kv.stores.ssd.settings import FsyncPolicy
 from vllm_tiered_kv.stores.ssd.store import SsdStore
 
 MIB = 1 << 20
@@ -159,7 +164,7 @@ def test_a_block_deleted_while_it_is_written_and_waits_to_be_written_again_stays
     behind._ended = ended = Overheard(behind._lock)
     try:
         disk.gate.clear()
-        for n in range(4):  # as many as there are writers
+        for n in range(_SSD_WRITERS):
             assert put(tiered, n) is PutResult.STORED
             eventually(lambda n=n: disk.waiting == n + 1)
         on_disk: list[PutResult] = []
@@ -170,7 +175,7 @@ def test_a_block_deleted_while_it_is_written_and_waits_to_be_written_again_stays
             lambda results: (on_disk.extend(results), answered.set()),  # type: ignore[func-returns-value]
             lambda: None,
         )
-        eventually(lambda: behind.pending_bytes == 5 * SIZE)
+        eventually(lambda: behind.pending_bytes == (_SSD_WRITERS + 1) * SIZE)
         tiered.delete([key(0)], lambda count: deleted.set())
         assert answered.wait(PATIENCE_S)
         assert on_disk == [PutResult.DROPPED]
@@ -434,7 +439,7 @@ def test_a_disk_that_cannot_make_durable_is_told_of(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(disk, "sync", broken)
-    assert flush(store) == ["what ssd has may not be durable"]
+    assert flush(store) == ["1 blocks could not be written to ssd"]
 
 
 def test_progress_is_told_by_a_disk_that_works(store: TieredStore, disk: GatedDisk) -> None:
@@ -464,3 +469,129 @@ def test_a_stopping_daemon_waits_for_a_flush_under_way(
     assert store.ssd is not None
     assert all(store.ssd.contains([key(n) for n in range(20)]))
     opener.join()
+
+
+@pytest.fixture
+def failing_sync(disk: GatedDisk, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """So many syncs of the data file fail, those of the store's other files do not."""
+    left = [0]
+    sync, opened, data = disk.sync, disk.open, set()
+
+    def open_file(path: Path, flags: int) -> int:
+        fd = opened(path, flags)
+        (data.add if path.name == "data" else data.discard)(fd)
+        return fd
+
+    def sync_file(fd: int) -> None:
+        if left[0] and fd in data:
+            left[0] -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(fd)
+
+    monkeypatch.setattr(disk, "open", open_file)
+    monkeypatch.setattr(disk, "sync", sync_file)
+    return left
+
+
+LOST = range(5)
+
+
+def lose_all(store: TieredStore, failing_sync: list[int]) -> None:
+    """What the SSD had taken is gone from it, and still in memory."""
+    for n in LOST:
+        assert put(store, n) is PutResult.STORED
+    failing_sync[0] = 1
+    assert flush(store) == ["5 blocks could not be written to ssd"]
+    assert store.ssd is not None
+    assert not any(store.ssd.contains([key(n) for n in LOST]))
+
+
+@pytest.mark.parametrize("fsync", FsyncPolicy)
+def test_what_a_failed_sync_lost_is_written_by_the_next_flush(
+    tmp_path: Path, disk: GatedDisk, failing_sync: list[int], fsync: FsyncPolicy
+) -> None:
+    ssd = SsdStore(tmp_path / "ssd", 16 * MIB, disk=disk, fsync=fsync)
+    store = TieredStore(4 * MIB, ssd, None, Recorder())
+    lose_all(store, failing_sync)
+    assert flush(store) == []
+    assert all(ssd.contains([key(n) for n in LOST]))
+    store.close()
+    with closing(SsdStore(tmp_path / "ssd", 16 * MIB)) as ssd:
+        assert all(ssd.contains([key(n) for n in LOST]))
+
+
+@pytest.mark.parametrize("failures", [0, 1, 1000])
+def test_a_stop_writes_what_a_failed_sync_lost_or_says_that_it_is_lost(
+    tmp_path: Path, disk: GatedDisk, failing_sync: list[int], failures: int
+) -> None:
+    """Also what its own first try loses."""
+    store = TieredStore(4 * MIB, SsdStore(tmp_path / "ssd", 16 * MIB, disk=disk), None, Recorder())
+    lose_all(store, failing_sync)
+    failing_sync[0] = failures
+    is_written = failures <= 1
+    unwritten = [(left.blocks, left.has_failed) for left in store.drain()]
+    assert unwritten == ([] if is_written else [(5, True)])
+    failing_sync[0] = 0
+    store.close()
+    with closing(SsdStore(tmp_path / "ssd", 16 * MIB)) as ssd:
+        assert ssd.contains([key(n) for n in LOST]) == [is_written] * 5
+
+
+def test_a_lost_block_that_memory_has_no_more_is_told_once_and_a_deleted_one_is_not(
+    tmp_path: Path, disk: GatedDisk, failing_sync: list[int]
+) -> None:
+    ssd = SsdStore(tmp_path / "ssd", 16 * MIB, disk=disk)
+    store = TieredStore(4 * MIB, ssd, None, Recorder())
+    for n in range(3):
+        assert put(store, n) is PutResult.STORED
+    store._lower._behind[Tier.SSD.value].drain()
+    store.memory.delete([key(0)])  # as if evicted
+    failing_sync[0] = 1
+    with ssd._lock:
+        assert not ssd._committer.wait(ssd._committer.kick())
+    deleted = threading.Event()
+    store.delete([key(1)], lambda count: deleted.set())
+    assert deleted.wait(PATIENCE_S)
+    assert flush(store) == ["1 blocks could not be written to ssd"]
+    assert ssd.contains([key(n) for n in range(3)]) == [False, False, True]
+    assert flush(store) == []
+    store.close()
+
+
+def test_flush_says_what_a_full_backing_folder_did_not_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_full(self: FileOps, fd: int, parts: Sequence[memoryview]) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    store = TieredStore(4 * MIB, None, BackingFolder(str(tmp_path), 0, 0), Recorder())
+    with monkeypatch.context() as full:
+        full.setattr(FileOps, "writev", is_full)
+        assert put(store, 1) is PutResult.STORED
+        assert flush(store) == ["1 blocks found no room in backing"]
+    assert flush(store) == []
+    store.close()
+
+
+def test_what_a_failed_sync_of_a_backing_folder_lost_is_written_by_the_next_flush(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+    writev = FileOps.writev
+
+    def count(self: FileOps, fd: int, parts: Sequence[memoryview]) -> int:
+        written.append(fd)
+        return writev(self, fd, parts)
+
+    def fail(self: FileOps, fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(FileOps, "writev", count)
+    store = TieredStore(4 * MIB, None, BackingFolder(str(tmp_path), 0, 0), Recorder())
+    assert put(store, 1) is PutResult.STORED
+    with monkeypatch.context() as failing:
+        failing.setattr(FileOps, "syncfs", fail)
+        assert flush(store) == ["1 blocks could not be written to backing"]
+    assert flush(store) == []
+    assert len(written) == 2
+    store.close()

@@ -149,6 +149,7 @@ def test_weights_that_may_come_from_elsewhere_are_nobody_elses(
     elif setting is not None:
         config.parallel_config.worker_extension_cls = "trainer.Worker"
     options = TieredKVConfig.load({"cpu_memory": "1MiB"})
+    caplog.set_level("INFO")
     one, other = (assembly.make_scheduler_half(options, config, one_group()) for _ in range(2))
     assert one._key_maker._namespace == other._key_maker._namespace
     mine = flat(make_request(), maker=one._key_maker)
@@ -156,3 +157,5 @@ def test_weights_that_may_come_from_elsewhere_are_nobody_elses(
     shared = set(mine) & set(flat(make_request(), maker=other._key_maker))
     assert shared == (set() if setting else set(mine))
     assert str(setting) in caplog.text or setting is None
+    named = f"namespace {one._key_maker._namespace.hex()[:32]}: model {tmp_path / 'model'}"
+    assert named in caplog.text

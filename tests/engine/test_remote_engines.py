@@ -82,6 +82,7 @@ def test_engines_share_a_daemon_across_their_deaths_and_its_own(
         assert [answer["cached"] for answer in second["answers"]] == WHOLE
         assert _said(second) == _said(first)
         assert "shares the memory" in daemon.logs
+        assert f"model {random_model}" in daemon.logs
         assert second["counters"]["hit_tokens[remote]"] == sum(WHOLE)
         assert second["counters"].get("load_failures[remote]", 0) == 0
 

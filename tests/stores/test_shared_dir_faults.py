@@ -16,8 +16,14 @@ from tests.stores.contract import assert_holds, assert_lacks, chain_items, chain
 from tests.stores.contract import store_key as named
 from tests.stores.shared_dir_cases import FaultyOps, failing, file_of, litter, opened
 from vllm_tiered_kv.core.store import Durability, PutResult
+from vllm_tiered_kv.errors import ConfigError
+from vllm_tiered_kv.stores.shared_dir import unsynced
 from vllm_tiered_kv.stores.shared_dir.events import Event
 from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps
+from vllm_tiered_kv.stores.shared_dir.gc import SharedDirGc
+from vllm_tiered_kv.stores.shared_dir.settings import SharedDirSettings
+from vllm_tiered_kv.stores.shared_dir.store import SharedDirStore
+from vllm_tiered_kv.stores.shared_dir.tree import FOLDER
 
 SIZE = 5000
 KEY = named("a")
@@ -481,3 +487,93 @@ def test_the_real_calls_work(tmp_path: Path) -> None:
     ops.close(fd)
     with pytest.raises(OSError):
         ops.syncfs(fd)
+
+
+# ---- syncs that fail ----------------------------------------------------------------------------
+
+
+def test_what_a_failed_flush_lost_is_told_and_written_anew(root: Path) -> None:
+    """The next sync would succeed, and say nothing of the bytes that are gone."""
+    ops = FaultyOps()
+    lost: list[bytes] = []
+    with opened(root, ops) as store:
+        store.on_lost = lost.extend
+        synced, other = named("synced"), named("b")
+        store.put([item(synced, SIZE)], Durability.DISK)
+        store.put([item(KEY, SIZE), item(other, SIZE)])
+        ops.faults["syncfs"] = failing(errno.EIO, 1)
+        assert not store.flush()
+        assert lost == [KEY, other]
+        again = [item(key, SIZE) for key in (KEY, synced)]
+        assert store.put(again) == [PutResult.STORED, PutResult.PRESENT]
+        assert store.put([item(other, SIZE)], Durability.DISK) == [PutResult.STORED]
+        assert store.flush()
+        assert store.put([item(KEY, SIZE), item(other, SIZE)]) == [PutResult.PRESENT] * 2
+        assert lost == [KEY, other]
+        assert_holds(store, KEY, SIZE)
+
+
+def test_what_was_written_while_a_sync_failed_may_be_lost_by_it(root: Path) -> None:
+    ops = FaultyOps()
+    with opened(root, ops) as store:
+
+        def sync_fails(*args: object) -> None:
+            del ops.faults["writev"]
+            ops.faults["syncfs"] = failing(errno.EIO, 1)
+            assert not store.flush()
+
+        ops.faults["writev"] = sync_fails
+        assert store.put([item(KEY, SIZE)]) == [PutResult.FAILED]
+        assert store.put([item(KEY, SIZE)]) == [PutResult.STORED]
+        assert store.flush()
+
+
+def test_a_long_list_of_unsynced_blocks_is_synced(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unsynced, "_MOST", 2)
+    ops = FaultyOps()
+    with opened(root, ops) as store:
+        store.put([item(named("a"), SIZE)])
+        assert "syncfs" not in {name for name, _ in ops.calls}
+        store.put([item(named("b"), SIZE)])
+        assert "syncfs" in {name for name, _ in ops.calls}
+
+
+# ---- what is no file ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("x", path)])
+def test_what_has_the_name_of_a_block_and_is_no_file_holds_nobody_up(
+    root: Path, make: Callable[[Path], None]
+) -> None:
+    """A pipe would: whoever opens it waits for its other end."""
+    with opened(root) as store:
+        path = file_of(store, KEY)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        make(path)
+        assert_lacks(store, KEY, SIZE)
+        for durability in (Durability.MEMORY, Durability.DISK):
+            assert store.put([item(KEY, SIZE)], durability) == [PutResult.FAILED]
+        assert store.describe([KEY]) == [None]
+        SharedDirGc(store).collect()
+
+
+def test_a_marker_that_is_a_pipe_is_refused(root: Path) -> None:
+    marker = root / FOLDER / "FORMAT"
+    marker.unlink()
+    os.mkfifo(marker)
+    with pytest.raises(ConfigError, match="not a shared directory"):
+        SharedDirStore(SharedDirSettings(str(root)))
+
+
+def test_a_full_folder_is_told_once(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ops = FaultyOps()
+    with opened(root, ops) as store:
+        store.clock.estimate()
+        ops.faults["writev"] = failing(errno.ENOSPC)
+        for n in range(5):
+            assert store.put([item(named(str(n)), SIZE)]) == [PutResult.DROPPED]
+        told = [line for line in caplog.messages if "No space left on device" in line]
+        assert len(told) == 1
+        assert str(root) in told[0]

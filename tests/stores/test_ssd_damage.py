@@ -384,11 +384,10 @@ def test_a_folder_whose_first_start_was_cut_off_is_not_damaged(tmp_path: Path) -
             pass
         else:
             break
-        if (folder / "FORMAT").exists():
-            report = verify(folder)
-            assert report.is_sound, (calls, describe(report))
-            unused.append(report.is_unused)
-            assert any("cut off" in line for line in describe(report)) is report.is_unused
+        report = verify(folder)
+        assert report.is_sound, (calls, describe(report))
+        unused.append(report.is_unused)
+        assert any("cut off" in line for line in describe(report)) is report.is_unused
         with opened(folder) as store:
             put(store, 1)
         assert not verify(folder).is_unused
@@ -420,3 +419,21 @@ def test_a_block_put_with_a_wrong_checksum_is_not_kept(tmp_path: Path) -> None:
         assert not present(store, [1])
         assert store.put([good]) == [PutResult.STORED]
         check(store)
+
+
+@pytest.mark.parametrize("name", ["FORMAT", "LOCK", "data", "journal", "journal.tmp"])
+@pytest.mark.parametrize("is_link", [True, False])
+def test_links_and_pipes_in_the_folder_are_refused(folder: Path, name: str, is_link: bool) -> None:
+    """Another user who may write to the folder chooses no file of ours, and holds nobody up."""
+    precious = folder.parent / "precious"
+    precious.write_bytes(b"of somebody else")
+    (folder / name).unlink(missing_ok=True)
+    if is_link:
+        (folder / name).symlink_to(precious)
+    else:
+        os.mkfifo(folder / name)
+    if name == "journal.tmp":  # written when the journal is replaced
+        (folder / "journal").write_bytes(b"")
+    with pytest.raises(OSError, match=r"symbolic link|not a plain file"):
+        SsdStore(folder, SMALL)
+    assert precious.read_bytes() == b"of somebody else"

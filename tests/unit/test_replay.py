@@ -456,3 +456,10 @@ def test_gaps_and_seconds_are_numbers(flag: str, number: str, prompts: Path) -> 
     with pytest.raises(SystemExit) as ended:
         main(["replay", str(prompts), f"{flag}={number}"])
     assert ended.value.code == 2
+
+
+def test_a_mistyped_command_gets_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["replya", "prompts.jsonl"])
+    assert ended.value.code == 2
+    assert "did you mean replay?" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import math
 import signal
@@ -64,6 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"tiered-kv {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_replay(commands)
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in commands.choices:
+        close = difflib.get_close_matches(arguments[0], commands.choices, n=1)
+        hint = f"did you mean {close[0]}?" if close else "--help lists the commands"
+        parser.error(f"{arguments[0]}: unknown command; {hint}")
     given = parser.parse_args(arguments)
     try:
         return int(given.run(given))

@@ -32,6 +32,7 @@ from vllm_tiered_kv.device.replica_arena import Replicas, share_memory
 from vllm_tiered_kv.errors import ConfigError, TieredKVError
 from vllm_tiered_kv.option_values import format_size
 from vllm_tiered_kv.remote.address import EngineIdentity
+from vllm_tiered_kv.wire.limits import MAX_TEXT
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -49,6 +50,9 @@ def make_scheduler_half(
 ) -> SchedulerHalf:
     block_sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
     namespace = fingerprint(vllm_config, kv_cache_config, config.namespace).namespace()
+    model = str(vllm_config.model_config.model)
+    # As daemons log it, list it and have quotas for it.
+    logger.info("namespace %s: model %s", namespace[:NAMESPACE_BYTES].hex(), model)
     geometry = arena_geometry(config, vllm_config, kv_cache_config)
     windows = group_windows(kv_cache_config)
     if config.reuse_partial_tail and (len(windows) > 1 or windows[0] is not None):
@@ -98,7 +102,7 @@ def make_scheduler_half(
             namespace,
             tuple(group_block_bytes(kv_cache_config)),
             str(kv_cache_config.kv_cache_layout),
-            f"vLLM, pid {os.getpid()}",
+            f"vLLM, pid {os.getpid()}, model {model}"[:MAX_TEXT],
         )
         parallel = vllm_config.parallel_config
         replicas = replicas_of(kv_cache_config, parallel)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NewType, Protocol
 
@@ -132,8 +132,18 @@ class BlockStore(Protocol):
         """Flushes and gives everything back. Idempotent."""
 
 
+OnLost = Callable[[Sequence[StoreKey]], None]
+
+
 class LowerStore(BlockStore, Protocol):
     """A store that another one can be built on: it knows its blocks without reading them."""
+
+    on_lost: OnLost
+    """Told of blocks it had stored and lost before they were durable. From any thread, also under
+    locks of the store; a flush that loses some has told of them before it returns False."""
+
+    def retry(self) -> None:
+        """Tries a disk that failed at once, not when the pause after the failure is over."""
 
     def describe(self, keys: Sequence[StoreKey]) -> list[BlockFacts | None]:
         """Length, checksum and parent of each block; None where it is not here. Reads no payload

@@ -19,7 +19,10 @@ def _gauge(name: str, help: str, *labels: str) -> Metric:
 
 
 HITS = _counter("hit_blocks", "Blocks asked for and found, by the tier they lay in.", "tier")
-MISSES = _counter("missed_blocks", "Blocks asked for and not found in any tier.")
+MISSES = _counter(
+    "missed_blocks",
+    "Blocks asked for and not found in any tier; of a lookup, all from the first gap on.",
+)
 PUTS = _counter("put_blocks", "Blocks offered by clients, by what became of them.", "result")
 PROMOTED = _counter("promoted_blocks", "Blocks read from a slower tier into memory.", "tier")
 NOT_PROMOTED = _counter(

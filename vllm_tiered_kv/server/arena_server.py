@@ -183,7 +183,7 @@ class ArenaServer:
         self._reactor.forget(connection.fileno())
         self._reactor.watch(connection.fileno(), lambda: self._heard(attachment))
         self._reactor.watch(attachment.pidfd, lambda: self._died(attachment))
-        logger.info("process %d (%s) shares the memory", attachment.pid, attachment.client)
+        logger.info("process %d (%r) shares the memory", attachment.pid, attachment.client)
 
     def _heard(self, attachment: Attachment) -> None:
         connection = self._connections[attachment]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from vllm_tiered_kv.core.store import (
     BlockFacts,
     Durability,
+    OnLost,
     PutItem,
     PutResult,
     StoreKey,
@@ -26,8 +27,9 @@ _COLLECT_EVERY_S = 300.0
 class _Folder:
     """An open one."""
 
-    def __init__(self, settings: SharedDirSettings) -> None:
+    def __init__(self, settings: SharedDirSettings, on_lost: OnLost) -> None:
         self.store = SharedDirStore(settings)
+        self.store.on_lost = on_lost
         self.collector = GcThread(SharedDirGc(self.store), _COLLECT_EVERY_S)
         self.collector.start()
 
@@ -47,8 +49,12 @@ class BackingFolder:
         self._settings = SharedDirSettings(
             folder, capacity_bytes=capacity_bytes, ttl_s=float(ttl_s) if ttl_s else None
         )
+        self.on_lost: OnLost = lambda keys: None
         self._folder = OpenedLater(
-            f"backing: {folder}", lambda: _Folder(self._settings), _Folder.close, patience_s
+            f"backing: {folder}",
+            lambda: _Folder(self._settings, lambda keys: self.on_lost(keys)),
+            _Folder.close,
+            patience_s,
         )
 
     @property
@@ -109,6 +115,9 @@ class BackingFolder:
         known = None if folder is None else folder.store.usage_tracker.latest(math.inf)
         blocks, nbytes = (0, 0) if known is None else (known.blocks, known.nbytes)
         return StoreUsage(blocks, nbytes, self._settings.capacity_bytes)
+
+    def retry(self) -> None:
+        """Nothing is paused after a failure."""
 
     def close(self) -> None:
         self._folder.close()

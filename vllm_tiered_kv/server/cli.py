@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import gc
 import logging
@@ -15,7 +16,12 @@ from pathlib import Path
 from types import FrameType
 
 from vllm_tiered_kv import __version__
-from vllm_tiered_kv.errors import ConfigError, TieredKVError
+from vllm_tiered_kv.errors import (
+    ConfigError,
+    StoreFormatError,
+    StoreLockedError,
+    TieredKVError,
+)
 from vllm_tiered_kv.option_values import parse_number
 from vllm_tiered_kv.server.descriptors import raise_limit
 from vllm_tiered_kv.server.options import ServerOptions, add_flags, read_yaml
@@ -23,7 +29,7 @@ from vllm_tiered_kv.server.options import ServerOptions, add_flags, read_yaml
 logger = logging.getLogger("tiered-kv-server")
 
 EXIT_FAILED = 1
-EXIT_USAGE = 2
+EXIT_USAGE = 2  # no restart mends it
 
 _YOUNG_OBJECTS = 50_000  # more than the messages of a turn have
 
@@ -56,11 +62,10 @@ other commands (each has --help):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    commands = {"keygen": _keygen, "verify": _verify, "status": _status}
-    command = commands.get(arguments[0]) if arguments else None
+    command = _COMMANDS.get(arguments[0]) if arguments else None
     try:
         return _run(arguments) if command is None else command(arguments[1:])
-    except ConfigError as error:
+    except (ConfigError, StoreFormatError, StoreLockedError) as error:
         print(f"tiered-kv-server: {error}", file=sys.stderr)
         return EXIT_USAGE
     except TieredKVError as error:
@@ -88,6 +93,7 @@ def _run(arguments: Sequence[str]) -> int:
     given, unknown = parser.parse_known_args(arguments)
     if unknown:
         known = [option for option in parser._option_string_actions if option.startswith("--")]
+        known += _COMMANDS
         close = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
         hint = f"did you mean {close[0]}?" if close else "--help lists the options"
         raise ConfigError(unknown[0], f"unknown argument; {hint}")
@@ -145,13 +151,20 @@ def _stop_on_signals(stop: object) -> None:
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal seen
         if seen:
-            os.write(2, b"tiered-kv-server: stopped at once; what was not written is lost\n")
+            with contextlib.suppress(OSError):
+                os.write(2, b"tiered-kv-server: stopped at once; what was not written is lost\n")
             os._exit(EXIT_FAILED)
         seen = True
         stop()
 
+    def hang_up(number: int, frame: FrameType | None) -> None:
+        """A terminal that is closed may say so twice, its shell once more: that is no haste."""
+        stop()
+
     signal.signal(signal.SIGTERM, handle)
     signal.signal(signal.SIGINT, handle)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+        signal.signal(signal.SIGHUP, hang_up)
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
@@ -204,9 +217,13 @@ def _status(arguments: Sequence[str]) -> int:
     parser.add_argument("--server-key", metavar="FILE", help="the daemon's public key")
     parser.add_argument("--secret-key", metavar="FILE", help="this client's secret key")
     parser.add_argument("--timeout", metavar="SECONDS", default="5")
+    parser.add_argument("--json", action="store_true", help="all of it, for programs")
     given = parser.parse_args(arguments)
     timeout_s = parse_number("--timeout", given.timeout, 0.001, 3600, " seconds")
-    return show_status(given.endpoint, given.server_key, given.secret_key, timeout_s)
+    return show_status(given.endpoint, given.server_key, given.secret_key, timeout_s, given.json)
+
+
+_COMMANDS = {"keygen": _keygen, "verify": _verify, "status": _status}
 
 
 if __name__ == "__main__":

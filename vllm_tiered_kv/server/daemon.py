@@ -302,6 +302,7 @@ class Daemon:
             "tiers": {tier: usage.capacity_bytes for tier, usage in self._store.usages().items()},
             "largest_block": self._allowances.largest_block,
             "message_bytes": self._allowances.message,
+            "by_namespace": self._namespaces.rows(self._store.usages_by_namespace()),
         }
 
     def _gauges(self) -> Iterator[Sample]:

@@ -170,7 +170,7 @@ class Gateway:
             session=session.session_id,
             limits=self._allowances.announced(),
         )
-        logger.debug("hello from %s at %s", hello.client, peer.listener.endpoint)
+        logger.debug("hello from %r at %s", hello.client, peer.listener.endpoint)
         self._outbox.send(peer, encode_reply(request_id, reply))
 
     def _user(self, peer: Peer, frame: zmq.Frame) -> str:
@@ -193,6 +193,6 @@ class Gateway:
     def _gone(self, peer: Peer, why: str) -> None:
         session = self._sessions.at(peer)
         if session is not None:
-            logger.info("%s is dropped: %s", session.client, why)
+            logger.info("%r is dropped: %s", session.client, why)
             self._sessions.drop(peer)
         self._outbox.drop(peer)

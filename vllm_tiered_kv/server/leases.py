@@ -173,7 +173,7 @@ class Leases:
         count = self.release(attachment, list(attachment.leases))
         os.close(attachment.pidfd)
         logger.info(
-            "process %d (%s) has ended; %d leases came back",
+            "process %d (%r) has ended; %d leases came back",
             attachment.pid,
             attachment.client,
             count,

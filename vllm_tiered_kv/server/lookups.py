@@ -5,6 +5,7 @@ rest. A backing tier that does not answer in time has nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from vllm_tiered_kv.core.store import LowerStore, StoreKey
 from vllm_tiered_kv.core.tiers import Tier
@@ -45,10 +46,15 @@ class Lookups:
         done: Callable[[Located], None],
     ) -> None:
         endings = suffixes or [b""]
+
+        def found(located: Located) -> None:
+            self._count_misses(len(keys) - located.count, endings)
+            done(located)
+
         self._look(
             len(keys) * len(endings),
-            lambda: self._look_further(self._near.locate(keys, endings), keys, endings, done),
-            lambda: done(Located(0, {})),
+            lambda: self._look_further(self._near.locate(keys, endings), keys, endings, found),
+            lambda: found(Located(0, {})),
         )
 
     def borrow(
@@ -70,9 +76,18 @@ class Lookups:
                 self._memory.let_go(held)
                 raise
             self._recorder.add(names.HITS, len(held), Tier.MEMORY.value)
-            self._look_further(near, rest, endings, lambda located: done(held, located))
+            self._look_further(near, rest, endings, partial(found, held, len(rest)))
 
-        self._look(len(keys) * len(endings), work, lambda: done([], Located(0, {})))
+        def found(held: list[Held], asked: int, located: Located) -> None:
+            self._count_misses(asked - located.count, endings)
+            done(held, located)
+
+        self._look(len(keys) * len(endings), work, lambda: found([], len(keys), Located(0, {})))
+
+    def _count_misses(self, positions: int, endings: Sequence[bytes]) -> None:
+        """Of a lookup along a chain: whoever asks will compute them. Hits are counted when they are
+        read or lent."""
+        self._recorder.add(names.MISSES, positions * len(endings))
 
     def contains(self, keys: Sequence[StoreKey], done: Callable[[list[Tier | None]], None]) -> None:
         def work() -> None:

@@ -1,7 +1,8 @@
 """The way down: what is in memory is written behind to every slower tier.
 
 A queue that is full refuses, and a disk may fail or have no room. Such a block stays in memory, is
-offered again when it is about to be evicted, and at the latest by `flush`.
+offered again when it is about to be evicted, and at the latest by `flush`. So is one that a disk
+had taken and lost before it was durable.
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ class LowerTiers:
         self._refused: dict[str, dict[StoreKey, PutResult]] = {tier: {} for tier, _ in tiers}
         self._refused_lock = threading.Lock()
         self._flushing = threading.Lock()
+        for tier, store in tiers:
+            store.on_lost = partial(self._remember_lost, tier)
 
     def write_behind(
         self,
@@ -144,6 +147,12 @@ class LowerTiers:
         with self._refused_lock:
             self._refused[tier][key] = result
 
+    def _remember_lost(self, tier: str, keys: Sequence[StoreKey]) -> None:
+        """Not asked here whether memory has them: the caller may hold locks. What it does not have
+        any more is told by the next flush, and then forgotten."""
+        with self._refused_lock:
+            self._refused[tier].update(dict.fromkeys(keys, PutResult.FAILED))
+
     # ---- eviction from memory, asked under its lock ---------------------------------------------
 
     def may_leave_memory(self, key: StoreKey) -> bool:
@@ -176,39 +185,51 @@ class LowerTiers:
                 self._behind[tier].discard(keys)
                 self._forget_refused(tier, keys)
                 store.delete(keys)
+                self._forget_refused(tier, keys)  # lost meanwhile
 
-    def flush(self, progress: Progress = lambda tier, left: None) -> list[Unwritten]:
-        """Writes all that waits and all that was refused, and makes it durable; what could not.
+    def flush(
+        self, progress: Progress = lambda tier, left: None, is_last: bool = False
+    ) -> list[Unwritten]:
+        """Writes all that waits and all that was refused or lost, and makes it durable; what could
+        not. The last one tries the SSD twice: a sync that fails loses what memory still has.
 
         One at a time: what one of them has taken upon itself the other would not know of.
         """
-        with self._flushing:
-            return self._flush(progress)
-
-    def _flush(self, progress: Progress) -> list[Unwritten]:
         unwritten = []
-        for tier, store in self._tiers:
-            behind = self._behind[tier]
-            with self._refused_lock:
-                refused, self._refused[tier] = self._refused[tier], {}
-            pace = Pace()
-            for count, key in enumerate(refused):
-                # Not held while it waits: it may be deleted meanwhile, and must stay so.
-                while self._hand_to(tier, key) is Handed.REFUSED:
-                    if not behind.wait_for_room():
-                        self._offer(tier, key)  # remembered again
-                        break
-                    if pace.is_due():
-                        progress(tier, len(refused) - count + behind.pending_blocks)
-            has_ended = behind.drain(lambda left, tier=tier: progress(tier, left))  # type: ignore[misc]
-            is_durable = has_ended and self._make_all_durable(store)
-            with self._refused_lock:
-                left = list(self._refused[tier].values())
-            if left or not is_durable:
-                has_failed = PutResult.FAILED in left or not is_durable
-                blocks = len(left) + (0 if has_ended else behind.pending_blocks)
-                unwritten.append(Unwritten(tier, blocks, has_failed))
+        with self._flushing:
+            for tier, store in self._tiers:
+                left = self._flush(tier, store, progress)
+                if left is not None and left.has_failed and is_last and store is not self._backing:
+                    left = self._flush(tier, store, progress)
+                if left is not None:
+                    unwritten.append(left)
         return unwritten
+
+    def _flush(self, tier: str, store: LowerStore, progress: Progress) -> Unwritten | None:
+        behind = self._behind[tier]
+        with self._refused_lock:
+            refused, self._refused[tier] = self._refused[tier], {}
+        if refused and store is not self._backing:
+            store.retry()
+        pace = Pace()
+        gone = 0
+        for count, (key, result) in enumerate(refused.items()):
+            # Not held while it waits: it may be deleted meanwhile, and must stay so.
+            while (handed := self._hand_to(tier, key)) is Handed.REFUSED:
+                if not behind.wait_for_room():
+                    self._offer(tier, key)  # remembered again
+                    break
+                if pace.is_due():
+                    progress(tier, len(refused) - count + behind.pending_blocks)
+            gone += handed is Handed.ABSENT and result is PutResult.FAILED
+        has_ended = behind.drain(lambda left: progress(tier, left))
+        is_durable = has_ended and self._make_all_durable(store)
+        with self._refused_lock:
+            left = list(self._refused[tier].values())
+        if not left and not gone and is_durable:
+            return None
+        blocks = len(left) + gone + (0 if has_ended else behind.pending_blocks)
+        return Unwritten(tier, blocks, bool(gone) or PutResult.FAILED in left or not is_durable)
 
     def _make_all_durable(self, store: LowerStore) -> bool:
         return self._bounded.call(store.flush) if store is self._backing else store.flush()

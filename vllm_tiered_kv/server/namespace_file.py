@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_tiered_kv.stores.ssd.disk import open_file
+
 logger = logging.getLogger(__name__)
 
 FILE = "namespaces.json"
@@ -29,6 +31,7 @@ class Shape:
     key_bytes: int
     block_bytes: frozenset[int]
     layout: str
+    client: str = ""  # who last said it would write here: an engine names its model
 
 
 class NamespaceFile:
@@ -91,7 +94,9 @@ class NamespaceFile:
 
 def _write(path: Path, shapes: dict[bytes, Shape]) -> None:
     temporary = path.with_suffix(".tmp")
-    with open(temporary, "w") as file:
+    # As private as the blocks beside it, and no link that somebody else has put there.
+    with os.fdopen(open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
+        os.fchmod(file.fileno(), 0o600)
         file.writelines(_lines(shapes))
         file.flush()
         os.fsync(file.fileno())
@@ -112,6 +117,7 @@ def _lines(shapes: dict[bytes, Shape]) -> Iterator[str]:
             "key_bytes": shape.key_bytes,
             "block_bytes": sorted(shape.block_bytes),
             "layout": shape.layout,
+            "client": shape.client,
         }
         yield f'{separator}"{name.hex()}": {json.dumps(fields)}'
         separator = ",\n"
@@ -122,7 +128,8 @@ def read(path: Path) -> dict[bytes, Shape]:
     """Without the file, or with a damaged one, it starts from nothing."""
     with contextlib.suppress(FileNotFoundError):
         try:
-            content: Any = json.loads(path.read_text())
+            with os.fdopen(open_file(path, os.O_RDONLY)) as file:
+                content: Any = json.load(file)
             if content["version"] != _VERSION:
                 raise ValueError(f"version {content['version']} is not known here")
             return {
@@ -130,6 +137,7 @@ def read(path: Path) -> dict[bytes, Shape]:
                     int(shape["key_bytes"]),
                     frozenset(map(int, shape["block_bytes"])),
                     str(shape["layout"]),
+                    str(shape.get("client", "")),
                 )
                 for name, shape in content["namespaces"].items()
             }

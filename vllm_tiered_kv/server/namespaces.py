@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from vllm_tiered_kv.core.store import key_prefix
@@ -17,6 +17,8 @@ from vllm_tiered_kv.server.namespace_file import FILE, NamespaceFile, Shape, rea
 from vllm_tiered_kv.wire.messages import Hello
 
 logger = logging.getLogger(__name__)
+
+_MOST_ROWS = 100  # a reply holds a few thousand values
 
 
 class Namespaces:
@@ -43,12 +45,12 @@ class Namespaces:
         A client that names no block lengths only looks up what others have put. Neither its word
         nor that of one that may only read binds those who write.
         """
-        said = Shape(hello.key_bytes, frozenset(hello.block_bytes), hello.layout)
+        said = Shape(hello.key_bytes, frozenset(hello.block_bytes), hello.layout, hello.client)
         known = self._shapes.get(hello.namespace)
         if known is not None:
             self._keep(hello.namespace, known)
             _require_equal(hello.namespace, known, said)
-        elif said.block_bytes and not read_only:
+        if said.block_bytes and not read_only and said != known:
             self._keep(hello.namespace, said)
             if self._file is not None:
                 self._file.change()
@@ -62,6 +64,24 @@ class Namespaces:
             )
             self._on_new(hello.namespace)
         return known or said
+
+    def rows(
+        self, usages: Mapping[str, Mapping[bytes, tuple[int, int]]], most: int = _MOST_ROWS
+    ) -> dict[str, dict[str, int | str]]:
+        """Who uses each namespace and how much of each tier, the largest first. From any thread."""
+        clients = {key_prefix(name): shape.client for name, shape in self._snapshot().items()}
+        prefixes = {*clients, *(prefix for usage in usages.values() for prefix in usage)}
+
+        def size(prefix: bytes) -> int:
+            return sum(usage.get(prefix, (0, 0))[1] for usage in usages.values())
+
+        rows = {}
+        for prefix in sorted(prefixes, key=size, reverse=True)[:most]:
+            row: dict[str, int | str] = {"client": clients.get(prefix, "")}
+            for tier, usage in usages.items():
+                row[f"{tier}_blocks"], row[f"{tier}_bytes"] = usage.get(prefix, (0, 0))
+            rows[prefix.hex()] = row
+        return rows
 
     def close(self) -> None:
         if self._file is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import socket as sockets
 from typing import Any
@@ -29,7 +30,11 @@ class StatusError(TieredKVError, RuntimeError):
 
 
 def show_status(
-    endpoint: str, server_key: str | None, secret_key: str | None, timeout_s: float
+    endpoint: str,
+    server_key: str | None,
+    secret_key: str | None,
+    timeout_s: float,
+    as_json: bool = False,
 ) -> int:
     if bool(server_key) != bool(secret_key):
         raise ConfigError("status", "--server-key and --secret-key belong together")
@@ -61,8 +66,13 @@ def show_status(
     finally:
         socket.close()
         context.term()
-    for facts in (info, stats):
-        print("\n".join(_lines(facts.facts)))
+    if as_json:
+        print(json.dumps({"info": info.facts, "stats": stats.facts}, indent=1))
+        return 0
+    by_namespace = info.facts.pop("by_namespace", {})  # an older daemon does not say
+    for facts in (info.facts, stats.facts):
+        print("\n".join(_lines(facts)))
+    print("\n".join(_table(by_namespace)))
     return 0
 
 
@@ -100,6 +110,29 @@ def _lines(facts: dict[str, Any]) -> list[str]:
             shown = _show(name, value)
         lines.append(f"{name:22} {shown}")
     return lines
+
+
+def _table(by_namespace: dict[str, dict[str, Any]]) -> list[str]:
+    """A row for each namespace: what each tier holds of it, and who says that it is theirs."""
+    lines = [""] if by_namespace else []
+    for namespace, row in by_namespace.items():
+        held = [
+            f"{name.removesuffix('_blocks')} {row[name]} blocks, "
+            f"{_rounded(row[name.replace('_blocks', '_bytes')])}"
+            for name in row
+            if name.endswith("_blocks")
+        ]
+        # As a daemon shows it in its log: whatever is in it, it stays in its line.
+        who = repr(row.get("client", "")) if row.get("client") else "not seen lately"
+        lines.append(f"namespace {namespace[:16]}  {'; '.join(held)}  {who}")
+    return lines
+
+
+def _rounded(nbytes: int) -> str:
+    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.1f}{unit}"
+    return f"{nbytes}B"
 
 
 def _show(name: str, value: Any) -> str:

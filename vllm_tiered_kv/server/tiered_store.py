@@ -362,7 +362,13 @@ class TieredStore:
             try:
                 self._fills.settle()
                 wait(self._ending.copy())
-                failed = [str(left) for left in self._lower.flush() if left.has_failed]
+                # An SSD that has no room evicts; a folder that has none, as on a full file system,
+                # takes nothing more.
+                failed = [
+                    str(left)
+                    for left in self._lower.flush()
+                    if left.has_failed or left.tier == _BACKING
+                ]
             except Exception:
                 logger.exception("flushing failed")
                 failed = ["the daemon failed; its log says why"]
@@ -389,6 +395,13 @@ class TieredStore:
             usages[tier] = store.usage()
         return usages
 
+    def usages_by_namespace(self) -> dict[str, dict[bytes, tuple[int, int]]]:
+        """Blocks and bytes of each namespace, by tier. A backing folder does not know."""
+        usages = {_MEMORY: self.memory.usage_by_namespace()}
+        if self.ssd is not None:
+            usages[_SSD] = self.ssd.usage_by_namespace()
+        return usages
+
     def set_ssd_quota(self, namespace: bytes, quota_bytes: int) -> None:
         if self.ssd is not None:
             self.ssd.set_quota(namespace, quota_bytes)
@@ -399,7 +412,7 @@ class TieredStore:
         """Ends what is under way and writes everything to the slower tiers; what could not be
         written. Nothing may be asked of this store meanwhile or afterwards."""
         self._end_threads()
-        return self._lower.flush(progress)
+        return self._lower.flush(progress, is_last=True)
 
     def close(self) -> bool:
         """False where the backing store hangs, and threads with it that nobody can end."""

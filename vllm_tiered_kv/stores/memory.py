@@ -27,6 +27,7 @@ from vllm_tiered_kv.device.shared_arena import PAGE, SharedArena
 from vllm_tiered_kv.native.bytes_copy import copy_and_hash, copy_bytes, hash_buffers
 from vllm_tiered_kv.stores.handed import Handed
 from vllm_tiered_kv.stores.held import Held, make_held
+from vllm_tiered_kv.stores.namespace_usage import NamespaceUsage
 from vllm_tiered_kv.stores.new_blocks import NewBlock, alike, kind_of
 from vllm_tiered_kv.stores.slab_owner import HasQuota, QuotaOf, any_may, owner_of, require_own
 from vllm_tiered_kv.stores.too_large import TooLarge
@@ -62,6 +63,7 @@ class MemoryStore:
         self._on_evict = on_evict
         self._has_quota = has_quota
         self._readable: dict[StoreKey, Held] = {}
+        self._by_namespace = NamespaceUsage()
         self._cuts = [0] * self._geometry.num_slabs  # into slots of so many bytes
         self._lock = threading.RLock()
         self._dropped: dict[StoreKey, None] = {}  # that found no room, oldest first
@@ -101,7 +103,7 @@ class MemoryStore:
 
     def delete(self, keys: Sequence[StoreKey]) -> int:
         with self._lock:
-            present = sum(self._readable.pop(key, None) is not None for key in keys)
+            present = sum(self._unpublish(key) for key in keys)
             for key in keys:
                 self._index.remove(key)  # also what is still being written
             return present
@@ -122,6 +124,11 @@ class MemoryStore:
             return StoreUsage(
                 len(self._readable), self._index.used_bytes, self._geometry.capacity_bytes
             )
+
+    def usage_by_namespace(self) -> dict[bytes, tuple[int, int]]:
+        """Readable blocks and their bytes, by the first bytes of their keys."""
+        with self._lock:
+            return self._by_namespace.snapshot()
 
     def close(self) -> None:
         with self._lock:
@@ -419,6 +426,16 @@ class MemoryStore:
             (key, parent, number, offset, nbytes, generation, checksum, view)
         )
 
+        self._by_namespace.add(key, nbytes)
+
+    def _unpublish(self, key: StoreKey) -> bool:
+        """Whether it was readable."""
+        block = self._readable.pop(key, None)
+        if block is None:
+            return False
+        self._by_namespace.remove(key, block.nbytes)
+        return True
+
     def abort(self, slot: Held) -> None:
         with self._lock:
             self._index.abort(slot.slot)
@@ -446,5 +463,5 @@ class MemoryStore:
                 self.arena.renew(slab * self._geometry.slab_bytes, self._geometry.slab_bytes)
 
     def _evicted(self, key: bytes, nbytes: int) -> None:
-        self._readable.pop(StoreKey(key), None)
+        self._unpublish(StoreKey(key))
         self._on_evict(key, nbytes)

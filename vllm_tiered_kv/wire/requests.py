@@ -87,7 +87,9 @@ class Hello(Message):
     protocol: Annotated[
         int, Spec(Uint(PROTOCOL_VERSION, PROTOCOL_VERSION), "version the client speaks")
     ]
-    client: Annotated[str, Spec(Text(), "name of the client, for logs")]
+    client: Annotated[
+        str, Spec(Text(), "name of the client, for logs and status; an engine names its model")
+    ]
     namespace: Annotated[bytes, Spec(Bin((32,)), "digest of what makes blocks compatible")]
     key_bytes: Annotated[
         int, Spec(Uint(1, MAX_WIRE_KEY_BYTES), "bytes of a full key in this session")

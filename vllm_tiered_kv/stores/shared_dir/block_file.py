@@ -6,6 +6,7 @@ import contextlib
 import enum
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -131,6 +132,8 @@ class BlockReader:
     def _opened(self, key: StoreKey) -> Iterator[int]:
         fd = self._ops.open(self._tree.block_path(key), os.O_RDONLY | os.O_NOFOLLOW)
         try:
+            if not stat.S_ISREG(self._ops.fstat(fd).st_mode):
+                raise FileNotFoundError(errno.ENOENT, "no block, but something else")
             yield fd
         finally:
             self._ops.close(fd)

@@ -22,7 +22,8 @@ class FileOps:
     """Thin: each method is one system call. All may raise OSError."""
 
     def open(self, path: str, flags: int, mode: int = 0o660) -> int:
-        return os.open(path, flags | os.O_CLOEXEC, mode)
+        # Opening a pipe would wait for its other end; a file does not know the difference.
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, mode)
 
     def close(self, fd: int) -> None:
         os.close(fd)

@@ -8,16 +8,19 @@ exception; but a block that cannot be deleted is one.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import stat
 import threading
+import time
 from collections.abc import Sequence
 from typing import TypeVar
 
 from vllm_tiered_kv.core.store import (
     BlockFacts,
     Durability,
+    OnLost,
     PutItem,
     PutResult,
     StoreKey,
@@ -40,15 +43,17 @@ from vllm_tiered_kv.stores.shared_dir.format import (
 from vllm_tiered_kv.stores.shared_dir.known_durable import KnownDurable
 from vllm_tiered_kv.stores.shared_dir.publication import NO_SPACE, Published, Publisher
 from vllm_tiered_kv.stores.shared_dir.recency import Recency, Use
-from vllm_tiered_kv.stores.shared_dir.removal import Remover
+from vllm_tiered_kv.stores.shared_dir.removal import Removal, Remover
 from vllm_tiered_kv.stores.shared_dir.settings import SharedDirSettings
-from vllm_tiered_kv.stores.shared_dir.tree import EntryKind, open_tree
+from vllm_tiered_kv.stores.shared_dir.tree import EntryKind, Identity, open_tree
+from vllm_tiered_kv.stores.shared_dir.unsynced import Unsynced
 from vllm_tiered_kv.stores.shared_dir.usage import Totals, UsageTracker
 
 logger = logging.getLogger(__name__)
 
 _PUT_ATTEMPTS = 3  # a block that was here may be collected before it is made durable
 _KEYS_A_TASK = 32  # a lookup is far cheaper than handing it to another thread
+_TELL_EVERY_S = 60.0
 _KEPT = frozenset({PutResult.STORED, PutResult.PRESENT})
 
 _In = TypeVar("_In")
@@ -69,6 +74,8 @@ class SharedDirStore:
         self._deleter = Deleter(self.tree, self.ops, self.usage_tracker)
         self.reader = BlockReader(self.tree, self.ops, self.counts, self.remover)
         self._durable = KnownDurable()
+        self._unsynced = Unsynced()
+        self.on_lost: OnLost = lambda keys: None
         self._publisher = Publisher(self.tree, self.ops, self._durable, self.remover)
         self.recency = Recency(
             self.tree,
@@ -81,6 +88,7 @@ class SharedDirStore:
         self._threads = IoThreads(settings.threads, "tiered-kv-shared")
         self._close_lock = threading.Lock()
         self._closed = False
+        self._tell_again = 0.0  # monotonic time
 
     # ---- lookups --------------------------------------------------------------------------------
 
@@ -151,6 +159,7 @@ class SharedDirStore:
         """What follows a block that found no room is not tried: it would be of no use."""
         if self._closed:
             return [PutResult.DROPPED] * len(items)
+        failures = self._unsynced.failures
         dropped: set[StoreKey] = set()
         results: dict[int, PutResult] = {}
 
@@ -172,6 +181,14 @@ class SharedDirStore:
                 put_at(at)
         now = self.clock.estimate()
         kept = [at for at in sorted(results) if results[at] in _KEPT]
+        stored = [at for at in kept if results[at] is PutResult.STORED]
+        keys = [items[at].key for at in stored]
+        if durability is Durability.DISK:
+            self._unsynced.synced(keys)
+        elif not self._unsynced.wrote(keys, failures):
+            results.update(dict.fromkeys(stored, PutResult.FAILED))
+        elif self._unsynced.is_full:
+            self._sync()
         self.recency.used([Use(items[at].key, items[at].parent, now) for at in kept])
         return [results[at] for at in range(len(items))]
 
@@ -186,12 +203,26 @@ class SharedDirStore:
                     return result
             return PutResult.DROPPED
         except OSError as error:
+            self._tell_of(error)
             if error.errno in NO_SPACE:
                 self.counts.add(Event.NO_SPACE)
                 return PutResult.DROPPED
             self.counts.add(Event.WRITE_ERROR)
-            logger.debug("a block could not be written to %s: %s", self.tree.folder, error)
             return PutResult.FAILED
+
+    def _tell_of(self, error: OSError) -> None:
+        """Of trouble with writing, now and then: the counters have every block."""
+        now = time.monotonic()
+        with self._close_lock:
+            is_due = now >= self._tell_again
+            if is_due:
+                self._tell_again = now + _TELL_EVERY_S
+        if is_due:
+            logger.warning(
+                "blocks cannot be written to %s: %s; told at most once a minute",
+                self.tree.folder,
+                error.strerror or error,
+            )
 
     def _try_to_put(self, item: PutItem, sync: bool) -> PutResult | None:
         """None where someone else's block was in the way, and left before it was durable, or was
@@ -220,6 +251,13 @@ class SharedDirStore:
             if is_absent(error):
                 return False
             raise
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EEXIST, f"what is no file has the name of a block, {key.hex()}")
+        if self._unsynced.is_lost(key):
+            removal = self.remover.remove(key, Identity.of(status))
+            if removal not in (Removal.REMOVED, Removal.GONE):
+                raise OSError(errno.EBUSY, "what a sync lost cannot be replaced")
+            return False
         if status.st_size != HEADER_BYTES + payload_bytes and self.reader.peek(key) is None:
             return False  # cut short by a crash, say; gone by now
         # A touch is what a collector looks for before it removes. Where it finds no file any
@@ -259,8 +297,14 @@ class SharedDirStore:
 
     def flush(self) -> bool:
         """Syncs the file system. An error is counted: which blocks it concerns is not known, and
-        each of them is verified when it is read."""
+        each of them is verified when it is read. Those this process has written since the last sync
+        are lost: the next sync would say nothing of them, so they are written again when they are
+        put again."""
         self.recency.drain()
+        return self._sync()
+
+    def _sync(self) -> bool:
+        unsynced = self._unsynced.take()
         try:
             fd = self.ops.open(self.tree.folder, os.O_RDONLY | os.O_DIRECTORY)
             try:
@@ -270,6 +314,7 @@ class SharedDirStore:
         except OSError as error:
             self.counts.add(Event.FLUSH_ERROR)
             logger.warning("%s could not be flushed: %s", self.tree.folder, error)
+            self.on_lost(self._unsynced.failed(unsynced))
             return False
         return True
 

@@ -194,7 +194,7 @@ def open_tree(root: str, ops: FileOps) -> Tree:
         _refuse_what_is_not_ours(root, os.listdir(root))
         if not os.path.lexists(tree.folder):
             _make_folder(root, tree.folder, ops)
-        _check_marker(tree.folder)
+        _check_marker(tree.folder, ops)
     except OSError as error:
         raise ConfigError("backing", f"{root} cannot be used: {error.strerror or error}") from error
     return tree
@@ -240,9 +240,9 @@ def _make_folder(root: str, folder: str, ops: FileOps) -> None:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _check_marker(folder: str) -> None:
+def _check_marker(folder: str, ops: FileOps) -> None:
     try:
-        with open(os.path.join(folder, MARKER), "rb") as file:
+        with os.fdopen(ops.open(os.path.join(folder, MARKER), os.O_RDONLY), "rb") as file:
             text = file.read(len(MARKER_TEXT) + 1)
     except FileNotFoundError:
         text = b""

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from vllm_tiered_kv.cache.durable_index import DurableIndex
 from vllm_tiered_kv.core.arena_geometry import SlabGeometry, aligned
-from vllm_tiered_kv.core.store import BlockFacts, PutItem, PutResult, StoreKey
+from vllm_tiered_kv.core.store import BlockFacts, OnLost, PutItem, PutResult, StoreKey
 from vllm_tiered_kv.core.tiers import Lookup
+from vllm_tiered_kv.stores.namespace_usage import NamespaceUsage
 from vllm_tiered_kv.stores.slab_owner import HasQuota, owner_of
 from vllm_tiered_kv.stores.ssd.budget import Budget
 from vllm_tiered_kv.stores.ssd.committer import Committer
@@ -54,6 +55,8 @@ class BlockTable:
         self.index = DurableIndex(self.geometry, eviction, self._on_evict, self._on_leave)
         self.records: dict[int, bytes] = {}  # by slot
         self.live_bytes = 0  # slots of readable blocks
+        self.by_namespace = NamespaceUsage()  # of these slots
+        self.on_lost: OnLost | None = None
 
     def restore(self, live: LiveBlocks) -> None:
         """Fills an empty table."""
@@ -63,7 +66,9 @@ class BlockTable:
         of_block = [classes[number] for number in live.classes]
         self.index.restore(live.keys, live.parents, live.slots, of_block)
         self.records = dict(zip(live.slots, live.records, strict=True))
-        self.live_bytes = sum(self.geometry.slot_bytes[size_class] for size_class in of_block)
+        slot_bytes = [self.geometry.slot_bytes[size_class] for size_class in of_block]
+        self.live_bytes = sum(slot_bytes)
+        self.by_namespace.add_all(zip(live.keys, slot_bytes, strict=True))
 
     def size_class(self, key: StoreKey, nbytes: int) -> int:
         """Good while a block of the class is here."""
@@ -144,6 +149,7 @@ class BlockTable:
         record = encode_put(item.key, item.parent, slot, length, checksum)
         self.records[slot] = record
         self.live_bytes += aligned(length, ALIGNMENT)
+        self.by_namespace.add(item.key, aligned(length, ALIGNMENT))
         self.committer.append(record, slot)
         return record
 
@@ -156,6 +162,7 @@ class BlockTable:
     def _on_leave(self, slot: int) -> None:
         left = decode(self.records.pop(slot))
         self.live_bytes -= aligned(left.length, ALIGNMENT)
+        self.by_namespace.remove(left.key, aligned(left.length, ALIGNMENT))
         self.committer.append(encode_del(left.key, slot))
 
     def _on_evict(self, key: bytes, nbytes: int) -> None:
@@ -179,9 +186,14 @@ class BlockTable:
     def retake(self, slots: list[int]) -> None:
         self.index.quarantine_again(slots)
 
-    def lost(self, slots: list[int]) -> None:
+    def lost(self, slots: list[int]) -> int:
+        keys = []
         for slot in slots:
             record = self.records.get(slot)
-            if record is not None:
-                self.forget(slot, record)
-                self._counters.failed_blocks += 1
+            if record is not None and self.forget(slot, record):
+                keys.append(StoreKey(decode(record).key))
+        self._counters.failed_blocks += len(keys)
+        if keys and self.on_lost is not None:
+            self.on_lost(keys)
+            return 0
+        return len(keys)

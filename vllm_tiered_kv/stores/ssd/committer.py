@@ -49,8 +49,9 @@ class CommitOwner(Protocol):
     def retake(self, slots: list[int]) -> None:
         """Back into quarantine: their removal is not durable."""
 
-    def lost(self, slots: list[int]) -> None:
-        """The data of these slots may never reach the disk."""
+    def lost(self, slots: list[int]) -> int:
+        """The data of these slots may never reach the disk. How many blocks are gone of which
+        nobody was told."""
 
 
 class _DataSyncError(Exception):
@@ -91,7 +92,7 @@ class Committer:
         # Slots written since the last sync of the data began. Without a group's policy that is
         # when the journal was last rewritten, which bounds it.
         self._unsynced: list[int] = []
-        self._has_lost = False  # blocks that were stored, since a flush told of it
+        self._has_lost = False  # blocks, of which nobody was told; since a flush told of it
         self.data_failures = 0  # times that what was written before came to be in doubt
         self._queued_since = 0.0
         self._next = 1  # the cycle that will take what is queued now
@@ -302,7 +303,6 @@ class Committer:
                 delay,
             )
         self._broken = True
-        self._has_lost = self._has_lost or bool(lost)
         self._queue = []
         self._owner.retake(leaving)
-        self._owner.lost(lost)
+        self._has_lost = bool(self._owner.lost(lost)) or self._has_lost

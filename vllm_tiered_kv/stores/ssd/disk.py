@@ -11,6 +11,7 @@ import ctypes
 import ctypes.util
 import errno
 import os
+import stat
 from pathlib import Path
 from typing import Protocol
 
@@ -42,6 +43,27 @@ class Disk(Protocol):
         """Returns when names created, renamed or removed in the folder are durable."""
 
 
+def open_file(path: Path, flags: int) -> int:
+    """A plain file of the folder itself. Whoever else may write to the folder must not choose by a
+    link which file is written, nor keep the daemon waiting by a pipe."""
+    try:
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, f"{path} is a symbolic link", str(path)) from error
+        if error.errno == errno.ENXIO:
+            raise _not_plain(path) from error
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise _not_plain(path)
+    return fd
+
+
+def _not_plain(path: Path) -> OSError:
+    return OSError(errno.EINVAL, f"{path} is not a plain file", str(path))
+
+
 class OsDisk:
     """The real one."""
 
@@ -57,7 +79,7 @@ class OsDisk:
         self._fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
     def open(self, path: Path, flags: int) -> int:
-        return os.open(path, flags | os.O_CLOEXEC, 0o600)
+        return open_file(path, flags)
 
     def close(self, fd: int) -> None:
         os.close(fd)

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 
 from vllm_tiered_kv.errors import StoreFormatError, StoreLockedError
-from vllm_tiered_kv.stores.ssd.disk import Disk, write_all
+from vllm_tiered_kv.stores.ssd.disk import Disk, open_file, write_all
 from vllm_tiered_kv.stores.ssd.record_format import Superblock
 
 LOCK = "LOCK"
@@ -30,13 +30,12 @@ class FolderLock:
 
     def __init__(self, folder: Path, read_only: bool = False) -> None:
         """With `read_only` also on a file system that was mounted so, as after errors of a disk."""
-        flags = os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            self._fd = os.open(folder / LOCK, flags | os.O_RDWR | os.O_CREAT, 0o600)
+            self._fd = open_file(folder / LOCK, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             if not read_only or error.errno != errno.EROFS:
                 raise
-            self._fd = os.open(folder / LOCK, flags | os.O_RDONLY)
+            self._fd = open_file(folder / LOCK, os.O_RDONLY)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -72,7 +71,7 @@ def read_superblock(folder: Path) -> Superblock | None:
     """None for a folder with nothing in it; StoreFormatError for anything else that is not ours."""
     path = folder / FORMAT
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_file(path, os.O_RDONLY), "rb") as file:
             data = file.read(_MAX_SUPERBLOCK)
     except FileNotFoundError:
         strangers = {entry.name for entry in folder.iterdir()} - {LOCK, FORMAT + TEMPORARY}

@@ -91,7 +91,8 @@ def open_folder(
 
 def _forget_new_folder(folder: Path, disk: Disk) -> None:
     """A folder that could not be made must not bind the next attempt to its slab size."""
-    for name in (JOURNAL + TEMPORARY, JOURNAL, DATA, FORMAT + TEMPORARY, FORMAT):
+    # Data before the journal: with the journal alone `verify` knows that nothing was lost.
+    for name in (DATA, JOURNAL + TEMPORARY, JOURNAL, FORMAT + TEMPORARY, FORMAT):
         with suppress(OSError):
             disk.unlink(folder / name)
 

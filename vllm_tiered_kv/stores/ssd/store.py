@@ -21,6 +21,7 @@ from vllm_tiered_kv.core.store import (
     MAX_KEY_BYTES,
     BlockFacts,
     Durability,
+    OnLost,
     PutItem,
     PutResult,
     StoreKey,
@@ -115,6 +116,15 @@ class SsdStore:
         self.recovery.seconds = time.monotonic() - begin
         self._progress(str(self.recovery))
 
+    @property
+    def on_lost(self) -> OnLost:
+        return self._table.on_lost or (lambda keys: None)
+
+    @on_lost.setter
+    def on_lost(self, told: OnLost) -> None:
+        """Without one, the next `flush` is False for what was lost."""
+        self._table.on_lost = told
+
     # ---- questions ----------------------------------------------------------------------------
 
     @property
@@ -148,6 +158,11 @@ class SsdStore:
             return StoreUsage(
                 len(self._table.records), self._table.live_bytes, self._budget.capacity_bytes
             )
+
+    def usage_by_namespace(self) -> dict[bytes, tuple[int, int]]:
+        """Readable blocks and the bytes of their slots, by the first bytes of their keys."""
+        with self._lock:
+            return self._table.by_namespace.snapshot()
 
     def set_quota(self, namespace: bytes, quota_bytes: int) -> None:
         """The most one namespace may hold, in whole slabs and at least one."""
@@ -379,6 +394,12 @@ class SsdStore:
         if not is_durable:
             logger.error("%s: not everything could be made durable", self.folder)
         return is_durable
+
+    def retry(self) -> None:
+        with self._lock:
+            self._backoff.until = 0.0
+            if not self._closed and not self._committer.is_writable:
+                self._committer.wait(self._committer.kick())
 
     def close(self) -> None:
         with self._lock:

@@ -12,7 +12,7 @@ from vllm_tiered_kv.errors import StoreFormatError
 from vllm_tiered_kv.native import cpu
 from vllm_tiered_kv.stores.slab_owner import all_share
 from vllm_tiered_kv.stores.ssd.disk import Disk, OsDisk, read_all
-from vllm_tiered_kv.stores.ssd.folder import DATA, FORMAT, FolderLock, read_superblock
+from vllm_tiered_kv.stores.ssd.folder import DATA, FORMAT, LOCK, FolderLock, read_superblock
 from vllm_tiered_kv.stores.ssd.journal import JournalContents, read_journal
 from vllm_tiered_kv.stores.ssd.record_format import ALIGNMENT, decode
 from vllm_tiered_kv.stores.ssd.recovery import RecoveryReport, live_blocks
@@ -47,7 +47,7 @@ def verify(
     folder: Path, progress: Callable[[str], None] | None = None, disk: Disk | None = None
 ) -> VerifyReport:
     """Raises StoreFormatError for a folder that is no store, StoreLockedError for one in use."""
-    if not (folder / FORMAT).exists():
+    if not (folder / FORMAT).exists() and not (folder / LOCK).exists():
         reason = "it has no FORMAT file" if folder.is_dir() else "there is no such folder"
         raise StoreFormatError(str(folder), reason)
     lock = FolderLock(folder, read_only=True)
@@ -59,9 +59,11 @@ def verify(
 
 def _verify(folder: Path, disk: Disk, progress: Callable[[str], None]) -> VerifyReport:
     begin = time.monotonic()
-    superblock = read_superblock(folder)
-    assert superblock is not None  # FORMAT is there
     report = VerifyReport()
+    superblock = read_superblock(folder)
+    if superblock is None:  # a first start got no further than the lock
+        report.is_unused = True
+        return report
     contents = read_journal(disk, folder, superblock.store)
     report.journal_missing = contents.header is None
     try:
