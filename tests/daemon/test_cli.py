@@ -232,7 +232,7 @@ def test_status(start: StartDaemon, connect: Connect) -> None:
         assert done.returncode == 0
         assert "tiered-kv-server" in done.stdout
         assert "put_blocks             stored 1" in done.stdout
-        row = f"namespace {NAMESPACE.hex()[:16]}  memory 1 blocks, 4.0KiB  'test'"
+        row = f"namespace {key_prefix(NAMESPACE).hex()}  memory 1 blocks, 4.0KiB  'test'"
         assert row in done.stdout.splitlines()
     told = json.loads(run("status", daemon.endpoint, "--json").stdout)
     assert told["info"]["by_namespace"][key_prefix(NAMESPACE).hex()]["memory_blocks"] == 1

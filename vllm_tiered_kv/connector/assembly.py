@@ -27,6 +27,7 @@ from vllm_tiered_kv.connector.scheduler_half import SchedulerHalf
 from vllm_tiered_kv.connector.shard import Holding, distinct_tags, holding_of, replicas_of
 from vllm_tiered_kv.connector.worker_half import WorkerHalf
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
+from vllm_tiered_kv.core.store import NAMESPACE_BYTES
 from vllm_tiered_kv.device.arena import memory_limit
 from vllm_tiered_kv.device.replica_arena import Replicas, share_memory
 from vllm_tiered_kv.errors import ConfigError, TieredKVError

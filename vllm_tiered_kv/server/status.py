@@ -124,7 +124,7 @@ def _table(by_namespace: dict[str, dict[str, Any]]) -> list[str]:
         ]
         # As a daemon shows it in its log: whatever is in it, it stays in its line.
         who = repr(row.get("client", "")) if row.get("client") else "not seen lately"
-        lines.append(f"namespace {namespace[:16]}  {'; '.join(held)}  {who}")
+        lines.append(f"namespace {namespace}  {'; '.join(held)}  {who}")
     return lines
 
 
