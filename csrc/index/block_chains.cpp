@@ -84,7 +84,7 @@ void BlockIndex::unlink(uint32_t id) {
   (entry.prev == kNone ? above.first_behind : entries_[entry.prev].next) = entry.next;
   if (entry.next != kNone) entries_[entry.next].prev = entry.prev;
   entry.next = entry.prev = kNone;
-  if (above.is_leaf() && above.is_readable()) policy_of(above).unshield(before);
+  if (above.is_leaf() && above.is_readable() && !above.is_parked) policy_of(above).unshield(before);
 }
 
 // Takes the block out of every lookup and link; the slot itself stays in use.
@@ -98,6 +98,7 @@ void BlockIndex::detach(uint32_t id, bool evicted) {
     await(follower, entry.key.view());
     follower = next;
   }
+  if (entry.is_parked) unpark(id);
   if (entry.is_readable()) {
     policy_of(entry).forget(id, evicted);
     --readable_;

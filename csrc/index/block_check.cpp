@@ -13,7 +13,8 @@ void BlockIndex::check() const {
     const Entry& entry = entries_[id];
     visible += entry.is_visible() ? 1U : 0U;
     readable += entry.is_readable() ? 1U : 0U;
-    if (entry.is_readable() && entry.is_leaf()) ++leaves[pool_.class_of(entry.slot)];
+    if (entry.is_readable() && entry.is_leaf() && !entry.is_parked)
+      ++leaves[pool_.class_of(entry.slot)];
   });
   if (visible != table_.size() || readable != readable_)
     throw InvariantError("what can be found is not what is here");
@@ -34,6 +35,8 @@ void BlockIndex::check_entry(uint32_t id) const {
     throw InvariantError(slot + " is visible, or not, against its state");
   if (entry.pins != 0 && entry.state == State::kReserved)
     throw InvariantError(slot + " is pinned while it is written");
+  if (entry.is_parked && (entry.pins == 0 || entry.is_queued || !entry.is_readable()))
+    throw InvariantError(slot + " is parked and not a block that is pinned");
   if (entry.is_set_aside) throw InvariantError(slot + " was set aside and not put back");
   if (entry.before != kNone && entry.awaited)
     throw InvariantError(slot + " awaits a block it follows");

@@ -28,6 +28,7 @@ BlockIndex::BlockIndex(const Geometry& geometry, std::string eviction, IndexHook
 uint32_t BlockIndex::add_class(int64_t slot_bytes, const std::string& owner) {
   const uint32_t number = pool_.add_class(slot_bytes);
   policies_.push_back(policy_for(slot_bytes));
+  parked_.emplace_back();
   owners_.push_back(owner);
   return number;
 }
@@ -134,7 +135,8 @@ void BlockIndex::unpin(const std::vector<int64_t>& slots) {
     Entry& entry = entries_[id];
     if (entry.pins == 0)
       throw InvariantError("slot " + std::to_string(slot) + " is unpinned more often than pinned");
-    if (--entry.pins == 0 && entry.state == State::kDetached) free(id);
+    unpin_one(id);
+    if (entry.pins == 0 && entry.state == State::kDetached) free(id);
   }
 }
 

@@ -36,7 +36,7 @@ struct Entry {
   uint32_t next = kNone;          // among those that follow, or await, the same block
   uint32_t prev = kNone;
 
-  // Of the eviction policy.
+  // Of the eviction policy; while parked, of the list of those that are.
   uint32_t queue_next = kNone;  // LRU: the place in its heap
   uint32_t queue_prev = kNone;
   uint32_t pins = 0;
@@ -45,6 +45,7 @@ struct Entry {
   bool is_queued = false;
   bool is_in_main = false;
   bool is_set_aside = false;  // offered in a walk and not taken
+  bool is_parked = false;     // found pinned by a walk: unknown to the policy until unpinned
 
   bool is_leaf() const { return first_behind == kNone; }
   bool is_readable() const { return state == State::kCommitted; }
