@@ -28,7 +28,7 @@ class BlockIndex::Leaving {
       const uint32_t id = policy_.next();
       if (id == kNone) return kNone;
       const Entry& entry = index_.entries_[id];
-      if (entry.pins == 0 && index_.may_evict(entry)) return id;
+      if (entry.pins == 0 && index_.may_evict(id)) return id;
       if (entry.pins != 0) index_.park(id);
     }
   }
@@ -76,8 +76,8 @@ void BlockIndex::unpin_one(uint32_t id) {
   if (entry.is_leaf()) policy_of(entry).unshield(id);
 }
 
-bool BlockIndex::may_evict(const Entry& entry) const {
-  return !hooks_.may_evict || hooks_.may_evict(entry.key.view());
+bool BlockIndex::may_evict(uint32_t id) const {
+  return !hooks_.may_evict || hooks_.may_evict(entries_.key(id));
 }
 
 // Whether somebody reads or writes it.
@@ -141,7 +141,7 @@ uint32_t BlockIndex::coldest(uint32_t size_class) { return Leaving(*this, size_c
 
 void BlockIndex::evict(uint32_t id) {
   const int64_t nbytes = pool_.slot_bytes(pool_.class_of(entries_[id].slot));
-  const std::string key(hooks_.on_evict ? entries_[id].key.view() : std::string_view());
+  const std::string key(hooks_.on_evict ? entries_.key(id) : std::string_view());
   detach(id, true);
   free(id);
   ++evicted_blocks_;
@@ -180,7 +180,7 @@ bool BlockIndex::evict_slab_of(uint32_t victim) {
       pending.emplace_back(behind, false);
   }
   for (const uint32_t id : doomed)
-    if (!may_evict(entries_[id])) return false;
+    if (!may_evict(id)) return false;
   for (const uint32_t id : doomed) evict(id);
   return true;
 }
@@ -218,8 +218,8 @@ uint32_t BlockIndex::block_to_cut_at(const std::vector<uint32_t>& tails,
       const Entry& entry = entries_[id];
       const bool is_idle = entry.pins == 0 && entry.is_readable();
       if (is_idle && pool_.class_of(entry.slot) == size_class) {
-        if (hooks_.is_below(entry.key.view())) return id;
-        if (may_evict(entry)) return kNone;  // the slower tier takes no more: it would be lost
+        if (hooks_.is_below(entries_.key(id))) return id;
+        if (may_evict(id)) return kNone;  // the slower tier takes no more: it would be lost
       }
       id = entry.before;
     }
