@@ -34,15 +34,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks import environment
+from vllm_tiered_kv.cache.durable_index import BlockRows
 from vllm_tiered_kv.core.arena_geometry import SlabGeometry
-from vllm_tiered_kv.core.store import PutItem, PutResult, StoreKey
+from vllm_tiered_kv.core.store import MAX_KEY_BYTES, PutItem, PutResult, StoreKey
 from vllm_tiered_kv.option_values import parse_size
 from vllm_tiered_kv.stores.ssd.budget import Budget
 from vllm_tiered_kv.stores.ssd.disk import OsDisk
 from vllm_tiered_kv.stores.ssd.folder import read_superblock
 from vllm_tiered_kv.stores.ssd.journal import Journal
-from vllm_tiered_kv.stores.ssd.record_format import ALIGNMENT, encode_put
+from vllm_tiered_kv.stores.ssd.record_format import ALIGNMENT, put_records
 from vllm_tiered_kv.stores.ssd.store import SsdStore
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -225,7 +228,7 @@ class SparseDisk(OsDisk):
         raise OSError(errno.EOPNOTSUPP, "sparse on purpose")
 
 
-def make_large_folder(folder: Path, space: int) -> int:
+def make_large_folder(folder: Path, space: int, block: int = RECOVERED_BLOCK) -> int:
     """A folder whose index is full of blocks that were never written; how many."""
     disk = SparseDisk()
     SsdStore(folder, space, disk=disk).close()
@@ -233,17 +236,25 @@ def make_large_folder(folder: Path, space: int) -> int:
     assert superblock is not None
     budget = Budget.divide(space, superblock.slab_bytes)
     geometry = SlabGeometry(budget.data_bytes, budget.slab_bytes, ALIGNMENT)
-    per_slab = geometry.slots_in_slab(geometry.add_class(RECOVERED_BLOCK))
-    rng = random.Random(0)
-    records = []
-    for number in range(budget.num_slabs * per_slab):
-        slab, position = divmod(number, per_slab)
-        slot = slab * geometry.slots_per_slab + position
-        parent = key(number - 1) if number % 256 else None
-        records.append(encode_put(key(number), parent, slot, RECOVERED_BLOCK, rng.getrandbits(64)))
+    per_slab = geometry.slots_in_slab(geometry.add_class(block))
+    count = budget.num_slabs * per_slab
+    numbers = np.arange(count)
+    keys = np.zeros((count, MAX_KEY_BYTES), np.uint8)
+    at = len(NAMESPACE)
+    keys[:, at : at + 8] = numbers.view(np.uint8).reshape(count, 8)
+    parents = np.roll(keys, 1, axis=0)
+    sizes = np.full(count, len(key(0)), np.uint8)
+    is_head = numbers % 256 == 0
+    parents[is_head] = 0
+    slots = numbers // per_slab * geometry.slots_per_slab + numbers % per_slab
+    rng = np.random.default_rng(0)
+    checksums = rng.integers(1 << 63, size=count, dtype=np.uint64)
+    lengths = np.full(count, block, np.uint32)
+    parent_sizes = np.where(is_head, 0, sizes).astype(np.uint8)
+    records = put_records(BlockRows(keys, sizes, parents, parent_sizes, slots, lengths, checksums))
     rng.shuffle(records)  # the order of use is not that of the slots
     Journal.create(disk, folder, superblock.store, 1000, records).close()
-    return len(records)
+    return count
 
 
 def measure_recovery(folder: Path, repeats: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ void BlockIndex::enter(uint32_t id, std::optional<std::string_view> before) {
     else
       await(id, *before);
   }
-  const std::string_view key = entries_[id].key.view();
+  const std::string_view key = entries_.key(id);
   table_.insert(hash_(key), id);
   // Blocks that arrived before the block they follow are adopted when it comes. Each is the first
   // of its chain: one that `id` itself descends from would close a circle, which could never leave.
@@ -48,7 +48,8 @@ void BlockIndex::link(uint32_t id, uint32_t before) {
 }
 
 void BlockIndex::await(uint32_t id, std::string_view before) {
-  entries_[id].awaited = std::make_unique<KeyBytes>(before);
+  awaited_keys_[id] = before;
+  entries_[id].is_awaiting = true;
   uint32_t first = first_awaiting(before);
   if (first != kNone) awaited_.erase(hash_(before), first);
   chain_to(first, id);
@@ -57,14 +58,13 @@ void BlockIndex::await(uint32_t id, std::string_view before) {
 
 uint32_t BlockIndex::first_awaiting(std::string_view key) const {
   if (awaited_.size() == 0) return kNone;
-  return awaited_.find(hash_(key),
-                       [&](uint32_t id) { return entries_[id].awaited->view() == key; });
+  return awaited_.find(hash_(key), [&](uint32_t id) { return awaited_keys_.at(id) == key; });
 }
 
 void BlockIndex::stop_awaiting(uint32_t id) {
   Entry& entry = entries_[id];
   if (entry.prev == kNone) {
-    const uint64_t hash = hash_(entry.awaited->view());
+    const uint64_t hash = hash_(awaited_keys_.at(id));
     awaited_.erase(hash, id);
     if (entry.next != kNone) awaited_.insert(hash, entry.next);
   } else {
@@ -72,19 +72,20 @@ void BlockIndex::stop_awaiting(uint32_t id) {
   }
   if (entry.next != kNone) entries_[entry.next].prev = entry.prev;
   entry.next = entry.prev = kNone;
-  entry.awaited.reset();
+  entry.is_awaiting = false;
+  awaited_keys_.erase(id);
 }
 
 void BlockIndex::unlink(uint32_t id) {
   Entry& entry = entries_[id];
-  if (entry.awaited) stop_awaiting(id);
+  if (entry.is_awaiting) stop_awaiting(id);
   if (entry.before == kNone) return;
   const uint32_t before = std::exchange(entry.before, kNone);
   Entry& above = entries_[before];
   (entry.prev == kNone ? above.first_behind : entries_[entry.prev].next) = entry.next;
   if (entry.next != kNone) entries_[entry.next].prev = entry.prev;
   entry.next = entry.prev = kNone;
-  if (above.is_leaf() && above.is_readable()) policy_of(above).unshield(before);
+  if (above.is_leaf() && above.is_readable() && !above.is_parked) policy_of(above).unshield(before);
 }
 
 // Takes the block out of every lookup and link; the slot itself stays in use.
@@ -95,14 +96,15 @@ void BlockIndex::detach(uint32_t id, bool evicted) {
     Entry& behind = entries_[follower];
     const uint32_t next = std::exchange(behind.next, kNone);
     behind.before = behind.prev = kNone;
-    await(follower, entry.key.view());
+    await(follower, entries_.key(id));
     follower = next;
   }
+  if (entry.is_parked) unpark(id);
   if (entry.is_readable()) {
     policy_of(entry).forget(id, evicted);
     --readable_;
   }
-  table_.erase(hash_(entry.key.view()), id);
+  table_.erase(hash_(entries_.key(id)), id);
   entry.state = State::kDetached;
 }
 

@@ -13,7 +13,8 @@ void BlockIndex::check() const {
     const Entry& entry = entries_[id];
     visible += entry.is_visible() ? 1U : 0U;
     readable += entry.is_readable() ? 1U : 0U;
-    if (entry.is_readable() && entry.is_leaf()) ++leaves[pool_.class_of(entry.slot)];
+    if (entry.is_readable() && entry.is_leaf() && !entry.is_parked)
+      ++leaves[pool_.class_of(entry.slot)];
   });
   if (visible != table_.size() || readable != readable_)
     throw InvariantError("what can be found is not what is here");
@@ -30,23 +31,27 @@ void BlockIndex::check_entry(uint32_t id) const {
   const Entry& entry = entries_[id];
   const std::string slot = "slot " + std::to_string(entry.slot);
   if (pool_.id_in(entry.slot) != id) throw InvariantError(slot + " holds another block");
-  if ((id_of(entry.key.view()) == id) != entry.is_visible())
+  if ((id_of(entries_.key(id)) == id) != entry.is_visible())
     throw InvariantError(slot + " is visible, or not, against its state");
   if (entry.pins != 0 && entry.state == State::kReserved)
     throw InvariantError(slot + " is pinned while it is written");
+  if (entry.is_parked && (entry.pins == 0 || entry.is_queued || !entry.is_readable()))
+    throw InvariantError(slot + " is parked and not a block that is pinned");
   if (entry.is_set_aside) throw InvariantError(slot + " was set aside and not put back");
-  if (entry.before != kNone && entry.awaited)
+  if (entry.before != kNone && entry.is_awaiting)
     throw InvariantError(slot + " awaits a block it follows");
-  if (!entry.is_visible() && (entry.before != kNone || entry.awaited || !entry.is_leaf()))
+  if (!entry.is_visible() && (entry.before != kNone || entry.is_awaiting || !entry.is_leaf()))
     throw InvariantError(slot + " is gone and still in a chain");
   uint32_t sibling = kNone;
   if (entry.before != kNone) sibling = entries_[entry.before].first_behind;
-  if (entry.awaited) {
-    if (id_of(entry.awaited->view()) != kNone)
+  if (entry.is_awaiting != (awaited_keys_.count(id) != 0))
+    throw InvariantError(slot + " awaits a block, or not, that is not known");
+  if (entry.is_awaiting) {
+    if (id_of(awaited_keys_.at(id)) != kNone)
       throw InvariantError(slot + " awaits a block that is here");
-    sibling = first_awaiting(entry.awaited->view());
+    sibling = first_awaiting(awaited_keys_.at(id));
   }
-  if (entry.before != kNone || entry.awaited) {
+  if (entry.before != kNone || entry.is_awaiting) {
     while (sibling != kNone && sibling != id) sibling = entries_[sibling].next;
     if (sibling != id) throw InvariantError(slot + " is not known to the block it follows");
   }

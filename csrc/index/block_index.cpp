@@ -19,15 +19,16 @@ size_t most_blocks(const Geometry& geometry) {
 
 BlockIndex::BlockIndex(const Geometry& geometry, std::string eviction, IndexHooks hooks)
     : pool_(geometry),
+      table_(most_blocks(geometry)),
       eviction_(std::move(eviction)),
-      hooks_(std::move(hooks)),
-      table_(most_blocks(geometry)) {
+      hooks_(std::move(hooks)) {
   make_policy(eviction_, entries_, 1);  // an unknown name is an error now, not with the first class
 }
 
 uint32_t BlockIndex::add_class(int64_t slot_bytes, const std::string& owner) {
   const uint32_t number = pool_.add_class(slot_bytes);
   policies_.push_back(policy_for(slot_bytes));
+  parked_.emplace_back();
   owners_.push_back(owner);
   return number;
 }
@@ -77,7 +78,7 @@ void BlockIndex::lookup(const std::vector<std::string_view>& keys,
     for (size_t i = 0; i < count; ++i) {
       const std::string_view key = keys[begin + i];
       const uint32_t id =
-          table_.find(hashes[i], [&](uint32_t other) { return entries_[other].key.view() == key; });
+          table_.find(hashes[i], [&](uint32_t other) { return entries_.key(other) == key; });
       found[begin + i] = state_of(id);
     }
   }
@@ -89,15 +90,17 @@ int64_t BlockIndex::slot_of(std::string_view key) const {
 }
 
 BlockName BlockIndex::block_in(int64_t slot) const {
-  const Entry& entry = entries_[id_in(slot)];
-  BlockName name{entry.key.view(), std::nullopt};
-  if (entry.before != kNone) name.before = entries_[entry.before].key.view();
-  if (entry.awaited) name.before = entry.awaited->view();
+  const uint32_t id = id_in(slot);
+  const Entry& entry = entries_[id];
+  BlockName name{entries_.key(id), std::nullopt};
+  if (entry.before != kNone) name.before = entries_.key(entry.before);
+  if (entry.is_awaiting) name.before = awaited_keys_.at(id);
   return name;
 }
 
-void BlockIndex::for_each(const std::function<void(const Entry&)>& look) const {
-  entries_.for_each([&](uint32_t id) { look(entries_[id]); });
+void BlockIndex::for_each(
+    const std::function<void(const Entry&, std::string_view key)>& look) const {
+  entries_.for_each([&](uint32_t id) { look(entries_[id], entries_.key(id)); });
 }
 
 // ---- use ---------------------------------------------------------------------------------------
@@ -134,7 +137,8 @@ void BlockIndex::unpin(const std::vector<int64_t>& slots) {
     Entry& entry = entries_[id];
     if (entry.pins == 0)
       throw InvariantError("slot " + std::to_string(slot) + " is unpinned more often than pinned");
-    if (--entry.pins == 0 && entry.state == State::kDetached) free(id);
+    unpin_one(id);
+    if (entry.pins == 0 && entry.state == State::kDetached) free(id);
   }
 }
 
@@ -223,7 +227,7 @@ void BlockIndex::drop(uint32_t id) {
 }
 
 uint32_t BlockIndex::id_of(std::string_view key) const {
-  return table_.find(hash_(key), [&](uint32_t other) { return entries_[other].key.view() == key; });
+  return table_.find(hash_(key), [&](uint32_t other) { return entries_.key(other) == key; });
 }
 
 uint32_t BlockIndex::id_in(int64_t slot) const {

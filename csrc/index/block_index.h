@@ -22,6 +22,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -78,7 +79,7 @@ class BlockIndex {
   // Where a block is that is readable or being written; kNoSlot for another.
   int64_t slot_of(std::string_view key) const;
   BlockName block_in(int64_t slot) const;
-  void for_each(const std::function<void(const Entry&)>& look) const;
+  void for_each(const std::function<void(const Entry&, std::string_view key)>& look) const;
 
   // ---- use
   // Marks a readable block as used.
@@ -146,24 +147,34 @@ class BlockIndex {
   // Empties the victim's slab, followers first; false when something in it is in use.
   bool evict_slab_of(uint32_t victim);
   void drop(uint32_t id);
+  void unpin_one(uint32_t id);
   // Makes the block known, and links it to those before and behind it.
   void enter(uint32_t id, std::optional<std::string_view> before);
   void become_readable(uint32_t id);
+  void link(uint32_t id, uint32_t before);
+  void await(uint32_t id, std::string_view before);
 
   SlotPool pool_;
   EntryTable entries_;
   std::vector<std::unique_ptr<EvictionPolicy>> policies_;  // per class
   std::vector<std::string> owners_;                        // per class
   std::map<std::string, int64_t> quota_slabs_;
+  KeyHash hash_;
+  IdTable table_;  // blocks that are readable or being written, by their key
 
  private:
   class Leaving;
+  struct Parked {  // a list, the coldest mostly first
+    uint32_t first = kNone;
+    uint32_t last = kNone;
+  };
 
   EvictionPolicy& policy_of(const Entry& entry) { return *policies_[pool_.class_of(entry.slot)]; }
   Lookup state_of(uint32_t id) const;
-  bool may_evict(const Entry& entry) const;
-  void link(uint32_t id, uint32_t before);
-  void await(uint32_t id, std::string_view before);
+  bool may_evict(uint32_t id) const;
+  bool is_in_use(uint32_t id) const;
+  void park(uint32_t id);
+  void unpark(uint32_t id);
   void unlink(uint32_t id);
   void stop_awaiting(uint32_t id);
   uint32_t first_awaiting(std::string_view key) const;
@@ -177,9 +188,10 @@ class BlockIndex {
 
   std::string eviction_;
   IndexHooks hooks_;
-  KeyHash hash_;
-  IdTable table_;    // blocks that are readable or being written, by their key
-  IdTable awaited_;  // the first of those that await a block, by its key
+  IdTable awaited_;             // the first of those that await a block, by its key
+  std::vector<Parked> parked_;  // per class
+  std::unordered_map<int64_t, int64_t> blockers_;  // slots that kept slabs from leaving, by slab
+  std::unordered_map<uint32_t, std::string> awaited_keys_;  // by who awaits
   uint64_t clock_ = 0;
   size_t readable_ = 0;
   int64_t evicted_blocks_ = 0;

@@ -28,7 +28,8 @@ class BlockIndex::Leaving {
       const uint32_t id = policy_.next();
       if (id == kNone) return kNone;
       const Entry& entry = index_.entries_[id];
-      if (entry.pins == 0 && entry.is_leaf() && index_.may_evict(entry)) return id;
+      if (entry.pins == 0 && index_.may_evict(id)) return id;
+      if (entry.pins != 0) index_.park(id);
     }
   }
 
@@ -43,11 +44,47 @@ BlockIndex::Kept::Kept(BlockIndex& index, std::optional<std::string_view> key)
 }
 
 BlockIndex::Kept::~Kept() {
-  if (id_ != kNone) --index_.entries_[id_].pins;
+  if (id_ != kNone) index_.unpin_one(id_);
 }
 
-bool BlockIndex::may_evict(const Entry& entry) const {
-  return !hooks_.may_evict || hooks_.may_evict(entry.key.view());
+// Takes a pinned leaf out of its policy's order, so that it is met by one walk and not by all.
+void BlockIndex::park(uint32_t id) {
+  Entry& entry = entries_[id];
+  policy_of(entry).shield(id);
+  Parked& parked = parked_[pool_.class_of(entry.slot)];
+  entry.is_parked = true;
+  entry.queue_prev = parked.last;
+  entry.queue_next = kNone;
+  (parked.last == kNone ? parked.first : entries_[parked.last].queue_next) = id;
+  parked.last = id;
+}
+
+void BlockIndex::unpark(uint32_t id) {
+  Entry& entry = entries_[id];
+  entry.is_parked = false;
+  Parked& parked = parked_[pool_.class_of(entry.slot)];
+  const uint32_t prev = entry.queue_prev;
+  const uint32_t next = entry.queue_next;
+  (prev == kNone ? parked.first : entries_[prev].queue_next) = next;
+  (next == kNone ? parked.last : entries_[next].queue_prev) = prev;
+}
+
+void BlockIndex::unpin_one(uint32_t id) {
+  Entry& entry = entries_[id];
+  if (--entry.pins != 0 || !entry.is_parked) return;
+  unpark(id);
+  if (entry.is_leaf()) policy_of(entry).unshield(id);
+}
+
+bool BlockIndex::may_evict(uint32_t id) const {
+  return !hooks_.may_evict || hooks_.may_evict(entries_.key(id));
+}
+
+// Whether somebody reads or writes it.
+bool BlockIndex::is_in_use(uint32_t id) const {
+  if (id == kNone) return false;
+  const Entry& entry = entries_[id];
+  return entry.pins != 0 || !(entry.is_readable() || entry.state == State::kQuarantined);
 }
 
 int64_t BlockIndex::slabs_of(const std::string& owner) const {
@@ -104,7 +141,7 @@ uint32_t BlockIndex::coldest(uint32_t size_class) { return Leaving(*this, size_c
 
 void BlockIndex::evict(uint32_t id) {
   const int64_t nbytes = pool_.slot_bytes(pool_.class_of(entries_[id].slot));
-  const std::string key(hooks_.on_evict ? entries_[id].key.view() : std::string_view());
+  const std::string key(hooks_.on_evict ? entries_.key(id) : std::string_view());
   detach(id, true);
   free(id);
   ++evicted_blocks_;
@@ -113,11 +150,17 @@ void BlockIndex::evict(uint32_t id) {
 }
 
 bool BlockIndex::evict_slab_of(uint32_t victim) {
+  const int64_t slab = pool_.slab_of(entries_[victim].slot);
+  // Not to be searched in vain for every new block while what was in the way still is.
+  const auto blocker = blockers_.find(slab);
+  if (blocker != blockers_.end()) {
+    if (is_in_use(pool_.id_in(blocker->second))) return false;
+    blockers_.erase(blocker);
+  }
   std::vector<uint32_t> doomed;
   std::unordered_set<uint32_t> seen;
   std::vector<std::pair<uint32_t, bool>> pending;  // and whether its followers were seen to
-  for (const int64_t slot : pool_.slots_of_slab(pool_.slab_of(entries_[victim].slot)))
-    pending.emplace_back(id_in(slot), false);
+  for (const int64_t slot : pool_.slots_of_slab(slab)) pending.emplace_back(id_in(slot), false);
   while (!pending.empty()) {
     const auto [id, is_expanded] = pending.back();
     pending.pop_back();
@@ -127,14 +170,17 @@ bool BlockIndex::evict_slab_of(uint32_t victim) {
       continue;
     }
     if (seen.count(id) != 0 || entry.state == State::kQuarantined) continue;
-    if (entry.pins != 0 || !entry.is_readable()) return false;
+    if (is_in_use(id)) {
+      blockers_[slab] = entry.slot;
+      return false;
+    }
     seen.insert(id);
     pending.emplace_back(id, true);
     for (uint32_t behind = entry.first_behind; behind != kNone; behind = entries_[behind].next)
       pending.emplace_back(behind, false);
   }
   for (const uint32_t id : doomed)
-    if (!may_evict(entries_[id])) return false;
+    if (!may_evict(id)) return false;
   for (const uint32_t id : doomed) evict(id);
   return true;
 }
@@ -148,12 +194,13 @@ bool BlockIndex::cut_chain(uint32_t size_class, std::optional<std::string_view> 
   const uint32_t parent = before ? id_of(*before) : kNone;
   if (parent != kNone) tails.push_back(parent);
   EvictionPolicy& policy = *policies_.at(size_class);
-  for (size_t count = 0; count < kMostTails; ++count) {
-    const uint32_t leaf = policy.next();
-    if (leaf == kNone) break;
+  for (uint32_t leaf = policy.next(); leaf != kNone && tails.size() < kMostTails;
+       leaf = policy.next())
     tails.push_back(leaf);
-  }
   policy.end_walk();
+  for (uint32_t leaf = parked_.at(size_class).first; leaf != kNone && tails.size() < kMostTails;
+       leaf = entries_[leaf].queue_next)
+    tails.push_back(leaf);
   const uint32_t id = block_to_cut_at(tails, size_class);
   if (id == kNone) return false;
   evict(id);
@@ -171,8 +218,8 @@ uint32_t BlockIndex::block_to_cut_at(const std::vector<uint32_t>& tails,
       const Entry& entry = entries_[id];
       const bool is_idle = entry.pins == 0 && entry.is_readable();
       if (is_idle && pool_.class_of(entry.slot) == size_class) {
-        if (hooks_.is_below(entry.key.view())) return id;
-        if (may_evict(entry)) return kNone;  // the slower tier takes no more: it would be lost
+        if (hooks_.is_below(entries_.key(id))) return id;
+        if (may_evict(id)) return kNone;  // the slower tier takes no more: it would be lost
       }
       id = entry.before;
     }

@@ -1,7 +1,6 @@
 #include "index/durable_index.h"
 
 #include <algorithm>
-#include <unordered_map>
 #include <utility>
 
 #include "block_layout.h"
@@ -9,18 +8,27 @@
 namespace tiered_kv {
 namespace {
 
+constexpr uint32_t kAhead = 16;  // places of a table that are on their way from memory
+
 // Rows from which no way up leads out; blocks in a circle could never leave.
 std::vector<bool> rows_in_circles(const std::vector<uint32_t>& parents) {
   const auto nowhere = uint32_t(parents.size());
-  std::vector<uint32_t> above(parents);
-  above.push_back(nowhere);
-  for (size_t reach = 1; reach <= parents.size(); reach *= 2) {  // twice as far with each round
-    std::vector<uint32_t> further(above.size());
-    for (size_t row = 0; row < above.size(); ++row) further[row] = above[above[row]];
-    above.swap(further);
-  }
+  std::vector<bool> is_seen(parents.size());
   std::vector<bool> in_circle(parents.size());
-  for (size_t row = 0; row < parents.size(); ++row) in_circle[row] = above[row] != nowhere;
+  std::vector<uint32_t> way_up;
+  for (uint32_t row = 0; row < nowhere; ++row) {
+    uint32_t at = row;
+    for (; at != nowhere && !is_seen[at]; at = parents[at]) {
+      is_seen[at] = true;
+      way_up.push_back(at);
+    }
+    // It ended outside, at a row that is known already, or at one of this very way.
+    const bool is_caught =
+        at != nowhere &&
+        (in_circle[at] || std::find(way_up.begin(), way_up.end(), at) != way_up.end());
+    for (const uint32_t passed : way_up) in_circle[passed] = is_caught;
+    way_up.clear();
+  }
   return in_circle;
 }
 
@@ -60,7 +68,7 @@ int64_t DurableIndex::owned_slots(uint32_t size_class) const {
 
 std::vector<int64_t> DurableIndex::coldest_first() const {
   std::vector<std::pair<uint64_t, int64_t>> readable;
-  for_each([&](const Entry& entry) {
+  for_each([&](const Entry& entry, std::string_view) {
     if (entry.is_readable()) readable.emplace_back(entry.used, entry.slot);
   });
   std::sort(readable.begin(), readable.end());
@@ -122,44 +130,75 @@ void DurableIndex::retire(int64_t slot) {
   entries_[id].state = State::kRetired;
 }
 
+void DurableIndex::set_facts(int64_t slot, const Facts& facts) { keep_facts(id_in(slot), facts); }
+
+void DurableIndex::keep_facts(uint32_t id, const Facts& facts) {
+  if (facts_.size() <= id) facts_.resize(size_t{id} + 1);
+  facts_[id] = {facts.length, uint32_t(facts.checksum), uint32_t(facts.checksum >> 32)};
+}
+
+DurableIndex::Facts DurableIndex::facts_in(int64_t slot) const {
+  const uint32_t id = id_in(slot);
+  if (facts_.size() <= id) return {0, 0};
+  const auto& [length, low, high] = facts_[id];
+  return {length, uint64_t{low} | uint64_t{high} << 32};
+}
+
 void DurableIndex::restore(const std::vector<BlockName>& names, const std::vector<int64_t>& slots,
-                           const std::vector<int64_t>& size_classes) {
+                           const std::vector<int64_t>& size_classes,
+                           const std::vector<Facts>& facts) {
   if (entries_.size() != 0) throw InvariantError("only an empty index can be restored");
   if (names.size() != slots.size())
     throw ArgumentError("slots",
                         std::to_string(slots.size()) + " for " + std::to_string(names.size()));
+  if (!facts.empty() && facts.size() != names.size())
+    throw ArgumentError("facts",
+                        std::to_string(facts.size()) + " for " + std::to_string(names.size()));
   for (const BlockName& name : names) check_name(name);
   const auto nowhere = uint32_t(names.size());
-  std::unordered_map<std::string_view, uint32_t> rows;
-  rows.reserve(names.size());
-  for (uint32_t row = 0; row < nowhere; ++row)
-    if (!rows.emplace(names[row].key, row).second)
+  IdTable rows(names.size());
+  std::vector<uint64_t> hashes(names.size());
+  const auto row_of = [&](uint64_t hash, std::string_view key) {
+    return rows.find(hash, [&](uint32_t other) { return names[other].key == key; });
+  };
+  for (uint32_t row = 0; row < nowhere; ++row) hashes[row] = hash_(names[row].key);
+  for (uint32_t row = 0; row < nowhere; ++row) {
+    if (row + kAhead < nowhere) rows.prefetch(hashes[row + kAhead]);
+    if (row_of(hashes[row], names[row].key) != kNone)
       throw InvariantError("a key is restored in two slots");
+    rows.insert(hashes[row], row);
+  }
   pool_.adopt(slots, size_classes);
   std::vector<uint32_t> parents(names.size(), nowhere);
-  for (uint32_t row = 0; row < nowhere; ++row) {
-    const std::optional<std::string_view> before = names[row].before;
-    const auto parent = before ? rows.find(*before) : rows.end();
-    if (parent != rows.end()) parents[row] = parent->second;
+  uint64_t wanted[kAhead];
+  for (uint32_t begin = 0; begin < nowhere; begin += kAhead) {
+    const uint32_t end = std::min(begin + kAhead, nowhere);
+    for (uint32_t row = begin; row < end; ++row) {
+      wanted[row - begin] = hash_(names[row].before.value_or(std::string_view()));
+      rows.prefetch(wanted[row - begin]);
+    }
+    for (uint32_t row = begin; row < end; ++row) {
+      if (!names[row].before) continue;
+      const uint32_t parent = row_of(wanted[row - begin], *names[row].before);
+      if (parent != kNone) parents[row] = parent;
+    }
   }
   const std::vector<bool> is_cut = rows_in_circles(parents);
   std::vector<uint32_t> ids(names.size());
   for (uint32_t row = 0; row < nowhere; ++row) {
     ids[row] = entries_.add(names[row].key, slots[row]);
     pool_.set_id(slots[row], ids[row]);
+    if (!facts.empty()) keep_facts(ids[row], facts[row]);
   }
-  // Heads first: none of them then waits for a block that is about to come.
-  std::vector<bool> is_entered(names.size());
-  std::vector<uint32_t> way_up;
+  table_ = IdTable(names.size());
   for (uint32_t row = 0; row < nowhere; ++row) {
-    for (uint32_t at = row; at != nowhere && !is_entered[at];
-         at = is_cut[at] ? nowhere : parents[at])
-      way_up.push_back(at);
-    for (; !way_up.empty(); way_up.pop_back()) {
-      const uint32_t at = way_up.back();
-      enter(ids[at], is_cut[at] ? std::nullopt : names[at].before);
-      is_entered[at] = true;
-    }
+    if (row + kAhead < nowhere) table_.prefetch(hashes[row + kAhead]);
+    table_.insert(hashes[row], ids[row]);
+    if (is_cut[row]) continue;
+    if (parents[row] != nowhere)
+      link(ids[row], ids[parents[row]]);
+    else if (names[row].before)
+      await(ids[row], *names[row].before);
   }
   for (const uint32_t id : ids) become_readable(id);
 }

@@ -6,7 +6,9 @@
 // need; the owner takes the quarantined slots, makes their removal durable, and then releases them.
 #pragma once
 
+#include <array>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <optional>
 #include <string>
@@ -49,9 +51,18 @@ class DurableIndex final : public BlockIndex {
   // Aborts a reservation whose slot cannot be written; it is never handed out again.
   void retire(int64_t slot);
 
-  // Fills an empty index, coldest block first: all of it, or none and an error.
+  // What the owner wants to know of a block when it is read, kept with it.
+  struct Facts {
+    uint32_t length;
+    uint64_t checksum;
+  };
+  void set_facts(int64_t slot, const Facts& facts);
+  Facts facts_in(int64_t slot) const;
+
+  // Fills an empty index, coldest block first: all of it, or none and an error. With facts of each
+  // block, or of none.
   void restore(const std::vector<BlockName>& names, const std::vector<int64_t>& slots,
-               const std::vector<int64_t>& size_classes);
+               const std::vector<int64_t>& size_classes, const std::vector<Facts>& facts = {});
 
  protected:
   // A slot comes free when the disk says so; see `make_room`.
@@ -60,10 +71,12 @@ class DurableIndex final : public BlockIndex {
   void free(uint32_t id) override;
 
  private:
+  void keep_facts(uint32_t id, const Facts& facts);
   uint32_t quarantined_id(int64_t slot) const;
 
   std::function<void(int64_t slot)> on_leave_;
   std::vector<int64_t> quarantined_;
+  std::deque<std::array<uint32_t, 3>> facts_;  // by id: length, and halves of the checksum
 };
 
 }  // namespace tiered_kv

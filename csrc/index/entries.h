@@ -2,9 +2,12 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "index/keys.h"
@@ -25,9 +28,8 @@ enum class State : uint8_t {
   kRetired,      // of a DurableIndex: the slot cannot be written
 };
 
+// 48 bytes: an index of ten million blocks has as many of them.
 struct Entry {
-  KeyBytes key;
-  std::unique_ptr<KeyBytes> awaited;  // the block it follows, while that is not here
   int64_t slot = -1;
   uint64_t used = 0;  // time of last use
 
@@ -36,34 +38,59 @@ struct Entry {
   uint32_t next = kNone;          // among those that follow, or await, the same block
   uint32_t prev = kNone;
 
-  // Of the eviction policy.
+  // Of the eviction policy; while parked, of the list of those that are.
   uint32_t queue_next = kNone;  // LRU: the place in its heap
   uint32_t queue_prev = kNone;
   uint32_t pins = 0;
   State state = State::kReserved;
+  uint8_t key_size = 0;
   uint8_t uses = 0;
-  bool is_queued = false;
-  bool is_in_main = false;
-  bool is_set_aside = false;  // offered in a walk and not taken
+  bool is_queued : 1;
+  bool is_in_main : 1;
+  bool is_set_aside : 1;  // offered in a walk and not taken
+  bool is_parked : 1;     // found pinned by a walk: unknown to the policy until unpinned
+  bool is_awaiting : 1;   // the block it follows is not here
+
+  Entry()
+      : is_queued(false),
+        is_in_main(false),
+        is_set_aside(false),
+        is_parked(false),
+        is_awaiting(false) {}
 
   bool is_leaf() const { return first_behind == kNone; }
   bool is_readable() const { return state == State::kCommitted; }
   bool is_visible() const { return state == State::kCommitted || state == State::kReserved; }
 };
 
-// Entries by id. They never move, and an id is used again when its entry was dropped.
+static_assert(sizeof(Entry) == 48);
+
+// Entries by id, and their keys. They never move, and an id is used again when its entry was
+// dropped. Keys lie beside each other, as wide as the longest that a chunk ever had: mostly all of
+// an index are equally long, and memory for each of its own would cost more than the key.
 class EntryTable {
  public:
-  Entry& operator[](uint32_t id) { return chunks_[id / kChunk][id % kChunk]; }
-  const Entry& operator[](uint32_t id) const { return chunks_[id / kChunk][id % kChunk]; }
+  Entry& operator[](uint32_t id) { return chunks_[id / kChunk].entries[id % kChunk]; }
+  const Entry& operator[](uint32_t id) const { return chunks_[id / kChunk].entries[id % kChunk]; }
 
+  // Until the next `add`.
+  std::string_view key(uint32_t id) const {
+    const Chunk& chunk = chunks_[id / kChunk];
+    const size_t at = id % kChunk;
+    return {chunk.keys.get() + at * chunk.width, chunk.entries[at].key_size};
+  }
+
+  // The key has kMaxKeyBytes at most.
   uint32_t add(std::string_view key, int64_t slot) {
-    KeyBytes copy(key);
-    if (free_.empty()) add_chunk();
+    if (free_.empty()) add_chunk(key.size());
     const uint32_t id = free_.back();
+    Chunk& chunk = chunks_[id / kChunk];
+    if (key.size() > chunk.width) widen(chunk, key.size());
     free_.pop_back();
     Entry& entry = (*this)[id];
-    entry.key = std::move(copy);
+    if (!key.empty())
+      std::memcpy(chunk.keys.get() + id % kChunk * chunk.width, key.data(), key.size());
+    entry.key_size = uint8_t(key.size());
     entry.slot = slot;
     return id;
   }
@@ -84,13 +111,31 @@ class EntryTable {
  private:
   static constexpr uint32_t kChunk = 1024;
 
-  void add_chunk() {
+  struct Chunk {
+    std::unique_ptr<Entry[]> entries;
+    std::unique_ptr<char[]> keys;
+    size_t width = 0;
+  };
+
+  void add_chunk(size_t width) {
     const auto first = uint32_t(chunks_.size() * kChunk);
-    chunks_.push_back(std::make_unique<Entry[]>(kChunk));
+    free_.reserve(free_.size() + kChunk);
+    chunks_.push_back({std::make_unique<Entry[]>(kChunk), nullptr, 0});
     for (uint32_t i = kChunk; i-- > 0;) free_.push_back(first + i);
+    widen(chunks_.back(), width);
   }
 
-  std::vector<std::unique_ptr<Entry[]>> chunks_;
+  static void widen(Chunk& chunk, size_t width) {
+    auto wider = std::make_unique<char[]>(kChunk * width);
+    for (size_t at = 0; at < kChunk; ++at)
+      if (chunk.entries[at].key_size != 0)
+        std::memcpy(wider.get() + at * width, chunk.keys.get() + at * chunk.width,
+                    chunk.entries[at].key_size);
+    chunk.keys = std::move(wider);
+    chunk.width = width;
+  }
+
+  std::vector<Chunk> chunks_;
   std::vector<uint32_t> free_;
 };
 

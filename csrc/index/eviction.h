@@ -1,9 +1,10 @@
 // Eviction policies: which unpinned leaf leaves next.
 //
-// A policy orders entries; it never decides whether one may leave. The index does: it skips pinned
-// ones and lets a block leave only when no block behind it in its chain is still there ("tails
+// A policy orders entries; it never decides whether one may leave. The index does: it lets a block
+// leave only when nobody has it pinned and no block behind it in its chain is still there ("tails
 // leave before heads"). A policy is told when an entry gains its first follower and loses its last
-// one, because a long chain of heads must not be walked again for every eviction.
+// one, and when a walk met a pinned one and that is unpinned: neither a long chain of heads nor a
+// memory full of pinned blocks may be walked again for every eviction.
 #pragma once
 
 #include <cstdint>
@@ -28,13 +29,13 @@ class EvictionPolicy {
   virtual void touch(uint32_t id) = 0;
   // It is no longer readable: evicted for room, or removed for another reason.
   virtual void forget(uint32_t id, bool evicted) = 0;
-  // It gained its first follower, and cannot leave for now.
+  // It gained its first follower, or was found pinned: it cannot leave for now.
   virtual void shield(uint32_t id) = 0;
-  // The last follower is gone: it may leave again.
+  // The last follower, or pin, is gone: it may leave again.
   virtual void unshield(uint32_t id) = 0;
 
   // A walk over the leaves in the order they should leave: each is given once, kNone at the end.
-  // What was given may be forgotten; the rest is put back by end_walk.
+  // What was given may be forgotten or shielded; the rest is put back by end_walk.
   virtual uint32_t next() = 0;
   virtual void end_walk() = 0;
 

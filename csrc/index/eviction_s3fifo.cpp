@@ -66,7 +66,7 @@ class S3Fifo final : public EvictionPolicy {
   void admit(uint32_t id) override {
     Entry& entry = entries_[id];
     entry.uses = 0;
-    entry.is_in_main = ghosts_.take(hash_of(entry));
+    entry.is_in_main = ghosts_.take(hash_of(id));
     if (entry.is_leaf()) append(id);
   }
 
@@ -77,7 +77,7 @@ class S3Fifo final : public EvictionPolicy {
 
   void forget(uint32_t id, bool evicted) override {
     remove(id);
-    if (evicted && !entries_[id].is_in_main) ghosts_.add(hash_of(entries_[id]));
+    if (evicted && !entries_[id].is_in_main) ghosts_.add(hash_of(id));
   }
 
   void shield(uint32_t id) override { remove(id); }
@@ -129,7 +129,7 @@ class S3Fifo final : public EvictionPolicy {
     size_t count = 0;
   };
 
-  uint64_t hash_of(const Entry& entry) const { return hash_(entry.key.view()) >> 1; }
+  uint64_t hash_of(uint32_t id) const { return hash_(entries_.key(id)) >> 1; }
   Queue& queue_of(const Entry& entry) { return entry.is_in_main ? main_ : small_; }
 
   void append(uint32_t id) {

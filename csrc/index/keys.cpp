@@ -2,9 +2,6 @@
 
 #include <cstring>
 #include <random>
-#include <string>
-
-#include "block_layout.h"
 
 namespace tiered_kv {
 namespace {
@@ -35,30 +32,6 @@ uint64_t random_word() {
 }
 
 }  // namespace
-
-KeyBytes::KeyBytes(std::string_view key) {
-  if (key.size() > kMaxKeyBytes)
-    throw ArgumentError(
-        "key", std::to_string(key.size()) + " bytes, more than " + std::to_string(kMaxKeyBytes));
-  char* into = bytes_;
-  if (key.size() > kInline) {
-    into = new char[key.size()];
-    std::memcpy(bytes_, static_cast<const void*>(&into), sizeof(into));
-  }
-  if (!key.empty()) std::memcpy(into, key.data(), key.size());
-  size_ = uint8_t(key.size());
-  // cppcheck-suppress memleak ; bytes_ has its address
-}
-
-KeyBytes::~KeyBytes() {
-  if (is_long()) delete[] far();
-}
-
-char* KeyBytes::far() const {
-  char* at = nullptr;
-  std::memcpy(static_cast<void*>(&at), bytes_, sizeof(at));
-  return at;
-}
 
 KeyHash::KeyHash() : first_(random_word()), second_(random_word()) {}
 

@@ -1,46 +1,15 @@
-// Keys as an index holds them, their hash, and a table that finds what belongs to one.
+// The hash of keys, and a table that finds what belongs to one.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 namespace tiered_kv {
 
 constexpr uint32_t kNone = UINT32_MAX;  // no id
 constexpr size_t kMaxKeyBytes = 255;
-
-// A copy of a key in 24 bytes; only what is longer than 23 has memory of its own.
-class KeyBytes {
- public:
-  KeyBytes() = default;
-  explicit KeyBytes(std::string_view key);
-  KeyBytes(KeyBytes&& other) noexcept : KeyBytes() { swap(other); }
-  KeyBytes& operator=(KeyBytes&& other) noexcept {
-    swap(other);
-    return *this;
-  }
-  KeyBytes(const KeyBytes&) = delete;
-  KeyBytes& operator=(const KeyBytes&) = delete;
-  ~KeyBytes();
-
-  std::string_view view() const { return {is_long() ? far() : bytes_, size_}; }
-
- private:
-  static constexpr size_t kInline = 23;
-  bool is_long() const { return size_ > kInline; }
-  char* far() const;
-  void swap(KeyBytes& other) noexcept {
-    std::swap(bytes_, other.bytes_);
-    std::swap(size_, other.size_);
-  }
-
-  alignas(char*) char bytes_[kInline] = {};  // the key, or a pointer to it
-  uint8_t size_ = 0;
-};
-static_assert(sizeof(KeyBytes) == 24);
 
 // SipHash-1-3 with a key of this process: whoever chooses block keys must not be able to choose
 // their places in a table, too.

@@ -1,9 +1,12 @@
 // Python binding of the index: arguments in, one call, errors out.
 #include "index/module.h"
 
+#include <malloc.h>
 #include <pybind11/functional.h>
+#include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
+#include <cstring>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -239,6 +242,97 @@ Geometry make_geometry(int64_t capacity_bytes, int64_t slab_bytes, int64_t num_s
   return {capacity_bytes, slab_bytes, num_slabs, slots_per_slab};
 }
 
+template <typename T>
+using Column = py::array_t<T, 0>;  // with any strides, and not converted
+
+// The keys of a column of fixed width; none where one has no bytes.
+class KeyColumn {
+ public:
+  KeyColumn(const Column<uint8_t>& keys, const Column<uint8_t>& sizes, const char* name)
+      : keys_(keys.unchecked<2>()), sizes_(sizes.unchecked<1>()), name_(name) {
+    if (keys_.shape(0) != sizes_.shape(0)) throw ArgumentError(name, "not as many as lengths");
+    if (keys_.shape(1) > 1 && keys.strides(1) != 1) throw ArgumentError(name, "keys with gaps");
+  }
+  std::optional<std::string_view> operator[](py::ssize_t row) const {
+    const uint8_t size = sizes_(row);
+    if (size > keys_.shape(1)) throw ArgumentError(name_, "a key is longer than its column");
+    if (size == 0) return std::nullopt;
+    return std::string_view(static_cast<const char*>(static_cast<const void*>(keys_.data(row, 0))),
+                            size);
+  }
+  py::ssize_t size() const { return keys_.shape(0); }
+
+ private:
+  py::detail::unchecked_reference<uint8_t, 2> keys_;
+  py::detail::unchecked_reference<uint8_t, 1> sizes_;
+  const char* name_;
+};
+
+// As `restore`, from the columns of a table: a million lists' items would take seconds.
+void restore_rows(DurableIndex& index, const Column<uint8_t>& keys,
+                  const Column<uint8_t>& key_bytes, const Column<uint8_t>& parents,
+                  const Column<uint8_t>& parent_bytes, const Column<int64_t>& slots,
+                  const Column<int64_t>& size_classes, const Column<uint32_t>& lengths,
+                  const Column<uint64_t>& checksums) {
+  const KeyColumn names(keys, key_bytes, "keys");
+  const KeyColumn before(parents, parent_bytes, "parents");
+  const py::ssize_t count = names.size();
+  for (const py::ssize_t size :
+       {before.size(), slots.size(), size_classes.size(), lengths.size(), checksums.size()})
+    if (size != count)
+      throw ArgumentError("rows", std::to_string(size) + " for " + std::to_string(count));
+  std::vector<BlockName> all(static_cast<size_t>(count));
+  std::vector<int64_t> where(all.size());
+  std::vector<int64_t> classes(all.size());
+  std::vector<DurableIndex::Facts> facts(all.size());
+  for (py::ssize_t row = 0; row < count; ++row) {
+    all[size_t(row)] = {names[row].value_or(std::string_view()), before[row]};
+    where[size_t(row)] = slots.at(row);
+    classes[size_t(row)] = size_classes.at(row);
+    facts[size_t(row)] = {lengths.at(row), checksums.at(row)};
+  }
+  index.restore(all, where, classes, facts);
+}
+
+// glibc keeps what was freed: after a large index was opened, half as much as it takes itself.
+void release_free_memory() {
+#ifdef __GLIBC__
+  malloc_trim(0);
+#endif
+}
+
+// All readable blocks as such columns, in the order of their last use; without their classes.
+py::tuple rows(const DurableIndex& index, size_t width) {
+  const std::vector<int64_t> order = index.coldest_first();
+  const auto count = py::ssize_t(order.size());
+  py::array_t<uint8_t> keys({count, py::ssize_t(width)});
+  py::array_t<uint8_t> parents({count, py::ssize_t(width)});
+  py::array_t<uint8_t> key_bytes(count);
+  py::array_t<uint8_t> parent_bytes(count);
+  py::array_t<int64_t> slots(count);
+  py::array_t<uint32_t> lengths(count);
+  py::array_t<uint64_t> checksums(count);
+  const auto put = [width](py::array_t<uint8_t>& column, py::array_t<uint8_t>& sizes,
+                           py::ssize_t row, std::string_view key) {
+    if (key.size() > width) throw ArgumentError("width", "a key is longer");
+    uint8_t* const at = column.mutable_data(row, 0);
+    std::memset(at, 0, width);
+    if (!key.empty()) std::memcpy(at, key.data(), key.size());
+    *sizes.mutable_data(row) = uint8_t(key.size());
+  };
+  for (py::ssize_t row = 0; row < count; ++row) {
+    const int64_t slot = order[size_t(row)];
+    const BlockName name = index.block_in(slot);
+    const DurableIndex::Facts facts = index.facts_in(slot);
+    put(keys, key_bytes, row, name.key);
+    put(parents, parent_bytes, row, name.before.value_or(std::string_view()));
+    *slots.mutable_data(row) = slot;
+    *lengths.mutable_data(row) = facts.length;
+    *checksums.mutable_data(row) = facts.checksum;
+  }
+  return py::make_tuple(keys, key_bytes, parents, parent_bytes, slots, lengths, checksums);
+}
+
 void translate_invariant_errors() {
   py::register_local_exception_translator([](std::exception_ptr thrown) {
     try {
@@ -356,9 +450,9 @@ void bind_block_index(const py::module_& module) {
       .def("slots",
            [](const BlockIndex& self) {
              std::vector<std::tuple<int64_t, py::bytes, bool, uint32_t, uint64_t>> all;
-             self.for_each([&](const Entry& entry) {
-               all.emplace_back(entry.slot, to_bytes(entry.key.view()), entry.is_visible(),
-                                entry.pins, entry.used);
+             self.for_each([&](const Entry& entry, std::string_view key) {
+               all.emplace_back(entry.slot, to_bytes(key), entry.is_visible(), entry.pins,
+                                entry.used);
              });
              return all;
            })
@@ -470,6 +564,23 @@ void bind_durable_index(const py::module_& module) {
           py::arg("slots"))
       .def("retire", &DurableIndex::retire, py::arg("slot"))
       .def(
+          "set_facts",
+          [](DurableIndex& self, int64_t slot, uint32_t length, uint64_t checksum) {
+            self.set_facts(slot, {length, checksum});
+          },
+          py::arg("slot"), py::arg("length"), py::arg("checksum"))
+      .def(
+          "facts_in",
+          [](const DurableIndex& self, int64_t slot) {
+            const DurableIndex::Facts facts = self.facts_in(slot);
+            return std::make_pair(facts.length, facts.checksum);
+          },
+          py::arg("slot"))
+      .def("rows", &rows, py::arg("width"))
+      .def("restore_rows", &restore_rows, py::arg("keys"), py::arg("key_bytes"), py::arg("parents"),
+           py::arg("parent_bytes"), py::arg("slots"), py::arg("size_classes"), py::arg("lengths"),
+           py::arg("checksums"))
+      .def(
           "restore",
           [](DurableIndex& self, const py::object& keys, const py::object& parents,
              const py::object& slots, const py::object& size_classes) {
@@ -483,11 +594,12 @@ void bind_durable_index(const py::module_& module) {
 
 }  // namespace
 
-void bind_index(const py::module_& module) {
+void bind_index(py::module_& module) {
   translate_invariant_errors();
   bind_slot_pool(module);
   bind_block_index(module);
   bind_durable_index(module);
+  module.def("release_free_memory", &release_free_memory);
   module.attr("EVICTION_POLICIES") = policy_names();
 }
 

@@ -5,6 +5,6 @@
 namespace tiered_kv {
 
 // Adds SlotPool, BlockIndex and DurableIndex to the module.
-void bind_index(const pybind11::module_& module);
+void bind_index(pybind11::module_& module);
 
 }  // namespace tiered_kv

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+import urllib.request
+from pathlib import Path
+
 from tests.daemon.conftest import Connect, StartDaemon
-from tests.daemon.raw_client import KEY_BYTES, block, blocks, key, wire
+from tests.daemon.daemon_process import DaemonProcess
+from tests.daemon.raw_client import KEY_BYTES, RawClient, attach, block, blocks, key, wire
 from tests.patience import eventually
 from vllm_tiered_kv.core.store import PutResult
 
@@ -59,3 +64,71 @@ def test_matches_that_pin_a_million_blocks_each(start: StartDaemon, connect: Con
         assert client.receive()[1] == wire.MatchReply(1024, [1024, 0, 0])
     eventually(lambda: client.stats()["pins"] == 1024)
     assert daemon.peak_rss_bytes() - before < 100 * MIB
+
+
+_DAEMON_OF_A_STALLED_DISK = """
+import time
+from vllm_tiered_kv.server import cli
+from vllm_tiered_kv.stores.ssd.disk import OsDisk
+
+write = OsDisk.write
+
+
+def write_no_block(self, fd, data, offset):
+    while data.nbytes == 4096:
+        time.sleep(60)
+    return write(self, fd, data, offset)
+
+
+OsDisk.write, OsDisk.native = write_no_block, False
+raise SystemExit(cli.main())
+"""
+_HANG_S = 10.0
+
+
+def test_a_full_write_queue_pins_and_leases_hold_up_nobody(folder: Path) -> None:
+    """The queue's blocks lie at the cold end, where room is looked for."""
+    arguments = (
+        "--memory", "64MiB", "--ssd", str(folder / "ssd"), "--ssd-space", "128MiB",
+        "--http", "127.0.0.1:0",
+    )  # fmt: skip
+    daemon = DaemonProcess(folder, *arguments)
+    daemon.program = ["-c", _DAEMON_OF_A_STALLED_DISK]
+    is_over = threading.Event()
+    answers: list[bytes] = []
+
+    def ask_how_it_is() -> None:
+        while not is_over.wait(0.02):
+            try:
+                with urllib.request.urlopen(f"{daemon.http}/healthz", timeout=_HANG_S) as answer:
+                    answers.append(answer.read())
+            except OSError as error:
+                answers.append(str(error).encode())
+
+    with daemon, RawClient(daemon.ipc) as client, RawClient(daemon.endpoint) as honest:
+        attached = attach(daemon.ipc_path)
+        client.hello(arena=attached.token)
+        honest.hello()
+        health = threading.Thread(target=ask_how_it_is)
+        health.start()
+        try:
+            for start in range(0, 16 * 1024, 1024):
+                assert set(client.put(blocks(1024, start=start))) == {PutResult.STORED}
+            pinned = [key(n) for n in range(12_000, 16 * 1024)]
+            assert client.ask(wire.Pin(KEY_BYTES, pinned, 600_000)).count == 2 * 1024
+            keys = [key(n) for n in range(100_000, 100_000 + 65536)]
+            client.send(wire.Reserve(KEY_BYTES, keys, [None] * 65536, [4096] * 65536))
+            answered = 0
+            while not client.socket.poll(0):
+                assert honest.tiers([key(0)]) == [wire.TierCode.MEMORY]
+                answered += 1
+            assert answered >= 10
+            results = list(client.receive()[1].results)
+            assert results == [wire.RESERVED] * 8192 + [3] * (65536 - 8192)  # no more room
+            for start in range(200_000, 202_048, 1024):
+                assert set(client.put(blocks(1024, start=start))) == {PutResult.STORED}
+        finally:
+            is_over.set()
+            health.join()
+            attached.close()
+    assert set(answers) == {b"ok\n"}

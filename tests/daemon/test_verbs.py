@@ -158,12 +158,12 @@ def test_a_pin_ends_by_itself(start: StartDaemon, connect: Connect) -> None:
     eventually(lambda: client.stats()["pins"] == 0)
 
 
-def test_pins_take_at_most_half_of_the_memory(start: StartDaemon, connect: Connect) -> None:
+def test_pins_take_at_most_an_eighth_of_the_memory(start: StartDaemon, connect: Connect) -> None:
     client = connect(start("--memory", "1MiB").endpoint)
     for n in range(0, 200, 50):
         client.put(blocks(50, start=n))
     keys = [key(n) for n in range(200)]
-    assert client.ask(wire.Pin(KEY_BYTES, keys, 60_000)).count == 128
+    assert client.ask(wire.Pin(KEY_BYTES, keys, 60_000)).count == 32
 
 
 def test_hello_comes_first(start: StartDaemon, connect: Connect) -> None:

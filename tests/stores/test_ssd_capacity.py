@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import threading
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -267,3 +268,23 @@ def test_a_quota_made_smaller_holds_for_what_is_recovered(tmp_path: Path) -> Non
             assert store.put([PutItem(name, None, memoryview(bytes(4096)))]) != [PutResult.FAILED]
         assert used(store) <= 128 * KIB
         check(store)
+
+
+def test_a_block_costs_no_python_object(tmp_path: Path) -> None:
+    """There may be ten million of them, and the compiled index has all that is known of each."""
+    payload = memoryview(bytes(4096))
+    numbers = range(500)
+    with opened(tmp_path, 64 * MIB) as store:
+        put(store, 10_000)  # what the first one needs
+        items = [PutItem(key(n), key(n - 1) if n else None, payload) for n in numbers]
+        tracemalloc.start()
+        before = tracemalloc.get_traced_memory()[0]
+        assert store.put(items) == [PutResult.STORED] * len(numbers)
+        assert store.flush()
+        taken = tracemalloc.get_traced_memory()[0] - before
+        tracemalloc.stop()
+        assert present(store, numbers) == list(numbers)
+    assert taken / len(numbers) < 100
+    with opened(tmp_path, 64 * MIB) as store:
+        assert present(store, numbers) == list(numbers)
+        assert store.describe([key(5)])[0].parent == key(4)  # type: ignore[union-attr]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from tests.unit.test_index import key, make, store
@@ -145,6 +146,46 @@ def test_a_restored_index_is_as_it_was(eviction: str, seed: int) -> None:
     again.release(again.take_quarantined())
     again.check()
     assert again.used_bytes == 0
+
+
+def test_rows_say_all_that_is_needed_to_restore_them() -> None:
+    """Keys of all lengths: some do not fit where shorter ones lay."""
+    rng = random.Random(0)
+    index, _ = make_durable(3000)
+    names: list[bytes] = []
+    facts: dict[bytes, tuple[int, int]] = {}
+    for number in range(2500):
+        name = number.to_bytes(2, "little") + bytes(rng.randrange(40))
+        parent = rng.choice([None, b"nowhere", *names[-5:]])
+        slot = index.reserve(name, parent, 0)
+        assert slot is not None
+        assert index.commit(slot)
+        names.append(name)
+        facts[name] = rng.randrange(1 << 32), rng.randrange(1 << 64)
+        index.set_facts(slot, *facts[name])
+    index.touch(rng.sample(names, 100))
+    for name in rng.sample(names, 100):
+        index.remove(name)
+    index.check()
+    rows = index.rows(64)
+    again, _ = make_durable(3000)
+    again.restore_rows(rows, np.zeros(len(rows.slots), np.int64))
+    again.check()
+    assert again.coldest_first() == index.coldest_first() == rows.slots.tolist()
+    for slot in rows.slots.tolist():
+        assert again.block_in(slot) == index.block_in(slot)
+        assert again.facts_in(slot) == index.facts_in(slot) == facts[index.block_in(slot)[0]]
+    with pytest.raises(NativeError, match="a key is longer"):
+        index.rows(16)
+    fresh, _ = make_durable(3000)
+    with pytest.raises(NativeError, match="rows"):
+        fresh.restore_rows(rows, np.zeros(1, np.int64))
+    with pytest.raises(NativeError, match="longer than its column"):
+        fresh.restore_rows(
+            rows._replace(key_bytes=np.full_like(rows.key_bytes, 65)), rows.slots * 0
+        )
+    fresh.check()
+    assert not fresh.slots()
 
 
 @pytest.mark.parametrize("eviction", EVICTION_POLICIES)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.config import Eviction
-from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
+from vllm_tiered_kv.core.arena_geometry import ArenaGeometry, SlabGeometry
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.errors import NativeError
@@ -74,6 +75,73 @@ def test_a_chain_leaves_from_its_end(eviction: str) -> None:
         tier.store(number)
         tier.index.pin([key(number)])
     assert tier.left == [3, 2, 1, 0]
+
+
+_HANG_S = 10.0  # far beyond what is needed, far below what one walk a block would take
+
+
+def store_many(index: BlockIndex, numbers: range, size_class: int = 0) -> None:
+    slots = index.reserve_all([key(n) for n in numbers], [None] * len(numbers), size_class)
+    assert len(slots) == len(numbers)
+    assert all(index.commit_all(slots))
+
+
+@pytest.mark.parametrize("eviction", EVICTION_POLICIES)
+def test_pinned_blocks_at_the_cold_end_are_not_walked_for_every_new_one(eviction: str) -> None:
+    index = BlockIndex(ArenaGeometry(60_000 * 64, (64,)), eviction)
+    store_many(index, range(60_000))
+    pinned = index.pin([key(n) for n in range(40_000)])
+    begin = time.monotonic()
+    store_many(index, range(60_000, 80_000))
+    assert time.monotonic() - begin < _HANG_S
+    index.check()
+    assert all(index.are_readable([key(n) for n in range(40_000)]))
+    index.unpin(pinned)
+    index.check()
+    store_many(index, range(80_000, 120_000))
+    assert not any(index.are_readable([key(n) for n in range(40_000)])), "the coldest again"
+
+
+@pytest.mark.parametrize("eviction", EVICTION_POLICIES)
+def test_a_slab_in_use_is_not_searched_for_every_block_of_another_class(eviction: str) -> None:
+    """The other class has the colder blocks, and a pinned one among them."""
+    slab = 8192 * 64
+    index = BlockIndex(SlabGeometry(2 * slab, slab, 64), eviction)
+    other, own = index.add_class(64, b""), index.add_class(128, b"")
+    store_many(index, range(8192), other)
+    store_many(index, range(8192, 8192 + 4096), own)
+    pinned = index.pin([key(0)])  # the last that would be looked at
+    begin = time.monotonic()
+    for start in range(20_000, 60_000, 4096):
+        store_many(index, range(start, start + 4096), own)
+    assert time.monotonic() - begin < _HANG_S
+    index.check()
+    index.unpin(pinned)
+    store_many(index, range(100_000, 100_000 + 8192), own)
+    assert not any(index.are_readable([key(n) for n in range(8192)])), "the slab has moved"
+    index.check()
+
+
+@pytest.mark.parametrize("eviction", EVICTION_POLICIES)
+def test_a_block_met_while_pinned_keeps_its_place_among_its_chain(eviction: str) -> None:
+    """It gains and loses a follower, and is removed, while no policy knows it."""
+    tier = Tier(eviction, 3)
+    for number in range(3):
+        assert tier.store(number)
+    pinned = tier.index.pin([key(0), key(1)])
+    assert tier.store(3)  # walks past both
+    assert tier.store(4, parent=0)
+    tier.index.remove(key(4))
+    tier.index.check()
+    tier.index.remove(key(1))
+    assert tier.store(5), "in the slot of the removed follower"
+    tier.index.unpin(pinned)
+    tier.index.check()
+    assert tier.store(6), "in the slot that came back"
+    assert tier.has(0)
+    for number in (7, 8, 9):
+        assert tier.store(number)
+    assert not tier.has(0)
 
 
 def test_lru_lets_the_least_recently_used_leave() -> None:

@@ -7,10 +7,26 @@ the disk has forgotten its old key would be served under it after a crash.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from vllm_tiered_kv.cache.index import BlockIndex, Hooks, dimensions
 from vllm_tiered_kv.core.arena_geometry import Geometry
 from vllm_tiered_kv.native import _cpu
+
+
+class BlockRows(NamedTuple):
+    """Columns of a table of blocks. A key of no bytes is none."""
+
+    keys: NDArray[np.uint8]  # a row each, of a fixed width
+    key_bytes: NDArray[np.uint8]
+    parents: NDArray[np.uint8]
+    parent_bytes: NDArray[np.uint8]
+    slots: NDArray[np.int64]
+    lengths: NDArray[np.uint32]
+    checksums: NDArray[np.uint64]
 
 
 class DurableIndex(BlockIndex):
@@ -51,6 +67,20 @@ class DurableIndex(BlockIndex):
         """Slots of all readable blocks, in the order of their last use."""
         self.tell_uses()
         return self._native.coldest_first()
+
+    # ---- what the owner keeps with a block ------------------------------------------------------
+
+    def set_facts(self, slot: int, length: int, checksum: int) -> None:
+        """Length and checksum of the block in a slot, to be asked for when it is read."""
+        self._native.set_facts(slot, length, checksum)
+
+    def facts_in(self, slot: int) -> tuple[int, int]:
+        return self._native.facts_in(slot)
+
+    def rows(self, width: int) -> BlockRows:
+        """All readable blocks in the order of their last use, keys in so many bytes."""
+        self.tell_uses()
+        return BlockRows(*self._native.rows(width))
 
     # ---- room ---------------------------------------------------------------------------------
 
@@ -97,3 +127,16 @@ class DurableIndex(BlockIndex):
         """Fills an empty index, coldest block first. Blocks that follow each other in a circle
         follow nothing: they could never leave."""
         self._native.restore(keys, parent_keys, slots, size_classes)
+
+    def restore_rows(self, rows: BlockRows, size_classes: NDArray[np.int64]) -> None:
+        """As `restore`, with what is kept beside the blocks."""
+        self._native.restore_rows(
+            rows.keys,
+            rows.key_bytes,
+            rows.parents,
+            rows.parent_bytes,
+            rows.slots,
+            size_classes,
+            rows.lengths,
+            rows.checksums,
+        )

@@ -83,6 +83,8 @@ def _force_portable(on: bool) -> None: ...
 
 EVICTION_POLICIES: list[str]
 
+def release_free_memory() -> None: ...
+
 class SlotPool:
     def __init__(
         self, capacity_bytes: int, slab_bytes: int, num_slabs: int, slots_per_slab: int
@@ -176,6 +178,30 @@ class DurableIndex(BlockIndex):
     def quarantine_again(self, slots: Iterable[int]) -> None: ...
     def release(self, slots: Iterable[int]) -> None: ...
     def retire(self, slot: int) -> None: ...
+    def set_facts(self, slot: int, length: int, checksum: int) -> None: ...
+    def facts_in(self, slot: int) -> tuple[int, int]: ...
+    def rows(
+        self, width: int
+    ) -> tuple[
+        NDArray[np.uint8],
+        NDArray[np.uint8],
+        NDArray[np.uint8],
+        NDArray[np.uint8],
+        NDArray[np.int64],
+        NDArray[np.uint32],
+        NDArray[np.uint64],
+    ]: ...
+    def restore_rows(
+        self,
+        keys: NDArray[np.uint8],
+        key_bytes: NDArray[np.uint8],
+        parents: NDArray[np.uint8],
+        parent_bytes: NDArray[np.uint8],
+        slots: NDArray[np.int64],
+        size_classes: NDArray[np.int64],
+        lengths: NDArray[np.uint32],
+        checksums: NDArray[np.uint64],
+    ) -> None: ...
     def restore(
         self,
         keys: Sequence[bytes],

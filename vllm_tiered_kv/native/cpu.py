@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_tiered_kv.native import _cpu
-from vllm_tiered_kv.native._cpu import BlockLayout, sha256, xxh3_64
+from vllm_tiered_kv.native._cpu import BlockLayout, release_free_memory, sha256, xxh3_64
 
 __all__ = [
     "BlockLayout",
@@ -23,6 +23,7 @@ __all__ = [
     "checksum",
     "extend_keys",
     "gather",
+    "release_free_memory",
     "scatter",
     "sha256",
     "xxh3_64",

@@ -1,7 +1,9 @@
 """How much of the daemon one client, and all of them together, may take up at a time.
 
 Memory that is pinned by someone cannot hold anything new, so every use of it is bounded by a share
-of the memory tier.
+of the memory tier: pins an eighth, leases a half, the write queues a quarter. An eighth is left to
+ordinary puts whatever clients hold and however slow the disk is. Replies are not counted in: they
+leave by themselves, or with a client that does not take them.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class Allowances:
             replies_per_client=max(message, memory_bytes // 8),
             replies=memory_bytes // 2,
             puts=max(2 * message, min(memory_bytes // 2, 1 << 30)),
-            pins=memory_bytes // 2,
+            pins=memory_bytes // 8,
             leases=memory_bytes // 2,
             loans=memory_bytes // 4,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
@@ -16,6 +17,7 @@ from vllm_tiered_kv.server.reactor import Reactor
 from vllm_tiered_kv.server.sessions import Peer
 from vllm_tiered_kv.server.tiered_store import TieredStore
 from vllm_tiered_kv.stores.held import Held
+from vllm_tiered_kv.stores.new_blocks import NewBlock
 from vllm_tiered_kv.wire.fields import pack_uints
 from vllm_tiered_kv.wire.limits import MAX_KEYS
 from vllm_tiered_kv.wire.messages import (
@@ -33,7 +35,10 @@ from vllm_tiered_kv.wire.messages import (
     put_codes,
 )
 
+logger = logging.getLogger(__name__)
+
 _FETCH_AT_ONCE = 256  # keys of a request
+_RESERVE_AT_ONCE = 512
 
 
 class ArenaHandlers:
@@ -119,28 +124,10 @@ class ArenaHandlers:
         session.require_lengths(request.lengths)
         keys = session.keys(request.width, request.keys)
         parents = session.parents(request.parents)
-        slots = self._store.reserve(
-            self._that_fit(list(zip(keys, parents, request.lengths, strict=True)))
-        )
-        self._store.memory.turn_away(keys[len(slots) :])
-        slots += [PutResult.DROPPED] * (len(keys) - len(slots))
-        leases, offsets, generations, results = [], [], [], bytearray()
-        for slot in slots:
-            lease = None
-            if isinstance(slot, Held):
-                lease = self._leases.reserve(attachment, slot)
-            result = slot if isinstance(slot, PutResult) else PutResult.DROPPED
-            granted = lease is not None and isinstance(slot, Held)
-            leases.append(lease or 0)
-            offsets.append(slot.offset if granted and isinstance(slot, Held) else 0)
-            generations.append(slot.generation if granted and isinstance(slot, Held) else 0)
-            results += bytes([RESERVED]) if granted else put_codes([result])
-            if not granted:
-                self._recorder.add(names.PUTS, 1, result.name.lower())
-        call.reply(
-            ReserveReply(leases, offsets, generations, bytes(results)),
-            lost=lambda: self._take_back(attachment, leases),
-        )
+        blocks = list(zip(keys, parents, request.lengths, strict=True))
+        _Reserving(
+            self._reactor, self._store, self._leases, self._recorder, call, attachment, blocks
+        ).go_on()
 
     def seal(self, call: Call, request: Seal) -> None:
         attachment = call.session.require_attachment()
@@ -158,20 +145,97 @@ class ArenaHandlers:
         else:
             done([])
 
-    def _that_fit(
-        self, blocks: list[tuple[StoreKey, StoreKey | None, int]]
-    ) -> list[tuple[StoreKey, StoreKey | None, int]]:
-        """The leading blocks that leases still have room for: heads before tails."""
-        total = 0
-        for n, (_, _, nbytes) in enumerate(blocks):
-            total += nbytes
-            if not self._leases.has_room(total):
-                return blocks[:n]
-        return blocks
-
     def _take_back(self, attachment: Attachment, leases: list[int]) -> None:
         """Nobody has heard of these leases: the reply was never sent."""
         self._leases.release(attachment, leases)
+
+
+class _Reserving:
+    """Reserves the blocks of one request in slices: others wait for the reactor, and making room
+    asks the slower tiers about every block that leaves."""
+
+    def __init__(
+        self,
+        reactor: Reactor,
+        store: TieredStore,
+        leases: Leases,
+        recorder: Recorder,
+        call: Call,
+        attachment: Attachment,
+        blocks: list[NewBlock],
+    ) -> None:
+        self._reactor = reactor
+        self._store = store
+        self._leases = leases
+        self._recorder = recorder
+        self._call = call
+        self._attachment = attachment
+        self._blocks = blocks
+        self._slots: list[Held | None] = []
+        self._ids: list[int] = []
+        self._results = bytearray()
+        self._is_full = False  # leases have no room for a block of the head
+
+    def go_on(self) -> None:
+        try:
+            begin = len(self._ids)
+            some = self._blocks[begin : begin + _RESERVE_AT_ONCE]
+            if self._call.session.is_open and not self._attachment.is_gone:
+                for slot in self._reserve(some):
+                    self._add(slot)
+            else:  # nobody is left to hear of it
+                for _ in self._blocks[begin:]:
+                    self._add(PutResult.DROPPED)
+        except Exception:
+            logger.exception("a reserve request failed")
+            self._take_back()
+            self._call.fail_internally()
+            return
+        if len(self._ids) < len(self._blocks):
+            self._reactor.in_turn(self.go_on)
+        else:
+            self._answer()
+
+    def _reserve(self, blocks: list[NewBlock]) -> list[Held | PutResult]:
+        """Only the leading blocks that leases still have room for: heads before tails."""
+        fitting, total = 0, 0
+        for _, _, nbytes in blocks:
+            total += nbytes
+            self._is_full = self._is_full or not self._leases.has_room(total)
+            if self._is_full:
+                break
+            fitting += 1
+        slots = self._store.reserve(blocks[:fitting])
+        self._store.memory.turn_away([key for key, _, _ in blocks[fitting:]])
+        return slots + [PutResult.DROPPED] * (len(blocks) - fitting)
+
+    def _add(self, slot: Held | PutResult) -> None:
+        lease = None
+        if isinstance(slot, Held):
+            lease = self._leases.reserve(self._attachment, slot)
+        granted = slot if lease is not None and isinstance(slot, Held) else None
+        self._slots.append(granted)
+        self._ids.append(lease or 0)
+        if granted is None:
+            result = slot if isinstance(slot, PutResult) else PutResult.DROPPED
+            self._results += put_codes([result])
+            self._recorder.add(names.PUTS, 1, result.name.lower())
+        else:
+            self._results.append(RESERVED)
+
+    def _answer(self) -> None:
+        self._call.reply(
+            ReserveReply(
+                self._ids,
+                [0 if slot is None else slot.offset for slot in self._slots],
+                [0 if slot is None else slot.generation for slot in self._slots],
+                bytes(self._results),
+            ),
+            lost=self._take_back,
+        )
+
+    def _take_back(self) -> None:
+        self._leases.release(self._attachment, self._ids)
 
 
 class _Lending:

@@ -153,7 +153,7 @@ class ServerOptions:
         "size",
         "Blocks waiting to be written to a slower tier, which stay in memory meanwhile; what "
         "exceeds it is offered again before it is evicted, and written by a flush. 0: a quarter "
-        "of the memory.",
+        "of the memory, divided among the slower tiers.",
         low=0,
     )
     workers: int = _option(

@@ -86,8 +86,9 @@ class TieredStore:
             self._slower.append((_SSD, ssd))
         if backing is not None:
             self._slower.append((_BACKING, backing))
-        # Blocks waiting to be written are pinned: they must leave room for new ones.
-        queue_bytes = write_queue_bytes or memory_bytes // 4
+        # Blocks waiting to be written are pinned: they must leave room for new ones, see
+        # `Allowances`.
+        queue_bytes = write_queue_bytes or memory_bytes // 4 // max(1, len(self._slower))
         self._lower = LowerTiers(
             self.memory, self._slower, backing, recorder, queue_bytes, _PATIENCE * backing_timeout_s
         )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from vllm_tiered_kv.core.store import NAMESPACE_BYTES
 
@@ -20,12 +22,17 @@ class NamespaceUsage:
         self._blocks[namespace] += 1
         self._bytes[namespace] += nbytes
 
-    def add_all(self, blocks: Iterable[tuple[bytes, int]]) -> None:
-        for (namespace, nbytes), count in Counter(
-            (key[:NAMESPACE_BYTES], nbytes) for key, nbytes in blocks
-        ).items():
-            self._blocks[namespace] += count
-            self._bytes[namespace] += count * nbytes
+    def add_rows(self, keys: NDArray[np.uint8], nbytes: NDArray[np.int64]) -> None:
+        """Many at once: a key in each row, zeros behind it."""
+        heads = np.ascontiguousarray(keys[:, :NAMESPACE_BYTES]).view("<u8,<u8").ravel()
+        first, groups = np.zeros(min(1, len(heads)), np.int64), np.zeros(len(heads), np.int64)
+        if len(heads) and not (heads == heads[0]).all():
+            _, first, groups = np.unique(heads, return_index=True, return_inverse=True)
+        for number, row in enumerate(first.tolist()):
+            namespace = keys[row, :NAMESPACE_BYTES].tobytes()
+            is_of_it = groups == number
+            self._blocks[namespace] += int(np.count_nonzero(is_of_it))
+            self._bytes[namespace] += int(nbytes[is_of_it].sum())
 
     def remove(self, key: bytes, nbytes: int) -> None:
         namespace = key[:NAMESPACE_BYTES]

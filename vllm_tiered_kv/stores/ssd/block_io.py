@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vllm_tiered_kv.core.store import PutItem, PutResult
-from vllm_tiered_kv.stores.ssd.record_format import Record
 
 
 @dataclass
@@ -17,15 +16,16 @@ class BlockWrite:
     checksum: int = 0
     result: PutResult = PutResult.FAILED
     retire: bool = False  # the slot cannot be written
-    record: bytes | None = None  # once it is readable
+    is_readable: bool = False
 
 
 @dataclass
 class BlockRead:
     position: int
     slot: int
-    record: bytes
-    wanted: Record  # the same, decoded
+    key: bytes
+    length: int
+    checksum: int
     into: memoryview
     ended: bool = False  # only then the rest means anything
     good: bool = False

@@ -1,8 +1,7 @@
 """What lies where on the disk, and what the journal has to be told about it.
 
-Everything here happens under the store's lock. The record of a block, as the journal has it, is
-all that is kept of it beside the index: a new generation of the journal is these records, in
-order of use.
+Everything here happens under the store's lock. The index keeps all that a record of the journal
+says of a block: a new generation of the journal is made from it, in order of use.
 """
 
 from __future__ import annotations
@@ -10,17 +9,35 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+
+import numpy as np
 
 from vllm_tiered_kv.cache.durable_index import DurableIndex
 from vllm_tiered_kv.core.arena_geometry import SlabGeometry, aligned
-from vllm_tiered_kv.core.store import BlockFacts, OnLost, PutItem, PutResult, StoreKey
+from vllm_tiered_kv.core.store import (
+    MAX_KEY_BYTES,
+    BlockFacts,
+    OnLost,
+    PutItem,
+    PutResult,
+    StoreKey,
+)
 from vllm_tiered_kv.core.tiers import Lookup
+from vllm_tiered_kv.errors import InvariantError
 from vllm_tiered_kv.stores.namespace_usage import NamespaceUsage
 from vllm_tiered_kv.stores.slab_owner import HasQuota, owner_of
 from vllm_tiered_kv.stores.ssd.budget import Budget
 from vllm_tiered_kv.stores.ssd.committer import Committer
-from vllm_tiered_kv.stores.ssd.record_format import ALIGNMENT, decode, encode_del, encode_put
+from vllm_tiered_kv.stores.ssd.record_format import (
+    ALIGNMENT,
+    RecordArray,
+    encode_del,
+    encode_put,
+    put_records,
+    rows_of,
+)
 from vllm_tiered_kv.stores.ssd.recovery import LiveBlocks
 from vllm_tiered_kv.stores.ssd.settings import SsdCounters
 
@@ -53,7 +70,6 @@ class BlockTable:
         self._awaited: Counter[int] = Counter()  # slots that puts wait for, by class
         self.geometry = SlabGeometry(budget.data_bytes, budget.slab_bytes, ALIGNMENT)
         self.index = DurableIndex(self.geometry, eviction, self._on_evict, self._on_leave)
-        self.records: dict[int, bytes] = {}  # by slot
         self.live_bytes = 0  # slots of readable blocks
         self.by_namespace = NamespaceUsage()  # of these slots
         self.on_lost: OnLost | None = None
@@ -63,12 +79,12 @@ class BlockTable:
         classes = [
             self.index.add_class(slot_bytes, owner) for owner, slot_bytes in live.class_shapes
         ]
-        of_block = [classes[number] for number in live.classes]
-        self.index.restore(live.keys, live.parents, live.slots, of_block)
-        self.records = dict(zip(live.slots, live.records, strict=True))
-        slot_bytes = [self.geometry.slot_bytes[size_class] for size_class in of_block]
-        self.live_bytes = sum(slot_bytes)
-        self.by_namespace.add_all(zip(live.keys, slot_bytes, strict=True))
+        of_block = np.array(classes, np.int64)[live.classes]
+        rows = rows_of(live.records)
+        self.index.restore_rows(rows, of_block)
+        slot_bytes = np.array(self.geometry.slot_bytes, np.int64)[of_block]
+        self.live_bytes = int(slot_bytes.sum())
+        self.by_namespace.add_rows(rows.keys, slot_bytes)
 
     def size_class(self, key: StoreKey, nbytes: int) -> int:
         """Good while a block of the class is here."""
@@ -81,9 +97,10 @@ class BlockTable:
     def facts(self, key: StoreKey) -> BlockFacts | None:
         if self.index.lookup(key) is not Lookup.HIT:
             return None
-        known = decode(self.records[self.index.slot_of(key)])
-        parent = StoreKey(known.parent) if known.parent is not None else None
-        return BlockFacts(known.length, known.payload_checksum, parent)
+        slot = self.index.slot_of(key)
+        _, parent = self.index.block_in(slot)
+        length, checksum = self.index.facts_in(slot)
+        return BlockFacts(length, checksum, StoreKey(parent) if parent is not None else None)
 
     # ---- blocks coming ------------------------------------------------------------------------
 
@@ -142,28 +159,28 @@ class BlockTable:
                 self._budget.max_blocks,
             )
 
-    def commit(self, item: PutItem, slot: int, length: int, checksum: int) -> bytes | None:
-        """Makes a written block visible and queues its record; None if it was deleted before."""
+    def commit(self, item: PutItem, slot: int, length: int, checksum: int) -> bool:
+        """Makes a written block visible and queues its record; False if it was deleted before."""
         if not self.index.commit(slot):
-            return None
-        record = encode_put(item.key, item.parent, slot, length, checksum)
-        self.records[slot] = record
+            return False
+        self.index.set_facts(slot, length, checksum)
         self.live_bytes += aligned(length, ALIGNMENT)
         self.by_namespace.add(item.key, aligned(length, ALIGNMENT))
-        self.committer.append(record, slot)
-        return record
+        self.committer.append(encode_put(item.key, item.parent, slot, length, checksum), slot)
+        return True
 
-    def forget(self, slot: int, record: bytes) -> bool:
-        """Removes the block if it is still the one with this record."""
-        return self.records.get(slot) is record and self.index.remove(decode(record).key)
+    def forget(self, slot: int, key: bytes) -> bool:
+        """Removes the block if it is still in this slot."""
+        return self.index.lookup(key) is Lookup.HIT and self.index.remove(key, slot)
 
     # ---- blocks leaving -----------------------------------------------------------------------
 
     def _on_leave(self, slot: int) -> None:
-        left = decode(self.records.pop(slot))
-        self.live_bytes -= aligned(left.length, ALIGNMENT)
-        self.by_namespace.remove(left.key, aligned(left.length, ALIGNMENT))
-        self.committer.append(encode_del(left.key, slot))
+        key, _ = self.index.block_in(slot)
+        length, _ = self.index.facts_in(slot)
+        self.live_bytes -= aligned(length, ALIGNMENT)
+        self.by_namespace.remove(key, aligned(length, ALIGNMENT))
+        self.committer.append(encode_del(key, slot))
 
     def _on_evict(self, key: bytes, nbytes: int) -> None:
         self._counters.evicted_blocks += 1
@@ -171,11 +188,11 @@ class BlockTable:
 
     # ---- for the committer --------------------------------------------------------------------
 
-    def live_records(self) -> list[bytes]:
-        return [self.records[slot] for slot in self.index.coldest_first()]
+    def live_records(self) -> RecordArray:
+        return put_records(self.index.rows(MAX_KEY_BYTES))
 
     def live_count(self) -> int:
-        return len(self.records)
+        return len(self.index)
 
     def take_leaving(self) -> list[int]:
         return self.index.take_quarantined()
@@ -189,9 +206,10 @@ class BlockTable:
     def lost(self, slots: list[int]) -> int:
         keys = []
         for slot in slots:
-            record = self.records.get(slot)
-            if record is not None and self.forget(slot, record):
-                keys.append(StoreKey(decode(record).key))
+            with suppress(InvariantError):  # it is free by now
+                key, _ = self.index.block_in(slot)
+                if self.forget(slot, key):
+                    keys.append(StoreKey(key))
         self._counters.failed_blocks += len(keys)
         if keys and self.on_lost is not None:
             self.on_lost(keys)

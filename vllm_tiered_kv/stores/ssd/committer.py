@@ -22,7 +22,7 @@ from typing import Protocol
 
 from vllm_tiered_kv.stores.ssd.data_file import DataFile
 from vllm_tiered_kv.stores.ssd.disk import Disk
-from vllm_tiered_kv.stores.ssd.journal import Journal
+from vllm_tiered_kv.stores.ssd.journal import Journal, Records
 from vllm_tiered_kv.stores.ssd.settings import Backoff, FsyncPolicy, SsdCounters
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _DEAD_RECORDS = 4096  # a journal is rewritten when more than this, and most of 
 class CommitOwner(Protocol):
     """The store, as the committer sees it. All calls are made under the store's lock."""
 
-    def live_records(self) -> list[bytes]:
+    def live_records(self) -> Records:
         """Records of all readable blocks, coldest first."""
 
     def live_count(self) -> int: ...
@@ -222,7 +222,7 @@ class Committer:
         leaving = self._owner.take_leaving()
         self._releasing = bool(leaving)
         rewrite = self._should_rewrite(len(batch))
-        records = self._owner.live_records() if rewrite else batch
+        records: Records = self._owner.live_records() if rewrite else batch
         sync_data = sync_all or rewrite or (self._group and bool(self._unsynced))
         written: list[int] = []
         if sync_data:
@@ -262,7 +262,7 @@ class Committer:
         mostly_dead = records > 2 * self._owner.live_count() + _DEAD_RECORDS
         return self._broken or self._rewrite or records > self._max_records or mostly_dead
 
-    def _write(self, records: list[bytes], rewrite: bool, sync_data: bool, sync_all: bool) -> None:
+    def _write(self, records: Records, rewrite: bool, sync_data: bool, sync_all: bool) -> None:
         if sync_data:
             try:
                 if not self._data.is_linked():
@@ -277,11 +277,11 @@ class Committer:
             self._journal.close()
             self._journal = new
             self._counters.compactions += 1
-        elif records:
+        elif len(records):
             if not self._journal.is_linked():
                 raise FileNotFoundError(errno.ENOENT, "the journal was deleted")
             self._journal.append(records)
-        if not rewrite and (sync_all or (records and self._group)):
+        if not rewrite and (sync_all or (len(records) and self._group)):
             self._journal.sync()
             self._counters.syncs += 1
 

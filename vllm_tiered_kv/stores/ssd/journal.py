@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
@@ -28,6 +29,9 @@ from vllm_tiered_kv.stores.ssd.record_format import (
     seal,
 )
 
+Records: TypeAlias = Sequence[bytes] | RecordArray
+"""Encoded one by one, or all in one; without numbers and checksums."""
+
 _CHUNK_BYTES = 8 << 20
 _PAGE_BYTES = 4096
 
@@ -43,11 +47,11 @@ class Journal:
 
     @classmethod
     def create(
-        cls, disk: Disk, folder: Path, store: bytes, generation: int, records: Sequence[bytes]
+        cls, disk: Disk, folder: Path, store: bytes, generation: int, records: Records
     ) -> Journal:
         """A new generation with these records, durable and in place of any older one."""
         header = JournalHeader(store, generation, int.from_bytes(os.urandom(8), "little"))
-        body = bytearray(b"".join(records))
+        body = _body(records)
         seal(body, HEADER_COPIES, header.salt)
         temporary = folder / (JOURNAL + TEMPORARY)
         fd = disk.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
@@ -69,9 +73,9 @@ class Journal:
     def generation(self) -> int:
         return self._header.generation
 
-    def append(self, records: Sequence[bytes]) -> None:
+    def append(self, records: Records) -> None:
         """Hands the records to the file system. After an error the file must be given up."""
-        body = bytearray(b"".join(records))
+        body = _body(records)
         seal(body, self.records, self._header.salt)
         write_all(self._disk, self._fd, memoryview(body), self.records * RECORD_BYTES)
         self.records += len(records)
@@ -87,6 +91,12 @@ class Journal:
         # again, with a number that may be another file's by then.
         with contextlib.suppress(OSError):
             self._disk.close(self._fd)
+
+
+def _body(records: Records) -> bytearray:
+    if isinstance(records, np.ndarray):
+        return bytearray(np.ascontiguousarray(records).view(np.uint8))
+    return bytearray(b"".join(records))
 
 
 @dataclass(frozen=True)
@@ -127,7 +137,10 @@ def read_journal(disk: Disk, folder: Path, store: bytes) -> JournalContents:
     end = max(last + 1, HEADER_COPIES)
     damaged = int(np.count_nonzero(~valid[:end]))
     valid[:HEADER_COPIES] = False
-    return JournalContents(header, True, array[valid], damaged, len(raw) - end * RECORD_BYTES, end)
+    good = array[HEADER_COPIES:end]
+    if not valid[HEADER_COPIES:end].all():  # rarely: a copy of all
+        good = array[valid]
+    return JournalContents(header, True, good, damaged, len(raw) - end * RECORD_BYTES, end)
 
 
 def _read_what_can_be_read(disk: Disk, fd: int) -> bytearray:

@@ -13,6 +13,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.option_values import format_size
 from vllm_tiered_kv.stores.slab_owner import HasQuota
@@ -138,7 +140,8 @@ def _recover(
         journal.sync()
     disk.sync_folder(folder)
     data.sync()
-    report.blocks, report.bytes = len(live.keys), int(live.lengths.sum())
+    report.blocks = len(live.records)
+    report.bytes = int(live.records["length"].sum(dtype=np.int64))
     return journal, live
 
 

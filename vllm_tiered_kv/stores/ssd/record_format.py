@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_tiered_kv.cache.durable_index import BlockRows
 from vllm_tiered_kv.core.store import MAX_KEY_BYTES
 from vllm_tiered_kv.native import cpu
 
@@ -97,11 +98,56 @@ def is_valid(array: RecordArray, first_sequence: int, salt: int) -> NDArray[np.b
 
 
 def _checksums(array: RecordArray) -> NDArray[np.uint64]:
+    return _hashes(array, 0, _CHECKED_BYTES)
+
+
+def key_hashes(array: RecordArray) -> NDArray[np.uint64]:
+    """Records with different hashes have different keys."""
+    return _hashes(array, RECORD.fields["key"][1], MAX_KEY_BYTES)  # type: ignore[index]
+
+
+def _hashes(array: RecordArray, start: int, nbytes: int) -> NDArray[np.uint64]:
+    """Of so many bytes of each record."""
     if not len(array):
         return np.empty(0, np.uint64)
     region = cpu.HostRegion(array.__array_interface__["data"][0], array.nbytes)
-    offsets = np.arange(0, array.nbytes, RECORD_BYTES, dtype=np.int64)
-    return cpu.checksum(region, offsets, _CHECKED_BYTES, 1)
+    offsets = np.arange(start, array.nbytes, RECORD_BYTES, dtype=np.int64)
+    return cpu.checksum(region, offsets, nbytes, 1)
+
+
+def put_records(rows: BlockRows) -> RecordArray:
+    """As `encode_put`, of many."""
+    records = np.zeros(len(rows.slots), RECORD)
+    records["kind"] = PUT
+    for name in ("key_bytes", "parent_bytes"):
+        records[name] = getattr(rows, name)
+    records["slot"], records["length"] = rows.slots, rows.lengths
+    records["payload_checksum"] = rows.checksums
+    records["key"], records["parent"] = _opaque(rows.keys), _opaque(rows.parents)
+    return records
+
+
+def rows_of(puts: RecordArray) -> BlockRows:
+    """The same the other way round."""
+    bytewise = puts.view(np.uint8).reshape(len(puts), RECORD_BYTES)
+
+    def column(name: str) -> NDArray[np.uint8]:
+        offset = RECORD.fields[name][1]  # type: ignore[index]
+        return bytewise[:, offset : offset + MAX_KEY_BYTES]
+
+    return BlockRows(
+        column("key"),
+        puts["key_bytes"],
+        column("parent"),
+        puts["parent_bytes"],
+        puts["slot"].astype(np.int64),
+        puts["length"],
+        puts["payload_checksum"],
+    )
+
+
+def _opaque(keys: NDArray[np.uint8]) -> NDArray[Any]:
+    return keys.view(f"V{MAX_KEY_BYTES}").reshape(len(keys))
 
 
 # ---- journal header: its first records, all alike but for their numbers ------------------------

@@ -19,8 +19,9 @@ from vllm_tiered_kv.stores.ssd.record_format import (
     ALIGNMENT,
     DEL,
     PUT,
-    RECORD_BYTES,
     RecordArray,
+    key_hashes,
+    rows_of,
 )
 
 
@@ -52,14 +53,10 @@ class RecoveryReport:
 
 @dataclass(frozen=True)
 class LiveBlocks:
-    """Parallel lists, in journal order: coldest first."""
+    """In journal order: coldest first."""
 
-    records: list[bytes]
-    keys: list[bytes]
-    parents: list[bytes | None]
-    slots: list[int]
-    lengths: NDArray[np.int64]
-    classes: list[int]  # indices into `class_shapes`
+    records: RecordArray
+    classes: NDArray[np.int64]  # of each record; indices into `class_shapes`
     class_shapes: list[tuple[bytes, int]]  # (owner, slot bytes)
 
 
@@ -75,33 +72,44 @@ def live_blocks(
     report.damaged_records = contents.damaged
     report.torn_bytes = contents.torn_bytes
     rows = _last_of_each(contents.records["slot"])
-    records = contents.records[rows]
-    records = records[_is_sane(records)]
-    puts = records[records["kind"] == PUT]
+    records = _chosen(contents.records, rows)
+    records = _where(records, _is_sane(records))
+    puts = _where(records, records["kind"] == PUT)
     puts = _within(puts, slab_bytes, data_bytes, report)
     classes, shapes = _classes(puts, has_quota)
     winners = _slab_winners(puts["slot"] // (slab_bytes // ALIGNMENT), classes)
     report.drop("two claims on one slab: damage, or a new quota", int(np.count_nonzero(~winners)))
-    puts, classes = puts[winners], classes[winners]
-    keys = _keys(puts, "key", "key_bytes")
-    latest = dict(zip(keys, range(len(keys)), strict=True))
-    if len(latest) != len(keys):
-        report.drop("damage left two claims on one key", len(keys) - len(latest))
-        chosen = np.array(sorted(latest.values()))
-        puts, classes = puts[chosen], classes[chosen]
-        keys = _keys(puts, "key", "key_bytes")
-    lengths = puts["length"].astype(np.int64)
-    report.blocks, report.bytes = len(keys), int(lengths.sum())
-    raw = puts.tobytes()
-    return LiveBlocks(
-        [raw[at : at + RECORD_BYTES] for at in range(0, len(raw), RECORD_BYTES)],
-        keys,
-        [parent or None for parent in _keys(puts, "parent", "parent_bytes")],
-        puts["slot"].tolist(),
-        lengths,
-        classes.tolist(),
-        shapes,
-    )
+    puts, classes = _where(puts, winners), classes[winners]
+    latest = _last_of_each_key(puts)
+    report.drop("damage left two claims on one key", len(puts) - len(latest))
+    puts, classes = _chosen(puts, latest), classes[latest]
+    report.blocks, report.bytes = len(puts), int(puts["length"].sum(dtype=np.int64))
+    return LiveBlocks(puts, classes, shapes)
+
+
+def _where(records: RecordArray, good: NDArray[np.bool_]) -> RecordArray:
+    """Those that are good; mostly all are, and copying them takes time."""
+    return records if good.all() else records[good]
+
+
+def _chosen(records: RecordArray, rows: NDArray[np.int64]) -> RecordArray:
+    """Of rows in order."""
+    return records if len(rows) == len(records) else records[rows]
+
+
+def _last_of_each_key(puts: RecordArray) -> NDArray[np.int64]:
+    rows = np.arange(len(puts))
+    if not len(puts):
+        return rows
+    hashes = key_hashes(puts)
+    values, counts = np.unique(hashes, return_counts=True)
+    if len(values) == len(hashes):
+        return rows
+    in_doubt = np.flatnonzero(np.isin(hashes, values[counts > 1]))
+    keys = _keys(puts[in_doubt], "key", "key_bytes")
+    last = dict(zip(keys, in_doubt.tolist(), strict=True))
+    beaten = [row for key, row in zip(keys, in_doubt.tolist(), strict=True) if last[key] != row]
+    return np.delete(rows, beaten)
 
 
 def _last_of_each(values: NDArray[np.uint64]) -> NDArray[np.int64]:
@@ -144,7 +152,7 @@ def _within(
     reason = "the data file ends before them" if data_bytes else "the data file is missing"
     report.drop(reason, int(np.count_nonzero(possible & ~present)))
     report.drop("impossible slots", int(np.count_nonzero(~possible)))
-    return puts[possible & present]
+    return _where(puts, possible & present)
 
 
 def _classes(
@@ -153,10 +161,12 @@ def _classes(
     """Numbers the (owner, slot bytes) that occur."""
     if not len(puts):
         return np.empty(0, np.int64), []
-    heads = np.ascontiguousarray(puts["key"]).view(np.uint8).reshape(len(puts), MAX_KEY_BYTES)
-    words = np.ascontiguousarray(heads[:, :NAMESPACE_BYTES]).view(np.uint64)
+    heads = np.ascontiguousarray(rows_of(puts).keys[:, :NAMESPACE_BYTES])
+    words = heads.view(np.uint64)
     number = np.zeros(len(puts), np.int64)
     for column in (words[:, 0], words[:, 1], _slot_bytes(puts)):
+        if (column == column[0]).all():
+            continue  # mostly: one model, blocks of one length
         values, inverse = np.unique(column, return_inverse=True)
         _, number = np.unique(number * len(values) + inverse, return_inverse=True)
     _, first = np.unique(number, return_index=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import compress
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from vllm_tiered_kv.core.arena_geometry import SlabGeometry
 from vllm_tiered_kv.native import cpu
 from vllm_tiered_kv.stores.ssd.budget import Budget
 from vllm_tiered_kv.stores.ssd.data_file import DataFile
-from vllm_tiered_kv.stores.ssd.record_format import ALIGNMENT, decode, encode_put
+from vllm_tiered_kv.stores.ssd.record_format import ALIGNMENT, decode, rows_of
 from vllm_tiered_kv.stores.ssd.recovery import LiveBlocks, RecoveryReport
 
 LEFT = "the space was made smaller"
@@ -29,8 +28,8 @@ _PROGRESS_BLOCKS = 1000
 
 def fits(live: LiveBlocks, budget: Budget) -> bool:
     slots_per_slab = budget.slab_bytes // ALIGNMENT
-    last = max(live.slots, default=0)
-    return last < budget.num_slabs * slots_per_slab and len(live.slots) <= budget.max_blocks
+    last = int(live.records["slot"].max(initial=0))
+    return last < budget.num_slabs * slots_per_slab and len(live.records) <= budget.max_blocks
 
 
 def geometry_for(live: LiveBlocks, num_slabs: int, slab_bytes: int) -> SlabGeometry:
@@ -43,12 +42,13 @@ def geometry_for(live: LiveBlocks, num_slabs: int, slab_bytes: int) -> SlabGeome
 def choose_survivors(live: LiveBlocks, budget: Budget, report: RecoveryReport) -> LiveBlocks:
     """What can stay: the coldest leaves of all chains go first."""
     slots_per_slab = budget.slab_bytes // ALIGNMENT
-    old_slabs = max(live.slots, default=0) // slots_per_slab + 1
+    old_slabs = int(live.records["slot"].max(initial=0)) // slots_per_slab + 1
     gone: set[int] = set()
     geometry = geometry_for(live, old_slabs, budget.slab_bytes)
     index = DurableIndex(geometry, "lru", on_leave=gone.add)
-    index.restore(live.keys, live.parents, live.slots, live.classes)
-    class_of = dict(zip(live.slots, live.classes, strict=True))
+    index.restore_rows(rows_of(live.records), live.classes)
+    slots = live.records["slot"].tolist()
+    class_of = dict(zip(slots, live.classes.tolist(), strict=True))
     per_slab = [geometry.slots_in_slab(c) for c in range(len(live.class_shapes))]
     counts = np.bincount(live.classes, minlength=len(per_slab)).tolist()
     left = 0
@@ -59,24 +59,16 @@ def choose_survivors(live: LiveBlocks, budget: Budget, report: RecoveryReport) -
             left += 1
         gone.clear()
     report.drop(LEFT, left)
-    keep = [row for row, slot in enumerate(live.slots) if slot in class_of]
-    return select(live, keep)
+    return select(live, [slot in class_of for slot in slots])
 
 
 def _slabs(counts: list[int], per_slab: list[int]) -> int:
     return sum(-(-count // per) for count, per in zip(counts, per_slab, strict=True))
 
 
-def select(live: LiveBlocks, rows: list[int]) -> LiveBlocks:
-    return replace(
-        live,
-        records=[live.records[row] for row in rows],
-        keys=[live.keys[row] for row in rows],
-        parents=[live.parents[row] for row in rows],
-        slots=[live.slots[row] for row in rows],
-        lengths=live.lengths[rows],
-        classes=[live.classes[row] for row in rows],
-    )
+def select(live: LiveBlocks, stays: list[bool]) -> LiveBlocks:
+    chosen = np.array(stays, np.bool_)
+    return replace(live, records=live.records[chosen], classes=live.classes[chosen])
 
 
 def move_inside(
@@ -90,22 +82,21 @@ def move_inside(
     geometry = geometry_for(live, budget.num_slabs, budget.slab_bytes)
     pool = SlotPool(geometry)
     end = budget.num_slabs * geometry.slots_per_slab
-    rows = range(len(live.slots))
-    inside = [slot < end for slot in live.slots]
-    pool.adopt(list(compress(live.slots, inside)), list(compress(live.classes, inside)))
-    records, slots = list(live.records), list(live.slots)
-    outside = [row for row in rows if live.slots[row] >= end]
-    lost: set[int] = set()
+    records = live.records.copy()
+    inside = records["slot"] < end
+    pool.adopt(records["slot"][inside].tolist(), live.classes[inside].tolist())
+    outside = np.flatnonzero(~inside).tolist()
+    stays = [True] * len(records)
     for done, row in enumerate(reversed(outside)):
         if done % _PROGRESS_BLOCKS == 0:
             progress(f"moving blocks: {done} of {len(outside)}")
-        size_class = live.classes[row]
+        size_class = int(live.classes[row])
         target = pool.allocate(size_class)
         if target is None:
-            lost.add(row)
+            stays[row] = False
             report.drop(LEFT, 1)
             continue
-        old = decode(live.records[row])
+        old = decode(records[row].tobytes())
         block = memoryview(bytearray(old.length))
         try:
             data.read(geometry.offset(old.slot, size_class), block)
@@ -115,11 +106,9 @@ def move_inside(
         except OSError:
             good = False
         if not good:
-            lost.add(row)
+            stays[row] = False
             pool.release(target)
             report.drop("could not be moved", 1)
             continue
-        records[row] = encode_put(old.key, old.parent, target, old.length, old.payload_checksum)
-        slots[row] = target
-    moved = replace(live, records=records, slots=slots)
-    return select(moved, [row for row in rows if row not in lost])
+        records[row]["slot"] = target
+    return select(replace(live, records=records), stays)

@@ -9,7 +9,6 @@ wait in quarantine until the journal knows.
 from __future__ import annotations
 
 import errno
-import gc
 import logging
 import threading
 import time
@@ -30,6 +29,7 @@ from vllm_tiered_kv.core.store import (
 )
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.errors import NotDeletedError
+from vllm_tiered_kv.native import cpu
 from vllm_tiered_kv.option_values import format_size
 from vllm_tiered_kv.stores.slab_owner import HasQuota, QuotaOf, any_may, require_own
 from vllm_tiered_kv.stores.ssd.block_io import BlockRead, BlockWrite, as_bytes
@@ -38,7 +38,6 @@ from vllm_tiered_kv.stores.ssd.committer import Committer
 from vllm_tiered_kv.stores.ssd.data_file import Place
 from vllm_tiered_kv.stores.ssd.disk import Disk, OsDisk
 from vllm_tiered_kv.stores.ssd.opening import open_folder
-from vllm_tiered_kv.stores.ssd.record_format import decode
 from vllm_tiered_kv.stores.ssd.recovery import RecoveryReport
 from vllm_tiered_kv.stores.ssd.settings import Backoff, FsyncPolicy, SsdCounters
 
@@ -91,8 +90,7 @@ class SsdStore:
         self._folder_lock = opened.lock
         self._table = BlockTable(folder, opened.budget, eviction, self.counters, has_quota)
         try:
-            with _few_collections():
-                self._table.restore(opened.live)
+            self._table.restore(opened.live)
         except BaseException:
             opened.close()
             raise
@@ -113,6 +111,8 @@ class SsdStore:
         )
         self._committer.start()
         self.recovery: RecoveryReport = opened.report
+        del opened  # all that the journal said
+        cpu.release_free_memory()
         self.recovery.seconds = time.monotonic() - begin
         self._progress(str(self.recovery))
 
@@ -155,9 +155,7 @@ class SsdStore:
 
     def usage(self) -> StoreUsage:
         with self._lock:
-            return StoreUsage(
-                len(self._table.records), self._table.live_bytes, self._budget.capacity_bytes
-            )
+            return StoreUsage(len(self._index), self._table.live_bytes, self._budget.capacity_bytes)
 
     def usage_by_namespace(self) -> dict[bytes, tuple[int, int]]:
         """Readable blocks and the bytes of their slots, by the first bytes of their keys."""
@@ -196,33 +194,30 @@ class SsdStore:
             if self._index.lookup(key) is not Lookup.HIT:
                 continue
             [slot] = self._index.pin([key])
-            record = self._table.records[slot]
-            wanted = decode(record)
-            if view.nbytes != wanted.length:
+            length, checksum = self._index.facts_in(slot)
+            if view.nbytes != length:
                 self._index.unpin([slot])
                 continue
-            reads.append(BlockRead(position, slot, record, wanted, view))
-        self._touch([StoreKey(read.wanted.key) for read in reads])
+            reads.append(BlockRead(position, slot, key, length, checksum, view))
+        self._touch([StoreKey(read.key) for read in reads])
         return reads
 
     def _read(self, reads: Sequence[BlockRead]) -> None:
-        places = [
-            Place(self._table.offset(read.slot, read.wanted.length), read.into) for read in reads
-        ]
+        places = [Place(self._table.offset(read.slot, read.length), read.into) for read in reads]
         for read, moved in zip(reads, self._data.read_blocks(places), strict=True):
             read.ended = True
             if moved.error is not None:
                 self._tell_once("a block cannot be read and is forgotten (%s)", moved.error)
                 read.refused = True
             else:
-                read.good = moved.checksum == read.wanted.payload_checksum
+                read.good = moved.checksum == read.checksum
 
     def _unpin(self, reads: list[BlockRead]) -> None:
         for read in reads:
             if read.good:
                 self.counters.read_blocks += 1
-                self.counters.read_bytes += read.wanted.length
-            elif read.ended and self._table.forget(read.slot, read.record):
+                self.counters.read_bytes += read.length
+            elif read.ended and self._table.forget(read.slot, read.key):
                 if read.refused:
                     self.counters.read_errors += 1
                 else:
@@ -337,8 +332,10 @@ class SsdStore:
                     self._index.abort(write.slot)
             else:
                 length = write.payload.nbytes
-                write.record = self._table.commit(write.item, write.slot, length, write.checksum)
-                if write.record is None:
+                write.is_readable = self._table.commit(
+                    write.item, write.slot, length, write.checksum
+                )
+                if not write.is_readable:
                     write.result = PutResult.DROPPED  # deleted while being written
                 else:
                     self.counters.written_blocks += 1
@@ -352,13 +349,13 @@ class SsdStore:
     ) -> None:
         """Waits for the records of this batch, and of those of its blocks that were here."""
         self._await_others(items, results)
-        stored = [(write, write.record) for write in writes if write.record is not None]
+        stored = [write for write in writes if write.is_readable]
         if not stored and PutResult.PRESENT not in results:
             return
         if self._committer.wait(self._committer.barrier()):
             return
-        for write, record in stored:
-            self._table.forget(write.slot, record)
+        for write in stored:
+            self._table.forget(write.slot, write.item.key)
             results[write.position] = PutResult.FAILED
         for position, result in enumerate(results):
             if result is PutResult.PRESENT:  # it stays here, but nobody knows for how long
@@ -408,7 +405,7 @@ class SsdStore:
             self._closed = True
             while self._active:
                 self._idle.wait()
-            blocks = len(self._table.records)
+            blocks = len(self._index)
         self._progress(f"writing the index of {blocks} blocks")
         self._committer.close(rewrite=self._order_changed)
         self._data.close()
@@ -454,15 +451,3 @@ class SsdStore:
             error,
             delay,
         )
-
-
-@contextmanager
-def _few_collections() -> Iterator[None]:
-    """Filling a large index makes nothing but objects that stay: collecting would only cost."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

@@ -80,7 +80,7 @@ def _verify(folder: Path, disk: Disk, progress: Callable[[str], None]) -> Verify
         for done, encoded in enumerate(live.records):
             if done % _PROGRESS_BLOCKS == 0:
                 progress(f"verified {done} of {len(live.records)} blocks")
-            record = decode(encoded)
+            record = decode(encoded.tobytes())
             slab, position = divmod(record.slot, slots_per_slab)
             block = memoryview(bytearray(record.length))
             offset = slab * superblock.slab_bytes + position * aligned(record.length, ALIGNMENT)
