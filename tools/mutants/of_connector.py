@@ -220,7 +220,7 @@ CONNECTOR = (
     Mutation(
         "second-load-beside-the-steps",
         "connector/load_planner.py",
-        "        if state.keeps_reservation and not ahead:\n",
+        "        if (state.keeps_reservation or self._set_back) and not ahead:\n",
         "        if False:\n",
         "a request whose daemon failed waits for ever, and all others with it",
         _FAILED,
@@ -256,7 +256,7 @@ CONNECTOR = (
     Mutation(
         "other-connectors-failure-is-not-seen",
         "connector/scheduler_half.py",
-        "                self._requests[request_id].keeps_reservation = True\n",
+        "                self._requests[request_id].starts_over()\n",
         "                pass\n",
         "after another connector's failure a request waits for ever",
         _FAILED,
