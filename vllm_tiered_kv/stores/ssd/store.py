@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import itertools
 import logging
 import mmap
 import threading
@@ -104,6 +103,7 @@ class SsdStore:
         except BaseException:
             opened.close()
             raise
+        self._to_measure = [StoreKey(key) for key in opened.live.keys[-_MEASURED_BLOCKS:]]
         self._index = self._table.index
         self._index.quota_of = quota_of
         self._committer = self._table.committer = Committer(
@@ -218,22 +218,19 @@ class SsdStore:
         try:
             with self._operation():
                 until = time.monotonic() + _MEASURED_S
-                left = _MEASURED_BYTES
-                with self._lock:
-                    some = list(itertools.islice(self._table.records.values(), _MEASURED_BLOCKS))
-                records = [decode(record) for record in some]
-                while records and left > 0 and time.monotonic() < until:
-                    batch, records = records[:_MEASURED_AT_ONCE], records[_MEASURED_AT_ONCE:]
-                    left -= self._measure([StoreKey(record.key) for record in batch])
+                keys, left = self._to_measure, _MEASURED_BYTES
+                while keys and left > 0 and time.monotonic() < until:
+                    batch, keys = keys[:_MEASURED_AT_ONCE], keys[_MEASURED_AT_ONCE:]
+                    left -= self._measure(batch)
         except _ClosedError:
             pass
 
     def _measure(self, keys: Sequence[StoreKey]) -> int:
         """Reads blocks that are still here; how many bytes."""
         with self._lock:
-            keys = [key for key in keys if self._index.lookup(key) is Lookup.HIT]
-            slots = self._index.pin(keys)
-            lengths = [decode(self._table.records[slot]).length for slot in slots]
+            facts = [(key, known) for key in keys if (known := self._table.facts(key)) is not None]
+            slots = self._index.pin([key for key, _ in facts])
+            lengths = [known.nbytes for _, known in facts]
         try:
             places = []
             for slot, length in zip(slots, lengths, strict=True):
