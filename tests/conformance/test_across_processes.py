@@ -180,6 +180,9 @@ def test_statistics_become_prometheus_metrics(tiny_model: Path) -> None:
     prometheus = TieredKVConnector.build_prom_metrics(
         engine.config, kinds, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]}
     )
+    refused = {"model_name": "m", "engine": "0", "tier": "remote", "reason": "refused"}
+    dropped = f"{names.DROPPED_BLOCKS.exposed_name}_total"
+    assert registry.get_sample_value(dropped, refused) == 0, "rate() would miss the first"
     for data in reported:
         prometheus.observe(data, 1)
     hits = names.HIT_TOKENS.exposed_name.removesuffix("_total")

@@ -97,6 +97,9 @@ def test_sigterm_writes_everything_and_a_restart_finds_it(
     daemon.restart()
     again = connect(daemon.endpoint, block_bytes=[SIZE])
     assert again.match(list(wanted)).tiers == [0, 100, 0]
+    # It knows its disk before anybody reads from it, and nothing has moved for that.
+    eventually(lambda: again.stats().get("read_bytes_per_second", {}).get("ssd", 0) > 0)
+    assert again.match(list(wanted)).tiers == [0, 100, 0]
     assert again.get(list(wanted), stream=True) == wanted
     assert again.match(list(wanted)).tiers == [100, 0, 0]
     assert daemon.terminate() == 0

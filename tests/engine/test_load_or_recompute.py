@@ -7,10 +7,14 @@ the measurements reach the decision and that the tokens are right either way.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.request import Request
 
 from tests.daemon.daemon_process import DaemonProcess
 from tests.engine.toy_asking import total
@@ -24,7 +28,7 @@ from vllm_tiered_kv.wire.messages import Get, Match
 
 pytestmark = pytest.mark.engine
 
-CPU, GPU = Tier.CPU.value, Tier.GPU.value
+CPU = Tier.CPU.value
 
 
 @pytest.fixture(autouse=True)
@@ -68,13 +72,14 @@ def test_a_slow_daemon_is_left_alone(
         assert not made.get("load", 0)
         held = 4 * whole_blocks(asked)
         assert total(second, names.HIT_TOKENS, REMOTE) == 0, "nobody waits to learn how slow it is"
-        recomputed = total(second, names.RECOMPUTED_TOKENS)
+        recomputed = total(second, names.RECOMPUTED_TOKENS, REMOTE)
         assert recomputed > 0
+        assert total(second, names.RECOMPUTED_TOKENS, CPU) == 0
         # The rest: requests that did not wait for an answer that was not worth it.
         assert recomputed + total(second, names.MISS_TOKENS) == held
         assert total(second, names.LOAD_FAILURES) == 0
         second.half.stats()
-        assert total(second, names.PREFILL_SPEED, GPU) > 0
+        assert total(second, names.PREFILL_SPEED) > 0
         assert 0 < total(second, names.LOAD_SPEED, Tier.MEMORY.value) < 1e6
         second.close()
 
@@ -132,6 +137,45 @@ def test_a_fast_daemon_is_used(
     assert decisions(second, REMOTE)["load"] >= 10
     assert total(second, names.LOAD_FAILURES) == 0
     second.close()
+
+
+def test_the_first_hits_after_a_restart_are_loaded_from_the_ssd(
+    tiny_model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its speed nor the model's was ever seen. The daemon knows its disk."""
+    monkeypatch.setattr("vllm_tiered_kv.connector.load_or_recompute._CPU_PREFILL", 500.0)
+    asked = prompts(26, 4, 84, 90)
+    with DaemonProcess(
+        folder,
+        *("--memory", "16MiB", "--ssd", str(folder / "ssd"), "--ssd-space", "64MiB"),
+    ) as daemon:
+        first = engine_at(tiny_model, daemon.ipc, cpu_blocks=1024)
+        serve(first, asked)
+        first.close()
+        daemon.terminate()
+        daemon.restart()
+        second = engine_at(tiny_model, daemon.ipc, cpu_blocks=1024)
+        slow_down(second, 0.001)
+        connector = second.scheduler.connector
+        sources: Counter[str] = Counter()
+        admit = connector.update_state_after_alloc
+
+        def admitted(request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
+            """As vLLM asks, right after it."""
+            admit(request, blocks, tokens)
+            if tokens and hasattr(KVConnectorBase_V1, "get_external_cache_hit_sources"):
+                sources.update(connector.get_external_cache_hit_sources(request, tokens))
+
+        connector.update_state_after_alloc = admitted
+        serve(second, asked, count=1)
+        assert decisions(second, REMOTE) == {"load": len(asked)}
+        assert total(second, names.HIT_TOKENS, REMOTE) == 4 * whole_blocks(asked)
+        assert total(second, names.LOAD_FAILURES) == 0
+        if sources:  # vLLM 0.31 does not ask
+            assert sources == {"disk": 4 * whole_blocks(asked)}
+        second.half.stats()
+        assert total(second, names.LOAD_SPEED, Tier.SSD.value) > 0
+        second.close()
 
 
 def test_the_head_comes_from_the_cpu_tier_and_a_slow_rest_is_computed(tiny_model: Path) -> None:

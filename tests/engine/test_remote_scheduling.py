@@ -222,6 +222,32 @@ def test_a_daemon_that_dies_and_comes_back_empty(
     toy.close()
 
 
+def test_a_daemon_that_is_not_there_is_told_from_one_that_has_nothing(
+    tiny_model: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    daemon = DaemonProcess(folder, "--memory", "16MiB")
+    toy = engine_at(tiny_model, daemon.ipc)
+    asked = prompts(8, 3)
+    serve(toy, asked)
+
+    def told(metric: names.Metric) -> dict[str, float]:
+        return {labels[-1]: value for labels, value in toy.half.recorder.samples(metric).items()}
+
+    toy.half.stats()
+    assert told(names.LOOKUPS) == {"unavailable": len(asked)}
+    assert set(told(names.DROPPED_BLOCKS)) == {"unavailable"}
+    assert told(names.DAEMON_UP) == {daemon.ipc: 0}
+    assert f"cannot reach the daemon at {daemon.ipc}" in caplog.text
+    assert "is it running?" in caplog.text
+    assert "share its memory" not in caplog.text
+    with daemon:
+        _until_served_again(toy, 0)
+        toy.half.stats()
+        assert told(names.DAEMON_UP) == {daemon.ipc: 1}
+        assert f"the daemon at {daemon.ipc} is back" in caplog.text
+        toy.close()
+
+
 def test_an_aborted_load_ends_before_its_blocks_are_given_away(
     tiny_model: Path, daemon: DaemonProcess
 ) -> None:

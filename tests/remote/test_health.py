@@ -136,9 +136,10 @@ def test_each_change_is_told_once(
         breaker.refuse(begin(breaker), "wrong version")
         clock.now += 40
     assert [record.getMessage() for record in caplog.records] == [
-        "daemon tcp://a:1 does not answer (no answer in time); going on without it",
-        "daemon tcp://a:1 is back",
-        "daemon tcp://a:1 refuses this engine: wrong version; going on without it",
+        "cannot reach the daemon at tcp://a:1 (no answer in time; is it running?); "
+        "continuing without it",
+        "the daemon at tcp://a:1 is back",
+        "the daemon at tcp://a:1 refuses this engine: wrong version; continuing without it",
     ]
 
 

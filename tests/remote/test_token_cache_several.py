@@ -100,7 +100,7 @@ def test_one_of_several_that_is_not_there_costs_only_its_share(
     three[0].kill()
     many = chains(12, 20)
     with open_all([one.endpoint for one in three]) as cache:
-        assert "going on without it" in caplog.text
+        assert "continuing without it" in caplog.text
         # It is found out about after a few failures, and tried again now and then.
         eventually(lambda: [store(cache, tokens) for tokens in many] == [20] * 12)
         eventually(lambda: [read(cache, tokens) for tokens in many] == [20] * 12)

@@ -6,10 +6,11 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from vllm_tiered_kv.cache.load_choice import Decision, Span
+from vllm_tiered_kv.cache.load_choice import Span
 from vllm_tiered_kv.cache.load_economics import LoadEconomics
 from vllm_tiered_kv.config import LoadPolicy
 from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.metrics.names import Decision
 
 BLOCK = 16
 BYTES_PER_TOKEN = 57344  # of a 7B model with grouped heads

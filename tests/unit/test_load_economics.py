@@ -19,10 +19,11 @@ from tests.unit.simulated_engine import (
     economics,
     span,
 )
-from vllm_tiered_kv.cache.load_choice import Choice, Decision, Span
+from vllm_tiered_kv.cache.load_choice import Choice, Span
 from vllm_tiered_kv.cache.load_economics import LoadEconomics
 from vllm_tiered_kv.config import LoadPolicy
 from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.metrics.names import Decision
 
 
 def taught(rates: dict[Tier, float], **settings) -> LoadEconomics:
@@ -94,6 +95,32 @@ def test_memory_that_is_mapped_is_trusted_like_the_cpu_tier() -> None:
     mapped = economics(trusted=(Tier.CPU, Tier.MEMORY))
     assert mapped.choose(0, 0, 10241, spans).tokens == 10240
     assert economics().choose(0, 0, 10241, spans).tokens < 1024
+
+
+@pytest.mark.parametrize(("rate", "loads"), [(1e9, True), (0.2e9, False)])
+def test_what_a_tier_says_of_itself_stands_for_loads_until_one_was_seen(
+    rate: float, loads: bool
+) -> None:
+    slow = economics(trusted=(Tier.CPU, Tier.MEMORY), prefill_at_most=5000.0)
+    spans = [span(Tier.SSD, 10240)]
+    assert not slow.choose(0, 0, 10241, spans).tokens, "nobody has said anything"
+    slow.speeds[Tier.SSD].told(rate)
+    first = slow.choose(0, 0, 10241, spans)
+    assert bool(first.tokens) == loads, "587 MB against 2 s at least"
+    fast = economics(trusted=(Tier.CPU, Tier.MEMORY))
+    fast.speeds[Tier.SSD].told(100e9)
+    assert not fast.choose(0, 0, 10241, spans).tokens, "a GPU may be faster still"
+    if loads:
+        slow.settle("r", 0, first)
+        slow.ended("r", 10, first, {Tier.REMOTE: 10.0})
+        assert not slow.choose(11, 0, 10241, spans).tokens, "it was not true"
+
+
+def test_with_known_prefills_the_first_load_goes_by_what_a_tier_says() -> None:
+    for rate, loads in ((8e9, True), (1.6e9, False)):
+        known = taught({}, trusted=(Tier.CPU, Tier.MEMORY))
+        known.speeds[Tier.SSD].told(rate)
+        assert bool(known.choose(0, 0, 10241, [span(Tier.SSD, 10240)]).tokens) == loads
 
 
 @pytest.mark.parametrize("policy", [LoadPolicy.ALWAYS, LoadPolicy.NEVER])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_tiered_kv.cache.index import BlockIndex
-from vllm_tiered_kv.cache.load_choice import Choice, Decision, Span
+from vllm_tiered_kv.cache.load_choice import Choice, Span
 from vllm_tiered_kv.cache.planner import Group
 from vllm_tiered_kv.config import TieredKVConfig
 from vllm_tiered_kv.connector.load_or_recompute import LoadOrRecompute
@@ -21,6 +22,7 @@ from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.core.transfer import Fetched
 from vllm_tiered_kv.metrics import names
+from vllm_tiered_kv.metrics.names import Decision
 from vllm_tiered_kv.metrics.recorder import Recorder
 
 GROUP = Group(group_id=0, block_size=4, block_bytes=64, size_class=0)
@@ -189,6 +191,28 @@ def test_what_all_ranks_fetched_for_nobody_is_learnt_from_the_slowest() -> None:
         judge.admitted("t", choice, 0, True)
         judge.rehearsed({"t": [Fetched(640, 0.1), Fetched(640, 0.1)]})
     assert speed.count == 3
+
+
+def test_what_is_held_and_computed_is_told_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "vllm_tiered_kv")
+    judge = Judge()
+    spans = (Span(Tier.CPU, 20), Span(Tier.REMOTE, 400, {Tier.SSD: 1.0}))
+    choice = Choice(20, 420, {Tier.REMOTE: Decision.RECOMPUTE}, spans)
+    for number in range(3):
+        judge.admitted(f"r{number}", choice, 20, True)
+    judge.clock.now += 61
+    taught(judge, 0.001)
+    for _ in range(3):
+        judge.economics.speeds[Tier.SSD].observe(6400, 2.0)
+    judge.admitted("r3", choice, 20, True)
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "request r0 computes 400 tokens that are cached (ssd): the speed of loads" in first
+    assert "request r3 computes 400 tokens that are cached (ssd): loading would take" in second
+    assert "(3 such requests" in second
+    caplog.clear()
+    judge.admitted("r4", Choice(420, 420, {}, spans), 420, True)
+    Judge(load_policy="never").admitted("r5", choice, 20, True)
+    assert not caplog.records
 
 
 def test_a_load_whose_end_is_not_told_is_not_waited_for() -> None:

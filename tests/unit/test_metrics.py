@@ -69,3 +69,22 @@ def test_names_are_unique_and_all_are_exported() -> None:
     defined = {value.name for value in vars(names).values() if isinstance(value, names.Metric)}
     assert defined == set(names.BY_NAME)
     assert len(names.ALL) == len(names.BY_NAME)
+
+
+def test_counters_name_all_values_of_their_labels() -> None:
+    for metric in names.ALL:
+        assert bool(metric.series) == (metric.kind is names.Kind.COUNTER), metric.name
+        assert all(len(values) == len(metric.labels) for values in metric.series)
+        assert len(set(metric.series)) == len(metric.series)
+    for outcome in names.LookupOutcome:
+        assert ("remote", outcome.value) in names.LOOKUPS.series
+    assert {values[1] for values in names.DROPPED_BLOCKS.series} == {
+        reason.value for reason in names.DropReason
+    }
+
+
+def test_a_metric_without_labels_survives_the_way() -> None:
+    recorder = Recorder()
+    recorder.set(names.PREFILL_SPEED, 7)
+    ((joined, value),) = recorder.drain()["prefill_tokens_per_second"].items()
+    assert (label_values(joined), value) == ((), 7)

@@ -57,6 +57,8 @@ class Server:
 class Servers:
     """Places anchors on servers as a test says."""
 
+    is_up = True
+
     def __init__(self, by_anchor: dict[bytes, Server | None]) -> None:
         self.by_anchor = by_anchor
 
@@ -123,6 +125,16 @@ def test_nothing_found_is_a_miss() -> None:
     assert lookup.answer is not None
     assert lookup.answer.positions() == [range(0)]
     assert recorder.total(names.LOOKUPS, "remote", "miss") == 1
+    lookups.close()
+
+
+def test_no_answer_from_any_daemon_is_not_a_miss() -> None:
+    keys = chain(20)
+    servers = placed(keys, Server("a"))
+    servers.is_up = False
+    lookup, recorder, lookups = ask(servers, keys)
+    assert lookup.answer is not None
+    assert recorder.samples(names.LOOKUPS) == {("remote", "unavailable"): 1}
     lookups.close()
 
 

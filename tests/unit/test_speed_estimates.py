@@ -175,3 +175,12 @@ def test_a_backlog_drains_as_expected_and_grows_when_it_is_stuck() -> None:
 
 
 # ---- decisions ----------------------------------------------------------------------------------
+
+
+def test_the_speed_that_is_shown_is_that_of_the_loads_there_were() -> None:
+    """Loads of about one size that differ by chance seem to take no time for a byte."""
+    speed = LoadSpeed(0.002, 0.5e9)
+    assert speed.recent_bytes_per_s is None
+    for nbytes, seconds in ((1e6, 0.010), (2.5e6, 0.010), (1e6, 0.011), (2.4e6, 0.009)):
+        speed.observe(nbytes, seconds)
+    assert speed.recent_bytes_per_s == pytest.approx(6.9e6 / 0.04)

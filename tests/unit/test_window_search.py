@@ -35,6 +35,8 @@ class ListingServer(Server):
 
 
 class OneServer:
+    is_up = True
+
     def __init__(self, server: Server) -> None:
         self.server = server
 
@@ -152,7 +154,9 @@ def test_a_window_with_a_hole_in_it_is_none(loses: int) -> None:
     """It lies on two daemons, one of which holds both of its ends."""
     keys = [BlockKey(n.to_bytes(16, "big") + b"\0") for n in range(600)]
     ends, middle = Forgetful("tcp://ends:1", 0), Forgetful("tcp://middle:1", loses)
-    servers = SimpleNamespace(server_for=lambda key: middle if key == keys[64] else ends)
+    servers = SimpleNamespace(
+        server_for=lambda key: middle if key == keys[64] else ends, is_up=True
+    )
     lookups = RemoteLookups(servers, [RankTag()], 30.0, 60.0, Recorder(), threads=1)  # type: ignore[arg-type]
     group = Group(0, 4, 256, 0, window=4 * 590)
     windows = WindowSearch([group], [[False] * len(keys)], 0, 4 * len(keys), 4)

@@ -221,8 +221,8 @@ REMOTE = (
     Mutation(
         "breaker-never-opens",
         "remote/health.py",
-        "if not attempt.probe and self._failures_in_row < self._threshold:",
-        "if not attempt.probe:",
+        "if not attempt.probe and not is_absent and self._failures_in_row < self._threshold:",
+        "if not attempt.probe and not is_absent:",
         "a dead daemon costs every request its whole deadline",
         _HEALTH,
     ),

@@ -288,4 +288,4 @@ def _greet(cluster: Cluster, namespace: str) -> None:
     if len(failures) == len(cluster.stores):
         raise TokenCacheError("no daemon answers", failures)
     for address, why in failures.items():
-        logger.warning("daemon %s does not answer (%s); going on without it", address, why)
+        logger.warning("the daemon at %s does not answer (%s); continuing without it", address, why)

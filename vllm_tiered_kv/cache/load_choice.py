@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.metrics.names import Decision
 
 MINOR = 0.1  # a part of a load this small decides nothing
-
-
-class Decision(str, enum.Enum):
-    """What became of the blocks of a request that one tier held. The value is the metric label."""
-
-    LOAD = "load"
-    SHORTEN = "shorten"  # only the part nearer to the head
-    PROBE = "probe"  # a piece was fetched to learn how fast the tier is, the rest was computed
-    RECOMPUTE = "recompute"
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,12 @@ nothing, since vLLM may ask many times before it admits a request; `settle` is c
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 from vllm_tiered_kv.cache.load_choice import (
     MINOR,
     Choice,
-    Decision,
     Span,
     between,
     length_class,
@@ -41,6 +41,7 @@ from vllm_tiered_kv.cache.rehearsals import LEARNT, REACH, Rehearsals
 from vllm_tiered_kv.cache.speed_estimates import Backlog, LoadSpeed, PrefillSpeed, Typical
 from vllm_tiered_kv.config import LoadPolicy
 from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.metrics.names import Decision
 
 _GO_ON = 0.95  # a tier in use is left when loading takes more than this share of computing
 _RETURN = 0.8  # a tier that was left is used again from here on
@@ -69,14 +70,17 @@ class LoadEconomics:
         step_tokens: int,
         longest_load_s: float,
         trusted: Collection[Tier] = (Tier.CPU,),
+        prefill_at_most: float = math.inf,
     ) -> None:
         """`alignment`: loads end at multiples of this many tokens. `longest_load_s`: a load from a
-        daemon that takes longer is given up."""
+        daemon that takes longer is given up. `prefill_at_most`: tokens per second that no engine of
+        this kind exceeds; it stands for the speed of prefills until some were seen."""
         self._policy = policy
         self._bytes_per_token = bytes_per_token
         self._alignment = alignment
         self._longest_load_s = longest_load_s
         self._trusted = frozenset(trusted)
+        self._prefill_at_most = prefill_at_most
         self.prefill = PrefillSpeed(step_tokens)
         self.handover = Typical(0.001)
         """Seconds from the end of a load to the step that uses it, on an idle engine."""
@@ -129,6 +133,10 @@ class LoadEconomics:
     def loads_blindly(self) -> bool:
         """Whether prefills have taught nothing for so long that tiers are used without."""
         return self._blind >= _BLIND_LIMIT
+
+    def knows_speed(self, source: Tier) -> bool:
+        """Whether loads from there are judged by their speed."""
+        return self._is_learnt(source)
 
     def recompute_seconds(self, computed: int, tokens: int) -> float | None:
         """None as long as nobody knows."""
@@ -238,16 +246,22 @@ class LoadEconomics:
             return True
         if any(source not in self._trusted and not self._is_learnt(source) for source in sources):
             return False
-        if not self.prefill.knows(end - loaded):
+        knows = self.prefill.knows(end - loaded)
+        if not knows and (sources <= self._trusted or self.loads_blindly):
             # Computing is what teaches how long it takes. Should it not, load as one would
             # without all this.
-            return sources <= self._trusted or self.loads_blindly
+            return True
         load_s = self.seconds(now, end, spans)
         if any(span.tier is Tier.REMOTE for span in new) and load_s > self._longest_load_s:
             return False
         was_left = any((span.tier, length_class(spans, span.tier)) in self._left for span in new)
-        margin = _RETURN if was_left else _GO_ON
-        saved_s = self.prefill.seconds(computed + loaded, end - loaded)
+        is_certain = knows and not any(self._is_hearsay(source) for source in sources)
+        margin = _GO_ON if is_certain and not was_left else _RETURN
+        saved_s = (
+            self.prefill.seconds(computed + loaded, end - loaded)
+            if knows
+            else (end - loaded) / self._prefill_at_most
+        )
         if any(
             self.speeds[source].largest * REACH < nbytes
             and self.speeds[source].cautious_seconds(nbytes) > saved_s
@@ -337,7 +351,12 @@ class LoadEconomics:
         return sum(self.speeds[source].seconds(nbytes) for source, nbytes in amounts.items())
 
     def _is_learnt(self, source: Tier) -> bool:
-        return self.speeds[source].count >= LEARNT or source in self._trusted
+        speed = self.speeds[source]
+        return speed.count >= LEARNT or speed.is_told or source in self._trusted
+
+    def _is_hearsay(self, source: Tier) -> bool:
+        """Whether nobody has loaded from there yet: all that is known is what the tier says."""
+        return self.speeds[source].is_told and not self.speeds[source].count
 
     def _is_sure(self, source: Tier) -> bool:
         return self.speeds[source].seen >= _SURE

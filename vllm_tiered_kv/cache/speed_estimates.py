@@ -49,6 +49,15 @@ class LoadSpeed:
         self._worse = 1.0
         self.seen = 0
         """How many loads were ever seen."""
+        self.is_told = False
+        """The assumption is what the tier says of itself."""
+
+    def told(self, bytes_per_s: float) -> None:
+        """What the tier says of itself. It is believed as long as no load was seen."""
+        self._assumed = (self._assumed[0], 1.0 / bytes_per_s)
+        self.is_told = True
+        if not self._samples:
+            self._fit = self._assumed
 
     @property
     def count(self) -> int:
@@ -57,7 +66,15 @@ class LoadSpeed:
 
     @property
     def bytes_per_s(self) -> float:
+        """Of a large load. Small ones tell little about it: see `recent_bytes_per_s`."""
         return 1.0 / (self._fit[1] * self._worse)
+
+    @property
+    def recent_bytes_per_s(self) -> float | None:
+        """Of the last few loads as they were, latency included; None before the first."""
+        if not self._samples:
+            return None
+        return sum(size for size, _ in self._samples) / sum(taken for _, taken in self._samples)
 
     def observe(self, nbytes: float, seconds: float) -> None:
         if nbytes <= 0 or seconds <= 0:

@@ -93,6 +93,7 @@ def make_scheduler_half(
             else None
         ),
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        computes_on_cpu=vllm_config.device_config.device_type == "cpu",
     )
     half.loads.reuses_tails = config.reuse_partial_tail and config.mode is Mode.TIERED
     half.loads.awaits_first_forward = first_forward_clears(kv_cache_config)

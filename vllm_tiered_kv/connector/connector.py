@@ -235,6 +235,18 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._unfilled is not None:
             self._unfilled.admitted(request)
 
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        disk = 0
+        if self.scheduler_half is not None:
+            disk = min(num_external_tokens, self.scheduler_half.loaded_from_disk(request))
+        tokens = {
+            CacheHitSource.HOST: num_external_tokens - disk,
+            CacheHitSource.DISK: disk,
+        }
+        return {source: count for source, count in tokens.items() if count}
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self.scheduler_half is None:
             return TieredKVMetadata()

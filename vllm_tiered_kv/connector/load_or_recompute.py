@@ -17,6 +17,7 @@ seen here, from the times at which vLLM schedules steps and hands their outputs 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import time
 from collections import deque
@@ -24,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_tiered_kv.cache.index import BlockIndex
-from vllm_tiered_kv.cache.load_choice import Choice, Span
+from vllm_tiered_kv.cache.load_choice import Choice, Span, between, major_sources
 from vllm_tiered_kv.cache.load_economics import LoadEconomics
 from vllm_tiered_kv.cache.planner import Group, telling_group
 from vllm_tiered_kv.config import LoadPolicy, TieredKVConfig
@@ -34,6 +35,8 @@ from vllm_tiered_kv.core.transfer import Fetched
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.recorder import Recorder
 
+logger = logging.getLogger(__name__)
+
 _PREFILL_SHARE = 0.8  # of a step's tokens, for it to tell how long a prefill takes
 _FEW_DECODES = 32  # tokens of a step that tells what a step costs,
 _DECODES_EVERY = 4  # one in this many
@@ -42,6 +45,8 @@ _PATIENCE = 0.03  # of its prefill: what a request may wait for an answer that i
 _BLIND_PATIENCE_S = 0.003  # the same while nobody knows how long a prefill takes
 _MOST_GONE_ON = 4  # requests that go on so; then prefills teach nothing
 _HIT_RATE_WEIGHT = 0.1
+_CPU_PREFILL = 5_000.0  # tokens per second: about what the fastest engines on CPUs compute
+_TELL_S = 60.0  # between two lines about what is computed though it is held
 _MOST_MEASURED = 16  # steps under way; one whose number never comes back is forgotten
 
 
@@ -70,6 +75,7 @@ class LoadOrRecompute:
         step_tokens: int,
         clock: Callable[[], float] = time.monotonic,
         num_ranks: int = 1,
+        computes_on_cpu: bool = False,
     ) -> None:
         """`step_tokens`: the most tokens vLLM computes in a step. `num_ranks`: that report."""
         self._policy = config.load_policy
@@ -88,10 +94,16 @@ class LoadOrRecompute:
             step_tokens,
             config.remote_load_timeout,
             (Tier.CPU, Tier.MEMORY) if self._is_mapped else (Tier.CPU,),
+            # A GPU may be faster than any disk; there a few prefills come first, which teach.
+            _CPU_PREFILL if computes_on_cpu else math.inf,
         )
         self._lookup_s = config.remote_lookup_timeout
         self.answers: deque[tuple[int, int]] = deque()
         """Blocks that daemons were asked for and had, one pair for each answer."""
+        self.read_speeds: Mapping[Tier, float] = {}
+        """What daemons on this host say about their slower tiers, in bytes per second."""
+        self._told_at = -math.inf
+        self._untold = 0  # requests since then
         self._gone_on: set[str] = set()  # requests that went on without an answer, blindly
         self._hit_rate = 1.0
         self._usual_shares: Mapping[Tier, float] = {}
@@ -144,6 +156,9 @@ class LoadOrRecompute:
     ) -> Choice:
         """How much to load of the `held` tokens after `computed`. Changes nothing."""
         spans = self._spans(state, computed, held, elsewhere)
+        if self._is_mapped:
+            for tier, rate in list(self.read_speeds.items()):
+                self.economics.speeds[tier].told(rate)
         return self.economics.choose(self._clock(), computed, state.request.num_tokens, spans)
 
     def admitted(self, request_id: str, choice: Choice, tokens: int, is_timed: bool) -> range:
@@ -159,12 +174,41 @@ class LoadOrRecompute:
         )
         for tier, decision in choice.decisions.items():
             self._recorder.add(names.LOAD_DECISIONS, 1, tier.value, decision.value)
+        if self._policy is LoadPolicy.AUTO and tokens < choice.held:
+            self._tell_computed(request_id, now, choice)
         self.economics.settle(request_id, now, choice)
         if tokens and is_timed:
             self._loads[request_id] = _Load(choice, now, self._forwards)
         elif tokens:
             self.economics.ended(request_id, now, choice, {})
         return choice.rehearsed
+
+    def _tell_computed(self, request_id: str, now: float, choice: Choice) -> None:
+        """Whoever wonders why what is held was not loaded finds the reason in the log."""
+        self._untold += 1
+        if now < self._told_at + _TELL_S:
+            return
+        rest = between(choice.tokens, choice.held, choice.spans)
+        places = sorted(place.value for place in major_sources(rest))
+        tokens = choice.held - choice.tokens
+        compute_s = self.economics.recompute_seconds(0, tokens)
+        if not all(self.economics.knows_speed(place) for place in major_sources(rest)):
+            why = "the speed of loads from there is not known yet"
+        elif compute_s is None:
+            why = "the speed of prefills is not known yet"
+        else:
+            load_s = self.economics.seconds(now, tokens, rest)
+            why = f"loading would take about {load_s:.3f} s, computing {compute_s:.3f} s"
+        logger.info(
+            "request %s computes %d tokens that are cached (%s): %s (%d such requests since the "
+            'last such line; "load_policy": "always" would load them)',
+            request_id,
+            tokens,
+            ", ".join(places),
+            why,
+            self._untold,
+        )
+        self._told_at, self._untold = now, 0
 
     def bytes_of(self, tokens: range) -> int:
         """What so many tokens of a request are, without windows."""
@@ -259,11 +303,12 @@ class LoadOrRecompute:
     def record(self) -> None:
         """Puts the estimates into the metrics."""
         for tier, speed in self.economics.speeds.items():
-            if speed.count:
-                self._recorder.set(names.LOAD_SPEED, round(speed.bytes_per_s), tier.value)
+            recent = speed.recent_bytes_per_s
+            if recent is not None:
+                self._recorder.set(names.LOAD_SPEED, round(recent), tier.value)
         prefill = self.economics.prefill.tokens_per_s()
         if prefill is not None:
-            self._recorder.set(names.PREFILL_SPEED, round(prefill), Tier.GPU.value)
+            self._recorder.set(names.PREFILL_SPEED, round(prefill))
 
     # ---- inside ---------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import TransferLedger
+from vllm_tiered_kv.cache.load_choice import between
 from vllm_tiered_kv.cache.planner import Group, loadable_tokens, telling_group
 from vllm_tiered_kv.connector.ahead_policy import AheadPolicy
 from vllm_tiered_kv.connector.gpu_block import ids_of
@@ -214,6 +215,7 @@ class LoadPlanner:
             self._split(state, group, match.computed, covered, blocks) for group in self._groups
         ]
         self._count(match, tokens, loads)
+        state.loaded_from_disk = _from_disk(match, tokens)
         if match.choice is not None:
             is_timed = not match.ahead
             name = request.request_id
@@ -323,10 +325,21 @@ class LoadPlanner:
         self._recorder.add(names.HIT_TOKENS, loaded - remote, _CPU)
         self._recorder.add(names.HIT_TOKENS, remote, _REMOTE)
         self._recorder.add(names.MISS_TOKENS, missed, _CPU)
-        self._recorder.add(names.RECOMPUTED_TOKENS, held - loaded, _CPU)
+        for span in between(loaded, held, match.choice.spans if match.choice is not None else ()):
+            self._recorder.add(names.RECOMPUTED_TOKENS, span.tokens, span.tier.value)
         end = -(-match.limit // self._alignment) * self._alignment  # a tail is one of the blocks
         for group, load in zip(self._groups, loads, strict=True):
             self._recorder.add(names.HIT_BLOCKS, len(load.local), _CPU)
             self._recorder.add(names.HIT_BLOCKS, load.num_remote, _REMOTE)
             needed = group.needed(match.limit - missed, end) if missed else ()
             self._recorder.add(names.MISS_BLOCKS, len(needed), _CPU)
+
+
+def _from_disk(match: Match, tokens: int) -> int:
+    """Of the tokens that are loaded, those that a daemon has to read from a disk."""
+    spans = match.choice.spans if match.choice is not None else ()
+    share = sum(
+        span.tokens * sum(span.shares.get(place, 0.0) for place in (Tier.SSD, Tier.BACKING))
+        for span in between(0, tokens, spans)
+    )
+    return min(tokens, round(share))

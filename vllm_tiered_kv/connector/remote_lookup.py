@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -28,6 +29,7 @@ from vllm_tiered_kv.core.store import store_key
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.core.transfer import LentBlocks, int64_array
 from vllm_tiered_kv.metrics import names
+from vllm_tiered_kv.metrics.names import LookupOutcome
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.remote.loans import Loan, LoanDesk
 from vllm_tiered_kv.remote.placement import Cluster, placed_runs
@@ -38,6 +40,7 @@ logger = logging.getLogger(__name__)
 _MAX_KEYS_PER_QUESTION = 16384
 _PATIENCE_S = 0.002
 """Of a step with daemons on this host."""
+_ASK_SPEEDS_S = 1.0
 _REMOTE = Tier.REMOTE.value
 
 
@@ -65,6 +68,8 @@ class RemoteAnswer:
     """What daemons hold, per group: spans without a gap between them."""
 
     spans: tuple[tuple[RemoteSpan, ...], ...]
+    is_known: bool = True
+    """False where no daemon answered: they may hold more."""
 
     @property
     def loans(self) -> list[Loan]:
@@ -155,6 +160,10 @@ class RemoteLookups:
         self.answers: deque[tuple[int, int]] = deque(maxlen=64)
         """Blocks asked for and found, of the last answers, whether anybody still wanted them."""
         self._patience_s = 0.0
+        self.read_speeds: dict[Tier, float] = {}
+        """Bytes per second and rank at which daemons read their slower tiers, by their own word;
+        the slowest of them."""
+        self._speeds_asked: dict[str, float] = {}  # when, by address; not again once it was told
         self._closing = False
         self._desks: dict[str, LoanDesk] = {}
         self._desks_lock = threading.Lock()
@@ -167,8 +176,11 @@ class RemoteLookups:
     def _greet(self) -> None:
         """One after the other: lookups meanwhile have the other threads."""
         for server in self._cluster.stores.values():
-            # A neighbour's memory is attached instead, when it is needed.
-            if not self._closing and not _is_neighbour(server):
+            if self._closing:
+                return
+            if _is_neighbour(server):
+                server.attach()
+            if server.available:  # else attaching has found that it is not there
                 server.greet()
 
     def start(
@@ -192,10 +204,20 @@ class RemoteLookups:
             )
         except RuntimeError as error:  # this is the scheduler's thread: the engine would end
             logger.warning("daemons cannot be asked now, which counts as a miss: %s", error)
-            lookup.drop()
-            lookup.given_up = True
-            self._recorder.add(names.LOOKUPS, 1, _REMOTE, "miss")
+            self._give_up(lookup, LookupOutcome.MISS)
         return lookup
+
+    def unavailable(self) -> RemoteLookup:
+        """The lookup of a request for which no daemon is there."""
+        now = time.monotonic()
+        lookup = RemoteLookup(Future(), now, now, now + self._timeout_s + self._pin_s)
+        self._give_up(lookup, LookupOutcome.UNAVAILABLE)
+        return lookup
+
+    def _give_up(self, lookup: RemoteLookup, outcome: LookupOutcome) -> None:
+        lookup.drop()
+        lookup.given_up = True
+        self._recorder.add(names.LOOKUPS, 1, _REMOTE, outcome.value)
 
     def poll(self, lookup: RemoteLookup) -> None:
         """Notes an answer that has come, or that it is too late for one. Waits a moment for that of
@@ -208,13 +230,13 @@ class RemoteLookups:
             wait([lookup.future], self._patience_s)
             self._patience_s -= time.monotonic() - begin
         if lookup.future.done():
-            lookup.answer = lookup.future.result()
-            found = any(lookup.answer.spans)
-            self._recorder.add(names.LOOKUPS, 1, _REMOTE, "hit" if found else "miss")
+            answer = lookup.answer = lookup.future.result()
+            outcome = LookupOutcome.MISS if answer.is_known else LookupOutcome.UNAVAILABLE
+            if any(answer.spans):
+                outcome = LookupOutcome.HIT
+            self._recorder.add(names.LOOKUPS, 1, _REMOTE, outcome.value)
         elif time.monotonic() > lookup.deadline:
-            lookup.drop()
-            lookup.given_up = True
-            self._recorder.add(names.LOOKUPS, 1, _REMOTE, "timeout")
+            self._give_up(lookup, LookupOutcome.TIMEOUT)
 
     def step_planned(self) -> None:
         """The next step may wait for answers again."""
@@ -290,7 +312,7 @@ class RemoteLookups:
             if windows is not None:
                 asked += self._ask_windows(windows, keys, firsts, lengths, deadline, found)
             self.answers.append((asked, sum(s.stop - s.start for group in found for s in group)))
-            return RemoteAnswer(tuple(map(tuple, found)))
+            return RemoteAnswer(tuple(map(tuple, found)), is_known=self._cluster.is_up)
         except Exception:  # whatever it was, it must not end the engine
             logger.exception("what daemons hold could not be asked")
             for spans in found:
@@ -395,11 +417,31 @@ class RemoteLookups:
         is_neighbour = _is_neighbour(server)
         if is_neighbour and nbytes:
             lent = self._desk(server).match(keys, self._ranks, nbytes, deadline)
-            return (0, None, {}) if lent is None else (lent.count, lent.loan, lent.by_tier)
+            if lent is None:
+                return 0, None, {}
+            self._learn_speeds(server, lent.by_tier, deadline)
+            return lent.count, lent.loan, lent.by_tier
         # What a neighbour does not lend now it lends a moment later: not worth pinning it, too.
         pin_ms = 0 if is_neighbour else self._pin_ms
         match = server.match_all(keys, self._ranks, pin_ms, deadline)
         return (0, None, {}) if match is None else (match.count, None, match.by_tier)
+
+    def _learn_speeds(
+        self, server: RemoteStore, by_tier: Mapping[Tier, int], deadline: float
+    ) -> None:
+        """Asks a daemon on this host how fast it reads what it holds in slower tiers, until it has
+        said so once. Over a network that would tell little about loads."""
+        address, now = str(server.address), time.monotonic()
+        is_slow = any(by_tier.get(tier) for tier in (Tier.SSD, Tier.BACKING))
+        if not is_slow or now < self._speeds_asked.get(address, 0.0) + _ASK_SPEEDS_S:
+            return
+        self._speeds_asked[address] = now
+        speeds = server.read_speeds(deadline)
+        if speeds:
+            self._speeds_asked[address] = math.inf
+        for tier, rate in speeds.items():
+            share = rate / len(self._ranks)  # ranks load at the same time
+            self.read_speeds[tier] = min(share, self.read_speeds.get(tier, share))
 
     def _desk(self, server: RemoteStore) -> LoanDesk:
         with self._desks_lock:

@@ -18,6 +18,8 @@ from vllm_tiered_kv.connector.shared_region import LENT_FOR_SURE_S
 from vllm_tiered_kv.connector.window_search import WindowSearch
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.transfer import PutJob, Rehearsal, RemoteTransfer, int64_array, pick
+from vllm_tiered_kv.metrics import names
+from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.remote.loans import Loan
 from vllm_tiered_kv.remote.placement import Cluster
 
@@ -54,6 +56,7 @@ class RemoteTier:
         self._cluster = cluster
         self._lookups = lookups
         self.answers = lookups.answers
+        self.read_speeds = lookups.read_speeds
         self.writes = writes
         self._index = index
         self._groups = groups
@@ -95,9 +98,13 @@ class RemoteTier:
                 self._index, self._groups, keys, computed, limit, windows.alignment
             )
             missing = computed + alone < limit
-        if missing and self._cluster.server_for(keys[0][0]) is not None:
-            lengths = [group.block_bytes for group in self._groups]
-            state.remote = self._lookups.start(keys, firsts, lengths, windows)
+        if not missing:
+            return
+        if self._cluster.server_for(keys[0][0]) is None:
+            state.remote = self._lookups.unavailable()
+            return
+        lengths = [group.block_bytes for group in self._groups]
+        state.remote = self._lookups.start(keys, firsts, lengths, windows)
 
     def _window_search(
         self, keys: Sequence[Sequence[BlockKey]], computed: int, limit: int
@@ -226,6 +233,11 @@ class RemoteTier:
         """Whether every rank has what was lent in memory that it can copy from."""
         ready = min(arenas.get(loan.arena_id, 0) for arenas in self._arenas_of_rank.values())
         return int(loan.offsets.max(initial=-nbytes)) + nbytes <= ready
+
+    def record(self, recorder: Recorder) -> None:
+        """Puts into the metrics which daemons are there."""
+        for address, store in self._cluster.stores.items():
+            recorder.set(names.DAEMON_UP, int(store.is_up), address)
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Lets daemons forget blocks of all ranks; returns at once."""

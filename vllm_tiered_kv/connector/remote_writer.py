@@ -120,4 +120,7 @@ class RemoteWriter:
         if results is None:
             results = store.put(items, Durability.MEMORY, deadline)
         arrived = sum(result in _ARRIVED for result in results)
-        return StoreReport(arrived, DropReason.REFUSED if arrived < len(results) else None)
+        if arrived == len(results):
+            return StoreReport(arrived)
+        reason = DropReason.REFUSED if store.is_up else DropReason.UNAVAILABLE
+        return StoreReport(arrived, reason)

@@ -61,6 +61,7 @@ class RequestState:
     lost_adapter: bool = False  # vLLM has loaded another one in place of its own
     load_failed: bool = False
     match: Match | None = None
+    loaded_from_disk: int = 0  # tokens of its last load
     remote: RemoteLookup | None = None  # what the daemons were asked about this request
     remote_failed: bool = False  # daemons are not asked again
     awaits_stores_until: float | None = None  # by `time.monotonic`: when it was asked to wait

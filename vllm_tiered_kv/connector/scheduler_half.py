@@ -80,6 +80,7 @@ class SchedulerHalf:
         hash_block_size: int | None,
         step_tokens: int = 8192,
         windows: Sequence[int | None] = (),
+        computes_on_cpu: bool = False,
     ) -> None:
         """`steps_zero_blocks`: vLLM clears new blocks before the forward, ahead of our hook.
         `windows`: of each group, as at `Group`. The others are explained at `StorePlanner`."""
@@ -100,7 +101,13 @@ class SchedulerHalf:
         self.stores = StorePlanner(self._groups, self.index, self.ledger, lazy, hash_block_size)
         self._ahead = AheadPolicy(config.step_loads, self._groups, self.ledger)
         self.judge = LoadOrRecompute(
-            config, self._groups, self.index, self.recorder, step_tokens, num_ranks=num_ranks
+            config,
+            self._groups,
+            self.index,
+            self.recorder,
+            step_tokens,
+            num_ranks=num_ranks,
+            computes_on_cpu=computes_on_cpu,
         )
         self.loads = LoadPlanner(
             self._groups, self.index, self.ledger, self.recorder, self._ahead, self.judge
@@ -150,6 +157,7 @@ class SchedulerHalf:
         )
         self.loads.remote = self.remote
         self.judge.answers = self.remote.answers
+        self.judge.read_speeds = self.remote.read_speeds
         self.ledger.on_commit = self.remote.writes.offer
         if self.verification is not None:
             self.verification.delete_at_daemons = self.remote.delete
@@ -202,6 +210,11 @@ class SchedulerHalf:
                 self._next.loads.append(job)
                 if self.head_start is not None:
                     self.head_start.planned(self._next, self.ledger.fence.newest)
+
+    def loaded_from_disk(self, request: Request) -> int:
+        """Tokens of the load a request was just admitted with that come from a daemon's disk."""
+        state = self._requests.get(request.request_id)
+        return 0 if state is None else state.loaded_from_disk
 
     # ---- one step -----------------------------------------------------------------------------
 
@@ -378,6 +391,8 @@ class SchedulerHalf:
         self.recorder.set(names.USED_BYTES, self.index.used_bytes, _CPU)
         self.stores.record(self.recorder)
         self.judge.record()
+        if self.remote is not None:
+            self.remote.record(self.recorder)
         samples = self.recorder.drain()
         return TieredKVStats(data=samples) if samples else None
 

@@ -30,7 +30,7 @@ class TieredKVStats(KVConnectorStats):
     def reduce(self) -> dict[str, int | float]:
         """One flat line for the log."""
         return {
-            name if labels == "cpu" else f"{name}[{labels}]": value
+            name if labels in ("", "cpu") else f"{name}[{labels}]": value
             for name, by_label in self.data.items()
             for labels, value in by_label.items()
         }
@@ -57,6 +57,9 @@ class TieredKVPromMetrics(KVConnectorPromMetrics):
                 self._metrics[metric.name] = self._counter_cls(
                     name=metric.exposed_name, documentation=metric.help, labelnames=labels
                 )
+                for engine_labels in per_engine_labelvalues.values():
+                    for values in metric.series:
+                        self._metrics[metric.name].labels(*engine_labels, *values)
             else:
                 self._metrics[metric.name] = self._gauge_cls(
                     name=metric.exposed_name,

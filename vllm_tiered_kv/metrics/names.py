@@ -7,7 +7,10 @@ Names appear on vLLM's own `/metrics` with the prefix `vllm:tiered_kv_`; counter
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from vllm_tiered_kv.core.tiers import Tier
 
 PREFIX = "vllm:tiered_kv_"
 
@@ -26,9 +29,30 @@ class DropReason(str, enum.Enum):
     COPY_FAILED = "copy_failed"
     RESET = "reset"  # the cache was reset while the store was under way
     QUEUE_FULL = "queue_full"  # too many blocks are on their way to the daemon already
-    UNAVAILABLE = "unavailable"  # no daemon answers
+    UNAVAILABLE = "unavailable"  # no daemon answers, or the one it was sent to did not
     UNREPORTED = "unreported"  # not all ranks said in time what became of it
-    REFUSED = "refused"  # the daemon did not take it, or sending it failed
+    REFUSED = "refused"  # the daemon did not take it: no room, a failed write, not in time
+
+
+_NOT_SENT = (DropReason.QUEUE_FULL, DropReason.UNAVAILABLE, DropReason.REFUSED)
+
+
+class Decision(str, enum.Enum):
+    """What became of the blocks of a request that one tier held."""
+
+    LOAD = "load"
+    SHORTEN = "shorten"  # only the part nearer to the head
+    PROBE = "probe"  # a piece was fetched to learn how fast the tier is, the rest was computed
+    RECOMPUTE = "recompute"
+
+
+class LookupOutcome(str, enum.Enum):
+    """What became of a question to daemons about one request."""
+
+    HIT = "hit"
+    MISS = "miss"
+    TIMEOUT = "timeout"  # nothing heard within `remote_lookup_timeout`
+    UNAVAILABLE = "unavailable"  # no daemon could be reached
 
 
 @dataclass(frozen=True)
@@ -38,74 +62,121 @@ class Metric:
     labels: tuple[str, ...]
     help: str
     prefix: str = PREFIX
+    series: tuple[tuple[str, ...], ...] = ()
+    """Of a counter: all label values it can have. They are shown as 0 from the start: `rate()`
+    takes what first appears with a value for no increase."""
 
     @property
     def exposed_name(self) -> str:
         return self.prefix + self.name
 
 
-def _counter(name: str, help: str, *labels: str) -> Metric:
-    return Metric(name, Kind.COUNTER, ("tier", *labels), help)
+_CPU, _REMOTE = Tier.CPU.value, Tier.REMOTE.value
 
 
-def _gauge(name: str, help: str) -> Metric:
-    return Metric(name, Kind.GAUGE, ("tier",), help)
+def _counter(name: str, help: str, *tiers: str) -> Metric:
+    return Metric(name, Kind.COUNTER, ("tier",), help, series=tuple((tier,) for tier in tiers))
+
+
+def _counter_by(name: str, help: str, label: str, series: Iterable[tuple[str, str]]) -> Metric:
+    return Metric(name, Kind.COUNTER, ("tier", label), help, series=tuple(series))
+
+
+def _gauge(name: str, help: str, *labels: str) -> Metric:
+    return Metric(name, Kind.GAUGE, labels, help)
 
 
 HIT_TOKENS = _counter(
     "hit_tokens",
     "Prompt tokens that a tier serves instead of being computed, counted as a load begins.",
+    *(_CPU, _REMOTE),
 )
-MISS_TOKENS = _counter("miss_tokens", "Prompt tokens in whole blocks no tier held.")
+MISS_TOKENS = _counter("miss_tokens", "Prompt tokens in whole blocks no tier held.", _CPU)
 RECOMPUTED_TOKENS = _counter(
-    "recomputed_tokens", "Prompt tokens a tier held that were computed: expected to be faster."
+    "recomputed_tokens",
+    "Prompt tokens a tier held that were computed: expected to be faster, or to be verified.",
+    *(_CPU, _REMOTE),
 )
-HIT_BLOCKS = _counter("hit_blocks", "Blocks of admitted requests found in a tier.")
-MISS_BLOCKS = _counter("miss_blocks", "Whole blocks of admitted requests not found.")
-LOADED_BLOCKS = _counter("loaded_blocks", "Blocks copied back to the GPU by all ranks.")
-LOADED_BYTES = _counter("loaded_bytes", "Bytes copied back to the GPU, per rank.")
+HIT_BLOCKS = _counter("hit_blocks", "Blocks of admitted requests found in a tier.", _CPU, _REMOTE)
+MISS_BLOCKS = _counter("miss_blocks", "Whole blocks of admitted requests not found.", _CPU)
+LOADED_BLOCKS = _counter(
+    "loaded_blocks", "Blocks copied back to the GPU by all ranks.", _CPU, _REMOTE
+)
+LOADED_BYTES = _counter("loaded_bytes", "Bytes copied back to the GPU, per rank.", _CPU, _REMOTE)
 EARLY_LOADS = _counter(
-    "early_loads", "Loads that began while the step that reads them was still being planned."
+    "early_loads",
+    "Loads that began while the step that reads them was still being planned.",
+    *(_CPU, _REMOTE),
 )
-LOAD_FAILURES = _counter("load_failures", "Loads that failed and were recomputed instead.")
-STORED_BLOCKS = _counter("stored_blocks", "Blocks that became readable in a tier.")
-STORED_BYTES = _counter("stored_bytes", "Bytes of those blocks, per rank.")
-DROPPED_BLOCKS = _counter("dropped_blocks", "Blocks not stored, by reason.", "reason")
-EVICTED_BLOCKS = _counter("evicted_blocks", "Blocks evicted to make room.")
-EVICTED_BYTES = _counter("evicted_bytes", "Bytes of those blocks, per rank.")
-LOOKUPS = _counter("lookups", "Questions to a daemon, by what became of them.", "outcome")
-LOAD_DECISIONS = _counter(
+LOAD_FAILURES = _counter(
+    "load_failures", "Loads that failed and were recomputed instead.", _CPU, _REMOTE
+)
+STORED_BLOCKS = _counter("stored_blocks", "Blocks that became readable in a tier.", _CPU, _REMOTE)
+STORED_BYTES = _counter("stored_bytes", "Bytes of those blocks, per rank.", _CPU, _REMOTE)
+DROPPED_BLOCKS = _counter_by(
+    "dropped_blocks",
+    "Blocks not stored, by reason.",
+    "reason",
+    (
+        *((_REMOTE if reason in _NOT_SENT else _CPU, reason.value) for reason in DropReason),
+        (_REMOTE, DropReason.UNREPORTED.value),
+    ),
+)
+EVICTED_BLOCKS = _counter("evicted_blocks", "Blocks evicted to make room.", _CPU)
+EVICTED_BYTES = _counter("evicted_bytes", "Bytes of those blocks, per rank.", _CPU)
+LOOKUPS = _counter_by(
+    "lookups",
+    "Questions to daemons about a request, by what became of them.",
+    "outcome",
+    ((_REMOTE, outcome.value) for outcome in LookupOutcome),
+)
+LOAD_DECISIONS = _counter_by(
     "load_decisions",
     "What became of the blocks of an admitted request that a tier held: `load`, `shorten` (only "
     "the part nearer to the head), `recompute`, or `probe` (computed, while a piece of it is "
     "fetched to learn how fast the tier is).",
     "decision",
+    ((tier, decision.value) for tier in (_CPU, _REMOTE) for decision in Decision),
 )
 LOAD_SPEED = _gauge(
     "load_bytes_per_second",
-    "Estimated speed of loads from the CPU tier, or from a daemon's memory, SSD or backing store; "
-    "per rank.",
+    "Speed of the last few loads from the CPU tier, or from a daemon's memory, SSD or backing "
+    "store, from their start to their end; per rank.",
+    "tier",
 )
 PREFILL_SPEED = _gauge(
     "prefill_tokens_per_second", "Estimated speed of computing the beginning of a prompt."
 )
 VERIFIED_BLOCKS = _counter(
-    "verified_blocks", "Blocks a tier held that were computed again and compared."
+    "verified_blocks",
+    "Blocks a tier held that were computed again and compared.",
+    *(_CPU, _REMOTE),
 )
 INEXACT_BLOCKS = _counter(
-    "inexact_blocks", "Verified blocks with other bytes, within `verify_tolerance`."
+    "inexact_blocks",
+    "Verified blocks with other bytes, within `verify_tolerance`.",
+    *(_CPU, _REMOTE),
 )
 DIFFERING_BLOCKS = _counter(
-    "differing_blocks", "Verified blocks that differ by more than that; they are evicted."
+    "differing_blocks",
+    "Verified blocks that differ by more than that; they are evicted.",
+    *(_CPU, _REMOTE),
 )
 UNVERIFIED_BLOCKS = _counter(
     "unverified_blocks",
     "Blocks that were to be verified and could not be: gone from their tier meanwhile, or the "
     "request ended before there was room to copy them.",
+    *(_CPU, _REMOTE),
 )
-USED_BYTES = _gauge("used_bytes", "Bytes of slots in use, per rank.")
-CAPACITY_BYTES = _gauge("capacity_bytes", "Capacity of the tier in bytes, per rank.")
-PENDING_STORES = _gauge("pending_stores", "Blocks being stored and not yet readable.")
+DAEMON_UP = _gauge(
+    "daemon_up",
+    "1 while a daemon answers the scheduler, 0 while it cannot be reached or refuses this engine; "
+    "as of the last call to it.",
+    "daemon",
+)
+USED_BYTES = _gauge("used_bytes", "Bytes of slots in use, per rank.", "tier")
+CAPACITY_BYTES = _gauge("capacity_bytes", "Capacity of the tier in bytes, per rank.", "tier")
+PENDING_STORES = _gauge("pending_stores", "Blocks being stored and not yet readable.", "tier")
 ALL: tuple[Metric, ...] = (
     HIT_TOKENS,
     MISS_TOKENS,
@@ -129,6 +200,7 @@ ALL: tuple[Metric, ...] = (
     INEXACT_BLOCKS,
     DIFFERING_BLOCKS,
     UNVERIFIED_BLOCKS,
+    DAEMON_UP,
     USED_BYTES,
     CAPACITY_BYTES,
     PENDING_STORES,

@@ -79,4 +79,4 @@ def merge(into: Samples, other: Samples) -> Samples:
 
 
 def label_values(joined: str) -> LabelValues:
-    return tuple(joined.split(_SEPARATOR))
+    return tuple(joined.split(_SEPARATOR)) if joined else ()

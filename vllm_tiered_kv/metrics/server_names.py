@@ -49,6 +49,12 @@ USED_BYTES = _gauge("used_bytes", "Bytes in use in a tier.", "tier")
 BLOCKS = _gauge("blocks", "Readable blocks in a tier.", "tier")
 PENDING_BLOCKS = _gauge("pending_write_blocks", "Blocks waiting to be written to a tier.", "tier")
 PENDING_BYTES = _gauge("pending_write_bytes", "Bytes waiting to be written to a tier.", "tier")
+READ_SPEED = _gauge(
+    "read_bytes_per_second",
+    "How fast a tier was read lately, or when the daemon opened it. Engines go by it until they "
+    "have loaded from it themselves.",
+    "tier",
+)
 BACKING_ABSENT = _gauge(
     "backing_absent", "1 while the backing tier answers nothing and is not asked."
 )
@@ -91,6 +97,7 @@ ALL: tuple[Metric, ...] = (
     BLOCKS,
     PENDING_BLOCKS,
     PENDING_BYTES,
+    READ_SPEED,
     BACKING_ABSENT,
     SESSIONS,
     ATTACHMENTS,

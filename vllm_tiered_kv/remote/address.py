@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -63,6 +64,21 @@ class ServerAddress:
     def arena_path(self) -> str | None:
         """The socket that hands out shared memory; only a daemon on this host has one."""
         return None if self.socket_path is None else self.socket_path + ARENA_SUFFIX
+
+    def why_absent(self) -> str | None:
+        """Why there is certainly no daemon; None where there may be one. Never waits: only a socket
+        on this host tells."""
+        if self.socket_path is None:
+            return None
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.setblocking(False)
+            try:
+                probe.connect(self.socket_path)
+            except (FileNotFoundError, ConnectionRefusedError) as error:
+                return error.strerror
+            except OSError:
+                return None
+        return None
 
     def why_not_connected(self) -> str:
         """A sentence for where zmq, which names no reason, found nobody."""

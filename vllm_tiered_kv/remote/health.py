@@ -74,6 +74,8 @@ class Breaker:
         self._open_until = 0.0
         self._counts = BreakerCounts()
         self._last_refusal = ""
+        self.is_up = False
+        """Whether the last verdict was that the daemon answers; False before the first one."""
 
     @property
     def state(self) -> BreakerState:
@@ -108,26 +110,33 @@ class Breaker:
             if attempt.period != self._period:
                 return
             self._failures_in_row = 0
+            self.is_up = True
             if attempt.probe:
                 self._reopened = 0
                 self._last_refusal = ""
                 self._enter(BreakerState.CLOSED)
-                logger.warning("daemon %s is back", self._name)
+                logger.warning("the daemon at %s is back", self._name)
 
-    def fail(self, attempt: Attempt, reason: str) -> None:
-        """The daemon did not answer, or not in a way that can be used."""
+    def fail(self, attempt: Attempt, reason: str, is_absent: bool = False) -> None:
+        """The daemon did not answer, or not in a way that can be used. `is_absent`: nobody listens
+        there, which one failure is enough to know and costs next to nothing to find out again."""
         with self._lock:
             self._counts = replace(self._counts, failures=self._counts.failures + 1)
             if attempt.period != self._period:
                 return
             self._failures_in_row += 1
-            if not attempt.probe and self._failures_in_row < self._threshold:
+            self.is_up = False
+            if not attempt.probe and not is_absent and self._failures_in_row < self._threshold:
                 return
+            if is_absent:
+                self._reopened = 0
             cooldown = min(self._longest, self._cooldown * 2.0 ** min(self._reopened, 60))
             self._open(cooldown)
             if not attempt.probe:
                 logger.warning(
-                    "daemon %s does not answer (%s); going on without it", self._name, reason
+                    "cannot reach the daemon at %s (%s; is it running?); continuing without it",
+                    self._name,
+                    reason,
                 )
 
     def refuse(self, attempt: Attempt, reason: str) -> None:
@@ -137,9 +146,12 @@ class Breaker:
             if reason != self._last_refusal:
                 self._last_refusal = reason
                 logger.warning(
-                    "daemon %s refuses this engine: %s; going on without it", self._name, reason
+                    "the daemon at %s refuses this engine: %s; continuing without it",
+                    self._name,
+                    reason,
                 )
             if attempt.period == self._period:
+                self.is_up = False
                 self._open(max(self._refusal_cooldown, self._longest))
 
     def forget(self, attempt: Attempt) -> None:

@@ -117,6 +117,11 @@ class Cluster:
     def available(self) -> bool:
         return any(store.available for store in self.stores.values())
 
+    @property
+    def is_up(self) -> bool:
+        """Whether any of them answered when it was last asked."""
+        return any(store.is_up for store in self.stores.values())
+
     def close(self) -> None:
         for store in self.stores.values():
             store.close()

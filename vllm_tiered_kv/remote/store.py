@@ -42,6 +42,7 @@ from vllm_tiered_kv.wire.messages import (
 
 SLOWEST_BYTES_PER_S = 64 << 20  # a tier slower than this is not worth waiting for
 _FLUSH_S = 60.0
+_SLOWER = (Tier.SSD, Tier.BACKING)
 _ATTACH_AGAIN_S = 1.0  # a stopped daemon must not cost every caller the time to connect
 
 
@@ -84,6 +85,11 @@ class RemoteStore:
     def available(self) -> bool:
         """Whether a call made now would reach out to the daemon. Never waits."""
         return not self._caller.pool.closing.is_set() and self.breaker.available
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the last call that says anything about the daemon was answered."""
+        return self.breaker.is_up
 
     @property
     def counts(self) -> RemoteCounts:
@@ -282,6 +288,17 @@ class RemoteStore:
         self._caller.attempt(ask, end)
         return usage
 
+    def read_speeds(self, deadline: float) -> dict[Tier, float]:
+        """Bytes per second at which the daemon reads its slower tiers, as far as it says so."""
+        facts: dict[str, Any] = {}
+
+        def ask(connection: Connection) -> None:
+            facts.update(connection.call(Stats(), StatsReply, deadline=deadline).facts)
+
+        self._caller.attempt(ask, deadline)
+        told = {tier: _number(facts, "read_bytes_per_second", tier) for tier in _SLOWER}
+        return {tier: float(rate) for tier, rate in told.items() if rate > 0}
+
     def attach(self) -> SharedMemory | None:
         """The daemon's memory, where it runs on this host and offers it; None otherwise.
 
@@ -305,8 +322,13 @@ class RemoteStore:
                     path, self.identity, self._caller.settings, self.breaker, self._timeout
                 )
             except ArenaError as error:
-                self._caller.tell_once(f"does not share its memory: {error}")
-                self._attach_not_before = time.monotonic() + _ATTACH_AGAIN_S
+                absent = self.address.why_absent()
+                attempt = self.breaker.begin() if absent is not None else None
+                if absent is not None and attempt is not None:
+                    self.breaker.fail(attempt, absent, is_absent=True)
+                elif absent is None:
+                    self._caller.tell_once(f"does not share its memory: {error}")
+                    self._attach_not_before = time.monotonic() + _ATTACH_AGAIN_S
                 return None
             memory.on_error = self._caller.note
             self._memory.append(memory)
@@ -388,8 +410,8 @@ def _batches(keys: Sequence[bytes], connection: Connection) -> Iterator[list[byt
         yield list(keys[start : start + most])
 
 
-def _number(facts: dict[str, Any], name: str) -> int:
-    """A fact of the memory tier, should this daemon state it."""
+def _number(facts: dict[str, Any], name: str, tier: Tier = Tier.MEMORY) -> int:
+    """A fact of a tier, should this daemon state it."""
     by_tier = facts.get(name)
-    value = by_tier.get(Tier.MEMORY.value) if isinstance(by_tier, dict) else None
+    value = by_tier.get(tier.value) if isinstance(by_tier, dict) else None
     return value if type(value) is int else 0

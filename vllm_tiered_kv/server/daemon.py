@@ -313,6 +313,9 @@ class Daemon:
             yield names.EVICTED, (Tier.SSD.value,), counted.evicted_blocks
             yield names.DAMAGED, (Tier.SSD.value,), counted.bad_blocks + counted.read_errors
             yield names.NOT_KEPT, (Tier.SSD.value,), counted.failed_blocks + counted.dropped_blocks
+            speed = self._store.ssd.read_speed.bytes_per_s
+            if speed is not None:
+                yield names.READ_SPEED, (Tier.SSD.value,), round(speed)
         backing = self._store.backing
         if isinstance(backing, BackingFolder):
             yield names.DAMAGED, (Tier.BACKING.value,), backing.damaged_blocks

@@ -95,6 +95,8 @@ class TieredStore:
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="tiered-kv-io")
         self._pool.submit(lambda: None)  # so that there is one, should no more be had later
         self._has_pool = True
+        if ssd is not None:
+            self._pool.submit(ssd.measure_reads)  # engines ask before they read anything
         self._far = None if backing is None else BackingThreads(backing_timeout_s, recorder)
         far_reads = Turns(self._in_backing, THREADS)  # no block's time is over before its turn
         self._way_up = WayUp(

@@ -59,6 +59,10 @@ class LiveBlocks:
     classes: NDArray[np.int64]  # of each record; indices into `class_shapes`
     class_shapes: list[tuple[bytes, int]]  # (owner, slot bytes)
 
+    def last_keys(self, count: int) -> list[bytes]:
+        """Of the blocks that were written last."""
+        return _keys(self.records[-count:], "key", "key_bytes")
+
 
 def live_blocks(
     contents: JournalContents,

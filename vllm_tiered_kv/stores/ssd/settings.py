@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import enum
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -31,6 +35,51 @@ class SsdCounters:
     retired_slots: int = 0  # could not be written, and are not used again before a restart
     syncs: int = 0
     compactions: int = 0
+
+
+class ReadSpeed:
+    """Bytes per second while anything is being read, of about the last second of reading."""
+
+    _FORGET_S = 1.0
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._under_way = 0
+        self._since = 0.0
+        self._nbytes = 0.0
+        self._busy_s = 0.0
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around a read. Time in which several read at once counts once."""
+        with self._lock:
+            self._count_time()
+            self._under_way += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._count_time()
+                self._under_way -= 1
+
+    def has_read(self, nbytes: int) -> None:
+        with self._lock:
+            self._nbytes += nbytes
+            if self._busy_s > self._FORGET_S:
+                self._nbytes, self._busy_s = self._nbytes / 2, self._busy_s / 2
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """None as long as nothing was read."""
+        with self._lock:
+            return self._nbytes / self._busy_s if self._nbytes and self._busy_s else None
+
+    def _count_time(self) -> None:
+        now = self._clock()
+        if self._under_way:
+            self._busy_s += now - self._since
+        self._since = now
 
 
 class Backoff:

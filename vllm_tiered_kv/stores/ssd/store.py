@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import errno
 import logging
+import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from vllm_tiered_kv.core.arena_geometry import aligned
 from vllm_tiered_kv.core.store import (
     MAX_KEY_BYTES,
     BlockFacts,
@@ -35,13 +37,19 @@ from vllm_tiered_kv.stores.slab_owner import HasQuota, QuotaOf, any_may, require
 from vllm_tiered_kv.stores.ssd.block_io import BlockRead, BlockWrite, as_bytes
 from vllm_tiered_kv.stores.ssd.block_table import BlockTable
 from vllm_tiered_kv.stores.ssd.committer import Committer
-from vllm_tiered_kv.stores.ssd.data_file import Place
+from vllm_tiered_kv.stores.ssd.data_file import Moved, Place
 from vllm_tiered_kv.stores.ssd.disk import Disk, OsDisk
 from vllm_tiered_kv.stores.ssd.opening import open_folder
+from vllm_tiered_kv.stores.ssd.record_format import ALIGNMENT
 from vllm_tiered_kv.stores.ssd.recovery import RecoveryReport
-from vllm_tiered_kv.stores.ssd.settings import Backoff, FsyncPolicy, SsdCounters
+from vllm_tiered_kv.stores.ssd.settings import Backoff, FsyncPolicy, ReadSpeed, SsdCounters
 
 logger = logging.getLogger(__name__)
+
+_MEASURED_BLOCKS = 256
+_MEASURED_AT_ONCE = 16
+_MEASURED_BYTES = 64 << 20
+_MEASURED_S = 0.1  # enough to tell a disk from a faster one; nothing more is begun after that
 
 
 class _ClosedError(Exception):
@@ -71,6 +79,7 @@ class SsdStore:
         begin = time.monotonic()
         self.folder = folder
         self.counters = SsdCounters()
+        self.read_speed = ReadSpeed()
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._sealed = threading.Condition(self._lock)
@@ -94,6 +103,7 @@ class SsdStore:
         except BaseException:
             opened.close()
             raise
+        self._to_measure = [StoreKey(key) for key in opened.live.last_keys(_MEASURED_BLOCKS)]
         self._index = self._table.index
         self._index.quota_of = quota_of
         self._committer = self._table.committer = Committer(
@@ -204,13 +214,51 @@ class SsdStore:
 
     def _read(self, reads: Sequence[BlockRead]) -> None:
         places = [Place(self._table.offset(read.slot, read.length), read.into) for read in reads]
-        for read, moved in zip(reads, self._data.read_blocks(places), strict=True):
+        for read, moved in zip(reads, self._read_blocks(places), strict=True):
             read.ended = True
             if moved.error is not None:
                 self._tell_once("a block cannot be read and is forgotten (%s)", moved.error)
                 read.refused = True
             else:
                 read.good = moved.checksum == read.checksum
+
+    def measure_reads(self) -> None:
+        """Reads a few blocks for nobody, so that `read_speed` is known before anybody needs one of
+        them. They stay as old as they are, and damage is left for whoever wants the block."""
+        try:
+            with self._operation():
+                until = time.monotonic() + _MEASURED_S
+                keys, left = self._to_measure, _MEASURED_BYTES
+                while keys and left > 0 and time.monotonic() < until:
+                    batch, keys = keys[:_MEASURED_AT_ONCE], keys[_MEASURED_AT_ONCE:]
+                    left -= self._measure(batch)
+        except _ClosedError:
+            pass
+
+    def _measure(self, keys: Sequence[StoreKey]) -> int:
+        """Reads blocks that are still here; how many bytes."""
+        with self._lock:
+            facts = [(key, known) for key in keys if (known := self._table.facts(key)) is not None]
+            slots = self._index.pin([key for key, _ in facts])
+            lengths = [known.nbytes for _, known in facts]
+        try:
+            places = []
+            for slot, length in zip(slots, lengths, strict=True):
+                room = mmap.mmap(-1, aligned(length, ALIGNMENT))  # aligned, as direct reads need
+                offset = self._table.offset(slot, length)
+                places.append(Place(offset, memoryview(room)[:length]))
+            self._read_blocks(places)
+        finally:
+            with self._lock:
+                self._index.unpin(slots)
+        return sum(lengths)
+
+    def _read_blocks(self, places: Sequence[Place]) -> list[Moved]:
+        with self.read_speed.reading():
+            outcomes = self._data.read_blocks(places)
+        moved = zip(places, outcomes, strict=True)
+        self.read_speed.has_read(sum(place.view.nbytes for place, end in moved if not end.error))
+        return outcomes
 
     def _unpin(self, reads: list[BlockRead]) -> None:
         for read in reads:
