@@ -130,9 +130,10 @@ class TieredKVConfig:
     load_policy: LoadPolicy = _option(
         LoadPolicy.AUTO,
         "choice",
-        "`auto` loads what is expected to be faster than computing it again, by the speeds of the "
-        "tiers and of the model as measured while running. `always` loads whatever a tier holds: "
-        "to save compute whatever the latency, and for tests. `never` only stores.",
+        "`auto` loads whatever lies in memory of this host, and of slower tiers what is expected "
+        "to be faster than computing it again, by their speeds and the model's as measured while "
+        "running. `always` loads whatever a tier holds: to save compute whatever the latency, and "
+        "for tests. `never` only stores.",
     )
     lazy_window: int = _option(
         0,

@@ -205,20 +205,14 @@ def test_an_offer_that_vllm_does_not_take(
     engine = ToyEngine(tiny_model)
     ids = prompt(random.Random(1), 41)
     warm(engine, ids)
-    economics = engine.half.judge.economics
-    for _ in range(8):  # the tier is slow and computing is fast: what is offered is a probe
-        economics.speeds[Tier.CPU].observe(1000.0, 5.0)
-        economics.speeds[Tier.CPU].observe(100.0, 0.5)
-        economics.prefill.observe(32, 500.0, 0.01)
-    economics._probing[Tier.CPU].heard_at = -1e9
     request = engine.requests[engine.add(ids, 4)]
     half = engine.half
     offered, _ = half.get_num_new_matched_tokens(request, 0)
     assert offered
     decisions = half._requests[request.request_id].match.choice.decisions
-    assert decisions == {Tier.CPU: Decision.PROBE}
+    assert decisions == {Tier.CPU: Decision.LOAD}
     half.update_state_after_alloc(request, KVCacheBlocks(([],)), 0)
-    assert economics._probing[Tier.CPU].name is None
+    assert not len(half.judge.economics._backlogs[Tier.CPU]), "nothing is under way"
     engine.run()
     engine.assert_at_rest()
 

@@ -70,20 +70,11 @@ REHEARSALS = (
         _ECONOMICS,
     ),
     Mutation(
-        "rehearsal-ended-by-a-load",
+        "memory-of-this-host-judged-by-busy-loads",
         "cache/load_economics.py",
-        "            if probing.name == name:\n                probing.end(taken)\n",
-        "            if self._rehearsals.pace.name == name:\n"
-        "                self._rehearsals.end(name, now, 0, 0)\n",
-        "what lies on a daemon's disk behind its memory is never used",
-        _ECONOMICS,
-    ),
-    Mutation(
-        "trusted-tier-forgotten-when-it-changes",
-        "cache/load_economics.py",
-        "return self.speeds[source].seen >= _SURE",
-        "return self.speeds[source].count >= _SURE",
-        "a tier that became slow is loaded from several times more",
+        "        if sources <= self._trusted:\n",
+        "        if False:\n",
+        "a busy engine computes what lies in memory, and gets busier",
         _ECONOMICS,
     ),
     Mutation(

@@ -10,9 +10,9 @@ so if it does not pay to load up to the end of a run, it pays even less to stop 
 Three things keep this from going wrong:
 
 - Changing one's mind takes a margin, so that two alike speeds do not make decisions flap.
-- The CPU tier, and a daemon's memory that is mapped, are trusted: they are not loaded from only
-  when enough loads and prefills of that size were seen to be sure. Then they are tried again now
-  and then, with a piece so small that its request hardly notices (`_PROBE_LOSS`).
+- Memory of this host, the CPU tier and a daemon's that is mapped, is always loaded from: it is
+  trusted. Its copies are as fast as the bus. What a busy engine sees of them is mostly the steps
+  they waited for, and one that computes instead is busier still.
 - Other tiers are rehearsed: while a request computes what such a tier holds, a piece of it is
   fetched for nobody, large enough to tell what a load would take. That is how a tier is met that
   nobody has used yet, and how one that was too slow is tried again.
@@ -36,7 +36,6 @@ from vllm_tiered_kv.cache.load_choice import (
     major_sources,
     tokens_of,
 )
-from vllm_tiered_kv.cache.probing import Probing
 from vllm_tiered_kv.cache.rehearsals import LEARNT, REACH, Rehearsals
 from vllm_tiered_kv.cache.speed_estimates import Backlog, LoadSpeed, PrefillSpeed, Typical
 from vllm_tiered_kv.config import LoadPolicy
@@ -45,10 +44,6 @@ from vllm_tiered_kv.metrics.names import Decision
 
 _GO_ON = 0.95  # a tier in use is left when loading takes more than this share of computing
 _RETURN = 0.8  # a tier that was left is used again from here on
-_PROBE_LOSS = 0.03  # what a probe may add to a prefill
-_PROBE_TIME = 0.1  # what a probe may take altogether: its speed may not be what it was
-_FORGET_S = 60.0  # where any probe seems too dear, what the smallest may cost doubles in this time
-_SURE = 8  # samples before a trusted tier is distrusted
 _BLIND_LIMIT = 4  # prefills that should have taught us something and did not
 
 _ASSUMED = {
@@ -91,7 +86,6 @@ class LoadEconomics:
             for tier, assumed in _ASSUMED.items()
         }
         self._backlogs = {Tier.CPU: Backlog(), Tier.REMOTE: Backlog()}
-        self._probing = {tier: Probing() for tier in self._backlogs}
         self._rehearsals = Rehearsals(self.speeds, bytes_per_token)
         self._left: set[tuple[Tier, int]] = set()  # tiers found too slow, by length of the prompt
         self._blind = 0
@@ -116,9 +110,7 @@ class LoadEconomics:
                 loaded = stop
         knows = self.prefill.knows(held) and self.prefill.knows(prompt - computed)
         is_blind = loaded < held and not knows
-        probe = self._probe(now, computed, prompt, loaded, spans)
-        choice = self._choice(loaded + probe, spans, loaded if probe else None)
-        choice = dataclasses.replace(choice, is_blind=is_blind)
+        choice = dataclasses.replace(self._choice(loaded, spans), is_blind=is_blind)
         piece = self._rehearsed(now, loaded, spans)
         if piece is None:
             return choice
@@ -149,7 +141,7 @@ class LoadEconomics:
         tier and the daemons work side by side."""
         longest, counts = 0.0, False
         for tier, amounts in self._amounts(tokens, spans).items():
-            if all(source in self._trusted and not self._is_sure(source) for source in amounts):
+            if amounts.keys() <= self._trusted:
                 continue
             counts = True
             waiting = self._backlogs[tier].seconds(now)
@@ -167,17 +159,10 @@ class LoadEconomics:
             self._backlogs[tier].begin(name, self._service_s(amounts), now)
         for tier, decision in choice.decisions.items():
             key = tier, length_class(choice.spans, tier)
-            probing = self._probing[tier]
             if decision is Decision.LOAD:
                 self._left.discard(key)
-                continue
-            self._left.add(key)
-            probing.since += 1
-            if probing.heard_at is None:
-                probing.heard_at = now
-            amounts = self._amounts(choice.tokens, choice.spans).get(tier, {})
-            if decision is Decision.PROBE and amounts:  # vLLM may have taken less, or nothing
-                probing.begin(name, now, self._service_s(amounts))
+            else:
+                self._left.add(key)
         if choice.decisions.get(Tier.REMOTE, Decision.LOAD) is not Decision.LOAD:
             self._rehearsals.pace.since += 1
         if choice.rehearsed_place is not None:
@@ -191,12 +176,8 @@ class LoadEconomics:
         for tier, amounts in self._amounts(choice.tokens, choice.spans).items():
             self._backlogs[tier].end(name, now)
             taken = (seconds or {}).get(tier)
-            probing = self._probing[tier]
-            probing.heard_at = now
             if tier is Tier.REMOTE:
                 self._rehearsals.pace.heard_at = now
-            if probing.name == name:
-                probing.end(taken)
             if taken is not None:
                 self._learn(amounts, taken)
 
@@ -242,12 +223,12 @@ class LoadEconomics:
             return False
         new = between(loaded, end, spans)
         sources = major_sources(new)
-        if all(source in self._trusted and not self._is_sure(source) for source in sources):
+        if sources <= self._trusted:
             return True
         if any(source not in self._trusted and not self._is_learnt(source) for source in sources):
             return False
         knows = self.prefill.knows(end - loaded)
-        if not knows and (sources <= self._trusted or self.loads_blindly):
+        if not knows and self.loads_blindly:
             # Computing is what teaches how long it takes. Should it not, load as one would
             # without all this.
             return True
@@ -272,35 +253,6 @@ class LoadEconomics:
             return False  # a guess, and it might be wrong
         return load_s - self.seconds(now, loaded, spans) <= margin * saved_s
 
-    def _probe(
-        self, now: float, computed: int, prompt: int, loaded: int, spans: Sequence[Span]
-    ) -> int:
-        """Tokens to load beyond `loaded` only to learn how fast a trusted tier is by now; mostly
-        none."""
-        rest = between(loaded, sum(span.tokens for span in spans), spans)
-        if not rest or not major_sources(rest[:1]) <= self._trusted:
-            return 0
-        tier = rest[0].tier
-        probing = self._probing[tier]
-        if probing.is_under_way(now) or len(self._backlogs[tier]):
-            return 0  # its time would not be its own
-        if not probing.is_due(now) or not self.prefill.knows(prompt - computed):
-            return 0
-        budget = self.prefill.seconds(computed, prompt - computed)
-        start = computed + loaded
-        tokens = self._aligned(start, rest[0].tokens)
-        while tokens > 0:
-            smaller = self._aligned(start, tokens * 3 // 4)
-            probe_s = self.handover.value + self._service_s(self._amounts(tokens, rest)[tier])
-            most_loss_s = _PROBE_LOSS * budget
-            if not smaller:
-                most_loss_s *= 2 ** min(probing.silence(now) / _FORGET_S, 60.0)
-            is_short = not smaller or probe_s <= _PROBE_TIME * budget
-            if is_short and probe_s - self.prefill.seconds(start, tokens) <= most_loss_s:
-                return tokens
-            tokens = smaller
-        return 0
-
     def _rehearsed(
         self, now: float, loaded: int, spans: Sequence[Span]
     ) -> tuple[range, Tier] | None:
@@ -317,17 +269,13 @@ class LoadEconomics:
             start += part.tokens
         return None
 
-    def _choice(
-        self, tokens: int, spans: Sequence[Span], before_probe: int | None = None
-    ) -> Choice:
+    def _choice(self, tokens: int, spans: Sequence[Span]) -> Choice:
         held = sum(span.tokens for span in spans)
         decisions: dict[Tier, Decision] = {}
         for tier in dict.fromkeys(span.tier for span in spans):
             of_tier = sum(span.tokens for span in spans if span.tier is tier)
             taken = tokens_of(tier, tokens, spans)
-            if before_probe is not None and taken > tokens_of(tier, before_probe, spans):
-                decisions[tier] = Decision.PROBE
-            elif taken == of_tier:
+            if taken == of_tier:
                 decisions[tier] = Decision.LOAD
             else:
                 decisions[tier] = Decision.SHORTEN if taken else Decision.RECOMPUTE
@@ -357,6 +305,3 @@ class LoadEconomics:
     def _is_hearsay(self, source: Tier) -> bool:
         """Whether nobody has loaded from there yet: all that is known is what the tier says."""
         return self.speeds[source].is_told and not self.speeds[source].count
-
-    def _is_sure(self, source: Tier) -> bool:
-        return self.speeds[source].seen >= _SURE

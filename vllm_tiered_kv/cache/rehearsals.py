@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 from vllm_tiered_kv.cache.load_choice import Span
-from vllm_tiered_kv.cache.probing import Probing
 from vllm_tiered_kv.cache.speed_estimates import LoadSpeed
 from vllm_tiered_kv.core.tiers import Tier
 
@@ -27,12 +27,50 @@ _MOST_HURRIED = 8  # of a place, with one request after the other, until there i
 _REMEMBERED = 8  # whose ends are still worth something
 _SLOWEST_FIRST = (Tier.BACKING, Tier.SSD, Tier.MEMORY, Tier.CPU)
 
+_EVERY = 16  # requests between two rehearsals, doubled whenever nothing has changed
+_EVERY_MOST = 128
+_AFTER_S = 30.0  # or this long after the last one
+_LOST_S = 60.0  # one that was not heard of for so long has gone with its worker
+
+
+@dataclass
+class _Pace:
+    """When the next rehearsal is due."""
+
+    every: int = _EVERY
+    since: int = _EVERY  # requests that could have carried one
+    heard_at: float | None = None  # when a load last ended
+    name: str | None = None  # the one under way
+    begun_at: float = 0.0
+    expected_s: float = 0.0
+
+    def is_under_way(self, now: float) -> bool:
+        return self.name is not None and now - self.begun_at < _LOST_S
+
+    def is_due(self, now: float) -> bool:
+        return self.since >= self.every or self.silence(now) >= _AFTER_S
+
+    def silence(self, now: float) -> float:
+        return 0.0 if self.heard_at is None else now - self.heard_at
+
+    def begin(self, name: str, now: float, expected_s: float) -> None:
+        self.name, self.begun_at, self.expected_s, self.since = name, now, expected_s, 0
+
+    def end(self, taken: float | None) -> bool:
+        """Whether that is news."""
+        self.name = None
+        is_news = taken is not None and taken < self.expected_s / 2
+        # Surprisingly fast: the next request may find out whether that is so.
+        self.since = _EVERY_MOST if is_news else self.since
+        self.every = _EVERY if is_news else min(2 * self.every, _EVERY_MOST)
+        return is_news
+
 
 class Rehearsals:
     def __init__(self, speeds: Mapping[Tier, LoadSpeed], bytes_per_token: float) -> None:
         self._speeds = speeds
         self._bytes_per_token = bytes_per_token
-        self.pace = Probing()
+        self.pace = _Pace()
         self._hurried: Counter[Tier] = Counter()
         self._begun: OrderedDict[str, tuple[Tier, float]] = OrderedDict()
 

@@ -47,8 +47,6 @@ class LoadSpeed:
         self._samples: deque[tuple[float, float]] = deque(maxlen=window)
         self._fit = self._assumed
         self._worse = 1.0
-        self.seen = 0
-        """How many loads were ever seen."""
         self.is_told = False
         """The assumption is what the tier says of itself."""
 
@@ -79,7 +77,6 @@ class LoadSpeed:
     def observe(self, nbytes: float, seconds: float) -> None:
         if nbytes <= 0 or seconds <= 0:
             return
-        self.seen += 1
         self._samples.append((nbytes, seconds))
         self._look()
         if self._worse > _CHANGED:
