@@ -118,9 +118,25 @@ class SchedulerHalf:
             )
         self.remote: RemoteTier | None = None
         self._identity: EngineIdentity | None = None
+        self._has_neighbours = False
+        self._unheard = 0  # how many ranks have not said how they cut their blocks
+        self._is_to_ask = False
         self._silent_s = 0.0  # how long nothing was heard of transfers while nobody runs
         self._last_asked = 0.0
         self.recorder.set(names.CAPACITY_BYTES, geometry.capacity_bytes, _CPU)
+
+    def expect_neighbours(self) -> None:
+        """There are other connectors beside this one, inside a MultiConnector.
+
+        Ranks have no handshake then. They say in their first step how they cut their blocks, and
+        until all have nothing is planned: slots might not match. A peer may also be told of blocks
+        while a step is planned, and write them before a worker of ours has heard of that step.
+        """
+        self._has_neighbours = True
+        if self._config.mode is Mode.TIERED:
+            self._unheard = self._num_ranks
+            self._is_to_ask = True
+            self._next.identity = None
 
     def use_daemons(
         self,
@@ -158,7 +174,7 @@ class SchedulerHalf:
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         self._blocks = manager
-        watch_new_blocks(manager.block_pool, self.ledger.fence)
+        watch_new_blocks(manager.block_pool, self._handed_out)
         self.stores.bind(manager)
         self.loads.bind(manager.block_pool)
 
@@ -172,6 +188,8 @@ class SchedulerHalf:
         return tuple(group.block_bytes for group in self._groups)
 
     def on_new_request(self, request: Request) -> None:
+        if self._unheard:
+            return  # all may have said by the time it is admitted
         state = self._state(request)
         if state is not None:
             self.loads.begin(state, request)
@@ -230,7 +248,8 @@ class SchedulerHalf:
             # Nothing to compute, requests or blocks wait: threads that talk to a daemon or compare
             # need the interpreter more than a loop that asks whether they are ready.
             time.sleep(_YIELD_S)
-        if self.remote is not None:
+        self._is_to_ask = False
+        if self.remote is not None and not self._unheard:
             self._next.identity = self._identity
             self._next.puts, self._next.rehearsals = self.remote.take_jobs(counts)
         evicted, nbytes = self.index.take_evicted()
@@ -253,6 +272,10 @@ class SchedulerHalf:
             metadata.was_heard = True
             if metadata.has_reports:
                 self._silent_s = 0.0
+            if self._unheard and metadata.block_bytes:
+                # As we do, or the connector would not have passed it on.
+                self._unheard -= len(metadata.block_bytes)
+                self._next.identity = None if self._unheard else self._identity
             self.judge.loads_took(metadata.load_seconds)
             self.judge.rehearsed(metadata.rehearsed)
             if self.remote is not None:
@@ -293,6 +316,7 @@ class SchedulerHalf:
             or (not self._requests and (self.index.has_untold_uses or self.stores.has_unseen))
             or self._next.stores_before
             or (self.remote is not None and self.remote.has_rehearsals)
+            or self._is_to_ask
             or self._next.identity  # no step yet: workers reach for the daemons in the first one
         )
 
@@ -388,10 +412,6 @@ class SchedulerHalf:
         state = self._requests.get(request.request_id)
         if state is not None or request.request_id in self._left_alone:
             return state
-        # A resumable session rewrites its own tokens between turns; keys would lie.
-        if getattr(request, "resumable", False):
-            self._left_alone[request.request_id] = request
-            return None
         try:
             keys = self._key_maker.keys_for(request)
             if request.mm_features or request.prompt_embeds is not None:
@@ -403,9 +423,20 @@ class SchedulerHalf:
             take_adapters(self._requests.values(), request.lora_request, None)
             return None
         take_adapters(self._requests.values(), request.lora_request, keys.adapter)
+        # A resumable session rewrites its own tokens between turns; keys would lie.
+        if getattr(request, "resumable", False) or self._unheard:
+            self._left_alone[request.request_id] = request
+            return None
         state = RequestState(request, keys, [0] * len(self._groups))
         self._requests[request.request_id] = state
         return state
+
+    def _handed_out(self, block_ids: list[int]) -> None:
+        """vLLM gives GPU blocks to a request or to another connector."""
+        if self.ledger.fence.hand_out(block_ids) and self._has_neighbours:
+            self.ledger.spoil_reads_of(block_ids)
+            if self.verification is not None:
+                self.verification.void(())
 
     def _has_only_old(self, state: RequestState, ready: int) -> bool:
         """Whether the GPU had all full blocks of these tokens before the request came: what is to
