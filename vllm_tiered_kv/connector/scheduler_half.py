@@ -61,6 +61,7 @@ logger = logging.getLogger(__name__)
 
 _CPU = Tier.CPU.value
 _YIELD_S = 0.0001
+_MOST_TOLD = 1000
 _REPORTS_AWAITED_S = 60.0
 """Beyond what a load from a daemon may take: copies take milliseconds, and who sends to a daemon
 gives up earlier."""
@@ -94,6 +95,8 @@ class SchedulerHalf:
         self._requests: dict[str, RequestState] = {}
         self._usable_bytes: dict[int, int] = {}  # by rank
         self._left_alone: dict[str, Request] = {}  # those the cache has nothing to do with
+        self._reads_adapter: dict[str, RequestState] = {}  # those without a first token
+        self._told: set[str] = set()  # why requests are left alone, as far as the log has it
         self._remote_failures: set[str] = set()  # loads under way that failed at a daemon
         self._next = TieredKVMetadata()
         self._blocks: KVCacheManager | None = None
@@ -265,6 +268,7 @@ class SchedulerHalf:
         if output.invalid_block_ids:
             # Ahead of the reports: what they make readable is sent on to daemons, for everybody.
             self._forget_invalid(output.invalid_block_ids)
+        self._see_adapters_read()  # ahead of the reports, too
         self.stores.see_outlived()
         metadata = output.kv_connector_worker_meta
         self.judge.output_came(getattr(metadata, "measured_step", None))
@@ -418,7 +422,10 @@ class SchedulerHalf:
                 keys.extend(request, request.num_tokens)  # nothing else can fail later
         except (TieredKVError, OSError, ValueError, TypeError) as reason:
             # Such as an adapter that cannot be read: the request runs as if there were no cache.
-            logger.warning("request %s is not cached: %s", request.request_id, reason)
+            level = logging.DEBUG if str(reason) in self._told else logging.WARNING
+            logger.log(level, "request %s is not cached: %s", request.request_id, reason)
+            if len(self._told) < _MOST_TOLD:
+                self._told.add(str(reason))  # all requests of an adapter may have the same
             self._left_alone[request.request_id] = request
             take_adapters(self._requests.values(), request.lora_request, None)
             return None
@@ -470,6 +477,21 @@ class SchedulerHalf:
     def _extend_keys(self, state: RequestState, ready: int) -> None:
         state.keys.extend(state.request, ready)
         state.sees_loss_of_adapter(self._key_maker)
+        request = state.request
+        is_read = state.lost_adapter or request.num_output_tokens
+        if request.lora_request is not None and not is_read:
+            self._reads_adapter[request.request_id] = state
+
+    def _see_adapters_read(self) -> None:
+        """vLLM has read an adapter's files, if it did, behind the plan of the step: where they have
+        changed since, nobody knows what that step computed."""
+        for request_id, state in tuple(self._reads_adapter.items()):
+            if self._key_maker.has_lost_adapter(state.request, state.keys, is_starting=True):
+                state.lose_adapter()
+                self.ledger.spoil_stores()
+            is_read = state.request.num_output_tokens or state.request.is_finished()
+            if is_read or state.lost_adapter:
+                del self._reads_adapter[request_id]
 
     def _plan_verification(
         self, verification: Verification, request_id: str, scheduled: int
