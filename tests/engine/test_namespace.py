@@ -138,27 +138,6 @@ def test_engines_that_promise_the_same_bits_share_only_among_themselves(
     assert len(set(found)) == len(found)
 
 
-@pytest.mark.parametrize("setting", [None, "weight_transfer_config", "worker_extension_cls"])
-def test_weights_that_may_come_from_elsewhere_are_nobody_elses(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, setting: str | None
-) -> None:
-    """A trainer sends them before the first request, when there is no cache to be reset yet. Often
-    the engine has loaded dummies until then: those of all trainings are alike."""
-    config = engine_config(write_model(tmp_path / "model"))
-    if setting == "weight_transfer_config":
-        config.weight_transfer_config = WeightTransferConfig(backend="nccl")
-    elif setting is not None:
-        config.parallel_config.worker_extension_cls = "trainer.Worker"
-    options = TieredKVConfig.load({"cpu_memory": "1MiB"})
-    one, other = (assembly.make_scheduler_half(options, config, one_group()) for _ in range(2))
-    assert one._key_maker._namespace == other._key_maker._namespace
-    mine = flat(make_request(), maker=one._key_maker)
-    assert mine == flat(make_request(), maker=one._key_maker)
-    shared = set(mine) & set(flat(make_request(), maker=other._key_maker))
-    assert shared == (set() if setting else set(mine))
-    assert str(setting) in caplog.text or setting is None
-
-
 def test_weights_that_were_replaced_while_an_engine_loaded_are_nobody_elses(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,3 +158,24 @@ def test_weights_that_were_replaced_while_an_engine_loaded_are_nobody_elses(
     monkeypatch.setattr(model_identity, "_process_start_ns", lambda: 0)
     assert not keys() & first
     assert "has changed while this engine started" in caplog.text
+
+
+@pytest.mark.parametrize("setting", [None, "weight_transfer_config", "worker_extension_cls"])
+def test_weights_that_may_come_from_elsewhere_are_nobody_elses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, setting: str | None
+) -> None:
+    """A trainer sends them before the first request, when there is no cache to be reset yet. Often
+    the engine has loaded dummies until then: those of all trainings are alike."""
+    config = engine_config(write_model(tmp_path / "model"))
+    if setting == "weight_transfer_config":
+        config.weight_transfer_config = WeightTransferConfig(backend="nccl")
+    elif setting is not None:
+        config.parallel_config.worker_extension_cls = "trainer.Worker"
+    options = TieredKVConfig.load({"cpu_memory": "1MiB"})
+    one, other = (assembly.make_scheduler_half(options, config, one_group()) for _ in range(2))
+    assert one._key_maker._namespace == other._key_maker._namespace
+    mine = flat(make_request(), maker=one._key_maker)
+    assert mine == flat(make_request(), maker=one._key_maker)
+    shared = set(mine) & set(flat(make_request(), maker=other._key_maker))
+    assert shared == (set() if setting else set(mine))
+    assert str(setting) in caplog.text or setting is None
