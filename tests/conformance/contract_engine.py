@@ -31,6 +31,7 @@ _LASTING = {
     "recorder",
     "prev_step_scheduled_req_ids",
     "_usable_bytes",
+    "_told",
     "_ready",
 }
 _SIZED = (dict, set, frozenset, list, deque, Counter)

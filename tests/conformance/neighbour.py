@@ -27,6 +27,8 @@ class Neighbour(KVConnectorBase_V1, SupportsHMA):
     fails: ClassVar[set[str]] = set()
     deliver: ClassVar[Any] = None  # called with request and blocks when a load arrives
     delay: ClassVar[int] = 2
+    is_pushed: ClassVar[bool] = False
+    """A peer is told of the blocks while the step is planned, and has written them at once."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -44,6 +46,8 @@ class Neighbour(KVConnectorBase_V1, SupportsHMA):
             self.offers.pop(request.request_id)
             ids = [block.block_id for block in blocks.blocks[0]]
             self._next.loads.append((request.request_id, ids))
+            if self.is_pushed:
+                type(self).deliver(request.request_id, ids)
 
     def build_connector_meta(self, scheduler_output: Any) -> Errands:
         metadata, self._next = self._next, Errands()

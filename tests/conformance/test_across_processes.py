@@ -64,6 +64,7 @@ WORKER_METADATA = TieredKVWorkerMetadata(
     measured_step=4,
     ready_arenas={0: {b"arena": 4096}},
     verdicts={6: [[BlockVerdict(Verdict.CLOSE, 0.1, 0.01, "layer")]]},
+    block_bytes={0: (64, 128)},
     rehearsed={"r2": [Fetched(128, 0.5)]},
     was_heard=True,
 )

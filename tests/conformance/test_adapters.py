@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 from vllm.lora.request import LoRARequest
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 
 from tests.conformance.contract_engine import ContractEngine
 from tests.engine.keyed_requests import write_adapter
-from tests.engine.toy_asking import seeded_prompt
+from tests.engine.toy_asking import seeded_prompt, total
+from vllm_tiered_kv.metrics import names
 
 IDS = seeded_prompt(1, 41)
 
@@ -76,4 +79,29 @@ def test_files_that_change_before_vllm_reads_them(engine: ContractEngine, tmp_pa
     engine.run()
     assert not engine.calls.loads_of(late)
     assert len(engine.half.index) == held
+    engine.assert_conforms()
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_files_that_change_between_the_plan_of_a_step_and_its_execution(
+    engine: ContractEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """vLLM reads them in the worker, when the step has been planned with those of before."""
+    adapter = write_adapter(tmp_path / "tune", b"old")
+    execute, read = engine._execute, []
+
+    def reads_new_files(output: SchedulerOutput) -> ModelRunnerOutput:
+        if not read:
+            replace_files(adapter, b"new")
+        read.append(output)
+        return execute(output)
+
+    monkeypatch.setattr(engine, "_execute", reads_new_files)
+    engine.add(IDS, count, lora_request=LoRARequest("tune", 1, str(adapter)), model="new")
+    engine.run()
+    assert total(engine, names.STORED_BLOCKS) == len(engine.half.index) == 0
+    replace_files(adapter, b"old")
+    later = engine.add(IDS, 1, lora_request=LoRARequest("tune", 1, str(adapter)), model="new")
+    assert later in engine.half._left_alone
+    engine.run()
     engine.assert_conforms()

@@ -10,12 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+    MultiConnector,
+    MultiKVConnectorWorkerMetadata,
+)
+from vllm.v1.outputs import KVConnectorOutput
 
 from tests.conformance.contract_engine import ContractEngine
 from tests.conformance.neighbour import Neighbour
 from tests.engine.toy_asking import seeded_prompt
 from vllm_tiered_kv.connector.connector import TieredKVConnector
+from vllm_tiered_kv.connector.metadata import TieredKVWorkerMetadata
 from vllm_tiered_kv.metrics import names
 
 IDS = seeded_prompt(1, 41)
@@ -26,12 +31,17 @@ def _quiet_neighbour() -> Iterator[None]:
     yield
     Neighbour.offers.clear()
     Neighbour.fails.clear()
+    Neighbour.is_pushed = False
 
 
 @dataclass
 class SharedEngine(ContractEngine):
+    is_started: bool = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.is_started:
+            self.run()  # as an engine does before its first request: ranks say how they cut blocks
         Neighbour.deliver = self._write_right_kv
 
     def _transfer_config(self, options: dict[str, Any]) -> KVTransferConfig:
@@ -157,3 +167,61 @@ def test_statistics_of_ours_are_told_apart(tiny_model: Path) -> None:
         {name: part.data for name, part in stats.data.items()}
     )
     assert rebuilt.reduce()["TieredKVConnector"][names.HIT_TOKENS.name] == 3
+
+
+def test_what_a_peer_writes_while_a_step_is_planned_is_not_kept_as_ours(tiny_model: Path) -> None:
+    """It gets the blocks of a request that has ended, ahead of the step that would store them."""
+    engine = SharedEngine(tiny_model, True, gpu_blocks=14, cpu_blocks=64, max_tokens_per_step=64)
+    Neighbour.is_pushed = True
+    first = engine.add(IDS, 4)  # the last block is full when the last token is known
+    while not engine.requests[first].is_finished():
+        engine.step()
+    assert engine.half._next.stores_before
+    Neighbour.offers["r1"] = 40
+    second = engine.add(seeded_prompt(2, 41), 6)
+    engine.run()
+    engine.assert_said(second, seeded_prompt(2, 41))
+    engine.drop_gpu_cache()
+    engine.ask([*IDS, *engine.finished[first].tokens])  # a wrong byte would be seen by the model
+    assert total(engine, names.DROPPED_BLOCKS) > 0
+    engine.assert_conforms()
+
+
+@pytest.mark.parametrize("told", ["same", "other", "refused"])
+def test_ranks_agree_before_anything_is_planned(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture, told: str
+) -> None:
+    """A rank of a pipeline may have other layers than the first one, or none of a group. The other
+    connector's handshake leaves no room for ours."""
+    engine = SharedEngine(tiny_model, ranks=2, is_started=False)
+    connector, half = engine.scheduler.connector, engine.half
+    ours = connector.sub_connectors[0]
+    assert engine.worker.get_handshake_metadata() is None
+    engine.run()  # the first rank has said it now
+    early = engine.add(IDS, 2)
+    engine.run()
+    assert not half.ledger.has_open_stores
+    block_bytes = {"same": half.block_bytes, "other": (128,), "refused": ()}[told]
+    says = TieredKVWorkerMetadata(block_bytes={1: block_bytes})
+    output = KVConnectorOutput(
+        kv_connector_worker_meta=MultiKVConnectorWorkerMetadata((says, None))
+    )
+    connector.update_connector_output(output)
+    assert (ours.scheduler_half is None) is (told != "same")
+    assert ("not tiered: blocks of rank 1 have" in caplog.text) is (told != "same")
+    late = engine.add(seeded_prompt(2, 41), 2)
+    while not engine.requests[late].is_finished():
+        engine.step()
+    assert half.ledger.has_open_stores is (told == "same")
+    for request_id, ids in ((early, IDS), (late, seeded_prompt(2, 41))):
+        engine.assert_said(request_id, ids, 2)
+
+
+def test_a_refused_rank_says_so_once(tiny_model: Path) -> None:
+    engine = SharedEngine(tiny_model, is_started=False)
+    rank = engine.worker.sub_connectors[0]
+    rank.worker_half, rank._tells_refusal = None, True
+    engine.run()
+    assert engine.scheduler.connector.sub_connectors[0].scheduler_half is None
+    assert rank.build_connector_worker_meta() is None
+    engine.ask(IDS)

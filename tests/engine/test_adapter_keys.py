@@ -158,6 +158,40 @@ def test_after_a_reset_the_same_path_may_hold_another_adapter(tmp_path: Path) ->
     assert differ_from(flat(make_request(lora_request=lora), maker=maker), before) == 0
 
 
+def test_an_adapter_that_vllm_asks_a_hub_for_gets_no_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fetches a newer one in the step that loads it; here are the files of before."""
+    fetched = write_adapter(tmp_path / "snapshot", b"1" * 50)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(fetched))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with pytest.raises(UnsupportedError, match="asks a hub for adapter 'a'"):
+        with_adapter("a", "hub/a")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert with_adapter("a", "hub/a") == with_adapter("b", fetched)
+
+
+def test_files_that_can_be_read_only_after_vllm_has_loaded_some(tmp_path: Path) -> None:
+    """Nobody knows what a worker on another host, or one that asked a hub, has found there."""
+    maker = KeyMaker(NAMESPACE, (BLOCK,))
+    folder = tmp_path / "late"
+
+    def keys(name: str, number: int) -> list[BlockKey]:
+        lora = LoRARequest(name, number, str(folder))
+        return flat(make_request(lora_request=lora), maker=maker)
+
+    with pytest.raises(UnsupportedError, match="not found"):
+        keys("a", 1)
+    write_adapter(folder, b"1" * 50)
+    with pytest.raises(UnsupportedError, match="load them from another path"):
+        keys("a", 1)
+    with pytest.raises(UnsupportedError, match="not those vLLM loaded as number 1"):
+        keys("b", 1)
+    with pytest.raises(UnsupportedError, match="load them from another path"):
+        keys("a", 2)  # vLLM's prefix cache has blocks of number 1 under this name and path
+    assert keys("c", 2)
+
+
 def test_an_adapter_that_is_not_here_gets_no_keys() -> None:
     with pytest.raises(UnsupportedError, match="not found at hub/a"):
         with_adapter("a", "hub/a")

@@ -17,8 +17,9 @@ from tests.engine.keyed_requests import flat, make_request
 from tests.engine.made_configs import engine_config, one_group
 from tests.models import write_model
 from vllm_tiered_kv.config import TieredKVConfig
-from vllm_tiered_kv.connector import assembly
+from vllm_tiered_kv.connector import assembly, model_identity
 from vllm_tiered_kv.connector.model_identity import fingerprint
+from vllm_tiered_kv.core.key import BlockKey
 
 
 def namespaces_hex(model: str) -> list[str]:
@@ -135,6 +136,28 @@ def test_engines_that_promise_the_same_bits_share_only_among_themselves(
     device = "another GPU"
     found.append(namespace())
     assert len(set(found)) == len(found)
+
+
+def test_weights_that_were_replaced_while_an_engine_loaded_are_nobody_elses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_model(tmp_path / "model")
+    (model / "model.safetensors").write_bytes(bytes(64))
+    config = engine_config(model, load_format="auto")
+    options = TieredKVConfig.load({"cpu_memory": "1MiB", "remote": "ipc:///nobody/is/here"})
+
+    def keys() -> set[BlockKey]:
+        half = assembly.make_scheduler_half(options, config, one_group())
+        half.shutdown()
+        return set(flat(make_request(), maker=half._key_maker))
+
+    monkeypatch.setattr(model_identity, "_process_start_ns", lambda: 1 << 62)
+    first = keys()
+    assert keys() == first
+    assert "has changed while" not in caplog.text
+    monkeypatch.setattr(model_identity, "_process_start_ns", lambda: 0)
+    assert not keys() & first
+    assert "has changed while this engine started" in caplog.text
 
 
 @pytest.mark.parametrize("setting", [None, "weight_transfer_config", "worker_extension_cls"])

@@ -126,6 +126,7 @@ def test_an_adapter_that_is_not_here_has_no_digest(
     monkeypatch.setattr(
         model_identity, "_snapshot", lambda name: folder if name == "hub/a" else None
     )
+    monkeypatch.setattr(model_identity, "_hub_is_asked", lambda: False)
     assert adapter_digest("a", "hub/a") == adapter_digest("b", str(folder))
     monkeypatch.setenv("HOME", str(tmp_path))
     assert adapter_digest("a", "~/snapshot") == adapter_digest("a", str(folder))

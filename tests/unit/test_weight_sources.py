@@ -12,6 +12,7 @@ import pytest
 
 from tests.unit.test_model_identity import CONFIG, flip, safetensors, write_model
 from vllm_tiered_kv.connector.model_identity import adapter_digest, model_digest
+from vllm_tiered_kv.errors import UnsupportedError
 
 WARNING = "keyed by name and revision"
 
@@ -149,7 +150,8 @@ def test_files_are_those_of_the_hub_that_vllm_loads_from(
         folders[hub] = configs_alone(tmp_path / str(number))
         (folders[hub] / "adapter_model.safetensors").write_bytes(bytes([number]))
         library = SimpleNamespace(
-            snapshot_download=lambda repository, *, hub=hub, **options: str(folders[hub])
+            snapshot_download=lambda repository, *, hub=hub, **options: str(folders[hub]),
+            constants=SimpleNamespace(HF_HUB_OFFLINE=True),
         )
         monkeypatch.setitem(sys.modules, hub, library)
     for package in ("modelscope", "modelscope.hub"):
@@ -157,5 +159,9 @@ def test_files_are_those_of_the_hub_that_vllm_loads_from(
     settings = SimpleNamespace(VLLM_USE_MODELSCOPE=is_modelscope)
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(envs=settings))
     loaded = folders["modelscope.hub.snapshot_download" if is_modelscope else "huggingface_hub"]
-    assert adapter_digest("a", "some/adapter") == adapter_digest("a", str(loaded))
+    if is_modelscope:
+        with pytest.raises(UnsupportedError, match="asks a hub"):
+            adapter_digest("a", "some/adapter")
+    else:
+        assert adapter_digest("a", "some/adapter") == adapter_digest("a", str(loaded))
     assert digest(Path("some/model"), load_format="auto") == digest(loaded, load_format="auto")

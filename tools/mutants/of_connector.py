@@ -301,10 +301,19 @@ CONNECTOR = (
     Mutation(
         "blocks-handed-out-unseen",
         "connector/block_pool_watch.py",
-        "        fence.hand_out(ids_of(blocks))\n",
+        "        tell(ids_of(blocks))\n",
         "",
         "a store reads what another request has computed into its block",
         _FENCE,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "peer-writes-ahead-of-a-store",
+        "connector/scheduler_half.py",
+        "            self.ledger.spoil_reads_of(block_ids)\n",
+        "            pass\n",
+        "a block is kept with what another connector's peer has written there",
+        ("tests/conformance/test_multi_connector.py",),
         Needs.VLLM,
     ),
     Mutation(

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 
+import numpy as np
+
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.write_fence import WriteFence
 from vllm_tiered_kv.core.key import BlockKey
@@ -36,10 +38,12 @@ class StoreReport:
 @dataclass
 class _OpenStore:
     slots: list[int]
+    block_ids: Int64Array
     block_bytes: int
     on_drop: Callable[[DropReason], None] | None
     anchors: list[tuple[BlockKey, int]]
     reports: list[StoreReport] = field(default_factory=list)
+    reused: int = 0  # how many were spoiled because their GPU blocks were given out
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,9 @@ class TransferLedger:
         `anchors` decide which daemon blocks belong to; each with the number of slots it is for.
         """
         job_id = self.new_job()
-        self._stores[job_id] = _OpenStore(list(slots), block_bytes, on_drop, list(anchors))
+        self._stores[job_id] = _OpenStore(
+            list(slots), block_ids, block_bytes, on_drop, list(anchors)
+        )
         self.fence.begin_read(job_id, block_ids)
         return job_id
 
@@ -123,6 +129,13 @@ class TransferLedger:
             for slot in store.slots:
                 key, _ = self._index.block_in(slot)
                 self._index.remove(key, slot)
+
+    def spoil_reads_of(self, block_ids: Sequence[int]) -> None:
+        """As `spoil_stores`, of what is being read from these GPU blocks."""
+        for store in self._stores.values():
+            for at in np.flatnonzero(np.isin(store.block_ids, block_ids)).tolist():
+                key, _ = self._index.block_in(store.slots[at])
+                store.reused += self._index.remove(key, store.slots[at])
 
     def report_store(self, job_id: int, reports: Iterable[StoreReport]) -> None:
         store = self._stores[job_id]
@@ -279,7 +292,10 @@ class TransferLedger:
         tier = Tier.CPU.value
         self._recorder.add(names.STORED_BLOCKS, committed, tier)
         self._recorder.add(names.STORED_BYTES, committed * store.block_bytes, tier)
-        self.drop(least.stored - committed, DropReason.RESET)
+        lost = least.stored - committed
+        reused = min(store.reused, lost)
+        self.drop(reused, DropReason.REUSED)
+        self.drop(lost - reused, DropReason.RESET)
         if least.stored < len(store.slots):
             reason = least.reason or DropReason.COPY_FAILED
             self.drop(len(store.slots) - least.stored, reason)

@@ -40,13 +40,17 @@ class WriteFence:
         """All ranks have reported the job."""
         del self._open[job_id]
 
-    def hand_out(self, block_ids: Sequence[int]) -> None:
-        """These blocks are about to be written by the coming step."""
-        if not self._open:
-            return
+    def hand_out(self, block_ids: Sequence[int]) -> bool:
+        """These blocks are about to be written by the coming step; whether one may still be read
+        until then."""
+        oldest = next(iter(self._open), None)
+        if oldest is None:
+            return False
         ids = int64_array(block_ids)
         readers = self._last_read[ids[ids < len(self._last_read)]]
-        self._newest = max(self._newest, int(readers.max(initial=_NEVER)))
+        newest = int(readers.max(initial=_NEVER))
+        self._newest = max(self._newest, newest)
+        return newest >= oldest
 
     @property
     def newest(self) -> int | None:

@@ -19,7 +19,11 @@ from vllm_tiered_kv.connector.kv_layout import (
     group_windows,
 )
 from vllm_tiered_kv.connector.lazy_store import LazyStore
-from vllm_tiered_kv.connector.model_identity import fingerprint, why_weights_are_unknown
+from vllm_tiered_kv.connector.model_identity import (
+    changed_since_start,
+    fingerprint,
+    why_weights_are_unknown,
+)
 from vllm_tiered_kv.connector.model_settings import adapter_settings
 from vllm_tiered_kv.connector.remote_io import open_cluster
 from vllm_tiered_kv.connector.request_keys import KeyMaker
@@ -76,6 +80,16 @@ def make_scheduler_half(
             "of weights call reset_prefix_cache(reset_connector=True)",
             unknown,
         )
+    changed = changed_since_start(vllm_config)
+    if changed is not None:
+        key_maker.new_epoch(os.urandom(16))
+        if config.remote:
+            logger.warning(
+                "%s has changed while this engine started, so its files may not be what it has "
+                "loaded: it shares its cache with no other engine, and not with itself after a "
+                "restart",
+                changed,
+            )
     half = SchedulerHalf(
         config,
         key_maker,

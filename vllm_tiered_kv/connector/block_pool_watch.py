@@ -1,4 +1,4 @@
-"""Tells the write fence which GPU blocks vLLM hands out.
+"""Tells which GPU blocks vLLM hands out.
 
 Every block of a request, of a load and of other connectors comes from `BlockPool.get_new_blocks`.
 What a step is told about new blocks says less: it lists prefix hits too, and not what others take.
@@ -6,9 +6,9 @@ What a step is told about new blocks says less: it lists prefix hits too, and no
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from vllm_tiered_kv.cache.write_fence import WriteFence
 from vllm_tiered_kv.connector.gpu_block import ids_of
 
 if TYPE_CHECKING:
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 
-def watch_new_blocks(pool: BlockPool, fence: WriteFence) -> None:
+def watch_new_blocks(pool: BlockPool, tell: Callable[[list[int]], None]) -> None:
     """Has this pool report every block that it hands out from now on."""
     hand_out = pool.get_new_blocks
 
     def get_new_blocks(num_blocks: int) -> list[KVCacheBlock]:
         blocks = hand_out(num_blocks)
-        fence.hand_out(ids_of(blocks))
+        tell(ids_of(blocks))
         return blocks
 
     pool.get_new_blocks = get_new_blocks

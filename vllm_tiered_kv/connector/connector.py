@@ -9,6 +9,7 @@ import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from vllm_tiered_kv.connector.support import (
+    is_inside_multi_connector,
     require_supported_vllm,
     why_inexact,
     why_not_cacheable,
@@ -34,13 +35,16 @@ from vllm_tiered_kv.config import Mode, TieredKVConfig  # noqa: E402
 from vllm_tiered_kv.connector import head_start, idle_steps  # noqa: E402
 from vllm_tiered_kv.connector.assembly import make_scheduler_half, make_worker_half  # noqa: E402
 from vllm_tiered_kv.connector.forward_hooks import calls_each_layer, wanted_layout  # noqa: E402
-from vllm_tiered_kv.connector.metadata import TieredKVHandshake, TieredKVMetadata  # noqa: E402
+from vllm_tiered_kv.connector.metadata import (  # noqa: E402
+    TieredKVHandshake,
+    TieredKVMetadata,
+    TieredKVWorkerMetadata,
+)
 from vllm_tiered_kv.connector.scheduler_half import SchedulerHalf  # noqa: E402
 from vllm_tiered_kv.connector.stats import TieredKVPromMetrics, TieredKVStats  # noqa: E402
 from vllm_tiered_kv.connector.unfilled_blocks import UnfilledBlocks  # noqa: E402
 from vllm_tiered_kv.connector.vllm_log import join_vllm_log  # noqa: E402
 from vllm_tiered_kv.connector.worker_half import WorkerHalf  # noqa: E402
-from vllm_tiered_kv.errors import UnsupportedError  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -87,11 +91,12 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker_half: WorkerHalf | None = None
         self._unfilled: UnfilledBlocks | None = None
         self._idle_steps: idle_steps.IdleSteps | None = None
+        self._has_neighbours = is_inside_multi_connector()
         # A failed load is recomputed, never an error. vLLM reads this after building us.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
 
         reason = why_not_cacheable(vllm_config, kv_cache_config)
-        self._is_refused = reason is not None
+        self._is_refused = self._tells_refusal = reason is not None
         if reason is not None or config.mode is Mode.NAIVE:
             if reason is not None and role is KVConnectorRole.SCHEDULER:
                 logger.warning("the KV cache of this model is not tiered: %s", reason)
@@ -102,10 +107,14 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
                     logger.warning(doubt)
             logger.info("tiered KV cache: %s", config.describe())
             self.scheduler_half = make_scheduler_half(config, vllm_config, kv_cache_config)
+            if self._has_neighbours:
+                self.scheduler_half.expect_neighbours()
             if self.scheduler_half.remote is not None and idle_steps.are_needed(vllm_config):
                 self._idle_steps = idle_steps.IdleSteps(self.scheduler_half, vllm_config)
         elif config.mode is Mode.TIERED:
             self.worker_half = make_worker_half(config, vllm_config, kv_cache_config)
+            self.worker_half.wait_for_sources = self._has_neighbours
+            self.worker_half.tells_block_bytes = self._has_neighbours
             head_start.here_is(self.worker_half, vllm_config)
 
     @classmethod
@@ -121,23 +130,15 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self.worker_half is None:
             return
-        outer = get_kv_transfer_group() if has_kv_transfer_group() else self
         self.worker_half.register_kv_caches(kv_caches, self._kv_cache_config)
-        if outer is not self:  # inside a MultiConnector
-            self.worker_half.wait_for_sources = True
-            if self.worker_half.num_size_classes > 1:
-                # Without our handshake nobody has checked that all ranks cut the arena alike.
-                raise UnsupportedError(
-                    "vllm-tiered-kv inside a MultiConnector supports models whose KV blocks are "
-                    "all of one size; use TieredKVConnector alone"
-                )
+        if self._has_neighbours and has_kv_transfer_group():
+            outer = get_kv_transfer_group()
             if outer._kv_transfer_config.kv_load_failure_policy != "recompute":
                 logger.warning(_RECOMPUTE_ADVICE)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        # A MultiConnector would hand ours to every other connector inside it.
-        if has_kv_transfer_group() and get_kv_transfer_group() is not self:
-            return None
+        if self._has_neighbours:
+            return None  # a MultiConnector would hand ours to all of them, and theirs to nobody
         if self.worker_half is not None:
             return TieredKVHandshake(self.worker_half.block_bytes)
         # A rank that cannot take part: the scheduler must not wait for it.
@@ -178,7 +179,12 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self.worker_half.take_invalid_blocks() if self.worker_half is not None else set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self.worker_half.worker_metadata() if self.worker_half is not None else None
+        if self.worker_half is not None:
+            return self.worker_half.worker_metadata()
+        if not (self._has_neighbours and self._tells_refusal):
+            return None
+        self._tells_refusal = False
+        return TieredKVWorkerMetadata(block_bytes={self._vllm_config.parallel_config.rank: ()})
 
     def _metadata(self) -> TieredKVMetadata:
         metadata = self._get_connector_metadata()
@@ -203,18 +209,21 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
             return
         for rank, told in metadata.items():
             if isinstance(told, TieredKVHandshake):
-                if told.block_bytes == self.scheduler_half.block_bytes:
-                    continue
-                logger.warning(
-                    "the KV cache of this model is not tiered: blocks of rank %s have %s bytes, "
-                    "those of the first rank %s",
-                    rank,
-                    told.block_bytes,
-                    self.scheduler_half.block_bytes,
-                )
-                self.scheduler_half.shutdown()
-                self.scheduler_half = None
-                return
+                self._hear_block_bytes(rank, told.block_bytes)
+
+    def _hear_block_bytes(self, rank: object, told: tuple[int, ...]) -> None:
+        half = self.scheduler_half
+        if half is None or told == half.block_bytes:
+            return
+        logger.warning(
+            "the KV cache of this model is not tiered: blocks of rank %s have %s bytes, those of "
+            "the first rank %s",
+            rank,
+            told,
+            half.block_bytes,
+        )
+        half.shutdown()
+        self.scheduler_half = self._unfilled = None
 
     def on_new_request(self, request: Request) -> None:
         if self.scheduler_half is not None:
@@ -255,6 +264,10 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler_half.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        told = connector_output.kv_connector_worker_meta
+        if isinstance(told, TieredKVWorkerMetadata):
+            for rank, block_bytes in told.block_bytes.items():
+                self._hear_block_bytes(rank, block_bytes)
         if self.scheduler_half is not None:
             self.scheduler_half.update_connector_output(connector_output)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 from vllm_tiered_kv.config import BlockLayout, Mode, TieredKVConfig
+from vllm_tiered_kv.connector.support import is_inside_multi_connector
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,9 +24,8 @@ def wanted_layout(vllm_config: VllmConfig) -> str | None:
     if not current_platform.is_cuda_alike():
         return None  # copies by the CPU gain nothing, and its attention has one layout only
     # A MultiConnector refuses to start when two of its connectors ask for different layouts, and
-    # ours is a wish, not a need. Nothing in the configuration it passes on tells that it asks.
-    asker = sys._getframe(2).f_globals.get("__name__", "")
-    return None if asker.endswith(".multi_connector") else _BLOCK_OUTERMOST
+    # ours is a wish, not a need.
+    return None if is_inside_multi_connector() else _BLOCK_OUTERMOST
 
 
 def calls_each_layer(forward_context: Any) -> bool:

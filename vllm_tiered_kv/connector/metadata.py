@@ -75,6 +75,9 @@ class TieredKVWorkerMetadata(KVConnectorWorkerMetadata):
     """By rank: how much of daemons' memories can be used there; told whenever that changed."""
     verdicts: dict[int, list[list[BlockVerdict]]] = field(default_factory=dict)
     """Comparisons that ended, one report per rank."""
+    block_bytes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """By rank: of its blocks, per group; nothing where it cannot take part. Told once, inside a
+    MultiConnector, which leaves no room for a handshake of ours."""
     rehearsed: dict[str, list[Fetched]] = field(default_factory=dict)
     """Rehearsals that ended, one report per rank."""
     was_heard: bool = False
@@ -93,6 +96,7 @@ class TieredKVWorkerMetadata(KVConnectorWorkerMetadata):
             self.puts.setdefault(job_id, []).extend(reports)
         self.usable_bytes.update(other.usable_bytes)
         self.ready_arenas.update(other.ready_arenas)
+        self.block_bytes.update(other.block_bytes)
         self.remote_failures |= other.remote_failures
         for request_id, by_tier in other.load_seconds.items():
             mine = self.load_seconds.setdefault(request_id, {})

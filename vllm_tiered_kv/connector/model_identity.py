@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import struct
+import time
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -59,6 +60,7 @@ _CHUNK = 8 << 20  # read and hashed at a time
 _TABLES = ("embed", "wte", "wpe")  # in names of tensors whose rows may be trained one by one
 _MAX_TENSORS = 8192
 _MAX_HEADER = 256 << 20
+_CLOCK_SKEW_NS = 2_000_000_000  # so far the clock of a file server may be behind this host's
 
 
 def fingerprint(
@@ -115,6 +117,65 @@ def why_weights_are_unknown(vllm_config: VllmConfig) -> str | None:
     if getattr(vllm_config.parallel_config, "worker_extension_cls", ""):
         return "worker_extension_cls"
     return None
+
+
+def changed_since_start(vllm_config: VllmConfig) -> Path | None:
+    """What was changed since this process began: a file of the model's, its folder, or a link that
+    leads there. None if nothing was.
+
+    vLLM's workers read the weights after that, and before the digest is made of them: it may tell
+    of others. To be asked behind the digest.
+    """
+    if str(vllm_config.load_config.load_format) == "dummy":
+        return None
+    since = _process_start_ns() - _CLOCK_SKEW_NS
+    model, source = vllm_config.model_config, _other_source(vllm_config)
+    place = Path(source) if source else _model_folder(vllm_config)
+    if place is None or not place.exists():
+        return None
+    refs = place.parent.parent / "refs"
+    if not source and not Path(model.model).exists() and refs.is_dir():
+        # A hub's files are named by their content and never written again; they may be new because
+        # a worker has fetched them. But which of several snapshots it was told to load is unknown.
+        is_only_one = len(list(place.parent.iterdir())) == 1
+        looked_at = [] if is_only_one else [refs / str(model.revision or "main")]
+    else:
+        suffixes = (".json", ".py", *_WEIGHT_SUFFIXES)
+        files = [place] if place.is_file() else _files(place)
+        files = [file for file in files if file == place or file.suffix in suffixes]
+        looked_at = [step for file in files for step in _way_to(file)]
+        folders = {place, *(file.parent for file in files)} if place.is_dir() else ()
+        looked_at += [folder.resolve() for folder in folders]
+    return next((path for path in looked_at if _changed_ns(path) > since), None)
+
+
+def _way_to(path: Path) -> Iterator[Path]:
+    """The links on the way to a file, and what is at its end."""
+    path = Path(os.path.abspath(path))
+    for part in (*reversed(path.parents), path):
+        if part.is_symlink():
+            yield part
+            yield from _way_to(part.parent / part.readlink() / path.relative_to(part))
+            return
+    yield path
+
+
+def _changed_ns(path: Path) -> int:
+    """Who copies or unpacks files may set the time of the last write, but not this one."""
+    try:
+        stat = path.lstat()
+    except FileNotFoundError:
+        return 0
+    return max(stat.st_mtime_ns, stat.st_ctime_ns)
+
+
+def _process_start_ns() -> int:
+    """By the clock that files have their times from. Of an engine in a process of its own that is
+    just before its workers begin."""
+    of_process = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    started = int(of_process[19]) / os.sysconf("SC_CLK_TCK")  # after the machine was
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    return time.time_ns() - int(age * 1e9)
 
 
 def _add_weights(digest: Any, vllm_config: VllmConfig) -> None:
@@ -178,7 +239,7 @@ def adapter_digest(name: str, path: str) -> bytes:
 
     Of those at the top of its folder: vLLM reads no others.
     """
-    folder = _adapter_folder(path)
+    folder = _adapter_folder(name, path)
     if folder is None:
         raise UnsupportedError(
             f"adapter {name!r} is not found at {path} on the scheduler's host, so nobody can tell "
@@ -216,13 +277,30 @@ def _adapter_files(folder: Path) -> list[Path]:
     ]
 
 
-def _adapter_folder(path: str) -> Path | None:
+def _adapter_folder(name: str, path: str) -> Path | None:
     """Where vLLM's workers load it from, if that is here already."""
     local = Path(os.path.expanduser(path))
-    found = local if local.is_absolute() or local.exists() else _snapshot(path)
+    is_local = local.is_absolute() or local.exists()
+    found = local if is_local else _snapshot(path)
+    if found is not None and not is_local and _hub_is_asked():
+        raise UnsupportedError(
+            f"vLLM asks a hub for adapter {name!r} whenever it loads it, and may get a newer one "
+            "than is here; give the path of a folder, or set HF_HUB_OFFLINE=1"
+        )
     if found is None or not found.is_dir():
         return None
     return found if any(file.stem == "adapter_model" for file in _top_files(found)) else None
+
+
+def _hub_is_asked() -> bool:
+    """Whether vLLM looks for something newer than what is on this host."""
+    from vllm import envs
+
+    if envs.VLLM_USE_MODELSCOPE:
+        return True
+    from huggingface_hub import constants
+
+    return not constants.HF_HUB_OFFLINE
 
 
 def _model_folder(vllm_config: VllmConfig) -> Path | None:

@@ -206,14 +206,19 @@ class KeyMaker:
         """
         number = lora.lora_int_id
         is_loaded_now = lora.load_inplace or number not in self._adapters
-        if number in self._adapters and lora.load_inplace:
-            self._adapters[number] = None  # until its files turn out to be readable
-        digest = self._digest_of(lora)
+        place = lora.lora_name, lora.lora_path
+        try:
+            digest = self._digest_of(lora)
+        except (TieredKVError, OSError):
+            # vLLM may load something all the same, and go on with it when files can be read here.
+            self._files_of[place] = None
+            if is_loaded_now:
+                self._adapters[number] = None
+            raise
         if is_loaded_now:
             self._adapters[number] = digest
         elif self._adapters[number] != digest:
             self._adapters[number] = None
-        place = lora.lora_name, lora.lora_path
         # GPU blocks computed with other files may be taken for those of the ones that are there.
         if self._files_of.setdefault(place, digest) != digest:
             self._files_of[place] = None

@@ -61,6 +61,7 @@ logger = logging.getLogger(__name__)
 
 _CPU = Tier.CPU.value
 _YIELD_S = 0.0001
+_MOST_TOLD = 1000
 _REPORTS_AWAITED_S = 60.0
 """Beyond what a load from a daemon may take: copies take milliseconds, and who sends to a daemon
 gives up earlier."""
@@ -95,6 +96,8 @@ class SchedulerHalf:
         self._requests: dict[str, RequestState] = {}
         self._usable_bytes: dict[int, int] = {}  # by rank
         self._left_alone: dict[str, Request] = {}  # those the cache has nothing to do with
+        self._reads_adapter: dict[str, RequestState] = {}  # those without a first token
+        self._told: set[str] = set()  # why requests are left alone, as far as the log has it
         self._remote_failures: set[str] = set()  # loads under way that failed at a daemon
         self._next = TieredKVMetadata()
         self._blocks: KVCacheManager | None = None
@@ -125,9 +128,25 @@ class SchedulerHalf:
             )
         self.remote: RemoteTier | None = None
         self._identity: EngineIdentity | None = None
+        self._has_neighbours = False
+        self._unheard = 0  # how many ranks have not said how they cut their blocks
+        self._is_to_ask = False
         self._silent_s = 0.0  # how long nothing was heard of transfers while nobody runs
         self._last_asked = 0.0
         self.recorder.set(names.CAPACITY_BYTES, geometry.capacity_bytes, _CPU)
+
+    def expect_neighbours(self) -> None:
+        """There are other connectors beside this one, inside a MultiConnector.
+
+        Ranks have no handshake then. They say in their first step how they cut their blocks, and
+        until all have nothing is planned: slots might not match. A peer may also be told of blocks
+        while a step is planned, and write them before a worker of ours has heard of that step.
+        """
+        self._has_neighbours = True
+        if self._config.mode is Mode.TIERED:
+            self._unheard = self._num_ranks
+            self._is_to_ask = True
+            self._next.identity = None
 
     def use_daemons(
         self,
@@ -166,7 +185,7 @@ class SchedulerHalf:
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         self._blocks = manager
-        watch_new_blocks(manager.block_pool, self.ledger.fence)
+        watch_new_blocks(manager.block_pool, self._handed_out)
         self.stores.bind(manager)
         self.loads.bind(manager.block_pool)
 
@@ -180,6 +199,8 @@ class SchedulerHalf:
         return tuple(group.block_bytes for group in self._groups)
 
     def on_new_request(self, request: Request) -> None:
+        if self._unheard:
+            return  # all may have said by the time it is admitted
         state = self._state(request)
         if state is not None:
             self.loads.begin(state, request)
@@ -243,7 +264,8 @@ class SchedulerHalf:
             # Nothing to compute, requests or blocks wait: threads that talk to a daemon or compare
             # need the interpreter more than a loop that asks whether they are ready.
             time.sleep(_YIELD_S)
-        if self.remote is not None:
+        self._is_to_ask = False
+        if self.remote is not None and not self._unheard:
             self._next.identity = self._identity
             self._next.puts, self._next.rehearsals = self.remote.take_jobs(counts)
         evicted, nbytes = self.index.take_evicted()
@@ -259,6 +281,7 @@ class SchedulerHalf:
         if output.invalid_block_ids:
             # Ahead of the reports: what they make readable is sent on to daemons, for everybody.
             self._forget_invalid(output.invalid_block_ids)
+        self._see_adapters_read()  # ahead of the reports, too
         self.stores.see_outlived()
         metadata = output.kv_connector_worker_meta
         self.judge.output_came(getattr(metadata, "measured_step", None))
@@ -266,6 +289,10 @@ class SchedulerHalf:
             metadata.was_heard = True
             if metadata.has_reports:
                 self._silent_s = 0.0
+            if self._unheard and metadata.block_bytes:
+                # As we do, or the connector would not have passed it on.
+                self._unheard -= len(metadata.block_bytes)
+                self._next.identity = None if self._unheard else self._identity
             self.judge.loads_took(metadata.load_seconds)
             self.judge.rehearsed(metadata.rehearsed)
             if self.remote is not None:
@@ -306,6 +333,7 @@ class SchedulerHalf:
             or (not self._requests and (self.index.has_untold_uses or self.stores.has_unseen))
             or self._next.stores_before
             or (self.remote is not None and self.remote.has_rehearsals)
+            or self._is_to_ask
             or self._next.identity  # no step yet: workers reach for the daemons in the first one
         )
 
@@ -403,24 +431,34 @@ class SchedulerHalf:
         state = self._requests.get(request.request_id)
         if state is not None or request.request_id in self._left_alone:
             return state
-        # A resumable session rewrites its own tokens between turns; keys would lie.
-        if getattr(request, "resumable", False):
-            self._left_alone[request.request_id] = request
-            return None
         try:
             keys = self._key_maker.keys_for(request)
             if request.mm_features or request.prompt_embeds is not None:
                 keys.extend(request, request.num_tokens)  # nothing else can fail later
         except (TieredKVError, OSError, ValueError, TypeError) as reason:
             # Such as an adapter that cannot be read: the request runs as if there were no cache.
-            logger.warning("request %s is not cached: %s", request.request_id, reason)
+            level = logging.DEBUG if str(reason) in self._told else logging.WARNING
+            logger.log(level, "request %s is not cached: %s", request.request_id, reason)
+            if len(self._told) < _MOST_TOLD:
+                self._told.add(str(reason))  # all requests of an adapter may have the same
             self._left_alone[request.request_id] = request
             take_adapters(self._requests.values(), request.lora_request, None)
             return None
         take_adapters(self._requests.values(), request.lora_request, keys.adapter)
+        # A resumable session rewrites its own tokens between turns; keys would lie.
+        if getattr(request, "resumable", False) or self._unheard:
+            self._left_alone[request.request_id] = request
+            return None
         state = RequestState(request, keys, [0] * len(self._groups))
         self._requests[request.request_id] = state
         return state
+
+    def _handed_out(self, block_ids: list[int]) -> None:
+        """vLLM gives GPU blocks to a request or to another connector."""
+        if self.ledger.fence.hand_out(block_ids) and self._has_neighbours:
+            self.ledger.spoil_reads_of(block_ids)
+            if self.verification is not None:
+                self.verification.void(())
 
     def _has_only_old(self, state: RequestState, ready: int) -> bool:
         """Whether the GPU had all full blocks of these tokens before the request came: what is to
@@ -454,6 +492,21 @@ class SchedulerHalf:
     def _extend_keys(self, state: RequestState, ready: int) -> None:
         state.keys.extend(state.request, ready)
         state.sees_loss_of_adapter(self._key_maker)
+        request = state.request
+        is_read = state.lost_adapter or request.num_output_tokens
+        if request.lora_request is not None and not is_read:
+            self._reads_adapter[request.request_id] = state
+
+    def _see_adapters_read(self) -> None:
+        """vLLM has read an adapter's files, if it did, behind the plan of the step: where they have
+        changed since, nobody knows what that step computed."""
+        for request_id, state in tuple(self._reads_adapter.items()):
+            if self._key_maker.has_lost_adapter(state.request, state.keys, is_starting=True):
+                state.lose_adapter()
+                self.ledger.spoil_stores()
+            is_read = state.request.num_output_tokens or state.request.is_finished()
+            if is_read or state.lost_adapter:
+                del self._reads_adapter[request_id]
 
     def _plan_verification(
         self, verification: Verification, request_id: str, scheduled: int

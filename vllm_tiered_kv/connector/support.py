@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -61,6 +64,16 @@ def require_supported_vllm(version: str, base: type) -> str | None:
             f"{NEWEST_TESTED_VLLM[1]}, this is {version}"
         )
     return None
+
+
+def is_inside_multi_connector() -> bool:
+    """Whether a MultiConnector is calling. Nothing in the configuration it passes on tells."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").endswith(".multi_connector"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:

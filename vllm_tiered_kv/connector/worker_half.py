@@ -106,6 +106,8 @@ class WorkerHalf:
         self.wait_for_sources = False
         """Set when other connectors write GPU blocks on streams of their own, before any hook of
         ours: the host waits until stores have read theirs."""
+        self.tells_block_bytes = False
+        """Set when the scheduler is still to be told of `block_bytes`, for want of a handshake."""
 
     def register_kv_caches(
         self, kv_caches: dict[str, torch.Tensor], kv_cache_config: KVCacheConfig
@@ -137,10 +139,6 @@ class WorkerHalf:
             self._geometry.num_slabs,
             max(len(group.runs) for group in runs.values()),
         )
-
-    @property
-    def num_size_classes(self) -> int:
-        return len(self._geometry.slot_bytes)
 
     def before_forward(self, metadata: TieredKVMetadata) -> None:
         """Lets the coming forward and loads wait until stores have read the blocks they write."""
@@ -291,6 +289,7 @@ class WorkerHalf:
             and not self._ahead
             and not self._times
             and not self._verifier
+            and not self.tells_block_bytes
             and self._measured_step is None
             and usable == self._told_usable
             and arenas == self._told_arenas
@@ -306,9 +305,11 @@ class WorkerHalf:
             self._measured_step,
             {self.rank: arenas} if arenas != self._told_arenas else {},
             {} if self._verifier is None else self._verifier.take_verdicts(),
+            {self.rank: self.block_bytes} if self.tells_block_bytes else {},
             {name: [fetched] for name, fetched in self._rehearsed.items()},
         )
         self._measured_step = None
+        self.tells_block_bytes = False
         self._stored, self._put, self._remote_failures, self._rehearsed = {}, {}, set(), {}
         self._told_usable, self._told_arenas = usable, arenas
         self.last_told.append(told)
