@@ -41,11 +41,11 @@ def main(model: str, settings: dict) -> None:
             time.sleep(0.1)
 
     def counters() -> dict[str, float]:
-        return {
-            metric.name: metric.value
-            for metric in llm.get_metrics()
-            if metric.name.startswith("vllm:tiered_kv_") and hasattr(metric, "value")
-        }
+        found: dict[str, float] = {}
+        for metric in llm.get_metrics():
+            if metric.name.startswith("vllm:tiered_kv_") and hasattr(metric, "value"):
+                found[metric.name] = found.get(metric.name, 0) + metric.value
+        return found
 
     def settled_counters() -> dict[str, float]:
         """What is counted after the last answer comes with the next ones."""

@@ -29,11 +29,12 @@ def main(model: str, options: dict, stored_blocks: int) -> None:
     params = SamplingParams(temperature=0, max_tokens=1)
 
     def counters() -> dict[str, float]:
-        return {
-            f"{metric.name.removeprefix('vllm:tiered_kv_')}[{metric.labels['tier']}]": metric.value
-            for metric in llm.get_metrics()
-            if metric.name.startswith("vllm:tiered_kv_") and "tier" in metric.labels
-        }
+        found: dict[str, float] = {}
+        for metric in llm.get_metrics():
+            if metric.name.startswith("vllm:tiered_kv_") and "tier" in metric.labels:
+                name = f"{metric.name.removeprefix('vllm:tiered_kv_')}[{metric.labels['tier']}]"
+                found[name] = found.get(name, 0) + metric.value
+        return found
 
     told = answers(llm, prompts())
     deadline = time.monotonic() + 60
