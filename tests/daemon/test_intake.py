@@ -76,6 +76,28 @@ def test_the_id_of_a_dropped_message_is_not_that_of_another(pair: Pair) -> None:
     assert (first.fault.request_id, second.fault.request_id) == (7, None)
 
 
+def test_clients_of_two_sockets_get_the_same_however_many_share_one() -> None:
+    context = zmq.Context()
+    routers = [context.socket(zmq.ROUTER) for _ in range(2)]
+    dealers = []
+    for number, (router, clients) in enumerate(zip(routers, (7, 1), strict=True)):
+        router.bind(f"inproc://fair-{number}")
+        for client in range(clients):
+            dealer = context.socket(zmq.DEALER)
+            dealer.routing_id = b"%d" % client
+            dealer.connect(f"inproc://fair-{number}")
+            for _ in range(400):
+                dealer.send(b"header")
+            dealers.append(dealer)
+    many, alone = map(Intake, routers)
+    heard = [(len(turn(many)), len(turn(alone))) for _ in range(40)]
+    of_many, of_one = (sum(column) for column in zip(*heard, strict=True))
+    assert 0.8 <= of_many / 7 / of_one <= 1.25
+    for one in (*routers, *dealers):
+        one.close(linger=0)
+    context.term()
+
+
 def test_large_headers_are_for_several_turns(pair: Pair) -> None:
     router, dealer = pair
     for _ in range(4):

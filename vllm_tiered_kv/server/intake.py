@@ -4,6 +4,10 @@ zmq hands a message over only when all of it has arrived, and nothing bounds how
 may be. So no more of them are taken at once than a turn of the loop should last, and of a message
 with more frames than the protocol allows nothing is kept: it is dropped over as many turns as that
 takes. Until then zmq gives out no other message of this socket.
+
+Sockets take turns, and within a socket zmq lets its clients do so. For clients of a busy socket to
+get as much as the only one of another, a turn is the longer the more clients were heard in the one
+before.
 """
 
 from __future__ import annotations
@@ -18,7 +22,8 @@ from vllm_tiered_kv.wire.frames import peek_request_id
 from vllm_tiered_kv.wire.limits import MAX_FRAMES
 
 # Of one socket, before others get their turn.
-_MESSAGES_A_TURN = 32
+_MESSAGES_OF_A_CLIENT = 4
+_MESSAGES_A_TURN = 64
 _FRAMES_A_TURN = 2048
 _HEADER_BYTES_A_TURN = 1 << 20  # decoding takes time
 
@@ -40,12 +45,15 @@ class Intake:
         self._socket = socket
         self._current: Message | None = None  # what is being received
         self._dropped_id: int | None = None  # of the request that is being dropped
+        self._heard: set[bytes] = set()  # in this turn, by identity
         self._messages_left = 0
         self._frames_left = 0
         self._header_bytes_left = 0
 
     def begin_turn(self) -> None:
-        self._messages_left = _MESSAGES_A_TURN
+        most = _MESSAGES_OF_A_CLIENT * max(1, len(self._heard))
+        self._messages_left = min(most, _MESSAGES_A_TURN)
+        self._heard.clear()
         self._frames_left = _FRAMES_A_TURN
         self._header_bytes_left = _HEADER_BYTES_A_TURN
 
@@ -85,6 +93,7 @@ class Intake:
     def _finish(self, message: Message) -> Message:
         self._current = None
         self._messages_left -= 1
+        self._heard.add(message.identity)
         if message.frames:
             self._header_bytes_left -= len(message.frames[0])
         elif message.count:
