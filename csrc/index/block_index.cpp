@@ -134,7 +134,7 @@ void BlockIndex::pin_slots(const std::vector<int64_t>& slots) {
 void BlockIndex::unpin(const std::vector<int64_t>& slots) {
   for (const int64_t slot : slots) {
     const uint32_t id = id_in(slot);
-    Entry& entry = entries_[id];
+    const Entry& entry = entries_[id];
     if (entry.pins == 0)
       throw InvariantError("slot " + std::to_string(slot) + " is unpinned more often than pinned");
     unpin_one(id);

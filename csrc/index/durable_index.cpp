@@ -178,8 +178,9 @@ void DurableIndex::restore(const std::vector<BlockName>& names, const std::vecto
       rows.prefetch(wanted[row - begin]);
     }
     for (uint32_t row = begin; row < end; ++row) {
-      if (!names[row].before) continue;
-      const uint32_t parent = row_of(wanted[row - begin], *names[row].before);
+      const std::optional<std::string_view>& before = names[row].before;
+      if (!before) continue;
+      const uint32_t parent = row_of(wanted[row - begin], *before);
       if (parent != kNone) parents[row] = parent;
     }
   }
@@ -195,10 +196,11 @@ void DurableIndex::restore(const std::vector<BlockName>& names, const std::vecto
     if (row + kAhead < nowhere) table_.prefetch(hashes[row + kAhead]);
     table_.insert(hashes[row], ids[row]);
     if (is_cut[row]) continue;
+    const std::optional<std::string_view>& before = names[row].before;
     if (parents[row] != nowhere)
       link(ids[row], ids[parents[row]]);
-    else if (names[row].before)
-      await(ids[row], *names[row].before);
+    else if (before)
+      await(ids[row], *before);
   }
   for (const uint32_t id : ids) become_readable(id);
 }

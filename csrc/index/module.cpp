@@ -6,6 +6,7 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -83,7 +84,7 @@ struct Range {
   Range(int64_t first, int64_t last, size_t size) {
     const auto end = int64_t(size);
     stop = size_t(last < 0 || last > end ? end : last);
-    start = size_t(first < 0 ? 0 : first > int64_t(stop) ? int64_t(stop) : first);
+    start = std::min(size_t(std::max<int64_t>(first, 0)), stop);
   }
   size_t start;
   size_t stop;
@@ -254,11 +255,10 @@ class KeyColumn {
     if (keys_.shape(1) > 1 && keys.strides(1) != 1) throw ArgumentError(name, "keys with gaps");
   }
   std::optional<std::string_view> operator[](py::ssize_t row) const {
-    const uint8_t size = sizes_(row);
-    if (size > keys_.shape(1)) throw ArgumentError(name_, "a key is longer than its column");
-    if (size == 0) return std::nullopt;
-    return std::string_view(static_cast<const char*>(static_cast<const void*>(keys_.data(row, 0))),
-                            size);
+    const uint8_t nbytes = sizes_(row);
+    if (nbytes > keys_.shape(1)) throw ArgumentError(name_, "a key is longer than its column");
+    if (nbytes == 0) return std::nullopt;
+    return std::string_view(reinterpret_cast<const char*>(keys_.data(row, 0)), nbytes);
   }
   py::ssize_t size() const { return keys_.shape(0); }
 
