@@ -78,10 +78,10 @@ BUSY_WITH = (
 def test_killed_at_any_instant(folder: Path) -> None:
     seen: Counter[str] = Counter()
     for seeds in (range(6), *(range(more, more + 2) for more in range(6, 24, 2))):
-        seen += live_all(folder, seeds, 25, nothing)
+        seen += live_all(folder, seeds, 15, nothing)
         if all(seen[busy] for busy in BUSY_WITH):
             break  # on a slow machine daemons do less before they die, and it takes more of them
-    assert seen["writing"] > 70
+    assert seen["writing"] > 40
     for busy in BUSY_WITH:
         assert seen[busy] > 0, (busy, seen)
 
@@ -124,13 +124,13 @@ def test_damaged_between_a_kill_and_a_restart(folder: Path) -> None:
     done: Counter[str] = Counter()
 
     def damage(crashing: CrashingDaemon, rng: random.Random) -> None:
-        kind = rng.choices([flips, torn_tail, cut_tail, deleted, nothing], [40, 15, 10, 5, 30])[0]
+        kind = rng.choices([flips, torn_tail, cut_tail, deleted, nothing], [40, 15, 10, 10, 25])[0]
         if all((crashing.ssd / name).exists() for name in ("data", "journal")):
             kind(crashing, rng)
             done[kind.__name__] += 1
 
-    seen = live_all(folder, range(100, 104), 25, damage)
-    assert seen["writing"] > 40
+    seen = live_all(folder, range(100, 104), 15, damage)
+    assert seen["writing"] > 20
     for kind in (flips, torn_tail, cut_tail, deleted):
         assert done[kind.__name__] > 0, done
     assert seen["recovered lasting"] > 0

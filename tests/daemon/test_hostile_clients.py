@@ -187,7 +187,7 @@ NEVER_READS = """
 def test_a_client_that_never_reads_pins_little_and_not_forever(
     start: StartDaemon, connect: Connect, over: str, how: str
 ) -> None:
-    daemon = start("--memory", "64MiB", "--stall-timeout", "10s")  # not for those who read
+    daemon = start("--memory", "64MiB", "--stall-timeout", "5s")  # not for those who read
     client = connect(daemon.endpoint, block_bytes=[MIB])
     wanted = blocks(40, MIB)
     for k, payload in wanted.items():

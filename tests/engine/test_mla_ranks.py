@@ -74,7 +74,7 @@ def test_two_ranks_of_mla_share_one_copy(tmp_path: Path) -> None:
     assert report["failures"] == report["pinned"] == 0
 
 
-@pytest.mark.parametrize("where", ["allocation", "meeting", "meeting of the first"])
+@pytest.mark.parametrize("where", ["allocation", "meeting of the first"])
 def test_a_start_that_fails_on_one_rank_does_not_hang(tmp_path: Path, where: str) -> None:
     """The other one must not wait for it, be it that their memory is shared already or not yet."""
     model = write_weights(write_config(tmp_path / "model", TINY_MLA))

@@ -14,6 +14,7 @@ import pytest
 from tests.daemon.daemon_process import DaemonProcess
 from tests.engine.engine_apart import run_apart
 from tests.engine.parallel_run import BLOCK
+from tests.slow import SLOW
 
 LENGTHS = (300, 170, 420)
 
@@ -63,6 +64,7 @@ def test_two_ranks(random_model: Path, settings: dict) -> None:
         assert changed["logprobs"] != right["logprobs"]
 
 
+@SLOW
 def test_every_rank_verifies_its_shard_and_one_is_enough_to_evict(random_model: Path) -> None:
     settings = {"tensor_parallel_size": 2, "enforce_eager": True}
     report = run_ranks(random_model, settings, TIERED_KV_VERIFY_FRACTION="1")

@@ -21,6 +21,7 @@ from tests.daemon.raw_client import RawClient
 from tests.engine.real_engine import RealEngine, real_engine
 from tests.engine.toy_at_daemon import address
 from tests.patience import eventually
+from tests.slow import SLOW
 from tests.soak.footprint import Footprint, settled
 from vllm_tiered_kv.connector.connector import TieredKVConnector
 from vllm_tiered_kv.connector.worker_half import WorkerHalf
@@ -159,7 +160,9 @@ def lent_by(daemon: DaemonProcess) -> dict[str, int]:
     return {name: facts[name] for name in LENT if facts[name]}
 
 
-@pytest.mark.parametrize(("transport", "rounds"), [("ipc", 3), ("tcp", 1)], ids=["ipc", "tcp"])
+@pytest.mark.parametrize(
+    ("transport", "rounds"), [("ipc", 3), pytest.param("tcp", 1, marks=SLOW)], ids=["ipc", "tcp"]
+)
 def test_a_real_engine_beside_a_daemon(
     tiny_model: Path, daemon: DaemonProcess, transport: str, rounds: int
 ) -> None:

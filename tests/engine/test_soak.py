@@ -71,6 +71,7 @@ def test_each_connection_to_a_daemon_is_accounted_for(
     toy = engine_at(tiny_model, daemon.ipc, cpu_blocks=8)
     wait_attached(toy, daemon.ipc)
     remote, worker = toy.half.remote, toy.worker.worker_half._remote
+    eventually(lambda: Connections.now(remote, worker).memories == 2)  # attached at the start
     before, at_first = Connections.now(remote, worker), Footprint.now()
     serve(toy, asked)  # written, lent and read: over the memories' connections, too
     serve(toy, asked)

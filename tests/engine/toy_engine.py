@@ -289,9 +289,9 @@ class ToyEngine:
             self.copier.fenced = False
             self.worker.start_load_kv(context)
         self._calls_layers = context.attn_metadata is not None
-        before = [cache.copy() for cache in self.caches]
+        before = [cache.copy() for cache in self.caches] if self.async_scheduling else []
         sampled = {r: self._forward(r, n) for r, n in output.num_scheduled_tokens.items()}
-        changed = [was != cache for was, cache in zip(before, self.caches, strict=True)]
+        changed = [was != cache for was, cache in zip(before, self.caches, strict=False)]
         if not output.has_sync_kv_loads:
             self.worker.start_load_kv(context)
         self.worker.wait_for_save()

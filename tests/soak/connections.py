@@ -72,4 +72,6 @@ def _memories(scheduler: RemoteTier, worker: RemoteIO) -> set[SharedMemory]:
     found = {region.memory for region in mapped}
     for desk in scheduler._lookups._desks.values():
         found |= {desk._memory, *desk._open, *desk._unsettled} - {None}
+    for store in scheduler._cluster.stores.values():
+        found |= set(store._memory)  # attached ahead of the first lookup
     return found
