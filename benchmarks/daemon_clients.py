@@ -56,7 +56,7 @@ def bare_router(endpoints: list[str], nbytes: int, stop: Any) -> None:
 
 
 def ask(endpoint: str, nbytes: int, depth: int, go: Any, stop: Any, done: Any) -> None:
-    """Has `depth` requests under way; counts the answers."""
+    """Keeps `depth` requests in flight and counts the replies."""
     with RawClient(endpoint) as client:
         is_daemon = "bare" not in endpoint
         if is_daemon:
@@ -158,7 +158,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--sizes", type=int, nargs="+", default=[4096, 65536, 1 << 20])
-    parser.add_argument("--depth", type=int, default=4, help="requests under way of a client")
+    parser.add_argument(
+        "--depth", type=int, default=4, help="requests that each client keeps in flight"
+    )
     given = parser.parse_args()
     found = [measure(size, given.depth, given.rounds, given.seconds) for size in given.sizes]
     result = {"environment": environment.describe(), "clients": CLIENTS, "results": found}

@@ -80,7 +80,7 @@ bool BlockIndex::may_evict(uint32_t id) const {
   return !hooks_.may_evict || hooks_.may_evict(entries_.key(id));
 }
 
-// Whether somebody reads or writes it.
+// Whether the block is pinned or still being written.
 bool BlockIndex::is_in_use(uint32_t id) const {
   if (id == kNone) return false;
   const Entry& entry = entries_[id];

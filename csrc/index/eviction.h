@@ -1,10 +1,10 @@
 // Eviction policies: which unpinned leaf leaves next.
 //
-// A policy orders entries; it never decides whether one may leave. The index does: it lets a block
-// leave only when nobody has it pinned and no block behind it in its chain is still there ("tails
-// leave before heads"). A policy is told when an entry gains its first follower and loses its last
-// one, and when a walk met a pinned one and that is unpinned: neither a long chain of heads nor a
-// memory full of pinned blocks may be walked again for every eviction.
+// A policy orders entries; it never decides whether one may leave. The index does: a block leaves
+// only if it is not pinned and the index holds no block that follows it in its chain ("tails leave
+// before heads"). The index tells the policy when an entry gains its first follower and when it
+// loses its last one, when a walk met a pinned entry and when that entry is unpinned. So neither a
+// long chain of heads nor a memory full of pinned blocks is walked again for every eviction.
 #pragma once
 
 #include <cstdint>

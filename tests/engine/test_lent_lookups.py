@@ -67,6 +67,23 @@ def test_a_hit_is_one_question(
     toy.close()
 
 
+def test_the_first_step_after_a_request_already_loads_it(
+    tiny_model: Path, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler waits a moment for a daemon on this host instead of asking in the next step."""
+    (asked,) = prompts(9, 1)
+    toy = filled(tiny_model, daemon, [asked])
+    # However busy this machine is. The limit of a step was set when the last one was planned.
+    monkeypatch.setattr(toy.half.remote._lookups, "_patience_s", 30.0)
+    toy.add(asked, COUNT)
+    output = toy.scheduler.schedule()
+    assert output.kv_connector_metadata.loads
+    toy._in_flight.append((output, toy._execute(output)))
+    toy.run()
+    toy.assert_at_rest()
+    toy.close()
+
+
 def test_a_load_waits_for_nobody_when_every_rank_has_mapped_what_was_lent(
     tiny_model: Path, daemon: DaemonProcess
 ) -> None:

@@ -153,6 +153,23 @@ def test_what_was_lent_is_loaded_whatever_becomes_of_the_daemon(worker: Worker, 
     assert worker.is_right()
 
 
+def test_what_was_lent_is_loaded_from_the_part_that_is_pinned(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pinning all of a large daemon's memory takes long after an engine was started anew."""
+    loan = worker.borrow()
+    transfer = lent(loan)
+    end = int(loan.offsets[1].max()) + NBYTES
+    monkeypatch.setattr(shared_region.SharedRegion, "pinned_bytes", end - 1)
+    assert worker.regions.resident(transfer, RANKS[1], NBYTES) is None
+    monkeypatch.setattr(shared_region.SharedRegion, "pinned_bytes", end)
+    resident = worker.regions.resident(transfer, RANKS[1], NBYTES)
+    assert resident is not None
+    resident.leave()
+    assert worker.load(transfer) is None
+    assert worker.is_right()
+
+
 @pytest.mark.parametrize(
     ("ranks", "changes"),
     [(RANKS, {"arena_id": bytes(16)}), ((RANKS[0], RankTag(tp=2)), {})],

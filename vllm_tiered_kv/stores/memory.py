@@ -425,7 +425,6 @@ class MemoryStore:
         self._readable[key] = make_held(
             (key, parent, number, offset, nbytes, generation, checksum, view)
         )
-
         self._by_namespace.add(key, nbytes)
 
     def _unpublish(self, key: StoreKey) -> bool:
