@@ -66,16 +66,19 @@ int device_count() {
 }
 
 DeviceGuard::DeviceGuard(int device) : active_(device != kCurrentDevice) {
-  if (!active_) return;
-  const int count = device_count();
-  if (device < 0 || device >= count)
-    throw ArgumentError("device",
-                        std::to_string(device) + " is not in [0, " + std::to_string(count) + ")");
-  if (driver().get_context != nullptr && driver().get_context(&before_) != 0) before_ = nullptr;
-  check(cudaSetDevice(device), "cudaSetDevice");
+  if (active_) {
+    const int count = device_count();
+    if (device < 0 || device >= count)
+      throw ArgumentError("device",
+                          std::to_string(device) + " is not in [0, " + std::to_string(count) + ")");
+    if (driver().get_context != nullptr && driver().get_context(&before_) != 0) before_ = nullptr;
+    check(cudaSetDevice(device), "cudaSetDevice");
+  }
+  cudaThreadExchangeStreamCaptureMode(&capture_mode_);
 }
 
 DeviceGuard::~DeviceGuard() {
+  cudaThreadExchangeStreamCaptureMode(&capture_mode_);
   if (active_ && driver().set_context != nullptr) driver().set_context(before_);
 }
 

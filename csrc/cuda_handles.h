@@ -42,6 +42,9 @@ class DeviceGuard {
  private:
   const bool active_;
   void* before_ = nullptr;
+  // vLLM captures CUDA graphs while this process pins memory. In CUDA's default mode a call of any
+  // thread that might be unsafe breaks every capture under way; in the relaxed mode it does not.
+  cudaStreamCaptureMode capture_mode_ = cudaStreamCaptureModeRelaxed;
 };
 
 // Pins memory for DMA by every device and maps it at its own address, in the context of `device`.
