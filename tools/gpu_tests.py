@@ -35,6 +35,7 @@ GROUPS = (  # those that take longest first: each engine starts for a minute
     ("daemon over ipc", "tests/gpu/test_remote_gpu.py", "-k", "ipc"),
     ("daemon over tcp", "tests/gpu/test_remote_gpu.py", "-k", "tcp"),
     ("copies", "tests/gpu/test_cuda_copy.py", "tests/gpu/test_cuda_copier.py"),
+    ("graph captures", "tests/gpu/test_cuda_capture.py"),
 )
 
 
