@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tools.model_table import models_table
-from vllm_tiered_kv.config import options_table
+from tools.protocol_reference import protocol_reference
+from vllm_tiered_kv.config import ENV_PREFIX, TieredKVConfig
 from vllm_tiered_kv.metrics import names, server_names
 from vllm_tiered_kv.metrics.names import Kind, Metric
-from vllm_tiered_kv.server.options import options_table as server_options_table
-from vllm_tiered_kv.wire.reference import protocol_reference
+from vllm_tiered_kv.option_values import show_default
+from vllm_tiered_kv.server.options import ServerOptions
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -24,14 +29,34 @@ def metrics_table(metrics: tuple[Metric, ...]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def options_table(cls: type[Any], env_prefix: str | None = None) -> str:
+    """The options of the engine, which the environment may set too, or those of the daemon."""
+    environment = ["environment"] if env_prefix else []
+    columns = ["option", "type", "default", *environment, "meaning"]
+    rows = [columns, ["---"] * len(columns)]
+    for option in dataclasses.fields(cls):
+        default = show_default(option)
+        variable = [f"`{env_prefix}{option.name.upper()}`"] if env_prefix else []
+        rows.append(
+            [
+                f"`{option.name}`",
+                option.metadata["kind"].description,
+                f"`{default}`" if default else "",
+                *variable,
+                option.metadata["help"],
+            ]
+        )
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
 # By page; the second part of one page has a name of its own behind a "#".
-GENERATED = {
-    "configuration.md": options_table,
+GENERATED: dict[str, Callable[[], str]] = {
+    "configuration.md": partial(options_table, TieredKVConfig, ENV_PREFIX),
     "metrics.md": lambda: metrics_table(names.ALL),
     "metrics.md#daemon": lambda: metrics_table(server_names.ALL),
     "models.md": models_table,
     "protocol.md": protocol_reference,
-    "server.md": server_options_table,
+    "server.md": partial(options_table, ServerOptions),
 }
 
 

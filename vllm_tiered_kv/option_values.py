@@ -1,14 +1,20 @@
-"""How the values of options are written: sizes, choices, numbers, addresses.
+"""Options of the engine and of the daemon: how each kind is written, checked, shown and documented.
 
-The connector's options and the daemon's are read alike, and a wrong value is told in one sentence.
+An options class is a frozen dataclass whose fields are made by the functions below (`size`,
+`choice`, `integer`, …). `parse_options` turns raw values into its fields; a bad value raises a
+ConfigError that names the source of the value and says what is valid.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import enum
+import os
 import re
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from vllm_tiered_kv.errors import ConfigError
 
@@ -28,7 +34,7 @@ _UNITS = {
     "gib": 1 << 30,
     "tib": 1 << 40,
 }
-_MOST_BYTES = 1 << 60  # more than any machine has; no sum of some of them overflows 64 bits
+_MAX_BYTES = 1 << 60  # more than any machine has; no sum of some of them overflows 64 bits
 
 
 def parse_size(key: str, value: object) -> int:
@@ -45,8 +51,8 @@ def parse_size(key: str, value: object) -> int:
         size = int(float(match.group(1)) * unit)
     if size <= 0:
         raise ConfigError(key, f"a size must be positive, got {value!r}")
-    if size > _MOST_BYTES:
-        raise ConfigError(key, f"a size may be {_MOST_BYTES >> 40}TiB at most, got {value!r}")
+    if size > _MAX_BYTES:
+        raise ConfigError(key, f"a size may be {_MAX_BYTES >> 40}TiB at most, got {value!r}")
     return size
 
 
@@ -58,10 +64,198 @@ def format_size(nbytes: int) -> str:
     return f"{nbytes}B"
 
 
-_E = TypeVar("_E", bound=enum.Enum)
+_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_MAX_SECONDS = 3650 * 86400  # ten times as long can still be waited for
 
 
-def parse_choice(key: str, value: object, choices: type[_E]) -> _E:
+@dataclass(frozen=True)
+class Kind:
+    """How the values of an option are parsed, shown, named in `--help` and described in docs."""
+
+    parse: Callable[[str, Any], Any]
+    show: Callable[[Any], str]
+    metavar: str
+    description: str
+    is_list: bool = False  # its flag may be repeated
+
+
+def _option(default: Any, kind: Kind, help: str) -> Any:
+    metadata = {"kind": kind, "help": help}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def size(default: int, help: str, zero: bool = False) -> Any:
+    """Bytes. With `zero` 0 is a value of its own, which `help` explains."""
+
+    def parse(source: str, value: Any) -> int:
+        return 0 if zero and value in (0, "0") and value is not False else parse_size(source, value)
+
+    def show(value: int) -> str:
+        return format_size(value) if value else "0"
+
+    return _option(default, Kind(parse, show, "SIZE", "size, like `20GiB`"), help)
+
+
+def choice(default: enum.Enum, help: str) -> Any:
+    choices = [str(one.value) for one in type(default)]
+    description = " \\| ".join(f"`{one}`" for one in choices)
+    return _option(
+        default,
+        Kind(
+            lambda source, value: _parse_choice(source, value, type(default)),
+            lambda value: str(value.value),
+            "|".join(choices),
+            description,
+        ),
+        help,
+    )
+
+
+def boolean(default: bool, help: str) -> Any:
+    return _option(
+        default, Kind(_parse_bool, lambda value: str(value).lower(), "true|false", "boolean"), help
+    )
+
+
+def integer(default: int, help: str, low: int, high: int) -> Any:
+    return _option(
+        default,
+        Kind(
+            lambda source, value: _parse_int(source, value, low, high),
+            str,
+            "N",
+            f"integer {low} … {high}",
+        ),
+        help,
+    )
+
+
+def seconds(default: float, help: str, low: float, high: float) -> Any:
+    return _option(
+        default,
+        Kind(
+            lambda source, value: parse_number(source, value, low, high, " seconds"),
+            str,
+            "SECONDS",
+            f"seconds {low} … {high}",
+        ),
+        help,
+    )
+
+
+def share(default: float, help: str) -> Any:
+    return _option(
+        default,
+        Kind(lambda source, value: parse_number(source, value, 0, 1), str, "SHARE", "number 0 … 1"),
+        help,
+    )
+
+
+def duration(default: int, help: str, low: int = 0) -> Any:
+    """Whole seconds, also written as "30s", "12h" or "7d"."""
+    return _option(
+        default,
+        Kind(
+            lambda source, value: _parse_duration(source, value, low),
+            lambda value: f"{value}s" if value else "0",
+            "TIME",
+            "duration, like `30s`, `12h` or `7d`",
+        ),
+        help,
+    )
+
+
+def text(default: str, help: str) -> Any:
+    return _option(default, Kind(_parse_text, str, "TEXT", "text"), help)
+
+
+def switchable_text(default: str, help: str) -> Any:
+    """Text for which YAML's bare `off` may stand, which is a boolean there."""
+    return _option(
+        default,
+        Kind(
+            lambda source, value: "off" if value is False else _parse_text(source, value),
+            str,
+            "TEXT",
+            "text",
+        ),
+        help,
+    )
+
+
+def path(default: str, help: str) -> Any:
+    return _option(
+        default,
+        Kind(
+            lambda source, value: os.path.expanduser(_parse_text(source, value)),  # as shells do
+            str,
+            "PATH",
+            "path",
+        ),
+        help,
+    )
+
+
+def addresses(default: tuple[str, ...], help: str) -> Any:
+    """Addresses of daemons: one, a list, or several in one string, separated by commas."""
+    return _option(default, Kind(_parse_addresses, " ".join, "ADDRESS", "address or list"), help)
+
+
+def texts(default: list[str], help: str, metavar: str) -> Any:
+    return _option(
+        default,
+        Kind(_parse_texts, ", ".join, metavar, "list; the flag may be repeated", is_list=True),
+        help,
+    )
+
+
+def quotas(default: dict[str, int], help: str) -> Any:
+    """Hex prefix of a namespace -> bytes; the empty prefix stands for all others."""
+    return _option(
+        default,
+        Kind(
+            _parse_quotas,
+            lambda value: str(value) if value else "",
+            "[PREFIX=]SIZE",
+            "size, or map of prefix to size; the flag may be repeated",
+            is_list=True,
+        ),
+        help,
+    )
+
+
+def parse_options(cls: type[Any], raw: Iterable[tuple[str, str, Any]]) -> dict[str, Any]:
+    """Values of the fields of `cls` from (option, source, raw value); the last one wins."""
+    options = {option.name: option for option in dataclasses.fields(cls)}
+    found: dict[str, tuple[str, Any]] = {}
+    for name, source, value in raw:
+        if name not in options:
+            close = difflib.get_close_matches(name.lower(), options, n=1, cutoff=0.4)
+            known = f"known options: {', '.join(options)}"
+            hint = f'did you mean "{close[0]}"?' if close else known
+            raise ConfigError(source, f"unknown option; {hint}")
+        found[name] = source, value
+    return {
+        name: options[name].metadata["kind"].parse(source, value)
+        for name, (source, value) in found.items()
+    }
+
+
+def default_of(option: dataclasses.Field[Any]) -> Any:
+    if option.default is not dataclasses.MISSING:
+        return option.default
+    assert option.default_factory is not dataclasses.MISSING
+    return option.default_factory()
+
+
+def show_default(option: dataclasses.Field[Any]) -> str:
+    """The default as it is shown in help and docs; empty if there is none."""
+    return str(option.metadata["kind"].show(default_of(option)))
+
+
+def _parse_choice(key: str, value: object, choices: type[enum.Enum]) -> enum.Enum:
     try:
         return choices(value)
     except ValueError:
@@ -72,7 +266,7 @@ def parse_choice(key: str, value: object, choices: type[_E]) -> _E:
         raise ConfigError(key, f"{value!r} is not one of {listed}{hint}") from None
 
 
-def parse_bool(key: str, value: object) -> bool:
+def _parse_bool(key: str, value: object) -> bool:
     if isinstance(value, bool):
         return value
     text = str(value).strip().lower()
@@ -83,7 +277,7 @@ def parse_bool(key: str, value: object) -> bool:
     raise ConfigError(key, f"expected true or false, got {value!r}")
 
 
-def parse_int(key: str, value: object, low: int, high: int) -> int:
+def _parse_int(key: str, value: object, low: int, high: int) -> int:
     if isinstance(value, str) and re.fullmatch(r"\s*-?[0-9]{1,30}\s*", value):
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
@@ -105,18 +299,54 @@ def parse_number(key: str, value: object, low: float, high: float, unit: str = "
     return number
 
 
-def parse_addresses(key: str, value: object) -> tuple[str, ...]:
-    """Addresses of daemons: one, a list, or several in one string, separated by commas.
-
-    `remote.address` says what each may look like.
-    """
+def _parse_addresses(key: str, value: object) -> tuple[str, ...]:
+    """`remote.address` says what each may look like."""
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, (list, tuple)) or not all(isinstance(p, str) for p in parts):
         raise ConfigError(key, f'expected an address such as "tcp://host:9527", got {value!r}')
     return tuple(part.strip() for part in parts if part.strip())
 
 
-def parse_text(key: str, value: object) -> str:
+def _parse_text(key: str, value: object) -> str:
     if not isinstance(value, str):
-        raise ConfigError(key, f"expected a string, got {value!r}")
+        raise ConfigError(key, f"expected text, got {value!r}")
     return value
+
+
+def _parse_texts(key: str, value: Any) -> list[str]:
+    values = value if isinstance(value, list) else [value]
+    return [_parse_text(key, one) for one in values]
+
+
+def _parse_duration(key: str, value: Any, low: int) -> int:
+    """Seconds of 30, "30s", "12h" or "7d"."""
+    match = re.fullmatch(r"\s*([0-9]{1,30})\s*([a-z]*)\s*", str(value))
+    unit = _SECONDS.get(match.group(2)) if match else None
+    if match is None or unit is None:
+        raise ConfigError(key, f'{value!r} is not a duration; write it like "30s", "12h" or "7d"')
+    seconds = int(match.group(1)) * unit
+    if seconds < low:
+        raise ConfigError(key, f"must be at least {low} s, got {value!r}")
+    if seconds > _MAX_SECONDS:
+        raise ConfigError(key, f"must be at most {_MAX_SECONDS // 86400}d, got {value!r}")
+    return seconds
+
+
+def _parse_quotas(key: str, value: Any) -> dict[str, int]:
+    """From "4GiB", "ab12=4GiB", a list of these, or a map with "default" for everyone else."""
+    entries: list[tuple[str, Any]] = []
+    if isinstance(value, Mapping):
+        for name in value:
+            if not isinstance(name, str):  # YAML reads 012345 as 5349
+                raise ConfigError(key, f"{name!r} is a number to YAML; write prefixes in quotes")
+        entries = [("" if name == "default" else name, size) for name, size in value.items()]
+    else:
+        for one in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
+            prefix, separator, size = str(one).rpartition("=")
+            entries.append((prefix, size if separator else one))
+    quotas: dict[str, int] = {}
+    for prefix, size in entries:
+        if not re.fullmatch(r"[0-9a-fA-F]*", prefix):
+            raise ConfigError(key, f"{prefix!r} is not the start of a namespace in hex")
+        quotas[prefix.lower()] = parse_size(key, size)
+    return quotas
