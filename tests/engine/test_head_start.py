@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from tests.engine.toy_asking import ask, assert_tier_is_right, prompt, total
 from tests.engine.toy_engine import ToyEngine, play
 from tests.engine.toy_groups import ToyGroup, WrongRead, kv_cache_config
-from vllm_tiered_kv.connector import head_start
+from vllm_tiered_kv.connector import head_start, same_process
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.core.transfer import LoadJob
 from vllm_tiered_kv.errors import CudaError
@@ -135,7 +135,7 @@ def with_another_connector(engine: ToyEngine) -> None:
 
 
 def in_another_process(engine: ToyEngine) -> None:
-    del head_start._workers[engine.worker.worker_half]
+    del same_process._workers[engine.worker.worker_half]
 
 
 def twice(engine: ToyEngine) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import logging
 import os
+from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.config import Mode, StorePolicy, TieredKVConfig
@@ -27,6 +28,7 @@ from vllm_tiered_kv.connector.model_identity import (
 from vllm_tiered_kv.connector.model_settings import adapter_settings
 from vllm_tiered_kv.connector.remote_io import open_cluster
 from vllm_tiered_kv.connector.request_keys import KeyMaker
+from vllm_tiered_kv.connector.same_process import find_worker
 from vllm_tiered_kv.connector.scheduler_half import SchedulerHalf
 from vllm_tiered_kv.connector.shard import Holding, distinct_tags, holding_of, replicas_of
 from vllm_tiered_kv.connector.worker_half import WorkerHalf
@@ -112,7 +114,7 @@ def make_scheduler_half(
     half.loads.reuses_tails = config.reuse_partial_tail and config.mode is Mode.TIERED
     half.loads.awaits_first_forward = first_forward_clears(kv_cache_config)
     if head_start.is_possible(vllm_config, kv_cache_config.needs_kv_cache_zeroing):
-        half.head_start = head_start.HeadStart(vllm_config, half.recorder)
+        half.head_start = head_start.HeadStart(partial(find_worker, vllm_config), half.recorder)
     if config.remote and config.mode is Mode.TIERED:
         identity = EngineIdentity(
             namespace,

@@ -32,7 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
 )
 
 from vllm_tiered_kv.config import Mode, TieredKVConfig  # noqa: E402
-from vllm_tiered_kv.connector import head_start, idle_steps  # noqa: E402
+from vllm_tiered_kv.connector import idle_steps, same_process  # noqa: E402
 from vllm_tiered_kv.connector.assembly import make_scheduler_half, make_worker_half  # noqa: E402
 from vllm_tiered_kv.connector.forward_hooks import calls_each_layer, wanted_layout  # noqa: E402
 from vllm_tiered_kv.connector.metadata import (  # noqa: E402
@@ -115,7 +115,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
             self.worker_half = make_worker_half(config, vllm_config, kv_cache_config)
             self.worker_half.wait_for_sources = self._has_neighbours
             self.worker_half.tells_block_bytes = self._has_neighbours
-            head_start.here_is(self.worker_half, vllm_config)
+            same_process.register_worker(self.worker_half, vllm_config)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:

@@ -16,40 +16,35 @@ Blocks just given to a request may be written before the step comes to the worke
 
 from __future__ import annotations
 
-import threading
-import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from vllm_tiered_kv.connector.metadata import TieredKVMetadata
-from vllm_tiered_kv.connector.worker_half import WorkerHalf
 from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.core.transfer import LoadJob, StoreJob
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.recorder import Recorder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# An engine has one configuration, which both halves get. In another process it is another object.
-_workers: weakref.WeakKeyDictionary[WorkerHalf, VllmConfig] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()  # other threads may start engines
 
+class EarlyLoader(Protocol):
+    """The worker half, as far as this module knows it."""
 
-def here_is(worker: WorkerHalf, vllm_config: VllmConfig) -> None:
-    """Lets a scheduler half of this process find the engine's worker half."""
-    with _lock:
-        _workers[worker] = vllm_config
-
-
-def find_worker(vllm_config: VllmConfig) -> WorkerHalf | None:
-    """The worker half of the engine with this configuration, if it lives in this process."""
-    with _lock:
-        mine = [worker for worker, config in _workers.items() if config is vllm_config]
-    return mine[0] if len(mine) == 1 else None
+    def start_early(
+        self,
+        stores: Sequence[StoreJob],
+        loads: Sequence[LoadJob],
+        wait_for_stores: int | None,
+    ) -> bool: ...
 
 
 class HeadStart:
-    def __init__(self, vllm_config: VllmConfig, recorder: Recorder) -> None:
-        self._vllm_config = vllm_config
+    """Starts planned loads before their step is complete. Called by the scheduler half."""
+
+    def __init__(self, find_worker: Callable[[], EarlyLoader | None], recorder: Recorder) -> None:
+        self._find_worker = find_worker
         self._recorder = recorder
 
     def planned(self, step: TieredKVMetadata, wait_for_stores: int | None) -> None:
@@ -58,7 +53,7 @@ class HeadStart:
         waiting = [job for job in step.loads if job.ahead is not None]
         if len(waiting) < 2:
             return
-        worker = find_worker(self._vllm_config)
+        worker = self._find_worker()
         early = waiting[:-1]
         if worker is None or not worker.start_early(step.stores_before, early, wait_for_stores):
             return

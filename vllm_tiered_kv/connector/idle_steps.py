@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
-from vllm_tiered_kv.connector.head_start import find_worker
+from vllm_tiered_kv.connector.same_process import find_worker
 from vllm_tiered_kv.connector.scheduler_half import SchedulerHalf
 from vllm_tiered_kv.connector.worker_half import WorkerHalf
 

@@ -1,0 +1,34 @@
+"""Finds the worker half of an engine whose scheduler lives in the same process.
+
+vLLM runs both in one process where an engine has a single worker. The halves know nothing of each
+other; this registry is the only way from one to the other, and only for what cannot wait for the
+metadata of a step: loads that begin while their step is planned, and steps of an idle engine.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_tiered_kv.connector.worker_half import WorkerHalf
+
+# Both halves of an engine get the same configuration object. In another process it is another one.
+_workers: weakref.WeakKeyDictionary[WorkerHalf, VllmConfig] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()  # other threads may start engines
+
+
+def register_worker(worker: WorkerHalf, vllm_config: VllmConfig) -> None:
+    """Called by the connector when it has built a worker half."""
+    with _lock:
+        _workers[worker] = vllm_config
+
+
+def find_worker(vllm_config: VllmConfig) -> WorkerHalf | None:
+    """The worker half of the engine with this configuration, if it lives in this process."""
+    with _lock:
+        found = [worker for worker, config in _workers.items() if config is vllm_config]
+    return found[0] if len(found) == 1 else None
