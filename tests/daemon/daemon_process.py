@@ -1,20 +1,55 @@
-"""A real daemon in a process of its own, for tests to start, stop, freeze and kill."""
+"""A real daemon in a process of its own, for tests to start, stop, freeze and kill.
+
+Most of the start of a daemon goes into imports. So its process is forked from one that has them
+behind it, and that does nothing else; what runs in it is what the command runs.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import re
+import resource
+import runpy
 import signal
-import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 
 START_TIMEOUT_S = 60.0
 _LISTENING = re.compile(r"listening on (\S+)")
 _METRICS = re.compile(r"metrics on (http://\S+)/metrics")
+_FORKING = multiprocessing.get_context("forkserver")
+_FORKING.set_forkserver_preload(["tests.daemon.daemon_process", "vllm_tiered_kv.server.daemon"])
+# How a process ended can be read once, and whoever starts another one reads it too.
+_ONE_AT_A_TIME = threading.Lock()
+
+
+def _run(
+    program: Sequence[str],
+    arguments: Sequence[str],
+    log: Path,
+    environment: dict[str, str],
+    descriptors: tuple[int, int],
+) -> None:
+    """As a new interpreter would run it, in the process of the daemon."""
+    os.environ.clear()
+    os.environ.update(environment)
+    resource.setrlimit(resource.RLIMIT_NOFILE, descriptors)
+    into = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(into, 1)
+    os.dup2(into, 2)
+    os.close(into)
+    kind, what, *more = program
+    sys.argv = [kind, *more, *arguments]
+    if kind == "-m":
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+    else:
+        exec(what, {"__name__": "__main__"})
 
 
 class DaemonProcess:
@@ -37,7 +72,7 @@ class DaemonProcess:
             ["tcp://127.0.0.1:*", f"ipc://{self.ipc_path}"] if listen is None else listen
         )
         self.program = list(program)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: _FORKING.Process | None = None
         self._log = folder / "daemon.log"
         self._log_start = 0
         self.endpoints: list[str] = []
@@ -76,26 +111,25 @@ class DaemonProcess:
         self._log_start = self._log.stat().st_size
         listen = [part for endpoint in self._listen for part in ("--listen", endpoint)]
         http = [] if any(a.startswith("--http") for a in self.arguments) else ["--http", "off"]
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    *self.program,
-                    *listen,
-                    *http,
-                    *self.arguments,
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+        self._process = _FORKING.Process(
+            target=_run,
+            args=(
+                self.program,
+                [*listen, *http, *self.arguments],
+                self._log,
+                dict(os.environ),
+                resource.getrlimit(resource.RLIMIT_NOFILE),
+            ),
+            daemon=True,  # it ends with the tests at the latest
+        )
+        with _ONE_AT_A_TIME:
+            self._process.start()
 
     def start(self) -> DaemonProcess:
         self.launch()
         deadline = time.monotonic() + START_TIMEOUT_S
         while "ready after" not in self.logs:
-            assert self._process is not None
-            if self._process.poll() is not None or time.monotonic() > deadline:
+            if not self.is_running() or time.monotonic() > deadline:
                 raise RuntimeError(f"the daemon did not start:\n{self.logs}")
             time.sleep(0.01)
         self.endpoints = _LISTENING.findall(self.logs)
@@ -130,10 +164,16 @@ class DaemonProcess:
 
     def wait(self, timeout: float = 60.0) -> int:
         assert self._process is not None
-        return self._process.wait(timeout)
+        if not wait([self._process.sentinel], timeout):
+            raise TimeoutError(f"the daemon still runs after {timeout:g} s:\n{self.logs}")
+        with _ONE_AT_A_TIME:
+            status = self._process.exitcode
+        assert status is not None
+        return status
 
     def is_running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        with _ONE_AT_A_TIME:
+            return self._process is not None and self._process.is_alive()
 
     def rss_bytes(self) -> int:
         text = Path(f"/proc/{self.pid}/statm").read_text()
@@ -150,7 +190,7 @@ class DaemonProcess:
         if self.is_running():
             self.thaw()
             if "COVERAGE_PROCESS_CONFIG" in os.environ:  # what is killed takes its record along
-                with contextlib.suppress(subprocess.TimeoutExpired):
+                with contextlib.suppress(TimeoutError):
                     self.terminate()
                     return
             self.kill()
