@@ -4,7 +4,7 @@ PYTEST_FLAGS ?=
 # Tests of one file share engines and daemons. Files with few tests are the slow ones, so they must
 # not come last. Those of daemons wait more than they compute.
 TEST_PROCESSES ?= 2
-DAEMON_TEST_PROCESSES ?= 3
+DAEMON_TEST_PROCESSES ?= 4
 BY_FILE := --dist loadfile --no-loadscope-reorder
 TOGETHER := -n $(TEST_PROCESSES) $(BY_FILE)
 # What every change has to pass; `make test-all` leaves nothing out.
@@ -15,6 +15,9 @@ UNIT := .venv-unit
 LINT := .venv-lint
 FULL := .venv
 CXX_FILES := $(wildcard $(foreach e,c cc cpp cu cuh h hpp,csrc/*.$(e) csrc/*/*.$(e)))
+
+# Or each of the many processes that tests start would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:

@@ -36,6 +36,7 @@ def test_gets_of_very_many_absent_blocks(start: StartDaemon, connect: Connect) -
     assert answered >= 30
 
 
+@pytest.mark.slow
 def test_large_requests_one_after_the_other(start: StartDaemon, connect: Connect) -> None:
     """All together they are far more than may be under way at once."""
     client = connect(start().endpoint)

@@ -130,6 +130,7 @@ def test_every_leftover_of_reopening_shrinking_and_growing_recovers(
     search(disk, folder, 100, 41, capacity=min(capacities))
 
 
+@pytest.mark.slow
 def test_power_lost_again_while_recovering(folder: Path) -> None:
     disk = record(folder / "store", 60, threads=2)
     count = 0
