@@ -337,7 +337,8 @@ def test_embeddings_of_a_causal_model_are_served(tmp_path: Path) -> None:
         engine.assert_at_rest()
 
 
-@pytest.mark.parametrize("kind", mostly_slow(["MEAN", "CLS"], 1))
+@pytest.mark.parametrize("kind", ["MEAN", "CLS"])
+@pytest.mark.slow
 def test_pooling_of_all_tokens_is_left_alone(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -388,7 +389,8 @@ def mtp(folder: Path) -> tuple[Path, dict[str, Any]]:
     return model, {"method": "mtp", "num_speculative_tokens": 1}
 
 
-@pytest.mark.parametrize("draft", mostly_slow([mtp, eagle], 1))
+@pytest.mark.parametrize("draft", [eagle, mtp])
+@pytest.mark.slow
 def test_draft_layers_are_left_alone(
     draft: Callable[[Path], tuple[Path, dict[str, Any]]],
     tmp_path: Path,

@@ -219,14 +219,12 @@ def fails_after(what: Callable[..., Any], seen: list[Held]) -> Callable[..., Any
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
+        (WorkerHalf, "register_kv_caches"),  # before there is a scheduler
         (TieredKVConnector, "build_prom_metrics"),  # the last of a start: both halves stand
-        pytest.param(
-            *(WorkerHalf, "register_kv_caches"),  # before there is a scheduler
-            marks=pytest.mark.slow,
-        ),
     ],
-    ids=["metrics", "caches"],
+    ids=["caches", "metrics"],
 )
+@pytest.mark.slow
 def test_a_start_that_fails(
     tiny_model: Path,
     daemon: DaemonProcess,
