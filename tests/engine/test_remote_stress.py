@@ -56,7 +56,7 @@ def test_every_tier_serves_its_part_and_the_daemon_may_be_killed(
                     ask(number)
                 return engine.total(names.LOADED_BLOCKS, Tier.REMOTE.value) > before
 
-            for _ in range(4):
+            for _ in range(2):
                 rng.shuffle(order)
                 # Some again at once: what was used last is what the CPU tier still has.
                 for number in [n for n in order for _ in range(rng.choice([1, 1, 2]))]:
