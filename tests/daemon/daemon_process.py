@@ -1,7 +1,8 @@
 """A real daemon in a process of its own, for tests to start, stop, freeze and kill.
 
-Most of the start of a daemon goes into imports. So its process is forked from one that has them
-behind it, and that does nothing else; what runs in it is what the command runs.
+Most of the start of a daemon goes into imports. So within pytest its process is forked from one
+that has them behind it and does nothing else; elsewhere, as in benchmarks, it is a new interpreter.
+What runs is the same.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import re
 import resource
 import runpy
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -30,11 +32,7 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 def _run(
-    program: Sequence[str],
-    arguments: Sequence[str],
-    log: Path,
-    environment: dict[str, str],
-    descriptors: tuple[int, int],
+    command: Sequence[str], log: Path, environment: dict[str, str], descriptors: tuple[int, int]
 ) -> None:
     """As a new interpreter would run it, in the process of the daemon."""
     os.environ.clear()
@@ -44,12 +42,40 @@ def _run(
     os.dup2(into, 1)
     os.dup2(into, 2)
     os.close(into)
-    kind, what, *more = program
-    sys.argv = [kind, *more, *arguments]
+    kind, what, *arguments = command
+    sys.argv = [kind, *arguments]
     if kind == "-m":
         runpy.run_module(what, run_name="__main__", alter_sys=True)
     else:
         exec(what, {"__name__": "__main__"})
+
+
+class _Forked:
+    """What `DaemonProcess` uses of a Popen, from any thread."""
+
+    def __init__(self, command: Sequence[str], log: Path) -> None:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._command = command
+        self._process = _FORKING.Process(
+            target=_run,
+            args=(command, log, dict(os.environ), limit),
+            daemon=True,  # it ends with the tests at the latest
+        )
+        with _ONE_AT_A_TIME:
+            self._process.start()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    def poll(self) -> int | None:
+        with _ONE_AT_A_TIME:
+            return self._process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        wait([self._process.sentinel], timeout)
+        status = self.poll()
+        if status is None:
+            raise subprocess.TimeoutExpired(self._command, timeout)
+        return status
 
 
 class DaemonProcess:
@@ -72,7 +98,7 @@ class DaemonProcess:
             ["tcp://127.0.0.1:*", f"ipc://{self.ipc_path}"] if listen is None else listen
         )
         self.program = list(program)
-        self._process: _FORKING.Process | None = None
+        self._process: subprocess.Popen[bytes] | _Forked | None = None
         self._log = folder / "daemon.log"
         self._log_start = 0
         self.endpoints: list[str] = []
@@ -111,25 +137,21 @@ class DaemonProcess:
         self._log_start = self._log.stat().st_size
         listen = [part for endpoint in self._listen for part in ("--listen", endpoint)]
         http = [] if any(a.startswith("--http") for a in self.arguments) else ["--http", "off"]
-        self._process = _FORKING.Process(
-            target=_run,
-            args=(
-                self.program,
-                [*listen, *http, *self.arguments],
-                self._log,
-                dict(os.environ),
-                resource.getrlimit(resource.RLIMIT_NOFILE),
-            ),
-            daemon=True,  # it ends with the tests at the latest
-        )
-        with _ONE_AT_A_TIME:
-            self._process.start()
+        command = [*self.program, *listen, *http, *self.arguments]
+        if "pytest" in sys.modules:
+            self._process = _Forked(command, self._log)
+            return
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
 
     def start(self) -> DaemonProcess:
         self.launch()
         deadline = time.monotonic() + START_TIMEOUT_S
         while "ready after" not in self.logs:
-            if not self.is_running() or time.monotonic() > deadline:
+            assert self._process is not None
+            if self._process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the daemon did not start:\n{self.logs}")
             time.sleep(0.01)
         self.endpoints = _LISTENING.findall(self.logs)
@@ -164,16 +186,10 @@ class DaemonProcess:
 
     def wait(self, timeout: float = 60.0) -> int:
         assert self._process is not None
-        if not wait([self._process.sentinel], timeout):
-            raise TimeoutError(f"the daemon still runs after {timeout:g} s:\n{self.logs}")
-        with _ONE_AT_A_TIME:
-            status = self._process.exitcode
-        assert status is not None
-        return status
+        return self._process.wait(timeout)
 
     def is_running(self) -> bool:
-        with _ONE_AT_A_TIME:
-            return self._process is not None and self._process.is_alive()
+        return self._process is not None and self._process.poll() is None
 
     def rss_bytes(self) -> int:
         text = Path(f"/proc/{self.pid}/statm").read_text()
@@ -190,7 +206,7 @@ class DaemonProcess:
         if self.is_running():
             self.thaw()
             if "COVERAGE_PROCESS_CONFIG" in os.environ:  # what is killed takes its record along
-                with contextlib.suppress(TimeoutError):
+                with contextlib.suppress(subprocess.TimeoutExpired):
                     self.terminate()
                     return
             self.kill()

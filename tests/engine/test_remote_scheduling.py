@@ -431,7 +431,9 @@ def test_a_slowed_daemon_serves_some_and_times_out_for_others(tiny_model: Path) 
 
 
 @pytest.mark.parametrize("transport", mostly_slow(["ipc", "tcp"], 1))
-@pytest.mark.parametrize("async_scheduling", mostly_slow([True, False], 1), True, ["async", "sync"])
+@pytest.mark.parametrize(
+    "async_scheduling", mostly_slow([True, False], 1), indirect=True, ids=["async", "sync"]
+)
 def test_chaos(
     tiny_model: Path,
     folder: Path,
