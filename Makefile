@@ -4,9 +4,11 @@ PYTEST_FLAGS ?=
 # Tests of one file share engines and daemons. Files with few tests are the slow ones, so they must
 # not come last. Those of daemons wait more than they compute.
 TEST_PROCESSES ?= 2
-DAEMON_TEST_PROCESSES ?= 3
+DAEMON_TEST_PROCESSES ?= 4
 BY_FILE := --dist loadfile --no-loadscope-reorder
 TOGETHER := -n $(TEST_PROCESSES) $(BY_FILE)
+# What every change has to pass; `make test-all` leaves nothing out.
+SELECTED ?= -m "not slow" --hypothesis-profile=landing
 
 SETUP := $(PYTHON) tools/setup_env.py
 UNIT := .venv-unit
@@ -14,9 +16,12 @@ LINT := .venv-lint
 FULL := .venv
 CXX_FILES := $(wildcard $(foreach e,c cc cpp cu cuh h hpp,csrc/*.$(e) csrc/*/*.$(e)))
 
+# Or each of the many processes that tests start would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test unit daemon matrix soak lint check-native asan tsan coverage mutants \
+.PHONY: help demo test test-all unit daemon matrix soak lint check-native asan tsan coverage mutants \
   gpu-test gpu-sanitize format wheel clean distclean
 
 ##@ Try it
@@ -25,21 +30,24 @@ demo: ## ask a small real model about a long text, cold and from the CPU tier
 	@$(FULL)/bin/python examples/demo.py
 
 ##@ Check it
-test: ## run all tests that need no GPU: `unit`, `daemon`, then those with a real vLLM
+test: ## run the tests that every change has to pass: `unit`, `daemon`, then those with vLLM
 	@mkdir -p build
 	@echo "what vLLM needs is installed meanwhile, see build/environment.log"
 	@$(SETUP) --env $(FULL) --profile full --dependencies-only > build/environment.log 2>&1 & \
 	  $(MAKE) --no-print-directory unit daemon; status=$$?; wait; exit $$status
 	@$(SETUP) --env $(FULL) --profile full
-	$(FULL)/bin/python -m pytest tests/packaging tests/engine tests/conformance tests/gpu $(TOGETHER) $(PYTEST_FLAGS)
+	$(FULL)/bin/python -m pytest tests/packaging tests/engine tests/conformance tests/gpu $(TOGETHER) $(SELECTED) $(PYTEST_FLAGS)
+
+test-all: ## run all tests that need no GPU, before a release
+	@REQUIRE_WHEEL=1 $(MAKE) --no-print-directory test SELECTED=
 
 unit: ## run the tests that need neither torch nor vLLM, where neither is installed
 	@$(SETUP) --env $(UNIT) --profile unit
-	$(UNIT)/bin/python -m pytest tests/unit $(TOGETHER) $(PYTEST_FLAGS)
+	$(UNIT)/bin/python -m pytest tests/unit $(TOGETHER) $(SELECTED) $(PYTEST_FLAGS)
 
 daemon: ## run the tests of stores, daemon and client, also without torch and vLLM
 	@$(SETUP) --env $(UNIT) --profile unit
-	$(UNIT)/bin/python -m pytest tests/stores tests/remote tests/daemon -n $(DAEMON_TEST_PROCESSES) $(BY_FILE) $(PYTEST_FLAGS)
+	$(UNIT)/bin/python -m pytest tests/stores tests/remote tests/daemon -n $(DAEMON_TEST_PROCESSES) $(BY_FILE) $(SELECTED) $(PYTEST_FLAGS)
 
 matrix: ## check each vLLM release in an environment of its own (RELEASES=0.32.0: only that)
 	@$(PYTHON) -m tools.matrix $(RELEASES)

@@ -18,8 +18,9 @@ except ImportError:  # tests of the GPU do without it
     pass
 else:
     # How long an example takes says nothing about the code.
-    settings.register_profile("unhurried", deadline=None)
-    settings.load_profile("unhurried")
+    settings.register_profile("all", deadline=None)
+    settings.register_profile("landing", deadline=None, max_examples=20)
+    settings.load_profile("all")
 
 
 @pytest.fixture

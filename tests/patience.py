@@ -1,10 +1,13 @@
-"""Waiting for what other threads and processes do, however long a busy machine takes."""
+"""How long tests wait for other threads and processes, and how many examples they try."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from hypothesis import settings
 
 Said = TypeVar("Said")
 
@@ -16,3 +19,21 @@ def eventually(ask: Callable[[], Said], seconds: float = 60.0) -> Said:
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.01)
     return said
+
+
+def examples(count: int, **more: Any) -> settings:
+    """So many in `make test-all`, where hypothesis tries 100 unless told; fewer where its profile
+    tries fewer, as in `make test`."""
+    from hypothesis import settings
+
+    return settings(max_examples=max(1, count * settings.default.max_examples // 100), **more)
+
+
+def mostly_slow(cases: Iterable[Any], quick: int) -> list[Any]:
+    """For `parametrize`: the first ones are part of every run, the others are marked slow."""
+    import pytest
+
+    return [
+        case if number < quick else pytest.param(case, marks=pytest.mark.slow)
+        for number, case in enumerate(cases)
+    ]

@@ -32,7 +32,7 @@ HOW = "-q -p no:cacheprovider -p tools.coverage_of_workers --dist loadfile --no-
 # In as many processes as the Makefile uses.
 SUITES = {
     "unit": ("-n", "2", "tests/unit"),
-    "daemon": ("-n", "3", "tests/stores", "tests/remote", "tests/daemon"),
+    "daemon": ("-n", "4", "tests/stores", "tests/remote", "tests/daemon"),
     "engine": ("-n", "2", "tests/engine", "tests/conformance"),
 }
 

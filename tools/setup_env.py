@@ -235,6 +235,8 @@ class Environment:
             **os.environ,
             "PIP_NO_INPUT": "1",
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+            # Of the 20,000 modules that vLLM brings few are ever imported; those are compiled then.
+            "PIP_NO_COMPILE": "1",
             "PYTHONUNBUFFERED": "1",
             "TIERED_KV_KEEP_BUILT": "1",
         }

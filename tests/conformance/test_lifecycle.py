@@ -10,6 +10,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.conformance.contract_engine import LOADING, ContractEngine
 from tests.engine.toy_asking import seeded_prompt
+from tests.patience import mostly_slow
 
 
 @pytest.mark.usefixtures("beside_loads")
@@ -194,7 +195,7 @@ def test_priorities(tiny_model: Path, async_scheduling: bool) -> None:
     engine.assert_conforms()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", mostly_slow(range(3), 1))
 @pytest.mark.usefixtures("step_loads")
 def test_anything_goes(tiny_model: Path, async_scheduling: bool, seed: int) -> None:
     """Shared prefixes, priorities, aborts and failing loads on too little memory."""

@@ -1,20 +1,81 @@
-"""A real daemon in a process of its own, for tests to start, stop, freeze and kill."""
+"""A real daemon in a process of its own, for tests to start, stop, freeze and kill.
+
+Most of the start of a daemon goes into imports. So within pytest its process is forked from one
+that has them behind it and does nothing else; elsewhere, as in benchmarks, it is a new interpreter.
+What runs is the same.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import re
+import resource
+import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 
 START_TIMEOUT_S = 60.0
 _LISTENING = re.compile(r"listening on (\S+)")
 _METRICS = re.compile(r"metrics on (http://\S+)/metrics")
+_FORKING = multiprocessing.get_context("forkserver")
+_FORKING.set_forkserver_preload(["tests.daemon.daemon_process", "vllm_tiered_kv.server.daemon"])
+# How a process ended can be read once, and whoever starts another one reads it too.
+_ONE_AT_A_TIME = threading.Lock()
+
+
+def _run(
+    command: Sequence[str], log: Path, environment: dict[str, str], descriptors: tuple[int, int]
+) -> None:
+    """As a new interpreter would run it, in the process of the daemon."""
+    os.environ.clear()
+    os.environ.update(environment)
+    resource.setrlimit(resource.RLIMIT_NOFILE, descriptors)
+    into = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(into, 1)
+    os.dup2(into, 2)
+    os.close(into)
+    kind, what, *arguments = command
+    sys.argv = [kind, *arguments]
+    if kind == "-m":
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+    else:
+        exec(what, {"__name__": "__main__"})
+
+
+class _Forked:
+    """What `DaemonProcess` uses of a Popen, from any thread."""
+
+    def __init__(self, command: Sequence[str], log: Path) -> None:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._command = command
+        self._process = _FORKING.Process(
+            target=_run,
+            args=(command, log, dict(os.environ), limit),
+            daemon=True,  # it ends with the tests at the latest
+        )
+        with _ONE_AT_A_TIME:
+            self._process.start()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    def poll(self) -> int | None:
+        with _ONE_AT_A_TIME:
+            return self._process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        wait([self._process.sentinel], timeout)
+        status = self.poll()
+        if status is None:
+            raise subprocess.TimeoutExpired(self._command, timeout)
+        return status
 
 
 class DaemonProcess:
@@ -37,7 +98,7 @@ class DaemonProcess:
             ["tcp://127.0.0.1:*", f"ipc://{self.ipc_path}"] if listen is None else listen
         )
         self.program = list(program)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | _Forked | None = None
         self._log = folder / "daemon.log"
         self._log_start = 0
         self.endpoints: list[str] = []
@@ -76,18 +137,13 @@ class DaemonProcess:
         self._log_start = self._log.stat().st_size
         listen = [part for endpoint in self._listen for part in ("--listen", endpoint)]
         http = [] if any(a.startswith("--http") for a in self.arguments) else ["--http", "off"]
+        command = [*self.program, *listen, *http, *self.arguments]
+        if "pytest" in sys.modules:
+            self._process = _Forked(command, self._log)
+            return
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    *self.program,
-                    *listen,
-                    *http,
-                    *self.arguments,
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+                [sys.executable, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
 
     def start(self) -> DaemonProcess:

@@ -60,6 +60,7 @@ def long_frame(data: bytes) -> bytes:
     return b"\x03" + len(data).to_bytes(8, "big") + data
 
 
+@pytest.mark.slow
 def test_one_that_never_says_hello(start: StartDaemon, connect: Connect) -> None:
     daemon = start(*MEMORY)
     honest = connect(daemon.endpoint)
@@ -111,6 +112,7 @@ def keep_busy(daemon: DaemonProcess, number: int, stop: threading.Event) -> None
             client.send(question)
 
 
+@pytest.mark.slow
 def test_a_daemon_with_much_to_do_looks_after_its_connections(start: StartDaemon) -> None:
     daemon = start(*MEMORY)
     stop = threading.Event()
@@ -199,6 +201,7 @@ def descriptors(daemon: DaemonProcess) -> int:
     return len(os.listdir(f"/proc/{daemon.pid}/fd"))
 
 
+@pytest.mark.slow
 def test_more_than_there_are_descriptors_for(folder: Path) -> None:
     daemon = DaemonProcess(folder, *MEMORY)
     daemon.program = ["-c", FEW_DESCRIPTORS]

@@ -14,8 +14,6 @@ import pytest
 from tests.daemon.crashing_daemon import CrashingDaemon
 from vllm_tiered_kv.stores.ssd.record_format import HEADER_COPIES, RECORD_BYTES
 
-pytestmark = pytest.mark.slow
-
 AT_ONCE = 2  # daemons; most of the time goes into starting them
 HOW_IT_DIES = [
     CrashingDaemon.die_while_writing,
@@ -75,6 +73,13 @@ BUSY_WITH = (
 )
 
 
+def test_killed_a_few_times(folder: Path) -> None:
+    seen = live_all(folder, range(2), 4, nothing)
+    assert seen["writing"] > 0
+    assert seen["recovered lasting"] > 0
+
+
+@pytest.mark.slow
 def test_killed_at_any_instant(folder: Path) -> None:
     seen: Counter[str] = Counter()
     for seeds in (range(6), *(range(more, more + 2) for more in range(6, 24, 2))):
@@ -120,6 +125,7 @@ def deleted(crashing: CrashingDaemon, rng: random.Random) -> None:
     crashing.promises.may_lose_all = True
 
 
+@pytest.mark.slow
 def test_damaged_between_a_kill_and_a_restart(folder: Path) -> None:
     done: Counter[str] = Counter()
 

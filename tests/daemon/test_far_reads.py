@@ -17,7 +17,7 @@ import pytest
 from tests.daemon.backing_pipes import HUNG_BY_PIPES, hang_at
 from tests.daemon.conftest import Connect, StartDaemon
 from tests.daemon.raw_client import KEY_BYTES, NAMESPACE, attach, block, key, wire
-from tests.patience import eventually
+from tests.patience import eventually, mostly_slow
 from vllm_tiered_kv.core.store import BlockFacts, PutItem, PutResult, StoreKey, key_prefix
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.errors import ErrorCode
@@ -320,7 +320,7 @@ REQUESTS = {
 }
 
 
-@pytest.mark.parametrize("op", REQUESTS)
+@pytest.mark.parametrize("op", mostly_slow(REQUESTS, 1))
 def test_what_waits_for_a_backing_folder_does_not_fill_the_memory(
     hung: HungDaemon, op: str
 ) -> None:

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 import zmq
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from tests.daemon.conftest import Connect, StartDaemon
 from tests.daemon.daemon_process import DaemonProcess
 from tests.daemon.raw_client import KEY_BYTES, NAMESPACE, RawClient, block, blocks, key, wire
-from tests.patience import eventually
+from tests.patience import eventually, examples, mostly_slow
 from vllm_tiered_kv.core.store import Durability, PutResult
 from vllm_tiered_kv.native.cpu import xxh3_64
 
@@ -86,7 +86,7 @@ def test_garbage(start: StartDaemon, connect: Connect) -> None:
     grown_from = daemon.rss_bytes()
     seen = 0
 
-    @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+    @examples(400, suppress_health_check=list(HealthCheck))
     @given(st.lists(st.tuples(headers, bodies, st.integers(0, 4)), min_size=1, max_size=8))
     def bombard(messages: list[tuple[bytes, list[bytes], int]]) -> None:
         nonlocal seen
@@ -136,6 +136,7 @@ def test_a_frame_larger_than_any_block_ends_the_connection(
     assert daemon.rss_bytes() < 300 * MIB
 
 
+@pytest.mark.slow
 def test_many_namespaces_do_not_pile_up(start: StartDaemon, connect: Connect) -> None:
     daemon = start("--memory", "32MiB")
     client = connect(daemon.endpoint, greet=False)
@@ -149,6 +150,7 @@ def test_many_namespaces_do_not_pile_up(start: StartDaemon, connect: Connect) ->
     assert stats["sessions"] == 1
 
 
+@pytest.mark.slow
 def test_circular_chains_can_leave(start: StartDaemon, connect: Connect) -> None:
     client = connect(start("--memory", "1MiB").endpoint)
     for n in range(0, 2000, 2):
@@ -182,8 +184,8 @@ NEVER_READS = """
 """
 
 
-@pytest.mark.parametrize("over", ["tcp", "ipc"])
-@pytest.mark.parametrize("how", ["reads nothing", "stopped"])
+@pytest.mark.parametrize("over", mostly_slow(["tcp", "ipc"], 1))
+@pytest.mark.parametrize("how", mostly_slow(["reads nothing", "stopped"], 1))
 def test_a_client_that_never_reads_pins_little_and_not_forever(
     start: StartDaemon, connect: Connect, over: str, how: str
 ) -> None:

@@ -357,6 +357,7 @@ def test_a_block_read_back_while_it_is_deleted_stays_deleted(tmp_path: Path) -> 
     assert hung.store.close()
 
 
+@pytest.mark.slow
 def test_flush_says_so_and_does_it_later(hung: Hung) -> None:
     hung.gate.clear()
     for n in range(3):
@@ -411,6 +412,7 @@ def test_it_does_not_keep_the_others_from_closing(tmp_path: Path) -> None:
 # ---- a daemon over it ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_daemon_serves_and_stops_without_it(
     start: StartDaemon, connect: Connect, folder: Path
 ) -> None:

@@ -6,6 +6,8 @@ import threading
 import urllib.request
 from pathlib import Path
 
+import pytest
+
 from tests.daemon.conftest import Connect, StartDaemon
 from tests.daemon.daemon_process import DaemonProcess
 from tests.daemon.raw_client import KEY_BYTES, RawClient, attach, block, blocks, key, wire
@@ -15,6 +17,7 @@ from vllm_tiered_kv.core.store import PutResult
 MIB = 1 << 20
 
 
+@pytest.mark.slow
 def test_gets_of_very_many_absent_blocks(start: StartDaemon, connect: Connect) -> None:
     daemon = start()
     honest, greedy = connect(daemon.ipc), connect(daemon.endpoint)
@@ -33,6 +36,7 @@ def test_gets_of_very_many_absent_blocks(start: StartDaemon, connect: Connect) -
     assert answered >= 30
 
 
+@pytest.mark.slow
 def test_large_requests_one_after_the_other(start: StartDaemon, connect: Connect) -> None:
     """All together they are far more than may be under way at once."""
     client = connect(start().endpoint)

@@ -88,6 +88,7 @@ def test_a_daemon_starts_without_it_and_takes_it_up_when_it_answers(
     assert {key(n).hex() for n in (1, 2, 3, 5, 6)} <= kept
 
 
+@pytest.mark.slow
 def test_a_daemon_stops_without_it(hung: HungFolder, start: StartDaemon, connect: Connect) -> None:
     idle = start("--memory", "16MiB", *hung.arguments, program=HUNG_BY_PIPES)
     assert idle.terminate() == 0, "there is nothing that it should have"

@@ -8,12 +8,12 @@ import socket
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from tests.daemon.conftest import Connect, StartDaemon
 from tests.daemon.raw_client import KEY_BYTES, TIMEOUT_S, RawClient, attach, blocks, key, wire
-from tests.patience import eventually
+from tests.patience import eventually, examples
 from tests.remote.daemon_facts import requests_of
 from vllm_tiered_kv.errors import ErrorCode
 from vllm_tiered_kv.wire.limits import MAX_LINK_BYTES
@@ -176,7 +176,7 @@ def test_garbage(start: StartDaemon, connect: Connect) -> None:
     )
     cut = st.integers(1, len(good) - 1).map(lambda n: good[:n])
 
-    @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+    @examples(300, suppress_health_check=list(HealthCheck))
     @given(st.lists(st.one_of(st.binary(min_size=1, max_size=4096), mangled, cut), max_size=8))
     def bombard(packets: list[bytes]) -> None:
         lent = []

@@ -63,6 +63,7 @@ def test_void_are_the_pins_of_what_was_deleted_and_no_other(memory: MemoryStore)
     assert pins.release([NAME]) == 1
 
 
+@pytest.mark.slow
 def test_a_pin_that_races_a_delete_keeps_no_memory(start: StartDaemon, connect: Connect) -> None:
     client = connect(start("--memory", "4MiB").endpoint)
     absent = [key(n) for n in range(1000, 61_000)]  # take a while: the pin comes in between

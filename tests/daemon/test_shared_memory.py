@@ -29,7 +29,7 @@ from tests.daemon.raw_client import (
     push_out,
     wire,
 )
-from tests.patience import eventually
+from tests.patience import eventually, mostly_slow
 from vllm_tiered_kv.core.store import PutResult
 from vllm_tiered_kv.device.shared_arena import SharedArena
 from vllm_tiered_kv.errors import ErrorCode
@@ -171,7 +171,7 @@ def borrower(daemon: DaemonProcess, *arguments: str) -> tuple[subprocess.Popen[s
     return process, [int(word) for word in process.stdout.readline().split()]
 
 
-@pytest.mark.parametrize("how", ["stopped", "disconnected"])
+@pytest.mark.parametrize("how", mostly_slow(["stopped", "disconnected"], 1))
 def test_leases_outlive_pressure_and_end_with_the_process(
     start: StartDaemon, connect: Connect, how: str
 ) -> None:

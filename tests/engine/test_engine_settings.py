@@ -9,12 +9,12 @@ import pytest
 
 from tests.engine.oracle import BLOCK, BLOCK_BYTES, COUNT, PROMPTS, Truth, assert_same
 from tests.engine.real_engine import real_engine
-from tests.slow import SLOW
+from tests.patience import mostly_slow
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.metrics import names
 
 
-@pytest.mark.parametrize("eviction", ["lru", pytest.param("s3fifo", marks=SLOW)])
+@pytest.mark.parametrize("eviction", mostly_slow(["lru", "s3fifo"], 1))
 def test_rounds_with_a_tier_smaller_than_the_working_set(
     tiny_model: Path, truth: Truth, eviction: str
 ) -> None:
@@ -107,6 +107,7 @@ def test_lazy_store_saves_what_the_gpu_evicts(tiny_model: Path, truth: Truth) ->
         engine.assert_at_rest()
 
 
+@pytest.mark.slow
 def test_without_the_gpu_prefix_cache(tiny_model: Path, truth: Truth) -> None:
     options = {"cpu_memory": "64MiB"}
     with real_engine(tiny_model, options, enable_prefix_caching=False) as engine:
@@ -120,6 +121,7 @@ def test_without_the_gpu_prefix_cache(tiny_model: Path, truth: Truth) -> None:
         engine.assert_at_rest()
 
 
+@pytest.mark.slow
 def test_a_repeated_prompt_computes_one_token_with_partial_tails(
     tiny_model: Path, truth: Truth
 ) -> None:
@@ -171,7 +173,7 @@ def test_inside_a_multi_connector(tiny_model: Path, truth: Truth, caplog) -> Non
         engine.assert_at_rest()
 
 
-@pytest.mark.parametrize("mode", ["naive", "hash_only"])
+@pytest.mark.parametrize("mode", mostly_slow(["hash_only", "naive"], 1))
 def test_baseline_modes_change_nothing(tiny_model: Path, truth: Truth, mode: str) -> None:
     with real_engine(tiny_model, {"mode": mode}) as engine:
         answers = []

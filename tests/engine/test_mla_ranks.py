@@ -20,9 +20,10 @@ from tests.models import TINY_MLA, write_config
 from vllm_tiered_kv.remote.address import EngineIdentity
 from vllm_tiered_kv.remote.store import RemoteStore
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = pytest.mark.engine
 
 
+@pytest.mark.slow
 def test_two_ranks_of_mla_share_one_copy(tmp_path: Path) -> None:
     model = write_weights(write_config(tmp_path / "model", TINY_MLA))
     with (
@@ -75,6 +76,7 @@ def test_two_ranks_of_mla_share_one_copy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["allocation", "meeting of the first"])
+@pytest.mark.slow
 def test_a_start_that_fails_on_one_rank_does_not_hang(tmp_path: Path, where: str) -> None:
     """The other one must not wait for it, be it that their memory is shared already or not yet."""
     model = write_weights(write_config(tmp_path / "model", TINY_MLA))

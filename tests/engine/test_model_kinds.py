@@ -35,6 +35,7 @@ from tests.models import (
     write_config,
     write_model,
 )
+from tests.patience import mostly_slow
 from vllm_tiered_kv.connector.model_identity import fingerprint
 from vllm_tiered_kv.connector.support import why_not_cacheable
 from vllm_tiered_kv.metrics import names
@@ -97,7 +98,7 @@ def assert_spoiled_bytes_show(engine: RealEngine, right: list[Answer]) -> None:
 # ---- full attention -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2, 1], ids=["mha", "gqa", "mqa"])
+@pytest.mark.parametrize("kv_heads", mostly_slow([2, 4, 1], 1), ids=["gqa", "mha", "mqa"])
 def test_full_attention(tmp_path: Path, kv_heads: int) -> None:
     model = write_model(tmp_path / "model", num_key_value_heads=kv_heads)
     with real_engine(model, ROOMY) as engine:
@@ -107,6 +108,7 @@ def test_full_attention(tmp_path: Path, kv_heads: int) -> None:
         assert_spoiled_bytes_show(engine, tier)
 
 
+@pytest.mark.slow
 def test_layers_that_share_the_cache_of_others(tmp_path: Path) -> None:
     model = write_config(tmp_path / "model", TINY_GEMMA3N)
     with real_engine(model, ROOMY) as engine:
@@ -184,7 +186,7 @@ def test_engines_of_other_sizes_have_keys_of_their_own(tmp_path: Path) -> None:
     not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()),
     reason="vLLM's CPU back-end has fp8 caches with AVX-512 or AMX alone",
 )
-@pytest.mark.parametrize("kind", ["fp8", "fp8_e5m2"])
+@pytest.mark.parametrize("kind", mostly_slow(["fp8", "fp8_e5m2"], 1))
 def test_fp8_cache(tmp_path: Path, kind: str) -> None:
     model = write_model(tmp_path / "model")
     with real_engine(model, ROOMY, dtype="bfloat16", kv_cache_dtype=kind) as engine:
@@ -258,6 +260,7 @@ def test_lora_adapters_hit_their_own_blocks_only(tmp_path: Path) -> None:
 # ---- prompts that are not tokens ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_prompt_embeddings(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     inputs = [
@@ -317,6 +320,7 @@ def test_images(tmp_path: Path) -> None:
 # ---- pooling ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_embeddings_of_a_causal_model_are_served(tmp_path: Path) -> None:
     model = write_tokenizer(write_model(tmp_path / "model"))
     settings: dict[str, Any] = {"runner": "pooling", "convert": "embed"}
@@ -334,6 +338,7 @@ def test_embeddings_of_a_causal_model_are_served(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["MEAN", "CLS"])
+@pytest.mark.slow
 def test_pooling_of_all_tokens_is_left_alone(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -358,6 +363,7 @@ def test_pooling_of_all_tokens_is_left_alone(
         assert "not tiered: its pooling" in caplog.text
 
 
+@pytest.mark.slow
 def test_an_encoder_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = write_tokenizer(write_config(tmp_path / "model", TINY_BERT))
     settings = {"runner": "pooling", "max_model_len": 512, "max_num_batched_tokens": 512}
@@ -384,6 +390,7 @@ def mtp(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("draft", [eagle, mtp])
+@pytest.mark.slow
 def test_draft_layers_are_left_alone(
     draft: Callable[[Path], tuple[Path, dict[str, Any]]],
     tmp_path: Path,

@@ -208,6 +208,7 @@ def odd_values() -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_keys_are_equal_in_every_process(folder: Path, tmp_path: Path) -> None:
     digests = set()
     for seed in ("1", "2"):

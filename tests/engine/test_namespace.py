@@ -16,7 +16,6 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from tests.engine.keyed_requests import flat, make_request
 from tests.engine.made_configs import engine_config, one_group
 from tests.models import write_model
-from tests.slow import SLOW
 from vllm_tiered_kv.config import TieredKVConfig
 from vllm_tiered_kv.connector import assembly, model_identity
 from vllm_tiered_kv.connector.model_identity import fingerprint
@@ -31,7 +30,7 @@ def namespaces_hex(model: str) -> list[str]:
     ]
 
 
-@SLOW
+@pytest.mark.slow
 def test_another_process_finds_the_same_namespace(tmp_path: Path) -> None:
     """Another hash seed, another name of the folder, the same engine."""
     program = f"import sys; from {__name__} import namespaces_hex as n; print(*n(sys.argv[1]))"

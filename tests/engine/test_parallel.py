@@ -14,11 +14,10 @@ import pytest
 from tests.daemon.daemon_process import DaemonProcess
 from tests.engine.engine_apart import run_apart
 from tests.engine.parallel_run import BLOCK
-from tests.slow import SLOW
 
 LENGTHS = (300, 170, 420)
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = pytest.mark.engine
 
 
 RANKS = pytest.mark.parametrize(
@@ -45,6 +44,7 @@ def run_ranks(model: Path, settings: dict, **options: str) -> dict:
 
 
 @RANKS
+@pytest.mark.slow
 def test_two_ranks(random_model: Path, settings: dict) -> None:
     report = run_ranks(random_model, settings)
 
@@ -64,7 +64,7 @@ def test_two_ranks(random_model: Path, settings: dict) -> None:
         assert changed["logprobs"] != right["logprobs"]
 
 
-@SLOW
+@pytest.mark.slow
 def test_every_rank_verifies_its_shard_and_one_is_enough_to_evict(random_model: Path) -> None:
     settings = {"tensor_parallel_size": 2, "enforce_eager": True}
     report = run_ranks(random_model, settings, TIERED_KV_VERIFY_FRACTION="1")
@@ -80,6 +80,7 @@ def test_every_rank_verifies_its_shard_and_one_is_enough_to_evict(random_model: 
     assert counters.get("vllm:tiered_kv_hit_tokens", 0) == 0
 
 
+@pytest.mark.slow
 def test_data_parallel_engines_share_a_daemon(random_model: Path, folder: Path) -> None:
     with DaemonProcess(folder, "--memory", "64MiB") as daemon:
         options = {"cpu_memory": "8MiB", "remote": daemon.ipc, "remote_lookup_timeout": 20}

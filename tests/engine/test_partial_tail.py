@@ -16,6 +16,7 @@ from tests.engine.toy_asking import ask, assert_tier_is_right, prompt, seeded_pr
 from tests.engine.toy_asking import workload as play_workload
 from tests.engine.toy_at_daemon import REMOTE, TRANSPORTS, address, engine_at, wait_attached
 from tests.engine.toy_engine import ToyEngine, play
+from tests.patience import mostly_slow
 from tests.remote.faulty_daemon import FaultyDaemon
 from vllm_tiered_kv.connector.partial_tail import tail_of
 from vllm_tiered_kv.core.tiers import Lookup
@@ -137,7 +138,7 @@ def test_a_tail_leaves_before_what_it_follows(tiny_model: Path, async_scheduling
     assert hits(engine, ids, 1) == 36
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", mostly_slow(range(4), 1))
 def test_many_clients(tiny_model: Path, async_scheduling: bool, step_loads: str, seed: int) -> None:
     """Prompts that end within shared blocks, aborts, resets, too little memory everywhere."""
     engine = tailed(tiny_model, async_scheduling, seed=seed, gpu_blocks=40, store_delay=seed + 1)
@@ -147,7 +148,7 @@ def test_many_clients(tiny_model: Path, async_scheduling: bool, step_loads: str,
     assert_tier_is_right(engine)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", mostly_slow(range(2), 1))
 def test_a_few_prompts_again_and_again(
     tiny_model: Path, async_scheduling: bool, step_loads: str, seed: int
 ) -> None:

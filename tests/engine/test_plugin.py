@@ -103,6 +103,7 @@ def test_a_vllm_that_is_too_old_is_refused_in_one_sentence(
     assert "\n" not in sentence
 
 
+@pytest.mark.slow
 def test_a_vllm_without_our_hooks_is_refused_before_it_breaks_an_import() -> None:
     program = f"""
 import vllm.distributed.kv_transfer.kv_connector.v1.base as base

@@ -21,14 +21,13 @@ from tests.daemon.raw_client import RawClient
 from tests.engine.real_engine import RealEngine, real_engine
 from tests.engine.toy_at_daemon import address
 from tests.patience import eventually
-from tests.slow import SLOW
 from tests.soak.footprint import Footprint, settled
 from vllm_tiered_kv.connector.connector import TieredKVConnector
 from vllm_tiered_kv.connector.worker_half import WorkerHalf
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import names
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = pytest.mark.engine
 
 BLOCK = 32
 LENGTHS = (420, 200, 70)
@@ -161,7 +160,13 @@ def lent_by(daemon: DaemonProcess) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("transport", "rounds"), [("ipc", 3), pytest.param("tcp", 1, marks=SLOW)], ids=["ipc", "tcp"]
+    ("transport", "rounds"),
+    [
+        ("ipc", 1),
+        pytest.param("ipc", 3, marks=pytest.mark.slow),
+        pytest.param("tcp", 1, marks=pytest.mark.slow),
+    ],
+    ids=["ipc", "ipc-thrice", "tcp"],
 )
 def test_a_real_engine_beside_a_daemon(
     tiny_model: Path, daemon: DaemonProcess, transport: str, rounds: int
@@ -219,6 +224,7 @@ def fails_after(what: Callable[..., Any], seen: list[Held]) -> Callable[..., Any
     ],
     ids=["caches", "metrics"],
 )
+@pytest.mark.slow
 def test_a_start_that_fails(
     tiny_model: Path,
     daemon: DaemonProcess,

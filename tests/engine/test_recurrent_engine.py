@@ -13,6 +13,7 @@ from tests.engine.real_engine import real_engine
 pytestmark = pytest.mark.engine
 
 
+@pytest.mark.slow
 def test_a_hybrid_with_recurrent_state_runs_without_the_tier(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

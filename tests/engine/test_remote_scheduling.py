@@ -29,7 +29,7 @@ from tests.engine.toy_at_daemon import (
     whole_blocks,
 )
 from tests.engine.toy_engine import ToyEngine, play
-from tests.patience import eventually
+from tests.patience import eventually, mostly_slow
 from tests.remote.daemon_facts import leases_of
 from tests.remote.faulty_daemon import Fault, FaultyDaemon, Frames, block_reply, forgetful, framed
 from vllm_tiered_kv.core.tiers import Tier
@@ -430,8 +430,10 @@ def test_a_slowed_daemon_serves_some_and_times_out_for_others(tiny_model: Path) 
         toy.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", mostly_slow(["ipc", "tcp"], 1))
+@pytest.mark.parametrize(
+    "async_scheduling", mostly_slow([True, False], 1), indirect=True, ids=["async", "sync"]
+)
 def test_chaos(
     tiny_model: Path,
     folder: Path,

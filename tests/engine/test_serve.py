@@ -27,7 +27,7 @@ import pytest
 
 from examples.smollm2 import ensure_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 TEXT = Path(__file__).parents[2].joinpath("examples", "long_text.txt").read_text(encoding="utf-8")
 QUESTION = "What is the name of the ferry, and what colour is it?"
@@ -307,6 +307,7 @@ def replay(server: Server, folder: Path, url: str, *flags: str) -> tuple[int, di
     return done.returncode, written, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_replay_finds_the_cache_right(server: Server, tmp_path: Path) -> None:
     status, report, shown = replay(server, tmp_path, f"http://127.0.0.1:{server.port}")
     assert status == 0, shown
@@ -358,6 +359,7 @@ class Forger(http.server.BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 def test_a_replay_notices_one_other_token(server: Server, tmp_path: Path) -> None:
     handler = type("Handler", (Forger,), {"port": server.port})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as forger:
@@ -370,6 +372,7 @@ def test_a_replay_notices_one_other_token(server: Server, tmp_path: Path) -> Non
     assert "token 2 differs" in shown
 
 
+@pytest.mark.slow
 def test_a_replay_notices_a_tier_with_wrong_bytes(server: Server, tmp_path: Path) -> None:
     """Bits of the engine's CPU tier are flipped from outside, as broken memory would."""
     url = f"http://127.0.0.1:{server.port}"

@@ -17,7 +17,7 @@ from tests.soak.connections import ZMQ_THREAD, Connections
 from tests.soak.footprint import Footprint
 from tests.soak.toy_soak import SoakError, ToySoak, _Episode
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = pytest.mark.engine
 
 
 @pytest.fixture
@@ -29,6 +29,7 @@ def soak(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToySoak]
         running.close()
 
 
+@pytest.mark.slow
 def test_random_requests_and_faults_leave_nothing_behind(soak: ToySoak) -> None:
     soak.run(seconds=20, least_requests=2000)
     print(dict(soak.counts))

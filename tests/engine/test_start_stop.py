@@ -181,6 +181,7 @@ for at in sys.argv[2:]:  # one process after the other: vLLM is imported once
 """
 
 
+@pytest.mark.slow
 def test_killed_engines_leave_nothing_with_their_daemon(
     tiny_model: Path, daemon: DaemonProcess, tmp_path: Path
 ) -> None:

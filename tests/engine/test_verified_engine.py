@@ -14,16 +14,17 @@ import pytest
 from tests.engine.oracle import BLOCK, PROMPTS
 from tests.engine.real_engine import RealEngine, real_engine
 from tests.engine.verified_hits import VerifiedHits
+from tests.patience import mostly_slow
 from vllm_tiered_kv.core.verdict import Verdict
 from vllm_tiered_kv.metrics import names
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = pytest.mark.engine
 
 ASKED = sorted(PROMPTS, key=len)[:4]
 WHOLE = sum((len(ids) - 1) // BLOCK for ids in ASKED)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", mostly_slow(["bfloat16", "float32"], 1))
 def test_rounding_passes_and_wrong_content_is_found(tiny_model: Path, dtype: str) -> None:
     options = {"cpu_memory": "256MiB", "verify_fraction": 1}
     is_rounded = dtype == "bfloat16"

@@ -20,6 +20,7 @@ from vllm_tiered_kv.metrics import names
 pytestmark = pytest.mark.engine
 
 
+@pytest.mark.slow
 def test_another_engine_finds_what_the_first_one_stored(tmp_path: Path) -> None:
     folder = model_folder(tmp_path, "gemma3")
     with (

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from tests.patience import examples
 from vllm_tiered_kv.remote.health import Attempt, Breaker, BreakerState
 
 CLOSED, OPEN, HALF_OPEN = BreakerState.CLOSED, BreakerState.OPEN, BreakerState.HALF_OPEN
@@ -199,4 +199,4 @@ class BreakerMachine(RuleBasedStateMachine):
 
 
 TestBreakerMachine = BreakerMachine.TestCase
-TestBreakerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestBreakerMachine.settings = examples(60, stateful_step_count=40)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import mostly_slow
 from tests.stores.contract import (
     KIB,
     MIB,
@@ -69,7 +70,7 @@ class CapacityContract:
             assert small.get(used, buffers) == [True] * 10
             small.put(chain_items(chain_keys(f"once {at}", 10), BLOCK))
 
-    @pytest.mark.parametrize("seed", range(3))
+    @pytest.mark.parametrize("seed", mostly_slow(range(3), 1))
     def test_no_block_is_left_without_its_head(self, small: BlockStore, seed: int) -> None:
         rng = random.Random(seed)
         stems = [chain_keys(f"stem {at}", 3) for at in range(8)]

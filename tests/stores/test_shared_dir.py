@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.patience import examples
 from tests.stores.contract import assert_holds, assert_lacks, chain_keys, content, item, store_key
 from tests.stores.shared_dir_cases import as_ordinary_user, file_of, litter, opened
 from vllm_tiered_kv.core.store import PutResult, StoreKey
@@ -152,7 +153,7 @@ def test_settings_that_make_no_sense_are_refused(wrong: dict[str, float]) -> Non
 # ---- keys ---------------------------------------------------------------------------------------
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(st.sets(keys_of_any_length, min_size=1, max_size=8))
 def test_any_bytes_are_a_key(keys: set[bytes]) -> None:
     with tempfile.TemporaryDirectory() as folder, opened(Path(folder) / "s") as store:
@@ -262,7 +263,7 @@ def test_any_wrong_byte_of_the_header(tmp_path: Path) -> None:
         assert_damage_is_noticed(tmp_path, bytes(bad), key)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_any_wrong_bit_of_the_payload(data: st.DataObject) -> None:
     nbytes = data.draw(st.integers(1, 20_000))
@@ -274,7 +275,7 @@ def test_any_wrong_bit_of_the_payload(data: st.DataObject) -> None:
         assert_damage_is_noticed(Path(folder), bytes(bad), key, nbytes)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.integers(0, HEADER_BYTES + SIZE - 1))
 def test_a_file_cut_anywhere(length: int) -> None:
     key = store_key("a")
@@ -282,7 +283,7 @@ def test_a_file_cut_anywhere(length: int) -> None:
         assert_damage_is_noticed(Path(folder), good_file(key)[:length], key)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(st.binary(min_size=1, max_size=5000))
 def test_a_file_with_something_behind(more: bytes) -> None:
     key = store_key("a")

@@ -117,12 +117,11 @@ def test_writers_readers_and_collectors_with_kills(tmp_path: Path) -> None:
     check_afterwards(tmp_path / "shared")
 
 
-@pytest.mark.slow
 def test_nothing_published_is_lost_within_the_grace_period(tmp_path: Path) -> None:
     crowd = run_crowd(
         tmp_path,
         ["write", "write", "collect", "collect"],
-        kills=4,
+        kills=2,
         seconds=1,
         grace=3600,
         capacity=1,

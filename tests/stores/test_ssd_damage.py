@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import mostly_slow
 from tests.stores.ssd_blocks import SMALL, check, content, item, key, opened, present, put, read
 from vllm_tiered_kv.core.store import Durability, PutResult
 from vllm_tiered_kv.errors import StoreFormatError, StoreLockedError
@@ -70,7 +71,7 @@ def readable(path: Path, capacity: int = 400 << 10) -> set[int]:
     return good
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", mostly_slow(range(60), 6))
 def test_flipped_bits_are_detected(folder: Path, seed: int) -> None:
     rng = random.Random(seed)
     flips = rng.choice((1, 1, 3, 40))
@@ -118,7 +119,7 @@ def test_both_headers_must_be_damaged_to_lose_the_journal(folder: Path) -> None:
         put(store, 1)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", mostly_slow(range(12), 3))
 def test_a_cut_journal_keeps_what_is_left(folder: Path, seed: int) -> None:
     journal = folder / "journal"
     records = journal.stat().st_size // RECORD_BYTES
@@ -239,7 +240,7 @@ def test_a_folder_of_another_format_is_refused(folder: Path, change, message: st
     assert before == {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "LOCK"}
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", mostly_slow(range(40), 4))
 def test_a_damaged_format_file_never_passes(seed: int) -> None:
     rng = random.Random(seed)
     good = Superblock(bytes(16), 1 << 20).encode()

@@ -16,12 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import mostly_slow
 from tests.stores.ssd_blocks import SMALL
 from tests.stores.ssd_workload import inspect, note_departures, still_owed, work
 from vllm_tiered_kv.stores.ssd.settings import FsyncPolicy
 from vllm_tiered_kv.stores.ssd.store import SsdStore
-
-KILLS = 80
 
 
 class EventFile:
@@ -61,14 +60,17 @@ def use_until_killed(folder: Path, events: EventFile, fsync: FsyncPolicy, seed: 
 
 @pytest.mark.parametrize("fsync", list(FsyncPolicy))
 @pytest.mark.parametrize("slowest", [0.02, 0.15])  # seconds: during recovery, or well into the work
-def test_killed_at_any_instant(tmp_path: Path, fsync: FsyncPolicy, slowest: float) -> None:
+@pytest.mark.parametrize("least", mostly_slow([8, 80], 1), ids=["few", "many"])
+def test_killed_at_any_instant(
+    tmp_path: Path, fsync: FsyncPolicy, slowest: float, least: int
+) -> None:
     rng = random.Random(slowest)
     folder, copy = tmp_path / "store", tmp_path / "copy"
     owed: set[bytes] = set()
     acknowledged = kills = 0
     # On a slow machine a child does less before it dies, and it takes more of them.
-    while kills < KILLS or (slowest > 0.1 and acknowledged <= 10 * KILLS):
-        assert kills < 10 * KILLS
+    while kills < least or (slowest > 0.1 and acknowledged <= 10 * least):
+        assert kills < 10 * least
         kills += 1
         events = EventFile(tmp_path / "events")
         seed = rng.randrange(1 << 30)

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import mostly_slow
 from tests.stores.ssd_blocks import SMALL, check, key, opened, present
 from tests.stores.ssd_power_loss import RecordingDisk, leftovers
 from tests.stores.ssd_workload import (
@@ -110,14 +111,16 @@ def search(
         shutil.rmtree(found)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", mostly_slow(range(6), 2))
 def test_every_leftover_recovers(folder: Path, seed: int) -> None:
     disk = record(folder / "store", seed, threads=1 + seed % 3)
     assert len(disk.log.syncs) > 20
     search(disk, folder, 150, seed)
 
 
-@pytest.mark.parametrize("capacities", [(SMALL, SMALL), (320 << 10, SMALL), (SMALL, 320 << 10)])
+@pytest.mark.parametrize(
+    "capacities", mostly_slow([(SMALL, SMALL), (320 << 10, SMALL), (SMALL, 320 << 10)], 1)
+)
 def test_every_leftover_of_reopening_shrinking_and_growing_recovers(
     folder: Path, capacities: tuple[int, ...]
 ) -> None:
@@ -127,6 +130,7 @@ def test_every_leftover_of_reopening_shrinking_and_growing_recovers(
     search(disk, folder, 100, 41, capacity=min(capacities))
 
 
+@pytest.mark.slow
 def test_power_lost_again_while_recovering(folder: Path) -> None:
     disk = record(folder / "store", 60, threads=2)
     count = 0

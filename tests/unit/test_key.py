@@ -8,9 +8,10 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.patience import examples
 from vllm_tiered_kv.core.key import (
     Fingerprint,
     RankTag,
@@ -74,7 +75,7 @@ def test_scopes_are_equal_exactly_when_their_keys_are(a: tuple, b: tuple) -> Non
     assert (a == b) == (chain(scope=a) == chain(scope=b))
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(tokens, st.data())
 def test_a_changed_token_changes_its_block_and_all_behind_it(ids: list[int], data) -> None:
     ids = ids[: len(ids) // 4 * 4]
@@ -87,7 +88,7 @@ def test_a_changed_token_changes_its_block_and_all_behind_it(ids: list[int], dat
     assert [x == y for x, y in zip(a, b, strict=True)] == [i < at // 4 for i in range(len(a))]
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(
     tokens, st.sampled_from([1, 2, 4]), st.dictionaries(st.integers(0, 3), st.binary(max_size=70))
 )

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from tests.patience import examples
 from vllm_tiered_kv.core.key import (
     BlockKey,
     Fingerprint,
@@ -90,13 +91,13 @@ blocks = st.builds(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(blocks, blocks)
 def test_keys_are_equal_exactly_when_everything_is(a: Block, b: Block) -> None:
     assert (a.key() == b.key()) == (a.facts() == b.facts())
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(blocks, st.data())
 def test_one_difference_is_enough(block: Block, data: st.DataObject) -> None:
     """Two independent draws hardly ever differ in one thing only; here they always do."""
@@ -111,7 +112,6 @@ def test_one_difference_is_enough(block: Block, data: st.DataObject) -> None:
     assert other.key() != block.key()
 
 
-@settings(deadline=None)
 @given(fingerprints, fingerprints)
 def test_daemons_see_namespaces_apart(a: Fingerprint, b: Fingerprint) -> None:
     """A daemon keeps the first half of a namespace; that half alone tells them apart."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.patience import examples
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry, aligned
 from vllm_tiered_kv.core.layout import StridedView, block_runs
 
@@ -47,7 +48,7 @@ def read(runs, block: int, memory: np.ndarray) -> np.ndarray:
     return slot.view(np.int32)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.sampled_from(sorted(ORDERS)),
     st.tuples(*[st.integers(1, 4)] * 4, st.integers(1, 5)),
@@ -113,7 +114,6 @@ def test_one_class_wastes_nothing() -> None:
     assert list(geometry.offsets(np.array([0, 3]), 0)) == [0, 192]
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 5000), min_size=2, max_size=4), st.integers(50, 4000))
 def test_slots_of_all_classes_stay_inside_and_apart(sizes: list[int], factor: int) -> None:
     capacity = max(sizes) * factor + 64 * len(sizes)

@@ -7,9 +7,10 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.patience import examples
 from tests.unit.simulated_engine import (
     BLOCK,
     BYTES_PER_TOKEN,
@@ -219,7 +220,7 @@ def test_a_slow_disk_costs_next_to_nothing() -> None:
     assert engine.rehearsed <= 0.1 * counts[Decision.PROBE] * 1.3, "a daemon has others to serve"
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     st.floats(2e7, 2e10),
     st.floats(0.0002, 0.05),

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cache_shapes import (
@@ -24,6 +24,7 @@ from tests.cache_shapes import (
     scattered,
     slot_pitch,
 )
+from tests.patience import examples
 from vllm_tiered_kv.errors import NativeError, TieredKVError
 from vllm_tiered_kv.native.cpu import BlockLayout, HostRegion, gather, scatter
 
@@ -72,7 +73,7 @@ def test_bytes_go_where_numpy_puts_them(shape: CacheShape, threads: int) -> None
         check_both_ways(shape, seed, threads)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     layout=st.sampled_from(["LBHNC", "LBNHC", "BLHNC", "BLNHC", "LHBNC", "HLBNC"]),
     layers=st.integers(1, 4),
@@ -272,7 +273,7 @@ def collides(starts: list[int], strides: list[int], lengths: list[int], blocks: 
     return any(a.start < b.stop and b.start < a.stop for a, b in itertools.combinations(images, 2))
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(st.data(), st.integers(1, 6), st.integers(1, 5), st.booleans())
 def test_overlap_is_found_exactly(
     data: st.DataObject, blocks: int, count: int, one_stride: bool

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.patience import examples
 from vllm_tiered_kv.errors import NativeError, NoDeviceError
 from vllm_tiered_kv.native import _cpu, cuda
 from vllm_tiered_kv.native.bytes_copy import copy_and_hash, hash_buffers
@@ -79,7 +80,7 @@ def test_copies_are_whole_and_their_sums_right(size: int, remainder: int) -> Non
 
 
 @given(st.binary(max_size=2000), st.integers(0, 63))
-@settings(max_examples=50)
+@examples(50)
 def test_short_copies_are_whole_and_their_sums_right(data: bytes, remainder: int) -> None:
     copied_and_hashed(data, remainder)
 
@@ -177,7 +178,7 @@ def plain_keys(
     return keys, parent
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(
     parent=st.binary(min_size=32, max_size=32),
     block_size=st.integers(1, 70),

@@ -6,9 +6,10 @@ import math
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.patience import examples
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.planner import Group, loadable_tokens, plan_store, telling_group
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
@@ -64,7 +65,7 @@ def can_go_on(case: Case, end: int) -> bool:
     return True
 
 
-@settings(max_examples=600, deadline=None)
+@examples(600)
 @given(cases())
 def test_the_longest_prefix_whose_tokens_are_all_there(case: Case) -> None:
     index = BlockIndex(ArenaGeometry.for_blocks(64 * 256, [64]), "lru")

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.patience import examples
 from tests.unit.test_planner import TOKENS, Case, can_go_on, cases
 from tests.unit.test_remote_half import Server
 from vllm_tiered_kv.cache.index import BlockIndex
@@ -72,7 +73,7 @@ def search(
     return loadable_tokens(index, groups, keys, computed, limit, alignment, told), told
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(cases(), st.data())
 def test_the_longest_end_is_found_whoever_has_its_blocks(case: Case, data: st.DataObject) -> None:
     """The daemon has what was sent to it: most of what the CPU tier has, and more."""

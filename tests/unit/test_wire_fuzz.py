@@ -6,9 +6,10 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.patience import examples
 from tests.wire_samples import SAMPLES, decode, encode, is_request, lengths_of
 from vllm_tiered_kv.core.store import Durability
 from vllm_tiered_kv.wire import frames
@@ -26,7 +27,7 @@ from vllm_tiered_kv.wire.messages import (
     specs_of,
 )
 
-EXAMPLES = settings(max_examples=300, deadline=None)
+EXAMPLES = examples(300)
 
 
 def survive(as_request: bool, header: bytes, lengths: list[int]) -> Request | Reply | None:
