@@ -131,7 +131,7 @@ EVICTED_BLOCKS = _counter("evicted_blocks", "Blocks evicted to make room.", _CPU
 EVICTED_BYTES = _counter("evicted_bytes", "Bytes of those blocks, per rank.", _CPU)
 LOOKUPS = _counter_by(
     "lookups",
-    "Lookups at daemons, one per request, by outcome.",
+    "Lookups of requests at daemons, by outcome.",
     "outcome",
     ((_REMOTE, outcome.value) for outcome in LookupOutcome),
 )
