@@ -14,7 +14,8 @@ from vllm_tiered_kv.wire.replies import put_codes
 _ERRORS = {
     ErrorCode.BAD_MESSAGE: "A header, field or payload breaks this protocol.",
     ErrorCode.UNKNOWN_OP: "There is no such op in this version.",
-    ErrorCode.UNSUPPORTED_VERSION: "The version in `hello` is not supported; the message says which one is.",
+    ErrorCode.UNSUPPORTED_VERSION: "The version in `hello` is not supported; the message says "
+    "which one is.",
     ErrorCode.NO_HELLO: "The session is not open, or the daemon has restarted: send `hello` again.",
     ErrorCode.MISMATCH: "The namespace is known with another key length, other block lengths or "
     "another layout; or a key or block in a message has another length than its session announced.",
