@@ -58,8 +58,8 @@ ROWS = (
         "Multi-head latent attention (DeepSeek)",
         State.CACHED,
         (_kinds("test_mla"), _kinds("test_mla_with_amx"), _gpu("test_mla")),
-        "vLLM's reference kernels for CPUs without AMX (CPU_MLA) round a cached prefix to bfloat16: "
-        "logprobs after a hit differ, and the log warns about it",
+        "vLLM's reference kernels for CPUs without AMX (CPU_MLA) round a cached prefix to "
+        "bfloat16: logprobs after a hit differ, and the log warns about it",
     ),
     Row(
         "MLA over tensor-parallel ranks",
@@ -200,8 +200,8 @@ ROWS = (
         "Cascade attention",
         State.UNTOUCHED,
         (_gpu("test_many_requests_with_one_long_prefix"),),
-        "removed in vLLM 0.32; it changed how kernels read a prefix shared by many requests, not the "
-        "blocks the cache stores (0.31 has it; not tested there)",
+        "removed in vLLM 0.32; it changed how kernels read a prefix shared by many requests, not "
+        "the blocks the cache stores (0.31 has it; not tested there)",
     ),
     Row(
         "Diffusion (DiffusionGemma)",
