@@ -1,7 +1,7 @@
 """Which models and features are cached, and the tests that show it: the rows of docs/models.md.
 
-What the log says about a model that is left alone is not written here but found in the source that
-says it, so the page cannot promise another sentence.
+The log message for a model that is not cached is not written here but read from the source that
+logs it, so that the page always quotes the real message.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _SUPPORT = ROOT / "vllm_tiered_kv" / "connector" / "support.py"
 
 class State(enum.Enum):
     CACHED = "cached"
-    LEFT_ALONE = "left alone"  # the engine runs as if there were no cache, and the log says why
-    UNTOUCHED = "not our concern"  # happens beside the cache, neither needs it nor disturbs it
+    LEFT_ALONE = "not cached"  # the engine runs as without the plugin, and the log says why
+    UNTOUCHED = "not affected"  # independent of the cache
     REFUSED = "refused by vLLM"
 
 
@@ -26,9 +26,9 @@ class State(enum.Enum):
 class Row:
     feature: str
     state: State
-    tests: tuple[str, ...]  # path::name, with [id] where one case of several is meant
+    tests: tuple[str, ...]  # path::name, with [id] for one case of a parametrised test
     note: str = ""
-    says: str = ""  # a piece of the sentence in the log, enough to find it by
+    says: str = ""  # a unique part of the log message
 
 
 def _kinds(name: str) -> str:
@@ -58,8 +58,8 @@ ROWS = (
         "Multi-head latent attention (DeepSeek)",
         State.CACHED,
         (_kinds("test_mla"), _kinds("test_mla_with_amx"), _gpu("test_mla")),
-        "vLLM's reference kernels for CPUs without AMX (CPU_MLA) round a prefix they find to "
-        "bfloat16: logprobs after a hit differ, and the log warns of it",
+        "vLLM's reference kernels for CPUs without AMX (CPU_MLA) round a cached prefix to "
+        "bfloat16: logprobs after a hit differ, and the log warns about it",
     ),
     Row(
         "MLA over tensor-parallel ranks",
@@ -70,8 +70,8 @@ ROWS = (
             "tests/unit/test_replicas.py::test_daemons_hold_one_copy_and_both_ranks_load_it",
             _kinds("test_engines_of_other_sizes_have_keys_of_their_own"),
         ),
-        "the CPU tier and daemons hold one copy for all ranks of a host (one for each rank in a "
-        "pipeline)",
+        "the CPU tier and daemons hold one copy for all ranks of a host (with a pipeline, one per "
+        "rank)",
     ),
     Row(
         "Sliding window",
@@ -80,7 +80,7 @@ ROWS = (
             "tests/engine/test_windows.py::test_a_repeated_prompt_loads_what_its_windows_reach",
             "tests/engine/test_window_engines.py::test_each_prompt_is_found_as_by_vllm_itself",
         ),
-        "of a prefix that has been left behind, only the blocks of the last window are loaded",
+        "only the blocks of the last window are loaded, not the prefix before it",
     ),
     Row(
         "Hybrids of full attention and sliding windows (Gemma-3, gpt-oss)",
@@ -102,7 +102,7 @@ ROWS = (
         says="recurrent state",
     ),
     Row(
-        "Chunked local attention whose blocks are freed (Llama-4, on request)",
+        "Chunked local attention that frees blocks (Llama-4, opt-in)",
         State.LEFT_ALONE,
         (_kinds("test_a_cache_that_is_not_full_attention_is_left_alone"),),
         says="chunked local attention",
@@ -114,10 +114,10 @@ ROWS = (
         says="sliding windows over latent KV",
     ),
     Row(
-        "Layers that share the cache of others (Gemma-3n)",
+        "Layers that share the KV cache of other layers (Gemma-3n)",
         State.CACHED,
         (_kinds("test_layers_that_share_the_cache_of_others"),),
-        "a layer without a cache of its own has nothing to store",
+        "a layer without its own cache has nothing to store",
     ),
     Row(
         "fp8 KV cache",
@@ -128,7 +128,7 @@ ROWS = (
             _kinds("test_each_kind_of_kv_cache_has_keys_of_its_own"),
             _kinds("test_scales_of_the_checkpoint_are_part_of_its_identity"),
         ),
-        "never shared with a cache of another type, or with other scales in the checkpoint",
+        "not shared with a KV cache of another dtype or with other scales in the checkpoint",
     ),
     Row(
         "LoRA",
@@ -137,7 +137,7 @@ ROWS = (
             _kinds("test_lora_adapters_hit_their_own_blocks_only"),
             _gpu("test_lora_adapters_hit_their_own_blocks_only"),
         ),
-        "by the content of the adapter's files",
+        "adapters are identified by the content of their files",
     ),
     Row(
         "Speculative decoding: n-gram",
@@ -173,7 +173,7 @@ ROWS = (
         (_kinds("test_embeddings_of_a_causal_model_are_served"),),
     ),
     Row(
-        "Embeddings by MEAN, CLS or STEP pooling",
+        "Embeddings with MEAN, CLS or STEP pooling",
         State.LEFT_ALONE,
         (_kinds("test_pooling_of_all_tokens_is_left_alone"), _EVERY_TOKEN),
         says="takes the outputs of all tokens",
@@ -185,7 +185,7 @@ ROWS = (
         says="the model has no KV cache",
     ),
     Row(
-        "Attention that is not causal (prefix LM)",
+        "Non-causal attention (prefix LM)",
         State.LEFT_ALONE,
         (_SUPPORT_TESTS,),
         says="attention is not causal",
@@ -194,14 +194,14 @@ ROWS = (
         "Encoder-decoders (Whisper)",
         State.REFUSED,
         (_kinds("test_an_encoder_decoder_is_refused_by_vllm"),),
-        "vLLM 0.32 starts them with no KV connector at all",
+        "vLLM 0.32 does not start them with any KV connector",
     ),
     Row(
         "Cascade attention",
         State.UNTOUCHED,
         (_gpu("test_many_requests_with_one_long_prefix"),),
-        "gone from vLLM 0.32; it was how kernels read a prefix that many requests share, and the "
-        "cache stores the same blocks (0.31 has it; not tested there)",
+        "removed in vLLM 0.32; it changed how kernels read a prefix shared by many requests, not "
+        "the blocks the cache stores (0.31 has it; not tested there)",
     ),
     Row(
         "Diffusion (DiffusionGemma)",
@@ -210,7 +210,7 @@ ROWS = (
         says="diffusion does not",
     ),
     Row(
-        "Answers with the experts of each token (`--enable-return-routed-experts`)",
+        "Returning the routed experts of each token (`--enable-return-routed-experts`)",
         State.LEFT_ALONE,
         (_EVERY_TOKEN,),
         says="routed experts of all tokens",
@@ -228,7 +228,7 @@ ROWS = (
         says="with fault tolerance",
     ),
     Row(
-        "A pipeline on the legacy Ray executor (`VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0`)",
+        "Pipeline parallelism on the legacy Ray executor (`VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0`)",
         State.LEFT_ALONE,
         (
             "tests/engine/test_support_engine.py"
@@ -240,7 +240,7 @@ ROWS = (
 
 
 def sentence(piece: str) -> str:
-    """The one sentence in support.py that contains this piece. What it fills in is shown as …"""
+    """The one message in support.py that contains this text, with its variables shown as …"""
     found = [text for text in _sentences() if piece in text]
     if len(found) != 1:
         raise ValueError(f"{len(found)} sentences in {_SUPPORT.name} contain {piece!r}")
@@ -266,7 +266,7 @@ def _sentences() -> list[str]:
 
 def models_table() -> str:
     lines = [
-        "| feature | state | remark, or what the log says | shown by |",
+        "| feature | state | note, or log message | tests |",
         "| --- | --- | --- | --- |",
     ]
     for row in ROWS:

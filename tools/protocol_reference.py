@@ -14,31 +14,32 @@ from vllm_tiered_kv.wire.replies import put_codes
 _ERRORS = {
     ErrorCode.BAD_MESSAGE: "A header, field or payload breaks this protocol.",
     ErrorCode.UNKNOWN_OP: "There is no such op in this version.",
-    ErrorCode.UNSUPPORTED_VERSION: "The version in `hello` is not spoken; the message says which.",
-    ErrorCode.NO_HELLO: "The session is not open, or the daemon has restarted: say `hello` again.",
-    ErrorCode.MISMATCH: "The namespace is known with other keys, block lengths or layout; or "
-    "a message has a key or block of another length than its session.",
-    ErrorCode.UNAUTHORIZED: "This client may not do this.",
-    ErrorCode.READ_ONLY: "This client, or the daemon, does not write.",
-    ErrorCode.TOO_LARGE: "A limit is exceeded; ask for less at once.",
-    ErrorCode.UNAVAILABLE: "Shutting down or overloaded. The only code after which trying the "
-    "same again makes sense.",
-    ErrorCode.NO_ARENA: "The session has no shared memory attached, or its token is not known.",
-    ErrorCode.NOT_WRITTEN: "A `flush`: blocks could not be written, or not made durable. A "
-    "`delete`: a tier refuses or does not answer; blocks may still be there, or be deleted later. "
-    "A `put` as `disk`: the daemon has none; nothing was kept.",
+    ErrorCode.UNSUPPORTED_VERSION: "The version in `hello` is not supported; the message says "
+    "which one is.",
+    ErrorCode.NO_HELLO: "The session is not open, or the daemon has restarted: send `hello` again.",
+    ErrorCode.MISMATCH: "The namespace is known with another key length, other block lengths or "
+    "another layout; or a key or block in a message has another length than its session announced.",
+    ErrorCode.UNAUTHORIZED: "This client is not allowed to do this.",
+    ErrorCode.READ_ONLY: "This client, or the daemon, is read-only.",
+    ErrorCode.TOO_LARGE: "A limit is exceeded; request less at a time.",
+    ErrorCode.UNAVAILABLE: "The daemon is shutting down or overloaded. The only code after which "
+    "retrying the same request makes sense.",
+    ErrorCode.NO_ARENA: "The session has no shared memory attached, or its token is unknown.",
+    ErrorCode.NOT_WRITTEN: "`flush`: some blocks could not be written or made durable. `delete`: a "
+    "tier refuses or does not answer; blocks may still be there, or be deleted later. `put` with "
+    "`disk`: the daemon has no disk; nothing was kept.",
     ErrorCode.INTERNAL: "The daemon failed; its log says why.",
 }
 _PUTS = {
-    PutResult.STORED: "Stored, as durable as was asked for.",
-    PutResult.PRESENT: "The key was there already, or is being put by someone else.",
-    PutResult.DROPPED: "No room, or a queue was full; nothing was kept, or with `disk` only in "
-    "memory.",
-    PutResult.FAILED: "An I/O error, or the checksum did not match; nothing was kept, or with "
-    "`disk` only in memory.",
+    PutResult.STORED: "Stored, with the requested durability.",
+    PutResult.PRESENT: "The key is already present, or another client is putting it.",
+    PutResult.DROPPED: "No room, or a queue is full. Nothing was kept; with `disk`, the block may "
+    "be in memory only.",
+    PutResult.FAILED: "An I/O error, or a wrong checksum. Nothing was kept; with `disk`, the block "
+    "may be in memory only.",
 }
 _TIERS = {
-    TierCode.MISS: "Nowhere.",
+    TierCode.MISS: "Not present.",
     TierCode.MEMORY: "In the daemon's memory.",
     TierCode.SSD: "On its SSD.",
     TierCode.BACKING: "In its backing tier.",
@@ -47,9 +48,9 @@ _LIMITS = {
     "MAX_HEADER_BYTES": "bytes of a header",
     "MAX_HEADER_VALUES": "msgpack values in a header: entries of arrays, and keys and values of "
     "maps, the outermost map's included",
-    "MAX_HEADER_DEPTH": "maps and arrays inside each other, the header's own map included",
+    "MAX_HEADER_DEPTH": "nested maps and arrays, the header's own map included",
     "MAX_FRAMES": "payload frames of a message",
-    "MAX_MESSAGE_BYTES": "bytes of all payload frames of a message together",
+    "MAX_MESSAGE_BYTES": "bytes of all payload frames of a message",
     "MAX_BLOCK_BYTES": "bytes of one block",
     "MAX_KEYS": "keys of a message",
     "MAX_WIRE_KEY_BYTES": "bytes of one key",
@@ -67,11 +68,13 @@ def protocol_reference() -> str:
     """Limits, codes and a table of fields for each message, as Markdown."""
     parts = [
         "### Limits\n",
-        _table(("at most", "of"), [(getattr(limits, name), of) for name, of in _LIMITS.items()]),
+        _table(
+            ("maximum", "number of"), [(getattr(limits, name), of) for name, of in _LIMITS.items()]
+        ),
         "### Error codes\n",
         _table(("code", "meaning"), [(f"`{code.value}`", _ERRORS[code]) for code in ErrorCode]),
         "### Tier codes\n",
-        _table(("code", "where the block lies"), [(int(t), _TIERS[t]) for t in TierCode]),
+        _table(("code", "location of the block"), [(int(t), _TIERS[t]) for t in TierCode]),
         "### Put codes\n",
         _table(("code", "outcome"), [(put_codes([put])[0], _PUTS[put]) for put in PutResult]),
     ]

@@ -89,140 +89,149 @@ class TieredKVConfig:
 
     mode: Mode = choice(
         Mode.TIERED,
-        "`tiered` caches. `hash_only` computes keys but neither stores nor loads, `naive` does "
-        "nothing at all: baselines that tell the cost of hashing from the cost of caching.",
+        "`tiered` caches. The others are baselines for measuring the cost of hashing and of "
+        "caching: `hash_only` computes keys but neither stores nor loads; `naive` does "
+        "nothing.",
     )
     cpu_memory: int = size(
         4 << 30,
-        "Pinned CPU memory of the engine's own tier, shared evenly by the workers of the engine. "
-        "Those that hold the same KV (MLA) use theirs together. An exact limit.",
+        "Pinned CPU memory of the engine's own tier, divided evenly among its workers. "
+        "Workers that hold the same KV (MLA) share one pool. An exact limit.",
     )
     store: StorePolicy = choice(
         StorePolicy.EAGER,
-        "`eager` copies a block out as soon as it is full. `lazy` waits until vLLM is about to "
-        "reuse it, which saves copies when the GPU cache is large; it needs prefix caching.",
+        "`eager` copies a block out as soon as it is full. `lazy` waits until vLLM is about "
+        "to reuse the block, which saves copies when the GPU cache is large; it needs prefix "
+        "caching.",
     )
     store_decode: bool = boolean(
         True,
-        "Store blocks filled by generated tokens too (multi-turn chat), not only prompt blocks.",
+        "Also store blocks filled by generated tokens (multi-turn chat), not only prompt blocks.",
     )
     reuse_partial_tail: bool = boolean(
         False,
-        "Keep the block in which a prompt ends, too, though it is not full: a repeated prompt then "
-        "computes one token instead of up to a block. Costs a block for each prompt. For models "
-        "with full attention in all layers, and `store: eager`.",
+        "Also store the last block of a prompt when it is not full, so that a repeated prompt"
+        " computes one token instead of up to a block. Costs one block per prompt. Only for "
+        "models with full attention in all layers, and with `store: eager`.",
     )
     eviction: Eviction = choice(
         Eviction.LRU,
-        "Order of eviction. `s3fifo` resists scans: a burst of one-time prompts does not push out "
-        "what is used again and again. Under both, tails of a prefix leave before its head.",
+        "Eviction policy. `s3fifo` resists scans: a burst of one-time prompts does not evict "
+        "blocks that are used repeatedly. Both evict the tail of a prefix before its head.",
     )
     load_policy: LoadPolicy = choice(
         LoadPolicy.AUTO,
-        "`auto` loads whatever lies in memory of this host, and of slower tiers what is expected "
-        "to be faster than computing it again, by their speeds and the model's as measured while "
-        "running. `always` loads whatever a tier holds: to save compute whatever the latency, and "
-        "for tests. `never` only stores.",
+        "`auto` loads every hit in this host's memory, and a hit in a slower tier if loading "
+        "is expected to be faster than recomputing, from load and prefill speeds measured at "
+        "run time. `always` loads every hit: it saves compute regardless of latency, and is "
+        "used in tests. `never` only stores.",
     )
     lazy_window: int = integer(
         0,
-        "With `store: lazy`: how many blocks at the head of vLLM's free queue are kept stored. "
-        "0 means twice what one step can allocate.",
+        "With `store: lazy`: how many blocks at the head of vLLM's free queue are kept "
+        "stored. 0 means twice the number one step can allocate.",
         low=0,
         high=1 << 24,
     )
     block_layout: BlockLayout = choice(
         BlockLayout.CONTIGUOUS,
-        "`contiguous` asks vLLM to keep all layers of a GPU block together, so that whole blocks "
-        "move by DMA; attention back-ends that cannot are left as they are. `any` leaves vLLM's "
-        "own layout.",
+        "`contiguous` asks vLLM to keep all layers of a GPU block together, so that whole "
+        "blocks move by DMA; attention back-ends that cannot do this keep their layout. `any`"
+        " keeps vLLM's own layout.",
     )
     step_loads: StepLoads = choice(
         StepLoads.AUTO,
-        "`auto`: a request is computed in the very step that loads its prefix, each layer as soon "
-        "as its blocks are there; while other requests run, up to 1 GiB a step. `never`: every "
-        "load runs beside the steps, which costs its request some steps more.",
+        "`auto` computes a request in the same step that loads its prefix (a step load): each"
+        " layer starts as soon as its blocks have arrived. While other requests run, up to 1 "
+        "GiB per step. `never` runs every load beside the steps, which delays its request by "
+        "some steps.",
     )
     copy_strategy: CopyStrategy = choice(
         CopyStrategy.AUTO,
-        "How blocks are copied to a GPU. `auto` measures at start what is fastest and remembers "
-        "it; `dma` needs contiguous blocks, `staged` goes through GPU memory, `direct` is a "
-        "kernel reading CPU memory. What the layout does not allow becomes `direct`.",
+        "How blocks are copied to a GPU. `auto` measures at start which is fastest and "
+        "remembers the result; `dma` needs contiguous blocks; `staged` goes through a buffer "
+        "in GPU memory; `direct` is a kernel that reads CPU memory. A strategy that the "
+        "layout does not allow becomes `direct`.",
     )
     copy_tuning_file: str = text(
         "",
-        "Where that measurement is remembered. Empty: `vllm-tiered-kv/copy.json` in the user's "
-        "cache folder (`$XDG_CACHE_HOME` or `~/.cache`).",
+        "File in which `copy_strategy: auto` remembers its measurement. Empty: "
+        "`vllm-tiered-kv/copy.json` in the user's cache folder (`$XDG_CACHE_HOME` or "
+        "`~/.cache`).",
     )
     copy_threads: int = integer(
         0,
-        "Threads that copy blocks on a CPU back-end. 0 means up to 8, never more than the cores.",
+        "Threads that copy blocks on a CPU back-end. 0 means up to 8, but never more than "
+        "there are cores.",
         low=0,
         high=256,
     )
 
     namespace: str = text(
         "",
-        "Any name. Engines with different ones share no blocks, whatever else they have in common: "
-        "tenants, experiments. Within an engine, requests are kept apart by vLLM's `cache_salt`.",
+        "Any name. Engines with different names share no blocks, whatever else they have in "
+        "common; use it to separate tenants or experiments. Within an engine, vLLM's "
+        "`cache_salt` separates requests.",
     )
     remote: tuple[str, ...] = addresses(
         (),
-        "Addresses of cache daemons (`tiered-kv-server`), one or a list. `ipc:///path` on the same "
-        "host shares the daemon's memory; `tcp://host:port` goes over the network. Blocks are "
-        "spread over several daemons by rendezvous hashing; one that is gone costs only its "
-        "share.",
+        "Addresses of cache daemons (`tiered-kv-server`), one or a list. `ipc:///path` on the"
+        " same host shares the daemon's memory; `tcp://host:port` uses the network. "
+        "Rendezvous hashing distributes blocks over several daemons; losing one costs only "
+        "its share of the blocks.",
     )
     remote_lookup_timeout: float = seconds(
         0.1,
-        "How long a new request may wait for the daemon to say what it holds. Afterwards it "
-        "counts as a miss. Other requests run meanwhile.",
+        "How long a new request may wait for a daemon's lookup. After that the lookup counts "
+        "as a miss. Other requests run meanwhile.",
         low=0.001,
         high=60,
     )
     remote_load_timeout: float = seconds(
         5.0,
-        "How long loading a request's blocks from a daemon may take. Afterwards they are "
+        "How long loading a request's blocks from a daemon may take. After that they are "
         "recomputed.",
         low=0.01,
         high=600,
     )
     remote_queue: int = size(
         8 << 30,
-        "Blocks of the CPU tier, in bytes per worker, that may be on their way to a daemon. What "
-        "does not fit is not sent, and counted. At most half of the CPU tier is used for it.",
+        "Write-behind queue to daemons: bytes of CPU-tier blocks per worker that may wait or "
+        "be in flight. Blocks that do not fit are not sent, and are counted. At most half of "
+        "the CPU tier is used for it.",
     )
     remote_landing: int = size(
         128 << 20,
-        "Pinned memory per worker in which blocks from the network land on their way to the GPU.",
+        "Pinned memory per worker that receives blocks from the network on their way to the GPU.",
     )
     remote_connections: int = integer(
         4,
-        "Connections of each worker to a daemon for loads, and threads that use them.",
+        "Connections of each worker to each daemon for loads, and threads of each worker that"
+        " use them.",
         low=1,
         high=64,
     )
     remote_key: str = text(
         "",
-        "Secret key file of this client (`tiered-kv-server keygen`), for a daemon that asks for "
-        "one.",
+        "Secret key file of this client (`tiered-kv-server keygen`), for a daemon that "
+        "requires keys.",
     )
     remote_server_key: str = text(
         "",
-        "Public key file of the daemon, the same for all in `remote`. With it, connections over "
-        "tcp are encrypted; `ipc://` needs no keys.",
+        "Public key file of the daemons; all daemons in `remote` have the same one. It "
+        "encrypts tcp connections; `ipc://` needs no keys.",
     )
 
     verify_fraction: float = share(
         0.0,
-        "Share of the requests with a hit that compute it all the same; their blocks are compared "
-        "with what the tier holds. One that differs is evicted, counted and named in the log; see "
+        "Fraction of the requests with a hit that recompute it and compare the result with "
+        "the cached blocks. A block that differs is evicted, counted and logged; see "
         "verification.md.",
     )
     verify_tolerance: float = share(
         0.05,
-        "How far a verified block may be off before it counts as different, relative to the "
-        "values of its layer: other kernels round differently. 0 asks for equal bytes.",
+        "How far a verified block may deviate before it counts as different, relative to the "
+        "values of its layer; different kernels round differently. 0 requires equal bytes.",
     )
 
     @classmethod

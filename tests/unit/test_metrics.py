@@ -58,7 +58,7 @@ def test_generated_tables_are_up_to_date(page: str) -> None:
 
 def test_the_values_of_labels_are_documented() -> None:
     page = Path(DOCS / "metrics.md").read_text()
-    engine, daemon = page.split("## Of a daemon")
+    engine, daemon = page.split("## Daemon metrics")
     for reason in names.DropReason:
         assert f"`{reason.value}`" in engine
     for result in PutResult:

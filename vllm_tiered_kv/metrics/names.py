@@ -88,19 +88,24 @@ def _gauge(name: str, help: str, *labels: str) -> Metric:
 
 HIT_TOKENS = _counter(
     "hit_tokens",
-    "Prompt tokens that a tier serves instead of being computed, counted as a load begins.",
+    "Prompt tokens served by a tier instead of being computed; counted when the load begins.",
     *(_CPU, _REMOTE),
 )
-MISS_TOKENS = _counter("miss_tokens", "Prompt tokens in whole blocks no tier held.", _CPU)
+MISS_TOKENS = _counter("miss_tokens", "Prompt tokens in whole blocks that no tier held.", _CPU)
 RECOMPUTED_TOKENS = _counter(
     "recomputed_tokens",
-    "Prompt tokens a tier held that were computed: expected to be faster, or to be verified.",
+    "Prompt tokens that a tier held but that were computed, because that was expected to "
+    "be faster or to verify the tier.",
     *(_CPU, _REMOTE),
 )
-HIT_BLOCKS = _counter("hit_blocks", "Blocks of admitted requests found in a tier.", _CPU, _REMOTE)
-MISS_BLOCKS = _counter("miss_blocks", "Whole blocks of admitted requests not found.", _CPU)
+HIT_BLOCKS = _counter(
+    "hit_blocks", "Blocks of admitted requests that were found in a tier.", _CPU, _REMOTE
+)
+MISS_BLOCKS = _counter(
+    "miss_blocks", "Whole blocks of admitted requests that were not found.", _CPU
+)
 LOADED_BLOCKS = _counter(
-    "loaded_blocks", "Blocks copied back to the GPU by all ranks.", _CPU, _REMOTE
+    "loaded_blocks", "Blocks that all ranks copied back to the GPU.", _CPU, _REMOTE
 )
 LOADED_BYTES = _counter("loaded_bytes", "Bytes copied back to the GPU, per rank.", _CPU, _REMOTE)
 EARLY_LOADS = _counter(
@@ -109,13 +114,13 @@ EARLY_LOADS = _counter(
     *(_CPU, _REMOTE),
 )
 LOAD_FAILURES = _counter(
-    "load_failures", "Loads that failed and were recomputed instead.", _CPU, _REMOTE
+    "load_failures", "Loads that failed; their requests were recomputed.", _CPU, _REMOTE
 )
 STORED_BLOCKS = _counter("stored_blocks", "Blocks that became readable in a tier.", _CPU, _REMOTE)
 STORED_BYTES = _counter("stored_bytes", "Bytes of those blocks, per rank.", _CPU, _REMOTE)
 DROPPED_BLOCKS = _counter_by(
     "dropped_blocks",
-    "Blocks not stored, by reason.",
+    "Blocks that were not stored, by reason.",
     "reason",
     (
         *((_REMOTE if reason in _NOT_SENT else _CPU, reason.value) for reason in DropReason),
@@ -126,57 +131,59 @@ EVICTED_BLOCKS = _counter("evicted_blocks", "Blocks evicted to make room.", _CPU
 EVICTED_BYTES = _counter("evicted_bytes", "Bytes of those blocks, per rank.", _CPU)
 LOOKUPS = _counter_by(
     "lookups",
-    "Questions to daemons about a request, by what became of them.",
+    "Lookups of requests at daemons, by outcome.",
     "outcome",
     ((_REMOTE, outcome.value) for outcome in LookupOutcome),
 )
 LOAD_DECISIONS = _counter_by(
     "load_decisions",
-    "What became of the blocks of an admitted request that a tier held: `load`, `shorten` (only "
-    "the part nearer to the head), `recompute`, or `probe` (computed, while a piece of it is "
-    "fetched to learn how fast the tier is).",
+    "Decisions about the blocks of an admitted request that a tier held: `load`, "
+    "`shorten` (load only the part nearer to the head), `recompute`, or `probe` "
+    "(recompute, and fetch a piece to measure the speed of the tier).",
     "decision",
     ((tier, decision.value) for tier in (_CPU, _REMOTE) for decision in Decision),
 )
 LOAD_SPEED = _gauge(
     "load_bytes_per_second",
-    "Speed of the last few loads from the CPU tier, or from a daemon's memory, SSD or backing "
-    "store, from their start to their end; per rank.",
+    "Speed of recent loads from the CPU tier, or from a daemon's memory, SSD or backing "
+    "tier, from start to end of a load; per rank.",
     "tier",
 )
 PREFILL_SPEED = _gauge(
-    "prefill_tokens_per_second", "Estimated speed of computing the beginning of a prompt."
+    "prefill_tokens_per_second", "Estimated prefill speed at the beginning of a prompt."
 )
 VERIFIED_BLOCKS = _counter(
     "verified_blocks",
-    "Blocks a tier held that were computed again and compared.",
+    "Cached blocks that were recomputed and compared.",
     *(_CPU, _REMOTE),
 )
 INEXACT_BLOCKS = _counter(
     "inexact_blocks",
-    "Verified blocks with other bytes, within `verify_tolerance`.",
+    "Verified blocks whose bytes differ within `verify_tolerance`.",
     *(_CPU, _REMOTE),
 )
 DIFFERING_BLOCKS = _counter(
     "differing_blocks",
-    "Verified blocks that differ by more than that; they are evicted.",
+    "Verified blocks that differ by more than `verify_tolerance`; they are evicted.",
     *(_CPU, _REMOTE),
 )
 UNVERIFIED_BLOCKS = _counter(
     "unverified_blocks",
-    "Blocks that were to be verified and could not be: gone from their tier meanwhile, or the "
-    "request ended before there was room to copy them.",
+    "Blocks chosen for verification that could not be compared: they left their tier, or "
+    "their request ended before there was room to copy them.",
     *(_CPU, _REMOTE),
 )
 DAEMON_UP = _gauge(
     "daemon_up",
-    "1 while a daemon answers the scheduler, 0 while it cannot be reached or refuses this engine; "
-    "as of the last call to it.",
+    "1 while a daemon answers the scheduler, 0 while it cannot be reached or refuses this"
+    " engine; as of the last call to it.",
     "daemon",
 )
 USED_BYTES = _gauge("used_bytes", "Bytes of slots in use, per rank.", "tier")
 CAPACITY_BYTES = _gauge("capacity_bytes", "Capacity of the tier in bytes, per rank.", "tier")
-PENDING_STORES = _gauge("pending_stores", "Blocks being stored and not yet readable.", "tier")
+PENDING_STORES = _gauge(
+    "pending_stores", "Blocks that are being stored and are not yet readable.", "tier"
+)
 ALL: tuple[Metric, ...] = (
     HIT_TOKENS,
     MISS_TOKENS,

@@ -18,61 +18,76 @@ def _gauge(name: str, help: str, *labels: str) -> Metric:
     return Metric(name, Kind.GAUGE, labels, help, PREFIX)
 
 
-HITS = _counter("hit_blocks", "Blocks asked for and found, by the tier they lay in.", "tier")
+HITS = _counter(
+    "hit_blocks", "Requested blocks that were found, by the tier that held them.", "tier"
+)
 MISSES = _counter(
     "missed_blocks",
-    "Blocks asked for and not found in any tier; of a lookup, all from the first gap on.",
+    "Requested blocks that no tier held; a lookup counts all blocks from its first gap on.",
 )
-PUTS = _counter("put_blocks", "Blocks offered by clients, by what became of them.", "result")
+PUTS = _counter("put_blocks", "Blocks offered by clients, by result.", "result")
 PROMOTED = _counter("promoted_blocks", "Blocks read from a slower tier into memory.", "tier")
 NOT_PROMOTED = _counter(
-    "not_promoted_blocks", "Blocks found in a slower tier while memory had no room.", "tier"
+    "not_promoted_blocks",
+    "Blocks found in a slower tier while memory had no room for them.",
+    "tier",
 )
 NOT_WRITTEN = _counter(
-    "not_written_blocks", "Blocks a slower tier's full queue did not take.", "tier"
+    "not_written_blocks",
+    "Blocks that a slower tier did not take because its write queue was full.",
+    "tier",
 )
 EVICTED = _counter("evicted_blocks", "Blocks evicted to make room.", "tier")
-DAMAGED = _counter("damaged_blocks", "Blocks that read back wrong or not at all.", "tier")
-NOT_KEPT = _counter("failed_writes", "Blocks a tier could not write, or had no room for.", "tier")
+DAMAGED = _counter(
+    "damaged_blocks", "Blocks that could not be read or failed their checksum.", "tier"
+)
+NOT_KEPT = _counter(
+    "failed_writes", "Blocks that a tier could not write or had no room for.", "tier"
+)
 BACKING_LATE = _counter(
-    "backing_timeouts", "Questions the backing tier did not answer in time, or was not asked."
+    "backing_timeouts",
+    "Calls to the backing tier that timed out or were not made because it hangs.",
 )
 REQUESTS = _counter("requests", "Requests received, by op.", "op")
 ERRORS = _counter("errors", "Requests answered with an error, by code.", "code")
-BYTES_IN = _counter("received_bytes", "Bytes of requests, headers and payload.")
-BYTES_OUT = _counter("sent_bytes", "Bytes of replies, headers and payload.")
-CLIENTS_DROPPED = _counter("dropped_clients", "Clients that did not take their replies.")
-CLIENTS_REFUSED = _counter("refused_clients", "Greetings with a key that is not allowed.")
+BYTES_IN = _counter("received_bytes", "Bytes of requests: headers and payload.")
+BYTES_OUT = _counter("sent_bytes", "Bytes of replies: headers and payload.")
+CLIENTS_DROPPED = _counter(
+    "dropped_clients", "Clients disconnected because they did not read their replies."
+)
+CLIENTS_REFUSED = _counter(
+    "refused_clients", "Connections refused because their key is not listed."
+)
 
-CAPACITY_BYTES = _gauge("capacity_bytes", "Capacity of a tier. 0: no limit of its own.", "tier")
+CAPACITY_BYTES = _gauge("capacity_bytes", "Capacity of a tier. 0: no limit.", "tier")
 USED_BYTES = _gauge("used_bytes", "Bytes in use in a tier.", "tier")
 BLOCKS = _gauge("blocks", "Readable blocks in a tier.", "tier")
-PENDING_BLOCKS = _gauge("pending_write_blocks", "Blocks waiting to be written to a tier.", "tier")
-PENDING_BYTES = _gauge("pending_write_bytes", "Bytes waiting to be written to a tier.", "tier")
+PENDING_BLOCKS = _gauge("pending_write_blocks", "Blocks that wait to be written to a tier.", "tier")
+PENDING_BYTES = _gauge("pending_write_bytes", "Bytes that wait to be written to a tier.", "tier")
 READ_SPEED = _gauge(
     "read_bytes_per_second",
-    "How fast a tier was read lately, or when the daemon opened it. Engines go by it until they "
-    "have loaded from it themselves.",
+    "Recent read speed of a tier, or the speed measured when the daemon opened it. "
+    "Engines use it until they have loaded from the tier themselves.",
     "tier",
 )
 BACKING_ABSENT = _gauge(
-    "backing_absent", "1 while the backing tier answers nothing and is not asked."
+    "backing_absent", "1 while the backing tier does not answer and is not used."
 )
 SESSIONS = _gauge(
-    "sessions", "Client sockets that have said hello, those gone for less than a day included."
+    "sessions", "Client sockets that have sent hello, including those gone for less than a day."
 )
-ATTACHMENTS = _gauge("attached_processes", "Processes that share the memory tier.")
-NAMESPACES = _gauge("namespaces", "Namespaces whose shape is known.")
-LEASES = _gauge("leases", "Slots lent to or reserved by attached processes.")
-LEASED_BYTES = _gauge("leased_bytes", "Bytes of these slots.")
+ATTACHMENTS = _gauge("attached_processes", "Processes that have mapped the memory tier.")
+NAMESPACES = _gauge("namespaces", "Namespaces whose block sizes and layout are known.")
+LEASES = _gauge("leases", "Slots leased for reading or reserved for writing by attached processes.")
+LEASED_BYTES = _gauge("leased_bytes", "Bytes of the leased and reserved slots.")
 PINS = _gauge("pins", "Blocks pinned by clients.")
-PINNED_BYTES = _gauge("pinned_bytes", "Bytes of these blocks.")
-REPLY_BYTES = _gauge("reply_bytes", "Bytes of blocks on their way to clients.")
+PINNED_BYTES = _gauge("pinned_bytes", "Bytes of the pinned blocks.")
+REPLY_BYTES = _gauge("reply_bytes", "Bytes of blocks in flight to clients.")
 PUT_BYTES = _gauge("put_bytes", "Bytes received and not yet copied into memory.")
 NETWORK_BYTES = _gauge(
     "network_bytes",
-    "Bytes that messages of clients take up, of `network_memory`: those being received, requests "
-    "under way and replies not taken.",
+    "Memory used by client messages, limited by `network_memory`: messages being "
+    "received, requests in flight and replies not read.",
 )
 
 ALL: tuple[Metric, ...] = (

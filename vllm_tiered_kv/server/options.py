@@ -53,94 +53,95 @@ class ServerOptions:
 
     memory: int = size(
         4 << 30,
-        "Shared memory of the memory tier. An exact limit. The largest block it takes is a 32nd "
-        "of it, at most 256MiB.",
+        "Shared memory of the memory tier. An exact limit. The largest block it accepts is "
+        "1/32 of it, at most 256MiB.",
     )
     eviction: Eviction = choice(
         Eviction.LRU,
-        "Order of eviction from memory. `s3fifo` resists scans.",
+        "Eviction policy of the memory tier. `s3fifo` resists scans.",
     )
     huge_pages: bool = boolean(
         False,
-        "Take the memory from the system's reserve of huge pages (`vm.nr_hugepages`); the daemon "
-        "does not start if there are too few.",
+        "Use the system's reserved huge pages (`vm.nr_hugepages`) for the memory tier; the "
+        "daemon does not start if there are too few.",
     )
     prefault: bool = boolean(
         True,
-        "Take all of the memory from the system at the start, in the background. Otherwise it is "
-        "taken as blocks come, which makes the first ones slower.",
+        "Allocate all memory at start, in the background. Without it, memory is allocated as "
+        "blocks arrive, which slows down the first ones.",
     )
     ssd: str = path(
         "",
-        "Folder of the SSD tier, on a local file system. One daemon at a time uses it. Without "
-        "it nothing outlives the daemon.",
+        "Folder of the SSD tier, on a local file system. Only one daemon at a time may use "
+        "it. Without this option and without `backing`, nothing outlives the daemon.",
     )
     ssd_space: int = size(
-        100 << 30, "Disk space of the SSD tier, allocated at once. An exact limit."
+        100 << 30, "Disk space of the SSD tier, allocated at start. An exact limit."
     )
-    ssd_eviction: Eviction = choice(Eviction.LRU, "Order of eviction from the SSD.")
+    ssd_eviction: Eviction = choice(Eviction.LRU, "Eviction policy of the SSD tier.")
     ssd_fsync: FsyncPolicy = choice(
         FsyncPolicy.GROUP,
-        "What a block acknowledged as on disk survives: with `group` a power failure (writes at "
-        "the same time share their syncs), with `never` the death of the daemon.",
+        "What a block acknowledged as durable survives. `group`: a power failure; concurrent "
+        "writes share their syncs. `never`: only a crash of the daemon.",
     )
     backing: str = text(
         "",
-        "A slower tier behind the others, shared by many daemons: `file:///mnt/kv` is a folder "
-        "on a shared file system. Needs `backing_space`, `backing_ttl` or both.",
+        "A slower tier behind the others, shared by many daemons: `file:///mnt/kv` is a "
+        "folder on a shared file system. Needs `backing_space`, `backing_ttl` or both.",
     )
     backing_space: int = size(
-        0, "What collections bring the backing folder down to. 0: no limit.", zero=True
+        0, "Size to which garbage collection shrinks the backing folder. 0: no limit.", zero=True
     )
     backing_ttl: int = duration(
         0,
-        "Blocks of the backing folder unused for so long, 20min or more, are removed. 0: never.",
+        "Garbage collection removes blocks from the backing folder that were not used for "
+        "this long; at least 20min. 0: never.",
     )
     backing_timeout: int = duration(
         2,
-        "The longest the backing folder is waited for: for an answer, or for a block whose turn "
-        "has come. What was not found by then counts as not there, and a delete fails. A flush or "
-        "the end of the daemon gives up a folder that takes nothing for ten times as long.",
+        "How long the daemon waits for the backing folder: for an answer, or for a block once"
+        " it is being read. After that a block counts as a miss and a delete fails. A flush "
+        "or shutdown gives up on a folder that accepts no writes for ten times as long.",
         low=1,
     )
     listen: list[str] = texts(
         ["tcp://127.0.0.1:9527"],
-        "Where clients connect: `tcp://ADDRESS:PORT`, or `ipc:///PATH` for processes of the same "
-        "user on this host, which can then share the memory directly. An address other than "
-        "loopback needs keys.",
+        "Where clients connect: `tcp://ADDRESS:PORT`, or `ipc:///PATH` for processes of the "
+        "same user on this host, which can map the memory tier. An address other than "
+        "loopback requires keys.",
         "ENDPOINT",
     )
     http: str = switchable_text(
         "127.0.0.1:9528",
-        "Where `/metrics` and `/healthz` are served, on loopback only. `off` disables it.",
+        "Address of `/metrics` and `/healthz`; must be a loopback address. `off` disables both.",
     )
     secret_key: str = path(
         "",
-        "File with the daemon's secret CURVE key, as `keygen` writes it. With it every tcp "
-        "connection is encrypted, and only the clients below may connect.",
+        "File with the daemon's secret CURVE key, written by `keygen`. With it every tcp "
+        "connection is encrypted, and only the clients in `clients` may connect.",
     )
     clients: str = path(
         "",
-        "Public keys of the clients that may connect: a folder of `.key` files, or a file with "
-        "a key on each line, followed by `read-only` if it may only read.",
+        "Public keys of the clients that may connect: a folder of `.key` files, or a file "
+        "with one key per line, followed by `read-only` for a client that may only read.",
     )
     memory_quota: Quotas = quotas(
         {},
-        "The most memory one namespace may take: a size for all, `PREFIX=SIZE` for those whose "
-        "name in hex starts with it. Kept in whole slabs, a 32nd of the memory each.",
+        "Memory limit per namespace: a size for every namespace, or `PREFIX=SIZE` for "
+        "namespaces whose hex name starts with PREFIX. Rounded down to whole slabs, but at "
+        "least one; a slab is 1/32 of the memory, at most 256MiB.",
     )
     ssd_quota: Quotas = quotas({}, "The same for the SSD tier.")
     write_queue: int = size(
         0,
-        "Blocks waiting to be written to a slower tier, which stay in memory meanwhile; what "
-        "exceeds it is offered again before it is evicted, and written by a flush. 0: a quarter "
-        "of the memory, divided among the slower tiers.",
+        "Write-behind limit: bytes of blocks that wait in memory to be written to a slower "
+        "tier. Blocks beyond it are offered again before they are evicted, and are written by"
+        " a flush. 0: a quarter of the memory, divided among the slower tiers.",
         zero=True,
     )
     workers: int = integer(
         16,
-        "Threads that check, read and look up blocks; those that were received are copied by "
-        "others.",
+        "Threads that check, read and look up blocks. Other threads copy received blocks.",
         low=1,
         high=1024,
     )
@@ -151,23 +152,24 @@ class ServerOptions:
     )
     max_sessions: int = integer(
         4096,
-        "Sessions at a time. When there are more, the one idle for longest has to say hello again.",
+        "Maximum number of sessions. Beyond it, the session idle for longest is closed and "
+        "its client must send `hello` again.",
         low=1,
         high=1 << 20,
     )
     network_memory: int = size(
         2 << 30,
-        "The most that messages of all clients take up beside `memory`: those that are being "
-        "received, requests that wait for their answer, and replies that are not taken. When it is "
-        "used up, clients that take up the most are refused or disconnected.",
+        "Limit for the messages of all clients, in addition to `memory`: messages being "
+        "received, requests waiting for an answer, and replies that clients have not read. "
+        "When it is exceeded, the clients that use the most are refused or disconnected.",
     )
     stall_timeout: int = duration(
         30,
-        "A client that takes none of its replies for so long is disconnected, and so is one over "
-        "tcp that sends nothing more of a message it has begun.",
+        "The daemon disconnects a client that reads none of its replies for this long, and a "
+        "tcp client that stops sending in the middle of a message for this long.",
         low=1,
     )
-    log_level: LogLevel = choice(LogLevel.INFO, "How much is logged, to stderr.")
+    log_level: LogLevel = choice(LogLevel.INFO, "Verbosity of the log, which goes to stderr.")
 
     @classmethod
     def load(

@@ -1,4 +1,4 @@
-"""What the daemon answers. Each message is defined here once; codecs and docs derive from it."""
+"""Replies of the daemon. Each message is defined here once; codecs and docs derive from it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from vllm_tiered_kv.wire.requests import Message, check_total
 
 
 class TierCode(enum.IntEnum):
-    """Where a block lies, as one byte."""
+    """The tier of a block, as one byte."""
 
     MISS = 0
     MEMORY = 1
@@ -76,18 +76,22 @@ class Limits:
     header_bytes: int = MAX_HEADER_BYTES
 
 
-Count: TypeAlias = Annotated[int, Spec(Uint(0, MAX_KEYS), "how many it was done for")]
-Matched: TypeAlias = Annotated[int, Spec(Uint(0, MAX_KEYS), "leading positions without a gap")]
+Count: TypeAlias = Annotated[
+    int, Spec(Uint(0, MAX_KEYS), "number of keys or leases this applied to")
+]
+Matched: TypeAlias = Annotated[
+    int, Spec(Uint(0, MAX_KEYS), "leading positions that are present without a gap")
+]
 TierCounts: TypeAlias = Annotated[
     list[int],
-    Spec(Uints(3, 0, MAX_KEYS), "how many of them lie in memory, SSD and backing tier"),
+    Spec(Uints(3, 0, MAX_KEYS), "how many of them are in memory, on SSD and in the backing tier"),
 ]
-Results: TypeAlias = Annotated[bytes, Spec(Codes(1, 4, MAX_KEYS), "the outcome for each")]
-Facts: TypeAlias = Annotated[dict[str, Any], Spec(Tree(), "the facts, by name")]
-Leases: TypeAlias = Annotated[list[int], Spec(Uints(MAX_KEYS), "a lease for each key; 0: none")]
+Results: TypeAlias = Annotated[bytes, Spec(Codes(1, 4, MAX_KEYS), "put code of each key or lease")]
+Facts: TypeAlias = Annotated[dict[str, Any], Spec(Tree(), "values by name")]
+Leases: TypeAlias = Annotated[list[int], Spec(Uints(MAX_KEYS), "lease id of each key; 0: no lease")]
 Offsets: TypeAlias = Annotated[
     list[int],
-    Spec(Uints(MAX_KEYS), "where each block starts, from the first slot on", per="leases"),
+    Spec(Uints(MAX_KEYS), "offset of each block from the first slot", per="leases"),
 ]
 Generations: TypeAlias = Annotated[
     list[int], Spec(Uints(MAX_KEYS), "generation of each block's slot", per="leases")
@@ -105,18 +109,18 @@ class HelloReply(Message):
 
     op: ClassVar[str] = "hello"
     protocol: Annotated[
-        int, Spec(Uint(PROTOCOL_VERSION, PROTOCOL_VERSION), "version of the session")
+        int, Spec(Uint(PROTOCOL_VERSION, PROTOCOL_VERSION), "protocol version of the session")
     ]
     server: Annotated[str, Spec(CutText(MAX_TEXT), "name and version of the daemon, for logs")]
-    capabilities: Annotated[list[str], Spec(Texts(MAX_CAPABILITIES), "what this daemon can do")]
-    instance: Annotated[bytes, Spec(Bin((16,)), "random, new at each start of the daemon")]
-    session: Annotated[bytes, Spec(Bin((16,)), "random, names this session")]
-    limits: Annotated[Limits, Spec(Record(Limits), "what the daemon accepts in one message")]
+    capabilities: Annotated[list[str], Spec(Texts(MAX_CAPABILITIES), "capabilities of this daemon")]
+    instance: Annotated[bytes, Spec(Bin((16,)), "random id, new at each start of the daemon")]
+    session: Annotated[bytes, Spec(Bin((16,)), "random id of this session")]
+    limits: Annotated[Limits, Spec(Record(Limits), "limits of this daemon for one message")]
 
 
 @dataclass(frozen=True, slots=True)
 class MatchReply(Message):
-    """The leading positions that are present, and where their fastest copies lie."""
+    """The leading positions that are present, counted by the fastest tier that holds them."""
 
     op: ClassVar[str] = "match"
     count: Matched
@@ -138,7 +142,7 @@ class ContainsReply(Message):
 
 @dataclass(frozen=True, slots=True)
 class GetReply(Message):
-    """Some of the blocks asked for, one payload frame each.
+    """Some or all of the requested blocks, one payload frame each.
 
     A key that no reply of the stream names is a miss.
     """
@@ -149,7 +153,7 @@ class GetReply(Message):
         list[int],
         Spec(
             Uints(MAX_FRAMES, 0, MAX_KEYS - 1, distinct=True),
-            "which of the request's keys these are, from 0",
+            "index of each block in the request's keys, from 0",
         ),
     ]
     lengths: Annotated[
@@ -159,7 +163,7 @@ class GetReply(Message):
     checksums: Annotated[
         list[int], Spec(Uints(MAX_FRAMES), "XXH3-64 of each payload frame", per="positions")
     ]
-    more: Annotated[bool, Spec(Flag(), "further replies to this request follow; absent: false")] = (
+    more: Annotated[bool, Spec(Flag(), "more replies to this request follow; absent: false")] = (
         False
     )
 
@@ -177,7 +181,7 @@ class PutReply(Message):
 
 @dataclass(frozen=True, slots=True)
 class PinReply(Message):
-    """How many of the keys are present and were pinned, or were released."""
+    """How many keys are present and were pinned, or whose pins were released."""
 
     op: ClassVar[str] = "pin"
     count: Count
@@ -193,14 +197,14 @@ class DeleteReply(Message):
 
 @dataclass(frozen=True, slots=True)
 class FlushReply(Message):
-    """All is as durable as the daemon can make it."""
+    """Everything is as durable as the daemon can make it."""
 
     op: ClassVar[str] = "flush"
 
 
 @dataclass(frozen=True, slots=True)
 class InfoReply(Message):
-    """Facts about the daemon. A client shows them and decides nothing by them."""
+    """Facts about the daemon, for display only: a client must not depend on them."""
 
     op: ClassVar[str] = "info"
     facts: Facts
@@ -208,7 +212,7 @@ class InfoReply(Message):
 
 @dataclass(frozen=True, slots=True)
 class StatsReply(Message):
-    """The daemon's counters. A client shows them and decides nothing by them."""
+    """The daemon's counters, for display only: a client must not depend on them."""
 
     op: ClassVar[str] = "stats"
     facts: Facts
@@ -216,9 +220,9 @@ class StatsReply(Message):
 
 @dataclass(frozen=True, slots=True)
 class LendReply(Message):
-    """Where the blocks lie; all lists have an entry for each key. Without a lease it is a miss.
+    """Where the blocks are; all lists have one entry per key. A key without a lease is a miss.
 
-    Blocks may share a lease: they are given back together.
+    Blocks may share a lease; they are then released together.
     """
 
     op: ClassVar[str] = "lend"
@@ -233,18 +237,18 @@ class LendReply(Message):
 
 @dataclass(frozen=True, slots=True)
 class BorrowReply(Message):
-    """What is present, as in the reply to `match`, and where the positions lie that are lent.
+    """The reply of `match`, and where the leased positions are.
 
-    Blocks go by position and within it by suffix, in the order of the request. They share a lease.
+    Blocks are ordered by position, then by suffix, as in the request. They share one lease.
     """
 
     op: ClassVar[str] = "borrow"
     count: Matched
     tiers: TierCounts
-    lent: Annotated[int, Spec(Uint(0, MAX_KEYS), "leading positions that are lent")]
-    lease: Annotated[int, Spec(Uint(), "the lease of all of them; 0: nothing is lent")]
+    lent: Annotated[int, Spec(Uint(0, MAX_KEYS), "leading positions that are leased")]
+    lease: Annotated[int, Spec(Uint(), "lease id of all of them; 0: nothing is leased")]
     offsets: Annotated[
-        bytes, Spec(PackedUints(MAX_KEYS), "where each lent block starts, from the first slot on")
+        bytes, Spec(PackedUints(MAX_KEYS), "offset of each leased block from the first slot")
     ]
     generations: Annotated[
         bytes, Spec(PackedUints(MAX_KEYS), "generation of each block's slot", per="offsets")
@@ -262,7 +266,7 @@ class BorrowReply(Message):
 
 @dataclass(frozen=True, slots=True)
 class ReleaseReply(Message):
-    """How many of the leases were there to be given back."""
+    """How many of the leases existed and were released."""
 
     op: ClassVar[str] = "release"
     count: Count
@@ -270,7 +274,7 @@ class ReleaseReply(Message):
 
 @dataclass(frozen=True, slots=True)
 class ReserveReply(Message):
-    """Where to write; all lists have an entry for each key."""
+    """Where to write; all lists have one entry per key."""
 
     op: ClassVar[str] = "reserve"
     leases: Leases
@@ -280,7 +284,7 @@ class ReserveReply(Message):
         bytes,
         Spec(
             Codes(RESERVED, 4, MAX_KEYS),
-            "0: reserved; otherwise a put code, and there is no lease",
+            "0: reserved; otherwise a put code, and no lease",
             per="leases",
         ),
     ]
@@ -301,11 +305,13 @@ class SealReply(Message):
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply(Message):
-    """The request was refused or failed; it is also the end of a stream. May answer any request."""
+    """The request was refused or failed. Ends a stream. Any request may get it."""
 
     op: ClassVar[str] = ""  # on the wire it carries the op of the request
-    code: Annotated[ErrorCode, Spec(Choice(ErrorCode), "for programs")]
-    message: Annotated[str, Spec(CutText(MAX_ERROR_TEXT), "for people; cut by the sender")]
+    code: Annotated[ErrorCode, Spec(Choice(ErrorCode), "error code, for programs")]
+    message: Annotated[
+        str, Spec(CutText(MAX_ERROR_TEXT), "text for people; the sender truncates it")
+    ]
     request_op: str = ""  # the request's op; empty where it could not be read
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What a client may ask. Each message is defined here once; codecs and docs derive from it."""
+"""Requests of a client. Each message is defined here once; codecs and docs derive from it."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from vllm_tiered_kv.wire.limits import (
 )
 
 BORROW_CAPABILITY = "borrow"
-"""Of a daemon that knows the op of this name."""
+"""Announced by a daemon that supports the op of this name."""
 LINK_CAPABILITY = "link"
-"""Of a daemon that answers `borrow` and `release` also where it hands out its memory."""
+"""Announced by a daemon that answers `borrow` and `release` also on the arena socket."""
 
 
 class Message:
@@ -62,21 +62,27 @@ def check_suffixes(width: int, keys: list[bytes], suffixes: list[bytes]) -> None
         raise too_large(f"keys times suffixes are more than {MAX_LOOKUPS}")
 
 
-Width: TypeAlias = Annotated[int, Spec(Uint(1, MAX_WIRE_KEY_BYTES), "bytes of one key here")]
-KeyList: TypeAlias = Annotated[list[bytes], Spec(Keys(MAX_KEYS), "the blocks, heads first")]
+Width: TypeAlias = Annotated[
+    int, Spec(Uint(1, MAX_WIRE_KEY_BYTES), "bytes per key in this message")
+]
+KeyList: TypeAlias = Annotated[
+    list[bytes], Spec(Keys(MAX_KEYS), "keys of the blocks, head of the chain first")
+]
 SuffixList: TypeAlias = Annotated[
     list[bytes],
-    Spec(Suffixes(MAX_SUFFIXES, MAX_WIRE_KEY_BYTES - 1), "endings of the keys, or empty"),
+    Spec(
+        Suffixes(MAX_SUFFIXES, MAX_WIRE_KEY_BYTES - 1), "suffixes that complete the keys, or empty"
+    ),
 ]
 ParentList: TypeAlias = Annotated[
     list[bytes | None],
-    Spec(Parents(MAX_KEYS), "the block before each in its chain", per="keys"),
+    Spec(Parents(MAX_KEYS), "key of the preceding block in the chain", per="keys"),
 ]
 BlockLengths: TypeAlias = Annotated[
     list[int],
     Spec(Uints(MAX_KEYS, 1, MAX_BLOCK_BYTES), "bytes of each block", per="keys"),
 ]
-LeaseList: TypeAlias = Annotated[list[int], Spec(Uints(MAX_KEYS, 1, distinct=True), "the leases")]
+LeaseList: TypeAlias = Annotated[list[int], Spec(Uints(MAX_KEYS, 1, distinct=True), "lease ids")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +91,15 @@ class Hello(Message):
 
     op: ClassVar[str] = "hello"
     protocol: Annotated[
-        int, Spec(Uint(PROTOCOL_VERSION, PROTOCOL_VERSION), "version the client speaks")
+        int, Spec(Uint(PROTOCOL_VERSION, PROTOCOL_VERSION), "protocol version of the client")
     ]
     client: Annotated[
-        str, Spec(Text(), "name of the client, for logs and status; an engine names its model")
+        str,
+        Spec(Text(), "name of the client, for logs and status; an engine sends its model's name"),
     ]
-    namespace: Annotated[bytes, Spec(Bin((32,)), "digest of what makes blocks compatible")]
+    namespace: Annotated[
+        bytes, Spec(Bin((32,)), "digest of everything that makes blocks incompatible")
+    ]
     key_bytes: Annotated[
         int, Spec(Uint(1, MAX_WIRE_KEY_BYTES), "bytes of a full key in this session")
     ]
@@ -98,19 +107,21 @@ class Hello(Message):
         list[int],
         Spec(
             Uints(MAX_BLOCK_LENGTHS, 1, MAX_BLOCK_BYTES, distinct=True),
-            f"block lengths the client will use, at most {MAX_BLOCK_LENGTHS}",
+            f"block lengths the client will use, at most {MAX_BLOCK_LENGTHS} of them",
         ),
     ]
-    layout: Annotated[str, Spec(Text(), "layout of the bytes inside a block")]
-    arena: Annotated[bytes, Spec(Bin((0, 16)), "token of an attached shared-memory session")]
+    layout: Annotated[str, Spec(Text(), "byte layout of a block")]
+    arena: Annotated[
+        bytes, Spec(Bin((0, 16)), "token of an attached shared-memory session, or empty")
+    ]
 
 
 @dataclass(frozen=True, slots=True)
 class Match(Message):
-    """How many leading positions are present without a gap.
+    """Counts the leading positions that are present without a gap.
 
-    Each key followed by each suffix is a full key, and a position counts only when all of these
-    are present. Without suffixes the keys are full themselves.
+    Each key followed by each suffix is a full key; a position counts only if all of its full keys
+    are present. Without suffixes, the keys are full keys.
     """
 
     op: ClassVar[str] = "match"
@@ -118,7 +129,7 @@ class Match(Message):
     keys: KeyList
     suffixes: SuffixList
     pin_ms: Annotated[
-        int, Spec(Uint(0, MAX_TTL_MS), "pin what matched for so long; 0 pins nothing")
+        int, Spec(Uint(0, MAX_TTL_MS), "pin the matched blocks for this long; 0: no pin")
     ]
 
     def check(self) -> None:
@@ -127,7 +138,7 @@ class Match(Message):
 
 @dataclass(frozen=True, slots=True)
 class Contains(Message):
-    """Which tier holds each key. Changes nothing, not even the order of eviction."""
+    """Reports which tier holds each key. Changes nothing, not even the eviction order."""
 
     op: ClassVar[str] = "contains"
     width: Width
@@ -138,13 +149,13 @@ class Contains(Message):
 class Get(Message):
     """Reads blocks.
 
-    What does not fit in one message must be asked for as a stream.
+    Blocks that do not fit in one message must be requested with `stream`.
     """
 
     op: ClassVar[str] = "get"
     width: Width
     keys: KeyList
-    stream: Annotated[bool, Spec(Flag(), "may be answered in several messages, in any order")]
+    stream: Annotated[bool, Spec(Flag(), "the daemon may answer in several messages, in any order")]
 
     def check(self) -> None:
         if not self.stream and len(self.keys) > MAX_FRAMES:
@@ -158,13 +169,17 @@ class Put(Message):
     op: ClassVar[str] = "put"
     payload: ClassVar[str | None] = "lengths"
     width: Width
-    keys: Annotated[list[bytes], Spec(Keys(MAX_FRAMES), "the blocks, heads first")]
+    keys: Annotated[
+        list[bytes], Spec(Keys(MAX_FRAMES), "keys of the blocks, head of the chain first")
+    ]
     parents: ParentList
     lengths: BlockLengths
     checksums: Annotated[
         list[int], Spec(Uints(MAX_FRAMES), "XXH3-64 of each payload frame", per="keys")
     ]
-    durability: Annotated[Durability, Spec(Choice(Durability), "when to acknowledge")]
+    durability: Annotated[
+        Durability, Spec(Choice(Durability), "durability at which the daemon acknowledges")
+    ]
 
     def check(self) -> None:
         check_total(self.lengths)
@@ -172,17 +187,17 @@ class Put(Message):
 
 @dataclass(frozen=True, slots=True)
 class Pin(Message):
-    """Keeps blocks from eviction for a while."""
+    """Protects blocks from eviction for a limited time."""
 
     op: ClassVar[str] = "pin"
     width: Width
     keys: KeyList
-    ttl_ms: Annotated[int, Spec(Uint(0, MAX_TTL_MS), "for how long; 0 releases")]
+    ttl_ms: Annotated[int, Spec(Uint(0, MAX_TTL_MS), "duration of the pin; 0 releases it")]
 
 
 @dataclass(frozen=True, slots=True)
 class Delete(Message):
-    """Forgets blocks. Their pins are void."""
+    """Deletes blocks and their pins."""
 
     op: ClassVar[str] = "delete"
     width: Width
@@ -191,28 +206,28 @@ class Delete(Message):
 
 @dataclass(frozen=True, slots=True)
 class Flush(Message):
-    """Answered when all that was acknowledged before is as durable as the daemon can make it."""
+    """Makes everything acknowledged before as durable as the daemon can."""
 
     op: ClassVar[str] = "flush"
 
 
 @dataclass(frozen=True, slots=True)
 class Info(Message):
-    """What the daemon is: version, tiers, capacities."""
+    """Asks for facts about the daemon: version, tiers, capacities."""
 
     op: ClassVar[str] = "info"
 
 
 @dataclass(frozen=True, slots=True)
 class Stats(Message):
-    """What the daemon has done and holds: its counters."""
+    """Asks for the daemon's counters: what it has done and what it holds."""
 
     op: ClassVar[str] = "stats"
 
 
 @dataclass(frozen=True, slots=True)
 class Lend(Message):
-    """Lends blocks in shared memory for reading: each stays where it is until released."""
+    """Leases blocks in shared memory for reading. A block stays in its slot until released."""
 
     op: ClassVar[str] = "lend"
     width: Width
@@ -221,10 +236,9 @@ class Lend(Message):
 
 @dataclass(frozen=True, slots=True)
 class Borrow(Message):
-    """As `match`, and lends what lies in memory from the first position on.
+    """Like `match`, and leases the leading positions that are in memory.
 
-    A position is lent with all its suffixes or not at all. Only for a daemon with the capability
-    `borrow`.
+    A position is leased with all its suffixes or not at all. Needs the capability `borrow`.
     """
 
     op: ClassVar[str] = "borrow"
@@ -232,7 +246,7 @@ class Borrow(Message):
     keys: KeyList
     suffixes: SuffixList
     length: Annotated[
-        int, Spec(Uint(1, MAX_BLOCK_BYTES), "bytes of each block; others are not lent")
+        int, Spec(Uint(1, MAX_BLOCK_BYTES), "block length; blocks of other lengths are not leased")
     ]
 
     def check(self) -> None:
@@ -241,7 +255,7 @@ class Borrow(Message):
 
 @dataclass(frozen=True, slots=True)
 class Release(Message):
-    """Gives leases back. A reserved block that was not sealed is dropped."""
+    """Releases leases. A reserved block that was not sealed is dropped."""
 
     op: ClassVar[str] = "release"
     leases: LeaseList
@@ -249,7 +263,7 @@ class Release(Message):
 
 @dataclass(frozen=True, slots=True)
 class Reserve(Message):
-    """Lends room in shared memory for new blocks, which the client then writes and seals."""
+    """Leases free slots in shared memory for new blocks, which the client then writes and seals."""
 
     op: ClassVar[str] = "reserve"
     width: Width
