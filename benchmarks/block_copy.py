@@ -2,7 +2,7 @@
 
     python -m benchmarks.block_copy --out result.json
 
-For every shape of the seeds, with random blocks and random slots of a real arena:
+For every shape, with random blocks and random slots of a real arena:
 
 - `memcpy`: one large copy, the limit.
 - layer-outermost layout (`layers`): `staged` (out: a kernel gathers a few blocks into one half of a
@@ -11,7 +11,8 @@ For every shape of the seeds, with random blocks and random slots of a real aren
   OffloadingConnector copies.
 - block-outermost layout (`blocks`): `dma` of whole blocks where they lie.
 
-`compute` is how much longer matrix products take beside such copies (`benchmarks/products.py`).
+`interference` is how much longer matrix products take beside such copies
+(`benchmarks/copy_interference.py`).
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import environment
-from benchmarks.products import Products
+from benchmarks.copy_interference import InterferenceBench
+from benchmarks.result_files import describe_environment, save
 from vllm_tiered_kv.device.copier import PinnedBlocks
 from vllm_tiered_kv.device.staging import STAGING_BYTES
 
@@ -233,18 +234,22 @@ def ratios(result: dict[str, Any]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="where the JSON goes")
-    parser.add_argument("--compute", default="Qwen2.5-7B/16", help="shape beside which to compute")
-    parser.add_argument("--only-compute", action="store_true", help="leave out other shapes")
+    parser.add_argument(
+        "--interference-shape",
+        default="Qwen2.5-7B/16",
+        help="shape whose copies run beside matrix products",
+    )
+    parser.add_argument("--only-interference", action="store_true", help="leave out other shapes")
     args = parser.parse_args()
     report: dict[str, Any] = {
-        "environment": environment.describe(),
+        "environment": describe_environment(),
         "unit": "GB/s",
         "batch_bytes": BATCH_BYTES,
         "shapes": {},
     }
     for block_size in (16, 64):
         for name, (layers, heads) in SHAPES.items():
-            if args.only_compute and f"{name}/{block_size}" != args.compute:
+            if args.only_interference and f"{name}/{block_size}" != args.interference_shape:
                 continue
             bench = Bench(layers, heads, block_size)
             result: dict[str, Any] = {
@@ -255,16 +260,15 @@ def main() -> None:
             }
             result["ratios"] = ratios(result)
             report["shapes"][f"{name}/{block_size}"] = result
-            if f"{name}/{block_size}" == args.compute:
+            if f"{name}/{block_size}" == args.interference_shape:
                 ways = {f"in: {n}": w for n, w in bench.inbound().items()}
                 ways |= {f"out: {n}": w for n, w in bench.outbound().items()}
                 ways |= {f"out: {n}": w for n, w in bench.paced().items()}
-                report["compute"] = Products(bench.stream.handle).slowdowns(ways)
-                print("compute", json.dumps(report["compute"]), flush=True)
+                report["interference"] = InterferenceBench(bench.stream.handle).measure(ways)
+                print("interference", json.dumps(report["interference"]), flush=True)
             bench.close()
             print(f"{name}/{block_size}", json.dumps(result), flush=True)
-            if args.out:
-                args.out.write_text(json.dumps(report, indent=1) + "\n")
+            save(args.out, report)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,7 @@ from typing import Any
 
 from benchmarks import chat_client, process_memory
 from benchmarks.chat_client import Answer
-from benchmarks.chat_traces import plan
-from benchmarks.chat_workloads import Workload, token_ids, warm_up_piece
+from benchmarks.chat_workloads import Workload, plan, token_ids, warm_up_piece
 from benchmarks.engine_child import model_folder
 from tests.models import has_bfloat16
 

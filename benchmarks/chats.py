@@ -29,22 +29,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks import chat_modes, environment
+from benchmarks import engine_configs
 from benchmarks.chat_client import COLUMNS
 from benchmarks.chat_engine import Job
-from benchmarks.chat_goals import derive
-from benchmarks.chat_modes import MODES
-from benchmarks.chat_traces import plan
-from benchmarks.chat_workloads import PRESETS, TINY, Workload, distinct_tokens
-from benchmarks.engine_process import ROOT, EngineSpec
-from benchmarks.fleet import device_memory_mib, say
+from benchmarks.chat_summary import derive, without_turns
+from benchmarks.chat_workloads import PRESETS, TINY, Workload, distinct_tokens, plan
+from benchmarks.engine_configs import CHAT_MODES
+from benchmarks.engine_process import ROOT, EngineSpec, device_memory_mib, say
 from benchmarks.process_memory import MemoryWatch
+from benchmarks.result_files import Result, describe_environment, raw_path, save
 from benchmarks.sections import chats as chats_section
-from benchmarks.stored_results import Result
 from tests.daemon.daemon_process import DaemonProcess
 
 _LEAST_S = 30.0
@@ -75,7 +72,7 @@ def workloads_of(args: argparse.Namespace) -> dict[str, Workload]:
             calm, name="restart", kill_after_turn=args.kill_after_turn
         )
     for workload in found.values():
-        longest = chat_modes.max_model_len(args.tiny)
+        longest = engine_configs.max_model_len(args.tiny)
         if workload.kind != "trace" and workload.longest_tokens > longest:
             raise SystemExit(
                 f"{workload.name}: prompts grow to {workload.longest_tokens} tokens, the model "
@@ -111,7 +108,7 @@ def cases_of(workloads: Sequence[str], modes: Sequence[str], rounds: int) -> Ite
 
 
 class Report:
-    """The result, written again after every case: a run cut short still leaves a file."""
+    """The result and its turns, written again after every case: a run cut short leaves files."""
 
     def __init__(self, out: Path | None, content: dict[str, Any]) -> None:
         self.content = content
@@ -129,13 +126,16 @@ class Report:
             "settle_s": args.settle,
             "trace": args.trace and args.trace.name,
             "workloads": {name: _plain(workload) for name, workload in workloads.items()},
-            "left_out": {},
+            "not_run": {},
             "columns": list(COLUMNS),
             "entries": [],
         }
         if not (args.resume and args.out and args.out.exists()):
             return cls(args.out, content)
-        earlier = json.loads(args.out.read_text())
+        turns = raw_path(args.out)
+        if not turns.exists():
+            raise SystemExit(f"--resume needs the turns of the earlier run, {turns}")
+        earlier = json.loads(turns.read_text())
         for name in ("tiny", "seed", "cpu_gib", "daemon_cpu_gib", "settle_s", "columns"):
             if earlier[name] != content[name]:
                 raise SystemExit(f"{args.out} has {name} {earlier[name]}, not {content[name]}")
@@ -161,9 +161,7 @@ class Report:
 
     def save(self) -> None:
         self.content["derived"] = derive(self.content)
-        if self._out:
-            self._out.parent.mkdir(parents=True, exist_ok=True)
-            self._out.write_text(_text(self.content))
+        save(self._out, without_turns(self.content), self.content)
 
     @property
     def _entries(self) -> list[dict[str, Any]]:
@@ -176,7 +174,7 @@ class Report:
 
 
 def _environment(args: argparse.Namespace) -> dict[str, Any]:
-    found = environment.describe()
+    found = describe_environment()
     if args.trace:  # its folder says something of the machine only
         found["command"] = found["command"].replace(str(args.trace), args.trace.name)
     return found
@@ -186,19 +184,6 @@ def _plain(workload: Workload) -> dict[str, Any]:
     """As it comes back from JSON."""
     found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(workload)))
     return found
-
-
-def _text(content: dict[str, Any]) -> str:
-    """Readable, with the rows of one chat a line."""
-    entries = [{**entry, "rows": f"@rows {at}@"} for at, entry in enumerate(content["entries"])]
-    text = json.dumps({**content, "entries": entries}, indent=1)
-    for at, entry in enumerate(content["entries"]):
-        lines = [
-            ",".join(json.dumps(row, separators=(",", ":")) for row in rows)
-            for _, rows in groupby(entry.get("rows", []), key=lambda row: row[0])
-        ]
-        text = text.replace(f'"@rows {at}@"', "[\n" + ",\n".join(lines) + "\n   ]")
-    return text + "\n"
 
 
 class CaseFailed(Exception):
@@ -230,7 +215,7 @@ class Runner:
             memory = stack.enter_context(MemoryWatch())
             daemon = None
             if case.mode == "tiered_daemon":
-                arguments = chat_modes.daemon_arguments(self._args.tiny, self._args.cpu_gib)
+                arguments = engine_configs.daemon_arguments(self._args.tiny, self._args.cpu_gib)
                 daemon = stack.enter_context(DaemonProcess(folder, *arguments))
             spec = self._spec(case.mode, workload, daemon)
             found = self._in_child(spec, workload, daemon, folder, left_s)
@@ -249,14 +234,16 @@ class Runner:
 
     def _spec(self, mode: str, workload: Workload, daemon: DaemonProcess | None) -> EngineSpec:
         args = self._args
-        longest = chat_modes.max_model_len(args.tiny)
+        longest = engine_configs.max_model_len(args.tiny)
         tokens = workload.cache_tokens
         if mode == "limit":
             played = plan(workload, args.seed, args.trace, longest).sessions
             # Blocks that are not full take a little more than their tokens.
             tokens = distinct_tokens(played) * 11 // 10 + 4 * longest
         ipc = daemon.ipc if daemon else None
-        return chat_modes.spec(mode, tokens, args.tiny, args.cpu_gib, args.daemon_cpu_gib, ipc)
+        return engine_configs.chat_spec(
+            mode, tokens, args.tiny, args.cpu_gib, args.daemon_cpu_gib, ipc
+        )
 
     def _in_child(
         self,
@@ -272,7 +259,7 @@ class Runner:
             workload=dataclasses.asdict(workload),
             trace=str(args.trace) if workload.kind == "trace" else None,
             seed=args.seed,
-            vocab=chat_modes.vocabulary(args.tiny),
+            vocab=engine_configs.vocabulary(args.tiny),
             settle_s=args.settle,
             memory_of=[daemon.pid] if daemon else [],
         )
@@ -318,18 +305,18 @@ def run(args: argparse.Namespace, folder: Path) -> Report:
     if not gpu and not args.tiny:
         raise SystemExit("there is no GPU; --tiny runs without one")
     modes = [mode for mode in args.modes.split(",") if mode]
-    unknown = sorted(set(modes) - set(MODES))
+    unknown = sorted(set(modes) - set(CHAT_MODES))
     if unknown or not modes:
-        raise SystemExit(f"no mode {', '.join(unknown)}; there are {', '.join(MODES)}")
+        raise SystemExit(f"no mode {', '.join(unknown)}; there are {', '.join(CHAT_MODES)}")
     workloads = workloads_of(args)
     report = Report.open(args, workloads)
     runner = Runner(args, folder)
     longest: dict[str, float] = {}
     for case in cases_of(list(workloads), modes, args.rounds):
         workload = workloads[case.workload]
-        why = chat_modes.why_not(case.mode, workload, gpu)
+        why = engine_configs.why_not(case.mode, workload, gpu)
         if why:
-            report.content["left_out"][f"{case.mode} on {case.workload}"] = why
+            report.content["not_run"][f"{case.mode} on {case.workload}"] = why
         if why or report.has(case):
             continue
         started = time.monotonic()
@@ -368,7 +355,7 @@ def _line(report: Report, case: Case) -> str:
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="a tiny model, without GPU")
-    parser.add_argument("--modes", default=",".join(MODES), help="which, in which order")
+    parser.add_argument("--modes", default=",".join(CHAT_MODES), help="which, in which order")
     parser.add_argument("--workloads", default="calm,tight", help="which, comma-separated")
     parser.add_argument("--rounds", type=int, default=1, help="the order of modes rotates")
     parser.add_argument("--seed", type=int, default=0, help="of arrivals, pauses and tokens")
@@ -406,7 +393,11 @@ def main() -> None:
         args.settle = 0.0 if args.tiny else 8.0
     with tempfile.TemporaryDirectory(prefix="chats-") as folder:
         report = run(args, Path(folder))
-    print(chats_section.describe(Result(args.out.stem if args.out else "chats", report.content)))
+    print(
+        chats_section.describe(
+            Result(args.out.stem if args.out else "chats", without_turns(report.content))
+        )
+    )
 
 
 if __name__ == "__main__":

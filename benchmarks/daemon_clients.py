@@ -24,7 +24,7 @@ from typing import Any
 
 import zmq
 
-from benchmarks import environment
+from benchmarks.result_files import describe_environment, save
 from tests.daemon.daemon_process import DaemonProcess
 from tests.daemon.raw_client import KEY_BYTES, RawClient, block, key
 from vllm_tiered_kv.wire import messages as wire
@@ -144,7 +144,9 @@ def measure(nbytes: int, depth: int, rounds: int, seconds: float) -> dict[str, A
     return {
         "nbytes": nbytes,
         "depth": depth,
-        "requests_per_s": {name: [round(sum(one)) for one in results[name]] for name in names},
+        "requests_per_s": {
+            name: round(statistics.median(sum(one) for one in results[name])) for name in names
+        },
         "cpu_us_per_request": {name: round(statistics.median(cpus[name])) for name in names},
         "of_bare_zmq": statistics.median(ratios),
         "of_fair_share": statistics.median(shares["daemon_two"]),
@@ -163,10 +165,8 @@ def main() -> None:
     )
     given = parser.parse_args()
     found = [measure(size, given.depth, given.rounds, given.seconds) for size in given.sizes]
-    result = {"environment": environment.describe(), "clients": CLIENTS, "results": found}
-    text = json.dumps(result, indent=1)
-    if given.out:
-        given.out.write_text(text + "\n")
+    result = {"environment": describe_environment(), "clients": CLIENTS, "results": found}
+    save(given.out, result)
     for one in found:
         print(json.dumps(one))
 

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -118,11 +118,6 @@ class EngineProcess:
         """All prompts at once, greedily; returns when the last of them is answered."""
         prompts = [list(prompt) for prompt in prompts]
         return Asked(**self._call("ask", prompts=prompts, max_tokens=max_tokens))
-
-    def ask_without(self, part: str, prompt: Sequence[int], max_tokens: int = 1) -> Asked:
-        """As `ask`, with a part of what storing does left out (`benchmarks/left_out.py`)."""
-        arguments = {"part": part, "prompt": list(prompt), "max_tokens": max_tokens}
-        return Asked(**self._call("ask_without", **arguments))
 
     def estimates(self, tokens: int) -> dict[str, Any]:
         """What `load_policy: auto` goes by; empty for any connector but ours."""
@@ -250,3 +245,98 @@ def _environment(spec: EngineSpec) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         **spec.environment,
     }
+
+
+_REPLY_TIMEOUT_S = 120.0  # far more than any question here takes; a run has a budget
+_MARGIN_MIB = 1024  # what a connector takes on the device beside a plain engine
+
+
+class EngineGroup:
+    """Engines that live side by side, by name; one that fails is dropped and the others go on.
+
+    Context manager: no engine outlives it.
+    """
+
+    def __init__(self, spec: Callable[[str], EngineSpec], folder: Path) -> None:
+        self._spec = spec
+        self._folder = folder
+        self.running: dict[str, EngineProcess] = {}
+        self.described: dict[str, dict[str, Any]] = {}
+        """What the result says about each engine, failed ones included."""
+
+    def start(self, names: Sequence[str]) -> None:
+        """Ends the engines not named, keeps those that run, starts the others together."""
+        self._end([name for name in self.running if name not in names])
+        fresh = [name for name in names if name not in self.described]
+        for name in fresh:
+            spec = self._spec(name)
+            self.running[name] = EngineProcess(spec, self._folder, _REPLY_TIMEOUT_S)
+        for name in fresh:
+            engine = self.running[name]
+            try:
+                engine.wait_ready()
+            except EngineFailed as error:
+                self.fail(error)
+            else:
+                self.described[name] = {
+                    "started_s": round(engine.started_s, 2),
+                    "facts": {k: v for k, v in engine.facts().items() if k != "pid"},
+                }
+
+    def fail(self, error: EngineFailed) -> None:
+        """Drops an engine: the others go on without it."""
+        say(str(error))
+        self.described[error.name] = {
+            **self.described.get(error.name, {}),
+            "failed": error.what[:300],
+        }
+        engine = self.running.pop(error.name, None)
+        if engine is not None:
+            engine.close()
+
+    def _end(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.running[name].hang_up()
+        for name in names:
+            self.running.pop(name).close()
+
+    @contextlib.contextmanager
+    def drop_failed(self) -> Iterator[None]:
+        try:
+            yield
+        except EngineFailed as error:
+            self.fail(error)
+
+    def __enter__(self) -> EngineGroup:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end(list(self.running))
+
+
+def how_many_fit(most: int) -> int:
+    """Engines the device has room for, judged by the one that is running now."""
+    sizes = device_memory_mib()
+    if sizes is None:
+        return most
+    used, total = sizes
+    return max(1, min(most, total // (used + _MARGIN_MIB)))
+
+
+def device_memory_mib() -> tuple[int, int] | None:
+    """Used and total memory of the first GPU, or None without one."""
+    command = [
+        "nvidia-smi",
+        "--query-gpu=memory.used,memory.total",
+        "--format=csv,noheader,nounits",
+    ]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    used, total = done.stdout.splitlines()[0].split(",")
+    return int(used), int(total)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

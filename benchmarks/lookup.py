@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import random
 import statistics
@@ -24,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import environment
+from benchmarks.result_files import describe_environment, save
 from tests.daemon.daemon_process import DaemonProcess
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.planner import Group, loadable_tokens
@@ -175,7 +174,7 @@ def main() -> None:
         help="sizes of the index",
     )
     args = parser.parse_args()
-    report: dict[str, Any] = {"environment": environment.describe(), "prompt": measure_prompt()}
+    report: dict[str, Any] = {"environment": describe_environment(), "prompt": measure_prompt()}
     print(report["prompt"])
     report["remote"] = measure_remote()
     print("remote", report["remote"])
@@ -188,8 +187,7 @@ def main() -> None:
         report["index"][eviction] = rows
         for row in rows:
             print(eviction, row)
-    if args.out:
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    save(args.out, report)
 
 
 if __name__ == "__main__":

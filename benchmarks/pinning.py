@@ -23,10 +23,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import environment
-from benchmarks.engine_process import EngineFailed, EngineProcess, EngineSpec
-from benchmarks.fleet import device_memory_mib, say
-from benchmarks.samples import spread
+from benchmarks.engine_process import (
+    EngineFailed,
+    EngineProcess,
+    EngineSpec,
+    device_memory_mib,
+    say,
+)
+from benchmarks.result_files import describe_environment, save, spread
 from tests.models import QWEN2_7B
 
 GIB = 1 << 30
@@ -146,19 +150,16 @@ def main() -> None:
     gib = args.gib or (0.25 if args.tiny else 64.0)
     pins = device_memory_mib() is not None and not (args.tiny or args.starts_only)
     starts: dict[str, list[float]] = {"without": [], "with": []}
-    report: dict[str, Any] = {"environment": environment.describe(), "gib": gib}
+    report: dict[str, Any] = {"environment": describe_environment(), "gib": gib}
     report |= {
         "arena": measure_arena(gib) if pins else None,
         "arena_left_to_driver": measure_arena(gib / 2, _LEFT_TO_DRIVER) if pins else None,
-        "starts_s": starts,
         "failed": {},
     }
 
-    def save() -> None:
+    def save_all() -> None:
         report["derived"] = derive(starts)
-        if args.out:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(report, indent=1) + "\n")
+        save(args.out, report, {"starts_s": starts})
 
     say(f"first start: {start_once(spec('without', args.tiny, gib)):.1f} s")
     for number in range(args.starts):
@@ -171,8 +172,8 @@ def main() -> None:
                 continue
             starts[name].append(round(seconds, 3))
             say(f"{name} arena: {seconds:.1f} s")
-            save()
-    save()
+            save_all()
+    save_all()
     print(json.dumps(report["derived"]))
 
 

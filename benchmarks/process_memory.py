@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks.fleet import device_memory_mib
+from benchmarks.engine_process import device_memory_mib
 
 _PERIOD_S = 2.0
 

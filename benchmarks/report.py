@@ -8,45 +8,32 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from benchmarks import plots
 from benchmarks.plots import Plot
-from benchmarks.sections import (
-    chats,
-    cold,
-    copies,
-    daemon,
-    index,
-    peers,
-    pinning,
-    slow_tier,
-    ssd,
-)
-from benchmarks.seeds import figures as seed_figures
-from benchmarks.seeds import tables as seed_tables
-from benchmarks.stored_results import Results
+from benchmarks.result_files import Results
+from benchmarks.sections import chats, connectors, copies, throughput, tiers
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 
-# A section is empty when there is no result for it. Add one module for a section, and its plots.
+# A section is empty when there is no result for it.
 SECTIONS: list[Callable[[Results], str]] = [
     chats.section,
-    peers.section,
-    partial(seed_tables.section, plots_of=seed_figures.plots_of),
-    cold.section,
-    copies.section,
-    daemon.section,
-    ssd.section,
-    index.section,
-    pinning.section,
-    slow_tier.section,
+    connectors.section,
+    throughput.section,
+    copies.token_section,
+    copies.block_section,
+    tiers.daemon_section,
+    tiers.ssd_section,
+    tiers.lookup_section,
+    tiers.pinning_section,
+    tiers.load_or_compute_section,
 ]
 PLOTS: list[Callable[[Results], list[Plot]]] = [
     chats.plots,
-    peers.plots,
-    seed_figures.plots,
+    connectors.plots,
+    throughput.plots,
 ]
 
 _HEAD = """\
@@ -54,9 +41,9 @@ _HEAD = """\
 
 <!-- Made by `python -m benchmarks.report` from benchmarks/results/. Do not edit. -->
 
-Results of real runs. Each names its machine, its commit and the command that made it; the raw
-samples are in `benchmarks/results/`. Ratios within one run mean something, times of different runs
-or machines beside each other do not. [How to run them](../benchmarks/README.md).
+Results of real runs. Each names its machine, its commit and the command that made it at that
+commit; programs may have other names since. Ratios within one run mean something, times of
+different runs or machines beside each other do not. [How to run them](../benchmarks/README.md).
 """
 
 

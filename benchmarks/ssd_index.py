@@ -11,7 +11,6 @@ them, as others may be busy.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
@@ -21,8 +20,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from benchmarks import environment
 from benchmarks.lookup import resident_bytes
+from benchmarks.result_files import describe_environment, save
 from benchmarks.ssd_tier import KIB, SparseDisk, key, make_large_folder
 from vllm_tiered_kv.stores.ssd.store import SsdStore
 
@@ -55,7 +54,8 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, nargs="+", default=[1_000_000, 5_000_000, 10_000_000])
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     args = parser.parse_args()
-    report: dict[str, Any] = {"environment": environment.describe(), "index": []}
+    report: dict[str, Any] = {"environment": describe_environment(), "index": []}
+    raw: dict[str, Any] = {"runs": []}
     report["load_average_before"] = os.getloadavg()[0]  # others' work slows us
     spawn = get_context("spawn")
     for blocks in args.blocks:
@@ -69,10 +69,10 @@ def main() -> None:
                 runs.append(child.submit(measure_opening, folder, blocks).result())
         shutil.rmtree(folder)
         row: dict[str, Any] = {name: statistics.median(r[name] for r in runs) for name in runs[0]}
-        report["index"].append({**row, "runs": runs})
+        report["index"].append(row)
+        raw["runs"].append(runs)
         print(row, flush=True)
-        if args.out:
-            args.out.write_text(json.dumps(report, indent=1) + "\n")
+        save(args.out, report, raw)
 
 
 if __name__ == "__main__":

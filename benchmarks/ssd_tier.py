@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import environment
+from benchmarks.result_files import describe_environment, save
 from vllm_tiered_kv.cache.durable_index import BlockRows
 from vllm_tiered_kv.core.arena_geometry import SlabGeometry
 from vllm_tiered_kv.core.store import MAX_KEY_BYTES, PutItem, PutResult, StoreKey
@@ -283,8 +283,6 @@ def measure_recovery(folder: Path, repeats: int) -> dict[str, Any]:
         "journal_bytes": journal,
         "seconds_to_serving": statistics.median(seconds),
         "seconds_to_serving_cold_journal": statistics.median(cold),
-        "runs": seconds,
-        "runs_cold": cold,
     }
 
 
@@ -301,19 +299,20 @@ def main() -> None:
     with_fio = shutil.which("fio") is not None
     if not with_fio:
         print("fio is not installed: no comparison with it", file=sys.stderr)
-    report: dict[str, Any] = {"environment": environment.describe(), "threads": args.threads}
+    report: dict[str, Any] = {"environment": describe_environment(), "threads": args.threads}
     report["load_average_before"] = os.getloadavg()[0]  # others' work slows us more than fio
     report["recovery"] = measure_recovery(args.folder, args.repeats)
-    print({name: value for name, value in report["recovery"].items() if "runs" not in name})
+    print(report["recovery"])
+    raw: dict[str, Any] = {"speed": {}}
     report["speed"] = {}
     space = parse_size("--space", args.space)
     for shape in args.shapes.split(","):
         block = BLOCK_BYTES[shape]
         row = measure_speed(args.folder, space, block, args.threads, args.repeats, with_fio)
+        raw["speed"][shape] = row.pop("runs")
         report["speed"][shape] = row
-        print(shape, {name: value for name, value in row.items() if name != "runs"}, flush=True)
-        if args.out:  # a run cut short still leaves a file
-            args.out.write_text(json.dumps(report, indent=1) + "\n")
+        print(shape, row, flush=True)
+        save(args.out, report, raw)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import environment
-from benchmarks.samples import spread
+from benchmarks.result_files import describe_environment, save, spread
 from vllm_tiered_kv.core.transfer import Int64Array
 from vllm_tiered_kv.device.dma_lanes import DmaLanes
 from vllm_tiered_kv.native import cuda as native
@@ -91,9 +90,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     args = parser.parse_args()
-    report = {"environment": environment.describe(), "ways": measure()}
-    if args.out:
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    report = {"environment": describe_environment(), "ways": measure()}
+    save(args.out, report)
     print(json.dumps(report["ways"], indent=1))
 
 

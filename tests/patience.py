@@ -26,7 +26,9 @@ def examples(count: int, **more: Any) -> settings:
     tries fewer, as in `make test`."""
     from hypothesis import settings
 
-    return settings(max_examples=max(1, count * settings.default.max_examples // 100), **more)
+    profile = settings.default
+    assert profile is not None
+    return settings(max_examples=max(1, count * profile.max_examples // 100), **more)
 
 
 def mostly_slow(cases: Iterable[Any], quick: int) -> list[Any]:

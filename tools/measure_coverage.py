@@ -4,9 +4,9 @@
     python -m tools.measure_coverage unit daemon      # these
 
 Processes that the tests start count too, as far as they end by themselves: what is killed takes
-its record along. A failing test does not end the measurement, but fails it. There is no threshold:
-a figure that must not fall is soon met by tests that assert nothing. Whether tests would notice a
-fault is the question of `tools.mutants`.
+its record along. A failing test does not end the measurement, but fails it. So does a total below
+`fail_under` of pyproject.toml where every suite ran. That is a floor, against suites that silently
+stop running: whether tests would notice a fault is the question of `tools.mutants`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def coverage(*arguments: str) -> int:
 
 def report() -> None:
     path = FOLDER / "coverage.json"
-    if coverage("combine", "--quiet") or coverage("json", "--quiet", "-o", str(path)):
+    if coverage("combine", "--quiet") or coverage(
+        "json", "--quiet", "--fail-under=0", "-o", str(path)
+    ):
         raise SystemExit("nothing was measured")
     rooms: dict[str, Reached] = defaultdict(Reached)
     files: dict[str, Reached] = defaultdict(Reached)
@@ -117,7 +119,10 @@ def main() -> int:
     report()
     if failed:
         print(f"tests failed in {', '.join(failed)}: what they did not reach is missing above")
-    return 1 if failed else 0
+    too_low = set(suites) == set(SUITES) and coverage("report", "--format=total") != 0
+    if too_low:
+        print("the total is below fail_under of pyproject.toml")
+    return 1 if failed or too_low else 0
 
 
 if __name__ == "__main__":

@@ -10,9 +10,12 @@ import shutil
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("benchmarks", "csrc", "docs", "examples", "requirements", "tests", "tools")
+FOLDERS = (".github", "benchmarks", "csrc", "docs", "examples", "requirements", "tests", "tools")
 PACKAGE = "vllm_tiered_kv"
-FILES = ("CHANGELOG.md", "LICENSE", "Makefile", "README.md", "pyproject.toml", "setup.py")
+FILES = (
+    *("CHANGELOG.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "README.md", "SECURITY.md"),
+    *("LICENSE", "Makefile", "pyproject.toml", "setup.py"),
+)
 CACHES = ("__pycache__", ".hypothesis", ".pytest_cache")
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.chat_goals import dropped, stored
-from benchmarks.markdown import image, measured_on, number, table
 from benchmarks.plots import Plot, Series
-from benchmarks.stored_results import Result, Results
+from benchmarks.result_files import Result, Results
+from benchmarks.sections.markdown import image, measured_on, number, table
 
 _INTRO = """\
 Each row is a fresh engine as `vllm serve` runs it: vLLM's asynchronous engine with its core in a
@@ -59,17 +58,16 @@ def describe(result: Result) -> str:
         too_long = max(mode["too_long"] for mode in modes.values())
         if too_long:
             parts.append(f"{too_long} requests are longer than the model allows and left out.\n")
-    failed = [entry for entry in data["entries"] if "failed" in entry]
     parts += [
         f"`{entry['mode']}` on `{entry['workload']}` failed: {entry['failed']}\n"
-        for entry in failed
+        for entry in data["failed"]
     ]
-    if data["left_out"]:
-        parts.append(f"Not run: {_left_out(data['left_out'])}.\n")
+    if data["not_run"]:
+        parts.append(f"Not run: {_not_run(data['not_run'])}.\n")
     return "\n".join(parts)
 
 
-def _left_out(reasons: dict[str, str]) -> str:
+def _not_run(reasons: dict[str, str]) -> str:
     by_reason: dict[str, list[str]] = {}
     for case, why in reasons.items():
         by_reason.setdefault(why, []).append(case)
@@ -134,12 +132,14 @@ def _pair(name: str) -> Callable[[dict[str, Any]], str]:
 
 
 def _blocks(mode: dict[str, Any]) -> str:
-    return ", ".join(f"{count:,.0f} {tier}" for tier, count in stored(mode).items()) or number(None)
+    return ", ".join(
+        f"{count:,.0f} {tier}" for tier, count in mode["stored_blocks"].items()
+    ) or number(None)
 
 
 def _drops(mode: dict[str, Any]) -> str:
-    lost = [f"{count:,.0f} {reason}" for reason, count in dropped(mode).items()]
-    return ", ".join(lost) or ("0" if stored(mode) else number(None))
+    lost = [f"{count:,.0f} {reason}" for reason, count in mode["dropped_blocks"].items()]
+    return ", ".join(lost) or ("0" if mode["stored_blocks"] else number(None))
 
 
 def _gib(mib: float | None) -> str:

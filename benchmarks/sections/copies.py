@@ -1,11 +1,32 @@
-"""Copies of scattered blocks between device and host (`benchmarks/block_copy.py`)."""
+"""Copies of blocks between device and host (`block_copy.py`, `token_copy.py`)."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.markdown import measured_on, median, number, table
-from benchmarks.stored_results import Result, Results
+from benchmarks.result_files import Result, Results
+from benchmarks.sections.markdown import measured_on, median, number, table
+
+_TOKEN_INTRO = """\
+A sampled token has to get to the host past the blocks that are being stored. A few bytes on a
+stream of their own, 2 ms after 587 MB in blocks of 0.875 MiB were sent on their way, in
+milliseconds. Behind the copies of one stream they wait for all of them; between those of several
+streams, as stores are made here, they hardly wait.
+"""
+
+
+def token_section(results: Results) -> str:
+    found = [_token(result) for result in results.of("token_copy")]
+    return "\n".join(["## A sampled token behind stores\n", _TOKEN_INTRO, *found]) if found else ""
+
+
+def _token(result: Result) -> str:
+    rows = [
+        [name, median(found["token_ms"], 2), median(found["blocks_ms"], 2)]
+        for name, found in result.data["ways"].items()
+    ]
+    return measured_on(result) + "\n" + table(["blocks on their way", "token", "all blocks"], rows)
+
 
 _INTRO = """\
 Random blocks of each shape to and from random pinned slots, in GB/s. *memcpy* is one large copy,
@@ -13,34 +34,26 @@ the limit; *pages* one DMA descriptor for every page of every layer, in one batc
 layer-outermost layout of vLLM, *blocks* the block-outermost one. The last columns compare the best
 way of each layout with both (goals: at least 0.97 of memcpy, at least 1.3 times pages).
 """
-_COMPUTE = """\
-Matrix products beside copies that go on all the while, against the same products alone (goal: at
-most 1.01). Spread of the products alone: {low} to {high} ms.
-"""
-_COMPUTE_WINDOWS = """\
+_INTERFERENCE = """\
 Matrix products that run without a pause, in windows. Every other window has copies beside it all
 the while; its time is compared with the mean of the windows before and after it, which have none
 (goal: at most 1.01). *nothing* is a window without copies as well: what it shows is the error of
 the method. Spread of the products alone: {low} to {high} ms.
 """
-_COMPUTE_CLOCK = """\
+_CLOCK = """\
 *Clock* is the average of the device's multiprocessors over a window, compared in the same way: at
 0.98 of it the same work takes 1.02 times as long, whatever else the copies take.
 """
-_COMPUTE_CYCLES = """\
+_CYCLES = """\
 *Cycles* are time by clock, window by window: what the copies cost whatever the clock did.
 """
 
 
-def section(results: Results) -> str:
-    found = [result for result in results.of("block_copy") if _is_current(result)]
+def block_section(results: Results) -> str:
+    found = results.of("block_copy")
     if not found:
         return ""
     return "\n".join(["## Copies of blocks\n", _INTRO, *(_run(result) for result in found)])
-
-
-def _is_current(result: Result) -> bool:
-    return all("in" in shape for shape in result.data["shapes"].values())
 
 
 def _run(result: Result) -> str:
@@ -61,9 +74,9 @@ def _run(result: Result) -> str:
         head = ["shape / block size", "bytes", *names, *ratios]
         parts.append(f"{title}:\n\n{table(head, rows)}")
     parts.append(_verdict(shapes))
-    compute = result.data.get("compute")
-    if compute:
-        parts.append(_compute(compute))
+    interference = result.data.get("interference")
+    if interference:
+        parts.append(_interference(interference))
     return "\n".join(parts)
 
 
@@ -93,40 +106,35 @@ def _verdict(shapes: dict[str, Any]) -> str:
     return f"Goal P1: {'. '.join(told)}.\n"
 
 
-def _compute(compute: dict[str, Any]) -> str:
-    """Earlier results have no windows, and their ratios may be one number each."""
-    text = _COMPUTE_WINDOWS if "windows_left_out" in compute else _COMPUTE
-    low, high = compute["spread_alone"]
+def _interference(interference: dict[str, Any]) -> str:
+    text = _INTERFERENCE
+    low, high = interference["alone_range_ms"]
     text = text.format(low=number(low), high=number(high))
     head = ["copies beside", "time of the products"]
-    rows = [[way, _ratio(found)] for way, found in compute["of_alone"].items()]
-    clocks = compute.get("clock_of_alone")
+    rows = [[way, median(found, 3)] for way, found in interference["time_ratio"].items()]
+    clocks = interference.get("clock_ratio")
     if clocks:
-        text += _COMPUTE_CLOCK
+        text += _CLOCK
         head.append("clock")
         for row in rows:
-            row.append(_clock(clocks.get(row[0]), compute["clock_ghz"].get(row[0])))
-    cycles = compute.get("cycles_of_alone")
+            row.append(_clock(clocks.get(row[0]), interference["clock_ghz"].get(row[0])))
+    cycles = interference.get("cycle_ratio")
     if cycles:
-        text += _COMPUTE_CYCLES
+        text += _CYCLES
         head.append("cycles")
         for row in rows:
             row.append(median(cycles.get(row[0]), 3))
     parts = [text, table(head, rows)]
-    left_out = compute.get("windows_left_out")
-    if left_out:
-        told = "; ".join(_left_out(way, reasons) for way, reasons in left_out.items())
-        parts.append(f"Windows left out: {told}.\n")
+    excluded = interference.get("windows_excluded")
+    if excluded:
+        told = "; ".join(_excluded(way, reasons) for way, reasons in excluded.items())
+        parts.append(f"Windows excluded: {told}.\n")
     return "\n".join(parts)
-
-
-def _ratio(of_alone: float | dict[str, float]) -> str:
-    return median(of_alone, 3) if isinstance(of_alone, dict) else number(of_alone, 3)
 
 
 def _clock(of_alone: float | None, ghz: float | None) -> str:
     return number(of_alone, 3) if ghz is None else f"{number(of_alone, 3)} ({ghz:.2f} GHz)"
 
 
-def _left_out(way: str, reasons: dict[str, int]) -> str:
+def _excluded(way: str, reasons: dict[str, int]) -> str:
     return f"{way}: " + ", ".join(f"{count} ({reason})" for reason, count in reasons.items())

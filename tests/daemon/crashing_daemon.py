@@ -14,13 +14,14 @@ import zmq
 
 from tests.daemon.crash_promises import CHAIN, LASTING, PASSING, QUOTA, SPACE, Family, Promises
 from tests.daemon.daemon_process import DaemonProcess
-from tests.daemon.raw_client import KEY_BYTES, RawClient, key, wire
+from tests.daemon.raw_client import KEY_BYTES, RawClient, key
 from vllm_tiered_kv.core.store import Durability
 from vllm_tiered_kv.errors import ErrorCode
 from vllm_tiered_kv.native.cpu import xxh3_64
 from vllm_tiered_kv.stores.ssd.disk import OsDisk
 from vllm_tiered_kv.stores.ssd.folder import read_superblock
 from vllm_tiered_kv.stores.ssd.journal import read_journal
+from vllm_tiered_kv.wire import messages as wire
 
 UNDER_WAY = 10  # requests of one client
 BATCH = 8  # blocks read at once: more would not fit into memory
@@ -231,7 +232,7 @@ class CrashingDaemon:
         while (left := end - time.monotonic()) > 0:
             for client in self._clients:
                 before(client)
-            for socket, _ in poller.poll(left * 1000):
+            for socket, _ in poller.poll(int(left * 1000)):
                 of_socket[socket].take_reply()
 
     def _kill(self, when: str) -> None:

@@ -68,7 +68,9 @@ class AnyEngine:
     def get(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[bool]:
         pairs = list(zip(keys, into, strict=True))
         return self._spread(
-            keys, pairs, lambda client, some: client.get(*map(list, zip(*some, strict=True)))
+            keys,
+            pairs,
+            lambda client, some: client.get([key for key, _ in some], [place for _, place in some]),
         )
 
     def put(

@@ -77,7 +77,7 @@ class FaultyDaemon:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.bind("tcp://127.0.0.1:*")
-        self.address = self._socket.last_endpoint.decode().rstrip("\0")
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -105,7 +105,7 @@ class FaultyDaemon:
             patience = _PATIENCE_S
             if held_back:
                 patience = min(patience, max(0.0, held_back[0][0] - time.monotonic()))
-            if not self._socket.poll(patience * 1000):
+            if not self._socket.poll(int(patience * 1000)):
                 continue
             identity, header, *payload = self._socket.recv_multipart()
             request_id, request = decode_request(header, [len(frame) for frame in payload])

@@ -41,6 +41,7 @@ def note_departures(store: SsdStore, witness: Witness) -> Counter[bytes]:
     left: Counter[bytes] = Counter()
     hooks = store._index._hooks._hooks
     leave = hooks["on_leave"]
+    assert leave is not None
 
     def noted(slot: int) -> None:
         name, _ = store._index.block_in(slot)

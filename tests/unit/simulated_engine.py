@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm_tiered_kv.cache.load_choice import Span
 from vllm_tiered_kv.cache.load_economics import LoadEconomics
@@ -18,7 +19,7 @@ STEP_TOKENS = 8192
 LOOKS = {Tier.CPU: Tier.CPU, Tier.SSD: Tier.REMOTE, Tier.MEMORY: Tier.REMOTE}
 
 
-def economics(policy: LoadPolicy = LoadPolicy.AUTO, **settings) -> LoadEconomics:
+def economics(policy: LoadPolicy = LoadPolicy.AUTO, **settings: Any) -> LoadEconomics:
     return LoadEconomics(policy, BYTES_PER_TOKEN, BLOCK, STEP_TOKENS, 5.0, **settings)
 
 

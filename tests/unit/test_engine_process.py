@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.engine_process import EngineFailed, EngineProcess, EngineSpec
-from benchmarks.fleet import Fleet
+from benchmarks.engine_process import EngineFailed, EngineGroup, EngineProcess, EngineSpec
 
 
 def spec(folder: Path, code: str) -> EngineSpec:
@@ -55,20 +54,20 @@ def test_nothing_is_left_of_a_log_without_a_place(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_a_fleet_goes_on_without_those_that_fail(tmp_path: Path) -> None:
+def test_a_group_goes_on_without_those_that_fail(tmp_path: Path) -> None:
     code = "raise RuntimeError('not today')"
-    with Fleet(lambda name: EngineSpec(name, environment=env), tmp_path) as fleet:
+    with EngineGroup(lambda name: EngineSpec(name, environment=env), tmp_path) as group:
         env = spec(tmp_path, code).environment
-        fleet.start(["one", "two"])
-        assert fleet.running == {}
-        assert list(fleet.described) == ["one", "two"]
-        for found in fleet.described.values():
+        group.start(["one", "two"])
+        assert group.running == {}
+        assert list(group.described) == ["one", "two"]
+        for found in group.described.values():
             assert found["failed"] == "raised RuntimeError: not today (exit code 1)"
-        with fleet.left_out_on_failure():
+        with group.drop_failed():
             raise EngineFailed("one", "died later", "")
-        assert fleet.described["one"]["failed"] == "died later"
-        fleet.start(["one", "two"])  # neither is tried again
-        assert fleet.running == {}
+        assert group.described["one"]["failed"] == "died later"
+        group.start(["one", "two"])  # neither is tried again
+        assert group.running == {}
 
 
 def alive(pid: int) -> bool:

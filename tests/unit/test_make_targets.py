@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import yaml
 
 from tools.gpu_tests import ALONE, GROUPS
 
@@ -34,3 +37,27 @@ print(is_served("0.32.0"), is_served("0.20.0"))
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert done.stdout.split() == ["True", "False"], done.stderr
+
+
+def test_workflows_run_make_targets_that_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    commands = [
+        step["run"]
+        for workflow in sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+        for job in yaml.safe_load(workflow.read_text())["jobs"].values()
+        for step in job["steps"]
+        if "run" in step
+    ]
+    assert {command.split()[0] for command in commands} == {"make"}
+    called = {command.split()[1] for command in commands}
+    assert called >= {"lint", "unit", "test", "wheel"}
+    assert called <= targets
+
+
+def test_issue_forms_ask_for_what_a_bug_needs() -> None:
+    forms = ROOT / ".github" / "ISSUE_TEMPLATE"
+    bug = yaml.safe_load((forms / "bug.yml").read_text())
+    asked = {field["id"] for field in bug["body"] if "id" in field}
+    assert asked >= {"versions", "gpu", "model", "transfer-config", "log", "status"}
+    for form in forms.glob("*.yml"):
+        assert yaml.safe_load(form.read_text())
