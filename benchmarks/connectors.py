@@ -48,7 +48,7 @@ from benchmarks.result_files import Result, describe_environment, save
 from benchmarks.sections import connectors as connectors_section
 from tests.models import QWEN2_7B
 
-_REPETITIONS = 20
+_PINNED_COPIES = 20
 
 
 def measure_pinned_copy(nbytes: int) -> dict[str, float] | None:
@@ -78,8 +78,8 @@ def _pinned_copy(nbytes: int) -> dict[str, float] | None:
         return float(begin.elapsed_time(end))
 
     milliseconds(device, host)
-    loads = [milliseconds(device, host) for _ in range(_REPETITIONS)]
-    stores = [milliseconds(host, device) for _ in range(_REPETITIONS)]
+    loads = [milliseconds(device, host) for _ in range(_PINNED_COPIES)]
+    stores = [milliseconds(host, device) for _ in range(_PINNED_COPIES)]
     load, store = statistics.median(loads), statistics.median(stores)
     return {
         "bytes": nbytes,

@@ -42,7 +42,7 @@ ON_A_CPU = (
 
 @dataclass(frozen=True)
 class Scale:
-    """One size of the whole comparison."""
+    """One size of the whole comparison: model, prompts and memory."""
 
     model: dict[str, Any]
     prompt_tokens: int
@@ -53,8 +53,6 @@ class Scale:
     @property
     def prompt_bytes(self) -> int:
         """KV bytes of one prompt, in bfloat16."""
-        from tests.models import TINY_QWEN2
-
         shape = {**TINY_QWEN2, **self.model}
         head = shape["hidden_size"] // shape["num_attention_heads"]
         token = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * head * 2

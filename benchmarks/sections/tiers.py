@@ -263,7 +263,7 @@ def _load_or_compute(result: Result) -> str:
             number(derived["worst_ratio"][mode], 3),
             number(derived["loaded_tokens"][mode]),
         ]
-        for mode, ratio in derived["ratio_to_vllm"].items()
+        for mode, ratio in derived.get("ratio_to_vllm", {}).items()
     ]
     head = ["mode", "time to first token", "of vLLM alone", "slowest, of vLLM alone"]
     head.append(f"tokens loaded of {result.data['prompt_tokens']:,}")

@@ -1,7 +1,7 @@
 """The engines and daemons of a run: started side by side, used again by the next table.
 
 A start costs more than most measurements, so an engine goes on living for as long as a table asks
-for an equal one. An engine that fails is told about and left out; the others go on without it.
+for an equal one. An engine that fails is reported and dropped; the others go on without it.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ def distinct(specs: Sequence[EngineSpec]) -> list[EngineSpec]:
 
 
 class EnginePool:
+    """Engines and daemons by name. Tables ask it for those they compare. Context manager: none of
+    them outlives it."""
+
     def __init__(self, tiny: bool) -> None:
         self.tiny = tiny
         self._folder = tempfile.TemporaryDirectory(prefix="kv-")
