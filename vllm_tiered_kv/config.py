@@ -132,8 +132,8 @@ class TieredKVConfig:
         "choice",
         "`auto` loads whatever lies in memory of this host, and of slower tiers what is expected "
         "to be faster than computing it again, by their speeds and the model's as measured while "
-        "running. `always` loads whatever a tier holds: to save compute whatever the latency, and "
-        "for tests. `never` only stores.",
+        "running; after a start the first load measures. `always` loads whatever a tier holds: to "
+        "save compute whatever the latency, and for tests. `never` only stores.",
     )
     lazy_window: int = _option(
         0,

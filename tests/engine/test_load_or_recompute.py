@@ -84,7 +84,7 @@ def test_a_slow_daemon_is_left_alone(
         second.close()
 
 
-def test_rehearsals_wait_for_steps_without_prefills(
+def test_probes_wait_for_steps_without_prefills(
     tiny_model: Path,
     daemon: DaemonProcess,
     async_scheduling: bool,
@@ -99,6 +99,8 @@ def test_rehearsals_wait_for_steps_without_prefills(
     first.close()
     second = engine_at(tiny_model, daemon.endpoint, async_scheduling=async_scheduling)
     slow_down(second, 0.002)
+    for _ in range(3):  # the model was measured, the tier was not
+        second.half.judge.costs.step_ended(256, 256 * 128, 0.5)
     assert second.half.remote is not None
     take_jobs = second.half.remote.take_jobs
     steps: list[int] = []
@@ -143,7 +145,7 @@ def test_the_first_hits_after_a_restart_are_loaded_from_the_ssd(
     tiny_model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither its speed nor the model's was ever seen. The daemon knows its disk."""
-    monkeypatch.setattr("vllm_tiered_kv.cache.cost_model._ASSUMED_PREFILL", 500.0)
+    monkeypatch.setattr("vllm_tiered_kv.cache.cost_model._ASSUMED_PREFILL", 20.0)
     asked = prompts(26, 4, 84, 90)
     with DaemonProcess(
         folder,

@@ -100,7 +100,7 @@ def test_a_step_that_only_decodes_tells_now_and_then_what_a_step_costs() -> None
     judge = Judge()
     decode = state(50, 50)
     measured = 0
-    for _ in range(16):
+    for _ in range(64):
         number = judge.step_planned({"d": 1}, {"d": decode}, False)
         judge.clock.now += 0.008
         judge.output_came(number)
@@ -108,7 +108,7 @@ def test_a_step_that_only_decodes_tells_now_and_then_what_a_step_costs() -> None
     assert measured == 4
     assert judge.steps == [(1, 0.0, pytest.approx(0.008))] * 4
     many = {f"d{n}": 1 for n in range(100)}
-    assert all(judge.step_planned(many, {}, False) is None for _ in range(16)), "these take longer"
+    assert all(judge.step_planned(many, {}, False) is None for _ in range(64)), "these take longer"
 
 
 def test_numbers_that_never_come_back_are_forgotten() -> None:

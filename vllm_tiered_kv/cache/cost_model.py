@@ -27,7 +27,7 @@ from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics.names import Decision
 
 _WINDOW = 5  # samples of a median: two outliers do not count, three show that something changed
-ENOUGH = 3  # samples of anything: the first may be a cold connection or a compilation
+ENOUGH = _WINDOW // 2 + 1  # samples that prove something: one may be a compilation
 _MARGIN = 0.9  # of computing, a load may take: estimates are off by some percent, computing is not
 _MINOR = 0.1  # a share of a load this small decides nothing
 _ASSUMED_RATE = 0.5e9  # bytes per second of a tier that said nothing: a slow SSD or network
@@ -284,7 +284,7 @@ class CostModel:
     def load_seconds(self, now: float, tokens: int, spans: Sequence[Span]) -> float:
         """How long the first `tokens` of what tiers hold take to load, behind loads under way.
         Memory of this host counts as nothing."""
-        service_s = self._service_s(self._amounts(tokens, spans))
+        service_s = self._service_s(tokens, spans)
         return self._waiting_s(now) + service_s if service_s else 0.0
 
     def is_known(self, place: Tier) -> bool:
@@ -322,7 +322,7 @@ class CostModel:
             return
         if not major_places(choice.spans) <= self.trusted:
             self._blind += not self.prefill.knows(choice.held)
-        service_s = self._service_s(self._amounts(choice.tokens, choice.spans))
+        service_s = self._service_s(choice.tokens, choice.spans)
         if service_s:
             self._head_since = self._head_since if self.loads else now
             self.loads[name] = service_s
@@ -341,19 +341,16 @@ class CostModel:
             self._head_since = self.measured_at = now
         for tier, taken in seconds.items():
             # A daemon does not say how long each of its places took: the time is divided by what
-            # was expected of them. Mapped memory takes next to none. A place of which nothing was
-            # known is taken to be as fast as the others, which learn nothing then.
+            # was expected of them. Mapped memory takes next to none of it.
             amounts = self._amounts(choice.tokens, choice.spans, tier)
             least = _MINOR * sum(amounts.values())
-            amounts = {place: n for place, n in amounts.items() if n >= least}
-            slower = {place: n for place, n in amounts.items() if place not in self.trusted}
-            amounts = slower or amounts
-            weights = {place: self.speeds[place].seconds(n) for place, n in amounts.items()}
-            new = {place: n for place, n in slower.items() if not self.is_known(place)}
-            weights = amounts if new else weights
-            for place, nbytes in (new or amounts).items():
-                part = taken * weights[place] / sum(weights.values())
-                self.speeds[place].observe(nbytes, part, has_hung)
+            major = {place: nbytes for place, nbytes in amounts.items() if nbytes >= least}
+            slower = {place: nbytes for place, nbytes in major.items() if place not in self.trusted}
+            taught = slower or major
+            expected = {place: self.speeds[place].seconds(taught[place]) for place in taught}
+            total = sum(expected.values())
+            for place, nbytes in taught.items():
+                self.speeds[place].observe(nbytes, taken * expected[place] / total, has_hung)
 
     def step_ended(self, tokens: int, attended: float, seconds: float) -> None:
         """A step was computed, as at `PrefillRate.observe`."""
@@ -381,9 +378,8 @@ class CostModel:
                     amounts[place] = amounts.get(place, 0.0) + nbytes
         return amounts
 
-    def _service_s(self, amounts: Mapping[Tier, float]) -> float:
-        return sum(
-            self.speeds[place].seconds(nbytes)
-            for place, nbytes in amounts.items()
-            if place not in self.trusted
-        )
+    def _service_s(self, tokens: int, spans: Sequence[Span]) -> float:
+        """What slower tiers need for the first `tokens` if they do nothing else."""
+        amounts = self._amounts(tokens, spans).items()
+        slower = ((place, nbytes) for place, nbytes in amounts if place not in self.trusted)
+        return sum(self.speeds[place].seconds(nbytes) for place, nbytes in slower)

@@ -38,9 +38,9 @@ logger = logging.getLogger(__name__)
 
 _PREFILL_SHARE = 0.8  # of a step's tokens: with more decodes it does not measure a prefill
 _PATIENCE = 0.03  # of its prefill, a request waits for any answer: within the goal of 1.05
-_SMALL_EVERY = 4  # small steps for each that is measured: its number costs a message back
 _TELL_S = 60.0  # between two log lines about cached tokens that are computed
-_RECENT = 16  # answers that count, and steps under way whose numbers are remembered
+_RECENT = 16  # answers that count, steps whose numbers are remembered, and of small steps, whose
+# numbers cost a message back, one in so many is measured
 
 
 @dataclass
@@ -250,7 +250,7 @@ class LoadDecider:
                     attended += count * (computed + count / 2)
         total = sum(scheduled.values())
         if self.costs.prefill.is_small(total):
-            if self._forwards % _SMALL_EVERY:
+            if self._forwards % _RECENT:
                 return None
             tokens = total
         elif tokens < _PREFILL_SHARE * total:
