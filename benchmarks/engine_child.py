@@ -177,19 +177,17 @@ class Engine:
         half = getattr(self._scheduler.connector, "scheduler_half", None)
         if half is None:
             return {}
-        economics = half.judge.economics
-        nbytes = tokens * economics._bytes_per_token
-        compute_s = economics.recompute_seconds(0, tokens)
+        costs = half.judge.costs
+        nbytes = tokens * costs.bytes_per_token
+        compute_s = costs.compute_seconds(0, tokens)
         return {
             "compute_ms": None if compute_s is None else round(compute_s * 1e3, 2),
-            "handover_ms": round(economics.handover.value * 1e3, 3),
             "load_ms": {
                 tier.value: {
                     "expected": round(speed.seconds(nbytes) * 1e3, 2),
-                    "cautious": round(speed.cautious_seconds(nbytes) * 1e3, 2),
                     "samples": [(size, round(taken * 1e3, 3)) for size, taken in speed._samples],
                 }
-                for tier, speed in economics.speeds.items()
+                for tier, speed in costs.speeds.items()
                 if speed.count
             },
         }

@@ -123,8 +123,8 @@ class TieredKVConfig:
         LoadPolicy.AUTO,
         "`auto` loads every hit in this host's memory, and a hit in a slower tier if loading "
         "is expected to be faster than recomputing, from load and prefill speeds measured at "
-        "run time. `always` loads every hit: it saves compute regardless of latency, and is "
-        "used in tests. `never` only stores.",
+        "run time; after a start the first load is the probe. `always` loads every hit: it saves "
+        "compute regardless of latency, and is used in tests. `never` only stores.",
     )
     lazy_window: int = integer(
         0,

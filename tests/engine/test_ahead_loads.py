@@ -11,7 +11,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from tests.engine.toy_asking import ask, assert_tier_is_right, prompt, total
 from tests.engine.toy_engine import ToyEngine, play
 from tests.engine.toy_groups import WrongRead
-from vllm_tiered_kv.cache.load_choice import Decision
+from vllm_tiered_kv.cache.cost_model import Decision
 from vllm_tiered_kv.config import TieredKVConfig
 from vllm_tiered_kv.connector import assembly
 from vllm_tiered_kv.connector.assembly import make_worker_half
@@ -212,7 +212,7 @@ def test_an_offer_that_vllm_does_not_take(
     decisions = half._requests[request.request_id].match.choice.decisions
     assert decisions == {Tier.CPU: Decision.LOAD}
     half.update_state_after_alloc(request, KVCacheBlocks(([],)), 0)
-    assert not len(half.judge.economics._backlogs[Tier.CPU]), "nothing is under way"
+    assert not half.judge.costs.loads, "nothing is under way"
     engine.run()
     engine.assert_at_rest()
 

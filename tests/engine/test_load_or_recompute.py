@@ -55,8 +55,7 @@ def test_a_slow_daemon_is_left_alone(
     tiny_model: Path, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # It has been heard, however busy this machine is.
-    monkeypatch.setattr("vllm_tiered_kv.connector.load_or_recompute._PATIENCE", 100.0)
-    monkeypatch.setattr("vllm_tiered_kv.connector.load_or_recompute._BLIND_PATIENCE_S", 60.0)
+    monkeypatch.setattr("vllm_tiered_kv.connector.load_policy._PATIENCE", 100.0)
     asked = prompts(21, 30)
     with FaultyDaemon() as slow:
         first = engine_at(tiny_model, slow.address, async_scheduling=async_scheduling)
@@ -69,14 +68,15 @@ def test_a_slow_daemon_is_left_alone(
         made = decisions(second, REMOTE)
         assert made.get("recompute", 0) >= 1
         assert made.get("probe", 0) >= 1
-        assert not made.get("load", 0)
+        assert made.get("load", 0) <= 1, "the first load is the probe"
         held = 4 * whole_blocks(asked)
-        assert total(second, names.HIT_TOKENS, REMOTE) == 0, "nobody waits to learn how slow it is"
+        found = total(second, names.HIT_TOKENS, REMOTE)
+        assert found <= 4 * whole_blocks(asked[:1])
         recomputed = total(second, names.RECOMPUTED_TOKENS, REMOTE)
         assert recomputed > 0
         assert total(second, names.RECOMPUTED_TOKENS, CPU) == 0
         # The rest: requests that did not wait for an answer that was not worth it.
-        assert recomputed + total(second, names.MISS_TOKENS) == held
+        assert found + recomputed + total(second, names.MISS_TOKENS) == held
         assert total(second, names.LOAD_FAILURES) == 0
         second.half.stats()
         assert total(second, names.PREFILL_SPEED) > 0
@@ -84,7 +84,7 @@ def test_a_slow_daemon_is_left_alone(
         second.close()
 
 
-def test_rehearsals_wait_for_steps_without_prefills(
+def test_probes_wait_for_steps_without_prefills(
     tiny_model: Path,
     daemon: DaemonProcess,
     async_scheduling: bool,
@@ -99,6 +99,8 @@ def test_rehearsals_wait_for_steps_without_prefills(
     first.close()
     second = engine_at(tiny_model, daemon.endpoint, async_scheduling=async_scheduling)
     slow_down(second, 0.002)
+    for _ in range(3):  # the model was measured, the tier was not
+        second.half.judge.costs.step_ended(256, 256 * 128, 0.5)
     assert second.half.remote is not None
     take_jobs = second.half.remote.take_jobs
     steps: list[int] = []
@@ -143,7 +145,7 @@ def test_the_first_hits_after_a_restart_are_loaded_from_the_ssd(
     tiny_model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither its speed nor the model's was ever seen. The daemon knows its disk."""
-    monkeypatch.setattr("vllm_tiered_kv.connector.load_or_recompute._CPU_PREFILL", 500.0)
+    monkeypatch.setattr("vllm_tiered_kv.cache.cost_model._ASSUMED_PREFILL", 20.0)
     asked = prompts(26, 4, 84, 90)
     with DaemonProcess(
         folder,

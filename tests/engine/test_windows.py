@@ -23,7 +23,7 @@ from tests.engine.toy_asking import (
 from tests.engine.toy_engine import ToyEngine, play
 from tests.engine.toy_groups import WrongRead
 from tests.engine.window_shapes import EVERY_SHAPE, window_blocks
-from vllm_tiered_kv.cache.load_choice import Choice
+from vllm_tiered_kv.cache.cost_model import Choice
 from vllm_tiered_kv.metrics import names
 
 

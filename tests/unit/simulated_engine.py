@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_tiered_kv.cache.load_choice import Span
-from vllm_tiered_kv.cache.load_economics import LoadEconomics
+from vllm_tiered_kv.cache.background_probes import BackgroundProbes
+from vllm_tiered_kv.cache.cost_model import Choice, CostModel, Span
 from vllm_tiered_kv.config import LoadPolicy
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics.names import Decision
@@ -19,8 +19,31 @@ STEP_TOKENS = 8192
 LOOKS = {Tier.CPU: Tier.CPU, Tier.SSD: Tier.REMOTE, Tier.MEMORY: Tier.REMOTE}
 
 
-def economics(policy: LoadPolicy = LoadPolicy.AUTO, **settings: Any) -> LoadEconomics:
-    return LoadEconomics(policy, BYTES_PER_TOKEN, BLOCK, STEP_TOKENS, 5.0, **settings)
+class Decider:
+    """The cost model and its probes, put together as the scheduler half does."""
+
+    def __init__(
+        self,
+        policy: LoadPolicy = LoadPolicy.AUTO,
+        alignment: int = BLOCK,
+        step_tokens: int = STEP_TOKENS,
+        longest_load_s: float = 5.0,
+        **settings: Any,
+    ) -> None:
+        self.policy = policy
+        self.costs = CostModel(
+            policy, BYTES_PER_TOKEN, alignment, step_tokens, longest_load_s, **settings
+        )
+        self.probes = BackgroundProbes(self.costs)
+        self.speeds = self.costs.speeds
+
+    def choose(self, now: float, computed: int, spans: list[Span]) -> Choice:
+        choice = self.costs.choose(now, computed, spans)
+        return self.probes.added(now, choice) if self.policy is LoadPolicy.AUTO else choice
+
+    def settle(self, name: str, now: float, choice: Choice) -> None:
+        self.costs.settle(name, now, choice)
+        self.probes.begin(name, now, choice)
 
 
 def span(source: Tier, tokens: int) -> Span:
@@ -48,33 +71,33 @@ class Engine:
     latency_s: float = 0.001
     noise: float = 0.05
     source: Tier = Tier.SSD
-    economics: LoadEconomics = field(default_factory=economics)
+    decider: Decider = field(default_factory=Decider)
     model: Model = field(default_factory=Model)
     rng: random.Random = field(default_factory=lambda: random.Random(1))
     now: float = 1000.0
     asked: int = 0
-    rehearsed: float = 0.0  # seconds spent for nobody
+    probed: float = 0.0  # seconds
     ours: list[float] = field(default_factory=list)
     alone: list[float] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
 
     def ask(self, prompt: int, held: int) -> Decision:
-        chosen = self.economics.choose(self.now, 0, prompt, [span(self.source, held)])
+        chosen = self.decider.choose(self.now, 0, [span(self.source, held)])
         name = f"r{self.asked}"
-        self.economics.settle(name, self.now, chosen)
+        self.decider.settle(name, self.now, chosen)
         seconds = 0.0
         if chosen.tokens:
             nbytes = chosen.tokens * BYTES_PER_TOKEN
             load = self.latency_s + nbytes / self.speed(self.asked)
             load *= 1 + self.rng.uniform(-self.noise, self.noise)
             seconds += load + 0.001
-            self.economics.ended(name, self.now + seconds, chosen, {LOOKS[self.source]: load})
-        if chosen.rehearsed:  # beside the request, which does not wait for it
-            nbytes = len(chosen.rehearsed) * BYTES_PER_TOKEN
+            self.decider.costs.ended(name, self.now + seconds, chosen, {LOOKS[self.source]: load})
+        if chosen.probed:  # beside the request, which does not wait for it
+            nbytes = len(chosen.probed) * BYTES_PER_TOKEN
             taken = self.latency_s + nbytes / self.speed(self.asked)
             taken *= 1 + self.rng.uniform(-self.noise, self.noise)
-            self.rehearsed += taken
-            self.economics.rehearsed(name, self.now + taken, nbytes, taken)
+            self.probed += taken
+            self.decider.probes.end(name, self.now + taken, nbytes, taken)
         self.alone.append(self._compute(0, prompt, observe=False))
         self.ours.append(seconds + self._compute(chosen.tokens, prompt, observe=True))
         self.now += self.ours[-1] + 0.01
@@ -90,13 +113,10 @@ class Engine:
             seconds *= 1 + self.rng.uniform(-self.noise, self.noise) * observe
             if observe:
                 attended = tokens * (computed + tokens / 2)
-                self.economics.prefill.observe(tokens, attended, seconds)
+                self.decider.costs.step_ended(tokens, attended, seconds)
             total += seconds
             computed += tokens
         return total
 
     def ratio(self, start: int = 0) -> float:
         return sum(self.ours[start:]) / sum(self.alone[start:])
-
-
-# ---- estimates ----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from tools.mutants.of_connector import CONNECTOR
 from tools.mutants.of_early_loads import EARLY_LOADS
 from tools.mutants.of_identity import IDENTITY
 from tools.mutants.of_keys_and_copies import COPIES, KEYS
-from tools.mutants.of_rehearsals import REHEARSALS
+from tools.mutants.of_probes import PROBES
 from tools.mutants.of_remote import REMOTE
 from tools.mutants.of_request_keys import REQUEST_KEYS
 from tools.mutants.of_server import SERVER
@@ -27,7 +27,7 @@ MUTATIONS = (
     *REQUEST_KEYS,
     *IDENTITY,
     *EARLY_LOADS,
-    *REHEARSALS,
+    *PROBES,
     *TAILS,
     *WINDOWS_AND_COMPARISONS,
     *API,

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
+from vllm_tiered_kv.cache.cost_model import between
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import TransferLedger
-from vllm_tiered_kv.cache.load_choice import between
 from vllm_tiered_kv.cache.planner import Group, loadable_tokens, telling_group
 from vllm_tiered_kv.connector.ahead_policy import AheadPolicy
 from vllm_tiered_kv.connector.gpu_block import ids_of
-from vllm_tiered_kv.connector.load_or_recompute import LoadOrRecompute
+from vllm_tiered_kv.connector.load_policy import LoadDecider
 from vllm_tiered_kv.connector.partial_tail import tail_of
 from vllm_tiered_kv.connector.remote_tier import LoadSplit, RemoteTier
 from vllm_tiered_kv.connector.request_state import Match, RequestState
@@ -42,7 +42,7 @@ class LoadPlanner:
         ledger: TransferLedger,
         recorder: Recorder,
         ahead: AheadPolicy,
-        judge: LoadOrRecompute,
+        judge: LoadDecider,
     ) -> None:
         self.ahead = ahead
         self.judge = judge
@@ -219,10 +219,10 @@ class LoadPlanner:
         if match.choice is not None:
             is_timed = not match.ahead
             name = request.request_id
-            rehearsed = self.judge.admitted(name, match.choice, covered, is_timed)
-            if rehearsed and self.remote is not None:
-                first, stop = match.computed + rehearsed.start, match.computed + rehearsed.stop
-                nbytes = self.judge.bytes_of(rehearsed)
+            probed = self.judge.admitted(name, match.choice, covered, is_timed)
+            if probed and self.remote is not None:
+                first, stop = match.computed + probed.start, match.computed + probed.stop
+                nbytes = self.judge.bytes_of(probed)
                 group = telling_group(self._groups)
                 self.remote.rehearse(state, group, range(first, stop), nbytes)
         lookup, state.remote = state.remote, None  # used up; who starts over asks anew

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from vllm_tiered_kv.cache.load_choice import Choice
+from vllm_tiered_kv.cache.cost_model import Choice
 from vllm_tiered_kv.cache.planner import Group
 from vllm_tiered_kv.connector.partial_tail import Tail
 from vllm_tiered_kv.connector.remote_lookup import RemoteLookup

@@ -30,8 +30,8 @@ from vllm_tiered_kv.connector.block_pool_watch import watch_new_blocks
 from vllm_tiered_kv.connector.failed_step import FailedStep
 from vllm_tiered_kv.connector.head_start import HeadStart
 from vllm_tiered_kv.connector.lazy_store import LazyStore
-from vllm_tiered_kv.connector.load_or_recompute import LoadOrRecompute
 from vllm_tiered_kv.connector.load_planner import LoadPlanner
+from vllm_tiered_kv.connector.load_policy import LoadDecider
 from vllm_tiered_kv.connector.metadata import TieredKVMetadata, TieredKVWorkerMetadata
 from vllm_tiered_kv.connector.remote_lookup import RemoteLookups
 from vllm_tiered_kv.connector.remote_tier import RemoteTier
@@ -103,7 +103,7 @@ class SchedulerHalf:
         self._blocks: KVCacheManager | None = None
         self.stores = StorePlanner(self._groups, self.index, self.ledger, lazy, hash_block_size)
         self._ahead = AheadPolicy(config.step_loads, self._groups, self.ledger)
-        self.judge = LoadOrRecompute(
+        self.judge = LoadDecider(
             config,
             self._groups,
             self.index,
@@ -294,7 +294,7 @@ class SchedulerHalf:
                 self._unheard -= len(metadata.block_bytes)
                 self._next.identity = None if self._unheard else self._identity
             self.judge.loads_took(metadata.load_seconds)
-            self.judge.rehearsed(metadata.rehearsed)
+            self.judge.probes_ended(metadata.rehearsed)
             if self.remote is not None:
                 self.remote.heard_arenas(metadata.ready_arenas)
             for job_id, reports in metadata.stores.items():

@@ -5,14 +5,12 @@ from __future__ import annotations
 from tools.mutants.mutation import Mutation, Needs
 
 _LOADER = ("tests/unit/test_remote_loader.py",)
-_ECONOMICS = ("tests/unit/test_load_economics.py", "tests/unit/test_speed_estimates.py")
-_STEPS = (
-    "tests/engine/test_load_or_recompute.py::test_rehearsals_wait_for_steps_without_prefills",
-)
+_COSTS = ("tests/unit/test_cost_model.py", "tests/unit/test_speed_estimates.py")
+_STEPS = ("tests/engine/test_load_or_recompute.py::test_probes_wait_for_steps_without_prefills",)
 
-REHEARSALS = (
+PROBES = (
     Mutation(
-        "rehearsal-behind-a-load-counts",
+        "probe-behind-a-load-counts",
         "connector/remote_loader.py",
         "            self._rehearsing.disturb()\n",
         "            pass\n",
@@ -20,7 +18,7 @@ REHEARSALS = (
         _LOADER,
     ),
     Mutation(
-        "rehearsal-of-nothing-counts",
+        "probe-of-nothing-counts",
         "connector/remote_loader.py",
         "                if not all(found):\n                    run.disturb()\n",
         "",
@@ -28,7 +26,7 @@ REHEARSALS = (
         _LOADER,
     ),
     Mutation(
-        "rehearsal-without-an-end",
+        "probe-without-an-end",
         "connector/remote_loader.py",
         " and now < self._begun_at + _REHEARSED_S",
         "",
@@ -36,7 +34,7 @@ REHEARSALS = (
         _LOADER,
     ),
     Mutation(
-        "rehearsal-beside-a-prefill",
+        "probe-beside-a-prefill",
         "connector/remote_tier.py",
         "        if is_quiet or time.monotonic() > self._rehearse_until:\n",
         "        if True:\n",
@@ -45,7 +43,7 @@ REHEARSALS = (
         Needs.VLLM,
     ),
     Mutation(
-        "rehearsal-that-an-idle-engine-keeps",
+        "probe-that-an-idle-engine-keeps",
         "connector/scheduler_half.py",
         "            or (self.remote is not None and self.remote.has_rehearsals)\n",
         "",
@@ -55,34 +53,42 @@ REHEARSALS = (
     ),
     Mutation(
         "mapped-memory-learnt-from-a-socket",
-        "cache/load_economics.py",
-        "            places = major_sources([part]) - self._trusted\n",
-        "            places = major_sources([part])\n",
+        "cache/background_probes.py",
+        "            places = major_places([part]) - self._costs.trusted\n",
+        "            places = major_places([part])\n",
         "memory that is mapped looks as slow as a socket",
-        _ECONOMICS,
+        _COSTS,
     ),
     Mutation(
-        "rehearsals-without-end",
-        "cache/rehearsals.py",
-        " and self._hurried[place] < _MOST_HURRIED",
-        "",
-        "a daemon is kept busy for nobody with every request",
-        _ECONOMICS,
+        "probes-without-end",
+        "cache/background_probes.py",
+        "        if not is_urgent and now < heard_at + _EVERY_S:\n",
+        "        if False:\n",
+        "a daemon is kept busy with a probe beside every request",
+        _COSTS,
     ),
     Mutation(
         "memory-of-this-host-judged-by-busy-loads",
-        "cache/load_economics.py",
-        "        if sources <= self._trusted:\n",
+        "cache/cost_model.py",
+        "        if places <= self.trusted:\n",
         "        if False:\n",
         "a busy engine computes what lies in memory, and gets busier",
-        _ECONOMICS,
+        _COSTS,
     ),
     Mutation(
-        "tier-judged-by-what-it-was",
-        "cache/speed_estimates.py",
-        "        if self._worse > _CHANGED:\n",
+        "tier-that-hangs-trusted",
+        "cache/cost_model.py",
+        "        if has_hung:\n",
         "        if False:\n",
-        "a tier that got slow is loaded from again",
-        _ECONOMICS,
+        "the next requests wait for a tier that hangs, too",
+        _COSTS,
+    ),
+    Mutation(
+        "prefill-never-measured",
+        "cache/cost_model.py",
+        "            if not self._computes_on_cpu and 0 < self._blind <= ENOUGH:\n",
+        "            if False:\n",
+        "an engine whose prompts all hit a slow tier never finds out that computing is faster",
+        _COSTS,
     ),
 )

@@ -1,15 +1,14 @@
-"""Measures the tiers and the model while they work, and asks `cache.load_economics` what pays.
+"""Measures tiers and model while they work, and asks `cache.cost_model` what to load.
 
-How long a load took is said by the workers (`connector.load_times`). How long a prefill takes is
-seen here, from the times at which vLLM schedules steps and hands their outputs back:
+Workers report how long a load took (`connector.load_times`). How long a prefill takes is measured
+here, from the times at which vLLM schedules steps and hands their outputs back:
 
-- With asynchronous scheduling a step is planned while the one before it runs. It begins when it was
-  planned or when the output of the one before has come, whichever is later.
+- With asynchronous scheduling vLLM plans a step while the one before it runs. A step begins when it
+  was planned or when the output of the one before has come, whichever is later.
 - An output does not say which step it belongs to, and a step without a forward may have none.
-  So a step that is worth measuring is given a number, which the workers send back with its output.
-- Worth measuring are steps of which prompt tokens are the bulk, without loads in them. What few
-  decodes share such a step adds little to it. Now and then one that only decodes a few tokens is
-  measured too: it tells what a step costs that computes next to nothing.
+  So a step that is measured gets a number, which the workers send back with its output.
+- Only steps without loads are measured, if prompt tokens are the bulk of them. A few decodes add
+  little. Now and then a step that only decodes is measured too: it shows what every step costs.
 - Stages of a pipeline overlap: there this measures the pace of steps, not how long one takes. The
   prefill of a prompt in several steps takes about as long as that.
 """
@@ -24,9 +23,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from vllm_tiered_kv.cache.background_probes import BackgroundProbes
+from vllm_tiered_kv.cache.cost_model import Choice, CostModel, Span, between, major_places
 from vllm_tiered_kv.cache.index import BlockIndex
-from vllm_tiered_kv.cache.load_choice import Choice, Span, between, major_sources
-from vllm_tiered_kv.cache.load_economics import LoadEconomics
 from vllm_tiered_kv.cache.planner import Group, telling_group
 from vllm_tiered_kv.config import LoadPolicy, TieredKVConfig
 from vllm_tiered_kv.connector.request_state import RequestState
@@ -37,35 +36,31 @@ from vllm_tiered_kv.metrics.recorder import Recorder
 
 logger = logging.getLogger(__name__)
 
-_PREFILL_SHARE = 0.8  # of a step's tokens, for it to tell how long a prefill takes
-_FEW_DECODES = 32  # tokens of a step that tells what a step costs,
-_DECODES_EVERY = 4  # one in this many
-_LEAST_PREFILL = 128  # tokens of it: the end of a prompt that was found takes no time to speak of
-_PATIENCE = 0.03  # of its prefill: what a request may wait for an answer that is worth nothing
-_BLIND_PATIENCE_S = 0.003  # the same while nobody knows how long a prefill takes
-_MOST_GONE_ON = 4  # requests that go on so; then prefills teach nothing
-_HIT_RATE_WEIGHT = 0.1
-_CPU_PREFILL = 5_000.0  # tokens per second: about what the fastest engines on CPUs compute
-_TELL_S = 60.0  # between two lines about what is computed though it is held
-_MOST_MEASURED = 16  # steps under way; one whose number never comes back is forgotten
+_PREFILL_SHARE = 0.8  # of a step's tokens: with more decodes it does not measure a prefill
+_PATIENCE = 0.03  # of its prefill, a request waits for any answer: within the goal of 1.05
+_TELL_S = 60.0  # between two log lines about cached tokens that are computed
+_RECENT = 16  # answers that count, steps whose numbers are remembered, and of small steps, whose
+# numbers cost a message back, one in so many is measured
 
 
 @dataclass
 class _Load:
     choice: Choice
     begun_at: float
-    forwards: int  # steps with a forward that were planned before it
     seconds: dict[Tier, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class _Step:
-    tokens: int  # of prompts; none: a step that only decodes
+    tokens: int
     attended: float
     planned_at: float
 
 
-class LoadOrRecompute:
+class LoadDecider:
+    """Says how much of a request is loaded, and how long it waits for daemons to answer. The
+    scheduler half creates it, reports to it and asks it, all in the scheduler's thread."""
+
     def __init__(
         self,
         config: TieredKVConfig,
@@ -79,37 +74,34 @@ class LoadOrRecompute:
     ) -> None:
         """`step_tokens`: the most tokens vLLM computes in a step. `num_ranks`: that report."""
         self._policy = config.load_policy
-        self._least_prefill = min(_LEAST_PREFILL, step_tokens // 8)
         self._group = telling_group(groups)
         self._index = index
         self._recorder = recorder
         self._clock = clock
-        self._timeout_s = config.remote_load_timeout
+        self._load_timeout_s = config.remote_load_timeout
+        self._lookup_timeout_s = config.remote_lookup_timeout
         self._is_mapped = all(address.startswith("ipc://") for address in config.remote)
-        self._bytes_per_token = _bytes_per_token(groups)
-        self.economics = LoadEconomics(
+        self.costs = CostModel(
             config.load_policy,
-            self._bytes_per_token,
+            _bytes_per_token(groups),
             math.lcm(*(group.block_size for group in groups)),
             step_tokens,
             config.remote_load_timeout,
             (Tier.CPU, Tier.MEMORY) if self._is_mapped else (Tier.CPU,),
-            # A GPU may be faster than any disk; there a few prefills come first, which teach.
-            _CPU_PREFILL if computes_on_cpu else math.inf,
+            computes_on_cpu,
         )
-        self._lookup_s = config.remote_lookup_timeout
+        self.probes = BackgroundProbes(self.costs)
         self.answers: deque[tuple[int, int]] = deque()
-        """Blocks that daemons were asked for and had, one pair for each answer."""
+        """Blocks that daemons were asked for and had, one pair for each new answer."""
+        self._recent_answers: deque[tuple[int, int]] = deque(maxlen=_RECENT)
         self.read_speeds: Mapping[Tier, float] = {}
-        """What daemons on this host say about their slower tiers, in bytes per second."""
+        """What daemons on this host announce of their slower tiers, in bytes per second."""
+        self._usual_shares: Mapping[Tier, float] = {}
         self._told_at = -math.inf
         self._untold = 0  # requests since then
-        self._gone_on: set[str] = set()  # requests that went on without an answer, blindly
-        self._hit_rate = 1.0
-        self._usual_shares: Mapping[Tier, float] = {}
         self._num_ranks = num_ranks
         self._loads: dict[str, _Load] = {}
-        self._rehearsed: tuple[str, list[Fetched]] = "", []  # by the ranks that have ended
+        self._probed: tuple[str, list[Fetched]] = "", []  # by the ranks that have ended
         self._steps: dict[int, _Step] = {}
         self._next_step = 0
         self._forwards = 0
@@ -123,47 +115,39 @@ class LoadOrRecompute:
         return self._policy is not LoadPolicy.NEVER
 
     def waits_for_daemons(self, state: RequestState, computed: int) -> bool:
-        """Whether a request should go on waiting for what daemons have to say about it.
-
-        For as long as an answer is expected to save, by what answers were worth lately. They are
-        all counted, also those nobody has waited for.
-        """
+        """Whether a request should go on waiting for what daemons have to say about it: for as long
+        as an answer is expected to save, by what the last answers were worth."""
         lookup = state.remote
         tokens = state.request.num_tokens - computed
-        if self._policy is not LoadPolicy.AUTO or lookup is None:
+        compute_s = self.costs.compute_seconds(computed, tokens)
+        if self._policy is not LoadPolicy.AUTO or lookup is None or compute_s is None:
             return True
-        waited_s = self._clock() - (lookup.deadline - self._lookup_s)
-        alone_s = self.economics.recompute_seconds(computed, tokens)
-        if alone_s is None:
-            # Of daemons over a network nothing is loaded before a prefill was seen, if one ever is.
-            name = state.request.request_id
-            is_patient = self._is_mapped or self.economics.loads_blindly
-            is_patient |= len(self._gone_on) >= _MOST_GONE_ON and name not in self._gone_on
-            if is_patient or waited_s < _BLIND_PATIENCE_S:
-                return True
-            self._gone_on.add(name)
-            return False
         while self.answers:
-            asked, found = self.answers.popleft()
-            self._hit_rate += _HIT_RATE_WEIGHT * (found / max(asked, 1) - self._hit_rate)
+            self._recent_answers.append(self.answers.popleft())
+        asked = sum(asked for asked, _ in self._recent_answers)
+        found = sum(found for _, found in self._recent_answers)
         now = self._clock()
         span = Span(Tier.REMOTE, tokens, self._usual_shares)
-        saved_s = self._hit_rate * (alone_s - self.economics.seconds(now, tokens, [span]))
-        return waited_s < max(saved_s, _PATIENCE * alone_s)
+        saved_s = compute_s - self.costs.load_seconds(now, tokens, [span])
+        worth_s = saved_s * (found / asked if asked else 1.0)
+        waited_s = now - (lookup.deadline - self._lookup_timeout_s)
+        return waited_s < max(worth_s, _PATIENCE * compute_s)
 
     def choose(
         self, state: RequestState, computed: int, held: int, elsewhere: Sequence[range] | None
     ) -> Choice:
         """How much to load of the `held` tokens after `computed`. Changes nothing."""
-        spans = self._spans(state, computed, held, elsewhere)
-        if self._is_mapped:
+        if self._is_mapped:  # over a network it would say nothing about the way
             for tier, rate in list(self.read_speeds.items()):
-                self.economics.speeds[tier].told(rate)
-        return self.economics.choose(self._clock(), computed, state.request.num_tokens, spans)
+                self.costs.speeds[tier].announce(rate)
+        spans = self._spans(state, computed, held, elsewhere)
+        now = self._clock()
+        choice = self.costs.choose(now, computed, spans)
+        return self.probes.added(now, choice) if self._policy is LoadPolicy.AUTO else choice
 
     def admitted(self, request_id: str, choice: Choice, tokens: int, is_timed: bool) -> range:
-        """vLLM has taken the answer, or less of it. `is_timed`: the end of the load is told.
-        Returns the tokens to be fetched for nobody, after those that are computed already."""
+        """vLLM has taken the answer, or less of it. `is_timed`: `load_ended` will follow. Returns
+        the tokens to be probed, counted from those that are computed already."""
         if choice.tokens and not tokens:
             return range(0)  # vLLM did not take the offer
         if tokens != choice.tokens:
@@ -176,12 +160,13 @@ class LoadOrRecompute:
             self._recorder.add(names.LOAD_DECISIONS, 1, tier.value, decision.value)
         if self._policy is LoadPolicy.AUTO and tokens < choice.held:
             self._tell_computed(request_id, now, choice)
-        self.economics.settle(request_id, now, choice)
+        self.costs.settle(request_id, now, choice)
+        self.probes.begin(request_id, now, choice)
         if tokens and is_timed:
-            self._loads[request_id] = _Load(choice, now, self._forwards)
+            self._loads[request_id] = _Load(choice, now)
         elif tokens:
-            self.economics.ended(request_id, now, choice, {})
-        return choice.rehearsed
+            self.costs.ended(request_id, now, choice, {})
+        return choice.probed
 
     def _tell_computed(self, request_id: str, now: float, choice: Choice) -> None:
         """Whoever wonders why what is held was not loaded finds the reason in the log."""
@@ -189,22 +174,22 @@ class LoadOrRecompute:
         if now < self._told_at + _TELL_S:
             return
         rest = between(choice.tokens, choice.held, choice.spans)
-        places = sorted(place.value for place in major_sources(rest))
+        places = major_places(rest)
         tokens = choice.held - choice.tokens
-        compute_s = self.economics.recompute_seconds(0, tokens)
-        if not all(self.economics.knows_speed(place) for place in major_sources(rest)):
+        compute_s = self.costs.compute_seconds(0, tokens)
+        if not all(map(self.costs.is_known, places)):
             why = "the speed of loads from there is not known yet"
         elif compute_s is None:
             why = "the speed of prefills is not known yet"
         else:
-            load_s = self.economics.seconds(now, tokens, rest)
+            load_s = self.costs.load_seconds(now, tokens, rest)
             why = f"loading would take about {load_s:.3f} s, computing {compute_s:.3f} s"
         logger.info(
             "request %s computes %d tokens that are cached (%s): %s (%d such requests since the "
             'last such line; "load_policy": "always" would load them)',
             request_id,
             tokens,
-            ", ".join(places),
+            ", ".join(sorted(place.value for place in places)),
             why,
             self._untold,
         )
@@ -212,30 +197,27 @@ class LoadOrRecompute:
 
     def bytes_of(self, tokens: range) -> int:
         """What so many tokens of a request are, without windows."""
-        return round(len(tokens) * self._bytes_per_token)
+        return round(len(tokens) * self.costs.bytes_per_token)
 
-    def rehearsed(self, ended: Mapping[str, Sequence[Fetched]]) -> None:
-        """What ranks fetched for nobody has come; the slowest counts, and so does a failure."""
+    # ---- loads and probes -----------------------------------------------------------------------
+
+    def probes_ended(self, ended: Mapping[str, Sequence[Fetched]]) -> None:
+        """What ranks probed has come; the slowest rank counts, and so does one that failed."""
         for name, reports in ended.items():
-            if name != self._rehearsed[0]:
-                self._rehearsed = name, []
-            of_ranks = self._rehearsed[1]
-            of_ranks += reports
+            of_ranks = [*(self._probed[1] if name == self._probed[0] else ()), *reports]
+            self._probed = name, of_ranks
             if len(of_ranks) >= self._num_ranks:
-                self._rehearsed = "", []  # a request that starts over may have another one
+                self._probed = "", []  # a request that starts over may have another one
                 slowest = min(of_ranks, key=lambda fetched: fetched.bytes_per_s)
-                now = self._clock()
-                self.economics.rehearsed(name, now, slowest.nbytes, slowest.seconds)
+                self.probes.end(name, self._clock(), slowest.nbytes, slowest.seconds)
 
     def loads_took(self, seconds: Mapping[str, Mapping[str, float]]) -> None:
         """Ranks have said how long parts of loads took; the slowest rank counts."""
         for request_id, by_tier in seconds.items():
-            load = self._loads.get(request_id)
-            if load is None:
-                continue
-            for name, taken in by_tier.items():
-                tier = Tier(name)
-                load.seconds[tier] = max(load.seconds.get(tier, 0.0), taken)
+            if request_id in self._loads:
+                known = self._loads[request_id].seconds
+                for name, taken in by_tier.items():
+                    known[Tier(name)] = max(known.get(Tier(name), 0.0), taken)
 
     def load_ended(self, request_id: str, failed: Tier | None) -> None:
         load = self._loads.pop(request_id, None)
@@ -243,48 +225,39 @@ class LoadOrRecompute:
             return
         now = self._clock()
         elapsed = now - load.begun_at
-        if failed is None:
-            seconds = load.seconds
-            if seconds and self._forwards == load.forwards:
-                self.economics.handover.observe(max(0.0, elapsed - max(seconds.values())))
-        else:
-            # One that was given up tells that the tier is slow, one that is gone tells nothing.
-            is_late = failed is Tier.REMOTE and elapsed > self._timeout_s / 2
-            seconds = {Tier.REMOTE: elapsed} if is_late else {}
-        self.economics.ended(request_id, now, load.choice, seconds)
+        # A load that was given up shows that the tier hangs, one that was refused shows nothing.
+        has_hung = failed is Tier.REMOTE and elapsed > self._load_timeout_s / 2
+        failure = {Tier.REMOTE: elapsed} if has_hung else {}
+        seconds = load.seconds if failed is None else failure
+        self.costs.ended(request_id, now, load.choice, seconds, has_hung)
 
     # ---- a step ---------------------------------------------------------------------------------
 
     def step_planned(
         self, scheduled: Mapping[str, int], states: Mapping[str, RequestState], has_loads: bool
     ) -> int | None:
-        """The number of a step that is worth measuring."""
-        if not scheduled:
+        """The number of a step that is measured."""
+        if not scheduled or self._policy is not LoadPolicy.AUTO or has_loads:
             return None
         self._forwards += 1
-        if self._policy is not LoadPolicy.AUTO or has_loads:
-            return None
-        total = sum(scheduled.values())
-        if total < 2 * len(scheduled):
-            is_small = total <= _FEW_DECODES and self._forwards % _DECODES_EVERY == 0
-            return self._measured(0, 0.0) if is_small else None
         tokens, attended = 0, 0.0
         for request_id, count in scheduled.items():
             state = states.get(request_id) if count > 1 else None
-            if state is None:
-                continue
-            computed = state.request.num_computed_tokens
-            if computed + 1 < state.request.num_tokens:
-                tokens += count
-                attended += count * (computed + count / 2)
-        if tokens < max(_PREFILL_SHARE * total, self._least_prefill):
+            if state is not None:
+                computed = state.request.num_computed_tokens
+                if computed + 1 < state.request.num_tokens:
+                    tokens += count
+                    attended += count * (computed + count / 2)
+        total = sum(scheduled.values())
+        if self.costs.prefill.is_small(total):
+            if self._forwards % _RECENT:
+                return None
+            tokens = total
+        elif tokens < _PREFILL_SHARE * total:
             return None
-        return self._measured(tokens, attended)
-
-    def _measured(self, tokens: int, attended: float) -> int:
         self._next_step += 1
         self._steps[self._next_step] = _Step(tokens, attended, self._clock())
-        if len(self._steps) > _MOST_MEASURED:
+        if len(self._steps) > _RECENT:
             del self._steps[next(iter(self._steps))]
         return self._next_step
 
@@ -294,23 +267,18 @@ class LoadOrRecompute:
         step = self._steps.pop(number, None) if number is not None else None
         if step is not None:
             seconds = now - max(step.planned_at, self._output_at)
-            if step.tokens:
-                self.economics.prefill.observe(step.tokens, step.attended, seconds)
-            else:
-                self.economics.prefill.observe_least(seconds)
+            self.costs.step_ended(step.tokens, step.attended, seconds)
         self._output_at = now
 
     def record(self) -> None:
         """Puts the estimates into the metrics."""
-        for tier, speed in self.economics.speeds.items():
+        for tier, speed in self.costs.speeds.items():
             recent = speed.recent_bytes_per_s
             if recent is not None:
                 self._recorder.set(names.LOAD_SPEED, round(recent), tier.value)
-        prefill = self.economics.prefill.tokens_per_s()
+        prefill = self.costs.prefill.tokens_per_s()
         if prefill is not None:
             self._recorder.set(names.PREFILL_SPEED, round(prefill))
-
-    # ---- inside ---------------------------------------------------------------------------------
 
     def _spans(
         self, state: RequestState, computed: int, held: int, elsewhere: Sequence[range] | None
