@@ -16,7 +16,6 @@ import pytest
 
 from tests.daemon.daemon_process import DaemonProcess
 from tests.engine.toy_at_daemon import (
-    TRANSPORTS,
     address,
     engine_at,
     prompts,
@@ -24,7 +23,7 @@ from tests.engine.toy_at_daemon import (
     wait_attached,
 )
 from tests.engine.toy_engine import ToyEngine
-from tests.patience import eventually
+from tests.patience import eventually, mostly_slow
 from tests.remote.daemon_facts import leases_of
 from tests.soak.footprint import Footprint, settled, shared_files
 
@@ -62,7 +61,7 @@ def test_the_cpu_tier_alone(tiny_model: Path) -> None:
     rounds(one)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", mostly_slow(["ipc", "tcp"], 1))
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_beside_a_daemon(
     tiny_model: Path, daemon: DaemonProcess, transport: str, ranks: int
@@ -116,7 +115,7 @@ def test_beside_a_daemon_that_does_not_answer(
     rounds(one, 4)
 
 
-@pytest.mark.parametrize("transport", ["none", "tcp", "ipc"])
+@pytest.mark.parametrize("transport", mostly_slow(["none", "ipc", "tcp"], 2))
 def test_shut_down_with_stores_loads_and_lookups_under_way(
     tiny_model: Path, daemon: DaemonProcess, transport: str
 ) -> None:
