@@ -262,6 +262,25 @@ def test_a_process_that_gives_back_its_last_lease_after_it_has_left_is_forgotten
     attached.close()
 
 
+@pytest.mark.parametrize("packet", [b"\xc1", bytes(100_000)], ids=["short", "long"])
+def test_packets_over_the_connection_of_an_attached_process_are_ignored(
+    start: StartDaemon, connect: Connect, packet: bytes
+) -> None:
+    daemon = start()
+    attached = attach(daemon.ipc_path)
+    client = connect(daemon.ipc, arena=attached.token)
+    client.put(blocks(1))
+    lease = client.lend([key(0)]).leases
+    for _ in range(20):
+        attached.connection.send(packet)
+    assert client.stats()["attached_processes"] == 1
+    assert client.release(lease) == 1
+    attached.connection.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        attached.connection.recv(1)
+    attached.close()
+
+
 def test_the_memory_outlives_the_daemon(start: StartDaemon, connect: Connect) -> None:
     daemon = start()
     attached = attach(daemon.ipc_path)

@@ -71,7 +71,7 @@ def test_memory_is_lent_and_given_back(
     store.put(items(CHAIN))
     memory = store.attach()
     assert memory is not None
-    lent = memory.lend(CHAIN)
+    lent = memory.lease(CHAIN)
     assert all(lent.leases)
     connect(daemon.ipc)
     connect(daemon.ipc)
@@ -80,7 +80,7 @@ def test_memory_is_lent_and_given_back(
     connect(daemon.ipc)  # and both of the first process are forgotten
     lent.release()
     assert memory.is_settled
-    another = memory.lend(CHAIN)
+    another = memory.lease(CHAIN)
     assert memory.are_still_valid(another)
     another.release()
     assert store.breaker.counts.failures == 0

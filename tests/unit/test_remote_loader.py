@@ -14,7 +14,7 @@ import pytest
 
 from tests.daemon.daemon_process import DaemonProcess
 from tests.remote.engine import block_keys, content, items
-from tests.unit.test_lent_blocks import IDENTITY, NBYTES, RANKS, shard
+from tests.unit.test_leased_blocks import IDENTITY, NBYTES, RANKS, shard
 from vllm_tiered_kv.connector.remote_loader import RemoteLoader
 from vllm_tiered_kv.connector.shared_region import SharedRegions
 from vllm_tiered_kv.core.key import BlockKey

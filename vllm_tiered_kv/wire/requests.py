@@ -35,8 +35,6 @@ from vllm_tiered_kv.wire.limits import (
 
 BORROW_CAPABILITY = "borrow"
 """Of a daemon that knows the op of this name."""
-LINK_CAPABILITY = "link"
-"""Of a daemon that answers `borrow` and `release` also where it hands out its memory."""
 
 
 class Message:

@@ -46,7 +46,7 @@ def answered(toy: ToyEngine, prompt: list[int]) -> str:
     lookup = toy.half._requests[request].remote
     assert lookup is not None
     answer = lookup.future.result(timeout=30)
-    assert answer.loans, "nothing was lent"
+    assert answer.leases, "nothing was lent"
     return request
 
 
@@ -348,7 +348,7 @@ from vllm_tiered_kv.server import cli
 from vllm_tiered_kv.server.allowances import Allowances
 
 of_memory = Allowances.of_memory
-Allowances.of_memory = lambda memory: dataclasses.replace(of_memory(memory), loans=64 * 96)
+Allowances.of_memory = lambda memory: dataclasses.replace(of_memory(memory), lookup_leases=64 * 96)
 raise SystemExit(cli.main())
 """
 
