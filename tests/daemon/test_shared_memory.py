@@ -160,7 +160,7 @@ BORROWER = """
 """
 
 
-def borrower(daemon: DaemonProcess, *arguments: str) -> tuple[subprocess.Popen[str], list[int]]:
+def leaseholder(daemon: DaemonProcess, *arguments: str) -> tuple[subprocess.Popen[str], list[int]]:
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(BORROWER), str(daemon.ipc_path), *arguments],
         stdout=subprocess.PIPE,
@@ -178,7 +178,7 @@ def test_leases_outlive_pressure_and_end_with_the_process(
     daemon = start("--memory", "1MiB")
     client = connect(daemon.endpoint)
     client.put(blocks(4))
-    process, offsets = borrower(daemon, *(["close"] if how == "disconnected" else []))
+    process, offsets = leaseholder(daemon, *(["close"] if how == "disconnected" else []))
     try:
         if how == "stopped":
             process.send_signal(signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""The memory of a daemon on this host: lease, written, and outlived."""
+"""The memory of a daemon on this host: leased, written, and outlived."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_blocks_are_read_where_they_lie(store: RemoteStore, memory: SharedMemory
     lease.release()
 
 
-def test_what_is_lent_stays_and_what_is_not_may_go(
+def test_what_is_leased_stays_and_what_is_not_may_go(
     store: RemoteStore, memory: SharedMemory
 ) -> None:
     held, given_back = memory.lease(CHAIN[:3]), memory.lease(CHAIN[3:])
@@ -107,7 +107,7 @@ def test_what_is_lent_stays_and_what_is_not_may_go(
     assert store.contains(CHAIN[:3]) == [False] * 3
 
 
-def test_a_deleted_block_keeps_its_place_while_it_is_lent(
+def test_a_deleted_block_keeps_its_place_while_it_is_leased(
     store: RemoteStore, memory: SharedMemory
 ) -> None:
     lease = memory.lease(CHAIN[:1])
@@ -150,7 +150,7 @@ def test_abandoned_room_comes_back(store: RemoteStore, memory: SharedMemory) -> 
     assert set(memory.seal(blocks)) == {PutResult.STORED}
 
 
-def test_a_daemon_killed_while_its_memory_is_lent(
+def test_a_daemon_killed_while_its_memory_is_leased(
     daemon: DaemonProcess, store: RemoteStore, memory: SharedMemory
 ) -> None:
     lease = memory.lease(CHAIN)
@@ -189,7 +189,7 @@ def test_a_daemon_killed_while_its_memory_is_lent(
 def test_leases_that_come_too_late_go_back(
     daemon: DaemonProcess, store: RemoteStore, memory: SharedMemory
 ) -> None:
-    """What a stopped daemon lends when it goes on was asked for by nobody any more."""
+    """What a stopped daemon leases when it goes on was asked for by nobody any more."""
     assert memory.lease(keys("other", 1)).leases == [0]
     daemon.freeze()
     assert memory.lease(CHAIN, deadline=within(0.2)).leases == [0] * 6
@@ -204,7 +204,7 @@ def test_leases_that_come_too_late_go_back(
     eventually(all_is_back)
     assert store.breaker.state is BreakerState.CLOSED
     push_out(store)
-    assert store.contains(CHAIN) == [False] * 6, "nothing is lease, so all of it could leave"
+    assert store.contains(CHAIN) == [False] * 6, "nothing is leased, so all of it could leave"
     assert not isinstance(reserved(memory, "late", 2)[0], PutResult), "nor is it reserved"
 
 
@@ -233,7 +233,7 @@ def test_a_release_that_fails_is_made_up_for(daemon: DaemonProcess, memory: Shar
     assert leases_of(daemon) == 0
 
 
-def test_a_release_that_was_not_confirmed_is_still_owed(
+def test_a_release_that_was_not_confirmed_is_made_again(
     daemon: DaemonProcess, memory: SharedMemory
 ) -> None:
     lease = memory.lease(CHAIN)
@@ -285,7 +285,7 @@ def test_an_interrupt_at_the_end_of_a_call_does_not_keep_the_memory(
 
 
 def test_a_stopped_daemon_is_given_up(daemon: DaemonProcess, memory: SharedMemory) -> None:
-    """What is given back where nothing was lease says nothing of the daemon."""
+    """What is given back where nothing was leased says nothing of the daemon."""
     daemon.freeze()
     for _ in range(3):
         lease = memory.lease(CHAIN, deadline=within(0.2))
@@ -315,7 +315,7 @@ def test_many_threads(store: RemoteStore, memory: SharedMemory) -> None:
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_a_closed_memory_lends_nothing(store: RemoteStore, memory: SharedMemory) -> None:
+def test_a_closed_memory_leases_nothing(store: RemoteStore, memory: SharedMemory) -> None:
     lease = memory.lease(CHAIN)
     memory.close()
     assert not memory.alive

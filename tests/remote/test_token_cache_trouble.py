@@ -237,8 +237,8 @@ def test_leases_that_came_too_late_go_back_without_a_further_call(daemon: Daemon
         assert leases_of(daemon) == 0
 
 
-def test_what_cannot_be_lent_is_sent(daemon: DaemonProcess) -> None:
-    """Another process may have borrowed all that a daemon lends."""
+def test_what_cannot_be_leased_is_sent(daemon: DaemonProcess) -> None:
+    """Another process may hold all that a daemon leases."""
     with opened(daemon.ipc) as greedy, opened(daemon.ipc) as cache:
         many = list(range(1000, 2600))
         assert store(greedy, many) == len(many)
@@ -247,14 +247,14 @@ def test_what_cannot_be_lent_is_sent(daemon: DaemonProcess) -> None:
         with local.reading() as memory:
             assert memory is not None
             keys = greedy._chains._named(greedy._keys.of((), many))
-            lent = memory.lease(keys)
-            held = sum(map(bool, lent.leases))
+            lease = memory.lease(keys)
+            held = sum(map(bool, lease.leases))
             assert held
-            assert not any(memory.lease(keys[held:]).leases), "no more is lent"
+            assert not any(memory.lease(keys[held:]).leases), "no more is leased"
             assert read(cache, TOKENS) == len(TOKENS)
             new = [1, *TOKENS]
             assert store(cache, new) == read(cache, new) == len(new)
-            lent.release()
+            lease.release()
 
 
 def test_a_close_among_calls_of_many_threads(address: str) -> None:
@@ -326,7 +326,7 @@ def test_what_changed_while_it_was_copied_is_not_used(
         assert leases_of(daemon) == 0
 
 
-def test_only_what_is_lent_is_copied(daemon: DaemonProcess) -> None:
+def test_only_what_is_leased_is_copied(daemon: DaemonProcess) -> None:
     with opened(daemon.ipc) as cache:
         store(cache, TOKENS[:20])
         (local,) = cache._chains._local_daemons.values()

@@ -1,4 +1,4 @@
-"""Workers read what their scheduler was lent: from the memory they have mapped, asking nobody."""
+"""Workers read what their scheduler has leased: from the memory they have mapped, asking nobody."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from vllm_tiered_kv.remote.store import RemoteStore
 NBYTES = 4096
 RANKS = (RankTag(tp=0), RankTag(tp=1))
 IDENTITY = EngineIdentity(bytes(32), (NBYTES,), "layout", "test")
-KEYS = block_keys("lent", 8)
+KEYS = block_keys("leased", 8)
 
 
 @dataclass
@@ -137,7 +137,7 @@ def test_each_rank_reads_its_own_blocks_and_asks_nobody(worker: Worker) -> None:
 
 
 @pytest.mark.parametrize("how", ["frozen", "killed"])
-def test_what_was_lent_is_loaded_whatever_becomes_of_the_daemon(worker: Worker, how: str) -> None:
+def test_what_was_leased_is_loaded_whatever_becomes_of_the_daemon(worker: Worker, how: str) -> None:
     transfer = leased(worker.lease())
     if how == "frozen":
         worker.daemon.freeze()
@@ -157,7 +157,7 @@ def test_what_was_lent_is_loaded_whatever_becomes_of_the_daemon(worker: Worker, 
     assert worker.is_right()
 
 
-def test_what_was_lent_is_loaded_from_the_part_that_is_pinned(
+def test_what_was_leased_is_loaded_from_the_part_that_is_pinned(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pinning all of a large daemon's memory takes long after an engine was started anew."""
@@ -193,7 +193,7 @@ def test_places_that_are_not_ours_are_not_read(
 
 
 def test_blocks_that_changed_are_not_used(worker: Worker) -> None:
-    """They cannot while the lease lasts: the process that borrowed them has given them back."""
+    """They cannot while the lease lasts: the process that leased them has released them."""
     lease = worker.lease()
     transfer = leased(lease, generations=lease.generations + np.uint64(2))
     assert worker.load(transfer) == "blocks changed while they were copied"
@@ -243,7 +243,7 @@ def test_memory_stays_mapped_until_the_last_copy_has_ended(worker: Worker) -> No
     assert region.memory.closed
 
 
-def test_a_part_of_what_is_lent(worker: Worker) -> None:
+def test_a_part_of_what_is_leased(worker: Worker) -> None:
     lease = worker.lease()
     part = leased(lease).part(2, 5)
     assert part.leased is not None

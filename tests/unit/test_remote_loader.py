@@ -1,4 +1,4 @@
-"""Loads from a daemon, over a socket and from memory that is borrowed for the copy."""
+"""Loads from a daemon, over a socket and from memory that is leased for the copy."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_load_is_over_with_its_last_piece(loads: Loads) -> None:
 
 
 @pytest.mark.parametrize("loads", ["memory"], indirect=True)
-def test_borrowed_blocks_that_changed_are_not_used(loads: Loads) -> None:
+def test_leased_blocks_that_changed_are_not_used(loads: Loads) -> None:
     """As if the daemon had given their place to another block while they were copied."""
     region = loads.regions.of(loads.address)
     assert region is not None

@@ -66,12 +66,12 @@ API = (
         (f"{_TROUBLE}::test_the_end_waits_for_those_who_copy",),
     ),
     Mutation(
-        "rows-copied-that-are-not-lent",
+        "rows-copied-that-are-not-leased",
         "remote/shm_copy.py",
         "lambda fact: fact[0] and fact[1] == nbytes",
         "lambda fact: True",
         "bytes of other blocks, or of none, are taken for those asked for",
-        (f"{_TROUBLE}::test_only_what_is_lent_is_copied",),
+        (f"{_TROUBLE}::test_only_what_is_leased_is_copied",),
     ),
     Mutation(
         "late-leases-of-an-idle-program",

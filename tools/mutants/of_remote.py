@@ -182,7 +182,7 @@ REMOTE = (
         "a daemon's memory fills with blocks that nobody gives back",
         (
             "tests/remote/test_shared_memory.py"
-            "::test_a_release_that_was_not_confirmed_is_still_owed",
+            "::test_a_release_that_was_not_confirmed_is_made_again",
         ),
     ),
     Mutation(

@@ -219,7 +219,7 @@ SERVER = (
         "server/backing_threads.py",
         "            if not self._end(question):\n                continue\n",
         "            self._end(question)\n",
-        "a request is answered twice, and what a lookup held is lent twice",
+        "a request is answered twice, and what a lookup held is leased twice",
         ("tests/daemon/test_hung_backing.py",),
     ),
     Mutation(

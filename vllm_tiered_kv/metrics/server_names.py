@@ -63,7 +63,7 @@ SESSIONS = _gauge(
 )
 ATTACHMENTS = _gauge("attached_processes", "Processes that share the memory tier.")
 NAMESPACES = _gauge("namespaces", "Namespaces whose shape is known.")
-LEASES = _gauge("leases", "Slots lent to or reserved by attached processes.")
+LEASES = _gauge("leases", "Slots leased to attached processes, for reading or writing.")
 LEASED_BYTES = _gauge("leased_bytes", "Bytes of these slots.")
 PINS = _gauge("pins", "Blocks pinned by clients.")
 PINNED_BYTES = _gauge("pinned_bytes", "Bytes of these blocks.")

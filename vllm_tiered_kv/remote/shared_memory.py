@@ -294,10 +294,12 @@ class SharedMemory:
             self.release_lookups()
             self.settle(time.monotonic() + _CLOSING_S)
             self._closing.set()
-            self.on_unmap()
-            with self._lock:
-                self._connection.close()
-                self._attachment.close()
+            try:
+                self.on_unmap()
+            finally:
+                with self._lock:
+                    self._connection.close()
+                    self._attachment.close()
 
     # ---- reading --------------------------------------------------------------------------------
 
