@@ -224,17 +224,18 @@ class Client:
         return seconds
 
     def shared_get(self) -> float:
-        """Lent, copied out, checked again and given back, by one thread."""
+        """Leased, copied out, checked again and released, by one thread."""
         work, memory = self._work, self.store.attach()
         assert memory is not None
         work.forget()
         start = time.perf_counter()
-        lent = memory.lend(work.keys)
-        for block, into in zip(lent.blocks, work.landing, strict=True):
-            assert block is not None
-            copy_bytes(into, memory.arena.view(block.offset, block.nbytes))
-        assert all(memory.still_valid(lent))
-        lent.release()
+        lease = memory.lease(work.keys)
+        assert lease.is_complete
+        places = zip(lease.offsets, lease.lengths, work.landing, strict=True)
+        for offset, nbytes, into in places:
+            copy_bytes(into, memory.arena.view(offset, nbytes))
+        assert memory.are_still_valid(lease)
+        lease.release()
         seconds = time.perf_counter() - start
         work.check()
         return seconds

@@ -48,7 +48,7 @@ THREADED_TESTS = (
 DAEMON_TESTS = (
     "tests/unit/test_remote_worker.py",
     "tests/unit/test_remote_loader.py",
-    "tests/remote/test_outgoing.py",
+    "tests/remote/test_zero_copy_send.py",
     "tests/remote/test_attachment.py",
     "tests/remote/test_shared_memory.py",
     "tests/daemon/test_shared_memory.py",

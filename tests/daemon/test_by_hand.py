@@ -125,10 +125,10 @@ def test_hello_again(hand: Hand) -> None:
 def test_in_shared_memory(start: StartDaemon) -> None:
     daemon = start("--memory", "16MiB")
     hand = Hand(daemon.ipc)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
-        link.connect(f"{daemon.ipc_path}.arena")
-        link.send(msgpack.packb({"protocol": 1, "client": "by hand"}))
-        packet, descriptors, _, _ = socket.recv_fds(link, 131072, 1)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as attached:
+        attached.connect(f"{daemon.ipc_path}.arena")
+        attached.send(msgpack.packb({"protocol": 1, "client": "by hand"}))
+        packet, descriptors, _, _ = socket.recv_fds(attached, 4096, 1)
         memory = msgpack.unpackb(packet)
         assert hand.ask("hello", **(HELLO | {"arena": memory["token"]}))["ok"]
         table = -(-memory["capacity"] // 4096 * 8 // PADDING) * PADDING
@@ -163,11 +163,9 @@ def test_in_shared_memory(start: StartDaemon) -> None:
         assert hand.ask("get", width=WIDTH, keys=new, stream=False)["frames"] == [BLOCKS[1]]
 
         question = {"width": 7, "keys": new[:7], "suffixes": [new[7:]], "length": 100}
-        link.send(msgpack.packb({"id": 1, "op": "borrow", **question}))
-        borrowed = msgpack.unpackb(link.recv(131072))
+        borrowed = hand.ask("borrow", **question)
         assert (borrowed["count"], borrowed["lent"]) == (1, 1)
         assert numbers_of(borrowed["offsets"]) == (offset,)
-        link.send(msgpack.packb({"id": 2, "op": "release", "leases": packed(borrowed["lease"])}))
-        assert msgpack.unpackb(link.recv(131072))["count"] == 1
+        assert hand.ask("release", leases=packed(borrowed["lease"]))["count"] == 1
     hand.socket.close()
     hand.context.term()

@@ -302,7 +302,7 @@ def test_a_daemon_reads_very_many_blocks_of_its_backing_folder(hung: HungDaemon)
     assert found == {n: block(n, SIZE) for n in range(MANY)}
 
 
-def test_a_daemon_lends_very_many_blocks_of_its_backing_folder(hung: HungDaemon) -> None:
+def test_a_daemon_leases_very_many_blocks_of_its_backing_folder(hung: HungDaemon) -> None:
     """Of twice as many, half of which are nowhere."""
     wanted = hung.client.send(wire.Lend(KEY_BYTES, [key(n) for n in range(2 * MANY)]))
     hung.let_go("lend", 1)

@@ -240,7 +240,7 @@ def test_lookups_say_what_memory_and_ssd_have(hung: Hung, absent: bool) -> None:
     hung.store.contains([name(99), name(2), name(3)], answers)
     assert answers.one() == [None, Tier.SSD, Tier.MEMORY]
     borrowed = Answers()
-    hung.store.borrow([name(1), name(2), name(99)], [], SIZE, 10, borrowed)
+    hung.store.match_and_hold([name(1), name(2), name(99)], [], SIZE, 10, borrowed)
     held, rest = borrowed.one()
     hung.store.memory.let_go(held)
     assert (len(held), rest.count) == (1, 1)

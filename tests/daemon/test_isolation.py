@@ -72,7 +72,7 @@ def test_nobody_changes_what_is_another_s(
     assert owner.get(list(MINE)) == MINE
 
 
-def test_shared_memory_is_lent_by_namespace(start: StartDaemon, connect: Connect) -> None:
+def test_shared_memory_is_leased_by_namespace(start: StartDaemon, connect: Connect) -> None:
     """All attached processes map the same memory, but are told only places of their own."""
     daemon = start("--memory", "16MiB")
     connect(daemon.endpoint).put(MINE)

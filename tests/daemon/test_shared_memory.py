@@ -160,7 +160,7 @@ BORROWER = """
 """
 
 
-def borrower(daemon: DaemonProcess, *arguments: str) -> tuple[subprocess.Popen[str], list[int]]:
+def leaseholder(daemon: DaemonProcess, *arguments: str) -> tuple[subprocess.Popen[str], list[int]]:
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(BORROWER), str(daemon.ipc_path), *arguments],
         stdout=subprocess.PIPE,
@@ -178,7 +178,7 @@ def test_leases_outlive_pressure_and_end_with_the_process(
     daemon = start("--memory", "1MiB")
     client = connect(daemon.endpoint)
     client.put(blocks(4))
-    process, offsets = borrower(daemon, *(["close"] if how == "disconnected" else []))
+    process, offsets = leaseholder(daemon, *(["close"] if how == "disconnected" else []))
     try:
         if how == "stopped":
             process.send_signal(signal.SIGSTOP)
@@ -259,6 +259,25 @@ def test_a_process_that_gives_back_its_last_lease_after_it_has_left_is_forgotten
     with pytest.raises(Refused) as refused:
         client.lend([key(0)])
     assert refused.value.code is ErrorCode.NO_ARENA
+    attached.close()
+
+
+@pytest.mark.parametrize("packet", [b"\xc1", bytes(100_000)], ids=["short", "long"])
+def test_packets_over_the_connection_of_an_attached_process_are_ignored(
+    start: StartDaemon, connect: Connect, packet: bytes
+) -> None:
+    daemon = start()
+    attached = attach(daemon.ipc_path)
+    client = connect(daemon.ipc, arena=attached.token)
+    client.put(blocks(1))
+    lease = client.lend([key(0)]).leases
+    for _ in range(20):
+        attached.connection.send(packet)
+    assert client.stats()["attached_processes"] == 1
+    assert client.release(lease) == 1
+    attached.connection.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        attached.connection.recv(1)
     attached.close()
 
 

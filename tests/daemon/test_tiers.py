@@ -162,7 +162,7 @@ def test_deleted_blocks_do_not_come_back_after_a_crash(
     assert [bool(tier) for tier in there] == [True] * 3 + [False] * 4 + [True] * 3
 
 
-def test_blocks_on_ssd_can_be_lent_and_pinned(
+def test_blocks_on_ssd_can_be_leased_and_pinned(
     start: StartDaemon, connect: Connect, folder: Path
 ) -> None:
     daemon = start("--memory", "32MiB", "--ssd-space", "64MiB", "--ssd", str(folder / "ssd"))

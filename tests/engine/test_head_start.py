@@ -197,11 +197,11 @@ def test_a_worker_that_is_shut_down_begins_nothing(tiny_model: Path) -> None:
     assert engine.copier.early_blocks == 0
 
 
-def test_what_a_daemon_lends_needs_a_way_to_it(tiny_model: Path) -> None:
+def test_what_a_daemon_leases_needs_a_way_to_it(tiny_model: Path) -> None:
     engine = ToyEngine(tiny_model)
     warm(engine, 29)
-    lent = LoadJob("r", (), ("of a daemon",), 1)
-    assert not engine.worker.worker_half.start_early([], [lent])
+    leased = LoadJob("r", (), ("of a daemon",), 1)
+    assert not engine.worker.worker_half.start_early([], [leased])
 
 
 def test_engines_of_one_process_are_told_apart(tiny_model: Path) -> None:

@@ -46,9 +46,9 @@ KEPT_BY_LIBRARIES = {"threads": 64, "descriptors": 64}
 """What vLLM and torch may start and open once, the first time."""
 
 THREADS = {"tiered-kv-load", "tiered-kv-lookup", "tiered-kv-fetch", "tiered-kv-send"}
-THREADS_OF_SHARING = {"tiered-kv-attach", "tiered-kv-return"}
+THREADS_OF_SHARING = {"tiered-kv-local"}
 
-LENT = (
+LEASED = (
     *("attached_processes", "leases", "leased_bytes", "pins", "pinned_bytes"),
     *("reply_bytes", "put_bytes"),
 )
@@ -156,7 +156,7 @@ def lent_by(daemon: DaemonProcess) -> dict[str, int]:
     with RawClient(daemon.endpoint) as client:
         client.hello(block_bytes=())
         facts = client.stats()
-    return {name: facts[name] for name in LENT if facts[name]}
+    return {name: facts[name] for name in LEASED if facts[name]}
 
 
 @pytest.mark.parametrize(

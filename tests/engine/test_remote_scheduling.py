@@ -132,12 +132,12 @@ def test_bytes_changed_in_the_daemon_are_recomputed(
     first = engine_at(tiny_model, daemon.endpoint)
     serve(first, asked)
     first.close()
-    neighbour = engine_at(tiny_model, daemon.ipc)
-    wait_attached(neighbour, daemon.ipc)
-    memory: SharedMemory = neighbour.worker.worker_half._remote._regions.of(daemon.ipc).memory
+    local = engine_at(tiny_model, daemon.ipc)
+    wait_attached(local, daemon.ipc)
+    memory: SharedMemory = local.worker.worker_half._remote._regions.of(daemon.ipc).memory
     np.frombuffer(memory.arena.view(0, memory.arena.capacity_bytes), np.uint8)[:] ^= 0x10
     del memory
-    neighbour.close()
+    local.close()
     second = engine_at(tiny_model, daemon.endpoint)
     serve(second, asked)  # a wrong byte would be seen by the model
     assert total(second, names.LOAD_FAILURES, REMOTE) > 0

@@ -1,4 +1,4 @@
-"""Sliding windows and hybrids over a real daemon: only windows are asked for, lent and loaded."""
+"""Sliding windows and hybrids over a real daemon: only windows are asked for, leased and loaded."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def keys_of(toy: ToyEngine, ids: list[int]) -> list[list[bytes]]:
 
 
 @EVERY_SHAPE
-def test_a_second_engine_is_lent_the_windows(open_engine, at: str, shape: dict) -> None:
+def test_a_second_engine_is_leased_the_windows(open_engine, at: str, shape: dict) -> None:
     asked = prompts(1, 6)
     serve(open_engine(**shape), asked)
     second = open_engine(**shape)

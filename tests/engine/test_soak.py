@@ -74,7 +74,7 @@ def test_each_connection_to_a_daemon_is_accounted_for(
     remote, worker = toy.half.remote, toy.worker.worker_half._remote
     eventually(lambda: Connections.now(remote, worker).memories == 2)  # attached at the start
     before, at_first = Connections.now(remote, worker), Footprint.now()
-    serve(toy, asked)  # written, lent and read: over the memories' connections, too
+    serve(toy, asked)  # written, leased and read: over the memories' connections, too
     serve(toy, asked)
     now = Connections.now(remote, worker)
     assert now.memories == 2  # the scheduler's and the worker's

@@ -154,7 +154,7 @@ def serve_for_ever(at):
     wait_attached(toy, at)
     asked = prompts(6, 8)
     first = True
-    while True:  # loads, borrowed blocks, reservations: until somebody kills it
+    while True:  # loads, leased blocks, reservations: until somebody kills it
         for prompt in asked:
             toy.add(prompt, 3)
         toy.run()

@@ -393,9 +393,9 @@ class ToyEngine:
         assert not self.half.ledger._loads
         assert not self.half.ledger.has_open_puts
         end = time.monotonic() + 30
-        while self.half.remote is not None and self.half.remote.open_loans:
+        while self.half.remote is not None and self.half.remote.open_leases:
             # An answer that nobody waited for may just be coming in.
-            assert time.monotonic() < end, "what daemons lent was not given back"
+            assert time.monotonic() < end, "what daemons leased was not released"
             time.sleep(0.001)
         assert not self.half._requests
         assert not self.half._left_alone

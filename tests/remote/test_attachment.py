@@ -15,7 +15,7 @@ import pytest
 from tests.patience import eventually
 from vllm_tiered_kv.device.shared_arena import PAGE, SharedArena
 from vllm_tiered_kv.errors import ArenaError
-from vllm_tiered_kv.remote import attachment
+from vllm_tiered_kv.remote import shared_memory
 
 
 class ArenaPeer:
@@ -83,7 +83,7 @@ def test_a_strange_answer_attaches_nothing(tmp_path: Path, change: dict[str, obj
     peer = ArenaPeer(tmp_path / "arena", lambda link: send_with(link, packet, arena.fd))
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ArenaError):
-        attachment.attach(str(tmp_path / "arena"), "test", 30.0)
+        shared_memory.attach(str(tmp_path / "arena"), "test", 30.0)
     eventually(lambda: len(os.listdir("/proc/self/fd")) <= before)
     peer.close()
     arena.close()
@@ -119,7 +119,7 @@ def test_an_answer_without_memory_attaches_nothing(
 ) -> None:
     peer = ArenaPeer(tmp_path / "arena", reply)
     with pytest.raises(ArenaError):
-        attachment.attach(str(tmp_path / "arena"), "test", 0.5)
+        shared_memory.attach(str(tmp_path / "arena"), "test", 0.5)
     peer.close()
 
 
@@ -129,7 +129,7 @@ def test_memory_that_could_shrink_is_not_mapped(tmp_path: Path) -> None:
     packet = msgpack.packb(ANSWER)
     peer = ArenaPeer(tmp_path / "arena", lambda link: send_with(link, packet, descriptor))
     with pytest.raises(ArenaError):
-        attachment.attach(str(tmp_path / "arena"), "test", 30.0)
+        shared_memory.attach(str(tmp_path / "arena"), "test", 30.0)
     peer.close()
     os.close(descriptor)
 
@@ -139,7 +139,7 @@ def test_the_right_answer_attaches(tmp_path: Path) -> None:
     arena.view(PAGE, 5)[:] = b"bytes"
     packet = msgpack.packb(ANSWER)
     peer = ArenaPeer(tmp_path / "arena", lambda link: send_with(link, packet, arena.fd))
-    attached = attachment.attach(str(tmp_path / "arena"), "test", 30.0)
+    attached = shared_memory.attach(str(tmp_path / "arena"), "test", 30.0)
     assert attached.alive
     assert bytes(attached.arena.view(PAGE, 5)) == b"bytes"
     assert os.get_inheritable(attached.arena.fd) is False

@@ -279,7 +279,7 @@ def test_nothing_is_left_behind(daemon: DaemonProcess) -> None:
         crowd = Crowd(store, threads=6, patience_s=20.0)
         memory = store.attach()
         if memory is not None:
-            memory.lend(keys("crowd 0", 3)).release()
+            memory.lease(keys("crowd 0", 3)).release()
         eventually(lambda: crowd.calls > 60)
         crowd.stop()
         store.close()

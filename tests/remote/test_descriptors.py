@@ -17,12 +17,12 @@ from tests.daemon.daemon_process import DaemonProcess
 from tests.patience import eventually
 from tests.remote.daemon_facts import leases_of
 from tests.remote.engine import IDENTITY, within
-from tests.remote.test_loans import ask, fill, open_store
+from tests.remote.test_lookup_leases import ask, fill, open_store
 from vllm_tiered_kv.connector.shared_region import SharedRegions
 from vllm_tiered_kv.errors import ArenaError, ConnectionLost
-from vllm_tiered_kv.remote.attachment import attach
 from vllm_tiered_kv.remote.connection import Connection, Settings
-from vllm_tiered_kv.remote.loans import LoanDesk
+from vllm_tiered_kv.remote.local_daemon import LocalDaemon
+from vllm_tiered_kv.remote.shared_memory import attach
 
 
 @pytest.mark.parametrize("what", ["return", "attach"])
@@ -74,7 +74,7 @@ def test_memory_that_cannot_be_asked_for_is_not_to_be_had(
 ) -> None:
     store = open_store(daemon)
     assert store.address.arena_path is not None
-    name = "vllm_tiered_kv.remote.attachment.socket.socket"
+    name = "vllm_tiered_kv.remote.shared_memory.socket.socket"
     monkeypatch.setattr(
         name, fails_once(lambda: None, OSError(errno.EMFILE, "Too many open files"))
     )
@@ -88,36 +88,40 @@ def test_the_thread_that_gives_back_outlives_anything(
 ) -> None:
     store = open_store(daemon)
     fill(store)
-    desk = LoanDesk(store)
-    match = ask(desk)
-    memory = desk._memory
+    local = LocalDaemon(store)
+    match = ask(local)
+    memory = local.current
     assert memory is not None
-    assert match.loan is not None
+    assert match.lease is not None
     memory.settle = fails_once(memory.settle, ValueError("nobody expected this"))  # type: ignore[method-assign]
-    match.loan.release()
+    match.lease.release()
     eventually(lambda: leases_of(daemon) == 0)
     assert "nobody expected this" in caplog.text
-    desk.close()
+    local.close()
     store.close()
 
 
-def test_loans_go_back_once_there_is_a_thread_for_it(
+def test_leases_are_released_once_there_is_a_thread_for_it(
     daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first to release may be the scheduler's own thread: it must not fail."""
     store = open_store(daemon)
     fill(store)
-    desk = LoanDesk(store)
-    loans = [ask(desk).loan, ask(desk).loan]
-    start = threading.Thread.start
+    local = LocalDaemon(store)
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
     with monkeypatch.context() as patch:
-        failing = fails_once(start, RuntimeError("can't start new thread"))
-        patch.setattr(threading.Thread, "start", lambda thread: failing(thread))
-        for loan in loans:
-            assert loan is not None
-            loan.release()
+        patch.setattr(threading.Thread, "start", start)
+        leases = [ask(local).lease, ask(local).lease]
+        assert leases[0] is not None
+        leases[0].release()
+    assert leases_of(daemon) > 0
+    assert leases[1] is not None
+    leases[1].release()
     eventually(lambda: leases_of(daemon) == 0)
-    desk.close()
+    local.close()
     store.close()
 
 

@@ -64,23 +64,23 @@ def test_a_call_greets_again_and_is_answered(
     assert store.breaker.counts.failures == 0
 
 
-def test_memory_is_lent_and_given_back(
+def test_memory_is_leased_and_given_back(
     daemon: DaemonProcess, connect: Callable[[str], RemoteStore]
 ) -> None:
     store = connect(daemon.ipc)
     store.put(items(CHAIN))
     memory = store.attach()
     assert memory is not None
-    lent = memory.lend(CHAIN)
-    assert all(lent.leases)
+    lease = memory.lease(CHAIN)
+    assert all(lease.leases)
     connect(daemon.ipc)
     connect(daemon.ipc)
     time.sleep(_UNUSED_S)
     connect(daemon.ipc)
     connect(daemon.ipc)  # and both of the first process are forgotten
-    lent.release()
+    lease.release()
     assert memory.is_settled
-    another = memory.lend(CHAIN)
+    another = memory.lease(CHAIN)
     assert memory.are_still_valid(another)
     another.release()
     assert store.breaker.counts.failures == 0

@@ -1,4 +1,4 @@
-"""The memory of a daemon on this host: lent, written, and outlived."""
+"""The memory of a daemon on this host: leased, written, and outlived."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vllm_tiered_kv.core.store import PutResult
 from vllm_tiered_kv.remote import shared_memory
 from vllm_tiered_kv.remote.connection import Connection
 from vllm_tiered_kv.remote.health import Attempt, Breaker, BreakerState
-from vllm_tiered_kv.remote.shared_memory import LentBlock, Reservation, SharedMemory
+from vllm_tiered_kv.remote.shared_memory import BlockLease, Reservation, SharedMemory
 from vllm_tiered_kv.remote.store import RemoteStore
 
 MEMORY = 16 << 20
@@ -53,9 +53,15 @@ def memory(store: RemoteStore) -> SharedMemory:
     return attached
 
 
-def lent_bytes(memory: SharedMemory, block: LentBlock | None) -> bytes:
-    assert block is not None
-    return bytes(memory.arena.view(block.offset, block.nbytes))
+def leased_bytes(memory: SharedMemory, lease: BlockLease, count: int | None = None) -> list[bytes]:
+    """The first blocks, where they lie."""
+    places = list(zip(lease.offsets, lease.lengths, strict=True))[:count]
+    return [bytes(memory.arena.view(offset, nbytes)) for offset, nbytes in places]
+
+
+def still_valid(memory: SharedMemory, lease: BlockLease) -> list[bool]:
+    facts = zip(lease.leases, lease.offsets, lease.generations, strict=True)
+    return [bool(n) and memory.arena.generation(place) == gen for n, place, gen in facts]
 
 
 def reserved(memory: SharedMemory, name: str, count: int) -> list[Reservation]:
@@ -78,42 +84,38 @@ def push_out(store: RemoteStore, rounds: int = 3) -> None:
 
 def test_blocks_are_read_where_they_lie(store: RemoteStore, memory: SharedMemory) -> None:
     assert store.attach() is memory
-    lent = memory.lend([*CHAIN, *keys("other", 1)])
-    assert lent.blocks[-1] is None
-    assert [lent_bytes(memory, block) for block in lent.blocks[:-1]] == [
-        content(key) for key in CHAIN
-    ]
-    assert memory.still_valid(lent) == [True] * 6 + [False]
-    lent.release()
-    lent.release()
+    lease = memory.lease([*CHAIN, *keys("other", 1)])
+    assert lease.leases[-1] == 0
+    assert leased_bytes(memory, lease, -1) == [content(key) for key in CHAIN]
+    assert still_valid(memory, lease) == [True] * 6 + [False]
+    lease.release()
+    lease.release()
 
 
-def test_what_is_lent_stays_and_what_is_not_may_go(
+def test_what_is_leased_stays_and_what_is_not_may_go(
     store: RemoteStore, memory: SharedMemory
 ) -> None:
-    held, given_back = memory.lend(CHAIN[:3]), memory.lend(CHAIN[3:])
+    held, given_back = memory.lease(CHAIN[:3]), memory.lease(CHAIN[3:])
     given_back.release()
     push_out(store)
     assert store.contains(CHAIN[3:]) == [False] * 3
-    assert memory.still_valid(held) == [True] * 3
-    assert [lent_bytes(memory, block) for block in held.blocks] == [
-        content(key) for key in CHAIN[:3]
-    ]
-    assert memory.still_valid(given_back) == [False] * 3, "their slots were used again"
+    assert still_valid(memory, held) == [True] * 3
+    assert leased_bytes(memory, held) == [content(key) for key in CHAIN[:3]]
+    assert still_valid(memory, given_back) == [False] * 3, "their slots were used again"
     held.release()
     push_out(store)
     assert store.contains(CHAIN[:3]) == [False] * 3
 
 
-def test_a_deleted_block_keeps_its_place_while_it_is_lent(
+def test_a_deleted_block_keeps_its_place_while_it_is_leased(
     store: RemoteStore, memory: SharedMemory
 ) -> None:
-    lent = memory.lend(CHAIN[:1])
+    lease = memory.lease(CHAIN[:1])
     assert store.delete(CHAIN[:1]) == 1
     push_out(store)
-    assert memory.still_valid(lent) == [True]
-    assert lent_bytes(memory, lent.blocks[0]) == content(CHAIN[0])
-    lent.release()
+    assert still_valid(memory, lease) == [True]
+    assert leased_bytes(memory, lease)[0] == content(CHAIN[0])
+    lease.release()
 
 
 def test_blocks_are_written_in_place(
@@ -148,20 +150,20 @@ def test_abandoned_room_comes_back(store: RemoteStore, memory: SharedMemory) -> 
     assert set(memory.seal(blocks)) == {PutResult.STORED}
 
 
-def test_a_daemon_killed_while_its_memory_is_lent(
+def test_a_daemon_killed_while_its_memory_is_leased(
     daemon: DaemonProcess, store: RemoteStore, memory: SharedMemory
 ) -> None:
-    lent = memory.lend(CHAIN)
+    lease = memory.lease(CHAIN)
     blocks = reserved(memory, "unsealed", 2)
     assert memory.alive
     daemon.kill()
     eventually(lambda: not memory.alive)
-    assert memory.still_valid(lent) == [True] * 6
-    assert [lent_bytes(memory, block) for block in lent.blocks] == [content(key) for key in CHAIN]
+    assert still_valid(memory, lease) == [True] * 6
+    assert leased_bytes(memory, lease) == [content(key) for key in CHAIN]
     fill(memory, blocks[0])
     assert memory.seal(blocks) == [PutResult.FAILED] * 2
-    lent.release()
-    assert memory.lend(CHAIN).blocks == [None] * 6
+    lease.release()
+    assert memory.lease(CHAIN).leases == [0] * 6
     assert memory.reserve([(keys("new", 1)[0], None, NBYTES)]) == [PutResult.FAILED]
     assert store.attach() is None
 
@@ -176,35 +178,33 @@ def test_a_daemon_killed_while_its_memory_is_lent(
     eventually(attached)
     assert fresh[0] is not memory
     assert store.put(items(CHAIN)) == [PutResult.STORED] * 6
-    again = fresh[0].lend(CHAIN)
-    assert [lent_bytes(fresh[0], block) for block in again.blocks] == [
-        content(key) for key in CHAIN
-    ]
-    assert lent_bytes(memory, lent.blocks[0]) == content(CHAIN[0]), "the old mapping stays"
+    again = fresh[0].lease(CHAIN)
+    assert leased_bytes(fresh[0], again) == [content(key) for key in CHAIN]
+    assert leased_bytes(memory, lease)[0] == content(CHAIN[0]), "the old mapping stays"
     memory.close()
     memory.close()
-    assert fresh[0].still_valid(again) == [True] * 6
+    assert still_valid(fresh[0], again) == [True] * 6
 
 
 def test_leases_that_come_too_late_go_back(
     daemon: DaemonProcess, store: RemoteStore, memory: SharedMemory
 ) -> None:
-    """What a stopped daemon lends when it goes on was asked for by nobody any more."""
-    assert memory.lend(keys("other", 1)).blocks == [None]
+    """What a stopped daemon leases when it goes on was asked for by nobody any more."""
+    assert memory.lease(keys("other", 1)).leases == [0]
     daemon.freeze()
-    assert memory.lend(CHAIN, deadline=within(0.2)).blocks == [None] * 6
+    assert memory.lease(CHAIN, deadline=within(0.2)).leases == [0] * 6
     wanted = [(key, None, NBYTES) for key in keys("late", 2)]
     assert memory.reserve(wanted, deadline=within(0.2)) == [PutResult.FAILED] * 2
     daemon.thaw()
 
     def all_is_back() -> bool:
-        memory.lend(CHAIN[:1]).release()
+        memory.lease(CHAIN[:1]).release()
         return leases_of(daemon) == 0
 
     eventually(all_is_back)
     assert store.breaker.state is BreakerState.CLOSED
     push_out(store)
-    assert store.contains(CHAIN) == [False] * 6, "nothing is lent, so all of it could leave"
+    assert store.contains(CHAIN) == [False] * 6, "nothing is leased, so all of it could leave"
     assert not isinstance(reserved(memory, "late", 2)[0], PutResult), "nor is it reserved"
 
 
@@ -213,9 +213,9 @@ def test_leases_that_nobody_has_heard_of_go_back_at_the_end(
 ) -> None:
     """The process lives on: the daemon would keep them for it."""
     monkeypatch.setattr(shared_memory, "_CLOSING_S", 20.0)  # a busy machine
-    assert memory.lend(keys("other", 1)).blocks == [None]
+    assert memory.lease(keys("other", 1)).leases == [0]
     daemon.freeze()
-    assert memory.lend(CHAIN, deadline=within(0.2)).blocks == [None] * 6
+    assert memory.lease(CHAIN, deadline=within(0.2)).leases == [0] * 6
     daemon.thaw()
     eventually(lambda: leases_of(daemon) == 6)
     memory.close()
@@ -223,25 +223,25 @@ def test_leases_that_nobody_has_heard_of_go_back_at_the_end(
 
 
 def test_a_release_that_fails_is_made_up_for(daemon: DaemonProcess, memory: SharedMemory) -> None:
-    lent = memory.lend(CHAIN)
+    lease = memory.lease(CHAIN)
     memory._timeout = 0.1
     with memory._lock:  # as a call that takes its time
-        lent.release()
+        lease.release()
     memory._timeout = 20.0
     assert leases_of(daemon) == 6
-    memory.lend(keys("other", 1))
+    memory.lease(keys("other", 1))
     assert leases_of(daemon) == 0
 
 
-def test_a_release_that_was_not_confirmed_is_still_owed(
+def test_a_release_that_was_not_confirmed_is_made_again(
     daemon: DaemonProcess, memory: SharedMemory
 ) -> None:
-    lent = memory.lend(CHAIN)
-    leases = set(lent.leases)
+    lease = memory.lease(CHAIN)
+    leases = set(lease.leases)
     memory._timeout = 0.2
     daemon.freeze()
-    lent.release()
-    assert memory._owed == leases
+    lease.release()
+    assert memory._unreleased == leases
     daemon.thaw()
     memory._timeout = 20.0
     memory.settle()
@@ -253,7 +253,7 @@ def test_a_release_that_was_not_confirmed_is_still_owed(
 def test_an_interrupt_leaves_no_answer_to_the_next_question(
     daemon: DaemonProcess, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    memory.lend(CHAIN).release()
+    memory.lease(CHAIN).release()
 
     def interrupted(*_: object, **__: object) -> None:
         eventually(lambda: leases_of(daemon))  # it has answered, or is about to
@@ -262,13 +262,11 @@ def test_an_interrupt_leaves_no_answer_to_the_next_question(
     with monkeypatch.context() as patched:
         patched.setattr(Connection, call, interrupted)
         with pytest.raises(KeyboardInterrupt):
-            memory.lend(CHAIN[:3])
+            memory.lease(CHAIN[:3])
     assert not memory.is_settled
-    lent = memory.lend(CHAIN[3:])
-    assert [lent_bytes(memory, block) for block in lent.blocks] == [
-        content(key) for key in CHAIN[3:]
-    ]
-    lent.release()
+    lease = memory.lease(CHAIN[3:])
+    assert leased_bytes(memory, lease) == [content(key) for key in CHAIN[3:]]
+    lease.release()
     assert memory.is_settled
     assert leases_of(daemon) == 0
 
@@ -282,17 +280,17 @@ def test_an_interrupt_at_the_end_of_a_call_does_not_keep_the_memory(
     with monkeypatch.context() as patched:
         patched.setattr(memory._breaker, "forget", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            memory.lend(keys("other", 1))
-    assert all(memory.lend(CHAIN, deadline=within(20.0)).leases)
+            memory.lease(keys("other", 1))
+    assert all(memory.lease(CHAIN, deadline=within(20.0)).leases)
 
 
 def test_a_stopped_daemon_is_given_up(daemon: DaemonProcess, memory: SharedMemory) -> None:
-    """What is given back where nothing was lent says nothing of the daemon."""
+    """What is given back where nothing was leased says nothing of the daemon."""
     daemon.freeze()
     for _ in range(3):
-        lent = memory.lend(CHAIN, deadline=within(0.2))
-        assert not any(lent.leases)
-        lent.release()
+        lease = memory.lease(CHAIN, deadline=within(0.2))
+        assert not any(lease.leases)
+        lease.release()
     assert memory._breaker.state is BreakerState.OPEN
 
 
@@ -301,11 +299,11 @@ def test_many_threads(store: RemoteStore, memory: SharedMemory) -> None:
 
     def work(name: str) -> None:
         for _ in range(30):
-            lent = memory.lend(CHAIN)
-            copies = [lent_bytes(memory, block) for block in lent.blocks]
-            if copies != [content(key) for key in CHAIN] or not all(memory.still_valid(lent)):
+            lease = memory.lease(CHAIN)
+            copies = leased_bytes(memory, lease)
+            if copies != [content(key) for key in CHAIN] or not all(still_valid(memory, lease)):
                 wrong.append("other bytes")
-            lent.release()
+            lease.release()
             memory.abandon(reserved(memory, name, 2))
 
     threads = [threading.Thread(target=work, args=(f"thread {n}",)) for n in range(6)]
@@ -317,12 +315,12 @@ def test_many_threads(store: RemoteStore, memory: SharedMemory) -> None:
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_a_closed_memory_lends_nothing(store: RemoteStore, memory: SharedMemory) -> None:
-    lent = memory.lend(CHAIN)
+def test_a_closed_memory_leases_nothing(store: RemoteStore, memory: SharedMemory) -> None:
+    lease = memory.lease(CHAIN)
     memory.close()
     assert not memory.alive
-    assert memory.lend(CHAIN).blocks == [None] * 6
-    lent.release()
+    assert memory.lease(CHAIN).leases == [0] * 6
+    lease.release()
     again = store.attach()
     assert again is not None
     assert again is not memory
@@ -371,7 +369,7 @@ def test_a_call_that_comes_when_the_memory_is_closed_opens_nothing(
     assert memory is not None
     memory.settle()
     breaker.happens = memory.close
-    assert not any(memory.lend(CHAIN).leases)
+    assert not any(memory.lease(CHAIN).leases)
     assert memory.closed
     eventually(lambda: zmq_threads() <= before)  # those of earlier tests may just be ending
 

@@ -300,7 +300,7 @@ def test_a_long_question_is_few_requests(daemon: DaemonProcess, open_cache: Open
     assert leases_of(daemon) == 0
 
 
-def test_a_neighbours_blocks_do_not_pass_a_socket(daemon: DaemonProcess) -> None:
+def test_a_local_daemons_blocks_do_not_pass_a_socket(daemon: DaemonProcess) -> None:
     with TokenCache.connect(daemon.ipc, next(_names), TOKEN_BYTES, timeout=20.0) as cache:
         before = requests_of(daemon)
         assert store(cache, TOKENS) == read(cache, TOKENS) == len(TOKENS)

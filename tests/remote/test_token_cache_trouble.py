@@ -17,7 +17,7 @@ from tests.remote.engine import within
 from tests.remote.token_states import read, states, store
 from vllm_tiered_kv.api import TokenCache
 from vllm_tiered_kv.errors import TokenCacheError
-from vllm_tiered_kv.remote import in_place, neighbour
+from vllm_tiered_kv.remote import local_daemon, shm_copy
 
 TOKENS = list(range(40, 90))
 TOKEN_BYTES = 24 << 10
@@ -187,12 +187,12 @@ def test_the_memory_of_a_daemon_that_has_gone_is_given_up(daemon: DaemonProcess)
 def test_memory_stays_mapped_while_somebody_copies(
     daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(neighbour, "_LOOK_S", 0.01)
+    monkeypatch.setattr(local_daemon, "_LOOK_S", 0.01)
     before = arenas_mapped()
     with opened(daemon.ipc) as cache:
         store(cache, TOKENS)
-        (near,) = cache._chains._neighbours.values()
-        with near.memory() as memory:
+        (local,) = cache._chains._local_daemons.values()
+        with local.reading() as memory:
             assert memory is not None
             daemon.kill()
             eventually(lambda: not memory.alive)
@@ -206,16 +206,16 @@ def test_memory_stays_mapped_while_somebody_copies(
 def test_the_end_waits_for_those_who_copy(daemon: DaemonProcess) -> None:
     cache = opened(daemon.ipc)
     store(cache, TOKENS)
-    (near,) = cache._chains._neighbours.values()
-    with near.memory() as memory:
+    (local,) = cache._chains._local_daemons.values()
+    with local.reading() as memory:
         assert memory is not None
         closing = threading.Thread(target=cache.close)
         closing.start()
-        eventually(near._stop.is_set)
+        eventually(lambda: local._is_closing)
         closing.join(0.5)
         assert closing.is_alive()
         assert not memory.closed
-        with near.memory() as another:
+        with local.reading() as another:
             assert another is None, "nobody begins to copy any more"
     closing.join(60)
     assert not closing.is_alive()
@@ -225,36 +225,36 @@ def test_the_end_waits_for_those_who_copy(daemon: DaemonProcess) -> None:
 def test_leases_that_came_too_late_go_back_without_a_further_call(daemon: DaemonProcess) -> None:
     with opened(daemon.ipc) as cache:
         store(cache, TOKENS)
-        (near,) = cache._chains._neighbours.values()
+        (local,) = cache._chains._local_daemons.values()
         daemon.freeze()
-        with near.memory() as memory:
+        with local.reading() as memory:
             assert memory is not None
             keys = cache._chains._named(cache._keys.of((), TOKENS))
-            assert not any(memory.lend(keys, deadline=within(0.3)).leases)
+            assert not any(memory.lease(keys, deadline=within(0.3)).leases)
             assert not memory.is_settled
         daemon.thaw()
         eventually(lambda: memory.is_settled)
         assert leases_of(daemon) == 0
 
 
-def test_what_cannot_be_lent_is_sent(daemon: DaemonProcess) -> None:
-    """Another process may have borrowed all that a daemon lends."""
+def test_what_cannot_be_leased_is_sent(daemon: DaemonProcess) -> None:
+    """Another process may hold all that a daemon leases."""
     with opened(daemon.ipc) as greedy, opened(daemon.ipc) as cache:
         many = list(range(1000, 2600))
         assert store(greedy, many) == len(many)
         assert store(cache, TOKENS) == len(TOKENS)
-        (near,) = greedy._chains._neighbours.values()
-        with near.memory() as memory:
+        (local,) = greedy._chains._local_daemons.values()
+        with local.reading() as memory:
             assert memory is not None
             keys = greedy._chains._named(greedy._keys.of((), many))
-            lent = memory.lend(keys)
-            held = sum(map(bool, lent.leases))
+            lease = memory.lease(keys)
+            held = sum(map(bool, lease.leases))
             assert held
-            assert not any(memory.lend(keys[held:]).leases), "no more is lent"
+            assert not any(memory.lease(keys[held:]).leases), "no more is leased"
             assert read(cache, TOKENS) == len(TOKENS)
             new = [1, *TOKENS]
             assert store(cache, new) == read(cache, new) == len(new)
-            lent.release()
+            lease.release()
 
 
 def test_a_close_among_calls_of_many_threads(address: str) -> None:
@@ -306,45 +306,45 @@ def test_blocks_that_leave_between_two_questions_are_a_shorter_hit(
 def test_what_changed_while_it_was_copied_is_not_used(
     daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy = in_place.scatter
+    copy = shm_copy.scatter
     with opened(daemon.ipc) as cache:
         store(cache, TOKENS)
-        (near,) = cache._chains._neighbours.values()
+        (local,) = cache._chains._local_daemons.values()
         keys = cache._chains._named(cache._keys.of((), TOKENS))
         into = np.zeros((len(TOKENS), TOKEN_BYTES), np.uint8)
-        with near.memory() as memory:
+        with local.reading() as memory:
             assert memory is not None
 
             def copy_and_change(layout, block_ids, region, offsets):  # type: ignore[no-untyped-def]
                 copy(layout, block_ids, region, offsets)
                 memory.arena.next_generation(int(offsets[-1]))
 
-            assert in_place.read_in_place(memory, keys, into, within(20.0)) == len(TOKENS)
-            monkeypatch.setattr(in_place, "scatter", copy_and_change)
-            assert in_place.read_in_place(memory, keys, into, within(20.0)) == 0
+            assert shm_copy.read_rows(memory, keys, into, within(20.0)) == len(TOKENS)
+            monkeypatch.setattr(shm_copy, "scatter", copy_and_change)
+            assert shm_copy.read_rows(memory, keys, into, within(20.0)) == 0
         assert read(cache, TOKENS) == len(TOKENS), "it is sent instead"
         assert leases_of(daemon) == 0
 
 
-def test_only_what_is_lent_is_copied(daemon: DaemonProcess) -> None:
+def test_only_what_is_leased_is_copied(daemon: DaemonProcess) -> None:
     with opened(daemon.ipc) as cache:
         store(cache, TOKENS[:20])
-        (near,) = cache._chains._neighbours.values()
+        (local,) = cache._chains._local_daemons.values()
         keys = cache._chains._named(cache._keys.of((), TOKENS))
         into = np.zeros((len(TOKENS), TOKEN_BYTES), np.uint8)
-        with near.memory() as memory:
+        with local.reading() as memory:
             assert memory is not None
-            assert in_place.read_in_place(memory, keys, into, within(20.0)) == 20
+            assert shm_copy.read_rows(memory, keys, into, within(20.0)) == 20
             assert np.array_equal(into[:20], states((), TOKENS[:20], TOKEN_BYTES))
             assert not into[20:].any()
             shorter = np.zeros((20, TOKEN_BYTES // 2), np.uint8)
-            assert in_place.read_in_place(memory, keys[:20], shorter, within(20.0)) == 0
+            assert shm_copy.read_rows(memory, keys[:20], shorter, within(20.0)) == 0
 
 
 def test_room_that_could_not_be_filled_is_given_back(daemon: DaemonProcess) -> None:
     with opened(daemon.ipc) as cache:
         store(cache, TOKENS[:3])
-        (near,) = cache._chains._neighbours.values()
+        (local,) = cache._chains._local_daemons.values()
         blocks = [
             (key, None, TOKEN_BYTES) for key in cache._chains._named(cache._keys.of((), TOKENS))
         ]
@@ -352,9 +352,9 @@ def test_room_that_could_not_be_filled_is_given_back(daemon: DaemonProcess) -> N
         def fail(places: object) -> None:
             raise ArithmeticError
 
-        with near.memory() as memory:
+        with local.reading() as memory:
             assert memory is not None
             with pytest.raises(ArithmeticError):
-                in_place.write_in_place(memory, blocks, fail, within(20.0))
+                shm_copy.write_blocks(memory, blocks, fail, within(20.0))
         assert leases_of(daemon) == 0
         assert store(cache, TOKENS) == read(cache, TOKENS) == len(TOKENS)

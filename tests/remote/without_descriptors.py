@@ -17,7 +17,7 @@ from tests.patience import eventually
 from tests.remote.engine import IDENTITY, NBYTES, block_keys, within
 from vllm_tiered_kv.connector.shared_region import SharedRegions
 from vllm_tiered_kv.core.key import RankTag
-from vllm_tiered_kv.remote.loans import LoanDesk
+from vllm_tiered_kv.remote.local_daemon import LocalDaemon
 from vllm_tiered_kv.remote.store import RemoteStore
 
 
@@ -52,19 +52,19 @@ def told(owner: Any, name: str) -> threading.Event:
     return ended
 
 
-def loans_come_back(store: RemoteStore) -> None:
-    desk = LoanDesk(store)
+def leases_come_back(store: RemoteStore) -> None:
+    local = LocalDaemon(store)
     chain = block_keys("a chain", 6)
 
-    def borrow() -> Callable[[], None]:
-        match = desk.match(chain, [RankTag(tp=0), RankTag(tp=1)], NBYTES, within(20))
+    def lease() -> Callable[[], None]:
+        match = local.lookup(chain, [RankTag(tp=0), RankTag(tp=1)], NBYTES, within(20))
         assert match is not None
-        assert match.loan is not None
-        return match.loan.release
+        assert match.lease is not None
+        return match.lease.release
 
-    borrow()()
-    release = borrow()
-    memory = desk._memory
+    lease()()
+    release = lease()
+    memory = local.current
     assert memory is not None
     eventually(lambda: memory.is_settled)
     memory._connection.close()  # as after a lost session
@@ -73,7 +73,7 @@ def loans_come_back(store: RemoteStore) -> None:
         release()
         assert tried.wait(60)
     eventually(lambda: memory.is_settled)
-    desk.close()
+    local.close()
 
 
 def memory_is_attached(store: RemoteStore, address: str) -> None:
@@ -89,7 +89,7 @@ if __name__ == "__main__":
     what, address = sys.argv[1:]
     store = RemoteStore(address, IDENTITY, timeout_s=20.0, connect_timeout_s=10.0)
     if what == "return":
-        loans_come_back(store)
+        leases_come_back(store)
     else:
         memory_is_attached(store, address)
     store.close()

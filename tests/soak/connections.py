@@ -22,7 +22,7 @@ ZMQ_THREAD = "ZMQbg/IO/0"  # one in each context
 _OF_CONTEXT = 5  # descriptors
 _OF_SOCKET = 4
 _OF_LOST_SOCKET = 3  # whose daemon has gone
-_OF_MEMORY = 3  # the memory, what Python maps it by, the link to its daemon
+_OF_MEMORY = 3  # the memory, what Python maps it by, the connection to its daemon
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,9 @@ def _pooled(scheduler: RemoteTier, worker: RemoteIO) -> list[Connection]:
 
 
 def _memories(scheduler: RemoteTier, worker: RemoteIO) -> set[SharedMemory]:
-    regions = worker._regions
-    mapped = (*regions._regions.values(), *regions._departed.values())
-    found = {region.memory for region in mapped}
-    for desk in scheduler._lookups._desks.values():
-        found |= {desk._memory, *desk._open, *desk._unsettled} - {None}
+    found = set(worker._regions._regions)
+    for local_daemon in scheduler._lookups._local_daemons.values():
+        found |= set(local_daemon._mapped)
     for store in scheduler._cluster.stores.values():
         found |= set(store._memory)  # attached ahead of the first lookup
     return found

@@ -2,7 +2,7 @@
 
 The answers are compared with those of vLLM alone: asked alone, to the last bit of their logprobs;
 beside others, as far as no other rounding could have changed a token. What the process holds of the
-system, and what the daemon has lent, is compared whenever all is calm.
+system, and what the daemon has leased, is compared whenever all is calm.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class EngineSoak:
         self.engine.assert_at_rest()
         regions = self.engine.worker_half._remote._regions
         # The memory of a daemon that died stays mapped for a while.
-        eventually(lambda: regions.covers(self.daemon.ipc) and not regions._departed)
+        eventually(lambda: regions.covers(self.daemon.ipc) and len(regions._regions) == 1)
         self._ask(self.engine, PROMPTS[0])  # the scheduler has found the daemon that is there now
         self._run_out()
         eventually(lambda: leases_of(self.daemon) == 0)

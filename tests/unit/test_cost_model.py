@@ -441,7 +441,7 @@ def test_a_probe_follows_what_is_loaded_and_says_nothing_about_mapped_memory() -
 
 
 def test_what_lies_behind_a_part_that_is_loaded_is_learnt_too() -> None:
-    """As daemons on the same host answer: lent memory, and a rest."""
+    """As daemons on the same host answer: leased memory, and a rest."""
     known = taught({}, trusted=(Tier.CPU, Tier.MEMORY))
     spans = [span(Tier.MEMORY, 5120), span(Tier.SSD, 5120)]
     tokens = []

@@ -1,4 +1,4 @@
-"""Loads from a daemon, over a socket and from memory that is borrowed for the copy."""
+"""Loads from a daemon, over a socket and from memory that is leased for the copy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from tests.daemon.daemon_process import DaemonProcess
 from tests.remote.engine import block_keys, content, items
-from tests.unit.test_lent_blocks import IDENTITY, NBYTES, RANKS, shard
+from tests.unit.test_leased_blocks import IDENTITY, NBYTES, RANKS, shard
 from vllm_tiered_kv.connector.remote_loader import RemoteLoader
 from vllm_tiered_kv.connector.shared_region import SharedRegions
 from vllm_tiered_kv.core.key import BlockKey
@@ -132,7 +132,7 @@ def test_a_load_is_over_with_its_last_piece(loads: Loads) -> None:
 
 
 @pytest.mark.parametrize("loads", ["memory"], indirect=True)
-def test_borrowed_blocks_that_changed_are_not_used(loads: Loads) -> None:
+def test_leased_blocks_that_changed_are_not_used(loads: Loads) -> None:
     """As if the daemon had given their place to another block while they were copied."""
     region = loads.regions.of(loads.address)
     assert region is not None

@@ -1,4 +1,4 @@
-"""The workers' side of the daemons: loads in parts, memory to land in, borrowed blocks."""
+"""The workers' side of the daemons: loads in parts, memory to land in, leased blocks."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def attached(daemon: DaemonProcess) -> tuple[RemoteStore, SharedRegions, list[Bl
     return store, regions, keys
 
 
-def test_a_load_that_breaks_gives_back_what_it_borrowed(daemon: DaemonProcess) -> None:
+def test_a_load_that_breaks_gives_back_what_it_leased(daemon: DaemonProcess) -> None:
     store, regions, keys = attached(daemon)
     shard = Shard(bytes(32), RankTag(), {0: 4096})
     loader = RemoteLoader(

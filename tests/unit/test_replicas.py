@@ -214,7 +214,7 @@ def test_daemons_hold_one_copy_and_both_ranks_load_it(
     state = engine.find()
     split = engine.tier.split(state, GROUP, range(blocks), list(range(blocks)))
     assert not split.local
-    assert (split.remote[0].lent is not None) == (way == "ipc")
+    assert (split.remote[0].leased is not None) == (way == "ipc")
     for worker in engine.workers:
         assert worker.load(split.remote) is None
         assert np.array_equal(worker.device[:blocks], content)
@@ -222,7 +222,7 @@ def test_daemons_hold_one_copy_and_both_ranks_load_it(
     engine.close()
 
 
-def test_a_step_waits_until_each_worker_has_mapped_what_is_lent(daemon: DaemonProcess) -> None:
+def test_a_step_waits_until_each_worker_has_mapped_what_is_leased(daemon: DaemonProcess) -> None:
     """However few shards there are to ask for."""
     engine = Engine(daemon.ipc, replicas=2, blocks=8)
     for worker in engine.workers:

@@ -9,7 +9,7 @@ from tools.mutants.mutation import Mutation, Needs
 
 _SCHEDULING = ("tests/engine/test_scheduling.py",)
 _HAZARDS = ("tests/engine/test_hazards.py",)
-_LENT = ("tests/unit/test_lent_blocks.py",)
+_LEASED = ("tests/unit/test_leased_blocks.py",)
 _WORKER = ("tests/unit/test_remote_worker.py",)
 _FAILED = ("tests/engine/test_failed_loads.py",)
 _FENCE = ("tests/engine/test_write_fence.py",)
@@ -431,12 +431,12 @@ CONNECTOR = (
         ("tests/unit/test_remote_loader.py",),
     ),
     Mutation(
-        "lent-blocks-not-rechecked",
+        "leased-blocks-not-rechecked",
         "connector/remote_loader.py",
-        'end(None if lent.are_intact else "blocks changed while they were copied")',
+        'end(None if resident.are_intact else "blocks changed while they were copied")',
         "end(None)",
         "bytes that changed while they were copied are used",
-        _LENT,
+        _LEASED,
     ),
     Mutation(
         "long-step-loses-its-memory",
@@ -444,31 +444,31 @@ CONNECTOR = (
         "        is_idle = not self._is_stepping and now > self._stepped_at + _KEPT_S\n",
         "        is_idle = True\n",
         "a daemon dies during a long step, and the next one ends the engine",
-        _LENT,
+        _LEASED,
     ),
     Mutation(
-        "borrowed-blocks-not-rechecked",
+        "load-from-shared-memory-not-rechecked",
         "connector/shared_region.py",
-        "        if not self.memory.are_still_valid(lent):\n",
-        "        if not lent:\n",
+        "        if not self.memory.are_still_valid(lease):\n",
+        "        if not lease:\n",
         "bytes that changed while they were copied are used",
         ("tests/unit/test_remote_loader.py",),
     ),
     Mutation(
-        "lent-memory-of-another-daemon",
-        "connector/shared_region.py",
-        " and region.memory.arena_id == transfer.lent.arena_id\n",
-        "\n",
+        "leased-memory-of-another-daemon",
+        "remote/local_daemon.py",
+        "return next((m for m in self._mapped if m.arena_id == arena_id), None)",
+        "return next(iter(self._mapped), None)",
         "places in one daemon's memory are read from another's",
-        _LENT,
+        _LEASED,
     ),
     Mutation(
         "memory-unmapped-under-a-copy",
-        "connector/shared_region.py",
-        "            idle = not self._users\n",
-        "            idle = True\n",
+        "remote/shared_memory.py",
+        "            is_unread = not self._readers\n",
+        "            is_unread = True\n",
         "a copy reads memory that is no longer mapped, and the worker dies",
-        _LENT,
+        _LEASED,
     ),
     Mutation(
         "step-that-never-begins",
@@ -476,7 +476,7 @@ CONNECTOR = (
         "            self._remote.step_begins()\n",
         "            pass\n",
         "memory of a daemon that has gone is given up under a long step",
-        ("tests/engine/test_lent_lookups.py::test_a_step_has_begun_before_its_forward",),
+        ("tests/engine/test_leased_lookups.py::test_a_step_has_begun_before_its_forward",),
         Needs.VLLM,
     ),
 )

@@ -22,7 +22,7 @@ EARLY_LOADS = (
         "connector/worker_half.py",
         "            or (self._remote is None and any(job.remote for job in loads))\n",
         "",
-        "a request fails whose blocks a daemon has lent",
+        "a request fails whose blocks a daemon has leased",
         _HEAD_START,
         Needs.VLLM,
     ),

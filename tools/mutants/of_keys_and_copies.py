@@ -176,7 +176,7 @@ COPIES = (
         "return bool(np.array_equal(self._generations[offsets // PAGE], generations))",
         "return True",
         "bytes that changed while they were copied are used",
-        ("tests/unit/test_lent_blocks.py::test_blocks_that_changed_are_not_used",),
+        ("tests/unit/test_leased_blocks.py::test_blocks_that_changed_are_not_used",),
     ),
     Mutation(
         "arena-view-beyond-its-end",

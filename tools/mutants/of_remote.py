@@ -7,11 +7,10 @@ from tools.mutants.mutation import Mutation
 _FAULTS = ("tests/remote/test_faults.py",)
 _HEALTH = ("tests/remote/test_health.py",)
 _PLACES = (
-    "tests/remote/test_loans.py::test_places_are_not_believed_unchecked",
-    "tests/remote/test_loans.py::test_places_that_fit_are_believed",
+    "tests/remote/test_lookup_leases.py::test_places_are_not_believed_unchecked",
+    "tests/remote/test_lookup_leases.py::test_places_that_fit_are_believed",
 )
 
-_LINK = ("tests/remote/test_link.py",)
 _DESCRIPTORS = ("tests/remote/test_descriptors.py",)
 
 REMOTE = (
@@ -77,11 +76,11 @@ REMOTE = (
     ),
     Mutation(
         "small-last-frames-copied",
-        "remote/outgoing.py",
+        "remote/zero_copy_send.py",
         "track=True, copy=False, copy_threshold=0)",
         "track=True, copy=None)",
         "a slot is reused while zmq still sends it: what tells of it was copied",
-        ("tests/remote/test_outgoing.py",),
+        ("tests/remote/test_zero_copy_send.py",),
     ),
     Mutation(
         "reply-to-another-request",
@@ -126,65 +125,33 @@ REMOTE = (
         _FAULTS,
     ),
     Mutation(
-        "late-reply-of-the-link-forgotten",
-        "remote/link.py",
-        "        self._given_up.pop(request_id, None)\n        self._on_late(reply)\n",
-        "        self._given_up.pop(request_id, None)\n",
-        "what a late answer lent is never given back",
-        _LINK,
-    ),
-    Mutation(
-        "timeout-of-the-link-forgotten",
-        "remote/link.py",
-        "            self._given_up = {**awaited, request_id: now + _LATE_S}\n",
-        "",
-        "nobody listens for an answer that is late, and what it lent is never given back",
-        _LINK,
-    ),
-    Mutation(
-        "silence-of-the-link-is-an-answer",
+        "lookup-lease-outside-the-memory",
         "remote/shared_memory.py",
-        "call(Release([]), ReleaseReply, deadline=end)  # is it there at all?\n",
-        "awaits_late_replies  # is it there at all?\n",
-        "a daemon that is stopped passes for one that is back, again and again",
-        _LINK,
-    ),
-    Mutation(
-        "nonsense-on-the-link-goes-on",
-        "remote/link.py",
-        "        self.distrust()\n        self._given_up.clear()\n",
-        "        self._given_up.clear()\n",
-        "every lookup asks a daemon that cannot be understood, and fails",
-        _LINK,
-    ),
-    Mutation(
-        "loan-outside-the-memory",
-        "remote/loans.py",
         "int(offsets.max()) + request.length > capacity or np.any(",
         "np.any(",
         "a worker reads past the mapped memory and dies",
         _PLACES,
     ),
     Mutation(
-        "loan-of-more-than-was-asked",
-        "remote/loans.py",
+        "lookup-lease-of-more-than-was-asked",
+        "remote/shared_memory.py",
         "if reply.count > len(request.keys) or len(reply.offsets) != 8 * blocks:",
         "if len(reply.offsets) != 8 * blocks:",
         "more tokens are promised to vLLM than there are keys",
         _PLACES,
     ),
     Mutation(
-        "lent-outside-the-memory",
+        "lease-outside-the-memory",
         "remote/shared_memory.py",
         "if lease and (offset % PAGE or nbytes == 0 or offset + nbytes > capacity):",
         "if lease and (offset % PAGE or nbytes == 0):",
         "a worker reads past the mapped memory and dies",
-        ("tests/remote/test_lent_places.py",),
+        ("tests/remote/test_leased_places.py",),
     ),
     Mutation(
         "late-leases-forgotten",
         "remote/shared_memory.py",
-        "            self.owe(lease for lease in reply.leases if lease)\n",
+        "            self._release_later(lease for lease in reply.leases if lease)\n",
         "            pass\n",
         "a daemon's memory fills with blocks that nobody gives back",
         ("tests/remote/test_shared_memory.py::test_leases_that_come_too_late_go_back",),
@@ -208,14 +175,14 @@ REMOTE = (
     Mutation(
         "unconfirmed-release-forgotten",
         "remote/shared_memory.py",
-        "        if owed:\n            self._connection.call(Release(owed)",
-        "        if owed:\n"
-        "            self._owed.difference_update(owed)\n"
-        "            self._connection.call(Release(owed)",
+        "        if leases:\n            self._connection.call(Release(leases)",
+        "        if leases:\n"
+        "            self._unreleased.difference_update(leases)\n"
+        "            self._connection.call(Release(leases)",
         "a daemon's memory fills with blocks that nobody gives back",
         (
             "tests/remote/test_shared_memory.py"
-            "::test_a_release_that_was_not_confirmed_is_still_owed",
+            "::test_a_release_that_was_not_confirmed_is_made_again",
         ),
     ),
     Mutation(
@@ -240,7 +207,7 @@ REMOTE = (
         "            if allowed_s <= 0:  # which says nothing about the daemon\n",
         "            if False:\n",
         "what nobody waits for is asked of the daemon",
-        ("tests/remote/test_loans.py",),
+        ("tests/remote/test_lookup_leases.py",),
     ),
     Mutation(
         "breaker-never-closes",
@@ -267,11 +234,11 @@ REMOTE = (
         ("tests/remote/test_placement.py",),
     ),
     Mutation(
-        "thread-of-loans-that-dies",
-        "remote/loans.py",
+        "thread-of-leases-that-dies",
+        "remote/local_daemon.py",
         "            except Exception:  # a thread",
         "            except ArithmeticError:  # a thread",
-        "what is lent stays with the daemon for the engine's life",
+        "what is leased stays with the daemon for the engine's life",
         _DESCRIPTORS,
     ),
     Mutation(
@@ -283,8 +250,8 @@ REMOTE = (
         _DESCRIPTORS,
     ),
     Mutation(
-        "socket-of-the-link-unguarded",
-        "remote/attachment.py",
+        "socket-of-the-attachment-unguarded",
+        "remote/shared_memory.py",
         "    except OSError as error:  # no descriptors left, for now\n",
         "    except KeyError as error:  # no descriptors left, for now\n",
         "the thread that attaches hears of an error it does not expect",

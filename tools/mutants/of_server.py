@@ -5,7 +5,6 @@ from __future__ import annotations
 from tools.mutants.mutation import Mutation
 
 _FILLS = ("tests/daemon/test_fills.py",)
-_LINK = ("tests/daemon/test_link_calls.py",)
 _LEASES = ("tests/daemon/test_shared_memory.py",)
 _TIERS = ("tests/daemon/test_tiers.py",)
 _VERBS = ("tests/daemon/test_verbs.py",)
@@ -118,36 +117,12 @@ SERVER = (
         _LEASES,
     ),
     Mutation(
-        "loan-without-limit",
+        "lookup-lease-without-limit",
         "server/leases.py",
-        "return max(0, min(self.room_bytes, self._most_loaned - self._loaned))",
+        "return max(0, min(self.room_bytes, self._max_lookup_bytes - self._lookup_bytes))",
         "return self.room_bytes",
         "requests that wait leave no room for those that copy",
-        ("tests/daemon/test_loans.py",),
-    ),
-    Mutation(
-        "unsent-reply-of-the-link-kept",
-        "server/link_calls.py",
-        "        if lost is not None:\n            lost()\n",
-        "",
-        "a process that does not read its replies keeps what they lent",
-        _LINK,
-    ),
-    Mutation(
-        "link-answers-anything",
-        "server/link_calls.py",
-        "if not isinstance(request, (Borrow, Release)):",
-        "if False:",
-        "blocks are deleted, or sent, over a way that was made for neither",
-        _LINK,
-    ),
-    Mutation(
-        "link-outlives-its-session",
-        "server/sessions.py",
-        "                del self._by_attachment[attachment]\n",
-        "                pass\n",
-        "a process is answered in a session that it has left",
-        _LINK,
+        ("tests/daemon/test_lookup_leases.py",),
     ),
     Mutation(
         "lease-of-a-dead-process-kept",
@@ -244,7 +219,7 @@ SERVER = (
         "server/backing_threads.py",
         "            if not self._end(question):\n                continue\n",
         "            self._end(question)\n",
-        "a request is answered twice, and what a lookup held is lent twice",
+        "a request is answered twice, and what a lookup held is leased twice",
         ("tests/daemon/test_hung_backing.py",),
     ),
     Mutation(

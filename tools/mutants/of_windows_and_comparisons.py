@@ -109,7 +109,7 @@ WINDOWS_AND_COMPARISONS = (
         "connector/load_planner.py",
         "prefix_cache and not self._gpu_has_block_before(request, limit):",
         "prefix_cache:",
-        "daemons are asked for, and lend, what the GPU has",
+        "daemons are asked for, and lease, what the GPU has",
         _DEVICE_HITS,
         Needs.VLLM,
     ),

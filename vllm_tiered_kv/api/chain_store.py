@@ -16,16 +16,16 @@ from vllm_tiered_kv.core.arena_geometry import aligned
 from vllm_tiered_kv.core.key import BlockKey, RankTag
 from vllm_tiered_kv.core.store import NAMESPACE_BYTES, Durability, PutItem, PutResult, StoreKey
 from vllm_tiered_kv.device.shared_arena import PAGE
-from vllm_tiered_kv.remote.in_place import ByteRows, copy_rows, read_in_place, write_in_place
-from vllm_tiered_kv.remote.neighbour import Neighbour
+from vllm_tiered_kv.remote.local_daemon import LocalDaemon
 from vllm_tiered_kv.remote.placement import Cluster, placed_runs
 from vllm_tiered_kv.remote.shared_memory import SharedMemory
+from vllm_tiered_kv.remote.shm_copy import ByteRows, copy_rows, read_rows, write_blocks
 from vllm_tiered_kv.remote.store import SLOWEST_BYTES_PER_S, RemoteStore
 from vllm_tiered_kv.wire.limits import MAX_KEYS
 
 _RANK = RankTag()
 _HELD = (PutResult.STORED, PutResult.PRESENT)
-# Of one question to a neighbour: a daemon lends half of its memory to all processes together.
+# Of one question to a local daemon: it leases half of its memory to all processes together.
 _PIECE_BYTES = 128 << 20
 _PIECE_BLOCKS = 16384
 
@@ -50,8 +50,8 @@ class ChainStore:
         self._timeout_s = timeout_s
         self._prefix = namespace[:NAMESPACE_BYTES]
         self._suffix = _RANK.encode()
-        self._neighbours = {
-            store: Neighbour(store)
+        self._local_daemons = {
+            store: LocalDaemon(store)
             for store in cluster.stores.values()
             if store.address.arena_path is not None
         }
@@ -107,8 +107,8 @@ class ChainStore:
 
     def close(self) -> None:
         """Waits for calls under way in other threads."""
-        for neighbour in self._neighbours.values():
-            neighbour.close()
+        for local_daemon in self._local_daemons.values():
+            local_daemon.close(waits_for_readers=True)
         self._cluster.close()
 
     # ---- inside ---------------------------------------------------------------------------------
@@ -156,12 +156,12 @@ class ChainStore:
         self, server: RemoteStore, keys: Sequence[StoreKey], into: ByteRows, end: float
     ) -> int:
         with self._memory_of(server) as memory:
-            near = 0 if memory is None else _read_near(memory, keys, into, end)
-        if near == len(keys):
-            return near
-        # Also what a neighbour holds but cannot lend now, having lent too much.
-        found = server.get(keys[near:], [row.data for row in into[near:]], end)
-        return near + (found.index(False) if False in found else len(found))
+            local = 0 if memory is None else _read_local(memory, keys, into, end)
+        if local == len(keys):
+            return local
+        # Also what a local daemon holds but cannot lease now, having leased too much.
+        found = server.get(keys[local:], [row.data for row in into[local:]], end)
+        return local + (found.index(False) if False in found else len(found))
 
     def _write(
         self,
@@ -171,26 +171,26 @@ class ChainStore:
         durability: Durability,
         end: float,
     ) -> list[PutResult]:
-        near: list[PutResult] = []
+        local: list[PutResult] = []
         if durability is not Durability.DISK:  # what is sealed is in memory; only a put waits
             with self._memory_of(server) as memory:
                 if memory is not None:
-                    near = _write_near(memory, chain, rows, end)
-        held = next((n for n, result in enumerate(near) if result not in _HELD), len(near))
-        if near and (held == len(chain) or near[held] is not PutResult.DROPPED):
-            return near
-        # Also what a neighbour has room for but cannot lend it now, having lent too much.
+                    local = _write_local(memory, chain, rows, end)
+        held = next((n for n, result in enumerate(local) if result not in _HELD), len(local))
+        if local and (held == len(chain) or local[held] is not PutResult.DROPPED):
+            return local
+        # Also what a local daemon has room for but cannot lease now, having leased too much.
         items = [
             PutItem(key, parent, row.data)
             for (key, parent), row in zip(chain[held:], rows[held:], strict=True)
         ]
-        return near[:held] + server.put(items, durability, end)
+        return local[:held] + server.put(items, durability, end)
 
     def _memory_of(
         self, server: RemoteStore
     ) -> contextlib.AbstractContextManager[SharedMemory | None]:
-        neighbour = self._neighbours.get(server)
-        return contextlib.nullcontext() if neighbour is None else neighbour.memory()
+        local_daemon = self._local_daemons.get(server)
+        return contextlib.nullcontext() if local_daemon is None else local_daemon.reading()
 
     def _why_not_read(self, server: RemoteStore, key: BlockKey, end: float) -> Mapping[str, str]:
         """Nothing, if the block has left since it was matched; otherwise it should have come."""
@@ -212,17 +212,17 @@ def _blocks_at_once(memory: SharedMemory, nbytes: int) -> int:
     return max(1, min(_PIECE_BLOCKS, room // aligned(nbytes, PAGE)))
 
 
-def _read_near(memory: SharedMemory, keys: Sequence[StoreKey], into: ByteRows, end: float) -> int:
+def _read_local(memory: SharedMemory, keys: Sequence[StoreKey], into: ByteRows, end: float) -> int:
     piece = _blocks_at_once(memory, into.shape[1])
     for start in range(0, len(keys), piece):
         some = keys[start : start + piece]
-        count = read_in_place(memory, some, into[start : start + piece], end)
+        count = read_rows(memory, some, into[start : start + piece], end)
         if count < len(some):
             return start + count
     return len(keys)
 
 
-def _write_near(
+def _write_local(
     memory: SharedMemory,
     chain: Sequence[tuple[StoreKey, StoreKey | None]],
     rows: ByteRows,
@@ -234,7 +234,7 @@ def _write_near(
     for start in range(0, len(chain), piece):
         some, source = chain[start : start + piece], rows[start : start + piece]
         blocks = [(key, parent, source.shape[1]) for key, parent in some]
-        results += write_in_place(memory, blocks, partial(copy_rows, memory, source), end)
+        results += write_blocks(memory, blocks, partial(copy_rows, memory, source), end)
         if not all(result in _HELD for result in results[start:]):
             break
     return results

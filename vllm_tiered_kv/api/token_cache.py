@@ -18,8 +18,8 @@ from vllm_tiered_kv.core.store import Durability
 from vllm_tiered_kv.errors import ConfigError, RemoteRefusal, TokenCacheError
 from vllm_tiered_kv.remote.address import EngineIdentity, ServerAddress
 from vllm_tiered_kv.remote.curve import CurveKeys
-from vllm_tiered_kv.remote.in_place import ByteRows
 from vllm_tiered_kv.remote.placement import Cluster
+from vllm_tiered_kv.remote.shm_copy import ByteRows
 from vllm_tiered_kv.wire.limits import MAX_BLOCK_BYTES
 
 if TYPE_CHECKING:

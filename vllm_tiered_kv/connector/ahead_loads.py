@@ -1,5 +1,5 @@
 """A worker's loads that the coming forward waits for: from the CPU tier, and from a daemon's memory
-that is mapped here and was lent by the lookup.
+that is mapped here and leased by the lookup.
 
 vLLM has promised the request's tokens to this very step, so such a load must not fail for want of
 anything that could be foreseen; the scheduler half plans it only where all is at hand. What fails
@@ -34,7 +34,7 @@ class AheadLoads:
         self._steps_can_be_discarded = steps_can_be_discarded
         self._ended: dict[int, list[bool]] = {}
         self._invalid_blocks: set[int] = set()
-        self._borrowed: dict[int, list[Resident]] = {}  # by job, while its copies may be under way
+        self._residents: dict[int, list[Resident]] = {}  # by job, while its copies may be under way
 
     def __bool__(self) -> bool:
         """Whether there is something to report."""
@@ -66,11 +66,11 @@ class AheadLoads:
             blocks: list[PinnedBlocks] = []
             for number, job in zip(numbers, jobs, strict=True):
                 blocks += [copier.locate(transfer) for transfer in job.transfers]
-                blocks += self._borrow(number, job, remote)
+                blocks += self._enter(number, job, remote)
             enqueue(numbers, blocks)
         except Exception as error:  # whatever it was, the requests must hear of it
             for number in numbers:
-                self._give_back(number)
+                self._leave(number)
             if not self._steps_can_be_discarded:
                 raise CudaError(
                     f"blocks of this step cannot be copied to the GPU: {error}"
@@ -80,18 +80,18 @@ class AheadLoads:
             for job in jobs:
                 for local in job.transfers:
                     self._invalid_blocks.update(local.block_ids.tolist())
-                for borrowed in job.remote:
-                    self._invalid_blocks.update(borrowed.block_ids.tolist())
+                for remote_transfer in job.remote:
+                    self._invalid_blocks.update(remote_transfer.block_ids.tolist())
 
     def poll(self, copier: Copier) -> None:
         for number in copier.poll_ahead():
-            intact = all(resident.are_intact for resident in self._borrowed.get(number, ()))
-            self._give_back(number)
+            intact = all(resident.are_intact for resident in self._residents.get(number, ()))
+            self._leave(number)
             if not intact:
                 # What the step computed from it may have been told already. Nothing but a daemon
                 # or a scheduler that broke its word can bring this about.
                 raise UnsafeAnswerError(
-                    "a daemon's memory changed while a step read blocks it had lent: the engine "
+                    "a daemon's memory changed while a step read blocks it had leased: the engine "
                     "ends rather than answer from them"
                 )
             self._ended[number] = [True]
@@ -108,17 +108,17 @@ class AheadLoads:
 
     def close(self) -> None:
         """No copy is under way any more."""
-        for number in list(self._borrowed):
-            self._give_back(number)
+        for number in list(self._residents):
+            self._leave(number)
 
-    def _borrow(self, number: int, job: LoadJob, remote: RemoteIO | None) -> list[PinnedBlocks]:
-        residents = self._borrowed.setdefault(number, []) if job.remote else []
+    def _enter(self, number: int, job: LoadJob, remote: RemoteIO | None) -> list[PinnedBlocks]:
+        residents = self._residents.setdefault(number, []) if job.remote else []
         for transfer in job.remote:
             residents.append(_resident(transfer, remote))
         return [resident.blocks for resident in residents]
 
-    def _give_back(self, number: int) -> None:
-        for resident in self._borrowed.pop(number, ()):
+    def _leave(self, number: int) -> None:
+        for resident in self._residents.pop(number, ()):
             resident.leave()
 
 

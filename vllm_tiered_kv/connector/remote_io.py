@@ -1,4 +1,4 @@
-"""A worker's way to the daemons: loads in, blocks out, shared memory where they are neighbours."""
+"""A worker's way to the daemons: loads in, blocks out, shared memory for those on this host."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ class RemoteIO:
 
     @property
     def ready_arenas(self) -> dict[bytes, int]:
-        """Memories of daemons whose lent blocks are resident here, so many bytes of each. It may be
-        one less at any time, when a daemon dies; then `resident` says so."""
+        """Memories of daemons whose leased blocks are resident here, so many bytes of each. It may
+        be one less at any time, when a daemon dies; then `resident` says so."""
         return self._regions.ready_arenas
 
     def settle(self) -> None:

@@ -178,9 +178,9 @@ class RemoteLoader:
         self._threads, self._channels = [], []
 
     def _cut(self, transfer: RemoteTransfer) -> list[RemoteTransfer]:
-        lent = self._resident(transfer)
-        if lent is not None:
-            lent.leave()
+        resident = self._resident(transfer)
+        if resident is not None:
+            resident.leave()
             return [transfer]  # nothing has to be asked for: one copy is as fast as several
         nbytes = self._regions.piece_bytes(transfer.address)
         blocks = self._blocks_in_piece(transfer.group_id, len(transfer), nbytes)
@@ -220,8 +220,8 @@ class RemoteLoader:
                     end(load.error or "the engine is stopping")
                 elif time.monotonic() >= load.deadline:
                     end("it took longer than remote_load_timeout")
-                elif (lent := self._resident(piece)) is not None:
-                    self._copy(channel, lent, end)
+                elif (resident := self._resident(piece)) is not None:
+                    self._copy(channel, resident, end)
                 elif (region := self._regions.of(piece.address)) is not None:
                     keys = self._shard.keys(piece.keys)
                     nbytes = self._shard.block_bytes[piece.group_id]
@@ -252,16 +252,18 @@ class RemoteLoader:
             logger.exception("loads could not be prepared; the first ones will take longer")
             return None
 
-    def _copy(self, channel: Channel, lent: Resident, end: Callable[[str | None], None]) -> None:
-        blocks = lent.blocks
+    def _copy(
+        self, channel: Channel, resident: Resident, end: Callable[[str | None], None]
+    ) -> None:
+        blocks = resident.blocks
         try:
             try:
                 channel.scatter(blocks.group_id, blocks.block_ids, blocks.region, blocks.offsets)
             finally:
                 channel.finish()  # also after an error: nothing may read what is given up
-            end(None if lent.are_intact else "blocks changed while they were copied")
+            end(None if resident.are_intact else "blocks changed while they were copied")
         finally:
-            lent.leave()
+            resident.leave()
 
     def _fetch(
         self, channel: Channel, landing: Arena, piece: RemoteTransfer, deadline: float

@@ -6,9 +6,9 @@ to two milliseconds in all: to ask again in the next step would take longer. Blo
 are pinned by the daemon for as long as a load may take; of a request that has waited longer the
 daemons are asked anew.
 
-A daemon on this host lends what lies in its memory along with the answer: workers that have mapped
-it then copy without asking again. What was lent goes back when its load has ended, or when the
-answer is dropped, whichever way that comes about: `RemoteLookup.drop` is the only way out.
+A daemon on this host leases what lies in its memory along with the answer: workers that have mapped
+it then copy without asking again. The lease is released when its load has ended, or when the answer
+is dropped, whichever way that comes about: `RemoteLookup.drop` is the only way out.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from vllm_tiered_kv.connector.window_search import WindowSearch
 from vllm_tiered_kv.core.key import BlockKey, RankTag
 from vllm_tiered_kv.core.store import store_key
 from vllm_tiered_kv.core.tiers import Tier
-from vllm_tiered_kv.core.transfer import LentBlocks, int64_array
+from vllm_tiered_kv.core.transfer import LeasedBlocks, int64_array
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.names import LookupOutcome
 from vllm_tiered_kv.metrics.recorder import Recorder
-from vllm_tiered_kv.remote.loans import Loan, LoanDesk
+from vllm_tiered_kv.remote.local_daemon import LocalDaemon
 from vllm_tiered_kv.remote.placement import Cluster, placed_runs
+from vllm_tiered_kv.remote.shared_memory import LookupLease
 from vllm_tiered_kv.remote.store import RemoteStore
 
 logger = logging.getLogger(__name__)
@@ -46,16 +47,16 @@ _REMOTE = Tier.REMOTE.value
 
 @dataclass(frozen=True)
 class RemoteSpan:
-    """Positions of one group that one daemon holds, and has lent if there is a loan."""
+    """Positions of one group that one daemon holds, and has leased if there is a lease."""
 
     start: int
     stop: int
     address: str
-    loan: Loan | None = None
+    lease: LookupLease | None = None
     by_tier: Mapping[Tier, int] = field(default_factory=dict)
     """How many of them the daemon has in its memory, on its SSD and behind it."""
     column: int = 0
-    """Where the first of them stands in the loan."""
+    """Where the first of them stands in the lease."""
 
     def shares(self) -> dict[Tier, float]:
         """The same as parts of the whole."""
@@ -72,8 +73,8 @@ class RemoteAnswer:
     """False where no daemon answered: they may hold more."""
 
     @property
-    def loans(self) -> list[Loan]:
-        return [span.loan for group in self.spans for span in group if span.loan is not None]
+    def leases(self) -> list[LookupLease]:
+        return [span.lease for group in self.spans for span in group if span.lease is not None]
 
     def positions(self) -> list[range]:
         return [range(s[0].start, s[-1].stop) if s else range(0) for s in self.spans]
@@ -107,37 +108,41 @@ class RemoteLookup:
         return self.renewable and time.monotonic() > self.fresh_until
 
     def drop(self) -> None:
-        """Nobody wants the answer any more, and no copy reads what was lent with it: that goes
-        back, now or when it comes. Idempotent, never waits."""
+        """Nobody wants the answer any more, and no copy reads what was leased with it: the lease is
+        released, now or when it comes. Idempotent, never waits."""
         if not self.future.cancel():
-            self.future.add_done_callback(_give_back)
+            self.future.add_done_callback(_release_answer)
 
 
-def _give_back(future: Future[RemoteAnswer]) -> None:
+def _release_answer(future: Future[RemoteAnswer]) -> None:
     if not future.cancelled() and future.exception() is None:
-        for loan in future.result().loans:
-            loan.release()
+        for lease in future.result().leases:
+            lease.release()
 
 
 def _cut(
-    positions: range, column: int, address: str, loan: Loan | None, by_tier: Mapping[Tier, int]
+    positions: range,
+    column: int,
+    address: str,
+    lease: LookupLease | None,
+    by_tier: Mapping[Tier, int],
 ) -> Iterator[RemoteSpan]:
     """Positions a daemon has, which are those from `column` on of what it was asked for: those
-    that are lent, and those that are not."""
-    lent = 0 if loan is None else loan.blocks
-    middle = positions.start + max(0, min(len(positions), lent - column))
+    that are leased, and those that are not."""
+    leased = 0 if lease is None else lease.blocks
+    middle = positions.start + max(0, min(len(positions), leased - column))
     if middle > positions.start:
         in_memory = {Tier.MEMORY: middle - positions.start}
-        yield RemoteSpan(positions.start, middle, address, loan, in_memory, column)
+        yield RemoteSpan(positions.start, middle, address, lease, in_memory, column)
     if middle < positions.stop:
-        rest = {**by_tier, Tier.MEMORY: by_tier.get(Tier.MEMORY, 0) - lent}
+        rest = {**by_tier, Tier.MEMORY: by_tier.get(Tier.MEMORY, 0) - leased}
         yield RemoteSpan(middle, positions.stop, address, by_tier=rest)
 
 
 def _release(spans: Sequence[RemoteSpan]) -> None:
     for span in spans:
-        if span.loan is not None:
-            span.loan.release()
+        if span.lease is not None:
+            span.lease.release()
 
 
 class RemoteLookups:
@@ -165,8 +170,8 @@ class RemoteLookups:
         the slowest of them."""
         self._speeds_asked: dict[str, float] = {}  # when, by address; not again once it was told
         self._closing = False
-        self._desks: dict[str, LoanDesk] = {}
-        self._desks_lock = threading.Lock()
+        self._local_daemons: dict[str, LocalDaemon] = {}
+        self._local_daemons_lock = threading.Lock()
 
     def greet(self) -> None:
         """Reaches for the daemons, so that the first lookup need not. Never waits."""
@@ -178,8 +183,8 @@ class RemoteLookups:
         for server in self._cluster.stores.values():
             if self._closing:
                 return
-            if _is_neighbour(server):
-                server.attach()
+            if _is_local(server):
+                self._local_daemon(server).attach()
             if server.available:  # else attaching has found that it is not there
                 server.greet()
 
@@ -190,7 +195,7 @@ class RemoteLookups:
         block_bytes: Sequence[int] = (),
         windows: WindowSearch | None = None,
     ) -> RemoteLookup:
-        """Asks for the positions from `firsts` on, per group, and borrows them where their length
+        """Asks for the positions from `firsts` on, per group, and leases them where their length
         is given. Of groups with a window, for what `windows` finds out to be needed."""
         now = time.monotonic()
         deadline = now + self._timeout_s
@@ -221,7 +226,7 @@ class RemoteLookups:
 
     def poll(self, lookup: RemoteLookup) -> None:
         """Notes an answer that has come, or that it is too late for one. Waits a moment for that of
-        a neighbour: it mostly comes at once, and the next time to ask is a step later."""
+        a local daemon: it mostly comes at once, and the next time to ask is a step later."""
         if not lookup.is_pending:
             return
         if self._patience_s > 0 and not lookup.was_awaited and not lookup.future.done():
@@ -240,8 +245,8 @@ class RemoteLookups:
 
     def step_planned(self) -> None:
         """The next step may wait for answers again."""
-        are_neighbours = all(map(_is_neighbour, self._cluster.stores.values()))
-        self._patience_s = _PATIENCE_S if are_neighbours else 0.0
+        are_local = all(map(_is_local, self._cluster.stores.values()))
+        self._patience_s = _PATIENCE_S if are_local else 0.0
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Lets every daemon that can be reached forget these blocks of all ranks. Never waits."""
@@ -262,24 +267,24 @@ class RemoteLookups:
                 )
 
     def close(self) -> None:
-        """No load may be under way: all that was lent goes back."""
+        """No load may be under way: all leases are released."""
         self._closing = True
         self._pool.shutdown(wait=True, cancel_futures=True)
-        for desk in self._desks.values():
-            desk.close()
+        for local_daemon in self._local_daemons.values():
+            local_daemon.close()
 
-    def lent(self, span: RemoteSpan, positions: list[int]) -> LentBlocks | None:
-        """Where these positions of a span lie, for workers; None if they are not lent."""
-        loan = span.loan
-        if loan is None:
+    def leased(self, span: RemoteSpan, positions: list[int]) -> LeasedBlocks | None:
+        """Where these positions of a span lie, for workers; None if they are not leased."""
+        lease = span.lease
+        if lease is None:
             return None
-        whole = LentBlocks(loan.arena_id, tuple(self._ranks), loan.offsets, loan.generations)
+        whole = LeasedBlocks(lease.arena_id, tuple(self._ranks), lease.offsets, lease.generations)
         return whole.at(int64_array(positions) - span.start + span.column)
 
     @property
-    def open_loans(self) -> int:
-        """Answers whose blocks are still lent to this engine."""
-        return sum(desk.open_loans for desk in list(self._desks.values()))
+    def open_leases(self) -> int:
+        """Answers whose blocks are still leased to this engine."""
+        return sum(daemon.lookup_leases for daemon in list(self._local_daemons.values()))
 
     def _answer(
         self,
@@ -334,7 +339,7 @@ class RemoteLookups:
         def ask_at(end: int) -> bool:
             wanted = {group.group_id: windows.wanted(group, end) for group in windows.windowed}
             for group in wanted:
-                _release(found[group])  # loans are shared between groups
+                _release(found[group])  # leases are shared between groups
                 found[group] = []
             return self._ask_together(wanted, keys, lengths, deadline, found)
 
@@ -376,14 +381,14 @@ class RemoteLookups:
         try:
             for (address, nbytes), (server, parts) in batches.items():
                 some = [key for group, part in parts for key in keys[group][part.start : part.stop]]
-                count, loan, by_tier = self._match(server, some, nbytes, deadline)
+                count, lease, by_tier = self._match(server, some, nbytes, deadline)
                 if count < len(some):
-                    if loan is not None:
-                        loan.release()
+                    if lease is not None:
+                        lease.release()
                     return False
                 column = 0
                 for group, part in parts:
-                    spans[group] += _cut(part, column, address, loan, by_tier)
+                    spans[group] += _cut(part, column, address, lease, by_tier)
                     column += len(part)
             is_whole = True
         finally:
@@ -406,23 +411,23 @@ class RemoteLookups:
         for start, stop, server in placed_runs(self._cluster, keys, first):
             for begin in range(start, stop, _MAX_KEYS_PER_QUESTION):
                 end = min(stop, begin + _MAX_KEYS_PER_QUESTION)
-                count, loan, by_tier = self._match(server, keys[begin:end], nbytes, deadline)
-                yield from _cut(range(begin, begin + count), 0, str(server.address), loan, by_tier)
+                count, lease, by_tier = self._match(server, keys[begin:end], nbytes, deadline)
+                yield from _cut(range(begin, begin + count), 0, str(server.address), lease, by_tier)
                 if count < end - begin:
                     return
 
     def _match(
         self, server: RemoteStore, keys: list[BlockKey], nbytes: int, deadline: float
-    ) -> tuple[int, Loan | None, Mapping[Tier, int]]:
-        is_neighbour = _is_neighbour(server)
-        if is_neighbour and nbytes:
-            lent = self._desk(server).match(keys, self._ranks, nbytes, deadline)
-            if lent is None:
+    ) -> tuple[int, LookupLease | None, Mapping[Tier, int]]:
+        is_local = _is_local(server)
+        if is_local and nbytes:
+            found = self._local_daemon(server).lookup(keys, self._ranks, nbytes, deadline)
+            if found is None:
                 return 0, None, {}
-            self._learn_speeds(server, lent.by_tier, deadline)
-            return lent.count, lent.loan, lent.by_tier
-        # What a neighbour does not lend now it lends a moment later: not worth pinning it, too.
-        pin_ms = 0 if is_neighbour else self._pin_ms
+            self._learn_speeds(server, found.by_tier, deadline)
+            return found.count, found.lease, found.by_tier
+        # What a local daemon does not lease now it leases a moment later: no need to pin it.
+        pin_ms = 0 if is_local else self._pin_ms
         match = server.match_all(keys, self._ranks, pin_ms, deadline)
         return (0, None, {}) if match is None else (match.count, None, match.by_tier)
 
@@ -443,10 +448,10 @@ class RemoteLookups:
             share = rate / len(self._ranks)  # ranks load at the same time
             self.read_speeds[tier] = min(share, self.read_speeds.get(tier, share))
 
-    def _desk(self, server: RemoteStore) -> LoanDesk:
-        with self._desks_lock:
-            return self._desks.setdefault(str(server.address), LoanDesk(server))
+    def _local_daemon(self, server: RemoteStore) -> LocalDaemon:
+        with self._local_daemons_lock:
+            return self._local_daemons.setdefault(str(server.address), LocalDaemon(server))
 
 
-def _is_neighbour(server: RemoteStore) -> bool:
+def _is_local(server: RemoteStore) -> bool:
     return str(server.address).startswith("ipc://")

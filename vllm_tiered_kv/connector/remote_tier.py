@@ -14,14 +14,14 @@ from vllm_tiered_kv.cache.planner import Group, loadable_tokens
 from vllm_tiered_kv.connector.remote_lookup import RemoteLookups, RemoteSpan
 from vllm_tiered_kv.connector.remote_writes import RemoteWrites
 from vllm_tiered_kv.connector.request_state import RequestState
-from vllm_tiered_kv.connector.shared_region import LENT_FOR_SURE_S
+from vllm_tiered_kv.connector.shared_region import LEASE_TRUSTED_S
 from vllm_tiered_kv.connector.window_search import WindowSearch
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.transfer import PutJob, Rehearsal, RemoteTransfer, int64_array, pick
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.recorder import Recorder
-from vllm_tiered_kv.remote.loans import Loan
 from vllm_tiered_kv.remote.placement import Cluster
+from vllm_tiered_kv.remote.shared_memory import LookupLease
 
 _FEW_TOKENS = 32  # of a request, in a step that takes no time to launch
 _PATIENCE_S = 1.0  # how long a rehearsal waits for such a step
@@ -162,7 +162,7 @@ class RemoteTier:
                     part.address,
                     int64_array(block_ids)[int64_array(positions) - span.start],
                     tuple(pick(keys, positions)),
-                    self._lookups.lent(part, positions),
+                    self._lookups.leased(part, positions),
                 )
                 for part, positions in by_part
             ],
@@ -210,29 +210,29 @@ class RemoteTier:
         self._arenas_of_rank.update(by_rank)
 
     def is_resident(self, state: RequestState) -> bool:
-        """Whether whatever daemons hold of a request has been lent, in memory that every rank can
+        """Whether whatever daemons hold of a request is leased, in memory that every rank can
         copy from: then the load of it waits for nobody.
 
-        The daemon was there when it lent, and workers keep its memory mapped for a while after it
-        has gone: that is what makes it certain, not what they said last.
+        The daemon was there when it leased it, and workers keep its memory mapped for a while after
+        it has gone: that is what makes it certain, not what they said last.
         """
         answer = state.remote.answer if state.remote is not None else None
         if answer is None or not any(answer.spans):
             return True
-        if state.remote is None or state.remote.age_s > LENT_FOR_SURE_S:
+        if state.remote is None or state.remote.age_s > LEASE_TRUSTED_S:
             return False
         if len(self._arenas_of_rank) < self._num_workers:
             return False
         return all(
-            span.loan is not None and self._is_usable(span.loan, group.block_bytes)
+            span.lease is not None and self._is_usable(span.lease, group.block_bytes)
             for group in self._groups
             for span in answer.spans[group.group_id]
         )
 
-    def _is_usable(self, loan: Loan, nbytes: int) -> bool:
-        """Whether every rank has what was lent in memory that it can copy from."""
-        ready = min(arenas.get(loan.arena_id, 0) for arenas in self._arenas_of_rank.values())
-        return int(loan.offsets.max(initial=-nbytes)) + nbytes <= ready
+    def _is_usable(self, lease: LookupLease, nbytes: int) -> bool:
+        """Whether every rank has what is leased in memory that it can copy from."""
+        ready = min(arenas.get(lease.arena_id, 0) for arenas in self._arenas_of_rank.values())
+        return int(lease.offsets.max(initial=-nbytes)) + nbytes <= ready
 
     def record(self, recorder: Recorder) -> None:
         """Puts into the metrics which daemons are there."""
@@ -244,9 +244,9 @@ class RemoteTier:
         self._lookups.delete(keys)
 
     @property
-    def open_loans(self) -> int:
+    def open_leases(self) -> int:
         """Answers whose blocks daemons still keep for this engine."""
-        return self._lookups.open_loans
+        return self._lookups.open_leases
 
     def close(self) -> None:
         self._lookups.close()

@@ -131,7 +131,7 @@ class RequestState:
         return tail
 
     def drop_lookup(self) -> None:
-        """What the daemons were asked is of no use any more; what they lent goes back."""
+        """What the daemons were asked is of no use any more; its leases are released."""
         lookup, self.remote = self.remote, None
         if lookup is not None:
             lookup.drop()

@@ -63,8 +63,8 @@ class StoreJob:
 
 
 @dataclass(frozen=True)
-class LentBlocks:
-    """Where blocks lie in a daemon's memory, and stay until the load is reported.
+class LeasedBlocks:
+    """Where leased blocks lie in a daemon's memory, and stay until the load is reported.
 
     A row for each rank, a column for each block. The places mean something only to a process that
     has mapped the memory of this name.
@@ -75,9 +75,9 @@ class LentBlocks:
     offsets: Int64Array
     generations: UInt64Array
 
-    def at(self, columns: slice | Int64Array) -> LentBlocks:
+    def at(self, columns: slice | Int64Array) -> LeasedBlocks:
         """Some of the blocks."""
-        return LentBlocks(
+        return LeasedBlocks(
             self.arena_id, self.ranks, self.offsets[:, columns], self.generations[:, columns]
         )
 
@@ -97,8 +97,8 @@ class RemoteTransfer:
     address: str
     block_ids: Int64Array
     keys: tuple[BlockKey, ...]
-    lent: LentBlocks | None = None
-    """Where they lie, if the daemon lent them when it was asked for them."""
+    leased: LeasedBlocks | None = None
+    """Where they lie, if the daemon leased them when it was asked for them."""
 
     def __post_init__(self) -> None:
         if len(self.block_ids) != len(self.keys):
@@ -115,7 +115,7 @@ class RemoteTransfer:
             self.address,
             self.block_ids[start:stop],
             self.keys[start:stop],
-            None if self.lent is None else self.lent.at(slice(start, stop)),
+            None if self.leased is None else self.leased.at(slice(start, stop)),
         )
 
 

@@ -5,7 +5,7 @@ to processes that attach. Its size is sealed, so nobody can shrink it under anot
 as long as anybody maps it, so a daemon that dies takes no engine with it.
 
 A slot's generation is odd while it is written and grows with every use. Whoever copies out of a
-slot it was lent compares the generation before and after: bytes that changed meanwhile are not
+slot it has leased compares the generation before and after: bytes that changed meanwhile are not
 used.
 """
 
@@ -151,7 +151,7 @@ class SharedArena:
         return generations
 
     def renew(self, offset: int, nbytes: int) -> None:
-        """Nothing that was lent there is valid any more. Only the daemon calls this."""
+        """Nothing that was leased there is valid any more. Only the daemon calls this."""
         assert self._generations is not None, "the arena is closed"
         self._generations[offset // PAGE : (offset + nbytes) // PAGE] += np.uint64(2)
 

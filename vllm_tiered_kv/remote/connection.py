@@ -37,7 +37,7 @@ from vllm_tiered_kv.errors import (
 )
 from vllm_tiered_kv.remote.address import ServerAddress
 from vllm_tiered_kv.remote.curve import CurveKeys
-from vllm_tiered_kv.remote.outgoing import Outgoing
+from vllm_tiered_kv.remote.zero_copy_send import ZeroCopySend
 from vllm_tiered_kv.wire.limits import MAX_FRAMES, MAX_HEADER_BYTES
 from vllm_tiered_kv.wire.messages import (
     ErrorReply,
@@ -142,7 +142,7 @@ class Connection:
         self._ids = itertools.count(1)
         self._under_way: dict[int, str] = {}
         self._given_up: set[int] = set()
-        self._sending: list[Outgoing] = []
+        self._sending: list[ZeroCopySend] = []
         self.greeting: HelloReply | None = None
         self.answered = 0  # requests that were not refused, replies of a stream one by one
         self.progress = 0
@@ -201,9 +201,9 @@ class Connection:
     def settle(self, *, deadline: float) -> None:
         """Returns when no payload is read any more; at the latest when the socket is closed."""
         with self._intact():
-            for outgoing in self._sending:
+            for sending in self._sending:
                 try:
-                    outgoing.wait(deadline)
+                    sending.wait(deadline)
                 except zmq.NotDone:
                     raise RemoteTimeout("the daemon takes the bytes too slowly") from None
             self._sending.clear()
@@ -311,9 +311,9 @@ class Connection:
         try:
             self._zmq.socket.send(header, zmq.NOBLOCK | (zmq.SNDMORE if payload else 0))
             if payload:
-                outgoing = Outgoing(payload)
-                self._sending.append(outgoing)  # whether or not all of it is taken
-                outgoing.send(self._zmq.socket)
+                sending = ZeroCopySend(payload)
+                self._sending.append(sending)  # whether or not all of it is taken
+                sending.send(self._zmq.socket)
         except zmq.ZMQError as error:
             raise ConnectionLost(f"the connection broke while sending: {error}") from None
         self._under_way[request_id] = request.op
@@ -411,7 +411,7 @@ class Connection:
         if sending:
             self._end_context(sending)
 
-    def _end_context(self, sending: Sequence[Outgoing] = ()) -> None:
+    def _end_context(self, sending: Sequence[ZeroCopySend] = ()) -> None:
         """After this zmq reads nobody's memory."""
         context, self._zmq.context = self._zmq.context, None
         if context is None:
@@ -430,7 +430,7 @@ class Connection:
             logger.error("zmq does not end a connection to %s", self._settings.address)
 
 
-def _term(context: zmq.Context[zmq.SyncSocket], sending: Sequence[Outgoing]) -> None:
+def _term(context: zmq.Context[zmq.SyncSocket], sending: Sequence[ZeroCopySend]) -> None:
     """Keeps what is sent, however long it takes."""
     context.term()
 

@@ -1,12 +1,18 @@
-"""The memory of a daemon on this host: blocks are lent where they lie instead of being sent.
+"""The memory of a daemon on this host: mapped once, its blocks leased where they lie.
 
-A lease keeps a block's place until it is released, however long that takes, so a reply with leases
-must never be lost: calls go over connections of their own that stay open when a call times out,
-and leases that arrive too late, or whose release was not confirmed, are given back with the next
-call.
+A process gets the memory as a descriptor over an AF_UNIX socket, because zmq cannot carry
+descriptors. One packet goes out, one comes back with the memfd; the connection then stays open for
+as long as the memory is used. Its end tells the daemon that this process is gone, and this process
+that the daemon is. Nothing the peer says is believed unchecked.
 
-When the daemon dies the mapping stays: what was lent can still be read, and nobody writes there any
-more. Leases die with the daemon.
+A lease keeps a block in its place until it is released, however long that takes. A reply with
+leases must therefore never be lost: requests go over a zmq connection of their own that stays open
+when a call times out, and leases that arrive too late, or whose release was not confirmed, are
+released with the next call.
+
+When the daemon dies the mapping stays: leased blocks can still be read, and nobody writes there any
+more. Leases die with the daemon. The memory counts its readers, and `retire` unmaps it when the
+last one has left.
 """
 
 from __future__ import annotations
@@ -14,17 +20,24 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
+import select
+import socket
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
+from vllm_tiered_kv.core.key import BlockKey, RankTag
 from vllm_tiered_kv.core.store import PutResult, StoreKey
+from vllm_tiered_kv.core.transfer import Int64Array, UInt64Array
 from vllm_tiered_kv.device.shared_arena import PAGE, SharedArena
 from vllm_tiered_kv.errors import (
+    ArenaError,
     ConnectionLost,
     ErrorCode,
     ProtocolError,
@@ -32,14 +45,15 @@ from vllm_tiered_kv.errors import (
     RemoteRefusal,
 )
 from vllm_tiered_kv.remote.address import EngineIdentity
-from vllm_tiered_kv.remote.attachment import Attachment, attach
 from vllm_tiered_kv.remote.calls import in_session, judge
 from vllm_tiered_kv.remote.connection import Connection, Settings
 from vllm_tiered_kv.remote.health import Breaker
-from vllm_tiered_kv.remote.link import Link
-from vllm_tiered_kv.wire.limits import MAX_KEYS
+from vllm_tiered_kv.wire.header import pack_map, unpack_map
+from vllm_tiered_kv.wire.limits import MAX_KEYS, MAX_LOOKUPS, MAX_TEXT, PROTOCOL_VERSION
 from vllm_tiered_kv.wire.messages import (
+    BORROW_CAPABILITY,
     RESERVED,
+    Borrow,
     BorrowReply,
     HelloReply,
     Lend,
@@ -57,19 +71,37 @@ from vllm_tiered_kv.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
-_CLOSING_S = 0.5  # what giving leases back may take when the memory is closed
+_MAX_PACKET = 4096
+_ID_BYTES = 16
+_MAX_CAPACITY = 1 << 50
+_BUSY_S = 0.05  # how long a lookup waits for other calls: the daemon answers dozens in that time
+_CLOSING_S = 0.5  # how long releasing leases may take when the memory is closed
 _R = TypeVar("_R", bound=Reply)
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True)
-class LentBlock:
-    """Where a block lies, to be read."""
+@dataclass(slots=True)
+class Attachment:
+    """A daemon's memory, mapped, and the connection that keeps it attached. From `attach`."""
 
-    offset: int
-    nbytes: int
-    generation: int
-    lease: int
+    connection: socket.socket
+    arena: SharedArena
+    token: bytes  # names this attachment in `hello`
+    instance: bytes  # of the daemon
+
+    @property
+    def alive(self) -> bool:
+        """False once the daemon has closed its end, be it by dying."""
+        descriptor = self.connection.fileno()  # once: it may be closed meanwhile
+        if descriptor < 0:
+            return False
+        poll = select.poll()
+        poll.register(descriptor, select.POLLRDHUP)
+        return not poll.poll(0)
+
+    def close(self) -> None:
+        self.connection.close()
+        self.arena.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +116,17 @@ class Reservation:
 
 
 @dataclass(slots=True)
-class Lent:
-    """Blocks that stay where they are until `release`. A prompt has hundreds: they are columns."""
+class BlockLease:
+    """Blocks that stay where they are until `release`: what a copy of this process reads.
+
+    From `SharedMemory.lease`. A prompt has hundreds of blocks, so they are columns.
+    """
 
     leases: list[int]  # 0: a miss
     offsets: list[int]
     lengths: list[int]
     generations: list[int]
     _memory: SharedMemory | None = field(repr=False, default=None)
-
-    @property
-    def blocks(self) -> list[LentBlock | None]:
-        """One by one; None for each that is a miss."""
-        rows = zip(self.offsets, self.lengths, self.generations, self.leases, strict=True)
-        return [LentBlock(*row) if row[3] else None for row in rows]
 
     @property
     def is_complete(self) -> bool:
@@ -107,11 +136,49 @@ class Lent:
         """Call it when no copy reads the blocks any more. Idempotent, does not raise."""
         memory, self._memory = self._memory, None
         if memory is not None:
-            memory.give_back(set(self.leases) - {0})
+            memory.release(set(self.leases) - {0})
+
+
+class LookupLease:
+    """Leading blocks of a lookup that stay where they are until `release`.
+
+    From `SharedMemory.lookup`. Whoever asks need not be the one who reads: other processes that
+    have mapped the same memory copy from these places, as long as the lease lasts.
+    """
+
+    def __init__(self, memory: SharedMemory, reply: BorrowReply, ranks: int) -> None:
+        self._memory = memory
+        self._lease = reply.lease
+        self.blocks = reply.lent
+        shape = (reply.lent, ranks)
+        offsets = np.frombuffer(reply.offsets, "<u8").astype(np.int64)
+        self.offsets: Int64Array = np.ascontiguousarray(offsets.reshape(shape).T)
+        """Places in the arena: a row for each rank, in the order they were asked for."""
+        generations = np.frombuffer(reply.generations, "<u8").astype(np.uint64)
+        self.generations: UInt64Array = np.ascontiguousarray(generations.reshape(shape).T)
+
+    @property
+    def arena_id(self) -> bytes:
+        return self._memory.arena_id
+
+    def release(self) -> None:
+        """Call it when no copy reads the blocks any more. Never waits; from any thread.
+        Idempotent."""
+        self._memory.release_lookup(self._lease)
+
+
+@dataclass(frozen=True, slots=True)
+class LookupReply:
+    """What `SharedMemory.lookup` found: how many leading blocks, in which tiers, and a lease of
+    those in memory, if any."""
+
+    count: int
+    tiers: list[int]
+    lease: LookupLease | None
 
 
 class SharedMemory:
-    """From `RemoteStore.attach`. All calls may be made from any thread."""
+    """One daemon's memory, from `RemoteStore.attach`. All calls may be made from any thread."""
 
     def __init__(
         self,
@@ -127,21 +194,29 @@ class SharedMemory:
         self._breaker = breaker
         self._timeout = timeout_s
         self._closing = threading.Event()
-        self._lock = threading.Lock()  # of the connection and the link
-        self._owed: set[int] = set()  # leases to give back
-        self._owed_lock = threading.Lock()
+        self._close_lock = threading.Lock()
+        self._lock = threading.Lock()  # of the connection
+        self._lookup_leases: set[int] = set()  # held by lookups of this process
+        self._unreleased: set[int] = set()  # leases to release with the next call
+        self._leases_lock = threading.Lock()
         self._replaced = False  # the daemon there now does not know us
+        self._can_lease_lookups = True  # until the daemon says that it cannot
+        self._readers = 0
+        self._is_retired = False
+        self._readers_lock = threading.Lock()
         self._connection = Connection(
             settings,
             identity.hello(attachment.token),
             closing=self._closing,
-            on_late=self._late,
+            on_late=self._release_late,
             on_hello=self._greeted,
         )
-        self.link = Link(attachment.link, self._closing, self._late)
-        """For the `work` of `call`."""
         self.on_error: Callable[[Exception], None] = lambda error: None
         """Told what ended a call."""
+        self.on_unsettled: Callable[[], None] = lambda: None
+        """Called when something is left for `settle`. Must not wait."""
+        self.on_unmap: Callable[[], None] = lambda: None
+        """Called before the memory is unmapped: the end of whatever pins it."""
 
     @classmethod
     def attach(
@@ -155,7 +230,7 @@ class SharedMemory:
         """Raises ArenaError when the daemon has no memory to share."""
         attachment = attach(path, identity.client, settings.connect_timeout_s)
         # A heartbeat would end the session of a process that was stopped for a while, and with it
-        # the replies to what it asked; the link tells more reliably that the daemon is gone.
+        # the replies to what it asked; the attachment tells more reliably that the daemon is gone.
         settings = replace(settings, heartbeat=False)
         return cls(attachment, identity, settings, breaker, timeout_s)
 
@@ -177,37 +252,130 @@ class SharedMemory:
     def closed(self) -> bool:
         return self._closing.is_set()
 
+    # ---- readers --------------------------------------------------------------------------------
+
+    def enter(self) -> bool:
+        """Keeps the memory mapped until `leave`; False once it is retired."""
+        with self._readers_lock:
+            if self._is_retired:
+                return False
+            self._readers += 1
+            return True
+
+    def leave(self) -> None:
+        with self._readers_lock:
+            self._readers -= 1
+            is_last = self._is_retired and not self._readers
+        if is_last:
+            self.close()
+
+    def retire(self) -> None:
+        """Refuses new readers; the memory is closed when the last one has left. Idempotent."""
+        with self._readers_lock:
+            self._is_retired = True
+            is_unread = not self._readers
+        if is_unread:
+            self.close()
+
+    @property
+    def is_retired(self) -> bool:
+        return self._is_retired
+
+    def wait_until_closed(self) -> None:
+        """For memory that is retired: returns when its readers have left."""
+        self._closing.wait()
+
+    def close(self) -> None:
+        """Unmaps the memory. No copy may be under way. Idempotent. Leases that could not be
+        released end with this process."""
+        with self._close_lock:
+            if self.closed:
+                return
+            self.release_lookups()
+            self.settle(time.monotonic() + _CLOSING_S)
+            self._closing.set()
+            try:
+                self.on_unmap()
+            finally:
+                with self._lock:
+                    self._connection.close()
+                    self._attachment.close()
+
     # ---- reading --------------------------------------------------------------------------------
 
-    def lend(self, keys: Sequence[StoreKey], deadline: float | None = None) -> Lent:
+    def lease(self, keys: Sequence[StoreKey], deadline: float | None = None) -> BlockLease:
         """Blocks in place; misses where the daemon has none, or did not answer in time."""
         wire_keys = self._identity.wire_keys(keys)
-        if not wire_keys:
-            nothing = [0] * len(keys)
-            return Lent(nothing, nothing, nothing, nothing, self)
-        reply = self._ask(
-            Lend(self._identity.key_bytes, wire_keys),
-            LendReply,
-            deadline,
-            lambda r: self._check(r, r.lengths, len(wire_keys)),
-        )
+        reply = None
+        if wire_keys:
+            reply = self._ask(
+                Lend(self._identity.key_bytes, wire_keys),
+                LendReply,
+                deadline,
+                lambda r: self._check(r, r.lengths, len(wire_keys)),
+            )
         if reply is None:
             nothing = [0] * len(keys)
-            return Lent(nothing, nothing, nothing, nothing, self)
-        return Lent(reply.leases, reply.offsets, reply.lengths, reply.generations, self)
+            return BlockLease(nothing, nothing, nothing, nothing, self)
+        return BlockLease(reply.leases, reply.offsets, reply.lengths, reply.generations, self)
 
-    def are_still_valid(self, lent: Lent) -> bool:
+    def are_still_valid(self, lease: BlockLease) -> bool:
         """Whether what was copied from the blocks is those blocks. To be asked after the copy."""
-        return lent.is_complete and self.arena.have_generations(
-            np.array(lent.offsets, np.int64), np.array(lent.generations, np.uint64)
+        return lease.is_complete and self.arena.have_generations(
+            np.array(lease.offsets, np.int64), np.array(lease.generations, np.uint64)
         )
 
-    def still_valid(self, lent: Lent) -> list[bool]:
-        """As `are_still_valid`, of each block."""
-        return [
-            block is not None and self.arena.generation(block.offset) == block.generation
-            for block in lent.blocks
-        ]
+    def lookup(
+        self, keys: Sequence[BlockKey], ranks: Sequence[RankTag], nbytes: int, deadline: float
+    ) -> LookupReply | None:
+        """How many leading blocks the daemon has for all ranks, with a lease of those in memory, in
+        one round trip; None where the daemon cannot answer that, or not in time."""
+        suffixes = [rank.encode() for rank in ranks]
+
+        def ask(connection: Connection, end: float) -> LookupReply | None:
+            connection.open(end)
+            assert connection.greeting is not None
+            if BORROW_CAPABILITY not in connection.greeting.capabilities:
+                self._can_lease_lookups = False
+                return None
+            most = max(1, min(MAX_KEYS, connection.limits.keys, MAX_LOOKUPS // len(suffixes)))
+            request = Borrow(len(keys[0]), list(keys[:most]), suffixes, nbytes)
+            reply = connection.call(request, BorrowReply, deadline=end)
+            capacity = self.arena.capacity_bytes
+            self._believe(reply, lambda: _check_lookup(reply, request, capacity))
+            if not reply.lease:
+                return LookupReply(reply.count, reply.tiers, None)
+            with self._leases_lock:
+                self._lookup_leases.add(reply.lease)
+            lease = LookupLease(self, reply, len(ranks))
+            return LookupReply(reply.count, reply.tiers, lease)
+
+        if not keys or not ranks or not self._can_lease_lookups:
+            return None
+        found = self._call(ask, deadline, patience=_BUSY_S)
+        if not self.is_settled:
+            self.on_unsettled()
+        return found
+
+    def release_lookup(self, lease: int) -> None:
+        """Ends the lease of a lookup with the next `settle`. Never waits. Idempotent."""
+        with self._leases_lock:
+            if lease not in self._lookup_leases:
+                return
+            self._lookup_leases.remove(lease)
+            self._unreleased.add(lease)
+        self.on_unsettled()
+
+    def release_lookups(self) -> None:
+        """Ends the leases of all lookups with the next `settle`. Never waits."""
+        with self._leases_lock:
+            self._unreleased |= self._lookup_leases
+            self._lookup_leases.clear()
+
+    @property
+    def lookup_leases(self) -> int:
+        """Leases of lookups that are neither released nor about to be."""
+        return len(self._lookup_leases)
 
     # ---- writing --------------------------------------------------------------------------------
 
@@ -266,71 +434,44 @@ class SharedMemory:
 
         reply = self._ask(Seal(leases), SealReply, deadline, check)
         if reply is None:
-            self.owe(leases)  # of no effect on those that were sealed after all
+            self._release_later(leases)  # of no effect on those that were sealed after all
             return [PutResult.FAILED] * len(leases)
         return put_results(reply.results)
 
     def abandon(self, reservations: Iterable[Reservation]) -> None:
         """Gives room back unused. Nothing may write to it any more."""
-        self.give_back(reservation.lease for reservation in reservations)
+        self.release(reservation.lease for reservation in reservations)
 
-    # ---- the rest -------------------------------------------------------------------------------
+    # ---- releasing ------------------------------------------------------------------------------
 
-    def give_back(self, leases: Iterable[int]) -> None:
+    def release(self, leases: Iterable[int]) -> None:
         """Ends leases, now or with the next call that reaches the daemon. Does not raise."""
-        self.owe(leases)
-        if self._owed:
+        self._release_later(leases)
+        if self._unreleased:
             self._ask(None, ReleaseReply, None, lambda reply: None)
 
-    def owe(self, leases: Iterable[int]) -> None:
-        """Leases to be given back with the next call. Does not wait."""
-        with self._owed_lock:
-            self._owed.update(leases)
-
     def settle(self, deadline: float | None = None) -> None:
-        """Gives back what is owed and listens for what came too late. Does not raise."""
+        """Releases what is left to release and listens for replies that come too late. Does not
+        raise."""
 
         def ask(connection: Connection, end: float) -> None:
-            self._pay(end)
-            # Also where it has settled meanwhile: what asks nobody must not pass for an answer.
+            self._flush_releases(end)
+            # Also where all is settled by now: ping, so that success means the daemon replied.
             if connection.awaits_late_replies or self.is_settled:
                 connection.call(Release([]), ReleaseReply, deadline=end)
-            if self.link.awaits_late_replies and not self.link.call(Release([]), ReleaseReply, end):
-                connection.call(Release([]), ReleaseReply, deadline=end)  # is it there at all?
-            self._pay(end)
+            self._flush_releases(end)
 
         if not self.is_settled:
-            self.call(ask, deadline)
-
-    def hear_late(self) -> None:
-        """Takes in what came too late, if nobody is asking just now. Never waits."""
-        if not self.closed and self._lock.acquire(blocking=False):
-            try:
-                if not self.closed:
-                    self.link.hear_late()
-            finally:
-                self._lock.release()
+            self._call(ask, deadline)
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing is owed, and no reply may still come that brings leases."""
-        awaits_late = self._connection.awaits_late_replies or self.link.awaits_late_replies
-        return not self._owed and not awaits_late
+        """Whether all releases are confirmed, and no reply may still come that brings leases."""
+        return not self._unreleased and not self._connection.awaits_late_replies
 
-    def close(self) -> None:
-        """Unmaps the memory. No copy may be under way. Idempotent. Leases that were not given back
-        end with this process."""
-        if self.closed:
-            return
-        self.settle(time.monotonic() + _CLOSING_S)
-        self._closing.set()
-        with self._lock:
-            self._connection.close()
-            self._attachment.close()
+    # ---- inside ---------------------------------------------------------------------------------
 
-    # ---- for those who ask more than this -------------------------------------------------------
-
-    def call(
+    def _call(
         self,
         work: Callable[[Connection, float], _T],
         deadline: float | None,
@@ -355,7 +496,7 @@ class SharedMemory:
             self._breaker.succeed(attempt)
             return answer
         except (RemoteError, ProtocolError) as error:
-            logger.debug("daemon %s did not lend: %s", self._address, error)
+            logger.debug("a lease call to daemon %s failed: %s", self._address, error)
             self.on_error(error)
             if isinstance(error, RemoteRefusal) and error.code is ErrorCode.NO_ARENA:
                 self._replaced = True
@@ -367,23 +508,6 @@ class SharedMemory:
             self._breaker.forget(attempt)
         return None
 
-    def believe(self, reply: Reply, check: Callable[[], None], over_link: bool = False) -> None:
-        """Raises, and what it came over is not used any more, where `check` raises
-        ConnectionLost."""
-        try:
-            check()
-        except BaseException as error:
-            self._late(reply)
-            if not isinstance(error, ConnectionLost):  # an interrupt, for one
-                raise
-            if over_link:
-                self.link.distrust()
-            else:
-                self._connection.drop()
-            raise
-
-    # ---- inside ---------------------------------------------------------------------------------
-
     def _ask(
         self,
         request: Request | None,
@@ -391,38 +515,52 @@ class SharedMemory:
         deadline: float | None,
         check: Callable[[_R], None],
     ) -> _R | None:
-        """The reply to a request, or None. Leases that are owed go back ahead of it, or alone."""
+        """The reply to a request, or None. Releases go ahead of it, or alone."""
 
         def ask(connection: Connection, end: float) -> _R | None:
             answer = None
-            if not self._pay(end) and request is None:
-                # Another thread has paid. What asks nobody must not pass for an answer.
+            if not self._flush_releases(end) and request is None:
+                # Another thread has released them; ping so that success means the daemon replied.
                 connection.call(Release([]), ReleaseReply, deadline=end)
             if request is not None:
                 answer = connection.call(request, kind, deadline=end)
-                self.believe(answer, lambda: check(answer))
+                self._believe(answer, lambda: check(answer))
             with contextlib.suppress(RemoteError):
-                self._pay(end)  # leases that came too late came during this call
+                self._flush_releases(end)  # leases that came too late came during this call
             return answer
 
-        return self.call(ask, deadline)
+        return self._call(ask, deadline)
 
-    def _pay(self, deadline: float) -> bool:
-        """Whether anything was owed, and the daemon has heard of it."""
-        with self._owed_lock:
-            owed = sorted(self._owed)[:MAX_KEYS]
-        if owed:
-            self._connection.call(Release(owed), ReleaseReply, deadline=deadline)
-            with self._owed_lock:
-                self._owed.difference_update(owed)
-        return bool(owed)
+    def _believe(self, reply: Reply, check: Callable[[], None]) -> None:
+        """Raises, and drops the connection, where `check` raises ConnectionLost."""
+        try:
+            check()
+        except BaseException as error:
+            self._release_late(reply)
+            if isinstance(error, ConnectionLost):  # not an interrupt, for one
+                self._connection.drop()
+            raise
 
-    def _late(self, reply: Reply) -> None:
-        """Nobody waits for these leases any more."""
+    def _flush_releases(self, deadline: float) -> bool:
+        """Whether there was anything to release, and the daemon has heard of it."""
+        with self._leases_lock:
+            leases = sorted(self._unreleased)[:MAX_KEYS]
+        if leases:
+            self._connection.call(Release(leases), ReleaseReply, deadline=deadline)
+            with self._leases_lock:
+                self._unreleased.difference_update(leases)
+        return bool(leases)
+
+    def _release_later(self, leases: Iterable[int]) -> None:
+        with self._leases_lock:
+            self._unreleased.update(leases)
+
+    def _release_late(self, reply: Reply) -> None:
+        """Nobody waits for the leases of this reply any more."""
         if isinstance(reply, (LendReply, ReserveReply)):
-            self.owe(lease for lease in reply.leases if lease)
+            self._release_later(lease for lease in reply.leases if lease)
         elif isinstance(reply, BorrowReply) and reply.lease:
-            self.owe([reply.lease])
+            self._release_later([reply.lease])
 
     def _greeted(self, greeting: HelloReply) -> None:
         if greeting.instance != self._attachment.instance:
@@ -439,3 +577,82 @@ class SharedMemory:
         for lease, offset, nbytes in zip(reply.leases, reply.offsets, lengths, strict=True):
             if lease and (offset % PAGE or nbytes == 0 or offset + nbytes > capacity):
                 raise ConnectionLost("the daemon named a place outside its memory")
+
+
+def _check_lookup(reply: BorrowReply, request: Borrow, capacity: int) -> None:
+    """Raises unless the reply fits the request and all that it names lies in the arena."""
+    blocks = reply.lent * len(request.suffixes)
+    if reply.count > len(request.keys) or len(reply.offsets) != 8 * blocks:
+        raise ConnectionLost(f"{len(reply.offsets) // 8} places for {blocks} blocks")
+    offsets = np.frombuffer(reply.offsets, "<u8")
+    if blocks and (
+        int(offsets.max()) + request.length > capacity or np.any(offsets % np.uint64(PAGE))
+    ):
+        raise ConnectionLost("the daemon named a place outside its memory")
+
+
+def attach(path: str, client: str, timeout_s: float) -> Attachment:
+    """Raises ArenaError, with the reason, when there is no memory to be had."""
+    try:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    except OSError as error:  # no descriptors left, for now
+        raise ArenaError(str(error)) from None
+    descriptors: list[int] = []
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect(path)
+        connection.send(pack_map({"protocol": PROTOCOL_VERSION, "client": client[:MAX_TEXT]}))
+        packet, flags = _receive(connection, descriptors)
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            raise ArenaError("the daemon's answer is too long")
+        if not packet:
+            raise ArenaError("the daemon closed the connection")
+        capacity, token, instance = _read_answer(unpack_map(packet))
+        if len(descriptors) != 1:
+            raise ArenaError("the daemon sent no memory")
+        arena = SharedArena.attach(descriptors.pop(), capacity)
+        connection.setblocking(False)
+        return Attachment(connection, arena, token, instance)
+    except (OSError, ProtocolError) as error:
+        connection.close()
+        raise ArenaError(str(error)) from None
+    except BaseException:
+        connection.close()
+        raise
+    finally:
+        for descriptor in descriptors:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+
+def _receive(connection: socket.socket, descriptors: list[int]) -> tuple[bytes, int]:
+    """One packet and its flags. `socket.recv_fds` would leave descriptors to child processes."""
+    room = socket.CMSG_LEN(array("i").itemsize)
+    packet, controls, flags, _ = connection.recvmsg(_MAX_PACKET, room, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, data in controls:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            received = array("i")
+            received.frombytes(data[: len(data) // received.itemsize * received.itemsize])
+            descriptors += received
+    return packet, flags
+
+
+def _read_answer(fields: dict[Any, Any]) -> tuple[int, bytes, bytes]:
+    ok = fields.get("ok")
+    if ok is False:
+        code, message = fields.get("code"), fields.get("message")
+        raise ArenaError(f"the daemon refuses: {str(code)[:MAX_TEXT]}: {str(message)[:MAX_TEXT]}")
+    protocol, capacity = fields.get("protocol"), fields.get("capacity")
+    token, instance = fields.get("token"), fields.get("instance")
+    if ok is not True or type(protocol) is not int:
+        raise ArenaError("the daemon's answer cannot be understood")
+    if protocol != PROTOCOL_VERSION:
+        raise ArenaError(f"the daemon speaks version {protocol}, not {PROTOCOL_VERSION}")
+    if type(capacity) is not int or not 0 < capacity <= _MAX_CAPACITY:
+        raise ArenaError("the daemon stated an impossible capacity")
+    for value in (token, instance):
+        if type(value) is not bytes or len(value) != _ID_BYTES:
+            raise ArenaError("the daemon's answer lacks its identity")
+    assert isinstance(token, bytes)
+    assert isinstance(instance, bytes)
+    return capacity, token, instance

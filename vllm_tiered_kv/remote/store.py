@@ -303,7 +303,7 @@ class RemoteStore:
         """The daemon's memory, where it runs on this host and offers it; None otherwise.
 
         The same one as long as the daemon lives. After a restart of the daemon a call gives the
-        new one's memory; the old stays mapped until it is closed.
+        new one's memory; the old stays mapped until it is closed or retired.
         """
         path = self.address.arena_path
         if path is None or not self.available:
@@ -335,10 +335,11 @@ class RemoteStore:
             return memory
 
     def close(self) -> None:
-        """Ends calls under way and closes shared memory: its copies must have ended before."""
+        """Ends calls under way and retires shared memory: it is unmapped when its last reader has
+        left."""
         with self._attaching:
             for memory in self._memory:
-                memory.close()
+                memory.retire()
             self._caller.close(self._timeout)
 
     # ---- inside ---------------------------------------------------------------------------------

@@ -30,8 +30,8 @@ class Allowances:
     replies: int  # blocks on their way to all of them
     puts: int  # payloads received and not yet copied
     pins: int  # blocks pinned by clients
-    leases: int  # blocks lent and reserved
-    loans: int  # of these, blocks lent with a lookup: nobody may ever come to read them
+    leases: int  # blocks leased to attached processes, for reading or writing
+    lookup_leases: int  # of these, leased with a lookup: nobody may ever come to read them
     requests_per_session: int = 256  # under way
     network: int = 2 << 30  # messages of all clients, beside the memory tier
     queued_replies_per_session: int = 1024  # that the client does not take
@@ -50,7 +50,7 @@ class Allowances:
             puts=max(2 * message, min(memory_bytes // 2, 1 << 30)),
             pins=memory_bytes // 8,
             leases=memory_bytes // 2,
-            loans=memory_bytes // 4,
+            lookup_leases=memory_bytes // 4,
         )
 
     def within(self, network: int) -> Allowances:

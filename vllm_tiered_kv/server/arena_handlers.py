@@ -55,14 +55,14 @@ class ArenaHandlers:
     def lend(self, call: Call, request: Lend) -> None:
         attachment = call.session.require_attachment()
         keys = call.session.keys(request.width, request.keys)
-        # What cannot be lent anyway must not be read from a disk, and push out others, for it.
+        # What cannot be leased anyway must not be read from a disk, and push out others, for it.
         fitting = self._leases.room_bytes // call.session.largest_block
-        lending = _Lending(self._leases, call, attachment, len(keys), min(len(keys), fitting))
+        pending = _PendingLease(self._leases, call, attachment, len(keys), min(len(keys), fitting))
         here, missing = self._store.hold_here(keys[:fitting])
-        lending.arrived(here)
-        self._fetch(lending, iter([(n, keys[n]) for n in missing]))
+        pending.arrived(here)
+        self._fetch(pending, iter([(n, keys[n]) for n in missing]))
 
-    def _fetch(self, lending: _Lending, missing: Iterator[tuple[int, StoreKey]]) -> None:
+    def _fetch(self, pending: _PendingLease, missing: Iterator[tuple[int, StoreKey]]) -> None:
         """Brings blocks into memory in rounds: what waits for a slow tier is to stay bounded."""
         some = list(islice(missing, _FETCH_AT_ONCE))
         left = len(some)
@@ -70,14 +70,14 @@ class ArenaHandlers:
         def arrived(n: int, block: Held | None) -> None:
             nonlocal left
             left -= 1
-            lending.arrived([(n, block)])
+            pending.arrived([(n, block)])
             if not left:
-                self._reactor.in_turn(lambda: self._fetch(lending, missing))
+                self._reactor.in_turn(lambda: self._fetch(pending, missing))
 
         self._store.fetch_slower(
             some,
             lambda n, block: self._reactor.hand_over(lambda: arrived(n, block)),
-            lending.asker,
+            pending.asker,
         )
 
     def borrow(self, call: Call, request: Borrow) -> None:
@@ -85,18 +85,18 @@ class ArenaHandlers:
         attachment = session.require_attachment()
         suffix = len(request.suffixes[0]) if request.suffixes else 0
         session.require_width(request.width + suffix)
-        most = min(self._leases.loan_room_bytes // request.length, MAX_KEYS)
+        most = min(self._leases.lookup_room_bytes // request.length, MAX_KEYS)
 
         def found(held: list[Held], rest: Located) -> None:
-            lent = len(held) // (len(request.suffixes) or 1)
+            leased = len(held) // (len(request.suffixes) or 1)
             tiers = [rest.tiers.get(tier, 0) for tier in (Tier.MEMORY, Tier.SSD, Tier.BACKING)]
-            tiers[0] += lent
-            lease = self._leases.loan(attachment, held)
+            tiers[0] += leased
+            lease = self._leases.lease_lookup(attachment, held)
             blocks = held if lease else []
             reply = BorrowReply(
-                lent + rest.count,
+                leased + rest.count,
                 tiers,
-                lent if lease else 0,
+                leased if lease else 0,
                 lease,
                 pack_uints([block.offset for block in blocks]),
                 pack_uints([block.generation for block in blocks]),
@@ -105,7 +105,7 @@ class ArenaHandlers:
             # Somebody waits for the answer, nobody for this.
             self._reactor.post(lambda: self._store.memory.touch(blocks))
 
-        self._store.borrow(
+        self._store.match_and_hold(
             session.prefixed(request.keys),
             request.suffixes,
             request.length,
@@ -238,7 +238,7 @@ class _Reserving:
         self._leases.release(self._attachment, self._ids)
 
 
-class _Lending:
+class _PendingLease:
     """Collects the blocks of one `lend` as they come into memory."""
 
     def __init__(
@@ -266,7 +266,7 @@ class _Lending:
         if not blocks:
             return
         held = [block for _, block in blocks if block is not None]
-        lease = self._leases.lend(self._attachment, held, self._lease) if held else 0
+        lease = self._leases.lease(self._attachment, held, self._lease) if held else 0
         if lease:
             self._lease = lease
             for position, block in blocks:

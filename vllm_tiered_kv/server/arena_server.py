@@ -6,9 +6,8 @@ zmq cannot carry descriptors, so the arena's travels over a plain AF_UNIX socket
     daemon  {"ok": true, "protocol": 1, "token", "capacity", "instance"} and the descriptor, or
             {"ok": false, "code", "message"}
 
-each one msgpack packet. The connection then stays open: over it the process may ask what
-`LinkCalls` answers. Its end, together with the end of the process, tells that the process can no
-longer touch the memory.
+each one msgpack packet. The connection then stays open. Its end, together with the end of the
+process, tells that the process can no longer touch the memory.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable
 from typing import Any
 
 from vllm_tiered_kv.errors import ErrorCode, ProtocolError
@@ -29,7 +27,7 @@ from vllm_tiered_kv.server.leases import Attachment, Leases
 from vllm_tiered_kv.server.reactor import Reactor
 from vllm_tiered_kv.stores.memory import MemoryStore
 from vllm_tiered_kv.wire.header import pack_map, unpack_map
-from vllm_tiered_kv.wire.limits import MAX_LINK_BYTES, MAX_TEXT
+from vllm_tiered_kv.wire.limits import MAX_TEXT
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +61,6 @@ class ArenaServer:
         self._strangers: set[socket.socket] = set()
         self._connections: dict[Attachment, socket.socket] = {}
         self._is_pausing = False
-        self._packet = bytearray(MAX_LINK_BYTES + 1)
-        self.on_packet: Callable[[Attachment, socket.socket, bytes], None] = _ignore
         leases.on_nothing_left = self._died
 
     def serve(self, listening: socket.socket) -> None:
@@ -188,14 +184,12 @@ class ArenaServer:
     def _heard(self, attachment: Attachment) -> None:
         connection = self._connections[attachment]
         try:
-            count = connection.recv_into(self._packet)
-            packet = bytes(memoryview(self._packet)[:count])
+            is_open = bool(connection.recv(1))  # whatever a process sends here is ignored
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
-            packet = b""  # reset: as good as closed
-        if packet:
-            self.on_packet(attachment, connection, packet)
+            is_open = False  # reset: as good as closed
+        if is_open:
             return
         self._reactor.forget(connection.fileno())
         connection.close()
@@ -210,10 +204,6 @@ class ArenaServer:
         self._reactor.forget(attachment.pidfd)
         attachment.is_dead = True
         self._leases.end_if_gone(attachment)
-
-
-def _ignore(attachment: Attachment, connection: socket.socket, packet: bytes) -> None:
-    pass
 
 
 def _client_of(hello: dict[Any, Any]) -> str:

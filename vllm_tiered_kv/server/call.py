@@ -15,7 +15,7 @@ from vllm_tiered_kv.wire.messages import ErrorReply, Reply, encode_reply
 
 
 class Replies(Protocol):
-    """The way back to clients: `Outbox`, or another."""
+    """The way back to clients: `Outbox`."""
 
     def send(
         self,

@@ -39,7 +39,6 @@ from vllm_tiered_kv.server.gateway import ARENA_CAPABILITIES, CAPABILITIES, Gate
 from vllm_tiered_kv.server.handlers import Handlers
 from vllm_tiered_kv.server.http import HttpServer, parse_address
 from vllm_tiered_kv.server.leases import Leases
-from vllm_tiered_kv.server.link_calls import LinkCalls
 from vllm_tiered_kv.server.lower_tiers import Unwritten
 from vllm_tiered_kv.server.namespaces import Namespaces
 from vllm_tiered_kv.server.network_memory import NetworkMemory
@@ -160,14 +159,6 @@ class Daemon:
             self._instance,
             capabilities,
         )
-        self._arena.on_packet = LinkCalls(
-            reactor,
-            self._handlers,
-            self._sessions,
-            self._allowances,
-            self._recorder,
-            lambda: self._gateway.is_closing,
-        ).take
         for listener in self._listeners:
             self._gateway.serve(listener)
         reactor.every(0.2, self._pins.expire)

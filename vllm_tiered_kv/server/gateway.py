@@ -31,7 +31,6 @@ from vllm_tiered_kv.server.sessions import Listener, Peer, Session, Sessions
 from vllm_tiered_kv.wire.frames import split
 from vllm_tiered_kv.wire.messages import (
     BORROW_CAPABILITY,
-    LINK_CAPABILITY,
     PROTOCOL_VERSION,
     UNREADABLE_ID,
     ErrorReply,
@@ -44,7 +43,7 @@ from vllm_tiered_kv.wire.messages import (
 logger = logging.getLogger(__name__)
 
 CAPABILITIES = ("streaming", "pins")
-ARENA_CAPABILITIES = ("shared_memory", BORROW_CAPABILITY, LINK_CAPABILITY)
+ARENA_CAPABILITIES = ("shared_memory", BORROW_CAPABILITY)
 
 
 class Gateway:

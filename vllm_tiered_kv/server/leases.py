@@ -1,11 +1,12 @@
-"""Slots in the hands of attached processes: lent for reading, or reserved for writing.
+"""Slots in the hands of attached processes: leased for reading, or reserved for writing.
 
 A lease ends when it is given back or when its process is dead. Never by time: a process that is
-stopped may have copies queued that still read or write the slot. All blocks lent by one request
+stopped may have copies queued that still read or write the slot. All blocks leased by one request
 share a lease, because a prompt has hundreds of them; each reservation has its own.
 
-What is lent with a lookup, a *loan*, may wait long for its request to be admitted. Loans together
-are therefore limited to a part of what may be out, so that those who copy always find room.
+What is leased with a lookup may wait long for its request to be admitted. Leases of lookups
+together are therefore limited to a part of what may be out, so that those who copy always find
+room.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Lease:
     slots: list[Held]
     nbytes: int
     is_reservation: bool = False
-    is_loan: bool = False
+    is_of_lookup: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -50,13 +51,13 @@ class Attachment:
 
 
 class Leases:
-    """Used on the reactor's thread only."""
+    """All leases of attached processes. Used on the reactor's thread only."""
 
     def __init__(self, memory: MemoryStore, allowances: Allowances) -> None:
         self._memory = memory
-        self._most_bytes = allowances.leases
-        self._most_loaned = allowances.loans
-        self._loaned = 0
+        self._max_bytes = allowances.leases
+        self._max_lookup_bytes = allowances.lookup_leases
+        self._lookup_bytes = 0
         self._bytes = 0
         self._count = 0  # read by other threads, as are the bytes
         self._ids = itertools.count(1)
@@ -83,7 +84,7 @@ class Leases:
 
     @property
     def room_bytes(self) -> int:
-        return max(0, self._most_bytes - self._bytes)
+        return max(0, self._max_bytes - self._bytes)
 
     def has_room(self, nbytes: int) -> bool:
         return nbytes <= self.room_bytes
@@ -95,8 +96,8 @@ class Leases:
             return None
         return self._open(attachment, Lease([slot], slot.nbytes, is_reservation=True))
 
-    def lend(self, attachment: Attachment, slots: Sequence[Held], lease_id: int | None) -> int:
-        """Lends blocks under this lease, or a new one. 0, and all are given back, when too much
+    def lease(self, attachment: Attachment, slots: Sequence[Held], lease_id: int | None) -> int:
+        """Leases blocks under this lease, or a new one. 0, and all are given back, when too much
         is out already."""
         nbytes = sum(slot.nbytes for slot in slots)
         if attachment.is_gone or not self.has_room(nbytes):
@@ -112,22 +113,23 @@ class Leases:
         return lease_id
 
     @property
-    def loan_room_bytes(self) -> int:
-        return max(0, min(self.room_bytes, self._most_loaned - self._loaned))
+    def lookup_room_bytes(self) -> int:
+        return max(0, min(self.room_bytes, self._max_lookup_bytes - self._lookup_bytes))
 
-    def loan(self, attachment: Attachment, slots: list[Held]) -> int:
-        """As `lend`, to somebody who has asked what is here. 0 also where there are no slots."""
+    def lease_lookup(self, attachment: Attachment, slots: list[Held]) -> int:
+        """Like `lease`, for somebody who has asked what is here. 0 also where there are no
+        slots."""
         nbytes = sum(slot.nbytes for slot in slots)
-        if not slots or attachment.is_gone or nbytes > self.loan_room_bytes:
+        if not slots or attachment.is_gone or nbytes > self.lookup_room_bytes:
             self._memory.let_go(slots)
             return 0
-        return self._open(attachment, Lease(slots, nbytes, is_loan=True))
+        return self._open(attachment, Lease(slots, nbytes, is_of_lookup=True))
 
     def _open(self, attachment: Attachment, lease: Lease) -> int:
         lease_id = next(self._ids)
         attachment.leases[lease_id] = lease
         self._bytes += lease.nbytes
-        self._loaned += lease.nbytes if lease.is_loan else 0
+        self._lookup_bytes += lease.nbytes if lease.is_of_lookup else 0
         self._count += len(lease.slots)
         return lease_id
 
@@ -139,7 +141,7 @@ class Leases:
             if (lease := attachment.leases.pop(lease_id, None)) is not None
         ]
         self._bytes -= sum(lease.nbytes for lease in ended)
-        self._loaned -= sum(lease.nbytes for lease in ended if lease.is_loan)
+        self._lookup_bytes -= sum(lease.nbytes for lease in ended if lease.is_of_lookup)
         self._count -= sum(len(lease.slots) for lease in ended)
         for lease in ended:
             if lease.is_reservation:

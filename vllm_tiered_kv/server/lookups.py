@@ -57,7 +57,7 @@ class Lookups:
             lambda: found(Located(0, {})),
         )
 
-    def borrow(
+    def match_and_hold(
         self,
         keys: Sequence[StoreKey],
         suffixes: Sequence[bytes],
@@ -86,7 +86,7 @@ class Lookups:
 
     def _count_misses(self, positions: int, endings: Sequence[bytes]) -> None:
         """Of a lookup along a chain: whoever asks will compute them. Hits are counted when they are
-        read or lent."""
+        read or leased."""
         self._recorder.add(names.MISSES, positions * len(endings))
 
     def contains(self, keys: Sequence[StoreKey], done: Callable[[list[Tier | None]], None]) -> None:

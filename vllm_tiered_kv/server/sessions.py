@@ -113,7 +113,6 @@ class Sessions:
         self._idle_s = idle_s
         self._on_drop = on_drop
         self._by_peer: dict[Peer, Session] = {}  # longest unused first, about
-        self._by_attachment: dict[Attachment, Session] = {}  # the last to name it
 
     def __len__(self) -> int:
         return len(self._by_peer)
@@ -138,11 +137,6 @@ class Sessions:
         session.last_seen = now
         return session
 
-    def attached(self, attachment: Attachment) -> Session | None:
-        """The session that was last opened for an attached process, if it is still open."""
-        session = self._by_attachment.get(attachment)
-        return None if session is None else self.find(session.peer, session.user)
-
     def open(self, session: Session) -> None:
         before = self._by_peer.get(session.peer)
         if before is not None and before.under_way:  # their replies belong to that session
@@ -159,8 +153,6 @@ class Sessions:
                 )
             self.drop(unused.peer)
         self._by_peer[session.peer] = session
-        if session.attachment is not None:
-            self._by_attachment[session.attachment] = session
 
     def _longest_unused(self) -> Session | None:
         """Not just the first: one that never rests stays where it is, and so does one that waits
@@ -173,9 +165,6 @@ class Sessions:
         session = self._by_peer.pop(peer, None)
         if session is not None:
             session.is_open = False
-            attachment = session.attachment
-            if attachment is not None and self._by_attachment.get(attachment) is session:
-                del self._by_attachment[attachment]
             self._on_drop(session)
 
     def drop_idle(self) -> None:

@@ -123,7 +123,7 @@ class TieredStore:
         whole."""
         self._lookups.match(keys, suffixes, done)
 
-    def borrow(
+    def match_and_hold(
         self,
         keys: Sequence[StoreKey],
         suffixes: Sequence[bytes],
@@ -133,7 +133,7 @@ class TieredStore:
     ) -> None:
         """As `match`. Blocks of so many bytes at the head that lie in memory are held for the
         receiver, `most` of them at most; all others are only counted."""
-        self._lookups.borrow(keys, suffixes, nbytes, most, done)
+        self._lookups.match_and_hold(keys, suffixes, nbytes, most, done)
 
     def contains(self, keys: Sequence[StoreKey], done: Callable[[list[Tier | None]], None]) -> None:
         self._lookups.contains(keys, done)

@@ -19,7 +19,6 @@ MAX_SUFFIXES = 1024  # of one match
 MAX_LOOKUPS = 1 << 20  # keys times suffixes of one match
 MAX_TTL_MS = 7 * 24 * 3600 * 1000
 MAX_CAPABILITIES = 64
-MAX_LINK_BYTES = 128 << 10  # of a packet; a socket of this kind takes 200 KiB unless told otherwise
 MAX_UINT64 = (1 << 64) - 1
 
 # Bounds on the structure of a header. Long lists travel packed in one bin, so an honest header has

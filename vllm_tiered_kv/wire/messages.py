@@ -46,7 +46,6 @@ from vllm_tiered_kv.wire.replies import (
 )
 from vllm_tiered_kv.wire.requests import (
     BORROW_CAPABILITY,
-    LINK_CAPABILITY,
     Borrow,
     Contains,
     Delete,
@@ -68,7 +67,6 @@ from vllm_tiered_kv.wire.requests import (
 
 __all__ = [
     "BORROW_CAPABILITY",
-    "LINK_CAPABILITY",
     "PROTOCOL_VERSION",
     "REPLIES",
     "REQUESTS",

@@ -35,8 +35,6 @@ from vllm_tiered_kv.wire.limits import (
 
 BORROW_CAPABILITY = "borrow"
 """Announced by a daemon that supports the op of this name."""
-LINK_CAPABILITY = "link"
-"""Announced by a daemon that answers `borrow` and `release` also on the arena socket."""
 
 
 class Message:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from vllm_tiered_kv.remote import outgoing
-from vllm_tiered_kv.remote.outgoing import Outgoing
+from vllm_tiered_kv.remote import zero_copy_send
+from vllm_tiered_kv.remote.zero_copy_send import ZeroCopySend
 
 WAIT_S = 30.0
 
@@ -30,7 +30,7 @@ def payload(*lengths: int) -> list[memoryview]:
 def is_constant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Also where pyzmq does not show the functions of its libzmq."""
     if not request.param:
-        monkeypatch.setattr(outgoing, "_send_const", lambda: None)
+        monkeypatch.setattr(zero_copy_send, "_send_const", lambda: None)
     return bool(request.param)
 
 
@@ -44,7 +44,7 @@ def test_a_message_arrives_whole(
     parts = payload(*lengths)
     for _ in range(3):
         sender.send(b"header", zmq.SNDMORE)
-        message = Outgoing(parts)
+        message = ZeroCopySend(parts)
         message.send(sender)
         assert receiver.poll(int(WAIT_S * 1000))
         assert receiver.recv_multipart() == [b"header", *parts]
@@ -60,7 +60,7 @@ def test_what_was_not_sent_is_not_done(
         sender = context.socket(zmq.DEALER)
         sender.connect(f"tcp://127.0.0.1:{silent.getsockname()[1]}")
         sender.send(b"header", zmq.SNDMORE)
-        message = Outgoing(payload(*lengths))
+        message = ZeroCopySend(payload(*lengths))
         message.send(sender)
         with pytest.raises(zmq.NotDone):
             message.wait(time.monotonic() + 0.05)
@@ -69,7 +69,7 @@ def test_what_was_not_sent_is_not_done(
 
 def test_here_the_function_is_found() -> None:
     """Or nothing would be gained; pyzmq's own wheels show it."""
-    assert outgoing._send_const() is not None
+    assert zero_copy_send._send_const() is not None
 
 
 def test_a_socket_that_takes_nothing_is_told_of(
@@ -77,4 +77,4 @@ def test_a_socket_that_takes_nothing_is_told_of(
 ) -> None:
     alone = context.socket(zmq.DEALER)  # connected to nobody
     with pytest.raises(zmq.ZMQError):
-        Outgoing(payload(1 << 20, 1 << 20)).send(alone)
+        ZeroCopySend(payload(1 << 20, 1 << 20)).send(alone)

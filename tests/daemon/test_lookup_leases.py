@@ -1,4 +1,4 @@
-"""Blocks lent together with a lookup: which ones, for how long, and never too many."""
+"""Blocks leased together with a lookup: which ones, for how long, and never too many."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def numbers(packed: bytes) -> list[int]:
     return list(struct.unpack(f"<{len(packed) // 8}Q", packed))
 
 
-def test_what_lies_in_memory_is_lent_and_found_at_its_place(
+def test_what_lies_in_memory_is_leased_and_found_at_its_place(
     start: StartDaemon, connect: Connect
 ) -> None:
     daemon = start()
@@ -58,7 +58,7 @@ def test_nothing_found_is_no_lease(start: StartDaemon, connect: Connect) -> None
     attached.close()
 
 
-def test_a_position_is_lent_with_all_its_suffixes_or_not_at_all(
+def test_a_position_is_leased_with_all_its_suffixes_or_not_at_all(
     start: StartDaemon, connect: Connect
 ) -> None:
     daemon = start()
@@ -81,7 +81,7 @@ def test_a_position_is_lent_with_all_its_suffixes_or_not_at_all(
     attached.connection.close()
 
 
-def test_a_block_of_another_length_is_found_but_not_lent(
+def test_a_block_of_another_length_is_found_but_not_leased(
     start: StartDaemon, connect: Connect
 ) -> None:
     daemon = start()
@@ -108,14 +108,14 @@ def test_what_lies_on_ssd_is_found_and_stays_there(
     chain = list(wanted)
     assert again.get(chain[:3]) == {at: wanted[at] for at in chain[:3]}  # into memory with them
     attached = attach(daemon.ipc_path)
-    neighbour = connect(daemon.ipc, arena=attached.token, block_bytes=[SSD_BLOCK])
-    reply = neighbour.borrow(chain, length=SSD_BLOCK)
+    other = connect(daemon.ipc, arena=attached.token, block_bytes=[SSD_BLOCK])
+    reply = other.borrow(chain, length=SSD_BLOCK)
     assert (reply.count, reply.tiers, reply.lent) == (40, [3, 37, 0], 3)
-    assert neighbour.match(chain).tiers == [3, 37, 0], "a lookup brought blocks into memory"
+    assert other.match(chain).tiers == [3, 37, 0], "a lookup brought blocks into memory"
     attached.close()
 
 
-def test_loans_take_at_most_a_quarter_and_leave_room_for_those_who_copy(
+def test_lookup_leases_take_at_most_a_quarter_and_leave_room_for_those_who_copy(
     start: StartDaemon, connect: Connect
 ) -> None:
     daemon = start("--memory", "1MiB")
@@ -128,16 +128,16 @@ def test_loans_take_at_most_a_quarter_and_leave_room_for_those_who_copy(
     assert (first.count, first.lent) == (120, 64)
     second = client.borrow(chain)
     assert (second.count, second.lent, second.lease) == (120, 0, 0)
-    lent = client.lend(chain[:30])
-    assert all(lent.leases)
+    leased = client.lend(chain[:30])
+    assert all(leased.leases)
     reserved = client.reserve({key(n): 4096 for n in range(1000, 1030)})
     assert all(reserved.leases)
     assert client.release([first.lease]) == 1
-    assert client.borrow(chain).lent == 64, "room that came back is not lent again"
+    assert client.borrow(chain).lent == 64, "room that came back is not leased again"
     attached.close()
 
 
-def test_a_loan_outlives_pressure_and_deletion(start: StartDaemon, connect: Connect) -> None:
+def test_a_lookup_lease_outlives_pressure_and_deletes(start: StartDaemon, connect: Connect) -> None:
     daemon = start("--memory", "1MiB")
     attached = attach(daemon.ipc_path)
     arena = SharedArena.attach(attached.fd, attached.answer["capacity"])
@@ -182,7 +182,7 @@ _BORROWER = """
 """
 
 
-def test_a_loan_ends_with_its_process(start: StartDaemon, connect: Connect) -> None:
+def test_a_lookup_lease_ends_with_its_process(start: StartDaemon, connect: Connect) -> None:
     daemon = start()
     client = connect(daemon.endpoint)
     client.put(blocks(4))

@@ -1,4 +1,4 @@
-"""Lookups that borrow: one question, places for every rank, and everything comes back."""
+"""Lookups that lease: one question, places for every rank, and everything comes back."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from vllm_tiered_kv.core.key import BlockKey, RankTag
 from vllm_tiered_kv.core.store import PutResult, StoreKey, store_key
 from vllm_tiered_kv.device.shared_arena import PAGE
 from vllm_tiered_kv.errors import ConnectionLost
-from vllm_tiered_kv.remote import loans
-from vllm_tiered_kv.remote.link import LENT_AT_MOST
-from vllm_tiered_kv.remote.loans import LentMatch, LoanDesk, _check
-from vllm_tiered_kv.remote.shared_memory import SharedMemory
+from vllm_tiered_kv.remote import local_daemon, shared_memory
+from vllm_tiered_kv.remote.local_daemon import LeasedMatch, LocalDaemon
+from vllm_tiered_kv.remote.shared_memory import SharedMemory, _check_lookup
 from vllm_tiered_kv.remote.store import RemoteStore
 from vllm_tiered_kv.wire.fields import pack_uints
 from vllm_tiered_kv.wire.messages import Borrow, BorrowReply
@@ -42,8 +41,8 @@ def store(daemon: DaemonProcess) -> Iterator[RemoteStore]:
 
 
 @pytest.fixture
-def desk(store: RemoteStore) -> Iterator[LoanDesk]:
-    made = LoanDesk(store)
+def local(store: RemoteStore) -> Iterator[LocalDaemon]:
+    made = LocalDaemon(store)
     yield made
     made.close()
 
@@ -61,192 +60,166 @@ def fill(store: RemoteStore) -> None:
         assert set(store.put(items(of_rank(rank)))) == {PutResult.STORED}
 
 
-def ask(desk: LoanDesk, chain: Sequence[BlockKey] = CHAIN, seconds: float = 20.0) -> LentMatch:
-    match = desk.match(chain, RANKS, NBYTES, within(seconds))
+def ask(
+    local: LocalDaemon, chain: Sequence[BlockKey] = CHAIN, seconds: float = 20.0
+) -> LeasedMatch:
+    match = local.lookup(chain, RANKS, NBYTES, within(20.0))
     assert match is not None
     return match
 
 
-def test_another_process_of_the_engine_reads_what_one_has_borrowed(
-    daemon: DaemonProcess, desk: LoanDesk
+def test_another_process_of_the_engine_reads_what_one_has_leased(
+    daemon: DaemonProcess, local: LocalDaemon
 ) -> None:
     worker = open_store(daemon)
     memory = worker.attach()
     assert memory is not None
-    match = ask(desk, [*CHAIN, *block_keys("others", 2)])
-    assert match.count == match.loan.blocks == 6  # type: ignore[union-attr]
-    loan = match.loan
-    assert loan is not None
-    assert loan.arena_id == memory.arena_id
+    match = ask(local, [*CHAIN, *block_keys("others", 2)])
+    assert match.count == match.lease.blocks == 6  # type: ignore[union-attr]
+    lease = match.lease
+    assert lease is not None
+    assert lease.arena_id == memory.arena_id
     assert leases_of(daemon) == 12
     for row, rank in enumerate(RANKS):
-        read = [bytes(memory.arena.view(offset, NBYTES)) for offset in loan.offsets[row].tolist()]
+        read = [bytes(memory.arena.view(offset, NBYTES)) for offset in lease.offsets[row].tolist()]
         assert read == [content(key) for key in of_rank(rank)]
-        assert memory.arena.have_generations(loan.offsets[row], loan.generations[row])
-    loan.release()
-    loan.release()
+        assert memory.arena.have_generations(lease.offsets[row], lease.generations[row])
+    lease.release()
+    lease.release()
     eventually(lambda: leases_of(daemon) == 0)
-    assert desk.open_loans == 0
+    assert local.lookup_leases == 0
     worker.close()
 
 
-def test_it_is_one_request(daemon: DaemonProcess, store: RemoteStore, desk: LoanDesk) -> None:
-    ask(desk).loan.release()  # type: ignore[union-attr]
+def test_it_is_one_request(daemon: DaemonProcess, store: RemoteStore, local: LocalDaemon) -> None:
+    ask(local).lease.release()  # type: ignore[union-attr]
     before = requests_of(daemon)
-    ask(desk)
+    ask(local)
     after = requests_of(daemon)
     assert after["borrow"] - before["borrow"] == 1
     assert (after.get("match"), after.get("lend")) == (before.get("match"), before.get("lend"))
 
 
-def test_short_questions_leave_zmq_and_long_ones_do_not(desk: LoanDesk) -> None:
-    ask(desk)
-    assert desk._memory is not None
-    assert desk._memory.link.answered == 1
-    long = [*CHAIN, *block_keys("long", LENT_AT_MOST // len(RANKS))]
-    assert ask(desk, long).count == 6
-    assert desk._memory.link.answered == 1
-
-
-def test_what_comes_too_late_over_the_link_goes_back(daemon: DaemonProcess, desk: LoanDesk) -> None:
-    ask(desk).loan.release()  # type: ignore[union-attr]
-    memory = desk._memory
-    assert memory is not None
-    eventually(lambda: memory.is_settled and leases_of(daemon) == 0)
-    # Else the thread that gave it back may hold the connection, and nothing is asked.
-    eventually(lambda: not memory._lock.locked())
-    daemon.freeze()
-    assert desk.match(CHAIN, RANKS, NBYTES, within(1.0)) is None
-    assert memory.link.awaits_late_replies
-    daemon.thaw()
-    eventually(lambda: memory.is_settled and leases_of(daemon) == 0)
-    assert ask(desk).loan is not None
-
-
-def test_a_link_that_names_places_outside_is_not_asked_again(
-    desk: LoanDesk, monkeypatch: pytest.MonkeyPatch
+def test_a_reply_that_names_places_outside_is_not_used_and_its_lease_is_released(
+    daemon: DaemonProcess, local: LocalDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(reply: BorrowReply, request: Borrow, capacity: int) -> None:
         raise ConnectionLost("the daemon named a place outside its memory")
 
-    ask(desk).loan.release()  # type: ignore[union-attr]
-    memory = desk._memory
-    assert memory is not None
-    monkeypatch.setattr(loans, "_check", refuse)
-    assert ask(desk).loan is None
-    monkeypatch.undo()
-    assert memory._connection.is_open, "zmq has to pay for it"
-    answered = memory.link.answered
-    assert ask(desk).loan is not None
-    assert memory.link.answered == answered
-    eventually(lambda: memory.is_settled)
+    ask(local).lease.release()  # type: ignore[union-attr]
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_memory, "_check_lookup", refuse)
+        match = ask(local)
+        assert (match.count, match.lease) == (6, None), "it is an ordinary match"
+    eventually(lambda: leases_of(daemon) == 0)
+    assert ask(local).lease is not None
 
 
-def test_more_than_may_be_lent_is_still_found(
+def test_more_than_may_be_leased_is_still_found(
     daemon: DaemonProcess, store: RemoteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loans, "_CLOSING_S", PATIENCE_S)
+    monkeypatch.setattr(local_daemon, "_CLOSING_S", PATIENCE_S)
     chain = block_keys("long", 60)
     for rank in RANKS:
         assert set(store.put(items(of_rank(rank, chain)))) == {PutResult.STORED}
-    desk = LoanDesk(store)
-    match = ask(desk, chain)
+    local = LocalDaemon(store)
+    match = ask(local, chain)
     assert match.count == 60
-    assert match.loan is not None
-    assert match.loan.blocks == (4 << 20) // NBYTES // 2  # a quarter of the memory, two ranks
-    second = ask(desk, chain)
-    assert (second.count, second.loan) == (60, None)
-    match.loan.release()
-    eventually(lambda: ask_and_release(desk, chain) > 0)
-    desk.close()
+    assert match.lease is not None
+    assert match.lease.blocks == (4 << 20) // NBYTES // 2  # a quarter of the memory, two ranks
+    second = ask(local, chain)
+    assert (second.count, second.lease) == (60, None)
+    match.lease.release()
+    eventually(lambda: ask_and_release(local, chain) > 0)
+    local.close()
     assert leases_of(daemon) == 0
 
 
-def ask_and_release(desk: LoanDesk, chain: Sequence[BlockKey]) -> int:
-    loan = ask(desk, chain).loan
-    if loan is None:
+def ask_and_release(local: LocalDaemon, chain: Sequence[BlockKey]) -> int:
+    lease = ask(local, chain).lease
+    if lease is None:
         return 0
-    loan.release()
-    return loan.blocks
+    lease.release()
+    return lease.blocks
 
 
-def test_a_loan_that_came_too_late_goes_back_by_itself(daemon: DaemonProcess) -> None:
+def test_a_lease_that_came_too_late_goes_back_by_itself(daemon: DaemonProcess) -> None:
     patient = open_store(daemon)
     fill(patient)
     patient.close()
     store = open_store(daemon, timeout_s=2.0)
-    desk = LoanDesk(store)
-    ask(desk).loan.release()  # type: ignore[union-attr]
+    local = LocalDaemon(store)
+    ask(local).lease.release()  # type: ignore[union-attr]
     eventually(lambda: leases_of(daemon) == 0)
-    memory = desk._memory
+    memory = local.current
     assert memory is not None
     # Else the thread that gave it back may hold the connection, and nothing is asked.
     eventually(lambda: memory.is_settled and not memory._lock.locked())
     daemon.freeze()
-    assert desk.match(CHAIN, RANKS, NBYTES, within(1.0)) is None
+    assert local.lookup(CHAIN, RANKS, NBYTES, within(1.0)) is None
     daemon.thaw()
     eventually(lambda: requests_of(daemon)["borrow"] == 2)
     eventually(lambda: leases_of(daemon) == 0)
-    assert desk.open_loans == 0
-    desk.close()
+    assert local.lookup_leases == 0
+    local.close()
     store.close()
 
 
 def test_what_a_stopped_daemon_does_not_take_back_it_gets_later(daemon: DaemonProcess) -> None:
     store = open_store(daemon)
     fill(store)
-    desk = LoanDesk(store)
-    loans = [ask(desk, CHAIN[: n + 1]).loan for n in range(3)]
-    assert desk._memory is not None
-    desk._memory._timeout = 0.3
+    local = LocalDaemon(store)
+    leases = [ask(local, CHAIN[: n + 1]).lease for n in range(3)]
+    assert local.current is not None
+    local.current._timeout = 0.3
     daemon.freeze()
-    for loan in loans:
-        assert loan is not None
-        loan.release()
+    for lease in leases:
+        assert lease is not None
+        lease.release()
     time.sleep(1.0)  # so that giving back fails before it succeeds
     daemon.thaw()
     eventually(lambda: leases_of(daemon) == 0)
-    desk.close()
+    local.close()
     store.close()
 
 
 def test_closing_gives_everything_back(
     daemon: DaemonProcess, store: RemoteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loans, "_CLOSING_S", PATIENCE_S)
-    desk = LoanDesk(store)
+    monkeypatch.setattr(local_daemon, "_CLOSING_S", PATIENCE_S)
+    local = LocalDaemon(store)
     for n in range(1, 4):
-        ask(desk, CHAIN[:n])
+        ask(local, CHAIN[:n])
     assert leases_of(daemon) == 12
-    desk.close()
+    local.close()
     assert leases_of(daemon) == 0
 
 
-def test_a_daemon_that_was_restarted_lends_other_memory(
-    daemon: DaemonProcess, store: RemoteStore, desk: LoanDesk
+def test_a_daemon_that_was_restarted_leases_other_memory(
+    daemon: DaemonProcess, store: RemoteStore, local: LocalDaemon
 ) -> None:
-    before = ask(desk).loan
+    before = ask(local).lease
     assert before is not None
     daemon.kill()
-    gone = desk.match(CHAIN, RANKS, NBYTES, within(1.0))
+    gone = local.lookup(CHAIN, RANKS, NBYTES, within(1.0))
     assert gone is None or not gone.count
     daemon.restart()
     eventually(lambda: set(store.put(items(of_rank(RANKS[0])))) == {PutResult.STORED})
     fill_again = items(of_rank(RANKS[1]))
     eventually(lambda: PutResult.FAILED not in store.put(fill_again))
-    found: list[LentMatch] = []
+    found: list[LeasedMatch] = []
 
-    def lends_again() -> bool:
-        match = desk.match(CHAIN, RANKS, NBYTES, within(5.0))
-        if match is not None and match.loan is not None:
+    def leases_again() -> bool:
+        match = local.lookup(CHAIN, RANKS, NBYTES, within(5.0))
+        if match is not None and match.lease is not None:
             found.append(match)
         return bool(found)
 
-    eventually(lends_again)
+    eventually(leases_again)
     (match,) = found
     assert match.count == 6
-    assert match.loan is not None
-    assert match.loan.arena_id != before.arena_id
+    assert match.lease is not None
+    assert match.lease.arena_id != before.arena_id
     before.release()  # of a daemon that is no more: must not end another's lease
     time.sleep(0.2)
     assert leases_of(daemon) == 12
@@ -268,26 +241,26 @@ def test_a_daemon_that_does_not_know_it_is_asked_as_before(folder: Path) -> None
     with daemon:
         store = open_store(daemon)
         fill(store)
-        desk = LoanDesk(store)
+        local = LocalDaemon(store)
         for _ in range(3):
-            match = ask(desk)
-            assert (match.count, match.loan) == (6, None)
+            match = ask(local)
+            assert (match.count, match.lease) == (6, None)
         seen = requests_of(daemon)
         assert seen["match"] == 3
         assert "borrow" not in seen
-        desk.close()
+        local.close()
         store.close()
 
 
-def test_many_threads_borrow_and_give_back(daemon: DaemonProcess, desk: LoanDesk) -> None:
+def test_many_threads_lease_and_release(daemon: DaemonProcess, local: LocalDaemon) -> None:
     counts: list[int] = []
 
     def work(seed: int) -> None:
         for n in range(20):
-            match = ask(desk, CHAIN[: 1 + (seed + n) % 6])
+            match = ask(local, CHAIN[: 1 + (seed + n) % 6])
             counts.append(match.count - 1 - (seed + n) % 6)
-            if match.loan is not None:
-                match.loan.release()
+            if match.lease is not None:
+                match.lease.release()
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
     for thread in threads:
@@ -301,16 +274,16 @@ def test_many_threads_borrow_and_give_back(daemon: DaemonProcess, desk: LoanDesk
 _ENGINE = """
     import sys, time
     from tests.remote.engine import IDENTITY, NBYTES
-    from tests.remote.test_loans import CHAIN, RANKS
-    from vllm_tiered_kv.remote.loans import LoanDesk
+    from tests.remote.test_lookup_leases import CHAIN, RANKS
+    from vllm_tiered_kv.remote.local_daemon import LocalDaemon
     from vllm_tiered_kv.remote.store import RemoteStore
-    desk = LoanDesk(RemoteStore(sys.argv[1], IDENTITY, timeout_s=20.0))
-    print(desk.match(CHAIN, RANKS, NBYTES, time.monotonic() + 20).loan.blocks, flush=True)
+    local = LocalDaemon(RemoteStore(sys.argv[1], IDENTITY, timeout_s=20.0))
+    print(local.lookup(CHAIN, RANKS, NBYTES, time.monotonic() + 20).lease.blocks, flush=True)
     time.sleep(600)
 """
 
 
-def test_a_killed_scheduler_leaves_nothing_lent(daemon: DaemonProcess, store: RemoteStore) -> None:
+def test_a_killed_scheduler_leaves_no_lease(daemon: DaemonProcess, store: RemoteStore) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(_ENGINE), daemon.ipc],
         stdout=subprocess.PIPE,
@@ -345,13 +318,13 @@ def test_places_are_not_believed_unchecked(count: int, lent: int, offsets: list[
         count, [count, 0, 0], lent, int(bool(lent)), pack_uints(offsets), pack_uints(offsets)
     )
     with pytest.raises(ConnectionLost):
-        _check(reply, request, 16 * PAGE)
+        _check_lookup(reply, request, 16 * PAGE)
 
 
 def test_places_that_fit_are_believed() -> None:
     request = Borrow(17, [bytes(17)] * 2, [b"\0", b"\1"], PAGE)
     places = pack_uints([0, 15 * PAGE])
-    _check(BorrowReply(2, [2, 0, 0], 1, 5, places, places), request, 16 * PAGE)
+    _check_lookup(BorrowReply(2, [2, 0, 0], 1, 5, places, places), request, 16 * PAGE)
 
 
 def mapped_arenas() -> int:
@@ -360,26 +333,26 @@ def mapped_arenas() -> int:
 
 @pytest.mark.parametrize("asks", [True, False], ids=["asked-again", "idle"])
 def test_the_memory_of_a_daemon_that_has_gone_is_given_up(
-    daemon: DaemonProcess, desk: LoanDesk, asks: bool
+    daemon: DaemonProcess, local: LocalDaemon, asks: bool
 ) -> None:
     """Kept mapped, it would hold all of it, whatever became of the daemon."""
     before = mapped_arenas()
-    loan = ask(desk).loan
-    assert loan is not None
-    loan.release()  # the thread that gives back looks after the rest
+    lease = ask(local).lease
+    assert lease is not None
+    lease.release()  # the thread that gives back looks after the rest
     assert mapped_arenas() == before + 1
     daemon.kill()
 
     def is_given_up() -> bool:
         if asks:
-            desk.match(CHAIN, RANKS, NBYTES, within(0.3))
+            local.lookup(CHAIN, RANKS, NBYTES, within(0.3))
         return mapped_arenas() == before
 
     eventually(is_given_up)
 
 
-def test_memory_that_two_threads_have_found_is_given_up_by_one(
-    daemon: DaemonProcess, store: RemoteStore, desk: LoanDesk, monkeypatch: pytest.MonkeyPatch
+def test_memory_that_another_thread_has_found_is_given_up_when_its_daemon_is_gone(
+    daemon: DaemonProcess, store: RemoteStore, local: LocalDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first one's daemon may be gone when the second comes with that of the next."""
     attach = store.attach
@@ -390,24 +363,25 @@ def test_memory_that_two_threads_have_found_is_given_up_by_one(
     eventually(lambda: not first.alive)
 
     def attach_as_the_second() -> SharedMemory | None:
-        desk._memory = first
+        local._mapped = [first]
         return attach()
 
-    monkeypatch.setattr(store, "attach", attach_as_the_second)
-    eventually(lambda: desk._attached())
-    assert first.closed
-    assert desk._memory is not first
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "attach", attach_as_the_second)
+        eventually(local.attach)
+    eventually(lambda: first.closed)
+    assert local.current not in (None, first)
 
 
 def test_a_question_whose_time_is_over_is_not_asked(
-    daemon: DaemonProcess, store: RemoteStore, desk: LoanDesk
+    daemon: DaemonProcess, store: RemoteStore, local: LocalDaemon
 ) -> None:
     """Of many requests that come at once the last wait for a thread longer than an answer may take:
     no fault of the daemon."""
-    ask(desk).loan.release()  # type: ignore[union-attr]
+    ask(local).lease.release()  # type: ignore[union-attr]
     before = requests_of(daemon)["borrow"]
     for _ in range(10):
-        assert desk.match(CHAIN, RANKS, NBYTES, within(-1.0)) is None
+        assert local.lookup(CHAIN, RANKS, NBYTES, within(-1.0)) is None
     assert store.breaker.counts.failures == 0
     assert requests_of(daemon)["borrow"] == before
-    assert ask(desk).loan is not None
+    assert ask(local).lease is not None

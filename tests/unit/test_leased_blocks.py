@@ -1,4 +1,4 @@
-"""Workers read what their scheduler was lent: from the memory they have mapped, asking nobody."""
+"""Workers read what their scheduler has leased: from the memory they have mapped, asking nobody."""
 
 from __future__ import annotations
 
@@ -24,38 +24,40 @@ from vllm_tiered_kv.connector.shared_region import SharedRegions
 from vllm_tiered_kv.core.key import RankTag
 from vllm_tiered_kv.core.layout import BlockRuns, Run
 from vllm_tiered_kv.core.store import PutResult
-from vllm_tiered_kv.core.transfer import LentBlocks, LoadJob, RemoteTransfer, int64_array
+from vllm_tiered_kv.core.transfer import LeasedBlocks, LoadJob, RemoteTransfer, int64_array
 from vllm_tiered_kv.device.arena import Arena
 from vllm_tiered_kv.device.copier import PinnedBlocks
 from vllm_tiered_kv.device.cpu_copier import CpuChannel
 from vllm_tiered_kv.errors import UnsafeAnswerError
 from vllm_tiered_kv.native import cpu as native
+from vllm_tiered_kv.remote import local_daemon
 from vllm_tiered_kv.remote.address import EngineIdentity
-from vllm_tiered_kv.remote.loans import Loan, LoanDesk
+from vllm_tiered_kv.remote.local_daemon import LocalDaemon
+from vllm_tiered_kv.remote.shared_memory import LookupLease
 from vllm_tiered_kv.remote.store import RemoteStore
 
 NBYTES = 4096
 RANKS = (RankTag(tp=0), RankTag(tp=1))
 IDENTITY = EngineIdentity(bytes(32), (NBYTES,), "layout", "test")
-KEYS = block_keys("lent", 8)
+KEYS = block_keys("leased", 8)
 
 
 @dataclass
 class Worker:
-    """The rank 1 of an engine over one daemon, and the desk of its scheduler."""
+    """The rank 1 of an engine over one daemon, and the leases of its scheduler."""
 
     daemon: DaemonProcess
     store: RemoteStore
-    desk: LoanDesk
+    scheduler: LocalDaemon
     regions: SharedRegions
     loader: RemoteLoader
     device: np.ndarray
 
-    def borrow(self) -> Loan:
-        match = self.desk.match(KEYS, RANKS, NBYTES, time.monotonic() + 20)
+    def lease(self) -> LookupLease:
+        match = self.scheduler.lookup(KEYS, RANKS, NBYTES, time.monotonic() + 20)
         assert match is not None
-        assert match.loan is not None
-        return match.loan
+        assert match.lease is not None
+        return match.lease
 
     def load(self, transfer: RemoteTransfer) -> str | None:
         """Why it failed, if it did."""
@@ -77,11 +79,13 @@ def shard(rank: RankTag) -> Shard:
     return Shard(IDENTITY.namespace, rank, {0: NBYTES})
 
 
-def lent(loan: Loan, ranks: Sequence[RankTag] = RANKS, **changes: object) -> RemoteTransfer:
-    blocks = {"arena_id": loan.arena_id, "generations": loan.generations, **changes}
-    places = LentBlocks(ranks=tuple(ranks), offsets=loan.offsets, **blocks)  # type: ignore[arg-type]
+def leased(
+    lease: LookupLease, ranks: Sequence[RankTag] = RANKS, **changes: object
+) -> RemoteTransfer:
+    blocks = {"arena_id": lease.arena_id, "generations": lease.generations, **changes}
+    places = LeasedBlocks(ranks=tuple(ranks), offsets=lease.offsets, **blocks)  # type: ignore[arg-type]
     ids = int64_array(list(range(len(KEYS))))
-    address = loan._desk._store.address
+    address = lease._memory._address
     return RemoteTransfer(0, str(address), ids, tuple(KEYS), places)
 
 
@@ -93,7 +97,7 @@ def worker() -> Iterator[Worker]:
             yield made
             made.loader.close()
             made.regions.close()
-            made.desk.close()
+            made.scheduler.close()
             made.store.close()
 
 
@@ -120,11 +124,11 @@ def make(daemon: DaemonProcess) -> Worker:
         2,
         timeout_s=1.0,
     )
-    return Worker(daemon, store, LoanDesk(store), regions, loader, device)
+    return Worker(daemon, store, LocalDaemon(store), regions, loader, device)
 
 
 def test_each_rank_reads_its_own_blocks_and_asks_nobody(worker: Worker) -> None:
-    transfer = lent(worker.borrow())
+    transfer = leased(worker.lease())
     before = requests_of(worker.daemon)
     assert worker.load(transfer) is None
     assert worker.is_right()
@@ -133,8 +137,8 @@ def test_each_rank_reads_its_own_blocks_and_asks_nobody(worker: Worker) -> None:
 
 
 @pytest.mark.parametrize("how", ["frozen", "killed"])
-def test_what_was_lent_is_loaded_whatever_becomes_of_the_daemon(worker: Worker, how: str) -> None:
-    transfer = lent(worker.borrow())
+def test_what_was_leased_is_loaded_whatever_becomes_of_the_daemon(worker: Worker, how: str) -> None:
+    transfer = leased(worker.lease())
     if how == "frozen":
         worker.daemon.freeze()
         error = worker.load(transfer)
@@ -153,13 +157,13 @@ def test_what_was_lent_is_loaded_whatever_becomes_of_the_daemon(worker: Worker, 
     assert worker.is_right()
 
 
-def test_what_was_lent_is_loaded_from_the_part_that_is_pinned(
+def test_what_was_leased_is_loaded_from_the_part_that_is_pinned(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pinning all of a large daemon's memory takes long after an engine was started anew."""
-    loan = worker.borrow()
-    transfer = lent(loan)
-    end = int(loan.offsets[1].max()) + NBYTES
+    lease = worker.lease()
+    transfer = leased(lease)
+    end = int(lease.offsets[1].max()) + NBYTES
     monkeypatch.setattr(shared_region.SharedRegion, "pinned_bytes", end - 1)
     assert worker.regions.resident(transfer, RANKS[1], NBYTES) is None
     monkeypatch.setattr(shared_region.SharedRegion, "pinned_bytes", end)
@@ -179,19 +183,19 @@ def test_places_that_are_not_ours_are_not_read(
     worker: Worker, ranks: Sequence[RankTag], changes: dict[str, object]
 ) -> None:
     """The blocks are asked for by their keys instead."""
-    loan = worker.borrow()
-    transfer = lent(loan, ranks, **changes)
+    lease = worker.lease()
+    transfer = leased(lease, ranks, **changes)
     assert worker.regions.resident(transfer, RANKS[1], NBYTES) is None
-    loan.offsets[:] = 0
+    lease.offsets[:] = 0
     assert worker.load(transfer) is None
     assert worker.is_right()
     assert requests_of(worker.daemon)["lend"] > 0
 
 
 def test_blocks_that_changed_are_not_used(worker: Worker) -> None:
-    """They cannot while the loan lasts: the process that borrowed them has given them back."""
-    loan = worker.borrow()
-    transfer = lent(loan, generations=loan.generations + np.uint64(2))
+    """They cannot while the lease lasts: the process that leased them has released them."""
+    lease = worker.lease()
+    transfer = leased(lease, generations=lease.generations + np.uint64(2))
     assert worker.load(transfer) == "blocks changed while they were copied"
 
 
@@ -210,8 +214,8 @@ class StepCopier:
 @pytest.mark.parametrize("later", [0, 2])
 def test_a_step_never_answers_from_blocks_that_changed(worker: Worker, later: int) -> None:
     """Its answer may be out when that is seen."""
-    loan = worker.borrow()
-    transfer = lent(loan, generations=loan.generations + np.uint64(later))
+    lease = worker.lease()
+    transfer = leased(lease, generations=lease.generations + np.uint64(later))
     remote = SimpleNamespace(resident=lambda one: worker.regions.resident(one, RANKS[1], NBYTES))
     ahead, copier = AheadLoads(steps_can_be_discarded=True), StepCopier()
     job = LoadJob("r", (), (transfer,), 7)
@@ -222,14 +226,15 @@ def test_a_step_never_answers_from_blocks_that_changed(worker: Worker, later: in
     else:
         ahead.poll(copier)  # type: ignore[arg-type]
         assert ahead.take_ended() == {7: [True]}
-    assert not ahead._borrowed
+    assert not ahead._residents
 
 
 def test_memory_stays_mapped_until_the_last_copy_has_ended(worker: Worker) -> None:
-    transfer = lent(worker.borrow())
+    transfer = leased(worker.lease())
     resident = worker.regions.resident(transfer, RANKS[1], NBYTES)
     assert resident is not None
-    region = worker.regions._regions[worker.daemon.ipc]
+    region = worker.regions.of(worker.daemon.ipc)
+    assert region is not None
     worker.regions.close()
     assert not region.memory.closed
     assert resident.are_intact
@@ -238,16 +243,16 @@ def test_memory_stays_mapped_until_the_last_copy_has_ended(worker: Worker) -> No
     assert region.memory.closed
 
 
-def test_a_part_of_what_is_lent(worker: Worker) -> None:
-    loan = worker.borrow()
-    part = lent(loan).part(2, 5)
-    assert part.lent is not None
-    assert np.array_equal(part.lent.offsets, loan.offsets[:, 2:5])
-    some = lent(loan).lent.at(int64_array([5, 1]))  # type: ignore[union-attr]
-    assert np.array_equal(some.generations, loan.generations[:, [5, 1]])
+def test_a_part_of_what_is_leased(worker: Worker) -> None:
+    lease = worker.lease()
+    part = leased(lease).part(2, 5)
+    assert part.leased is not None
+    assert np.array_equal(part.leased.offsets, lease.offsets[:, 2:5])
+    some = leased(lease).leased.at(int64_array([5, 1]))  # type: ignore[union-attr]
+    assert np.array_equal(some.generations, lease.generations[:, [5, 1]])
     offsets, _ = some.of_rank(RANKS[1])  # type: ignore[misc]
     assert offsets.flags.c_contiguous
-    assert offsets.tolist() == [loan.offsets[1, 5], loan.offsets[1, 1]]
+    assert offsets.tolist() == [lease.offsets[1, 5], lease.offsets[1, 1]]
 
 
 def test_memory_of_a_daemon_that_has_gone_is_kept_a_while_and_only_one_at_a_time(
@@ -255,10 +260,10 @@ def test_memory_of_a_daemon_that_has_gone_is_kept_a_while_and_only_one_at_a_time
 ) -> None:
     """Steps planned while it was there may still read it; two at a time may be too much."""
     monkeypatch.setattr(shared_region, "_KEPT_S", 600.0)
-    transfer = lent(worker.borrow())
+    transfer = leased(worker.lease())
     worker.daemon.kill()
     worker.daemon.start()
-    old = transfer.lent.arena_id
+    old = transfer.leased.arena_id
     eventually(lambda: old not in worker.regions.ready_arenas)
     assert not worker.regions.ready_arenas
     resident = worker.regions.resident(transfer, RANKS[1], NBYTES)
@@ -276,8 +281,8 @@ def test_memory_of_a_daemon_that_has_gone_outlasts_a_long_step(
 ) -> None:
     """The next one may have been planned when the daemon was there."""
     monkeypatch.setattr(shared_region, "_KEPT_S", 0.0)
-    monkeypatch.setattr(shared_region, "_RETRY_S", 0.02)
-    transfer = lent(worker.borrow())
+    monkeypatch.setattr(local_daemon, "_LOOK_S", 0.02)
+    transfer = leased(worker.lease())
     worker.regions.step_begins()
     worker.daemon.kill()
     worker.daemon.start()

@@ -19,8 +19,9 @@ import zmq
 from vllm_tiered_kv.native.socket_frames import send_frames
 
 
-class Outgoing:
-    """The payload of one message. To be kept until `wait` has returned, or zmq's context ended."""
+class ZeroCopySend:
+    """The payload of one message, made by `Connection` on the thread that sends. To be kept until
+    `wait` has returned, or zmq's context ended."""
 
     __slots__ = ("_payload", "_trackers")
 

@@ -1,4 +1,4 @@
-"""Engines beside their daemon: what a lookup was lent is read in place, and always comes back."""
+"""Engines beside their daemon: what a lookup leases is read in place, and always comes back."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def answered(toy: ToyEngine, prompt: list[int]) -> str:
     lookup = toy.half._requests[request].remote
     assert lookup is not None
     answer = lookup.future.result(timeout=30)
-    assert answer.loans, "nothing was lent"
+    assert answer.leases, "nothing was leased"
     return request
 
 
@@ -84,7 +84,7 @@ def test_the_first_step_after_a_request_already_loads_it(
     toy.close()
 
 
-def test_a_load_waits_for_nobody_when_every_rank_has_mapped_what_was_lent(
+def test_a_load_waits_for_nobody_when_every_rank_has_mapped_what_was_leased(
     tiny_model: Path, daemon: DaemonProcess
 ) -> None:
     (asked,) = prompts(9, 1)
@@ -97,7 +97,7 @@ def test_a_load_waits_for_nobody_when_every_rank_has_mapped_what_was_lent(
     remote.heard_arenas({0: {bytes(16): 1 << 40}})
     assert not remote.is_resident(state)
     remote.heard_arenas({0: dict.fromkeys(ready, 64)})
-    assert not remote.is_resident(state), "what was lent is not pinned yet"
+    assert not remote.is_resident(state), "what was leased is not pinned yet"
     remote.heard_arenas({0: ready})
     assert remote.is_resident(state)
     toy.run()
@@ -166,23 +166,23 @@ def test_a_lookup_that_finds_no_thread_is_a_miss(
     toy.close()
 
 
-def test_what_is_lent_to_a_lookup_that_was_a_miss_goes_back(
+def test_what_is_leased_to_a_lookup_that_was_a_miss_goes_back(
     tiny_model: Path, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pool that finds no new thread has taken the question all the same: another may answer."""
     (asked,) = prompts(5, 1)
     toy = filled(tiny_model, daemon, [asked])
     pool = toy.half.remote._lookups._pool
-    submit, lent = pool.submit, []
+    submit, leased = pool.submit, []
 
     def answers_and_fails(*args: object) -> None:
         submit(*args).result(30)
-        lent.append(leases_of(daemon))
+        leased.append(leases_of(daemon))
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(pool, "submit", answers_and_fails)
     serve(toy, [asked])
-    assert any(lent)
+    assert any(leased)
     eventually(lambda: leases_of(daemon) == 0)
     toy.close()
 
@@ -245,7 +245,7 @@ def _finish_on_the_device(toy: ToyEngine, prompt: list[int]) -> None:
         _finish_on_the_device,
     ],
 )
-def test_what_was_lent_comes_back_however_it_ends(
+def test_what_was_leased_comes_back_however_it_ends(
     tiny_model: Path, daemon: DaemonProcess, end: Callable[[ToyEngine, list[int]], None]
 ) -> None:
     asked = prompts(2, 3)
@@ -272,7 +272,7 @@ def test_an_engine_that_stops_gives_everything_back(
     assert leases_of(daemon) == 0
 
 
-def test_a_preempted_request_borrows_anew(tiny_model: Path, daemon: DaemonProcess) -> None:
+def test_a_preempted_request_leases_anew(tiny_model: Path, daemon: DaemonProcess) -> None:
     asked = prompts(4, 8, 60, 90)
     toy = filled(tiny_model, daemon, asked, gpu_blocks=48)
     ids = {toy.add(prompt, 40): prompt for prompt in asked}
@@ -348,12 +348,12 @@ from vllm_tiered_kv.server import cli
 from vllm_tiered_kv.server.allowances import Allowances
 
 of_memory = Allowances.of_memory
-Allowances.of_memory = lambda memory: dataclasses.replace(of_memory(memory), loans=64 * 96)
+Allowances.of_memory = lambda memory: dataclasses.replace(of_memory(memory), lookup_leases=64 * 96)
 raise SystemExit(cli.main())
 """
 
 
-def test_more_than_a_daemon_lends_is_loaded_all_the_same(tiny_model: Path, folder: Path) -> None:
+def test_more_than_a_daemon_leases_is_loaded_all_the_same(tiny_model: Path, folder: Path) -> None:
     """Requests that wait together have more blocks than lookups may keep in place."""
     daemon = DaemonProcess(folder, "--memory", "16MiB")
     daemon.program = ["-c", _STINGY_DAEMON]
@@ -375,7 +375,7 @@ def test_more_than_a_daemon_lends_is_loaded_all_the_same(tiny_model: Path, folde
         toy.close()
 
 
-def test_many_requests_and_aborts_leave_nothing_lent(
+def test_many_requests_and_aborts_leave_nothing_leased(
     tiny_model: Path, daemon: DaemonProcess
 ) -> None:
     asked = prompts(8, 12, 40, 90)

@@ -1,4 +1,4 @@
-"""Blocks of ordinary memory, copied to and from where they lie in a daemon's memory."""
+"""Copies blocks between ordinary memory and a daemon's memory that is mapped here."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from itertools import takewhile
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_tiered_kv.core.store import PutResult, StoreKey
+from vllm_tiered_kv.core.store import PutItem, PutResult, StoreKey
 from vllm_tiered_kv.core.transfer import int64_array
+from vllm_tiered_kv.native.bytes_copy import copy_and_hash, copy_bytes
 from vllm_tiered_kv.native.cpu import BlockLayout, gather, scatter
 from vllm_tiered_kv.remote.shared_memory import Reservation, SharedMemory
 
@@ -17,26 +18,38 @@ ByteRows = NDArray[np.uint8]
 """Blocks of one length, a row each; contiguous."""
 
 
-def read_in_place(
+def read_rows(
     memory: SharedMemory, keys: Sequence[StoreKey], into: ByteRows, deadline: float
 ) -> int:
     """How many leading blocks were copied, each to its row; other rows may hold anything."""
-    lent = memory.lend(keys, deadline)
+    lease = memory.lease(keys, deadline)
     try:
         nbytes = into.shape[1]
-        facts = zip(lent.leases, lent.lengths, strict=True)
+        facts = zip(lease.leases, lease.lengths, strict=True)
         count = sum(1 for _ in takewhile(lambda fact: fact[0] and fact[1] == nbytes, facts))
         if not count:
             return 0
-        offsets = int64_array(lent.offsets[:count])
+        offsets = int64_array(lease.offsets[:count])
         scatter(_layout(into), np.arange(count, dtype=np.int64), memory.arena.region, offsets)
-        generations = np.array(lent.generations[:count], np.uint64)
+        generations = np.array(lease.generations[:count], np.uint64)
         return count if memory.arena.have_generations(offsets, generations) else 0
     finally:
-        lent.release()
+        lease.release()
 
 
-def write_in_place(
+def read_block(memory: SharedMemory, key: StoreKey, into: memoryview, deadline: float) -> bool:
+    """Copies one block; False when it is not to be had."""
+    lease = memory.lease([key], deadline)
+    try:
+        if not lease.is_complete or list(lease.lengths) != [into.nbytes]:
+            return False
+        copy_bytes(into, memory.arena.view(lease.offsets[0], into.nbytes))
+        return memory.are_still_valid(lease)
+    finally:
+        lease.release()
+
+
+def write_blocks(
     memory: SharedMemory,
     blocks: Sequence[tuple[StoreKey, StoreKey | None, int]],
     fill: Callable[[Mapping[int, Reservation]], None],
@@ -55,8 +68,21 @@ def write_in_place(
     return [next(sealed) if isinstance(place, Reservation) else place for place in outcome]
 
 
+def write_items(memory: SharedMemory, items: Sequence[PutItem], deadline: float) -> list[PutResult]:
+    """Stores blocks, heads first."""
+
+    def fill(places: Mapping[int, Reservation]) -> None:
+        # One call for all of them: to get the interpreter back after each block takes longer than
+        # its copy while an engine is busy.
+        views = [memory.arena.view(place.offset, place.nbytes) for place in places.values()]
+        copy_and_hash(views, [items[index].payload for index in places])
+
+    blocks = [(item.key, item.parent, item.payload.nbytes) for item in items]
+    return write_blocks(memory, blocks, fill, deadline)
+
+
 def copy_rows(memory: SharedMemory, rows: ByteRows, places: Mapping[int, Reservation]) -> None:
-    """For `write_in_place`: the blocks are rows. One call for all of them."""
+    """For `write_blocks`: the blocks are rows. One call for all of them."""
     if places:
         offsets = int64_array([place.offset for place in places.values()])
         gather(_layout(rows), int64_array(list(places)), memory.arena.region, offsets)
