@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 _PREFILL_SHARE = 0.8  # of a step's tokens: with more decodes it does not measure a prefill
 _PATIENCE = 0.03  # of its prefill, a request waits for any answer: within the goal of 1.05
 _TELL_S = 60.0  # between two log lines about cached tokens that are computed
-_RECENT = 16  # answers that count, steps whose numbers are remembered, and of small steps, whose
-# numbers cost a message back, one in so many is measured
+_RECENT = 16  # answers that count, and steps whose numbers are remembered; one in so many small
+# steps is measured, as a number costs a message back
 
 
 @dataclass
