@@ -20,6 +20,7 @@ from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.native.cpu import xxh3_64
 from vllm_tiered_kv.server.backing import BackingFolder
 from vllm_tiered_kv.server.lower_tiers import _SSD_WRITERS
+from vllm_tiered_kv.server.store_executor import StoreExecutor
 from vllm_tiered_kv.server.tiered_store import TieredStore
 from vllm_tiered_kv.server.write_behind import WriteBehind
 from vllm_tiered_kv.stores.held import Held
@@ -296,7 +297,7 @@ def test_drain_does_not_wait_for_what_comes_later() -> None:
     """Or it would never end while others go on writing."""
     memory, target = MemoryStore(4 * MIB), GatedStore()
     memory.put([item(1), item(2)])
-    behind = WriteBehind(memory, target, MIB, 1, "test")
+    behind = WriteBehind(memory, target, MIB, StoreExecutor("test", 1, keeps_queue=True))
 
     def offer(n: int) -> None:
         (held,) = memory.hold([key(n)])
@@ -340,7 +341,7 @@ def test_writers_outlive_those_who_fail_to_listen() -> None:
     def unkept(key: StoreKey, result: PutResult) -> None:
         raise RuntimeError("on purpose")
 
-    behind = WriteBehind(memory, target, MIB, 1, "test", unkept)
+    behind = WriteBehind(memory, target, MIB, StoreExecutor("test", 1, keeps_queue=True), unkept)
     for n in range(8):
         (held,) = memory.hold([key(n)])
         assert held is not None

@@ -11,9 +11,8 @@ from vllm_tiered_kv.core.store import LowerStore, StoreKey
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
-from vllm_tiered_kv.server.backing_threads import BackingThreads
 from vllm_tiered_kv.server.locator import LOOKUPS_AT_ONCE, Located, Locator
-from vllm_tiered_kv.server.turns import InPool
+from vllm_tiered_kv.server.store_executor import RunInPool, StoreExecutor
 from vllm_tiered_kv.stores.held import Held
 from vllm_tiered_kv.stores.memory import MemoryStore
 
@@ -27,15 +26,15 @@ class Lookups:
         ssd: LowerStore | None,
         backing: LowerStore | None,
         recorder: Recorder,
-        in_pool: InPool,
-        threads: BackingThreads | None,
+        in_pool: RunInPool,
+        executor: StoreExecutor | None,
     ) -> None:
-        """`threads` are those of the backing store, where there is one."""
+        """`executor` is the backing store's, where there is one."""
         self._memory = memory
         self._backing = backing
         self._recorder = recorder
         self._in_pool = in_pool
-        self._threads = threads
+        self._executor = executor
         self._near = Locator(memory, ssd, None)
         self._everywhere = Locator(memory, ssd, backing)
 
@@ -94,7 +93,7 @@ class Lookups:
             near = self._near.tiers_of(keys)
             missing = [n for n, tier in enumerate(near) if tier is None]
             backing = self._backing
-            if backing is None or self._threads is None or not missing:
+            if backing is None or self._executor is None or not missing:
                 done(near)
                 return
 
@@ -103,7 +102,7 @@ class Lookups:
                 done([Tier.BACKING if n in further else tier for n, tier in enumerate(near)])
 
             wanted = [keys[n] for n in missing]
-            self._threads.ask(lambda: backing.contains(wanted), found, lambda: done(near))
+            self._executor.submit(lambda: backing.contains(wanted), found, lambda: done(near))
 
         self._look(len(keys), work, lambda: done([None] * len(keys)))
 
@@ -125,7 +124,9 @@ class Lookups:
         endings: Sequence[bytes],
         done: Callable[[Located], None],
     ) -> None:
-        if self._threads is None or near.count == len(keys):
+        if self._executor is None or near.count == len(keys):
             done(near)
             return
-        self._threads.ask(lambda: self._everywhere.locate(keys, endings), done, lambda: done(near))
+        self._executor.submit(
+            lambda: self._everywhere.locate(keys, endings), done, lambda: done(near)
+        )

@@ -7,6 +7,7 @@ had taken and lost before it was durable.
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -17,11 +18,13 @@ from vllm_tiered_kv.core.store import Durability, LowerStore, PutResult, StoreKe
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
-from vllm_tiered_kv.server.bounded_call import BoundedCalls
+from vllm_tiered_kv.server.store_executor import StoreExecutor, StoreHungError
 from vllm_tiered_kv.server.write_behind import Pace, WriteBehind, Written
 from vllm_tiered_kv.stores.handed import Handed
 from vllm_tiered_kv.stores.held import Held
 from vllm_tiered_kv.stores.memory import MemoryStore
+
+logger = logging.getLogger(__name__)
 
 _WRITERS, _SSD_WRITERS = 4, 16  # a call waits for its last block, and a disk must not
 
@@ -55,26 +58,28 @@ class LowerTiers:
         backing: LowerStore | None,
         recorder: Recorder,
         queue_bytes: int,
-        patience_s: float = math.inf,
+        backing_timeout_s: float = math.inf,
     ) -> None:
-        """A backing store that gets nothing done for `patience_s` hangs: it is not waited for."""
+        """A write to the backing store is waited for no longer than `backing_timeout_s`."""
         self._memory = memory
         self._tiers = tiers
         self._backing = backing
         self._recorder = recorder
-        self._behind = {
-            tier: WriteBehind(
-                memory,
-                store,
-                queue_bytes,
+        self._executors = {
+            tier: StoreExecutor(
+                f"{tier}-write",
                 _WRITERS if store is backing else _SSD_WRITERS,
-                tier,
-                partial(self._remember, tier),
-                patience_s if store is backing else math.inf,
+                backing_timeout_s if store is backing else math.inf,
+                keeps_queue=True,
             )
             for tier, store in tiers
         }
-        self._bounded = BoundedCalls(patience_s, "tiered-kv-backing-sync")
+        self._behind = {
+            tier: WriteBehind(
+                memory, store, queue_bytes, self._executors[tier], partial(self._remember, tier)
+            )
+            for tier, store in tiers
+        }
         self._refused: dict[str, dict[StoreKey, PutResult]] = {tier: {} for tier, _ in tiers}
         self._refused_lock = threading.Lock()
         self._flushing = threading.Lock()
@@ -223,7 +228,7 @@ class LowerTiers:
                     progress(tier, len(refused) - count + behind.pending_blocks)
             gone += handed is Handed.ABSENT and result is PutResult.FAILED
         has_ended = behind.drain(lambda left: progress(tier, left))
-        is_durable = has_ended and self._make_all_durable(store)
+        is_durable = has_ended and self._sync(tier, store)
         with self._refused_lock:
             left = list(self._refused[tier].values())
         if not left and not gone and is_durable:
@@ -231,8 +236,11 @@ class LowerTiers:
         blocks = len(left) + gone + (0 if has_ended else behind.pending_blocks)
         return Unwritten(tier, blocks, bool(gone) or PutResult.FAILED in left or not is_durable)
 
-    def _make_all_durable(self, store: LowerStore) -> bool:
-        return self._bounded.call(store.flush) if store is self._backing else store.flush()
+    def _sync(self, tier: str, store: LowerStore) -> bool:
+        try:
+            return self._executors[tier].call(store.flush)
+        except StoreHungError:
+            return False
 
     def pending(self) -> dict[str, tuple[int, int]]:
         """Blocks and bytes waiting to be written, by tier."""
@@ -240,20 +248,16 @@ class LowerTiers:
 
     def close(self) -> bool:
         """False where the backing store hangs: some threads stay with it. All others are closed."""
-
-        def closed(store: LowerStore) -> bool:
-            store.close()
-            return True
-
         has_ended = True
         for tier, store in self._tiers:
-            close = partial(closed, store)
-            if not self._behind[tier].close():
-                has_ended = False  # so would be closing the store
-            elif store is self._backing:
-                has_ended = self._bounded.call(close) and has_ended
-            else:
-                close()
+            executor = self._executors[tier]
+            has_written = self._behind[tier].close()
+            if has_written:
+                try:
+                    executor.call(store.close)
+                except StoreHungError as error:
+                    logger.warning("%s", error)
+            has_ended = executor.close() and has_written and has_ended
         return has_ended
 
 

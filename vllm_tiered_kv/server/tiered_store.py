@@ -5,8 +5,8 @@ written behind to the slower tiers, so a block that leaves memory is usually on 
 one that is not may stay until it has been written, as long as the queue takes it (demotion).
 
 Calls return at once and answer through a callback, from this thread or another. Only memory is
-touched on the caller's thread; whatever reads a disk runs in the pool. The backing store has
-threads of its own: it may hang, and must not take the other tiers with it.
+touched on the caller's thread; whatever reads a disk runs in the pool. The backing store may hang,
+and must not take the other tiers with it: its calls run on executors with a deadline.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ from vllm_tiered_kv.device.prefaulter import Prefaulter
 from vllm_tiered_kv.errors import NotDeletedError
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
-from vllm_tiered_kv.server.backing_threads import THREADS, BackingThreads
 from vllm_tiered_kv.server.fills import Fills
 from vllm_tiered_kv.server.locator import Located
 from vllm_tiered_kv.server.lookups import Lookups
 from vllm_tiered_kv.server.lower_tiers import LowerTiers, Unwritten
-from vllm_tiered_kv.server.turns import Turns
+from vllm_tiered_kv.server.store_executor import StoreExecutor
 from vllm_tiered_kv.server.way_up import Ready, WayUp
 from vllm_tiered_kv.stores.held import Held
 from vllm_tiered_kv.stores.memory import MemoryStore
@@ -44,7 +43,8 @@ from vllm_tiered_kv.stores.ssd.store import SsdStore
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE = 10  # times as long as a request waits: for a write that nobody waits for
+BACKING_THREADS = 8  # for lookups, reads and deletes
+_WRITE_TIMEOUT = 10  # times as long as a request waits: for a write that nobody waits for
 _FEW = 64  # blocks of a request that the loop may go on with
 _MEMORY, _SSD, _BACKING = Tier.MEMORY.value, Tier.SSD.value, Tier.BACKING.value
 
@@ -90,19 +90,29 @@ class TieredStore:
         # `Allowances`.
         queue_bytes = write_queue_bytes or memory_bytes // 4 // max(1, len(self._slower))
         self._lower = LowerTiers(
-            self.memory, self._slower, backing, recorder, queue_bytes, _PATIENCE * backing_timeout_s
+            self.memory,
+            self._slower,
+            backing,
+            recorder,
+            queue_bytes,
+            _WRITE_TIMEOUT * backing_timeout_s,
         )
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="tiered-kv-io")
         self._pool.submit(lambda: None)  # so that there is one, should no more be had later
         self._has_pool = True
         if ssd is not None:
             self._pool.submit(ssd.measure_reads)  # engines ask before they read anything
-        self._far = None if backing is None else BackingThreads(backing_timeout_s, recorder)
-        far_reads = Turns(self._in_backing, THREADS)  # no block's time is over before its turn
-        self._way_up = WayUp(
-            self.memory, self._slower, ssd, backing, recorder, self._in_pool, far_reads
+        self.backing_executor = (
+            None
+            if backing is None
+            else StoreExecutor(_BACKING, BACKING_THREADS, backing_timeout_s, recorder)
         )
-        self._lookups = Lookups(self.memory, ssd, backing, recorder, self._in_pool, self._far)
+        self._way_up = WayUp(
+            self.memory, self._slower, ssd, backing, recorder, self._in_pool, self.backing_executor
+        )
+        self._lookups = Lookups(
+            self.memory, ssd, backing, recorder, self._in_pool, self.backing_executor
+        )
         self._lock = threading.Lock()
         self._fills = Fills()
         self._ending: set[Future[None]] = set()  # fills of many blocks
@@ -169,21 +179,15 @@ class TieredStore:
                 ended.set_result(None)
             # Else no thread is to be had; it waits for one of those there are.
 
-    def _in_backing(self, work: Callable[[], None], failed: Callable[[], None]) -> None:
-        if self._far is None:
-            failed()
-        else:
-            self._far.ask(work, lambda nothing: None, failed)
-
     # ---- out ------------------------------------------------------------------------------------
 
-    def fetch(self, keys: Sequence[StoreKey], ready: Ready, asker: Hashable = None) -> None:
-        """Brings blocks into memory and hands each to `ready`, in no particular order. Askers take
-        turns at the backing store."""
+    def fetch(self, keys: Sequence[StoreKey], ready: Ready, client: Hashable = "") -> None:
+        """Brings blocks into memory and hands each to `ready`, in no particular order. Reads
+        of the backing store are fair-queued per client."""
         here, missing = self.hold_here(keys)
         for n, block in here:
             ready(n, block)
-        self.fetch_slower([(n, keys[n]) for n in missing], ready, asker)
+        self.fetch_slower([(n, keys[n]) for n in missing], ready, client)
 
     def hold_here(self, keys: Sequence[StoreKey]) -> tuple[list[tuple[int, Held]], list[int]]:
         """Blocks in memory with their positions, held for the receiver; and the others'
@@ -194,10 +198,10 @@ class TieredStore:
         return here, [n for n, block in enumerate(held) if block is None]
 
     def fetch_slower(
-        self, wanted: Sequence[tuple[int, StoreKey]], ready: Ready, asker: Hashable = None
+        self, wanted: Sequence[tuple[int, StoreKey]], ready: Ready, client: Hashable = ""
     ) -> None:
         """As `fetch`, for (position, key) of blocks that are not in memory."""
-        self._way_up.fetch(wanted, ready, asker)
+        self._way_up.fetch(wanted, ready, client)
 
     # ---- in -------------------------------------------------------------------------------------
 
@@ -300,10 +304,10 @@ class TieredStore:
             ]
             present = len(keys) - len(missing)
             is_gone = self._delete_near(keys)
-            if self._far is None:
+            if self.backing_executor is None:
                 done(present if is_gone else None)
                 return
-            self._far.ask(
+            self.backing_executor.submit(
                 lambda: self._delete_far(keys, missing),
                 lambda far: self._in_pool(partial(again, present, far), failed),
                 failed,
@@ -386,7 +390,7 @@ class TieredStore:
     @property
     def is_backing_absent(self) -> bool:
         """Whether the backing store hangs, so that it is not asked."""
-        return self._far is not None and self._far.is_absent
+        return self.backing_executor is not None and self.backing_executor.is_hung
 
     def pending_writes(self) -> dict[str, tuple[int, int]]:
         """Blocks and bytes waiting to be written, by tier."""
@@ -428,7 +432,7 @@ class TieredStore:
 
     def _end_threads(self) -> bool:
         """First those of the backing store: what it answers goes on in the pool."""
-        is_idle = self._far is None or self._far.close()
+        is_idle = self.backing_executor is None or self.backing_executor.close()
         self._fills.settle()
         self._has_pool = False
         self._pool.shutdown(wait=True)

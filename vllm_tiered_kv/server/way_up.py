@@ -19,7 +19,7 @@ from vllm_tiered_kv.core.store import BlockFacts, LowerStore, PutResult, StoreKe
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
-from vllm_tiered_kv.server.turns import InPool, InTurn
+from vllm_tiered_kv.server.store_executor import RunInPool, StoreExecutor
 from vllm_tiered_kv.stores.held import Held
 from vllm_tiered_kv.stores.memory import MemoryStore
 
@@ -43,18 +43,18 @@ class WayUp:
         ssd: LowerStore | None,
         backing: LowerStore | None,
         recorder: Recorder,
-        in_pool: InPool,
-        in_backing: InTurn,
+        in_pool: RunInPool,
+        executor: StoreExecutor | None,
     ) -> None:
-        """`slower` has the tiers below memory with their names, fastest first. What reads the
-        backing store is done by `in_backing`."""
+        """`slower` has the tiers below memory with their names, fastest first. `executor` is the
+        backing store's, where there is one."""
         self._memory = memory
         self._slower = slower
         self._ssd = ssd
         self._backing = backing
         self._recorder = recorder
         self._in_pool = in_pool
-        self._in_backing = in_backing
+        self._executor = executor
         self._reading: dict[StoreKey, list[tuple[int, Ready]]] = {}
         self._barred: Counter[StoreKey] = Counter()
         self._lock = threading.Lock()
@@ -63,10 +63,10 @@ class WayUp:
         self._full_at = 0.0  # when the first of the latest such reads did
 
     def fetch(
-        self, wanted: Sequence[tuple[int, StoreKey]], ready: Ready, asker: Hashable = None
+        self, wanted: Sequence[tuple[int, StoreKey]], ready: Ready, client: Hashable = ""
     ) -> None:
         """Brings (position, key) into memory and hands each to `ready`, in no particular order.
-        Those who ask for much of the backing store take turns with other askers."""
+        Reads of the backing store are fair-queued per client."""
         may_be_here = self._may_be_slower([key for _, key in wanted])
         to_read: list[StoreKey] = []
         misses: list[int] = []
@@ -79,7 +79,7 @@ class WayUp:
                 waiters.append((n, ready))
                 if len(waiters) == 1:
                     to_read.append(key)
-        self._read_from(0, to_read, asker)
+        self._read_from(0, to_read, client)
         for n in misses:
             self._tell(n, None, ready)
 
@@ -95,7 +95,7 @@ class WayUp:
             with self._lock:
                 self._barred -= Counter(keys)
 
-    def _read_from(self, number: int, keys: Sequence[StoreKey], asker: Hashable) -> None:
+    def _read_from(self, number: int, keys: Sequence[StoreKey], client: Hashable) -> None:
         """Has the pool read blocks from one of the slower tiers."""
         if number == len(self._slower):
             self._answer(keys)
@@ -105,18 +105,18 @@ class WayUp:
         most = _READ_AT_ONCE if self._slower[number][1] is self._ssd else 1
         for start in range(0, len(keys), most):
             some = keys[start : start + most]
-            self._read_soon(number, some, asker)
+            self._read_soon(number, some, client)
 
     def _read_soon(
         self,
         number: int,
         keys: Sequence[StoreKey],
-        asker: Hashable,
+        client: Hashable,
         refused_at: float | None = None,
     ) -> None:
-        read = partial(self._read, number, keys, asker, refused_at)
-        if self._slower[number][1] is self._backing:
-            self._in_backing(read, partial(self._answer, keys), asker)
+        read = partial(self._read, number, keys, client, refused_at)
+        if self._executor is not None and self._slower[number][1] is self._backing:
+            self._executor.submit(read, failed=partial(self._answer, keys), client=client)
         else:
             self._in_pool(read, partial(self._answer, keys))
 
@@ -136,7 +136,7 @@ class WayUp:
             logger.exception("a block could not be handed over")
 
     def _read(
-        self, number: int, keys: Sequence[StoreKey], asker: Hashable, refused_at: float | None
+        self, number: int, keys: Sequence[StoreKey], client: Hashable, refused_at: float | None
     ) -> None:
         """Reads blocks into memory, in the pool, and answers everybody who waits for those that the
         tier has; the others are sought further on. What finds no room is tried again for a while:
@@ -163,10 +163,10 @@ class WayUp:
         unanswered = {*missing, *waiting}
         self._answer([key for key in keys if key not in unanswered])
         self._memory.let_go(held)
-        self._read_from(number + 1, missing, asker)
+        self._read_from(number + 1, missing, client)
         if waiting:
             time.sleep(_LOOK_AGAIN_FAR_S if is_far else _LOOK_FOR_ROOM_S)
-            self._read_soon(number, waiting, asker, refused_at)
+            self._read_soon(number, waiting, client, refused_at)
 
     def _full_since(self, now: float) -> float:
         """Since when reads from the backing store find no room. It has few threads: of thousands
