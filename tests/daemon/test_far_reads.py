@@ -26,7 +26,7 @@ from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.backing import BackingFolder
 from vllm_tiered_kv.server.store_executor import StoreExecutor
 from vllm_tiered_kv.server.tiered_store import BACKING_THREADS, TieredStore
-from vllm_tiered_kv.stores.held import Held
+from vllm_tiered_kv.stores.memory import PinnedSlot
 
 MIB = 1 << 20
 PATIENCE_S = 60.0
@@ -153,7 +153,7 @@ class Far:
         """Begins to; waits for all of them."""
         answers: queue.Queue[tuple[int, bytes | None]] = queue.Queue()
 
-        def ready(position: int, held: Held | None) -> None:
+        def ready(position: int, held: PinnedSlot | None) -> None:
             content = None if held is None else bytes(held.view)
             if held is not None:
                 self.store.memory.let_go([held])
@@ -203,12 +203,12 @@ def test_without_room_not_every_block_waits_for_some(shared: Path) -> None:
     far.folder.gate.set()
     memory = far.store.memory
     in_use = [memory.reserve(name(n), None, 4096) for n in range(10_000, 10_256)]
-    assert all(isinstance(slot, Held) for slot in in_use), "all of it"
+    assert all(isinstance(slot, PinnedSlot) for slot in in_use), "all of it"
     assert far.fetch(count)() == dict.fromkeys(range(count))
     assert far.recorder.total(names.NOT_PROMOTED, Tier.BACKING.value) == count
     assert far.folder.described < 1.5 * count, "when memory was full for a while, one look each"
     for slot in in_use:
-        assert isinstance(slot, Held)
+        assert isinstance(slot, PinnedSlot)
         memory.abort(slot)
     assert far.fetch(10)() == {n: block(n, SIZE) for n in range(10)}
     far.close()

@@ -21,9 +21,10 @@ from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.backing import BackingFolder
 from vllm_tiered_kv.server.locator import Located
+from vllm_tiered_kv.server.lower_tiers import _WRITERS
 from vllm_tiered_kv.server.store_executor import StoreExecutor, StoreHungError
 from vllm_tiered_kv.server.tiered_store import TieredStore
-from vllm_tiered_kv.stores.held import Held
+from vllm_tiered_kv.stores.memory import PinnedSlot
 from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps
 from vllm_tiered_kv.stores.ssd.store import SsdStore
 
@@ -218,7 +219,7 @@ class Hung:
     def fetch(self, n: int) -> bytes | None:
         answers = Answers()
 
-        def ready(position: int, held: Held | None) -> None:
+        def ready(position: int, held: PinnedSlot | None) -> None:
             content = None if held is None else bytes(held.view)
             if held is not None:
                 self.store.memory.let_go([held])
@@ -276,7 +277,7 @@ def test_blocks_come_and_go_as_ever(hung: Hung) -> None:
     assert hung.put(2) is PutResult.STORED
     assert hung.put(3, Durability.DISK) is PutResult.STORED
     slot = hung.store.memory.reserve(name(4), None, SIZE)
-    assert isinstance(slot, Held)
+    assert isinstance(slot, PinnedSlot)
     sealed = Answers()
     hung.store.sealed([slot], sealed)
     assert sealed.one() == [PutResult.STORED]
@@ -398,11 +399,16 @@ def test_a_put_that_was_to_be_on_it_fails(tmp_path: Path) -> None:
     try:
         assert hung.put(1, Durability.DISK) is PutResult.STORED
         hung.gate.clear()
-        assert hung.put(2, Durability.DISK) is PutResult.FAILED
+        wanted = range(2, 2 + 3 * _WRITERS)  # some wait behind those that hang
+        answers = [Answers() for _ in wanted]
+        for n, told in zip(wanted, answers, strict=True):
+            hung.store.put([item(n)], Durability.DISK, told, lambda: None)
+        assert [told.one() for told in answers] == [[PutResult.FAILED]] * len(wanted)
         assert hung.fetch(2) == block(2, SIZE), "in memory it is"
         hung.gate.set()
-        eventually(lambda: hung.backing.contains([name(2)]) == [True])
-        assert hung.put(3, Durability.DISK) is PutResult.STORED
+        eventually(lambda: all(hung.backing.contains([name(n) for n in wanted])))
+        assert hung.put(100, Durability.DISK) is PutResult.STORED
+        assert [len(told.all) for told in answers] == [1] * len(wanted)
     finally:
         hung.gate.set()
         hung.store.close()

@@ -18,8 +18,7 @@ from vllm_tiered_kv.core.store import Durability, PutResult, StoreKey
 from vllm_tiered_kv.errors import ConfigError, ErrorCode
 from vllm_tiered_kv.server import backing as backing_module
 from vllm_tiered_kv.server.backing import BackingFolder
-from vllm_tiered_kv.stores.shared_dir.settings import SharedDirSettings
-from vllm_tiered_kv.stores.shared_dir.store import SharedDirStore
+from vllm_tiered_kv.stores.shared_dir.store import SharedDirSettings, SharedDirStore
 from vllm_tiered_kv.stores.shared_dir.tree import FOLDER, MARKER, MARKER_TEXT
 
 PATIENCE_S = 60.0

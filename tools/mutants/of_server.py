@@ -178,7 +178,7 @@ SERVER = (
     Mutation(
         "unwritten-block-evicted",
         "server/lower_tiers.py",
-        "return self._hand_to(tier, key) is not Handed.TAKEN",
+        "return self._hand_to(tier, key) is not HandoffResult.TAKEN",
         "return True",
         "a block leaves memory before any disk has it",
         ("tests/daemon/test_way_down.py",),

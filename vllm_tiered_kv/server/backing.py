@@ -16,11 +16,9 @@ from vllm_tiered_kv.core.store import (
     StoreKey,
     StoreUsage,
 )
-from vllm_tiered_kv.stores.shared_dir.events import Event
-from vllm_tiered_kv.stores.shared_dir.gc import SharedDirGc
-from vllm_tiered_kv.stores.shared_dir.gc_thread import GcThread
-from vllm_tiered_kv.stores.shared_dir.settings import SharedDirSettings
-from vllm_tiered_kv.stores.shared_dir.store import SharedDirStore
+from vllm_tiered_kv.stores.shared_dir.counters import Event
+from vllm_tiered_kv.stores.shared_dir.gc import GcThread, SharedDirGc
+from vllm_tiered_kv.stores.shared_dir.store import SharedDirSettings, SharedDirStore
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from vllm_tiered_kv.server.handlers import Handlers
 from vllm_tiered_kv.server.leases import Attachment
 from vllm_tiered_kv.server.reactor import Reactor
 from vllm_tiered_kv.server.sessions import Peer, Session, Sessions
-from vllm_tiered_kv.stores.held import Held
+from vllm_tiered_kv.stores.memory import PinnedSlot
 from vllm_tiered_kv.wire.header import peek_request_id
 from vllm_tiered_kv.wire.limits import MAX_LINK_BYTES
 from vllm_tiered_kv.wire.messages import (
@@ -105,7 +105,7 @@ class _Replies:
         self,
         peer: Peer,
         header: bytes,
-        payload: Sequence[Held] = (),
+        payload: Sequence[PinnedSlot] = (),
         lost: Callable[[], None] | None = None,
     ) -> None:
         assert not payload, "nothing that is asked here is answered with blocks"
@@ -117,7 +117,7 @@ class _Replies:
         if failed == errno.EMSGSIZE:
             self.refuse(ProtocolError(_TOO_LONG.code, _TOO_LONG.message, peek_request_id(header)))
 
-    def let_go(self, peer: Peer, blocks: Sequence[Held]) -> None:
+    def let_go(self, peer: Peer, blocks: Sequence[PinnedSlot]) -> None:
         assert not blocks, "nothing that is asked here is answered with blocks"
 
     def refuse(self, error: ProtocolError) -> None:

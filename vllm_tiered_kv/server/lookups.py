@@ -13,8 +13,7 @@ from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.locator import LOOKUPS_AT_ONCE, Located, Locator
 from vllm_tiered_kv.server.store_executor import RunInPool, StoreExecutor
-from vllm_tiered_kv.stores.held import Held
-from vllm_tiered_kv.stores.memory import MemoryStore
+from vllm_tiered_kv.stores.memory import MemoryStore, PinnedSlot
 
 
 class Lookups:
@@ -62,7 +61,7 @@ class Lookups:
         suffixes: Sequence[bytes],
         nbytes: int,
         most: int,
-        done: Callable[[list[Held], Located], None],
+        done: Callable[[list[PinnedSlot], Located], None],
     ) -> None:
         endings = suffixes or [b""]
 
@@ -77,7 +76,7 @@ class Lookups:
             self._recorder.add(names.HITS, len(held), Tier.MEMORY.value)
             self._look_further(near, rest, endings, partial(found, held, len(rest)))
 
-        def found(held: list[Held], asked: int, located: Located) -> None:
+        def found(held: list[PinnedSlot], asked: int, located: Located) -> None:
             self._count_misses(asked - located.count, endings)
             done(held, located)
 

@@ -20,9 +20,7 @@ from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.store_executor import StoreExecutor, StoreHungError
 from vllm_tiered_kv.server.write_behind import Pace, WriteBehind, Written
-from vllm_tiered_kv.stores.handed import Handed
-from vllm_tiered_kv.stores.held import Held
-from vllm_tiered_kv.stores.memory import MemoryStore
+from vllm_tiered_kv.stores.memory import HandoffResult, MemoryStore, PinnedSlot
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +118,7 @@ class LowerTiers:
             written(PutResult.DROPPED)  # in memory, and no disk to be had
             return
         tier, _ = self._tiers[0]
-        if self._offer(tier, key, Durability.DISK, written) is not Handed.TAKEN:
+        if self._offer(tier, key, Durability.DISK, written) is not HandoffResult.TAKEN:
             written(PutResult.DROPPED)
 
     def _offer(
@@ -129,21 +127,21 @@ class LowerTiers:
         key: StoreKey,
         durability: Durability = Durability.MEMORY,
         written: Written | None = None,
-    ) -> Handed:
+    ) -> HandoffResult:
         """What is refused is remembered. A block that has left memory is nobody's concern."""
 
-        def take(block: Held) -> bool:
+        def take(block: PinnedSlot) -> bool:
             is_taken = self._behind[tier].offer(block, durability, written)
             if not is_taken:  # while it cannot leave memory, which would be told before
                 self._remember(tier, key, PutResult.DROPPED)
             return is_taken
 
         handed = self._memory.hand_over(key, take)
-        if handed is Handed.REFUSED:
+        if handed is HandoffResult.REFUSED:
             self._recorder.add(names.NOT_WRITTEN, 1, tier)
         return handed
 
-    def _hand_to(self, tier: str, key: StoreKey) -> Handed:
+    def _hand_to(self, tier: str, key: StoreKey) -> HandoffResult:
         offer = self._behind[tier].offer
         return self._memory.hand_over(key, lambda block: offer(block, Durability.MEMORY))
 
@@ -167,7 +165,7 @@ class LowerTiers:
         tier, store = self._tiers[0]
         if store is self._backing or store.contains([key])[0]:
             return True  # a backing store is never asked here: it may be slow
-        return self._hand_to(tier, key) is not Handed.TAKEN
+        return self._hand_to(tier, key) is not HandoffResult.TAKEN
 
     def left_memory(self, key: StoreKey) -> None:
         self._recorder.add(names.EVICTED, 1, Tier.MEMORY.value)
@@ -220,13 +218,13 @@ class LowerTiers:
         gone = 0
         for count, (key, result) in enumerate(refused.items()):
             # Not held while it waits: it may be deleted meanwhile, and must stay so.
-            while (handed := self._hand_to(tier, key)) is Handed.REFUSED:
+            while (handed := self._hand_to(tier, key)) is HandoffResult.REFUSED:
                 if not behind.wait_for_room():
                     self._offer(tier, key)  # remembered again
                     break
                 if pace.is_due():
                     progress(tier, len(refused) - count + behind.pending_blocks)
-            gone += handed is Handed.ABSENT and result is PutResult.FAILED
+            gone += handed is HandoffResult.ABSENT and result is PutResult.FAILED
         has_ended = behind.drain(lambda left: progress(tier, left))
         is_durable = has_ended and self._sync(tier, store)
         with self._refused_lock:

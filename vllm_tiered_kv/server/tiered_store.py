@@ -36,9 +36,8 @@ from vllm_tiered_kv.server.lookups import Lookups
 from vllm_tiered_kv.server.lower_tiers import LowerTiers, Unwritten
 from vllm_tiered_kv.server.store_executor import StoreExecutor
 from vllm_tiered_kv.server.way_up import Ready, WayUp
-from vllm_tiered_kv.stores.held import Held
-from vllm_tiered_kv.stores.memory import MemoryStore
-from vllm_tiered_kv.stores.slab_owner import HasQuota, QuotaOf, any_may
+from vllm_tiered_kv.stores.memory import MemoryStore, PinnedSlot
+from vllm_tiered_kv.stores.namespaces import HasQuota, QuotaOf, any_may
 from vllm_tiered_kv.stores.ssd.store import SsdStore
 
 logger = logging.getLogger(__name__)
@@ -139,7 +138,7 @@ class TieredStore:
         suffixes: Sequence[bytes],
         nbytes: int,
         most: int,
-        done: Callable[[list[Held], Located], None],
+        done: Callable[[list[PinnedSlot], Located], None],
     ) -> None:
         """As `match`. Blocks of so many bytes at the head that lie in memory are held for the
         receiver, `most` of them at most; all others are only counted."""
@@ -189,7 +188,7 @@ class TieredStore:
             ready(n, block)
         self.fetch_slower([(n, keys[n]) for n in missing], ready, client)
 
-    def hold_here(self, keys: Sequence[StoreKey]) -> tuple[list[tuple[int, Held]], list[int]]:
+    def hold_here(self, keys: Sequence[StoreKey]) -> tuple[list[tuple[int, PinnedSlot]], list[int]]:
         """Blocks in memory with their positions, held for the receiver; and the others'
         positions."""
         held = self.memory.hold(keys)
@@ -220,7 +219,7 @@ class TieredStore:
             copied()
             raise
         if durability is Durability.RECEIVED:
-            done([PutResult.STORED if isinstance(slot, Held) else slot for slot in slots])
+            done([PutResult.STORED if isinstance(slot, PinnedSlot) else slot for slot in slots])
             done = _ignore
         filled = partial(self._filled, items, slots, durability, done, copied)
         try:
@@ -239,7 +238,7 @@ class TieredStore:
     def _filled(
         self,
         items: Sequence[PutItem],
-        slots: list[Held | PutResult],
+        slots: list[PinnedSlot | PutResult],
         durability: Durability,
         done: Callable[[list[PutResult]], None],
         copied: Callable[[], None],
@@ -265,7 +264,7 @@ class TieredStore:
 
     def reserve(
         self, blocks: Sequence[tuple[StoreKey, StoreKey | None, int]]
-    ) -> list[Held | PutResult]:
+    ) -> list[PinnedSlot | PutResult]:
         """Slots in memory for (key, parent, length), in chain order."""
         return self.memory.reserve_chain(blocks, self._may_be_elsewhere)
 
@@ -274,13 +273,13 @@ class TieredStore:
             return True  # not asked here: it may be slow
         return self.ssd is not None and self.ssd.contains([key])[0]
 
-    def sealed(self, slots: Sequence[Held], done: Callable[[list[PutResult]], None]) -> None:
+    def sealed(self, slots: Sequence[PinnedSlot], done: Callable[[list[PutResult]], None]) -> None:
         """Takes over slots an attached process has filled: verifies and publishes them."""
         self._in_pool(
             partial(self._seal, slots, done), lambda: done([PutResult.FAILED] * len(slots))
         )
 
-    def _seal(self, slots: Sequence[Held], done: Callable[[list[PutResult]], None]) -> None:
+    def _seal(self, slots: Sequence[PinnedSlot], done: Callable[[list[PutResult]], None]) -> None:
         try:
             results = self.memory.seal(slots)
         except Exception:  # the sender must hear of it

@@ -20,12 +20,11 @@ from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.store_executor import RunInPool, StoreExecutor
-from vllm_tiered_kv.stores.held import Held
-from vllm_tiered_kv.stores.memory import MemoryStore
+from vllm_tiered_kv.stores.memory import MemoryStore, PinnedSlot
 
 logger = logging.getLogger(__name__)
 
-Ready = Callable[[int, "Held | None"], None]
+Ready = Callable[[int, "PinnedSlot | None"], None]
 """Called once for each position of a fetch: the block, held for the receiver, or None."""
 
 _READ_AT_ONCE = 8  # blocks: what keeps a disk busy, and the first to come do not wait for many
@@ -126,7 +125,7 @@ class WayUp:
             return [bool(self._slower)] * len(keys)
         return self._ssd.contains(keys) if keys else []
 
-    def _tell(self, position: int, block: Held | None, ready: Ready) -> None:
+    def _tell(self, position: int, block: PinnedSlot | None, ready: Ready) -> None:
         """One who fails to listen keeps no other from its answer."""
         if block is None:
             self._recorder.add(names.MISSES, 1)
@@ -143,7 +142,7 @@ class WayUp:
         clients take what was sent to them."""
         missing: list[StoreKey] = []
         waiting: list[StoreKey] = []
-        held: list[Held] = []  # so that they are still there to be handed over
+        held: list[PinnedSlot] = []  # so that they are still there to be handed over
         is_full = False
         try:
             is_full = self._promote(number, keys, missing, waiting, held)
@@ -189,13 +188,13 @@ class WayUp:
         keys: Sequence[StoreKey],
         missing: list[StoreKey],
         waiting: list[StoreKey],
-        held: list[Held],
+        held: list[PinnedSlot],
     ) -> bool:
         """Brings blocks into memory, where they are `held`; fills the empty lists with these, with
         those that this tier does not have whole, and with those that have to wait: for whoever
         writes them just now, or for room, if there is none for some (True)."""
         tier, store = self._slower[number]
-        slots: list[Held] = []  # reserved and neither committed nor given back
+        slots: list[PinnedSlot] = []  # reserved and neither committed nor given back
         try:
             facts: list[BlockFacts] = []
             is_full = False
@@ -208,10 +207,12 @@ class WayUp:
                     if is_full  # looking for room takes time, and others wait for the memory
                     else self._memory.reserve(key, known.parent, known.nbytes)
                 )
-                if isinstance(slot, Held) and key in self._barred:  # asked with the slot at hand
+                if (
+                    isinstance(slot, PinnedSlot) and key in self._barred
+                ):  # asked with the slot at hand
                     self._memory.abort(slot)
                     missing.append(key)
-                elif isinstance(slot, Held):
+                elif isinstance(slot, PinnedSlot):
                     slots.append(slot)
                     facts.append(known)
                 elif slot is not PutResult.PRESENT or self._memory.lookup(key) is not Lookup.HIT:

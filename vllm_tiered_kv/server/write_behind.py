@@ -19,8 +19,7 @@ from functools import partial
 
 from vllm_tiered_kv.core.store import BlockStore, Durability, PutItem, PutResult, StoreKey
 from vllm_tiered_kv.server.store_executor import StoreExecutor
-from vllm_tiered_kv.stores.held import Held
-from vllm_tiered_kv.stores.memory import MemoryStore
+from vllm_tiered_kv.stores.memory import MemoryStore, PinnedSlot
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +50,7 @@ class Pace:
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    block: Held
+    block: PinnedSlot
     durability: Durability
     written: list[Written]
     is_late: bool = False  # the write missed its deadline, and goes on
@@ -99,7 +98,9 @@ class WriteBehind:
     def pending_blocks(self) -> int:
         return len(self._by_key)
 
-    def offer(self, block: Held, durability: Durability, written: Written | None = None) -> bool:
+    def offer(
+        self, block: PinnedSlot, durability: Durability, written: Written | None = None
+    ) -> bool:
         """Takes over the caller's hold on `block`, unless the queue is full (False). A queue that
         is empty takes any block.
 

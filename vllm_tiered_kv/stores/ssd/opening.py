@@ -17,7 +17,7 @@ import numpy as np
 
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.option_values import format_size
-from vllm_tiered_kv.stores.slab_owner import HasQuota
+from vllm_tiered_kv.stores.namespaces import HasQuota
 from vllm_tiered_kv.stores.ssd.budget import Budget
 from vllm_tiered_kv.stores.ssd.data_file import DataFile
 from vllm_tiered_kv.stores.ssd.disk import Disk
