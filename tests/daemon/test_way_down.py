@@ -267,7 +267,7 @@ def test_a_damaged_block_of_the_ssd_is_a_miss(store: TieredStore, disk: GatedDis
 def test_flush_covers_what_was_only_received(store: TieredStore) -> None:
     """Also while the one worker is busy with something else."""
     busy = threading.Event()
-    store._pool.submit(busy.wait, PATIENCE_S)
+    store._pool.submit(lambda: busy.wait(PATIENCE_S))
     assert put(store, 1, Durability.RECEIVED) is PutResult.STORED
     flushed = threading.Event()
     store.flush(lambda failed: flushed.set())

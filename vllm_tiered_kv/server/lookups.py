@@ -12,7 +12,7 @@ from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.locator import LOOKUPS_AT_ONCE, Located, Locator
-from vllm_tiered_kv.server.store_executor import RunInPool, StoreExecutor
+from vllm_tiered_kv.server.store_executor import StoreExecutor
 from vllm_tiered_kv.stores.memory import MemoryStore, PinnedSlot
 
 
@@ -25,15 +25,15 @@ class Lookups:
         ssd: LowerStore | None,
         backing: LowerStore | None,
         recorder: Recorder,
-        in_pool: RunInPool,
-        executor: StoreExecutor | None,
+        pool: StoreExecutor,
+        backing_executor: StoreExecutor | None,
     ) -> None:
-        """`executor` is the backing store's, where there is one."""
+        """The backing store has an executor of its own, where there is one."""
         self._memory = memory
         self._backing = backing
         self._recorder = recorder
-        self._in_pool = in_pool
-        self._executor = executor
+        self._pool = pool
+        self._executor = backing_executor
         self._near = Locator(memory, ssd, None)
         self._everywhere = Locator(memory, ssd, backing)
 
@@ -114,7 +114,7 @@ class Lookups:
         if lookups <= LOOKUPS_AT_ONCE:
             work()
         else:
-            self._in_pool(work, failed)
+            self._pool.submit(work, failed=failed)
 
     def _look_further(
         self,

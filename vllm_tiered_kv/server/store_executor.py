@@ -1,4 +1,4 @@
-"""An executor with a deadline, for stores that may hang.
+"""An executor with a deadline: all calls to the slower stores run on one.
 
 A call to a network file system whose server is gone returns when the server is back and cannot be
 interrupted. So each store has a few threads of its own, and whoever calls it goes on without the
@@ -23,12 +23,7 @@ from vllm_tiered_kv.metrics.recorder import Recorder
 
 logger = logging.getLogger(__name__)
 
-_MAX_QUEUED = 4096  # calls of no client; those of clients are bounded by the clients' limits
-
 _Result = TypeVar("_Result")
-
-RunInPool = Callable[[Callable[[], None], Callable[[], None]], None]
-"""Runs the first in a pool of threads; calls the second instead if that fails."""
 
 
 class StoreHungError(Exception):
@@ -107,17 +102,15 @@ class StoreExecutor:
         """
         call = _Call(work, done, failed)
         with self._lock:
-            is_refused = self._closed or (self.is_hung and not self._keeps_queue)
-            if client is not None and not is_refused:
-                self._by_client.setdefault(client, deque()).append(call)
-            elif len(self._queue) >= _MAX_QUEUED:
-                is_refused = True
-            elif not is_refused:
-                self._queue.append(call)
-                self._set_deadline(call)
-            if not is_refused:
+            is_taken = not (self._closed or (self.is_hung and not self._keeps_queue))
+            if is_taken:
+                if client is not None:
+                    self._by_client.setdefault(client, deque()).append(call)
+                else:
+                    self._queue.append(call)
+                    self._set_deadline(call)
                 self._work.notify()
-        if is_refused:
+        if not is_taken:
             self._fail([call])
 
     def call(self, work: Callable[[], _Result]) -> _Result:
@@ -136,16 +129,16 @@ class StoreExecutor:
         self.submit(attempt, ended.set_result, lambda: ended.set_exception(error))
         return ended.result().result()
 
-    def close(self) -> bool:
-        """Takes no more calls, fails those that wait, and returns when the running ones have ended
-        or are past their deadline. False where threads are left that hang. Idempotent."""
+    def close(self, runs_queue: bool = False) -> bool:
+        """Takes no more calls, runs or fails those that wait, and returns when all have ended or
+        are past their deadline. False where threads are left that hang. Idempotent."""
         with self._lock:
             self._closed = True
-            queued = self._drop_queue()
+            queued = [] if runs_queue else self._drop_queue()
             self._work.notify_all()
         self._fail(queued)
         with self._lock:
-            while self._timed:
+            while self._timed or self._by_client:
                 self._ended.wait()
             self._ended.notify_all()  # the watcher
             return not self._hung_threads

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from functools import partial
 
 from vllm_tiered_kv.core.store import (
@@ -96,9 +96,8 @@ class TieredStore:
             queue_bytes,
             _WRITE_TIMEOUT * backing_timeout_s,
         )
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="tiered-kv-io")
-        self._pool.submit(lambda: None)  # so that there is one, should no more be had later
-        self._has_pool = True
+        self._pool = StoreExecutor("io", workers)
+        self._flusher = StoreExecutor("flush", 1)  # a flush may wait for as long as a disk takes
         if ssd is not None:
             self._pool.submit(ssd.measure_reads)  # engines ask before they read anything
         self.backing_executor = (
@@ -107,10 +106,10 @@ class TieredStore:
             else StoreExecutor(_BACKING, BACKING_THREADS, backing_timeout_s, recorder)
         )
         self._way_up = WayUp(
-            self.memory, self._slower, ssd, backing, recorder, self._in_pool, self.backing_executor
+            self.memory, self._slower, ssd, backing, recorder, self._pool, self.backing_executor
         )
         self._lookups = Lookups(
-            self.memory, ssd, backing, recorder, self._in_pool, self.backing_executor
+            self.memory, ssd, backing, recorder, self._pool, self.backing_executor
         )
         self._lock = threading.Lock()
         self._fills = Fills()
@@ -118,7 +117,6 @@ class TieredStore:
         self.on_deleted: Callable[[Sequence[StoreKey]], None] = lambda keys: None
         """Told, from any thread, of keys that memory has just deleted some of."""
         self._to_flush: list[Callable[[list[str]], None]] = []
-        self._flushing = False
 
     # ---- where is it? ---------------------------------------------------------------------------
 
@@ -146,37 +144,6 @@ class TieredStore:
 
     def contains(self, keys: Sequence[StoreKey], done: Callable[[list[Tier | None]], None]) -> None:
         self._lookups.contains(keys, done)
-
-    def _in_pool(
-        self,
-        work: Callable[[], None],
-        failed: Callable[[], None],
-        among: set[Future[None]] | None = None,
-    ) -> None:
-        """Does it in the pool; whoever waits is answered, come what may. Meanwhile it is `among`
-        these."""
-
-        ended: Future[None] = Future()
-
-        def guarded() -> None:
-            try:
-                work()
-            except Exception:
-                logger.exception("a request to the tiers failed")
-                failed()
-            finally:
-                ended.set_result(None)
-
-        if among is not None:
-            among.add(ended)
-            ended.add_done_callback(among.discard)
-        try:
-            self._pool.submit(guarded)
-        except RuntimeError:
-            if not self._has_pool:  # closed meanwhile
-                failed()
-                ended.set_result(None)
-            # Else no thread is to be had; it waits for one of those there are.
 
     # ---- out ------------------------------------------------------------------------------------
 
@@ -254,7 +221,15 @@ class TieredStore:
             done([PutResult.FAILED] * len(slots))
 
         if len(slots) > _FEW:
-            self._in_pool(end, failed, self._ending)
+            ended: Future[None] = Future()
+            self._ending.add(ended)
+            ended.add_done_callback(self._ending.discard)
+
+            def fail() -> None:
+                failed()
+                ended.set_result(None)
+
+            self._pool.submit(end, ended.set_result, fail)
             return
         try:
             end()
@@ -275,8 +250,9 @@ class TieredStore:
 
     def sealed(self, slots: Sequence[PinnedSlot], done: Callable[[list[PutResult]], None]) -> None:
         """Takes over slots an attached process has filled: verifies and publishes them."""
-        self._in_pool(
-            partial(self._seal, slots, done), lambda: done([PutResult.FAILED] * len(slots))
+        self._pool.submit(
+            partial(self._seal, slots, done),
+            failed=lambda: done([PutResult.FAILED] * len(slots)),
         )
 
     def _seal(self, slots: Sequence[PinnedSlot], done: Callable[[list[PutResult]], None]) -> None:
@@ -308,7 +284,7 @@ class TieredStore:
                 return
             self.backing_executor.submit(
                 lambda: self._delete_far(keys, missing),
-                lambda far: self._in_pool(partial(again, present, far), failed),
+                lambda far: self._pool.submit(partial(again, present, far), failed=failed),
                 failed,
             )
 
@@ -316,7 +292,7 @@ class TieredStore:
             is_gone = self._delete_near(keys)  # read back from there meanwhile
             done(present + far if is_gone and far is not None else None)
 
-        self._in_pool(near, failed)
+        self._pool.submit(near, failed=failed)
 
     def _delete_near(self, keys: Sequence[StoreKey]) -> bool:
         """False where the SSD may have some again after a crash."""
@@ -346,40 +322,35 @@ class TieredStore:
         not be written, in words."""
         with self._lock:
             self._to_flush.append(done)
-            first = len(self._to_flush) == 1 and not self._flushing
-            self._flushing = self._flushing or first
-        if first:  # not in the pool: it may have to wait for as long as the disk takes
-            try:
-                threading.Thread(target=self._flush, name="tiered-kv-flush", daemon=True).start()
-            except RuntimeError as error:  # none is to be had: those who come later try again
-                with self._lock:
-                    waiting, self._to_flush, self._flushing = self._to_flush, [], False
-                for one in waiting:
-                    one([str(error)])
+        self._flusher.submit(
+            self._flush,
+            failed=lambda: _tell_all(self._take_flushes(), ["the daemon has stopped"]),
+        )
+
+    def _take_flushes(self) -> list[Callable[[list[str]], None]]:
+        with self._lock:
+            waiting, self._to_flush = self._to_flush, []
+            return waiting
 
     def _flush(self) -> None:
-        """Serves all who wait at once, and then those who came meanwhile."""
-        while True:
-            with self._lock:
-                waiting, self._to_flush = self._to_flush, []
-                if not waiting:
-                    self._flushing = False
-                    return
-            try:
-                self._fills.settle()
-                wait(self._ending.copy())
-                # An SSD that has no room evicts; a folder that has none, as on a full file system,
-                # takes nothing more.
-                failed = [
-                    str(left)
-                    for left in self._lower.flush()
-                    if left.has_failed or left.tier == _BACKING
-                ]
-            except Exception:
-                logger.exception("flushing failed")
-                failed = ["the daemon failed; its log says why"]
-            for done in waiting:
-                done(failed)
+        """Serves all who wait at once."""
+        waiting = self._take_flushes()
+        if not waiting:
+            return
+        try:
+            self._fills.settle()
+            wait(self._ending.copy())
+            # An SSD that has no room evicts; a folder that has none, as on a full file system,
+            # takes nothing more.
+            failed = [
+                str(left)
+                for left in self._lower.flush()
+                if left.has_failed or left.tier == _BACKING
+            ]
+        except Exception:
+            logger.exception("flushing failed")
+            failed = ["the daemon failed; its log says why"]
+        _tell_all(waiting, failed)
 
     @property
     def has_disk(self) -> bool:
@@ -423,6 +394,7 @@ class TieredStore:
     def close(self) -> bool:
         """False where the backing store hangs, and threads with it that nobody can end."""
         is_idle = self._end_threads()
+        self._flusher.close(runs_queue=True)
         has_ended = self._lower.close()
         if self._prefaulter is not None:
             self._prefaulter.close()
@@ -433,9 +405,13 @@ class TieredStore:
         """First those of the backing store: what it answers goes on in the pool."""
         is_idle = self.backing_executor is None or self.backing_executor.close()
         self._fills.settle()
-        self._has_pool = False
-        self._pool.shutdown(wait=True)
+        self._pool.close(runs_queue=True)
         return is_idle
+
+
+def _tell_all(waiting: Sequence[Callable[[list[str]], None]], failed: list[str]) -> None:
+    for done in waiting:
+        done(failed)
 
 
 def _ignore(results: list[PutResult]) -> None:

@@ -19,7 +19,7 @@ from vllm_tiered_kv.core.store import BlockFacts, LowerStore, PutResult, StoreKe
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
-from vllm_tiered_kv.server.store_executor import RunInPool, StoreExecutor
+from vllm_tiered_kv.server.store_executor import StoreExecutor
 from vllm_tiered_kv.stores.memory import MemoryStore, PinnedSlot
 
 logger = logging.getLogger(__name__)
@@ -42,18 +42,18 @@ class WayUp:
         ssd: LowerStore | None,
         backing: LowerStore | None,
         recorder: Recorder,
-        in_pool: RunInPool,
-        executor: StoreExecutor | None,
+        pool: StoreExecutor,
+        backing_executor: StoreExecutor | None,
     ) -> None:
-        """`slower` has the tiers below memory with their names, fastest first. `executor` is the
-        backing store's, where there is one."""
+        """`slower` has the tiers below memory with their names, fastest first. The
+        backing store has an executor of its own, all else runs in the pool."""
         self._memory = memory
         self._slower = slower
         self._ssd = ssd
         self._backing = backing
         self._recorder = recorder
-        self._in_pool = in_pool
-        self._executor = executor
+        self._pool = pool
+        self._backing_executor = backing_executor
         self._reading: dict[StoreKey, list[tuple[int, Ready]]] = {}
         self._barred: Counter[StoreKey] = Counter()
         self._lock = threading.Lock()
@@ -114,10 +114,9 @@ class WayUp:
         refused_at: float | None = None,
     ) -> None:
         read = partial(self._read, number, keys, client, refused_at)
-        if self._executor is not None and self._slower[number][1] is self._backing:
-            self._executor.submit(read, failed=partial(self._answer, keys), client=client)
-        else:
-            self._in_pool(read, partial(self._answer, keys))
+        is_far = self._slower[number][1] is self._backing
+        executor = self._backing_executor if is_far else None
+        (executor or self._pool).submit(read, failed=partial(self._answer, keys), client=client)
 
     def _may_be_slower(self, keys: Sequence[StoreKey]) -> list[bool]:
         """What is worth a look in the pool: the SSD's index is in memory, a backing store's not."""
