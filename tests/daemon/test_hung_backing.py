@@ -20,7 +20,7 @@ from vllm_tiered_kv.errors import ErrorCode, NotDeletedError
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.backing import BackingFolder
-from vllm_tiered_kv.server.locator import Located
+from vllm_tiered_kv.server.lookups import Located
 from vllm_tiered_kv.server.lower_tiers import _WRITERS
 from vllm_tiered_kv.server.store_executor import StoreExecutor, StoreHungError
 from vllm_tiered_kv.server.tiered_store import TieredStore

@@ -12,7 +12,7 @@ from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.call import Call
 from vllm_tiered_kv.server.leases import Attachment, Leases
-from vllm_tiered_kv.server.locator import Located
+from vllm_tiered_kv.server.lookups import Located
 from vllm_tiered_kv.server.reactor import Reactor
 from vllm_tiered_kv.server.sessions import Peer
 from vllm_tiered_kv.server.tiered_store import TieredStore

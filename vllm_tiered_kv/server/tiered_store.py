@@ -31,8 +31,7 @@ from vllm_tiered_kv.errors import NotDeletedError
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.fills import Fills
-from vllm_tiered_kv.server.locator import Located
-from vllm_tiered_kv.server.lookups import Lookups
+from vllm_tiered_kv.server.lookups import Located, Lookups
 from vllm_tiered_kv.server.lower_tiers import LowerTiers, Unwritten
 from vllm_tiered_kv.server.store_executor import StoreExecutor
 from vllm_tiered_kv.server.way_up import Ready, WayUp
