@@ -7,8 +7,7 @@ from pathlib import Path
 
 from tests.daemon.raw_client import NAMESPACE, key
 from vllm_tiered_kv.core.store import StoreKey, key_prefix
-from vllm_tiered_kv.stores.shared_dir.settings import SharedDirSettings
-from vllm_tiered_kv.stores.shared_dir.store import SharedDirStore
+from vllm_tiered_kv.stores.shared_dir.store import SharedDirSettings, SharedDirStore
 
 HUNG_BY_PIPES = (
     "-c",

@@ -7,8 +7,8 @@ import queue
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,94 +24,76 @@ from vllm_tiered_kv.errors import ErrorCode
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.backing import BackingFolder
-from vllm_tiered_kv.server.backing_threads import THREADS
-from vllm_tiered_kv.server.tiered_store import TieredStore
-from vllm_tiered_kv.server.turns import Turns
-from vllm_tiered_kv.stores.held import Held
+from vllm_tiered_kv.server.store_executor import StoreExecutor
+from vllm_tiered_kv.server.tiered_store import BACKING_THREADS, TieredStore
+from vllm_tiered_kv.stores.memory import PinnedSlot
 
 MIB = 1 << 20
 PATIENCE_S = 60.0
 SIZE = 64
 MANY = 4300  # more than the threads of a backing folder take at once
 
-Call = Callable[[], None]
+
+# ---- the fair queue -----------------------------------------------------------------------------
 
 
-# ---- turns --------------------------------------------------------------------------------------
+class Queued:
+    """Calls of an executor with one thread, which begins when all of them wait."""
+
+    def __init__(self, timeout_s: float = PATIENCE_S) -> None:
+        self.executor = StoreExecutor("test", 1, timeout_s)
+        self.begun: list[str] = []
+        self.late: list[str] = []
+        self._gate = threading.Event()
+        begins = threading.Event()
+        self.executor.submit(lambda: (begins.set(), self._gate.wait(PATIENCE_S)), client="first")  # type: ignore[func-returns-value]
+        assert begins.wait(PATIENCE_S)
+
+    def submit(self, name: str, client: str | None) -> None:
+        self.executor.submit(
+            lambda: self.begun.append(name), failed=lambda: self.late.append(name), client=client
+        )
+
+    def run(self, count: int) -> list[str]:
+        self._gate.set()
+        eventually(lambda: len(self.begun) + len(self.late) == count)
+        eventually(self.executor.close)
+        return self.begun
 
 
-def test_no_more_than_so_many_at_once_and_all_of_them() -> None:
-    lock = threading.Lock()
-    asked, most_asked, done = 0, 0, 0
-
-    def in_pool(work: Call, failed: Call) -> None:
-        nonlocal asked, most_asked
-        with lock:
-            asked += 1
-            most_asked = max(most_asked, asked)
-        pool.submit(work)
-
-    def work() -> None:
-        nonlocal asked, done
-        with lock:
-            asked -= 1
-            done += 1
-
-    with ThreadPoolExecutor(8) as pool:
-        turns = Turns(in_pool, 3)
-        for _ in range(2000):
-            turns(work, lambda: None)
-        eventually(lambda: done == 2000)
-    assert most_asked <= 3
+def test_clients_take_turns_and_each_is_served_in_order() -> None:
+    queued = Queued()
+    for name in ("a1", "a2", "a3", "b1", "b2", "c1"):
+        queued.submit(name, name[0])
+    assert queued.run(6) == ["a1", "b1", "c1", "a2", "b2", "a3"]
 
 
-def test_what_hangs_gives_its_turn_to_the_next_and_ends_none() -> None:
-    begun: list[tuple[Call, Call]] = []
-    turns = Turns(lambda work, failed: begun.append((work, failed)), 1)
-    told: list[str] = []
-    for name in "abc":
-        turns(lambda name=name: told.append(name), lambda name=name: told.append(f"{name} late"))  # type: ignore[misc]
-    assert len(begun) == 1
-    begun[0][1]()
-    assert (told, len(begun)) == (["a late"], 2)
-    begun[0][0]()  # it has come to its end after all
-    assert len(begun) == 2, "b has its turn"
-    begun[1][0]()
-    begun[2][0]()
-    assert told == ["a late", "a", "b", "c"]
+def test_calls_of_no_client_and_those_of_clients_take_turns() -> None:
+    queued = Queued()
+    for name in ("a1", "a2", "a3"):
+        queued.submit(name, "a")
+    for name in ("x1", "x2"):
+        queued.submit(name, None)
+    assert queued.run(5) == ["x1", "a1", "x2", "a2", "a3"]
 
 
-def test_askers_take_turns_and_each_is_served_in_order() -> None:
-    begun: list[Call] = []
-    turns = Turns(lambda work, failed: begun.append(work), 1)
-    told: list[str] = []
-    for asked in ("a1", "a2", "a3", "b1", "b2", "c1"):
-        turns(lambda asked=asked: told.append(asked), lambda: None, asked[0])  # type: ignore[misc]
-    while begun:
-        begun.pop()()
-    assert told == ["a1", "a2", "b1", "c1", "a3", "b2"]
-
-
-def test_a_pool_that_takes_nothing_any_more() -> None:
-    begun: list[Call] = []
-    refused = 0
-
-    def in_pool(work: Call, failed: Call) -> None:
-        if begun:
-            failed()
-        else:
-            begun.append(failed)
-
-    def refuse() -> None:
-        nonlocal refused
-        refused += 1
-
-    turns = Turns(in_pool, 1)
-    for _ in range(50_000):
-        turns(lambda: None, refuse)
-    assert refused == 0
-    begun[0]()
-    assert refused == 50_000
+def test_the_deadline_of_a_client_s_call_counts_from_its_start() -> None:
+    """While the one thread is slow, but in time, with every call."""
+    executor = StoreExecutor("test", 1, 2.0)
+    ended: list[bool] = []
+    for _ in range(6):
+        executor.submit(
+            lambda: time.sleep(0.5),
+            lambda nothing: ended.append(True),
+            lambda: ended.append(False),
+            "a",
+        )
+    late = threading.Event()
+    executor.submit(lambda: time.sleep(2.5), failed=late.set, client="a")
+    eventually(lambda: len(ended) == 6)
+    assert ended == [True] * 6
+    assert late.wait(PATIENCE_S)
+    eventually(executor.close)
 
 
 # ---- a store ------------------------------------------------------------------------------------
@@ -166,18 +148,18 @@ class Far:
         )
 
     def fetch(
-        self, count: int, first: int = 0, asker: str = ""
+        self, count: int, first: int = 0, client: str = ""
     ) -> Callable[[], dict[int, bytes | None]]:
         """Begins to; waits for all of them."""
         answers: queue.Queue[tuple[int, bytes | None]] = queue.Queue()
 
-        def ready(position: int, held: Held | None) -> None:
+        def ready(position: int, held: PinnedSlot | None) -> None:
             content = None if held is None else bytes(held.view)
             if held is not None:
                 self.store.memory.let_go([held])
             answers.put((position, content))
 
-        self.store.fetch([name(n) for n in range(first, first + count)], ready, asker)
+        self.store.fetch([name(n) for n in range(first, first + count)], ready, client)
         return lambda: dict(answers.get(timeout=PATIENCE_S) for _ in range(count))
 
     def close(self) -> None:
@@ -197,8 +179,8 @@ def test_more_blocks_than_the_threads_take_at_once(shared: Path) -> None:
 def test_who_asks_for_little_does_not_wait_for_who_asks_for_much(shared: Path) -> None:
     fill(shared, 1000)
     far = Far(shared)
-    much = far.fetch(998, asker="much")
-    little = far.fetch(2, first=998, asker="little")
+    much = far.fetch(998, client="much")
+    little = far.fetch(2, first=998, client="little")
     far.folder.gate.set()
     assert little() == {0: block(998, SIZE), 1: block(999, SIZE)}
     assert much() == {n: block(n, SIZE) for n in range(998)}
@@ -210,7 +192,7 @@ def test_who_asks_for_little_does_not_wait_for_who_asks_for_much(shared: Path) -
 def test_while_it_hangs_all_are_misses_and_few_are_begun(shared: Path) -> None:
     far = Far(shared, timeout_s=0.5)
     assert far.fetch(MANY)() == dict.fromkeys(range(MANY))
-    assert far.folder.described == THREADS
+    assert far.folder.described == BACKING_THREADS
     far.close()
 
 
@@ -221,12 +203,12 @@ def test_without_room_not_every_block_waits_for_some(shared: Path) -> None:
     far.folder.gate.set()
     memory = far.store.memory
     in_use = [memory.reserve(name(n), None, 4096) for n in range(10_000, 10_256)]
-    assert all(isinstance(slot, Held) for slot in in_use), "all of it"
+    assert all(isinstance(slot, PinnedSlot) for slot in in_use), "all of it"
     assert far.fetch(count)() == dict.fromkeys(range(count))
     assert far.recorder.total(names.NOT_PROMOTED, Tier.BACKING.value) == count
     assert far.folder.described < 1.5 * count, "when memory was full for a while, one look each"
     for slot in in_use:
-        assert isinstance(slot, Held)
+        assert isinstance(slot, PinnedSlot)
         memory.abort(slot)
     assert far.fetch(10)() == {n: block(n, SIZE) for n in range(10)}
     far.close()
@@ -239,7 +221,7 @@ class HungDaemon:
     """Whose threads for the backing folder all hang until `let_go`."""
 
     def __init__(self, start: StartDaemon, connect: Connect, shared: Path) -> None:
-        self.pipes = hang_at(shared, *range(10**6, 10**6 + THREADS))
+        self.pipes = hang_at(shared, *range(10**6, 10**6 + BACKING_THREADS))
         self.process = start(
             "--memory", "256MiB", "--backing", f"file://{shared}",
             "--backing-ttl", "1d", "--backing-timeout", "60s",
@@ -248,7 +230,7 @@ class HungDaemon:
         self.attached = attach(self.process.ipc_path)
         self.client = connect(self.process.ipc, block_bytes=[SIZE], arena=self.attached.token)
         self.other = connect(self.process.endpoint, block_bytes=[SIZE])
-        hanging = [key(10**6 + n) for n in range(THREADS)]
+        hanging = [key(10**6 + n) for n in range(BACKING_THREADS)]
         self.client.send(wire.Get(KEY_BYTES, hanging, False))
 
     def let_go(self, op: str, count: int) -> None:

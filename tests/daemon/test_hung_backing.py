@@ -20,11 +20,11 @@ from vllm_tiered_kv.errors import ErrorCode, NotDeletedError
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.backing import BackingFolder
-from vllm_tiered_kv.server.backing_threads import BackingThreads
-from vllm_tiered_kv.server.bounded_call import BoundedCalls
-from vllm_tiered_kv.server.locator import Located
+from vllm_tiered_kv.server.lookups import Located
+from vllm_tiered_kv.server.lower_tiers import _WRITERS
+from vllm_tiered_kv.server.store_executor import StoreExecutor, StoreHungError
 from vllm_tiered_kv.server.tiered_store import TieredStore
-from vllm_tiered_kv.stores.held import Held
+from vllm_tiered_kv.stores.memory import PinnedSlot
 from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps
 from vllm_tiered_kv.stores.ssd.store import SsdStore
 
@@ -52,7 +52,7 @@ class Answers:
         return self.all[0]
 
 
-# ---- the threads --------------------------------------------------------------------------------
+# ---- the executor -------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -63,74 +63,95 @@ def gate() -> Iterator[threading.Event]:
     event.set()
 
 
-def test_who_asks_is_answered_once_with_or_without_it(gate: threading.Event) -> None:
+def test_a_call_is_answered_once_with_its_result_or_without(gate: threading.Event) -> None:
     recorder = Recorder()
-    threads = BackingThreads(LONG_ENOUGH_S, recorder, 2)
+    executor = StoreExecutor("test", 2, LONG_ENOUGH_S, recorder)
     quick, failed, done, late = Answers(), Answers(), Answers(), Answers()
-    threads.ask(lambda: 7, quick, lambda: None)
-    threads.ask(lambda: 1 // 0, done, lambda: failed("failed"))
+    executor.submit(lambda: 7, quick)
+    executor.submit(lambda: 1 // 0, done, lambda: failed("failed"))
     assert (quick.one(), failed.one()) == (7, "failed")
-    threads.ask(lambda: gate.wait(PATIENCE_S), done, lambda: late("late"))
+    executor.submit(lambda: gate.wait(PATIENCE_S), done, lambda: late("late"))
     assert late.one() == "late"
-    assert not threads.is_absent, "one thread is left"
-    threads.ask(lambda: 8, again := Answers(), lambda: None)
+    assert not executor.is_hung, "one thread is left"
+    executor.submit(lambda: 8, again := Answers())
     assert again.one() == 8
     gate.set()
-    eventually(threads.close)
+    eventually(executor.close)
     assert (done.all, late.all) == ([], ["late"]), "what comes too late is dropped"
     assert recorder.total(names.BACKING_LATE) == 1
 
 
 def test_while_all_threads_hang_nobody_waits_and_nothing_is_begun(gate: threading.Event) -> None:
-    threads = BackingThreads(LONG_ENOUGH_S, Recorder(), 2)
+    executor = StoreExecutor("test", 2, LONG_ENOUGH_S)
     hung, begun = Answers(), []
+    running = threading.Semaphore(0)
     for _ in range(2):
-        threads.ask(lambda: gate.wait(PATIENCE_S), hung, lambda: hung("late"))
-    for _ in range(3):  # wait for a thread, in vain
-        threads.ask(lambda: begun.append(1), hung, lambda: hung("late"))
-    eventually(lambda: len(hung.all) == 5)
-    assert threads.is_absent
-    absent = Answers()
-    threads.ask(lambda: begun.append(1), absent, lambda: absent("absent"))
-    assert absent.all == ["absent"], "at once"
+        executor.submit(
+            lambda: (running.release(), gate.wait(PATIENCE_S)),  # type: ignore[func-returns-value]
+            hung,
+            lambda: hung("late"),
+        )
+        assert running.acquire(timeout=PATIENCE_S)
+    for client in (None, None, "a", "b", "b"):  # wait for a thread, in vain
+        executor.submit(lambda: begun.append(1), hung, lambda: hung("late"), client)
+    eventually(lambda: len(hung.all) == 7)
+    assert executor.is_hung
+    for client in (None, "a"):
+        absent = Answers()
+        executor.submit(lambda: begun.append(1), absent, lambda: absent("absent"), client)  # noqa: B023
+        assert absent.all == ["absent"], "at once"
+    with pytest.raises(StoreHungError):
+        executor.call(lambda: 1)
     gate.set()
-    eventually(lambda: not threads.is_absent)
+    eventually(lambda: not executor.is_hung)
     back = Answers()
-    threads.ask(lambda: 9, back, lambda: None)
+    executor.submit(lambda: 9, back)
     assert back.one() == 9
     assert begun == []
-    eventually(threads.close)
+    eventually(executor.close)
+
+
+def test_an_executor_that_keeps_its_queue_runs_it_when_the_store_answers_again(
+    gate: threading.Event,
+) -> None:
+    executor = StoreExecutor("test", 1, TIMEOUT_S, keeps_queue=True)
+    executor.submit(lambda: gate.wait(PATIENCE_S), client="a")
+    executor.submit(lambda: 1, before := Answers(), lambda: before("failed"), "a")
+    eventually(lambda: executor.is_hung)
+    executor.submit(lambda: 2, after := Answers(), lambda: after("failed"), "a")
+    gate.set()
+    assert (before.one(), after.one()) == (1, 2)
+    eventually(executor.close)
 
 
 def test_closing_does_not_wait_for_a_thread_that_hangs(gate: threading.Event) -> None:
-    threads = BackingThreads(TIMEOUT_S, Recorder(), 1)
+    executor = StoreExecutor("test", 1, TIMEOUT_S)
     begun, told = threading.Event(), Answers()
-    for _ in range(3):
-        threads.ask(
+    for client in (None, None, "a"):
+        executor.submit(
             lambda: (begun.set(), gate.wait(PATIENCE_S)),  # type: ignore[func-returns-value]
             told,
             lambda: told("late"),
+            client,
         )
     assert begun.wait(PATIENCE_S)
-    assert not threads.close()
+    assert not executor.close()
     assert told.all == ["late"] * 3
-    threads.ask(lambda: 1, told, lambda: told("closed"))
+    executor.submit(lambda: 1, told, lambda: told("closed"))
     assert told.all[-1] == "closed"
 
 
-def test_a_call_is_made_again_after_there_was_no_thread_for_it(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_call_returns_or_raises_what_its_work_does_or_that_the_store_hangs(
+    gate: threading.Event,
 ) -> None:
-    calls = BoundedCalls(PATIENCE_S, "call")
-
-    def fail(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as without_threads:
-        without_threads.setattr(threading.Thread, "start", fail)
-        with pytest.raises(RuntimeError):
-            calls.call(lambda: True)
-    assert calls.call(lambda: True)
+    executor = StoreExecutor("test", 2, LONG_ENOUGH_S)
+    assert executor.call(lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        executor.call(lambda: 1 // 0)
+    with pytest.raises(StoreHungError, match="test has not answered for 4 s"):
+        executor.call(lambda: gate.wait(PATIENCE_S))
+    gate.set()
+    eventually(executor.close)
 
 
 # ---- a store over it ----------------------------------------------------------------------------
@@ -198,7 +219,7 @@ class Hung:
     def fetch(self, n: int) -> bytes | None:
         answers = Answers()
 
-        def ready(position: int, held: Held | None) -> None:
+        def ready(position: int, held: PinnedSlot | None) -> None:
             content = None if held is None else bytes(held.view)
             if held is not None:
                 self.store.memory.let_go([held])
@@ -256,7 +277,7 @@ def test_blocks_come_and_go_as_ever(hung: Hung) -> None:
     assert hung.put(2) is PutResult.STORED
     assert hung.put(3, Durability.DISK) is PutResult.STORED
     slot = hung.store.memory.reserve(name(4), None, SIZE)
-    assert isinstance(slot, Held)
+    assert isinstance(slot, PinnedSlot)
     sealed = Answers()
     hung.store.sealed([slot], sealed)
     assert sealed.one() == [PutResult.STORED]
@@ -379,11 +400,16 @@ def test_a_put_that_was_to_be_on_it_fails(tmp_path: Path) -> None:
     try:
         assert hung.put(1, Durability.DISK) is PutResult.STORED
         hung.gate.clear()
-        assert hung.put(2, Durability.DISK) is PutResult.FAILED
+        wanted = range(2, 2 + 3 * _WRITERS)  # some wait behind those that hang
+        answers = [Answers() for _ in wanted]
+        for n, told in zip(wanted, answers, strict=True):
+            hung.store.put([item(n)], Durability.DISK, told, lambda: None)
+        assert [told.one() for told in answers] == [[PutResult.FAILED]] * len(wanted)
         assert hung.fetch(2) == block(2, SIZE), "in memory it is"
         hung.gate.set()
-        eventually(lambda: hung.backing.contains([name(2)]) == [True])
-        assert hung.put(3, Durability.DISK) is PutResult.STORED
+        eventually(lambda: all(hung.backing.contains([name(n) for n in wanted])))
+        assert hung.put(100, Durability.DISK) is PutResult.STORED
+        assert [len(told.all) for told in answers] == [1] * len(wanted)
     finally:
         hung.gate.set()
         hung.store.close()

@@ -14,12 +14,11 @@ from tests.daemon.conftest import Connect, StartDaemon
 from tests.daemon.daemon_process import DaemonProcess
 from tests.daemon.raw_client import Refused, blocks, key, wire
 from tests.patience import eventually
-from vllm_tiered_kv.core.store import Durability, PutResult
-from vllm_tiered_kv.errors import ErrorCode
-from vllm_tiered_kv.server import opened_later
-from vllm_tiered_kv.server.opened_later import OpenedLater
-from vllm_tiered_kv.stores.shared_dir.settings import SharedDirSettings
-from vllm_tiered_kv.stores.shared_dir.store import SharedDirStore
+from vllm_tiered_kv.core.store import Durability, PutResult, StoreKey
+from vllm_tiered_kv.errors import ConfigError, ErrorCode
+from vllm_tiered_kv.server import backing as backing_module
+from vllm_tiered_kv.server.backing import BackingFolder
+from vllm_tiered_kv.stores.shared_dir.store import SharedDirSettings, SharedDirStore
 from vllm_tiered_kv.stores.shared_dir.tree import FOLDER, MARKER, MARKER_TEXT
 
 PATIENCE_S = 60.0
@@ -117,29 +116,7 @@ def test_an_ssd_is_waited_for_and_that_is_told(folder: Path) -> None:
         daemon.end()
 
 
-# ---- the thread ---------------------------------------------------------------------------------
-
-
-class Thing:
-    """Opened when its gate is; fails so many times before."""
-
-    def __init__(self, failures: int = 0) -> None:
-        self.gate = threading.Event()
-        self.closed = threading.Event()
-        self._failures = failures
-
-    def open(self) -> Thing:
-        assert self.gate.wait(PATIENCE_S)
-        if self._failures:
-            self._failures -= 1
-            raise OSError("not yet")
-        return self
-
-    def close(self) -> None:
-        self.closed.set()
-
-    def later(self, patience_s: float = 0.05) -> OpenedLater[Thing]:
-        return OpenedLater("thing", self.open, Thing.close, patience_s)
+# ---- the folder ---------------------------------------------------------------------------------
 
 
 def in_a_thread(work: Callable[[], object]) -> threading.Thread:
@@ -148,39 +125,58 @@ def in_a_thread(work: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def test_what_fails_in_time_is_raised() -> None:
-    thing = Thing(failures=1)
-    thing.gate.set()
-    with pytest.raises(OSError, match="not yet"):
-        thing.later(PATIENCE_S)
-    assert thing.later(PATIENCE_S).now is thing
+def test_a_folder_that_fails_to_open_in_time_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    backing = BackingFolder(str(tmp_path / "file"), 0, 0)
+    with pytest.raises(ConfigError, match="Not a directory"):
+        backing.open()
+    assert not backing.is_open
 
 
-def test_what_fails_later_is_tried_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_folder_that_fails_to_open_later_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(opened_later, "_OPEN_AGAIN_S", 0.05)
-    thing = Thing(failures=2)
-    later = thing.later()
-    assert later.now is None
-    got: list[Thing] = []
-    waiting = in_a_thread(lambda: got.append(later.wait()))
-    thing.gate.set()
-    waiting.join(PATIENCE_S)
-    assert got == [thing]
-    assert later.now is thing
-    assert caplog.text.count("not yet; tried again") == 2
-    later.close()
-    assert thing.closed.is_set()
+    monkeypatch.setattr(backing_module, "_OPEN_AGAIN_S", 0.05)
+    (tmp_path / "folder").touch()
+    backing = BackingFolder(str(tmp_path / "folder"), 0, 0)
+    found: list[list[bool]] = []
+    waiting = [
+        in_a_thread(lambda: found.append(backing.contains([StoreKey(bytes(24))]))) for _ in range(2)
+    ]
+    eventually(lambda: caplog.text.count("tried again in") >= 2)
+    assert found == []
+    (tmp_path / "folder").unlink()
+    for thread in waiting:
+        thread.join(PATIENCE_S)
+    assert found == [[False], [False]]
+    backing.close()
 
 
-@pytest.mark.parametrize("failures", [0, 1])
-def test_what_opens_after_its_end_is_closed(failures: int) -> None:
-    thing = Thing(failures)
-    later = thing.later()
-    later.close()
-    thing.gate.set()
-    if failures:
-        eventually(lambda: not any(t.name == "tiered-kv-opening" for t in threading.enumerate()))
-    assert thing.closed.wait(0 if failures else PATIENCE_S) == (not failures)
-    assert later.now is None
+def test_a_folder_that_opens_after_the_end_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[SharedDirStore] = []
+    begun, gate = threading.Event(), threading.Event()
+
+    def open_late(settings: SharedDirSettings) -> SharedDirStore:
+        begun.set()
+        assert gate.wait(PATIENCE_S)
+        opened.append(SharedDirStore(settings))
+        return opened[0]
+
+    monkeypatch.setattr(backing_module, "SharedDirStore", open_late)
+    backing = BackingFolder(str(tmp_path), 0, 0)
+    opening = in_a_thread(backing.open)
+    assert begun.wait(PATIENCE_S)
+    backing.close()
+    gate.set()
+    opening.join(PATIENCE_S)
+    assert opened[0]._closed
+
+
+def test_a_folder_that_was_closed_before_is_not_opened(tmp_path: Path) -> None:
+    backing = BackingFolder(str(tmp_path), 0, 0)
+    backing.close()
+    with pytest.raises(OSError, match="not opened before the daemon stopped"):
+        backing.contains([StoreKey(bytes(24))])
+    assert not list(tmp_path.iterdir())

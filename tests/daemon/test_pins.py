@@ -12,8 +12,7 @@ from tests.patience import eventually
 from vllm_tiered_kv.core.store import PutItem, PutResult, StoreKey
 from vllm_tiered_kv.server.allowances import Allowances
 from vllm_tiered_kv.server.pins import Pins
-from vllm_tiered_kv.stores.held import Held
-from vllm_tiered_kv.stores.memory import MemoryStore
+from vllm_tiered_kv.stores.memory import MemoryStore, PinnedSlot
 
 MIB = 1 << 20
 AN_HOUR_S = 3600.0
@@ -29,7 +28,7 @@ def memory() -> Iterator[MemoryStore]:
     memory.close()
 
 
-def held(memory: MemoryStore, content: int) -> Held:
+def held(memory: MemoryStore, content: int) -> PinnedSlot:
     """A new block, as one who is about to pin it has it."""
     assert memory.put([PutItem(NAME, None, memoryview(block(content)))]) == [PutResult.STORED]
     (one,) = memory.hold([NAME])

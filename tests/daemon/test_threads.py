@@ -44,7 +44,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Refuse:
     return refuse
 
 
-def test_a_flush_is_answered_and_so_is_the_next(refuse: Refuse) -> None:
+def test_a_flush_needs_no_new_thread(refuse: Refuse) -> None:
     store = TieredStore(4 * MIB, None, None, Recorder())
     answers: list[list[str]] = []
     answered = threading.Semaphore(0)
@@ -54,14 +54,16 @@ def test_a_flush_is_answered_and_so_is_the_next(refuse: Refuse) -> None:
         answered.release()
 
     try:
-        refuse(1)
+        refuse(100)
         for _ in range(2):
             store.flush(done)
             assert answered.acquire(timeout=PATIENCE_S)
-        assert answers[0] != []
-        assert answers[1] == []
+        assert answers == [[], []]
     finally:
+        refuse(0)
         store.close()
+    store.flush(done)
+    assert answers[2:] == [["the daemon has stopped"]]
 
 
 def test_what_needs_one_more_is_done_once_by_those_there_are(refuse: Refuse) -> None:

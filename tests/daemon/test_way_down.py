@@ -20,10 +20,10 @@ from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.native.cpu import xxh3_64
 from vllm_tiered_kv.server.backing import BackingFolder
 from vllm_tiered_kv.server.lower_tiers import _SSD_WRITERS
+from vllm_tiered_kv.server.store_executor import StoreExecutor
 from vllm_tiered_kv.server.tiered_store import TieredStore
 from vllm_tiered_kv.server.write_behind import WriteBehind
-from vllm_tiered_kv.stores.held import Held
-from vllm_tiered_kv.stores.memory import MemoryStore
+from vllm_tiered_kv.stores.memory import MemoryStore, PinnedSlot
 from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps
 from vllm_tiered_kv.stores.ssd.disk import OsDisk
 from vllm_tiered_kv.stores.ssd.settings import FsyncPolicy
@@ -200,7 +200,7 @@ def test_a_block_read_back_while_it_is_deleted_is_not_written_again(
     def delete(keys: Sequence[StoreKey]) -> int:
         answered = threading.Event()
 
-        def read(position: int, held: Held | None) -> None:
+        def read(position: int, held: PinnedSlot | None) -> None:
             store.memory.let_go([] if held is None else [held])
             answered.set()
 
@@ -244,7 +244,7 @@ def test_a_damaged_block_of_the_ssd_is_a_miss(store: TieredStore, disk: GatedDis
         found: list[bytes | None] = []
         arrived = threading.Event()
 
-        def ready(position: int, held: Held | None) -> None:
+        def ready(position: int, held: PinnedSlot | None) -> None:
             found.append(None if held is None else bytes(held.view))
             if held is not None:
                 store.memory.let_go([held])
@@ -267,7 +267,7 @@ def test_a_damaged_block_of_the_ssd_is_a_miss(store: TieredStore, disk: GatedDis
 def test_flush_covers_what_was_only_received(store: TieredStore) -> None:
     """Also while the one worker is busy with something else."""
     busy = threading.Event()
-    store._pool.submit(busy.wait, PATIENCE_S)
+    store._pool.submit(lambda: busy.wait(PATIENCE_S))
     assert put(store, 1, Durability.RECEIVED) is PutResult.STORED
     flushed = threading.Event()
     store.flush(lambda failed: flushed.set())
@@ -296,7 +296,8 @@ def test_drain_does_not_wait_for_what_comes_later() -> None:
     """Or it would never end while others go on writing."""
     memory, target = MemoryStore(4 * MIB), GatedStore()
     memory.put([item(1), item(2)])
-    behind = WriteBehind(memory, target, MIB, 1, "test")
+    executor = StoreExecutor("test", 1, keeps_queue=True)
+    behind = WriteBehind(memory, target, MIB, executor)
 
     def offer(n: int) -> None:
         (held,) = memory.hold([key(n)])
@@ -314,7 +315,8 @@ def test_drain_does_not_wait_for_what_comes_later() -> None:
     assert not drained.is_alive()
     assert behind.pending_blocks == 1
     target.let_through[key(2)].set()
-    behind.close()
+    assert behind.close()
+    assert executor.close()
     assert target.contains([key(1), key(2)]) == [True, True]
     assert not memory._index.pinned_slots()
 
@@ -340,7 +342,8 @@ def test_writers_outlive_those_who_fail_to_listen() -> None:
     def unkept(key: StoreKey, result: PutResult) -> None:
         raise RuntimeError("on purpose")
 
-    behind = WriteBehind(memory, target, MIB, 1, "test", unkept)
+    executor = StoreExecutor("test", 1, keeps_queue=True)
+    behind = WriteBehind(memory, target, MIB, executor, unkept)
     for n in range(8):
         (held,) = memory.hold([key(n)])
         assert held is not None
@@ -351,6 +354,7 @@ def test_writers_outlive_those_who_fail_to_listen() -> None:
     closing.start()
     closing.join(PATIENCE_S)
     assert not closing.is_alive()
+    assert executor.close()
     assert not memory._index.pinned_slots()
 
 

@@ -18,7 +18,7 @@ from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server import way_up
 from vllm_tiered_kv.server.backing import BackingFolder
 from vllm_tiered_kv.server.tiered_store import TieredStore
-from vllm_tiered_kv.stores.held import Held
+from vllm_tiered_kv.stores.memory import PinnedSlot
 from vllm_tiered_kv.stores.ssd.folder import DATA
 from vllm_tiered_kv.stores.ssd.store import SsdStore
 
@@ -72,7 +72,7 @@ class Tiers:
         """Positions and contents, as they come."""
         answers: queue.Queue[tuple[int, bytes | None]] = queue.Queue()
 
-        def ready(position: int, held: Held | None) -> None:
+        def ready(position: int, held: PinnedSlot | None) -> None:
             content = None if held is None else bytes(held.view)
             if held is not None:
                 self.store.memory.let_go([held])
@@ -156,7 +156,7 @@ def test_what_the_ssd_has_does_not_wait_for_what_it_has_not(
 
 
 def test_one_who_does_not_listen_keeps_nobody_else_waiting(tiers: Tiers) -> None:
-    def deaf(position: int, held: Held | None) -> None:
+    def deaf(position: int, held: PinnedSlot | None) -> None:
         if held is not None:
             tiers.store.memory.let_go([held])
         raise RuntimeError("on purpose")
@@ -174,11 +174,11 @@ def test_a_tier_that_raises_leaves_nothing_reserved(tiers: Tiers) -> None:
     assert tiers.fetch(range(COUNT)) == contents()
 
 
-def all_in_use(tiers: Tiers) -> list[Held]:
+def all_in_use(tiers: Tiers) -> list[PinnedSlot]:
     """Holds every block in memory and takes every slot that is left."""
     memory = tiers.store.memory
     held = [one for one in memory.hold([key(n) for n in range(COUNT)]) if one is not None]
-    while isinstance(slot := memory.reserve(key(1000 + len(held)), None, SIZE), Held):
+    while isinstance(slot := memory.reserve(key(1000 + len(held)), None, SIZE), PinnedSlot):
         held.append(slot)
     return held
 
@@ -223,7 +223,7 @@ def test_who_waits_for_a_block_does_not_do_so_for_ever(
     monkeypatch.setattr(way_up, "_LONGEST_WAIT_S", 2.0)
     memory = tiers.store.memory
     unfinished = memory.reserve(key(0), None, SIZE)
-    assert isinstance(unfinished, Held)
+    assert isinstance(unfinished, PinnedSlot)
     answers = tiers.begin([0])
 
     def is_answered() -> bool:
@@ -244,10 +244,10 @@ def test_what_was_read_stays_until_it_is_handed_over(
     tiers = Tiers(tmp_path, with_backing=False, memory=32 * SIZE)
     memory, hold = tiers.store.memory, tiers.store.memory.hold
 
-    def hold_in_a_crowd(keys: Sequence[StoreKey], touch: bool = True) -> list[Held | None]:
+    def hold_in_a_crowd(keys: Sequence[StoreKey], touch: bool = True) -> list[PinnedSlot | None]:
         slots = [memory.reserve(key(2000 + n), None, SIZE) for n in range(40)]
         for slot in slots:
-            if isinstance(slot, Held):
+            if isinstance(slot, PinnedSlot):
                 memory.abort(slot)
         return hold(keys, touch)
 

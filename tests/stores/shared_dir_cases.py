@@ -11,8 +11,7 @@ from typing import Any
 
 from vllm_tiered_kv.core.store import StoreKey
 from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps
-from vllm_tiered_kv.stores.shared_dir.settings import SharedDirSettings
-from vllm_tiered_kv.stores.shared_dir.store import SharedDirStore
+from vllm_tiered_kv.stores.shared_dir.store import SharedDirSettings, SharedDirStore
 
 NOBODY = 65534
 

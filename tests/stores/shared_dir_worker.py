@@ -14,10 +14,9 @@ from pathlib import Path
 
 from tests.stores.contract import chain_items, chain_keys, content
 from vllm_tiered_kv.core.store import Durability, PutResult, StoreKey
-from vllm_tiered_kv.stores.shared_dir.events import Event
+from vllm_tiered_kv.stores.shared_dir.counters import Event
 from vllm_tiered_kv.stores.shared_dir.gc import SharedDirGc
-from vllm_tiered_kv.stores.shared_dir.settings import SharedDirSettings
-from vllm_tiered_kv.stores.shared_dir.store import SharedDirStore
+from vllm_tiered_kv.stores.shared_dir.store import SharedDirSettings, SharedDirStore
 
 CHAINS = [chain_keys(f"chain {at}", 6) for at in range(10)]
 SIZE = 30_000

@@ -12,8 +12,7 @@ from tests.stores.contract import StoreCase, StoreContract
 from tests.stores.contract_capacity import CapacityContract
 from vllm_tiered_kv.core.store import BlockStore
 from vllm_tiered_kv.stores.memory import MemoryStore
-from vllm_tiered_kv.stores.shared_dir.settings import SharedDirSettings
-from vllm_tiered_kv.stores.shared_dir.store import SharedDirStore
+from vllm_tiered_kv.stores.shared_dir.store import SharedDirSettings, SharedDirStore
 from vllm_tiered_kv.stores.ssd.store import SsdStore
 
 

@@ -13,8 +13,7 @@ from vllm_tiered_kv.errors import NativeError
 from vllm_tiered_kv.native._cpu import EVICTION_POLICIES
 from vllm_tiered_kv.native.cpu import xxh3_64
 from vllm_tiered_kv.stores import memory as memory_module
-from vllm_tiered_kv.stores.held import Held
-from vllm_tiered_kv.stores.memory import MemoryStore
+from vllm_tiered_kv.stores.memory import MemoryStore, PinnedSlot
 
 MIB = 1 << 20
 SIZE = 4096
@@ -37,9 +36,9 @@ def store() -> Iterator[MemoryStore]:
     made.close()
 
 
-def reserve(store: MemoryStore, n: int) -> Held:
+def reserve(store: MemoryStore, n: int) -> PinnedSlot:
     slot = store.reserve(key(n), None, SIZE)
-    assert isinstance(slot, Held)
+    assert isinstance(slot, PinnedSlot)
     return slot
 
 
@@ -194,7 +193,7 @@ def test_what_follows_a_block_without_room_is_not_kept(store: MemoryStore) -> No
     store.turn_away([key(1)])
     assert store.put([item(2, parent=1), item(3, parent=2)]) == [PutResult.DROPPED] * 2
     elsewhere = store.reserve_chain([(key(2), key(1), SIZE)], lambda parent: parent == key(1))
-    assert isinstance(elsewhere[0], Held)  # another tier has the head
+    assert isinstance(elsewhere[0], PinnedSlot)  # another tier has the head
     store.abort(elsewhere[0])
     assert store.put([item(1), item(2, parent=1)]) == [PutResult.STORED] * 2
 

@@ -10,7 +10,7 @@ import pytest
 
 from vllm_tiered_kv.core.store import PutItem, PutResult, StoreKey
 from vllm_tiered_kv.stores.memory import MemoryStore
-from vllm_tiered_kv.stores.slab_owner import HasQuota, all_share, any_may
+from vllm_tiered_kv.stores.namespaces import HasQuota, all_share, any_may
 from vllm_tiered_kv.stores.ssd.store import SsdStore
 
 MIB = 1 << 20

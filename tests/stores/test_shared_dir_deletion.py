@@ -13,7 +13,7 @@ from tests.stores.contract import assert_holds, assert_lacks, chain_items, chain
 from tests.stores.contract import store_key as named
 from tests.stores.shared_dir_cases import FaultyOps, failing, file_of, litter, opened
 from vllm_tiered_kv.errors import NotDeletedError
-from vllm_tiered_kv.stores.shared_dir.events import Event
+from vllm_tiered_kv.stores.shared_dir.counters import Event
 from vllm_tiered_kv.stores.shared_dir.removal import Removal
 from vllm_tiered_kv.stores.shared_dir.tree import Identity
 

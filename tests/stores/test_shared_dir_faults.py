@@ -17,12 +17,11 @@ from tests.stores.contract import store_key as named
 from tests.stores.shared_dir_cases import FaultyOps, failing, file_of, litter, opened
 from vllm_tiered_kv.core.store import Durability, PutResult
 from vllm_tiered_kv.errors import ConfigError
-from vllm_tiered_kv.stores.shared_dir import unsynced
-from vllm_tiered_kv.stores.shared_dir.events import Event
+from vllm_tiered_kv.stores.shared_dir import synced_files
+from vllm_tiered_kv.stores.shared_dir.counters import Event
 from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps
 from vllm_tiered_kv.stores.shared_dir.gc import SharedDirGc
-from vllm_tiered_kv.stores.shared_dir.settings import SharedDirSettings
-from vllm_tiered_kv.stores.shared_dir.store import SharedDirStore
+from vllm_tiered_kv.stores.shared_dir.store import SharedDirSettings, SharedDirStore
 from vllm_tiered_kv.stores.shared_dir.tree import FOLDER
 
 SIZE = 5000
@@ -531,7 +530,7 @@ def test_what_was_written_while_a_sync_failed_may_be_lost_by_it(root: Path) -> N
 def test_a_long_list_of_unsynced_blocks_is_synced(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unsynced, "_MOST", 2)
+    monkeypatch.setattr(synced_files, "_MAX_UNSYNCED", 2)
     ops = FaultyOps()
     with opened(root, ops) as store:
         store.put([item(named("a"), SIZE)])

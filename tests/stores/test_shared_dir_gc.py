@@ -18,8 +18,7 @@ import pytest
 from tests.stores.contract import assert_holds, chain_items, chain_keys, item, read, store_key
 from tests.stores.shared_dir_cases import FaultyOps, failing, file_of, litter, opened
 from vllm_tiered_kv.core.store import PutResult, StoreKey
-from vllm_tiered_kv.stores.shared_dir.gc import GcReport, SharedDirGc
-from vllm_tiered_kv.stores.shared_dir.gc_thread import GcThread
+from vllm_tiered_kv.stores.shared_dir.gc import GcReport, GcThread, SharedDirGc
 from vllm_tiered_kv.stores.shared_dir.store import SharedDirStore
 from vllm_tiered_kv.stores.shared_dir.tree import FOLDER, Identity
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_tiered_kv.core.store import StoreKey
-from vllm_tiered_kv.stores.shared_dir.eviction_order import (
+from vllm_tiered_kv.stores.shared_dir.gc import (
     Candidate,
     coldest_part,
     removal_order,

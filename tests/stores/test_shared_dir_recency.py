@@ -13,7 +13,7 @@ import pytest
 from tests.stores.contract import chain_items, chain_keys, item, store_key
 from tests.stores.shared_dir_cases import FaultyOps, file_of, opened
 from vllm_tiered_kv.core.store import PutItem, StoreKey
-from vllm_tiered_kv.stores.shared_dir.events import Event
+from vllm_tiered_kv.stores.shared_dir.counters import Event
 from vllm_tiered_kv.stores.shared_dir.recency import Recency, Use
 from vllm_tiered_kv.stores.shared_dir.store import SharedDirStore
 

@@ -34,7 +34,7 @@ STORES = (
     ),
     Mutation(
         "namespaces-share-no-slabs",
-        "stores/slab_owner.py",
+        "stores/namespaces.py",
         "return namespace if has_quota(namespace) else SHARED",
         "return namespace",
         "forty blocks of as many namespaces drive out all that a large one has",
@@ -356,7 +356,7 @@ STORES = (
     ),
     Mutation(
         "dir-trash-outlives-a-delete",
-        "stores/shared_dir/deletion.py",
+        "stores/shared_dir/removal.py",
         "                if key in found:\n",
         "                if False:\n",
         "a deleted block comes back when a collector ends what another had begun",
@@ -364,7 +364,7 @@ STORES = (
     ),
     Mutation(
         "dir-name-unlinked-once",
-        "stores/shared_dir/deletion.py",
+        "stores/shared_dir/removal.py",
         "        self._unlink_names(found)\n        return list(found.values())\n",
         "        return list(found.values())\n",
         "a block comes back that a collector put back while it was deleted",

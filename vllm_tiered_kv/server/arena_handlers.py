@@ -12,12 +12,11 @@ from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.call import Call
 from vllm_tiered_kv.server.leases import Attachment, Leases
-from vllm_tiered_kv.server.locator import Located
+from vllm_tiered_kv.server.lookups import Located
 from vllm_tiered_kv.server.reactor import Reactor
 from vllm_tiered_kv.server.sessions import Peer
 from vllm_tiered_kv.server.tiered_store import TieredStore
-from vllm_tiered_kv.stores.held import Held
-from vllm_tiered_kv.stores.new_blocks import NewBlock
+from vllm_tiered_kv.stores.memory import NewBlock, PinnedSlot
 from vllm_tiered_kv.wire.fields import pack_uints
 from vllm_tiered_kv.wire.limits import MAX_KEYS
 from vllm_tiered_kv.wire.messages import (
@@ -67,7 +66,7 @@ class ArenaHandlers:
         some = list(islice(missing, _FETCH_AT_ONCE))
         left = len(some)
 
-        def arrived(n: int, block: Held | None) -> None:
+        def arrived(n: int, block: PinnedSlot | None) -> None:
             nonlocal left
             left -= 1
             pending.arrived([(n, block)])
@@ -87,7 +86,7 @@ class ArenaHandlers:
         session.require_width(request.width + suffix)
         most = min(self._leases.lookup_room_bytes // request.length, MAX_KEYS)
 
-        def found(held: list[Held], rest: Located) -> None:
+        def found(held: list[PinnedSlot], rest: Located) -> None:
             leased = len(held) // (len(request.suffixes) or 1)
             tiers = [rest.tiers.get(tier, 0) for tier in (Tier.MEMORY, Tier.SSD, Tier.BACKING)]
             tiers[0] += leased
@@ -171,7 +170,7 @@ class _Reserving:
         self._call = call
         self._attachment = attachment
         self._blocks = blocks
-        self._slots: list[Held | None] = []
+        self._slots: list[PinnedSlot | None] = []
         self._ids: list[int] = []
         self._results = bytearray()
         self._is_full = False  # leases have no room for a block of the head
@@ -196,7 +195,7 @@ class _Reserving:
         else:
             self._answer()
 
-    def _reserve(self, blocks: list[NewBlock]) -> list[Held | PutResult]:
+    def _reserve(self, blocks: list[NewBlock]) -> list[PinnedSlot | PutResult]:
         """Only the leading blocks that leases still have room for: heads before tails."""
         fitting, total = 0, 0
         for _, _, nbytes in blocks:
@@ -209,11 +208,11 @@ class _Reserving:
         self._store.memory.turn_away([key for key, _, _ in blocks[fitting:]])
         return slots + [PutResult.DROPPED] * (len(blocks) - fitting)
 
-    def _add(self, slot: Held | PutResult) -> None:
+    def _add(self, slot: PinnedSlot | PutResult) -> None:
         lease = None
-        if isinstance(slot, Held):
+        if isinstance(slot, PinnedSlot):
             lease = self._leases.reserve(self._attachment, slot)
-        granted = slot if lease is not None and isinstance(slot, Held) else None
+        granted = slot if lease is not None and isinstance(slot, PinnedSlot) else None
         self._slots.append(granted)
         self._ids.append(lease or 0)
         if granted is None:
@@ -261,7 +260,7 @@ class _PendingLease:
     def asker(self) -> Peer:
         return self._call.session.peer
 
-    def arrived(self, blocks: Sequence[tuple[int, Held | None]]) -> None:
+    def arrived(self, blocks: Sequence[tuple[int, PinnedSlot | None]]) -> None:
         """Blocks by position; None for one that is nowhere."""
         if not blocks:
             return

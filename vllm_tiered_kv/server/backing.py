@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import threading
 from collections.abc import Sequence
 
 from vllm_tiered_kv.core.store import (
@@ -14,14 +16,14 @@ from vllm_tiered_kv.core.store import (
     StoreKey,
     StoreUsage,
 )
-from vllm_tiered_kv.server.opened_later import OpenedLater
-from vllm_tiered_kv.stores.shared_dir.events import Event
-from vllm_tiered_kv.stores.shared_dir.gc import SharedDirGc
-from vllm_tiered_kv.stores.shared_dir.gc_thread import GcThread
-from vllm_tiered_kv.stores.shared_dir.settings import SharedDirSettings
-from vllm_tiered_kv.stores.shared_dir.store import SharedDirStore
+from vllm_tiered_kv.stores.shared_dir.counters import Event
+from vllm_tiered_kv.stores.shared_dir.gc import GcThread, SharedDirGc
+from vllm_tiered_kv.stores.shared_dir.store import SharedDirSettings, SharedDirStore
+
+logger = logging.getLogger(__name__)
 
 _COLLECT_EVERY_S = 300.0
+_OPEN_AGAIN_S = 30.0  # after opening failed
 
 
 class _Folder:
@@ -39,31 +41,53 @@ class _Folder:
 
 
 class BackingFolder:
-    """A LowerStore. Unlike the shared directory's own, `usage` never scans: monitors ask for it."""
+    """The LowerStore of the backing tier, called from the threads of its executors. Every call
+    opens the folder first where it is not open: one that hangs when the daemon starts is like one
+    that hangs later. Unlike the shared directory's own, `usage` never scans: monitors ask for it.
+    """
 
-    def __init__(
-        self, folder: str, capacity_bytes: int, ttl_s: int, patience_s: float = math.inf
-    ) -> None:
-        """A folder that does not answer for `patience_s` is opened when it does. Until then it is
-        as one that hangs: calls that need it return when it is open."""
+    def __init__(self, folder: str, capacity_bytes: int, ttl_s: int) -> None:
         self._settings = SharedDirSettings(
             folder, capacity_bytes=capacity_bytes, ttl_s=float(ttl_s) if ttl_s else None
         )
         self.on_lost: OnLost = lambda keys: None
-        self._folder = OpenedLater(
-            f"backing: {folder}",
-            lambda: _Folder(self._settings, lambda keys: self.on_lost(keys)),
-            _Folder.close,
-            patience_s,
-        )
+        self._folder: _Folder | None = None
+        self._opening = threading.RLock()
+        self._closed = threading.Event()
 
     @property
     def is_open(self) -> bool:
-        return self._folder.now is not None
+        return self._folder is not None
+
+    def open(self) -> None:
+        """Raises what opening raises. Idempotent."""
+        with self._opening:
+            if self._folder is None and not self._closed.is_set():
+                folder = _Folder(self._settings, lambda keys: self.on_lost(keys))
+                self._folder = folder
+                if self._closed.is_set():  # meanwhile
+                    folder.close()
+
+    def open_at_last(self) -> None:
+        """Returns when the folder is open or this store is closed."""
+        with self._opening:  # while one thread tries again, the others wait for it
+            while self._folder is None and not self._closed.is_set():
+                try:
+                    self.open()
+                except Exception as error:
+                    logger.error("backing: %s; tried again in %g s", error, _OPEN_AGAIN_S)
+                    self._closed.wait(_OPEN_AGAIN_S)
+
+    def _opened(self) -> _Folder:
+        if self._folder is None:
+            self.open_at_last()
+        if self._folder is None:
+            raise OSError(f"{self._settings.root} was not opened before the daemon stopped")
+        return self._folder
 
     @property
     def _store(self) -> SharedDirStore:
-        return self._folder.wait().store
+        return self._opened().store
 
     def match(self, keys: Sequence[StoreKey]) -> int:
         return self._store.match(keys)
@@ -82,14 +106,14 @@ class BackingFolder:
     ) -> list[PutResult]:
         results = self._store.put(items, durability)
         if PutResult.DROPPED in results:
-            self._folder.wait().collector.wake()
+            self._opened().collector.wake()
         return results
 
     def delete(self, keys: Sequence[StoreKey]) -> int:
         return self._store.delete(keys)
 
     def flush(self) -> bool:
-        folder = self._folder.now
+        folder = self._folder
         return folder is None or folder.store.flush()  # not open: it has been given nothing
 
     @property
@@ -103,7 +127,7 @@ class BackingFolder:
         return self._count(Event.WRITE_ERROR, Event.NO_SPACE, Event.BAD_CHECKSUM, Event.BAD_KEY)
 
     def _count(self, *events: Event) -> int:
-        folder = self._folder.now
+        folder = self._folder
         if folder is None:
             return 0
         counted = folder.store.counts.snapshot()
@@ -111,7 +135,7 @@ class BackingFolder:
 
     def usage(self) -> StoreUsage:
         """As of the last collection; nothing before the first one."""
-        folder = self._folder.now
+        folder = self._folder
         known = None if folder is None else folder.store.usage_tracker.latest(math.inf)
         blocks, nbytes = (0, 0) if known is None else (known.blocks, known.nbytes)
         return StoreUsage(blocks, nbytes, self._settings.capacity_bytes)
@@ -120,4 +144,7 @@ class BackingFolder:
         """Nothing is paused after a failure."""
 
     def close(self) -> None:
-        self._folder.close()
+        """Does not wait for a folder that is being opened: it is closed when it is open."""
+        self._closed.set()
+        if self._folder is not None:
+            self._folder.close()

@@ -10,7 +10,7 @@ from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.reactor import Reactor
 from vllm_tiered_kv.server.sessions import Peer, Session
-from vllm_tiered_kv.stores.held import Held
+from vllm_tiered_kv.stores.memory import PinnedSlot
 from vllm_tiered_kv.wire.messages import ErrorReply, Reply, encode_reply
 
 
@@ -21,12 +21,12 @@ class Replies(Protocol):
         self,
         peer: Peer,
         header: bytes,
-        payload: Sequence[Held] = (),
+        payload: Sequence[PinnedSlot] = (),
         lost: Callable[[], None] | None = None,
     ) -> None:
         """Takes over the claimed blocks; `lost` is called if it was never sent."""
 
-    def let_go(self, peer: Peer, blocks: Sequence[Held]) -> None:
+    def let_go(self, peer: Peer, blocks: Sequence[PinnedSlot]) -> None:
         """Claimed blocks that are not sent after all."""
 
 
@@ -61,7 +61,7 @@ class Call:
     def reply(
         self,
         reply: Reply,
-        payload: Sequence[Held] = (),
+        payload: Sequence[PinnedSlot] = (),
         lost: Callable[[], None] | None = None,
     ) -> None:
         """The last word. Takes over the claimed blocks; `lost` is called if it was never sent."""
@@ -74,7 +74,7 @@ class Call:
     def part(
         self,
         reply: Reply,
-        payload: Sequence[Held] = (),
+        payload: Sequence[PinnedSlot] = (),
         lost: Callable[[], None] | None = None,
     ) -> None:
         """One message of a stream."""

@@ -14,7 +14,7 @@ from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.allowances import Allowances
 from vllm_tiered_kv.server.arena_handlers import ArenaHandlers
 from vllm_tiered_kv.server.call import Call
-from vllm_tiered_kv.server.locator import Located
+from vllm_tiered_kv.server.lookups import Located
 from vllm_tiered_kv.server.network_memory import NetworkMemory
 from vllm_tiered_kv.server.outbox import Outbox
 from vllm_tiered_kv.server.pin_handlers import PinHandlers

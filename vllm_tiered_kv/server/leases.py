@@ -18,15 +18,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from vllm_tiered_kv.server.allowances import Allowances
-from vllm_tiered_kv.stores.held import Held
-from vllm_tiered_kv.stores.memory import MemoryStore
+from vllm_tiered_kv.stores.memory import MemoryStore, PinnedSlot
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Lease:
-    slots: list[Held]
+    slots: list[PinnedSlot]
     nbytes: int
     is_reservation: bool = False
     is_of_lookup: bool = False
@@ -89,14 +88,16 @@ class Leases:
     def has_room(self, nbytes: int) -> bool:
         return nbytes <= self.room_bytes
 
-    def reserve(self, attachment: Attachment, slot: Held) -> int | None:
+    def reserve(self, attachment: Attachment, slot: PinnedSlot) -> int | None:
         """The id of a lease; None, and the slot is given back, when too much is out already."""
         if attachment.is_gone or not self.has_room(slot.nbytes):
             self._memory.abort(slot)
             return None
         return self._open(attachment, Lease([slot], slot.nbytes, is_reservation=True))
 
-    def lease(self, attachment: Attachment, slots: Sequence[Held], lease_id: int | None) -> int:
+    def lease(
+        self, attachment: Attachment, slots: Sequence[PinnedSlot], lease_id: int | None
+    ) -> int:
         """Leases blocks under this lease, or a new one. 0, and all are given back, when too much
         is out already."""
         nbytes = sum(slot.nbytes for slot in slots)
@@ -116,7 +117,7 @@ class Leases:
     def lookup_room_bytes(self) -> int:
         return max(0, min(self.room_bytes, self._max_lookup_bytes - self._lookup_bytes))
 
-    def lease_lookup(self, attachment: Attachment, slots: list[Held]) -> int:
+    def lease_lookup(self, attachment: Attachment, slots: list[PinnedSlot]) -> int:
         """Like `lease`, for somebody who has asked what is here. 0 also where there are no
         slots."""
         nbytes = sum(slot.nbytes for slot in slots)
@@ -151,7 +152,7 @@ class Leases:
         self._look_what_is_left(attachment)
         return len(ended)
 
-    def take_reserved(self, attachment: Attachment, lease_id: int) -> Held | None:
+    def take_reserved(self, attachment: Attachment, lease_id: int) -> PinnedSlot | None:
         """The slot of a reservation, which ends here; None if this is none."""
         lease = attachment.leases.get(lease_id)
         if lease is None or not lease.is_reservation:

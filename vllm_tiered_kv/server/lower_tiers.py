@@ -7,6 +7,7 @@ had taken and lost before it was durable.
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -17,11 +18,11 @@ from vllm_tiered_kv.core.store import Durability, LowerStore, PutResult, StoreKe
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
-from vllm_tiered_kv.server.bounded_call import BoundedCalls
+from vllm_tiered_kv.server.store_executor import StoreExecutor, StoreHungError
 from vllm_tiered_kv.server.write_behind import Pace, WriteBehind, Written
-from vllm_tiered_kv.stores.handed import Handed
-from vllm_tiered_kv.stores.held import Held
-from vllm_tiered_kv.stores.memory import MemoryStore
+from vllm_tiered_kv.stores.memory import HandoffResult, MemoryStore, PinnedSlot
+
+logger = logging.getLogger(__name__)
 
 _WRITERS, _SSD_WRITERS = 4, 16  # a call waits for its last block, and a disk must not
 
@@ -55,26 +56,28 @@ class LowerTiers:
         backing: LowerStore | None,
         recorder: Recorder,
         queue_bytes: int,
-        patience_s: float = math.inf,
+        backing_timeout_s: float = math.inf,
     ) -> None:
-        """A backing store that gets nothing done for `patience_s` hangs: it is not waited for."""
+        """A write to the backing store is waited for no longer than `backing_timeout_s`."""
         self._memory = memory
         self._tiers = tiers
         self._backing = backing
         self._recorder = recorder
-        self._behind = {
-            tier: WriteBehind(
-                memory,
-                store,
-                queue_bytes,
+        self._executors = {
+            tier: StoreExecutor(
+                f"{tier}-write",
                 _WRITERS if store is backing else _SSD_WRITERS,
-                tier,
-                partial(self._remember, tier),
-                patience_s if store is backing else math.inf,
+                backing_timeout_s if store is backing else math.inf,
+                keeps_queue=True,
             )
             for tier, store in tiers
         }
-        self._bounded = BoundedCalls(patience_s, "tiered-kv-backing-sync")
+        self._behind = {
+            tier: WriteBehind(
+                memory, store, queue_bytes, self._executors[tier], partial(self._remember, tier)
+            )
+            for tier, store in tiers
+        }
         self._refused: dict[str, dict[StoreKey, PutResult]] = {tier: {} for tier, _ in tiers}
         self._refused_lock = threading.Lock()
         self._flushing = threading.Lock()
@@ -115,7 +118,7 @@ class LowerTiers:
             written(PutResult.DROPPED)  # in memory, and no disk to be had
             return
         tier, _ = self._tiers[0]
-        if self._offer(tier, key, Durability.DISK, written) is not Handed.TAKEN:
+        if self._offer(tier, key, Durability.DISK, written) is not HandoffResult.TAKEN:
             written(PutResult.DROPPED)
 
     def _offer(
@@ -124,21 +127,21 @@ class LowerTiers:
         key: StoreKey,
         durability: Durability = Durability.MEMORY,
         written: Written | None = None,
-    ) -> Handed:
+    ) -> HandoffResult:
         """What is refused is remembered. A block that has left memory is nobody's concern."""
 
-        def take(block: Held) -> bool:
+        def take(block: PinnedSlot) -> bool:
             is_taken = self._behind[tier].offer(block, durability, written)
             if not is_taken:  # while it cannot leave memory, which would be told before
                 self._remember(tier, key, PutResult.DROPPED)
             return is_taken
 
         handed = self._memory.hand_over(key, take)
-        if handed is Handed.REFUSED:
+        if handed is HandoffResult.REFUSED:
             self._recorder.add(names.NOT_WRITTEN, 1, tier)
         return handed
 
-    def _hand_to(self, tier: str, key: StoreKey) -> Handed:
+    def _hand_to(self, tier: str, key: StoreKey) -> HandoffResult:
         offer = self._behind[tier].offer
         return self._memory.hand_over(key, lambda block: offer(block, Durability.MEMORY))
 
@@ -162,7 +165,7 @@ class LowerTiers:
         tier, store = self._tiers[0]
         if store is self._backing or store.contains([key])[0]:
             return True  # a backing store is never asked here: it may be slow
-        return self._hand_to(tier, key) is not Handed.TAKEN
+        return self._hand_to(tier, key) is not HandoffResult.TAKEN
 
     def left_memory(self, key: StoreKey) -> None:
         self._recorder.add(names.EVICTED, 1, Tier.MEMORY.value)
@@ -215,15 +218,15 @@ class LowerTiers:
         gone = 0
         for count, (key, result) in enumerate(refused.items()):
             # Not held while it waits: it may be deleted meanwhile, and must stay so.
-            while (handed := self._hand_to(tier, key)) is Handed.REFUSED:
+            while (handed := self._hand_to(tier, key)) is HandoffResult.REFUSED:
                 if not behind.wait_for_room():
                     self._offer(tier, key)  # remembered again
                     break
                 if pace.is_due():
                     progress(tier, len(refused) - count + behind.pending_blocks)
-            gone += handed is Handed.ABSENT and result is PutResult.FAILED
+            gone += handed is HandoffResult.ABSENT and result is PutResult.FAILED
         has_ended = behind.drain(lambda left: progress(tier, left))
-        is_durable = has_ended and self._make_all_durable(store)
+        is_durable = has_ended and self._sync(tier, store)
         with self._refused_lock:
             left = list(self._refused[tier].values())
         if not left and not gone and is_durable:
@@ -231,8 +234,11 @@ class LowerTiers:
         blocks = len(left) + gone + (0 if has_ended else behind.pending_blocks)
         return Unwritten(tier, blocks, bool(gone) or PutResult.FAILED in left or not is_durable)
 
-    def _make_all_durable(self, store: LowerStore) -> bool:
-        return self._bounded.call(store.flush) if store is self._backing else store.flush()
+    def _sync(self, tier: str, store: LowerStore) -> bool:
+        try:
+            return self._executors[tier].call(store.flush)
+        except StoreHungError:
+            return False
 
     def pending(self) -> dict[str, tuple[int, int]]:
         """Blocks and bytes waiting to be written, by tier."""
@@ -240,20 +246,16 @@ class LowerTiers:
 
     def close(self) -> bool:
         """False where the backing store hangs: some threads stay with it. All others are closed."""
-
-        def closed(store: LowerStore) -> bool:
-            store.close()
-            return True
-
         has_ended = True
         for tier, store in self._tiers:
-            close = partial(closed, store)
-            if not self._behind[tier].close():
-                has_ended = False  # so would be closing the store
-            elif store is self._backing:
-                has_ended = self._bounded.call(close) and has_ended
-            else:
-                close()
+            executor = self._executors[tier]
+            has_written = self._behind[tier].close()
+            if has_written:
+                try:
+                    executor.call(store.close)
+                except StoreHungError as error:
+                    logger.warning("%s", error)
+            has_ended = executor.close() and has_written and has_ended
         return has_ended
 
 

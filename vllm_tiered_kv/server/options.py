@@ -30,7 +30,7 @@ from vllm_tiered_kv.option_values import (
     text,
     texts,
 )
-from vllm_tiered_kv.stores.shared_dir.settings import SharedDirSettings
+from vllm_tiered_kv.stores.shared_dir.store import SharedDirSettings
 from vllm_tiered_kv.stores.ssd.settings import FsyncPolicy
 
 EVERYONE = ""

@@ -31,8 +31,7 @@ from vllm_tiered_kv.server.allowances import Allowances
 from vllm_tiered_kv.server.network_memory import NetworkMemory
 from vllm_tiered_kv.server.reactor import Reactor
 from vllm_tiered_kv.server.sessions import Peer
-from vllm_tiered_kv.stores.held import Held
-from vllm_tiered_kv.stores.memory import MemoryStore
+from vllm_tiered_kv.stores.memory import MemoryStore, PinnedSlot
 from vllm_tiered_kv.wire.messages import UNREADABLE_ID, ErrorReply, encode_reply
 
 logger = logging.getLogger(__name__)
@@ -55,7 +54,7 @@ _View = weakref.ref[memoryview]
 @dataclass(slots=True)
 class _Message:
     header: bytes
-    payload: Sequence[Held]
+    payload: Sequence[PinnedSlot]
     lost: Callable[[], None] | None
 
     @property
@@ -70,7 +69,7 @@ class _Line:
 
     claimed: int = 0  # bytes fetched, or to be, and not yet let go
     waiting: deque[_Message] = field(default_factory=deque)  # zmq does not take it yet
-    in_zmq: deque[tuple[_View, Held | None, int]] = field(default_factory=deque)
+    in_zmq: deque[tuple[_View, PinnedSlot | None, int]] = field(default_factory=deque)
     """What zmq was given by reference; a block, or the header of a message; and what was copied for
     it since the one before, which zmq is done with when it is done with this one."""
     last_progress: float = field(default_factory=time.monotonic)
@@ -86,7 +85,7 @@ class _Leftover:
     """Something that was under way to a client that is gone."""
 
     view: _View
-    block: Held
+    block: PinnedSlot
     until: float
 
 
@@ -163,7 +162,7 @@ class Outbox:
         if line.is_idle:
             del self._lines[peer]
 
-    def let_go(self, peer: Peer, blocks: Sequence[Held]) -> None:
+    def let_go(self, peer: Peer, blocks: Sequence[PinnedSlot]) -> None:
         """Of blocks that were claimed and will not be sent."""
         if blocks:
             self._memory.let_go(blocks)
@@ -175,7 +174,7 @@ class Outbox:
         self,
         peer: Peer,
         header: bytes,
-        payload: Sequence[Held] = (),
+        payload: Sequence[PinnedSlot] = (),
         lost: Callable[[], None] | None = None,
     ) -> None:
         """Takes over the claimed blocks of `payload`. `lost` is called if it was never sent."""
@@ -297,7 +296,7 @@ class Outbox:
 
     def _collect(self, peer: Peer, line: _Line) -> None:
         """Lets go of what zmq is done with."""
-        done: list[Held] = []
+        done: list[PinnedSlot] = []
         copied = 0
         while line.in_zmq and line.in_zmq[0][0]() is None:
             _, block, before = line.in_zmq.popleft()
@@ -345,7 +344,7 @@ class Outbox:
 
     def _clear_leftovers(self, now: float) -> None:
         kept: list[_Leftover] = []
-        over: list[Held] = []
+        over: list[PinnedSlot] = []
         for left in self._leftovers:
             if left.view() is None or left.until <= now:
                 over.append(left.block)

@@ -11,7 +11,7 @@ from vllm_tiered_kv.server.pins import Pins
 from vllm_tiered_kv.server.reactor import Reactor
 from vllm_tiered_kv.server.sessions import Session
 from vllm_tiered_kv.server.tiered_store import TieredStore
-from vllm_tiered_kv.stores.held import Held
+from vllm_tiered_kv.stores.memory import PinnedSlot
 from vllm_tiered_kv.wire.messages import Pin, PinReply
 
 _AT_ONCE = 64  # keys fetched at a time
@@ -113,12 +113,12 @@ class _Pinning:
         if not missing:
             self._handlers.reactor.in_turn(self.go_on)
 
-    def _keep(self, block: Held | None) -> None:
+    def _keep(self, block: PinnedSlot | None) -> None:
         if block is not None and self._handlers.pins.pin(block, self._ttl_s):
             self._pinned += 1
         self._left -= 1
 
-    def _arrived(self, block: Held | None) -> None:
+    def _arrived(self, block: PinnedSlot | None) -> None:
         self._keep(block)
         if not self._left:
             self._handlers.reactor.in_turn(self.go_on)

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from vllm_tiered_kv.core.store import StoreKey
 from vllm_tiered_kv.server.allowances import Allowances
-from vllm_tiered_kv.stores.held import Held
-from vllm_tiered_kv.stores.memory import MemoryStore
+from vllm_tiered_kv.stores.memory import MemoryStore, PinnedSlot
 
 
 class Pins:
@@ -18,7 +17,7 @@ class Pins:
         self._memory = memory
         self._most_bytes = allowances.pins
         self._bytes = 0
-        self._pins: dict[StoreKey, tuple[Held, float]] = {}
+        self._pins: dict[StoreKey, tuple[PinnedSlot, float]] = {}
 
     @property
     def held_bytes(self) -> int:
@@ -30,7 +29,7 @@ class Pins:
     def has_room(self, nbytes: int) -> bool:
         return self._bytes + nbytes <= self._most_bytes
 
-    def pin(self, block: Held, ttl_s: float) -> bool:
+    def pin(self, block: PinnedSlot, ttl_s: float) -> bool:
         """Takes over the hold on the block. A pin that is there already is only made longer; a
         block that was deleted on its way here gets none."""
         if not self._memory.is_readable(block):

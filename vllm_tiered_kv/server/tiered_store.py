@@ -5,8 +5,8 @@ written behind to the slower tiers, so a block that leaves memory is usually on 
 one that is not may stay until it has been written, as long as the queue takes it (demotion).
 
 Calls return at once and answer through a callback, from this thread or another. Only memory is
-touched on the caller's thread; whatever reads a disk runs in the pool. The backing store has
-threads of its own: it may hang, and must not take the other tiers with it.
+touched on the caller's thread; whatever reads a disk runs in the pool. The backing store may hang,
+and must not take the other tiers with it: its calls run on executors with a deadline.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from functools import partial
 
 from vllm_tiered_kv.core.store import (
@@ -30,21 +30,19 @@ from vllm_tiered_kv.device.prefaulter import Prefaulter
 from vllm_tiered_kv.errors import NotDeletedError
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
-from vllm_tiered_kv.server.backing_threads import THREADS, BackingThreads
 from vllm_tiered_kv.server.fills import Fills
-from vllm_tiered_kv.server.locator import Located
-from vllm_tiered_kv.server.lookups import Lookups
+from vllm_tiered_kv.server.lookups import Located, Lookups
 from vllm_tiered_kv.server.lower_tiers import LowerTiers, Unwritten
-from vllm_tiered_kv.server.turns import Turns
+from vllm_tiered_kv.server.store_executor import StoreExecutor
 from vllm_tiered_kv.server.way_up import Ready, WayUp
-from vllm_tiered_kv.stores.held import Held
-from vllm_tiered_kv.stores.memory import MemoryStore
-from vllm_tiered_kv.stores.slab_owner import HasQuota, QuotaOf, any_may
+from vllm_tiered_kv.stores.memory import MemoryStore, PinnedSlot
+from vllm_tiered_kv.stores.namespaces import HasQuota, QuotaOf, any_may
 from vllm_tiered_kv.stores.ssd.store import SsdStore
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE = 10  # times as long as a request waits: for a write that nobody waits for
+BACKING_THREADS = 8  # for lookups, reads and deletes
+_WRITE_TIMEOUT = 10  # times as long as a request waits: for a write that nobody waits for
 _FEW = 64  # blocks of a request that the loop may go on with
 _MEMORY, _SSD, _BACKING = Tier.MEMORY.value, Tier.SSD.value, Tier.BACKING.value
 
@@ -90,26 +88,34 @@ class TieredStore:
         # `Allowances`.
         queue_bytes = write_queue_bytes or memory_bytes // 4 // max(1, len(self._slower))
         self._lower = LowerTiers(
-            self.memory, self._slower, backing, recorder, queue_bytes, _PATIENCE * backing_timeout_s
+            self.memory,
+            self._slower,
+            backing,
+            recorder,
+            queue_bytes,
+            _WRITE_TIMEOUT * backing_timeout_s,
         )
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="tiered-kv-io")
-        self._pool.submit(lambda: None)  # so that there is one, should no more be had later
-        self._has_pool = True
+        self._pool = StoreExecutor("io", workers)
+        self._flusher = StoreExecutor("flush", 1)  # a flush may wait for as long as a disk takes
         if ssd is not None:
             self._pool.submit(ssd.measure_reads)  # engines ask before they read anything
-        self._far = None if backing is None else BackingThreads(backing_timeout_s, recorder)
-        far_reads = Turns(self._in_backing, THREADS)  # no block's time is over before its turn
-        self._way_up = WayUp(
-            self.memory, self._slower, ssd, backing, recorder, self._in_pool, far_reads
+        self.backing_executor = (
+            None
+            if backing is None
+            else StoreExecutor(_BACKING, BACKING_THREADS, backing_timeout_s, recorder)
         )
-        self._lookups = Lookups(self.memory, ssd, backing, recorder, self._in_pool, self._far)
+        self._way_up = WayUp(
+            self.memory, self._slower, ssd, backing, recorder, self._pool, self.backing_executor
+        )
+        self._lookups = Lookups(
+            self.memory, ssd, backing, recorder, self._pool, self.backing_executor
+        )
         self._lock = threading.Lock()
         self._fills = Fills()
         self._ending: set[Future[None]] = set()  # fills of many blocks
         self.on_deleted: Callable[[Sequence[StoreKey]], None] = lambda keys: None
         """Told, from any thread, of keys that memory has just deleted some of."""
         self._to_flush: list[Callable[[list[str]], None]] = []
-        self._flushing = False
 
     # ---- where is it? ---------------------------------------------------------------------------
 
@@ -129,7 +135,7 @@ class TieredStore:
         suffixes: Sequence[bytes],
         nbytes: int,
         most: int,
-        done: Callable[[list[Held], Located], None],
+        done: Callable[[list[PinnedSlot], Located], None],
     ) -> None:
         """As `match`. Blocks of so many bytes at the head that lie in memory are held for the
         receiver, `most` of them at most; all others are only counted."""
@@ -138,54 +144,17 @@ class TieredStore:
     def contains(self, keys: Sequence[StoreKey], done: Callable[[list[Tier | None]], None]) -> None:
         self._lookups.contains(keys, done)
 
-    def _in_pool(
-        self,
-        work: Callable[[], None],
-        failed: Callable[[], None],
-        among: set[Future[None]] | None = None,
-    ) -> None:
-        """Does it in the pool; whoever waits is answered, come what may. Meanwhile it is `among`
-        these."""
-
-        ended: Future[None] = Future()
-
-        def guarded() -> None:
-            try:
-                work()
-            except Exception:
-                logger.exception("a request to the tiers failed")
-                failed()
-            finally:
-                ended.set_result(None)
-
-        if among is not None:
-            among.add(ended)
-            ended.add_done_callback(among.discard)
-        try:
-            self._pool.submit(guarded)
-        except RuntimeError:
-            if not self._has_pool:  # closed meanwhile
-                failed()
-                ended.set_result(None)
-            # Else no thread is to be had; it waits for one of those there are.
-
-    def _in_backing(self, work: Callable[[], None], failed: Callable[[], None]) -> None:
-        if self._far is None:
-            failed()
-        else:
-            self._far.ask(work, lambda nothing: None, failed)
-
     # ---- out ------------------------------------------------------------------------------------
 
-    def fetch(self, keys: Sequence[StoreKey], ready: Ready, asker: Hashable = None) -> None:
-        """Brings blocks into memory and hands each to `ready`, in no particular order. Askers take
-        turns at the backing store."""
+    def fetch(self, keys: Sequence[StoreKey], ready: Ready, client: Hashable = "") -> None:
+        """Brings blocks into memory and hands each to `ready`, in no particular order. Reads
+        of the backing store are fair-queued per client."""
         here, missing = self.hold_here(keys)
         for n, block in here:
             ready(n, block)
-        self.fetch_slower([(n, keys[n]) for n in missing], ready, asker)
+        self.fetch_slower([(n, keys[n]) for n in missing], ready, client)
 
-    def hold_here(self, keys: Sequence[StoreKey]) -> tuple[list[tuple[int, Held]], list[int]]:
+    def hold_here(self, keys: Sequence[StoreKey]) -> tuple[list[tuple[int, PinnedSlot]], list[int]]:
         """Blocks in memory with their positions, held for the receiver; and the others'
         positions."""
         held = self.memory.hold(keys)
@@ -194,10 +163,10 @@ class TieredStore:
         return here, [n for n, block in enumerate(held) if block is None]
 
     def fetch_slower(
-        self, wanted: Sequence[tuple[int, StoreKey]], ready: Ready, asker: Hashable = None
+        self, wanted: Sequence[tuple[int, StoreKey]], ready: Ready, client: Hashable = ""
     ) -> None:
         """As `fetch`, for (position, key) of blocks that are not in memory."""
-        self._way_up.fetch(wanted, ready, asker)
+        self._way_up.fetch(wanted, ready, client)
 
     # ---- in -------------------------------------------------------------------------------------
 
@@ -216,7 +185,7 @@ class TieredStore:
             copied()
             raise
         if durability is Durability.RECEIVED:
-            done([PutResult.STORED if isinstance(slot, Held) else slot for slot in slots])
+            done([PutResult.STORED if isinstance(slot, PinnedSlot) else slot for slot in slots])
             done = _ignore
         filled = partial(self._filled, items, slots, durability, done, copied)
         try:
@@ -235,7 +204,7 @@ class TieredStore:
     def _filled(
         self,
         items: Sequence[PutItem],
-        slots: list[Held | PutResult],
+        slots: list[PinnedSlot | PutResult],
         durability: Durability,
         done: Callable[[list[PutResult]], None],
         copied: Callable[[], None],
@@ -251,7 +220,15 @@ class TieredStore:
             done([PutResult.FAILED] * len(slots))
 
         if len(slots) > _FEW:
-            self._in_pool(end, failed, self._ending)
+            ended: Future[None] = Future()
+            self._ending.add(ended)
+            ended.add_done_callback(self._ending.discard)
+
+            def fail() -> None:
+                failed()
+                ended.set_result(None)
+
+            self._pool.submit(end, ended.set_result, fail)
             return
         try:
             end()
@@ -261,7 +238,7 @@ class TieredStore:
 
     def reserve(
         self, blocks: Sequence[tuple[StoreKey, StoreKey | None, int]]
-    ) -> list[Held | PutResult]:
+    ) -> list[PinnedSlot | PutResult]:
         """Slots in memory for (key, parent, length), in chain order."""
         return self.memory.reserve_chain(blocks, self._may_be_elsewhere)
 
@@ -270,13 +247,14 @@ class TieredStore:
             return True  # not asked here: it may be slow
         return self.ssd is not None and self.ssd.contains([key])[0]
 
-    def sealed(self, slots: Sequence[Held], done: Callable[[list[PutResult]], None]) -> None:
+    def sealed(self, slots: Sequence[PinnedSlot], done: Callable[[list[PutResult]], None]) -> None:
         """Takes over slots an attached process has filled: verifies and publishes them."""
-        self._in_pool(
-            partial(self._seal, slots, done), lambda: done([PutResult.FAILED] * len(slots))
+        self._pool.submit(
+            partial(self._seal, slots, done),
+            failed=lambda: done([PutResult.FAILED] * len(slots)),
         )
 
-    def _seal(self, slots: Sequence[Held], done: Callable[[list[PutResult]], None]) -> None:
+    def _seal(self, slots: Sequence[PinnedSlot], done: Callable[[list[PutResult]], None]) -> None:
         try:
             results = self.memory.seal(slots)
         except Exception:  # the sender must hear of it
@@ -300,12 +278,12 @@ class TieredStore:
             ]
             present = len(keys) - len(missing)
             is_gone = self._delete_near(keys)
-            if self._far is None:
+            if self.backing_executor is None:
                 done(present if is_gone else None)
                 return
-            self._far.ask(
+            self.backing_executor.submit(
                 lambda: self._delete_far(keys, missing),
-                lambda far: self._in_pool(partial(again, present, far), failed),
+                lambda far: self._pool.submit(partial(again, present, far), failed=failed),
                 failed,
             )
 
@@ -313,7 +291,7 @@ class TieredStore:
             is_gone = self._delete_near(keys)  # read back from there meanwhile
             done(present + far if is_gone and far is not None else None)
 
-        self._in_pool(near, failed)
+        self._pool.submit(near, failed=failed)
 
     def _delete_near(self, keys: Sequence[StoreKey]) -> bool:
         """False where the SSD may have some again after a crash."""
@@ -343,40 +321,35 @@ class TieredStore:
         not be written, in words."""
         with self._lock:
             self._to_flush.append(done)
-            first = len(self._to_flush) == 1 and not self._flushing
-            self._flushing = self._flushing or first
-        if first:  # not in the pool: it may have to wait for as long as the disk takes
-            try:
-                threading.Thread(target=self._flush, name="tiered-kv-flush", daemon=True).start()
-            except RuntimeError as error:  # none is to be had: those who come later try again
-                with self._lock:
-                    waiting, self._to_flush, self._flushing = self._to_flush, [], False
-                for one in waiting:
-                    one([str(error)])
+        self._flusher.submit(
+            self._flush,
+            failed=lambda: _tell_all(self._take_flushes(), ["the daemon has stopped"]),
+        )
+
+    def _take_flushes(self) -> list[Callable[[list[str]], None]]:
+        with self._lock:
+            waiting, self._to_flush = self._to_flush, []
+            return waiting
 
     def _flush(self) -> None:
-        """Serves all who wait at once, and then those who came meanwhile."""
-        while True:
-            with self._lock:
-                waiting, self._to_flush = self._to_flush, []
-                if not waiting:
-                    self._flushing = False
-                    return
-            try:
-                self._fills.settle()
-                wait(self._ending.copy())
-                # An SSD that has no room evicts; a folder that has none, as on a full file system,
-                # takes nothing more.
-                failed = [
-                    str(left)
-                    for left in self._lower.flush()
-                    if left.has_failed or left.tier == _BACKING
-                ]
-            except Exception:
-                logger.exception("flushing failed")
-                failed = ["the daemon failed; its log says why"]
-            for done in waiting:
-                done(failed)
+        """Serves all who wait at once."""
+        waiting = self._take_flushes()
+        if not waiting:
+            return
+        try:
+            self._fills.settle()
+            wait(self._ending.copy())
+            # An SSD that has no room evicts; a folder that has none, as on a full file system,
+            # takes nothing more.
+            failed = [
+                str(left)
+                for left in self._lower.flush()
+                if left.has_failed or left.tier == _BACKING
+            ]
+        except Exception:
+            logger.exception("flushing failed")
+            failed = ["the daemon failed; its log says why"]
+        _tell_all(waiting, failed)
 
     @property
     def has_disk(self) -> bool:
@@ -386,7 +359,7 @@ class TieredStore:
     @property
     def is_backing_absent(self) -> bool:
         """Whether the backing store hangs, so that it is not asked."""
-        return self._far is not None and self._far.is_absent
+        return self.backing_executor is not None and self.backing_executor.is_hung
 
     def pending_writes(self) -> dict[str, tuple[int, int]]:
         """Blocks and bytes waiting to be written, by tier."""
@@ -420,6 +393,7 @@ class TieredStore:
     def close(self) -> bool:
         """False where the backing store hangs, and threads with it that nobody can end."""
         is_idle = self._end_threads()
+        self._flusher.close(runs_queue=True)
         has_ended = self._lower.close()
         if self._prefaulter is not None:
             self._prefaulter.close()
@@ -428,11 +402,15 @@ class TieredStore:
 
     def _end_threads(self) -> bool:
         """First those of the backing store: what it answers goes on in the pool."""
-        is_idle = self._far is None or self._far.close()
+        is_idle = self.backing_executor is None or self.backing_executor.close()
         self._fills.settle()
-        self._has_pool = False
-        self._pool.shutdown(wait=True)
+        self._pool.close(runs_queue=True)
         return is_idle
+
+
+def _tell_all(waiting: Sequence[Callable[[list[str]], None]], failed: list[str]) -> None:
+    for done in waiting:
+        done(failed)
 
 
 def _ignore(results: list[PutResult]) -> None:

@@ -16,6 +16,7 @@ from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.option_values import format_size
 from vllm_tiered_kv.server.backing import BackingFolder
 from vllm_tiered_kv.server.options import ServerOptions, may_have_quota, quota_of
+from vllm_tiered_kv.server.store_executor import StoreExecutor, StoreHungError
 from vllm_tiered_kv.server.tiered_store import TieredStore
 from vllm_tiered_kv.stores.ssd.store import SsdStore
 
@@ -26,15 +27,12 @@ _TELL_EVERY_S = 10.0
 
 def open_tiers(options: ServerOptions, recorder: Recorder) -> TieredStore:
     _require_memory(options)
+    backing = None
+    if options.backing_folder is not None:
+        backing = BackingFolder(options.backing_folder, options.backing_space, options.backing_ttl)
     ssd = _open_ssd(options) if options.ssd else None
     try:
-        backing = _open_backing(options) if options.backing else None
-    except BaseException:
-        if ssd is not None:
-            ssd.close()
-        raise
-    try:
-        return TieredStore(
+        store = TieredStore(
             options.memory,
             ssd,
             backing,
@@ -49,10 +47,16 @@ def open_tiers(options: ServerOptions, recorder: Recorder) -> TieredStore:
             partial(quota_of, options.memory_quota),
         )
     except BaseException:
-        for store in (ssd, backing):
-            if store is not None:
-                store.close()
+        if ssd is not None:
+            ssd.close()
         raise
+    try:
+        if backing is not None and store.backing_executor is not None:
+            _open_backing(options, backing, store.backing_executor)
+    except BaseException:
+        store.close()
+        raise
+    return store
 
 
 def _require_memory(options: ServerOptions) -> None:
@@ -113,21 +117,28 @@ def _telling(what: str) -> Iterator[None]:
         has_ended.set()
 
 
-def _open_backing(options: ServerOptions) -> BackingFolder:
-    assert options.backing_folder is not None
+def _open_backing(options: ServerOptions, backing: BackingFolder, executor: StoreExecutor) -> None:
+    """Returns when the folder is open, or does not answer in time: then it is used when it does."""
+    is_late = threading.Event()
+
+    def open_folder() -> None:
+        try:
+            backing.open()
+        except Exception:
+            if not is_late.is_set():
+                raise
+            backing.open_at_last()
+        if is_late.is_set() and backing.is_open:
+            logger.warning("backing: %s answers; it is used from now on", options.backing_folder)
+
     try:
-        backing = BackingFolder(
-            options.backing_folder,
-            options.backing_space,
-            options.backing_ttl,
-            float(options.backing_timeout),
-        )
-    except OSError as error:
-        raise ConfigError("backing", f"{options.backing}: {error.strerror or error}") from error
-    if not backing.is_open:
+        executor.call(open_folder)
+    except StoreHungError:
+        is_late.set()
         logger.warning(
             "backing: %s has not answered for %g s; it counts as absent until it does",
             options.backing_folder,
             options.backing_timeout,
         )
-    return backing
+    except OSError as error:
+        raise ConfigError("backing", f"{options.backing}: {error.strerror or error}") from error

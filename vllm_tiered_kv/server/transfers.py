@@ -15,7 +15,7 @@ from vllm_tiered_kv.server.call import Call
 from vllm_tiered_kv.server.outbox import Outbox
 from vllm_tiered_kv.server.reactor import Reactor
 from vllm_tiered_kv.server.tiered_store import TieredStore
-from vllm_tiered_kv.stores.held import Held
+from vllm_tiered_kv.stores.memory import PinnedSlot
 from vllm_tiered_kv.wire.messages import GetReply
 
 _BATCH_BLOCKS = 16
@@ -62,9 +62,9 @@ class Transfer:
         self._stream = stream
         self._next = 0  # first key not yet asked for
         self._fetching = 0  # keys asked for and not yet here
-        self._arrived: deque[tuple[int, Held | None]] = deque()  # appended to by any thread
+        self._arrived: deque[tuple[int, PinnedSlot | None]] = deque()  # appended to by any thread
         self._expected = False  # whether somebody will look at `_arrived` without being told
-        self._ready: list[tuple[int, Held]] = []
+        self._ready: list[tuple[int, PinnedSlot]] = []
         self._ready_bytes = 0
         self._is_waiting = False  # for room
         self._has_a_turn = False  # to come
@@ -141,7 +141,7 @@ class Transfer:
             self._call.session.peer,
         )
 
-    def _arrive(self, position: int, block: Held | None) -> None:
+    def _arrive(self, position: int, block: PinnedSlot | None) -> None:
         """From any thread."""
         self._arrived.append((position, block))
         if not self._expected:
@@ -200,8 +200,8 @@ class Transfer:
         if is_complete:
             self._send([], last=True)
 
-    def _take(self, count: int, most_bytes: int | None = None) -> list[tuple[int, Held]]:
-        taken: list[tuple[int, Held]] = []
+    def _take(self, count: int, most_bytes: int | None = None) -> list[tuple[int, PinnedSlot]]:
+        taken: list[tuple[int, PinnedSlot]] = []
         nbytes = 0
         for one in self._ready[:count]:
             nbytes += one[1].nbytes
@@ -212,7 +212,7 @@ class Transfer:
         self._ready_bytes -= sum(block.nbytes for _, block in taken)
         return taken
 
-    def _send(self, batch: list[tuple[int, Held]], last: bool) -> None:
+    def _send(self, batch: list[tuple[int, PinnedSlot]], last: bool) -> None:
         if self._call.is_over:
             return
         blocks = [block for _, block in batch]

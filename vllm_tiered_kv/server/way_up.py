@@ -19,13 +19,12 @@ from vllm_tiered_kv.core.store import BlockFacts, LowerStore, PutResult, StoreKe
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
-from vllm_tiered_kv.server.turns import InPool, InTurn
-from vllm_tiered_kv.stores.held import Held
-from vllm_tiered_kv.stores.memory import MemoryStore
+from vllm_tiered_kv.server.store_executor import StoreExecutor
+from vllm_tiered_kv.stores.memory import MemoryStore, PinnedSlot
 
 logger = logging.getLogger(__name__)
 
-Ready = Callable[[int, "Held | None"], None]
+Ready = Callable[[int, "PinnedSlot | None"], None]
 """Called once for each position of a fetch: the block, held for the receiver, or None."""
 
 _READ_AT_ONCE = 8  # blocks: what keeps a disk busy, and the first to come do not wait for many
@@ -43,18 +42,18 @@ class WayUp:
         ssd: LowerStore | None,
         backing: LowerStore | None,
         recorder: Recorder,
-        in_pool: InPool,
-        in_backing: InTurn,
+        pool: StoreExecutor,
+        backing_executor: StoreExecutor | None,
     ) -> None:
-        """`slower` has the tiers below memory with their names, fastest first. What reads the
-        backing store is done by `in_backing`."""
+        """`slower` has the tiers below memory with their names, fastest first. The
+        backing store has an executor of its own, all else runs in the pool."""
         self._memory = memory
         self._slower = slower
         self._ssd = ssd
         self._backing = backing
         self._recorder = recorder
-        self._in_pool = in_pool
-        self._in_backing = in_backing
+        self._pool = pool
+        self._backing_executor = backing_executor
         self._reading: dict[StoreKey, list[tuple[int, Ready]]] = {}
         self._barred: Counter[StoreKey] = Counter()
         self._lock = threading.Lock()
@@ -63,10 +62,10 @@ class WayUp:
         self._full_at = 0.0  # when the first of the latest such reads did
 
     def fetch(
-        self, wanted: Sequence[tuple[int, StoreKey]], ready: Ready, asker: Hashable = None
+        self, wanted: Sequence[tuple[int, StoreKey]], ready: Ready, client: Hashable = ""
     ) -> None:
         """Brings (position, key) into memory and hands each to `ready`, in no particular order.
-        Those who ask for much of the backing store take turns with other askers."""
+        Reads of the backing store are fair-queued per client."""
         may_be_here = self._may_be_slower([key for _, key in wanted])
         to_read: list[StoreKey] = []
         misses: list[int] = []
@@ -79,7 +78,7 @@ class WayUp:
                 waiters.append((n, ready))
                 if len(waiters) == 1:
                     to_read.append(key)
-        self._read_from(0, to_read, asker)
+        self._read_from(0, to_read, client)
         for n in misses:
             self._tell(n, None, ready)
 
@@ -95,7 +94,7 @@ class WayUp:
             with self._lock:
                 self._barred -= Counter(keys)
 
-    def _read_from(self, number: int, keys: Sequence[StoreKey], asker: Hashable) -> None:
+    def _read_from(self, number: int, keys: Sequence[StoreKey], client: Hashable) -> None:
         """Has the pool read blocks from one of the slower tiers."""
         if number == len(self._slower):
             self._answer(keys)
@@ -105,20 +104,19 @@ class WayUp:
         most = _READ_AT_ONCE if self._slower[number][1] is self._ssd else 1
         for start in range(0, len(keys), most):
             some = keys[start : start + most]
-            self._read_soon(number, some, asker)
+            self._read_soon(number, some, client)
 
     def _read_soon(
         self,
         number: int,
         keys: Sequence[StoreKey],
-        asker: Hashable,
+        client: Hashable,
         refused_at: float | None = None,
     ) -> None:
-        read = partial(self._read, number, keys, asker, refused_at)
-        if self._slower[number][1] is self._backing:
-            self._in_backing(read, partial(self._answer, keys), asker)
-        else:
-            self._in_pool(read, partial(self._answer, keys))
+        read = partial(self._read, number, keys, client, refused_at)
+        is_far = self._slower[number][1] is self._backing
+        executor = self._backing_executor if is_far else None
+        (executor or self._pool).submit(read, failed=partial(self._answer, keys), client=client)
 
     def _may_be_slower(self, keys: Sequence[StoreKey]) -> list[bool]:
         """What is worth a look in the pool: the SSD's index is in memory, a backing store's not."""
@@ -126,7 +124,7 @@ class WayUp:
             return [bool(self._slower)] * len(keys)
         return self._ssd.contains(keys) if keys else []
 
-    def _tell(self, position: int, block: Held | None, ready: Ready) -> None:
+    def _tell(self, position: int, block: PinnedSlot | None, ready: Ready) -> None:
         """One who fails to listen keeps no other from its answer."""
         if block is None:
             self._recorder.add(names.MISSES, 1)
@@ -136,14 +134,14 @@ class WayUp:
             logger.exception("a block could not be handed over")
 
     def _read(
-        self, number: int, keys: Sequence[StoreKey], asker: Hashable, refused_at: float | None
+        self, number: int, keys: Sequence[StoreKey], client: Hashable, refused_at: float | None
     ) -> None:
         """Reads blocks into memory, in the pool, and answers everybody who waits for those that the
         tier has; the others are sought further on. What finds no room is tried again for a while:
         clients take what was sent to them."""
         missing: list[StoreKey] = []
         waiting: list[StoreKey] = []
-        held: list[Held] = []  # so that they are still there to be handed over
+        held: list[PinnedSlot] = []  # so that they are still there to be handed over
         is_full = False
         try:
             is_full = self._promote(number, keys, missing, waiting, held)
@@ -163,10 +161,10 @@ class WayUp:
         unanswered = {*missing, *waiting}
         self._answer([key for key in keys if key not in unanswered])
         self._memory.let_go(held)
-        self._read_from(number + 1, missing, asker)
+        self._read_from(number + 1, missing, client)
         if waiting:
             time.sleep(_LOOK_AGAIN_FAR_S if is_far else _LOOK_FOR_ROOM_S)
-            self._read_soon(number, waiting, asker, refused_at)
+            self._read_soon(number, waiting, client, refused_at)
 
     def _full_since(self, now: float) -> float:
         """Since when reads from the backing store find no room. It has few threads: of thousands
@@ -189,13 +187,13 @@ class WayUp:
         keys: Sequence[StoreKey],
         missing: list[StoreKey],
         waiting: list[StoreKey],
-        held: list[Held],
+        held: list[PinnedSlot],
     ) -> bool:
         """Brings blocks into memory, where they are `held`; fills the empty lists with these, with
         those that this tier does not have whole, and with those that have to wait: for whoever
         writes them just now, or for room, if there is none for some (True)."""
         tier, store = self._slower[number]
-        slots: list[Held] = []  # reserved and neither committed nor given back
+        slots: list[PinnedSlot] = []  # reserved and neither committed nor given back
         try:
             facts: list[BlockFacts] = []
             is_full = False
@@ -208,10 +206,12 @@ class WayUp:
                     if is_full  # looking for room takes time, and others wait for the memory
                     else self._memory.reserve(key, known.parent, known.nbytes)
                 )
-                if isinstance(slot, Held) and key in self._barred:  # asked with the slot at hand
+                if (
+                    isinstance(slot, PinnedSlot) and key in self._barred
+                ):  # asked with the slot at hand
                     self._memory.abort(slot)
                     missing.append(key)
-                elif isinstance(slot, Held):
+                elif isinstance(slot, PinnedSlot):
                     slots.append(slot)
                     facts.append(known)
                 elif slot is not PutResult.PRESENT or self._memory.lookup(key) is not Lookup.HIT:

@@ -9,17 +9,17 @@ must not offer half of it in vain.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from vllm_tiered_kv.core.store import BlockStore, Durability, PutItem, PutResult, StoreKey
-from vllm_tiered_kv.stores.held import Held
-from vllm_tiered_kv.stores.memory import MemoryStore
+from vllm_tiered_kv.server.store_executor import StoreExecutor
+from vllm_tiered_kv.stores.memory import MemoryStore, PinnedSlot
 
 logger = logging.getLogger(__name__)
 
@@ -50,34 +50,37 @@ class Pace:
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    block: Held
+    block: PinnedSlot
     durability: Durability
     written: list[Written]
+    is_late: bool = False  # the write missed its deadline, and goes on
     has_ended: bool = False
+
+    def take_written(self) -> list[Written]:
+        """Those to be told of the outcome; each is told once."""
+        written, self.written = self.written, []
+        return written
 
 
 class WriteBehind:
-    """Writers that move held blocks into `target`. Blocks it takes are let go when written."""
+    """Moves held blocks into `target`, in batches that run on its executor. Blocks it takes are let
+    go when written. Calls may be made from any thread."""
 
     def __init__(
         self,
         memory: MemoryStore,
         target: BlockStore,
         capacity_bytes: int,
-        threads: int,
-        name: str,
+        executor: StoreExecutor,
         unkept: Callable[[StoreKey, PutResult], None] = lambda key, result: None,
-        patience_s: float = math.inf,
     ) -> None:
-        """`unkept` is told what the target failed to write or had no room for, while the block is
-        still held. A target that ends no write for `patience_s` hangs: it is not waited for, and
-        those who wait for a write hear that it failed."""
+        """`executor` keeps its queue while the target hangs. `unkept` is told what the target
+        failed to write or had no room for, while the block is still held."""
         self._memory = memory
         self._target = target
         self._capacity = capacity_bytes
+        self._executor = executor
         self._unkept = unkept
-        self._patience_s = patience_s
-        self._moved_at = 0.0  # when a write ended, or the first block came
         self._queue: deque[_Waiting] = deque()
         # Queued or being written, oldest first: a block that must be durable is written once more.
         self._by_key: dict[StoreKey, list[_Waiting]] = {}
@@ -85,17 +88,7 @@ class WriteBehind:
         self._closing = False
         self._in_vain = False  # of the last blocks the target kept none
         self._lock = threading.Lock()
-        self._work = threading.Condition(self._lock)
         self._ended = threading.Condition(self._lock)
-        self._threads = [
-            threading.Thread(target=self._run, name=f"tiered-kv-{name}-{n}", daemon=True)
-            for n in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-        self._closed = threading.Event()
-        if patience_s < math.inf:
-            threading.Thread(target=self._watch, name=f"tiered-kv-{name}-w", daemon=True).start()
 
     @property
     def pending_bytes(self) -> int:
@@ -105,11 +98,14 @@ class WriteBehind:
     def pending_blocks(self) -> int:
         return len(self._by_key)
 
-    def offer(self, block: Held, durability: Durability, written: Written | None = None) -> bool:
+    def offer(
+        self, block: PinnedSlot, durability: Durability, written: Written | None = None
+    ) -> bool:
         """Takes over the caller's hold on `block`, unless the queue is full (False). A queue that
         is empty takes any block.
 
-        `written` is called from a writer with the outcome.
+        `written` is called with the outcome, from any thread: FAILED where the target misses its
+        deadline, although the write goes on and may yet succeed.
         """
         with self._lock:
             before = self._by_key.get(block.key, [])
@@ -125,12 +121,16 @@ class WriteBehind:
                 waiting = _Waiting(block, durability, [written] if written is not None else [])
                 self._by_key[block.key] = [*before, waiting]
                 self._queue.append(waiting)
-                if not self._bytes:
-                    self._moved_at = time.monotonic()
                 self._bytes += block.nbytes
-                self._work.notify()
         if duplicate:
             self._memory.let_go([block])
+        else:  # a batch for each block: it may take more than that one, or find none left
+            batch: list[_Waiting] = []
+            self._executor.submit(
+                partial(self._write, batch), failed=partial(self._late, batch), client=self
+            )
+        if written is not None and (waiting.is_late or self._executor.is_hung):
+            self._answer_failed([waiting])
         return True
 
     def _has_room(self, nbytes: int, is_awaited: bool) -> bool:
@@ -152,22 +152,23 @@ class WriteBehind:
                 self._ended.wait()
 
     def wait_for_room(self) -> bool:
-        """Returns when a block has left the queue, or none is in it; False when it is closed, or
-        hangs."""
+        """Returns when a block has left the queue, none is in it, or a second has passed; False
+        when the queue is closed, or the target hangs."""
         with self._lock:
-            if self._bytes and not self._closing:
-                self._ended.wait(min(self._patience_left_s(), threading.TIMEOUT_MAX))
-            return not (self._closing or self._hangs())
+            if self._bytes and not self._closing and not self._is_stuck():
+                self._ended.wait(_TELL_EVERY_S)
+            return not (self._closing or self._is_stuck())
 
-    def _patience_left_s(self) -> float:
-        return max(0.0, self._moved_at + self._patience_s - time.monotonic())
-
-    def _hangs(self) -> bool:
-        return self._bytes > 0 and not self._patience_left_s()
+    def _is_stuck(self) -> bool:
+        """Whether all that is left to write is past its deadline."""
+        left = (waiting for each in self._by_key.values() for waiting in each)
+        return bool(self._by_key) and (
+            self._executor.is_hung or all(waiting.is_late for waiting in left)
+        )
 
     def drain(self, progress: Callable[[int], None] | None = None) -> bool:
         """Returns when all that waits now is written, whatever comes meanwhile; tells how many
-        blocks are left, about once a second. False when the target hangs."""
+        blocks are left, about once a second. False when a write misses its deadline."""
         pace = Pace()
         with self._lock:
             ahead = [waiting for each in self._by_key.values() for waiting in each]
@@ -175,7 +176,7 @@ class WriteBehind:
                 if ahead[-1].has_ended:
                     ahead.pop()
                     continue
-                if self._hangs():
+                if ahead[-1].is_late or self._executor.is_hung:
                     return False
                 self._ended.wait(timeout=pace.left_s)
                 if pace.is_due() and progress is not None:
@@ -183,67 +184,67 @@ class WriteBehind:
         return True
 
     def close(self, progress: Callable[[int], None] | None = None) -> bool:
-        """Writes what is queued, then stops. False when the target hangs: then the writers stay
-        with it. Idempotent."""
+        """Writes what is queued and takes no more. False when the target hangs. Idempotent."""
         has_written = self.drain(progress)
         with self._lock:
             self._closing = True
-            self._work.notify_all()
             self._ended.notify_all()
-        self._closed.set()
-        for thread in self._threads if has_written else []:
-            thread.join(min(self._patience_s, threading.TIMEOUT_MAX))
-        return not any(thread.is_alive() for thread in self._threads)
+        return has_written
 
-    def _run(self) -> None:
-        while batch := self._next_batch():
-            results: list[PutResult]
-            try:
-                results = self._target.put(
-                    [
-                        PutItem(w.block.key, w.block.parent, w.block.view, w.block.checksum)
-                        for w in batch
-                    ],
-                    batch[0].durability,
-                )
-                if len(results) != len(batch):
-                    raise RuntimeError(f"{len(results)} results for {len(batch)} blocks")
-            except Exception:  # the queue must go on whatever the store did
-                logger.exception("writing blocks behind failed; they stay in memory only")
-                results = [PutResult.FAILED] * len(batch)
-            self._in_vain = not any(r in _KEPT for r in results)
-            self._finish(batch, results, self._unkept)
+    # ---- on the executor ------------------------------------------------------------------------
 
-    def _watch(self) -> None:
-        """Answers for a target that hangs. Its writes go on, and may yet be made."""
-        while not self._closed.wait(self._patience_s / 4):
-            with self._lock:
-                waiting = self._by_key.values() if self._hangs() else []
-                unanswered = [w for each in waiting for w in each if w.written]
-                answers = [written for w in unanswered for written in w.written]
-                for w in unanswered:
-                    w.written = []
-            for written in answers:
-                with _surviving():
-                    written(PutResult.FAILED)
+    def _write(self, batch: list[_Waiting]) -> None:
+        """Fills the batch from the queue and writes it."""
+        self._take_batch(batch)
+        if not batch:
+            return
+        results: list[PutResult]
+        try:
+            results = self._target.put(
+                [
+                    PutItem(w.block.key, w.block.parent, w.block.view, w.block.checksum)
+                    for w in batch
+                ],
+                batch[0].durability,
+            )
+            if len(results) != len(batch):
+                raise RuntimeError(f"{len(results)} results for {len(batch)} blocks")
+        except Exception:  # the queue must go on whatever the store did
+            logger.exception("writing blocks behind failed; they stay in memory only")
+            results = [PutResult.FAILED] * len(batch)
+        self._in_vain = not any(r in _KEPT for r in results)
+        self._finish(batch, results, self._unkept)
 
-    def _next_batch(self) -> list[_Waiting]:
-        """What to write together: consecutive blocks of equal durability. Empty at the end."""
+    def _take_batch(self, batch: list[_Waiting]) -> None:
+        """What to write together: consecutive blocks of equal durability."""
+        nbytes = 0
         with self._lock:
-            while not self._queue:
-                if self._closing:
-                    return []
-                self._work.wait()
-            batch = [self._queue.popleft()]
-            nbytes = batch[0].block.nbytes
-            while (
-                self._queue
-                and self._queue[0].durability is batch[0].durability
-                and nbytes + self._queue[0].block.nbytes <= _BATCH_BYTES
-            ):
+            while self._queue:
+                following = self._queue[0]
+                nbytes += following.block.nbytes
+                if batch and (
+                    following.durability is not batch[0].durability or nbytes > _BATCH_BYTES
+                ):
+                    return
                 batch.append(self._queue.popleft())
-                nbytes += batch[-1].block.nbytes
-            return batch
+
+    def _late(self, batch: list[_Waiting]) -> None:
+        """The target misses its deadline. The write goes on, and its blocks stay held until it has
+        ended."""
+        with self._lock:
+            for waiting in batch:
+                waiting.is_late = True
+            if self._executor.is_hung:  # nobody knows when the queued ones begin
+                batch = [waiting for each in self._by_key.values() for waiting in each]
+            self._ended.notify_all()
+        self._answer_failed(batch)
+
+    def _answer_failed(self, unwritten: list[_Waiting]) -> None:
+        with self._lock:
+            answers = [written for waiting in unwritten for written in waiting.take_written()]
+        for written in answers:
+            with _surviving():
+                written(PutResult.FAILED)
 
     def _finish(
         self,
@@ -251,12 +252,13 @@ class WriteBehind:
         results: list[PutResult],
         unkept: Callable[[StoreKey, PutResult], None] = lambda key, result: None,
     ) -> None:
+        answers: list[tuple[Written, PutResult]] = []
         with self._lock:
             for waiting, result in zip(batch, results, strict=True):
                 waiting.has_ended = True
                 self._forget(waiting)
                 self._bytes -= waiting.block.nbytes
-                self._moved_at = time.monotonic()
+                answers += [(written, result) for written in waiting.take_written()]
                 # In one step: whoever offers it again in between would be told that it waits.
                 if result not in _KEPT:
                     with _surviving():
@@ -264,10 +266,9 @@ class WriteBehind:
             self._ended.notify_all()
         with _surviving():
             self._memory.let_go([waiting.block for waiting in batch])
-        for waiting, result in zip(batch, results, strict=True):
-            for written in waiting.written:
-                with _surviving():
-                    written(result)
+        for written, result in answers:
+            with _surviving():
+                written(result)
 
     def _forget(self, waiting: _Waiting) -> None:
         others = self._by_key.pop(waiting.block.key, [])

@@ -6,15 +6,19 @@ pins blocks where they lie, `reserve` hands out a slot to fill, `commit` or `abo
 
 from __future__ import annotations
 
+import enum
+import functools
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from vllm_tiered_kv.cache.index import NOWHERE, BlockIndex
 from vllm_tiered_kv.core.arena_geometry import SlabGeometry, default_slab
 from vllm_tiered_kv.core.store import (
+    NAMESPACE_BYTES,
     BlockFacts,
     Durability,
     PutItem,
@@ -25,17 +29,88 @@ from vllm_tiered_kv.core.store import (
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.device.shared_arena import PAGE, SharedArena
 from vllm_tiered_kv.native.bytes_copy import copy_and_hash, copy_bytes, hash_buffers
-from vllm_tiered_kv.stores.handed import Handed
-from vllm_tiered_kv.stores.held import Held, make_held
-from vllm_tiered_kv.stores.namespace_usage import NamespaceUsage
-from vllm_tiered_kv.stores.new_blocks import NewBlock, alike, kind_of
-from vllm_tiered_kv.stores.slab_owner import HasQuota, QuotaOf, any_may, owner_of, require_own
-from vllm_tiered_kv.stores.too_large import TooLarge
+from vllm_tiered_kv.option_values import format_size
+from vllm_tiered_kv.stores.namespaces import (
+    HasQuota,
+    NamespaceUsage,
+    QuotaOf,
+    any_may,
+    owner_of,
+    require_own,
+)
 
 logger = logging.getLogger(__name__)
 
 _REMEMBERED_DROPS = 65536
 _CHOSEN_THREADS = 0  # as many as pay
+_MAX_LOGGED_LENGTHS = 64  # a client may think of any number of them
+
+
+class PinnedSlot(NamedTuple):
+    """A slot that stays where it is: pinned for reading, or reserved for writing.
+
+    A tuple: every block that is put makes two, and a dataclass takes several times as long.
+    """
+
+    key: StoreKey
+    parent: StoreKey | None
+    slot: int
+    offset: int  # in the arena
+    nbytes: int
+    generation: int
+    checksum: int  # of a readable block; 0 while it is written
+    view: memoryview
+
+
+make_pinned_slot: Callable[[tuple[object, ...]], PinnedSlot] = functools.partial(
+    tuple.__new__, PinnedSlot
+)
+"""What `PinnedSlot` calls, without a step of Python's on the way."""
+
+
+class HandoffResult(enum.Enum):
+    """What became of a block that one tier offered to another."""
+
+    TAKEN = enum.auto()
+    REFUSED = enum.auto()
+    ABSENT = enum.auto()  # it was not there any more
+
+
+NewBlock: TypeAlias = tuple[StoreKey, StoreKey | None, int]
+"""Key, parent and length."""
+
+
+def kind_of(block: NewBlock) -> tuple[bytes, int]:
+    """Blocks of one kind find room in the same places."""
+    key, _, nbytes = block
+    return key[:NAMESPACE_BYTES], nbytes
+
+
+def alike(blocks: list[NewBlock]) -> list[list[NewBlock]]:
+    """Cut where the namespace or the length changes."""
+    if len({(key[:NAMESPACE_BYTES], nbytes) for key, _, nbytes in blocks}) == 1:
+        return [blocks]
+    return [list(run) for _, run in itertools.groupby(blocks, kind_of)]
+
+
+class _TooLargeLog:
+    """Warns of blocks that are too large for the memory tier, once for each length."""
+
+    def __init__(self) -> None:
+        self._told: set[int] = set()
+
+    def tell(self, nbytes: int, most: int) -> None:
+        if nbytes in self._told or len(self._told) >= _MAX_LOGGED_LENGTHS:
+            return
+        self._told.add(nbytes)
+        logger.warning(
+            "blocks of %s are not cached: this memory tier takes blocks up to %s; "
+            "give it more memory",
+            format_size(nbytes),
+            format_size(most),
+        )
+
+
 _KEYS_AT_ONCE = 256
 
 
@@ -62,12 +137,12 @@ class MemoryStore:
         self._index.quota_of = quota_of
         self._on_evict = on_evict
         self._has_quota = has_quota
-        self._readable: dict[StoreKey, Held] = {}
+        self._readable: dict[StoreKey, PinnedSlot] = {}
         self._by_namespace = NamespaceUsage()
         self._cuts = [0] * self._geometry.num_slabs  # into slots of so many bytes
         self._lock = threading.RLock()
         self._dropped: dict[StoreKey, None] = {}  # that found no room, oldest first
-        self._too_large = TooLarge()
+        self._too_large = _TooLargeLog()
         self._closed = False
 
     # ---- BlockStore -----------------------------------------------------------------------------
@@ -148,7 +223,7 @@ class MemoryStore:
         with self._lock:
             return self._index.lookup(key)
 
-    def hold(self, keys: Sequence[StoreKey], touch: bool = True) -> list[Held | None]:
+    def hold(self, keys: Sequence[StoreKey], touch: bool = True) -> list[PinnedSlot | None]:
         """Readable blocks, pinned where they lie until `let_go`; None for each that is not here.
 
         `touch` counts it as a use; `may_evict` must not (the policy is being walked just then).
@@ -163,13 +238,13 @@ class MemoryStore:
 
     def hold_head(
         self, keys: Sequence[StoreKey], endings: Sequence[bytes], nbytes: int, most: int
-    ) -> list[Held]:
+    ) -> list[PinnedSlot]:
         """Leading keys that are here with every ending and of this length, pinned until `let_go`:
         key by key, `most` blocks at most. Not yet a use of them: see `touch`."""
         stride = len(endings)
-        held: list[Held] = []
+        held: list[PinnedSlot] = []
         with self._lock:
-            find: Callable[[bytes], Held | None] = cast(Any, self._readable).get
+            find: Callable[[bytes], PinnedSlot | None] = cast(Any, self._readable).get
             # In steps: what lies behind a gap need not be put together.
             for start in range(0, most // stride, _KEYS_AT_ONCE):
                 some = keys[start : min(start + _KEYS_AT_ONCE, most // stride)]
@@ -179,29 +254,29 @@ class MemoryStore:
                     if block is None or block.nbytes != nbytes:
                         break
                     whole += 1
-                held += cast("list[Held]", blocks[:whole])
+                held += cast("list[PinnedSlot]", blocks[:whole])
                 if whole < _KEYS_AT_ONCE * stride:
                     break
             del held[len(held) // stride * stride :]
             self._index.pin_slots([block.slot for block in held])
         return held
 
-    def touch(self, held: Sequence[Held]) -> None:
+    def touch(self, held: Sequence[PinnedSlot]) -> None:
         """Counts as a use of these blocks, should they still be here."""
         with self._lock:
             self._index.touch([block.key for block in held])
 
-    def is_readable(self, block: Held) -> bool:
+    def is_readable(self, block: PinnedSlot) -> bool:
         """Whether this is what its key names: not deleted since, nor put again."""
         with self._lock:
             known = self._readable.get(block.key)
             return known is not None and known.slot == block.slot
 
-    def let_go(self, held: Iterable[Held]) -> None:
+    def let_go(self, held: Iterable[PinnedSlot]) -> None:
         with self._lock:
             self._index.unpin(block.slot for block in held)
 
-    def hand_over(self, key: StoreKey, take: Callable[[Held], bool]) -> Handed:
+    def hand_over(self, key: StoreKey, take: Callable[[PinnedSlot], bool]) -> HandoffResult:
         """Holds a block for `take`, which says whether it takes the hold over.
 
         In one step: a block that is being deleted is either gone before, or known to whoever took
@@ -210,15 +285,15 @@ class MemoryStore:
         with self._lock:
             (block,) = self.hold([key], touch=False)
             if block is None:
-                return Handed.ABSENT
+                return HandoffResult.ABSENT
             if take(block):
-                return Handed.TAKEN
+                return HandoffResult.TAKEN
             self.let_go([block])
-            return Handed.REFUSED
+            return HandoffResult.REFUSED
 
     def reserve(
         self, key: StoreKey, parent: StoreKey | None, nbytes: int, more: int = 0
-    ) -> Held | PutResult:
+    ) -> PinnedSlot | PutResult:
         """A slot to fill, to be ended by `commit` or `abort`; or why there is none. So many `more`
         are about to be reserved."""
         with self._lock:
@@ -238,12 +313,12 @@ class MemoryStore:
         self,
         blocks: Iterable[NewBlock],
         is_elsewhere: Callable[[StoreKey], bool] = lambda key: False,
-    ) -> list[Held | PutResult]:
+    ) -> list[PinnedSlot | PutResult]:
         """Slots for (key, parent, length) in chain order. What follows a block that found no room,
         now or lately, is dropped too: it could not be found without its head, and would push out
         other heads. Unless that block is elsewhere, in another tier."""
         blocks = list(blocks)
-        slots: list[Held | PutResult] = []
+        slots: list[PinnedSlot | PutResult] = []
         with self._lock, self.giving_back(slots):  # or nobody would know of them
             # Looking for room in vain takes long, and those who wait for the lock would wait again
             # for each block of the kind.
@@ -257,7 +332,7 @@ class MemoryStore:
                     kind_of(block) in full
                     or (parent is not None and parent in self._dropped and not is_elsewhere(parent))
                 ):
-                    slot: Held | PutResult = PutResult.DROPPED
+                    slot: PinnedSlot | PutResult = PutResult.DROPPED
                 else:
                     slot = self.reserve(key, parent, nbytes, more)
                     if slot is PutResult.DROPPED:
@@ -267,7 +342,7 @@ class MemoryStore:
                     self.turn_away([key])
         return slots
 
-    def _reserve_runs(self, blocks: list[NewBlock], slots: list[Held | PutResult]) -> bool:
+    def _reserve_runs(self, blocks: list[NewBlock], slots: list[PinnedSlot | PutResult]) -> bool:
         """As `reserve_chain`, for the blocks ahead of the first without room, if there is one
         (True). Runs of blocks that are alike take one step each: a message has hundreds of them."""
         if not self._dropped.keys().isdisjoint(parent for _, parent, _ in blocks):
@@ -293,7 +368,7 @@ class MemoryStore:
 
     def _begin(
         self, taken: Sequence[tuple[StoreKey, StoreKey | None, int]], size_class: int, nbytes: int
-    ) -> list[Held]:
+    ) -> list[PinnedSlot]:
         """Slots of one class that are to be written, of (key, parent, slot)."""
         for key, _, _ in taken if self._dropped else []:
             self._dropped.pop(key, None)
@@ -302,7 +377,7 @@ class MemoryStore:
         generations = self.arena.begin_writing(offsets)
         views = self.arena.views(offsets, nbytes)
         return [
-            make_held((key, parent, slot, offset, nbytes, generation, 0, view))
+            make_pinned_slot((key, parent, slot, offset, nbytes, generation, 0, view))
             for (key, parent, slot), offset, generation, view in zip(
                 taken, offsets, generations, views, strict=True
             )
@@ -328,7 +403,9 @@ class MemoryStore:
             while len(self._dropped) > _REMEMBERED_DROPS:
                 del self._dropped[next(iter(self._dropped))]
 
-    def fill(self, slots: Sequence[Held | PutResult], items: Sequence[PutItem]) -> list[PutResult]:
+    def fill(
+        self, slots: Sequence[PinnedSlot | PutResult], items: Sequence[PutItem]
+    ) -> list[PutResult]:
         """Copies blocks into the slots they got, verifies them on the way and ends the
         reservations; for the others, why there was no slot."""
         into, sources = self.copies(slots, items)
@@ -338,7 +415,7 @@ class MemoryStore:
 
     @staticmethod
     def copies(
-        slots: Sequence[Held | PutResult], items: Sequence[PutItem]
+        slots: Sequence[PinnedSlot | PutResult], items: Sequence[PutItem]
     ) -> tuple[list[memoryview], list[memoryview]]:
         """The places of those that got a slot, and what belongs there."""
         taken = [
@@ -350,28 +427,30 @@ class MemoryStore:
 
     def filled(
         self,
-        slots: Sequence[Held | PutResult],
+        slots: Sequence[PinnedSlot | PutResult],
         items: Sequence[PutItem],
         checksums: Sequence[int],
     ) -> list[PutResult]:
         """Ends the reservations after the `copies` were made, whose checksums these are."""
-        taken = [slot for slot in slots if isinstance(slot, Held)]
+        taken = [slot for slot in slots if isinstance(slot, PinnedSlot)]
         if len(taken) == len(slots):  # mostly
             return self._end_all(taken, [item.checksum for item in items], checksums)
         expected = [
-            item.checksum for slot, item in zip(slots, items, strict=True) if isinstance(slot, Held)
+            item.checksum
+            for slot, item in zip(slots, items, strict=True)
+            if isinstance(slot, PinnedSlot)
         ]
         ended = iter(self._end_all(taken, expected, checksums))
-        return [next(ended) if isinstance(slot, Held) else slot for slot in slots]
+        return [next(ended) if isinstance(slot, PinnedSlot) else slot for slot in slots]
 
-    def seal(self, slots: Sequence[Held]) -> list[PutResult]:
+    def seal(self, slots: Sequence[PinnedSlot]) -> list[PutResult]:
         """Hashes what others wrote into these slots and makes it readable."""
         with self.giving_back(slots):
             checksums = hash_buffers([slot.view for slot in slots], threads=_CHOSEN_THREADS)
         return self._end_all(slots, [None] * len(slots), checksums)
 
     @contextmanager
-    def giving_back(self, slots: Sequence[Held | PutResult]) -> Iterator[None]:
+    def giving_back(self, slots: Sequence[PinnedSlot | PutResult]) -> Iterator[None]:
         """The slots are free again if what is done with them fails."""
         try:
             yield
@@ -382,7 +461,7 @@ class MemoryStore:
             raise
 
     def _end_all(
-        self, slots: Sequence[Held], expected: Sequence[int | None], actual: Sequence[int]
+        self, slots: Sequence[PinnedSlot], expected: Sequence[int | None], actual: Sequence[int]
     ) -> list[PutResult]:
         """Ends reservations; one that cannot be ended takes no other with it."""
         results = [PutResult.FAILED] * len(slots)
@@ -408,7 +487,7 @@ class MemoryStore:
                     results[n] = PutResult.DROPPED
         return results
 
-    def commit(self, slot: Held, checksum: int, hold: bool = False) -> bool:
+    def commit(self, slot: PinnedSlot, checksum: int, hold: bool = False) -> bool:
         """Makes the block readable; False when it was deleted while being written. `hold`: it stays
         until `let_go`, before anybody else can make it leave."""
         with self._lock:
@@ -420,9 +499,9 @@ class MemoryStore:
                 self._index.pin_slots([slot.slot])
             return True
 
-    def _publish(self, slot: Held, generation: int, checksum: int) -> None:
+    def _publish(self, slot: PinnedSlot, generation: int, checksum: int) -> None:
         key, parent, number, offset, nbytes, _, _, view = slot
-        self._readable[key] = make_held(
+        self._readable[key] = make_pinned_slot(
             (key, parent, number, offset, nbytes, generation, checksum, view)
         )
         self._by_namespace.add(key, nbytes)
@@ -435,7 +514,7 @@ class MemoryStore:
         self._by_namespace.remove(key, block.nbytes)
         return True
 
-    def abort(self, slot: Held) -> None:
+    def abort(self, slot: PinnedSlot) -> None:
         with self._lock:
             self._index.abort(slot.slot)
 

@@ -2,7 +2,7 @@
 
 Any number of collectors on any number of hosts may run at once, with no agreement between them:
 
-- Ages are taken by the file server's clock (`clock.py`).
+- Ages are taken by the file server's clock (`recency.py`).
 - A block is only looked at when nothing happened to it for the grace period: mtime says when it
   was written or used, ctime when it was published, however long the writer took for it.
 - A removal takes back what it finds changed since the scan (`removal.py`).
@@ -12,6 +12,13 @@ Any number of collectors on any number of hosts may run at once, with no agreeme
 Capacity is a goal: between collections, and while everything is within the grace period, the
 directory may hold more. Memory is bounded: a scan keeps the coldest `max_candidates` blocks; where
 that was not enough, the report says that there is `more` to do.
+
+Blocks leave tails before heads. A block is as recent as the most recent of its descendants:
+removing it makes them useless. Ordered by that recency, and by depth where it is equal, no block
+comes before one that follows it. Only the coldest part of the directory is looked at
+(`coldest_part`). A descendant outside that part is warmer than all of it, and `recency.py` sees to
+it that its ancestors are too, but for an interval. That is why the part reaches one interval
+further than what is to be removed.
 """
 
 from __future__ import annotations
@@ -20,29 +27,97 @@ import contextlib
 import heapq
 import logging
 import os
+import random
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_tiered_kv.core.store import StoreKey
-from vllm_tiered_kv.stores.shared_dir.eviction_order import (
-    Candidate,
-    Ranked,
-    coldest_part,
-    removal_order,
-)
+from vllm_tiered_kv.stores.shared_dir.counters import Totals
 from vllm_tiered_kv.stores.shared_dir.file_ops import is_absent
 from vllm_tiered_kv.stores.shared_dir.removal import Removal
 from vllm_tiered_kv.stores.shared_dir.store import SharedDirStore
-from vllm_tiered_kv.stores.shared_dir.tree import FOLDER, Entry, EntryKind
-from vllm_tiered_kv.stores.shared_dir.usage import Totals
+from vllm_tiered_kv.stores.shared_dir.tree import FOLDER, Entry, EntryKind, Identity
 
 logger = logging.getLogger(__name__)
 
 MAX_CANDIDATES = 100_000
 _FUTURE_NS = 300 * 10**9  # a file dated later than this was dated by another clock
 _ALL_TIME_NS = -(1 << 63)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A block that may be removed."""
+
+    key: StoreKey
+    mtime_ns: int
+    nbytes: int
+    inode: int
+
+    @property
+    def seen(self) -> Identity:
+        return Identity(self.inode, self.mtime_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """A candidate in the order of removal."""
+
+    block: Candidate
+    parent: StoreKey | None
+    recency_ns: int
+
+
+def coldest_part(
+    blocks: Sequence[Candidate], free_bytes: int, expire_before_ns: int, margin_ns: int
+) -> list[Candidate]:
+    """The oldest blocks that hold `free_bytes`, all expired ones, and a margin of younger ones."""
+    ordered = sorted(blocks, key=lambda block: (block.mtime_ns, block.key))
+    limit_ns: int | None = None
+    for at, block in enumerate(ordered):
+        if free_bytes <= 0 and block.mtime_ns >= expire_before_ns:
+            if limit_ns is None or block.mtime_ns > limit_ns:
+                return ordered[:at]
+        else:
+            free_bytes -= block.nbytes
+            limit_ns = block.mtime_ns + margin_ns
+    return ordered
+
+
+def removal_order(
+    blocks: Sequence[Candidate], parents: Mapping[StoreKey, StoreKey | None]
+) -> list[Ranked]:
+    """Coldest first, and every block after all of its descendants among `blocks`."""
+    by_key = {block.key: block for block in blocks}
+    depth = _depths(by_key.keys(), parents)
+    recency = {key: block.mtime_ns for key, block in by_key.items()}
+    for key in sorted(by_key, key=lambda key: -depth[key]):
+        parent = parents.get(key)
+        if parent is not None and parent in recency and depth[parent] < depth[key]:
+            recency[parent] = max(recency[parent], recency[key])
+    order = sorted(by_key, key=lambda key: (recency[key], -depth[key], key))
+    return [Ranked(by_key[key], parents.get(key), recency[key]) for key in order]
+
+
+def _depths(
+    keys: Iterable[StoreKey], parents: Mapping[StoreKey, StoreKey | None]
+) -> dict[StoreKey, int]:
+    """Steps to the topmost ancestor among `keys`. A circle, which no real chain is, is cut."""
+    known = set(keys)
+    depth: dict[StoreKey, int] = {}
+    for start in known:
+        path: list[StoreKey] = []
+        on_path: set[StoreKey] = set()
+        key: StoreKey | None = start
+        while key is not None and key in known and key not in depth and key not in on_path:
+            path.append(key)
+            on_path.add(key)
+            key = parents.get(key)
+        below = depth[key] if key is not None and key in depth else -1
+        depth.update((passed, below + steps) for steps, passed in enumerate(reversed(path), 1))
+    return depth
 
 
 @dataclass
@@ -277,3 +352,56 @@ class SharedDirGc:
                     age_ns = now_ns - found.stat(follow_symlinks=False).st_ctime_ns
                     if abs(age_ns) >= self._settings.stale_temp_s * 1e9:
                         shutil.rmtree(found.path, ignore_errors=True)
+
+
+class GcThread:
+    """Runs until `stop`. All hosts may run one: a round is left out where another began lately."""
+
+    def __init__(
+        self,
+        gc: SharedDirGc,
+        interval_s: float,
+        on_report: Callable[[GcReport], None] = lambda report: None,
+    ) -> None:
+        self._gc = gc
+        self._interval_s = interval_s
+        self._on_report = on_report
+        self._stopping = threading.Event()
+        self._wake = threading.Event()
+        gc.stop = self._stopping.is_set
+        self._thread = threading.Thread(target=self._run, name="tiered-kv-gc", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Collects soon, whoever else does: a put found the disk full."""
+        self._wake.set()
+
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """Ends a collection under way at its next file. False where that took too long."""
+        self._stopping.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            # Hosts that started together should not all scan together.
+            asked = self._wake.wait(self._interval_s * random.uniform(0.9, 1.1))
+            self._wake.clear()
+            if self._stopping.is_set():
+                return
+            try:
+                if asked or self._gc.due(self._interval_s / 2):
+                    self._collect_all()
+            except Exception:
+                logger.exception("a collection of the shared directory failed")
+
+    def _collect_all(self) -> None:
+        more = True
+        while more and not self._stopping.is_set():
+            report = self._gc.collect()
+            self._on_report(report)
+            more = report.more

@@ -15,8 +15,8 @@ import os
 
 from vllm_tiered_kv.core.store import StoreKey
 from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps, advance, is_absent
-from vllm_tiered_kv.stores.shared_dir.known_durable import KnownDurable
 from vllm_tiered_kv.stores.shared_dir.removal import Remover
+from vllm_tiered_kv.stores.shared_dir.synced_files import SyncedFiles
 from vllm_tiered_kv.stores.shared_dir.tree import Identity, Tree
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -34,7 +34,7 @@ class Published(enum.Enum):
 class Publisher:
     """Notes in `durable` what it published with `sync`."""
 
-    def __init__(self, tree: Tree, ops: FileOps, durable: KnownDurable, remover: Remover) -> None:
+    def __init__(self, tree: Tree, ops: FileOps, durable: SyncedFiles, remover: Remover) -> None:
         self._tree = tree
         self._ops = ops
         self._durable = durable

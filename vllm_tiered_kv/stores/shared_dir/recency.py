@@ -17,11 +17,16 @@ and then would never refresh its head.
 
 All of this runs in one background thread behind a bounded queue. A use lost there (a full queue, a
 crash) makes a block look colder than it is, nothing worse.
+
+Ages of files are differences between times the file server wrote. The clocks of the hosts that use
+the directory may disagree by any amount, so none of them is asked: one file is touched, which makes
+the server write its present, and read back (`ServerClock`).
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -31,12 +36,55 @@ from dataclasses import dataclass
 
 from vllm_tiered_kv.core.store import StoreKey
 from vllm_tiered_kv.stores.shared_dir.block_file import BlockReader
-from vllm_tiered_kv.stores.shared_dir.clock import ServerClock
-from vllm_tiered_kv.stores.shared_dir.events import Event, EventCounts
+from vllm_tiered_kv.stores.shared_dir.counters import Event, EventCounts
 from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps, is_absent
 from vllm_tiered_kv.stores.shared_dir.tree import Tree
 
 logger = logging.getLogger(__name__)
+
+REMEASURE_S = 300.0
+
+
+class ServerClock:
+    """Seconds since the epoch, by the clock that dates the files."""
+
+    def __init__(self, ops: FileOps, path: str) -> None:
+        self._ops = ops
+        self._path = path
+        self._lock = threading.Lock()
+        self._offset = 0.0  # server's time less our monotonic clock
+        self._measured_at: float | None = None
+
+    def measure(self) -> float:
+        """The server's present. OSError where the directory cannot be written."""
+        try:
+            self._ops.touch(self._path)
+        except OSError as error:
+            if not is_absent(error):
+                raise
+            self._ops.close(self._ops.open(self._path, os.O_WRONLY | os.O_CREAT))
+            self._ops.touch(self._path)
+        now = self._ops.lstat(self._path).st_mtime_ns / 1e9
+        with self._lock:
+            self._measured_at = time.monotonic()
+            self._offset = now - self._measured_at
+        return now
+
+    def estimate(self) -> float:
+        """About the server's present, mostly without asking it.
+
+        Good enough to decide whether a use is worth noting; nothing is deleted by it.
+        """
+        with self._lock:
+            measured_at, offset = self._measured_at, self._offset
+        if measured_at is None or time.monotonic() - measured_at > REMEASURE_S:
+            try:
+                return self.measure()
+            except OSError:
+                if measured_at is None:
+                    return time.time()
+        return time.monotonic() + offset
+
 
 _QUEUED_BATCHES = 1024
 _REMEMBERED_BLOCKS = 32768

@@ -1,4 +1,4 @@
-"""Removing a file only if it is the one that was looked at.
+"""Removing a file only if it is the one that was looked at, and deleting a block for good.
 
 There is no "unlink if unchanged". Between a look at a block and its unlink, another collector may
 have removed it and a writer published the key anew, or a reader may have used it. So a removal
@@ -15,19 +15,24 @@ A reader that has the file open goes on reading. A reader between 1 and 3 sees a
 publishes the block again. A collector that dies between 1 and 3 leaves a trash name that says what
 was seen, and any other collector finishes from step 2 (`settle`); two that do so at once disturb
 neither, as each step on a trash name succeeds for one of them.
+
+A block that is deleted while a collector has it in the trash would come back. So a deletion
+(`Deleter`) removes what is in the trash too, and then the name once more, for what was linked back
+while the trash was looked through.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import os
+from collections.abc import Sequence
 
 from vllm_tiered_kv.core.store import StoreKey
-from vllm_tiered_kv.stores.shared_dir.events import Event, EventCounts
+from vllm_tiered_kv.stores.shared_dir.counters import Event, EventCounts, UsageTracker
 from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps, is_absent
 from vllm_tiered_kv.stores.shared_dir.tree import Identity, Tree
-from vllm_tiered_kv.stores.shared_dir.usage import UsageTracker
 
 
 class Removal(enum.Enum):
@@ -38,6 +43,8 @@ class Removal(enum.Enum):
 
 
 class Remover:
+    """Removes blocks for readers that find damage and for collectors. From any thread."""
+
     def __init__(self, tree: Tree, ops: FileOps, counts: EventCounts, usage: UsageTracker) -> None:
         self._tree = tree
         self._ops = ops
@@ -109,3 +116,42 @@ class Remover:
             return Removal.GONE
         self._counts.add(Event.REMOVE_ERROR)
         return Removal.FAILED
+
+
+class Deleter:
+    """Deletes blocks for clients. From any thread."""
+
+    def __init__(self, tree: Tree, ops: FileOps, usage: UsageTracker) -> None:
+        self._tree = tree
+        self._ops = ops
+        self._usage = usage
+
+    def delete(self, keys: Sequence[StoreKey]) -> list[bool | OSError]:
+        """Whether each block of these keys, all of one shard, was here; why it may still be."""
+        found: dict[StoreKey, bool | OSError] = dict.fromkeys(keys, False)
+        self._unlink_names(found)
+        try:
+            for key, path in self._tree.trash_in(self._tree.shard_of(keys[0])):
+                if key in found:
+                    self._unlink(key, path, found)
+        except OSError as error:
+            return [error] * len(found)
+        self._unlink_names(found)
+        return list(found.values())
+
+    def _unlink_names(self, found: dict[StoreKey, bool | OSError]) -> None:
+        for key in found:
+            self._unlink(key, self._tree.block_path(key), found)
+
+    def _unlink(self, key: StoreKey, path: str, found: dict[StoreKey, bool | OSError]) -> None:
+        try:
+            size = self._ops.lstat(path).st_size
+            self._ops.unlink(path)
+        except OSError as error:
+            # Not `is_absent`: a stale handle is of a folder that may well hold the file.
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+                found[key] = error
+            return
+        if found[key] is not True:  # else it was another name of the same block
+            found[key] = True
+            self._usage.changed(-1, -size)

@@ -15,6 +15,7 @@ import stat
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from vllm_tiered_kv.core.store import (
@@ -26,13 +27,11 @@ from vllm_tiered_kv.core.store import (
     StoreKey,
     StoreUsage,
 )
-from vllm_tiered_kv.errors import NotDeletedError
+from vllm_tiered_kv.errors import ConfigError, NotDeletedError
 from vllm_tiered_kv.native.cpu import xxh3_64
 from vllm_tiered_kv.stores.io_threads import IoThreads
 from vllm_tiered_kv.stores.shared_dir.block_file import BlockReader, ReadBlock
-from vllm_tiered_kv.stores.shared_dir.clock import ServerClock
-from vllm_tiered_kv.stores.shared_dir.deletion import Deleter
-from vllm_tiered_kv.stores.shared_dir.events import Event, EventCounts
+from vllm_tiered_kv.stores.shared_dir.counters import Event, EventCounts, Totals, UsageTracker
 from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps, is_absent
 from vllm_tiered_kv.stores.shared_dir.format import (
     HEADER_BYTES,
@@ -40,14 +39,11 @@ from vllm_tiered_kv.stores.shared_dir.format import (
     encode_header,
     is_key,
 )
-from vllm_tiered_kv.stores.shared_dir.known_durable import KnownDurable
 from vllm_tiered_kv.stores.shared_dir.publication import NO_SPACE, Published, Publisher
-from vllm_tiered_kv.stores.shared_dir.recency import Recency, Use
-from vllm_tiered_kv.stores.shared_dir.removal import Removal, Remover
-from vllm_tiered_kv.stores.shared_dir.settings import SharedDirSettings
+from vllm_tiered_kv.stores.shared_dir.recency import Recency, ServerClock, Use
+from vllm_tiered_kv.stores.shared_dir.removal import Deleter, Removal, Remover
+from vllm_tiered_kv.stores.shared_dir.synced_files import SyncedFiles, UnsyncedBlocks
 from vllm_tiered_kv.stores.shared_dir.tree import EntryKind, Identity, open_tree
-from vllm_tiered_kv.stores.shared_dir.unsynced import Unsynced
-from vllm_tiered_kv.stores.shared_dir.usage import Totals, UsageTracker
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +54,38 @@ _KEPT = frozenset({PutResult.STORED, PutResult.PRESENT})
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
+
+
+@dataclass(frozen=True)
+class SharedDirSettings:
+    """All hosts that use one directory should agree on these, but need not."""
+
+    root: str
+    capacity_bytes: int = 0  # 0: no limit; otherwise what a collection brings the folder down to
+    ttl_s: float | None = None  # a block unused for so long is removed; None: never for its age
+    grace_s: float = 600.0  # nothing published or used more recently is ever collected
+    touch_interval_s: float = 600.0  # a block's last use is known to about this; see recency.py
+    stale_temp_s: float = 7200.0  # a temporary file this old belongs to a dead writer
+    low_watermark: float = 0.95  # a collection over capacity frees down to this share of it
+    threads: int = 8  # parallel reads and writes
+    usage_max_age_s: float = 60.0  # `usage` scans again when its last scan is older than this
+
+    def __post_init__(self) -> None:
+        if self.threads < 1:
+            raise ConfigError("threads", f"must be at least 1, not {self.threads}")
+        if self.capacity_bytes < 0:
+            raise ConfigError("capacity_bytes", f"must not be negative, is {self.capacity_bytes}")
+        if not 0.0 < self.low_watermark <= 1.0:
+            raise ConfigError("low_watermark", f"must be within (0, 1], is {self.low_watermark}")
+        for name in ("grace_s", "touch_interval_s", "stale_temp_s", "usage_max_age_s"):
+            if not getattr(self, name) >= 0.0:
+                raise ConfigError(name, f"must not be negative, is {getattr(self, name)}")
+        if self.ttl_s is not None and not self.ttl_s >= 2 * self.touch_interval_s:
+            raise ConfigError(
+                "ttl_s",
+                f"{self.ttl_s} is too short: last uses are noted every touch_interval_s "
+                f"({self.touch_interval_s}) only; at least twice that is needed",
+            )
 
 
 class SharedDirStore:
@@ -73,8 +101,8 @@ class SharedDirStore:
         self.remover = Remover(self.tree, self.ops, self.counts, self.usage_tracker)
         self._deleter = Deleter(self.tree, self.ops, self.usage_tracker)
         self.reader = BlockReader(self.tree, self.ops, self.counts, self.remover)
-        self._durable = KnownDurable()
-        self._unsynced = Unsynced()
+        self._durable = SyncedFiles()
+        self._unsynced = UnsyncedBlocks()
         self.on_lost: OnLost = lambda keys: None
         self._publisher = Publisher(self.tree, self.ops, self._durable, self.remover)
         self.recency = Recency(

@@ -26,8 +26,7 @@ from vllm_tiered_kv.core.store import (
 )
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.errors import InvariantError
-from vllm_tiered_kv.stores.namespace_usage import NamespaceUsage
-from vllm_tiered_kv.stores.slab_owner import HasQuota, owner_of
+from vllm_tiered_kv.stores.namespaces import HasQuota, NamespaceUsage, owner_of
 from vllm_tiered_kv.stores.ssd.budget import Budget
 from vllm_tiered_kv.stores.ssd.committer import Committer
 from vllm_tiered_kv.stores.ssd.record_format import (

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_tiered_kv.core.store import MAX_KEY_BYTES, NAMESPACE_BYTES
-from vllm_tiered_kv.stores.slab_owner import HasQuota, owner_of
+from vllm_tiered_kv.stores.namespaces import HasQuota, owner_of
 from vllm_tiered_kv.stores.ssd.journal import JournalContents
 from vllm_tiered_kv.stores.ssd.record_format import (
     ALIGNMENT,

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_tiered_kv.core.arena_geometry import aligned
@@ -33,8 +34,7 @@ from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.errors import NotDeletedError
 from vllm_tiered_kv.native import cpu
 from vllm_tiered_kv.option_values import format_size
-from vllm_tiered_kv.stores.slab_owner import HasQuota, QuotaOf, any_may, require_own
-from vllm_tiered_kv.stores.ssd.block_io import BlockRead, BlockWrite, as_bytes
+from vllm_tiered_kv.stores.namespaces import HasQuota, QuotaOf, any_may, require_own
 from vllm_tiered_kv.stores.ssd.block_table import BlockTable
 from vllm_tiered_kv.stores.ssd.committer import Committer
 from vllm_tiered_kv.stores.ssd.data_file import Moved, Place
@@ -50,6 +50,42 @@ _MEASURED_BLOCKS = 256
 _MEASURED_AT_ONCE = 16
 _MEASURED_BYTES = 64 << 20
 _MEASURED_S = 0.1  # enough to tell a disk from a faster one; nothing more is begun after that
+
+
+@dataclass
+class BlockWrite:
+    """A block on its way to its slot."""
+
+    position: int  # in its batch
+    item: PutItem
+    payload: memoryview
+    slot: int
+    checksum: int = 0
+    result: PutResult = PutResult.FAILED
+    retire: bool = False  # the slot cannot be written
+    is_readable: bool = False
+
+
+@dataclass
+class BlockRead:
+    """A block on its way from its slot."""
+
+    position: int
+    slot: int
+    key: bytes
+    length: int
+    checksum: int
+    into: memoryview
+    ended: bool = False  # only then the rest means anything
+    good: bool = False
+    refused: bool = False  # by the disk
+
+
+def as_bytes(view: memoryview) -> memoryview:
+    """The same memory byte by byte; TypeError where it has gaps."""
+    if not view.c_contiguous:
+        raise TypeError("a block must be contiguous")
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
 class _ClosedError(Exception):

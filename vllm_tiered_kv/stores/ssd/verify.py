@@ -10,7 +10,7 @@ from pathlib import Path
 from vllm_tiered_kv.core.arena_geometry import aligned
 from vllm_tiered_kv.errors import StoreFormatError
 from vllm_tiered_kv.native import cpu
-from vllm_tiered_kv.stores.slab_owner import all_share
+from vllm_tiered_kv.stores.namespaces import all_share
 from vllm_tiered_kv.stores.ssd.disk import Disk, OsDisk, read_all
 from vllm_tiered_kv.stores.ssd.folder import DATA, FORMAT, LOCK, FolderLock, read_superblock
 from vllm_tiered_kv.stores.ssd.journal import JournalContents, read_journal
