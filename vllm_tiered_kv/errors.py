@@ -1,6 +1,6 @@
-"""Every error this package raises on purpose.
+"""All exception types of this package.
 
-Errors carry their facts as fields, so that callers decide on types and values, never on text.
+Errors carry their details as fields, so that callers branch on types and values, never on text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class TieredKVError(Exception):
 
 
 class ConfigError(TieredKVError, ValueError):
-    """A configuration key or value is wrong; the text says which and what to write instead."""
+    """A configuration key or value is invalid; the text names it and says what is expected."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(f"{key}: {message}")
@@ -22,15 +22,15 @@ class ConfigError(TieredKVError, ValueError):
 
 
 class UnsupportedError(TieredKVError, RuntimeError):
-    """This vLLM, model or device cannot be served; one sentence says why."""
+    """This vLLM version, model or device is not supported; the text says why."""
 
 
 class InvariantError(TieredKVError, AssertionError):
-    """A `check()` found the bookkeeping inconsistent: a bug, never a user's mistake."""
+    """The bookkeeping is inconsistent. This is always a bug, never a user's mistake."""
 
 
 class ArenaError(TieredKVError, RuntimeError):
-    """Shared memory cannot be had, or is not what its owner said it was."""
+    """Shared memory cannot be allocated or mapped, or does not match its description."""
 
 
 class NativeError(TieredKVError, ValueError):
@@ -38,7 +38,7 @@ class NativeError(TieredKVError, ValueError):
 
 
 class NoDeviceError(TieredKVError, RuntimeError):
-    """A CUDA call was made where there is no CUDA device or driver."""
+    """A CUDA call was made on a machine without a CUDA device or driver."""
 
 
 class CudaError(TieredKVError, RuntimeError):
@@ -46,30 +46,30 @@ class CudaError(TieredKVError, RuntimeError):
 
 
 class UnsafeAnswerError(TieredKVError, RuntimeError):
-    """Something was computed from bytes that were not those they should have been."""
+    """A forward pass read KV blocks whose content was invalid, so its output is wrong."""
 
 
 class ErrorCode(str, enum.Enum):
-    """Why a daemon refused a request, as it is written on the wire."""
+    """Why a daemon refused a request. The value is the code on the wire."""
 
-    BAD_MESSAGE = "bad_message"  # a header, field or payload that breaks the protocol
+    BAD_MESSAGE = "bad_message"  # a header, field or payload that violates the protocol
     UNKNOWN_OP = "unknown_op"
     UNSUPPORTED_VERSION = "unsupported_version"
-    NO_HELLO = "no_hello"  # the session has not said hello yet
-    MISMATCH = "mismatch"  # a known namespace with another block size or layout
+    NO_HELLO = "no_hello"  # the session has not sent hello yet
+    MISMATCH = "mismatch"  # the namespace is in use with another block size or layout
     UNAUTHORIZED = "unauthorized"
     READ_ONLY = "read_only"
-    TOO_LARGE = "too_large"  # beyond a limit of the protocol or of this daemon
-    UNAVAILABLE = "unavailable"  # shutting down or overloaded: try again later
+    TOO_LARGE = "too_large"  # exceeds a limit of the protocol or of this daemon
+    UNAVAILABLE = "unavailable"  # shutting down or overloaded; retry later
     NO_ARENA = "no_arena"  # no shared memory is attached to this session
-    NOT_WRITTEN = "not_written"  # no disk, or one that did not take what it was to keep, or delete
+    NOT_WRITTEN = "not_written"  # no disk, or the disk failed to write or to delete
     INTERNAL = "internal"
 
 
 class ProtocolError(TieredKVError, ValueError):
-    """A message that breaks the protocol, or cannot be served; never the end of a session's loop.
+    """A message violates the protocol or cannot be served. It never ends the session's loop.
 
-    `request_id` and `op` are those of the request it belongs to, where they could be read.
+    `request_id` and `op` identify the request, as far as they could be read.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ProtocolError(TieredKVError, ValueError):
 
 
 class StoreLockedError(TieredKVError, RuntimeError):
-    """Another process uses the folder of a store; `pid` is 0 where it is not known."""
+    """Another process uses the folder of a store; `pid` is 0 if it is not known."""
 
     def __init__(self, folder: str, pid: int) -> None:
         holder = f"process {pid}" if pid else "another process"
@@ -93,7 +93,7 @@ class StoreLockedError(TieredKVError, RuntimeError):
 
 
 class StoreFormatError(TieredKVError, RuntimeError):
-    """A folder is not a store of this format and version; nothing in it was touched."""
+    """A folder is not a store of this format and version; its content was not changed."""
 
     def __init__(self, folder: str, reason: str) -> None:
         super().__init__(f"{folder} cannot be used: {reason}. Nothing in it was changed")
@@ -102,7 +102,7 @@ class StoreFormatError(TieredKVError, RuntimeError):
 
 
 class NotDeletedError(TieredKVError, RuntimeError):
-    """A store could not delete all it was told to: so many blocks may still be there."""
+    """A store could not delete all requested blocks; `blocks` of them may still be present."""
 
     def __init__(self, blocks: int, reason: str) -> None:
         super().__init__(f"{blocks} blocks could not be deleted: {reason}")
@@ -111,36 +111,36 @@ class NotDeletedError(TieredKVError, RuntimeError):
 
 
 class ReplayError(TieredKVError, RuntimeError):
-    """A replay of prompts cannot go on; the sentence says what to change."""
+    """A replay of prompts cannot continue; the text says what to change."""
 
 
 class TokenCacheError(TieredKVError, RuntimeError):
-    """Daemons could not be used, told to those who ask for it; `failures` is why, by address."""
+    """A `TokenCache` could not use daemons; `failures` maps their addresses to the reasons."""
 
     def __init__(self, what: str, failures: Mapping[str, str]) -> None:
-        reasons = "; ".join(f"{address} ({why})" for address, why in failures.items())
+        reasons = "; ".join(f"{address} ({reason})" for address, reason in failures.items())
         super().__init__(f"{what}: {reasons}")
         self.failures = dict(failures)
 
 
 class RemoteError(TieredKVError, RuntimeError):
-    """A call to a daemon brought no answer. Never leaves `remote/`: a caller sees a miss."""
+    """A call to a daemon failed. It never leaves `remote/`: the caller there sees a miss."""
 
 
 class RemoteTimeout(RemoteError):
-    """The deadline passed."""
+    """The daemon did not reply before the deadline."""
 
 
 class ConnectionLost(RemoteError):
-    """The connection could not be made or broke, or the daemon broke the protocol."""
+    """Connecting failed, the connection broke, or the daemon violated the protocol."""
 
 
 class SessionForgotten(ConnectionLost):
-    """The daemon does not know the session any more: it drops those unused for long."""
+    """The daemon no longer knows the session; it drops sessions that are idle for long."""
 
 
 class RemoteRefusal(RemoteError):
-    """The daemon answered, with an error: to one request, or to being talked to at all."""
+    """The daemon replied with an error. With `refuses_session` it rejects the whole session."""
 
     def __init__(self, code: ErrorCode, message: str, refuses_session: bool = False) -> None:
         super().__init__(f"{code.value}: {message}")

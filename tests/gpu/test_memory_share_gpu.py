@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
 from tests.engine.real_engine import real_engine  # noqa: E402
 from tests.gpu.engine_on_gpu import settle  # noqa: E402
 from tests.models import QWEN2_7B, write_model  # noqa: E402
-from vllm_tiered_kv.device.staging import as_much_as_fits  # noqa: E402
+from vllm_tiered_kv.device.staging import allocate_up_to  # noqa: E402
 from vllm_tiered_kv.metrics import names  # noqa: E402
 from vllm_tiered_kv.native import cuda  # noqa: E402
 
@@ -30,7 +30,7 @@ COUNT = 16
 
 def test_device_memory_that_cannot_be_had_is_asked_for_by_halves() -> None:
     free, total = torch.cuda.mem_get_info()
-    buffer = as_much_as_fits(lambda nbytes: cuda.DeviceBuffer(0, nbytes), total, 1 << 20)
+    buffer = allocate_up_to(lambda nbytes: cuda.DeviceBuffer(0, nbytes), total, 1 << 20)
     assert total // 4 <= buffer.nbytes < free
     del buffer
     assert torch.cuda.mem_get_info()[0] == free

@@ -173,7 +173,7 @@ def test_closing_stops_pinning() -> None:
 
 
 def test_more_memory_than_there_is_is_a_clear_error() -> None:
-    with pytest.raises(ConfigError, match=r"cpu_memory.*more than the machine"):
+    with pytest.raises(ConfigError, match=r"cpu_memory.*exceeds the memory of the machine"):
         Arena(memory_limit() + 1)
 
 

@@ -120,7 +120,7 @@ def test_without_access_each_has_its_part(
     assert read(arenas[1]) == {0}
     for arena in arenas:
         arena.close()
-    assert "cannot share their memory" in caplog.text
+    assert "cannot share memory" in caplog.text
 
 
 def test_one_that_cannot_share_decides_for_all() -> None:

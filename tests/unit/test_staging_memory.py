@@ -8,7 +8,7 @@ from vllm_tiered_kv.core.arena_geometry import SLOT_ALIGNMENT
 from vllm_tiered_kv.device.staging import (
     STAGING_BYTES,
     affordable_staging,
-    as_much_as_fits,
+    allocate_up_to,
     stage_bytes,
 )
 from vllm_tiered_kv.errors import CudaError
@@ -38,24 +38,24 @@ def test_every_stage_begins_where_a_slot_may(asked: int) -> None:
 
 
 def test_all_of_it_where_there_is_room(caplog: pytest.LogCaptureFixture) -> None:
-    assert as_much_as_fits(allocator(100, []), 100, 10) == 100
+    assert allocate_up_to(allocator(100, []), 100, 10) == 100
     assert not caplog.text
 
 
 def test_less_where_there_is_not(caplog: pytest.LogCaptureFixture) -> None:
     asked: list[int] = []
-    assert as_much_as_fits(allocator(30, asked), 100, 10) == 25
+    assert allocate_up_to(allocator(30, asked), 100, 10) == 25
     assert asked == [100, 50, 25]
     assert "Lower gpu_memory_utilization" in caplog.text
 
 
 @pytest.mark.parametrize("free", [10, 12])
 def test_no_less_than_one_block_needs(free: int) -> None:
-    assert as_much_as_fits(allocator(free, []), 100, 10) in (10, 12)
+    assert allocate_up_to(allocator(free, []), 100, 10) in (10, 12)
 
 
 def test_without_even_that_it_is_an_error_that_says_so() -> None:
     asked: list[int] = []
     with pytest.raises(CudaError, match="asked for 10 bytes, 9 free"):
-        as_much_as_fits(allocator(9, asked), 100, 10)
+        allocate_up_to(allocator(9, asked), 100, 10)
     assert asked == [100, 50, 25, 12, 10]

@@ -157,7 +157,7 @@ COPIES = (
     Mutation(
         "arena-pages-left-to-the-driver",
         "device/pinning.py",
-        "        self._provide(start, start + length)\n",
+        "        self._populate(start, start + length)\n",
         "",
         "the driver provides pages while every other thread's calls wait for it",
         _DEVICE,

@@ -1,1 +1,1 @@
-"""Decisions about blocks: slots, index, plans. No bytes are moved here."""
+"""Decisions about blocks: indexes, slots, transfer plans, and ledgers. It moves no bytes."""

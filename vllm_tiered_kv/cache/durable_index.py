@@ -1,7 +1,8 @@
-"""The index of a tier that outlives its process: slots wait in quarantine before they are reused.
+"""The index of a persistent tier: freed slots stay in quarantine before they are reused.
 
-The typed face of `csrc/index/durable_index.h`, which says why: a slot that is written again before
-the disk has forgotten its old key would be served under it after a crash.
+It is the typed interface of `csrc/index/durable_index.h`. A slot may be overwritten only after the
+removal of its old block is durable on disk. Otherwise the store would serve the new bytes under the
+old key after a crash.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from vllm_tiered_kv.native import _cpu
 
 
 class BlockRows(NamedTuple):
-    """Columns of a table of blocks. A key of no bytes is none."""
+    """Columns of a table of blocks. A key of length 0 means no key."""
 
-    keys: NDArray[np.uint8]  # a row each, of a fixed width
+    keys: NDArray[np.uint8]  # a row per block, of a fixed width
     key_bytes: NDArray[np.uint8]
     parents: NDArray[np.uint8]
     parent_bytes: NDArray[np.uint8]
@@ -30,7 +31,10 @@ class BlockRows(NamedTuple):
 
 
 class DurableIndex(BlockIndex):
-    """A `BlockIndex` whose slots pass through quarantine."""
+    """A `BlockIndex` with quarantine and recovery, for the SSD store.
+
+    Like `BlockIndex` it is not thread-safe; the store calls it under its lock.
+    """
 
     _native: _cpu.DurableIndex
 
@@ -41,7 +45,8 @@ class DurableIndex(BlockIndex):
         on_evict: Callable[[bytes, int], None] | None = None,
         on_leave: Callable[[int], None] | None = None,
     ) -> None:
-        """`on_leave` is told the slot of every readable block that leaves, before it is taken."""
+        """`on_evict(key, nbytes)` is called for every evicted block, `on_leave(slot)` for every
+        readable block that is removed, before it is removed."""
         hooks = Hooks(on_evict=on_evict, on_leave=on_leave)
         self._open(
             geometry,
@@ -56,63 +61,63 @@ class DurableIndex(BlockIndex):
         return self._native.has_quarantined
 
     def free_slots(self, size_class: int) -> int:
-        """Slots of the class that `reserve` can still hand out."""
+        """Returns how many slots of the class `reserve` can still allocate without eviction."""
         return self._native.free_slots(size_class)
 
     def owned_slots(self, size_class: int) -> int:
-        """Slots of the class, in use or not, in the slabs it has now."""
+        """Returns how many slots, used or free, the class has in its slabs."""
         return self._native.owned_slots(size_class)
 
     def coldest_first(self) -> list[int]:
-        """Slots of all readable blocks, in the order of their last use."""
+        """Returns the slots of all readable blocks, least recently used first."""
         self.tell_uses()
         return self._native.coldest_first()
 
-    # ---- what the owner keeps with a block ------------------------------------------------------
+    # ---- metadata of a block --------------------------------------------------------------------
 
     def set_facts(self, slot: int, length: int, checksum: int) -> None:
-        """Length and checksum of the block in a slot, to be asked for when it is read."""
+        """Records length and checksum of the block in a slot, which its reads need."""
         self._native.set_facts(slot, length, checksum)
 
     def facts_in(self, slot: int) -> tuple[int, int]:
         return self._native.facts_in(slot)
 
     def rows(self, width: int) -> BlockRows:
-        """All readable blocks in the order of their last use, keys in so many bytes."""
+        """Returns all readable blocks, least recently used first, with keys padded to `width`."""
         self.tell_uses()
         return BlockRows(*self._native.rows(width))
 
     # ---- room ---------------------------------------------------------------------------------
 
     def make_room(self, size_class: int, slots: int, parent_key: bytes | None = None) -> int:
-        """Evicts until so many slots of the class will come free; how many will.
+        """Evicts blocks until `slots` slots of the class become free; returns how many will.
 
-        The block `parent_key` names stays. 0: everything is in use.
+        The block `parent_key` is not evicted. The result is 0 if all blocks are in use.
         """
         self.tell_uses()
         return self._native.make_room(size_class, slots, parent_key)
 
     def evict_coldest(self, parent_key: bytes | None = None) -> bool:
-        """Lets the coldest block of all classes leave; False when everything is in use."""
+        """Evicts the coldest block of all classes; False if all blocks are in use."""
         self.tell_uses()
         return self._native.evict_coldest(parent_key)
 
     # ---- quarantine ---------------------------------------------------------------------------
 
     def take_quarantined(self) -> list[int]:
-        """Slots nobody uses any more, each given once; the caller owes their `release`."""
+        """Returns unused slots in quarantine, each of them once; the caller must `release` them."""
         return self._native.take_quarantined()
 
     def quarantine_again(self, slots: Iterable[int]) -> None:
-        """Takes back slots whose removal did not become durable."""
+        """Returns slots to quarantine because their removal did not become durable."""
         self._native.quarantine_again(slots)
 
     def release(self, slots: Iterable[int]) -> None:
-        """The removal of these slots' blocks is durable: they may be handed out again."""
+        """Makes slots available again after the removal of their blocks became durable."""
         self._native.release(slots)
 
     def retire(self, slot: int) -> None:
-        """Aborts a reservation whose slot cannot be written; it is never handed out again."""
+        """Aborts a reservation whose slot cannot be written; the slot is never used again."""
         self._native.retire(slot)
 
     # ---- recovery -----------------------------------------------------------------------------
@@ -124,12 +129,14 @@ class DurableIndex(BlockIndex):
         slots: Sequence[int],
         size_classes: Sequence[int],
     ) -> None:
-        """Fills an empty index, coldest block first. Blocks that follow each other in a circle
-        follow nothing: they could never leave."""
+        """Fills an empty index, coldest block first.
+
+        Blocks whose parents form a cycle get no parent, because they could never be evicted.
+        """
         self._native.restore(keys, parent_keys, slots, size_classes)
 
     def restore_rows(self, rows: BlockRows, size_classes: NDArray[np.int64]) -> None:
-        """As `restore`, with what is kept beside the blocks."""
+        """Like `restore`, with the lengths and checksums of the blocks."""
         self._native.restore_rows(
             rows.keys,
             rows.key_bytes,

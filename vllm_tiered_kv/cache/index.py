@@ -1,8 +1,9 @@
-"""The index of a tier: which key lies in which slot, who uses it, what may leave.
+"""The index of a tier: maps keys to slots, counts pins, and selects blocks to evict.
 
-The typed face of `csrc/index/block_index.h`, which says how it works. A slot goes free -> reserved
--> committed -> free; only committed blocks are visible to lookups; a pinned slot cannot be reused;
-a block with followers in its chain never leaves before them.
+It is the typed interface of `csrc/index/block_index.h`, which describes the implementation. The
+states of a slot are free -> reserved -> committed -> free. Only committed blocks are visible to
+lookups, a pinned slot cannot be reused, and a block is never evicted before its successors in the
+chain.
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ from vllm_tiered_kv.errors import InvariantError
 from vllm_tiered_kv.native import _cpu
 
 NOWHERE = -1
-"""The slot of a block that got none."""
+"""Slot number of a block for which no slot was reserved."""
 
-_MAX_UNTOLD_USES = 64
+_MAX_PENDING_TOUCHES = 64
 _TO_THE_END = -1
 _LOOKUPS = (Lookup.MISS, Lookup.PENDING, Lookup.HIT)
 
 
 class SlotUse(NamedTuple):
-    """A slot in use."""
+    """A slot in use, as `BlockIndex.slots` returns it."""
 
     slot: int
     key: bytes
-    is_visible: bool  # readable or being written; False: removed, and somebody still uses it
+    is_visible: bool  # readable or being written; False: removed, but still pinned or written
     pins: int
-    used: int  # time of last use
+    used: int  # logical time of the last use
 
 
 class Reservations(NamedTuple):
-    """Slots for these positions of a sequence, and how many blocks from there on found no room."""
+    """Reserved slots, their positions in the sequence, and the number of blocks without a slot."""
 
     positions: list[int]
     slots: list[int]
@@ -43,8 +44,11 @@ class Reservations(NamedTuple):
 
 
 class Hooks:
-    """Keeps an index's callbacks for the compiled part, which refers to this weakly: they mostly
-    belong to the owner of the index, and the garbage collector cannot look into compiled parts."""
+    """Holds the callbacks of an index; the native index refers to them weakly.
+
+    The callbacks usually belong to the owner of the index. The garbage collector cannot traverse
+    native objects, so strong references from there would leak the owner.
+    """
 
     def __init__(self, **hooks: Callable[..., Any] | None) -> None:
         self._hooks = hooks
@@ -56,14 +60,18 @@ class Hooks:
 
         def call(*arguments: object) -> Any:
             hooks = weak()
-            assert hooks is not None, "an index is used that is gone"
+            assert hooks is not None, "the index of this callback no longer exists"
             return hooks._hooks[name](*arguments)  # type: ignore[misc]
 
         return call
 
 
 class BlockIndex:
-    """Decides which block lies where. Moves no bytes and is used from one thread at a time."""
+    """Decides which block is in which slot. It moves no bytes.
+
+    The scheduler half owns one for the CPU tier, and each store of a daemon owns one. It is not
+    thread-safe: the owner calls it from one thread at a time.
+    """
 
     def __init__(
         self,
@@ -73,9 +81,10 @@ class BlockIndex:
         may_evict: Callable[[bytes], bool] | None = None,
         is_below: Callable[[bytes], bool] | None = None,
     ) -> None:
-        """`may_evict` is asked of a block that is about to leave; it may pin it and refuse.
-        `is_below`: whether a slower tier has a block, so that what follows is of use without it.
-        All three run while the index changes: they may pin and unpin, and nothing else."""
+        """`on_evict(key, nbytes)` is called for every evicted block. `may_evict(key)` can veto an
+        eviction and may pin the block. `is_below(key)` returns whether a lower tier holds the
+        block, in which case its successors are useful without it. All three run while the index is
+        changing, so they may only pin and unpin."""
         hooks = Hooks(on_evict=on_evict, may_evict=may_evict, is_below=is_below)
         self._open(
             geometry,
@@ -93,18 +102,18 @@ class BlockIndex:
         self.geometry = geometry
         self._hooks = hooks
         self._native = native
-        self._uses: list[Sequence[bytes]] = []  # prefixes used, not yet told to the policies
-        self._classes: dict[tuple[bytes, int], int] = {}  # by owner and slot bytes
-        self._class_names: list[tuple[bytes, int]] = []  # the same the other way round
+        self._touched: list[Sequence[bytes]] = []  # prefixes not yet reported to the policies
+        self._classes: dict[tuple[bytes, int], int] = {}  # (owner, slot bytes) -> class
+        self._class_names: list[tuple[bytes, int]] = []  # class -> (owner, slot bytes)
         self.quota_of: Callable[[bytes], int | None] | None = None
-        """Asked for the quota of an owner that gets a class, which is forgotten with its last one:
-        there may be any number of owners over time."""
+        """Returns the quota of an owner; called when the owner gets a class. The index forgets the
+        quota with the owner's last class, because the number of owners over time is unlimited."""
         for size in geometry.slot_bytes:
             native.add_class(size, b"")
             self._class_names.append((b"", size))
 
     def add_class(self, block_bytes: int, owner: bytes) -> int:
-        """A new class for this owner's blocks of one length; for geometries that grow."""
+        """Adds a class for this owner's blocks of one length. Requires a `SlabGeometry`."""
         if not isinstance(self.geometry, SlabGeometry):
             raise InvariantError("the size classes of this index are fixed")
         size_class = self.geometry.add_class(block_bytes)
@@ -115,8 +124,10 @@ class BlockIndex:
         return size_class
 
     def class_for(self, block_bytes: int, owner: bytes) -> int:
-        """The class of this owner's blocks of one length. While it has no block its number may be
-        given to another: to be asked for at each `reserve`."""
+        """Returns the class of this owner's blocks of one length.
+
+        A class without blocks may be reassigned, so call this before each `reserve`.
+        """
         if not isinstance(self.geometry, SlabGeometry):
             raise InvariantError("the size classes of this index are fixed")
         slot_bytes = aligned(block_bytes, self.geometry.alignment)
@@ -128,19 +139,19 @@ class BlockIndex:
             size_class = self.add_class(block_bytes, owner)
         else:
             self.geometry.change_class(size_class, block_bytes)
-            before = self._class_names[size_class]
-            if self._classes.get(before) == size_class:
-                del self._classes[before]
+            previous = self._class_names[size_class]
+            if self._classes.get(previous) == size_class:
+                del self._classes[previous]
             self._class_names[size_class] = owner, slot_bytes
             self._classes[owner, slot_bytes] = size_class
-            if self.quota_of is not None and not self._has_class(before[0]):
-                self._native.forget_quota(before[0])
+            if self.quota_of is not None and not self._has_class(previous[0]):
+                self._native.forget_quota(previous[0])
         if owner and self.quota_of is not None and (quota := self.quota_of(owner)) is not None:
             self.set_quota(owner, quota)
         return size_class
 
     def set_quota(self, owner: bytes, quota_bytes: int) -> None:
-        """The most this owner's classes may hold, in whole slabs and at least one."""
+        """Limits the bytes of this owner's classes, in whole slabs and at least one slab."""
         if self.quota_of is None or self._has_class(owner):
             self.tell_uses()
             self._native.set_quota(owner, quota_bytes)
@@ -148,7 +159,7 @@ class BlockIndex:
     def _has_class(self, owner: bytes) -> bool:
         return any(name == owner for name, _ in self._class_names)
 
-    # ---- questions: no side effects ---------------------------------------------------------
+    # ---- queries: no side effects -----------------------------------------------------------
 
     @property
     def used_bytes(self) -> int:
@@ -156,83 +167,86 @@ class BlockIndex:
 
     @property
     def held(self) -> int:
-        """Blocks that are readable or being written."""
+        """Number of blocks that are readable or being written."""
         return self._native.held
 
     def __len__(self) -> int:
-        """Readable blocks."""
+        """Number of readable blocks."""
         return self._native.readable
 
     def lookup(self, key: bytes) -> Lookup:
         return _LOOKUPS[self._native.lookup(key)]
 
     def match_prefix(self, keys: Sequence[bytes], start: int = 0, stop: int | None = None) -> int:
-        """How many keys from `start` on are readable without a gap."""
+        """Returns how many keys from `start` on are readable without a gap."""
         return self._native.match_prefix(keys, start, _TO_THE_END if stop is None else stop)
 
     def are_readable(self, keys: Sequence[bytes]) -> list[bool]:
         return self._native.are_readable(keys)
 
     def are_missing(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether each is a miss: neither readable nor being written."""
+        """Returns whether each key is a miss: neither readable nor being written."""
         return self._native.are_missing(keys)
 
     def first_missing(self, keys: Sequence[bytes], start: int, stop: int) -> int:
-        """The first position from `start` on whose key is a miss; `stop` if there is none."""
+        """Returns the first position from `start` on whose key is a miss; `stop` if none is."""
         return start + self._native.match_known(keys, start, stop)
 
     def slot_of(self, key: bytes) -> int:
-        """Where a block is that is readable or being written."""
+        """Returns the slot of a block that is readable or being written; KeyError if missing."""
         slot = self._native.slot_of(key)
         if slot is None:
             raise KeyError(key)
         return slot
 
     def block_in(self, slot: int) -> tuple[bytes, bytes | None]:
-        """Key of the block in a slot, and of the block it follows."""
+        """Returns the key of the block in a slot, and the key of its parent."""
         return self._native.block_in(slot)
 
     def blocks_in(self, slots: Sequence[int]) -> list[tuple[bytes, bytes | None]]:
-        """As `block_in`, of each."""
+        """Like `block_in`, for several slots."""
         return self._native.blocks_in(slots)
 
     def slots(self) -> list[SlotUse]:
-        """All that are in use, in no order."""
+        """Returns all slots in use, in no particular order."""
         return [SlotUse(*use) for use in self._native.slots()]
 
     def pinned_slots(self) -> set[int]:
         return {use.slot for use in self.slots() if use.pins}
 
     def limit(self, usable_bytes: int) -> None:
-        """How much of the arena every worker can use so far; what lies beyond is not handed out."""
+        """Allows slots only in the first `usable_bytes` of the arena, which all workers pinned."""
         self._native.limit(usable_bytes)
 
     # ---- use ----------------------------------------------------------------------------------
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Marks a prefix as used. Only noted for now: the order matters when something has to
-        leave, and a request that waits should not pay for it."""
-        self._uses.append(keys)
-        if len(self._uses) >= _MAX_UNTOLD_USES:
+        """Marks a prefix as used.
+
+        The eviction policies are updated later: they need the order only to evict, and a waiting
+        request should not pay for the update.
+        """
+        self._touched.append(keys)
+        if len(self._touched) >= _MAX_PENDING_TOUCHES:
             self.tell_uses()
 
     @property
     def has_untold_uses(self) -> bool:
-        return bool(self._uses)
+        return bool(self._touched)
 
     def tell_uses(self) -> None:
-        """Tells the policies what was used, to be called when nobody waits."""
-        if self._uses:
-            uses, self._uses = self._uses, []
-            for keys in uses:
+        """Reports pending touches to the eviction policies. Call it while no request waits."""
+        if self._touched:
+            touched, self._touched = self._touched, []
+            for keys in touched:
                 self._native.touch(keys)
 
     def pin(self, keys: Iterable[bytes]) -> list[int]:
-        """Slots of readable blocks, kept in place until `unpin`: all of them, or an error."""
+        """Pins readable blocks until `unpin` and returns their slots. Pins all or raises."""
         return self._native.pin(keys)
 
     def pin_slots(self, slots: Iterable[int]) -> None:
-        """As `pin`, of blocks whose slots are known."""
+        """Like `pin`, for blocks whose slots are known."""
         self._native.pin_slots(slots)
 
     def unpin(self, slots: Iterable[int]) -> None:
@@ -243,10 +257,10 @@ class BlockIndex:
     def reserve(
         self, key: bytes, parent_key: bytes | None, size_class: int, more: int = 0
     ) -> int | None:
-        """A slot to write `key` into, evicting if needed; None when nothing can leave.
+        """Reserves a slot for `key`, evicting if needed; None if nothing can be evicted.
 
-        The key must be a miss. The block it follows is protected from this very eviction. So many
-        `more` will be reserved at once: looking for what may leave is done for all of them.
+        The key must be a miss. Its parent is not evicted by this call. `more` announces how many
+        further blocks the caller reserves next, so that one search finds victims for all of them.
         """
         self.tell_uses()
         return self._native.reserve(key, parent_key, size_class, more)
@@ -259,8 +273,11 @@ class BlockIndex:
         size_class: int,
         skip: range = range(0),
     ) -> Reservations:
-        """Slots for the misses among `keys[start:stop]`, each of which follows the one before it,
-        but not for `skip`. Where room ends, the rest is dropped, never the head."""
+        """Reserves slots for the misses among `keys[start:stop]`, except the positions in `skip`.
+
+        Each key is the parent of the next one. If room runs out, the tail is dropped, never the
+        head.
+        """
         self.tell_uses()
         found = self._native.reserve_missing(keys, start, stop, skip.start, skip.stop, size_class)
         return Reservations(*found)
@@ -268,55 +285,59 @@ class BlockIndex:
     def reserve_all(
         self, keys: Sequence[bytes], parents: Sequence[bytes | None], size_class: int
     ) -> list[int]:
-        """Slots for these blocks in chain order until one finds no room, with which the list ends.
-        Of a block that is here already: NOWHERE."""
+        """Reserves slots for these blocks, which are in chain order.
+
+        The list ends before the first block that finds no room. A block that is already present has
+        the slot NOWHERE.
+        """
         self.tell_uses()
         return self._native.reserve_all(keys, parents, size_class)
 
     def commit(self, slot: int) -> bool:
-        """Makes the block readable; False when it was removed while being written."""
-        self.tell_uses()  # in the order it happened
+        """Makes the block readable; False if it was removed while being written."""
+        self.tell_uses()  # earlier touches come first in the eviction order
         return self._native.commit(slot)
 
     def commit_all(self, slots: Sequence[int]) -> list[bool]:
-        """As `commit`, of each."""
+        """Like `commit`, for several slots."""
         self.tell_uses()
         return self._native.commit_all(slots)
 
     def commit_each(self, slots: Sequence[int]) -> list[bool | str]:
-        """As `commit`, of each: for one that cannot be, what is wrong. It takes no other with
-        it."""
+        """Like `commit_all`, but an invalid slot yields an error text and does not affect the
+        others."""
         self.tell_uses()
         return self._native.commit_each(slots)
 
     def abort(self, slot: int) -> None:
-        """Gives a reserved slot back. Its followers, if any, await it."""
+        """Releases a reserved slot. Successors of its block stay until the block is put again."""
         self._native.abort(slot)
 
     # ---- removal ------------------------------------------------------------------------------
 
     def remove(self, key: bytes, in_slot: int | None = None) -> bool:
-        """Forgets a block at once (it turned out bad); its slot returns when nobody uses it.
+        """Removes a block, for example a damaged one; its slot becomes free when it is unused.
 
-        With `in_slot`, only what lies there: it may have been replaced by a good one meanwhile.
+        With `in_slot` the block is removed only if it is still in that slot: a good copy may have
+        replaced it meanwhile.
         """
         return self._native.remove(key, in_slot)
 
     def clear(self) -> None:
-        """Forgets every block. Copies under way keep their slots until they report."""
+        """Removes every block. Running copies keep their slots until they report."""
         self._native.clear()
 
     def take_evicted(self) -> tuple[int, int]:
-        """Blocks that had to leave for others since the last call, and their bytes."""
+        """Returns the number and the bytes of blocks evicted since the last call."""
         return self._native.take_evicted()
 
     def check(self) -> None:
-        """Raises InvariantError unless every rule of the index holds."""
+        """Raises InvariantError if an invariant of the index is violated."""
         self._native.check()
 
 
 def dimensions(geometry: Geometry) -> tuple[int, int, int, int]:
-    """What the compiled part is told of an arena."""
+    """Returns the constructor arguments of the native index that describe an arena."""
     return (
         geometry.capacity_bytes,
         geometry.slab_bytes,

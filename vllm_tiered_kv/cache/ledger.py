@@ -1,8 +1,8 @@
-"""Transfers under way: what they hold, and what becomes of it when they are reported.
+"""Tracks running transfers: the slots and pins they hold, and how their reports release these.
 
-A store is final when every rank has reported it; what all ranks stored is committed, the rest is
-aborted. A load holds pins until it is reported finished, well or badly; so does a put, which sends
-blocks on to a daemon.
+A store is complete when every rank has reported it. Blocks that all ranks stored are committed; the
+others are aborted. A load holds its pins until it is reported as finished or failed. So does a put,
+which sends blocks to a daemon.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from vllm_tiered_kv.metrics.recorder import Recorder
 
 @dataclass(frozen=True)
 class StoreReport:
-    """One rank's word on a store or put: how many blocks arrived, and why the others did not.
+    """One rank's report of a store or put: how many blocks were stored, and why others were not.
 
-    Of a store these are the first ones.
+    The stored blocks of a store are always the first ones.
     """
 
     stored: int
@@ -43,7 +43,7 @@ class _OpenStore:
     on_drop: Callable[[DropReason], None] | None
     anchors: list[tuple[BlockKey, int]]
     reports: list[StoreReport] = field(default_factory=list)
-    reused: int = 0  # how many were spoiled because their GPU blocks were given out
+    reused: int = 0  # blocks discarded because their GPU blocks were allocated again
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,10 @@ class _OpenPut:
 
 
 class TransferLedger:
-    """Owns every pin and reservation between planning and report."""
+    """Owns every pin and reservation from the plan of a transfer to its last report.
+
+    Only the scheduler half calls it, from its own thread.
+    """
 
     def __init__(self, index: BlockIndex, recorder: Recorder, num_ranks: int) -> None:
         self._index = index
@@ -82,11 +85,11 @@ class TransferLedger:
         self._loads: dict[str, _OpenLoad] = {}
         self._ahead: dict[int, _OpenAhead] = {}
         self._puts: dict[int, _OpenPut] = {}
-        self._overdue: set[int | str] = set()  # those of them that nobody waits for any more
+        self._overdue: set[int | str] = set()  # open transfers whose reports were given up
         self.pending_put_bytes = 0
         self.fence = WriteFence()
         self.on_commit: Callable[[list[tuple[BlockKey, list[int]]]], None] | None = None
-        """Told slots that became readable, by the anchor that their store was opened with."""
+        """Called with slots that became readable, grouped by the anchors of their store."""
 
     @property
     def has_open_puts(self) -> bool:
@@ -111,10 +114,10 @@ class TransferLedger:
         on_drop: Callable[[DropReason], None] | None = None,
         anchors: Sequence[tuple[BlockKey, int]] = (),
     ) -> int:
-        """A job id for reserved slots and the GPU blocks copied there. `on_drop` is called if not
-        all of them arrive.
+        """Opens a store of GPU blocks to reserved slots and returns its job id.
 
-        `anchors` decide which daemon blocks belong to; each with the number of slots it is for.
+        `on_drop` is called if not all blocks are stored. `anchors` are the keys that decide to
+        which daemon the blocks belong, each with the number of slots it applies to.
         """
         job_id = self.new_job()
         self._stores[job_id] = _OpenStore(
@@ -124,14 +127,14 @@ class TransferLedger:
         return job_id
 
     def spoil_stores(self) -> None:
-        """Nothing that is being stored becomes readable: it may not be what its key says."""
+        """Discards all blocks of open stores, because they may not match their keys."""
         for store in self._stores.values():
             for slot in store.slots:
                 key, _ = self._index.block_in(slot)
                 self._index.remove(key, slot)
 
     def spoil_reads_of(self, block_ids: Sequence[int]) -> None:
-        """As `spoil_stores`, of what is being read from these GPU blocks."""
+        """Like `spoil_stores`, but only for blocks that are copied from these GPU blocks."""
         for store in self._stores.values():
             for at in np.flatnonzero(np.isin(store.block_ids, block_ids)).tolist():
                 key, _ = self._index.block_in(store.slots[at])
@@ -141,14 +144,16 @@ class TransferLedger:
         store = self._stores[job_id]
         store.reports.extend(reports)
         if len(store.reports) > self._num_ranks:
-            raise InvariantError(f"store {job_id} was reported by more ranks than there are")
+            raise InvariantError(
+                f"store {job_id} has {len(store.reports)} reports from {self._num_ranks} ranks"
+            )
         if len(store.reports) == self._num_ranks:
             del self._stores[job_id]
             self.fence.end_read(job_id)
-            self._settle(store, self._was_overdue(job_id))
+            self._finish_store(store, self._was_overdue(job_id))
 
     def open_put(self, slots: Sequence[int], keys: Sequence[BlockKey], block_bytes: int) -> int:
-        """Pins readable blocks that are sent to a daemon."""
+        """Pins readable blocks that are sent to a daemon and returns the job id."""
         job_id = self.new_job()
         self._index.pin(keys)
         self._puts[job_id] = _OpenPut(list(slots), block_bytes)
@@ -180,8 +185,10 @@ class TransferLedger:
         remote_bytes: int = 0,
         on_end: Callable[[], None] | None = None,
     ) -> list[int]:
-        """Pins the blocks of a load and returns their slots. A daemon's are only counted: `on_end`
-        is called when nobody reads them any more."""
+        """Pins the blocks of a load and returns their slots.
+
+        Blocks of a daemon are only counted. `on_end` is called when the load no longer reads them.
+        """
         if request_id in self._loads:
             raise InvariantError(f"request {request_id} is already loading")
         slots = self._index.pin(keys)
@@ -192,7 +199,7 @@ class TransferLedger:
 
     @property
     def has_open_loads(self) -> bool:
-        """Whether loads run beside the steps."""
+        """Whether asynchronous loads are open, which run concurrently with steps."""
         return bool(self._loads)
 
     @property
@@ -201,15 +208,15 @@ class TransferLedger:
 
     @property
     def has_open(self) -> bool:
-        """Whether anything at all is under way that reports are awaited of."""
-        under_way = len(self._stores) + len(self._loads) + len(self._ahead) + len(self._puts)
-        return under_way > len(self._overdue)
+        """Whether a transfer is open whose reports are still awaited."""
+        count = len(self._stores) + len(self._loads) + len(self._ahead) + len(self._puts)
+        return count > len(self._overdue)
 
     def give_up_reports(self) -> int:
-        """Nobody waits any longer for reports of what is under way; returns of how many transfers.
+        """Stops waiting for the reports of open transfers; returns how many were given up.
 
-        What is being stored never becomes readable. But slots and pins are held until all ranks
-        have reported after all: a copy to or from them may still be under way.
+        Blocks of open stores never become readable. Slots and pins are still held until all ranks
+        have reported, because a copy to or from them may still be running.
         """
         self.spoil_stores()
         for job_id, store in self._stores.items():
@@ -223,23 +230,23 @@ class TransferLedger:
         return len(self._overdue) - before
 
     def _was_overdue(self, job: int | str) -> bool:
-        """Whether a transfer that has just ended was given up: it is counted already."""
+        """Whether a transfer that just finished was given up, and therefore counted already."""
         was_overdue = job in self._overdue
         self._overdue.discard(job)
         return was_overdue
 
     def move_ahead(self, request_id: str) -> int:
-        """Makes an open load one that each rank reports by its number, not by its request.
+        """Turns an open load into one that ranks report by job id instead of by request id.
 
-        vLLM reports no end of a load that a step waits for; by then the request may even have
-        started over.
+        vLLM does not report the end of a load that a step waits for, and the request may have been
+        restarted by then.
         """
         job_id = self.new_job()
         self._ahead[job_id] = _OpenAhead(request_id, self._loads.pop(request_id))
         return job_id
 
     def report_ahead(self, job_id: int, reports: Iterable[bool]) -> str | None:
-        """What ranks say of such a load; the request if it is now over and failed."""
+        """Adds reports of ranks; returns the request id if the load is complete and failed."""
         ahead = self._ahead[job_id]
         ahead.reports.extend(reports)
         if len(ahead.reports) < self._num_ranks:
@@ -249,17 +256,19 @@ class TransferLedger:
         failed = None
         if not all(ahead.reports):
             failed = Tier.CPU if ahead.load.keys else Tier.REMOTE
-        self._close(ahead.load, failed)
+        self._finish_load(ahead.load, failed)
         return ahead.request_id if failed is not None else None
 
     def close_load(self, request_id: str, failed: Tier | None = None) -> None:
-        """The load is over on all ranks. Blocks of a tier that failed are not offered again."""
+        """Completes a load that finished on all ranks. `failed` is the tier that failed, if any;
+        its blocks are removed from the index."""
         self._overdue.discard(request_id)
-        self._close(self._loads.pop(request_id), failed)
+        self._finish_load(self._loads.pop(request_id), failed)
 
-    def _close(self, load: _OpenLoad, failed: Tier | None) -> None:
+    def _finish_load(self, load: _OpenLoad, failed: Tier | None) -> None:
         if failed is Tier.CPU:
-            # Ranks report one by one: what the first failure made vLLM compute anew may be here.
+            # Ranks report one by one. After the first failure vLLM may have recomputed a block and
+            # stored it again, so remove it only from the slot that was loaded.
             for key, slot in zip(load.keys, load.slots, strict=True):
                 self._index.remove(key, slot)
         if failed is not None:
@@ -277,11 +286,11 @@ class TransferLedger:
         self._recorder.add(names.DROPPED_BLOCKS, blocks, tier.value, reason.value)
 
     def new_job(self) -> int:
-        """A number no other job has."""
+        """Returns a new job id."""
         self._next_job_id += 1
         return self._next_job_id - 1
 
-    def _settle(self, store: _OpenStore, is_counted: bool) -> None:
+    def _finish_store(self, store: _OpenStore, is_counted: bool) -> None:
         least = min(store.reports, key=lambda report: report.stored)
         readable = self._index.commit_all(store.slots[: least.stored])
         committed = sum(readable)
@@ -306,10 +315,11 @@ class TransferLedger:
 
 
 def _by_anchor(store: _OpenStore, readable: Sequence[bool]) -> list[tuple[BlockKey, list[int]]]:
-    found = []
+    """Returns the readable slots of each anchor that has any."""
+    grouped = []
     start = 0
     for anchor, count in store.anchors:
-        some = slice(start, start + count)
-        found.append((anchor, list(compress(store.slots[some], readable[some]))))
+        part = slice(start, start + count)
+        grouped.append((anchor, list(compress(store.slots[part], readable[part]))))
         start += count
-    return [(anchor, slots) for anchor, slots in found if slots]
+    return [(anchor, slots) for anchor, slots in grouped if slots]

@@ -1,8 +1,10 @@
-"""Which blocks of a sequence to store or load. Pure: asks the index, reserves, moves nothing.
+"""Plans which blocks of a sequence to store or load. It queries the index and reserves slots, but
+moves no bytes.
 
-A group with full attention needs every block of a prefix. One with a sliding window needs only the
-last ones: what lies before the window of the next token is never read again, and vLLM keeps no
-blocks for it. So a hit may end wherever the full groups have all blocks and each window is there.
+A group with full attention needs every block of a prefix. A group with a sliding window needs only
+the last ones: tokens before the window of the next token are never read again, and vLLM keeps no
+blocks for them. So a hit can end wherever the full-attention groups have all blocks and the windows
+of the other groups are complete.
 """
 
 from __future__ import annotations
@@ -17,16 +19,17 @@ from vllm_tiered_kv.core.key import BlockKey
 
 @dataclass(frozen=True)
 class Group:
-    """A KV-cache group as the planner sees it."""
+    """The properties of a KV-cache group that plans depend on."""
 
     group_id: int
     block_size: int  # tokens
     block_bytes: int  # per rank
     size_class: int
-    window: int | None = None  # tokens a token attends to, itself included; None: all before it
+    window: int | None = None  # tokens a token attends to, including itself; None: full attention
 
     def needed(self, computed: int, end: int) -> range:
-        """Positions that a request with `computed` tokens lacks to go on from token `end`."""
+        """Returns the block positions that a request with `computed` tokens must load to continue
+        at token `end`."""
         first = computed // self.block_size
         if self.window is not None:
             first = max(first, (end - self.window + 1) // self.block_size)
@@ -39,7 +42,7 @@ def groups_of(
     windows: Sequence[int | None],
     geometry: ArenaGeometry,
 ) -> list[Group]:
-    """`windows`: none at all means that no group has one."""
+    """Returns the groups of an engine. An empty `windows` means full attention everywhere."""
     return [
         Group(group_id, size, nbytes, geometry.class_of_block(nbytes), window)
         for group_id, (size, nbytes, window) in enumerate(
@@ -49,7 +52,8 @@ def groups_of(
 
 
 def telling_group(groups: Sequence[Group]) -> Group:
-    """The group whose blocks say best where the tokens of a prefix lie."""
+    """Returns the group whose blocks best represent which tiers hold a prefix: the first one with
+    full attention."""
     return next((group for group in groups if group.window is None), groups[0])
 
 
@@ -61,10 +65,11 @@ def plan_store(
     stop: int,
     skip: range = range(0),
 ) -> Reservations:
-    """Reserves slots for the missing blocks among positions `start` … `stop`, but not `skip`.
+    """Reserves slots for the missing blocks at positions `start` to `stop`, except `skip`.
 
-    Each follows the one before it, also in a window: tails leave before heads in all groups alike,
-    or what is left of the one would be of no use to the other.
+    Each block is the parent of the next one, also in a group with a window. Thus eviction removes
+    tails before heads in all groups alike; otherwise the blocks left in one group would be useless
+    without those of another.
     """
     return index.reserve_missing(keys, start, stop, group.size_class, skip)
 
@@ -78,10 +83,10 @@ def loadable_tokens(
     alignment: int,
     elsewhere: Sequence[range] | None = None,
 ) -> int:
-    """Tokens after `computed` that every group can serve, ending at or before `limit`.
+    """Returns how many tokens after `computed` all groups can load, up to token `limit`.
 
-    A hit counts only as far as all groups reach, in whole units of `alignment`. `elsewhere` are
-    the positions of each group that another tier holds.
+    A hit ends where the first group ends, at a multiple of `alignment`. `elsewhere` gives the
+    positions of each group that another tier holds.
     """
     end = limit - limit % alignment
     for group, group_keys in zip(groups, keys, strict=True):
@@ -115,10 +120,11 @@ def end_of_windows(
     alignment: int,
     last_missing: Callable[[Group, range], int | None],
 ) -> int:
-    """The longest prefix up to `end` whose windows are all there; `computed` or less: none.
+    """Returns the end of the longest prefix up to `end` whose windows are complete in all groups.
 
-    `last_missing` is asked for the last of some positions that is not there. No shorter prefix that
-    still has it in its window can do, so the next one tried ends before it.
+    A result of `computed` or less means that there is none. `last_missing` returns the last missing
+    position of a range, or None. Every prefix with that position in its window is incomplete, so
+    the next candidate ends before it.
     """
     windowed = [group for group in groups if group.window is not None]
     settled = 0

@@ -1,4 +1,4 @@
-"""Slots of an arena without an index: the typed face of `csrc/index/slot_pool.h`."""
+"""Slots of an arena without an index: the typed interface of `csrc/index/slot_pool.h`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm_tiered_kv.native import _cpu
 
 
 class SlotPool:
-    """Hands out slot ids, lowest first."""
+    """Allocates slot ids, lowest first. It is not thread-safe."""
 
     def __init__(self, geometry: Geometry) -> None:
         self._native = _cpu.SlotPool(*dimensions(geometry))
@@ -18,11 +18,11 @@ class SlotPool:
             self._native.add_class(size)
 
     def allocate(self, size_class: int) -> int | None:
-        """A free slot of the class, or None when neither it nor a free slab is left."""
+        """Returns a free slot of the class; None if the class and the free slabs have none."""
         return self._native.allocate(size_class)
 
     def adopt(self, slots: Sequence[int], size_classes: Sequence[int]) -> None:
-        """Takes exactly these slots out of a fresh pool; a slab has slots of one class."""
+        """Marks these slots of a new pool as used; a slab must have slots of one class only."""
         self._native.adopt(slots, size_classes)
 
     def release(self, slot: int) -> None:

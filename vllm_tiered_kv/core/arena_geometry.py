@@ -1,14 +1,15 @@
-"""How one arena of exactly so many bytes is divided among blocks of several sizes.
+"""Divides an arena of fixed size into slabs and slots for blocks of several sizes.
 
-The arena is a row of equal slabs. A slab belongs to one size class at a time and holds as many of
-its slots as fit. With a single class a slab is one slot, so nothing is lost; with several, the
-slab is the smallest multiple of the largest slot that wastes at most 1/64 for every class.
+The arena is an array of equal slabs. A slab belongs to one size class at a time and holds as many
+slots of that class as fit. With a single class a slab is one slot, so no byte is wasted. With
+several classes, the slab size is the smallest multiple of the largest slot that wastes at most 1/64
+of a slab for every class.
 
-Scheduler and workers compute the same geometry from the same numbers: a slot id is enough for a
-worker to find the bytes.
+Scheduler and workers compute the same geometry from the same configuration, so a slot id is enough
+for a worker to find the bytes.
 
-A store that serves many models meets its sizes one by one: `SlabGeometry` has slabs of a fixed
-size, and classes are added as they come.
+A store that serves many models learns their block sizes one by one. It uses `SlabGeometry`, which
+has slabs of a fixed size and adds a size class when a new block size arrives.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def aligned(nbytes: int, alignment: int = SLOT_ALIGNMENT) -> int:
 
 
 class Geometry(Protocol):
-    """What slot bookkeeping needs to know of an arena."""
+    """The dimensions of an arena that slot bookkeeping needs."""
 
     @property
     def capacity_bytes(self) -> int: ...
@@ -52,7 +53,10 @@ class Geometry(Protocol):
 
 @dataclass(frozen=True)
 class ArenaGeometry:
-    """Slab and slot arithmetic. A slot id is `slab * slots_per_slab + position in the slab`."""
+    """Slab and slot arithmetic of an engine's CPU tier, whose block sizes are known at start.
+
+    A slot id is `slab * slots_per_slab + position in the slab`. Immutable and thread-safe.
+    """
 
     capacity_bytes: int
     slot_bytes: tuple[int, ...]  # per size class, aligned
@@ -84,7 +88,7 @@ class ArenaGeometry:
         best, least_waste = largest, 1.0
         for factor in range(1, _MAX_SLAB_FACTOR + 1):
             slab = largest * factor
-            # A slab is the unit classes take memory from each other in: every class needs one.
+            # Size classes exchange memory in whole slabs, so there must be one slab per class.
             if slab * len(self.slot_bytes) > self.capacity_bytes:
                 break
             waste = max(slab % size / slab for size in self.slot_bytes)
@@ -96,7 +100,7 @@ class ArenaGeometry:
 
     @classmethod
     def for_blocks(cls, capacity_bytes: int, block_bytes: list[int]) -> ArenaGeometry:
-        """Geometry for blocks of these lengths; equal lengths share a class."""
+        """Returns the geometry for blocks of these lengths; equal lengths share a class."""
         return cls(capacity_bytes, tuple(sorted({aligned(n) for n in block_bytes})))
 
     @property
@@ -111,26 +115,36 @@ class ArenaGeometry:
         return self.slab_bytes // self.slot_bytes[size_class]
 
     def offsets(self, slots: Int64Array, size_class: int) -> Int64Array:
-        """Byte offsets in the arena of slots of one class."""
+        """Returns the byte offsets in the arena of slots of one class."""
         slabs, positions = np.divmod(slots, self.slots_per_slab)
         offsets: Int64Array = slabs * self.slab_bytes + positions * self.slot_bytes[size_class]
         return offsets
 
 
 def default_slab(capacity_bytes: int, alignment: int) -> int:
-    """A 32nd of the capacity, at most 256 MiB: the largest block, and what classes trade in."""
+    """Returns the default slab size: 1/32 of the capacity, at most 256 MiB.
+
+    The slab size limits the size of a block and is the unit in which classes exchange memory.
+    """
     slab = min(_MAX_SLAB_BYTES, capacity_bytes // 32)
     return max(alignment, slab // alignment * alignment)
 
 
 class SlabGeometry:
-    """Slabs of a fixed size; a class for each slot size (and owner) is added when it is met."""
+    """Slab and slot arithmetic of a daemon's store, which adds a class per slot size and owner.
+
+    `BlockIndex` calls the methods that change it, under the lock of the store.
+    """
 
     def __init__(self, capacity_bytes: int, slab_bytes: int, alignment: int) -> None:
         if slab_bytes % alignment or slab_bytes <= 0:
-            raise ValueError(f"a slab of {slab_bytes} bytes is not a multiple of {alignment}")
+            raise ValueError(
+                f"slab_bytes must be a positive multiple of {alignment}, got {slab_bytes}"
+            )
         if capacity_bytes < slab_bytes:
-            raise ValueError(f"{capacity_bytes} bytes do not hold a slab of {slab_bytes}")
+            raise ValueError(
+                f"a capacity of {capacity_bytes} bytes cannot hold one slab of {slab_bytes} bytes"
+            )
         self.capacity_bytes = capacity_bytes
         self.slab_bytes = slab_bytes
         self.alignment = alignment
@@ -139,14 +153,16 @@ class SlabGeometry:
         self.slot_bytes: list[int] = []
 
     def add_class(self, block_bytes: int) -> int:
-        """A new class for blocks of this length, which a slab must be able to hold."""
+        """Adds a class for blocks of this length, which must fit into a slab."""
         if not 0 < block_bytes <= self.slab_bytes:
-            raise ValueError(f"a block of {block_bytes} bytes does not fit in {self.slab_bytes}")
+            raise ValueError(
+                f"a block of {block_bytes} bytes does not fit into a slab of {self.slab_bytes}"
+            )
         self.slot_bytes.append(aligned(block_bytes, self.alignment))
         return len(self.slot_bytes) - 1
 
     def change_class(self, size_class: int, block_bytes: int) -> None:
-        """A class that has no slab is for blocks of another length from now on."""
+        """Reassigns a class that owns no slab to blocks of another length."""
         self.slot_bytes[size_class] = aligned(block_bytes, self.alignment)
 
     def slots_in_slab(self, size_class: int) -> int:
@@ -156,7 +172,7 @@ class SlabGeometry:
         return self.offsets([slot], size_class)[0]
 
     def offsets(self, slots: Iterable[int], size_class: int) -> list[int]:
-        """Where slots of one class begin."""
-        a_slab, slab_bytes = self.slots_per_slab, self.slab_bytes
+        """Returns the byte offsets in the arena of slots of one class."""
+        per_slab, slab_bytes = self.slots_per_slab, self.slab_bytes
         slot_bytes = self.slot_bytes[size_class]
-        return [slot // a_slab * slab_bytes + slot % a_slab * slot_bytes for slot in slots]
+        return [slot // per_slab * slab_bytes + slot % per_slab * slot_bytes for slot in slots]

@@ -1,11 +1,12 @@
-"""Whether a block that a tier holds is what computing it again gives.
+"""Compares a block held by a tier with the same block recomputed.
 
-Bytes are compared first. The same kernels in the same shapes give the same bytes; others round
-differently, so what is not equal is compared as numbers, layer by layer: every element against the
-largest of its layer, and all of them together (root of squares) against the layer's. The first
-notices a few wild values, the second content that is of the right size and wrong.
+Bytes are compared first: the same kernels with the same shapes produce the same bytes. Other
+kernels or shapes round differently, so blocks with different bytes are compared as numbers, layer
+by layer, with two measures. The largest difference of an element, relative to the largest value of
+its layer, detects a few wild values. The L2 norm of the differences, relative to the L2 norm of the
+layer, detects content that has the right magnitude but is wrong.
 
-Plain numpy: bfloat16 and fp8 are decoded by hand, as numpy knows neither.
+The code uses plain numpy and decodes bfloat16 and fp8 itself, because numpy supports neither.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ Floats = npt.NDArray[np.float32]
 
 
 class NumberFormat(enum.Enum):
-    """How the numbers of a KV cache are written. The value: bytes of one, bits of its fraction."""
+    """Number format of a KV cache. The value is (bytes per number, bits of the fraction)."""
 
     FLOAT32 = (4, 23)
     FLOAT16 = (2, 10)
     BFLOAT16 = (2, 7)
     FP8_E4M3 = (1, 3)
     FP8_E5M2 = (1, 2)
-    OPAQUE = (1, 0)  # packed or mixed: only equal bytes are equal
+    OPAQUE = (1, 0)  # packed or mixed formats: compared by bytes only
 
     @property
     def itemsize(self) -> int:
@@ -39,13 +40,13 @@ class NumberFormat(enum.Enum):
 
     @property
     def step(self) -> float:
-        """How far two neighbouring numbers may lie apart, relative to the larger one."""
+        """Largest relative distance between two adjacent numbers of this format."""
         return math.ldexp(1.0, -self.value[1])
 
 
 @dataclass(frozen=True)
 class LayerNumbers:
-    """One layer's part of a block: where it ends, and how its numbers are written."""
+    """One layer's part of a block: the offset where it ends, and its number format."""
 
     name: str
     end: int
@@ -53,6 +54,8 @@ class LayerNumbers:
 
 
 class Likeness(enum.Enum):
+    """Result of comparing two blocks."""
+
     EQUAL = enum.auto()  # byte by byte
     CLOSE = enum.auto()  # within the tolerance
     DIFFERENT = enum.auto()
@@ -60,42 +63,44 @@ class Likeness(enum.Enum):
 
 @dataclass(frozen=True)
 class Comparison:
+    """Result of `compare`, with the differences of the worst layer."""
+
     likeness: Likeness
     largest: float = 0.0
-    """The largest difference of an element, as a part of the largest value of its layer; infinite
-    where it cannot be told."""
+    """Largest difference of an element relative to the largest value of its layer; infinite if it
+    cannot be computed."""
     overall: float = 0.0
-    """The same of all elements of a layer together."""
-    layer: str = ""  # the worst one
+    """L2 norm of the differences relative to the L2 norm of the layer."""
+    layer: str = ""  # name of the worst layer
 
 
 def compare(
     held: Bytes, computed: Bytes, layers: Sequence[LayerNumbers], tolerance: float
 ) -> Comparison:
-    """Compares two blocks; without layers, or with a tolerance of 0, only equal bytes will do.
+    """Compares two blocks. Without layers, or with a tolerance of 0, only equal bytes are accepted.
 
-    An element may be one step of its format further off than the tolerance: that is what rounding
-    to the other side makes of the least difference.
+    An element may exceed the tolerance by one step of its format: rounding turns even the smallest
+    difference into a whole step.
     """
     if np.array_equal(held, computed):
         return Comparison(Likeness.EQUAL)
     likeness = Likeness.CLOSE if tolerance else Likeness.DIFFERENT
     largest = overall = 0.0
-    where, start = "", 0
+    worst_layer, start = "", 0
     for layer in layers or (LayerNumbers("", len(computed)),):
         if layer.end <= start:
-            continue  # it shares the memory of another
+            continue  # the layer shares the memory of an earlier one
         of_one, of_all = _relative(held[start : layer.end], computed[start : layer.end], layer)
         start = layer.end
         if of_one > tolerance + layer.number_format.step or of_all > tolerance:
             likeness = Likeness.DIFFERENT
         if max(of_one, of_all) > max(largest, overall):
-            largest, overall, where = of_one, of_all, layer.name
-    return Comparison(likeness, largest, overall, where)
+            largest, overall, worst_layer = of_one, of_all, layer.name
+    return Comparison(likeness, largest, overall, worst_layer)
 
 
 def _relative(held: Bytes, computed: Bytes, layer: LayerNumbers) -> tuple[float, float]:
-    """Largest difference by largest value, and root of squares by root of squares."""
+    """Returns the relative largest difference and the relative L2 norm of the differences."""
     number_format = layer.number_format
     size = number_format.itemsize
     if number_format is NumberFormat.OPAQUE or len(held) % size:
@@ -105,7 +110,7 @@ def _relative(held: Bytes, computed: Bytes, layer: LayerNumbers) -> tuple[float,
     differ = np.flatnonzero(bits != right_bits)
     if not len(differ):
         return 0.0, 0.0
-    with np.errstate(invalid="ignore"):  # whatever is not a number is looked for below
+    with np.errstate(invalid="ignore"):  # NaN and infinity are checked below
         right = decode(computed, number_format).astype(np.float64)
         apart = decode(held, number_format)[differ].astype(np.float64) - right[differ]
     if not np.isfinite(apart).all():
@@ -118,12 +123,12 @@ def _relative(held: Bytes, computed: Bytes, layer: LayerNumbers) -> tuple[float,
 
 
 def _root_of_squares(numbers: npt.NDArray[np.float64]) -> float:
-    # Not `norm`: that starts as many threads as there are cores, beside an engine that needs them.
+    # np.linalg.norm would start one BLAS thread per core and take CPU time from the engine.
     return math.sqrt(float(np.square(numbers).sum()))
 
 
 def decode(raw: Bytes, number_format: NumberFormat) -> Floats:
-    """The numbers of some bytes."""
+    """Decodes bytes of this format to float32."""
     if number_format is NumberFormat.FLOAT32:
         return raw.view(np.float32)
     if number_format is NumberFormat.FLOAT16:
@@ -131,13 +136,13 @@ def decode(raw: Bytes, number_format: NumberFormat) -> Floats:
     if number_format is NumberFormat.BFLOAT16:
         return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     if number_format is NumberFormat.OPAQUE:
-        raise ValueError("bytes of an unknown format are no numbers")
+        raise ValueError("bytes of an opaque format cannot be decoded to numbers")
     return _fp8_values(number_format)[raw]
 
 
 @functools.cache
 def _fp8_values(number_format: NumberFormat) -> Floats:
-    """All 256 of them."""
+    """Returns the decoded values of all 256 codes."""
     bits = number_format.value[1]
     bias = 7 if number_format is NumberFormat.FP8_E4M3 else 15
     values = np.empty(256, np.float32)
@@ -148,7 +153,7 @@ def _fp8_values(number_format: NumberFormat) -> Floats:
         else:
             value = math.ldexp((1 << bits) + fraction, exponent - bias - bits)
         if number_format is NumberFormat.FP8_E4M3:
-            value = math.nan if code & 0x7F == 0x7F else value  # it has no infinities
+            value = math.nan if code & 0x7F == 0x7F else value  # E4M3 has no infinities
         elif exponent == 31:
             value = math.nan if fraction else math.inf
         values[code] = -value if code & 0x80 else value

@@ -1,21 +1,22 @@
-"""What names a block: the namespace, the scope of a request, and the hash chain over its tokens.
+"""Defines block keys: the namespace, the scope of a request, and the hash chain over its tokens.
 
-This file is the definition of the key format; `vllm_tiered_kv.native.cpu.extend_keys` is the fast
-implementation of `extend_chain` and a property test holds the two together.
+`vllm_tiered_kv.native.cpu.extend_keys` is the fast implementation of `extend_chain`; a property
+test checks that both return the same keys.
 
-    namespace  = SHA256 over every fact that makes two caches' bytes incompatible
+    namespace  = SHA256 over every property that makes two caches' bytes incompatible
     root       = SHA256("tiered-kv root" | namespace | scope)       scope: LoRA, salt, epoch
     digest[i]  = SHA256(digest[i-1] | u32le(len(extra)) | extra | tokens as u32le)
     BlockKey   = digest[i][:16] | group id
     tail       = SHA256("tiered-kv tail" | parent | extra | tokens)[:16] | group id
 
-A prompt may end within a block: the tail's key covers the tokens there are, and its parent is the
-key of the block before it, or the root.
+A prompt may end within a block. The key of such a tail covers the tokens present, and its parent is
+the key of the block before it, or the root.
 
-A digest covers the whole prefix up to its block, so one lookup of a key answers for the chain.
-The rank of a worker (TP, PP, DCP, PCP) is not part of the key: all ranks of an engine agree on
-it, and one lookup answers for all of them. `RankTag` keeps their bytes apart wherever blocks of
-several ranks meet. The data-parallel rank appears nowhere: replicas hold identical blocks.
+A digest covers the whole prefix up to its block, so a hit on a key implies that the whole prefix is
+the same. The rank of a worker (TP, PP, DCP, PCP) is not part of the key: all ranks of an engine
+compute the same key, so one lookup is valid for all of them. Where blocks of several ranks are
+stored together, `RankTag` distinguishes their bytes. The data-parallel rank is not part of any key,
+because DP replicas hold identical blocks.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NewType
 
 FORMAT_VERSION = 1
-"""Changes whenever the bytes of a stored block or the meaning of a key change."""
+"""Increase it whenever the bytes of a stored block or the meaning of a key change."""
 
 CONTENT_BYTES = 16
 DIGEST_BYTES = 32
@@ -39,9 +40,9 @@ BlockKey = NewType("BlockKey", bytes)
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Every fact that makes the bytes of one engine useless, or wrong, for another.
+    """All properties of an engine that decide whether another engine can use its blocks.
 
-    Two engines share blocks exactly when all fields are equal; `namespace()` is their digest.
+    Two engines share blocks if and only if all fields are equal; `namespace()` is their digest.
     """
 
     model: str  # digest of weights, config and overrides, never a name
@@ -50,22 +51,22 @@ class Fingerprint:
     quantization: str
     kv_dtype: str
     layout: str  # layout class: order of the dimensions inside a block
-    kernels: str  # whose they are that write and read the numbers, and pack them as they like
+    kernels: str  # attention back-end; each back-end packs the numbers in its own way
     block_sizes: tuple[int, ...]  # tokens a block holds, per KV-cache group
     group_layers: tuple[tuple[str, ...], ...]  # layer names and page geometry, per group
     parallel: Mapping[str, int] = field(default_factory=dict)  # sizes of TP, PP, DCP, PCP
-    tenant: str = ""  # the name users gave it, to keep engines apart that could share
+    tenant: str = ""  # configured by users to isolate engines that could share blocks
     format_version: int = FORMAT_VERSION
 
     def namespace(self) -> bytes:
-        """The 32 bytes every key of this engine starts from."""
+        """Returns the 32-byte digest that all keys of this engine are derived from."""
         text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(b"tiered-kv namespace\0" + text.encode()).digest()
 
 
 @dataclass(frozen=True)
 class RankTag:
-    """Which shard of a block a worker holds. Stays outside the content key."""
+    """Identifies the shard of a block that a worker holds. Not part of the content key."""
 
     tp: int = 0
     pp: int = 0
@@ -77,9 +78,9 @@ class RankTag:
 
 
 def canonical(parts: Iterable[Any]) -> bytes:
-    """Self-delimiting bytes of a sequence of str, bytes, int, None and nested sequences.
+    """Encodes a sequence of str, bytes, int, bool, None and nested sequences unambiguously.
 
-    Type and length precede each value, so no two different sequences give the same bytes.
+    Type and length precede each value, so two different sequences never have the same encoding.
     """
     out = bytearray()
     for part in parts:
@@ -96,13 +97,13 @@ def canonical(parts: Iterable[Any]) -> bytes:
         elif isinstance(part, (list, tuple)):
             tag, body = b"l", canonical(part)
         else:
-            raise TypeError(f"a key cannot be made of {type(part).__name__}")
+            raise TypeError(f"a value of type {type(part).__name__} cannot be part of a key")
         out += tag + struct.pack("<I", len(body)) + body
     return bytes(out)
 
 
 def root_digest(namespace: bytes, scope: Iterable[Any] = ()) -> bytes:
-    """Start of the chain for requests of one scope: (epoch, LoRA digest, cache salt)."""
+    """Returns the start of the hash chain of a scope: (epoch, LoRA digest, cache salt)."""
     return hashlib.sha256(b"tiered-kv root\0" + namespace + canonical(scope)).digest()
 
 
@@ -111,8 +112,10 @@ def group_suffix(group_id: int) -> bytes:
 
 
 def tail_key(parent: bytes, tokens: Sequence[int], extra: bytes = b"") -> BlockKey:
-    """The key of a block of group 0 that these tokens fill in part. `parent`: the key of the block
-    before it, or the root."""
+    """Returns the key of a partly filled block of group 0 that holds these tokens.
+
+    `parent` is the key of the block before it, or the root.
+    """
     body = canonical((parent, extra, struct.pack(f"<{len(tokens)}I", *tokens)))
     digest = hashlib.sha256(b"tiered-kv tail\0" + body).digest()
     return BlockKey(digest[:CONTENT_BYTES] + group_suffix(0))
@@ -125,7 +128,10 @@ def extend_chain(
     extras: Mapping[int, bytes] | None = None,
     suffix: bytes = b"\0",
 ) -> tuple[list[BlockKey], bytes]:
-    """Keys of the whole blocks of `tokens` and the digest to go on from. The reference version."""
+    """Returns the keys of the full blocks of `tokens`, and the digest that continues the chain.
+
+    This is the reference implementation.
+    """
     extras = extras or {}
     keys: list[BlockKey] = []
     for index, start in enumerate(range(0, len(tokens) - block_size + 1, block_size)):

@@ -1,8 +1,9 @@
-"""Where the bytes of a block lie in a layer's tensor, read from its own shape and strides.
+"""Derives where the bytes of a block lie in a layer's tensor from the tensor's shape and strides.
 
 A layer's cache is a strided view whose first dimension is the block (or several kernel blocks per
-block). Everything behind it is collapsed into contiguous byte runs. A run of block `b` starts at
-`address + b * block_stride`; its place in the slot is `slot_offset`. No layout is ever assumed.
+block). The other dimensions are collapsed into contiguous byte runs. A run of block `b` starts at
+`address + b * block_stride`; in a slot it starts at `slot_offset`. The code assumes no particular
+layout.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class StridedView:
 
 @dataclass(frozen=True)
 class Run:
-    """One contiguous piece of every block."""
+    """A contiguous range of bytes that every block has at the same place."""
 
     address: int
     block_stride: int
@@ -39,7 +40,7 @@ class Run:
 
 @dataclass(frozen=True)
 class BlockRuns:
-    """All runs of a block of one KV-cache group, tiling a slot without gap."""
+    """All runs of a block of one KV-cache group. Together they fill a slot without gaps."""
 
     runs: tuple[Run, ...]
     num_blocks: int
@@ -51,7 +52,7 @@ class BlockRuns:
         return sum(run.nbytes for run in self.runs)
 
     def arrays(self) -> tuple[np.ndarray, Int64Array, Int64Array, Int64Array]:
-        """Columns as the native layouts take them: addresses, strides, lengths, slot offsets."""
+        """Returns the columns the native layouts expect: address, stride, length, slot offset."""
         return (
             np.array([run.address for run in self.runs], dtype=np.uint64),
             np.array([run.block_stride for run in self.runs], dtype=np.int64),
@@ -61,7 +62,7 @@ class BlockRuns:
 
 
 def block_runs(views: Iterable[StridedView], num_blocks: int) -> BlockRuns:
-    """Runs of a block over all layers of a group; two names of one memory count once."""
+    """Returns the runs of a block over all layers of a group; shared memory counts once."""
     runs: list[Run] = []
     offset = 0
     ends: dict[tuple[int, tuple[int, ...], tuple[int, ...]], int] = {}
@@ -96,7 +97,7 @@ def _runs_of_view(view: StridedView, num_blocks: int) -> list[tuple[int, int, in
     if any(s <= 0 for _, s in inner):
         raise ValueError(f"layer {view.name}: strides {view.strides} must be positive")
 
-    # In memory order (largest stride first); contiguous neighbours merge from the inside out.
+    # Sort by memory order (largest stride first), then merge contiguous inner dimensions.
     inner.sort(key=lambda dim: -dim[1])
     nbytes = view.itemsize
     while inner and inner[-1][1] == nbytes:
@@ -112,7 +113,7 @@ def _starts(dims: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _merge_adjacent(runs: list[Run]) -> tuple[Run, ...]:
-    """Joins runs that follow each other in memory for every block: block-outermost layouts."""
+    """Joins runs that are adjacent in memory in every block, as in block-outermost layouts."""
     merged: list[Run] = []
     for run in runs:
         last = merged[-1] if merged else None

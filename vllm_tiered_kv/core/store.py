@@ -1,12 +1,12 @@
-"""The protocol of anything that holds blocks by key: memory, SSD, a shared directory, a daemon.
+"""The protocol of all block stores: memory, SSD, a shared directory, a daemon.
 
 One contract suite (`tests/stores/contract.py`) runs over every implementation. Calls are batched
-and may be made from any thread. What all of them promise:
+and may be made from any thread. Every implementation guarantees:
 
 - A reader gets the whole block that was put under the key, or a miss; never anything else.
-- A block found damaged is a miss, is counted, and is gone afterwards.
-- A key names one content: putting a key that is present changes nothing and says PRESENT.
-- Capacity is exact; where there is no room, tails of a chain leave before its heads.
+- A damaged block is a miss. The store counts it and removes it.
+- A key identifies one content: a put of a present key changes nothing and returns PRESENT.
+- The capacity is never exceeded. Eviction removes the tails of a chain before its heads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAMESPACE_BYTES = 16
 MAX_KEY_BYTES = 64
 
 StoreKey = NewType("StoreKey", bytes)
-"""`key_prefix` of the namespace, the BlockKey, the RankTag: unique among all engines' blocks."""
+"""`key_prefix` of the namespace + BlockKey + RankTag: unique over the blocks of all engines."""
 
 
 def store_key(namespace: bytes, key: BlockKey, rank: RankTag) -> StoreKey:
@@ -31,15 +31,18 @@ def store_key(namespace: bytes, key: BlockKey, rank: RankTag) -> StoreKey:
 
 
 def announced_namespace(namespace: bytes) -> bytes:
-    """What an engine says in `hello`: the 16 bytes its keys begin with and a digest of these, which
-    tells a daemon that it need not hash them again."""
+    """Returns the namespace an engine sends in `hello`: the 16-byte prefix of its keys and a digest
+    of that prefix. The digest tells the daemon that it can use the prefix as it is."""
     head = namespace[:NAMESPACE_BYTES]
     return head + hashlib.sha256(head).digest()[: len(namespace) - NAMESPACE_BYTES]
 
 
 def key_prefix(announced: bytes) -> bytes:
-    """What a daemon's keys of an announced namespace begin with. All 32 bytes count: of a namespace
-    that another client has made up, the prefix is a digest."""
+    """Returns the prefix of a daemon's keys in an announced namespace.
+
+    All 32 bytes of the namespace matter. If a client chose the namespace freely, instead of with
+    `announced_namespace`, the prefix is a digest of it.
+    """
     if announced == announced_namespace(announced):
         return announced[:NAMESPACE_BYTES]
     return hashlib.sha256(announced).digest()[:NAMESPACE_BYTES]
@@ -58,30 +61,32 @@ class Durability(str, enum.Enum):
 
 
 class PutResult(enum.Enum):
-    STORED = enum.auto()  # as durable as was asked for
-    PRESENT = enum.auto()  # it was here already (and is as durable as asked for), or is being put
-    DROPPED = enum.auto()  # no room, or a queue was full; nothing was kept
-    FAILED = enum.auto()  # an I/O error or a checksum that does not match; nothing was kept
+    """What a store did with one block of a put."""
 
-    __hash__ = object.__hash__  # there is one object of each; an Enum's own is Python code
+    STORED = enum.auto()  # as durable as requested
+    PRESENT = enum.auto()  # already stored as durably as requested, or another put is writing it
+    DROPPED = enum.auto()  # no room, or a queue was full; nothing was kept
+    FAILED = enum.auto()  # an I/O error or a checksum mismatch; nothing was kept
+
+    __hash__ = object.__hash__  # members are singletons, and Enum.__hash__ is slow Python code
 
 
 class PutItem(NamedTuple):
-    """One block on its way in. `parent` is the block before it in its chain, if any.
+    """One block of a put. `parent` is the block before it in its chain, if any.
 
-    A tuple: a daemon makes one for every block it receives, and a dataclass takes several times as
-    long.
+    It is a tuple because a daemon creates one for every block it receives, and creating a dataclass
+    takes several times as long.
     """
 
     key: StoreKey
     parent: StoreKey | None
-    payload: memoryview  # contiguous bytes; unchanged until `put` returns
-    checksum: int | None = None  # XXH3-64 of the payload when the sender knows it: verified
+    payload: memoryview  # contiguous; the caller must not change it until `put` returns
+    checksum: int | None = None  # XXH3-64 of the payload if the sender knows it; put verifies it
 
 
 @dataclass(frozen=True)
 class BlockFacts:
-    """What a store knows of a block without reading it."""
+    """Metadata of a block that a store knows without reading the block."""
 
     nbytes: int
     checksum: int
@@ -90,27 +95,30 @@ class BlockFacts:
 
 @dataclass(frozen=True)
 class StoreUsage:
-    """What a store holds right now."""
+    """How many blocks and bytes a store currently holds."""
 
     blocks: int
     used_bytes: int
-    capacity_bytes: int  # 0: no limit of its own
+    capacity_bytes: int  # 0: the store has no limit of its own
 
 
 class BlockStore(Protocol):
-    """Mutating calls: `put`, `delete`; `get` and `match` may only change the order of eviction."""
+    """Holds blocks by key. Any thread may call it.
+
+    `put` and `delete` change the content; `get` and `match` only change the eviction order.
+    """
 
     def match(self, keys: Sequence[StoreKey]) -> int:
-        """How many leading keys are here without a gap."""
+        """Returns how many leading keys are present without a gap."""
 
     def contains(self, keys: Sequence[StoreKey]) -> list[bool]:
-        """Whether each key is here. Changes nothing, not even the order of eviction."""
+        """Returns whether each key is present. Changes nothing, not even the eviction order."""
 
     def get(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[bool]:
-        """Reads each block into its buffer: verified and whole (True), or a miss (False).
+        """Reads each block into its buffer; True if it is whole and verified, False on a miss.
 
-        A block of another length than its buffer is a miss. A buffer whose read was a miss may
-        hold anything.
+        A block whose length differs from its buffer is a miss. The content of a buffer is undefined
+        after a miss.
         """
 
     def put(
@@ -119,32 +127,38 @@ class BlockStore(Protocol):
         """Stores blocks, in chain order (heads before tails)."""
 
     def delete(self, keys: Sequence[StoreKey]) -> int:
-        """Forgets blocks; how many were here. NotDeletedError where some may still be here, after
-        all others are gone."""
+        """Deletes blocks and returns how many were present.
+
+        Raises NotDeletedError if some may still be present; all others are deleted by then.
+        """
 
     def flush(self) -> bool:
-        """Returns when everything acknowledged so far is as durable as this store can make it;
-        False when it failed to."""
+        """Makes everything acknowledged so far as durable as this store can; False on failure."""
 
     def usage(self) -> StoreUsage: ...
 
     def close(self) -> None:
-        """Flushes and gives everything back. Idempotent."""
+        """Flushes and releases all resources. Idempotent."""
 
 
 OnLost = Callable[[Sequence[StoreKey]], None]
 
 
 class LowerStore(BlockStore, Protocol):
-    """A store that another one can be built on: it knows its blocks without reading them."""
+    """A store that can serve as the lower tier of another store.
+
+    It knows the metadata of its blocks without reading them.
+    """
 
     on_lost: OnLost
-    """Told of blocks it had stored and lost before they were durable. From any thread, also under
-    locks of the store; a flush that loses some has told of them before it returns False."""
+    """Called with blocks that were acknowledged but lost before they were durable. The store calls
+    it from any thread and may hold its locks; a flush calls it before it returns False."""
 
     def retry(self) -> None:
-        """Tries a disk that failed at once, not when the pause after the failure is over."""
+        """Uses a failed disk again at once, without waiting for the pause after the failure."""
 
     def describe(self, keys: Sequence[StoreKey]) -> list[BlockFacts | None]:
-        """Length, checksum and parent of each block; None where it is not here. Reads no payload
-        and changes nothing."""
+        """Returns length, checksum and parent of each block; None if it is not present.
+
+        Reads no payload and changes nothing.
+        """

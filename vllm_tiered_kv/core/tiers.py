@@ -1,4 +1,4 @@
-"""The tiers a block can be in and the outcomes of asking for it."""
+"""The tiers that can hold a block, and the results of a lookup."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import enum
 
 
 class Tier(str, enum.Enum):
-    """Where a block lies, fastest first. The value is the metric label."""
+    """The tiers, fastest first. The value is the metric label."""
 
     GPU = "gpu"
     CPU = "cpu"
-    REMOTE = "remote"  # a daemon as an engine sees it: any of the three below
+    REMOTE = "remote"  # a daemon as seen by an engine: any of the three below
     MEMORY = "memory"
     SSD = "ssd"
     BACKING = "backing"
 
 
 class Lookup(enum.Enum):
-    """The answer to "do you hold this block?"."""
+    """Result of a lookup of one block."""
 
     HIT = enum.auto()
-    PENDING = enum.auto()  # being written: it will be a hit, or go away
+    PENDING = enum.auto()  # being written: becomes a hit, or a miss if the write fails
     MISS = enum.auto()

@@ -1,6 +1,6 @@
-"""A transfer as plain data: which GPU blocks and which slots, in one direction.
+"""Transfers as plain data: which GPU blocks are copied from or to which slots.
 
-Plans are made by pure code (`cache`), executed elsewhere (`device`); nothing here moves a byte.
+`cache` plans transfers and `device` executes them; the code here moves no bytes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ def int64_array(values: Sequence[int]) -> Int64Array:
 
 
 def pick(items: Sequence[_T], positions: Sequence[int]) -> Sequence[_T]:
-    """The items at these positions; no step of the interpreter for each, as they are thousands."""
+    """Returns the items at these positions.
+
+    Avoids a Python loop, because callers pass thousands of positions.
+    """
     if isinstance(positions, range) and positions.step == 1:
         return items[positions.start : positions.stop]
     return list(map(items.__getitem__, positions))
@@ -56,7 +59,10 @@ def pick(items: Sequence[_T], positions: Sequence[int]) -> Sequence[_T]:
 
 @dataclass(frozen=True)
 class StoreJob:
-    """Blocks of one sequence and group to copy out; reported as "the first n arrived"."""
+    """Blocks of one sequence and group to copy from the GPU to the arena.
+
+    A worker reports how many leading blocks were stored.
+    """
 
     job_id: int
     transfer: GroupTransfer
@@ -64,10 +70,10 @@ class StoreJob:
 
 @dataclass(frozen=True)
 class LeasedBlocks:
-    """Where leased blocks lie in a daemon's memory, and stay until the load is reported.
+    """Locations of leased blocks in a daemon's shared memory, valid until the load is reported.
 
-    A row for each rank, a column for each block. The places mean something only to a process that
-    has mapped the memory of this name.
+    The arrays have a row per rank and a column per block. Offsets are meaningful only to a process
+    that has mapped the arena with this id.
     """
 
     arena_id: bytes
@@ -76,13 +82,13 @@ class LeasedBlocks:
     generations: UInt64Array
 
     def at(self, columns: slice | Int64Array) -> LeasedBlocks:
-        """Some of the blocks."""
+        """Returns the entries of a subset of the blocks."""
         return LeasedBlocks(
             self.arena_id, self.ranks, self.offsets[:, columns], self.generations[:, columns]
         )
 
     def of_rank(self, rank: RankTag) -> tuple[Int64Array, UInt64Array] | None:
-        """Offsets and generations of one rank's blocks."""
+        """Returns the offsets and generations of one rank's blocks; None for an unknown rank."""
         if rank not in self.ranks:
             return None
         row = self.ranks.index(rank)
@@ -91,14 +97,14 @@ class LeasedBlocks:
 
 @dataclass(frozen=True)
 class RemoteTransfer:
-    """Blocks of one group that a daemon has, and the GPU blocks they go to."""
+    """Blocks of one group to load from a daemon, and the GPU blocks that receive them."""
 
     group_id: int
     address: str
     block_ids: Int64Array
     keys: tuple[BlockKey, ...]
     leased: LeasedBlocks | None = None
-    """Where they lie, if the daemon leased them when it was asked for them."""
+    """Their locations, if the daemon leased them in its reply to the lookup."""
 
     def __post_init__(self) -> None:
         if len(self.block_ids) != len(self.keys):
@@ -121,8 +127,10 @@ class RemoteTransfer:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Blocks of one group that a daemon has, to be fetched for nobody: how long that takes tells
-    what a load would take."""
+    """A background probe: fetches blocks of one group from a daemon to measure the bandwidth.
+
+    The fetched bytes are discarded.
+    """
 
     name: str
     group_id: int
@@ -132,7 +140,7 @@ class Rehearsal:
 
 @dataclass(frozen=True)
 class Fetched:
-    """What a rehearsal has brought, and how long that took; nothing if it was disturbed."""
+    """Result of a background probe: bytes and seconds; both are 0 if it was disturbed."""
 
     nbytes: int = 0
     seconds: float = 0.0
@@ -144,21 +152,22 @@ class Fetched:
 
 @dataclass(frozen=True)
 class LoadJob:
-    """All blocks a waiting request needs; it arrives whole or fails whole.
+    """All blocks a request loads. The load succeeds or fails as a whole.
 
-    Ahead of the step's forward if that reads them already, else beside it.
+    It runs ahead of the step's forward pass if that already reads the blocks, otherwise
+    concurrently with it.
     """
 
     request_id: str
     transfers: tuple[GroupTransfer, ...]
     remote: tuple[RemoteTransfer, ...] = ()
     ahead: int | None = None
-    """The job to report, of a load ahead of the forward."""
+    """Job id to report if the load runs ahead of the forward pass."""
 
 
 @dataclass(frozen=True)
 class PutJob:
-    """Blocks in slots of the arena to be sent to a daemon; each rank sends its own shards."""
+    """Blocks in the arena to send to a daemon; each rank sends its own shards."""
 
     job_id: int
     address: str

@@ -1,4 +1,4 @@
-"""Comparing held blocks with recomputed ones, as plain data: what to compare, what was found."""
+"""Verification of held blocks against recomputed ones, as plain data: jobs and verdicts."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from vllm_tiered_kv.core.transfer import GroupTransfer, Int64Array
 
 
 class Verdict(enum.IntEnum):
-    """What became of one block, mildest first: of several ranks the worst one counts."""
+    """Verdict on one block, from best to worst. With several ranks the worst verdict counts."""
 
     EQUAL = 0
-    CLOSE = 1  # other bytes, within the tolerance
-    NOT_COMPARED = 2  # the tier had it no more, or there was no copy to compare it with
+    CLOSE = 1  # different bytes, within the tolerance
+    NOT_COMPARED = 2  # the tier no longer had the block, or the recomputed copy was missing
     DIFFERENT = 3
 
 
 @dataclass(frozen=True)
 class BlockVerdict:
+    """One rank's verdict on one block, with the differences of the worst layer."""
+
     verdict: Verdict
     largest: float = 0.0  # as in `block_compare.Comparison`
     overall: float = 0.0
@@ -29,10 +31,10 @@ class BlockVerdict:
 
 @dataclass(frozen=True)
 class VerifyJob:
-    """Blocks of one group that a step has computed again, though a tier holds them.
+    """Blocks of one group that a step recomputed although a tier holds them.
 
-    `copy` takes them from the GPU to spare slots of the arena. There they are compared with the
-    blocks in `held_slots`, or with those of the daemon at `address`.
+    `copy` moves them from the GPU to spare slots of the arena. The worker compares them there with
+    the blocks in `held_slots`, or with those of the daemon at `address`.
     """
 
     job_id: int
@@ -44,9 +46,11 @@ class VerifyJob:
 
     def __post_init__(self) -> None:
         if (self.held_slots is None) == (self.address is None):
-            raise ValueError("a block to verify lies in the CPU tier or in a daemon")
+            raise ValueError("a verify job needs either held_slots or address")
         if len(self.copy) != len(self.keys):
-            raise ValueError(f"{len(self.copy)} copies of {len(self.keys)} blocks")
+            raise ValueError(
+                f"copy and keys differ in length: {len(self.copy)} and {len(self.keys)}"
+            )
 
     @property
     def tier(self) -> Tier:

@@ -1,1 +1,1 @@
-"""Memory and copies: the arena and the back-ends that move blocks."""
+"""Memory and copies: arenas, and the back-ends that copy blocks between GPU and host."""

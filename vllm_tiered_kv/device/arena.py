@@ -1,7 +1,7 @@
-"""The memory of the CPU tier: one mapping, pinned in the background when there is a GPU.
+"""The memory of the CPU tier: one mapping, which a background thread pins if there is a GPU.
 
-It is pinned front to back, which is also the order slots are handed out in; a slot beyond
-`ready_bytes` is not used yet.
+Pinning proceeds from the lowest address to the highest. Slots are allocated in the same order, so
+the tier is usable from the start; slots beyond `ready_bytes` are not used yet.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ from vllm_tiered_kv.option_values import format_size
 
 
 class Arena:
-    """`nbytes` of memory at a fixed address. `close` is idempotent and gives everything back."""
+    """The memory that holds the blocks of one worker's CPU tier.
+
+    The worker creates it at start and closes it at shutdown; copy threads only read its fields.
+    `close` is idempotent, unpins and unmaps the memory.
+    """
 
     def __init__(
         self,
@@ -31,13 +35,13 @@ class Arena:
         chunk_bytes: int = PIN_CHUNK_BYTES,
         fd: int | None = None,
     ) -> None:
-        """Of this process alone, or of a descriptor's memory, which stays the caller's to close."""
+        """Maps private memory, or the memory of `fd` if given. The caller closes `fd`."""
         _require_memory(nbytes)
         if fd is None:
             self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         else:
             self._map = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED)
-        with contextlib.suppress(OSError, AttributeError):  # fewer, larger pages: faster pinning
+        with contextlib.suppress(OSError, AttributeError):  # huge pages are faster to pin
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._view: np.ndarray | None = np.frombuffer(self._map, dtype=np.uint8)
         self.nbytes = nbytes
@@ -47,7 +51,7 @@ class Arena:
             self.region,
             pin,
             unpin,
-            "the rest stays unused. Lower cpu_memory or raise the limit of locked memory "
+            "the rest stays unused. Lower cpu_memory, or raise the limit of locked memory "
             "(ulimit -l)",
             chunk_bytes,
         )
@@ -57,7 +61,7 @@ class Arena:
         return self._pinner.ready_bytes
 
     def bytes_at(self, offset: int, nbytes: int) -> np.ndarray:
-        """A view of part of the arena."""
+        """Returns a view of part of the arena."""
         assert self._view is not None, "the arena is closed"
         return self._view[offset : offset + nbytes]
 
@@ -65,7 +69,7 @@ class Arena:
         self._pinner.close()
         if self._view is not None:
             self._view = None
-            # A caller still holding a view keeps the mapping alive; it goes with that view.
+            # A view that a caller still holds keeps the mapping alive until the view is released.
             with contextlib.suppress(BufferError):
                 self._map.close()
 
@@ -75,29 +79,32 @@ def _require_memory(nbytes: int) -> None:
     if nbytes > limit:
         raise ConfigError(
             "cpu_memory",
-            f"{format_size(nbytes)} for this worker is more than the machine or container has "
-            f"({limit / 2**30:.1f}GiB); choose less",
+            f"{format_size(nbytes)} for this worker exceeds the memory of the machine or container "
+            f"({limit / 2**30:.1f}GiB); choose a smaller size",
         )
 
 
 def memory_limit(
     root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> int:
-    """Physical memory, or the lowest limit of a control group that this process is in: of its own
-    (a container, a systemd slice, a job of SLURM) or of one around it."""
+    """Returns the physical memory or the lowest cgroup memory limit, whichever is less.
+
+    The limit may belong to the process's own cgroup (container, systemd slice, SLURM job) or to one
+    of its ancestors.
+    """
     limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for file in _limit_files(root, membership):
-        with contextlib.suppress(OSError, ValueError):  # absent, or the word "max"
+        with contextlib.suppress(OSError, ValueError):  # the file is absent, or contains "max"
             limit = min(limit, int(file.read_text()))
     return limit
 
 
 def _limit_files(root: Path, membership: Path) -> Iterator[Path]:
-    """Those of version 2 and of version 1, from the process's own group up to the root's."""
+    """Yields the limit files of cgroup v2 and v1, from the process's cgroup up to the root."""
     lines: list[str] = []
     with contextlib.suppress(OSError):
         lines = membership.read_text().splitlines()
-    # Inside a container the path may be the host's, and only the root is there.
+    # In a container the path may be that of the host, of which only the root is visible.
     for line in (*lines, "0::/", "1:memory:/"):
         number, controllers, path = line.split(":", 2)
         if number == "0" and not controllers:
@@ -107,5 +114,5 @@ def _limit_files(root: Path, membership: Path) -> Iterator[Path]:
         else:
             continue
         group = Path(path.lstrip("/"))
-        for each in (group, *group.parents):
-            yield tree / each / name
+        for ancestor in (group, *group.parents):
+            yield tree / ancestor / name

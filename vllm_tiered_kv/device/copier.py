@@ -1,22 +1,23 @@
-"""The protocol of a back-end that moves blocks between a device's layers and the arena.
+"""The protocol of a back-end that copies blocks between a device's layers and the arena.
 
-Nothing here waits for a copy on the engine's path: calls enqueue, `poll` tells what has ended.
+Calls enqueue copies and return; `poll` returns the finished ones. The engine's step never waits on
+the host for a copy, except where a method says so.
 
-Order is the whole point (each line is a way to a wrong token if broken):
-- `store` reads the blocks as they are after all work enqueued so far on the compute stream, any
-  time later. Stores end in the order in which they began.
-- `wait_for_stores` comes before anything that writes a block which a store may still read: what is
-  enqueued on the compute stream from then on runs after these stores, and so do loads behind a
-  later fence.
+The protocol is mainly about order. Violating any of these rules can produce a wrong token:
+- `store` reads blocks after all work enqueued so far on the compute stream, at any later time.
+  Stores finish in the order in which they were enqueued.
+- `wait_for_stores` must precede anything that writes a block which a store may still read. Work
+  enqueued on the compute stream afterwards runs after these stores; so do loads after a later
+  fence.
 - `fence` marks the point on the compute stream that later `load` calls must not overtake.
-- `load` writes blocks after the last fence; not after the forward enqueued since the fence, which
-  would end all overlap. A `Channel` keeps the same order.
-- `load_ahead` is for blocks that the coming forward reads: the compute stream waits for them, as a
-  whole or layer by layer, and what is enqueued after `finish_ahead` comes after all of them.
-  With `overtakes` it does not wait for the fence, only for stores that were waited for: the caller
-  knows that no step under way uses the blocks.
-- `load_early` is the same while the step is still being planned: it writes after the last fence,
-  and what is enqueued after `begin_step` comes after it.
+- `load` writes blocks after the last fence. It does not wait for the forward pass enqueued since
+  the fence, because then copies and compute would never overlap. A `Channel` keeps the same order.
+- `load_ahead` is for blocks that the next forward pass reads. The compute stream waits for them, as
+  a whole or layer by layer, and work enqueued after `finish_ahead` runs after all of them. With
+  `overtakes` it waits only for the stores passed to `wait_for_stores`, not for the fence: the
+  caller knows that no running step uses the blocks.
+- `load_early` does the same while the step is still being planned. It writes after the last fence,
+  and work enqueued after `begin_step` runs after it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from vllm_tiered_kv.native.cpu import HostRegion
 
 @dataclass(frozen=True)
 class StoreDone:
-    """The first `stored` blocks of the job are in their slots."""
+    """Result of a store: the first `stored` blocks of the job are in their slots."""
 
     job_id: int
     stored: int
@@ -41,17 +42,17 @@ class StoreDone:
 
 @dataclass(frozen=True)
 class LoadDone:
-    """All blocks of a request are on the device, or `error` says why not."""
+    """Result of a load: all blocks of a request are on the device, or `error` says why not."""
 
     request_id: str
     error: str | None = None
     ended_at: float | None = None
-    """By `time.monotonic`, if that is known better than that it has ended."""
+    """When the load finished, by `time.monotonic`; None if the back-end does not know it."""
 
 
 @dataclass(frozen=True)
 class PinnedBlocks:
-    """GPU blocks of one group, and their places in a pinned region."""
+    """GPU blocks of one group, and the offsets of their slots in a pinned region."""
 
     group_id: int
     block_ids: Int64Array
@@ -60,40 +61,44 @@ class PinnedBlocks:
 
 
 class Channel(Protocol):
-    """Copies blocks in from memory other than the arena, in a thread of its own.
+    """Copies blocks to the device from memory other than the arena.
 
-    The memory is pinned where the device asks for that.
+    One thread uses a channel, such as the one that loads blocks from a daemon. The memory must be
+    pinned if the device requires it.
     """
 
     def scatter(
         self, group_id: int, block_ids: Int64Array, region: HostRegion, offsets: Int64Array
     ) -> None:
-        """Starts to copy from these places of the region; may return before the copy ends."""
+        """Enqueues a copy from these offsets of the region to the blocks; may return before it
+        finishes."""
 
     def finish(self) -> None:
-        """Waits until every copy of this channel has ended, also after an error."""
+        """Waits until every copy of this channel has finished, also after an error."""
 
     def close(self) -> None: ...
 
 
 class Copier(Protocol):
+    """Copies blocks of one device. The worker's main thread calls it."""
+
     def open_channel(self) -> Channel:
-        """Another way in, for one thread. Close it before the copier."""
+        """Opens a channel for another thread. Close it before the copier."""
 
     def fence(self) -> None:
-        """Marks the compute stream before a step's forward."""
+        """Marks the compute stream before a step's forward pass."""
 
     def store(self, job_id: int, transfer: GroupTransfer) -> None:
-        """Copies blocks out."""
+        """Copies blocks from the device to the arena."""
 
     def wait_for_stores(self, newest: int) -> None:
-        """Lets the compute stream wait for the stores up to this job that have not ended."""
+        """Makes the compute stream wait for the unfinished stores up to this job."""
 
     def load(self, request_id: str, transfers: Sequence[GroupTransfer]) -> None:
-        """Copies blocks in."""
+        """Copies blocks from the arena to the device."""
 
     def locate(self, transfer: GroupTransfer) -> PinnedBlocks:
-        """Where the slots of a transfer lie in the arena."""
+        """Returns the offsets in the arena of a transfer's slots."""
 
     def load_ahead(
         self,
@@ -102,38 +107,38 @@ class Copier(Protocol):
         by_layer: bool,
         overtakes: bool = False,
     ) -> None:
-        """Copies blocks in ahead of the forward that reads them; once a step.
+        """Copies blocks to the device before the forward pass that reads them; once per step.
 
-        With `by_layer`, each layer of the forward has to call `wait_for_layer` before it reads.
-        An error means that nothing is under way any more and that the blocks hold anything.
+        With `by_layer`, each layer of the forward pass must call `wait_for_layer` before it reads.
+        After an error no copy is running any more, and the content of the blocks is undefined.
         """
 
     def can_load_early(self) -> bool:
-        """Whether all earlier work is known to be on the stream that a fence would mark now."""
+        """Returns whether all earlier work is on the stream that a fence would mark now."""
 
     def load_early(self, job_ids: Sequence[int], blocks: Sequence[PinnedBlocks]) -> None:
-        """As `load_ahead`, before the step has begun, and any number of times."""
+        """Like `load_ahead`, but before the step begins, and any number of times."""
 
     def begin_step(self) -> None:
-        """What is enqueued from now on waits for all that `load_early` began."""
+        """Makes work enqueued from now on wait for all loads of `load_early`."""
 
     def wait_for_layer(self, name: str) -> None:
-        """Lets the compute stream wait for this layer's part of `load_ahead`."""
+        """Makes the compute stream wait for this layer's part of `load_ahead`."""
 
     def finish_ahead(self) -> None:
-        """The forward has been enqueued."""
+        """Called after the forward pass has been enqueued."""
 
     def settle(self) -> None:
-        """Waits until no copy is under way: the next polls tell of all of them."""
+        """Waits on the host until no copy is running; the next polls return all of them."""
 
     def poll_ahead(self) -> list[int]:
-        """Jobs of `load_ahead` that have ended since the last call."""
+        """Returns the jobs of `load_ahead` and `load_early` that finished since the last call."""
 
     def settle_sources(self) -> None:
         """Waits on the host until every source block of a `store` has been read."""
 
     def poll(self) -> tuple[list[StoreDone], list[LoadDone]]:
-        """What has ended since the last call; never waits."""
+        """Returns the stores and loads that finished since the last call; never waits."""
 
     def close(self) -> None:
-        """Waits for copies under way and frees everything. Idempotent."""
+        """Waits for running copies and releases all resources. Idempotent."""

@@ -1,7 +1,7 @@
-"""Which way in is fastest on this machine: a measurement of a few milliseconds at start.
+"""Finds the fastest copy strategy for loads with a measurement of a few milliseconds at start.
 
-It is remembered in a file, by device and by the shape of the blocks, so that the next start needs
-none. A file that cannot be read or written costs the measurement, never the start.
+The result is saved in a file by device and block shape, so that the next start does not measure
+again. If the file cannot be read or written, the start measures again; it never fails.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 _FORMAT = 1
 FEW_BYTES = 4 << 20
 MANY_BYTES = 128 << 20
-"""Sizes of the two loads that are measured."""
+"""Sizes of the small and the large load that are measured."""
 
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """Names of the ways to take for loads of few and of many bytes."""
+    """The names of the copy strategies for small and for large loads."""
 
     few: str
     many: str
@@ -37,43 +37,43 @@ class CopyPlan:
 
 def tuned_plan(
     signature: str,
-    ways: Sequence[str],
+    strategies: Sequence[str],
     measure: Callable[[str, int], float] | None,
     file: Path | None,
 ) -> CopyPlan:
-    """The plan remembered for this signature, or a new one.
+    """Returns the plan saved for this signature, or measures and saves a new one.
 
-    `measure` tells the bytes per second of a way for a load of so many bytes; where it may not,
-    the last of the ways is taken for many and the first for few. `signature` names everything the
-    result depends on.
+    `measure(strategy, nbytes)` returns the bytes per second of a load of that size. Without it, the
+    first strategy is used for small loads and the last for large ones. `signature` contains
+    everything the result depends on.
     """
-    remembered = _read(file)
-    plan = _plan_in(remembered.get(signature), ways)
+    saved = _read(file)
+    plan = _saved_plan(saved.get(signature), strategies)
     if plan is not None:
         return plan
-    if measure is None or len(ways) == 1:
-        return CopyPlan(ways[0], ways[-1])
+    if measure is None or len(strategies) == 1:
+        return CopyPlan(strategies[0], strategies[-1])
     speeds = {
-        size: {way: measure(way, nbytes) for way in ways}
+        size: {strategy: measure(strategy, nbytes) for strategy in strategies}
         for size, nbytes in (("few", FEW_BYTES), ("many", MANY_BYTES))
     }
     plan = CopyPlan(*(max(speeds[size], key=speeds[size].__getitem__) for size in ("few", "many")))
     logger.info(
-        "loads: %s for few blocks, %s for many (%s)",
+        "copy strategy of loads: %s for few blocks, %s for many (measured: %s)",
         plan.few,
         plan.many,
-        ", ".join(f"{way} {speed / 1e9:.1f} GB/s" for way, speed in speeds["many"].items()),
+        ", ".join(f"{name} {speed / 1e9:.1f} GB/s" for name, speed in speeds["many"].items()),
     )
-    remembered[signature] = {"few": plan.few, "many": plan.many, "bytes_per_second": speeds}
-    _write(file, remembered)
+    saved[signature] = {"few": plan.few, "many": plan.many, "bytes_per_second": speeds}
+    _write(file, saved)
     return plan
 
 
-def _plan_in(entry: object, ways: Sequence[str]) -> CopyPlan | None:
+def _saved_plan(entry: object, strategies: Sequence[str]) -> CopyPlan | None:
     if not isinstance(entry, Mapping):
         return None
     few, many = entry.get("few"), entry.get("many")
-    return CopyPlan(str(few), str(many)) if few in ways and many in ways else None
+    return CopyPlan(str(few), str(many)) if few in strategies and many in strategies else None
 
 
 def _read(file: Path | None) -> dict[str, object]:
@@ -104,4 +104,4 @@ def _write(file: Path | None, plans: dict[str, object]) -> None:
                 os.unlink(name)
             raise
     except OSError as error:
-        logger.info("the copy measurement is not remembered: %s", error)
+        logger.info("could not save the copy measurement; the next start repeats it: %s", error)

@@ -1,7 +1,7 @@
-"""Moves blocks where the "device" is ordinary memory (vLLM's CPU back-end).
+"""Copies blocks if the "device" is host memory (vLLM's CPU back-end).
 
-A store happens at once: there is no stream to order it by, and the next forward may overwrite its
-source. A load runs in a thread, beside the compute of other requests.
+A store runs synchronously: there is no stream to order it, and the next forward pass may overwrite
+its source. A load runs in a background thread, concurrently with the compute of other requests.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 
 class CpuCopier:
+    """The `Copier` of vLLM's CPU back-end. The worker's main thread calls it."""
+
     def __init__(
         self,
         runs: Mapping[int, BlockRuns],
@@ -56,13 +58,13 @@ class CpuCopier:
         return CpuChannel(self._layouts, self._threads)
 
     def fence(self) -> None:
-        pass  # work on this device has ended when its call returns
+        pass  # a forward pass on the CPU has finished when its call returns
 
     def settle_sources(self) -> None:
-        pass  # likewise
+        pass  # stores are synchronous
 
     def wait_for_stores(self, newest: int) -> None:
-        pass  # likewise
+        pass  # stores are synchronous
 
     def store(self, job_id: int, transfer: GroupTransfer) -> None:
         try:
@@ -75,7 +77,7 @@ class CpuCopier:
             )
             self._stores_done.append(StoreDone(job_id, len(transfer)))
         except TieredKVError:
-            logger.exception("blocks could not be stored; they count as dropped")
+            logger.exception("storing %d blocks failed; they are dropped", len(transfer))
             self._stores_done.append(StoreDone(job_id, 0, DropReason.COPY_FAILED))
 
     def load(self, request_id: str, transfers: Sequence[GroupTransfer]) -> None:
@@ -113,7 +115,7 @@ class CpuCopier:
         pass
 
     def wait_for_layer(self, name: str) -> None:
-        pass  # all are there when `load_ahead` returns
+        pass  # `load_ahead` is synchronous
 
     def finish_ahead(self) -> None:
         pass
@@ -154,16 +156,16 @@ class CpuCopier:
                         self._offsets(transfer),
                         self._threads,
                     )
-            except Exception as failure:  # whatever it was, the request must hear of it
-                logger.exception("a load failed; the request is recomputed")
+            except Exception as failure:  # any failure must be reported, or the request would hang
+                logger.exception("the load of request %s failed; it is recomputed", request_id)
                 error = str(failure)
             self._loads_done.put(LoadDone(request_id, error, time.monotonic()))
             self._requests.task_done()
-        self._requests.task_done()  # the last request: to stop
+        self._requests.task_done()  # for the None that ends the loop
 
 
 class CpuChannel:
-    """Copies at once, in the calling thread."""
+    """The `Channel` of `CpuCopier`. Copies synchronously, in the calling thread."""
 
     def __init__(self, layouts: Mapping[int, native.BlockLayout], threads: int) -> None:
         self._layouts = layouts

@@ -1,4 +1,4 @@
-"""A way in for a thread of its own, beside the copier's: blocks from a daemon."""
+"""Copies blocks from a daemon to the device on a separate CUDA stream."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from vllm_tiered_kv.native.cpu import HostRegion
 
 
 class CudaChannel:
-    """Scatters on a stream of its own, behind the fence.
+    """The `Channel` of `CudaCopier`: scatters on its own stream, after the fence.
 
-    The fence may be recorded anew by later steps meanwhile; it only ever moves forward on the
-    compute stream, so waiting for a later one waits for the right one too.
+    The thread that loads from daemons uses it. Later steps may record the fence again meanwhile.
+    The fence only moves forward on the compute stream, so waiting for a later one is correct too.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
-"""Moves blocks between a CUDA device and the pinned arena.
+"""Copies blocks between a CUDA device and the pinned arena.
 
-Out: on the store stream, behind the forward that filled them, read where they lie (`outbound`).
-Nothing is dropped because a step was large. Whoever writes a block next waits on the device until
-it has been read (`wait_for_stores`).
+Stores run on the store stream, after the forward pass that filled the blocks, and read the blocks
+in place (`outbound`). No block is dropped because a step was large. The next writer of a block
+waits on the device until the store has read it (`wait_for_stores`).
 
-In: on the load stream, behind the fence, the fastest way for so many blocks (`inbound`). What the
-coming forward reads is loaded ahead of it: the compute stream waits, where vLLM calls us before
-each layer only for the layers it has come to.
+Loads run on the load stream, after the fence, with the fastest strategy for their size (`inbound`).
+The compute stream waits for blocks that the next forward pass reads. If vLLM calls the connector
+before each layer, it waits only for the blocks' parts of the layers reached so far.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from vllm_tiered_kv.native import cuda as native
 
 logger = logging.getLogger(__name__)
 
-_BY_LAYER_BYTES = 512 << 20  # ten milliseconds of PCIe 5: as long as a forward of few tokens
+_BY_LAYER_BYTES = 512 << 20  # 10 ms of PCIe 5: the duration of a forward pass over few tokens
 _MAX_BACKLOG_BYTES = 2 << 30
-"""Of stores when a forward begins; more than the largest steps fill. It bounds what a step waits
-for that writes a block still to be read, and how far a device can run ahead of a slow bus."""
+"""Limit of unfinished stores when a forward pass begins; more than the largest step fills. It
+bounds how long a step waits before it overwrites a block that is still being stored, and how far
+the device can run ahead of a slow bus."""
 
 
 @dataclass
@@ -61,6 +62,8 @@ class _OpenAhead:
 
 
 class CudaCopier:
+    """The `Copier` of CUDA devices. The worker's main thread calls it."""
+
     def __init__(
         self,
         runs: Mapping[int, BlockRuns],
@@ -72,9 +75,9 @@ class CudaCopier:
         tuning: TuningFile | None = None,
         is_fresh: bool = True,
     ) -> None:
-        """`compute_stream` tells the handle of the stream the model runs on right now;
-        `staging_bytes` are for each direction. In a fresh arena nothing is kept yet, so that it may
-        serve to measure copies."""
+        """`compute_stream` returns the handle of the stream the model currently runs on.
+        `staging_bytes` is the size of the staging buffer of each direction. With `is_fresh` the
+        arena holds no blocks yet, so the measurement of copies may overwrite it."""
         self._device = device
         self._layouts = {
             group_id: native.CudaBlockLayout(device, *group_runs.arrays(), group_runs.num_blocks)
@@ -91,21 +94,21 @@ class CudaCopier:
         self._outbound = open_outbound(device, runs, self._layouts, staging_bytes)
         self._load_stream = native.Stream(device, low_priority=True)
         self._inbound = ChosenInbound(device, runs, self._layouts, staging_bytes, tuning)
-        self._last_resort = Pages(device, runs)
+        self._fallback = Pages(device, runs)
         self._fence = native.Event(device)
         self._filled = native.Event(device)
         self._stores: deque[_OpenStore] = deque()
         self._loads: deque[_OpenLoad] = deque()
         self._parts = {group_id: LayerParts.of(r) for group_id, r in runs.items()}
         self._part_events = [native.Event(device) for _ in self._parts[min(self._parts)].ends]
-        self._parts_waited: int | None = None  # None: no layer has to wait for anything
+        self._parts_waited: int | None = None  # None: no load by layer is running
         self._ahead: deque[_OpenAhead] = deque()
-        self._early: native.Event | None = None  # the last one that no step waits for yet
-        self._step_stream: int | None = None  # of the last step
+        self._early: native.Event | None = None  # newest early load that no step waits for yet
+        self._step_stream: int | None = None  # compute stream of the last step
         self._spare_events: list[native.Event] = []
         self._closed = False
         self.fence()
-        self._load_stream.wait(self._fence)  # whatever vLLM still does to its new cache
+        self._load_stream.wait(self._fence)  # vLLM may still be initializing its cache
         self._inbound.tune(self._load_stream, arena, is_fresh)
 
     def open_channel(self) -> CudaChannel:
@@ -128,8 +131,8 @@ class CudaCopier:
             if count:
                 event = self._enqueue_store(self.locate(transfer.head(count)))
         except TieredKVError:
-            # Some of it may be under way: nothing of this job is used.
-            logger.exception("blocks could not be stored; they count as dropped")
+            # Some copies may be running already; wait for them and use no block of this job.
+            logger.exception("storing %d blocks failed; they are dropped", len(transfer))
             self.settle_sources()
             self._stores.append(_OpenStore(StoreDone(job_id, 0, DropReason.COPY_FAILED), None))
             return
@@ -141,7 +144,8 @@ class CudaCopier:
             if store.done.job_id <= newest and store.event is not None:
                 last = store.event
         if last is not None:
-            last.wait_in(self._compute_stream())  # of the last: the store stream is in order
+            # Waiting for the last store is enough, because the store stream runs in order.
+            last.wait_in(self._compute_stream())
             self._load_stream.wait(last)  # loads may overtake the compute stream
 
     def locate(self, transfer: GroupTransfer) -> PinnedBlocks:
@@ -158,8 +162,8 @@ class CudaCopier:
             event.record(self._load_stream.handle)
             self._loads.append(_OpenLoad(request_id, event))
         except TieredKVError as failure:
-            logger.exception("a load failed; the request is recomputed")
-            # A copy that did start must not write into blocks given to someone else.
+            logger.exception("the load of request %s failed; it is recomputed", request_id)
+            # A started copy must not write into blocks that vLLM gives to another request.
             self._settle_loads()
             self._loads.append(_OpenLoad(request_id, None, str(failure)))
 
@@ -174,7 +178,7 @@ class CudaCopier:
             if not overtakes:
                 self._load_stream.wait(self._fence)
             by_layer = by_layer and len(self._parts) == 1
-            whole = self._all_but_the_last(blocks) if by_layer else len(blocks)
+            whole = self._count_whole_loads(blocks) if by_layer else len(blocks)
             for part in blocks[:whole]:
                 self._inbound.enqueue(part, self._load_stream)
             if by_layer:
@@ -182,9 +186,9 @@ class CudaCopier:
             event = self._event()
             event.record(self._load_stream.handle)
         except TieredKVError:
-            logger.exception("a load failed; it is tried in the simplest way there is")
+            logger.exception("a load failed; retrying with plain copies")
             self._parts_waited = None
-            event = self._load_simply(blocks)
+            event = self._load_with_fallback(blocks)
         if self._parts_waited is None:
             event.wait_in(self._compute_stream())
         self._ahead.append(_OpenAhead(job_ids, event))
@@ -200,8 +204,8 @@ class CudaCopier:
             event = self._event()
             event.record(self._load_stream.handle)
         except TieredKVError:
-            logger.exception("a load failed; it is tried in the simplest way there is")
-            event = self._load_simply(blocks)
+            logger.exception("a load failed; retrying with plain copies")
+            event = self._load_with_fallback(blocks)
         self._early = event
         self._ahead.append(_OpenAhead(job_ids, event))
 
@@ -209,7 +213,7 @@ class CudaCopier:
         self._step_stream = self._compute_stream()
         self._bound_backlog()
         if self._early is not None:
-            self._early.wait_in(self._step_stream)  # the last of them: the load stream is in order
+            self._early.wait_in(self._step_stream)  # covers earlier ones: the stream runs in order
             self._early = None
 
     def wait_for_layer(self, name: str) -> None:
@@ -223,7 +227,7 @@ class CudaCopier:
     def finish_ahead(self) -> None:
         if self._parts_waited is None:
             return
-        if self._parts_waited < len(self._part_events):  # not every layer has attention
+        if self._parts_waited < len(self._part_events):  # layers without attention do not wait
             self._part_events[-1].wait_in(self._compute_stream())
         self._parts_waited = None
 
@@ -268,7 +272,7 @@ class CudaCopier:
         return event
 
     def _bound_backlog(self) -> None:
-        """Lets the coming forward wait for the oldest stores if too many bytes are on their way."""
+        """Makes the next forward pass wait for the oldest stores if the backlog is too large."""
         backlog = sum(store.nbytes for store in self._stores)
         last = None
         for store in self._stores:
@@ -280,7 +284,7 @@ class CudaCopier:
             last.wait_in(self._compute_stream())
 
     def _enqueue_parts(self, blocks: Sequence[PinnedBlocks]) -> None:
-        """Layer by layer over all blocks: what the forward reads first comes first."""
+        """Enqueues all blocks layer by layer, in the order in which the forward pass reads."""
         begin = 0
         for end, event in zip(self._parts[min(self._parts)].ends, self._part_events, strict=True):
             for part in blocks:
@@ -289,9 +293,12 @@ class CudaCopier:
             begin = end
         self._parts_waited = 0
 
-    def _all_but_the_last(self, blocks: Sequence[PinnedBlocks]) -> int:
-        """How many go ahead whole, which is a little faster. The forward can run beside what is
-        loaded by layers, but not for longer than it takes."""
+    def _count_whole_loads(self, blocks: Sequence[PinnedBlocks]) -> int:
+        """Returns how many leading entries to load whole, which is slightly faster.
+
+        Only the last `_BY_LAYER_BYTES` are loaded by layer: a forward pass is not long enough to
+        overlap with more.
+        """
         left = sum(len(b.block_ids) * self._block_bytes[b.group_id] for b in blocks)
         for number, part in enumerate(blocks):
             left -= len(part.block_ids) * self._block_bytes[part.group_id]
@@ -299,17 +306,17 @@ class CudaCopier:
                 return number
         return len(blocks)
 
-    def _load_simply(self, blocks: Sequence[PinnedBlocks]) -> native.Event:
-        """Plain copies, page by page, without a kernel: what fails here, fails for everybody."""
+    def _load_with_fallback(self, blocks: Sequence[PinnedBlocks]) -> native.Event:
+        """Loads with plain copies, without a kernel. If this fails, no other strategy works."""
         self._settle_loads()
         try:
             self._load_stream.wait(self._fence)
             for part in blocks:
-                self._last_resort.enqueue(part, self._load_stream)
+                self._fallback.enqueue(part, self._load_stream)
             event = self._event()
             event.record(self._load_stream.handle)
         except TieredKVError:
-            self._settle_loads()  # some of it may be under way
+            self._settle_loads()  # some copies may be running already
             raise
         return event
 

@@ -1,15 +1,15 @@
-"""Ways to bring blocks from pinned memory to a CUDA device, behind one interface.
+"""Strategies to copy blocks from pinned memory to a CUDA device, with a common interface.
 
-- `WholeBlocks`: plain DMA, no kernel at all, where a block is one run of device memory (vLLM's
+- `WholeBlocks`: plain DMA without a kernel, if a block is one run of device memory (vLLM's
   block-outermost layouts).
-- `Staged`: DMA of whole blocks into a small ring of device memory, and a kernel that scatters what
-  has arrived while the next part is on the bus.
-- `Direct`: a kernel of a few thread blocks reads the slots through their mapping. The least work
-  to start, so it is the one for few blocks; it leaves about a twentieth of the bus unused.
-- `Pages`: plain copies of every run of every block. Slow; the last resort when a kernel fails.
+- `Staged`: DMA of whole blocks into a small ring of device memory. A kernel scatters the blocks
+  that have arrived while the next ones are on the bus.
+- `Direct`: a kernel of a few thread blocks reads the slots through their mapping. It has the least
+  overhead, so it suits small loads, but it leaves about 5 % of the bus bandwidth unused.
+- `Pages`: plain copies of every run of every block. Slow; the fallback if a kernel fails.
 
-All begin after what the stream has been given so far, and later work of the stream comes after
-them. Which one is best is measured (`copy_tuning`).
+All of them start after the current work of the stream, and later work of the stream waits for them.
+`copy_tuning` measures which one is fastest.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from vllm_tiered_kv.device.staging import STAGES, stage_bytes
 from vllm_tiered_kv.errors import NativeError
 from vllm_tiered_kv.native import cuda as native
 
-DIRECT_CTAS = 8  # enough to saturate PCIe; more would only take compute away
-_SCATTER_CTAS = 32  # many times the bus, a quarter of a large device
+DIRECT_CTAS = 8  # enough to saturate PCIe; more would only take SMs from the model
+_SCATTER_CTAS = 32  # many times faster than the bus, and a quarter of a large device
 
 
 def require_within(blocks: PinnedBlocks, nbytes: int) -> None:
-    """DMA takes any address; the kernels check their slots themselves."""
+    """Checks slot offsets before a DMA, which accepts any address. Kernels check them already."""
     if not len(blocks.offsets):
         return
     if blocks.offsets.min() < 0 or blocks.offsets.max() + nbytes > blocks.region.nbytes:
@@ -40,22 +40,26 @@ def require_within(blocks: PinnedBlocks, nbytes: int) -> None:
 
 
 class Inbound(Protocol):
+    """One strategy to copy blocks to the device. The worker's main thread calls it."""
+
     def enqueue(self, blocks: PinnedBlocks, stream: native.Stream) -> None: ...
 
     def synchronize(self) -> None:
-        """Waits for whatever was enqueued on streams of its own; after an error."""
+        """Waits for the work on the strategy's own streams; used after an error."""
 
     def close(self) -> None: ...
 
 
 def require_blocks(blocks: PinnedBlocks, num_blocks: int) -> None:
-    """Likewise of the device's side."""
+    """Checks block ids before a DMA, which accepts any address."""
     ids = blocks.block_ids
     if len(ids) and (ids.min() < 0 or ids.max() >= num_blocks):
         raise NativeError(f"block_ids: not all are in [0, {num_blocks})")
 
 
 class WholeBlocks:
+    """Plain DMA of blocks that are one run of device memory."""
+
     def __init__(self, device: int, runs: Mapping[int, BlockRuns]) -> None:
         self._runs = {group_id: group.runs[0] for group_id, group in runs.items()}
         self._num_blocks = {group_id: group.num_blocks for group_id, group in runs.items()}
@@ -82,6 +86,8 @@ class WholeBlocks:
 
 
 class Pages:
+    """Plain DMA of every run of every block; the fallback if a kernel fails."""
+
     def __init__(self, device: int, runs: Mapping[int, BlockRuns]) -> None:
         self._device = device
         self._runs = runs
@@ -103,13 +109,15 @@ class Pages:
             )
 
     def synchronize(self) -> None:
-        pass  # it uses the caller's stream alone
+        pass  # it uses only the caller's stream
 
     def close(self) -> None:
         pass
 
 
 class Direct:
+    """A kernel that reads the slots in mapped host memory."""
+
     def __init__(self, layouts: Mapping[int, native.CudaBlockLayout]) -> None:
         self._layouts = layouts
 
@@ -119,7 +127,7 @@ class Direct:
     def enqueue_part(
         self, blocks: PinnedBlocks, stream: native.Stream, begin: int, end: int | None
     ) -> None:
-        """Only these bytes of every slot, and perhaps a few behind them."""
+        """Copies only these bytes of every slot, and possibly a few more after them."""
         native.scatter(
             self._layouts[blocks.group_id],
             blocks.block_ids,
@@ -133,7 +141,7 @@ class Direct:
         )
 
     def gather(self, blocks: PinnedBlocks, stream: native.Stream) -> None:
-        """The other way round, from the device to the slots."""
+        """Copies in the other direction, from the device to the slots."""
         native.gather(
             self._layouts[blocks.group_id],
             blocks.block_ids,
@@ -145,13 +153,15 @@ class Direct:
         )
 
     def synchronize(self) -> None:
-        pass  # it uses the caller's stream alone
+        pass  # it uses only the caller's stream
 
     def close(self) -> None:
         pass
 
 
 class Staged:
+    """DMA of whole blocks into staging memory, followed by a kernel that scatters them."""
+
     def __init__(
         self,
         device: int,
@@ -159,7 +169,7 @@ class Staged:
         block_bytes: Mapping[int, int],
         staging: native.DeviceBuffer,
     ) -> None:
-        """Takes the staging memory over."""
+        """Takes ownership of the staging memory."""
         self._layouts = layouts
         self._block_bytes = block_bytes
         self._staging = staging

@@ -1,4 +1,4 @@
-"""Takes the fastest way in for each load: measured once, or as configured."""
+"""Selects the copy strategy of each load: the fastest as measured once, or the configured one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _REPEATS = 3
 
 @dataclass(frozen=True)
 class TuningFile:
-    """Where measurements are remembered, on which device they are made, and what is configured."""
+    """The device that is measured, the configured strategy, and the file that saves the result."""
 
     device_name: str
     strategy: CopyStrategy = CopyStrategy.AUTO
@@ -35,6 +35,11 @@ class TuningFile:
 
 
 class ChosenInbound:
+    """Copies blocks to the device with the best strategy for the size of the load.
+
+    `CudaCopier` calls it from the worker's main thread.
+    """
+
     def __init__(
         self,
         device: int,
@@ -43,16 +48,16 @@ class ChosenInbound:
         staging_bytes: int,
         tuning: TuningFile | None,
     ) -> None:
-        """Without `tuning` nothing is measured and the kernel does it all."""
+        """Without `tuning` nothing is measured, and the `Direct` kernel copies everything."""
         self._runs = runs
         self._block_bytes = {group_id: group.block_bytes for group_id, group in runs.items()}
         self._tuning = tuning
         self._staging_bytes = staging_bytes
         self._direct = Direct(layouts)
-        self._ways: dict[str, Inbound] = {"direct": self._direct}
+        self._strategies: dict[str, Inbound] = {"direct": self._direct}
         wanted = tuning.strategy if tuning is not None else CopyStrategy.DIRECT
         if WholeBlocks.fits(runs) and wanted in (CopyStrategy.AUTO, CopyStrategy.DMA):
-            self._ways["dma"] = WholeBlocks(device, runs)
+            self._strategies["dma"] = WholeBlocks(device, runs)
         elif Staged.fits(staging_bytes, self._block_bytes) and wanted in (
             CopyStrategy.AUTO,
             CopyStrategy.STAGED,
@@ -60,24 +65,31 @@ class ChosenInbound:
             try:
                 staging = native.DeviceBuffer(device, staging_bytes)
             except CudaError as error:
-                logger.warning("loads are not staged, as there is no memory for it: %s", error)
+                logger.warning(
+                    "no GPU memory for staging loads (%s); they use the direct kernel. Lower "
+                    "gpu_memory_utilization to leave more GPU memory free",
+                    error,
+                )
             else:
-                self._ways["staged"] = Staged(device, layouts, self._block_bytes, staging)
-        # What is asked for is taken where this layout allows it.
-        forced = wanted.value if wanted.value in self._ways else "direct"
+                self._strategies["staged"] = Staged(device, layouts, self._block_bytes, staging)
+        # The configured strategy is used if this layout allows it.
+        forced = wanted.value if wanted.value in self._strategies else "direct"
         self._plan = CopyPlan(forced, forced)
 
     def tune(self, stream: native.Stream, arena: Arena, is_fresh: bool) -> None:
-        """Measures with the first slots of the arena, if nobody uses it yet, and the first blocks
-        of the device, whose bytes stay as they are: they are copied out first."""
+        """Measures copies between the first slots of the arena and the first blocks of the device.
+
+        It measures only if the arena is fresh. The blocks keep their bytes, because they are copied
+        to the slots first.
+        """
         if self._tuning is None or self._tuning.strategy is not CopyStrategy.AUTO:
             return
         group_id = min(self._runs)
         runs, nbytes = self._runs[group_id], self._block_bytes[group_id]
-        room = min(arena.ready_bytes, arena.nbytes) // aligned(nbytes)
+        slots = min(arena.ready_bytes, arena.nbytes) // aligned(nbytes)
 
-        def measure(way: str, total: int) -> float:
-            count = max(1, min(total // nbytes, room, runs.num_blocks))
+        def measure(strategy: str, total: int) -> float:
+            count = max(1, min(total // nbytes, slots, runs.num_blocks))
             blocks = PinnedBlocks(
                 group_id,
                 np.arange(count, dtype=np.int64),
@@ -86,13 +98,13 @@ class ChosenInbound:
             )
             self._direct.gather(blocks, stream)
             stream.synchronize()
-            fastest = min(self._time(way, blocks, stream) for _ in range(_REPEATS))
+            fastest = min(self._time(strategy, blocks, stream) for _ in range(_REPEATS))
             return count * nbytes / fastest
 
         self._plan = tuned_plan(
             self._signature(),
-            list(self._ways),
-            measure if is_fresh and room else None,
+            list(self._strategies),
+            measure if is_fresh and slots else None,
             self._tuning.file,
         )
 
@@ -100,25 +112,25 @@ class ChosenInbound:
         if not len(blocks.block_ids):
             return
         nbytes = len(blocks.block_ids) * self._block_bytes[blocks.group_id]
-        self._ways[self._plan.choose(nbytes)].enqueue(blocks, stream)
+        self._strategies[self._plan.choose(nbytes)].enqueue(blocks, stream)
 
     def enqueue_part(
         self, blocks: PinnedBlocks, stream: native.Stream, begin: int, end: int | None
     ) -> None:
-        """Only these bytes of every slot: what the kernel alone can do."""
+        """Copies only these bytes of every slot, which only the kernel can do."""
         self._direct.enqueue_part(blocks, stream, begin, end)
 
     def synchronize(self) -> None:
-        for way in self._ways.values():
-            way.synchronize()
+        for strategy in self._strategies.values():
+            strategy.synchronize()
 
     def close(self) -> None:
-        for way in self._ways.values():
-            way.close()
+        for strategy in self._strategies.values():
+            strategy.close()
 
-    def _time(self, way: str, blocks: PinnedBlocks, stream: native.Stream) -> float:
+    def _time(self, strategy: str, blocks: PinnedBlocks, stream: native.Stream) -> float:
         begin = time.perf_counter()
-        self._ways[way].enqueue(blocks, stream)
+        self._strategies[strategy].enqueue(blocks, stream)
         stream.synchronize()
         return time.perf_counter() - begin
 
@@ -127,5 +139,8 @@ class ChosenInbound:
         shapes = ";".join(
             f"{group.block_bytes}/{len(group.runs)}" for _, group in sorted(self._runs.items())
         )
-        ways = [f"{way} {self._staging_bytes}" if way == "staged" else way for way in self._ways]
-        return f"{self._tuning.device_name}|{shapes}|{','.join(ways)}"
+        names = [
+            f"{name} {self._staging_bytes}" if name == "staged" else name
+            for name in self._strategies
+        ]
+        return f"{self._tuning.device_name}|{shapes}|{','.join(names)}"

@@ -1,4 +1,4 @@
-"""Slots cut into parts of a few layers each, so that a forward can begin before all has arrived."""
+"""Divides slots into parts of a few layers each, so that a forward pass can overlap its load."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ from dataclasses import dataclass
 
 from vllm_tiered_kv.core.layout import BlockRuns
 
-_PARTS = 8  # the forward waits for an eighth of the load, and for an eighth of itself at the end
+# With n parts the forward pass waits for 1/n of the load before it starts, and 1/n of it remains to
+# be computed after the last part has arrived.
+_PARTS = 8
 
 
 @dataclass(frozen=True)
 class LayerParts:
+    """The parts of a slot, and the part that contains each layer."""
+
     ends: tuple[int, ...]
-    """Where the parts end in a slot, rising."""
+    """End offsets of the parts in a slot, ascending."""
     part_of_layer: dict[str, int]
 
     @classmethod

@@ -1,13 +1,13 @@
-"""Ways to copy blocks from a CUDA device to the pinned arena, read where they lie.
+"""Strategies to copy blocks from a CUDA device to the pinned arena, reading the blocks in place.
 
-- `WholeBlocksOut`: plain DMA, no kernel, where a block is one run of device memory (vLLM's
+- `WholeBlocksOut`: plain DMA without a kernel, if a block is one run of device memory (vLLM's
   block-outermost layouts).
 - `StagedOut`: a kernel gathers the runs of a few blocks into one half of a small buffer while the
-  other half is on the bus, as many rounds as there are blocks.
+  other half is on the bus, and so on for all blocks.
 
-Both begin after what the stream has been given so far, and later work of the stream comes after
-them. A kernel that writes host memory directly would need neither, but slows matrix products beside
-it to less than half.
+Both start after the current work of the stream, and later work of the stream waits for them. A
+kernel that writes to host memory directly would be simpler, but it slows concurrent matrix products
+to less than half of their speed.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from vllm_tiered_kv.core.layout import BlockRuns
 from vllm_tiered_kv.device.copier import PinnedBlocks
 from vllm_tiered_kv.device.dma_lanes import DmaLanes
 from vllm_tiered_kv.device.inbound import WholeBlocks, require_blocks, require_within
-from vllm_tiered_kv.device.staging import STAGES, as_much_as_fits, stage_bytes
+from vllm_tiered_kv.device.staging import STAGES, allocate_up_to, stage_bytes
 from vllm_tiered_kv.native import cuda as native
 
-_GATHER_CTAS = 32  # many times the bus, a quarter of a large device
+_GATHER_CTAS = 32  # many times faster than the bus, and a quarter of a large device
 
 
 class Outbound(Protocol):
+    """One strategy to copy blocks from the device. The worker's main thread calls it."""
+
     def enqueue(self, blocks: PinnedBlocks, stream: native.Stream) -> None: ...
 
     def synchronize(self) -> None:
-        """Waits for everything enqueued on streams of its own."""
+        """Waits for the work on the strategy's own streams."""
 
     def close(self) -> None: ...
 
@@ -43,18 +45,20 @@ def open_outbound(
     layouts: Mapping[int, native.CudaBlockLayout],
     staging_bytes: int,
 ) -> Outbound:
-    """The way out that this layout allows; `staging_bytes` are taken only where it needs them."""
+    """Returns the strategy for this layout; allocates `staging_bytes` only if it needs them."""
     if WholeBlocks.fits(runs):
         return WholeBlocksOut(device, runs)
     block_bytes = {group_id: group.block_bytes for group_id, group in runs.items()}
     least = STAGES * max(aligned(nbytes) for nbytes in block_bytes.values())
-    staging = as_much_as_fits(
+    staging = allocate_up_to(
         lambda nbytes: native.DeviceBuffer(device, nbytes), max(least, staging_bytes), least
     )
     return StagedOut(device, layouts, block_bytes, staging)
 
 
 class WholeBlocksOut:
+    """Plain DMA of blocks that are one run of device memory."""
+
     def __init__(self, device: int, runs: Mapping[int, BlockRuns]) -> None:
         self._runs = {group_id: group.runs[0] for group_id, group in runs.items()}
         self._num_blocks = {group_id: group.num_blocks for group_id, group in runs.items()}
@@ -75,6 +79,8 @@ class WholeBlocksOut:
 
 
 class StagedOut:
+    """A kernel that gathers blocks into staging memory, followed by DMA of whole blocks."""
+
     def __init__(
         self,
         device: int,
@@ -82,7 +88,7 @@ class StagedOut:
         block_bytes: Mapping[int, int],
         staging: native.DeviceBuffer,
     ) -> None:
-        """Takes the staging memory over."""
+        """Takes ownership of the staging memory."""
         self._layouts = layouts
         self._block_bytes = block_bytes
         self._staging = staging

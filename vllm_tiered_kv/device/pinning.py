@@ -1,9 +1,9 @@
-"""Pins memory for a GPU, front to back, in a background thread.
+"""Pins memory for a GPU in a background thread, from the lowest address to the highest.
 
-Pinning costs about a quarter of a second per gigabyte, most of which the kernel spends on providing
-the pages. It is asked for them beforehand: the driver holds up other threads' calls while it pins.
-Only the first chunk is pinned before the caller goes on. `ready_bytes` says how far it got; what
-lies beyond is not used yet.
+Pinning takes about a quarter of a second per gigabyte, most of it in the kernel to allocate pages.
+The pages are populated before they are pinned, because the CUDA driver blocks the calls of other
+threads while it pins. Only the first chunk is pinned before the constructor returns. `ready_bytes`
+is the size of the pinned part; the rest is not used yet.
 """
 
 from __future__ import annotations
@@ -20,14 +20,18 @@ from vllm_tiered_kv.option_values import format_size
 logger = logging.getLogger(__name__)
 
 PIN_CHUNK_BYTES = 256 << 20
-_PROVIDED_AT_ONCE = 64 << 20  # so that closing does not wait for long
+_POPULATE_CHUNK_BYTES = 64 << 20  # small, so that `close` does not wait for long
 
 Pin = Callable[[int, int], None]  # address, length
 Unpin = Callable[[int], None]  # address
 
 
 class BackgroundPinner:
-    """Without `pin` there is nothing to do, and everything is ready. `close` is idempotent."""
+    """Pins a region chunk by chunk. The owner of the region creates and closes it.
+
+    Any thread may read `ready_bytes`. Without `pin` the whole region is ready at once. `close` is
+    idempotent.
+    """
 
     def __init__(
         self,
@@ -37,7 +41,7 @@ class BackgroundPinner:
         advice: str,
         chunk_bytes: int = PIN_CHUNK_BYTES,
     ) -> None:
-        """`advice` ends the warning that is logged when only a part could be pinned."""
+        """`advice` is appended to the warning that is logged if pinning fails halfway."""
         self._region = region
         self._unpin = unpin
         self._advice = advice
@@ -54,7 +58,7 @@ class BackgroundPinner:
             )
             try:
                 thread.start()
-            except RuntimeError:  # what stays pinned could not be pinned by a second attempt
+            except RuntimeError:  # unpin, so that a second attempt can pin the same memory
                 self.close()
                 raise
             self._thread = thread
@@ -70,17 +74,17 @@ class BackgroundPinner:
     def _pin_next(self, pin: Pin) -> None:
         start = self.ready_bytes
         length = min(self._chunk_bytes, self._region.nbytes - start)
-        self._provide(start, start + length)
+        self._populate(start, start + length)
         if self._stop.is_set():
             return
         pin(self._region.address + start, length)
         self._pinned.append(self._region.address + start)
         self.ready_bytes = start + length  # published last: readers only ever see pinned bytes
 
-    def _provide(self, start: int, end: int) -> None:
-        """Has the kernel provide these bytes, as far as it can: pinning does the rest."""
-        for at in range(start, end, _PROVIDED_AT_ONCE):
-            length = min(_PROVIDED_AT_ONCE, end - at)
+    def _populate(self, start: int, end: int) -> None:
+        """Asks the kernel to allocate the pages. If it cannot, pinning allocates them."""
+        for at in range(start, end, _POPULATE_CHUNK_BYTES):
+            length = min(_POPULATE_CHUNK_BYTES, end - at)
             if self._stop.is_set() or not prefault.populate(self._region.address + at, length):
                 return
 

@@ -1,4 +1,4 @@
-"""Provides the memory of an arena in the background, front to back, before blocks need it."""
+"""Populates the pages of an arena in a background thread, before blocks are written to them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _CHUNK_BYTES = 64 << 20
 
 
 class Prefaulter:
-    """`close` before the memory goes; idempotent."""
+    """Populates a region of the daemon's memory. Call `close` before unmapping it; idempotent."""
 
     def __init__(self, region: HostRegion) -> None:
         self._region = region
         self._stop = threading.Event()
         self._thread: threading.Thread | None = threading.Thread(
-            target=self._provide, name="tiered-kv-prefault", daemon=True
+            target=self._populate, name="tiered-kv-prefault", daemon=True
         )
         self._thread.start()
 
@@ -30,11 +30,14 @@ class Prefaulter:
             self._thread.join()
             self._thread = None
 
-    def _provide(self) -> None:
+    def _populate(self) -> None:
         for start in range(0, self._region.nbytes, _CHUNK_BYTES):
             length = min(_CHUNK_BYTES, self._region.nbytes - start)
             if self._stop.is_set():
                 return
             if not prefault.populate(self._region.address + start, length):
-                logger.info("memory is provided as blocks come: the kernel does not do it earlier")
+                logger.info(
+                    "the kernel cannot populate memory in advance; pages are allocated when blocks "
+                    "are written"
+                )
                 return

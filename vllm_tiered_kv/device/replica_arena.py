@@ -1,8 +1,9 @@
-"""One arena for the ranks of a host that hold the same KV, as with MLA: a block lies there once.
+"""One shared arena for the ranks of a host that hold the same KV, as with MLA.
 
-The first of them takes memory without a name and tells the others where it is; each maps it, and
-pins it for its own GPU. Where one of them cannot get at it, as on another host, all have arenas of
-their own, each with its part of the memory, and hold every block each.
+The arena stores each block once. The first rank creates anonymous shared memory and tells the
+others how to open it; each rank maps it and pins it for its own GPU. If a rank cannot open it, for
+example on another host, every rank gets an arena of its own with an equal part of the memory, and
+each of these stores every block.
 """
 
 from __future__ import annotations
@@ -21,26 +22,27 @@ from vllm_tiered_kv.option_values import format_size
 logger = logging.getLogger(__name__)
 
 Gather = Callable[[object], list[object]]
-"""Says something to all ranks and hears what each of them says, in the order of ranks. Every rank
-has to call it as often as the others."""
+"""All-gather: sends an object to all ranks and returns the objects of all ranks, in rank order.
+It is collective: every rank must call it equally often."""
 
 _TOKEN_BYTES = 16
-_OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # it may be anything
+# The descriptor may belong to an unrelated process and be a FIFO or a terminal.
+_OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """Ranks that hold the same: this one is the `replica`-th of so many neighbours."""
+    """This rank's position among the adjacent ranks that hold the same KV."""
 
-    rank: int  # among all that `gather`
-    replica: int
-    count: int
+    rank: int  # in the group of `gather`
+    replica: int  # position among the replicas
+    count: int  # number of replicas
     gather: Gather
 
 
 @dataclass(frozen=True)
 class _Offer:
-    """Where a process has memory for others, and what it wrote at its beginning."""
+    """Shared memory that a process offers, and the token at its beginning that identifies it."""
 
     pid: int
     fd: int
@@ -48,16 +50,17 @@ class _Offer:
 
 
 def share_memory(nbytes: int, replicas: Replicas) -> int | None:
-    """A descriptor of memory that all replicas have, the caller's to close; None if one of them
-    cannot have it. All ranks call this at once, and it is one or the other for all of them.
+    """Returns a descriptor of memory that all replicas share, or None if a replica cannot open it.
+
+    The call is collective, and all ranks get the same outcome. The caller closes the descriptor.
     """
     offer = _offer(nbytes) if replicas.replica == 0 else None
     offers = replicas.gather(offer)
     fd = offer.fd if offer is not None else None
     if replicas.replica:
         leader = offers[replicas.rank - replicas.replica]
-        fd = _take(leader, nbytes) if isinstance(leader, _Offer) else None
-    # Also those that hold something else must do as these do: slots mean the same everywhere.
+        fd = _open_offer(leader, nbytes) if isinstance(leader, _Offer) else None
+    # All ranks must decide alike, also in other replica groups: slot ids are the same on all ranks.
     if all(replicas.gather(fd is not None)):
         return fd
     if fd is not None:
@@ -68,8 +71,8 @@ def share_memory(nbytes: int, replicas: Replicas) -> int | None:
 def open_replica_arena(
     nbytes: int, count: int, fd: int | None, pin: Pin | None, unpin: Unpin | None
 ) -> Arena:
-    """The arena of so many replicas, of what `share_memory` said: one for all, or this rank's own
-    with its part of the memory."""
+    """Opens the arena of `count` replicas after `share_memory`: the shared memory of `fd`, or this
+    rank's own arena with its part of the memory."""
     if fd is not None:
         try:
             return Arena(nbytes, pin, unpin, fd=fd)
@@ -77,8 +80,8 @@ def open_replica_arena(
             os.close(fd)
     part = nbytes // count
     logger.warning(
-        "the %d ranks that hold the same KV cannot share their memory: each holds all blocks, in "
-        "%s of its own",
+        "the %d ranks that hold the same KV cannot share memory; each rank stores every block in "
+        "its own arena of %s",
         count,
         format_size(part),
     )
@@ -90,29 +93,32 @@ def _offer(nbytes: int) -> _Offer | None:
     try:
         fd = create_sealed("tiered-kv-replicas", nbytes)
     except OSError as error:
-        logger.warning("no memory to share with other ranks: %s", error.strerror)
+        logger.warning("could not create memory to share with other ranks: %s", error.strerror)
         return None
     try:
         os.pwrite(fd, token, 0)
     except OSError as error:
-        logger.warning("memory to share with other ranks cannot be used: %s", error.strerror)
+        logger.warning("could not write to memory shared with other ranks: %s", error.strerror)
         os.close(fd)
         return None
     return _Offer(os.getpid(), fd, token)
 
 
-def _take(offer: _Offer, nbytes: int) -> int | None:
-    """A descriptor of the memory offered, or None. The process of this number may be another one
-    here: ranks need not run on one host, or in one container."""
+def _open_offer(offer: _Offer, nbytes: int) -> int | None:
+    """Opens the offered memory; None if that fails.
+
+    The token is compared because the pid may belong to an unrelated process here: ranks may run on
+    several hosts or in several containers.
+    """
     try:
         fd = os.open(f"/proc/{offer.pid}/fd/{offer.fd}", _OPEN_FLAGS)
     except OSError as error:
-        logger.info("memory of process %d cannot be opened: %s", offer.pid, error.strerror)
+        logger.info("could not open memory of process %d: %s", offer.pid, error.strerror)
         return None
     try:
         if os.fstat(fd).st_size == nbytes and os.pread(fd, _TOKEN_BYTES, 0) == offer.token:
             return fd
     except OSError as error:
-        logger.info("memory of process %d cannot be read: %s", offer.pid, error.strerror)
+        logger.info("could not read memory of process %d: %s", offer.pid, error.strerror)
     os.close(fd)
     return None

@@ -1,4 +1,4 @@
-"""Memory without a name that several processes map, of a size that none of them can change."""
+"""Anonymous memory that several processes map and none of them can resize."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import fcntl
 import os
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""Nobody can shrink it under another's feet."""
+"""Shrinking memory that another process has mapped would make that process crash (SIGBUS)."""
 
 
 def create_sealed(name: str, nbytes: int, flags: int = 0) -> int:
-    """A descriptor of fresh memory, the caller's to close; an OSError if it cannot be had."""
+    """Creates memory and returns its descriptor, which the caller closes; OSError on failure."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
     try:
         os.fchmod(fd, 0o600)

@@ -1,12 +1,12 @@
-"""Memory that a daemon and the engines of its host map at once.
+"""Memory that a daemon and the engines of its host share.
 
-One memfd: a table of generations, then the slots. The daemon creates it and passes the descriptor
-to processes that attach. Its size is sealed, so nobody can shrink it under another's feet; it lives
-as long as anybody maps it, so a daemon that dies takes no engine with it.
+It is one memfd: a table of generations, followed by the slots. The daemon creates it and passes the
+descriptor to processes that attach. Its size is sealed, so no process can crash another by
+shrinking it. It exists as long as a process maps it, so the end of a daemon does not crash engines.
 
-A slot's generation is odd while it is written and grows with every use. Whoever copies out of a
-slot it has leased compares the generation before and after: bytes that changed meanwhile are not
-used.
+A slot's generation is odd while the slot is being written and increases with every use. A process
+that copies from a leased slot compares the generation before and after the copy, and discards bytes
+that changed meanwhile.
 """
 
 from __future__ import annotations
@@ -29,17 +29,21 @@ from vllm_tiered_kv.native.cpu import HostRegion
 from vllm_tiered_kv.option_values import format_size
 
 PAGE = 4096
-"""Slots begin at multiples of this: what direct I/O asks for, and the grain of the table."""
+"""Slots start at multiples of this: direct I/O requires it, and the table has an entry per page."""
 
 _HUGE_PAGE = 2 << 20
-_LAST_GENERATION = (1 << 64) - 1  # one follows that, too: who has mapped the table may write to it
+_LAST_GENERATION = (1 << 64) - 1  # wraps around: an attached process may have written any value
 
 
 class SharedArena:
-    """`capacity_bytes` of slots at a fixed address. `close` is idempotent."""
+    """Shared slots: a daemon creates them, engines of its host attach to them.
+
+    Engines read from any thread. In the daemon, the owner of the slots serializes changes of the
+    generations. `close` is idempotent.
+    """
 
     def __init__(self, fd: int, capacity_bytes: int) -> None:
-        """Takes the descriptor over. Use `create` or `attach`."""
+        """Takes ownership of the descriptor. Use `create` or `attach`."""
         self.fd = fd
         self.capacity_bytes = capacity_bytes
         try:
@@ -47,13 +51,13 @@ class SharedArena:
         except OSError as error:
             os.close(fd)
             raise ArenaError(
-                f"{format_size(capacity_bytes)} of shared memory cannot be mapped: {error.strerror}"
+                f"cannot map {format_size(capacity_bytes)} of shared memory: {error.strerror}"
             ) from error
         with contextlib.suppress(OSError, AttributeError):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         whole = np.frombuffer(self._map, dtype=np.uint8)
         self._generations: np.ndarray | None = whole[: capacity_bytes // PAGE * 8].view(np.uint64)
-        # For one at a time: as an array it takes several times as long.
+        # For single entries a memoryview is several times as fast as a numpy array.
         self._generation_at: memoryview | None = memoryview(self._generations.data)
         table = _table_bytes(capacity_bytes)
         self._slots: np.ndarray | None = whole[table : table + capacity_bytes]
@@ -62,14 +66,14 @@ class SharedArena:
 
     @classmethod
     def create(cls, capacity_bytes: int, huge_pages: bool = False) -> SharedArena:
-        """Fresh memory. `huge_pages` takes them from the system's reserve, or fails."""
+        """Creates new memory. `huge_pages` takes it from the reserved huge pages, or fails."""
         capacity_bytes = capacity_bytes // PAGE * PAGE
         flags = os.MFD_HUGETLB if huge_pages else 0
         try:
             fd = create_sealed("tiered-kv-arena", _file_bytes(capacity_bytes), flags)
         except OSError as error:
             raise ArenaError(
-                f"{format_size(capacity_bytes)} of shared memory cannot be had: {error.strerror}"
+                f"cannot create {format_size(capacity_bytes)} of shared memory: {error.strerror}"
             ) from error
         try:
             return cls(fd, capacity_bytes)
@@ -77,23 +81,23 @@ class SharedArena:
             if not huge_pages:
                 raise
             raise ArenaError(
-                f"{error}; are so many huge pages free (HugePages_Free in /proc/meminfo)? "
-                "Reserve them with vm.nr_hugepages, or do without huge_pages"
+                f"{error}; check HugePages_Free in /proc/meminfo. Reserve enough huge pages with "
+                "vm.nr_hugepages, or turn huge_pages off"
             ) from error
 
     @classmethod
     def attach(cls, fd: int, capacity_bytes: int) -> SharedArena:
-        """Maps an arena of another process. Takes the descriptor over."""
+        """Maps an arena of another process. Takes ownership of the descriptor."""
         wrong = None
         try:
             if capacity_bytes <= 0 or capacity_bytes % PAGE:
-                wrong = f"an arena cannot have {capacity_bytes} bytes"
+                wrong = f"{capacity_bytes} bytes are not a valid size of an arena"
             elif os.fstat(fd).st_size != _file_bytes(capacity_bytes):
-                wrong = f"the arena's size does not fit {capacity_bytes} bytes of slots"
+                wrong = f"the memory has the wrong size for {capacity_bytes} bytes of slots"
             elif fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
-                wrong = "the arena could shrink while it is mapped"
+                wrong = "the size of the memory is not sealed"
         except OSError as error:
-            wrong = f"the descriptor is not one of memory: {error.strerror}"
+            wrong = f"the descriptor is not shared memory: {error.strerror}"
         if wrong is not None:
             os.close(fd)
             raise ArenaError(wrong)
@@ -106,7 +110,7 @@ class SharedArena:
         return self._view[offset : offset + nbytes]
 
     def views(self, offsets: Sequence[int], nbytes: int) -> list[memoryview]:
-        """As `view`, of so many bytes at each."""
+        """Like `view`, for equally long views at several offsets."""
         whole = self._view
         assert whole is not None, "the arena is closed"
         if offsets and not 0 <= min(offsets) <= max(offsets) + nbytes <= self.capacity_bytes:
@@ -118,40 +122,43 @@ class SharedArena:
         return int(self._generation_at[offset // PAGE])
 
     def have_generations(self, offsets: Int64Array, generations: npt.NDArray[np.uint64]) -> bool:
-        """Whether the slots at these offsets are all still at these generations."""
+        """Returns whether all slots at these offsets still have these generations."""
         assert self._generations is not None, "the arena is closed"
         return bool(np.array_equal(self._generations[offsets // PAGE], generations))
 
     def next_generation(self, offset: int) -> int:
-        """Only the daemon calls this."""
+        """Increments a slot's generation and returns it. Only the daemon calls this."""
         return self.next_generations([offset])[0]
 
     def next_generations(self, offsets: Iterable[int]) -> list[int]:
-        """As `next_generation`, of each."""
+        """Like `next_generation`, for several slots."""
         table = self._generation_at
         assert table is not None, "the arena is closed"
         generations = []
         for offset in offsets:
-            place = offset // PAGE
-            table[place] = generation = (table[place] + 1) & _LAST_GENERATION
+            page = offset // PAGE
+            table[page] = generation = (table[page] + 1) & _LAST_GENERATION
             generations.append(generation)
         return generations
 
     def begin_writing(self, offsets: Iterable[int]) -> list[int]:
-        """The next generations of slots that are about to be written: odd ones, also where a slot
-        was given up half-written before. Only the daemon calls this."""
+        """Sets and returns odd generations for slots that are about to be written.
+
+        The generation is odd even if an earlier write of the slot was abandoned. Only the daemon
+        calls this.
+        """
         table = self._generation_at
         assert table is not None, "the arena is closed"
         generations = []
         for offset in offsets:
-            place = offset // PAGE
-            before = table[place]
-            table[place] = generation = (before + 1 + before % 2) & _LAST_GENERATION
+            page = offset // PAGE
+            before = table[page]
+            table[page] = generation = (before + 1 + before % 2) & _LAST_GENERATION
             generations.append(generation)
         return generations
 
     def renew(self, offset: int, nbytes: int) -> None:
-        """Nothing that was leased there is valid any more. Only the daemon calls this."""
+        """Invalidates all leases of slots in this range. Only the daemon calls this."""
         assert self._generations is not None, "the arena is closed"
         self._generations[offset // PAGE : (offset + nbytes) // PAGE] += np.uint64(2)
 
@@ -160,7 +167,7 @@ class SharedArena:
             return
         self._slots = self._generations = self._generation_at = self._view = None
         os.close(self.fd)
-        # A caller still holding a view keeps the mapping alive; it goes with that view.
+        # A view that a caller still holds keeps the mapping alive until the view is released.
         with contextlib.suppress(BufferError):
             self._map.close()
 

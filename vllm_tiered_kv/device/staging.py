@@ -1,7 +1,8 @@
-"""Device memory through which blocks pass whose layers lie apart.
+"""Sizes and allocates staging memory on the device.
 
-It is divided into stages: one is filled while another is emptied. Where a block is one run of
-device memory none is needed.
+Blocks whose layers are not contiguous in device memory are copied through it. It is divided into
+stages: one is filled while another is emptied. Layouts whose blocks are one run of device memory
+need no staging.
 """
 
 from __future__ import annotations
@@ -20,36 +21,38 @@ _T = TypeVar("_T")
 
 STAGES = 2
 STAGING_BYTES = 64 << 20
-"""In each direction. A stage is half a millisecond of PCIe 5, long beside the start of a copy."""
+"""Size for each direction. Copying one stage takes 0.5 ms on PCIe 5, much longer than starting a
+copy."""
 
 
 def stage_bytes(nbytes: int, stages: int) -> int:
-    """What each of several stages gets of this memory; it begins where a slot may."""
+    """Returns the size of one of several stages, a multiple of the slot alignment."""
     return nbytes // stages // SLOT_ALIGNMENT * SLOT_ALIGNMENT
 
 
 def affordable_staging(free: int) -> int:
-    """In each direction, at most a quarter of what is free: vLLM still captures CUDA graphs."""
+    """Returns the size for each direction: at most a quarter of the free memory, because vLLM still
+    has to capture CUDA graphs."""
     return min(STAGING_BYTES, free // 4)
 
 
-def as_much_as_fits(allocate: Callable[[int], _T], most: int, least: int) -> _T:
-    """Device memory of `most` bytes, or a half of that, and so on, down to `least`.
+def allocate_up_to(allocate: Callable[[int], _T], max_bytes: int, min_bytes: int) -> _T:
+    """Allocates `max_bytes` of device memory; halves the size on failure, down to `min_bytes`.
 
-    An engine must not fail to start for want of it: what was free a moment ago may be in use by
-    others.
+    Memory that was free a moment ago may be in use by another process, and an engine must not fail
+    to start because of that.
     """
-    nbytes = most
+    nbytes = max_bytes
     while True:
         try:
             return allocate(nbytes)
         except CudaError as error:
-            if nbytes <= least:
+            if nbytes <= min_bytes:
                 raise
-            nbytes = max(least, nbytes // 2)
+            nbytes = max(min_bytes, nbytes // 2)
             logger.warning(
-                "staging memory: %s; trying %s, stores take longer with less. Lower "
-                "gpu_memory_utilization to leave more GPU memory free",
+                "could not allocate staging memory (%s); trying %s, which makes stores slower. "
+                "Lower gpu_memory_utilization to leave more GPU memory free",
                 error,
                 format_size(nbytes),
             )

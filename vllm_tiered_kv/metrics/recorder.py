@@ -1,4 +1,4 @@
-"""Counts. Keeps lifetime totals and, apart from them, what changed since the last drain."""
+"""Records metric values: lifetime totals, and the changes since the last drain."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from vllm_tiered_kv.metrics.names import BY_NAME, Kind, Metric
 
 LabelValues = tuple[str, ...]
 Samples = dict[str, dict[str, float]]
-"""Metric name -> label values joined by ',' -> value: plain data that any transport can carry."""
+"""Metric name -> label values joined by ',' -> value. Plain data, so any transport can carry it."""
 
 _SEPARATOR = ","
 
 
 class Recorder:
-    """One per process half; the only place numbers are added up. From any thread."""
+    """Adds up metric values. The connector's scheduler half and the daemon own one each.
+
+    Any thread may call it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -39,7 +42,7 @@ class Recorder:
                 self._totals[key] = self._changes[key] = value
 
     def total(self, metric: Metric, *labels: str) -> float:
-        """Lifetime value, summed over the labels left out."""
+        """Returns the lifetime value, summed over the labels that are not given."""
         return sum(
             value
             for values, value in self.samples(metric).items()
@@ -47,13 +50,13 @@ class Recorder:
         )
 
     def samples(self, metric: Metric) -> dict[LabelValues, float]:
-        """Lifetime values by label values."""
+        """Returns the lifetime values by label values."""
         with self._lock:
             totals = list(self._totals.items())
         return {values: value for (name, values), value in totals if name == metric.name}
 
     def drain(self) -> Samples:
-        """What changed since the last call."""
+        """Returns the changes since the last call: sums of counters, last values of gauges."""
         samples: Samples = {}
         with self._lock:
             changes, self._changes = self._changes, {}
@@ -69,7 +72,7 @@ class Recorder:
 
 
 def merge(into: Samples, other: Samples) -> Samples:
-    """Adds counters, lets the newer gauge win. Returns `into`."""
+    """Merges `other` into `into`: adds counters, takes gauges from `other`. Returns `into`."""
     for name, by_label in other.items():
         mine = into.setdefault(name, {})
         is_gauge = BY_NAME[name].kind is Kind.GAUGE

@@ -1,7 +1,7 @@
-"""Kinds of fields: what each looks like in a header and which values are valid.
+"""Field kinds: how a field is encoded in a header and which values are valid.
 
-A kind checks in both directions, so that no sender emits what a receiver would refuse. `width` is
-the length of one key in the message the field belongs to (0 where it has none).
+A kind checks values in both directions, so that no sender emits what a receiver would refuse.
+`width` is the length of one key in the message that has the field, or 0 if it has no keys.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ from vllm_tiered_kv.wire.limits import MAX_TEXT, MAX_TREE_DEPTH, MAX_UINT64
 
 
 class Kind(Protocol):
+    """Encodes, decodes and validates the values of one type of field. Stateless and thread-safe."""
+
     def describe(self) -> str:
-        """The msgpack type and the valid values, for docs/protocol.md."""
+        """Returns the msgpack type and the valid values, for docs/protocol.md."""
 
     def encode(self, value: Any, width: int) -> Any:
-        """What msgpack packs."""
+        """Validates a value and converts it to what msgpack packs."""
 
     def decode(self, raw: Any, width: int) -> Any:
-        """The value of the message's field."""
+        """Validates what msgpack unpacked and converts it to the value of the field."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One field of a message. `per` names the field that this one has an entry each for."""
+    """One field of a message. If `per` names another field, both must have equally many entries."""
 
     kind: Kind
     meaning: str
@@ -50,17 +52,17 @@ def too_large(message: str) -> ProtocolError:
 
 
 def _require(value: Any, expected: type, name: str) -> None:
-    if type(value) is not expected:  # exact: True is not a number here
+    if type(value) is not expected:  # exact type, because bool is a subclass of int
         raise invalid(f"expected {name}, got {type(value).__name__}")
 
 
-def _require_count(count: int, most: int, noun: str) -> None:
-    if count > most:
-        raise too_large(f"{count} {noun}; at most {most} are allowed")
+def _require_count(count: int, max_count: int, noun: str) -> None:
+    if count > max_count:
+        raise too_large(f"{count} {noun}; at most {max_count} are allowed")
 
 
-class _Same(ABC):
-    """A kind whose value looks the same in a header as in a message."""
+class _Unconverted(ABC):
+    """A kind whose value is the same in the header and in the message."""
 
     @abstractmethod
     def check(self, value: Any) -> None: ...
@@ -75,7 +77,7 @@ class _Same(ABC):
 
 
 @dataclass(frozen=True)
-class Uint(_Same):
+class Uint(_Unconverted):
     low: int = 0
     high: int = MAX_UINT64
 
@@ -89,7 +91,7 @@ class Uint(_Same):
 
 
 @dataclass(frozen=True)
-class Flag(_Same):
+class Flag(_Unconverted):
     def describe(self) -> str:
         return "bool"
 
@@ -98,28 +100,28 @@ class Flag(_Same):
 
 
 @dataclass(frozen=True)
-class Text(_Same):
-    most: int = MAX_TEXT
+class Text(_Unconverted):
+    max_chars: int = MAX_TEXT
 
     def describe(self) -> str:
-        return f"str, at most {self.most} characters"
+        return f"str, at most {self.max_chars} characters"
 
     def check(self, value: Any) -> None:
         _require(value, str, "text")
-        _require_count(len(value), self.most, "characters")
+        _require_count(len(value), self.max_chars, "characters")
 
 
 @dataclass(frozen=True)
 class CutText(Text):
-    """Text for people. The sender cuts it to size: how much there is to say must not matter."""
+    """Text for people. The sender truncates it, so that a long message is never an error."""
 
     def encode(self, value: Any, width: int) -> Any:
         _require(value, str, "text")
-        return value[: self.most].encode(errors="replace").decode()
+        return value[: self.max_chars].encode(errors="replace").decode()
 
 
 @dataclass(frozen=True)
-class Bin(_Same):
+class Bin(_Unconverted):
     sizes: tuple[int, ...]
 
     def describe(self) -> str:
@@ -133,19 +135,19 @@ class Bin(_Same):
 
 
 @dataclass(frozen=True)
-class Codes(_Same):
-    """One byte for each key."""
+class Codes(_Unconverted):
+    """One byte per key."""
 
     low: int
     high: int
-    most: int
+    max_count: int
 
     def describe(self) -> str:
         return f"bin, a byte each, {self.low} to {self.high}"
 
     def check(self, value: Any) -> None:
         _require(value, bytes, "bytes")
-        _require_count(len(value), self.most, "codes")
+        _require_count(len(value), self.max_count, "codes")
         if value and not self.low <= min(value) <= max(value) <= self.high:
             raise invalid(f"expected codes from {self.low} to {self.high}")
 
@@ -171,9 +173,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class Uints:
-    """Numbers, packed: an array of msgpack integers would cost both ends an object walk each."""
+    """Packed u64le numbers, which both sides process faster than a msgpack array of integers."""
 
-    most: int
+    max_count: int
     low: int = 0
     high: int = MAX_UINT64
     distinct: bool = False
@@ -193,8 +195,8 @@ class Uints:
     def decode(self, raw: Any, width: int) -> Any:
         _require(raw, bytes, "packed numbers")
         if len(raw) % 8:
-            raise invalid(f"{len(raw)} bytes are no whole number of u64le numbers")
-        _require_count(len(raw) // 8, self.most, "numbers")
+            raise invalid(f"{len(raw)} bytes are not a multiple of 8, as u64le numbers need")
+        _require_count(len(raw) // 8, self.max_count, "numbers")
         packed = array("Q")
         packed.frombytes(raw)
         numbers = _little_endian(packed).tolist()
@@ -202,18 +204,18 @@ class Uints:
         return numbers
 
     def _check(self, numbers: Sequence[int]) -> None:
-        _require_count(len(numbers), self.most, "numbers")
+        _require_count(len(numbers), self.max_count, "numbers")
         if numbers and not self.low <= min(numbers) <= max(numbers) <= self.high:
             raise invalid(f"expected numbers, {_range(self.low, self.high)}")
         if self.distinct and len(set(numbers)) != len(numbers):
-            raise invalid("a number is there twice")
+            raise invalid("the numbers are not distinct")
 
 
 @dataclass(frozen=True)
-class PackedUints(_Same):
-    """As `Uints`, but kept packed: for those who go on with them as an array."""
+class PackedUints(_Unconverted):
+    """Like `Uints`, but the value stays packed, for callers that use it as an array."""
 
-    most: int
+    max_count: int
 
     def describe(self) -> str:
         return f"bin, u64le numbers, {_range(0, MAX_UINT64)}"
@@ -221,8 +223,8 @@ class PackedUints(_Same):
     def check(self, value: Any) -> None:
         _require(value, bytes, "packed numbers")
         if len(value) % 8:
-            raise invalid(f"{len(value)} bytes are no whole number of u64le numbers")
-        _require_count(len(value) // 8, self.most, "numbers")
+            raise invalid(f"{len(value)} bytes are not a multiple of 8, as u64le numbers need")
+        _require_count(len(value) // 8, self.max_count, "numbers")
 
 
 def pack_uints(numbers: Iterable[int]) -> bytes:
@@ -231,15 +233,15 @@ def pack_uints(numbers: Iterable[int]) -> bytes:
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys of one width, packed."""
+    """Packed keys of equal length."""
 
-    most: int
+    max_count: int
 
     def describe(self) -> str:
-        return f"bin, n times `width` bytes, at most {self.most} keys"
+        return f"bin, n times `width` bytes, at most {self.max_count} keys"
 
     def encode(self, value: Any, width: int) -> Any:
-        _require_count(len(value), self.most, "keys")
+        _require_count(len(value), self.max_count, "keys")
         try:
             packed = b"".join(value)
         except TypeError as error:
@@ -251,14 +253,14 @@ class Keys:
     def decode(self, raw: Any, width: int) -> Any:
         _require(raw, bytes, "packed keys")
         if len(raw) % width:
-            raise invalid(f"{len(raw)} bytes are no whole number of keys of {width} bytes")
-        _require_count(len(raw) // width, self.most, "keys")
+            raise invalid(f"{len(raw)} bytes are not a multiple of the key width of {width} bytes")
+        _require_count(len(raw) // width, self.max_count, "keys")
         return [key for (key,) in struct.iter_unpack(f"{width}s", raw)]
 
 
 @dataclass(frozen=True)
 class Parents(Keys):
-    """Keys of which some may be missing: all zeros stand for none."""
+    """Packed keys, each of which may be absent. All zeros encode an absent key."""
 
     def describe(self) -> str:
         return f"{super().describe()}; zeros: none"
@@ -266,7 +268,7 @@ class Parents(Keys):
     def encode(self, value: Any, width: int) -> Any:
         none = bytes(width)
         if none in value:
-            raise invalid("a key of zeros cannot be a parent")
+            raise invalid("a key of all zeros cannot be a parent: zeros encode no parent")
         return super().encode([none if key is None else key for key in value], width)
 
     def decode(self, raw: Any, width: int) -> Any:
@@ -275,45 +277,45 @@ class Parents(Keys):
 
 
 @dataclass(frozen=True)
-class Suffixes(_Same):
-    most: int
-    longest: int
+class Suffixes(_Unconverted):
+    max_count: int
+    max_bytes: int
 
     def describe(self) -> str:
         return (
-            f"array of at most {self.most} distinct bins, all of one length from 1 to "
-            f"{self.longest} bytes"
+            f"array of at most {self.max_count} distinct bins, all of one length from 1 to "
+            f"{self.max_bytes} bytes"
         )
 
     def check(self, value: Any) -> None:
         _require(value, list, "an array")
-        _require_count(len(value), self.most, "suffixes")
+        _require_count(len(value), self.max_count, "suffixes")
         for suffix in value:
             _require(suffix, bytes, "bytes")
         lengths = set(map(len, value))
-        if len(lengths) > 1 or any(not 1 <= length <= self.longest for length in lengths):
-            raise invalid(f"suffixes must have one length, from 1 to {self.longest} bytes")
+        if len(lengths) > 1 or any(not 1 <= length <= self.max_bytes for length in lengths):
+            raise invalid(f"suffixes must have one length, from 1 to {self.max_bytes} bytes")
         if len(set(value)) != len(value):
-            raise invalid("a suffix is there twice")
+            raise invalid("the suffixes are not distinct")
 
 
 @dataclass(frozen=True)
-class Texts(_Same):
-    most: int
+class Texts(_Unconverted):
+    max_count: int
 
     def describe(self) -> str:
-        return f"array of at most {self.most} str, each at most {MAX_TEXT} characters"
+        return f"array of at most {self.max_count} str, each at most {MAX_TEXT} characters"
 
     def check(self, value: Any) -> None:
         _require(value, list, "an array")
-        _require_count(len(value), self.most, "texts")
+        _require_count(len(value), self.max_count, "texts")
         for text in value:
             Text().check(text)
 
 
 @dataclass(frozen=True)
 class Record:
-    """A map that is always the same: a dataclass of numbers."""
+    """A map with fixed names, from and to a dataclass of numbers."""
 
     record: type[Any]
 
@@ -336,8 +338,8 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Tree(_Same):
-    """Facts for people and monitors, whose names are no part of the protocol."""
+class Tree(_Unconverted):
+    """Free-form data for people and monitoring; its names are not part of the protocol."""
 
     def describe(self) -> str:
         return (

@@ -1,6 +1,6 @@
-"""A whole message as the frames of one zmq multipart message: the header, then the payload.
+"""Combines the header and the payload of a message to the frames of one zmq multipart message.
 
-Nothing is copied, and nothing here knows zmq: frames are buffers.
+Frames are plain buffers: this module copies nothing and does not depend on zmq.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def pack(header: bytes, payload: Sequence[Buffer] = ()) -> list[Buffer]:
 
 
 def split(frames: Sequence[_F]) -> tuple[_F, list[_F]]:
-    """The header and the payload frames, within the limits of a message."""
+    """Checks the limits of a message and returns its header and its payload frames."""
     _check(frames)
     return frames[0], list(frames[1:])
 
 
 def _check(frames: Sequence[Buffer]) -> None:
     if not frames:
-        raise ProtocolError(ErrorCode.BAD_MESSAGE, "a message without a header")
+        raise ProtocolError(ErrorCode.BAD_MESSAGE, "the message has no header")
     header, payload = frames[0], frames[1:]
     if size_of(header) > MAX_HEADER_BYTES:
         raise _too_large(header, f"a header of {size_of(header)} bytes", MAX_HEADER_BYTES)
@@ -46,7 +46,7 @@ def _check(frames: Sequence[Buffer]) -> None:
         raise _too_large(header, f"a payload of {total} bytes", MAX_MESSAGE_BYTES)
 
 
-def _too_large(header: Buffer, what: str, most: int) -> ProtocolError:
+def _too_large(header: Buffer, what: str, limit: int) -> ProtocolError:
     return ProtocolError(
-        ErrorCode.TOO_LARGE, f"{what}; at most {most} are allowed", peek_request_id(header)
+        ErrorCode.TOO_LARGE, f"{what}; at most {limit} are allowed", peek_request_id(header)
     )

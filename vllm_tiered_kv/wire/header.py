@@ -1,9 +1,9 @@
-"""A header as a msgpack map: its structure is checked before a single object is made of it.
+"""Packs and unpacks headers, which are msgpack maps, and bounds the cost of decoding them.
 
-A msgpack decoder allocates an array when it reads the array's declared length, so a few bytes can
-ask for gigabytes, and nested empty containers cost sixty times their size. `check_structure`
-walks the bytes first and bounds both; decoding then costs no more than a small multiple of the
-header.
+A msgpack decoder allocates an array as soon as it reads the array's declared length, so a header of
+a few bytes can request gigabytes. Nested empty containers take sixty times their encoded size.
+`check_structure` scans the bytes before any object is created and limits both, so that decoding
+needs at most a small multiple of the header's size.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 _FIXED = {0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}
 _FIXED |= {0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
-_SIZED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}  # bin and str: bytes of length
+_SIZED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}  # bin, str: size of the length
 _CONTAINERS = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}  # and values per entry
 _PEEK_BYTES = 32
 
 
 def _scalar_bytes(tag: int) -> int | None:
-    """Of a value with this tag, where the tag says it."""
-    if tag <= 0x7F or tag >= 0xE0:  # an integer in the tag itself
+    """Returns the size of a scalar if its tag determines it, otherwise None."""
+    if tag <= 0x7F or tag >= 0xE0:  # fixint: the tag holds the value
         return 1
-    if 0xA0 <= tag <= 0xBF:  # a short text
+    if 0xA0 <= tag <= 0xBF:  # fixstr
         return 1 + (tag & 0x1F)
     return 1 + _FIXED[tag] if tag in _FIXED else None
 
@@ -43,18 +43,20 @@ _SCALARS = tuple(map(_scalar_bytes, range(256)))
 
 
 def pack_map(fields: dict[str, Any], is_flat: bool = False) -> bytes:
-    """`is_flat`: there is no container among the values, so only their size is to be checked."""
+    """Packs a header. With `is_flat` no value is a container, so only the size needs a check."""
     try:
         header: bytes = msgpack.packb(fields, use_bin_type=True)
     except (ValueError, TypeError, OverflowError) as error:
-        raise ProtocolError(ErrorCode.BAD_MESSAGE, f"cannot be encoded: {error}") from None
+        raise ProtocolError(
+            ErrorCode.BAD_MESSAGE, f"the header cannot be encoded: {error}"
+        ) from None
     if not is_flat or len(header) > MAX_HEADER_BYTES:
         check_structure(header)
     return header
 
 
 def unpack_map(header: Buffer) -> dict[Any, Any]:
-    """The fields of a header. Keys are not yet known to be ours, nor values to be valid."""
+    """Unpacks a header. The names and values of the returned fields are not validated yet."""
     data = memoryview(header).cast("B")
     check_structure(data)
     try:
@@ -69,65 +71,72 @@ def unpack_map(header: Buffer) -> dict[Any, Any]:
             max_ext_len=0,
             object_pairs_hook=_without_duplicates,
         )
-    except ValueError as error:  # all of msgpack's own, and text that is not UTF-8
-        raise ProtocolError(ErrorCode.BAD_MESSAGE, f"not a header: {error}") from None
+    except ValueError as error:  # covers all errors of msgpack, and text that is not UTF-8
+        raise ProtocolError(
+            ErrorCode.BAD_MESSAGE, f"the header cannot be decoded: {error}"
+        ) from None
     if not isinstance(fields, dict):
-        raise ProtocolError(ErrorCode.BAD_MESSAGE, "a header must be a map")
+        raise ProtocolError(ErrorCode.BAD_MESSAGE, "the header must be a map")
     return fields
 
 
 def _without_duplicates(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a field is there twice")
+        raise ValueError("duplicate field")
     return found
 
 
 def check_structure(data: bytes | memoryview) -> None:
-    """One msgpack value, whole, with nothing behind it, within the bounds on size and shape."""
+    """Raises ProtocolError unless `data` is exactly one complete msgpack value within the limits
+    on size, number of values and depth."""
     end = len(data)
     if end > MAX_HEADER_BYTES:
         raise ProtocolError(
-            ErrorCode.TOO_LARGE, f"a header of {end} bytes; at most {MAX_HEADER_BYTES} are allowed"
+            ErrorCode.TOO_LARGE,
+            f"the header has {end} bytes; at most {MAX_HEADER_BYTES} are allowed",
         )
     position = 0
     values_left = MAX_HEADER_VALUES
-    left = 1  # values still to come on this level; the header itself is the first
-    levels: list[int] = []  # and on those around it
+    left = 1  # values still to read on this level; the first value is the header itself
+    levels: list[int] = []  # values still to read on the enclosing levels
     while left or levels:
         if left == 0:
             left = levels.pop()
             continue
         left -= 1
         if position >= end:
-            raise ProtocolError(ErrorCode.BAD_MESSAGE, "the header ends too early")
+            raise ProtocolError(ErrorCode.BAD_MESSAGE, "the header is truncated")
         size = _SCALARS[data[position]]
         if size is not None:
             position += size
             continue
-        position, children = _step_over(data, position)
+        position, children = _skip_value(data, position)
         if children is None:
             continue
         values_left -= children
         if values_left < 0:
             raise ProtocolError(
-                ErrorCode.TOO_LARGE, f"a header of more than {MAX_HEADER_VALUES} values"
+                ErrorCode.TOO_LARGE, f"the header has more than {MAX_HEADER_VALUES} values"
             )
         levels.append(left)
         if len(levels) > MAX_HEADER_DEPTH:
             raise ProtocolError(
-                ErrorCode.BAD_MESSAGE, f"nested deeper than {MAX_HEADER_DEPTH} levels"
+                ErrorCode.BAD_MESSAGE,
+                f"the header is nested deeper than {MAX_HEADER_DEPTH} levels",
             )
         left = children
     if position > end:
-        raise ProtocolError(ErrorCode.BAD_MESSAGE, "the header ends too early")
+        raise ProtocolError(ErrorCode.BAD_MESSAGE, "the header is truncated")
     if position < end:
-        raise ProtocolError(ErrorCode.BAD_MESSAGE, "bytes behind the header's map")
+        raise ProtocolError(ErrorCode.BAD_MESSAGE, "the header's map is followed by extra bytes")
 
 
-def _step_over(data: bytes | memoryview, position: int) -> tuple[int, int | None]:
-    """Where the value behind one that is no scalar starts and, if this one is a container, how many
-    values it holds."""
+def _skip_value(data: bytes | memoryview, position: int) -> tuple[int, int | None]:
+    """Skips a container's tag, or a whole str or bin.
+
+    Returns the position of the next value and, for a container, how many values it holds.
+    """
     tag = data[position]
     position += 1
     if 0x80 <= tag <= 0x8F:
@@ -141,11 +150,14 @@ def _step_over(data: bytes | memoryview, position: int) -> tuple[int, int | None
         size, values = _CONTAINERS[tag]
         count = int.from_bytes(data[position : position + size], "big")
         return position + size, values * count
-    raise ProtocolError(ErrorCode.BAD_MESSAGE, f"msgpack type 0x{tag:02x} is not used here")
+    raise ProtocolError(ErrorCode.BAD_MESSAGE, f"msgpack type 0x{tag:02x} is not allowed")
 
 
 def peek_request_id(header: Buffer) -> int | None:
-    """The id of a header that may be broken, if its map starts with it as our encoders' do."""
+    """Returns the request id of a header that may be broken, or None.
+
+    The id is found if it is the first field of the map, where our encoders write it.
+    """
     unpacker = msgpack.Unpacker(
         raw=False, max_buffer_size=_PEEK_BYTES, max_array_len=0, max_ext_len=0, max_map_len=64
     )

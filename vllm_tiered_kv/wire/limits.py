@@ -1,4 +1,4 @@
-"""What a message may hold. Both ends enforce these; a daemon may announce lower ones in hello."""
+"""Limits of a message. Both sides enforce them; a daemon may announce lower ones in hello."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ MAX_FRAMES = 1024  # payload frames of one message
 MAX_BLOCK_BYTES = 1 << 30
 MAX_MESSAGE_BYTES = 1 << 30  # sum of all payload frames
 MAX_TEXT = 256  # characters
-MAX_ERROR_TEXT = 1024  # characters; longer ones are cut by the sender
+MAX_ERROR_TEXT = 1024  # characters; the sender truncates longer texts
 MAX_WIRE_KEY_BYTES = MAX_KEY_BYTES - NAMESPACE_BYTES  # the namespace is bound by hello
 MAX_BLOCK_LENGTHS = 64  # distinct block lengths of one client
-MAX_SUFFIXES = 1024  # of one match
-MAX_LOOKUPS = 1 << 20  # keys times suffixes of one match
+MAX_SUFFIXES = 1024  # in one match
+MAX_LOOKUPS = 1 << 20  # keys times suffixes in one match
 MAX_TTL_MS = 7 * 24 * 3600 * 1000
 MAX_CAPABILITIES = 64
 MAX_UINT64 = (1 << 64) - 1
 
-# Bounds on the structure of a header. Long lists travel packed in one bin, so an honest header has
-# few values, and a hostile one cannot turn each of its bytes into an object.
+# Limits on the structure of a header. Long lists are packed into one bin, so a valid header has few
+# values. The limits keep a hostile header from creating a Python object for each of its bytes.
 MAX_HEADER_VALUES = 8192
-MAX_TREE_DEPTH = 4  # maps and lists inside each other in info and stats
+MAX_TREE_DEPTH = 4  # nesting of maps and lists in info and stats
 MAX_HEADER_DEPTH = 1 + MAX_TREE_DEPTH

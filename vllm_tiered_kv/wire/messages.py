@@ -1,8 +1,8 @@
-"""Encoding and decoding of headers, derived from the definitions in `requests` and `replies`.
+"""Encodes and decodes headers, using the message definitions in `requests` and `replies`.
 
-The place to import messages from. A header is a flat msgpack map `{"id", "op", fields...}`, for
-replies with `"ok"`. Decoding checks every field and names the first that is wrong in a
-ProtocolError; whatever the bytes, nothing else is raised.
+Other packages import messages from here. A header is a flat msgpack map `{"id", "op", fields...}`;
+a reply also has `"ok"`. Decoding validates every field and raises a ProtocolError that names the
+first invalid one. It raises no other error, whatever the bytes are.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ __all__ = [
 ]
 
 UNREADABLE_ID = 0
-"""Id of an error reply to a message whose own id could not be read. No request has it."""
+"""Request id of an error reply to a message whose id could not be read. No request uses it."""
 
 REQUESTS: dict[str, type[Message]] = {cls.op: cls for cls in get_args(Request)}
 REPLIES: dict[str, type[Message]] = {
@@ -143,7 +143,7 @@ def _specs(cls: type[Message]) -> dict[str, Spec]:
 
 
 _SPECS = {cls: _specs(cls) for cls in (*REQUESTS.values(), *REPLIES.values(), ErrorReply)}
-# Left out of a header when it has its default, as `more` is in the last reply of a stream.
+# A field with its default value is omitted, for example `more` in the last reply of a stream.
 _DEFAULTS = {
     cls: {
         field.name: field.default
@@ -154,13 +154,13 @@ _DEFAULTS = {
 }
 
 
-# Of which no field is a container.
+# Messages without container fields.
 _FLAT = {
     cls
     for cls, specs in _SPECS.items()
     if not any(isinstance(spec.kind, (Suffixes, Texts, Record, Tree)) for spec in specs.values())
 }
-# Fields with as many entries as another has.
+# Pairs of fields that must have equally many entries.
 _PAIRS = {
     cls: [(name, spec.per) for name, spec in specs.items() if spec.per is not None]
     for cls, specs in _SPECS.items()
@@ -168,7 +168,7 @@ _PAIRS = {
 
 
 def specs_of(cls: type[Message]) -> dict[str, Spec]:
-    """The fields of a message in the order of its header."""
+    """Returns the fields of a message in the order of its header."""
     return dict(_SPECS[cls])
 
 
@@ -185,19 +185,19 @@ def encode_reply(request_id: int, reply: Reply) -> bytes:
 
 
 def decode_request(header: Buffer, payload_lengths: Sequence[int]) -> tuple[int, Request]:
-    """The id and the request. `payload_lengths` are those of the frames behind the header."""
+    """Returns the id and the request. `payload_lengths` are those of the payload frames."""
     fields, request_id, op = _open(header)
     if request_id == UNREADABLE_ID:
         raise ProtocolError(ErrorCode.BAD_MESSAGE, "a request cannot have the id 0", None, op)
     cls = REQUESTS.get(op)
     if cls is None:
-        raise ProtocolError(ErrorCode.UNKNOWN_OP, f"there is no op {op!r}", request_id, op)
+        raise ProtocolError(ErrorCode.UNKNOWN_OP, f"unknown op {op!r}", request_id, op)
     request = _decode(cls, fields, payload_lengths, request_id)
     return request_id, request  # type: ignore[return-value]
 
 
 def decode_reply(header: Buffer, payload_lengths: Sequence[int]) -> tuple[int, Reply]:
-    """The id and the reply. `payload_lengths` are those of the frames behind the header."""
+    """Returns the id and the reply. `payload_lengths` are those of the payload frames."""
     fields, request_id, op = _open(header)
     ok = fields.pop("ok", None)
     if not isinstance(ok, bool):
@@ -207,7 +207,7 @@ def decode_reply(header: Buffer, payload_lengths: Sequence[int]) -> tuple[int, R
         return request_id, dataclasses.replace(error, request_op=op)
     cls = REPLIES.get(op)
     if cls is None:
-        raise ProtocolError(ErrorCode.UNKNOWN_OP, f"there is no op {op!r}", request_id, op)
+        raise ProtocolError(ErrorCode.UNKNOWN_OP, f"unknown op {op!r}", request_id, op)
     reply = _decode(cls, fields, payload_lengths, request_id)
     return request_id, reply  # type: ignore[return-value]
 
@@ -231,7 +231,7 @@ def _encode(fields: dict[str, Any], message: Message, request_id: int) -> bytes:
 
 
 def _open(header: Buffer) -> tuple[dict[Any, Any], int, str]:
-    """The fields without those every message has, and these."""
+    """Unpacks a header; returns its message-specific fields, the request id and the op."""
     request_id = None
     name = "header"
     try:
@@ -285,11 +285,11 @@ def _decode(
 
 
 def _check_version(protocol: Any) -> None:
-    """Comes before all else: another version may have fields this one does not know."""
+    """Checked before all other fields, because another version may have unknown fields."""
     if type(protocol) is int and protocol != PROTOCOL_VERSION:
         raise ProtocolError(
             ErrorCode.UNSUPPORTED_VERSION,
-            f"version {protocol} is not spoken here, only version {PROTOCOL_VERSION}",
+            f"protocol version {protocol} is not supported, only version {PROTOCOL_VERSION}",
         )
 
 
@@ -306,7 +306,7 @@ def _check_payload(message: Message, payload_lengths: Sequence[int]) -> None:
     if len(payload_lengths) > MAX_FRAMES or sum(payload_lengths) > MAX_MESSAGE_BYTES:
         raise ProtocolError(
             ErrorCode.TOO_LARGE,
-            f"more than {MAX_FRAMES} frames or {MAX_MESSAGE_BYTES} bytes",
+            f"more than {MAX_FRAMES} payload frames or {MAX_MESSAGE_BYTES} bytes",
         )
     if len(payload_lengths) != len(stated):
         raise ProtocolError(
