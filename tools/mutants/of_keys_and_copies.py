@@ -1,13 +1,122 @@
-"""Keys and the movement of bytes: `core/` and `device/`."""
+"""Keys, identity, memory and copies: `core/`, `connector/identity/`, `device/`, `csrc/`."""
 
 from __future__ import annotations
 
-from tools.mutants.mutation import Mutation
+from tools.mutants.mutation import Mutation, Needs
 
+_INDEX = (
+    "tests/unit/test_index.py",
+    "tests/unit/test_durable_index.py",
+    "tests/unit/test_eviction.py",
+)
+_PLANNED = ("tests/unit/test_planner.py", "tests/unit/test_ledger.py")
+_CLASSES = ("tests/unit/test_size_classes.py",)
 _KEY = ("tests/unit/test_key.py",)
 _DEVICE = ("tests/unit/test_device.py",)
+_MEMORY_STORE = ("tests/stores/test_memory_store.py",)
+_TAILS = "tests/engine/test_partial_tail.py"
+_KEYS = ("tests/engine/test_request_keys.py",)
+_COMPARE = ("tests/unit/test_block_compare.py",)
 
-KEYS = (
+KEYS_AND_COPIES = (
+    Mutation(
+        "index-pin-not-taken",
+        "csrc/index/block_index.cpp",
+        "for (const int64_t slot : slots) ++entries_[id_in(slot)].pins;",
+        "for (const int64_t slot : slots) id_in(slot);",
+        "a slot is reused while a copy reads it",
+        _INDEX,
+    ),
+    Mutation(
+        "index-evicts-pinned",
+        "csrc/index/block_leaving.cpp",
+        "if (entry.pins == 0 && index_.may_evict(id)) return id;",
+        "if (index_.may_evict(id)) return id;",
+        "a slot is reused while a copy reads it",
+        _INDEX,
+    ),
+    Mutation(
+        "index-slot-freed-while-pinned",
+        "csrc/index/block_index.cpp",
+        "if (!is_being_written && entries_[id].pins == 0) free(id);",
+        "if (!is_being_written) free(id);",
+        "a block removed while it is read is overwritten under its reader",
+        _INDEX,
+    ),
+    Mutation(
+        "index-slot-freed-while-written",
+        "csrc/index/block_index.cpp",
+        "if (!is_being_written && entries_[id].pins == 0) free(id);",
+        "if (entries_[id].pins == 0) free(id);",
+        "a copy still writes to a slot that is given to another block",
+        _INDEX,
+    ),
+    Mutation(
+        "index-half-written-is-a-hit",
+        "csrc/index/block_index.cpp",
+        "  return entries_[id].is_readable() ? Lookup::kHit : Lookup::kPending;\n",
+        "  return Lookup::kHit;\n",
+        "a block is loaded before it was stored",
+        _INDEX,
+    ),
+    Mutation(
+        "index-removed-block-comes-back",
+        "csrc/index/block_chains.cpp",
+        "  table_.erase(hash_(entries_.key(id)), id);\n",
+        "",
+        "a block that turned out bad is still found",
+        _INDEX,
+    ),
+    Mutation(
+        "index-commit-of-what-was-removed",
+        "csrc/index/block_index.cpp",
+        "    free(id);\n    return false;\n",
+        "    free(id);\n    return true;\n",
+        "a block removed by a reset counts as stored, and is sent to daemons",
+        _INDEX,
+    ),
+    Mutation(
+        "index-evicts-the-block-before",
+        "csrc/index/block_index.cpp",
+        "      const Kept kept(*this, name.before);\n",
+        "",
+        "a new block pushes out the head it follows and can never be found",
+        _INDEX,
+    ),
+    Mutation(
+        "index-stores-a-tail-without-its-head",
+        "csrc/index/module.cpp",
+        "      dropped = int64_t(range.stop - i);\n      break;\n",
+        "      continue;\n",
+        "where room ends, blocks are stored that can never be found",
+        _PLANNED,
+    ),
+    Mutation(
+        "index-class-in-use-is-given-away",
+        "csrc/index/slot_pool.cpp",
+        "    if (last.slabs == 0) {\n",
+        "    if (last.slabs >= 0) {\n",
+        "blocks of a namespace are looked for in the places of another's",
+        _CLASSES,
+    ),
+    Mutation(
+        "slots-in-memory-not-yet-pinned",
+        "csrc/index/slot_pool.cpp",
+        "std::max<int64_t>(0, usable_bytes) / geometry_.slab_bytes",
+        "(std::max<int64_t>(0, usable_bytes) + geometry_.slab_bytes - 1) / geometry_.slab_bytes",
+        "a block is stored where the GPU cannot write yet",
+        _INDEX,
+    ),
+    Mutation(
+        "durable-slot-reused-without-quarantine",
+        "csrc/index/durable_index.cpp",
+        """  entries_[id].state = State::kQuarantined;
+  quarantined_.push_back(entries_[id].slot);
+""",
+        "  drop(id);\n",
+        "after a crash an old key points at a new block's bytes",
+        _INDEX,
+    ),
     Mutation(
         "key-without-namespace",
         "core/key.py",
@@ -49,41 +158,12 @@ KEYS = (
         _KEY,
     ),
     Mutation(
-        "fingerprint-without-format-version",
-        "core/key.py",
-        "text = json.dumps(asdict(self), sort_keys=True",
-        'text = json.dumps({**asdict(self), "format_version": 0}, sort_keys=True',
-        "blocks of an older format are misread",
-        _KEY,
-    ),
-    Mutation(
         "store-key-without-rank",
         "core/store.py",
         "StoreKey(namespace[:NAMESPACE_BYTES] + key + rank.encode())",
         "StoreKey(namespace[:NAMESPACE_BYTES] + key)",
         "one rank gets the shard of another",
         (*_KEY, "tests/unit/test_remote_worker.py"),
-    ),
-)
-
-_SHARED = ("tests/unit/test_replica_arena.py",)
-
-COPIES = (
-    Mutation(
-        "memory-of-an-impostor",
-        "device/replica_arena.py",
-        "os.fstat(fd).st_size == nbytes and os.pread(fd, _TOKEN_BYTES, 0) == offer.token",
-        "os.fstat(fd).st_size == nbytes",
-        "ranks take the memory of some other process for their own",
-        _SHARED,
-    ),
-    Mutation(
-        "replicas-that-do-not-agree",
-        "device/replica_arena.py",
-        "if all(replicas.gather(fd is not None)):",
-        "if fd is not None and replicas.gather(True):",
-        "a rank believes in blocks that another one stored elsewhere",
-        _SHARED,
     ),
     Mutation(
         "cpu-store-reported-before-it-is-copied",
@@ -109,65 +189,11 @@ COPIES = (
         _DEVICE,
     ),
     Mutation(
-        "cpu-failed-store-counts-as-stored",
-        "device/cpu_copier.py",
-        "self._stores_done.append(StoreDone(job_id, 0, DropReason.COPY_FAILED))",
-        "self._stores_done.append(StoreDone(job_id, len(transfer)))",
-        "a slot that was never written is served",
-        _DEVICE,
-    ),
-    Mutation(
         "cpu-failed-load-counts-as-loaded",
         "device/cpu_copier.py",
         "error = str(failure)",
         "error = None",
         "a request goes on with blocks that hold anything",
-        _DEVICE,
-    ),
-    Mutation(
-        "cpu-close-does-not-wait",
-        "device/cpu_copier.py",
-        "            self._thread.join()\n",
-        "",
-        "a copy writes to memory that was given back",
-        _DEVICE,
-    ),
-    Mutation(
-        "fence-forgets-an-earlier-read",
-        "cache/write_fence.py",
-        "self._newest >= oldest else None",
-        "self._newest in self._open else None",
-        "a rank's block is overwritten while it is still being read",
-        ("tests/unit/test_write_fence.py",),
-    ),
-    Mutation(
-        "arena-usable-before-it-is-pinned",
-        "device/pinning.py",
-        """        pin(self._region.address + start, length)
-        self._pinned.append(self._region.address + start)
-        self.ready_bytes = start + length  # published last: readers only ever see pinned bytes
-""",
-        """        self.ready_bytes = start + length
-        pin(self._region.address + start, length)
-        self._pinned.append(self._region.address + start)
-""",
-        "the GPU copies to memory that is not registered",
-        _DEVICE,
-    ),
-    Mutation(
-        "arena-pages-left-to-the-driver",
-        "device/pinning.py",
-        "        self._populate(start, start + length)\n",
-        "",
-        "the driver provides pages while every other thread's calls wait for it",
-        _DEVICE,
-    ),
-    Mutation(
-        "arena-part-left-pinned",
-        "device/pinning.py",
-        "while self._pinned and self._unpin is not None:",
-        "if self._pinned and self._unpin is not None:",
-        "pinned memory leaks with every start and stop",
         _DEVICE,
     ),
     Mutation(
@@ -179,19 +205,28 @@ COPIES = (
         ("tests/unit/test_leased_blocks.py::test_blocks_that_changed_are_not_used",),
     ),
     Mutation(
-        "arena-view-beyond-its-end",
+        "memory-generation-even-while-written",
         "device/shared_arena.py",
-        "if not 0 <= offset <= offset + nbytes <= self.capacity_bytes:",
-        "if not 0 <= offset <= offset + nbytes:",
-        "a block that reaches past the memory is cut short in silence",
-        ("tests/unit/test_shared_arena.py",),
+        "(before + 1 + before % 2) & _LAST_GENERATION",
+        "(before + 1) & _LAST_GENERATION",
+        "who copies out of a slot takes half a block for a whole one",
+        _MEMORY_STORE,
     ),
     Mutation(
-        "arena-may-shrink",
-        "device/shared_arena.py",
-        "elif fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:",
-        "elif fcntl.fcntl(fd, fcntl.F_GET_SEALS) < 0:",
-        "a process is killed by SIGBUS when another one truncates the memory",
-        ("tests/remote/test_attachment.py::test_memory_that_could_shrink_is_not_mapped",),
+        "tail-key-without-its-tokens",
+        "core/key.py",
+        'canonical((parent, extra, struct.pack(f"<{len(tokens)}I", *tokens)))',
+        "canonical((parent, extra, len(tokens)))",
+        "prompts that differ in their last tokens get each other's answers",
+        (*_KEYS, f"{_TAILS}::test_a_tail_is_matched_for_exactly_the_tokens_it_holds"),
+        Needs.VLLM,
+    ),
+    Mutation(
+        "comparison-without-numbers",
+        "core/block_compare.py",
+        "    if not np.isfinite(apart).all():\n",
+        "    if not len(apart):\n",
+        "a block of infinities passes for a block that rounds differently",
+        _COMPARE,
     ),
 )
