@@ -44,7 +44,7 @@ from benchmarks.result_files import Result, describe_environment, raw_path, save
 from benchmarks.sections import chats as chats_section
 from tests.daemon.daemon_process import DaemonProcess
 
-_LEAST_S = 30.0
+_MIN_S = 30.0
 """An engine is not started with less time left."""
 _RELEASE_TIMEOUT_S = 30.0
 _LOG_LINES = 40
@@ -321,7 +321,7 @@ def run(args: argparse.Namespace, folder: Path) -> Report:
             continue
         started = time.monotonic()
         left = args.budget - (started - begin)
-        if left < max(_LEAST_S, longest.get(case.workload, 0.0)):
+        if left < max(_MIN_S, longest.get(case.workload, 0.0)):
             say(f"{started - begin:.0f} s: no time left for {case.mode} on {case.workload}")
             break
         say(f"{started - begin:.0f} s: round {case.round}, {case.workload}, {case.mode}")

@@ -111,7 +111,7 @@ NO_COPIES = "nothing"
 
 _COVER = 1.2  # copies last so many times as long as the measured multiplications
 _USED_TAIL = 0.9  # and at most into this share of the rest
-_LONGEST_PAUSE_MS = 0.1  # the clock is read there, which takes some microseconds
+_MAX_PAUSE_MS = 0.1  # the clock is read there, which takes some microseconds
 _LATEST_COPIES_MS = 1.0  # a copy that waits for an event begins much sooner
 _ENDED_LATE = "copies ended late"
 
@@ -232,7 +232,7 @@ def _reason(window: Window) -> str | None:
 
 
 def _has_pause(window: Window) -> bool:
-    return window.pause_ms > _LONGEST_PAUSE_MS or not window.is_queued_in_time
+    return window.pause_ms > _MAX_PAUSE_MS or not window.is_queued_in_time
 
 
 def _medians(values: dict[str, list[float]]) -> dict[str, float]:

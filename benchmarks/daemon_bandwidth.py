@@ -34,7 +34,7 @@ from benchmarks.result_files import describe_environment, save
 from tests.daemon.daemon_process import DaemonProcess
 from vllm_tiered_kv.core.key import BlockKey, RankTag
 from vllm_tiered_kv.core.store import PutItem, PutResult, StoreKey, store_key
-from vllm_tiered_kv.native.bytes_copy import copy_bytes
+from vllm_tiered_kv.native.cpu import copy_bytes
 from vllm_tiered_kv.remote.address import EngineIdentity
 from vllm_tiered_kv.remote.shared_memory import Reservation
 from vllm_tiered_kv.remote.store import RemoteStore

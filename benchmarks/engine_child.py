@@ -177,7 +177,7 @@ class Engine:
         half = getattr(self._scheduler.connector, "scheduler_half", None)
         if half is None:
             return {}
-        costs = half.judge.costs
+        costs = half.load_policy.costs
         nbytes = tokens * costs.bytes_per_token
         compute_s = costs.compute_seconds(0, tokens)
         return {

@@ -34,7 +34,7 @@ from benchmarks.engine_process import EngineGroup, EngineSpec, say
 from benchmarks.result_files import describe_environment, save, spread
 from tests.daemon.daemon_process import DaemonProcess
 from tests.models import QWEN2_7B
-from vllm_tiered_kv.option_values import parse_size
+from vllm_tiered_kv.options import parse_size
 from vllm_tiered_kv.remote.address import EngineIdentity
 from vllm_tiered_kv.remote.store import RemoteStore
 

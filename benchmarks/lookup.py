@@ -27,7 +27,7 @@ from benchmarks.result_files import describe_environment, save
 from tests.daemon.daemon_process import DaemonProcess
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.planner import Group, loadable_tokens
-from vllm_tiered_kv.connector.remote_lookup import RemoteLookups
+from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookups
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.key import BlockKey, RankTag, root_digest
 from vllm_tiered_kv.core.store import PutItem, PutResult, store_key

@@ -75,10 +75,10 @@ def _measure_arena_here(nbytes: int, left_to_driver: bool) -> dict[str, Any]:
     import torch
 
     from vllm_tiered_kv.device.arena import Arena
-    from vllm_tiered_kv.native import cuda, prefault
+    from vllm_tiered_kv.native import cuda, memory
 
     if left_to_driver:
-        prefault.populate = lambda address, nbytes: False
+        memory.populate = lambda address, nbytes: False
     numbers = torch.zeros(1 << 16, device="cuda")
 
     def launches(go_on: Callable[[], bool]) -> list[float]:

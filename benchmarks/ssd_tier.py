@@ -40,7 +40,7 @@ from benchmarks.result_files import describe_environment, save
 from vllm_tiered_kv.cache.durable_index import BlockRows
 from vllm_tiered_kv.core.arena_geometry import SlabGeometry
 from vllm_tiered_kv.core.store import MAX_KEY_BYTES, PutItem, PutResult, StoreKey
-from vllm_tiered_kv.option_values import parse_size
+from vllm_tiered_kv.options import parse_size
 from vllm_tiered_kv.stores.ssd.budget import Budget
 from vllm_tiered_kv.stores.ssd.disk import OsDisk
 from vllm_tiered_kv.stores.ssd.folder import read_superblock
@@ -50,7 +50,7 @@ from vllm_tiered_kv.stores.ssd.store import SsdStore
 
 KIB, MIB = 1 << 10, 1 << 20
 BLOCK_BYTES = {"Qwen2.5-3B": 576 * KIB, "Llama-3.1-8B": 2 * MIB, "Qwen2.5-32B": 4 * MIB}
-# As `server.lower_tiers`, `server.write_behind` and `server.tiered_store` do.
+# As `server.demotion`, `server.write_behind` and `server.tiered_store` do.
 WRITERS, WRITE_BYTES = 16, 16 * MIB
 READERS, READ_BLOCKS = 16, 8
 RECOVERED_BYTES = 100 * 10**9

@@ -14,7 +14,7 @@ from tools.protocol_reference import protocol_reference
 from vllm_tiered_kv.config import ENV_PREFIX, TieredKVConfig
 from vllm_tiered_kv.metrics import names, server_names
 from vllm_tiered_kv.metrics.names import Kind, Metric
-from vllm_tiered_kv.option_values import show_default
+from vllm_tiered_kv.options import show_default
 from vllm_tiered_kv.server.options import ServerOptions
 
 DOCS = Path(__file__).parents[1] / "docs"

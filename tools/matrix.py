@@ -52,7 +52,7 @@ SERVED = (
             "tests/engine/test_namespace.py",
             "tests/engine/test_adapter_keys.py",
             "tests/engine/test_scheduling.py",
-            "tests/engine/test_ahead_loads.py",
+            "tests/engine/test_step_loads.py",
             "tests/engine/test_failed_loads.py",
             "tests/engine/test_priorities.py",
             "tests/engine/test_shared_media.py",

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_tiered_kv.errors import ConfigError
-from vllm_tiered_kv.option_values import (
+from vllm_tiered_kv.options import (
     addresses,
     boolean,
     choice,

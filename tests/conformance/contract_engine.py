@@ -158,7 +158,7 @@ class ContractEngine(ToyEngine):
             "ledger": half.ledger,
             "stores": half.stores,
             "loads": half.loads,
-            "ahead": half._ahead,
+            "ahead": half._step_loads,
             "judge": half.judge,
         }.items():
             for attribute, value in vars(owner).items():

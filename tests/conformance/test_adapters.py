@@ -62,7 +62,7 @@ def test_files_that_are_changed_back_after_vllm_has_read_them(
     engine.run()
     replace_files(adapter, b"old")
     later = engine.add(IDS, 6, lora_request=lora, model="new")
-    assert later in engine.half._left_alone
+    assert later in engine.half._uncached
     engine.run()
     assert not len(engine.half.index)
     engine.assert_conforms()
@@ -102,6 +102,6 @@ def test_files_that_change_between_the_plan_of_a_step_and_its_execution(
     assert total(engine, names.STORED_BLOCKS) == len(engine.half.index) == 0
     replace_files(adapter, b"old")
     later = engine.add(IDS, 1, lora_request=LoRARequest("tune", 1, str(adapter)), model="new")
-    assert later in engine.half._left_alone
+    assert later in engine.half._uncached
     engine.run()
     engine.assert_conforms()

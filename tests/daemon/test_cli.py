@@ -25,8 +25,8 @@ from tests.patience import eventually
 from vllm_tiered_kv.config import Eviction
 from vllm_tiered_kv.core.store import key_prefix
 from vllm_tiered_kv.errors import ConfigError
-from vllm_tiered_kv.server.allowances import Allowances
-from vllm_tiered_kv.server.endpoints import bind
+from vllm_tiered_kv.server.net.endpoints import bind
+from vllm_tiered_kv.server.net.limits import ClientLimits
 from vllm_tiered_kv.server.options import (
     ServerOptions,
     may_have_quota,
@@ -249,7 +249,7 @@ def test_patience_for_months(start: StartDaemon) -> None:
 def test_a_socket_that_cannot_be_set_up_leaves_nothing_open() -> None:
     context = zmq.Context()
     with pytest.raises(ValueError, match="NaN") as failed:
-        bind(context, "tcp://127.0.0.1:*", None, Allowances.of_memory(16 << 20), math.nan)
+        bind(context, "tcp://127.0.0.1:*", None, ClientLimits.of_memory(16 << 20), math.nan)
     ending = threading.Thread(target=context.term, daemon=True)
     ending.start()
     ending.join(60)

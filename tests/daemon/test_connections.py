@@ -21,11 +21,11 @@ from tests.daemon.zmtp import ZmtpClient, frame
 from tests.patience import eventually
 from vllm_tiered_kv.core.store import Durability, PutResult
 from vllm_tiered_kv.native.cpu import xxh3_64
-from vllm_tiered_kv.server.allowances import Allowances
-from vllm_tiered_kv.server.connections import Connections
-from vllm_tiered_kv.server.network_memory import NetworkMemory
-from vllm_tiered_kv.server.reactor import Reactor
-from vllm_tiered_kv.server.sessions import Listener
+from vllm_tiered_kv.server.net.connections import Connections
+from vllm_tiered_kv.server.net.limits import ClientLimits
+from vllm_tiered_kv.server.net.network_memory import NetworkMemory
+from vllm_tiered_kv.server.net.reactor import Reactor
+from vllm_tiered_kv.server.net.sessions import Listener
 
 MIB = 1 << 20
 MEMORY = ("--memory", "32MiB")  # messages of 8 MiB at most
@@ -172,7 +172,7 @@ def test_one_that_cannot_be_cut_off_for_now_is_cut_off_later(
     context = zmq.Context()
     request.addfinalizer(lambda: context.destroy(linger=0))
     network = NetworkMemory(MIB, MIB)
-    connections = Connections(Reactor(), context, Allowances.of_memory(32 * MIB), network, 1, 30)
+    connections = Connections(Reactor(), context, ClientLimits.of_memory(32 * MIB), network, 1, 30)
     listener = Listener(context.socket(zmq.ROUTER), "tcp://", False)
     theirs, ours = socket.socketpair()
 

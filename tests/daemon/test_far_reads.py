@@ -23,9 +23,9 @@ from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.errors import ErrorCode
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
-from vllm_tiered_kv.server.backing import BackingFolder
-from vllm_tiered_kv.server.store_executor import StoreExecutor
-from vllm_tiered_kv.server.tiered_store import BACKING_THREADS, TieredStore
+from vllm_tiered_kv.server.tiers.backing import BackingFolder
+from vllm_tiered_kv.server.tiers.store_executor import StoreExecutor
+from vllm_tiered_kv.server.tiers.tiered_store import BACKING_THREADS, TieredStore
 from vllm_tiered_kv.stores.memory import PinnedSlot
 
 MIB = 1 << 20

@@ -15,10 +15,9 @@ from tests.patience import eventually
 from vllm_tiered_kv.core.store import Durability, PutItem, PutResult, StoreKey
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.metrics.recorder import Recorder
-from vllm_tiered_kv.native.cpu import xxh3_64
-from vllm_tiered_kv.native.fill_pool import FillPool
-from vllm_tiered_kv.server.fills import Fills
-from vllm_tiered_kv.server.tiered_store import TieredStore
+from vllm_tiered_kv.native.cpu import FillPool, xxh3_64
+from vllm_tiered_kv.server.tiers.fills import Fills
+from vllm_tiered_kv.server.tiers.tiered_store import TieredStore
 
 MIB = 1 << 20
 SIZE = 64 << 10

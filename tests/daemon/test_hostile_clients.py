@@ -288,7 +288,7 @@ def test_more_puts_than_there_is_room_for_are_dropped(start: StartDaemon, connec
 _DAEMON_THAT_TAKES_OVER_LATER = """
 import os
 from vllm_tiered_kv.server import cli
-from vllm_tiered_kv.server.fills import Fills
+from vllm_tiered_kv.server.tiers.fills import Fills
 
 collect, gate = Fills.collect, os.environ["GATE"]
 

@@ -19,11 +19,11 @@ from vllm_tiered_kv.core.tiers import Lookup, Tier
 from vllm_tiered_kv.errors import ErrorCode, NotDeletedError
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
-from vllm_tiered_kv.server.backing import BackingFolder
-from vllm_tiered_kv.server.lookups import Located
-from vllm_tiered_kv.server.lower_tiers import _WRITERS
-from vllm_tiered_kv.server.store_executor import StoreExecutor, StoreHungError
-from vllm_tiered_kv.server.tiered_store import TieredStore
+from vllm_tiered_kv.server.tiers.backing import BackingFolder
+from vllm_tiered_kv.server.tiers.demotion import _WRITERS
+from vllm_tiered_kv.server.tiers.lookups import Located
+from vllm_tiered_kv.server.tiers.store_executor import StoreExecutor, StoreHungError
+from vllm_tiered_kv.server.tiers.tiered_store import TieredStore
 from vllm_tiered_kv.stores.memory import PinnedSlot
 from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps
 from vllm_tiered_kv.stores.ssd.store import SsdStore

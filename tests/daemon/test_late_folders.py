@@ -16,17 +16,18 @@ from tests.daemon.raw_client import Refused, blocks, key, wire
 from tests.patience import eventually
 from vllm_tiered_kv.core.store import Durability, PutResult, StoreKey
 from vllm_tiered_kv.errors import ConfigError, ErrorCode
-from vllm_tiered_kv.server import backing as backing_module
-from vllm_tiered_kv.server.backing import BackingFolder
+from vllm_tiered_kv.server.tiers import backing as backing_module
+from vllm_tiered_kv.server.tiers.backing import BackingFolder
 from vllm_tiered_kv.stores.shared_dir.store import SharedDirSettings, SharedDirStore
 from vllm_tiered_kv.stores.shared_dir.tree import FOLDER, MARKER, MARKER_TEXT
 
 PATIENCE_S = 60.0
 TELLS_SOON = """
 import os, sys
-from vllm_tiered_kv.server import cli, tiers
+from vllm_tiered_kv.server import cli
+from vllm_tiered_kv.server.tiers import opening
 from vllm_tiered_kv.stores.ssd import folder
-tiers._TELL_EVERY_S = 0.2
+opening._TELL_EVERY_S = 0.2
 folder.open_file = lambda path, flags: os.open(path, flags, 0o600)  # waits for a pipe's other end
 sys.exit(cli.main())
 """

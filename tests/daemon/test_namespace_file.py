@@ -13,8 +13,8 @@ import pytest
 from tests.daemon.conftest import Connect, StartDaemon
 from tests.daemon.raw_client import KEY_BYTES, NAMESPACE, wire
 from tests.patience import eventually
-from vllm_tiered_kv.server import namespace_file
-from vllm_tiered_kv.server.namespace_file import FILE, NamespaceFile, Shape, read
+from vllm_tiered_kv.server.tiers import namespace_file
+from vllm_tiered_kv.server.tiers.namespace_file import FILE, NamespaceFile, Shape, read
 
 MIB = 1 << 20
 SOME = {bytes([n]) * 32: Shape(24, frozenset({n, 4096}), 'a "layout" \N{SNOWMAN}') for n in (1, 2)}

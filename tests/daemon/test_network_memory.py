@@ -15,9 +15,9 @@ from tests.daemon.zmtp import ZmtpClient
 from tests.patience import eventually
 from vllm_tiered_kv.core.store import PutResult
 from vllm_tiered_kv.errors import ConfigError, ErrorCode, ProtocolError
-from vllm_tiered_kv.server.allowances import Allowances
-from vllm_tiered_kv.server.network_memory import NetworkMemory, request_cost
-from vllm_tiered_kv.server.sessions import Listener, Peer
+from vllm_tiered_kv.server.net.limits import ClientLimits
+from vllm_tiered_kv.server.net.network_memory import NetworkMemory, request_cost
+from vllm_tiered_kv.server.net.sessions import Listener, Peer
 
 MIB = 1 << 20
 LIMIT = ("--memory", "32MiB", "--network-memory", "64MiB")
@@ -88,7 +88,7 @@ def test_keys_cost_what_their_objects_take_up() -> None:
 
 def test_an_option_that_leaves_no_room_for_messages_is_refused() -> None:
     with pytest.raises(ConfigError, match="network_memory"):
-        Allowances.of_memory(1 << 30).within(128 * MIB)
+        ClientLimits.of_memory(1 << 30).within(128 * MIB)
 
 
 def begin(daemon: DaemonProcess, nbytes: int) -> ZmtpClient:

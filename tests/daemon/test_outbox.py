@@ -9,12 +9,12 @@ import zmq
 
 from vllm_tiered_kv.core.store import PutItem, StoreKey
 from vllm_tiered_kv.metrics.recorder import Recorder
-from vllm_tiered_kv.server import outbox as outbox_module
-from vllm_tiered_kv.server.allowances import Allowances
-from vllm_tiered_kv.server.network_memory import NetworkMemory
-from vllm_tiered_kv.server.outbox import Outbox
-from vllm_tiered_kv.server.reactor import Reactor
-from vllm_tiered_kv.server.sessions import Listener, Peer
+from vllm_tiered_kv.server.net import outbox as outbox_module
+from vllm_tiered_kv.server.net.limits import ClientLimits
+from vllm_tiered_kv.server.net.network_memory import NetworkMemory
+from vllm_tiered_kv.server.net.outbox import Outbox
+from vllm_tiered_kv.server.net.reactor import Reactor
+from vllm_tiered_kv.server.net.sessions import Listener, Peer
 from vllm_tiered_kv.stores.memory import MemoryStore
 
 MIB = 1 << 20
@@ -49,7 +49,7 @@ def test_what_a_dead_client_was_sent_is_let_go(
     memory.put([PutItem(KEY, None, memoryview(bytes(SIZE)))])
     reactor = Reactor()
     outbox = Outbox(
-        reactor, memory, Allowances.of_memory(4 * MIB), Recorder(), NetworkMemory(MIB, MIB), 0.1
+        reactor, memory, ClientLimits.of_memory(4 * MIB), Recorder(), NetworkMemory(MIB, MIB), 0.1
     )
     gone: list[str] = []
 

@@ -10,8 +10,8 @@ from tests.daemon.conftest import Connect, StartDaemon
 from tests.daemon.raw_client import KEY_BYTES, block, blocks, key, wire
 from tests.patience import eventually
 from vllm_tiered_kv.core.store import PutItem, PutResult, StoreKey
-from vllm_tiered_kv.server.allowances import Allowances
-from vllm_tiered_kv.server.pins import Pins
+from vllm_tiered_kv.server.net.limits import ClientLimits
+from vllm_tiered_kv.server.tiers.pins import Pins
 from vllm_tiered_kv.stores.memory import MemoryStore, PinnedSlot
 
 MIB = 1 << 20
@@ -37,7 +37,7 @@ def held(memory: MemoryStore, content: int) -> PinnedSlot:
 
 
 def test_a_block_deleted_on_its_way_gets_no_pin(memory: MemoryStore) -> None:
-    pins = Pins(memory, Allowances.of_memory(MIB))
+    pins = Pins(memory, ClientLimits.of_memory(MIB))
     one = held(memory, 1)
     memory.delete([NAME])
     assert not pins.pin(one, AN_HOUR_S)
@@ -45,7 +45,7 @@ def test_a_block_deleted_on_its_way_gets_no_pin(memory: MemoryStore) -> None:
 
 
 def test_void_are_the_pins_of_what_was_deleted_and_no_other(memory: MemoryStore) -> None:
-    pins = Pins(memory, Allowances.of_memory(MIB))
+    pins = Pins(memory, ClientLimits.of_memory(MIB))
     assert pins.pin(held(memory, 1), AN_HOUR_S)
     pins.void([NAME])
     assert len(pins) == 1, "it is still there"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from vllm_tiered_kv.server.reactor import Reactor
+from vllm_tiered_kv.server.net.reactor import Reactor
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from tests.daemon.raw_client import KEY_BYTES, RawClient, Refused, attach, block
 from tests.daemon.test_cli import run
 from vllm_tiered_kv.core.store import Durability, PutResult
 from vllm_tiered_kv.errors import ErrorCode
-from vllm_tiered_kv.server.curve import load_server_keys, read_public_key, write_key_pair
+from vllm_tiered_kv.server.net.curve import load_server_keys, read_public_key, write_key_pair
 
 
 class Keys:

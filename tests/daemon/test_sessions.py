@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 
 from vllm_tiered_kv.errors import ErrorCode, ProtocolError
-from vllm_tiered_kv.server import sessions
-from vllm_tiered_kv.server.namespace_file import Shape
-from vllm_tiered_kv.server.sessions import Listener, Peer, Session, Sessions
+from vllm_tiered_kv.server.net import sessions
+from vllm_tiered_kv.server.net.sessions import Listener, Peer, Session, Sessions
+from vllm_tiered_kv.server.tiers.namespace_file import Shape
 
 LISTENER = Listener(cast(Any, None), "tcp://127.0.0.1:9527", False)
 

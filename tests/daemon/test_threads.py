@@ -14,9 +14,9 @@ import pytest
 from vllm_tiered_kv.core.store import PutItem, StoreKey
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.daemon import Daemon
-from vllm_tiered_kv.server.http import HttpServer
+from vllm_tiered_kv.server.net.http import HttpServer
 from vllm_tiered_kv.server.options import ServerOptions
-from vllm_tiered_kv.server.tiered_store import TieredStore
+from vllm_tiered_kv.server.tiers.tiered_store import TieredStore
 
 MIB = 1 << 20
 PATIENCE_S = 30.0
@@ -126,7 +126,7 @@ def send_slowly(slow: socket.socket) -> None:
 def test_a_monitor_that_does_not_come_to_an_end_is_cut_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("vllm_tiered_kv.server.http._PATIENCE_S", 0.3)
+    monkeypatch.setattr("vllm_tiered_kv.server.net.http._PATIENCE_S", 0.3)
     server = HttpServer("127.0.0.1:0", lambda: "", lambda: None)
     host, port = server.address.split(":")
     try:

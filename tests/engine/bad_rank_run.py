@@ -18,7 +18,7 @@ from unittest import mock
 from tests.engine.bad_rank import BAD_RANK, FAULT_FILE, Fault
 from tests.engine.engine_apart import answer_of, connector, tell
 from tests.patience import eventually
-from vllm_tiered_kv.connector import ahead_policy
+from vllm_tiered_kv.connector.scheduler import step_load_policy
 from vllm_tiered_kv.core.key import BlockKey, RankTag
 from vllm_tiered_kv.core.store import StoreKey, store_key
 from vllm_tiered_kv.metrics import names
@@ -177,7 +177,7 @@ class Run:
         return {
             "pinned": len(self.half.index.pinned_slots()),
             "stores": ledger.has_open_stores,
-            "loads": ledger.has_open_loads + ledger.has_open_ahead,
+            "loads": ledger.has_open_loads + ledger.has_open_step_loads,
             "puts": ledger.has_open_puts,
             "requests": len(self.half._requests) + len(self._scheduler.requests),
             "GPU blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
@@ -201,7 +201,7 @@ class Run:
         def build_and_note(output: Any) -> Any:
             metadata = build(output)
             for job in metadata.loads:
-                self._ways.append("beside" if job.ahead is None else "ahead")
+                self._ways.append("beside" if job.step_load is None else "ahead")
             return metadata
 
         self.half.build_connector_meta = build_and_note
@@ -227,7 +227,7 @@ def in_a_step(run: Run, ids: list[int]) -> dict[str, Turn]:
 def beside_steps(run: Run, ids: list[int], bystander: list[int]) -> dict[str, Turn]:
     """Another request runs meanwhile, and waits for no load, however small."""
     turns = {"stored": run.ask(ids)}
-    with mock.patch.object(ahead_policy, "_BYTES_BESIDE_OTHERS", 0):
+    with mock.patch.object(step_load_policy, "_BYTES_BESIDE_OTHERS", 0):
         for turn, fault in ("before", None), ("failed", Fault.LOADS_FAIL), ("after", None):
             run.forget()
             run.begin(bystander)

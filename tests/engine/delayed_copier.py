@@ -44,7 +44,7 @@ class DelayedCopier:
         self.waited_for = 0  # blocks read because somebody was about to write
         self.fail_ahead = 0.0
         self.ahead_blocks = 0
-        self._ahead: deque[tuple[int, list[int]]] = deque()
+        self._step_loads: deque[tuple[int, list[int]]] = deque()
         self.early = 1.0  # how often a load may begin before its step
         self.early_blocks = 0
         self._begun: list[PinnedBlocks] = []
@@ -96,7 +96,7 @@ class DelayedCopier:
         # The toy's slots are rows of its arena.
         return PinnedBlocks(transfer.group_id, transfer.block_ids, HostRegion(0, 0), transfer.slots)
 
-    def load_ahead(
+    def step_load(
         self,
         job_ids: Sequence[int],
         blocks: Sequence[PinnedBlocks],
@@ -119,8 +119,8 @@ class DelayedCopier:
         self._awaited = {name: list(blocks) for name in LAYERS}
         self.ahead_blocks += sum(len(part.block_ids) for part in blocks)
         if not by_layer:
-            self.finish_ahead()
-        self._ahead.append((self._rng.randint(0, self.max_delay), list(job_ids)))
+            self.finish_step_loads()
+        self._step_loads.append((self._rng.randint(0, self.max_delay), list(job_ids)))
 
     def can_load_early(self) -> bool:
         return self._rng.random() < self.early
@@ -136,7 +136,7 @@ class DelayedCopier:
             raise CudaError("planted")
         self._begun += blocks
         self.early_blocks += sum(len(part.block_ids) for part in blocks)
-        self._ahead.append((self._rng.randint(0, self.max_delay), list(job_ids)))
+        self._step_loads.append((self._rng.randint(0, self.max_delay), list(job_ids)))
 
     def begin_step(self) -> None:
         self.fenced = False
@@ -172,19 +172,19 @@ class DelayedCopier:
             blocks.append(np.array(raw).reshape(shape))
         return np.stack(blocks)
 
-    def finish_ahead(self) -> None:
+    def finish_step_loads(self) -> None:
         for name in list(self._awaited):
             self.wait_for_layer(name)
 
     def settle(self) -> None:
-        for under_way in (self._stores, self._loads, self._ahead):
+        for under_way in (self._stores, self._loads, self._step_loads):
             for number, job in enumerate(under_way):
                 under_way[number] = (0, *job[1:])
 
-    def poll_ahead(self) -> list[int]:
+    def poll_step_loads(self) -> list[int]:
         done: list[int] = []
-        while self._ahead and self._due(self._ahead):
-            done += self._ahead.popleft()[1]
+        while self._step_loads and self._due(self._step_loads):
+            done += self._step_loads.popleft()[1]
         return done
 
     def poll(self) -> tuple[list[StoreDone], list[LoadDone]]:

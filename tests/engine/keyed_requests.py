@@ -12,7 +12,7 @@ from vllm import SamplingParams
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import Request
 
-from vllm_tiered_kv.connector.request_keys import KeyMaker
+from vllm_tiered_kv.connector.identity.request_keys import KeyMaker
 from vllm_tiered_kv.core.key import BlockKey
 
 NAMESPACE = b"n" * 32

@@ -18,7 +18,7 @@ from tests.engine.keyed_requests import (
     named_image,
     write_adapter,
 )
-from vllm_tiered_kv.connector.request_keys import KeyMaker
+from vllm_tiered_kv.connector.identity.request_keys import KeyMaker
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.errors import UnsupportedError
 

@@ -13,7 +13,7 @@ from tests.engine.toy_asking import assert_tier_is_right, total
 from tests.engine.toy_at_daemon import REMOTE, engine_at
 from tests.engine.toy_engine import ToyEngine, play
 from tests.remote.faulty_daemon import FaultyDaemon
-from vllm_tiered_kv.connector.request_keys import RequestKeys
+from vllm_tiered_kv.connector.identity.request_keys import RequestKeys
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.names import DropReason

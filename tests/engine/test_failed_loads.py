@@ -24,7 +24,7 @@ from tests.engine.toy_asking import (
 from tests.engine.toy_at_daemon import REMOTE, engine_at
 from tests.engine.toy_engine import ToyEngine, play
 from tests.remote.faulty_daemon import FaultyDaemon, forgetful
-from vllm_tiered_kv.connector import ahead_policy
+from vllm_tiered_kv.connector.scheduler import step_load_policy
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.metrics import names
 
@@ -244,7 +244,7 @@ def test_a_load_beside_the_steps_does_not_wait_for_ever_either(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where steps that load follow each other without end, all of them before it by priority."""
-    monkeypatch.setattr(ahead_policy, "_BYTES_PER_STEP", 1)
+    monkeypatch.setattr(step_load_policy, "_BYTES_PER_STEP", 1)
     engine = ToyEngine(
         tiny_model, gpu_blocks=128, cpu_blocks=256, engine_args={"scheduling_policy": "priority"}
     )

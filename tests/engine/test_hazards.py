@@ -22,8 +22,8 @@ from tests.engine.toy_asking import (
 from tests.engine.toy_engine import ToyEngine, play
 from tests.patience import mostly_slow
 from vllm_tiered_kv.cache.ledger import StoreReport
-from vllm_tiered_kv.connector import scheduler_half
 from vllm_tiered_kv.connector.metadata import TieredKVWorkerMetadata
+from vllm_tiered_kv.connector.scheduler import scheduler_half
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.names import DropReason
 

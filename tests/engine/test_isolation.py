@@ -21,7 +21,7 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
 from tests.daemon.daemon_process import DaemonProcess
 from tests.engine.toy_engine import ToyEngine, play
-from vllm_tiered_kv.connector.request_keys import RequestKeys
+from vllm_tiered_kv.connector.identity.request_keys import RequestKeys
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.metrics import names
 
@@ -232,7 +232,7 @@ def test_a_reset_loads_no_adapter(tiny_model: Path, tmp_path: Path) -> None:
     assert state.lost_adapter
     # vLLM computes with the second one, whatever the path of this request says.
     late = engine.add(IDS[5:], 1, lora_request=LoRARequest("tune", 1, str(one)), model="2")
-    assert late in engine.half._left_alone
+    assert late in engine.half._uncached
     engine.run()
     assert not engine.half.index.held
     engine.assert_at_rest()
@@ -340,7 +340,7 @@ def test_the_tests_above_can_fail(
     tiny_model: Path, strangers: dict[str, Who], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With keys that forget the scope, a stranger's block is found, and read as wrong."""
-    from vllm_tiered_kv.connector import request_keys
+    from vllm_tiered_kv.connector.identity import request_keys
 
     monkeypatch.setattr(request_keys, "root_digest", lambda namespace, scope: bytes(32))
     engine = Engine(tiny_model, cpu_blocks=200)

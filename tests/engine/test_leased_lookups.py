@@ -94,11 +94,11 @@ def test_a_load_waits_for_nobody_when_every_rank_has_mapped_what_was_leased(
     state = toy.half._requests[answered(toy, asked)]
     remote.positions(state, 0, 4)  # takes the answer
     assert not remote.is_resident(state), "no worker has said anything"
-    remote.heard_arenas({0: {bytes(16): 1 << 40}})
+    remote.update_mapped_arenas({0: {bytes(16): 1 << 40}})
     assert not remote.is_resident(state)
-    remote.heard_arenas({0: dict.fromkeys(ready, 64)})
+    remote.update_mapped_arenas({0: dict.fromkeys(ready, 64)})
     assert not remote.is_resident(state), "what was leased is not pinned yet"
-    remote.heard_arenas({0: ready})
+    remote.update_mapped_arenas({0: ready})
     assert remote.is_resident(state)
     toy.run()
     toy.assert_at_rest()
@@ -190,7 +190,7 @@ def test_what_is_leased_to_a_lookup_that_was_a_miss_goes_back(
 def until_loading(toy: ToyEngine, request: str) -> None:
     """Beside the steps, or ahead of one; such a load may be over by the end of its step."""
     ledger = toy.half.ledger
-    while not ledger.is_loading(request) and not ledger.has_open_ahead:
+    while not ledger.is_loading(request) and not ledger.has_open_step_loads:
         if toy.copier.ahead_blocks or request in toy.finished:
             break
         toy.step()
@@ -345,10 +345,12 @@ def test_a_daemon_killed_after_the_lookup(
 _STINGY_DAEMON = """
 import dataclasses
 from vllm_tiered_kv.server import cli
-from vllm_tiered_kv.server.allowances import Allowances
+from vllm_tiered_kv.server.net.limits import ClientLimits
 
-of_memory = Allowances.of_memory
-Allowances.of_memory = lambda memory: dataclasses.replace(of_memory(memory), lookup_leases=64 * 96)
+of_memory = ClientLimits.of_memory
+ClientLimits.of_memory = lambda memory: dataclasses.replace(
+    of_memory(memory), lookup_leases=64 * 96
+)
 raise SystemExit(cli.main())
 """
 

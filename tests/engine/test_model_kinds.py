@@ -36,7 +36,7 @@ from tests.models import (
     write_model,
 )
 from tests.patience import mostly_slow
-from vllm_tiered_kv.connector.model_identity import fingerprint
+from vllm_tiered_kv.connector.identity.model_fingerprint import fingerprint
 from vllm_tiered_kv.connector.support import why_not_cacheable
 from vllm_tiered_kv.metrics import names
 

@@ -18,8 +18,8 @@ import torch
 from vllm.config import LoadConfig, LoRAConfig, ModelConfig
 from vllm.config.multimodal import MultiModalConfig
 
-from vllm_tiered_kv.connector.model_identity import model_digest
-from vllm_tiered_kv.connector.model_settings import (
+from vllm_tiered_kv.connector.identity.model_fingerprint import model_digest
+from vllm_tiered_kv.connector.identity.model_settings import (
     IGNORED_OF_ADAPTERS,
     IGNORED_OF_MEDIA,
     IGNORED_OF_MODEL,

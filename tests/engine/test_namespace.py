@@ -17,8 +17,9 @@ from tests.engine.keyed_requests import flat, make_request
 from tests.engine.made_configs import engine_config, one_group
 from tests.models import write_model
 from vllm_tiered_kv.config import TieredKVConfig
-from vllm_tiered_kv.connector import assembly, model_identity
-from vllm_tiered_kv.connector.model_identity import fingerprint
+from vllm_tiered_kv.connector import assembly
+from vllm_tiered_kv.connector.identity import model_fingerprint
+from vllm_tiered_kv.connector.identity.model_fingerprint import fingerprint
 from vllm_tiered_kv.core.key import BlockKey
 
 
@@ -152,11 +153,11 @@ def test_weights_that_were_replaced_while_an_engine_loaded_are_nobody_elses(
         half.shutdown()
         return set(flat(make_request(), maker=half._key_maker))
 
-    monkeypatch.setattr(model_identity, "_process_start_ns", lambda: 1 << 62)
+    monkeypatch.setattr(model_fingerprint, "_process_start_ns", lambda: 1 << 62)
     first = keys()
     assert keys() == first
     assert "has changed while" not in caplog.text
-    monkeypatch.setattr(model_identity, "_process_start_ns", lambda: 0)
+    monkeypatch.setattr(model_fingerprint, "_process_start_ns", lambda: 0)
     assert not keys() & first
     assert "has changed while this engine started" in caplog.text
 

@@ -18,7 +18,7 @@ from tests.engine.toy_at_daemon import REMOTE, TRANSPORTS, address, engine_at, w
 from tests.engine.toy_engine import ToyEngine, play
 from tests.patience import mostly_slow
 from tests.remote.faulty_daemon import FaultyDaemon
-from vllm_tiered_kv.connector.partial_tail import tail_of
+from vllm_tiered_kv.connector.scheduler.partial_tail import tail_of
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.metrics import names

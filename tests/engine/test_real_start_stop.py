@@ -23,7 +23,7 @@ from tests.engine.toy_at_daemon import address
 from tests.patience import eventually
 from tests.soak.footprint import Footprint, settled
 from vllm_tiered_kv.connector.connector import TieredKVConnector
-from vllm_tiered_kv.connector.worker_half import WorkerHalf
+from vllm_tiered_kv.connector.worker.worker_half import WorkerHalf
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import names
 

@@ -11,8 +11,8 @@ import torch
 from tests.engine.delayed_copier import LAYERS
 from tests.engine.toy_engine import ToyEngine
 from vllm_tiered_kv.config import TieredKVConfig
-from vllm_tiered_kv.connector.shard import holding_of
-from vllm_tiered_kv.connector.worker_half import WorkerHalf
+from vllm_tiered_kv.connector.identity.shard import holding_of
+from vllm_tiered_kv.connector.worker.worker_half import WorkerHalf
 from vllm_tiered_kv.errors import ConfigError, UnsupportedError
 
 

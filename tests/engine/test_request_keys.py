@@ -26,8 +26,8 @@ from tests.engine.keyed_requests import (
     write_adapter,
 )
 from vllm_tiered_kv.connector import assembly
-from vllm_tiered_kv.connector.partial_tail import Tail, tail_of
-from vllm_tiered_kv.connector.request_keys import KeyMaker
+from vllm_tiered_kv.connector.identity.request_keys import KeyMaker
+from vllm_tiered_kv.connector.scheduler.partial_tail import Tail, tail_of
 from vllm_tiered_kv.core.key import BlockKey, extend_chain, group_suffix, root_digest, tail_key
 from vllm_tiered_kv.errors import UnsupportedError
 

@@ -39,9 +39,9 @@ from tests.engine.made_configs import (
 )
 from tests.engine.toy_engine import ToyEngine
 from vllm_tiered_kv.connector.connector import TieredKVConnector
-from vllm_tiered_kv.connector.kv_layout import group_windows
 from vllm_tiered_kv.connector.metadata import TieredKVHandshake, TieredKVMetadata
 from vllm_tiered_kv.connector.support import why_not_cacheable
+from vllm_tiered_kv.connector.worker.kv_layout import group_windows
 
 WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=64)
 LATENT = {**SHAPE, "num_kv_heads": 1, "sliding_window": 64}

@@ -19,7 +19,7 @@ from tests.engine.toy_asking import ask, assert_tier_is_right, prompt, seeded_pr
 from tests.engine.toy_at_daemon import TRANSPORTS, address, engine_at, wait_attached
 from tests.engine.toy_engine import ToyEngine, play
 from tests.engine.toy_ranks import RankedToyEngine
-from vllm_tiered_kv.connector.partial_tail import Tail
+from vllm_tiered_kv.connector.scheduler.partial_tail import Tail
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.metrics import names
 

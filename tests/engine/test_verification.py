@@ -19,7 +19,7 @@ from tests.engine.toy_asking import ask, keys_of, seeded_prompt, total
 from tests.engine.toy_at_daemon import REMOTE, TRANSPORTS, address, engine_at, wait_attached
 from tests.engine.toy_engine import ToyEngine, play
 from tests.patience import eventually, mostly_slow
-from vllm_tiered_kv.connector.verification import is_chosen
+from vllm_tiered_kv.connector.scheduler.verification import is_chosen
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import names

@@ -109,12 +109,12 @@ def test_a_load_that_is_cut_short_ends_in_another_window(
     _, keys = keys_of(engine, ask(engine, ids, 1))
     engine.half.index.remove(keys[9])
     engine.drop_gpu_cache()
-    choose = engine.half.judge.choose
+    choose = engine.half.load_policy.choose
 
     def choose_less(*asked: object) -> Choice:
         return replace(choose(*asked), tokens=40)
 
-    monkeypatch.setattr(engine.half.judge, "choose", choose_less)
+    monkeypatch.setattr(engine.half.load_policy, "choose", choose_less)
     ask(engine, ids, 1)
     assert total(engine, names.HIT_TOKENS) == 36
     assert total(engine, names.LOADED_BLOCKS) == 9 + 3

@@ -16,9 +16,9 @@ from tests.engine.toy_engine import ToyEngine
 from vllm_tiered_kv.cache.ledger import StoreReport
 from vllm_tiered_kv.connector import assembly
 from vllm_tiered_kv.connector.idle_steps import IdleSteps, are_needed
-from vllm_tiered_kv.connector.kv_layout import require_whole_blocks
 from vllm_tiered_kv.connector.metadata import TieredKVMetadata
-from vllm_tiered_kv.connector.worker_half import WorkerHalf, _pinning
+from vllm_tiered_kv.connector.worker.kv_layout import require_whole_blocks
+from vllm_tiered_kv.connector.worker.worker_half import WorkerHalf, _pinning
 from vllm_tiered_kv.core.transfer import GroupTransfer, LoadJob, StoreJob, int64_array
 from vllm_tiered_kv.errors import CudaError, UnsupportedError
 from vllm_tiered_kv.metrics.names import DropReason

@@ -7,7 +7,7 @@ import random
 from vllm.v1.request import RequestStatus
 
 from tests.engine.toy_engine import ToyEngine, play
-from vllm_tiered_kv.connector.partial_tail import tail_of
+from vllm_tiered_kv.connector.scheduler.partial_tail import tail_of
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.metrics import names
 

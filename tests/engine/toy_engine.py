@@ -346,7 +346,7 @@ class ToyEngine:
             running.computed = stop
         half = _ours(self.worker).worker_half
         for group, blocks in zip(self.groups, running.blocks, strict=True):
-            if half is not None and half._ahead._invalid_blocks & set(blocks):
+            if half is not None and half._step_loads._invalid_blocks & set(blocks):
                 # It computes nonsense from what did not arrive; vLLM is told and starts it over.
                 table, place = group.table(blocks, stop)
                 for cache in self.caches:
@@ -398,6 +398,6 @@ class ToyEngine:
             assert time.monotonic() < end, "what daemons leased was not released"
             time.sleep(0.001)
         assert not self.half._requests
-        assert not self.half._left_alone
+        assert not self.half._uncached
         assert not self.half.stores.has_unseen
         self.half.index.check()

@@ -20,7 +20,7 @@ import torch
 
 from tests.remote.engine import IDENTITY
 from vllm_tiered_kv.config import CopyStrategy
-from vllm_tiered_kv.connector.shared_region import SharedRegions
+from vllm_tiered_kv.connector.worker.shared_region import SharedRegions
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.layout import StridedView, block_runs
 from vllm_tiered_kv.device.arena import Arena

@@ -20,7 +20,7 @@ if not torch.cuda.is_available():
     pytest.skip("torch finds no CUDA device", allow_module_level=True)
 
 from vllm_tiered_kv.config import CopyStrategy  # noqa: E402
-from vllm_tiered_kv.connector.store_share import StoreShare  # noqa: E402
+from vllm_tiered_kv.connector.worker.replica_striping import ReplicaStriping  # noqa: E402
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry  # noqa: E402
 from vllm_tiered_kv.core.layout import StridedView, block_runs  # noqa: E402
 from vllm_tiered_kv.core.transfer import GroupTransfer, StoreJob, int64_array  # noqa: E402
@@ -304,16 +304,16 @@ def test_the_forward_waits_for_what_is_loaded_ahead_of_it(bench: Bench, by_layer
             bench.copier.locate(pairs((BLOCKS - SLOTS + part).tolist(), part.tolist()))
             for part in np.split(order, 3)
         ]
-        bench.copier.load_ahead([7, 8], located, by_layer)
-        assert bench.copier.poll_ahead() == []
+        bench.copier.step_load([7, 8], located, by_layer)
+        assert bench.copier.poll_step_loads() == []
         for n, layer in enumerate(bench.layers):
             if by_layer:
                 bench.copier.wait_for_layer(f"l{n}")
             seen[n].copy_(layer[targets])
-        bench.copier.finish_ahead()
+        bench.copier.finish_step_loads()
     assert not bench.stream.query(), "the host waited"
     torch.cuda.synchronize()
-    assert bench.copier.poll_ahead() == [7, 8]
+    assert bench.copier.poll_step_loads() == [7, 8]
     for slot in range(SLOTS):
         assert b"".join(layer[slot].cpu().numpy().tobytes() for layer in seen) == truth[slot]
         assert bench.block(BLOCKS - SLOTS + slot) == truth[slot]
@@ -333,12 +333,12 @@ def test_a_load_may_overtake_the_step_under_way_but_not_stores(
         held_up.record()
         bench.copier.wait_for_stores(5)
         located = bench.copier.locate(pairs([50, 51, 52, 53], [0, 1, 2, 3]))
-        bench.copier.load_ahead([1], [located], by_layer, overtakes=True)
+        bench.copier.step_load([1], [located], by_layer, overtakes=True)
         end = time.monotonic() + 10
-        while not bench.copier.poll_ahead():
+        while not bench.copier.poll_step_loads():
             assert time.monotonic() < end
         assert not held_up.query(), "it waited for the step under way"
-        bench.copier.finish_ahead()
+        bench.copier.finish_step_loads()
     bench.stream.synchronize()
     assert [bench.block(n) for n in range(50, 54)] == truth
     assert [bench.slot(n) for n in (10, 11)] == read
@@ -371,14 +371,14 @@ def test_a_step_waits_for_what_began_before_it(bench: Bench) -> None:
             bench.copier.load_early([number], [part])
         bench.copier.begin_step()
         bench.copier.fence()
-        bench.copier.load_ahead([2], parts[-1:], True)
+        bench.copier.step_load([2], parts[-1:], True)
         for n, layer in enumerate(bench.layers):
             bench.copier.wait_for_layer(f"l{n}")
             seen[n].copy_(layer[targets])
-        bench.copier.finish_ahead()
+        bench.copier.finish_step_loads()
     assert not bench.stream.query(), "the host waited"
     torch.cuda.synchronize()
-    assert bench.copier.poll_ahead() == [0, 1, 2]
+    assert bench.copier.poll_step_loads() == [0, 1, 2]
     for slot in range(SLOTS):
         assert b"".join(layer[slot].cpu().numpy().tobytes() for layer in seen) == truth[slot]
 
@@ -394,10 +394,10 @@ def test_what_follows_a_forward_waits_for_layers_nobody_asked_for(bench: Bench) 
     with torch.cuda.stream(bench.stream):
         bench.copier.fence()
         located = bench.copier.locate(pairs([50, 51, 52, 53], [0, 1, 2, 3]))
-        bench.copier.load_ahead([1], [located], True)
+        bench.copier.step_load([1], [located], True)
         bench.copier.wait_for_layer("l0")
         bench.copier.wait_for_layer("a layer that does not exist")
-        bench.copier.finish_ahead()
+        bench.copier.finish_step_loads()
         bench.copier.wait_for_layer("l1")  # long over
     bench.stream.synchronize()
     assert [bench.block(n) for n in range(50, 54)] == truth
@@ -446,11 +446,11 @@ def test_a_failing_copy_ahead_is_done_in_the_simplest_way(
         bench.copier.fence()
         bench.copier.load_early([2], [bench.copier.locate(pairs([58, 59], [0, 1]))])
         bench.copier.begin_step()
-        bench.copier.load_ahead([3], [bench.copier.locate(pairs([61, 60], [1, 0]))], True)
+        bench.copier.step_load([3], [bench.copier.locate(pairs([61, 60], [1, 0]))], True)
     bench.stream.synchronize()
     assert [bench.block(60), bench.block(61)] == truth
     assert [bench.block(58), bench.block(59)] == truth
-    assert bench.copier.poll_ahead() == [2, 3]
+    assert bench.copier.poll_step_loads() == [2, 3]
 
 
 def test_all_that_was_under_way_has_ended_when_it_settles(bench: Bench) -> None:
@@ -466,7 +466,7 @@ def test_all_that_was_under_way_has_ended_when_it_settles(bench: Bench) -> None:
     stores, loads = bench.copier.poll()
     assert [(store.job_id, store.stored) for store in stores] == [(7, 2)]
     assert [(load.request_id, load.error) for load in loads] in ([], [("r", None)])
-    assert bench.copier.poll_ahead() == [2]
+    assert bench.copier.poll_step_loads() == [2]
     assert [bench.slot(5), bench.slot(6)] == [bench.block(3), bench.block(4)]
     assert [bench.block(60), bench.block(61)] == truth
 
@@ -539,7 +539,7 @@ def test_two_mappings_of_one_memory_are_pinned_and_filled_together() -> None:
     blocks = [benches[0].block(number) for number in range(9)]
     job = GroupTransfer(0, int64_array(list(range(9))), int64_array(list(range(9))))
     for replica, bench in enumerate(benches):
-        share = StoreShare(replica, 2)
+        share = ReplicaStriping(replica, 2)
         for job_id, transfer in ((4, job), (5, job.head(1))):
             mine = share.begin(StoreJob(job_id, transfer), len(transfer))
             bench.copier.store(job_id, mine)

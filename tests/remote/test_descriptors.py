@@ -18,7 +18,7 @@ from tests.patience import eventually
 from tests.remote.daemon_facts import leases_of
 from tests.remote.engine import IDENTITY, within
 from tests.remote.test_lookup_leases import ask, fill, open_store
-from vllm_tiered_kv.connector.shared_region import SharedRegions
+from vllm_tiered_kv.connector.worker.shared_region import SharedRegions
 from vllm_tiered_kv.errors import ArenaError, ConnectionLost
 from vllm_tiered_kv.remote.connection import Connection, Settings
 from vllm_tiered_kv.remote.local_daemon import LocalDaemon

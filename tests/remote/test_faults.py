@@ -26,7 +26,7 @@ from tests.remote.engine import (
 from tests.remote.faulty_daemon import Fault, FaultyDaemon, Frames, block_reply, framed
 from vllm_tiered_kv.core.store import Durability, PutResult
 from vllm_tiered_kv.errors import ConnectionLost, ErrorCode
-from vllm_tiered_kv.native import bytes_copy
+from vllm_tiered_kv.native import cpu
 from vllm_tiered_kv.remote import transfers
 from vllm_tiered_kv.remote.address import ServerAddress
 from vllm_tiered_kv.remote.connection import Connection, Settings
@@ -345,7 +345,7 @@ def test_the_first_blocks_are_hashed_while_the_daemon_looks_for_them(
     def hash_buffers(given: Sequence[memoryview]) -> list[int]:
         if given:
             hashed.set()
-        return bytes_copy.hash_buffers(given)
+        return cpu.hash_buffers(given)
 
     def wait(d: FaultyDaemon, request_id: int, request: Request) -> list[Frames]:
         in_time.append(hashed.wait(8.0))  # less than the store's patience

@@ -27,7 +27,7 @@ from vllm_tiered_kv.core.key import (
     root_digest,
 )
 from vllm_tiered_kv.errors import ConfigError, TokenCacheError
-from vllm_tiered_kv.server.curve import write_key_pair
+from vllm_tiered_kv.server.net.curve import write_key_pair
 
 ROOT = Path(__file__).parents[2]
 TOKENS = [7, 0, 2**32 - 1, 5, 5, 5, 11, 90_000, 3, 1]

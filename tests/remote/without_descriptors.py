@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.patience import eventually
 from tests.remote.engine import IDENTITY, NBYTES, block_keys, within
-from vllm_tiered_kv.connector.shared_region import SharedRegions
+from vllm_tiered_kv.connector.worker.shared_region import SharedRegions
 from vllm_tiered_kv.core.key import RankTag
 from vllm_tiered_kv.remote.local_daemon import LocalDaemon
 from vllm_tiered_kv.remote.store import RemoteStore

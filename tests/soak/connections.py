@@ -15,8 +15,8 @@ from vllm_tiered_kv.remote.connection import Connection
 from vllm_tiered_kv.remote.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
-    from vllm_tiered_kv.connector.remote_io import RemoteIO
-    from vllm_tiered_kv.connector.remote_tier import RemoteTier
+    from vllm_tiered_kv.connector.scheduler.remote_tier import RemoteTier
+    from vllm_tiered_kv.connector.worker.remote_io import RemoteIO
 
 ZMQ_THREAD = "ZMQbg/IO/0"  # one in each context
 _OF_CONTEXT = 5  # descriptors

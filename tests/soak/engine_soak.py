@@ -41,7 +41,7 @@ _HELD_SLACK = 20_000
 _LATE_THREADS = 4
 _LATE_DESCRIPTORS = 8
 _CALM_EVERY = 60  # actions
-_MOST_ALIVE = 12
+_MAX_ALIVE = 12
 _STUCK_S = 120.0
 
 
@@ -127,7 +127,7 @@ class EngineSoak:
         self.counts[text.split(" ", 1)[0]] += 1
 
     def add(self) -> None:
-        if len(self.live) >= _MOST_ALIVE:
+        if len(self.live) >= _MAX_ALIVE:
             self.step()
             return
         number = self.rng.randrange(len(PROMPTS))

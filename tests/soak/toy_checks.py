@@ -64,6 +64,6 @@ def describe(toy: ToyEngine) -> str:
         f"unseen: {half.stores.has_unseen}, "
         f"unfinished: {scheduler.has_unfinished_requests()}\n"
         f"open stores {list(ledger._stores)}, loads {list(ledger._loads)}, "
-        f"ahead {list(ledger._ahead)}, puts {list(ledger._puts)}\n"
+        f"ahead {list(ledger._step_loads)}, puts {list(ledger._puts)}\n"
         f"requests: {requests}"
     )

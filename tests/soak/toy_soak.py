@@ -34,9 +34,9 @@ from tests.soak.toy_checks import check_tiers, describe, held_by, ranks_of
 from vllm_tiered_kv.metrics import names
 
 _REST_EVERY = 120  # requests
-_MOST_ALIVE = 24
-_MOST_STEPS = 4000  # that a request may take, whatever happens around it
-_MOST_SECONDS = 60.0
+_MAX_ALIVE = 24
+_MAX_STEPS = 4000  # that a request may take, whatever happens around it
+_MAX_SECONDS = 60.0
 _RSS_SLACK = 48 << 20
 _HELD_SLACK = 2000  # entries: speeds, counters and recent answers are kept within bounds
 _DELAYS = (0, 1, 3, 12)
@@ -213,7 +213,7 @@ class _Episode:
     # ---- what happens ---------------------------------------------------------------------------
 
     def add(self) -> None:
-        if len(self._alive()) >= _MOST_ALIVE:
+        if len(self._alive()) >= _MAX_ALIVE:
             self.step()
             return
         stem = self.rng.choice(self.stems)
@@ -341,7 +341,7 @@ class _Episode:
             asked = self.asked[name]
             if asked.patience is not None and self.steps - asked.step > asked.patience:
                 self._abort(name, "after its client's timeout")
-            elif self.steps - asked.step > _MOST_STEPS and now - asked.at > _MOST_SECONDS:
+            elif self.steps - asked.step > _MAX_STEPS and now - asked.at > _MAX_SECONDS:
                 raise SoakError(f"{name} is stuck since step {asked.step}")
 
     def come_to_rest(self) -> None:
@@ -362,7 +362,7 @@ class _Episode:
         self._forget()
 
     def _run_out(self) -> None:
-        self.toy.run(limit=20_000, seconds=_MOST_SECONDS)
+        self.toy.run(limit=20_000, seconds=_MAX_SECONDS)
 
     def _check_answers(self) -> None:
         for name, asked in self.asked.items():

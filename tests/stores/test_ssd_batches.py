@@ -14,7 +14,7 @@ import pytest
 
 from tests.stores.ssd_blocks import check, key, opened
 from vllm_tiered_kv.core.store import PutItem, PutResult
-from vllm_tiered_kv.native import file_blocks
+from vllm_tiered_kv.native import cpu
 from vllm_tiered_kv.native.cpu import xxh3_64
 from vllm_tiered_kv.stores.ssd.disk import OsDisk
 from vllm_tiered_kv.stores.ssd.folder import DATA
@@ -97,7 +97,7 @@ def test_only_the_real_disk_is_passed_by(store: SsdStore, monkeypatch: pytest.Mo
         return counted
 
     for name in ("read_blocks", "write_blocks"):
-        monkeypatch.setattr(file_blocks, name, count(getattr(file_blocks, name)))
+        monkeypatch.setattr(cpu, name, count(getattr(cpu, name)))
     offer(store, aligned_views(COUNT, seed=1), [None] * COUNT)
     assert all(store.get([key(n) for n in range(COUNT)], aligned_views(COUNT)))
     if isinstance(disk, SeenDisk):

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from vllm_tiered_kv.connector import model_identity
-from vllm_tiered_kv.connector.model_identity import adapter_digest
+from vllm_tiered_kv.connector.identity import model_fingerprint
+from vllm_tiered_kv.connector.identity.model_fingerprint import adapter_digest
 from vllm_tiered_kv.errors import UnsupportedError
 
 
@@ -24,14 +24,14 @@ def write_adapter(folder: Path, weights: bytes = bytes(100)) -> Path:
 def readings(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Folders whose files were read, one entry per reading."""
     seen: list[Path] = []
-    read = model_identity._add_file
+    read = model_fingerprint._add_file
 
     def count(digest: Any, file: Path, whole: bool = False) -> None:
         if file.stem == "adapter_model":
             seen.append(file.parent)
         read(digest, file, whole)
 
-    monkeypatch.setattr(model_identity, "_add_file", count)
+    monkeypatch.setattr(model_fingerprint, "_add_file", count)
     return seen
 
 
@@ -71,13 +71,13 @@ def test_what_a_training_left_beside_an_adapter_is_not_read(
 ) -> None:
     """Requests would wait for it: the state of an optimiser is many times as large."""
     read: list[str] = []
-    add_file = model_identity._add_file
+    add_file = model_fingerprint._add_file
 
     def listen(digest: Any, file: Path, whole: bool = False) -> None:
         read.append(file.name)
         add_file(digest, file, whole)
 
-    monkeypatch.setattr(model_identity, "_add_file", listen)
+    monkeypatch.setattr(model_fingerprint, "_add_file", listen)
     alone, checkpoint = (write_adapter(tmp_path / name) for name in ("alone", "checkpoint-5"))
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "rng_state_0.pth"):
         (checkpoint / name).write_bytes(bytes(100))
@@ -124,9 +124,9 @@ def test_an_adapter_that_is_not_here_has_no_digest(
             adapter_digest("a", path)
     folder = write_adapter(tmp_path / "snapshot")
     monkeypatch.setattr(
-        model_identity, "_snapshot", lambda name: folder if name == "hub/a" else None
+        model_fingerprint, "_snapshot", lambda name: folder if name == "hub/a" else None
     )
-    monkeypatch.setattr(model_identity, "_hub_is_asked", lambda: False)
+    monkeypatch.setattr(model_fingerprint, "_hub_is_asked", lambda: False)
     assert adapter_digest("a", "hub/a") == adapter_digest("b", str(folder))
     monkeypatch.setenv("HOME", str(tmp_path))
     assert adapter_digest("a", "~/snapshot") == adapter_digest("a", str(folder))

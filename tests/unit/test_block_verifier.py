@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from vllm_tiered_kv.connector.block_verifier import BlockVerifier
-from vllm_tiered_kv.connector.number_formats import number_format
+from vllm_tiered_kv.connector.worker.block_verifier import BlockVerifier
+from vllm_tiered_kv.connector.worker.number_formats import number_format
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.block_compare import LayerNumbers, NumberFormat
 from vllm_tiered_kv.core.key import BlockKey

@@ -9,7 +9,7 @@ import pytest
 
 from vllm_tiered_kv.config import Eviction, Mode, StorePolicy, TieredKVConfig
 from vllm_tiered_kv.errors import ConfigError
-from vllm_tiered_kv.option_values import format_size, parse_size
+from vllm_tiered_kv.options import format_size, parse_size
 
 DOCS = Path(__file__).parents[2] / "docs" / "configuration.md"
 

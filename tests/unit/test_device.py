@@ -18,7 +18,7 @@ from vllm_tiered_kv.device.arena import Arena, memory_limit
 from vllm_tiered_kv.device.cpu_copier import CpuCopier
 from vllm_tiered_kv.errors import ConfigError, CudaError
 from vllm_tiered_kv.metrics.names import DropReason
-from vllm_tiered_kv.native import prefault
+from vllm_tiered_kv.native import memory
 
 BLOCKS, LAYERS, PAGE = 6, 3, 40
 
@@ -144,7 +144,7 @@ def test_pages_are_there_before_they_are_pinned() -> None:
 
     spare = np.empty(2 * page, np.uint8)
     whole_page = -(-spare.ctypes.data // page) * page
-    if not (os.path.exists("/proc/self/pagemap") and prefault.populate(whole_page, page)):
+    if not (os.path.exists("/proc/self/pagemap") and memory.populate(whole_page, page)):
         pytest.skip("this kernel provides no memory ahead of its use, or does not tell")
     arena = Arena(8 * page, pin, lambda address: None, chunk_bytes=2 * page)
     arena._pinner._thread.join()

@@ -161,7 +161,7 @@ def test_a_wrong_name_is_noticed(name: str) -> None:
         "core/key.py::BlockKey",
         "core/key.py::Fingerprint.namespace",
         "core/key.py::Fingerprint.layout",
-        "connector/worker_half.py::WorkerHalf.wait_for_sources",
+        "connector/worker/worker_half.py::WorkerHalf.wait_for_sources",
         "csrc/block_copy_cuda.cu::copy_kernel",
         "vllm_tiered_kv.core",
         "vllm_tiered_kv.core.key.extend_chain",

@@ -16,11 +16,11 @@ from tests.daemon.daemon_process import DaemonProcess
 from tests.patience import eventually
 from tests.remote.daemon_facts import requests_of
 from tests.remote.engine import block_keys, content, items
-from vllm_tiered_kv.connector import shared_region
-from vllm_tiered_kv.connector.ahead_loads import AheadLoads
-from vllm_tiered_kv.connector.remote_loader import RemoteLoader
-from vllm_tiered_kv.connector.shard import Shard
-from vllm_tiered_kv.connector.shared_region import SharedRegions
+from vllm_tiered_kv.connector.identity.shard import Shard
+from vllm_tiered_kv.connector.worker import shared_region
+from vllm_tiered_kv.connector.worker.remote_loader import RemoteLoader
+from vllm_tiered_kv.connector.worker.shared_region import SharedRegions
+from vllm_tiered_kv.connector.worker.step_loads import StepLoads
 from vllm_tiered_kv.core.key import RankTag
 from vllm_tiered_kv.core.layout import BlockRuns, Run
 from vllm_tiered_kv.core.store import PutResult
@@ -202,12 +202,12 @@ def test_blocks_that_changed_are_not_used(worker: Worker) -> None:
 class StepCopier:
     """Has copied everything by the end of the step."""
 
-    def load_ahead(
+    def step_load(
         self, numbers: list[int], blocks: list[PinnedBlocks], by_layer: bool, overtakes: bool
     ) -> None:
         self.numbers = numbers
 
-    def poll_ahead(self) -> list[int]:
+    def poll_step_loads(self) -> list[int]:
         return self.numbers
 
 
@@ -217,7 +217,7 @@ def test_a_step_never_answers_from_blocks_that_changed(worker: Worker, later: in
     lease = worker.lease()
     transfer = leased(lease, generations=lease.generations + np.uint64(later))
     remote = SimpleNamespace(resident=lambda one: worker.regions.resident(one, RANKS[1], NBYTES))
-    ahead, copier = AheadLoads(steps_can_be_discarded=True), StepCopier()
+    ahead, copier = StepLoads(steps_can_be_discarded=True), StepCopier()
     job = LoadJob("r", (), (transfer,), 7)
     ahead.start(copier, remote, [job], by_layer=False, overtakes=False)  # type: ignore[arg-type]
     if later:

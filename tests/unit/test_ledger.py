@@ -153,18 +153,18 @@ def loading_ahead(tier: Tier, blocks: int) -> int:
     job = tier.store(0, blocks)
     tier.ledger.report_store(job, [StoreReport(blocks)] * tier.ranks)
     tier.ledger.open_load("r", KEYS[:blocks], 60 * blocks)
-    return tier.ledger.move_ahead("r")
+    return tier.ledger.to_step_load("r")
 
 
 def test_a_load_ahead_pins_until_every_rank_has_reported() -> None:
     tier = Tier(4, ranks=2)
     job = loading_ahead(tier, 2)
-    assert tier.ledger.report_ahead(job, [True]) is None
+    assert tier.ledger.report_step_load(job, [True]) is None
     assert len(tier.index.pinned_slots()) == 2
-    assert tier.ledger.has_open_ahead
-    assert tier.ledger.report_ahead(job, [True]) is None
+    assert tier.ledger.has_open_step_loads
+    assert tier.ledger.report_step_load(job, [True]) is None
     assert not tier.index.pinned_slots()
-    assert not tier.ledger.has_open_ahead
+    assert not tier.ledger.has_open_step_loads
     assert tier.index.match_prefix(KEYS) == 2
     tier.index.check()
 
@@ -172,7 +172,7 @@ def test_a_load_ahead_pins_until_every_rank_has_reported() -> None:
 def test_a_load_ahead_that_failed_on_one_rank_failed() -> None:
     tier = Tier(4, ranks=2)
     job = loading_ahead(tier, 2)
-    assert tier.ledger.report_ahead(job, [True, False]) == "r"
+    assert tier.ledger.report_step_load(job, [True, False]) == "r"
     assert tier.index.match_prefix(KEYS) == 0
     assert not tier.index.pinned_slots()
     tier.index.check()

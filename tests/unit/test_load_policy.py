@@ -13,10 +13,10 @@ from vllm_tiered_kv.cache.cost_model import Choice, Span
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.planner import Group
 from vllm_tiered_kv.config import TieredKVConfig
-from vllm_tiered_kv.connector.load_policy import LoadDecider
-from vllm_tiered_kv.connector.load_times import LoadTimes
-from vllm_tiered_kv.connector.remote_lookup import RemoteAnswer, RemoteLookup, RemoteSpan
-from vllm_tiered_kv.connector.request_state import RequestState
+from vllm_tiered_kv.connector.scheduler.load_policy import LoadDecider
+from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteAnswer, RemoteLookup, RemoteSpan
+from vllm_tiered_kv.connector.scheduler.request_state import RequestState
+from vllm_tiered_kv.connector.worker.load_times import LoadTimes
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Tier
@@ -35,7 +35,7 @@ class Clock:
         return self.now
 
 
-class Judge(LoadDecider):
+class ClockedDecider(LoadDecider):
     def __init__(
         self, groups: tuple[Group, ...] = (GROUP,), num_ranks: int = 1, **options: object
     ) -> None:
@@ -63,154 +63,156 @@ def state(tokens: int, computed: int = 0) -> RequestState:
 
 
 def test_a_prefill_step_is_timed_from_its_plan_to_its_output() -> None:
-    judge = Judge()
-    number = judge.step_planned({"a": 40}, {"a": state(100, 60)}, False)
-    judge.clock.now += 0.25
-    judge.output_came(number)
-    assert judge.steps == [(40, 40 * 80, pytest.approx(0.25))]
+    decider = ClockedDecider()
+    number = decider.step_planned({"a": 40}, {"a": state(100, 60)}, False)
+    decider.clock.now += 0.25
+    decider.output_came(number)
+    assert decider.steps == [(40, 40 * 80, pytest.approx(0.25))]
 
 
 def test_a_step_planned_ahead_begins_when_the_one_before_has_ended() -> None:
-    judge = Judge()
-    first = judge.step_planned({"a": 64}, {"a": state(200)}, False)
-    second = judge.step_planned({"a": 64}, {"a": state(200, 64)}, False)
-    judge.clock.now += 1.0
-    judge.output_came(first)
-    judge.clock.now += 0.5
-    judge.output_came(second)
-    assert sorted(seconds for *_, seconds in judge.steps) == pytest.approx([0.5, 1.0])
+    decider = ClockedDecider()
+    first = decider.step_planned({"a": 64}, {"a": state(200)}, False)
+    second = decider.step_planned({"a": 64}, {"a": state(200, 64)}, False)
+    decider.clock.now += 1.0
+    decider.output_came(first)
+    decider.clock.now += 0.5
+    decider.output_came(second)
+    assert sorted(seconds for *_, seconds in decider.steps) == pytest.approx([0.5, 1.0])
 
 
 def test_steps_that_say_little_about_prefill_are_not_measured() -> None:
-    judge = Judge()
+    decider = ClockedDecider()
     prompt, decode = state(100), state(50, 50)
-    assert judge.step_planned({}, {}, False) is None
-    assert judge.step_planned({"d": 1, "e": 1}, {"d": decode, "e": decode}, False) is None
-    assert judge.step_planned({"p": 40}, {"p": prompt}, has_loads=True) is None
-    assert judge.step_planned({"p": 4, "d": 1, "e": 1}, {"p": prompt}, False) is None
-    assert judge.step_planned({"d": 5}, {"d": decode}, False) is None  # drafts
-    assert judge.step_planned({"unknown": 40}, {}, False) is None
-    assert judge.step_planned({"p": 40, "d": 1}, {"p": prompt, "d": decode}, False) is not None
-    judge.output_came(None)
-    judge.output_came(12345)
-    assert judge.steps == []
+    assert decider.step_planned({}, {}, False) is None
+    assert decider.step_planned({"d": 1, "e": 1}, {"d": decode, "e": decode}, False) is None
+    assert decider.step_planned({"p": 40}, {"p": prompt}, has_loads=True) is None
+    assert decider.step_planned({"p": 4, "d": 1, "e": 1}, {"p": prompt}, False) is None
+    assert decider.step_planned({"d": 5}, {"d": decode}, False) is None  # drafts
+    assert decider.step_planned({"unknown": 40}, {}, False) is None
+    assert decider.step_planned({"p": 40, "d": 1}, {"p": prompt, "d": decode}, False) is not None
+    decider.output_came(None)
+    decider.output_came(12345)
+    assert decider.steps == []
 
 
 def test_a_step_that_only_decodes_tells_now_and_then_what_a_step_costs() -> None:
-    judge = Judge()
+    decider = ClockedDecider()
     decode = state(50, 50)
     measured = 0
     for _ in range(64):
-        number = judge.step_planned({"d": 1}, {"d": decode}, False)
-        judge.clock.now += 0.008
-        judge.output_came(number)
+        number = decider.step_planned({"d": 1}, {"d": decode}, False)
+        decider.clock.now += 0.008
+        decider.output_came(number)
         measured += number is not None
     assert measured == 4
-    assert judge.steps == [(1, 0.0, pytest.approx(0.008))] * 4
+    assert decider.steps == [(1, 0.0, pytest.approx(0.008))] * 4
     many = {f"d{n}": 1 for n in range(100)}
-    assert all(judge.step_planned(many, {}, False) is None for _ in range(64)), "these take longer"
+    assert all(decider.step_planned(many, {}, False) is None for _ in range(64)), (
+        "these take longer"
+    )
 
 
 def test_numbers_that_never_come_back_are_forgotten() -> None:
-    judge = Judge()
+    decider = ClockedDecider()
     for _ in range(1000):
-        judge.step_planned({"a": 40}, {"a": state(100)}, False)
-    assert len(judge._steps) <= 16
+        decider.step_planned({"a": 40}, {"a": state(100)}, False)
+    assert len(decider._steps) <= 16
 
 
 def test_nothing_is_measured_that_decides_nothing() -> None:
-    judge = Judge(load_policy="always")
-    assert judge.step_planned({"a": 40}, {"a": state(100)}, False) is None
+    decider = ClockedDecider(load_policy="always")
+    assert decider.step_planned({"a": 40}, {"a": state(100)}, False) is None
 
 
 # ---- loads --------------------------------------------------------------------------------------
 
 
-def admitted(judge: Judge, tokens: int = 40, is_timed: bool = True) -> None:
+def admitted(decider: ClockedDecider, tokens: int = 40, is_timed: bool = True) -> None:
     spans = (Span(Tier.REMOTE, tokens, {Tier.SSD: 1.0}),)
-    judge.admitted("r", Choice(tokens, spans), tokens, is_timed)
+    decider.admitted("r", Choice(tokens, spans), tokens, is_timed)
 
 
 def test_the_slowest_rank_is_learnt() -> None:
-    judge = Judge()
-    admitted(judge)
-    judge.loads_took({"r": {"remote": 0.1}, "other": {"remote": 9.0}})
-    judge.loads_took({"r": {"remote": 0.3}})
-    judge.clock.now += 5  # a busy engine
-    judge.load_ended("r", None)
-    judge.load_ended("r", None)  # another connector's, or a second report
-    costs = judge.costs
+    decider = ClockedDecider()
+    admitted(decider)
+    decider.loads_took({"r": {"remote": 0.1}, "other": {"remote": 9.0}})
+    decider.loads_took({"r": {"remote": 0.3}})
+    decider.clock.now += 5  # a busy engine
+    decider.load_ended("r", None)
+    decider.load_ended("r", None)  # another connector's, or a second report
+    costs = decider.costs
     assert costs.speeds[Tier.SSD].seconds(640) == pytest.approx(0.3)
     assert not costs.loads
-    assert judge.recorder.total(names.LOAD_DECISIONS, "remote", "load") == 1
-    judge.record()
-    assert judge.recorder.total(names.LOAD_SPEED, "ssd") > 0
+    assert decider.recorder.total(names.LOAD_DECISIONS, "remote", "load") == 1
+    decider.record()
+    assert decider.recorder.total(names.LOAD_SPEED, "ssd") > 0
 
 
 @pytest.mark.parametrize(("elapsed", "learnt"), [(0.01, 0), (4.9, 1)])
 def test_a_load_that_was_given_up_tells_that_the_tier_is_slow(elapsed: float, learnt: int) -> None:
-    judge = Judge()
-    admitted(judge)
-    judge.clock.now += elapsed
-    judge.load_ended("r", Tier.REMOTE)
-    assert judge.costs.speeds[Tier.SSD].count == learnt
+    decider = ClockedDecider()
+    admitted(decider)
+    decider.clock.now += elapsed
+    decider.load_ended("r", Tier.REMOTE)
+    assert decider.costs.speeds[Tier.SSD].count == learnt
 
 
 def test_what_all_ranks_probed_is_learnt_from_the_slowest() -> None:
-    judge = Judge(num_ranks=2)
+    decider = ClockedDecider(num_ranks=2)
     spans = (Span(Tier.REMOTE, 400, {Tier.SSD: 1.0}),)
     choice = Choice(0, spans, range(40), Tier.SSD)
-    assert judge.admitted("r", choice, 0, True) == range(40)
-    assert judge.recorder.total(names.LOAD_DECISIONS, "remote", "probe") == 1
-    speed = judge.costs.speeds[Tier.SSD]
-    judge.probes_ended({"r": [Fetched(640, 0.1)]})
+    assert decider.admitted("r", choice, 0, True) == range(40)
+    assert decider.recorder.total(names.LOAD_DECISIONS, "remote", "probe") == 1
+    speed = decider.costs.speeds[Tier.SSD]
+    decider.probes_ended({"r": [Fetched(640, 0.1)]})
     assert not speed.count
-    judge.probes_ended({"r": [Fetched(320, 0.1)]})
+    decider.probes_ended({"r": [Fetched(320, 0.1)]})
     assert speed.seconds(320) == pytest.approx(0.1)
-    judge.admitted("s", choice, 0, True)
-    judge.probes_ended({"s": [Fetched(640, 0.1), Fetched()]})
+    decider.admitted("s", choice, 0, True)
+    decider.probes_ended({"s": [Fetched(640, 0.1), Fetched()]})
     assert speed.count == 1, "of one rank it came to nothing"
     for _ in range(2):  # a request that starts over
-        judge.admitted("t", choice, 0, True)
-        judge.probes_ended({"t": [Fetched(640, 0.1), Fetched(640, 0.1)]})
+        decider.admitted("t", choice, 0, True)
+        decider.probes_ended({"t": [Fetched(640, 0.1), Fetched(640, 0.1)]})
     assert speed.count == 3
 
 
 def test_what_is_held_and_computed_is_told_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "vllm_tiered_kv")
-    judge = Judge()
+    decider = ClockedDecider()
     spans = (Span(Tier.CPU, 20), Span(Tier.REMOTE, 400, {Tier.SSD: 1.0}))
     choice = Choice(20, spans)
     for number in range(3):
-        judge.admitted(f"r{number}", choice, 20, True)
-    judge.clock.now += 61
-    taught(judge, 0.001)
+        decider.admitted(f"r{number}", choice, 20, True)
+    decider.clock.now += 61
+    taught(decider, 0.001)
     for _ in range(3):
-        judge.costs.speeds[Tier.SSD].observe(6400, 2.0)
-    judge.admitted("r3", choice, 20, True)
+        decider.costs.speeds[Tier.SSD].observe(6400, 2.0)
+    decider.admitted("r3", choice, 20, True)
     first, second = (record.getMessage() for record in caplog.records)
     assert "request r0 computes 400 tokens that are cached (ssd): the speed of loads" in first
     assert "request r3 computes 400 tokens that are cached (ssd): loading would take" in second
     assert "(3 such requests" in second
     caplog.clear()
-    judge.admitted("r4", Choice(420, spans), 420, True)
-    Judge(load_policy="never").admitted("r5", choice, 20, True)
+    decider.admitted("r4", Choice(420, spans), 420, True)
+    ClockedDecider(load_policy="never").admitted("r5", choice, 20, True)
     assert not caplog.records
 
 
 def test_a_load_whose_end_is_not_told_is_not_waited_for() -> None:
-    judge = Judge()
-    admitted(judge, is_timed=False)
-    assert judge._loads == {}
-    assert not judge.costs.loads
+    decider = ClockedDecider()
+    admitted(decider, is_timed=False)
+    assert decider._loads == {}
+    assert not decider.costs.loads
 
 
 def test_spans_follow_the_chain() -> None:
-    judge, asked = Judge(), state(81)
+    decider, asked = ClockedDecider(), state(81)
     keys = asked.keys.of_group[0]
     for n in (*range(4), *range(16, 20)):
-        slot = judge.index.reserve(keys[n], keys[n - 1] if n else None, 0)
-        judge.index.commit(slot)
+        slot = decider.index.reserve(keys[n], keys[n - 1] if n else None, 0)
+        decider.index.commit(slot)
     asked.remote = RemoteLookup(
         Future(),
         0.0,
@@ -225,21 +227,21 @@ def test_spans_follow_the_chain() -> None:
             )
         ),
     )
-    assert judge._spans(asked, 4, 76, [range(2, 16)]) == [
+    assert decider._spans(asked, 4, 76, [range(2, 16)]) == [
         Span(Tier.CPU, 12),
         Span(Tier.REMOTE, 16, {Tier.MEMORY: 1.0}),
         Span(Tier.REMOTE, 32, {Tier.MEMORY: 0.25, Tier.SSD: 0.75}),
         Span(Tier.CPU, 16),
     ]
-    assert judge._spans(asked, 0, 16, [range(2, 16)]) == [Span(Tier.CPU, 16)]
-    assert judge._spans(asked, 4, 12, None) == [Span(Tier.CPU, 12)]
+    assert decider._spans(asked, 0, 16, [range(2, 16)]) == [Span(Tier.CPU, 16)]
+    assert decider._spans(asked, 4, 12, None) == [Span(Tier.CPU, 12)]
 
 
 def test_a_window_stands_for_all_tokens_before_it_and_costs_the_same_whatever_their_number() -> (
     None
 ):
     window = replace(GROUP, window=10)
-    alone = Judge((window,))
+    alone = ClockedDecider((window,))
     asked = state(81)
     parts = (RemoteSpan(16, 19, "a", by_tier={Tier.MEMORY: 1, Tier.SSD: 1}),)
     asked.remote = RemoteLookup(Future(), 0.0, 0.0, 0.0, RemoteAnswer((parts,)))
@@ -248,48 +250,48 @@ def test_a_window_stands_for_all_tokens_before_it_and_costs_the_same_whatever_th
     ]
     assert alone._spans(asked, 0, 76, [range(0)]) == [Span(Tier.CPU, 76)]
     full = replace(GROUP, group_id=1)
-    assert Judge((window, full)).costs.bytes_per_token == 64 / 4
-    assert Judge((window, full))._group is full
+    assert ClockedDecider((window, full)).costs.bytes_per_token == 64 / 4
+    assert ClockedDecider((window, full))._group is full
 
 
 # ---- lookups ------------------------------------------------------------------------------------
 
 
-def waiting(judge: Judge, tokens: int) -> RequestState:
+def waiting(decider: ClockedDecider, tokens: int) -> RequestState:
     asked = state(tokens)
-    asked.remote = RemoteLookup(Future(), judge.clock.now, judge.clock.now + 0.1, 1e9)
+    asked.remote = RemoteLookup(Future(), decider.clock.now, decider.clock.now + 0.1, 1e9)
     return asked
 
 
-def taught(judge: Judge, seconds_per_token: float) -> None:
+def taught(decider: ClockedDecider, seconds_per_token: float) -> None:
     for _ in range(4):
-        judge.costs.step_ended(64, 64 * 32, 64 * seconds_per_token)
+        decider.costs.step_ended(64, 64 * 32, 64 * seconds_per_token)
 
 
 def test_an_answer_is_waited_for_as_long_as_it_may_save() -> None:
-    judge = Judge()
-    asked = waiting(judge, 400)
-    judge.clock.now += 0.05
-    assert judge.waits_for_daemons(asked, 0)  # the first load is the probe
-    taught(judge, 0.0005)
-    assert judge.waits_for_daemons(asked, 0)  # 200 ms to save
-    judge.answers.extend([(100, 0)] * 60)
-    assert not judge.waits_for_daemons(asked, 0)  # but daemons never have anything
-    judge.answers.extend([(100, 100)] * 60)
-    assert judge.waits_for_daemons(asked, 0)
+    decider = ClockedDecider()
+    asked = waiting(decider, 400)
+    decider.clock.now += 0.05
+    assert decider.waits_for_daemons(asked, 0)  # the first load is the probe
+    taught(decider, 0.0005)
+    assert decider.waits_for_daemons(asked, 0)  # 200 ms to save
+    decider.answers.extend([(100, 0)] * 60)
+    assert not decider.waits_for_daemons(asked, 0)  # but daemons never have anything
+    decider.answers.extend([(100, 100)] * 60)
+    assert decider.waits_for_daemons(asked, 0)
     for _ in range(8):
-        judge.costs.speeds[Tier.MEMORY].observe(64 * 100, 10.0)
-    assert not judge.waits_for_daemons(asked, 0)  # or take longer than computing
-    assert judge.waits_for_daemons(waiting(judge, 400), 0)  # a little patience is always there
+        decider.costs.speeds[Tier.MEMORY].observe(64 * 100, 10.0)
+    assert not decider.waits_for_daemons(asked, 0)  # or take longer than computing
+    assert decider.waits_for_daemons(waiting(decider, 400), 0)  # a little patience is always there
 
 
 def test_always_waits() -> None:
-    judge = Judge(load_policy="always")
-    asked = waiting(judge, 400)
-    taught(judge, 0.0005)
-    judge.answers.extend([(100, 0)] * 60)
-    judge.clock.now += 0.09
-    assert judge.waits_for_daemons(asked, 0)
+    decider = ClockedDecider(load_policy="always")
+    asked = waiting(decider, 400)
+    taught(decider, 0.0005)
+    decider.answers.extend([(100, 0)] * 60)
+    decider.clock.now += 0.09
+    assert decider.waits_for_daemons(asked, 0)
 
 
 # ---- a worker's clock ---------------------------------------------------------------------------

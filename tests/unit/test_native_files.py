@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from vllm_tiered_kv.errors import NativeError
-from vllm_tiered_kv.native.cpu import xxh3_64
-from vllm_tiered_kv.native.file_blocks import read_blocks, write_blocks
+from vllm_tiered_kv.native.cpu import read_blocks, write_blocks, xxh3_64
 
 NBYTES = 40_000
 THREADS = pytest.mark.parametrize("threads", [1, 4])

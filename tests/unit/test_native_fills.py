@@ -12,7 +12,7 @@ import xxhash
 
 from tests.cache_shapes import Bytes, random_bytes
 from vllm_tiered_kv.errors import NativeError
-from vllm_tiered_kv.native.fill_pool import FillPool
+from vllm_tiered_kv.native.cpu import FillPool
 
 SIZES = (0, 100, 70_000, 1 << 20, (1 << 20) + 3)
 THREADS = 5

@@ -18,8 +18,15 @@ from hypothesis import strategies as st
 from tests.patience import examples
 from vllm_tiered_kv.errors import NativeError, NoDeviceError
 from vllm_tiered_kv.native import _cpu, cuda
-from vllm_tiered_kv.native.bytes_copy import copy_and_hash, hash_buffers
-from vllm_tiered_kv.native.cpu import HostRegion, checksum, extend_keys, sha256, xxh3_64
+from vllm_tiered_kv.native.cpu import (
+    HostRegion,
+    checksum,
+    copy_and_hash,
+    extend_keys,
+    hash_buffers,
+    sha256,
+    xxh3_64,
+)
 
 ZERO = bytes(32)
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from vllm_tiered_kv.native.linked import follow
+from vllm_tiered_kv.native.cpu import follow
 
 
 @dataclass

@@ -16,13 +16,14 @@ import xxhash
 
 from tests.cache_shapes import Bytes, cache_shape, gathered, random_bytes, scattered, slot_pitch
 from vllm_tiered_kv.native import _cpu
-from vllm_tiered_kv.native.bytes_copy import copy_and_hash, hash_buffers
 from vllm_tiered_kv.native.cpu import (
     BlockLayout,
     HostRegion,
     checksum,
+    copy_and_hash,
     extend_keys,
     gather,
+    hash_buffers,
     scatter,
     sha256,
     xxh3_64,

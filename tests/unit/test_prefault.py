@@ -11,7 +11,7 @@ import pytest
 from vllm_tiered_kv.device.pinning import BackgroundPinner
 from vllm_tiered_kv.device.prefaulter import Prefaulter
 from vllm_tiered_kv.device.shared_arena import SharedArena
-from vllm_tiered_kv.native import prefault
+from vllm_tiered_kv.native import memory
 from vllm_tiered_kv.native.cpu import HostRegion
 
 
@@ -37,7 +37,7 @@ def test_an_arena_is_provided_in_the_background_without_touching_its_bytes() -> 
 
 
 def test_an_address_that_is_none_is_refused_not_fatal() -> None:
-    assert not prefault.populate(0, 4096)
+    assert not memory.populate(0, 4096)
     Prefaulter(HostRegion(4096, 4096)).close()
 
 

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import StoreReport, TransferLedger
 from vllm_tiered_kv.cache.planner import Group, loadable_tokens, plan_store
-from vllm_tiered_kv.connector.remote_lookup import RemoteLookups
-from vllm_tiered_kv.connector.remote_tier import RemoteTier
-from vllm_tiered_kv.connector.remote_writes import RemoteWrites
-from vllm_tiered_kv.connector.request_state import RequestState
+from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookups
+from vllm_tiered_kv.connector.scheduler.remote_puts import RemotePuts
+from vllm_tiered_kv.connector.scheduler.remote_tier import RemoteTier
+from vllm_tiered_kv.connector.scheduler.request_state import RequestState
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.key import BlockKey, RankTag
 from vllm_tiered_kv.core.tiers import Tier
@@ -253,7 +253,7 @@ class Tiers:
         self.keys = chain(16)
         self.server = Server("tcp://a:1")
         self.servers = placed(self.keys, self.server)
-        self.writes = RemoteWrites(
+        self.writes = RemotePuts(
             self.servers,  # type: ignore[arg-type]
             [GROUP],
             self.index,

@@ -15,15 +15,15 @@ import pytest
 from tests.daemon.daemon_process import DaemonProcess
 from tests.remote.engine import block_keys, content, items
 from tests.unit.test_leased_blocks import IDENTITY, NBYTES, RANKS, shard
-from vllm_tiered_kv.connector.remote_loader import RemoteLoader
-from vllm_tiered_kv.connector.shared_region import SharedRegions
+from vllm_tiered_kv.connector.worker.remote_loader import RemoteLoader
+from vllm_tiered_kv.connector.worker.shared_region import SharedRegions
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.layout import BlockRuns, Run
 from vllm_tiered_kv.core.store import PutResult
 from vllm_tiered_kv.core.transfer import (
     Fetched,
     Int64Array,
-    Rehearsal,
+    ProbeJob,
     RemoteTransfer,
     int64_array,
 )
@@ -167,22 +167,22 @@ def test_memory_to_land_in_is_there_before_the_first_load(daemon: DaemonProcess,
     assert opened == ([1 << 20] * 2 if way == "tcp" else [])
 
 
-# ---- rehearsals ---------------------------------------------------------------------------------
+# ---- probes ---------------------------------------------------------------------------------
 
 
-def rehearsed(loads: Loads) -> Fetched:
+def probed(loads: Loads) -> Fetched:
     end = time.monotonic() + 60
-    while not (ended := loads.loader.take_rehearsed()):
+    while not (ended := loads.loader.take_probed()):
         assert time.monotonic() < end
         time.sleep(0.002)
     (name,) = ended
-    assert name == "rehearsal"
+    assert name == "probe"
     return ended[name]
 
 
-def test_a_rehearsal_fetches_and_writes_nowhere(loads: Loads) -> None:
-    loads.loader.rehearse(Rehearsal("rehearsal", 0, loads.address, tuple(KEYS)))
-    fetched = rehearsed(loads)
+def test_a_probe_fetches_and_writes_nowhere(loads: Loads) -> None:
+    loads.loader.probe(ProbeJob("probe", 0, loads.address, tuple(KEYS)))
+    fetched = probed(loads)
     assert fetched.nbytes == len(KEYS) * NBYTES
     assert fetched.seconds > 0
     assert not loads.device.any()
@@ -192,32 +192,32 @@ def test_a_rehearsal_fetches_and_writes_nowhere(loads: Loads) -> None:
     assert loads.is_right()
 
 
-def test_a_rehearsal_of_what_is_gone_tells_nothing(loads: Loads) -> None:
+def test_a_probe_of_evicted_blocks_measures_nothing(loads: Loads) -> None:
     assert loads.store.delete(SHARD.keys(KEYS)[-1:]) == 1
-    loads.loader.rehearse(Rehearsal("rehearsal", 0, loads.address, tuple(KEYS)))
-    assert rehearsed(loads) == Fetched()
+    loads.loader.probe(ProbeJob("probe", 0, loads.address, tuple(KEYS)))
+    assert probed(loads) == Fetched()
 
 
 @pytest.mark.parametrize("comes_first", [True, False])
-def test_a_rehearsal_beside_a_load_tells_nothing(loads: Loads, comes_first: bool) -> None:
+def test_a_probe_beside_a_load_measures_nothing(loads: Loads, comes_first: bool) -> None:
     loads.channel.go_on.clear()
     if comes_first:
         loads.start(KEYS)
-    loads.loader.rehearse(Rehearsal("rehearsal", 0, loads.address, tuple(KEYS)))
+    loads.loader.probe(ProbeJob("probe", 0, loads.address, tuple(KEYS)))
     if not comes_first:
         loads.start(KEYS)
     loads.channel.go_on.set()
-    assert rehearsed(loads) == Fetched()
+    assert probed(loads) == Fetched()
 
 
-def test_rehearsals_end_with_the_loader(loads: Loads) -> None:
+def test_probes_end_with_the_loader(loads: Loads) -> None:
     for _ in range(20):
-        loads.loader.rehearse(Rehearsal("rehearsal", 0, loads.address, tuple(KEYS)))
+        loads.loader.probe(ProbeJob("probe", 0, loads.address, tuple(KEYS)))
     loads.loader.close()
-    assert "rehearsal" in loads.loader.take_rehearsed()
+    assert "probe" in loads.loader.take_probed()
 
 
-def test_a_slow_daemon_is_rehearsed_in_part(loads: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_tiered_kv.connector.remote_loader._REHEARSED_S", 0.0)
-    loads.loader.rehearse(Rehearsal("rehearsal", 0, loads.address, tuple(KEYS)))
-    assert rehearsed(loads).nbytes == 0
+def test_a_slow_daemon_is_probed_in_part(loads: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_tiered_kv.connector.worker.remote_loader._PROBE_S", 0.0)
+    loads.loader.probe(ProbeJob("probe", 0, loads.address, tuple(KEYS)))
+    assert probed(loads).nbytes == 0

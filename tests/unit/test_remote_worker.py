@@ -18,12 +18,12 @@ from tests.patience import eventually
 from tests.remote.faulty_daemon import FaultyDaemon
 from vllm_tiered_kv.cache.ledger import StoreReport
 from vllm_tiered_kv.config import TieredKVConfig
-from vllm_tiered_kv.connector.remote_io import RemoteIO
-from vllm_tiered_kv.connector.remote_loader import RemoteLoader
-from vllm_tiered_kv.connector.remote_writer import PutDone, RemoteWriter
-from vllm_tiered_kv.connector.shard import Holding, Shard, holding_of
-from vllm_tiered_kv.connector.shared_region import SharedRegion, SharedRegions
-from vllm_tiered_kv.connector.split_loads import SplitLoads
+from vllm_tiered_kv.connector.identity.shard import Holding, Shard, holding_of
+from vllm_tiered_kv.connector.worker.load_tracker import LoadTracker
+from vllm_tiered_kv.connector.worker.put_worker import PutDone, PutWorker
+from vllm_tiered_kv.connector.worker.remote_io import RemoteIO
+from vllm_tiered_kv.connector.worker.remote_loader import RemoteLoader
+from vllm_tiered_kv.connector.worker.shared_region import SharedRegion, SharedRegions
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.key import BlockKey, RankTag
 from vllm_tiered_kv.core.store import PutItem, PutResult
@@ -41,7 +41,7 @@ def chain(count: int) -> list[BlockKey]:
 
 
 def test_a_load_in_two_parts_is_over_with_the_second() -> None:
-    loads = SplitLoads()
+    loads = LoadTracker()
     loads.begin("a", 2)
     loads.begin("b", 1)
     loads.end("a", None)
@@ -54,7 +54,7 @@ def test_a_load_in_two_parts_is_over_with_the_second() -> None:
 
 @pytest.mark.parametrize("order", [(Tier.CPU, Tier.REMOTE), (Tier.REMOTE, Tier.CPU)])
 def test_of_two_failures_the_one_that_names_bad_blocks_counts(order: tuple[Tier, Tier]) -> None:
-    loads = SplitLoads()
+    loads = LoadTracker()
     loads.begin("a", 2)
     for failed in order:
         loads.end("a", failed)
@@ -203,7 +203,7 @@ def test_blocks_are_sent_through_memory_that_is_not_pinned_yet(
     arena = Arena(4 * 4096)
     arena.bytes_at(4096, 4096)[:] = 7
     shard = Shard(bytes(32), RankTag(), {0: 4096})
-    writer = RemoteWriter(
+    writer = PutWorker(
         {daemon.ipc: store},
         shard,
         regions,

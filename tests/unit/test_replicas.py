@@ -19,12 +19,12 @@ from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import TransferLedger
 from vllm_tiered_kv.cache.planner import Group
 from vllm_tiered_kv.config import TieredKVConfig
-from vllm_tiered_kv.connector.remote_io import RemoteIO
-from vllm_tiered_kv.connector.remote_lookup import RemoteLookups
-from vllm_tiered_kv.connector.remote_tier import RemoteTier
-from vllm_tiered_kv.connector.remote_writes import RemoteWrites
-from vllm_tiered_kv.connector.request_state import RequestState
-from vllm_tiered_kv.connector.shard import distinct_tags, holding_of, replicas_of
+from vllm_tiered_kv.connector.identity.shard import distinct_tags, holding_of, replicas_of
+from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookups
+from vllm_tiered_kv.connector.scheduler.remote_puts import RemotePuts
+from vllm_tiered_kv.connector.scheduler.remote_tier import RemoteTier
+from vllm_tiered_kv.connector.scheduler.request_state import RequestState
+from vllm_tiered_kv.connector.worker.remote_io import RemoteIO
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.key import BlockKey, RankTag, extend_chain
 from vllm_tiered_kv.core.layout import BlockRuns, Run
@@ -133,7 +133,7 @@ class Engine:
         self.cluster = Cluster([address], IDENTITY)
         tags = distinct_tags(parallel(2), replicas)  # type: ignore[arg-type]
         self.lookups = RemoteLookups(self.cluster, tags, 20.0, 20.0, self.recorder)
-        self.writes = RemoteWrites(
+        self.writes = RemotePuts(
             self.cluster, [GROUP], self.index, self.ledger, self.geometry.capacity_bytes
         )
         self.tier = RemoteTier(
@@ -230,9 +230,9 @@ def test_a_step_waits_until_each_worker_has_mapped_what_is_leased(daemon: Daemon
     engine.send(np.ones((8, NBYTES), np.uint8), per_job=8)
     state = engine.find()
     assert not engine.tier.is_resident(state)
-    engine.tier.heard_arenas({0: engine.workers[0].io.ready_arenas})
+    engine.tier.update_mapped_arenas({0: engine.workers[0].io.ready_arenas})
     assert not engine.tier.is_resident(state)
-    engine.tier.heard_arenas({1: engine.workers[1].io.ready_arenas})
+    engine.tier.update_mapped_arenas({1: engine.workers[1].io.ready_arenas})
     assert engine.tier.is_resident(state)
     state.drop_lookup()
     engine.close()

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.test_model_identity import CONFIG, flip, safetensors, write_model
-from vllm_tiered_kv.connector.model_identity import adapter_digest, model_digest
+from tests.unit.test_model_fingerprint import CONFIG, flip, safetensors, write_model
+from vllm_tiered_kv.connector.identity.model_fingerprint import adapter_digest, model_digest
 from vllm_tiered_kv.errors import UnsupportedError
 
 WARNING = "keyed by name and revision"

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from vllm_tiered_kv.connector import model_identity
-from vllm_tiered_kv.connector.model_identity import changed_since_start
+from vllm_tiered_kv.connector.identity import model_fingerprint
+from vllm_tiered_kv.connector.identity.model_fingerprint import changed_since_start
 
 WEIGHTS = "model.safetensors"
 
@@ -37,8 +37,8 @@ def config(model: Path | str, **load: Any) -> Any:
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def starts_now() -> None:
-        began = time.time_ns() + model_identity._CLOCK_SKEW_NS  # what was just written is old
-        monkeypatch.setattr(model_identity, "_process_start_ns", lambda: began)
+        began = time.time_ns() + model_fingerprint._CLOCK_SKEW_NS  # what was just written is old
+        monkeypatch.setattr(model_fingerprint, "_process_start_ns", lambda: began)
         time.sleep(0.02)  # files have their times from a clock that ticks less often
 
     return starts_now
@@ -106,7 +106,7 @@ def test_a_hub_that_has_something_newer(
     def snapshot(*repository: Any) -> Path:
         return tmp_path / "snapshots" / (refs / "main").read_text()
 
-    monkeypatch.setattr(model_identity, "_snapshot", snapshot)
+    monkeypatch.setattr(model_fingerprint, "_snapshot", snapshot)
     start()
     fetch("1")
     assert changed_since_start(config("some/model")) is None
@@ -119,7 +119,8 @@ def test_a_hub_that_has_something_newer(
 def test_when_a_process_began() -> None:
     before = time.time_ns()
     program = (
-        "from vllm_tiered_kv.connector import model_identity as m; print(m._process_start_ns())"
+        "from vllm_tiered_kv.connector.identity import model_fingerprint as m\n"
+        "print(m._process_start_ns())"
     )
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout
     tick = 20_000_000  # the kernel counts in hundredths of a second

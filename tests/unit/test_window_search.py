@@ -16,10 +16,10 @@ from tests.unit.test_planner import TOKENS, Case, can_go_on, cases
 from tests.unit.test_remote_half import Server
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.planner import Group, loadable_tokens
-from vllm_tiered_kv.connector.remote_lookup import RemoteLookups
-from vllm_tiered_kv.connector.remote_tier import RemoteTier
-from vllm_tiered_kv.connector.request_state import RequestState
-from vllm_tiered_kv.connector.window_search import WindowSearch
+from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookups
+from vllm_tiered_kv.connector.scheduler.remote_tier import RemoteTier
+from vllm_tiered_kv.connector.scheduler.request_state import RequestState
+from vllm_tiered_kv.connector.scheduler.window_search import WindowSearch
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.key import BlockKey, RankTag
 from vllm_tiered_kv.metrics.recorder import Recorder

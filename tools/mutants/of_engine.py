@@ -12,7 +12,7 @@ _FAILED = ("tests/engine/test_failed_loads.py",)
 _FENCE = ("tests/engine/test_write_fence.py",)
 _WORKER = ("tests/unit/test_remote_worker.py",)
 _LEASED = ("tests/unit/test_leased_blocks.py",)
-_HEAD_START = ("tests/engine/test_head_start.py",)
+_HEAD_START = ("tests/engine/test_early_loads.py",)
 _NAMESPACE = ("tests/engine/test_namespace.py",)
 _SETTINGS = ("tests/engine/test_model_settings.py",)
 _KEYS = ("tests/engine/test_request_keys.py",)
@@ -82,15 +82,15 @@ ENGINE = (
     ),
     Mutation(
         "replica-that-speaks-for-all",
-        "connector/store_share.py",
+        "connector/worker/replica_striping.py",
         "if first_missing < begun.usable:",
         "if not done.stored:",
         "a block that its rank did not store is read by all",
-        ("tests/unit/test_store_share.py",),
+        ("tests/unit/test_replica_striping.py",),
     ),
     Mutation(
         "memory-that-another-rank-has-pinned",
-        "connector/worker_half.py",
+        "connector/worker/worker_half.py",
         "return int(beyond[0]) if len(beyond) else len(transfer)",
         "return len(transfer)",
         "a GPU reads memory that was never made fit for it",
@@ -99,7 +99,7 @@ ENGINE = (
     ),
     Mutation(
         "unconfirmed-tokens-stored",
-        "connector/request_state.py",
+        "connector/scheduler/request_state.py",
         "ready = min(computed, self.request.num_tokens)",
         "ready = computed",
         "rejected drafts and placeholders get keys, or the engine stops",
@@ -108,7 +108,7 @@ ENGINE = (
     ),
     Mutation(
         "aborted-request-stored",
-        "connector/scheduler_half.py",
+        "connector/scheduler/scheduler_half.py",
         "self._store_on_finish and state.ended_by_itself",
         "self._store_on_finish",
         "blocks of a step that never ran are stored",
@@ -117,7 +117,7 @@ ENGINE = (
     ),
     Mutation(
         "failed-load-taken-for-good",
-        "connector/scheduler_half.py",
+        "connector/scheduler/scheduler_half.py",
         "            if request_id in output.failed_recving:\n",
         "            if request_id in ():\n",
         "bad blocks stay in the tier and are offered again",
@@ -126,7 +126,7 @@ ENGINE = (
     ),
     Mutation(
         "reset-without-a-new-epoch",
-        "connector/scheduler_half.py",
+        "connector/scheduler/scheduler_half.py",
         "        self._key_maker.new_epoch(os.urandom(16))\n",
         "",
         "a daemon serves blocks computed before the weights changed",
@@ -135,7 +135,7 @@ ENGINE = (
     ),
     Mutation(
         "reset-keeps-the-tier",
-        "connector/scheduler_half.py",
+        "connector/scheduler/scheduler_half.py",
         "        self.index.clear()\n",
         "",
         "blocks that can never be found again keep the tier's memory",
@@ -144,7 +144,7 @@ ENGINE = (
     ),
     Mutation(
         "failed-step-stays-in-vllms-cache",
-        "connector/failed_step.py",
+        "connector/scheduler/invalid_load_recovery.py",
         "        self._manager.evict_blocks(",
         "        set(",
         "a request reads GPU blocks that were never loaded",
@@ -153,7 +153,7 @@ ENGINE = (
     ),
     Mutation(
         "failed-step-trusted-by-those-who-share-it",
-        "connector/failed_step.py",
+        "connector/scheduler/invalid_load_recovery.py",
         "min(request.num_computed_tokens, sound)",
         "request.num_computed_tokens",
         "a request goes on after blocks that another one has yet to compute",
@@ -162,7 +162,7 @@ ENGINE = (
     ),
     Mutation(
         "failed-step-is-stored",
-        "connector/failed_step.py",
+        "connector/scheduler/invalid_load_recovery.py",
         "        ledger.spoil_stores()\n",
         "",
         "what was computed from a failed load is stored for everybody",
@@ -171,8 +171,8 @@ ENGINE = (
     ),
     Mutation(
         "load-builds-on-one-that-may-fail",
-        "connector/load_planner.py",
-        "        if loadable and computed and not ahead and self.ahead.has_planned:\n",
+        "connector/scheduler/load_planner.py",
+        "        if loadable and computed and not ahead and self.step_policy.has_planned:\n",
         "        if False:\n",
         "requests that share a failed load wait for each other, for ever",
         _FAILED,
@@ -180,7 +180,7 @@ ENGINE = (
     ),
     Mutation(
         "other-connectors-failure-is-not-seen",
-        "connector/scheduler_half.py",
+        "connector/scheduler/scheduler_half.py",
         "                self._requests[request_id].starts_over()\n",
         "                pass\n",
         "after another connector's failure a request waits for ever",
@@ -189,7 +189,7 @@ ENGINE = (
     ),
     Mutation(
         "preempted-request-keeps-its-blocks",
-        "connector/scheduler_half.py",
+        "connector/scheduler/scheduler_half.py",
         "                self._requests[request_id].forget_blocks()\n",
         "                pass\n",
         "the blocks of a preempted request are not stored a second time",
@@ -198,7 +198,7 @@ ENGINE = (
     ),
     Mutation(
         "late-store-of-a-reused-block",
-        "connector/gpu_block.py",
+        "connector/scheduler/hashed_blocks.py",
         "        there = list(map(eq, on_blocks, self._hashes(positions)))\n",
         "        there = [True] * len(positions)\n",
         "another request's bytes are stored under this one's key",
@@ -207,7 +207,7 @@ ENGINE = (
     ),
     Mutation(
         "forward-without-a-fence",
-        "connector/worker_half.py",
+        "connector/worker/worker_half.py",
         "        self._wait_for_stores(metadata.wait_for_stores)\n",
         "",
         "a store reads what another request has computed into its block",
@@ -216,7 +216,7 @@ ENGINE = (
     ),
     Mutation(
         "early-load-without-a-fence",
-        "connector/worker_half.py",
+        "connector/worker/worker_half.py",
         "        self._wait_for_stores(wait_for_stores)\n",
         "",
         "a store reads what was loaded into its block",
@@ -225,7 +225,7 @@ ENGINE = (
     ),
     Mutation(
         "blocks-handed-out-unseen",
-        "connector/block_pool_watch.py",
+        "connector/scheduler/block_pool_watch.py",
         "        tell(ids_of(blocks))\n",
         "",
         "a store reads what another request has computed into its block",
@@ -234,7 +234,7 @@ ENGINE = (
     ),
     Mutation(
         "peer-writes-ahead-of-a-store",
-        "connector/scheduler_half.py",
+        "connector/scheduler/scheduler_half.py",
         "            self.ledger.spoil_reads_of(block_ids)\n",
         "            pass\n",
         "a block is kept with what another connector's peer has written there",
@@ -252,7 +252,7 @@ ENGINE = (
     ),
     Mutation(
         "cleared-blocks-without-a-wait",
-        "connector/worker_half.py",
+        "connector/worker/worker_half.py",
         "        elif copies and self._steps_zero_blocks:\n",
         "        elif False:\n",
         "a store reads zeros that vLLM wrote ahead of our hook",
@@ -261,7 +261,7 @@ ENGINE = (
     ),
     Mutation(
         "lookup-that-waits-for-no-store",
-        "connector/load_planner.py",
+        "connector/scheduler/load_planner.py",
         "            if may_load and self._awaits_stores(state, computed + loadable, end):\n",
         "            if False:\n",
         "an engine that stopped stepping computes again what it is about to hold",
@@ -270,7 +270,7 @@ ENGINE = (
     ),
     Mutation(
         "lazy-store-of-a-reused-block",
-        "connector/lazy_store.py",
+        "connector/scheduler/lazy_store.py",
         "        there = still_there(pool, known)\n",
         "        there = [True] * len(known)\n",
         "another request's bytes are stored under this one's key",
@@ -279,7 +279,7 @@ ENGINE = (
     ),
     Mutation(
         "blocks-that-no-step-fills",
-        "connector/unfilled_blocks.py",
+        "connector/scheduler/stale_hash_guard.py",
         "            if filled is not None:\n",
         "            if filled is None:\n",
         "blocks of a request that was taken out of its step are stored as if it had filled them",
@@ -288,7 +288,7 @@ ENGINE = (
     ),
     Mutation(
         "outdated-blocks-stored",
-        "connector/store_planner.py",
+        "connector/scheduler/store_planner.py",
         "            if blocks[block_id].block_hash == vllm_hash:\n",
         "            if vllm_hash is None:\n",
         "blocks computed before a reset get keys of the time after it",
@@ -297,7 +297,7 @@ ENGINE = (
     ),
     Mutation(
         "worker-failed-load-not-reported",
-        "connector/worker_half.py",
+        "connector/worker/worker_half.py",
         "                results.failed_recving.add(request_id)\n",
         "                pass\n",
         "a request goes on with blocks that hold anything",
@@ -306,7 +306,7 @@ ENGINE = (
     ),
     Mutation(
         "load-ends-with-its-first-part",
-        "connector/split_loads.py",
+        "connector/worker/load_tracker.py",
         "        if not load.parts:\n",
         "        if load.parts >= 0 and request_id in self._open:\n",
         "a daemon's part is still written into blocks that vLLM has taken back",
@@ -314,7 +314,7 @@ ENGINE = (
     ),
     Mutation(
         "load-forgets-an-earlier-failure",
-        "connector/split_loads.py",
+        "connector/worker/load_tracker.py",
         "        if failed is Tier.CPU or load.failed is None:\n"
         "            load.failed = failed or load.failed\n",
         "        load.failed = failed\n",
@@ -323,7 +323,7 @@ ENGINE = (
     ),
     Mutation(
         "remote-miss-taken-for-loaded",
-        "connector/remote_loader.py",
+        "connector/worker/remote_loader.py",
         "        if not all(found):\n            return f",
         "        if not found:\n            return f",
         "a request goes on with blocks that a daemon no longer had",
@@ -331,7 +331,7 @@ ENGINE = (
     ),
     Mutation(
         "remote-load-done-before-its-last-piece",
-        "connector/remote_loader.py",
+        "connector/worker/remote_loader.py",
         "            if load.pieces_left:\n                return\n",
         "            if load.pieces_left > 1:\n                return\n",
         "pieces are still written into blocks that vLLM has taken back",
@@ -339,7 +339,7 @@ ENGINE = (
     ),
     Mutation(
         "leased-blocks-not-rechecked",
-        "connector/remote_loader.py",
+        "connector/worker/remote_loader.py",
         'end(None if resident.are_intact else "blocks changed while they were copied")',
         "end(None)",
         "bytes that changed while they were copied are used",
@@ -347,7 +347,7 @@ ENGINE = (
     ),
     Mutation(
         "early-load-before-its-blocks-are-read",
-        "connector/worker_half.py",
+        "connector/worker/worker_half.py",
         "        self._store(stores)\n        self._wait_for_stores(wait_for_stores)\n",
         "        self._wait_for_stores(wait_for_stores)\n        self._store(stores)\n",
         "the last blocks of a request that ended are stored as those of another",
@@ -356,7 +356,7 @@ ENGINE = (
     ),
     Mutation(
         "early-load-of-blocks-that-are-cleared",
-        "connector/head_start.py",
+        "connector/scheduler/early_loads.py",
         "        and not steps_zero_blocks\n",
         "",
         "vLLM clears blocks that were loaded already",
@@ -392,7 +392,7 @@ ENGINE = (
     ),
     Mutation(
         "other-bits",
-        "connector/kv_format.py",
+        "connector/identity/kernel_format.py",
         "    if envs.VLLM_BATCH_INVARIANT:\n",
         "    if False:\n",
         "an engine that promises the same bits loads others",
@@ -401,7 +401,7 @@ ENGINE = (
     ),
     Mutation(
         "kernels-of-another-release",
-        "connector/kv_format.py",
+        "connector/identity/kernel_format.py",
         "facts = [f\"vLLM {vllm.__version__.partition('+')[0]}\", device]",
         "facts = [device]",
         "blocks that another release of vLLM packed are read as this one packs them",
@@ -410,7 +410,7 @@ ENGINE = (
     ),
     Mutation(
         "adapter-settings-ignored",
-        "connector/model_settings.py",
+        "connector/identity/model_settings.py",
         'return "" if lora is None else',
         'return "" if True else',
         "engines that apply an adapter to other modules share its blocks",
@@ -419,7 +419,7 @@ ENGINE = (
     ),
     Mutation(
         "media-settings-ignored",
-        "connector/model_settings.py",
+        "connector/identity/model_settings.py",
         "        yield from _counted(media,",
         "        yield from () and _counted(media,",
         "engines that prune videos share blocks with those that do not",
@@ -428,7 +428,7 @@ ENGINE = (
     ),
     Mutation(
         "adapter-changed-in-place-not-seen",
-        "connector/model_identity.py",
+        "connector/identity/model_fingerprint.py",
         "        (file.name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)\n",
         "        (file.name, 0, 0)\n",
         "an adapter gets blocks computed with its older version",
@@ -444,7 +444,7 @@ ENGINE = (
     ),
     Mutation(
         "images-by-a-clients-name",
-        "connector/request_keys.py",
+        "connector/identity/request_keys.py",
         "    if any(map(_is_named_by_client, parts)):\n",
         "    if False:\n",
         "after a restart another image of the same name is taken for the first",
@@ -453,7 +453,7 @@ ENGINE = (
     ),
     Mutation(
         "media-that-share-tokens",
-        "connector/request_keys.py",
+        "connector/identity/request_keys.py",
         "if _share_tokens(request.mm_features):",
         "if False:",
         "a video with another sound is taken for the first",
@@ -462,7 +462,7 @@ ENGINE = (
     ),
     Mutation(
         "request-key-without-salt",
-        "connector/request_keys.py",
+        "connector/identity/request_keys.py",
         "request.cache_salt or None)",
         "None)",
         "one tenant's prompts are answered from another's cache",
@@ -471,7 +471,7 @@ ENGINE = (
     ),
     Mutation(
         "request-key-without-lora",
-        "connector/request_keys.py",
+        "connector/identity/request_keys.py",
         "scope = (self._epoch, adapter,",
         "scope = (self._epoch, None,",
         "an adapter gets blocks computed with another one",
@@ -480,7 +480,7 @@ ENGINE = (
     ),
     Mutation(
         "adapter-replaced-while-in-use",
-        "connector/request_state.py",
+        "connector/scheduler/request_state.py",
         "        self.lost_adapter = True\n        self.close(DropReason.RESET)\n",
         "        self.lost_adapter = True\n",
         "blocks computed with a new adapter are stored as the old one's",
@@ -489,7 +489,7 @@ ENGINE = (
     ),
     Mutation(
         "lost-adapter-loaded-from",
-        "connector/load_planner.py",
+        "connector/scheduler/load_planner.py",
         "is_usable = not state.load_failed and not state.lost_adapter",
         "is_usable = not state.load_failed",
         "a request that waits for an adapter loads what the one before it computed",
@@ -498,7 +498,7 @@ ENGINE = (
     ),
     Mutation(
         "request-key-without-epoch",
-        "connector/request_keys.py",
+        "connector/identity/request_keys.py",
         "scope = (self._epoch,",
         'scope = (b"",',
         "after weights changed in place old blocks are found",
@@ -507,7 +507,7 @@ ENGINE = (
     ),
     Mutation(
         "request-key-without-images",
-        "connector/request_keys.py",
+        "connector/identity/request_keys.py",
         "                extras[index] = extra\n",
         "                pass\n",
         "a question about one picture is answered about another",
@@ -516,7 +516,7 @@ ENGINE = (
     ),
     Mutation(
         "tail-key-without-what-comes-before",
-        "connector/request_keys.py",
+        "connector/identity/request_keys.py",
         "        parent = self._units[start // self._unit - 1] if start else self._root\n",
         "        parent = self._root\n",
         "prompts that end alike get each other's answers",
@@ -533,7 +533,7 @@ ENGINE = (
     ),
     Mutation(
         "window-with-a-hole",
-        "connector/remote_lookup.py",
+        "connector/scheduler/remote_lookups.py",
         "                if count < len(some):\n",
         "                if not count:\n",
         "a block that no daemon has is promised, and the engine ends",
@@ -541,7 +541,7 @@ ENGINE = (
     ),
     Mutation(
         "bad-block-not-evicted",
-        "connector/verification.py",
+        "connector/scheduler/verification.py",
         "                    self._index.remove(key, slot)",
         "                    pass",
         "a block that was found to be wrong is served again",

@@ -17,7 +17,7 @@ from vllm_tiered_kv.api.prompt_file import read_prompts
 from vllm_tiered_kv.api.replay import Exit, Replay, ReplaySettings
 from vllm_tiered_kv.errors import ReplayError
 
-_LONGEST_S = 7 * 86400
+_MAX_S = 7 * 86400
 
 _REPLAY = """\
 Asks a running OpenAI-compatible vLLM server every prompt of a file, without the cache and with it,
@@ -193,8 +193,8 @@ def _not_negative(text: str) -> float:
 
 def _seconds(text: str) -> float:
     number = _not_negative(text)
-    if not 0 < number <= _LONGEST_S:
-        raise argparse.ArgumentTypeError(f"expected up to {_LONGEST_S} seconds, got {text!r}")
+    if not 0 < number <= _MAX_S:
+        raise argparse.ArgumentTypeError(f"expected up to {_MAX_S} seconds, got {text!r}")
     return number
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_S = 7 * 86400  # zmq counts milliseconds in 31 bits
+_MAX_S = 7 * 86400  # zmq counts milliseconds in 31 bits
 
 
 class TokenCache:
@@ -236,8 +236,8 @@ def _is_text(value: str) -> bool:
 
 
 def _require_seconds(name: str, value: object) -> None:
-    if not isinstance(value, (int, float)) or not 0 < value <= _LONGEST_S:
-        raise ConfigError(name, f"expected seconds, up to {_LONGEST_S}, got {value!r}")
+    if not isinstance(value, (int, float)) or not 0 < value <= _MAX_S:
+        raise ConfigError(name, f"expected seconds, up to {_MAX_S}, got {value!r}")
 
 
 def _require_positive(name: str, value: object) -> None:

@@ -70,7 +70,7 @@ class DurableIndex(BlockIndex):
 
     def coldest_first(self) -> list[int]:
         """Returns the slots of all readable blocks, least recently used first."""
-        self.tell_uses()
+        self.flush_recency()
         return self._native.coldest_first()
 
     # ---- metadata of a block --------------------------------------------------------------------
@@ -84,7 +84,7 @@ class DurableIndex(BlockIndex):
 
     def rows(self, width: int) -> BlockRows:
         """Returns all readable blocks, least recently used first, with keys padded to `width`."""
-        self.tell_uses()
+        self.flush_recency()
         return BlockRows(*self._native.rows(width))
 
     # ---- room ---------------------------------------------------------------------------------
@@ -94,12 +94,12 @@ class DurableIndex(BlockIndex):
 
         The block `parent_key` is not evicted. The result is 0 if all blocks are in use.
         """
-        self.tell_uses()
+        self.flush_recency()
         return self._native.make_room(size_class, slots, parent_key)
 
     def evict_coldest(self, parent_key: bytes | None = None) -> bool:
         """Evicts the coldest block of all classes; False if all blocks are in use."""
-        self.tell_uses()
+        self.flush_recency()
         return self._native.evict_coldest(parent_key)
 
     # ---- quarantine ---------------------------------------------------------------------------

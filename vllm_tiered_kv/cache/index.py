@@ -153,7 +153,7 @@ class BlockIndex:
     def set_quota(self, owner: bytes, quota_bytes: int) -> None:
         """Limits the bytes of this owner's classes, in whole slabs and at least one slab."""
         if self.quota_of is None or self._has_class(owner):
-            self.tell_uses()
+            self.flush_recency()
             self._native.set_quota(owner, quota_bytes)
 
     def _has_class(self, owner: bytes) -> bool:
@@ -228,13 +228,13 @@ class BlockIndex:
         """
         self._touched.append(keys)
         if len(self._touched) >= _MAX_PENDING_TOUCHES:
-            self.tell_uses()
+            self.flush_recency()
 
     @property
-    def has_untold_uses(self) -> bool:
+    def has_unflushed_recency(self) -> bool:
         return bool(self._touched)
 
-    def tell_uses(self) -> None:
+    def flush_recency(self) -> None:
         """Reports pending touches to the eviction policies. Call it while no request waits."""
         if self._touched:
             touched, self._touched = self._touched, []
@@ -262,7 +262,7 @@ class BlockIndex:
         The key must be a miss. Its parent is not evicted by this call. `more` announces how many
         further blocks the caller reserves next, so that one search finds victims for all of them.
         """
-        self.tell_uses()
+        self.flush_recency()
         return self._native.reserve(key, parent_key, size_class, more)
 
     def reserve_missing(
@@ -278,7 +278,7 @@ class BlockIndex:
         Each key is the parent of the next one. If room runs out, the tail is dropped, never the
         head.
         """
-        self.tell_uses()
+        self.flush_recency()
         found = self._native.reserve_missing(keys, start, stop, skip.start, skip.stop, size_class)
         return Reservations(*found)
 
@@ -290,23 +290,23 @@ class BlockIndex:
         The list ends before the first block that finds no room. A block that is already present has
         the slot NOWHERE.
         """
-        self.tell_uses()
+        self.flush_recency()
         return self._native.reserve_all(keys, parents, size_class)
 
     def commit(self, slot: int) -> bool:
         """Makes the block readable; False if it was removed while being written."""
-        self.tell_uses()  # earlier touches come first in the eviction order
+        self.flush_recency()  # earlier touches come first in the eviction order
         return self._native.commit(slot)
 
     def commit_all(self, slots: Sequence[int]) -> list[bool]:
         """Like `commit`, for several slots."""
-        self.tell_uses()
+        self.flush_recency()
         return self._native.commit_all(slots)
 
     def commit_each(self, slots: Sequence[int]) -> list[bool | str]:
         """Like `commit_all`, but an invalid slot yields an error text and does not affect the
         others."""
-        self.tell_uses()
+        self.flush_recency()
         return self._native.commit_each(slots)
 
     def abort(self, slot: int) -> None:

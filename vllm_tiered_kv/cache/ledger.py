@@ -57,7 +57,7 @@ class _OpenLoad:
 
 
 @dataclass
-class _OpenAhead:
+class _OpenStepLoad:
     request_id: str
     load: _OpenLoad
     reports: list[bool] = field(default_factory=list)
@@ -83,7 +83,7 @@ class TransferLedger:
         self._next_job_id = 0
         self._stores: dict[int, _OpenStore] = {}
         self._loads: dict[str, _OpenLoad] = {}
-        self._ahead: dict[int, _OpenAhead] = {}
+        self._step_loads: dict[int, _OpenStepLoad] = {}
         self._puts: dict[int, _OpenPut] = {}
         self._overdue: set[int | str] = set()  # open transfers whose reports were given up
         self.pending_put_bytes = 0
@@ -203,13 +203,13 @@ class TransferLedger:
         return bool(self._loads)
 
     @property
-    def has_open_ahead(self) -> bool:
-        return bool(self._ahead)
+    def has_open_step_loads(self) -> bool:
+        return bool(self._step_loads)
 
     @property
     def has_open(self) -> bool:
         """Whether a transfer is open whose reports are still awaited."""
-        count = len(self._stores) + len(self._loads) + len(self._ahead) + len(self._puts)
+        count = len(self._stores) + len(self._loads) + len(self._step_loads) + len(self._puts)
         return count > len(self._overdue)
 
     def give_up_reports(self) -> int:
@@ -226,7 +226,7 @@ class TransferLedger:
             if job_id not in self._overdue:
                 self.drop(len(put.slots), DropReason.UNREPORTED, Tier.REMOTE)
         before = len(self._overdue)
-        self._overdue.update(self._stores, self._loads, self._ahead, self._puts)
+        self._overdue.update(self._stores, self._loads, self._step_loads, self._puts)
         return len(self._overdue) - before
 
     def _was_overdue(self, job: int | str) -> bool:
@@ -235,23 +235,23 @@ class TransferLedger:
         self._overdue.discard(job)
         return was_overdue
 
-    def move_ahead(self, request_id: str) -> int:
+    def to_step_load(self, request_id: str) -> int:
         """Turns an open load into one that ranks report by job id instead of by request id.
 
         vLLM does not report the end of a load that a step waits for, and the request may have been
         restarted by then.
         """
         job_id = self.new_job()
-        self._ahead[job_id] = _OpenAhead(request_id, self._loads.pop(request_id))
+        self._step_loads[job_id] = _OpenStepLoad(request_id, self._loads.pop(request_id))
         return job_id
 
-    def report_ahead(self, job_id: int, reports: Iterable[bool]) -> str | None:
+    def report_step_load(self, job_id: int, reports: Iterable[bool]) -> str | None:
         """Adds reports of ranks; returns the request id if the load is complete and failed."""
-        ahead = self._ahead[job_id]
+        ahead = self._step_loads[job_id]
         ahead.reports.extend(reports)
         if len(ahead.reports) < self._num_ranks:
             return None
-        del self._ahead[job_id]
+        del self._step_loads[job_id]
         self._overdue.discard(job_id)
         failed = None
         if not all(ahead.reports):

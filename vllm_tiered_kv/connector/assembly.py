@@ -13,31 +13,31 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.config import Mode, StorePolicy, TieredKVConfig
-from vllm_tiered_kv.connector import head_start
-from vllm_tiered_kv.connector.kv_layout import (
-    first_forward_clears,
-    group_block_bytes,
-    group_windows,
-)
-from vllm_tiered_kv.connector.lazy_store import LazyStore
-from vllm_tiered_kv.connector.model_identity import (
+from vllm_tiered_kv.connector.identity.model_fingerprint import (
     changed_since_start,
     fingerprint,
     why_weights_are_unknown,
 )
-from vllm_tiered_kv.connector.model_settings import adapter_settings
-from vllm_tiered_kv.connector.remote_io import open_cluster
-from vllm_tiered_kv.connector.request_keys import KeyMaker
+from vllm_tiered_kv.connector.identity.model_settings import adapter_settings
+from vllm_tiered_kv.connector.identity.request_keys import KeyMaker
+from vllm_tiered_kv.connector.identity.shard import Holding, distinct_tags, holding_of, replicas_of
 from vllm_tiered_kv.connector.same_process import find_worker
-from vllm_tiered_kv.connector.scheduler_half import SchedulerHalf
-from vllm_tiered_kv.connector.shard import Holding, distinct_tags, holding_of, replicas_of
-from vllm_tiered_kv.connector.worker_half import WorkerHalf
+from vllm_tiered_kv.connector.scheduler import early_loads
+from vllm_tiered_kv.connector.scheduler.lazy_store import LazyStore
+from vllm_tiered_kv.connector.scheduler.scheduler_half import SchedulerHalf
+from vllm_tiered_kv.connector.worker.kv_layout import (
+    first_forward_clears,
+    group_block_bytes,
+    group_windows,
+)
+from vllm_tiered_kv.connector.worker.remote_io import open_cluster
+from vllm_tiered_kv.connector.worker.worker_half import WorkerHalf
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.store import NAMESPACE_BYTES
 from vllm_tiered_kv.device.arena import memory_limit
 from vllm_tiered_kv.device.replica_arena import Replicas, share_memory
 from vllm_tiered_kv.errors import ConfigError, TieredKVError
-from vllm_tiered_kv.option_values import format_size
+from vllm_tiered_kv.options import format_size
 from vllm_tiered_kv.remote.address import EngineIdentity
 from vllm_tiered_kv.wire.limits import MAX_TEXT
 
@@ -113,8 +113,8 @@ def make_scheduler_half(
     )
     half.loads.reuses_tails = config.reuse_partial_tail and config.mode is Mode.TIERED
     half.loads.awaits_first_forward = first_forward_clears(kv_cache_config)
-    if head_start.is_possible(vllm_config, kv_cache_config.needs_kv_cache_zeroing):
-        half.head_start = head_start.HeadStart(partial(find_worker, vllm_config), half.recorder)
+    if early_loads.is_possible(vllm_config, kv_cache_config.needs_kv_cache_zeroing):
+        half.early_loads = early_loads.EarlyLoads(partial(find_worker, vllm_config), half.recorder)
     if config.remote and config.mode is Mode.TIERED:
         identity = EngineIdentity(
             namespace,

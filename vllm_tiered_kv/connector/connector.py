@@ -34,17 +34,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
 from vllm_tiered_kv.config import Mode, TieredKVConfig  # noqa: E402
 from vllm_tiered_kv.connector import idle_steps, same_process  # noqa: E402
 from vllm_tiered_kv.connector.assembly import make_scheduler_half, make_worker_half  # noqa: E402
-from vllm_tiered_kv.connector.forward_hooks import calls_each_layer, wanted_layout  # noqa: E402
 from vllm_tiered_kv.connector.metadata import (  # noqa: E402
     TieredKVHandshake,
     TieredKVMetadata,
     TieredKVWorkerMetadata,
 )
-from vllm_tiered_kv.connector.scheduler_half import SchedulerHalf  # noqa: E402
+from vllm_tiered_kv.connector.scheduler.scheduler_half import SchedulerHalf  # noqa: E402
+from vllm_tiered_kv.connector.scheduler.stale_hash_guard import StaleHashGuard  # noqa: E402
 from vllm_tiered_kv.connector.stats import TieredKVPromMetrics, TieredKVStats  # noqa: E402
-from vllm_tiered_kv.connector.unfilled_blocks import UnfilledBlocks  # noqa: E402
 from vllm_tiered_kv.connector.vllm_log import join_vllm_log  # noqa: E402
-from vllm_tiered_kv.connector.worker_half import WorkerHalf  # noqa: E402
+from vllm_tiered_kv.connector.worker.forward_hooks import calls_each_layer, wanted_layout  # noqa: E402
+from vllm_tiered_kv.connector.worker.worker_half import WorkerHalf  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -89,7 +89,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         config = TieredKVConfig.load(self._kv_transfer_config.kv_connector_extra_config)
         self.scheduler_half: SchedulerHalf | None = None
         self.worker_half: WorkerHalf | None = None
-        self._unfilled: UnfilledBlocks | None = None
+        self._unfilled: StaleHashGuard | None = None
         self._idle_steps: idle_steps.IdleSteps | None = None
         self._has_neighbours = is_inside_multi_connector()
         # A failed load is recomputed, never an error. vLLM reads this after building us.
@@ -108,7 +108,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
             logger.info("tiered KV cache: %s", config.describe())
             self.scheduler_half = make_scheduler_half(config, vllm_config, kv_cache_config)
             if self._has_neighbours:
-                self.scheduler_half.expect_neighbours()
+                self.scheduler_half.expect_local_daemons()
             if self.scheduler_half.remote is not None and idle_steps.are_needed(vllm_config):
                 self._idle_steps = idle_steps.IdleSteps(self.scheduler_half, vllm_config)
         elif config.mode is Mode.TIERED:
@@ -164,7 +164,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def finish_forward(self) -> None:
         if self.worker_half is not None:
-            self.worker_half.finish_ahead()
+            self.worker_half.finish_step_loads()
 
     def wait_for_save(self) -> None:
         if self.worker_half is not None:
@@ -199,7 +199,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler_half.bind_kv_cache_manager(kv_cache_manager)
             if self._vllm_config.scheduler_config.policy == "priority":
                 groups = range(len(self._kv_cache_config.kv_cache_groups))
-                self._unfilled = UnfilledBlocks(kv_cache_manager, groups)
+                self._unfilled = StaleHashGuard(kv_cache_manager, groups)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]

@@ -18,8 +18,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
 from vllm_tiered_kv.connector.same_process import find_worker
-from vllm_tiered_kv.connector.scheduler_half import SchedulerHalf
-from vllm_tiered_kv.connector.worker_half import WorkerHalf
+from vllm_tiered_kv.connector.scheduler.scheduler_half import SchedulerHalf
+from vllm_tiered_kv.connector.worker.worker_half import WorkerHalf
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_tiered_kv.cache.ledger import StoreReport
-from vllm_tiered_kv.core.transfer import Fetched, LoadJob, PutJob, Rehearsal, StoreJob
+from vllm_tiered_kv.core.transfer import Fetched, LoadJob, ProbeJob, PutJob, StoreJob
 from vllm_tiered_kv.core.verdict import BlockVerdict, VerifyJob
 from vllm_tiered_kv.remote.address import EngineIdentity
 
@@ -38,7 +38,7 @@ class TieredKVMetadata(KVConnectorMetadata):
     """Blocks this step's forward fills."""
     puts: list[PutJob] = field(default_factory=list)
     """Blocks of the CPU tier to be sent to daemons."""
-    rehearsals: list[Rehearsal] = field(default_factory=list)
+    probes: list[ProbeJob] = field(default_factory=list)
     """Blocks to be fetched from daemons for nobody, behind all loads."""
     verifications: list[VerifyJob] = field(default_factory=list)
     """Blocks this step's forward fills that are compared with what a tier holds."""
@@ -66,7 +66,7 @@ class TieredKVWorkerMetadata(KVConnectorWorkerMetadata):
     """Puts that ended, one report per rank."""
     remote_failures: set[str] = field(default_factory=set)
     """Requests whose load failed in the part that came from a daemon."""
-    ahead: dict[int, list[bool]] = field(default_factory=dict)
+    step_loads: dict[int, list[bool]] = field(default_factory=dict)
     """Loads ahead of a forward that ended, one report per rank: whether it went well."""
     load_seconds: dict[str, dict[str, float]] = field(default_factory=dict)
     """By request and tier: how long a load took that has ended."""
@@ -78,15 +78,15 @@ class TieredKVWorkerMetadata(KVConnectorWorkerMetadata):
     block_bytes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """By rank: of its blocks, per group; nothing where it cannot take part. Told once, inside a
     MultiConnector, which leaves no room for a handshake of ours."""
-    rehearsed: dict[str, list[Fetched]] = field(default_factory=dict)
-    """Rehearsals that ended, one report per rank."""
+    probed: dict[str, list[Fetched]] = field(default_factory=dict)
+    """Probes that ended, one report per rank."""
     was_heard: bool = False
     """The scheduler has dealt with it, see `idle_steps`."""
 
     @property
     def has_reports(self) -> bool:
         """Whether something has come to its end."""
-        return bool(self.stores or self.puts or self.ahead or self.verdicts)
+        return bool(self.stores or self.puts or self.step_loads or self.verdicts)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> TieredKVWorkerMetadata:
         assert isinstance(other, TieredKVWorkerMetadata)
@@ -103,10 +103,10 @@ class TieredKVWorkerMetadata(KVConnectorWorkerMetadata):
             for tier, seconds in by_tier.items():
                 mine[tier] = max(mine.get(tier, 0.0), seconds)
         self.measured_step = self.measured_step or other.measured_step
-        for job_id, ended in other.ahead.items():
-            self.ahead.setdefault(job_id, []).extend(ended)
+        for job_id, ended in other.step_loads.items():
+            self.step_loads.setdefault(job_id, []).extend(ended)
         for job_id, verdicts in other.verdicts.items():
             self.verdicts.setdefault(job_id, []).extend(verdicts)
-        for name, fetched in other.rehearsed.items():
-            self.rehearsed.setdefault(name, []).extend(fetched)
+        for name, fetched in other.probed.items():
+            self.probed.setdefault(name, []).extend(fetched)
         return self

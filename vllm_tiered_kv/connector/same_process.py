@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_tiered_kv.connector.worker_half import WorkerHalf
+    from vllm_tiered_kv.connector.worker.worker_half import WorkerHalf
 
 # Both halves of an engine get the same configuration object. In another process it is another one.
 _workers: weakref.WeakKeyDictionary[WorkerHalf, VllmConfig] = weakref.WeakKeyDictionary()

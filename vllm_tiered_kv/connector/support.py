@@ -85,7 +85,7 @@ def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         iter_layer_specs,
     )
 
-    from vllm_tiered_kv.connector.kv_layout import group_block_bytes
+    from vllm_tiered_kv.connector.worker.kv_layout import group_block_bytes
 
     if not kv_cache_config.kv_cache_groups:
         return "the model has no KV cache"

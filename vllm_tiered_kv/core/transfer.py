@@ -126,7 +126,7 @@ class RemoteTransfer:
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class ProbeJob:
     """A background probe: fetches blocks of one group from a daemon to measure the bandwidth.
 
     The fetched bytes are discarded.
@@ -161,7 +161,7 @@ class LoadJob:
     request_id: str
     transfers: tuple[GroupTransfer, ...]
     remote: tuple[RemoteTransfer, ...] = ()
-    ahead: int | None = None
+    step_load: int | None = None
     """Job id to report if the load runs ahead of the forward pass."""
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from vllm_tiered_kv.device.pinning import PIN_CHUNK_BYTES, BackgroundPinner, Pin, Unpin
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.native.cpu import HostRegion
-from vllm_tiered_kv.option_values import format_size
+from vllm_tiered_kv.options import format_size
 
 
 class Arena:

@@ -12,10 +12,10 @@ The protocol is mainly about order. Violating any of these rules can produce a w
 - `fence` marks the point on the compute stream that later `load` calls must not overtake.
 - `load` writes blocks after the last fence. It does not wait for the forward pass enqueued since
   the fence, because then copies and compute would never overlap. A `Channel` keeps the same order.
-- `load_ahead` is for blocks that the next forward pass reads. The compute stream waits for them, as
-  a whole or layer by layer, and work enqueued after `finish_ahead` runs after all of them. With
-  `overtakes` it waits only for the stores passed to `wait_for_stores`, not for the fence: the
-  caller knows that no running step uses the blocks.
+- `step_load` is for blocks that the next forward pass reads. The compute stream waits for them, as
+  a whole or layer by layer, and work enqueued after `finish_step_loads` runs after all of
+  them. With `overtakes` it waits only for the stores passed to `wait_for_stores`, not for the fence:
+  the caller knows that no running step uses the blocks.
 - `load_early` does the same while the step is still being planned. It writes after the last fence,
   and work enqueued after `begin_step` runs after it.
 """
@@ -100,7 +100,7 @@ class Copier(Protocol):
     def locate(self, transfer: GroupTransfer) -> PinnedBlocks:
         """Returns the offsets in the arena of a transfer's slots."""
 
-    def load_ahead(
+    def step_load(
         self,
         job_ids: Sequence[int],
         blocks: Sequence[PinnedBlocks],
@@ -117,22 +117,22 @@ class Copier(Protocol):
         """Returns whether all earlier work is on the stream that a fence would mark now."""
 
     def load_early(self, job_ids: Sequence[int], blocks: Sequence[PinnedBlocks]) -> None:
-        """Like `load_ahead`, but before the step begins, and any number of times."""
+        """Like `step_load`, but before the step begins, and any number of times."""
 
     def begin_step(self) -> None:
         """Makes work enqueued from now on wait for all loads of `load_early`."""
 
     def wait_for_layer(self, name: str) -> None:
-        """Makes the compute stream wait for this layer's part of `load_ahead`."""
+        """Makes the compute stream wait for this layer's part of `step_load`."""
 
-    def finish_ahead(self) -> None:
+    def finish_step_loads(self) -> None:
         """Called after the forward pass has been enqueued."""
 
     def settle(self) -> None:
         """Waits on the host until no copy is running; the next polls return all of them."""
 
-    def poll_ahead(self) -> list[int]:
-        """Returns the jobs of `load_ahead` and `load_early` that finished since the last call."""
+    def poll_step_loads(self) -> list[int]:
+        """Returns the jobs of `step_load` and `load_early` that finished since the last call."""
 
     def settle_sources(self) -> None:
         """Waits on the host until every source block of a `store` has been read."""

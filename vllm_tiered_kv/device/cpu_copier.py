@@ -46,7 +46,7 @@ class CpuCopier:
         self._arena = arena
         self._threads = threads
         self._stores_done: list[StoreDone] = []
-        self._ahead_done: list[int] = []
+        self._step_loads_done: list[int] = []
         self._loads_done: queue.SimpleQueue[LoadDone] = queue.SimpleQueue()
         self._requests: queue.Queue[tuple[str, Sequence[GroupTransfer]] | None] = queue.Queue()
         self._thread: threading.Thread | None = threading.Thread(
@@ -88,7 +88,7 @@ class CpuCopier:
             transfer.group_id, transfer.block_ids, self._arena.region, self._offsets(transfer)
         )
 
-    def load_ahead(
+    def step_load(
         self,
         job_ids: Sequence[int],
         blocks: Sequence[PinnedBlocks],
@@ -103,28 +103,28 @@ class CpuCopier:
                 part.offsets,
                 self._threads,
             )
-        self._ahead_done += job_ids
+        self._step_loads_done += job_ids
 
     def can_load_early(self) -> bool:
         return True
 
     def load_early(self, job_ids: Sequence[int], blocks: Sequence[PinnedBlocks]) -> None:
-        self.load_ahead(job_ids, blocks, False)
+        self.step_load(job_ids, blocks, False)
 
     def begin_step(self) -> None:
         pass
 
     def wait_for_layer(self, name: str) -> None:
-        pass  # `load_ahead` is synchronous
+        pass  # `step_load` is synchronous
 
-    def finish_ahead(self) -> None:
+    def finish_step_loads(self) -> None:
         pass
 
     def settle(self) -> None:
         self._requests.join()
 
-    def poll_ahead(self) -> list[int]:
-        done, self._ahead_done = self._ahead_done, []
+    def poll_step_loads(self) -> list[int]:
+        done, self._step_loads_done = self._step_loads_done, []
         return done
 
     def poll(self) -> tuple[list[StoreDone], list[LoadDone]]:

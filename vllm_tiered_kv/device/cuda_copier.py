@@ -56,7 +56,7 @@ class _OpenLoad:
 
 
 @dataclass
-class _OpenAhead:
+class _OpenStepLoad:
     job_ids: Sequence[int]
     event: native.Event
 
@@ -102,7 +102,7 @@ class CudaCopier:
         self._parts = {group_id: LayerParts.of(r) for group_id, r in runs.items()}
         self._part_events = [native.Event(device) for _ in self._parts[min(self._parts)].ends]
         self._parts_waited: int | None = None  # None: no load by layer is running
-        self._ahead: deque[_OpenAhead] = deque()
+        self._step_loads: deque[_OpenStepLoad] = deque()
         self._early: native.Event | None = None  # newest early load that no step waits for yet
         self._step_stream: int | None = None  # compute stream of the last step
         self._spare_events: list[native.Event] = []
@@ -167,7 +167,7 @@ class CudaCopier:
             self._settle_loads()
             self._loads.append(_OpenLoad(request_id, None, str(failure)))
 
-    def load_ahead(
+    def step_load(
         self,
         job_ids: Sequence[int],
         blocks: Sequence[PinnedBlocks],
@@ -191,7 +191,7 @@ class CudaCopier:
             event = self._load_with_fallback(blocks)
         if self._parts_waited is None:
             event.wait_in(self._compute_stream())
-        self._ahead.append(_OpenAhead(job_ids, event))
+        self._step_loads.append(_OpenStepLoad(job_ids, event))
 
     def can_load_early(self) -> bool:
         return self._step_stream == self._compute_stream()
@@ -207,7 +207,7 @@ class CudaCopier:
             logger.exception("a load failed; retrying with plain copies")
             event = self._load_with_fallback(blocks)
         self._early = event
-        self._ahead.append(_OpenAhead(job_ids, event))
+        self._step_loads.append(_OpenStepLoad(job_ids, event))
 
     def begin_step(self) -> None:
         self._step_stream = self._compute_stream()
@@ -224,7 +224,7 @@ class CudaCopier:
             self._part_events[part].wait_in(self._compute_stream())
             self._parts_waited = part + 1
 
-    def finish_ahead(self) -> None:
+    def finish_step_loads(self) -> None:
         if self._parts_waited is None:
             return
         if self._parts_waited < len(self._part_events):  # layers without attention do not wait
@@ -235,10 +235,10 @@ class CudaCopier:
         self.settle_sources()
         self._settle_loads()
 
-    def poll_ahead(self) -> list[int]:
+    def poll_step_loads(self) -> list[int]:
         done: list[int] = []
-        while self._ahead and self._ended(self._ahead[0].event):
-            done += self._ahead.popleft().job_ids
+        while self._step_loads and self._ended(self._step_loads[0].event):
+            done += self._step_loads.popleft().job_ids
         return done
 
     def poll(self) -> tuple[list[StoreDone], list[LoadDone]]:

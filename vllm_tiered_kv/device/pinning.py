@@ -13,9 +13,9 @@ import threading
 from collections.abc import Callable
 
 from vllm_tiered_kv.errors import CudaError
-from vllm_tiered_kv.native import prefault
+from vllm_tiered_kv.native import memory
 from vllm_tiered_kv.native.cpu import HostRegion
-from vllm_tiered_kv.option_values import format_size
+from vllm_tiered_kv.options import format_size
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class BackgroundPinner:
         """Asks the kernel to allocate the pages. If it cannot, pinning allocates them."""
         for at in range(start, end, _POPULATE_CHUNK_BYTES):
             length = min(_POPULATE_CHUNK_BYTES, end - at)
-            if self._stop.is_set() or not prefault.populate(self._region.address + at, length):
+            if self._stop.is_set() or not memory.populate(self._region.address + at, length):
                 return
 
     def _pin_all(self, pin: Pin) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 
-from vllm_tiered_kv.native import prefault
+from vllm_tiered_kv.native import memory
 from vllm_tiered_kv.native.cpu import HostRegion
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class Prefaulter:
             length = min(_CHUNK_BYTES, self._region.nbytes - start)
             if self._stop.is_set():
                 return
-            if not prefault.populate(self._region.address + start, length):
+            if not memory.populate(self._region.address + start, length):
                 logger.info(
                     "the kernel cannot populate memory in advance; pages are allocated when blocks "
                     "are written"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from vllm_tiered_kv.device.arena import Arena
 from vllm_tiered_kv.device.pinning import Pin, Unpin
 from vllm_tiered_kv.device.sealed_memory import create_sealed
-from vllm_tiered_kv.option_values import format_size
+from vllm_tiered_kv.options import format_size
 
 logger = logging.getLogger(__name__)
 

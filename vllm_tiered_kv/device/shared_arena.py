@@ -26,7 +26,7 @@ from vllm_tiered_kv.device.pinning import PIN_CHUNK_BYTES
 from vllm_tiered_kv.device.sealed_memory import SEALS, create_sealed
 from vllm_tiered_kv.errors import ArenaError
 from vllm_tiered_kv.native.cpu import HostRegion
-from vllm_tiered_kv.option_values import format_size
+from vllm_tiered_kv.options import format_size
 
 PAGE = 4096
 """Slots start at multiples of this: direct I/O requires it, and the table has an entry per page."""

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from vllm_tiered_kv.core.arena_geometry import SLOT_ALIGNMENT
 from vllm_tiered_kv.errors import CudaError
-from vllm_tiered_kv.option_values import format_size
+from vllm_tiered_kv.options import format_size
 
 logger = logging.getLogger(__name__)
 

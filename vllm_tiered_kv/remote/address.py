@@ -21,7 +21,7 @@ from vllm_tiered_kv.wire.messages import Hello
 ARENA_SUFFIX = ".arena"
 """The socket that hands out shared memory lies beside the daemon's `ipc://` socket."""
 
-_LONGEST_PATH = 107  # bytes in sockaddr_un, without the final zero
+_MAX_PATH = 107  # bytes in sockaddr_un, without the final zero
 _TCP = re.compile(r"tcp://(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):(\d{1,5})")
 _EXAMPLES = '"tcp://host:9527" or "ipc:///run/tiered-kv.sock"'
 
@@ -47,8 +47,8 @@ class ServerAddress:
             path = text.removeprefix("ipc://")
             if not path.startswith("/") or path.endswith("/") or "\0" in path:
                 raise ConfigError(key, f'{text!r} is not an absolute path like "ipc:///run/x.sock"')
-            if len((path + ARENA_SUFFIX).encode()) > _LONGEST_PATH:
-                longest = _LONGEST_PATH - len(ARENA_SUFFIX)
+            if len((path + ARENA_SUFFIX).encode()) > _MAX_PATH:
+                longest = _MAX_PATH - len(ARENA_SUFFIX)
                 raise ConfigError(key, f"the path of {text!r} is longer than {longest} bytes")
             return cls(text)
         raise ConfigError(key, f"{text!r} is not an address; write it like {_EXAMPLES}")

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 # Worth trying again soon. Of other refusals, those of a session need a person's help, and those of
 # a request say nothing about the next one.
 _PASSING = {ErrorCode.UNAVAILABLE, ErrorCode.INTERNAL, ErrorCode.BAD_MESSAGE}
-_MOST_SENTENCES = 64
+_MAX_SENTENCES = 64
 _FAIR_S = 0.02  # in less, a daemon that is well need not have answered
 _OPENING_S = 0.25  # a daemon that is there needs a fraction of it, if busy a large one
 _T = TypeVar("_T")
@@ -138,7 +138,7 @@ class Caller:
 
     def tell_once(self, sentence: str) -> None:
         with self._lock:
-            if sentence in self._told or len(self._told) >= _MOST_SENTENCES:
+            if sentence in self._told or len(self._told) >= _MAX_SENTENCES:
                 return
             self._told.add(sentence)
         logger.warning("daemon %s %s", self.settings.address, sentence)

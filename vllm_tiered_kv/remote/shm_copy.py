@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from vllm_tiered_kv.core.store import PutItem, PutResult, StoreKey
 from vllm_tiered_kv.core.transfer import int64_array
-from vllm_tiered_kv.native.bytes_copy import copy_and_hash, copy_bytes
-from vllm_tiered_kv.native.cpu import BlockLayout, gather, scatter
+from vllm_tiered_kv.native.cpu import BlockLayout, copy_and_hash, copy_bytes, gather, scatter
 from vllm_tiered_kv.remote.shared_memory import Reservation, SharedMemory
 
 ByteRows = NDArray[np.uint8]

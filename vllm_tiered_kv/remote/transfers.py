@@ -15,8 +15,8 @@ from typing import TypeVar
 
 from vllm_tiered_kv.core.store import Durability, PutItem, PutResult
 from vllm_tiered_kv.errors import ConnectionLost
-from vllm_tiered_kv.native.allocator import keep_large_buffers
-from vllm_tiered_kv.native.bytes_copy import copy_and_hash, hash_buffers
+from vllm_tiered_kv.native.cpu import copy_and_hash, hash_buffers
+from vllm_tiered_kv.native.memory import keep_large_buffers
 from vllm_tiered_kv.remote.connection import Connection, Incoming
 from vllm_tiered_kv.wire.limits import MAX_FRAMES
 from vllm_tiered_kv.wire.messages import Get, GetReply, Limits, Put, PutReply, put_results

@@ -16,7 +16,7 @@ from typing import Any
 
 import zmq
 
-from vllm_tiered_kv.native.socket_frames import send_frames
+from vllm_tiered_kv.native.cpu import send_frames
 
 
 class ZeroCopySend:

@@ -22,8 +22,8 @@ from vllm_tiered_kv.errors import (
     StoreLockedError,
     TieredKVError,
 )
-from vllm_tiered_kv.option_values import parse_number
-from vllm_tiered_kv.server.descriptors import raise_limit
+from vllm_tiered_kv.options import parse_number
+from vllm_tiered_kv.server.net.descriptors import raise_limit
 from vllm_tiered_kv.server.options import ServerOptions, add_flags, read_yaml
 
 logger = logging.getLogger("tiered-kv-server")
@@ -173,7 +173,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def _keygen(arguments: Sequence[str]) -> int:
-    from vllm_tiered_kv.server.curve import write_key_pair
+    from vllm_tiered_kv.server.net.curve import write_key_pair
 
     parser = argparse.ArgumentParser(
         prog="tiered-kv-server keygen", description="Makes a CURVE key pair."

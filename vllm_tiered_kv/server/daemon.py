@@ -1,4 +1,4 @@
-"""The daemon, put together: sockets, tiers, handlers, and an orderly end."""
+"""The daemon, put together: sockets, opening, handlers, and an orderly end."""
 
 from __future__ import annotations
 
@@ -19,36 +19,41 @@ from vllm_tiered_kv.core.store import key_prefix
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
-from vllm_tiered_kv.native.allocator import keep_large_buffers
-from vllm_tiered_kv.server import tiers
-from vllm_tiered_kv.server.allowances import Allowances
-from vllm_tiered_kv.server.arena_handlers import ArenaHandlers
-from vllm_tiered_kv.server.arena_server import ArenaServer
-from vllm_tiered_kv.server.backing import BackingFolder
-from vllm_tiered_kv.server.connections import Connections
-from vllm_tiered_kv.server.curve import Clients, Doorkeeper, load_clients, load_server_keys
-from vllm_tiered_kv.server.descriptors import for_connections
-from vllm_tiered_kv.server.endpoints import (
+from vllm_tiered_kv.native.memory import keep_large_buffers
+from vllm_tiered_kv.server.net.connections import Connections
+from vllm_tiered_kv.server.net.curve import (
+    Clients,
+    ZapAuthenticator,
+    load_clients,
+    load_server_keys,
+)
+from vllm_tiered_kv.server.net.descriptors import for_connections
+from vllm_tiered_kv.server.net.endpoints import (
     SocketPathLock,
     bind,
     bind_arena_socket,
     check_endpoint,
 )
-from vllm_tiered_kv.server.facts import Facts, Sample, tier_samples
-from vllm_tiered_kv.server.gateway import ARENA_CAPABILITIES, CAPABILITIES, Gateway
-from vllm_tiered_kv.server.handlers import Handlers
-from vllm_tiered_kv.server.http import HttpServer, parse_address
-from vllm_tiered_kv.server.leases import Leases
-from vllm_tiered_kv.server.lower_tiers import Unwritten
-from vllm_tiered_kv.server.namespaces import Namespaces
-from vllm_tiered_kv.server.network_memory import NetworkMemory
+from vllm_tiered_kv.server.net.gateway import ARENA_CAPABILITIES, CAPABILITIES, Gateway
+from vllm_tiered_kv.server.net.http import HttpServer, parse_address
+from vllm_tiered_kv.server.net.limits import ClientLimits
+from vllm_tiered_kv.server.net.network_memory import NetworkMemory
+from vllm_tiered_kv.server.net.outbox import Outbox
+from vllm_tiered_kv.server.net.reactor import Reactor
+from vllm_tiered_kv.server.net.sessions import Listener, Sessions
 from vllm_tiered_kv.server.options import ServerOptions, quota_of
-from vllm_tiered_kv.server.outbox import Outbox
-from vllm_tiered_kv.server.pin_handlers import PinHandlers
-from vllm_tiered_kv.server.pins import Pins
-from vllm_tiered_kv.server.reactor import Reactor
-from vllm_tiered_kv.server.sessions import Listener, Sessions
-from vllm_tiered_kv.server.tiered_store import TieredStore
+from vllm_tiered_kv.server.requests.handlers import Handlers
+from vllm_tiered_kv.server.requests.pin_handlers import PinHandlers
+from vllm_tiered_kv.server.requests.server_stats import Facts, Sample, tier_samples
+from vllm_tiered_kv.server.shm.arena_server import ArenaServer
+from vllm_tiered_kv.server.shm.lease_handlers import ArenaHandlers
+from vllm_tiered_kv.server.shm.leases import Leases
+from vllm_tiered_kv.server.tiers import opening
+from vllm_tiered_kv.server.tiers.backing import BackingFolder
+from vllm_tiered_kv.server.tiers.demotion import Unwritten
+from vllm_tiered_kv.server.tiers.namespaces import Namespaces
+from vllm_tiered_kv.server.tiers.pins import Pins
+from vllm_tiered_kv.server.tiers.tiered_store import TieredStore
 from vllm_tiered_kv.wire.messages import PROTOCOL_VERSION
 
 logger = logging.getLogger(__name__)
@@ -65,7 +70,7 @@ class Daemon:
 
     @classmethod
     def open(cls, options: ServerOptions) -> Daemon:
-        """Binds the sockets and opens the tiers, or gives everything back and raises."""
+        """Binds the sockets and opens the opening, or gives everything back and raises."""
         daemon = cls(options)
         try:
             daemon._open()
@@ -78,7 +83,7 @@ class Daemon:
         self.options = options
         self._recorder = Recorder()
         self._reactor = Reactor()
-        self._allowances = Allowances.of_memory(options.memory).within(options.network_memory)
+        self._allowances = ClientLimits.of_memory(options.memory).within(options.network_memory)
         self._instance = secrets.token_bytes(16)
         keep_large_buffers()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(options.io_threads)
@@ -96,7 +101,7 @@ class Daemon:
         self._path_locks: list[SocketPathLock] = []
         self._listeners: list[Listener] = []
         self._arena_sockets: list[socket.socket] = []
-        self._doorkeeper: Doorkeeper | None = None
+        self._doorkeeper: ZapAuthenticator | None = None
         self._http: HttpServer | None = None
         self._opened: TieredStore | None = None
         self._stopping = False
@@ -110,7 +115,7 @@ class Daemon:
     def _open(self) -> None:
         options, reactor = self.options, self._reactor
         clients = self._open_sockets()
-        self._store = self._opened = tiers.open_tiers(options, self._recorder)
+        self._store = self._opened = opening.open_tiers(options, self._recorder)
         self._store.collect_with(reactor.watch)
         memory = self._store.memory
         self._outbox = Outbox(
@@ -178,7 +183,7 @@ class Daemon:
         if options.secret_key:
             keys = load_server_keys(options.secret_key)
             clients = load_clients(options.clients)
-            self._doorkeeper = Doorkeeper(self._context, clients)
+            self._doorkeeper = ZapAuthenticator(self._context, clients)
             self._reactor.watch(self._doorkeeper.socket, self._doorkeeper.answer)
         for endpoint in options.listen:
             if endpoint.startswith("ipc://"):
@@ -202,7 +207,7 @@ class Daemon:
 
     @property
     def tier_lines(self) -> list[str]:
-        return tiers.describe(self.options, self._store)
+        return opening.describe(self.options, self._store)
 
     def run(self) -> None:
         """Serves until `stop` has been called and everything is written."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from vllm_tiered_kv.config import Eviction
 from vllm_tiered_kv.errors import ConfigError
-from vllm_tiered_kv.option_values import (
+from vllm_tiered_kv.options import (
     boolean,
     choice,
     duration,

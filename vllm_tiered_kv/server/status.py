@@ -10,9 +10,9 @@ from typing import Any
 import zmq
 
 from vllm_tiered_kv.errors import ConfigError, ProtocolError, TieredKVError
-from vllm_tiered_kv.option_values import format_size
+from vllm_tiered_kv.options import format_size
 from vllm_tiered_kv.remote.address import ServerAddress
-from vllm_tiered_kv.server.curve import load_server_keys, read_public_key
+from vllm_tiered_kv.server.net.curve import load_server_keys, read_public_key
 from vllm_tiered_kv.wire.messages import (
     PROTOCOL_VERSION,
     ErrorReply,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from vllm_tiered_kv.option_values import format_size
+from vllm_tiered_kv.options import format_size
 from vllm_tiered_kv.stores.ssd.verify import VerifyReport, verify
 
 _SHOWN_KEYS = 10

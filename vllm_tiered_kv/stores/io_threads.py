@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
-_MOST_THREADS = 256  # native calls take no more
+_MAX_THREADS = 256  # native calls take no more
 
 _Job = TypeVar("_Job")
 _Result = TypeVar("_Result")
@@ -16,7 +16,7 @@ _Result = TypeVar("_Result")
 
 class IoThreads:
     def __init__(self, threads: int, name: str) -> None:
-        self.count = min(max(1, threads), _MOST_THREADS)
+        self.count = min(max(1, threads), _MAX_THREADS)
         self._pool = ThreadPoolExecutor(self.count, thread_name_prefix=name)
 
     def map(self, work: Callable[[_Job], _Result], jobs: Sequence[_Job]) -> list[_Result]:

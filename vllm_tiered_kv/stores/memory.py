@@ -28,8 +28,8 @@ from vllm_tiered_kv.core.store import (
 )
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.device.shared_arena import PAGE, SharedArena
-from vllm_tiered_kv.native.bytes_copy import copy_and_hash, copy_bytes, hash_buffers
-from vllm_tiered_kv.option_values import format_size
+from vllm_tiered_kv.native.cpu import copy_and_hash, copy_bytes, hash_buffers
+from vllm_tiered_kv.options import format_size
 from vllm_tiered_kv.stores.namespaces import (
     HasQuota,
     NamespaceUsage,

@@ -88,7 +88,7 @@ class ServerClock:
 
 _QUEUED_BATCHES = 1024
 _REMEMBERED_BLOCKS = 32768
-_LONGEST_CHAIN = 1 << 17  # a guard against headers that lead in circles through the whole tree
+_MAX_CHAIN = 1 << 17  # a guard against headers that lead in circles through the whole tree
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class Recency:
         stale: list[StoreKey] = []
         refreshed_at = now
         key: StoreKey | None = tail
-        while key is not None and len(passed) < _LONGEST_CHAIN:
+        while key is not None and len(passed) < _MAX_CHAIN:
             noted = self._noted.get(key)
             if noted is not None and now - noted < self._period_s:
                 refreshed_at = noted

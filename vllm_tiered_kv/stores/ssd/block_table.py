@@ -123,7 +123,7 @@ class BlockTable:
             missing = sum(self.index.lookup(other.key) is Lookup.MISS for other in coming)
             if not (self.index.has_quarantined or self.committer.is_releasing):
                 wanted = missing + self._awaited[size_class]
-                slots = min(wanted, _MAX_AHEAD) + self._ahead(size_class)
+                slots = min(wanted, _MAX_AHEAD) + self._step_loads(size_class)
                 if not self.index.make_room(size_class, slots, item.parent):
                     return PutResult.DROPPED
             self._awaited[size_class] += missing
@@ -135,7 +135,7 @@ class BlockTable:
 
     def evict_ahead(self, size_class: int) -> None:
         """Keeps a few slots free, so that the next put finds them."""
-        ahead = self._ahead(size_class)
+        ahead = self._step_loads(size_class)
         if (
             ahead
             and not (self.index.has_quarantined or self.committer.is_releasing)
@@ -144,7 +144,7 @@ class BlockTable:
         ):
             self.committer.kick()
 
-    def _ahead(self, size_class: int) -> int:
+    def _step_loads(self, size_class: int) -> int:
         slots = self.index.owned_slots(size_class)
         return min(_MAX_AHEAD, slots // _AHEAD_SHARE) if slots >= _MANY_SLOTS else 0
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from vllm_tiered_kv.core.arena_geometry import default_slab
 from vllm_tiered_kv.errors import ConfigError
-from vllm_tiered_kv.option_values import format_size
+from vllm_tiered_kv.options import format_size
 from vllm_tiered_kv.stores.ssd.record_format import ALIGNMENT, HEADER_COPIES, RECORD_BYTES
 
 MIN_CAPACITY = 160 << 10

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_tiered_kv.core.arena_geometry import aligned
-from vllm_tiered_kv.native import file_blocks
+from vllm_tiered_kv.native import cpu
 from vllm_tiered_kv.native.cpu import xxh3_64
 from vllm_tiered_kv.stores.io_threads import IoThreads
 from vllm_tiered_kv.stores.ssd.disk import Disk, check_read, check_written, read_all, write_all
@@ -123,7 +123,7 @@ class DataFile:
         """Reads every block into its view."""
         if not self._is_straight(places):
             return self._threads.map(self._read_one, places)
-        moved, checksums = file_blocks.read_blocks(
+        moved, checksums = cpu.read_blocks(
             self._fd,
             [place.offset for place in places],
             [place.view for place in places],
@@ -139,7 +139,7 @@ class DataFile:
         were not begun are not tried: ECANCELED."""
         if not self._is_straight(places):
             return _WritesUntilFailure(self, self._threads).outcomes(places)
-        moved, checksums = file_blocks.write_blocks(
+        moved, checksums = cpu.write_blocks(
             self._fd,
             [place.offset for place in places],
             [place.view for place in places],

@@ -26,7 +26,7 @@ from vllm_tiered_kv.cache.slots import SlotPool
 from vllm_tiered_kv.core.arena_geometry import SlabGeometry
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.native import cpu
-from vllm_tiered_kv.option_values import format_size
+from vllm_tiered_kv.options import format_size
 from vllm_tiered_kv.stores.namespaces import HasQuota
 from vllm_tiered_kv.stores.ssd.budget import Budget
 from vllm_tiered_kv.stores.ssd.data_file import DataFile

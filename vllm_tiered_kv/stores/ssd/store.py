@@ -33,7 +33,7 @@ from vllm_tiered_kv.core.store import (
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.errors import NotDeletedError
 from vllm_tiered_kv.native import cpu
-from vllm_tiered_kv.option_values import format_size
+from vllm_tiered_kv.options import format_size
 from vllm_tiered_kv.stores.namespaces import HasQuota, QuotaOf, any_may, require_own
 from vllm_tiered_kv.stores.ssd.block_table import BlockTable
 from vllm_tiered_kv.stores.ssd.committer import Committer

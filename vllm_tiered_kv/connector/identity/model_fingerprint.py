@@ -1,0 +1,448 @@
+"""Who computed these bytes: a digest of what is in the model's files, never of their names.
+
+Two folders with equal weights, config and overrides are one model; one folder whose weights were
+changed is another. Where no weights can be read, as in an object store, where they come from has
+to do. Of each large weight file the digest covers its size, its tensor index and
+samples from every tensor, which training changes throughout; hashing hundreds of gigabytes at each
+start would not make a difference anyone could meet. Embeddings are read whole: some rows of them
+may be trained alone. So are adapters, which are small.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import struct
+import time
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_tiered_kv.connector.identity.kernel_format import kv_format
+from vllm_tiered_kv.connector.identity.model_settings import canonical_text, settings
+from vllm_tiered_kv.core.key import Fingerprint
+from vllm_tiered_kv.errors import UnsupportedError
+from vllm_tiered_kv.native.cpu import xxh3_64
+
+if TYPE_CHECKING:
+    from vllm.config import LoadConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
+
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors")
+_NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
+_NO_CONFIGS = frozenset(
+    {
+        # Keys are made of tokens, whatever made those. vLLM fetches these files only where it needs
+        # them: not on hosts without an API server, nor with --tokenizer.
+        *("tokenizer.json", "vocab.json", "added_tokens.json", "special_tokens_map.json"),
+        *("chat_template.json", "generation_config.json"),
+        # What a training leaves behind.
+        *("trainer_state.json", "all_results.json", "train_results.json", "eval_results.json"),
+    }
+)
+_NEVER_LOADED = "original"  # weights in another format, in a folder that vLLM does not even fetch
+_LOADER_IGNORED = frozenset(
+    {
+        # How fast, and by whose leave. vLLM fills in the last three itself.
+        *("enable_multithread_load", "num_threads", "enable_weights_track", "concurrency"),
+        *("memory_limit", "distributed", "num_readers", "verify_hash", "encryption_keyfile"),
+        *("s3_access_key_id", "s3_secret_access_key", "hf_config", "model_class", "dtype"),
+    }
+)
+_SMALL_FILE = 1 << 20  # files up to this size are covered whole
+_SAMPLE = 4096
+_CHUNK = 8 << 20  # read and hashed at a time
+_TABLES = ("embed", "wte", "wpe")  # in names of tensors whose rows may be trained one by one
+_MAX_TENSORS = 8192
+_MAX_HEADER = 256 << 20
+_CLOCK_SKEW_NS = 2_000_000_000  # so far the clock of a file server may be behind this host's
+
+
+def fingerprint(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, tenant: str = ""
+) -> Fingerprint:
+    """Everything that makes this engine's blocks its own."""
+    model = vllm_config.model_config
+    parallel = vllm_config.parallel_config
+    return Fingerprint(
+        model=model_digest(vllm_config),
+        revision=str(model.revision or ""),
+        dtype=str(model.dtype),
+        quantization=str(model.quantization or ""),
+        kv_dtype=str(vllm_config.cache_config.cache_dtype),
+        layout=str(kv_cache_config.kv_cache_layout),
+        kernels=kv_format(vllm_config),
+        block_sizes=tuple(g.kv_cache_spec.block_size for g in kv_cache_config.kv_cache_groups),
+        group_layers=tuple(
+            (*group.layer_names, repr(group.kv_cache_spec))
+            for group in kv_cache_config.kv_cache_groups
+        ),
+        parallel={
+            "tp": parallel.tensor_parallel_size,
+            "pp": parallel.pipeline_parallel_size,
+            "dcp": parallel.decode_context_parallel_size,
+            "pcp": parallel.prefill_context_parallel_size,
+        },
+        tenant=tenant,
+    )
+
+
+def model_digest(vllm_config: VllmConfig) -> str:
+    """Digest of weights, config and everything that changes what the weights compute."""
+    model = vllm_config.model_config
+    digest = hashlib.sha256()
+    load_format = str(getattr(vllm_config.load_config, "load_format", "auto"))
+    _add(digest, "load_format", load_format)
+    _add(digest, "hf_config", _stable(model.hf_config.to_dict()))
+    for setting, value in settings(model):
+        _add(digest, setting, value)
+    if load_format == "dummy":
+        _add(digest, "seed", str(model.seed))
+        return digest.hexdigest()
+    _add(digest, "loader", _loader_text(vllm_config.load_config))
+    _add_weights(digest, vllm_config)
+    return digest.hexdigest()
+
+
+def why_weights_are_unknown(vllm_config: VllmConfig) -> str | None:
+    """What makes the files tell nothing: others may send weights to the workers, before the first
+    request or at any time, and vLLM says nothing about it to a connector. None if nothing does."""
+    if getattr(vllm_config, "weight_transfer_config", None) is not None:
+        return "weight_transfer_config"
+    if getattr(vllm_config.parallel_config, "worker_extension_cls", ""):
+        return "worker_extension_cls"
+    return None
+
+
+def changed_since_start(vllm_config: VllmConfig) -> Path | None:
+    """What was changed since this process began: a file of the model's, its folder, or a link that
+    leads there. None if nothing was.
+
+    vLLM's workers read the weights after that, and before the digest is made of them: it may tell
+    of others. To be asked behind the digest.
+    """
+    if str(vllm_config.load_config.load_format) == "dummy":
+        return None
+    since = _process_start_ns() - _CLOCK_SKEW_NS
+    model, source = vllm_config.model_config, _other_source(vllm_config)
+    place = Path(source) if source else _model_folder(vllm_config)
+    if place is None or not place.exists():
+        return None
+    refs = place.parent.parent / "refs"
+    if not source and not Path(model.model).exists() and refs.is_dir():
+        # A hub's files are named by their content and never written again; they may be new because
+        # a worker has fetched them. But which of several snapshots it was told to load is unknown.
+        is_only_one = len(list(place.parent.iterdir())) == 1
+        looked_at = [] if is_only_one else [refs / str(model.revision or "main")]
+    else:
+        suffixes = (".json", ".py", *_WEIGHT_SUFFIXES)
+        files = [place] if place.is_file() else _files(place)
+        files = [file for file in files if file == place or file.suffix in suffixes]
+        looked_at = [step for file in files for step in _way_to(file)]
+        folders = {place, *(file.parent for file in files)} if place.is_dir() else ()
+        looked_at += [folder.resolve() for folder in folders]
+    return next((path for path in looked_at if _changed_ns(path) > since), None)
+
+
+def _way_to(path: Path) -> Iterator[Path]:
+    """The links on the way to a file, and what is at its end."""
+    path = Path(os.path.abspath(path))
+    for part in (*reversed(path.parents), path):
+        if part.is_symlink():
+            yield part
+            yield from _way_to(part.parent / part.readlink() / path.relative_to(part))
+            return
+    yield path
+
+
+def _changed_ns(path: Path) -> int:
+    """Who copies or unpacks files may set the time of the last write, but not this one."""
+    try:
+        stat = path.lstat()
+    except FileNotFoundError:
+        return 0
+    return max(stat.st_mtime_ns, stat.st_ctime_ns)
+
+
+def _process_start_ns() -> int:
+    """By the clock that files have their times from. Of an engine in a process of its own that is
+    just before its workers begin."""
+    of_process = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    started = int(of_process[19]) / os.sysconf("SC_CLK_TCK")  # after the machine was
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    return time.time_ns() - int(age * 1e9)
+
+
+def _add_weights(digest: Any, vllm_config: VllmConfig) -> None:
+    """By what is in their files; where those are not here, by where they come from."""
+    model, load_format = vllm_config.model_config, str(vllm_config.load_config.load_format)
+    # These formats read other files even where safetensors lie beside them.
+    every_format = load_format in ("pt", "npcache")
+    code = (".py",) if getattr(model, "trust_remote_code", False) else ()
+    folder = _model_folder(vllm_config)
+    source = _other_source(vllm_config)
+    ignored = _NO_CONFIGS if not source else frozenset()  # without weights every hint counts
+    if ignored and getattr(model, "multimodal_config", None) is None:
+        ignored |= {"tokenizer_config.json"}  # else it may say which processor media have
+    are_read = folder is not None and _add_place(digest, folder, every_format, code, ignored)
+    if source:  # then the folder has configs alone, or weights that nobody loads
+        are_read = os.path.exists(source) and _add_place(digest, Path(source), every_format)
+    if not are_read:
+        name = source or model.model
+        logger.warning(
+            "the files of model %s cannot be read here; its cache is keyed by name and revision, "
+            "so call reset_prefix_cache(reset_connector=True) after changing them in place",
+            name,
+        )
+        _add(digest, "name", f"{name}@{model.revision}")
+
+
+def _other_source(vllm_config: VllmConfig) -> str:
+    """Where the weights come from if not from the model's folder, or nothing.
+
+    Of a model in an object store vLLM's folder is a temporary one without weights.
+    """
+    load = vllm_config.load_config
+    if str(load.load_format) == "tensorizer":
+        options = _loader_options(load)
+        folder = options.get("tensorizer_dir")
+        uri = options.get("tensorizer_uri") or (folder and f"{folder}/model.tensors")
+        if uri:
+            return str(uri)
+    return str(getattr(vllm_config.model_config, "model_weights", None) or "")
+
+
+def _loader_options(load: LoadConfig) -> dict[str, Any]:
+    extra = getattr(load, "model_loader_extra_config", None) or {}
+    return dict(extra.get("tensorizer_config") or extra)
+
+
+def _loader_text(load: LoadConfig) -> str:
+    ignored = set(_LOADER_IGNORED)
+    if str(load.load_format) == "tensorizer":
+        ignored |= {"tensorizer_uri", "tensorizer_dir"}  # the source of weights, see above
+    options = {
+        name: value
+        for name, value in _loader_options(load).items()
+        if name not in ignored and not name.startswith("_") and value not in (None, {})
+    }
+    return canonical_text(options)
+
+
+def adapter_digest(name: str, path: str) -> bytes:
+    """Digest of a LoRA adapter's files; read again only when a file may have changed.
+
+    Of those at the top of its folder: vLLM reads no others.
+    """
+    folder = _adapter_folder(name, path)
+    if folder is None:
+        raise UnsupportedError(
+            f"adapter {name!r} is not found at {path} on the scheduler's host, so nobody can tell "
+            "what it holds; give the path of a folder"
+        )
+    # Size and time of the last write do not tell: adapters of a kind are equally large, and whoever
+    # unpacks or copies them may set the time. The time of the last change is the kernel's alone.
+    stamps = tuple(
+        (file.name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+        for file in _adapter_files(folder)
+        for stat in [file.stat()]
+    )
+    return _adapter_digest(folder, stamps)
+
+
+@lru_cache(maxsize=1024)
+def _adapter_digest(folder: Path, stamps: tuple[tuple[str | int, ...], ...]) -> bytes:
+    digest = hashlib.sha256(b"adapter files\0")
+    for file in _adapter_files(folder):
+        _add(digest, "file", file.name)
+        _add_file(digest, file, whole=True)
+    return digest.digest()
+
+
+def _adapter_files(folder: Path) -> list[Path]:
+    """Those that may say what it computes. Beside them a training leaves its state behind, which is
+    many times as large, and the tokenizer."""
+    ignored = {*_NO_WEIGHTS, *_NO_CONFIGS, "tokenizer_config.json"}
+    return [
+        file
+        for file in _top_files(folder)
+        if file.suffix in (".json", *_WEIGHT_SUFFIXES)
+        and file.name not in ignored
+        and not file.name.startswith("rng_state")
+    ]
+
+
+def _adapter_folder(name: str, path: str) -> Path | None:
+    """Where vLLM's workers load it from, if that is here already."""
+    local = Path(os.path.expanduser(path))
+    is_local = local.is_absolute() or local.exists()
+    found = local if is_local else _snapshot(path)
+    if found is not None and not is_local and _hub_is_asked():
+        raise UnsupportedError(
+            f"vLLM asks a hub for adapter {name!r} whenever it loads it, and may get a newer one "
+            "than is here; give the path of a folder, or set HF_HUB_OFFLINE=1"
+        )
+    if found is None or not found.is_dir():
+        return None
+    return found if any(file.stem == "adapter_model" for file in _top_files(found)) else None
+
+
+def _hub_is_asked() -> bool:
+    """Whether vLLM looks for something newer than what is on this host."""
+    from vllm import envs
+
+    if envs.VLLM_USE_MODELSCOPE:
+        return True
+    from huggingface_hub import constants
+
+    return not constants.HF_HUB_OFFLINE
+
+
+def _model_folder(vllm_config: VllmConfig) -> Path | None:
+    model = vllm_config.model_config
+    local = Path(model.model)
+    if local.exists():
+        return local
+    return _snapshot(model.model, model.revision, vllm_config.load_config.download_dir)
+
+
+def _snapshot(
+    repository: str, revision: str | None = None, cache: str | None = None
+) -> Path | None:
+    """The files of a hub's repository that are on this host."""
+    try:
+        from vllm import envs
+
+        if envs.VLLM_USE_MODELSCOPE:
+            # Another hub, which may have something else under the same name. vLLM leaves it to its
+            # library where that keeps files.
+            from modelscope.hub.snapshot_download import snapshot_download as from_modelscope
+
+            return Path(from_modelscope(repository, revision=revision, local_files_only=True))
+        from huggingface_hub import snapshot_download
+
+        return Path(
+            snapshot_download(repository, revision=revision, cache_dir=cache, local_files_only=True)
+        )
+    except Exception as reason:  # any failure means the same: no files to read
+        logger.debug("no local snapshot of %s: %s", repository, reason)
+        return None
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if file.is_file())
+
+
+def _top_files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if file.is_file())
+
+
+def _add_place(
+    digest: Any,
+    place: Path,
+    every_format: bool = False,
+    code: tuple[str, ...] = (),
+    ignored: frozenset[str] = frozenset(),
+) -> bool:
+    """Covers a file, or a folder's configs and weights; False if there are no weights in it."""
+    if place.is_file():
+        _add_file(digest, place)
+        return True
+    suffixes = (".json", *code, *_WEIGHT_SUFFIXES)
+    files = [file for file in _files(place) if file.suffix in suffixes and file.name not in ignored]
+    files = [file for file in files if file != place / "config.json"]  # hf_config stands for it
+    files = [file for file in files if place / _NEVER_LOADED not in file.parents]
+    # Some repositories carry the weights twice; vLLM loads safetensors when they are there, at
+    # the top: those of a subfolder do not replace the model's own.
+    own = any(file.suffix == ".safetensors" and file.parent == place for file in files)
+    if own and not every_format:
+        files = [file for file in files if file.suffix in (".json", *code, ".safetensors")]
+    for file in files:
+        _add(digest, "file", file.relative_to(place).as_posix())
+        _add_file(digest, file)
+    return any(file.suffix in _WEIGHT_SUFFIXES and file.name not in _NO_WEIGHTS for file in files)
+
+
+def _add_file(digest: Any, file: Path, whole: bool = False) -> None:
+    size = file.stat().st_size
+    _add(digest, "size", str(size))
+    with file.open("rb") as stream:
+        if size <= _SMALL_FILE:
+            digest.update(stream.read())
+            return
+        ranges = [(0, size)] if whole else _sampled_ranges(stream, size, file.suffix)
+        for offset, length in ranges:
+            _add_range(digest, stream, offset, length)
+
+
+def _add_range(digest: Any, stream: Any, offset: int, length: int) -> None:
+    stream.seek(offset)
+    if length <= _SAMPLE:
+        digest.update(stream.read(length))
+        return
+    while length > 0:
+        part = stream.read(min(length, _CHUNK))
+        if not part:
+            return
+        digest.update(xxh3_64(part).to_bytes(8, "little"))  # ten times as fast
+        length -= len(part)
+
+
+def _sampled_ranges(stream: Any, size: int, suffix: str) -> Iterator[tuple[int, int]]:
+    """The index of a safetensors file, and of each tensor its ends and its middle, or all of it;
+    else evenly spaced pieces."""
+    index = _tensor_index(stream, size) if suffix == ".safetensors" else None
+    if index is None:
+        pieces = 1024
+        for piece in range(pieces):
+            yield piece * (size - _SAMPLE) // (pieces - 1), _SAMPLE
+        return
+    data, spans = index
+    yield 0, data
+    step = max(1, len(spans) // _MAX_TENSORS)
+    for number, (start, end, is_table) in enumerate(spans):
+        if is_table or end - start <= 3 * _SAMPLE:
+            yield data + start, end - start
+        elif number % step == 0:
+            for at in (start, (start + end - _SAMPLE) // 2, end - _SAMPLE):
+                yield data + at, _SAMPLE
+
+
+def _tensor_index(stream: Any, size: int) -> tuple[int, list[tuple[int, int, bool]]] | None:
+    """Where a safetensors file's data begins, and the span of each tensor in it and whether it is
+    a table of rows; None if the file is broken, which is for vLLM to complain about."""
+    (header_bytes,) = struct.unpack("<Q", stream.read(8))
+    data = 8 + header_bytes
+    if data > min(size, _MAX_HEADER):
+        return None
+    try:
+        header = json.loads(stream.read(header_bytes))
+        spans = []
+        for name in header:
+            if name != "__metadata__":
+                start, end = header[name]["data_offsets"]
+                is_table = any(word in name.lower() for word in _TABLES)
+                spans.append((int(start), int(end), is_table))
+        spans.sort()
+    except Exception as reason:  # whatever a header can be but an index
+        logger.debug("no tensor index in a weight file: %s", reason)
+        return None
+    if any(not 0 <= start <= end <= size - data for start, end, _ in spans):
+        return None
+    return data, spans
+
+
+def _add(digest: Any, label: str, value: str) -> None:
+    digest.update(f"{label}:{len(value)}:{value};".encode())
+
+
+def _stable(config: dict[str, Any]) -> str:
+    """Canonical text of a config, without what says where or by which library it was saved."""
+    ignored = {"_name_or_path", "transformers_version", "_commit_hash"}
+    kept = {key: value for key, value in config.items() if key not in ignored}
+    return json.dumps(kept, sort_keys=True, default=canonical_text)

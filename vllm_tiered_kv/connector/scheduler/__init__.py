@@ -1,0 +1,1 @@
+"""The half of the connector that lives with vLLM's scheduler: it decides."""

@@ -1,0 +1,457 @@
+"""Asks the daemons what they hold of a request; the scheduler waits for them hardly ever.
+
+A lookup runs in a thread and has a deadline; until then vLLM is told "not known yet" and goes on
+with other requests, afterwards it counts as a miss. Only for daemons on this host a step waits, up
+to two milliseconds in all: to ask again in the next step would take longer. Blocks that were found
+are pinned by the daemon for as long as a load may take; of a request that has waited longer the
+daemons are asked anew.
+
+A daemon on this host leases what lies in its memory along with the answer: workers that have mapped
+it then copy without asking again. The lease is released when its load has ended, or when the answer
+is dropped, whichever way that comes about: `RemoteLookup.drop` is the only way out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+
+from vllm_tiered_kv.connector.scheduler.window_search import WindowSearch
+from vllm_tiered_kv.core.key import BlockKey, RankTag
+from vllm_tiered_kv.core.store import store_key
+from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.core.transfer import LeasedBlocks, int64_array
+from vllm_tiered_kv.metrics import names
+from vllm_tiered_kv.metrics.names import LookupOutcome
+from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.remote.local_daemon import LocalDaemon
+from vllm_tiered_kv.remote.placement import Cluster, placed_runs
+from vllm_tiered_kv.remote.shared_memory import LookupLease
+from vllm_tiered_kv.remote.store import RemoteStore
+
+logger = logging.getLogger(__name__)
+
+_MAX_KEYS_PER_QUESTION = 16384
+_PATIENCE_S = 0.002
+"""Of a step with daemons on this host."""
+_ASK_SPEEDS_S = 1.0
+_REMOTE = Tier.REMOTE.value
+
+
+@dataclass(frozen=True)
+class RemoteSpan:
+    """Positions of one group that one daemon holds, and has leased if there is a lease."""
+
+    start: int
+    stop: int
+    address: str
+    lease: LookupLease | None = None
+    by_tier: Mapping[Tier, int] = field(default_factory=dict)
+    """How many of them the daemon has in its memory, on its SSD and behind it."""
+    column: int = 0
+    """Where the first of them stands in the lease."""
+
+    def shares(self) -> dict[Tier, float]:
+        """The same as parts of the whole."""
+        total = sum(self.by_tier.values())
+        return {tier: count / total for tier, count in self.by_tier.items() if count}
+
+
+@dataclass(frozen=True)
+class RemoteAnswer:
+    """What daemons hold, per group: spans without a gap between them."""
+
+    spans: tuple[tuple[RemoteSpan, ...], ...]
+    is_known: bool = True
+    """False where no daemon answered: they may hold more."""
+
+    @property
+    def leases(self) -> list[LookupLease]:
+        return [span.lease for group in self.spans for span in group if span.lease is not None]
+
+    def positions(self) -> list[range]:
+        return [range(s[0].start, s[-1].stop) if s else range(0) for s in self.spans]
+
+
+@dataclass
+class RemoteLookup:
+    """One question under way or answered."""
+
+    future: Future[RemoteAnswer]
+    asked_at: float
+    deadline: float
+    fresh_until: float
+    answer: RemoteAnswer | None = None
+    given_up: bool = False
+    was_awaited: bool = False
+    renewable: bool = False
+    """Asked for ahead of need, or given to vLLM before. Otherwise the answer is used however old it
+    is: steps that take longer than an answer stays fresh must not keep a request waiting."""
+
+    @property
+    def is_pending(self) -> bool:
+        return self.answer is None and not self.given_up
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self.asked_at
+
+    @property
+    def is_outdated(self) -> bool:
+        return self.renewable and time.monotonic() > self.fresh_until
+
+    def drop(self) -> None:
+        """Nobody wants the answer any more, and no copy reads what was leased with it: the lease is
+        released, now or when it comes. Idempotent, never waits."""
+        if not self.future.cancel():
+            self.future.add_done_callback(_release_answer)
+
+
+def _release_answer(future: Future[RemoteAnswer]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        for lease in future.result().leases:
+            lease.release()
+
+
+def _cut(
+    positions: range,
+    column: int,
+    address: str,
+    lease: LookupLease | None,
+    by_tier: Mapping[Tier, int],
+) -> Iterator[RemoteSpan]:
+    """Positions a daemon has, which are those from `column` on of what it was asked for: those
+    that are leased, and those that are not."""
+    leased = 0 if lease is None else lease.blocks
+    middle = positions.start + max(0, min(len(positions), leased - column))
+    if middle > positions.start:
+        in_memory = {Tier.MEMORY: middle - positions.start}
+        yield RemoteSpan(positions.start, middle, address, lease, in_memory, column)
+    if middle < positions.stop:
+        rest = {**by_tier, Tier.MEMORY: by_tier.get(Tier.MEMORY, 0) - leased}
+        yield RemoteSpan(middle, positions.stop, address, by_tier=rest)
+
+
+def _release(spans: Sequence[RemoteSpan]) -> None:
+    for span in spans:
+        if span.lease is not None:
+            span.lease.release()
+
+
+class RemoteLookups:
+    def __init__(
+        self,
+        cluster: Cluster,
+        ranks: Sequence[RankTag],
+        timeout_s: float,
+        pin_s: float,
+        recorder: Recorder,
+        threads: int = 4,
+    ) -> None:
+        self._cluster = cluster
+        self._ranks = list(ranks)
+        self._timeout_s = timeout_s
+        self._pin_s = pin_s
+        self._pin_ms = int(pin_s * 1000)
+        self._recorder = recorder
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tiered-kv-lookup")
+        self.answers: deque[tuple[int, int]] = deque(maxlen=64)
+        """Blocks asked for and found, of the last answers, whether anybody still wanted them."""
+        self._patience_s = 0.0
+        self.read_speeds: dict[Tier, float] = {}
+        """Bytes per second and rank at which daemons read their slower tiers, by their own word;
+        the slowest of them."""
+        self._speeds_asked: dict[str, float] = {}  # when, by address; not again once it was told
+        self._closing = False
+        self._local_daemons: dict[str, LocalDaemon] = {}
+        self._local_daemons_lock = threading.Lock()
+
+    def greet(self) -> None:
+        """Reaches for the daemons, so that the first lookup need not. Never waits."""
+        with contextlib.suppress(RuntimeError):  # no thread to be had now
+            self._pool.submit(self._greet)
+
+    def _greet(self) -> None:
+        """One after the other: lookups meanwhile have the other threads."""
+        for server in self._cluster.stores.values():
+            if self._closing:
+                return
+            if _is_local(server):
+                self._local_daemon(server).attach()
+            if server.available:  # else attaching has found that it is not there
+                server.greet()
+
+    def start(
+        self,
+        keys: Sequence[Sequence[BlockKey]],
+        firsts: Sequence[int],
+        block_bytes: Sequence[int] = (),
+        windows: WindowSearch | None = None,
+    ) -> RemoteLookup:
+        """Asks for the positions from `firsts` on, per group, and leases them where their length
+        is given. Of groups with a window, for what `windows` finds out to be needed."""
+        now = time.monotonic()
+        deadline = now + self._timeout_s
+        wanted = [list(group_keys) for group_keys in keys]
+        lengths = list(block_bytes) or [0] * len(wanted)
+        # A future of our own: the pool has none for a question it took but found no thread for.
+        lookup = RemoteLookup(Future(), now, deadline, deadline + self._pin_s)
+        try:
+            self._pool.submit(
+                self._answer, lookup.future, wanted, firsts, lengths, deadline, windows
+            )
+        except RuntimeError as error:  # this is the scheduler's thread: the engine would end
+            logger.warning("daemons cannot be asked now, which counts as a miss: %s", error)
+            self._give_up(lookup, LookupOutcome.MISS)
+        return lookup
+
+    def unavailable(self) -> RemoteLookup:
+        """The lookup of a request for which no daemon is there."""
+        now = time.monotonic()
+        lookup = RemoteLookup(Future(), now, now, now + self._timeout_s + self._pin_s)
+        self._give_up(lookup, LookupOutcome.UNAVAILABLE)
+        return lookup
+
+    def _give_up(self, lookup: RemoteLookup, outcome: LookupOutcome) -> None:
+        lookup.drop()
+        lookup.given_up = True
+        self._recorder.add(names.LOOKUPS, 1, _REMOTE, outcome.value)
+
+    def poll(self, lookup: RemoteLookup) -> None:
+        """Notes an answer that has come, or that it is too late for one. Waits a moment for that of
+        a local daemon: it mostly comes at once, and the next time to ask is a step later."""
+        if not lookup.is_pending:
+            return
+        if self._patience_s > 0 and not lookup.was_awaited and not lookup.future.done():
+            lookup.was_awaited = True
+            begin = time.monotonic()
+            wait([lookup.future], self._patience_s)
+            self._patience_s -= time.monotonic() - begin
+        if lookup.future.done():
+            answer = lookup.answer = lookup.future.result()
+            outcome = LookupOutcome.MISS if answer.is_known else LookupOutcome.UNAVAILABLE
+            if any(answer.spans):
+                outcome = LookupOutcome.HIT
+            self._recorder.add(names.LOOKUPS, 1, _REMOTE, outcome.value)
+        elif time.monotonic() > lookup.deadline:
+            self._give_up(lookup, LookupOutcome.TIMEOUT)
+
+    def step_planned(self) -> None:
+        """The next step may wait for answers again."""
+        are_local = all(map(_is_local, self._cluster.stores.values()))
+        self._patience_s = _PATIENCE_S if are_local else 0.0
+
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        """Lets every daemon that can be reached forget these blocks of all ranks. Never waits."""
+        with contextlib.suppress(RuntimeError):  # the engine is stopping
+            self._pool.submit(self._delete, list(keys))
+
+    def _delete(self, keys: Sequence[BlockKey]) -> None:
+        for store in self._cluster.stores.values():
+            failed = store.counts.failed_calls
+            if store.available:
+                namespace = store.identity.namespace
+                store.delete([store_key(namespace, k, rank) for k in keys for rank in self._ranks])
+            if not store.available or store.counts.failed_calls > failed:
+                logger.warning(
+                    "daemon %s could not be asked to forget %d block(s), and may serve them again",
+                    store.address,
+                    len(keys),
+                )
+
+    def close(self) -> None:
+        """No load may be under way: all leases are released."""
+        self._closing = True
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        for local_daemon in self._local_daemons.values():
+            local_daemon.close()
+
+    def leased(self, span: RemoteSpan, positions: list[int]) -> LeasedBlocks | None:
+        """Where these positions of a span lie, for workers; None if they are not leased."""
+        lease = span.lease
+        if lease is None:
+            return None
+        whole = LeasedBlocks(lease.arena_id, tuple(self._ranks), lease.offsets, lease.generations)
+        return whole.at(int64_array(positions) - span.start + span.column)
+
+    @property
+    def open_leases(self) -> int:
+        """Answers whose blocks are still leased to this engine."""
+        return sum(daemon.lookup_leases for daemon in list(self._local_daemons.values()))
+
+    def _answer(
+        self,
+        future: Future[RemoteAnswer],
+        keys: list[list[BlockKey]],
+        firsts: Sequence[int],
+        lengths: Sequence[int],
+        deadline: float,
+        windows: WindowSearch | None,
+    ) -> None:
+        if future.set_running_or_notify_cancel():
+            future.set_result(self._ask(keys, firsts, lengths, deadline, windows))
+
+    def _ask(
+        self,
+        keys: list[list[BlockKey]],
+        firsts: Sequence[int],
+        lengths: Sequence[int],
+        deadline: float,
+        windows: WindowSearch | None,
+    ) -> RemoteAnswer:
+        found: list[list[RemoteSpan]] = [[] for _ in keys]
+        try:
+            for group, (group_keys, first, nbytes) in enumerate(
+                zip(keys, firsts, lengths, strict=True)
+            ):
+                for span in self._ask_group(group_keys, first, nbytes, deadline):
+                    found[group].append(span)
+            asked = sum(len(group) - first for group, first in zip(keys, firsts, strict=True))
+            if windows is not None:
+                asked += self._ask_windows(windows, keys, firsts, lengths, deadline, found)
+            self.answers.append((asked, sum(s.stop - s.start for group in found for s in group)))
+            return RemoteAnswer(tuple(map(tuple, found)), is_known=self._cluster.is_up)
+        except Exception:  # whatever it was, it must not end the engine
+            logger.exception("what daemons hold could not be asked")
+            for spans in found:
+                _release(spans)
+            return RemoteAnswer(((),) * len(keys))
+
+    def _ask_windows(
+        self,
+        windows: WindowSearch,
+        keys: list[list[BlockKey]],
+        firsts: Sequence[int],
+        lengths: Sequence[int],
+        deadline: float,
+        found: list[list[RemoteSpan]],
+    ) -> int:
+        """Adds what daemons hold of the windows where a hit can end; says how many blocks it would
+        have taken."""
+
+        def ask_at(end: int) -> bool:
+            wanted = {group.group_id: windows.wanted(group, end) for group in windows.windowed}
+            for group in wanted:
+                _release(found[group])  # leases are shared between groups
+                found[group] = []
+            return self._ask_together(wanted, keys, lengths, deadline, found)
+
+        end = windows.reach(firsts, found)
+        asked = sum(len(windows.wanted(group, end)) for group in windows.windowed)
+        if end > windows.computed and not ask_at(end):
+            present = {
+                group.group_id: self._present(
+                    keys[group.group_id][: end // group.block_size], deadline
+                )
+                for group in windows.windowed
+            }
+            ask_at(windows.longest(end, present))
+        return asked
+
+    def _ask_together(
+        self,
+        wanted: Mapping[int, range],
+        keys: list[list[BlockKey]],
+        lengths: Sequence[int],
+        deadline: float,
+        found: list[list[RemoteSpan]],
+    ) -> bool:
+        """Adds these positions of several groups if all are there: one question for all blocks of
+        one length that lie on one daemon."""
+        batches: dict[tuple[str, int], tuple[RemoteStore, list[tuple[int, range]]]] = {}
+        for group, positions in wanted.items():
+            reached = positions.start
+            for start, stop, server in placed_runs(
+                self._cluster, keys[group][: positions.stop], positions.start
+            ):
+                batch = batches.setdefault((str(server.address), lengths[group]), (server, []))
+                batch[1].append((group, range(start, stop)))
+                reached = stop
+            if reached < positions.stop:
+                return False
+        spans: dict[int, list[RemoteSpan]] = {group: [] for group in wanted}
+        is_whole = False
+        try:
+            for (address, nbytes), (server, parts) in batches.items():
+                some = [key for group, part in parts for key in keys[group][part.start : part.stop]]
+                count, lease, by_tier = self._match(server, some, nbytes, deadline)
+                if count < len(some):
+                    if lease is not None:
+                        lease.release()
+                    return False
+                column = 0
+                for group, part in parts:
+                    spans[group] += _cut(part, column, address, lease, by_tier)
+                    column += len(part)
+            is_whole = True
+        finally:
+            if not is_whole:  # parts with a gap between them would pass for all
+                for some_spans in spans.values():
+                    _release(some_spans)
+        for group, of_group in spans.items():
+            found[group] += sorted(of_group, key=lambda span: span.start)
+        return True
+
+    def _present(self, keys: list[BlockKey], deadline: float) -> list[bool]:
+        present = [False] * len(keys)
+        for start, stop, server in placed_runs(self._cluster, keys, 0):
+            present[start:stop] = server.contains_all(keys[start:stop], self._ranks, deadline)
+        return present
+
+    def _ask_group(
+        self, keys: list[BlockKey], first: int, nbytes: int, deadline: float
+    ) -> Iterator[RemoteSpan]:
+        for start, stop, server in placed_runs(self._cluster, keys, first):
+            for begin in range(start, stop, _MAX_KEYS_PER_QUESTION):
+                end = min(stop, begin + _MAX_KEYS_PER_QUESTION)
+                count, lease, by_tier = self._match(server, keys[begin:end], nbytes, deadline)
+                yield from _cut(range(begin, begin + count), 0, str(server.address), lease, by_tier)
+                if count < end - begin:
+                    return
+
+    def _match(
+        self, server: RemoteStore, keys: list[BlockKey], nbytes: int, deadline: float
+    ) -> tuple[int, LookupLease | None, Mapping[Tier, int]]:
+        is_local = _is_local(server)
+        if is_local and nbytes:
+            found = self._local_daemon(server).lookup(keys, self._ranks, nbytes, deadline)
+            if found is None:
+                return 0, None, {}
+            self._learn_speeds(server, found.by_tier, deadline)
+            return found.count, found.lease, found.by_tier
+        # What a local daemon does not lease now it leases a moment later: no need to pin it.
+        pin_ms = 0 if is_local else self._pin_ms
+        match = server.match_all(keys, self._ranks, pin_ms, deadline)
+        return (0, None, {}) if match is None else (match.count, None, match.by_tier)
+
+    def _learn_speeds(
+        self, server: RemoteStore, by_tier: Mapping[Tier, int], deadline: float
+    ) -> None:
+        """Asks a daemon on this host how fast it reads what it holds in slower tiers, until it has
+        said so once. Over a network that would tell little about loads."""
+        address, now = str(server.address), time.monotonic()
+        is_slow = any(by_tier.get(tier) for tier in (Tier.SSD, Tier.BACKING))
+        if not is_slow or now < self._speeds_asked.get(address, 0.0) + _ASK_SPEEDS_S:
+            return
+        self._speeds_asked[address] = now
+        speeds = server.read_speeds(deadline)
+        if speeds:
+            self._speeds_asked[address] = math.inf
+        for tier, rate in speeds.items():
+            share = rate / len(self._ranks)  # ranks load at the same time
+            self.read_speeds[tier] = min(share, self.read_speeds.get(tier, share))
+
+    def _local_daemon(self, server: RemoteStore) -> LocalDaemon:
+        with self._local_daemons_lock:
+            return self._local_daemons.setdefault(str(server.address), LocalDaemon(server))
+
+
+def _is_local(server: RemoteStore) -> bool:
+    return str(server.address).startswith("ipc://")

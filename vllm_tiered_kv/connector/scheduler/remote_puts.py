@@ -1,0 +1,67 @@
+"""Which blocks of the CPU tier are sent on to a daemon.
+
+Every block that becomes readable here is offered once. A block on its way is pinned; when too many
+are, or its daemon is gone, the rest is not sent, and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from vllm_tiered_kv.cache.index import BlockIndex
+from vllm_tiered_kv.cache.ledger import TransferLedger
+from vllm_tiered_kv.cache.planner import Group
+from vllm_tiered_kv.core.key import BlockKey
+from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.core.transfer import PutJob, int64_array
+from vllm_tiered_kv.metrics.names import DropReason
+from vllm_tiered_kv.remote.placement import Cluster
+
+
+class RemotePuts:
+    def __init__(
+        self,
+        cluster: Cluster,
+        groups: Sequence[Group],
+        index: BlockIndex,
+        ledger: TransferLedger,
+        queue_bytes: int,
+    ) -> None:
+        self._cluster = cluster
+        self._groups = groups
+        self._index = index
+        self._ledger = ledger
+        self._queue_bytes = queue_bytes
+        self._next: list[PutJob] = []
+
+    def take(self) -> list[PutJob]:
+        """Jobs for the workers, planned since the last call."""
+        jobs, self._next = self._next, []
+        return jobs
+
+    def offer(self, stored: Sequence[tuple[BlockKey, list[int]]]) -> None:
+        """Plans to send blocks that have just become readable: slots, by their anchor."""
+        batches: dict[tuple[str, int], list[int]] = {}
+        for anchor, slots in stored:
+            server = self._cluster.server_for(anchor)
+            if server is None:
+                self._ledger.drop(len(slots), DropReason.UNAVAILABLE, Tier.REMOTE)
+                continue
+            group_id = anchor[-1]  # an anchor is a block of the chain that it stands for
+            batches.setdefault((str(server.address), group_id), []).extend(slots)
+        for (address, group_id), batch in batches.items():
+            nbytes = self._groups[group_id].block_bytes
+            room = max(0, self._queue_bytes - self._ledger.pending_put_bytes) // nbytes
+            # Heads come first: what is sent can be found without the rest.
+            self._ledger.drop(max(0, len(batch) - room), DropReason.QUEUE_FULL, Tier.REMOTE)
+            if batch[:room]:
+                self._next.append(self._put_job(address, group_id, batch[:room]))
+
+    def _put_job(self, address: str, group_id: int, slots: list[int]) -> PutJob:
+        named = zip(*self._index.blocks_in(slots), strict=True)
+        keys, parents = cast(
+            "tuple[tuple[BlockKey, ...], tuple[BlockKey | None, ...]]", tuple(named)
+        )
+        job_id = self._ledger.open_put(slots, keys, self._groups[group_id].block_bytes)
+        return PutJob(job_id, address, group_id, int64_array(slots), keys, parents)

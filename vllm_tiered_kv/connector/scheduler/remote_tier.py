@@ -1,0 +1,253 @@
+"""The daemons as the scheduler sees them: one more place where blocks of a request may lie."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_tiered_kv.cache.index import BlockIndex
+from vllm_tiered_kv.cache.planner import Group, loadable_tokens
+from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookups, RemoteSpan
+from vllm_tiered_kv.connector.scheduler.remote_puts import RemotePuts
+from vllm_tiered_kv.connector.scheduler.request_state import RequestState
+from vllm_tiered_kv.connector.scheduler.window_search import WindowSearch
+from vllm_tiered_kv.connector.worker.shared_region import LEASE_TRUSTED_S
+from vllm_tiered_kv.core.key import BlockKey
+from vllm_tiered_kv.core.transfer import ProbeJob, PutJob, RemoteTransfer, int64_array, pick
+from vllm_tiered_kv.metrics import names
+from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.remote.placement import Cluster
+from vllm_tiered_kv.remote.shared_memory import LookupLease
+
+_FEW_TOKENS = 32  # of a request, in a step that takes no time to launch
+_PATIENCE_S = 1.0  # how long a probe waits for such a step
+
+
+@dataclass(frozen=True)
+class LoadSplit:
+    """Positions of one group's load: those of the CPU tier, and those daemons have."""
+
+    local: Sequence[int]
+    remote: list[RemoteTransfer]
+
+    @property
+    def num_remote(self) -> int:
+        return sum(len(transfer) for transfer in self.remote)
+
+
+class RemoteTier:
+    def __init__(
+        self,
+        cluster: Cluster,
+        lookups: RemoteLookups,
+        writes: RemotePuts,
+        index: BlockIndex,
+        groups: Sequence[Group],
+        keep_copies: bool,
+        num_workers: int = 1,
+    ) -> None:
+        """`keep_copies`: blocks loaded from a daemon are kept in the CPU tier too. There are more
+        workers than shards to ask for where several hold the same."""
+        self._num_workers = num_workers
+        self._cluster = cluster
+        self._lookups = lookups
+        self.answers = lookups.answers
+        self.read_speeds = lookups.read_speeds
+        self.writes = writes
+        self._index = index
+        self._groups = groups
+        self.keep_copies = keep_copies
+        self._has_windows = any(group.window is not None for group in groups)
+        self._arenas_of_rank: dict[int, Mapping[bytes, int]] = {}
+        self._probes: list[ProbeJob] = []
+        self._probe_until = 0.0
+
+    def greet(self) -> None:
+        """Reaches for the daemons before the first request does. Never waits."""
+        self._lookups.greet()
+
+    def begin(self, state: RequestState, limit: int) -> None:
+        """Asks the daemons about a request that has just arrived, ahead of need."""
+        self._ask(state, 0, limit)
+        if state.remote is not None:
+            state.remote.renewable = True
+
+    def _ask(self, state: RequestState, computed: int, limit: int) -> None:
+        """Asks the daemons for what the CPU tier lacks of a request, if anything."""
+        if state.remote is not None or state.remote_failed:
+            return
+        keys, firsts = [], []
+        lacks_some = False
+        tail = int(state.sought_tail is not None)  # not worth a question, but one asks for it, too
+        for group, group_keys in zip(self._groups, state.sought, strict=True):
+            first, stop = computed // group.block_size, limit // group.block_size
+            is_full = group.window is None
+            found = self._index.match_prefix(group_keys, first, stop) if is_full else stop - first
+            lacks_some |= first + found < stop
+            firsts.append(first + found)
+            keys.append(group_keys[: stop + tail])
+        windows = self._window_search(keys, computed, limit) if self._has_windows else None
+        if windows is None:
+            missing = lacks_some
+        else:
+            alone = loadable_tokens(
+                self._index, self._groups, keys, computed, limit, windows.alignment
+            )
+            missing = computed + alone < limit
+        if not missing:
+            return
+        if self._cluster.server_for(keys[0][0]) is None:
+            state.remote = self._lookups.unavailable()
+            return
+        lengths = [group.block_bytes for group in self._groups]
+        state.remote = self._lookups.start(keys, firsts, lengths, windows)
+
+    def _window_search(
+        self, keys: Sequence[Sequence[BlockKey]], computed: int, limit: int
+    ) -> WindowSearch:
+        held = [self._index.are_readable(group_keys) for group_keys in keys]
+        alignment = math.lcm(*(group.block_size for group in self._groups))
+        return WindowSearch(self._groups, held, computed, limit, alignment)
+
+    def positions(self, state: RequestState, computed: int, limit: int) -> list[range] | None:
+        """What daemons hold of a request, per group; None while that is not known."""
+        if computed >= limit:
+            return [range(0)] * len(self._groups)  # the GPU has it all: nothing to wait for
+        if state.remote is not None and state.remote.is_outdated:
+            state.drop_lookup()
+        self._ask(state, computed, limit)
+        if state.remote is None:
+            return [range(0)] * len(self._groups)
+        self._lookups.poll(state.remote)
+        if state.remote.is_pending:
+            return None
+        state.remote.renewable = True
+        answer = state.remote.answer
+        return answer.positions() if answer is not None else [range(0)] * len(self._groups)
+
+    def split(
+        self, state: RequestState, group: Group, span: range, block_ids: Sequence[int]
+    ) -> LoadSplit:
+        """Where each block of an admitted load comes from; the CPU tier where it has it."""
+        answer = state.remote.answer if state.remote is not None else None
+        keys = state.sought[group.group_id]
+        if answer is None:
+            return LoadSplit(span, [])
+        # Not a step for each position: those of a long prompt are thousands.
+        is_here = np.array(self._index.are_readable(keys[span.start : span.stop]), dtype=bool)
+        local = (np.flatnonzero(is_here) + span.start).tolist()
+        by_part: list[tuple[RemoteSpan, list[int]]] = []
+        for part in answer.spans[group.group_id]:
+            start = max(part.start, span.start)
+            inside = is_here[start - span.start : max(part.stop - span.start, 0)]
+            positions = (np.flatnonzero(~inside) + start).tolist()
+            if positions:
+                by_part.append((part, positions))
+        found = len(local) + sum(len(positions) for _, positions in by_part)
+        assert found == len(span), f"nobody has {len(span) - found} of these blocks"
+        if by_part and not self.keep_copies:
+            held = answer.positions()[group.group_id]
+            # Where a tail lies, a full block will.
+            full = len(state.keys.of_group[group.group_id])
+            state.held_elsewhere[group.group_id] = range(held.start, min(held.stop, full))
+        return LoadSplit(
+            local,
+            [
+                RemoteTransfer(
+                    group.group_id,
+                    part.address,
+                    int64_array(block_ids)[int64_array(positions) - span.start],
+                    tuple(pick(keys, positions)),
+                    self._lookups.leased(part, positions),
+                )
+                for part, positions in by_part
+            ],
+        )
+
+    def probe(self, state: RequestState, group: Group, tokens: range, nbytes: int) -> None:
+        """Lets workers fetch so many bytes for nobody, of what a daemon holds of these tokens. They
+        all come from one group, whatever others there are: those up to the end of the tokens."""
+        answer = state.remote.answer if state.remote is not None else None
+        if answer is None:
+            return
+        position, end = tokens.start // group.block_size, -(-tokens.stop // group.block_size)
+        count = max(1, -(-nbytes // group.block_bytes))
+        for part in answer.spans[group.group_id]:
+            if max(part.start, position) < part.stop:
+                # A window's blocks stand for tokens before them.
+                stop = min(part.stop, max(end, part.start + 1))
+                first = max(part.start, stop - count)
+                keys = state.sought[group.group_id][first : min(part.stop, first + count)]
+                # One at a time: one that still waits would be behind it for nothing.
+                name = state.request.request_id
+                self._probes = [ProbeJob(name, group.group_id, part.address, tuple(keys))]
+                self._probe_until = time.monotonic() + _PATIENCE_S
+                return
+
+    def take_jobs(self, scheduled: Mapping[str, int]) -> tuple[list[PutJob], list[ProbeJob]]:
+        """For the workers, planned since the last call; `scheduled`: the tokens of this step.
+
+        Probes wait a while for a step that computes next to nothing: their threads would keep
+        the interpreter from a prefill that is being launched."""
+        self._lookups.step_planned()
+        probes: list[ProbeJob] = []
+        is_quiet = max(scheduled.values(), default=0) <= _FEW_TOKENS
+        if is_quiet or time.monotonic() > self._probe_until:
+            probes, self._probes = self._probes, []
+        return self.writes.take(), probes
+
+    @property
+    def has_probes(self) -> bool:
+        """Whether there are some that wait for a step."""
+        return bool(self._probes)
+
+    def update_mapped_arenas(self, by_rank: Mapping[int, Mapping[bytes, int]]) -> None:
+        """Workers say from which memories they can copy right now: `RemoteIO.ready_arenas`."""
+        self._arenas_of_rank.update(by_rank)
+
+    def is_resident(self, state: RequestState) -> bool:
+        """Whether whatever daemons hold of a request is leased, in memory that every rank can
+        copy from: then the load of it waits for nobody.
+
+        The daemon was there when it leased it, and workers keep its memory mapped for a while after
+        it has gone: that is what makes it certain, not what they said last.
+        """
+        answer = state.remote.answer if state.remote is not None else None
+        if answer is None or not any(answer.spans):
+            return True
+        if state.remote is None or state.remote.age_s > LEASE_TRUSTED_S:
+            return False
+        if len(self._arenas_of_rank) < self._num_workers:
+            return False
+        return all(
+            span.lease is not None and self._is_usable(span.lease, group.block_bytes)
+            for group in self._groups
+            for span in answer.spans[group.group_id]
+        )
+
+    def _is_usable(self, lease: LookupLease, nbytes: int) -> bool:
+        """Whether every rank has what is leased in memory that it can copy from."""
+        ready = min(arenas.get(lease.arena_id, 0) for arenas in self._arenas_of_rank.values())
+        return int(lease.offsets.max(initial=-nbytes)) + nbytes <= ready
+
+    def record(self, recorder: Recorder) -> None:
+        """Puts into the metrics which daemons are there."""
+        for address, store in self._cluster.stores.items():
+            recorder.set(names.DAEMON_UP, int(store.is_up), address)
+
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        """Lets daemons forget blocks of all ranks; returns at once."""
+        self._lookups.delete(keys)
+
+    @property
+    def open_leases(self) -> int:
+        """Answers whose blocks daemons still keep for this engine."""
+        return self._lookups.open_leases
+
+    def close(self) -> None:
+        self._lookups.close()
+        self._cluster.close()

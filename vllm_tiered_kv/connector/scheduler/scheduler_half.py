@@ -1,0 +1,557 @@
+"""The half of the connector that lives with vLLM's scheduler: keys, lookups, plans.
+
+Everything here is bookkeeping in memory; nothing waits for I/O, and what daemons hold is asked in
+other threads. The rules that keep tokens right:
+
+- Only confirmed tokens get a key: prompt tokens and sampled tokens the scheduler has seen, never
+  drafts or the placeholders of asynchronous scheduling.
+- A block is stored in the step whose forward fills it, or later, and read where it lies. No
+  reference to GPU blocks is held: a step that writes a block given out again waits until its store
+  has read it. Only vLLM holds those of a load beside the steps, until the request runs, and does
+  not reset its cache until then.
+- A load is planned only for readable blocks, which stay pinned until it is reported.
+- A request whose load failed is not offered another one beside the steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vllm_tiered_kv.cache.index import BlockIndex
+from vllm_tiered_kv.cache.ledger import TransferLedger
+from vllm_tiered_kv.cache.planner import groups_of
+from vllm_tiered_kv.config import Mode, TieredKVConfig
+from vllm_tiered_kv.connector.identity.request_keys import KeyMaker
+from vllm_tiered_kv.connector.metadata import TieredKVMetadata, TieredKVWorkerMetadata
+from vllm_tiered_kv.connector.scheduler.block_pool_watch import watch_new_blocks
+from vllm_tiered_kv.connector.scheduler.early_loads import EarlyLoads
+from vllm_tiered_kv.connector.scheduler.invalid_load_recovery import InvalidLoadRecovery
+from vllm_tiered_kv.connector.scheduler.lazy_store import LazyStore
+from vllm_tiered_kv.connector.scheduler.load_planner import LoadPlanner
+from vllm_tiered_kv.connector.scheduler.load_policy import LoadDecider
+from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookups
+from vllm_tiered_kv.connector.scheduler.remote_puts import RemotePuts
+from vllm_tiered_kv.connector.scheduler.remote_tier import RemoteTier
+from vllm_tiered_kv.connector.scheduler.request_state import (
+    RequestState,
+    awaits_first_token,
+    take_adapters,
+)
+from vllm_tiered_kv.connector.scheduler.step_load_policy import StepLoadPolicy
+from vllm_tiered_kv.connector.scheduler.store_planner import StorePlanner
+from vllm_tiered_kv.connector.scheduler.verification import Verification
+from vllm_tiered_kv.connector.stats import TieredKVStats
+from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
+from vllm_tiered_kv.core.key import RankTag
+from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.errors import TieredKVError
+from vllm_tiered_kv.metrics import names
+from vllm_tiered_kv.metrics.names import DropReason
+from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.remote.address import EngineIdentity
+from vllm_tiered_kv.remote.placement import Cluster
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+_CPU = Tier.CPU.value
+_YIELD_S = 0.0001
+_MAX_TOLD = 1000
+_REPORTS_AWAITED_S = 60.0
+"""Beyond what a load from a daemon may take: copies take milliseconds, and who sends to a daemon
+gives up earlier."""
+
+
+class SchedulerHalf:
+    def __init__(
+        self,
+        config: TieredKVConfig,
+        key_maker: KeyMaker,
+        block_sizes: list[int],
+        block_bytes: list[int],
+        geometry: ArenaGeometry,
+        num_ranks: int,
+        steps_zero_blocks: bool,
+        lazy: LazyStore | None,
+        hash_block_size: int | None,
+        step_tokens: int = 8192,
+        windows: Sequence[int | None] = (),
+        computes_on_cpu: bool = False,
+    ) -> None:
+        """`steps_zero_blocks`: vLLM clears new blocks before the forward, ahead of our hook.
+        `windows`: of each group, as at `Group`. The others are explained at `StorePlanner`."""
+        self._config = config
+        self._num_ranks = num_ranks
+        self._key_maker = key_maker
+        self._groups = groups_of(block_sizes, block_bytes, windows, geometry)
+        self._store_on_finish = not steps_zero_blocks
+        self.recorder = Recorder()
+        self.index = BlockIndex(geometry, config.eviction.value)
+        self.ledger = TransferLedger(self.index, self.recorder, num_ranks)
+        self._requests: dict[str, RequestState] = {}
+        self._usable_bytes: dict[int, int] = {}  # by rank
+        self._uncached: dict[str, Request] = {}  # those the cache has nothing to do with
+        self._reads_adapter: dict[str, RequestState] = {}  # those without a first token
+        self._told: set[str] = set()  # why requests are left alone, as far as the log has it
+        self._remote_failures: set[str] = set()  # loads under way that failed at a daemon
+        self._next = TieredKVMetadata()
+        self._blocks: KVCacheManager | None = None
+        self.stores = StorePlanner(self._groups, self.index, self.ledger, lazy, hash_block_size)
+        self._step_loads = StepLoadPolicy(config.step_loads, self._groups, self.ledger)
+        self.load_policy = LoadDecider(
+            config,
+            self._groups,
+            self.index,
+            self.recorder,
+            step_tokens,
+            num_ranks=num_ranks,
+            computes_on_cpu=computes_on_cpu,
+        )
+        self.loads = LoadPlanner(
+            self._groups, self.index, self.ledger, self.recorder, self._step_loads, self.load_policy
+        )
+        self.early_loads: EarlyLoads | None = None
+        self.verification: Verification | None = None
+        if config.verify_fraction:
+            self.verification = self.loads.verification = Verification(
+                config.verify_fraction,
+                self._groups,
+                self.index,
+                self.ledger,
+                self.recorder,
+                num_ranks,
+            )
+        self.remote: RemoteTier | None = None
+        self._identity: EngineIdentity | None = None
+        self._has_neighbours = False
+        self._unheard = 0  # how many ranks have not said how they cut their blocks
+        self._is_to_ask = False
+        self._silent_s = 0.0  # how long nothing was heard of transfers while nobody runs
+        self._last_asked = 0.0
+        self.recorder.set(names.CAPACITY_BYTES, geometry.capacity_bytes, _CPU)
+
+    def expect_local_daemons(self) -> None:
+        """There are other connectors beside this one, inside a MultiConnector.
+
+        Ranks have no handshake then. They say in their first step how they cut their blocks, and
+        until all have nothing is planned: slots might not match. A peer may also be told of blocks
+        while a step is planned, and write them before a worker of ours has heard of that step.
+        """
+        self._has_neighbours = True
+        if self._config.mode is Mode.TIERED:
+            self._unheard = self._num_ranks
+            self._is_to_ask = True
+            self._next.identity = None
+
+    def use_daemons(
+        self,
+        cluster: Cluster,
+        identity: EngineIdentity,
+        shards: Sequence[RankTag],
+        queue_bytes: int,
+        keep_copies: bool,
+    ) -> None:
+        """Adds the daemons' tiers behind the CPU tier; a block is all of its `shards`."""
+        config = self._config
+        self._identity = self._next.identity = identity
+        self.remote = RemoteTier(
+            cluster,
+            RemoteLookups(
+                cluster,
+                shards,
+                config.remote_lookup_timeout,
+                config.remote_load_timeout,
+                self.recorder,
+            ),
+            RemotePuts(cluster, self._groups, self.index, self.ledger, queue_bytes),
+            self.index,
+            self._groups,
+            keep_copies,
+            self._num_ranks,
+        )
+        self.loads.remote = self.remote
+        self.load_policy.answers = self.remote.answers
+        self.load_policy.read_speeds = self.remote.read_speeds
+        self.ledger.on_commit = self.remote.writes.offer
+        if self.verification is not None:
+            self.verification.delete_at_daemons = self.remote.delete
+
+    # ---- arrival, lookup, admission -----------------------------------------------------------
+
+    def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
+        self._blocks = manager
+        watch_new_blocks(manager.block_pool, self._handed_out)
+        self.stores.bind(manager)
+        self.loads.bind(manager.block_pool)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether there are any, the uncached among them."""
+        return bool(self._requests or self._uncached)
+
+    @property
+    def block_bytes(self) -> tuple[int, ...]:
+        return tuple(group.block_bytes for group in self._groups)
+
+    def on_new_request(self, request: Request) -> None:
+        if self._unheard:
+            return  # all may have said by the time it is admitted
+        state = self._state(request)
+        if state is not None:
+            self.loads.begin(state, request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens the tiers can add to the GPU's hit. No side effects on the CPU tier."""
+        state = self._state(request)
+        if state is None:
+            return 0, False
+        if num_computed_tokens < self.loads.limit(request):
+            state.keys.extend(request, request.num_tokens)
+        loadable = self.loads.loadable(state, request, num_computed_tokens)
+        if loadable and state.sees_loss_of_adapter(self._key_maker):
+            loadable = self.loads.loadable(state, request, num_computed_tokens)  # nothing
+        is_beside = state.match is not None and not state.match.is_step_load
+        return loadable, bool(loadable) and is_beside
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """The request is admitted with its blocks."""
+        state = self._requests.get(request.request_id)
+        if state is not None:
+            job = self.loads.admit(state, request, blocks, num_external_tokens)
+            if job is not None:
+                self._next.loads.append(job)
+                if self.early_loads is not None:
+                    self.early_loads.planned(self._next, self.ledger.fence.newest)
+
+    def loaded_from_disk(self, request: Request) -> int:
+        """Tokens of the load a request was just admitted with that come from a daemon's disk."""
+        state = self._requests.get(request.request_id)
+        return 0 if state is None else state.loaded_from_disk
+
+    # ---- one step -----------------------------------------------------------------------------
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> TieredKVMetadata:
+        for request_id in scheduler_output.preempted_req_ids or ():
+            if request_id in self._requests:
+                self._requests[request_id].forget_blocks()
+                self.stores.forget_outlived(request_id)
+                self._end_verification(self._requests[request_id])
+        self.stores.see_outlived()
+        counts = scheduler_output.num_scheduled_tokens
+        self.loads.step_planned(counts)
+        for request_id, scheduled in counts.items():
+            self._plan_stores(request_id, scheduled)
+        awaited = self.stores.has_unseen and awaits_first_token(self._requests, counts)
+        self.stores.store_unowned(awaited)
+        self._next.stores_after = self.stores.take_jobs()
+        if self.verification is not None:
+            for request_id, scheduled in counts.items():
+                self._plan_verification(self.verification, request_id, scheduled)
+        if not self._requests:
+            self.index.flush_recency()  # nobody waits
+        has_loads = bool(self._next.loads)
+        self._next.measured_step = self.load_policy.step_planned(counts, self._requests, has_loads)
+        if self._waits_for_threads() and not scheduler_output.total_num_scheduled_tokens:
+            # Nothing to compute, requests or blocks wait: threads that talk to a daemon or compare
+            # need the interpreter more than a loop that asks whether they are ready.
+            time.sleep(_YIELD_S)
+        self._is_to_ask = False
+        if self.remote is not None and not self._unheard:
+            self._next.identity = self._identity
+            self._next.puts, self._next.probes = self.remote.take_jobs(counts)
+        evicted, nbytes = self.index.take_evicted()
+        self.recorder.add(names.EVICTED_BLOCKS, evicted, _CPU)
+        self.recorder.add(names.EVICTED_BYTES, nbytes, _CPU)
+        self._next.wait_for_stores = self.ledger.fence.take()
+        if self._next.has_transfers:
+            self._silent_s = 0.0
+        metadata, self._next = self._next, TieredKVMetadata()
+        return metadata
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        if output.invalid_block_ids:
+            # Ahead of the reports: what they make readable is sent on to daemons, for everybody.
+            self._forget_invalid(output.invalid_block_ids)
+        self._see_adapters_read()  # ahead of the reports, too
+        self.stores.see_outlived()
+        metadata = output.kv_connector_worker_meta
+        self.load_policy.output_came(getattr(metadata, "measured_step", None))
+        if isinstance(metadata, TieredKVWorkerMetadata) and not metadata.was_heard:
+            metadata.was_heard = True
+            if metadata.has_reports:
+                self._silent_s = 0.0
+            if self._unheard and metadata.block_bytes:
+                # As we do, or the connector would not have passed it on.
+                self._unheard -= len(metadata.block_bytes)
+                self._next.identity = None if self._unheard else self._identity
+            self.load_policy.loads_took(metadata.load_seconds)
+            self.load_policy.probes_ended(metadata.probed)
+            if self.remote is not None:
+                self.remote.update_mapped_arenas(metadata.ready_arenas)
+            for job_id, reports in metadata.stores.items():
+                self.ledger.report_store(job_id, reports)
+            for job_id, reports in metadata.puts.items():
+                self.ledger.report_put(job_id, reports)
+            if self.verification is not None:
+                for job_id, verdicts in metadata.verdicts.items():
+                    self.verification.report(job_id, verdicts)
+            if metadata.usable_bytes:
+                self._usable_bytes.update(metadata.usable_bytes)
+                self.index.limit(min(self._usable_bytes.values()))
+            for job_id, ended in metadata.step_loads.items():
+                failed_request = self.ledger.report_step_load(job_id, ended)
+                if failed_request in self._requests:
+                    self._requests[failed_request].load_failed = True
+                    self._requests[failed_request].held_nowhere_else()
+            # A rank says this when its own part is over, vLLM reports a load when all ranks' are.
+            self._remote_failures |= metadata.remote_failures
+        for request_id in output.failed_recving or ():  # whoever's load it was
+            if request_id in self._requests:
+                self._requests[request_id].starts_over()
+        for request_id in output.finished_recving or ():
+            self._silent_s = 0.0
+            failed = None
+            if request_id in output.failed_recving:
+                failed = Tier.REMOTE if request_id in self._remote_failures else Tier.CPU
+            self._remote_failures.discard(request_id)
+            self._finish_load(request_id, failed)
+
+    def has_pending_push_work(self) -> bool:
+        """Keeps an idle engine stepping until the last stores are committed and sent. What is left
+        until nobody waits does not, while somebody does: a paused engine has to come to rest."""
+        return bool(
+            self._awaits_reports()
+            or (not self._requests and (self.index.has_unflushed_recency or self.stores.has_unseen))
+            or self._next.stores_before
+            or (self.remote is not None and self.remote.has_probes)
+            or self._is_to_ask
+            or self._next.identity  # no step yet: workers reach for the daemons in the first one
+        )
+
+    def _awaits_reports(self) -> bool:
+        """Whether transfers are under way, loads among them: nothing may write to an engine that is
+        paused. Reports that do not come must not keep it from resting for ever, though."""
+        if not (self.ledger.has_open or (self.verification and self.verification.has_open)):
+            return False
+        now = time.monotonic()
+        # Time in which this process was stopped, or ran requests, does not count.
+        self._silent_s += min(now - self._last_asked, 1.0)
+        self._last_asked = now
+        if self._silent_s < _REPORTS_AWAITED_S + self._config.remote_load_timeout:
+            return True
+        count = self.ledger.give_up_reports()
+        if self.verification is not None:
+            count += self.verification.give_up_reports()
+        logger.warning(
+            "workers said nothing for %.0f s about %d transfers of KV blocks: their blocks are "
+            "dropped, their memory is kept until they are reported",
+            self._silent_s,
+            count,
+        )
+        return False
+
+    # ---- the end of a request -----------------------------------------------------------------
+
+    def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> None:
+        """Forgets the request; its last full blocks are stored if that has not happened yet."""
+        self._uncached.pop(request.request_id, None)
+        self.stores.forget_outlived(request.request_id)
+        self.loads.finished(request.request_id)
+        state = self._requests.pop(request.request_id, None)
+        if state is not None:
+            state.drop_lookup()
+            self._end_verification(state)
+        if state is None or self._config.mode is not Mode.TIERED:
+            return
+        ready = state.storable(request.num_tokens - 1, self._config.store_decode)
+        is_certain = self._store_on_finish and state.ended_by_itself
+        if not is_certain:
+            ready = min(ready, state.on_gpu)
+        if not state.has_more(self._groups, ready):
+            return
+        if self._has_only_old(state, ready) and self.stores.store_later(state, block_ids, ready):
+            return  # its client waits for the answer
+        if not is_certain:
+            return
+        self._extend_keys(state, ready)
+        self.stores.store_finished(state, block_ids, ready)
+        self._next.stores_before += self.stores.take_jobs()
+
+    def reset_cache(self) -> bool:
+        """Forgets everything this engine stored and moves it, and only it, to a fresh epoch.
+
+        Called when weights change in place: blocks computed before must never be found again.
+        """
+        self._key_maker.new_epoch(os.urandom(16))
+        self.index.clear()
+        states, self._requests = self._requests, {}
+        known = (state.request for state in states.values())
+        self.stores.reset((*self._uncached.values(), *known))
+        if self.verification is not None:
+            self.verification.void(states.values())
+        for state in states.values():
+            state.drop_lookup()
+            keys = self._key_maker.renewed(state.request, state.keys)
+            renewed = RequestState(state.request, keys, [0] * len(self._groups))
+            self._requests[state.request.request_id] = renewed
+            renewed.keep_failures(state)
+            if state.request.num_computed_tokens:
+                # What the GPU holds of this request was computed before the reset.
+                renewed.close(DropReason.RESET)
+                renewed.stored = state.stored
+        return True
+
+    def shutdown(self) -> None:
+        self._requests.clear()
+        if self.remote is not None:
+            self.remote.close()
+
+    def stats(self) -> TieredKVStats | None:
+        self.recorder.set(names.USED_BYTES, self.index.used_bytes, _CPU)
+        self.stores.record(self.recorder)
+        self.load_policy.record()
+        if self.remote is not None:
+            self.remote.record(self.recorder)
+        samples = self.recorder.drain()
+        return TieredKVStats(data=samples) if samples else None
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _state(self, request: Request) -> RequestState | None:
+        """What we know of a request; None for one the cache leaves alone."""
+        state = self._requests.get(request.request_id)
+        if state is not None or request.request_id in self._uncached:
+            return state
+        try:
+            keys = self._key_maker.keys_for(request)
+            if request.mm_features or request.prompt_embeds is not None:
+                keys.extend(request, request.num_tokens)  # nothing else can fail later
+        except (TieredKVError, OSError, ValueError, TypeError) as reason:
+            # Such as an adapter that cannot be read: the request runs as if there were no cache.
+            level = logging.DEBUG if str(reason) in self._told else logging.WARNING
+            logger.log(level, "request %s is not cached: %s", request.request_id, reason)
+            if len(self._told) < _MAX_TOLD:
+                self._told.add(str(reason))  # all requests of an adapter may have the same
+            self._uncached[request.request_id] = request
+            take_adapters(self._requests.values(), request.lora_request, None)
+            return None
+        take_adapters(self._requests.values(), request.lora_request, keys.adapter)
+        # A resumable session rewrites its own tokens between turns; keys would lie.
+        if getattr(request, "resumable", False) or self._unheard:
+            self._uncached[request.request_id] = request
+            return None
+        state = RequestState(request, keys, [0] * len(self._groups))
+        self._requests[request.request_id] = state
+        return state
+
+    def _handed_out(self, block_ids: list[int]) -> None:
+        """vLLM gives GPU blocks to a request or to another connector."""
+        if self.ledger.fence.hand_out(block_ids) and self._has_neighbours:
+            self.ledger.spoil_reads_of(block_ids)
+            if self.verification is not None:
+                self.verification.void(())
+
+    def _has_only_old(self, state: RequestState, ready: int) -> bool:
+        """Whether the GPU had all full blocks of these tokens before the request came: what is to
+        be done about them can wait until nobody waits for a first token."""
+        had = state.on_gpu + state.computed_again
+        return (self._config.mode is Mode.TIERED and not self.stores.has_outdated) and all(
+            ready // group.block_size <= had // group.block_size for group in self._groups
+        )
+
+    def _plan_stores(self, request_id: str, scheduled: int) -> None:
+        state = self._requests.get(request_id)
+        if state is None:
+            return
+        computed = state.request.num_computed_tokens + scheduled
+        ready = state.storable(computed, self._config.store_decode)
+        has_full = state.has_more(self._groups, ready) and not self._has_only_old(state, ready)
+        tail = None if state.tail is None else state.tail_to_store(ready)
+        if not has_full and tail is None:
+            return
+        self._extend_keys(state, ready)
+        if self._config.mode is Mode.HASH_ONLY:
+            state.stored = [ready // group.block_size for group in self._groups]
+            return
+        assert self._blocks is not None, "vLLM did not bind its KV-cache manager"
+        tables = self._blocks.get_blocks(request_id).blocks
+        if has_full:
+            self.stores.store_running(state, tables, ready)
+        if tail is not None:
+            self.stores.store_tail(state, tail, tables[0])
+
+    def _extend_keys(self, state: RequestState, ready: int) -> None:
+        state.keys.extend(state.request, ready)
+        state.sees_loss_of_adapter(self._key_maker)
+        request = state.request
+        is_read = state.lost_adapter or request.num_output_tokens
+        if request.lora_request is not None and not is_read:
+            self._reads_adapter[request.request_id] = state
+
+    def _see_adapters_read(self) -> None:
+        """vLLM has read an adapter's files, if it did, behind the plan of the step: where they have
+        changed since, nobody knows what that step computed."""
+        for request_id, state in tuple(self._reads_adapter.items()):
+            if self._key_maker.has_lost_adapter(state.request, state.keys, is_starting=True):
+                state.lose_adapter()
+                self.ledger.spoil_stores()
+            is_read = state.request.num_output_tokens or state.request.is_finished()
+            if is_read or state.lost_adapter:
+                del self._reads_adapter[request_id]
+
+    def _plan_verification(
+        self, verification: Verification, request_id: str, scheduled: int
+    ) -> None:
+        state = self._requests.get(request_id)
+        if state is None or not state.to_verify:
+            return
+        if state.lost_adapter:  # it computes something else than the tiers hold
+            self._end_verification(state)
+            return
+        assert self._blocks is not None, "vLLM did not bind its KV-cache manager"
+        tables = self._blocks.get_blocks(request_id).blocks
+        ready = min(state.request.num_computed_tokens + scheduled, state.request.num_tokens)
+        self._next.verifications += verification.plan(state, tables, ready)
+
+    def _waits_for_threads(self) -> bool:
+        if self.verification is not None and self.verification.has_open:
+            return True
+        return self.remote is not None and bool(self._requests or self.ledger.has_open_puts)
+
+    def _end_verification(self, state: RequestState) -> None:
+        if self.verification is not None:
+            self.verification.end(state)
+
+    def _finish_load(self, request_id: str, failed: Tier | None) -> None:
+        if not self.ledger.is_loading(request_id):
+            return  # another connector's load (MultiConnector)
+        self.ledger.close_load(request_id, failed)
+        self.load_policy.load_ended(request_id, failed)
+        state = self._requests.get(request_id)
+        if state is None or failed is None:
+            return
+        state.held_nowhere_else()  # what is computed instead may be the only copy
+        if failed is Tier.REMOTE:
+            state.remote_failed = True
+        else:
+            state.load_failed = True
+
+    def _forget_invalid(self, block_ids: set[int]) -> None:
+        """A load failed, ours or another connector's, after a step had read these GPU blocks."""
+        assert self._blocks is not None, "vLLM did not bind its KV-cache manager"
+        running, alone = self._requests.values(), self._uncached.values()
+        step = InvalidLoadRecovery(self._blocks, self._groups, block_ids, running, alone)
+        step.undo(self.ledger, self.index, self.stores, self.verification)

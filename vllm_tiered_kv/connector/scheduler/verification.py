@@ -1,0 +1,202 @@
+"""Verified hits: which requests compute what a tier holds, and what becomes of the comparison.
+
+A chosen request is offered nothing, so vLLM computes its prompt as if the tier were empty. In the
+step whose forward fills a block, that block is copied out beside the stores, and the workers
+compare it with the one the tier holds, in a thread. Between admission and that step only positions
+are remembered: nothing is pinned, so there is nothing that an abort or a preemption could leak.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm_tiered_kv.cache.index import BlockIndex
+from vllm_tiered_kv.cache.ledger import TransferLedger
+from vllm_tiered_kv.cache.planner import Group
+from vllm_tiered_kv.cache.verification_ledger import Findings, VerificationLedger
+from vllm_tiered_kv.connector.scheduler.request_state import Candidate, RequestState
+from vllm_tiered_kv.core.key import BlockKey
+from vllm_tiered_kv.core.tiers import Lookup, Tier
+from vllm_tiered_kv.core.transfer import GroupTransfer, int64_array
+from vllm_tiered_kv.core.verdict import BlockVerdict, Verdict, VerifyJob
+from vllm_tiered_kv.metrics.recorder import Recorder
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+logger = logging.getLogger(__name__)
+
+_MAX_NAMED = 8  # keys in one line of the log
+
+
+def is_chosen(request_id: str, fraction: float) -> bool:
+    """Always the same answer for a request: vLLM may ask about it any number of times."""
+    digest = hashlib.blake2b(request_id.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < fraction * 2**64
+
+
+@dataclass
+class _Batch:
+    """Blocks of one group that lie in one place."""
+
+    keys: list[BlockKey] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+    spare: list[int] = field(default_factory=list)
+    pinned: list[int] = field(default_factory=list)
+
+
+class Verification:
+    def __init__(
+        self,
+        fraction: float,
+        groups: Sequence[Group],
+        index: BlockIndex,
+        ledger: TransferLedger,
+        recorder: Recorder,
+        num_ranks: int,
+    ) -> None:
+        self._fraction = fraction
+        self._groups = groups
+        self._index = index
+        self._ledger = VerificationLedger(index, ledger, recorder, num_ranks)
+        self.delete_at_daemons: Callable[[Sequence[BlockKey]], None] | None = None
+
+    @property
+    def has_open(self) -> bool:
+        return self._ledger.has_open
+
+    def give_up_reports(self) -> int:
+        return self._ledger.give_up_reports()
+
+    def chooses(self, state: RequestState) -> bool:
+        """Once in the life of a request: one that was preempted has been late enough."""
+        return not state.was_verified and is_chosen(state.request.request_id, self._fraction)
+
+    def begin(self, state: RequestState, computed: int, tokens: int) -> None:
+        """The request is admitted and computes the `tokens` after `computed` that tiers hold."""
+        state.was_verified = True
+        state.to_verify = []
+        for group in self._groups:
+            span = range(computed // group.block_size, (computed + tokens) // group.block_size)
+            state.to_verify.append(deque(self._candidates(state, group, span)))
+
+    def plan(
+        self,
+        state: RequestState,
+        tables: Sequence[Sequence[KVCacheBlock]],
+        ready_tokens: int,
+    ) -> list[VerifyJob]:
+        """Jobs for the blocks this step's forward fills, and earlier ones that found no spare slot
+        for the copy."""
+        jobs: list[VerifyJob] = []
+        for group, waiting in zip(self._groups, state.to_verify, strict=True):
+            table = tables[group.group_id]
+            stop = min(ready_tokens // group.block_size, len(table))
+            batches: dict[str | None, _Batch] = {}
+            while waiting and waiting[0].position < stop:
+                candidate = waiting[0]
+                key = state.keys.of_group[group.group_id][candidate.position]
+                block = table[candidate.position]
+                is_local = candidate.address is None
+                pinned = self._ledger.pin(key) if is_local and not block.is_null else None
+                if block.is_null or (is_local and pinned is None):
+                    self._ledger.skip(1, candidate.tier)
+                    waiting.popleft()
+                    continue
+                spare = self._ledger.spare_slot(group.size_class)
+                if spare is None:
+                    if pinned is not None:
+                        self._ledger.unpin(pinned)
+                    break  # later: as long as the request runs, its blocks stay what they are
+                waiting.popleft()
+                batch = batches.setdefault(candidate.address, _Batch())
+                batch.keys.append(key)
+                batch.block_ids.append(block.block_id)
+                batch.spare.append(spare)
+                if pinned is not None:
+                    batch.pinned.append(pinned)
+            jobs += [self._job(group, address, batch) for address, batch in batches.items()]
+        if not any(state.to_verify):
+            state.to_verify = []
+        return jobs
+
+    def end(self, state: RequestState) -> None:
+        """The request has lost its blocks: it is over, was preempted, or all was reset."""
+        waiting, state.to_verify = state.to_verify, []
+        for group in waiting:
+            for candidate in group:
+                self._ledger.skip(1, candidate.tier)
+
+    def void(self, states: Iterable[RequestState]) -> None:
+        """What the GPU holds is not what was believed: nothing can be told by it any more."""
+        self._ledger.void()
+        for state in states:
+            self.end(state)
+
+    def report(self, job_id: int, reports: Iterable[Sequence[BlockVerdict]]) -> None:
+        findings = self._ledger.report(job_id, reports)
+        if findings is not None and findings.different:
+            self._evict(findings)
+
+    def _evict(self, findings: Findings) -> None:
+        different = findings.different
+        keys = [key for key, _ in different]
+        if findings.tier is Tier.CPU:
+            for (key, verdict), slot in zip(findings.blocks, findings.slots, strict=True):
+                if verdict.verdict is Verdict.DIFFERENT:
+                    self._index.remove(key, slot)  # unless a good one was stored meanwhile
+        else:
+            for key in keys:
+                self._index.remove(key)  # another request may have brought it along
+        if self.delete_at_daemons is not None:
+            # Also blocks of the CPU tier: those bytes may be what was sent.
+            self.delete_at_daemons(keys)
+        for start in range(0, len(different), _MAX_NAMED):
+            some = different[start : start + _MAX_NAMED]
+            logger.warning(
+                "verification: %d block(s) of the %s tier not what computing them gives; "
+                "evicted: %s",
+                len(some),
+                findings.tier.value,
+                ", ".join(f"{key.hex()} ({_told(verdict)})" for key, verdict in some),
+            )
+
+    def _candidates(self, state: RequestState, group: Group, span: range) -> Iterator[Candidate]:
+        answer = state.remote.answer if state.remote is not None else None
+        parts = answer.spans[group.group_id] if answer is not None else ()
+        keys = state.keys.of_group[group.group_id]
+        for position in span:
+            if self._index.lookup(keys[position]) is Lookup.HIT:
+                yield Candidate(position)
+                continue
+            part = next((part for part in parts if part.start <= position < part.stop), None)
+            if part is not None:
+                yield Candidate(position, part.address)
+
+    def _job(self, group: Group, address: str | None, batch: _Batch) -> VerifyJob:
+        tier = Tier.CPU if address is None else Tier.REMOTE
+        block_ids = int64_array(batch.block_ids)
+        job_id = self._ledger.open(
+            tier, group.size_class, batch.keys, batch.spare, batch.pinned, block_ids
+        )
+        return VerifyJob(
+            job_id,
+            GroupTransfer(group.group_id, block_ids, int64_array(batch.spare)),
+            tuple(batch.keys),
+            group.block_bytes,
+            int64_array(batch.pinned) if address is None else None,
+            address,
+        )
+
+
+def _told(verdict: BlockVerdict) -> str:
+    at = f"{verdict.layer}: " if verdict.layer else ""
+    if not math.isfinite(verdict.largest):
+        return f"{at}other bytes"
+    return f"{at}off by {verdict.largest:.3g} of its largest value, {verdict.overall:.3g} overall"

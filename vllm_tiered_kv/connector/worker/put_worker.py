@@ -1,0 +1,126 @@
+"""Sends blocks of the CPU tier to daemons, in threads.
+
+The slots of a job are pinned by the scheduler until the job is reported, and a job is reported only
+when nothing reads its slots any more, so blocks are sent from where they lie.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from vllm_tiered_kv.cache.ledger import StoreReport
+from vllm_tiered_kv.connector.identity.shard import Shard
+from vllm_tiered_kv.connector.worker.shared_region import SharedRegions
+from vllm_tiered_kv.core.key import BlockKey
+from vllm_tiered_kv.core.store import Durability, PutItem, PutResult
+from vllm_tiered_kv.core.transfer import Int64Array, PutJob
+from vllm_tiered_kv.device.arena import Arena
+from vllm_tiered_kv.metrics.names import DropReason
+from vllm_tiered_kv.remote.store import RemoteStore
+
+logger = logging.getLogger(__name__)
+
+_ARRIVED = (PutResult.STORED, PutResult.PRESENT)
+
+
+@dataclass(frozen=True)
+class PutDone:
+    job_id: int
+    report: StoreReport
+
+
+class PutWorker:
+    def __init__(
+        self,
+        stores: Mapping[str, RemoteStore],
+        shard: Shard,
+        regions: SharedRegions,
+        arena: Arena,
+        offsets_of: Callable[[int, Int64Array], Int64Array],
+        timeout_s: float,
+        is_ours: Callable[[BlockKey], bool],
+        threads: int = 2,
+    ) -> None:
+        """`offsets_of` tells where slots of a group lie in the arena, `is_ours` whether to send the
+        job whose first block this is: of ranks that hold the same bytes only one does."""
+        self._stores = stores
+        self._shard = shard
+        self._regions = regions
+        self._arena = arena
+        self._offsets_of = offsets_of
+        self._timeout_s = timeout_s
+        self._is_ours = is_ours
+        self._stopping = False
+        self._jobs: queue.SimpleQueue[PutJob | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[PutDone] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"tiered-kv-send-{n}", daemon=True)
+            for n in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def write(self, job: PutJob) -> None:
+        if self._is_ours(job.keys[0]):
+            self._jobs.put(job)
+        else:
+            # What is missing the rank that sends them says.
+            self._done.put(PutDone(job.job_id, StoreReport(len(job.keys))))
+
+    def poll(self) -> list[PutDone]:
+        done = []
+        while not self._done.empty():
+            done.append(self._done.get())
+        return done
+
+    def close(self) -> None:
+        """Ends the jobs under way and gives the waiting ones up. Idempotent."""
+        self._stopping = True
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                report = self._send(job)
+            except Exception:  # the scheduler holds pins until it hears of the job
+                logger.exception("blocks could not be sent to %s", job.address)
+                report = StoreReport(0, DropReason.REFUSED)
+            self._done.put(PutDone(job.job_id, report))
+
+    def _send(self, job: PutJob) -> StoreReport:
+        store = self._stores[job.address]
+        if self._stopping or not store.available:
+            return StoreReport(0, DropReason.UNAVAILABLE)
+        nbytes = self._shard.block_bytes[job.group_id]
+        items = [
+            PutItem(
+                self._shard.key(key),
+                None if parent is None else self._shard.key(parent),
+                memoryview(self._arena.bytes_at(offset, nbytes).data),
+            )
+            for key, parent, offset in zip(
+                job.keys,
+                job.parents,
+                self._offsets_of(job.group_id, job.slots).tolist(),
+                strict=True,
+            )
+        ]
+        deadline = time.monotonic() + self._timeout_s
+        region = self._regions.attached(job.address)
+        results = region.store(items, deadline) if region is not None else None
+        if results is None:
+            results = store.put(items, Durability.MEMORY, deadline)
+        arrived = sum(result in _ARRIVED for result in results)
+        if arrived == len(results):
+            return StoreReport(arrived)
+        reason = DropReason.REFUSED if store.is_up else DropReason.UNAVAILABLE
+        return StoreReport(arrived, reason)

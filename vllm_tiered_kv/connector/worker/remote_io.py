@@ -1,0 +1,117 @@
+"""A worker's way to the daemons: loads in, blocks out, shared memory for those on this host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from vllm_tiered_kv.config import TieredKVConfig
+from vllm_tiered_kv.connector.identity.shard import Holding, Shard
+from vllm_tiered_kv.connector.worker.put_worker import PutWorker
+from vllm_tiered_kv.connector.worker.remote_loader import RemoteLoader
+from vllm_tiered_kv.connector.worker.shared_region import Resident, SharedRegions
+from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
+from vllm_tiered_kv.core.key import BlockKey
+from vllm_tiered_kv.core.transfer import Int64Array, RemoteTransfer
+from vllm_tiered_kv.device.arena import Arena
+from vllm_tiered_kv.device.copier import Channel
+from vllm_tiered_kv.device.pinning import Pin, Unpin
+from vllm_tiered_kv.remote.address import EngineIdentity
+from vllm_tiered_kv.remote.curve import CurveKeys
+from vllm_tiered_kv.remote.placement import Cluster
+
+_OTHER_CONNECTIONS = 4  # beside those of loads: writes and lookups
+
+
+def open_cluster(config: TieredKVConfig, identity: EngineIdentity) -> Cluster:
+    keys = None
+    if config.remote_key:
+        keys = CurveKeys.load(config.remote_key, config.remote_server_key)
+    return Cluster(
+        config.remote,
+        identity,
+        timeout_s=config.remote_load_timeout,
+        curve=keys,
+        max_connections=config.remote_connections + _OTHER_CONNECTIONS,
+    )
+
+
+class RemoteIO:
+    def __init__(
+        self,
+        config: TieredKVConfig,
+        identity: EngineIdentity,
+        holding: Holding,
+        geometry: ArenaGeometry,
+        arena: Arena,
+        open_channel: Callable[[], Channel],
+        pinning: Callable[[], tuple[Pin | None, Unpin | None]],
+    ) -> None:
+        shard = Shard(identity.namespace, holding.tag, dict(enumerate(identity.block_bytes)))
+        self._rank = holding.tag
+        self._shard = shard
+        self._timeout_s = config.remote_load_timeout
+        self._cluster = open_cluster(config, identity)
+        stores = self._cluster.stores
+        self._regions = SharedRegions(stores, *pinning())
+        self.loader = RemoteLoader(
+            stores,
+            shard,
+            self._regions,
+            open_channel,
+            # In one piece, before it is used: a GPU must not read memory that is not pinned.
+            lambda nbytes: Arena(nbytes, *pinning(), chunk_bytes=nbytes),
+            config.remote_landing,
+            config.remote_connections,
+            config.remote_load_timeout,
+        )
+
+        def offsets_of(group_id: int, slots: Int64Array) -> Int64Array:
+            size_class = geometry.class_of_block(shard.block_bytes[group_id])
+            return geometry.offsets(slots, size_class)
+
+        self.writer = PutWorker(
+            stores,
+            shard,
+            self._regions,
+            arena,
+            offsets_of,
+            config.remote_load_timeout,
+            holding.sends,
+        )
+
+    def step_begins(self) -> None:
+        """The worker's thread may be busy with it for long."""
+        self._regions.step_begins()
+
+    def step_ends(self) -> None:
+        self._regions.step_ends()
+
+    def resident(self, transfer: RemoteTransfer) -> Resident | None:
+        """The blocks of a transfer if they can be copied right now, without asking the daemon."""
+        nbytes = self._shard.block_bytes[transfer.group_id]
+        return self._regions.resident(transfer, self._rank, nbytes)
+
+    def read(self, address: str, key: BlockKey, into: memoryview) -> bool:
+        """Reads this rank's part of one block the way a load would; False when it is not there."""
+        deadline = time.monotonic() + self._timeout_s
+        region = self._regions.attached(address)
+        if region is not None:
+            return region.read(self._shard.key(key), into, deadline)
+        return all(self._cluster.stores[address].get([self._shard.key(key)], [into], deadline))
+
+    @property
+    def ready_arenas(self) -> dict[bytes, int]:
+        """Memories of daemons whose leased blocks are resident here, so many bytes of each. It may
+        be one less at any time, when a daemon dies; then `resident` says so."""
+        return self._regions.ready_arenas
+
+    def settle(self) -> None:
+        """Ends loads and writes, whose ends can be polled. There are no more after that."""
+        self.loader.close()
+        self.writer.close()
+
+    def close(self) -> None:
+        self.settle()
+        self._regions.close()
+        self._cluster.close()

@@ -1,0 +1,1 @@
+"""Sockets, sessions and limits of the daemon."""

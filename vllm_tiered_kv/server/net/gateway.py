@@ -1,0 +1,197 @@
+"""From zmq messages to requests: everything a client sends passes here first.
+
+Whatever the bytes, the outcome is a request, an error reply or silence. Only a valid `hello` leaves
+anything behind.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+import zmq
+
+from vllm_tiered_kv import __version__
+from vllm_tiered_kv.errors import ErrorCode, ProtocolError
+from vllm_tiered_kv.metrics import server_names as names
+from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.server.net.connections import Connections
+from vllm_tiered_kv.server.net.curve import Clients
+from vllm_tiered_kv.server.net.limits import ClientLimits
+from vllm_tiered_kv.server.net.network_memory import NetworkMemory, request_cost
+from vllm_tiered_kv.server.net.outbox import Outbox
+from vllm_tiered_kv.server.net.reactor import Reactor
+from vllm_tiered_kv.server.net.receiver import Receiver
+from vllm_tiered_kv.server.net.sessions import Listener, Peer, Session, Sessions
+from vllm_tiered_kv.server.requests.call import Call
+from vllm_tiered_kv.server.requests.handlers import Handlers
+from vllm_tiered_kv.server.shm.leases import Leases
+from vllm_tiered_kv.server.tiers.namespaces import Namespaces
+from vllm_tiered_kv.wire.frames import split
+from vllm_tiered_kv.wire.messages import (
+    BORROW_CAPABILITY,
+    PROTOCOL_VERSION,
+    UNREADABLE_ID,
+    ErrorReply,
+    Hello,
+    HelloReply,
+    decode_request,
+    encode_reply,
+)
+
+logger = logging.getLogger(__name__)
+
+CAPABILITIES = ("streaming", "pins")
+ARENA_CAPABILITIES = ("shared_memory", BORROW_CAPABILITY)
+
+
+class Gateway:
+    """Runs on the reactor's thread."""
+
+    def __init__(
+        self,
+        reactor: Reactor,
+        outbox: Outbox,
+        handlers: Handlers,
+        sessions: Sessions,
+        namespaces: Namespaces,
+        leases: Leases,
+        connections: Connections,
+        network: NetworkMemory,
+        clients: Clients | None,
+        allowances: ClientLimits,
+        recorder: Recorder,
+        instance: bytes,
+        capabilities: Sequence[str],
+    ) -> None:
+        self._reactor = reactor
+        self._outbox = outbox
+        self._handlers = handlers
+        self._sessions = sessions
+        self._namespaces = namespaces
+        self._leases = leases
+        self._connections = connections
+        self._clients = clients
+        self._allowances = allowances
+        self._network = network
+        self._recorder = recorder
+        self._instance = instance
+        self._capabilities = list(capabilities)
+        self.is_closing = False
+        outbox.on_gone = self._gone
+        connections.on_cut_off = self._gone
+        connections.on_closed = outbox.forget
+
+    def serve(self, listener: Listener) -> None:
+        intake = Receiver(listener.socket)
+        self._reactor.watch(listener.socket, lambda: self._receive(listener, intake))
+
+    def _receive(self, listener: Listener, intake: Receiver) -> None:
+        intake.begin_turn()
+        while (message := intake.next()) is not None:
+            peer = Peer(listener, message.identity)
+            self._connections.heard(listener, message)
+            self._recorder.add(names.BYTES_IN, message.nbytes)
+            try:
+                if message.fault is not None:
+                    raise message.fault
+                self._take(peer, message.frames)
+            except ProtocolError as error:
+                self._refuse(peer, error)
+            except Exception:
+                logger.exception("a message could not be handled")
+                self._refuse(peer, ProtocolError(ErrorCode.INTERNAL, "the daemon failed"))
+
+    def _take(self, peer: Peer, frames: Sequence[zmq.Frame]) -> None:
+        if not frames:
+            raise ProtocolError(ErrorCode.BAD_MESSAGE, "a message without a header")
+        header, payload = split([frame.buffer for frame in frames])
+        request_id, request = decode_request(header, [len(part) for part in payload])
+        self._recorder.add(names.REQUESTS, 1, request.op)
+        try:
+            user = self._user(peer, frames[0])
+            if self.is_closing:
+                raise ProtocolError(ErrorCode.UNAVAILABLE, "the daemon is shutting down")
+            if isinstance(request, Hello):
+                self._hello(peer, user, request_id, request)
+                return
+            session = self._sessions.find(peer, user)
+            if session is None:
+                raise ProtocolError(ErrorCode.NO_HELLO, "say hello first")
+            session.require_room(self._allowances.requests_per_session)
+            cost = request_cost(len(header), request)
+            self._network.take(peer, cost)
+        except ProtocolError as error:
+            raise ProtocolError(error.code, error.message, request_id, request.op) from None
+        call = Call(
+            session,
+            request_id,
+            request.op,
+            self._outbox,
+            self._reactor,
+            self._recorder,
+            partial(self._network.give_back, peer, cost),
+        )
+        self._handlers.serve(call, request, payload)
+
+    def _hello(self, peer: Peer, user: str, request_id: int, hello: Hello) -> None:
+        largest = max(hello.block_bytes, default=0)
+        if largest > self._allowances.largest_block:
+            raise ProtocolError(
+                ErrorCode.TOO_LARGE,
+                f"blocks of {largest} bytes; this daemon's memory takes blocks up to "
+                f"{self._allowances.largest_block}, a 32nd of its size: give it more",
+            )
+        attachment = None
+        if hello.arena:
+            attachment = self._leases.find(hello.arena)
+            if attachment is None:
+                raise ProtocolError(
+                    ErrorCode.NO_ARENA, "no process is attached with this token; attach again"
+                )
+        read_only = self._clients is not None and self._clients.is_read_only(user)
+        session = Session(
+            peer=peer,
+            client=hello.client,
+            user=user,
+            read_only=read_only,
+            namespace=hello.namespace,
+            shape=self._namespaces.admit(hello, read_only),
+            attachment=attachment,
+        )
+        self._sessions.open(session)
+        reply = HelloReply(
+            protocol=PROTOCOL_VERSION,
+            server=f"tiered-kv-server {__version__}",
+            capabilities=self._capabilities,
+            instance=self._instance,
+            session=session.session_id,
+            limits=self._allowances.announced(),
+        )
+        logger.debug("hello from %r at %s", hello.client, peer.listener.endpoint)
+        self._outbox.send(peer, encode_reply(request_id, reply))
+
+    def _user(self, peer: Peer, frame: zmq.Frame) -> str:
+        """The public key of an authenticated client; local ones have none and need none."""
+        if self._clients is None or peer.listener.is_local:
+            return ""
+        try:
+            user = str(frame.get("User-Id"))
+        except zmq.ZMQError:
+            user = ""
+        if user not in self._clients:
+            raise ProtocolError(ErrorCode.UNAUTHORIZED, "this client is not known here")
+        return user
+
+    def _refuse(self, peer: Peer, error: ProtocolError) -> None:
+        self._recorder.add(names.ERRORS, 1, error.code.value)
+        request_id = UNREADABLE_ID if error.request_id is None else error.request_id
+        self._outbox.send(peer, encode_reply(request_id, ErrorReply.of(error)))
+
+    def _gone(self, peer: Peer, why: str) -> None:
+        session = self._sessions.at(peer)
+        if session is not None:
+            logger.info("%r is dropped: %s", session.client, why)
+            self._sessions.drop(peer)
+        self._outbox.drop(peer)

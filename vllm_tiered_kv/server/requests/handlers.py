@@ -1,0 +1,215 @@
+"""What the daemon does for each kind of request."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vllm_tiered_kv.core.store import Durability, PutItem, PutResult
+from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.errors import ErrorCode, ProtocolError
+from vllm_tiered_kv.metrics import server_names as names
+from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.server.net.limits import ClientLimits
+from vllm_tiered_kv.server.net.network_memory import NetworkMemory
+from vllm_tiered_kv.server.net.outbox import Outbox
+from vllm_tiered_kv.server.net.reactor import Reactor
+from vllm_tiered_kv.server.requests.block_replies import Transfers
+from vllm_tiered_kv.server.requests.call import Call
+from vllm_tiered_kv.server.requests.pin_handlers import PinHandlers
+from vllm_tiered_kv.server.shm.lease_handlers import ArenaHandlers
+from vllm_tiered_kv.server.tiers.lookups import Located
+from vllm_tiered_kv.server.tiers.tiered_store import TieredStore
+from vllm_tiered_kv.wire.messages import (
+    Borrow,
+    Contains,
+    ContainsReply,
+    Delete,
+    DeleteReply,
+    Flush,
+    FlushReply,
+    Get,
+    Info,
+    InfoReply,
+    Lend,
+    Match,
+    MatchReply,
+    Pin,
+    Put,
+    PutReply,
+    Release,
+    Request,
+    Reserve,
+    Seal,
+    Stats,
+    StatsReply,
+    TierCode,
+    put_codes,
+)
+
+logger = logging.getLogger(__name__)
+
+Facts = Callable[[], dict[str, Any]]
+
+_TIER_CODES = {
+    None: TierCode.MISS,
+    Tier.MEMORY: TierCode.MEMORY,
+    Tier.SSD: TierCode.SSD,
+    Tier.BACKING: TierCode.BACKING,
+}
+
+
+class Handlers:
+    """Runs on the reactor's thread; what the store answers from other threads is posted."""
+
+    def __init__(
+        self,
+        reactor: Reactor,
+        store: TieredStore,
+        outbox: Outbox,
+        allowances: ClientLimits,
+        recorder: Recorder,
+        network: NetworkMemory,
+        arena: ArenaHandlers,
+        pins: PinHandlers,
+        info: Facts,
+        stats: Facts,
+    ) -> None:
+        self._reactor = reactor
+        self._store = store
+        self._allowances = allowances
+        self._recorder = recorder
+        self._network = network
+        self.transfers = Transfers(reactor, store, outbox, allowances.message)
+        self._pins = pins
+        self._info = info
+        self._stats = stats
+        self.put_bytes = 0  # received and not yet copied
+        self._by_type: dict[type, Callable[[Call, Any, Sequence[memoryview]], None]] = {
+            Match: self._match,
+            Contains: self._contains,
+            Get: self._get,
+            Put: self._put,
+            Delete: self._delete,
+            Flush: self._flush,
+            Info: lambda call, request, payload: call.reply(InfoReply(self._info())),
+            Stats: lambda call, request, payload: call.reply(StatsReply(self._stats())),
+            Pin: lambda call, request, payload: pins.pin(call, request),
+            Lend: lambda call, request, payload: arena.lend(call, request),
+            Borrow: lambda call, request, payload: arena.borrow(call, request),
+            Release: lambda call, request, payload: arena.release(call, request),
+            Reserve: lambda call, request, payload: arena.reserve(call, request),
+            Seal: lambda call, request, payload: arena.seal(call, request),
+        }
+
+    def serve(self, call: Call, request: Request, payload: Sequence[memoryview]) -> None:
+        """Answers now or later; whatever happens, there is one answer."""
+        try:
+            self._by_type[type(request)](call, request, payload)
+        except ProtocolError as error:
+            call.fail(error)
+        except Exception:
+            logger.exception("a %s request failed", request.op)
+            call.fail_internally()
+
+    def _match(self, call: Call, request: Match, payload: Sequence[memoryview]) -> None:
+        session = call.session
+        suffix = len(request.suffixes[0]) if request.suffixes else 0
+        session.require_width(request.width + suffix)
+        keys = session.prefixed(request.keys)
+
+        def found(located: Located) -> None:
+            tiers = [located.tiers.get(tier, 0) for tier in (Tier.MEMORY, Tier.SSD, Tier.BACKING)]
+            call.reply(MatchReply(located.count, tiers))
+            if request.pin_ms and located.count and not session.read_only:
+                matched = keys[: located.count]
+                self._pins.keep(session, matched, request.suffixes, request.pin_ms / 1000)
+
+        self._store.match(
+            keys, request.suffixes, lambda located: self._reactor.hand_over(lambda: found(located))
+        )
+
+    def _contains(self, call: Call, request: Contains, payload: Sequence[memoryview]) -> None:
+        def found(tiers: list[Tier | None]) -> None:
+            call.later(lambda: ContainsReply(bytes(_TIER_CODES[tier] for tier in tiers)))
+
+        self._store.contains(call.session.keys(request.width, request.keys), found)
+
+    def _get(self, call: Call, request: Get, payload: Sequence[memoryview]) -> None:
+        keys = call.session.keys(request.width, request.keys)
+        self.transfers.start(call, keys, request.stream)
+
+    def _put(self, call: Call, request: Put, payload: Sequence[memoryview]) -> None:
+        session = call.session
+        session.require_writer()
+        session.require_lengths(request.lengths)
+        keys = session.keys(request.width, request.keys)
+        if request.durability is Durability.DISK and not self._store.has_disk:
+            raise ProtocolError(
+                ErrorCode.NOT_WRITTEN,
+                "this daemon has no disk: neither an SSD nor a backing folder; nothing was kept",
+            )
+        total = sum(request.lengths)
+        if total > self._allowances.message:
+            raise ProtocolError(
+                ErrorCode.TOO_LARGE,
+                f"{total} bytes in one message; this daemon takes {self._allowances.message}",
+            )
+        if self.put_bytes + total > self._allowances.puts:
+            self._recorder.add(names.PUTS, len(keys), PutResult.DROPPED.name.lower())
+            self._store.memory.turn_away(keys)
+            call.reply(PutReply(put_codes([PutResult.DROPPED] * len(keys))))
+            return
+        parents = session.parents(request.parents)
+        items = [
+            PutItem(key, parent, part, checksum)
+            for key, parent, part, checksum in zip(
+                keys, parents, payload, request.checksums, strict=True
+            )
+        ]
+        self.put_bytes += total
+        self._network.hold(session.peer, total)
+        uncopied = [total]
+
+        def forget() -> None:
+            if uncopied:
+                self.put_bytes -= uncopied.pop()
+                self._network.release(session.peer, total)
+
+        def copied() -> None:
+            self._reactor.hand_over(forget)
+
+        def done(results: list[PutResult]) -> None:
+            codes = put_codes(results)
+            call.later(lambda: PutReply(codes))
+
+        self._store.put(items, request.durability, done, copied)
+
+    def _delete(self, call: Call, request: Delete, payload: Sequence[memoryview]) -> None:
+        call.session.require_writer()
+        keys = call.session.keys(request.width, request.keys)
+
+        def done(count: int | None) -> None:
+            def answer() -> DeleteReply:
+                if count is None:
+                    raise ProtocolError(
+                        ErrorCode.NOT_WRITTEN,
+                        "a tier refuses, or does not answer; it may still hold blocks",
+                    )
+                return DeleteReply(count)
+
+            call.later(answer)
+
+        self._store.delete(keys, done)
+
+    def _flush(self, call: Call, request: Flush, payload: Sequence[memoryview]) -> None:
+        def done(failed: list[str]) -> None:
+            def answer() -> FlushReply:
+                if failed:
+                    raise ProtocolError(ErrorCode.NOT_WRITTEN, "; ".join(failed))
+                return FlushReply()
+
+            call.later(answer)
+
+        self._store.flush(done)

@@ -1,0 +1,1 @@
+"""Memory over SSD over a backing store: lookups, promotion, demotion, write-behind."""

@@ -1,0 +1,148 @@
+"""The file that holds what is known of each namespace, written by a thread of its own.
+
+It is replaced as a whole, so that it is always complete. Nobody waits for it: without the file, or
+with an older one, only a check is lost. What a disk does not take is tried again until it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_tiered_kv.stores.ssd.disk import open_file
+
+logger = logging.getLogger(__name__)
+
+FILE = "namespaces.json"
+_VERSION = 1
+_PAUSE_S = 1.0  # between two writes: the second has all that came meanwhile
+_MAX_PAUSE_S = 64.0  # each that fails doubles it, up to this
+
+
+@dataclass(frozen=True)
+class Shape:
+    key_bytes: int
+    block_bytes: frozenset[int]
+    layout: str
+    client: str = ""  # who last said it would write here: an engine names its model
+
+
+class NamespaceFile:
+    """Writes what `snapshot` says soon after `change`, and at the latest in `close`.
+
+    The log tells once that it cannot, once that it can again, and at the end if it could not.
+    """
+
+    def __init__(self, path: Path, snapshot: Callable[[], dict[bytes, Shape]]) -> None:
+        """`snapshot` is called from another thread."""
+        self._path = path
+        self._snapshot = snapshot
+        self._news = threading.Condition()
+        self._has_changed = False
+        self._is_closing = False
+        self._writer = threading.Thread(
+            target=self._write_changes, name="tiered-kv-namespaces", daemon=True
+        )
+        self._writer.start()
+
+    def change(self) -> None:
+        """Returns at once. However often it is called, a single write is due."""
+        with self._news:
+            self._has_changed = True
+            self._news.notify()
+
+    def close(self) -> None:
+        """Returns when everything is written, or could not be for the last time."""
+        with self._news:
+            self._is_closing = True
+            self._news.notify()
+        self._writer.join()
+
+    def _write_changes(self) -> None:
+        pause_s, has_failed = _PAUSE_S, False
+        while True:
+            with self._news:
+                self._news.wait_for(lambda: self._has_changed or self._is_closing)
+                if not self._has_changed:
+                    return
+                self._has_changed = False
+                is_last = self._is_closing
+            try:
+                _write(self._path, self._snapshot())
+            except OSError as error:
+                if is_last or not has_failed:
+                    logger.warning("%s cannot be written: %s", self._path, error.strerror)
+                if is_last:
+                    return
+                pause_s, has_failed = min(2 * pause_s, _MAX_PAUSE_S), True
+                with self._news:
+                    self._has_changed = True  # it is still due
+            else:
+                if has_failed:
+                    logger.warning("%s is written again", self._path)
+                pause_s, has_failed = _PAUSE_S, False
+            with self._news:
+                self._news.wait_for(lambda: self._is_closing, pause_s)
+
+
+def _write(path: Path, shapes: dict[bytes, Shape]) -> None:
+    temporary = path.with_suffix(".tmp")
+    # As private as the blocks beside it, and no link that somebody else has put there.
+    with os.fdopen(open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
+        os.fchmod(file.fileno(), 0o600)
+        file.writelines(_lines(shapes))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _lines(shapes: dict[bytes, Shape]) -> Iterator[str]:
+    """JSON, a namespace at a time: encoding them all at once would stop the other threads."""
+    yield f'{{\n"version": {_VERSION},\n"namespaces": {{'
+    separator = "\n"
+    for name, shape in shapes.items():
+        fields = {
+            "key_bytes": shape.key_bytes,
+            "block_bytes": sorted(shape.block_bytes),
+            "layout": shape.layout,
+            "client": shape.client,
+        }
+        yield f'{separator}"{name.hex()}": {json.dumps(fields)}'
+        separator = ",\n"
+    yield "\n}\n}\n"
+
+
+def read(path: Path) -> dict[bytes, Shape]:
+    """Without the file, or with a damaged one, it starts from nothing."""
+    with contextlib.suppress(FileNotFoundError):
+        try:
+            with os.fdopen(open_file(path, os.O_RDONLY)) as file:
+                content: Any = json.load(file)
+            if content["version"] != _VERSION:
+                raise ValueError(f"version {content['version']} is not known here")
+            return {
+                bytes.fromhex(name): Shape(
+                    int(shape["key_bytes"]),
+                    frozenset(map(int, shape["block_bytes"])),
+                    str(shape["layout"]),
+                    str(shape.get("client", "")),
+                )
+                for name, shape in content["namespaces"].items()
+            }
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # whatever is in it
+            logger.warning("%s is not used: %s", path, error)
+    return {}

@@ -1,0 +1,144 @@
+"""Opens the tiers the options ask for."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from vllm_tiered_kv.device.arena import memory_limit
+from vllm_tiered_kv.errors import ConfigError
+from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.options import format_size
+from vllm_tiered_kv.server.options import ServerOptions, may_have_quota, quota_of
+from vllm_tiered_kv.server.tiers.backing import BackingFolder
+from vllm_tiered_kv.server.tiers.store_executor import StoreExecutor, StoreHungError
+from vllm_tiered_kv.server.tiers.tiered_store import TieredStore
+from vllm_tiered_kv.stores.ssd.store import SsdStore
+
+logger = logging.getLogger(__name__)
+
+_TELL_EVERY_S = 10.0
+
+
+def open_tiers(options: ServerOptions, recorder: Recorder) -> TieredStore:
+    _require_memory(options)
+    backing = None
+    if options.backing_folder is not None:
+        backing = BackingFolder(options.backing_folder, options.backing_space, options.backing_ttl)
+    ssd = _open_ssd(options) if options.ssd else None
+    try:
+        store = TieredStore(
+            options.memory,
+            ssd,
+            backing,
+            recorder,
+            options.eviction.value,
+            options.huge_pages,
+            options.workers,
+            options.write_queue or None,
+            options.prefault,
+            float(options.backing_timeout),
+            partial(may_have_quota, options.memory_quota),
+            partial(quota_of, options.memory_quota),
+        )
+    except BaseException:
+        if ssd is not None:
+            ssd.close()
+        raise
+    try:
+        if backing is not None and store.backing_executor is not None:
+            _open_backing(options, backing, store.backing_executor)
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+def _require_memory(options: ServerOptions) -> None:
+    """The kernel lends more than there is, and ends the daemon when blocks come."""
+    limit = memory_limit()
+    if options.memory > limit:
+        raise ConfigError(
+            "memory",
+            f"{format_size(options.memory)} is more than the machine or container has "
+            f"({limit / 2**30:.1f}GiB); choose less",
+        )
+
+
+def describe(options: ServerOptions, store: TieredStore) -> list[str]:
+    """A line for each tier, for the log."""
+    lines = [f"memory: {format_size(options.memory)}, eviction {options.eviction.value}"]
+    usages = store.usages()
+    if "ssd" in usages:
+        lines.append(
+            f"ssd: {format_size(options.ssd_space)} in {options.ssd}, {usages['ssd'].blocks} blocks"
+        )
+    if options.backing:
+        lines.append(f"backing: {options.backing}")
+    return lines
+
+
+def _open_ssd(options: ServerOptions) -> SsdStore:
+    try:
+        with _telling(f"ssd: {options.ssd} is not open yet"):
+            return SsdStore(
+                Path(options.ssd),
+                options.ssd_space,
+                eviction=options.ssd_eviction.value,
+                fsync=options.ssd_fsync,
+                progress=lambda line: logger.info("ssd: %s", line),
+                has_quota=partial(may_have_quota, options.ssd_quota),
+                quota_of=partial(quota_of, options.ssd_quota),
+            )
+    except OSError as error:
+        raise ConfigError("ssd", f"{options.ssd}: {error.strerror or error}") from error
+
+
+@contextmanager
+def _telling(what: str) -> Iterator[None]:
+    """Now and then, for as long as it takes: a disk may be slow, or hang."""
+    has_ended = threading.Event()
+
+    def tell() -> None:
+        begin = time.monotonic()
+        while not has_ended.wait(_TELL_EVERY_S):
+            waited_s = time.monotonic() - begin
+            logger.warning("%s after %.0f s; the start waits for it", what, waited_s)
+
+    threading.Thread(target=tell, name="tiered-kv-opening-ssd", daemon=True).start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+
+
+def _open_backing(options: ServerOptions, backing: BackingFolder, executor: StoreExecutor) -> None:
+    """Returns when the folder is open, or does not answer in time: then it is used when it does."""
+    is_late = threading.Event()
+
+    def open_folder() -> None:
+        try:
+            backing.open()
+        except Exception:
+            if not is_late.is_set():
+                raise
+            backing.open_at_last()
+        if is_late.is_set() and backing.is_open:
+            logger.warning("backing: %s answers; it is used from now on", options.backing_folder)
+
+    try:
+        executor.call(open_folder)
+    except StoreHungError:
+        is_late.set()
+        logger.warning(
+            "backing: %s has not answered for %g s; it counts as absent until it does",
+            options.backing_folder,
+            options.backing_timeout,
+        )
+    except OSError as error:
+        raise ConfigError("backing", f"{options.backing}: {error.strerror or error}") from error
