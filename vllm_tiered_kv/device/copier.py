@@ -14,7 +14,7 @@ The protocol is mainly about order. Violating any of these rules can produce a w
   the fence, because then copies and compute would never overlap. A `Channel` keeps the same order.
 - `step_load` is for blocks that the next forward pass reads. The compute stream waits for them, as
   a whole or layer by layer, and work enqueued after `finish_step_loads` runs after all of
-  them. With `overtakes` it waits only for the stores passed to `wait_for_stores`, not for the fence:
+  them. With `overtakes` it waits only for the stores passed to `wait_for_stores`, not the fence:
   the caller knows that no running step uses the blocks.
 - `load_early` does the same while the step is still being planned. It writes after the last fence,
   and work enqueued after `begin_step` runs after it.
