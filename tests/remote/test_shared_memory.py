@@ -381,3 +381,21 @@ def test_a_closed_store_attaches_nothing_more(
     breaker.happens = store.close
     assert store.attach() is None
     assert breaker.happens is None
+
+
+def test_a_closed_store_leaves_memory_mapped_until_its_last_reader_has_left(
+    store: RemoteStore, memory: SharedMemory
+) -> None:
+    seen: list[bytes] = []
+    memory.on_unmap = lambda: seen.append(bytes(memory.arena.view(0, 8)))
+    assert memory.enter()
+    assert memory.enter()
+    store.close()
+    memory.leave()
+    assert not memory.closed
+    assert bytes(memory.arena.view(0, 8))
+    assert not memory.enter(), "nobody begins to read any more"
+    assert not seen
+    memory.leave()
+    assert memory.closed
+    assert len(seen) == 1, "whatever pins it ends before it is unmapped"
