@@ -191,7 +191,7 @@ def test_memory_stays_mapped_while_somebody_copies(
     before = arenas_mapped()
     with opened(daemon.ipc) as cache:
         store(cache, TOKENS)
-        (near,) = cache._chains._neighbours.values()
+        (near,) = cache._chains._local_daemons.values()
         with near.memory() as memory:
             assert memory is not None
             daemon.kill()
@@ -206,7 +206,7 @@ def test_memory_stays_mapped_while_somebody_copies(
 def test_the_end_waits_for_those_who_copy(daemon: DaemonProcess) -> None:
     cache = opened(daemon.ipc)
     store(cache, TOKENS)
-    (near,) = cache._chains._neighbours.values()
+    (near,) = cache._chains._local_daemons.values()
     with near.memory() as memory:
         assert memory is not None
         closing = threading.Thread(target=cache.close)
@@ -225,7 +225,7 @@ def test_the_end_waits_for_those_who_copy(daemon: DaemonProcess) -> None:
 def test_leases_that_came_too_late_go_back_without_a_further_call(daemon: DaemonProcess) -> None:
     with opened(daemon.ipc) as cache:
         store(cache, TOKENS)
-        (near,) = cache._chains._neighbours.values()
+        (near,) = cache._chains._local_daemons.values()
         daemon.freeze()
         with near.memory() as memory:
             assert memory is not None
@@ -243,7 +243,7 @@ def test_what_cannot_be_lent_is_sent(daemon: DaemonProcess) -> None:
         many = list(range(1000, 2600))
         assert store(greedy, many) == len(many)
         assert store(cache, TOKENS) == len(TOKENS)
-        (near,) = greedy._chains._neighbours.values()
+        (near,) = greedy._chains._local_daemons.values()
         with near.memory() as memory:
             assert memory is not None
             keys = greedy._chains._named(greedy._keys.of((), many))
@@ -309,7 +309,7 @@ def test_what_changed_while_it_was_copied_is_not_used(
     copy = in_place.scatter
     with opened(daemon.ipc) as cache:
         store(cache, TOKENS)
-        (near,) = cache._chains._neighbours.values()
+        (near,) = cache._chains._local_daemons.values()
         keys = cache._chains._named(cache._keys.of((), TOKENS))
         into = np.zeros((len(TOKENS), TOKEN_BYTES), np.uint8)
         with near.memory() as memory:
@@ -329,7 +329,7 @@ def test_what_changed_while_it_was_copied_is_not_used(
 def test_only_what_is_lent_is_copied(daemon: DaemonProcess) -> None:
     with opened(daemon.ipc) as cache:
         store(cache, TOKENS[:20])
-        (near,) = cache._chains._neighbours.values()
+        (near,) = cache._chains._local_daemons.values()
         keys = cache._chains._named(cache._keys.of((), TOKENS))
         into = np.zeros((len(TOKENS), TOKEN_BYTES), np.uint8)
         with near.memory() as memory:
@@ -344,7 +344,7 @@ def test_only_what_is_lent_is_copied(daemon: DaemonProcess) -> None:
 def test_room_that_could_not_be_filled_is_given_back(daemon: DaemonProcess) -> None:
     with opened(daemon.ipc) as cache:
         store(cache, TOKENS[:3])
-        (near,) = cache._chains._neighbours.values()
+        (near,) = cache._chains._local_daemons.values()
         blocks = [
             (key, None, TOKEN_BYTES) for key in cache._chains._named(cache._keys.of((), TOKENS))
         ]

@@ -1,8 +1,8 @@
-"""Tells the C library to keep the memory of large buffers instead of giving it back at once.
+"""Configures the C library to keep the memory of large buffers instead of returning it at once.
 
-zmq allocates a buffer for every frame it receives. Left to itself, glibc returns a block's worth of
-memory to the kernel after each one, and the kernel hands it out again page by page, cleared: that
-costs more than receiving the bytes.
+zmq allocates a buffer for every frame it receives. By default glibc returns the memory of such a
+buffer to the kernel when it is freed, and the kernel allocates and clears it again page by page,
+which takes longer than receiving the bytes.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import functools
 
 # From malloc.h
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
-_LARGEST_MMAP_THRESHOLD = 32 << 20  # glibc takes no more
-_KEPT_BYTES = 256 << 20  # free memory at the end of a heap that is not worth returning
+_MAX_MMAP_THRESHOLD = 32 << 20  # glibc accepts no larger value
+_KEPT_BYTES = 256 << 20  # free memory at the end of a heap that glibc keeps
 _GROWTH_BYTES = 16 << 20
 
 
 def trim() -> None:
-    """Gives back to the system what is free now. Takes a while where that is much."""
+    """Returns free memory to the system, which takes a while if there is much of it."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
 
 
 @functools.cache
 def keep_large_buffers() -> bool:
-    """Once for the process; False where the C library knows no such thing."""
+    """Applies the settings once per process; False if the C library does not support them."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
@@ -34,7 +34,7 @@ def keep_large_buffers() -> bool:
     return all(
         mallopt(ctypes.c_int(option), ctypes.c_int(value))
         for option, value in (
-            (_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD),
+            (_M_MMAP_THRESHOLD, _MAX_MMAP_THRESHOLD),
             (_M_TRIM_THRESHOLD, _KEPT_BYTES),
             (_M_TOP_PAD, _GROWTH_BYTES),
         )

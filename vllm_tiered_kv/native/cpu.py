@@ -1,9 +1,9 @@
 """Block copies in host memory, checksums and block keys.
 
 A *block* is a set of byte runs: run `r` of block `b` lies at `addresses[r] + b * block_strides[r]`,
-is `run_bytes[r]` long and goes to byte `slot_offsets[r]` of a slot. The caller owns all memory and
-keeps it alive for the length of a call. A bad argument is a `NativeError` that begins with its
-name; no byte has moved then. Calls that move or hash bytes do so without the GIL.
+is `run_bytes[r]` long and is copied to byte `slot_offsets[r]` of a slot. The caller owns all memory
+and keeps it alive during a call. An invalid argument raises a `NativeError` whose text begins with
+the argument's name, before any byte is moved. Calls that move or hash bytes release the GIL.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class HostRegion:
-    """Memory that holds slots."""
+    """The address range of memory that holds slots."""
 
     address: int
     nbytes: int
     piece_bytes: int = 0
-    """Registered with a device in pieces of so many bytes, counted from the address; 0: in one."""
+    """If not 0, the memory is registered with CUDA in pieces of this size, from `address` on."""
 
 
 def gather(
@@ -47,10 +47,10 @@ def gather(
     slot_offsets: NDArray[np.int64],
     threads: int = 0,
 ) -> None:
-    """Copy block `block_ids[i]` to the slot at byte `slot_offsets[i]` of the region.
+    """Copies block `block_ids[i]` to the slot at byte `slot_offsets[i]` of the region.
 
-    Slot offsets are multiples of 64 and the slots disjoint. `threads=0` chooses; a small batch
-    stays on the calling thread.
+    Slot offsets must be multiples of 64 and slots disjoint. `threads=0` chooses the number of
+    threads; a small batch stays on the calling thread.
     """
     _cpu.gather(layout, block_ids, region.address, region.nbytes, slot_offsets, threads)
 
@@ -62,9 +62,9 @@ def scatter(
     slot_offsets: NDArray[np.int64],
     threads: int = 0,
 ) -> None:
-    """Copy the slot at byte `slot_offsets[i]` of the region to block `block_ids[i]`.
+    """Copies the slot at byte `slot_offsets[i]` of the region to block `block_ids[i]`.
 
-    As `gather` in the other direction; the block ids are unique, slots may repeat.
+    Like `gather`, in the other direction. Block ids must be unique; slots may repeat.
     """
     _cpu.scatter(layout, block_ids, region.address, region.nbytes, slot_offsets, threads)
 
@@ -72,7 +72,7 @@ def scatter(
 def checksum(
     region: HostRegion, offsets: NDArray[np.int64], nbytes: int, threads: int = 0
 ) -> NDArray[np.uint64]:
-    """XXH3 (64 bits, seed 0) of `nbytes` bytes at each offset of the region."""
+    """Returns the XXH3 (64 bits, seed 0) of `nbytes` bytes at each offset of the region."""
     return _cpu.checksum(region.address, region.nbytes, offsets, nbytes, threads)
 
 
@@ -85,11 +85,11 @@ def extend_keys(
     extras: dict[int, bytes] | None,
     suffix: bytes,
 ) -> tuple[list[bytes], bytes]:
-    """Keys of the blocks of `tokens[start:stop]`, and the digest that the next call continues.
+    """Returns the keys of the blocks of `tokens[start:stop]`, and the digest for the next call.
 
     `digest[i] = SHA-256(digest[i - 1] || u32le(len(extra)) || extra || tokens of block i, u32le)`
     with `parent` (32 bytes) before the first and `extra = extras.get(i, b"")`, where `i` counts the
-    blocks of this call from 0. A key is the first 16 bytes of its digest and `suffix`. A token
-    outside `[0, 2**32)` is an error: a placeholder must never get a key.
+    blocks of this call from 0. A key is the first 16 bytes of its digest, followed by `suffix`. A
+    token outside `[0, 2**32)` raises NativeError, because a placeholder must never get a key.
     """
     return _cpu.extend_keys(parent, tokens, start, stop, block_size, extras, suffix)

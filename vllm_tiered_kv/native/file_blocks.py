@@ -1,4 +1,4 @@
-"""Blocks of a file, moved and hashed by several threads at a time without the GIL."""
+"""Reads, writes and hashes blocks of a file with several native threads, without the GIL."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from vllm_tiered_kv.native import _cpu
 def read_blocks(
     fd: int, offsets: Sequence[int], into: Sequence[memoryview], threads: int = 0
 ) -> tuple[list[int], list[int]]:
-    """Reads a block at each offset. Of each: how many bytes came, or the negative errno; and its
-    XXH3, where all of it came."""
+    """Reads a block at each offset.
+
+    Returns the bytes read, or a negative errno, and the XXH3 of each completely read block.
+    """
     return _cpu.read_file_blocks(fd, np.asarray(offsets, np.int64), into, threads)
 
 
@@ -24,7 +26,9 @@ def write_blocks(
     expected: Sequence[int | None],
     threads: int = 0,
 ) -> tuple[list[int], list[int]]:
-    """Writes a block at each offset, unless its XXH3 is another than expected. Of each: how many
-    bytes went, or the negative errno; and its XXH3. Once one has failed, those that were not begun
-    are ECANCELED."""
+    """Writes a block at each offset, unless its XXH3 differs from the expected one.
+
+    Returns the bytes written, or a negative errno, and the XXH3 of each block. After a failure,
+    blocks that were not started get ECANCELED.
+    """
     return _cpu.write_file_blocks(fd, np.asarray(offsets, np.int64), sources, expected, threads)

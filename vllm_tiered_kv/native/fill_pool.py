@@ -1,4 +1,4 @@
-"""Copies of blocks that nobody waits for in Python, done by native threads."""
+"""Asynchronous copies of blocks on native threads."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from vllm_tiered_kv.native import _cpu
 
 
 class FillPool:
-    """All calls may be made from any thread."""
+    """Copies received blocks to their slots without blocking the caller. Thread-safe.
+
+    The daemon's event loop starts copies and collects finished ones when `descriptor` is readable.
+    """
 
     def __init__(self) -> None:
         self._native = _cpu.FillPool()
 
     @property
     def descriptor(self) -> int:
-        """Readable while there is something to collect. Closed with this pool."""
+        """Readable while there are finished copies to collect. Closed with this pool."""
         return self._native.descriptor
 
     def start(
@@ -25,14 +28,14 @@ class FillPool:
         sources: Sequence[memoryview],
         threads: int = 0,
     ) -> None:
-        """As `copy_and_hash`, but returns at once: the buffers are held until the ticket was
-        collected. Each ticket is larger than the one before."""
+        """Like `copy_and_hash`, but returns at once. The buffers are held until the ticket is
+        collected. Each ticket must be larger than the one before."""
         self._native.start(ticket, into, sources, threads)
 
     def collect(self) -> list[tuple[int, list[int]]]:
-        """The tickets that have ended since the last call, with the checksums of their blocks."""
+        """Returns the tickets finished since the last call, with the checksums of their blocks."""
         return self._native.collect()
 
     def wait(self) -> None:
-        """Returns when all that was started before has ended and can be collected."""
+        """Waits until all copies started before the call have finished and can be collected."""
         self._native.wait()

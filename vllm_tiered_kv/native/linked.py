@@ -1,4 +1,4 @@
-"""Lists of objects that name the next one each."""
+"""Fast traversal of linked lists of Python objects."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from vllm_tiered_kv.native import _cpu
 
 
 def follow(first: Any, last: Any, next: str, wanted: str, most: int) -> list[Any]:
-    """The attribute `wanted` of `first` and those that follow it by the attribute `next`, at most
-    so many and up to `last`, which does not count; without a step of the interpreter for each."""
+    """Returns the attribute `wanted` of `first` and of the objects that follow it by `next`.
+
+    It stops before `last` and after `most` objects. The loop is native, because a Python loop over
+    thousands of objects is slow.
+    """
     return _cpu.follow(first, last, next, wanted, most)

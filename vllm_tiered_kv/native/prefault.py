@@ -1,6 +1,7 @@
-"""Has the kernel provide memory ahead of its first use.
+"""Populates the pages of memory before their first use.
 
-Otherwise it does so page by page while blocks are copied in, which takes longer than the copy.
+Otherwise the kernel allocates them one by one while blocks are copied, which takes longer than the
+copy itself.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _MADV_POPULATE_WRITE = 23  # since Linux 5.14
 @functools.cache
 def _madvise() -> Callable[[int, int, int], int] | None:
     try:
-        function = ctypes.CDLL(None).madvise  # lets go of the GIL, unlike mmap.madvise
+        function = ctypes.CDLL(None).madvise  # releases the GIL, unlike mmap.madvise
     except (OSError, AttributeError):
         return None
     function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -23,6 +24,6 @@ def _madvise() -> Callable[[int, int, int], int] | None:
 
 
 def populate(address: int, nbytes: int) -> bool:
-    """Provides whole pages and changes no byte of them; False where the kernel cannot."""
+    """Populates whole pages and keeps their content; False if the kernel does not support it."""
     function = _madvise()
     return function is not None and function(address, nbytes, _MADV_POPULATE_WRITE) == 0
