@@ -1,4 +1,4 @@
-// What the two binding files share: Python arguments in, the package's errors out.
+// Helpers of both binding files: convert Python arguments and translate errors.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -29,8 +29,8 @@ inline void translate_argument_errors() {
   });
 }
 
-// A copy of a one-dimensional array of exactly this type: a float or a narrower integer where an
-// id or an offset belongs is a mistake, not something to convert.
+// Copies a one-dimensional array of exactly this type. It does not convert other types: floats or
+// narrower integers as ids or offsets are a mistake of the caller.
 template <typename T>
 std::vector<T> to_vector(const py::object& object, const char* name) {
   if (!py::isinstance<py::array>(object)) throw ArgumentError(name, "not a numpy array");

@@ -8,12 +8,12 @@
 namespace tiered_kv {
 namespace {
 
-// Below this, waking a helper costs more than it saves.
+// With fewer bytes, waking a helper thread costs more than it saves.
 constexpr int64_t kSerialBytes = int64_t{1} << 20;
-// Small enough to balance threads, large enough that taking a piece costs nothing.
+// Small enough to balance the threads, large enough to make the cost of taking a piece negligible.
 constexpr int64_t kPieceBytes = int64_t{512} << 10;
 
-// Copies bytes [begin, end) of a block, counted in slot order.
+// Copies bytes [begin, end) of a block, where offsets are those of the slot.
 void copy_part(const BlockLayout& layout, int64_t block_id, uint8_t* slot, Direction direction,
                int64_t begin, int64_t end) {
   const std::vector<Run>& runs = layout.runs();
@@ -37,8 +37,8 @@ void copy_part(const BlockLayout& layout, int64_t block_id, uint8_t* slot, Direc
 
 void copy_blocks(const BlockLayout& layout, const Batch& batch, Direction direction, uint8_t* slots,
                  int threads) {
-  // The runs tile a slot, so the batch is one line of count * block_bytes bytes. Cutting that line
-  // into equal pieces spreads one huge run as well as thousands of tiny ones.
+  // The runs fill a slot without gaps, so the batch is a sequence of count * block_bytes bytes.
+  // Dividing it into equal pieces balances both one huge run and thousands of tiny ones.
   const int64_t block_bytes = layout.block_bytes();
   const auto total = static_cast<unsigned __int128>(batch.block_ids.size()) * uint64_t(block_bytes);
   if (total <= kSerialBytes) threads = 1;

@@ -5,7 +5,7 @@
 
 namespace tiered_kv {
 
-// `batch` has passed check_batch for `slots`. Needs no GIL.
+// `batch` must have passed check_batch for `slots`. Does not need the GIL.
 void copy_blocks(const BlockLayout& layout, const Batch& batch, Direction direction, uint8_t* slots,
                  int threads);
 

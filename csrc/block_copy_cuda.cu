@@ -10,11 +10,12 @@ constexpr int kWarp = 32;
 constexpr int kWarpsPerCta = kThreads / kWarp;
 constexpr int kCtasPerSm = 2;
 constexpr uint32_t kMaxCtas = 65535;
-// Loads in flight per thread. Reading mapped host memory is a matter of outstanding requests.
+// Loads in flight per thread. The speed of reading mapped host memory depends on the number of
+// outstanding requests.
 constexpr int kUnroll = 8;
-// Long runs are cut so that a few large blocks still spread over the device.
+// Long runs are divided so that even a few large blocks occupy the whole device.
 constexpr int64_t kPieceBytes = 16 << 10;
-// A launch carries its pairs as parameters: up to 32 KiB since CUDA 12.1, 4 KiB before.
+// The pairs are kernel parameters, which may have 32 KiB since CUDA 12.1 and 4 KiB before.
 constexpr int kSmallBatch = 256;
 constexpr int kLargeBatch = CUDART_VERSION >= 12010 ? 2048 : kSmallBatch;
 
@@ -26,7 +27,8 @@ struct Pairs {
 };
 static_assert(sizeof(Pairs<kLargeBatch>) + 64 < (kLargeBatch > kSmallBatch ? 32764 : 4096));
 
-// Offsets from one moving pointer fold into the instructions; indices would cost registers.
+// Constant offsets from an advancing pointer are encoded in the instructions; indices would need
+// registers.
 template <typename Vector>
 __device__ void copy_piece(Vector* __restrict__ dst, const Vector* __restrict__ src, int count,
                            int lane) {
@@ -43,7 +45,8 @@ __device__ void copy_piece(Vector* __restrict__ dst, const Vector* __restrict__ 
     dst += kUnroll * kWarp;
     src += kUnroll * kWarp;
   }
-  // The rest too is read whole before it is written: short runs have nothing but a rest.
+  // The remainder is also read completely before it is written, because a short run consists of the
+  // remainder only.
   Vector held[kUnroll];
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) {
@@ -55,7 +58,7 @@ __device__ void copy_piece(Vector* __restrict__ dst, const Vector* __restrict__ 
   }
 }
 
-// Each warp takes one (block, piece) after another; neighbouring warps take neighbouring pieces.
+// Each warp copies one (block, piece) after another; adjacent warps copy adjacent pieces.
 template <typename Vector, bool kGather, int kCapacity>
 __global__ void __launch_bounds__(kThreads)
     copy_kernel(const __grid_constant__ Pairs<kCapacity> pairs, const Piece* __restrict__ pieces,
@@ -170,7 +173,7 @@ void CudaBlockLayout::copy(const Batch& batch, Direction direction, uint64_t slo
     throw ArgumentError("ctas", std::to_string(ctas) + " is not in [0, 65535]");
   if (ctas == 0) ctas = whole_device_;
   const int width = std::min(alignment_, widest(slots));
-  // Pieces lie in the order of their place in the slot.
+  // Pieces are sorted by their offset in the slot.
   const auto at = [this](int64_t offset) {
     return std::partition_point(pieces_.begin(), pieces_.end(), [offset](const Piece& piece) {
       return int64_t(piece.slot_offset) < offset;
@@ -199,8 +202,9 @@ void CudaBlockLayout::copy(const Batch& batch, Direction direction, uint64_t slo
 void copy_ranges(int device, uint64_t src, const std::vector<int64_t>& src_offsets, uint64_t dst,
                  const std::vector<int64_t>& dst_offsets, int64_t nbytes_each, cudaMemcpyKind kind,
                  uint64_t stream_handle, int64_t host_piece_bytes) {
-  // Neighbours on both sides become one longer copy: a DMA engine likes few large ones. A copy
-  // that would span two pieces of separately registered host memory is cut: CUDA refuses it.
+  // Ranges that are adjacent on both sides are merged, because DMA is faster with few large copies.
+  // Copies are split between pieces of host memory that were registered separately, because CUDA
+  // refuses copies that span two of them.
   std::vector<const void*> sources;
   std::vector<void*> targets;
   std::vector<size_t> sizes;

@@ -9,7 +9,7 @@
 
 namespace tiered_kv {
 
-// A run, or a part of a long one, as the kernel reads it.
+// A run, or a part of a long run, in the format of the kernel.
 struct alignas(16) Piece {
   uint64_t address;
   uint64_t stride;
@@ -33,9 +33,9 @@ class CudaBlockLayout {
   // The widest of 16, 8, 4 and 1 bytes that divides every address, stride, length and offset.
   int alignment() const { return alignment_; }
 
-  // Launches the copy on a stream and returns at once. `batch` has passed check_batch for `slots`;
-  // it travels inside the launch, so nothing has to outlive this call but the two memories.
-  // `ctas` of 0 takes the whole device. Only pieces that begin in `part` of a slot are copied.
+  // Launches the copy on a stream and returns at once. `batch` must have passed check_batch for
+  // `slots`; it is passed by value to the kernel, so only the source and target memory must outlive
+  // this call. `ctas` of 0 uses the whole device. Only pieces that begin in `part` are copied.
   void copy(const Batch& batch, Direction direction, uint64_t slots, uint64_t stream_handle,
             int64_t ctas, SlotPart part = {}) const;
 
@@ -48,8 +48,8 @@ class CudaBlockLayout {
   int64_t whole_device_ = 0;
 };
 
-// Copies ranges of nbytes_each by DMA in stream order. host_piece_bytes: the host side was
-// registered in pieces of so many bytes, counted from its address; 0 for one piece.
+// Copies ranges of nbytes_each bytes by DMA in stream order. If host_piece_bytes is not 0, the host
+// memory was registered in pieces of this size, starting at its address.
 void copy_ranges(int device, uint64_t src, const std::vector<int64_t>& src_offsets, uint64_t dst,
                  const std::vector<int64_t>& dst_offsets, int64_t nbytes_each, cudaMemcpyKind kind,
                  uint64_t stream_handle, int64_t host_piece_bytes);

@@ -18,17 +18,17 @@ std::vector<uint8_t> chain_digests(const uint8_t parent[kSha256Bytes],
   std::vector<uint8_t> digests(blocks * kSha256Bytes);
   constexpr size_t kHead = kSha256Bytes + sizeof(uint32_t);
   std::vector<uint8_t> message(kHead + longest + token_bytes + kSha256MaxPadding);
-  size_t shape = SIZE_MAX;  // the length of the extra that the message is padded for
+  size_t padded_for = SIZE_MAX;  // length of `extra` for which the message is padded
   size_t chunks = 0;
   const uint8_t* previous = parent;
   for (size_t i = 0; i < blocks; ++i) {
     const auto extra = extras.empty() ? extras.end() : extras.find(i);
     const size_t extra_bytes = extra == extras.end() ? 0 : extra->second.size();
-    if (extra_bytes != shape) {
+    if (extra_bytes != padded_for) {
       const uint32_t length = uint32_t(extra_bytes);
       std::memcpy(message.data() + kSha256Bytes, &length, sizeof(length));
       chunks = sha256_pad(message.data(), kHead + extra_bytes + token_bytes);
-      shape = extra_bytes;
+      padded_for = extra_bytes;
     }
     std::memcpy(message.data(), previous, kSha256Bytes);
     if (extra_bytes > 0) std::memcpy(message.data() + kHead, extra->second.data(), extra_bytes);

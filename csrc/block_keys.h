@@ -1,4 +1,4 @@
-// The hash chain that names the content of blocks of tokens.
+// The hash chain that identifies the content of token blocks.
 #pragma once
 
 #include <cstddef>
@@ -11,11 +11,11 @@
 
 namespace tiered_kv {
 
-// What a block's bytes depend on beside its tokens, by index of the block.
+// Inputs of a block's content other than its tokens, by index of the block.
 using Extras = std::unordered_map<size_t, std::string>;
 
 // digest[i] = SHA-256(digest[i - 1] || u32le(|extra|) || extra || tokens of block i as u32le), with
-// `parent` before digest[0]. `tokens` holds whole blocks; the digests are returned end to end.
+// `parent` before digest[0]. `tokens` holds full blocks; the digests are returned concatenated.
 std::vector<uint8_t> chain_digests(const uint8_t parent[kSha256Bytes],
                                    const std::vector<uint32_t>& tokens, size_t block_size,
                                    const Extras& extras);

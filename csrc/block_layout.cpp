@@ -25,7 +25,7 @@ std::string item(const char* name, size_t index) {
                                        std::to_string(std::max(a, b)) + " overlap");
 }
 
-// A run with its place in the caller's arrays, for messages.
+// A run with its index in the caller's arrays, which error messages name.
 struct Placed {
   int64_t begin;
   int64_t end;  // of the last block
@@ -34,9 +34,9 @@ struct Placed {
   size_t index;
 };
 
-// Runs of one stride, sorted by begin. Two of them collide exactly when their spans overlap and
-// so do their images modulo the stride, so a sweep over begins keeps the live runs in a ring of
-// residues and looks at the neighbours of each newcomer only.
+// Checks runs of one stride, sorted by begin. Two runs collide if and only if their spans overlap
+// and their images modulo the stride overlap. So a sweep over the begins keeps the live runs in a
+// ring of residues and compares each new run only with its two neighbours.
 void check_same_stride(const std::vector<Placed>& runs) {
   struct Later {
     bool operator()(const Placed& a, const Placed& b) const { return a.end > b.end; }
@@ -54,8 +54,8 @@ void check_same_stride(const std::vector<Placed>& runs) {
       auto next = ring.lower_bound(residue);
       const auto before = next == ring.begin() ? std::prev(ring.end()) : std::prev(next);
       if (next == ring.end()) next = ring.begin();
-      // Distances around the ring. A lone neighbour at the same residue is a collision whichever
-      // way round it is seen: distance 0.
+      // Distances around the ring. A single neighbour at the same residue collides: its distance is
+      // 0 in both directions.
       const int64_t ahead = (next->first - residue + stride) % stride;
       const int64_t behind = (residue - before->first + stride) % stride;
       if (ahead < run.bytes) overlap(run.index, next->second->index);
@@ -81,13 +81,13 @@ uint128 floor_sum(uint128 n, uint128 m, uint128 a, uint128 b) {
   }
 }
 
-// Whether an image of p meets an image of q, for any strides. Image b of p meets image c of q when
-// t = p(b) - q(0) + |p| - 1 lies within w = |p| + |q| - 2 above c times q's stride, so it is a
-// question of how many terms of an arithmetic progression have a small residue.
+// Returns whether an image of p overlaps an image of q, for any strides. Image b of p overlaps
+// image c of q if t = p(b) - q(0) + |p| - 1 lies within w = |p| + |q| - 2 above c times q's stride.
+// So the problem is to count the terms of an arithmetic progression that have a small residue.
 bool collide(const Placed& p, const Placed& q, int64_t num_blocks) {
   const int128 first = int128(p.begin) - q.begin + p.bytes - 1;
   const int128 width = int128(p.bytes) + q.bytes - 2;
-  // With no gap left between the widened images of q they form one range.
+  // If the widened images of q leave no gap, they form one contiguous range.
   const bool solid = width >= q.stride - 1;
   const int128 limit =
       solid ? int128(num_blocks - 1) * q.stride + width : int128(num_blocks) * q.stride - 1;
@@ -107,7 +107,7 @@ bool collide(const Placed& p, const Placed& q, int64_t num_blocks) {
 void check_runs_disjoint(std::vector<Placed> runs, int64_t num_blocks) {
   std::sort(runs.begin(), runs.end(),
             [](const Placed& a, const Placed& b) { return a.begin < b.begin; });
-  if (num_blocks == 1) {  // the stride means nothing
+  if (num_blocks == 1) {  // the strides are irrelevant
     for (size_t i = 1; i < runs.size(); ++i) {
       if (runs[i].begin < runs[i - 1].end) overlap(runs[i].index, runs[i - 1].index);
     }
@@ -232,7 +232,7 @@ namespace {
 
 void check_unique(const std::vector<int64_t>& ids, int64_t num_blocks) {
   const auto twice = [](int64_t id) {
-    throw ArgumentError("block_ids", "block " + number(id) + " is named twice");
+    throw ArgumentError("block_ids", "block " + number(id) + " occurs twice");
   };
   constexpr int64_t kBitmapBlocks = int64_t{1} << 23;
   if (num_blocks <= kBitmapBlocks) {

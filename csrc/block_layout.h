@@ -1,8 +1,8 @@
-// Where the bytes of a block lie, and the checks that every copy passes before a byte moves.
+// The memory layout of a block, and the checks that every copy passes before it moves a byte.
 //
-// A block is a set of byte runs: run r of block b lies at address + b * stride and goes to
-// slot_offset within a slot. Strides are taken from the caller, never assumed, so one description
-// serves layer-outermost, block-outermost and padded caches alike.
+// A block is a set of byte runs: run r of block b lies at address + b * stride and is copied to
+// slot_offset within a slot. The caller supplies the strides, so the same description fits
+// layer-outermost, block-outermost and padded caches.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@
 
 namespace tiered_kv {
 
-// A bad argument. The message begins with the argument's name.
+// An invalid argument. The message begins with the argument's name.
 class ArgumentError : public std::invalid_argument {
  public:
   ArgumentError(const std::string& argument, const std::string& problem)
@@ -35,8 +35,8 @@ struct Extent {
 
 class BlockLayout {
  public:
-  // Throws ArgumentError unless every run of every block is disjoint from every other and the
-  // slot ranges tile [0, block_bytes) exactly.
+  // Throws ArgumentError unless all runs of all blocks are disjoint and the slot ranges cover
+  // [0, block_bytes) without gaps or overlaps.
   BlockLayout(const std::vector<uint64_t>& addresses, const std::vector<int64_t>& block_strides,
               const std::vector<int64_t>& run_bytes, const std::vector<int64_t>& slot_offsets,
               int64_t num_blocks);
@@ -45,7 +45,7 @@ class BlockLayout {
   int64_t block_bytes() const { return block_bytes_; }
   // Ordered by slot_offset.
   const std::vector<Run>& runs() const { return runs_; }
-  // Whether [begin, end) touches the span of any run.
+  // Whether [begin, end) overlaps the span of a run.
   bool touches(Extent range) const;
 
  private:
@@ -57,8 +57,8 @@ class BlockLayout {
 
 enum class Direction { kGather, kScatter };  // blocks -> slots, slots -> blocks
 
-// Block/slot pairs that have passed check_batch. Owns its numbers: a Python thread may change the
-// arrays it passed while the copy runs without the GIL.
+// Block/slot pairs that have passed check_batch. It owns its data, because Python threads may
+// change the arrays they passed while the copy runs without the GIL.
 struct Batch {
   std::vector<int64_t> block_ids;
   std::vector<int64_t> slot_offsets;
@@ -70,7 +70,7 @@ constexpr int64_t kSlotAlignment = 64;
 void check_batch(const BlockLayout& layout, const Batch& batch, Direction direction,
                  const std::string& slots, int64_t address, int64_t nbytes);
 
-// Checks that address and nbytes describe a range of memory; `name` is what to call it.
+// Checks that address and nbytes describe a range of memory; error messages begin with `name`.
 Extent checked_range(const std::string& name, int64_t address, int64_t nbytes);
 
 // Throws unless the ranges [offset, offset + nbytes) are mutually disjoint.

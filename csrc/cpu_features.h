@@ -1,4 +1,4 @@
-// Which instruction set to use, decided at run time: one build serves every machine.
+// Selects the instruction set at run time, so that one build works on every machine.
 #pragma once
 
 #include <atomic>
@@ -9,7 +9,7 @@
 
 namespace tiered_kv {
 
-// Tests set this to run the portable code on a machine that has better.
+// Tests set this to run the portable code on a machine with better instructions.
 inline std::atomic<bool> force_portable{false};
 
 #if defined(__x86_64__)
@@ -22,7 +22,7 @@ inline bool has_avx2() {
 inline bool has_sha_ni() {
   static const bool supported = [] {
     unsigned a = 0, b = 0, c = 0, d = 0;
-    // Compilers differ on the name "sha" in __builtin_cpu_supports; leaf 7 does not.
+    // Not all compilers know "sha" in __builtin_cpu_supports, so read CPUID leaf 7.
     return __builtin_cpu_supports("sse4.1") && __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 &&
            ((b >> 29) & 1) != 0;
   }();

@@ -1,4 +1,4 @@
-// Python binding of the CPU module: arguments in, one call, errors out.
+// Python binding of the CPU module: converts arguments, makes one call, translates errors.
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -24,9 +24,9 @@ namespace tiered_kv {
 namespace {
 
 constexpr size_t kKeyHashBytes = 16;
-// Below this, dropping the GIL costs more than it gives others.
+// With fewer bytes, releasing the GIL costs more than it gains.
 constexpr size_t kGilBytes = 4096;
-// Below this, waking a helper costs more than it saves.
+// With fewer bytes, waking a helper thread costs more than it saves.
 constexpr uint64_t kSerialBytes = uint64_t{1} << 20;
 
 void copy(const BlockLayout& layout, const py::object& block_ids, int64_t address, int64_t nbytes,
@@ -102,7 +102,7 @@ std::deque<Bytes> open_buffers(const py::sequence& buffers, const std::string& n
   return opened;
 }
 
-// The threads that are worth waking for these buffers.
+// Returns how many threads are worth waking for these buffers.
 int threads_for(const std::deque<Bytes>& buffers, int64_t threads) {
   const int count = thread_count(threads);
   uint64_t total = 0;
@@ -120,7 +120,7 @@ std::vector<uint64_t> hash_buffers(const py::sequence& buffers, int64_t threads)
   return sums;
 }
 
-// With zmq_send_const, whose address the caller knows. The errno of the first refusal, or 0.
+// Sends with zmq_send_const, whose address the caller passes. Returns 0 or the first errno.
 int send_frames(uintptr_t function, uintptr_t socket, const py::sequence& buffers, int flags) {
   if (function == 0 || socket == 0) throw ArgumentError("function, socket", "a null address");
   const std::deque<Bytes> opened = open_buffers(buffers, "buffers", PyBUF_SIMPLE);
@@ -132,7 +132,7 @@ int send_frames(uintptr_t function, uintptr_t socket, const py::sequence& buffer
   return 0;
 }
 
-// Of objects that name the next one, up to `last` or None: an attribute of each.
+// Follows a linked list up to `last` or None and returns one attribute of each object.
 py::list follow(py::object at, const py::object& last, const py::str& next, const py::str& wanted,
                 int64_t most) {
   py::list found;
@@ -143,7 +143,7 @@ py::list follow(py::object at, const py::object& last, const py::str& next, cons
   return found;
 }
 
-// Sources and the places they are copied to, open as long as this lives.
+// Source and target buffers, which stay exported for the lifetime of this object.
 struct Pairs {
   Pairs(const py::sequence& places, const py::sequence& sources)
       : into(open_buffers(places, "into", PyBUF_WRITABLE)),
@@ -176,7 +176,7 @@ std::vector<uint64_t> copy_and_hash(const py::sequence& into, const py::sequence
   return sums;
 }
 
-// Fills with the buffers they need. The GIL guards all but `fills_`.
+// Fills together with the buffers they use. The GIL guards all members except `fills_`.
 class FillPool {
  public:
   FillPool() = default;
@@ -202,7 +202,7 @@ class FillPool {
       total += pairs.from[i].size();
     }
     last_ = ticket;
-    // A helper for each so many bytes: waking one takes time, too.
+    // The number of helpers depends on the bytes, because waking a helper takes time.
     fills_.start(ticket, fills, int(std::min<uint64_t>(total / kSerialBytes + 1, uint64_t(most))));
   }
 
@@ -216,7 +216,7 @@ class FillPool {
   }
 
   void wait() const {
-    PyThreadState* const state = PyEval_SaveThread();  // pybind11's own may throw: not at the end
+    PyThreadState* const state = PyEval_SaveThread();  // py::gil_scoped_release could throw here
     fills_.wait();
     PyEval_RestoreThread(state);
   }
@@ -227,7 +227,7 @@ class FillPool {
   Fills fills_;
 };
 
-// What came of each: bytes moved or a negative errno, and the checksum.
+// Returns two lists: bytes moved or a negative errno of each block, and its checksum.
 py::tuple outcomes(const std::vector<FileBlock>& blocks) {
   const py::list moved(blocks.size());
   const py::list checksums(blocks.size());

@@ -11,7 +11,7 @@ std::string text(cudaError_t status) {
   return std::string(cudaGetErrorString(status)) + " (" + cudaGetErrorName(status) + ")";
 }
 
-// Two calls of the driver that the runtime does not offer.
+// Two functions of the driver API that the runtime API does not have.
 struct Driver {
   int (*get_context)(void**) = nullptr;
   int (*set_context)(void*) = nullptr;
@@ -31,8 +31,7 @@ const Driver& driver() {
 
 [[noreturn]] void closed(const char* what) { throw ArgumentError(what, "is closed"); }
 
-// For destructors, which may run while the process unloads CUDA: what fails there no longer
-// matters.
+// For destructors, which may run while the process unloads CUDA; errors do not matter then.
 template <typename Handle>
 void close_quietly(Handle& handle) {
   try {
@@ -45,9 +44,9 @@ void close_quietly(Handle& handle) {
 
 void check(cudaError_t status, const char* call) {
   if (status == cudaSuccess) return;
-  cudaGetLastError();  // so that a later call does not report this one
+  cudaGetLastError();  // clears the error, so that a later call does not report it
   if (status == cudaErrorInsufficientDriver) {
-    // The runtime says so too where there is no driver at all.
+    // The runtime returns the same status if no driver is installed.
     int version = 0;
     cudaDriverGetVersion(&version);
     if (version == 0) throw NoDevice("no CUDA device: no NVIDIA driver is installed");
@@ -94,7 +93,7 @@ void host_register(int device, int64_t address, int64_t nbytes) {
   if (status == cudaSuccess && mapped == memory) return;
   cudaHostUnregister(memory);
   check(status, "cudaHostGetDevicePointer");
-  throw CudaFailure("cudaHostGetDevicePointer: the device sees the memory at another address");
+  throw CudaFailure("cudaHostGetDevicePointer: the device maps the memory at another address");
 }
 
 void host_unregister(int device, int64_t address) {
@@ -197,7 +196,7 @@ DeviceBuffer::DeviceBuffer(int device, int64_t nbytes) : device_(device), nbytes
     cudaGetLastError();
     size_t free = 0, total = 0;
     check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
-    throw CudaFailure("cudaMalloc: asked for " + std::to_string(nbytes) + " bytes, " +
+    throw CudaFailure("cudaMalloc: requested " + std::to_string(nbytes) + " bytes, " +
                       std::to_string(free) + " free on device " + std::to_string(device) + ": " +
                       text(status));
   }
@@ -216,7 +215,7 @@ void DeviceBuffer::close() {
   void* const memory = memory_;
   memory_ = nullptr;
   const DeviceGuard guard(device_);
-  // Kernels may still use the memory; that cudaFree waits for them is not promised.
+  // Kernels may still use the memory, and CUDA does not guarantee that cudaFree waits for them.
   check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   check(cudaFree(memory), "cudaFree");
 }

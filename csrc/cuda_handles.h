@@ -1,7 +1,7 @@
-// Streams, events, device memory and host registration, each owned by one object.
+// Owning wrappers of streams, events and device memory, and registration of host memory.
 //
-// The CUDA runtime is linked statically and shares the device's primary context with any other
-// runtime in the process, so stream handles and addresses pass freely between them.
+// The CUDA runtime is linked statically. It shares the device's primary context with any other
+// runtime in the process, so stream handles and addresses are valid in all of them.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -21,16 +21,16 @@ class NoDevice : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Throws CudaFailure, or NoDevice where there is no device or driver, with the call's name.
+// Throws CudaFailure with the name of the call, or NoDevice if there is no device or driver.
 void check(cudaError_t status, const char* call);
 
-// Throws NoDevice unless there is at least one.
+// Returns at least 1; throws NoDevice if there is no device.
 int device_count();
 
 constexpr int kCurrentDevice = INT_MIN;
 
-// Makes a device current for a scope; kCurrentDevice leaves the thread's own. Restores the driver's
-// context rather than the runtime's device number: cudaSetDevice would create a context on a
+// Makes a device current in a scope; kCurrentDevice keeps the device of the thread. The destructor
+// restores the driver's context instead of calling cudaSetDevice, which would create a context on a
 // device that the thread never used.
 class DeviceGuard {
  public:
@@ -42,12 +42,12 @@ class DeviceGuard {
  private:
   const bool active_;
   void* before_ = nullptr;
-  // vLLM captures CUDA graphs while this process pins memory. In CUDA's default mode a call of any
-  // thread that might be unsafe breaks every capture under way; in the relaxed mode it does not.
+  // vLLM captures CUDA graphs while this process pins memory. In CUDA's default mode, a potentially
+  // unsafe call of any thread invalidates every running capture; in the relaxed mode it does not.
   cudaStreamCaptureMode capture_mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// Pins memory for DMA by every device and maps it at its own address, in the context of `device`.
+// Pins memory for DMA by all devices and maps it at its host address, in the context of `device`.
 void host_register(int device, int64_t address, int64_t nbytes);
 void host_unregister(int device, int64_t address);
 
@@ -57,7 +57,7 @@ class Event;
 
 class Stream {
  public:
-  // Non-blocking. Low priority is the lowest there is, otherwise the highest.
+  // Creates a non-blocking stream of the lowest priority, or of the highest.
   Stream(int device, bool low_priority);
   ~Stream();
   Stream(const Stream&) = delete;
@@ -82,7 +82,7 @@ class Event {
 
   cudaEvent_t get() const;
   void record(uint64_t stream_handle);
-  // Lets later work of any stream wait for this; the caller does not.
+  // Makes later work of a stream wait for the event; does not block the caller.
   void wait_in(uint64_t stream_handle) const;
   bool query();
   void synchronize();

@@ -1,4 +1,4 @@
-// Python binding of the CUDA module: arguments in, one call without the GIL, errors out.
+// Python binding of the CUDA module: converts arguments, calls without the GIL, translates errors.
 #include <pybind11/stl.h>
 
 #include <optional>
@@ -55,8 +55,9 @@ void scatter(const CudaBlockLayout& layout, const py::object& block_ids, int64_t
              int64_t ctas, int64_t part_begin, std::optional<int64_t> part_end) {
   const SlotPart part{part_begin, part_end.value_or(INT64_MAX)};
   if (part.begin < 0 || part.end < part.begin)
-    throw ArgumentError("part_end", std::to_string(part.end) + " is below part_begin " +
-                                        std::to_string(part.begin) + ", or that is negative");
+    throw ArgumentError("part_end", "expected 0 <= part_begin <= part_end, got " +
+                                        std::to_string(part.begin) + " and " +
+                                        std::to_string(part.end));
   copy_blocks(layout, block_ids, target_address, target_nbytes, slot_offsets, stream_handle, ctas,
               Direction::kScatter, part);
 }

@@ -11,7 +11,8 @@
 namespace tiered_kv {
 namespace {
 
-// What `call` moved, called again as long as a signal interrupts it.
+// Returns the bytes moved by `call` or a negative errno; repeats the call if a signal interrupts
+// it.
 template <typename Call>
 int64_t moved_by(const Call& call) {
   ssize_t moved = 0;

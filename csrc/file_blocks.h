@@ -1,4 +1,4 @@
-// Blocks of a file, read and written at their places by several threads, and hashed on the way.
+// Reads and writes blocks of a file with several threads, and computes their checksums.
 #pragma once
 
 #include <cstddef>
@@ -13,15 +13,15 @@ struct FileBlock {
   size_t nbytes = 0;
   int64_t offset = 0;
   std::optional<uint64_t> expected = std::nullopt;  // checksum of a block to be written
-  uint64_t checksum = 0;                            // XXH3 of what was read or is to be written
-  int64_t moved = 0;                                // bytes; an errno, negative, if it failed
+  uint64_t checksum = 0;                            // XXH3 of the bytes read or to be written
+  int64_t moved = 0;                                // bytes moved, or a negative errno
 };
 
-// One pread each, which may be short. A block of which all was read gets its checksum.
+// Calls pread once per block; a read may be short. Computes checksums of completely read blocks.
 void read_blocks(int fd, std::vector<FileBlock>& blocks, int threads);
 
-// One pwrite each, unless the block has another checksum than expected: of it nothing is moved.
-// After a failure no other block is begun; those say ECANCELED.
+// Calls pwrite once per block, but not for blocks whose checksum differs from the expected one.
+// After a failure no further block is started; these get ECANCELED.
 void write_blocks(int fd, std::vector<FileBlock>& blocks, int threads);
 
 }  // namespace tiered_kv

@@ -15,7 +15,7 @@
 
 namespace tiered_kv {
 
-// Shared with helpers: one may still be telling that it is done when all others have gone on.
+// Shared with the helper threads: one may still be in `finish` when the owner is destroyed.
 struct Fills::State {
   State() : descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
     if (descriptor < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
@@ -24,7 +24,7 @@ struct Fills::State {
   State& operator=(const State&) = delete;
   ~State() { ::close(descriptor); }
 
-  // So that `finish` needs no memory: there is nobody on a helper's thread who could be told.
+  // Reserves memory so that `finish` never allocates: a helper thread cannot report a failure.
   void make_room(size_t more) { done.reserve(done.size() + under_way.size() + more); }
 
   void finish(Filled&& filled) {

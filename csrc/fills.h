@@ -1,4 +1,4 @@
-// Blocks copied into their places beside whoever asked for it, and their checksums.
+// Copies blocks asynchronously on helper threads and computes their checksums.
 #pragma once
 
 #include <cstddef>
@@ -19,25 +19,25 @@ struct Filled {
   std::vector<uint64_t> checksums;  // XXH3, in the order of the fills
 };
 
-// All calls may be made from any thread. Memory that is filled, and filled from, must stay until
-// the ticket was collected, or `wait` has returned.
+// Thread-safe. Source and target memory must stay valid until the ticket has been collected, or
+// `wait` has returned.
 class Fills {
  public:
   Fills();  // throws std::system_error
   Fills(const Fills&) = delete;
   Fills& operator=(const Fills&) = delete;
-  ~Fills();  // waits
+  ~Fills();  // waits for running fills
 
-  // Readable while there is something to collect.
+  // An eventfd that is readable while there are tickets to collect.
   int descriptor() const;
 
-  // Returns at once. Tickets are given out in ascending order.
+  // Returns at once. The caller passes tickets in ascending order.
   void start(uint64_t ticket, const std::vector<Fill>& fills, int threads);
 
-  // What has ended since the last call.
+  // Returns the tickets that finished since the last call.
   std::vector<Filled> collect();
 
-  // Returns when all that was started before has ended: it can be collected.
+  // Waits until all fills started before the call have finished and can be collected.
   void wait() const;
 
  private:

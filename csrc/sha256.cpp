@@ -62,7 +62,7 @@ __attribute__((target("sha,sse4.1"))) void compress_sha_ni(uint32_t state[8], co
                                                            size_t chunks) {
   const __m128i swap = _mm_set_epi64x(0x0c0d0e0f08090a0bLL, 0x0405060700010203LL);
   __m128i* const halves = reinterpret_cast<__m128i*>(state);
-  // The instructions want the state as ABEF and CDGH.
+  // The SHA instructions expect the state in the order ABEF and CDGH.
   const __m128i badc = _mm_shuffle_epi32(_mm_loadu_si128(halves), 0xB1);
   const __m128i hgfe = _mm_shuffle_epi32(_mm_loadu_si128(halves + 1), 0x1B);
   __m128i abef = _mm_alignr_epi8(badc, hgfe, 8);
@@ -112,7 +112,7 @@ void store_digest(const uint32_t state[8], uint8_t digest[kSha256Bytes]) {
   std::memcpy(digest, words, kSha256Bytes);
 }
 
-// Padding for a message of `size` bytes, of which the last `rest` lie before `tail`.
+// Writes the padding of a message of `size` bytes, of which the last `rest` lie before `tail`.
 size_t pad(uint8_t* tail, size_t rest, size_t size) {
   const size_t end = (rest + 9 + kChunk - 1) / kChunk * kChunk;
   std::memset(tail + rest, 0, end - rest);

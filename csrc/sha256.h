@@ -10,10 +10,10 @@ constexpr size_t kSha256Bytes = 32;
 
 void sha256(const uint8_t* data, size_t size, uint8_t digest[kSha256Bytes]);
 
-// The same in two steps, for many short messages of one length: the padding is written once, behind
-// the message, and stays while the message changes.
+// The same in two steps, for many short messages of equal length: sha256_pad writes the padding
+// after the message once, and it stays valid while the message changes.
 constexpr size_t kSha256MaxPadding = 72;
-// Returns the number of 64-byte chunks that message and padding fill.
+// Returns the number of 64-byte chunks of message and padding.
 size_t sha256_pad(uint8_t* message, size_t size);
 void sha256_padded(const uint8_t* message, size_t chunks, uint8_t digest[kSha256Bytes]);
 

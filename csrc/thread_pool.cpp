@@ -28,7 +28,7 @@ class Job {
   Job(size_t count, std::function<void(size_t)> work, std::function<void()> finished)
       : count_(count), work_(std::move(work)), finished_(std::move(finished)) {}
 
-  // Takes items until none is left. One that comes too late touches neither function.
+  // Processes items until none is left. A late helper finds none and touches neither function.
   void help() {
     for (size_t i = next_.fetch_add(1); i < count_; i = next_.fetch_add(1)) {
       work_(i);
@@ -44,8 +44,8 @@ class Job {
   std::atomic<size_t> done_{0};
 };
 
-// Shared by the one who waits and the one who tells: the latter may still be in `set` when the
-// former goes on.
+// Shared by the waiting and the signalling thread: the latter may still be in `set` when the former
+// continues.
 class Gate {
  public:
   void set() {
@@ -69,7 +69,7 @@ class Pool {
  public:
   pid_t owner() const { return owner_; }
 
-  // How many helpers will come.
+  // Queues the job for up to `helpers` helper threads; returns how many will work on it.
   int offer(const std::shared_ptr<Job>& job, int helpers) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -83,7 +83,7 @@ class Pool {
 
  private:
   bool start_helper() {
-    // Signals belong to the interpreter's threads.
+    // Helpers block all signals, which the interpreter's threads must handle.
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -115,8 +115,9 @@ class Pool {
   std::deque<std::shared_ptr<Job>> jobs_;
 };
 
-// Never destroyed: helpers wait on it until the process ends. After a fork the parent's pool, whose
-// threads are gone and whose mutex may be held by one of them, is left untouched for a fresh one.
+// A pool is never destroyed, because helpers wait on it until the process ends. After a fork the
+// child creates a new pool: the threads of the parent's pool do not exist in the child, and one of
+// them may have held its mutex.
 Pool& pool(Crew crew) {
   static std::atomic<Pool*> pools[4]{};
   std::atomic<Pool*>& current = pools[size_t(crew)];

@@ -29,8 +29,8 @@ void check_range(int64_t start, int64_t stop, int64_t length) {
         "stop", std::to_string(stop) + " is beyond the " + std::to_string(length) + " tokens");
 }
 
-// Anything that is not a plain int, such as a numpy scalar. Runs Python code, which may change the
-// sequence, so the caller looks at its length again.
+// Converts an item that is not a plain int, such as a numpy scalar. It runs Python code, which may
+// change the sequence, so the caller checks the length again.
 uint32_t convert(PyObject* item, int64_t position) {
   const auto held = py::reinterpret_borrow<py::object>(item);
   const auto number = py::reinterpret_steal<py::object>(PyNumber_Index(held.ptr()));

@@ -34,13 +34,13 @@ alignas(64) constexpr uint8_t kSecret[kSecretBytes] = {
     0x2b, 0x16, 0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce,
     0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e};
 
-// In the long form a stripe of 64 bytes moves the secret on by 8; a round is what one secret
-// serves.
+// For long inputs each stripe of 64 bytes advances the secret by 8 bytes; a round is the number of
+// stripes until the secret is used up.
 constexpr size_t kStripe = 64;
 constexpr size_t kSecretStep = 8;
 constexpr size_t kRoundStripes = (kSecretBytes - kStripe) / kSecretStep;
 constexpr size_t kRoundBytes = kRoundStripes * kStripe;
-// Smaller copies stay in the caches, where whoever reads them next finds them.
+// Smaller copies stay in the CPU caches for the next reader.
 [[maybe_unused]] constexpr size_t kStreamedBytes = 64 << 10;
 
 uint32_t read32(const uint8_t* p) {
@@ -149,7 +149,7 @@ void scramble(Lanes& lanes) {
 
 void consume_portable(Lanes& lanes, const uint8_t* data, size_t size) {
   const uint8_t* const last = data + size - kStripe;
-  size_t left = size - 1;  // the last stripe is always taken apart, even of a whole round
+  size_t left = size - 1;  // the last stripe is always separate, even if it completes a round
   for (; left >= kRoundBytes; left -= kRoundBytes, data += kRoundBytes) {
     accumulate_portable(lanes, data, kSecret, kRoundStripes);
     scramble(lanes);
@@ -186,8 +186,8 @@ __attribute__((target("avx2"))) inline __m256i scramble_half(__m256i acc, const 
   return _mm256_add_epi64(low, _mm256_slli_epi64(high, 32));
 }
 
-// Writes past the caches: a block is larger than what is left of them, and a line that is only
-// written need not be read first.
+// Bypasses the caches with streaming stores: a block is larger than the caches, and a cache line
+// that is written completely need not be read first.
 template <size_t kAlignment>
 __attribute__((target("avx2"))) inline void stream256(uint8_t* into, __m256i value) {
   if constexpr (kAlignment == 32) {
@@ -199,7 +199,7 @@ __attribute__((target("avx2"))) inline void stream256(uint8_t* into, __m256i val
   }
 }
 
-// Unless `kAlignment` is 0, the bytes are also copied to `into`, which has that alignment.
+// If `kAlignment` is not 0, the bytes are also copied to `into`, which has that alignment.
 template <size_t kAlignment>
 __attribute__((target("avx2"))) void consume_avx2(Lanes& lanes, const uint8_t* data, size_t size,
                                                   uint8_t* into) {
@@ -233,7 +233,7 @@ __attribute__((target("avx2"))) void consume_avx2(Lanes& lanes, const uint8_t* d
   _mm256_store_si256(halves + 1, b);
   if constexpr (kAlignment > 0) {
     std::memcpy(into, data, size_t(last + kStripe - data));
-    _mm_sfence();  // or others might see the block announced before its bytes
+    _mm_sfence();  // orders the streaming stores before the publication of the block
   }
 }
 

@@ -8,7 +8,7 @@ namespace tiered_kv {
 
 uint64_t xxh3_64(const uint8_t* data, size_t size);
 
-// Copies the bytes and says their XXH3, reading them once. The two must not overlap.
+// Copies the bytes and returns their XXH3, reading them once. The ranges must not overlap.
 uint64_t copy_xxh3_64(uint8_t* into, const uint8_t* data, size_t size);
 
 }  // namespace tiered_kv

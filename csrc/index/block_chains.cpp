@@ -1,4 +1,4 @@
-// Chains: each block is linked to the one before it, or awaits it.
+// Chains: each block is linked to its predecessor, or awaits a missing one.
 #include <utility>
 
 #include "index/block_index.h"
@@ -15,8 +15,8 @@ void BlockIndex::enter(uint32_t id, std::optional<std::string_view> before) {
   }
   const std::string_view key = entries_.key(id);
   table_.insert(hash_(key), id);
-  // Blocks that arrived before the block they follow are adopted when it comes. Each is the first
-  // of its chain: one that `id` itself descends from would close a circle, which could never leave.
+  // Link blocks that were added before this predecessor of theirs. Each is the first of its chain.
+  // If `id` itself descends from one, linking it would create a cycle that could never be evicted.
   uint32_t orphan = first_awaiting(key);
   const uint32_t ancestor = orphan == kNone ? kNone : first_of_chain(id);
   for (; orphan != kNone; orphan = first_awaiting(key)) {
@@ -30,7 +30,7 @@ uint32_t BlockIndex::first_of_chain(uint32_t id) const {
   return id;
 }
 
-// Puts it at the head of a list of siblings.
+// Inserts an entry at the head of a list of siblings.
 void BlockIndex::chain_to(uint32_t& first, uint32_t id) {
   Entry& entry = entries_[id];
   entry.prev = kNone;
@@ -88,7 +88,7 @@ void BlockIndex::unlink(uint32_t id) {
   if (above.is_leaf() && above.is_readable() && !above.is_parked) policy_of(above).unshield(before);
 }
 
-// Takes the block out of every lookup and link; the slot itself stays in use.
+// Removes the block from the table and from its chain; the slot itself stays in use.
 void BlockIndex::detach(uint32_t id, bool evicted) {
   Entry& entry = entries_[id];
   unlink(id);

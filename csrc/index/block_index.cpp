@@ -8,10 +8,11 @@
 namespace tiered_kv {
 namespace {
 
-constexpr size_t kLookAhead = 16;  // lookups under way at once
+constexpr size_t kLookAhead = 16;  // lookups whose cache lines are prefetched together
 
-size_t most_blocks(const Geometry& geometry) {
-  // A slab of one slot is the arena of one class: then the table never has to grow.
+size_t initial_capacity(const Geometry& geometry) {
+  // With one slot per slab there is a single class, and the number of slabs is the exact maximum,
+  // so the table never has to grow.
   return geometry.slots_per_slab == 1 ? size_t(std::max<int64_t>(0, geometry.num_slabs)) : 0;
 }
 
@@ -19,10 +20,10 @@ size_t most_blocks(const Geometry& geometry) {
 
 BlockIndex::BlockIndex(const Geometry& geometry, std::string eviction, IndexHooks hooks)
     : pool_(geometry),
-      table_(most_blocks(geometry)),
+      table_(initial_capacity(geometry)),
       eviction_(std::move(eviction)),
       hooks_(std::move(hooks)) {
-  make_policy(eviction_, entries_, 1);  // an unknown name is an error now, not with the first class
+  make_policy(eviction_, entries_, 1);  // rejects an unknown name now, not at the first class
 }
 
 uint32_t BlockIndex::add_class(int64_t slot_bytes, const std::string& owner) {
@@ -53,10 +54,10 @@ void BlockIndex::check_name(const BlockName& name) {
   for (const std::string_view key : {name.key, name.before.value_or(std::string_view())})
     if (key.size() > kMaxKeyBytes)
       throw ArgumentError(
-          "key", std::to_string(key.size()) + " bytes, more than " + std::to_string(kMaxKeyBytes));
+          "key", std::to_string(key.size()) + " bytes; at most " + std::to_string(kMaxKeyBytes));
 }
 
-// ---- questions ---------------------------------------------------------------------------------
+// ---- queries -----------------------------------------------------------------------------------
 
 Lookup BlockIndex::state_of(uint32_t id) const {
   if (id == kNone) return Lookup::kMiss;
@@ -117,7 +118,7 @@ std::vector<int64_t> BlockIndex::pin(const std::vector<std::string_view>& keys) 
   slots.reserve(keys.size());
   for (const std::string_view key : keys) {
     const uint32_t id = id_of(key);
-    if (id == kNone) throw InvariantError("a block is pinned that is not here");
+    if (id == kNone) throw InvariantError("cannot pin a block that is missing");
     slots.push_back(entries_[id].slot);
   }
   pin_slots(slots);
@@ -127,7 +128,7 @@ std::vector<int64_t> BlockIndex::pin(const std::vector<std::string_view>& keys) 
 void BlockIndex::pin_slots(const std::vector<int64_t>& slots) {
   for (const int64_t slot : slots)
     if (!entries_[id_in(slot)].is_readable())
-      throw InvariantError("a block is pinned before it is committed");
+      throw InvariantError("slot " + std::to_string(slot) + " cannot be pinned before its commit");
   for (const int64_t slot : slots) ++entries_[id_in(slot)].pins;
 }
 
@@ -147,7 +148,7 @@ void BlockIndex::unpin(const std::vector<int64_t>& slots) {
 int64_t BlockIndex::reserve(const BlockName& name, uint32_t size_class, int64_t more) {
   check_name(name);
   if (id_of(name.key) != kNone)
-    throw InvariantError("a key that is already here cannot be reserved");
+    throw InvariantError("cannot reserve a slot for a key that is already present");
   const bool may_grow = quota_slabs_.empty() || !at_quota(owners_.at(size_class));
   int64_t slot = pool_.allocate(size_class, may_grow);
   if (slot == kNoSlot) {

@@ -1,18 +1,19 @@
-// The index of a tier: which key lies in which slot, who uses it, what may leave.
+// The index of a tier: maps keys to slots, counts pins, and selects blocks to evict.
 //
-// A slot goes free -> reserved -> committed -> free, or reserved -> free on abort. Only committed
-// blocks are visible to lookups. A pinned slot is being read by a copy and cannot be reused. A
-// block that is removed while pinned (or while still being written) becomes *detached*: no lookup
-// finds it any more, and its slot returns when the last user lets go.
+// The states of a slot are free -> reserved -> committed -> free, or reserved -> free on abort.
+// Only committed blocks are visible to lookups. A pinned slot is being read by a copy and cannot be
+// reused. A block that is removed while it is pinned or being written becomes *detached*: lookups
+// no longer find it, and its slot becomes free when its last user releases it.
 //
-// Blocks of a chain are linked to the block before them. A block with followers never leaves
-// before them, so what remains of a prefix is always its useful end: the head. Only over a slower
-// tier that has it, and where nothing else can leave, one does.
+// Each block of a chain is linked to its predecessor. A block is never evicted before its
+// successors, so the rest of a partly evicted prefix is always its useful part, the head. The only
+// exception: if nothing else can be evicted, a block with successors may be, provided that a lower
+// tier holds it.
 //
-// Size classes may belong to owners with a quota. An owner at its quota makes room among its own
-// blocks; others cannot be pushed out by it.
+// Size classes may belong to owners with a quota. An owner at its quota can evict only its own
+// blocks, never those of others.
 //
-// Moves no bytes, knows nothing of Python, and is used from one thread at a time.
+// The index moves no bytes and does not depend on Python. It is not thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -34,19 +35,19 @@ namespace tiered_kv {
 
 enum class Lookup : uint8_t { kMiss, kPending, kHit };
 
-// Asked and told while the index changes: they may pin and unpin, and nothing else. Empty ones
-// allow everything, know nothing and are not told.
+// Callbacks, which run while the index is changing: they may pin and unpin, but nothing else. Each
+// may be empty: then every eviction is allowed, and no lower tier holds a block.
 struct IndexHooks {
   std::function<void(std::string_view key, int64_t nbytes)> on_evict;
-  // Asked of a block that is about to leave; it may pin it and refuse.
+  // Called before a block is evicted; it can veto the eviction and may pin the block.
   std::function<bool(std::string_view key)> may_evict;
-  // Whether a slower tier has a block, so that what follows is of use without it.
+  // Whether a lower tier holds a block, so that its successors are useful without it.
   std::function<bool(std::string_view key)> is_below;
 };
 
 struct BlockName {
   std::string_view key;
-  std::optional<std::string_view> before;  // the block it follows
+  std::optional<std::string_view> before;  // key of its predecessor in the chain
 };
 
 class BlockIndex {
@@ -56,27 +57,27 @@ class BlockIndex {
   BlockIndex& operator=(const BlockIndex&) = delete;
   virtual ~BlockIndex() = default;
 
-  // A class for this owner's blocks that take so many bytes; its number.
+  // Adds a class for this owner's blocks of this size; returns its number.
   uint32_t add_class(int64_t slot_bytes, const std::string& owner);
-  // The same with the number of a class that has no slab; kNone if there is none. Nothing is left
-  // of what that class was.
+  // Reassigns a class that owns no slab, with a new policy, and returns its number; kNone if there
+  // is no such class.
   uint32_t reuse_class(int64_t slot_bytes, const std::string& owner);
-  // The most this owner's classes may hold, in whole slabs and at least one.
+  // Limits the bytes of this owner's classes, in whole slabs and at least one slab.
   virtual void set_quota(const std::string& owner, int64_t quota_bytes);
-  // Of an owner without classes.
+  // Removes the quota of an owner without classes.
   void forget_quota(const std::string& owner) { quota_slabs_.erase(owner); }
   size_t quotas() const { return quota_slabs_.size(); }
-  // How much of the arena every worker can use so far; what lies beyond is not handed out.
+  // Allows slots only in the first `usable_bytes` of the arena, which all workers have pinned.
   void limit(int64_t usable_bytes) { pool_.limit(usable_bytes); }
 
-  // ---- questions: no side effects
+  // ---- queries: no side effects
   int64_t used_bytes() const { return pool_.used_bytes(); }
   size_t readable() const { return readable_; }
   size_t held() const { return table_.size(); }
   Lookup lookup(std::string_view key) const;
-  // As many lookups at once are faster than one by one.
+  // Looks up many keys, which is faster than one by one because it prefetches.
   void lookup(const std::vector<std::string_view>& keys, std::vector<Lookup>& found) const;
-  // Where a block is that is readable or being written; kNoSlot for another.
+  // Returns the slot of a block that is readable or being written; kNoSlot otherwise.
   int64_t slot_of(std::string_view key) const;
   BlockName block_in(int64_t slot) const;
   void for_each(const std::function<void(const Entry&, std::string_view key)>& look) const;
@@ -84,41 +85,41 @@ class BlockIndex {
   // ---- use
   // Marks a readable block as used.
   void touch(std::string_view key);
-  // Slots of readable blocks, kept in place until `unpin`: all of them, or none and an error.
+  // Pins readable blocks until `unpin` and returns their slots. Pins all of them, or throws.
   std::vector<int64_t> pin(const std::vector<std::string_view>& keys);
   void pin_slots(const std::vector<int64_t>& slots);
   void unpin(const std::vector<int64_t>& slots);
 
   // ---- write: reserve -> commit | abort
-  // A slot to write `key` into, evicting if needed; kNoSlot when nothing can leave. The key must be
-  // a miss. The block it follows is protected from this very eviction. So many `more` will be
-  // reserved at once: looking for what may leave is done for all of them.
+  // Reserves a slot for a block, evicting if needed; kNoSlot if nothing can be evicted. The key
+  // must be a miss. The predecessor is not evicted by this call. `more` is the number of further
+  // blocks that the caller reserves next; one search finds victims for all of them.
   int64_t reserve(const BlockName& name, uint32_t size_class, int64_t more = 0);
-  // Makes the block readable; false when it was removed while being written.
+  // Makes the block readable; false if it was removed while being written.
   bool commit(int64_t slot);
-  // Gives a reserved slot back. Its followers, if any, await it.
+  // Releases a reserved slot. Successors of the block stay and await it.
   void abort(int64_t slot);
 
   // ---- removal
-  // Forgets a block at once (it turned out bad); its slot returns when nobody uses it. With
-  // `in_slot`, only what lies there: it may have been replaced by a good one meanwhile.
+  // Removes a block, for example a damaged one; its slot becomes free when it is unused. With
+  // `in_slot`, only if the block is still in that slot: a good copy may have replaced it meanwhile.
   bool remove(std::string_view key, int64_t in_slot = kNoSlot);
-  // Forgets every block. Copies under way keep their slots until they report.
+  // Removes every block. Running copies keep their slots until they report.
   void clear();
 
-  // Blocks that had to leave for others since the last call, and their bytes.
+  // Returns the number and the bytes of blocks evicted since the last call.
   std::pair<int64_t, int64_t> take_evicted() {
     return {std::exchange(evicted_blocks_, 0), std::exchange(evicted_bytes_, 0)};
   }
 
-  // Throws InvariantError unless every rule of this file holds.
+  // Throws InvariantError if an invariant of the index is violated.
   virtual void check() const;
 
  protected:
-  // Throws ArgumentError where a key is too long.
+  // Throws ArgumentError if a key is too long.
   static void check_name(const BlockName& name);
 
-  // Protects a block from eviction for a while.
+  // Protects a block from eviction during a scope.
   class Kept {
    public:
     Kept(BlockIndex& index, std::optional<std::string_view> key);
@@ -139,16 +140,16 @@ class BlockIndex {
   uint32_t id_in(int64_t slot) const;  // throws InvariantError
   bool at_quota(const std::string& owner) const;
   int64_t slabs_of(const std::string& owner) const;
-  // Evicts what is coldest, at most `wanted` blocks and often fewer; how many slots of the class
-  // come free, 0 if nothing can leave.
+  // Evicts the coldest blocks, at most `wanted` and often fewer. Returns how many slots of the
+  // class become free, 0 if nothing can be evicted.
   int64_t evict_for(uint32_t size_class, int64_t wanted = 1);
   uint32_t coldest(uint32_t size_class);
   void evict(uint32_t id);
-  // Empties the victim's slab, followers first; false when something in it is in use.
+  // Evicts all blocks of the victim's slab, successors first; false if one of them is in use.
   bool evict_slab_of(uint32_t victim);
   void drop(uint32_t id);
   void unpin_one(uint32_t id);
-  // Makes the block known, and links it to those before and behind it.
+  // Adds the block to the table and links it to its predecessor and successors.
   void enter(uint32_t id, std::optional<std::string_view> before);
   void become_readable(uint32_t id);
   void link(uint32_t id, uint32_t before);
@@ -160,11 +161,11 @@ class BlockIndex {
   std::vector<std::string> owners_;                        // per class
   std::map<std::string, int64_t> quota_slabs_;
   KeyHash hash_;
-  IdTable table_;  // blocks that are readable or being written, by their key
+  IdTable table_;  // blocks that are readable or being written, by key
 
  private:
   class Leaving;
-  struct Parked {  // a list, the coldest mostly first
+  struct Parked {  // a list, roughly from coldest to hottest
     uint32_t first = kNone;
     uint32_t last = kNone;
   };
@@ -188,10 +189,10 @@ class BlockIndex {
 
   std::string eviction_;
   IndexHooks hooks_;
-  IdTable awaited_;             // the first of those that await a block, by its key
+  IdTable awaited_;             // first block that awaits a predecessor, by the predecessor's key
   std::vector<Parked> parked_;  // per class
-  std::unordered_map<int64_t, int64_t> blockers_;  // slots that kept slabs from leaving, by slab
-  std::unordered_map<uint32_t, std::string> awaited_keys_;  // by who awaits
+  std::unordered_map<int64_t, int64_t> blockers_;  // slab -> slot in use that kept it from eviction
+  std::unordered_map<uint32_t, std::string> awaited_keys_;  // id of the awaiting block -> key
   uint64_t clock_ = 0;
   size_t readable_ = 0;
   int64_t evicted_blocks_ = 0;

@@ -1,4 +1,4 @@
-// What leaves: the coldest, tails before heads, and what makes room for another size class.
+// Eviction: selects the coldest blocks, tails before heads, and moves slabs between size classes.
 #include <algorithm>
 #include <unordered_set>
 #include <utility>
@@ -8,13 +8,14 @@
 namespace tiered_kv {
 namespace {
 
-// Where to cut a chain: chains to look at, and blocks of them altogether, as others wait.
-constexpr size_t kMostTails = 16;
-constexpr size_t kMostSteps = 512;
+// Limits of the search for a block to cut a chain at (chains, and blocks of all chains together),
+// because callers wait for it.
+constexpr size_t kMaxTails = 16;
+constexpr size_t kMaxSteps = 512;
 
 }  // namespace
 
-// Blocks that may leave, coldest first; each may be evicted when it is given.
+// Iterates over evictable blocks, coldest first. The caller may evict each of them.
 class BlockIndex::Leaving {
  public:
   Leaving(BlockIndex& index, uint32_t size_class)
@@ -47,7 +48,7 @@ BlockIndex::Kept::~Kept() {
   if (id_ != kNone) index_.unpin_one(id_);
 }
 
-// Takes a pinned leaf out of its policy's order, so that it is met by one walk and not by all.
+// Removes a pinned leaf from the order of its policy, so that later walks do not meet it again.
 void BlockIndex::park(uint32_t id) {
   Entry& entry = entries_[id];
   policy_of(entry).shield(id);
@@ -125,12 +126,13 @@ int64_t BlockIndex::evict_for(uint32_t size_class, int64_t wanted) {
   }
   std::sort(others.begin(), others.end(),
             [this](uint32_t a, uint32_t b) { return entries_[a].used < entries_[b].used; });
-  // Memory moves between classes when the other class holds the colder block.
+  // A slab moves to this class if its present class holds the colder block.
   for (const uint32_t victim : others) {
     if (own != kNone && entries_[own].used <= entries_[victim].used) break;
     if (evict_slab_of(victim)) return pool_.slots_in_slab(size_class);
   }
-  // It may follow a block of such a slab, and was then asked about again: it may be in use now.
+  // `own` may be a successor of a block in such a slab. Then `may_evict` was called for it again
+  // and may have pinned it.
   if (own != kNone && entries_[own].pins != 0) own = coldest(size_class);
   if (own == kNone) return 0;
   evict(own);
@@ -151,7 +153,7 @@ void BlockIndex::evict(uint32_t id) {
 
 bool BlockIndex::evict_slab_of(uint32_t victim) {
   const int64_t slab = pool_.slab_of(entries_[victim].slot);
-  // Not to be searched in vain for every new block while what was in the way still is.
+  // Do not search the slab again for every new block while the same slot still blocks it.
   const auto blocker = blockers_.find(slab);
   if (blocker != blockers_.end()) {
     if (is_in_use(pool_.id_in(blocker->second))) return false;
@@ -159,7 +161,7 @@ bool BlockIndex::evict_slab_of(uint32_t victim) {
   }
   std::vector<uint32_t> doomed;
   std::unordered_set<uint32_t> seen;
-  std::vector<std::pair<uint32_t, bool>> pending;  // and whether its followers were seen to
+  std::vector<std::pair<uint32_t, bool>> pending;  // id, and whether its successors were visited
   for (const int64_t slot : pool_.slots_of_slab(slab)) pending.emplace_back(id_in(slot), false);
   while (!pending.empty()) {
     const auto [id, is_expanded] = pending.back();
@@ -185,20 +187,21 @@ bool BlockIndex::evict_slab_of(uint32_t victim) {
   return true;
 }
 
-// The end of a chain leaves first. Where the ends of all chains are in use, nothing can: a chain
-// that is longer than its tier could not even be read through it. Over a slower tier that has the
-// block a chain may be cut anywhere, and what was before the cut has an end again.
+// Normally only the tail of a chain can be evicted. If the tails of all chains are in use, nothing
+// can: a chain longer than the tier could not even be read through it. If a lower tier holds a
+// block in the middle, evicting that block cuts the chain, and the part before it has a free tail
+// again.
 bool BlockIndex::cut_chain(uint32_t size_class, std::optional<std::string_view> before) {
   if (!hooks_.is_below) return false;
   std::vector<uint32_t> tails;
   const uint32_t parent = before ? id_of(*before) : kNone;
   if (parent != kNone) tails.push_back(parent);
   EvictionPolicy& policy = *policies_.at(size_class);
-  for (uint32_t leaf = policy.next(); leaf != kNone && tails.size() < kMostTails;
+  for (uint32_t leaf = policy.next(); leaf != kNone && tails.size() < kMaxTails;
        leaf = policy.next())
     tails.push_back(leaf);
   policy.end_walk();
-  for (uint32_t leaf = parked_.at(size_class).first; leaf != kNone && tails.size() < kMostTails;
+  for (uint32_t leaf = parked_.at(size_class).first; leaf != kNone && tails.size() < kMaxTails;
        leaf = entries_[leaf].queue_next)
     tails.push_back(leaf);
   const uint32_t id = block_to_cut_at(tails, size_class);
@@ -207,19 +210,19 @@ bool BlockIndex::cut_chain(uint32_t size_class, std::optional<std::string_view> 
   return true;
 }
 
-// The nearest block before one of the tails that nobody uses and a slower tier has; of this size
-// class, as another's would make no room. Blocks on the way that it has not are offered to it, so
-// that it has them another time.
+// Returns the nearest predecessor of a tail that is unused and held by a lower tier. It must be of
+// this size class, because another class would not free a slot. Calling `may_evict` for blocks that
+// the lower tier does not hold offers them to it, so that a later search succeeds.
 uint32_t BlockIndex::block_to_cut_at(const std::vector<uint32_t>& tails,
                                      uint32_t size_class) const {
-  size_t steps = kMostSteps;
+  size_t steps = kMaxSteps;
   for (const uint32_t tail : tails) {
     for (uint32_t id = tail; id != kNone && steps != 0; --steps) {
       const Entry& entry = entries_[id];
       const bool is_idle = entry.pins == 0 && entry.is_readable();
       if (is_idle && pool_.class_of(entry.slot) == size_class) {
         if (hooks_.is_below(entries_.key(id))) return id;
-        if (may_evict(id)) return kNone;  // the slower tier takes no more: it would be lost
+        if (may_evict(id)) return kNone;  // the lower tier takes no more; the block would be lost
       }
       id = entry.before;
     }

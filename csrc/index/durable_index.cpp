@@ -8,28 +8,27 @@
 namespace tiered_kv {
 namespace {
 
-constexpr uint32_t kAhead = 16;  // places of a table that are on their way from memory
+constexpr uint32_t kAhead = 16;  // rows whose table cells are prefetched ahead of their use
 
-// Rows from which no way up leads out; blocks in a circle could never leave.
-std::vector<bool> rows_in_circles(const std::vector<uint32_t>& parents) {
-  const auto nowhere = uint32_t(parents.size());
+// Returns which rows lie on, or descend from, a cycle of parents; they could never be evicted.
+std::vector<bool> rows_on_cycles(const std::vector<uint32_t>& parents) {
+  const auto no_row = uint32_t(parents.size());
   std::vector<bool> is_seen(parents.size());
-  std::vector<bool> in_circle(parents.size());
-  std::vector<uint32_t> way_up;
-  for (uint32_t row = 0; row < nowhere; ++row) {
+  std::vector<bool> on_cycle(parents.size());
+  std::vector<uint32_t> path;
+  for (uint32_t row = 0; row < no_row; ++row) {
     uint32_t at = row;
-    for (; at != nowhere && !is_seen[at]; at = parents[at]) {
+    for (; at != no_row && !is_seen[at]; at = parents[at]) {
       is_seen[at] = true;
-      way_up.push_back(at);
+      path.push_back(at);
     }
-    // It ended outside, at a row that is known already, or at one of this very way.
-    const bool is_caught =
-        at != nowhere &&
-        (in_circle[at] || std::find(way_up.begin(), way_up.end(), at) != way_up.end());
-    for (const uint32_t passed : way_up) in_circle[passed] = is_caught;
-    way_up.clear();
+    // The path ended at a block without a parent row, at a row of an earlier path, or in a cycle.
+    const bool is_cyclic =
+        at != no_row && (on_cycle[at] || std::find(path.begin(), path.end(), at) != path.end());
+    for (const uint32_t passed : path) on_cycle[passed] = is_cyclic;
+    path.clear();
   }
-  return in_circle;
+  return on_cycle;
 }
 
 }  // namespace
@@ -54,7 +53,7 @@ void DurableIndex::set_quota(const std::string& owner, int64_t quota_bytes) {
               [this](uint32_t a, uint32_t b) { return entries_[a].used < entries_[b].used; });
     if (!std::any_of(victims.begin(), victims.end(),
                      [this](uint32_t victim) { return evict_slab_of(victim); }))
-      break;  // all in use: the owner cannot grow, and what leaves is not replaced
+      break;  // all in use: the owner cannot grow, and slabs shrink as blocks are evicted
   }
 }
 
@@ -108,7 +107,7 @@ std::vector<int64_t> DurableIndex::take_quarantined() { return std::exchange(qua
 uint32_t DurableIndex::quarantined_id(int64_t slot) const {
   const uint32_t id = pool_.id_in(slot);
   if (id == kNone || entries_[id].state != State::kQuarantined)
-    throw InvariantError("slot " + std::to_string(slot) + " is released and not in quarantine");
+    throw InvariantError("slot " + std::to_string(slot) + " is not in quarantine");
   return id;
 }
 
@@ -125,7 +124,8 @@ void DurableIndex::retire(int64_t slot) {
   const uint32_t id = id_in(slot);
   const State state = entries_[id].state;
   if (state != State::kReserved && state != State::kDetached)
-    throw InvariantError("slot " + std::to_string(slot) + " is retired and not being written");
+    throw InvariantError("cannot retire slot " + std::to_string(slot) +
+                         ": it is not being written");
   if (state == State::kReserved) detach(id, false);
   entries_[id].state = State::kRetired;
 }
@@ -149,30 +149,30 @@ void DurableIndex::restore(const std::vector<BlockName>& names, const std::vecto
                            const std::vector<Facts>& facts) {
   if (entries_.size() != 0) throw InvariantError("only an empty index can be restored");
   if (names.size() != slots.size())
-    throw ArgumentError("slots",
-                        std::to_string(slots.size()) + " for " + std::to_string(names.size()));
+    throw ArgumentError("slots", std::to_string(slots.size()) + " slots for " +
+                                     std::to_string(names.size()) + " blocks");
   if (!facts.empty() && facts.size() != names.size())
-    throw ArgumentError("facts",
-                        std::to_string(facts.size()) + " for " + std::to_string(names.size()));
+    throw ArgumentError("facts", std::to_string(facts.size()) + " facts for " +
+                                     std::to_string(names.size()) + " blocks");
   for (const BlockName& name : names) check_name(name);
-  const auto nowhere = uint32_t(names.size());
+  const auto no_row = uint32_t(names.size());
   IdTable rows(names.size());
   std::vector<uint64_t> hashes(names.size());
   const auto row_of = [&](uint64_t hash, std::string_view key) {
     return rows.find(hash, [&](uint32_t other) { return names[other].key == key; });
   };
-  for (uint32_t row = 0; row < nowhere; ++row) hashes[row] = hash_(names[row].key);
-  for (uint32_t row = 0; row < nowhere; ++row) {
-    if (row + kAhead < nowhere) rows.prefetch(hashes[row + kAhead]);
+  for (uint32_t row = 0; row < no_row; ++row) hashes[row] = hash_(names[row].key);
+  for (uint32_t row = 0; row < no_row; ++row) {
+    if (row + kAhead < no_row) rows.prefetch(hashes[row + kAhead]);
     if (row_of(hashes[row], names[row].key) != kNone)
-      throw InvariantError("a key is restored in two slots");
+      throw InvariantError("two slots are restored with the same key");
     rows.insert(hashes[row], row);
   }
   pool_.adopt(slots, size_classes);
-  std::vector<uint32_t> parents(names.size(), nowhere);
+  std::vector<uint32_t> parents(names.size(), no_row);
   uint64_t wanted[kAhead];
-  for (uint32_t begin = 0; begin < nowhere; begin += kAhead) {
-    const uint32_t end = std::min(begin + kAhead, nowhere);
+  for (uint32_t begin = 0; begin < no_row; begin += kAhead) {
+    const uint32_t end = std::min(begin + kAhead, no_row);
     for (uint32_t row = begin; row < end; ++row) {
       wanted[row - begin] = hash_(names[row].before.value_or(std::string_view()));
       rows.prefetch(wanted[row - begin]);
@@ -184,20 +184,20 @@ void DurableIndex::restore(const std::vector<BlockName>& names, const std::vecto
       if (parent != kNone) parents[row] = parent;
     }
   }
-  const std::vector<bool> is_cut = rows_in_circles(parents);
+  const std::vector<bool> is_cut = rows_on_cycles(parents);
   std::vector<uint32_t> ids(names.size());
-  for (uint32_t row = 0; row < nowhere; ++row) {
+  for (uint32_t row = 0; row < no_row; ++row) {
     ids[row] = entries_.add(names[row].key, slots[row]);
     pool_.set_id(slots[row], ids[row]);
     if (!facts.empty()) keep_facts(ids[row], facts[row]);
   }
   table_ = IdTable(names.size());
-  for (uint32_t row = 0; row < nowhere; ++row) {
-    if (row + kAhead < nowhere) table_.prefetch(hashes[row + kAhead]);
+  for (uint32_t row = 0; row < no_row; ++row) {
+    if (row + kAhead < no_row) table_.prefetch(hashes[row + kAhead]);
     table_.insert(hashes[row], ids[row]);
     if (is_cut[row]) continue;
     const std::optional<std::string_view>& before = names[row].before;
-    if (parents[row] != nowhere)
+    if (parents[row] != no_row)
       link(ids[row], ids[parents[row]]);
     else if (before)
       await(ids[row], *before);

@@ -1,4 +1,4 @@
-// What an index knows of a slot in use, and where those records live.
+// The record of a slot in use, and the table that stores these records and their keys.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace tiered_kv {
 
-// A rule of the index does not hold, or a caller broke one.
+// An invariant of the index is violated, or a caller misused the index.
 class InvariantError : public std::logic_error {
  public:
   using std::logic_error::logic_error;
@@ -24,22 +24,22 @@ enum class State : uint8_t {
   kReserved,
   kCommitted,
   kDetached,
-  kQuarantined,  // of a DurableIndex: nobody uses the slot, the disk still knows it
-  kRetired,      // of a DurableIndex: the slot cannot be written
+  kQuarantined,  // DurableIndex only: the slot is unused, but the disk still refers to it
+  kRetired,      // DurableIndex only: the slot cannot be written
 };
 
-// 48 bytes: an index of ten million blocks has as many of them.
+// Kept to 48 bytes, because an index can have ten million blocks.
 struct Entry {
   int64_t slot = -1;
-  uint64_t used = 0;  // time of last use
+  uint64_t used = 0;  // logical time of the last use
 
-  uint32_t before = kNone;        // the block it follows, when that is here
-  uint32_t first_behind = kNone;  // a block that follows this one
-  uint32_t next = kNone;          // among those that follow, or await, the same block
+  uint32_t before = kNone;        // predecessor in the chain, if it is present
+  uint32_t first_behind = kNone;  // first successor
+  uint32_t next = kNone;          // next among the blocks with, or awaiting, the same predecessor
   uint32_t prev = kNone;
 
-  // Of the eviction policy; while parked, of the list of those that are.
-  uint32_t queue_next = kNone;  // LRU: the place in its heap
+  // Links of the eviction policy; while parked, links of the list of parked entries.
+  uint32_t queue_next = kNone;  // LRU: index in the heap
   uint32_t queue_prev = kNone;
   uint32_t pins = 0;
   State state = State::kReserved;
@@ -47,9 +47,9 @@ struct Entry {
   uint8_t uses = 0;
   bool is_queued : 1;
   bool is_in_main : 1;
-  bool is_set_aside : 1;  // offered in a walk and not taken
-  bool is_parked : 1;     // found pinned by a walk: unknown to the policy until unpinned
-  bool is_awaiting : 1;   // the block it follows is not here
+  bool is_set_aside : 1;  // offered in a walk and not evicted
+  bool is_parked : 1;     // a walk found it pinned; removed from the policy until it is unpinned
+  bool is_awaiting : 1;   // its predecessor is missing
 
   Entry()
       : is_queued(false),
@@ -65,22 +65,22 @@ struct Entry {
 
 static_assert(sizeof(Entry) == 48);
 
-// Entries by id, and their keys. They never move, and an id is used again when its entry was
-// dropped. Keys lie beside each other, as wide as the longest that a chunk ever had: mostly all of
-// an index are equally long, and memory for each of its own would cost more than the key.
+// Entries by id, and their keys. Entries never move; the id of a dropped entry is reused. Keys are
+// stored side by side, padded to the longest key of their chunk: usually all keys of an index have
+// the same length, and a separate allocation per key would cost more than the key.
 class EntryTable {
  public:
   Entry& operator[](uint32_t id) { return chunks_[id / kChunk].entries[id % kChunk]; }
   const Entry& operator[](uint32_t id) const { return chunks_[id / kChunk].entries[id % kChunk]; }
 
-  // Until the next `add`.
+  // The view is valid until the next `add`.
   std::string_view key(uint32_t id) const {
     const Chunk& chunk = chunks_[id / kChunk];
     const size_t at = id % kChunk;
     return {chunk.keys.get() + at * chunk.width, chunk.entries[at].key_size};
   }
 
-  // The key has kMaxKeyBytes at most.
+  // The key must have at most kMaxKeyBytes.
   uint32_t add(std::string_view key, int64_t slot) {
     if (free_.empty()) add_chunk(key.size());
     const uint32_t id = free_.back();

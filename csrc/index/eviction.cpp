@@ -13,7 +13,7 @@ std::unique_ptr<EvictionPolicy> make_policy(const std::string& name, EntryTable&
                                             int64_t capacity) {
   if (name == "lru") return make_lru(entries);
   if (name == "s3fifo") return make_s3fifo(entries, capacity);
-  throw ArgumentError("eviction", "there is no policy '" + name + "'");
+  throw ArgumentError("eviction", "unknown policy '" + name + "'; use lru or s3fifo");
 }
 
 }  // namespace tiered_kv

@@ -1,10 +1,10 @@
-// Eviction policies: which unpinned leaf leaves next.
+// Eviction policies: the order in which unpinned leaves are evicted.
 //
-// A policy orders entries; it never decides whether one may leave. The index does: a block leaves
-// only if it is not pinned and the index holds no block that follows it in its chain ("tails leave
-// before heads"). The index tells the policy when an entry gains its first follower and when it
-// loses its last one, when a walk met a pinned entry and when that entry is unpinned. So neither a
-// long chain of heads nor a memory full of pinned blocks is walked again for every eviction.
+// A policy orders entries; the index decides whether an entry may be evicted. A block can be
+// evicted only if it is not pinned and the index holds no successor of it in its chain (tails
+// before heads). The index tells the policy when an entry gains its first successor and when it
+// loses its last one, when a walk met a pinned entry and when that entry is unpinned. So an
+// eviction does not walk over long chains of heads, or over many pinned blocks, again and again.
 #pragma once
 
 #include <cstdint>
@@ -23,29 +23,29 @@ class EvictionPolicy {
   EvictionPolicy& operator=(const EvictionPolicy&) = delete;
   virtual ~EvictionPolicy() = default;
 
-  // The entry became readable. It may have followers already.
+  // The entry became readable. It may already have successors.
   virtual void admit(uint32_t id) = 0;
-  // It was used; its time of last use is that of now.
+  // The entry was used; the index has updated its time of last use.
   virtual void touch(uint32_t id) = 0;
-  // It is no longer readable: evicted for room, or removed for another reason.
+  // The entry is no longer readable: it was evicted, or removed for another reason.
   virtual void forget(uint32_t id, bool evicted) = 0;
-  // It gained its first follower, or was found pinned: it cannot leave for now.
+  // The entry gained its first successor, or was found pinned: it cannot be evicted for now.
   virtual void shield(uint32_t id) = 0;
-  // The last follower, or pin, is gone: it may leave again.
+  // The entry lost its last successor or pin: it can be evicted again.
   virtual void unshield(uint32_t id) = 0;
 
-  // A walk over the leaves in the order they should leave: each is given once, kNone at the end.
-  // What was given may be forgotten or shielded; the rest is put back by end_walk.
+  // Walks over the leaves in eviction order: returns each leaf once, then kNone. The caller may
+  // forget or shield a returned leaf; end_walk puts the others back.
   virtual uint32_t next() = 0;
   virtual void end_walk() = 0;
 
-  // How many leaves a walk would give. Throws InvariantError where the order is broken.
+  // Returns how many leaves a walk would return. Throws InvariantError if the order is invalid.
   virtual size_t check() const = 0;
 };
 
 const std::vector<std::string>& policy_names();
 
-// For at most `capacity` entries. Throws ArgumentError for a name that is none.
+// Creates a policy for at most `capacity` entries. Throws ArgumentError for an unknown name.
 std::unique_ptr<EvictionPolicy> make_policy(const std::string& name, EntryTable& entries,
                                             int64_t capacity);
 std::unique_ptr<EvictionPolicy> make_lru(EntryTable& entries);

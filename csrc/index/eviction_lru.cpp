@@ -1,7 +1,8 @@
-// Least recently used, over the leaves of the prefix trees.
+// LRU over the leaves of the prefix trees.
 //
-// A heap by the time of last use, in which every leaf knows its place. A linked list would not do:
-// a block that becomes a leaf again has to go back to where its last use belongs, in the middle.
+// It uses a heap by time of last use, in which every leaf knows its index. A linked list does not
+// work: a block that becomes a leaf again must be inserted in the middle, according to its last
+// use.
 #include <utility>
 
 #include "index/eviction.h"
@@ -58,7 +59,7 @@ class Lru final : public EvictionPolicy {
       if (!entry.is_queued || entry.queue_next != at || entry.used != heap_[at].used ||
           !entry.is_leaf() || !entry.is_readable() ||
           (at > 0 && heap_[(at - 1) / 2].used > heap_[at].used))
-        throw InvariantError("the order of last use is broken");
+        throw InvariantError("the LRU heap is inconsistent");
     }
     return heap_.size();
   }
@@ -75,7 +76,7 @@ class Lru final : public EvictionPolicy {
     rise(uint32_t(heap_.size() - 1));
   }
 
-  // Takes it out of the heap if it is there; it is given in no walk any more.
+  // Removes an entry from the heap if it is there; walks no longer return it.
   void remove(uint32_t id) {
     Entry& entry = entries_[id];
     entry.is_set_aside = false;

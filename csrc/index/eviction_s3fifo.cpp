@@ -1,12 +1,12 @@
-// S3-FIFO: a small queue filters out what is used once, a main queue keeps the rest.
+// S3-FIFO: a small queue filters out blocks that are used once; a main queue keeps the others.
 //
 // Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023. New blocks enter the
-// small queue (a tenth of the slots). A block reaching its end leaves unless it was used again, in
-// which case it moves to the main queue; the main queue gives used blocks another round. Blocks
-// that left the small queue are remembered (the ghosts): coming back, they go straight to main.
+// small queue (a tenth of the slots). A block that reaches its end is evicted unless it was used
+// again; then it moves to the main queue, which gives used blocks another round. The ghosts are the
+// keys of blocks evicted from the small queue: such a block enters the main queue when it returns.
 //
-// Only leaves are queued. A block that becomes a leaf again returns to the leaving end of the queue
-// it was in, so that a cold chain leaves from its tail to its head without being searched.
+// Only leaves are queued. A block that becomes a leaf again returns to the eviction end of its
+// queue, so that a cold chain is evicted from its tail to its head without a search.
 #include <algorithm>
 
 #include "index/eviction.h"
@@ -14,11 +14,11 @@
 namespace tiered_kv {
 namespace {
 
-constexpr int64_t kSmallShare = 10;  // the small queue aims at one slot in this many
+constexpr int64_t kSmallShare = 10;  // target size of the small queue: 1/10 of the slots
 constexpr uint8_t kMaxUses = 3;
 constexpr size_t kMaxGhosts = size_t{1} << 31;
 
-// The last so many that came, by their hash: two that share one are a wrong guess, no more.
+// The most recent `limit` ghosts, by hash. A hash collision only puts a block into the wrong queue.
 class Ghosts {
  public:
   explicit Ghosts(size_t limit) : limit_(std::min(limit, kMaxGhosts)) {}
@@ -34,7 +34,7 @@ class Ghosts {
     at_ = (at_ + 1) % limit_;
   }
 
-  // Whether it was there; it is not any more.
+  // Removes a ghost; returns whether it was present.
   bool take(uint64_t hash) {
     const uint32_t at = table_.find(hash, [&](uint32_t i) { return ring_[i].hash == hash; });
     if (at == kNone) return false;
@@ -51,7 +51,7 @@ class Ghosts {
   };
 
   size_t limit_;
-  size_t at_ = 0;  // where the next one goes
+  size_t at_ = 0;  // index of the next ghost
   std::vector<Ghost> ring_;
   IdTable table_;
 };
@@ -88,7 +88,7 @@ class S3Fifo final : public EvictionPolicy {
   }
 
   uint32_t next() override {
-    if (offered_ != kNone) {  // not taken (pinned): set aside, then put back
+    if (offered_ != kNone) {  // not evicted (pinned): set aside until end_walk
       const uint32_t refused = offered_;
       remove(refused);
       entries_[refused].is_set_aside = true;
@@ -113,17 +113,17 @@ class S3Fifo final : public EvictionPolicy {
         const Entry& entry = entries_[id];
         if (!entry.is_queued || entry.queue_prev != before || !entry.is_leaf() ||
             !entry.is_readable() || entry.is_in_main != (queue == &main_) || ++count > queue->count)
-          throw InvariantError("a queue is broken");
+          throw InvariantError("an S3-FIFO queue is inconsistent");
         before = id;
       }
       if (count != queue->count || before != queue->last)
-        throw InvariantError("a queue has lost its end");
+        throw InvariantError("an S3-FIFO queue has a wrong length or end");
     }
     return small_.count + main_.count;
   }
 
  private:
-  struct Queue {  // the leaving end first
+  struct Queue {  // the eviction end is first
     uint32_t first = kNone;
     uint32_t last = kNone;
     size_t count = 0;
@@ -152,7 +152,7 @@ class S3Fifo final : public EvictionPolicy {
     ++queue.count;
   }
 
-  // Takes it out of its queue if it is there; it is given in no walk any more.
+  // Removes an entry from its queue if it is there; walks no longer return it.
   void remove(uint32_t id) {
     Entry& entry = entries_[id];
     entry.is_set_aside = false;
@@ -167,7 +167,7 @@ class S3Fifo final : public EvictionPolicy {
     --queue.count;
   }
 
-  // What should leave now; used ones get their further round on the way.
+  // Returns the entry to evict next; gives used entries on the way another round.
   uint32_t leaving() {
     while (small_.count != 0 || main_.count != 0) {
       const bool from_small =

@@ -74,7 +74,7 @@ void IdTable::insert(uint64_t hash, uint32_t id) {
 void IdTable::erase(uint64_t hash, uint32_t id) {
   size_t hole = place(hash, [id](uint32_t other) { return other == id; });
   if (cells_[hole].id == kNone) return;
-  // What was pushed past its home by the erased one moves back.
+  // Moves back the ids that were displaced from their home cell by the erased one.
   for (size_t at = (hole + 1) & mask_; cells_[at].id != kNone; at = (at + 1) & mask_) {
     const size_t pushed = (at - home(cells_[at].tag)) & mask_;
     if (pushed >= ((at - hole) & mask_)) {

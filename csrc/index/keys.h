@@ -1,4 +1,4 @@
-// The hash of keys, and a table that finds what belongs to one.
+// A keyed hash of block keys, and a hash table from keys to ids.
 #pragma once
 
 #include <cstddef>
@@ -11,8 +11,8 @@ namespace tiered_kv {
 constexpr uint32_t kNone = UINT32_MAX;  // no id
 constexpr size_t kMaxKeyBytes = 255;
 
-// SipHash-1-3 with a key of this process: whoever chooses block keys must not be able to choose
-// their places in a table, too.
+// SipHash-1-3 with a random key per process, so that clients that choose block keys cannot cause
+// collisions in a table.
 class KeyHash {
  public:
   KeyHash();
@@ -23,7 +23,7 @@ class KeyHash {
   uint64_t second_;
 };
 
-// Ids by hash. Open addressing with linear probing; nothing is left behind by what is erased.
+// Ids by hash. Open addressing with linear probing; erasing leaves no tombstones.
 class IdTable {
  public:
   explicit IdTable(size_t expected = 0);
@@ -31,7 +31,7 @@ class IdTable {
   size_t size() const { return size_; }
   void prefetch(uint64_t hash) const { __builtin_prefetch(&cells_[home(uint32_t(hash))]); }
 
-  // The id with this hash for which is_it(id) is true; kNone if there is none.
+  // Returns the id with this hash for which is_it(id) is true; kNone if there is none.
   template <typename IsIt>
   uint32_t find(uint64_t hash, const IsIt& is_it) const {
     const size_t at = place(hash, is_it);
@@ -43,13 +43,13 @@ class IdTable {
 
  private:
   struct Cell {
-    uint32_t tag;  // half of the hash: gives the home, and tells most others apart
+    uint32_t tag;  // half of the hash: determines the home cell and rejects most other keys
     uint32_t id;
   };
 
   size_t home(uint32_t tag) const { return tag & mask_; }
 
-  // Where it is, or the empty cell where the search ended.
+  // Returns the cell of the id, or the empty cell where the search ended.
   template <typename IsIt>
   size_t place(uint64_t hash, const IsIt& is_it) const {
     const auto tag = uint32_t(hash);

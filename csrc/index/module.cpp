@@ -1,4 +1,4 @@
-// Python binding of the index: arguments in, one call, errors out.
+// Python binding of the index: converts arguments, makes one call, translates errors.
 #include "index/module.h"
 
 #include <malloc.h>
@@ -22,7 +22,7 @@
 namespace tiered_kv {
 namespace {
 
-// The bytes of a key, which the caller keeps alive.
+// Returns the bytes of a key; the caller keeps the object alive.
 std::string_view key_of(const py::handle& object, const char* name = "key") {
   if (!PyBytes_Check(object.ptr())) throw ArgumentError(name, "not bytes");
   return {PyBytes_AS_STRING(object.ptr()), size_t(PyBytes_GET_SIZE(object.ptr()))};
@@ -35,7 +35,7 @@ std::optional<std::string_view> optional_key(const py::handle& object, const cha
 
 py::bytes to_bytes(std::string_view key) { return {key.data(), key.size()}; }
 
-// The items of anything that can be walked. A tuple of its own: a hook may change the list.
+// The items of any iterable. They are copied to a tuple, because a hook may change a list.
 class Items {
  public:
   explicit Items(const py::object& sequence, const char* name)
@@ -100,7 +100,7 @@ py::tuple named(const BlockName& name) {
   return py::make_tuple(to_bytes(name.key), before);
 }
 
-// A Python function that C++ can copy without touching its count of references.
+// A Python function that C++ can copy without changing its reference count.
 std::shared_ptr<const py::object> shared(const py::object& function) {
   return function.is_none() ? nullptr : std::make_shared<const py::object>(function);
 }
@@ -123,10 +123,10 @@ IndexHooks make_hooks(const py::object& on_evict, const py::object& may_evict,
   return hooks;
 }
 
-// How many keys from `start` on are found so at least, without a gap.
+// Returns how many keys from `start` on have at least this lookup result, without a gap.
 int64_t count_leading(const BlockIndex& index, const py::object& keys, int64_t start, int64_t stop,
                       Lookup least) {
-  constexpr size_t kAtOnce = 256;  // a gap is mostly near the begin or nowhere
+  constexpr size_t kAtOnce = 256;  // usually the gap is near the start, or there is none
   const Keys all(keys);
   const Range range(start, stop, all.size());
   std::vector<Lookup> found;
@@ -154,14 +154,14 @@ std::vector<bool> are_missing(const BlockIndex& index, const py::object& keys) {
   return missing;
 }
 
-// From the tail to the head, so that the head stays warmest.
+// Touches from the tail to the head, so that the head is the most recently used.
 void touch(BlockIndex& index, const py::object& keys) {
   const Keys all(keys);
   for (size_t i = all.size(); i-- > 0;) index.touch(all[i]);
 }
 
-// Slots for the missing blocks among start ... stop, but not those of `skip`. In chain order: where
-// room ends, the rest of the sequence is dropped, never its head.
+// Reserves slots for the missing blocks in [start, stop), except those in `skip`, in chain order:
+// if room runs out, the tail of the sequence is dropped, never its head.
 py::tuple reserve_missing(BlockIndex& index, const py::object& keys, int64_t start, int64_t stop,
                           int64_t skip_start, int64_t skip_stop, uint32_t size_class) {
   const Keys all(keys);
@@ -179,7 +179,7 @@ py::tuple reserve_missing(BlockIndex& index, const py::object& keys, int64_t sta
   int64_t dropped = 0;
   const bool is_all_here = left == 0;
   for (size_t i = range.start; !is_all_here && i < range.stop; ++i) {
-    // Looked for anew: room for others may have been made by this one.
+    // Look up again: reserving an earlier block may have evicted this one.
     if (is_skipped(i) || index.lookup(all[i]) != Lookup::kMiss) continue;
     left = std::max<int64_t>(0, left - 1);
     const std::optional<std::string_view> before =
@@ -197,16 +197,16 @@ py::tuple reserve_missing(BlockIndex& index, const py::object& keys, int64_t sta
 
 std::vector<BlockName> names_of(const Keys& keys, const Items& before) {
   if (keys.size() != before.size())
-    throw ArgumentError("parents",
-                        std::to_string(before.size()) + " for " + std::to_string(keys.size()));
+    throw ArgumentError("parents", std::to_string(before.size()) + " parents for " +
+                                       std::to_string(keys.size()) + " keys");
   std::vector<BlockName> names(keys.size());
   for (size_t i = 0; i < names.size(); ++i)
     names[i] = {keys[i], optional_key(before[i], "parents")};
   return names;
 }
 
-// Slots for blocks of one class in this order, until one finds no room: kNoSlot for those that are
-// here already.
+// Reserves slots for blocks of one class in this order, until one finds no room. Blocks that are
+// already present get kNoSlot.
 std::vector<int64_t> reserve_all(BlockIndex& index, const py::object& keys,
                                  const py::object& parents, uint32_t size_class) {
   const Keys all(keys);
@@ -214,14 +214,14 @@ std::vector<int64_t> reserve_all(BlockIndex& index, const py::object& keys,
   const std::vector<BlockName> names = names_of(all, before);
   std::vector<Lookup> found;
   index.lookup(all.all(), found);
-  std::vector<int64_t> more(names.size());  // new ones that follow each in its chain without a gap
+  std::vector<int64_t> more(names.size());  // new blocks that directly follow each one in its chain
   for (size_t i = names.size(); i-- > 1;)
     if (found[i] == Lookup::kMiss && names[i].before == names[i - 1].key) more[i - 1] = more[i] + 1;
   std::vector<int64_t> slots;
   slots.reserve(names.size());
   try {
     for (size_t i = 0; i < names.size(); ++i) {
-      // Looked for anew: it may have left for those before it, or be one of them.
+      // Look up again: reserving an earlier block may have evicted or added this one.
       if (index.lookup(names[i].key) != Lookup::kMiss) {
         slots.push_back(kNoSlot);
         continue;
@@ -230,7 +230,7 @@ std::vector<int64_t> reserve_all(BlockIndex& index, const py::object& keys,
       if (slot == kNoSlot) break;
       slots.push_back(slot);
     }
-  } catch (...) {  // nobody would know of them
+  } catch (...) {  // the caller would not learn of these reservations
     for (const int64_t slot : slots)
       if (slot != kNoSlot) index.abort(slot);
     throw;
@@ -244,15 +244,17 @@ Geometry make_geometry(int64_t capacity_bytes, int64_t slab_bytes, int64_t num_s
 }
 
 template <typename T>
-using Column = py::array_t<T, 0>;  // with any strides, and not converted
+using Column = py::array_t<T, 0>;  // any strides, no conversion
 
-// The keys of a column of fixed width; none where one has no bytes.
+// The keys in a column of fixed width; a length of 0 means no key.
 class KeyColumn {
  public:
   KeyColumn(const Column<uint8_t>& keys, const Column<uint8_t>& sizes, const char* name)
       : keys_(keys.unchecked<2>()), sizes_(sizes.unchecked<1>()), name_(name) {
-    if (keys_.shape(0) != sizes_.shape(0)) throw ArgumentError(name, "not as many as lengths");
-    if (keys_.shape(1) > 1 && keys.strides(1) != 1) throw ArgumentError(name, "keys with gaps");
+    if (keys_.shape(0) != sizes_.shape(0))
+      throw ArgumentError(name, "differs in length from the column of key lengths");
+    if (keys_.shape(1) > 1 && keys.strides(1) != 1)
+      throw ArgumentError(name, "the bytes of a key are not contiguous");
   }
   std::optional<std::string_view> operator[](py::ssize_t row) const {
     const uint8_t nbytes = sizes_(row);
@@ -268,7 +270,7 @@ class KeyColumn {
   const char* name_;
 };
 
-// As `restore`, from the columns of a table: a million lists' items would take seconds.
+// Like `restore`, from the columns of a table, because lists of a million items would take seconds.
 void restore_rows(DurableIndex& index, const Column<uint8_t>& keys,
                   const Column<uint8_t>& key_bytes, const Column<uint8_t>& parents,
                   const Column<uint8_t>& parent_bytes, const Column<int64_t>& slots,
@@ -280,7 +282,8 @@ void restore_rows(DurableIndex& index, const Column<uint8_t>& keys,
   for (const py::ssize_t size :
        {before.size(), slots.size(), size_classes.size(), lengths.size(), checksums.size()})
     if (size != count)
-      throw ArgumentError("rows", std::to_string(size) + " for " + std::to_string(count));
+      throw ArgumentError("rows",
+                          std::to_string(size) + " entries for " + std::to_string(count) + " keys");
   std::vector<BlockName> all(static_cast<size_t>(count));
   std::vector<int64_t> where(all.size());
   std::vector<int64_t> classes(all.size());
@@ -294,14 +297,14 @@ void restore_rows(DurableIndex& index, const Column<uint8_t>& keys,
   index.restore(all, where, classes, facts);
 }
 
-// glibc keeps what was freed: after a large index was opened, half as much as it takes itself.
+// glibc keeps freed memory: after opening a large index, half as much as the index itself takes.
 void release_free_memory() {
 #ifdef __GLIBC__
   malloc_trim(0);
 #endif
 }
 
-// All readable blocks as such columns, in the order of their last use; without their classes.
+// Returns all readable blocks as such columns, least recently used first, without their classes.
 py::tuple rows(const DurableIndex& index, size_t width) {
   const std::vector<int64_t> order = index.coldest_first();
   const auto count = py::ssize_t(order.size());
@@ -314,7 +317,7 @@ py::tuple rows(const DurableIndex& index, size_t width) {
   py::array_t<uint64_t> checksums(count);
   const auto put = [width](py::array_t<uint8_t>& column, py::array_t<uint8_t>& sizes,
                            py::ssize_t row, std::string_view key) {
-    if (key.size() > width) throw ArgumentError("width", "a key is longer");
+    if (key.size() > width) throw ArgumentError("width", "a key is longer than the column");
     uint8_t* const at = column.mutable_data(row, 0);
     std::memset(at, 0, width);
     if (!key.empty()) std::memcpy(at, key.data(), key.size());

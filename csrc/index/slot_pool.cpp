@@ -10,7 +10,7 @@
 namespace tiered_kv {
 namespace {
 
-using Least = std::greater<>;  // first in a heap
+using Least = std::greater<>;  // makes the standard heaps min-heaps
 
 }  // namespace
 
@@ -19,8 +19,9 @@ SlotPool::SlotPool(const Geometry& geometry)
   if (geometry.slab_bytes <= 0 || geometry.slots_per_slab <= 0 || geometry.num_slabs < 0 ||
       geometry.num_slabs > geometry.capacity_bytes / geometry.slab_bytes)
     throw ArgumentError("geometry", std::to_string(geometry.num_slabs) + " slabs of " +
-                                        std::to_string(geometry.slab_bytes) + " bytes in " +
-                                        std::to_string(geometry.capacity_bytes));
+                                        std::to_string(geometry.slab_bytes) +
+                                        " bytes do not fit into " +
+                                        std::to_string(geometry.capacity_bytes) + " bytes");
   slabs_.resize(size_t(geometry.num_slabs));
 }
 
@@ -31,11 +32,11 @@ SlotPool::~SlotPool() {
 
 int64_t SlotPool::slots_for(int64_t slot_bytes) const {
   if (slot_bytes <= 0 || slot_bytes > geometry_.slab_bytes)
-    throw ArgumentError("slot_bytes", std::to_string(slot_bytes) + " do not fit in a slab of " +
-                                          std::to_string(geometry_.slab_bytes));
+    throw ArgumentError("slot_bytes", std::to_string(slot_bytes) + " does not fit into a slab of " +
+                                          std::to_string(geometry_.slab_bytes) + " bytes");
   const int64_t slots = geometry_.slab_bytes / slot_bytes;
   if (slots > geometry_.slots_per_slab)
-    throw ArgumentError("slot_bytes", std::to_string(slots) + " slots in a slab of at most " +
+    throw ArgumentError("slot_bytes", std::to_string(slots) + " slots per slab; at most " +
                                           std::to_string(geometry_.slots_per_slab));
   return slots;
 }
@@ -62,8 +63,8 @@ uint32_t SlotPool::reuse_class(int64_t slot_bytes) {
 
 const SlotPool::Class& SlotPool::of(uint32_t size_class) const {
   if (size_class >= classes_.size())
-    throw ArgumentError("size_class", std::to_string(size_class) + " is not one of " +
-                                          std::to_string(classes_.size()));
+    throw ArgumentError("size_class", std::to_string(size_class) + " is not one of the " +
+                                          std::to_string(classes_.size()) + " classes");
   return classes_[size_class];
 }
 
@@ -87,7 +88,7 @@ int64_t SlotPool::allocate(uint32_t size_class, bool may_grow) {
   return take_slot(fresh);
 }
 
-// The first free slot of a slab that has one.
+// Allocates the lowest free slot of a slab that has one.
 int64_t SlotPool::take_slot(int64_t slab) {
   Slab& opened = slabs_[size_t(slab)];
   Class& own = classes_[opened.size_class];
@@ -117,19 +118,19 @@ int64_t SlotPool::free_slots(uint32_t size_class, bool may_grow) const {
 }
 
 void SlotPool::adopt(const std::vector<int64_t>& slots, const std::vector<int64_t>& size_classes) {
-  if (next_fresh_ != 0) throw InvariantError("only a fresh pool can adopt slots");
+  if (next_fresh_ != 0) throw InvariantError("only a new pool can adopt slots");
   if (slots.size() != size_classes.size())
     throw ArgumentError("size_classes", std::to_string(size_classes.size()) + " for " +
                                             std::to_string(slots.size()) + " slots");
-  // Checked before anything changes.
+  // Check everything before changing anything.
   std::vector<int64_t> class_of_slab(slabs_.size(), -1);
   for (size_t i = 0; i < slots.size(); ++i) {
     const int64_t slab = slots[i] < 0 ? -1 : slab_of(slots[i]);
     const int64_t position = slots[i] % geometry_.slots_per_slab;
     if (size_classes[i] < 0 || size_t(size_classes[i]) >= classes_.size() || slab < 0 ||
         slab >= geometry_.num_slabs || position >= slots_in_slab(uint32_t(size_classes[i])))
-      throw InvariantError("slab " + std::to_string(slab) +
-                           " does not have these slots of its class");
+      throw InvariantError("slot " + std::to_string(slots[i]) +
+                           " does not exist in its slab and class");
     int64_t& owner = class_of_slab[size_t(slab)];
     if (owner >= 0 && owner != size_classes[i])
       throw InvariantError("a slab is claimed by two size classes");
@@ -154,7 +155,7 @@ void SlotPool::adopt(const std::vector<int64_t>& slots, const std::vector<int64_
   for (int64_t slab = 0; slab < next_fresh_; ++slab) {
     const Slab& opened = slabs_[size_t(slab)];
     if (opened.size_class == kNone) {
-      returned_.push_back(slab);  // in order: a heap
+      returned_.push_back(slab);  // ascending order is a valid heap
       continue;
     }
     Class& own = classes_[opened.size_class];
@@ -169,7 +170,7 @@ void SlotPool::adopt(const std::vector<int64_t>& slots, const std::vector<int64_
 
 void SlotPool::release(int64_t slot) {
   if (id_in(slot) == kNone)
-    throw InvariantError("slot " + std::to_string(slot) + " is released and not in use");
+    throw InvariantError("cannot release slot " + std::to_string(slot) + ": it is not in use");
   const int64_t number = slab_of(slot);
   Slab& slab = slabs_[size_t(number)];
   Class& own = classes_[slab.size_class];
@@ -225,7 +226,7 @@ int64_t SlotPool::take_slab() {
   return next_fresh_ < usable_slabs_ ? next_fresh_++ : kNoSlot;
 }
 
-// Gives the slab to the class; all of its slots are free.
+// Assigns the slab to the class, with all slots free.
 void SlotPool::open_slab(int64_t slab, uint32_t size_class) {
   Slab& opened = slabs_[size_t(slab)];
   Class& own = classes_[size_class];
@@ -235,14 +236,14 @@ void SlotPool::open_slab(int64_t slab, uint32_t size_class) {
     opened.many = new uint32_t[size_t(own.slots_in_slab) * 2];
     uint32_t* const free = opened.many + own.slots_in_slab;
     std::fill(opened.many, free, kNone);
-    std::iota(free, free + own.slots_in_slab, 0U);  // in order: a heap
+    std::iota(free, free + own.slots_in_slab, 0U);  // ascending order is a valid heap
     own.partial.insert(slab);
   }
   opened.size_class = size_class;
   ++own.slabs;
 }
 
-// Takes the slab, in which nothing lies any more, back from its class.
+// Takes an empty slab back from its class.
 void SlotPool::close_slab(int64_t slab) {
   Slab& closed = slabs_[size_t(slab)];
   Class& own = classes_[closed.size_class];
@@ -268,7 +269,8 @@ void SlotPool::check(size_t used) const {
     const size_t count = slots_of_slab(int64_t(slab)).size();
     if (count != slabs_[slab].used || count == 0)
       throw InvariantError("slab " + std::to_string(slab) + " counts " +
-                           std::to_string(slabs_[slab].used) + " of " + std::to_string(count));
+                           std::to_string(slabs_[slab].used) + " used slots, but " +
+                           std::to_string(count) + " are in use");
     in_use += count;
     check_free(int64_t(slab));
   }
@@ -277,17 +279,17 @@ void SlotPool::check(size_t used) const {
                          std::to_string(used));
   const int64_t known = open + int64_t(returned_.size());
   if (known != next_fresh_ || known > geometry_.num_slabs)
-    throw InvariantError(std::to_string(known) + " slabs known, " + std::to_string(next_fresh_) +
-                         " ever opened");
+    throw InvariantError(std::to_string(known) + " slabs are open or returned, but " +
+                         std::to_string(next_fresh_) + " were opened");
   int64_t owned = 0;
   int64_t handed_out = 0;
   for (const Class& one : classes_) {
     owned += one.slabs;
     handed_out += one.used;
     if (int64_t(one.partial.size()) > one.slabs)
-      throw InvariantError("a class has free slots in slabs it does not have");
+      throw InvariantError("a class lists free slots in slabs of other classes");
     if (one.slabs == 0 && !one.is_listed)
-      throw InvariantError("a class without a slab can never be used again");
+      throw InvariantError("a class without a slab is not listed for reuse");
   }
   if (owned != open || handed_out != int64_t(used) || used_bytes() > geometry_.capacity_bytes)
     throw InvariantError("classes own " + std::to_string(owned) + " of " + std::to_string(open) +
@@ -300,7 +302,8 @@ void SlotPool::check_free(int64_t slab) const {
   const Class& own = of(opened.size_class);
   const bool has_free = own.slots_in_slab > opened.used;
   if ((own.partial.count(slab) != 0) != has_free)
-    throw InvariantError("slab " + std::to_string(slab) + " is full, or not, against its class");
+    throw InvariantError("slab " + std::to_string(slab) +
+                         " has free slots that do not match the list of its class");
   if (!has_free) return;
   const uint32_t* const free = opened.many + own.slots_in_slab;
   const std::set<uint32_t> positions(free, free + own.slots_in_slab - opened.used);
@@ -308,7 +311,7 @@ void SlotPool::check_free(int64_t slab) const {
       !std::is_heap(free, free + positions.size(), Least()) ||
       std::any_of(positions.begin(), positions.end(),
                   [&](uint32_t position) { return id_at(opened, position) != kNone; }))
-    throw InvariantError("slab " + std::to_string(slab) + " does not know its free slots");
+    throw InvariantError("slab " + std::to_string(slab) + " has an invalid heap of free slots");
 }
 
 }  // namespace tiered_kv

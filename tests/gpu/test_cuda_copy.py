@@ -368,7 +368,7 @@ def test_torch_goes_on_after_our_errors(stream: cuda.Stream) -> None:
         cuda.host_unregister(room.ctypes.data, DEVICE)
     total = torch.cuda.get_device_properties(DEVICE).total_memory
     with pytest.raises(
-        CudaError, match=rf"^cudaMalloc: asked for {4 * total} bytes, \d+ free on device {DEVICE}"
+        CudaError, match=rf"^cudaMalloc: requested {4 * total} bytes, \d+ free on device {DEVICE}"
     ):
         cuda.DeviceBuffer(DEVICE, 4 * total)
     with pinned(room) as memory, pytest.raises(CudaError, match=r"^cudaHostRegister: "):
@@ -450,7 +450,7 @@ def test_copy_refuses_collisions(stream: cuda.Stream) -> None:
     target = (slots_gpu.data_ptr(), slots_gpu.nbytes)
     with pytest.raises(NativeError, match=r"^slot_offsets: 0 and 64 overlap"):
         cuda.gather(layout, ints(0, 1), *target, ints(0, 64), stream.handle)
-    with pytest.raises(NativeError, match=r"^block_ids: block 1 is named twice"):
+    with pytest.raises(NativeError, match=r"^block_ids: block 1 occurs twice"):
         cuda.scatter(layout, ints(1, 1), *target, ints(0, 1024), stream.handle)
     with pytest.raises(NativeError, match=r"^target: overlaps the memory of the layout"):
         cuda.gather(

@@ -350,32 +350,34 @@ def test_a_program_that_closes_nothing_ends(daemon: DaemonProcess) -> None:
 @pytest.mark.parametrize("changed", [{"token_bytes": 2 * TOKEN_BYTES}, {"chunk_tokens": 2}])
 def test_other_sizes_under_one_name_are_refused(open_cache: Open, changed: dict[str, int]) -> None:
     store(open_cache("a shape"), TOKENS)
-    with pytest.raises(TokenCacheError, match=r"namespace 'a shape' is refused: .* is known with"):
+    with pytest.raises(
+        TokenCacheError, match=r"a daemon refuses namespace 'a shape': .* is known with"
+    ):
         open_cache("a shape", **changed)
     assert read(open_cache("a shape"), TOKENS) == len(TOKENS)
 
 
 def test_a_chunk_that_never_fits_is_refused(open_cache: Open) -> None:
-    with pytest.raises(TokenCacheError, match="is refused"):
+    with pytest.raises(TokenCacheError, match="refuses namespace"):
         open_cache(token_bytes=1 << 20, chunk_tokens=64)
 
 
 BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"servers": []}, "servers: expected at least one address"),
     ({"servers": "localhost:9527"}, "servers: 'localhost:9527' is not an address"),
-    ({"servers": ["tcp://a:1", "tcp://A:1"]}, "servers: an address is there twice"),
+    ({"servers": ["tcp://a:1", "tcp://A:1"]}, "servers: the addresses are not distinct"),
     ({"servers": [7]}, "servers: expected an address"),
     ({"namespace": ""}, "namespace: expected a name, got ''"),
     ({"namespace": "\ud800"}, "namespace: expected a name, got '\\ud800'"),
     ({"token_bytes": 0}, "token_bytes: expected a whole number of at least 1, got 0"),
     ({"token_bytes": 1.5}, "token_bytes: expected a whole number"),
     ({"chunk_tokens": True}, "chunk_tokens: expected a whole number"),
-    ({"chunk_tokens": 1 << 30}, "chunk_tokens: 1073741824 tokens of 96 bytes are more than"),
+    ({"chunk_tokens": 1 << 30}, "chunk_tokens: 1073741824 tokens of 96 bytes exceed"),
     ({"timeout": 0}, "timeout: expected seconds, up to 604800, got 0"),
     ({"connect_timeout": float("nan")}, "connect_timeout: expected seconds"),
     ({"connect_timeout": 1e7}, "connect_timeout: expected seconds, up to 604800, got 10000000.0"),
     ({"timeout": 1e10}, "timeout: expected seconds, up to 604800"),
-    ({"client_key": "x"}, "server_key: client_key and server_key are of no use without"),
+    ({"client_key": "x"}, "server_key: set both client_key and server_key"),
     ({"client_key": "/no/x", "server_key": "/no/y"}, "/no/x: cannot be read"),
 ]
 

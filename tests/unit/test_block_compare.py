@@ -48,13 +48,13 @@ def against(
 
 
 @EACH
-def test_equal_bytes_are_equal(number_format: NumberFormat) -> None:
+def test_compare_equal_bytes_is_equal(number_format: NumberFormat) -> None:
     block = encode(values_of(1), number_format)
     assert against(block, block.copy(), number_format, 0.0) == Comparison(Likeness.EQUAL)
 
 
 @EACH
-def test_rounding_is_close_and_never_exact(number_format: NumberFormat) -> None:
+def test_compare_rounded_block_is_close_not_equal(number_format: NumberFormat) -> None:
     values = values_of(1)
     noise = np.random.default_rng(2).normal(0, 0.01, ELEMENTS) * np.abs(values)
     held, computed = encode(values, number_format), encode(values + noise, number_format)
@@ -65,7 +65,7 @@ def test_rounding_is_close_and_never_exact(number_format: NumberFormat) -> None:
 
 
 @EACH
-def test_another_prompts_block_is_different(number_format: NumberFormat) -> None:
+def test_compare_block_of_other_prompt_is_different(number_format: NumberFormat) -> None:
     held, computed = (encode(values_of(seed), number_format) for seed in (1, 2))
     found = against(held, computed, number_format)
     assert found.likeness is Likeness.DIFFERENT
@@ -73,7 +73,7 @@ def test_another_prompts_block_is_different(number_format: NumberFormat) -> None
 
 
 @EACH
-def test_a_changed_cache_line_is_different(number_format: NumberFormat) -> None:
+def test_compare_changed_cache_line_is_different(number_format: NumberFormat) -> None:
     computed = encode(values_of(1), number_format)
     for seed in range(20):
         rng = np.random.default_rng(seed)
@@ -84,7 +84,7 @@ def test_a_changed_cache_line_is_different(number_format: NumberFormat) -> None:
 
 
 @EACH
-def test_zeros_where_something_was_are_different(number_format: NumberFormat) -> None:
+def test_compare_zeroed_block_is_different(number_format: NumberFormat) -> None:
     computed = encode(values_of(1), number_format)
     held = computed.copy()
     held[: len(held) // 8] = 0
@@ -93,7 +93,7 @@ def test_zeros_where_something_was_are_different(number_format: NumberFormat) ->
     assert (found.likeness, found.largest) == (Likeness.DIFFERENT, math.inf)
 
 
-def test_what_is_not_a_number_must_be_the_same() -> None:
+def test_compare_nan_requires_identical_bits() -> None:
     values = values_of(1).astype(np.float32)
     values[7] = math.inf
     computed = values.view(np.uint8).copy()
@@ -105,7 +105,7 @@ def test_what_is_not_a_number_must_be_the_same() -> None:
     assert (found.likeness, found.largest) == (Likeness.DIFFERENT, math.inf)
 
 
-def test_a_layer_of_small_values_is_not_judged_by_a_large_one() -> None:
+def test_compare_uses_scale_of_each_layer() -> None:
     large = encode(values_of(1) * 1000, NumberFormat.BFLOAT16)
     small = encode(values_of(2), NumberFormat.BFLOAT16)
     other = encode(values_of(3), NumberFormat.BFLOAT16)
@@ -122,7 +122,7 @@ def test_a_layer_of_small_values_is_not_judged_by_a_large_one() -> None:
     assert whole.likeness is Likeness.CLOSE  # so the layers matter
 
 
-def test_unknown_formats_have_to_be_equal() -> None:
+def test_compare_opaque_format_requires_equal_bytes() -> None:
     computed = np.arange(64, dtype=np.uint8)
     held = computed.copy()
     held[3] ^= 1
@@ -131,7 +131,7 @@ def test_unknown_formats_have_to_be_equal() -> None:
     assert compare(computed, computed.copy(), [], 0).likeness is Likeness.EQUAL
 
 
-def test_eight_bit_numbers() -> None:
+def test_decode_fp8_matches_ocp_definition() -> None:
     """The corners of both formats, from their definition (OCP 8-bit floating point)."""
     e4m3 = decode(np.array([0x01, 0x08, 0x38, 0x7E, 0xFE, 0x7F], np.uint8), NumberFormat.FP8_E4M3)
     assert e4m3[:5].tolist() == [2**-9, 2**-6, 1.0, 448.0, -448.0]
@@ -143,7 +143,7 @@ def test_eight_bit_numbers() -> None:
         decode(np.zeros(4, np.uint8), NumberFormat.OPAQUE)
 
 
-def test_one_wild_value_is_different_though_the_whole_is_alike() -> None:
+def test_compare_single_outlier_is_different() -> None:
     computed = values_of(1).astype(np.float32)
     held = computed.copy()
     held[5] += np.abs(computed).max() / 2
@@ -152,7 +152,7 @@ def test_one_wild_value_is_different_though_the_whole_is_alike() -> None:
     assert found.overall < 0.05 < found.largest
 
 
-def test_a_little_wrong_everywhere_is_different_though_no_value_is_wild() -> None:
+def test_compare_small_errors_everywhere_is_different() -> None:
     computed = values_of(1).astype(np.float32)
     signs = np.random.default_rng(2).choice([-0.3, 0.3], ELEMENTS)
     held = (computed + signs).astype(np.float32)

@@ -23,14 +23,14 @@ def never(way: str, nbytes: int) -> float:
     raise AssertionError("measured although the result is known")
 
 
-def test_the_faster_way_is_taken_for_each_size() -> None:
+def test_tuned_plan_takes_fastest_strategy_per_size() -> None:
     plan = tuned_plan("gpu", ["direct", "dma"], speeds, None)
     assert plan == CopyPlan("direct", "dma")
     assert plan.choose(1) == plan.choose(FEW_BYTES) == "direct"
     assert plan.choose(MANY_BYTES) == plan.choose(1 << 40) == "dma"
 
 
-def test_a_measurement_is_remembered_by_signature(tmp_path: Path) -> None:
+def test_tuned_plan_saves_measurement_by_signature(tmp_path: Path) -> None:
     file = tmp_path / "new" / "copy.json"
     plan = tuned_plan("a", ["direct", "dma"], speeds, file)
     assert tuned_plan("a", ["direct", "dma"], never, file) == plan
@@ -40,7 +40,7 @@ def test_a_measurement_is_remembered_by_signature(tmp_path: Path) -> None:
     assert [path.name for path in file.parent.iterdir()] == ["copy.json"]
 
 
-def test_where_nothing_may_be_measured(tmp_path: Path) -> None:
+def test_tuned_plan_without_measurement_uses_defaults(tmp_path: Path) -> None:
     assert tuned_plan("a", ["direct", "staged"], None, None) == CopyPlan("direct", "staged")
     assert tuned_plan("a", ["direct"], never, tmp_path / "x") == CopyPlan("direct", "direct")
 
@@ -58,14 +58,14 @@ def test_where_nothing_may_be_measured(tmp_path: Path) -> None:
         '{"format": 1, "plans": {"a": {"few": null, "many": null}}}',
     ],
 )
-def test_a_file_that_says_nothing_useful_costs_a_measurement(tmp_path: Path, content: str) -> None:
+def test_tuned_plan_invalid_file_measures_again(tmp_path: Path, content: str) -> None:
     file = tmp_path / "copy.json"
     file.write_text(content)
     assert tuned_plan("a", ["direct", "dma"], speeds, file) == CopyPlan("direct", "dma")
     assert json.loads(file.read_text())["plans"]["a"]["many"] == "dma"
 
 
-def test_a_folder_that_cannot_be_written_does_not_matter(tmp_path: Path) -> None:
+def test_tuned_plan_unwritable_folder_is_ignored(tmp_path: Path) -> None:
     in_the_way = tmp_path / "file"
     in_the_way.write_text("")
     plan = tuned_plan("a", ["direct", "dma"], speeds, in_the_way / "copy.json")
@@ -73,7 +73,7 @@ def test_a_folder_that_cannot_be_written_does_not_matter(tmp_path: Path) -> None
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=70))
-def test_parts_cover_the_slot_and_every_layer_lies_in_front_of_its_parts_end(
+def test_layer_parts_cover_slot_and_layers(
     sizes: list[int],
 ) -> None:
     ends = [(f"layer.{n}", sum(sizes[: n + 1])) for n in range(len(sizes))]

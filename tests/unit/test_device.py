@@ -63,7 +63,7 @@ def pairs(blocks: list[int], slots: list[int]) -> GroupTransfer:
     return GroupTransfer(0, int64_array(blocks), int64_array(slots))
 
 
-def test_blocks_go_out_and_come_back(device: Device) -> None:
+def test_copier_store_then_load_restores_blocks(device: Device) -> None:
     before = [device.block(n) for n in range(BLOCKS)]
     device.copier.store(7, pairs([1, 4], [9, 0]))
     (done,), _ = device.copier.poll()
@@ -82,13 +82,13 @@ def test_blocks_go_out_and_come_back(device: Device) -> None:
     ]
 
 
-def test_a_bad_store_is_dropped_and_reported(device: Device) -> None:
+def test_copier_failed_store_is_reported_as_dropped(device: Device) -> None:
     device.copier.store(1, pairs([BLOCKS], [0]))
     (done,), _ = device.copier.poll()
     assert (done.stored, done.reason) == (0, DropReason.COPY_FAILED)
 
 
-def test_a_bad_load_is_reported_once_with_its_reason(device: Device) -> None:
+def test_copier_failed_load_is_reported_once_with_reason(device: Device) -> None:
     device.copier.load("r", [pairs([0], [10_000])])
     (load,) = device.wait_for_load()
     assert load.request_id == "r"
@@ -96,19 +96,19 @@ def test_a_bad_load_is_reported_once_with_its_reason(device: Device) -> None:
     assert device.copier.poll() == ([], [])
 
 
-def test_closing_ends_what_was_begun(device: Device) -> None:
+def test_copier_close_finishes_running_loads(device: Device) -> None:
     device.copier.load("r", [pairs([3], [0])])
     device.copier.close()
     device.copier.close()
     assert [load.request_id for load in device.copier.poll()[1]] == ["r"]
 
 
-def test_pairs_must_match() -> None:
+def test_group_transfer_unequal_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="block_ids and slots"):
         pairs([1], [])
 
 
-def test_an_arena_is_pinned_front_to_back_behind_its_first_chunk() -> None:
+def test_arena_pins_first_chunk_then_rest_in_background() -> None:
     pinned: list[tuple[int, int]] = []
     unpinned: list[int] = []
     gate = threading.Event()
@@ -131,7 +131,7 @@ def test_an_arena_is_pinned_front_to_back_behind_its_first_chunk() -> None:
     assert sorted(unpinned) == [base, base + 4096, base + 8192]
 
 
-def test_pages_are_there_before_they_are_pinned() -> None:
+def test_arena_populates_pages_before_pinning() -> None:
     """Or the driver would provide them, and hold up every other call to it meanwhile."""
     page = mmap.PAGESIZE
     there: list[bool] = []
@@ -152,7 +152,7 @@ def test_pages_are_there_before_they_are_pinned() -> None:
     arena.close()
 
 
-def test_an_arena_that_cannot_be_pinned_whole_is_used_in_part(caplog) -> None:
+def test_arena_partly_pinned_is_used_in_part(caplog) -> None:
     def pin(address: int, nbytes: int) -> None:
         if len(calls) == 2:
             raise CudaError("cudaHostRegister: out of memory")
@@ -166,22 +166,20 @@ def test_an_arena_that_cannot_be_pinned_whole_is_used_in_part(caplog) -> None:
     arena.close()
 
 
-def test_closing_stops_pinning() -> None:
+def test_arena_close_stops_pinning() -> None:
     arena = Arena(100 * 4096, lambda a, n: time.sleep(0.01), lambda a: None, chunk_bytes=4096)
     arena.close()
     assert arena.ready_bytes < arena.nbytes
 
 
-def test_more_memory_than_there_is_is_a_clear_error() -> None:
+def test_arena_above_memory_limit_is_config_error() -> None:
     with pytest.raises(ConfigError, match=r"cpu_memory.*exceeds the memory of the machine"):
         Arena(memory_limit() + 1)
 
 
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("limited", ["", "job", "job/step", "job/step/task"])
-def test_the_memory_limit_is_the_lowest_of_all_groups_around_the_process(
-    tmp_path: Path, version: int, limited: str
-) -> None:
+def test_memory_limit_is_lowest_of_all_cgroups(tmp_path: Path, version: int, limited: str) -> None:
     tree, name = (tmp_path, "memory.max")
     line = "0::/job/step/task"
     if version == 1:
@@ -197,7 +195,7 @@ def test_the_memory_limit_is_the_lowest_of_all_groups_around_the_process(
     assert memory_limit(tmp_path, membership) == 4 << 20
 
 
-def test_the_memory_limit_of_a_container_that_sees_only_its_own_root(tmp_path: Path) -> None:
+def test_memory_limit_in_container_reads_cgroup_root(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("4194304\n")
     membership = tmp_path / "membership"
     assert memory_limit(tmp_path, membership) == 4 << 20

@@ -24,7 +24,7 @@ def make_durable(
     return index, left
 
 
-def test_a_slot_is_not_reused_before_it_is_released() -> None:
+def test_durable_index_slot_is_not_reused_before_release() -> None:
     index, left = make_durable(2)
     for number in (1, 2):
         assert store(index, number) is not None
@@ -46,7 +46,7 @@ def test_a_slot_is_not_reused_before_it_is_released() -> None:
         index.release([0])
 
 
-def test_a_removed_block_that_is_read_enters_quarantine_when_let_go() -> None:
+def test_durable_index_pinned_block_enters_quarantine_on_unpin() -> None:
     index, left = make_durable(1)
     store(index, 1)
     slots = index.pin([key(1)])
@@ -59,7 +59,7 @@ def test_a_removed_block_that_is_read_enters_quarantine_when_let_go() -> None:
     assert store(index, 2) == 0
 
 
-def test_room_is_made_by_the_coldest_and_never_by_the_block_to_be_followed() -> None:
+def test_make_room_evicts_coldest_but_not_parent() -> None:
     index, _ = make_durable(2)
     store(index, 1)
     store(index, 2)
@@ -73,7 +73,7 @@ def test_room_is_made_by_the_coldest_and_never_by_the_block_to_be_followed() -> 
     index.check()
 
 
-def test_a_retired_slot_is_never_handed_out() -> None:
+def test_durable_index_retired_slot_is_never_reused() -> None:
     index, _ = make_durable(2)
     slot = index.reserve(key(1), None, 0)
     assert slot is not None
@@ -87,7 +87,7 @@ def test_a_retired_slot_is_never_handed_out() -> None:
     assert store(index, 2) == 1
 
 
-def test_a_block_that_follows_itself_can_leave() -> None:
+def test_durable_index_self_parent_can_be_evicted() -> None:
     for index in (make(1), make_durable(1)[0]):
         slot = index.reserve(key(1), key(1), 0)
         assert slot is not None
@@ -97,7 +97,7 @@ def test_a_block_that_follows_itself_can_leave() -> None:
         index.check()
 
 
-def test_restored_blocks_in_a_circle_can_leave() -> None:
+def test_restore_cycle_of_parents_can_be_evicted() -> None:
     index, _ = make_durable(8)
     names = [key(n) for n in range(6)]
     # 0 follows itself; 1, 2 and 3 each other; 4 follows them, 5 a block that is not here.
@@ -111,7 +111,7 @@ def test_restored_blocks_in_a_circle_can_leave() -> None:
 
 @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
 @pytest.mark.parametrize("seed", range(3))
-def test_a_restored_index_is_as_it_was(eviction: str, seed: int) -> None:
+def test_restore_reproduces_index(eviction: str, seed: int) -> None:
     rng = random.Random(seed)
     sizes = (64, 320)
     index, _ = make_durable(24, eviction, sizes)
@@ -148,7 +148,7 @@ def test_a_restored_index_is_as_it_was(eviction: str, seed: int) -> None:
     assert again.used_bytes == 0
 
 
-def test_rows_say_all_that_is_needed_to_restore_them() -> None:
+def test_restore_rows_reproduces_index() -> None:
     """Keys of all lengths: some do not fit where shorter ones lay."""
     rng = random.Random(0)
     index, _ = make_durable(3000)
@@ -191,7 +191,7 @@ def test_rows_say_all_that_is_needed_to_restore_them() -> None:
 @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
 @pytest.mark.parametrize("sizes", [(64,), (64, 320)])
 @pytest.mark.parametrize("seed", range(3))
-def test_random_operations_with_quarantine(
+def test_durable_index_random_operations_keep_invariants(
     eviction: str, sizes: tuple[int, ...], seed: int
 ) -> None:
     rng = random.Random(seed)
@@ -248,7 +248,7 @@ def test_random_operations_with_quarantine(
         ([key(1)], [None], [0, 1]),
     ],
 )
-def test_what_cannot_be_restored_leaves_nothing(
+def test_restore_invalid_rows_leaves_index_empty(
     keys: list[bytes], parents: list[bytes | None], slots: list[int]
 ) -> None:
     index, _ = make_durable(4)
@@ -261,7 +261,7 @@ def test_what_cannot_be_restored_leaves_nothing(
     assert store(index, 5) == 0
 
 
-def test_room_for_a_class_that_is_none_is_an_error() -> None:
+def test_make_room_unknown_class_is_error() -> None:
     index, _ = make_durable(1)
     store(index, 1)
     with pytest.raises((NativeError, IndexError)):

@@ -45,14 +45,14 @@ class Tier:
         self.index.touch([key(number)])
 
 
-def test_the_names_users_can_choose_are_the_policies_there_are() -> None:
+def test_eviction_option_lists_all_policies() -> None:
     assert sorted(choice.value for choice in Eviction) == sorted(EVICTION_POLICIES)
-    with pytest.raises(NativeError, match="there is no policy 'mru'"):
+    with pytest.raises(NativeError, match="unknown policy 'mru'"):
         BlockIndex(ArenaGeometry(64, (64,)), "mru")
 
 
 @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
-def test_every_leaf_leaves_once_and_pins_are_passed_over(eviction: str) -> None:
+def test_policy_evicts_each_leaf_once_and_skips_pinned(eviction: str) -> None:
     tier = Tier(eviction, 10)
     for number in range(10):
         assert tier.store(number)
@@ -67,7 +67,7 @@ def test_every_leaf_leaves_once_and_pins_are_passed_over(eviction: str) -> None:
 
 
 @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
-def test_a_chain_leaves_from_its_end(eviction: str) -> None:
+def test_policy_evicts_chain_from_tail(eviction: str) -> None:
     tier = Tier(eviction, 4)
     for number in range(4):
         tier.store(number, number - 1 if number else None)
@@ -87,7 +87,7 @@ def store_many(index: BlockIndex, numbers: range, size_class: int = 0) -> None:
 
 
 @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
-def test_pinned_blocks_at_the_cold_end_are_not_walked_for_every_new_one(eviction: str) -> None:
+def test_policy_does_not_walk_pinned_blocks_repeatedly(eviction: str) -> None:
     index = BlockIndex(ArenaGeometry(60_000 * 64, (64,)), eviction)
     store_many(index, range(60_000))
     pinned = index.pin([key(n) for n in range(40_000)])
@@ -103,7 +103,7 @@ def test_pinned_blocks_at_the_cold_end_are_not_walked_for_every_new_one(eviction
 
 
 @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
-def test_a_slab_in_use_is_not_searched_for_every_block_of_another_class(eviction: str) -> None:
+def test_index_does_not_search_slab_in_use_repeatedly(eviction: str) -> None:
     """The other class has the colder blocks, and a pinned one among them."""
     slab = 8192 * 64
     index = BlockIndex(SlabGeometry(2 * slab, slab, 64), eviction)
@@ -123,7 +123,7 @@ def test_a_slab_in_use_is_not_searched_for_every_block_of_another_class(eviction
 
 
 @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
-def test_a_block_met_while_pinned_keeps_its_place_among_its_chain(eviction: str) -> None:
+def test_index_parked_block_keeps_place_in_chain(eviction: str) -> None:
     """It gains and loses a follower, and is removed, while no policy knows it."""
     tier = Tier(eviction, 3)
     for number in range(3):
@@ -144,7 +144,7 @@ def test_a_block_met_while_pinned_keeps_its_place_among_its_chain(eviction: str)
     assert not tier.has(0)
 
 
-def test_lru_lets_the_least_recently_used_leave() -> None:
+def test_lru_evicts_least_recently_used() -> None:
     tier = Tier("lru", 5)
     for number in range(5):
         tier.store(number)
@@ -155,7 +155,7 @@ def test_lru_lets_the_least_recently_used_leave() -> None:
     assert tier.left == [1, 3, 4, 0, 2]
 
 
-def test_lru_puts_a_new_leaf_where_its_last_use_belongs() -> None:
+def test_lru_new_leaf_is_ordered_by_last_use() -> None:
     tier = Tier("lru", 5)
     for number in range(4):
         tier.store(number)
@@ -168,7 +168,7 @@ def test_lru_puts_a_new_leaf_where_its_last_use_belongs() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_lru_is_what_a_naive_model_says(seed: int) -> None:
+def test_lru_matches_naive_model(seed: int) -> None:
     """Of the blocks that nothing follows and nobody uses, the one used longest ago leaves."""
     rng = random.Random(seed)
     tier = Tier("lru", 16)
@@ -220,7 +220,7 @@ def hit_rate(eviction: str, requests: list[int], capacity: int) -> float:
     return hits / len(requests)
 
 
-def test_s3fifo_keeps_its_working_set_through_scans() -> None:
+def test_s3fifo_keeps_working_set_during_scans() -> None:
     rng = random.Random(3)
     requests: list[int] = []
     fresh = 10_000
@@ -231,7 +231,7 @@ def test_s3fifo_keeps_its_working_set_through_scans() -> None:
     assert hit_rate("s3fifo", requests, 100) > hit_rate("lru", requests, 100) + 0.03
 
 
-def test_s3fifo_remembers_what_left_it_lately() -> None:
+def test_s3fifo_ghost_enters_main_queue() -> None:
     """A block that comes back after it left unused goes past the queue of those used once."""
     tier = Tier("s3fifo", 20)
     for number in range(21):

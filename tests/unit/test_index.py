@@ -32,7 +32,7 @@ def store(index: BlockIndex, *path: int, size_class: int = 0) -> int | None:
     return slot
 
 
-def test_a_block_is_visible_only_between_commit_and_removal() -> None:
+def test_index_block_is_visible_from_commit_to_removal() -> None:
     index = make()
     slot = index.reserve(key(1), None, 0)
     assert slot is not None
@@ -49,7 +49,7 @@ def test_a_block_is_visible_only_between_commit_and_removal() -> None:
     index.check()
 
 
-def test_blocks_are_reserved_in_order_until_one_finds_no_room() -> None:
+def test_reserve_all_stops_at_first_block_without_room() -> None:
     index = make(slots=3)
     pinned = store(index, 1)
     index.pin([key(1)])
@@ -67,7 +67,7 @@ def test_blocks_are_reserved_in_order_until_one_finds_no_room() -> None:
     index.check()
 
 
-def test_reservations_that_fail_half_way_leave_nothing() -> None:
+def test_reserve_all_failing_midway_reserves_nothing() -> None:
     def refuse(block: bytes) -> bool:
         raise ValueError("not now")
 
@@ -79,7 +79,7 @@ def test_reservations_that_fail_half_way_leave_nothing() -> None:
     index.check()
 
 
-def test_a_slot_that_cannot_be_committed_takes_no_other_with_it() -> None:
+def test_commit_each_invalid_slot_does_not_affect_others() -> None:
     index = make()
     slots = index.reserve_all([key(n) for n in range(3)], [None] * 3, 0)
     index.remove(key(0))
@@ -91,7 +91,7 @@ def test_a_slot_that_cannot_be_committed_takes_no_other_with_it() -> None:
     index.check()
 
 
-def test_an_aborted_reservation_leaves_nothing() -> None:
+def test_abort_frees_reserved_slot() -> None:
     index = make()
     slot = index.reserve(key(1), None, 0)
     index.abort(slot)
@@ -101,7 +101,7 @@ def test_an_aborted_reservation_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
-def test_tails_leave_before_heads(eviction: str) -> None:
+def test_index_evicts_tails_before_heads(eviction: str) -> None:
     index = make(4, eviction)
     for depth in range(1, 5):
         store(index, *range(depth))
@@ -116,7 +116,7 @@ def test_tails_leave_before_heads(eviction: str) -> None:
             assert index.match_prefix(chain) >= position + 1
 
 
-def test_the_block_a_new_one_follows_is_not_evicted_for_it() -> None:
+def test_reserve_does_not_evict_parent() -> None:
     index = make(2)
     store(index, 1)
     store(index, 2)
@@ -127,7 +127,7 @@ def test_the_block_a_new_one_follows_is_not_evicted_for_it() -> None:
 
 
 @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
-def test_a_chain_passes_through_a_tier_that_is_shorter(eviction: str) -> None:
+def test_index_chain_longer_than_tier_passes_through(eviction: str) -> None:
     """Over a slower tier heads may leave, as far as they are there and nobody uses them."""
     below: set[bytes] = set()
     offered: list[bytes] = []
@@ -159,7 +159,7 @@ def test_a_chain_passes_through_a_tier_that_is_shorter(eviction: str) -> None:
     assert below.issuperset(gone)
 
 
-def test_pinned_and_reserved_slots_are_never_reused() -> None:
+def test_index_pinned_and_reserved_slots_are_not_reused() -> None:
     index = make(3)
     store(index, 1)
     slots = index.pin([key(1)])
@@ -176,7 +176,7 @@ def test_pinned_and_reserved_slots_are_never_reused() -> None:
     index.check()
 
 
-def test_a_block_removed_while_read_keeps_its_slot_until_unpinned() -> None:
+def test_remove_pinned_block_keeps_slot_until_unpin() -> None:
     index = make(1)
     store(index, 1)
     slots = index.pin([key(1)])
@@ -188,7 +188,7 @@ def test_a_block_removed_while_read_keeps_its_slot_until_unpinned() -> None:
     assert store(index, 2) is not None
 
 
-def test_a_block_removed_while_written_is_never_seen() -> None:
+def test_remove_block_being_written_is_never_visible() -> None:
     index = make(2)
     slot = index.reserve(key(1), None, 0)
     index.clear()
@@ -198,7 +198,7 @@ def test_a_block_removed_while_written_is_never_seen() -> None:
     assert index.used_bytes == 0
 
 
-def test_a_block_can_arrive_before_the_one_it_follows() -> None:
+def test_index_links_block_stored_before_its_parent() -> None:
     index = make(3)
     store(index, 1, 1)
     store(index, 1)  # adopts it
@@ -210,7 +210,7 @@ def test_a_block_can_arrive_before_the_one_it_follows() -> None:
     assert index.lookup(key(1, 1)) is Lookup.MISS
 
 
-def test_memory_moves_between_size_classes_and_is_never_exceeded() -> None:
+def test_index_size_classes_share_memory_within_capacity() -> None:
     index = make(8, sizes=(64, 192))
     count = 0
     while len(index) == count:
@@ -223,7 +223,7 @@ def test_memory_moves_between_size_classes_and_is_never_exceeded() -> None:
     assert store(index, 3, size_class=0) is not None
 
 
-def test_only_what_every_worker_can_use_is_handed_out() -> None:
+def test_index_limit_restricts_usable_slots() -> None:
     index = make(8)
     slab = index.geometry.slab_bytes
     per_slab = index.geometry.slots_per_slab
@@ -244,7 +244,7 @@ def test_only_what_every_worker_can_use_is_handed_out() -> None:
         assert slot is None or slot // per_slab < 2
 
 
-def test_misuse_is_an_error() -> None:
+def test_index_misuse_is_invariant_error() -> None:
     index = make()
     slot = store(index, 1)
     for misuse in (
@@ -261,7 +261,7 @@ def test_misuse_is_an_error() -> None:
 @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
 @pytest.mark.parametrize("sizes", [(64,), (64, 128), (64, 320, 576)])
 @pytest.mark.parametrize("seed", range(4))
-def test_random_operations_keep_every_invariant(
+def test_index_random_operations_keep_invariants(
     eviction: str, sizes: tuple[int, ...], seed: int
 ) -> None:
     rng = random.Random(seed)
@@ -306,7 +306,7 @@ def test_random_operations_keep_every_invariant(
     assert index.used_bytes == 0
 
 
-def test_room_for_several_blocks_is_made_as_it_would_be_for_each() -> None:
+def test_reserve_with_more_evicts_same_blocks_as_one_by_one() -> None:
     """The same blocks leave, in the same order, none of them the one that the new ones follow."""
     left: list[list[bytes]] = [[], []]
     geometry = ArenaGeometry(24 * 64, (64,))
@@ -341,7 +341,7 @@ def growing(slabs: int, slab_bytes: int = 4096 * 4) -> BlockIndex:
     return BlockIndex(SlabGeometry(slabs * slab_bytes, slab_bytes, 4096), "lru")
 
 
-def test_classes_are_added_as_they_are_met_and_share_the_slabs() -> None:
+def test_index_added_classes_share_slabs() -> None:
     index = growing(3)
     small, large = index.add_class(4000, b"a"), index.add_class(8000, b"a")
     for number in range(6):
@@ -354,7 +354,7 @@ def test_classes_are_added_as_they_are_met_and_share_the_slabs() -> None:
     assert index.lookup(key(105)) is Lookup.HIT
 
 
-def test_an_owner_at_its_quota_makes_room_among_its_own() -> None:
+def test_index_owner_at_quota_evicts_only_own_blocks() -> None:
     index = growing(4)
     mine, other = index.add_class(4096, b"mine"), index.add_class(4096, b"other")
     index.set_quota(b"mine", 2 * index.geometry.slab_bytes)
@@ -371,7 +371,7 @@ def test_an_owner_at_its_quota_makes_room_among_its_own() -> None:
     assert index.used_bytes <= index.geometry.capacity_bytes
 
 
-def test_a_block_that_may_not_leave_stays() -> None:
+def test_index_vetoed_block_is_not_evicted() -> None:
     refused: list[bytes] = []
 
     def may_evict(block: bytes) -> bool:
@@ -387,7 +387,7 @@ def test_a_block_that_may_not_leave_stays() -> None:
     assert refused == [key(0), key(1)]
 
 
-def test_a_hook_that_fails_leaves_everything_as_it_was() -> None:
+def test_index_failing_hook_changes_nothing() -> None:
     def may_evict(block: bytes) -> bool:
         raise OSError("the disk is gone")
 
@@ -402,7 +402,7 @@ def test_a_hook_that_fails_leaves_everything_as_it_was() -> None:
     assert not index.pinned_slots()
 
 
-def test_a_hook_may_change_the_list_that_is_being_stored() -> None:
+def test_index_hook_may_change_list_of_keys() -> None:
     keys = [key(*range(depth)) for depth in range(1, 9)]
     names = list(keys)
 
@@ -418,7 +418,7 @@ def test_a_hook_may_change_the_list_that_is_being_stored() -> None:
     index.check()
 
 
-def test_bad_arguments_are_errors_and_change_nothing() -> None:
+def test_index_bad_arguments_change_nothing() -> None:
     index = make(2)
     store(index, 1)
     store(index, 2)
@@ -442,7 +442,7 @@ def test_bad_arguments_are_errors_and_change_nothing() -> None:
     assert index.reserve(key(3), None, 0, (1 << 63) - 1) is not None, "room for one is enough"
 
 
-def test_blocks_that_follow_each_other_can_leave() -> None:
+def test_index_cyclic_parents_can_be_evicted() -> None:
     """No chain of hashes has a circle, but a client may name what it likes."""
     index = make(3)
     circle = [key(1), key(2), key(3)]

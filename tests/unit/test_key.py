@@ -62,7 +62,7 @@ def chain(fingerprint: Fingerprint = FINGERPRINT, scope: tuple = (), ids: tuple 
     return keys
 
 
-def test_every_field_of_the_fingerprint_changes_every_key() -> None:
+def test_fingerprint_every_field_changes_keys() -> None:
     assert set(CHANGES) == {field.name for field in dataclasses.fields(Fingerprint)}
     base = chain()
     for name, value in CHANGES.items():
@@ -71,13 +71,13 @@ def test_every_field_of_the_fingerprint_changes_every_key() -> None:
 
 
 @given(scopes, scopes)
-def test_scopes_are_equal_exactly_when_their_keys_are(a: tuple, b: tuple) -> None:
+def test_root_digest_differs_exactly_when_scopes_differ(a: tuple, b: tuple) -> None:
     assert (a == b) == (chain(scope=a) == chain(scope=b))
 
 
 @examples(200)
 @given(tokens, st.data())
-def test_a_changed_token_changes_its_block_and_all_behind_it(ids: list[int], data) -> None:
+def test_extend_chain_changed_token_changes_all_later_keys(ids: list[int], data) -> None:
     ids = ids[: len(ids) // 4 * 4]
     at = data.draw(st.integers(0, len(ids) - 1))
     changed = [*ids]
@@ -92,7 +92,7 @@ def test_a_changed_token_changes_its_block_and_all_behind_it(ids: list[int], dat
 @given(
     tokens, st.sampled_from([1, 2, 4]), st.dictionaries(st.integers(0, 3), st.binary(max_size=70))
 )
-def test_the_native_keys_are_the_defined_ones(ids: list[int], size: int, extras: dict) -> None:
+def test_native_keys_match_reference(ids: list[int], size: int, extras: dict) -> None:
     ids = ids[: len(ids) // size * size]
     root = root_digest(b"n" * 32)
     assert extend_keys(root, ids, 0, len(ids), size, extras, b"\7") == extend_chain(
@@ -101,7 +101,7 @@ def test_the_native_keys_are_the_defined_ones(ids: list[int], size: int, extras:
 
 
 @given(tokens, st.data())
-def test_a_chain_can_be_extended_in_pieces(ids: list[int], data) -> None:
+def test_extend_chain_in_pieces_gives_same_keys(ids: list[int], data) -> None:
     ids = ids[: len(ids) // 4 * 4]
     cut = data.draw(st.integers(0, len(ids) // 4)) * 4
     root = root_digest(b"n" * 32)
@@ -111,7 +111,7 @@ def test_a_chain_can_be_extended_in_pieces(ids: list[int], data) -> None:
     assert (first + second, last) == (whole, end)
 
 
-def test_extra_content_of_a_block_changes_it_and_what_follows() -> None:
+def test_extend_chain_extra_changes_all_later_keys() -> None:
     root = root_digest(b"n" * 32)
     ids = list(range(64))
     plain, _ = extend_keys(root, ids, 0, 64, 16, None, b"")
@@ -122,7 +122,7 @@ def test_extra_content_of_a_block_changes_it_and_what_follows() -> None:
     assert plain[3] != image[3]
 
 
-def test_groups_and_ranks_have_their_own_tags() -> None:
+def test_group_and_rank_tags_are_distinct() -> None:
     assert len({group_suffix(g) for g in range(256)}) == 256
     tags = [
         RankTag(tp=t, pp=p, dcp=d, pcp=c)
@@ -135,7 +135,7 @@ def test_groups_and_ranks_have_their_own_tags() -> None:
 
 
 @pytest.mark.parametrize("seed", ["0", "1", "random"])
-def test_another_process_computes_the_same_keys(seed: str) -> None:
+def test_keys_are_equal_in_another_process(seed: str) -> None:
     program = (
         "from tests.unit.test_key import chain;"
         "print(','.join(k.hex() for k in chain(scope=(b'', None, 'salt'))))"
@@ -151,13 +151,13 @@ def test_another_process_computes_the_same_keys(seed: str) -> None:
 
 
 @given(st.lists(st.none() | st.booleans() | st.binary() | st.text() | st.integers()), st.data())
-def test_canonical_bytes_tell_sequences_apart(parts: list, data) -> None:
+def test_canonical_distinguishes_sequences(parts: list, data) -> None:
     other = data.draw(st.lists(st.none() | st.booleans() | st.binary() | st.text() | st.integers()))
     same = [type(p) for p in parts] == [type(p) for p in other] and parts == other
     assert (canonical(parts) == canonical(other)) == same
 
 
-def test_canonical_refuses_what_it_cannot_write() -> None:
+def test_canonical_refuses_unsupported_types() -> None:
     with pytest.raises(TypeError, match="float"):
         canonical([1.5])
 
@@ -174,5 +174,5 @@ def test_canonical_refuses_what_it_cannot_write() -> None:
         ([], [[]]),
     ],
 )
-def test_no_value_passes_for_several_or_for_one_of_another_type(one: list, other: list) -> None:
+def test_canonical_distinguishes_types_and_nesting(one: list, other: list) -> None:
     assert canonical(one) != canonical(other)

@@ -93,13 +93,13 @@ blocks = st.builds(
 
 @examples(400)
 @given(blocks, blocks)
-def test_keys_are_equal_exactly_when_everything_is(a: Block, b: Block) -> None:
+def test_keys_are_equal_exactly_when_inputs_are(a: Block, b: Block) -> None:
     assert (a.key() == b.key()) == (a.facts() == b.facts())
 
 
 @examples(400)
 @given(blocks, st.data())
-def test_one_difference_is_enough(block: Block, data: st.DataObject) -> None:
+def test_keys_differ_with_any_single_difference(block: Block, data: st.DataObject) -> None:
     """Two independent draws hardly ever differ in one thing only; here they always do."""
     name = data.draw(st.sampled_from([*asdict(block.fingerprint), "scope", "tokens", "group"]))
     donor = data.draw(blocks)
@@ -113,6 +113,6 @@ def test_one_difference_is_enough(block: Block, data: st.DataObject) -> None:
 
 
 @given(fingerprints, fingerprints)
-def test_daemons_see_namespaces_apart(a: Fingerprint, b: Fingerprint) -> None:
+def test_key_prefix_distinguishes_namespaces(a: Fingerprint, b: Fingerprint) -> None:
     """A daemon keeps the first half of a namespace; that half alone tells them apart."""
     assert (a.namespace()[:16] == b.namespace()[:16]) == (asdict(a) == asdict(b))

@@ -54,7 +54,7 @@ def read(runs, block: int, memory: np.ndarray) -> np.ndarray:
     st.tuples(*[st.integers(1, 4)] * 4, st.integers(1, 5)),
     st.integers(1, 3),
 )
-def test_the_runs_of_a_block_are_its_elements(name: str, shape: tuple, ratio: int) -> None:
+def test_block_runs_match_numpy_elements(name: str, shape: tuple, ratio: int) -> None:
     layers, blocks = shape[0], shape[1]
     logical = cache(ORDERS[name], shape)
     base = logical
@@ -69,27 +69,27 @@ def test_the_runs_of_a_block_are_its_elements(name: str, shape: tuple, ratio: in
         assert len(set(first)) == 1
 
 
-def test_block_outermost_is_one_run() -> None:
+def test_block_runs_block_outermost_is_one_run() -> None:
     logical = cache(ORDERS["BLHNC"], (3, 5, 2, 4, 8))
     runs = block_runs([view(f"l{i}", logical[i]) for i in range(3)], 5)
     assert len(runs.runs) == 1
     assert runs.runs[0].nbytes == runs.runs[0].block_stride == 3 * 2 * 4 * 8 * 4
 
 
-def test_kernel_blocks_are_part_of_their_block() -> None:
+def test_block_runs_kernel_blocks_belong_to_their_block() -> None:
     memory = np.arange(6 * 10, dtype=np.int32).reshape(6, 10)  # 3 blocks of 2 kernel blocks
     runs = block_runs([view("l", memory)], 3)
     assert list(read(runs, 1, memory)) == list(range(20, 40))
 
 
-def test_padding_between_blocks_is_left_alone() -> None:
+def test_block_runs_skip_padding_between_blocks() -> None:
     memory = np.arange(4 * 10, dtype=np.int32).reshape(4, 10)
     runs = block_runs([view("l", memory[:, :7])], 4)
     assert [run.nbytes for run in runs.runs] == [28]
     assert list(read(runs, 2, memory)) == list(range(20, 27))
 
 
-def test_layers_sharing_memory_count_once() -> None:
+def test_block_runs_shared_memory_counts_once() -> None:
     memory = np.zeros((4, 8), np.int32)
     assert block_runs([view("a", memory), view("b", memory)], 4).block_bytes == 32
 
@@ -103,19 +103,19 @@ def test_layers_sharing_memory_count_once() -> None:
         (StridedView("x", 0, (4, 4, 4), (16, 2, 1), 2), "overlap"),
     ],
 )
-def test_a_layout_that_cannot_be_is_refused(bad: StridedView, message: str) -> None:
+def test_block_runs_invalid_view_is_refused(bad: StridedView, message: str) -> None:
     with pytest.raises(ValueError, match=f"layer x.*{message}"):
         block_runs([bad], 4)
 
 
-def test_one_class_wastes_nothing() -> None:
+def test_arena_geometry_single_class_wastes_nothing() -> None:
     geometry = ArenaGeometry.for_blocks(1000 * 64 + 63, [64, 50])
     assert (geometry.num_slabs, geometry.slots_per_slab) == (1000, 1)
     assert list(geometry.offsets(np.array([0, 3]), 0)) == [0, 192]
 
 
 @given(st.lists(st.integers(1, 5000), min_size=2, max_size=4), st.integers(50, 4000))
-def test_slots_of_all_classes_stay_inside_and_apart(sizes: list[int], factor: int) -> None:
+def test_arena_geometry_slots_are_disjoint_and_in_bounds(sizes: list[int], factor: int) -> None:
     capacity = max(sizes) * factor + 64 * len(sizes)
     geometry = ArenaGeometry.for_blocks(capacity, sizes)
     for size in sizes:
@@ -135,6 +135,6 @@ def test_slots_of_all_classes_stay_inside_and_apart(sizes: list[int], factor: in
         assert (offsets % 64 == 0).all()
 
 
-def test_a_capacity_below_one_block_is_refused() -> None:
+def test_arena_geometry_capacity_below_one_block_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot hold one block"):
         ArenaGeometry.for_blocks(100, [128])

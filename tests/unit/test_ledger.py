@@ -36,7 +36,7 @@ class Tier:
         return self.recorder.total(names.DROPPED_BLOCKS, "cpu", reason.value)
 
 
-def test_a_store_is_readable_only_when_every_rank_reported() -> None:
+def test_ledger_store_is_readable_after_all_ranks_report() -> None:
     tier = Tier(8, ranks=3)
     job = tier.store(0, 4)
     tier.ledger.report_store(job, [StoreReport(4), StoreReport(4)])
@@ -50,7 +50,7 @@ def test_a_store_is_readable_only_when_every_rank_reported() -> None:
     tier.index.check()
 
 
-def test_what_one_rank_dropped_no_rank_has() -> None:
+def test_ledger_block_dropped_by_one_rank_is_aborted() -> None:
     tier = Tier(8, ranks=2)
     job = tier.store(0, 4)
     tier.ledger.report_store(job, [StoreReport(4), StoreReport(1, DropReason.COPY_FAILED)])
@@ -60,21 +60,21 @@ def test_what_one_rank_dropped_no_rank_has() -> None:
     tier.index.check()
 
 
-def test_more_reports_than_ranks_is_a_bug() -> None:
+def test_ledger_more_reports_than_ranks_is_error() -> None:
     tier = Tier(8)
     job = tier.store(0, 2)
     with pytest.raises(InvariantError):
         tier.ledger.report_store(job, [StoreReport(2), StoreReport(2)])
 
 
-def test_a_sequence_longer_than_the_tier_keeps_its_head() -> None:
+def test_plan_store_sequence_longer_than_tier_keeps_head() -> None:
     tier = Tier(3)
     plan = plan_store(tier.index, GROUP, KEYS, 0, 10)
     assert plan.positions == [0, 1, 2]
     assert plan.dropped == 7
 
 
-def test_blocks_already_there_are_not_stored_again() -> None:
+def test_plan_store_skips_present_blocks() -> None:
     tier = Tier(8)
     tier.ledger.report_store(tier.store(0, 2), [StoreReport(2)])
     pending = tier.store(2, 3)
@@ -83,7 +83,7 @@ def test_blocks_already_there_are_not_stored_again() -> None:
     tier.ledger.report_store(pending, [StoreReport(1)])
 
 
-def test_a_load_pins_until_it_is_reported() -> None:
+def test_ledger_load_pins_blocks_until_report() -> None:
     tier = Tier(2)
     tier.ledger.report_store(tier.store(0, 2), [StoreReport(2)])
     slots = tier.ledger.open_load("r", KEYS[:2], 120)
@@ -98,7 +98,7 @@ def test_a_load_pins_until_it_is_reported() -> None:
     assert tier.recorder.total(names.LOADED_BYTES, "cpu") == 120
 
 
-def test_blocks_of_a_failed_load_are_not_offered_again() -> None:
+def test_ledger_failed_load_removes_blocks() -> None:
     tier = Tier(4)
     tier.ledger.report_store(tier.store(0, 3), [StoreReport(3)])
     tier.ledger.open_load("r", KEYS[:2], 120)
@@ -110,7 +110,7 @@ def test_blocks_of_a_failed_load_are_not_offered_again() -> None:
     tier.index.check()
 
 
-def test_a_reset_during_a_store_counts_as_dropped() -> None:
+def test_ledger_reset_during_store_counts_as_dropped() -> None:
     tier = Tier(4)
     job = tier.store(0, 3)
     tier.index.clear()
@@ -125,13 +125,13 @@ def test_a_reset_during_a_store_counts_as_dropped() -> None:
     ("computed", "limit", "expected"),
     [(0, 40, 20), (0, 19, 16), (8, 40, 12), (20, 40, 0), (24, 40, 0), (0, 3, 0)],
 )
-def test_loadable_tokens_of_one_group(computed: int, limit: int, expected: int) -> None:
+def test_loadable_tokens_single_group(computed: int, limit: int, expected: int) -> None:
     tier = Tier(8)
     tier.ledger.report_store(tier.store(0, 5), [StoreReport(5)])
     assert loadable_tokens(tier.index, [GROUP], [KEYS], computed, limit, 4) == expected
 
 
-def test_a_hit_counts_only_as_far_as_every_group_reaches() -> None:
+def test_loadable_tokens_end_where_first_group_ends() -> None:
     wide = Group(group_id=1, block_size=8, block_bytes=60, size_class=0)
     wide_keys = [BlockKey(bytes([100 + n]) * 17) for n in range(5)]
     index = BlockIndex(ArenaGeometry(64 * 20, (64,)), "lru")
@@ -156,7 +156,7 @@ def loading_ahead(tier: Tier, blocks: int) -> int:
     return tier.ledger.to_step_load("r")
 
 
-def test_a_load_ahead_pins_until_every_rank_has_reported() -> None:
+def test_ledger_load_ahead_pins_until_all_ranks_report() -> None:
     tier = Tier(4, ranks=2)
     job = loading_ahead(tier, 2)
     assert tier.ledger.report_step_load(job, [True]) is None
@@ -169,7 +169,7 @@ def test_a_load_ahead_pins_until_every_rank_has_reported() -> None:
     tier.index.check()
 
 
-def test_a_load_ahead_that_failed_on_one_rank_failed() -> None:
+def test_ledger_load_ahead_failed_on_one_rank_fails() -> None:
     tier = Tier(4, ranks=2)
     job = loading_ahead(tier, 2)
     assert tier.ledger.report_step_load(job, [True, False]) == "r"
@@ -179,7 +179,7 @@ def test_a_load_ahead_that_failed_on_one_rank_failed() -> None:
 
 
 @pytest.mark.parametrize("failed", [None, tiers.Tier.CPU, tiers.Tier.REMOTE])
-def test_what_a_load_borrowed_is_given_back_however_it_ends(failed: tiers.Tier | None) -> None:
+def test_ledger_on_end_is_called_however_load_ends(failed: tiers.Tier | None) -> None:
     tier = Tier(4)
     given_back: list[bool] = []
     tier.ledger.open_load("r", [], 0, 2, 120, on_end=lambda: given_back.append(True))
@@ -188,7 +188,7 @@ def test_what_a_load_borrowed_is_given_back_however_it_ends(failed: tiers.Tier |
     assert given_back == [True]
 
 
-def test_spoilt_stores_never_become_readable() -> None:
+def test_ledger_spoiled_stores_never_become_readable() -> None:
     tier = Tier(8)
     plan = plan_store(tier.index, GROUP, KEYS, 0, 2)
     before = tier.ledger.open_store(plan.slots, int64_array(plan.slots), GROUP.block_bytes)

@@ -68,7 +68,7 @@ def check_both_ways(shape: CacheShape, seed: int, threads: int) -> None:
 
 @pytest.mark.parametrize("threads", [0, 1, 3])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_bytes_go_where_numpy_puts_them(shape: CacheShape, threads: int) -> None:
+def test_gather_scatter_match_numpy(shape: CacheShape, threads: int) -> None:
     for seed in range(3):
         check_both_ways(shape, seed, threads)
 
@@ -86,7 +86,7 @@ def test_bytes_go_where_numpy_puts_them(shape: CacheShape, threads: int) -> None
     start=st.integers(1, 64),
     seed=st.integers(0, 2**16),
 )
-def test_any_layout(
+def test_gather_scatter_match_numpy_for_any_layout(
     layout: str,
     layers: int,
     blocks: int,
@@ -112,11 +112,11 @@ def test_any_layout(
     ],
     ids=lambda shape: shape.name,
 )
-def test_batches_large_enough_for_helpers(shape: CacheShape, threads: int) -> None:
+def test_gather_scatter_large_batches_use_helpers(shape: CacheShape, threads: int) -> None:
     check_both_ways(shape, seed=threads, threads=threads)
 
 
-def test_round_trip_through_other_slots_and_blocks() -> None:
+def test_gather_scatter_round_trip() -> None:
     shape = SHAPES[0]
     memory = random_bytes(shape.nbytes, 1)
     slots = np.zeros(shape.num_blocks * slot_pitch(shape), dtype=np.uint8)
@@ -131,14 +131,14 @@ def test_round_trip_through_other_slots_and_blocks() -> None:
     np.testing.assert_array_equal(slots, again)
 
 
-def test_nothing_to_copy() -> None:
+def test_gather_scatter_empty_batch_copies_nothing() -> None:
     shape = SHAPES[0]
     memory, slots = random_bytes(shape.nbytes, 1), random_bytes(64, 2)
     for copy in (gather, scatter):
         copy(layout_of(shape, memory), ints(), region_of(slots), ints())
 
 
-def test_repeated_sources_are_allowed() -> None:
+def test_gather_scatter_repeated_sources_are_allowed() -> None:
     shape = SHAPES[0]
     memory = random_bytes(shape.nbytes, 1)
     slots = random_bytes(4 * slot_pitch(shape), 2)
@@ -151,7 +151,7 @@ def test_repeated_sources_are_allowed() -> None:
     np.testing.assert_array_equal(memory, expected)
 
 
-def test_strided_id_arrays_are_read_by_their_strides() -> None:
+def test_gather_strided_id_arrays_are_supported() -> None:
     shape = SHAPES[0]
     memory = random_bytes(shape.nbytes, 1)
     slots = random_bytes(4 * slot_pitch(shape), 2)
@@ -162,7 +162,7 @@ def test_strided_id_arrays_are_read_by_their_strides() -> None:
     np.testing.assert_array_equal(slots, expected)
 
 
-def test_calls_from_several_threads() -> None:
+def test_gather_scatter_from_several_threads() -> None:
     shape = cache_shape("LBHNC", layers=8, blocks=24, heads=1, row=16_384)
     failures: list[BaseException] = []
 
@@ -182,7 +182,7 @@ def test_calls_from_several_threads() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_helpers_work_again_after_a_fork() -> None:
+def test_helpers_work_after_fork() -> None:
     shape = cache_shape("LBHNC", layers=4, blocks=20, heads=1, row=65_536)
     check_both_ways(shape, seed=1, threads=4)
     child = os.fork()
@@ -240,7 +240,7 @@ BASE = {
         ("num_blocks", -1, "less than 1"),
     ],
 )
-def test_layout_refuses(argument: str, value: object, words: str) -> None:
+def test_layout_invalid_arguments_are_refused(argument: str, value: object, words: str) -> None:
     arguments: dict[str, Any] = {**BASE, argument: value}
     with pytest.raises(NativeError, match=rf"^{argument}.*{words}") as caught:
         BlockLayout(**arguments)
@@ -248,7 +248,7 @@ def test_layout_refuses(argument: str, value: object, words: str) -> None:
     assert isinstance(caught.value, TieredKVError)
 
 
-def test_layout_refuses_sums_out_of_range() -> None:
+def test_layout_sums_out_of_range_are_refused() -> None:
     huge = 2**62
     with pytest.raises(NativeError, match=r"^(run_bytes|addresses)"):
         BlockLayout(
@@ -260,7 +260,7 @@ def test_layout_refuses_sums_out_of_range() -> None:
         )
 
 
-def test_one_block_needs_no_room_between_strides() -> None:
+def test_layout_single_block_ignores_strides() -> None:
     BlockLayout(np.array([64, 128], dtype=np.uint64), ints(1, 1), ints(64, 64), ints(0, 64), 1)
 
 
@@ -275,7 +275,7 @@ def collides(starts: list[int], strides: list[int], lengths: list[int], blocks: 
 
 @examples(400)
 @given(st.data(), st.integers(1, 6), st.integers(1, 5), st.booleans())
-def test_overlap_is_found_exactly(
+def test_layout_overlap_detection_is_exact(
     data: st.DataObject, blocks: int, count: int, one_stride: bool
 ) -> None:
     lengths = data.draw(st.lists(st.integers(1, 5), min_size=count, max_size=count))
@@ -298,7 +298,7 @@ def test_overlap_is_found_exactly(
         build()
 
 
-def test_many_runs_are_checked_quickly() -> None:
+def test_layout_many_runs_are_checked_quickly() -> None:
     count = 20_000
     ids = np.arange(count, dtype=np.int64)
     addresses = (4096 + ids * 64).astype(np.uint64)
@@ -328,7 +328,9 @@ def test_many_runs_are_checked_quickly() -> None:
         (ints(0).reshape(1, 1), ints(0), r"^block_ids: 2 dimensions"),
     ],
 )
-def test_copy_refuses(copy: Any, block_ids: Any, slot_offsets: Any, words: str) -> None:
+def test_copy_invalid_batch_is_refused(
+    copy: Any, block_ids: Any, slot_offsets: Any, words: str
+) -> None:
     memory, slots = random_bytes(4 * 32, 1), random_bytes(4 * 64, 2)
     before = memory.copy(), slots.copy()
     layout = BlockLayout(
@@ -340,7 +342,7 @@ def test_copy_refuses(copy: Any, block_ids: Any, slot_offsets: Any, words: str) 
     np.testing.assert_array_equal(slots, before[1])
 
 
-def test_gather_refuses_overlapping_slots() -> None:
+def test_gather_overlapping_slots_are_refused() -> None:
     shape = cache_shape("LBHNC", layers=1, blocks=4, heads=1, row=96)
     memory, slots = random_bytes(shape.nbytes, 1), random_bytes(1024, 2)
     layout = layout_of(shape, memory)
@@ -350,10 +352,10 @@ def test_gather_refuses_overlapping_slots() -> None:
     gather(layout, ints(0, 1), region_of(slots), ints(128, 0))
 
 
-def test_scatter_refuses_one_block_twice() -> None:
+def test_scatter_repeated_block_is_refused() -> None:
     shape = SHAPES[0]
     memory, slots = random_bytes(shape.nbytes, 1), random_bytes(8 * slot_pitch(shape), 2)
-    with pytest.raises(NativeError, match=r"^block_ids: block 5 is named twice"):
+    with pytest.raises(NativeError, match=r"^block_ids: block 5 occurs twice"):
         scatter(
             layout_of(shape, memory),
             ints(5, 1, 5),
@@ -362,12 +364,12 @@ def test_scatter_refuses_one_block_twice() -> None:
         )
     # So many blocks that no bitmap is made of them; the layout's memory is never reached.
     vast = BlockLayout(np.array([2**40], dtype=np.uint64), ints(64), ints(64), ints(0), 2**30)
-    with pytest.raises(NativeError, match=r"^block_ids: block 7 is named twice"):
+    with pytest.raises(NativeError, match=r"^block_ids: block 7 occurs twice"):
         scatter(vast, ints(7, 2**29, 7), region_of(slots), ints(0, 64, 128))
 
 
 @pytest.mark.parametrize("copy", [gather, scatter])
-def test_copy_refuses_a_bad_region(copy: Any) -> None:
+def test_copy_invalid_region_is_refused(copy: Any) -> None:
     memory = random_bytes(4096, 1)
     address = memory.ctypes.data
     layout = BlockLayout(
@@ -393,7 +395,7 @@ def test_copy_refuses_a_bad_region(copy: Any) -> None:
 
 
 @pytest.mark.parametrize("threads", [-1, 257])
-def test_copy_refuses_a_bad_number_of_threads(threads: int) -> None:
+def test_copy_invalid_thread_count_is_refused(threads: int) -> None:
     shape = SHAPES[0]
     memory, slots = random_bytes(shape.nbytes, 1), random_bytes(slot_pitch(shape), 2)
     with pytest.raises(NativeError, match=r"^threads: "):

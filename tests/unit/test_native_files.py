@@ -39,7 +39,7 @@ def unexpected(count: int) -> list[None]:
 
 
 @THREADS
-def test_what_is_written_is_read(fd: int, threads: int) -> None:
+def test_file_blocks_read_returns_written_bytes(fd: int, threads: int) -> None:
     blocks = contents(20)
     offsets = [NBYTES * n for n in random.Random(2).sample(range(50), 20)]
     checksums = [xxh3_64(block) for block in blocks]
@@ -52,7 +52,7 @@ def test_what_is_written_is_read(fd: int, threads: int) -> None:
 
 
 @THREADS
-def test_a_block_with_another_checksum_is_not_written(fd: int, threads: int) -> None:
+def test_write_blocks_checksum_mismatch_is_not_written(fd: int, threads: int) -> None:
     blocks = contents(3)
     right = [xxh3_64(block) for block in blocks]
     os.pwrite(fd, bytes(3 * NBYTES), 0)
@@ -64,19 +64,19 @@ def test_a_block_with_another_checksum_is_not_written(fd: int, threads: int) -> 
 
 
 @THREADS
-def test_a_file_that_ends_too_early_gives_what_it_has(fd: int, threads: int) -> None:
+def test_read_blocks_short_file_returns_short_read(fd: int, threads: int) -> None:
     os.pwrite(fd, b"x" * (NBYTES + 10), 0)
     moved, checksums = read_blocks(fd, [0, NBYTES, 5 * NBYTES], places(3), threads)
     assert moved == [NBYTES, 10, 0]
     assert checksums == [xxh3_64(b"x" * NBYTES), 0, 0]
 
 
-def test_every_read_is_tried() -> None:
+def test_read_blocks_tries_every_block_after_failure() -> None:
     moved, _ = read_blocks(-1, [0, NBYTES], places(2), 2)
     assert moved == [-errno.EBADF] * 2
 
 
-def test_nothing_is_written_after_a_failure() -> None:
+def test_write_blocks_stops_after_failure() -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     try:
         moved, checksums = write_blocks(full, [0, 0, 0], contents(3), unexpected(3), 1)
@@ -86,18 +86,18 @@ def test_nothing_is_written_after_a_failure() -> None:
     assert checksums == [xxh3_64(block) for block in contents(3)]
 
 
-def test_with_many_threads_a_failure_is_told_once_at_least() -> None:
+def test_write_blocks_failure_with_many_threads_is_reported() -> None:
     moved, _ = write_blocks(-1, [0] * 40, contents(40), unexpected(40), 4)
     assert -errno.EBADF in moved
     assert set(moved) <= {-errno.EBADF, -errno.ECANCELED}
 
 
-def test_no_blocks(fd: int) -> None:
+def test_file_blocks_empty_lists_return_nothing(fd: int) -> None:
     assert read_blocks(fd, [], []) == ([], [])
     assert write_blocks(fd, [], [], []) == ([], [])
 
 
-def test_bad_arguments(fd: int) -> None:
+def test_file_blocks_bad_arguments_are_refused(fd: int) -> None:
     with pytest.raises(NativeError, match="into: 1 buffers for 2 offsets"):
         read_blocks(fd, [0, 1], places(1))
     with pytest.raises(NativeError, match=r"offsets\[1\]: -5 is negative"):

@@ -30,7 +30,7 @@ def is_readable(pool: FillPool) -> bool:
     return bool(select.select([pool.descriptor], [], [], 0)[0])
 
 
-def test_blocks_are_copied_and_hashed() -> None:
+def test_fill_pool_copies_and_hashes_blocks() -> None:
     pool = FillPool()
     batches = [[random_bytes(size, n) for size in SIZES] for n in range(4)]
     places = [[np.zeros_like(source) for source in batch] for batch in batches]
@@ -43,7 +43,7 @@ def test_blocks_are_copied_and_hashed() -> None:
     assert pool.collect() == []
 
 
-def test_the_descriptor_is_readable_while_there_is_something_to_collect() -> None:
+def test_fill_pool_descriptor_is_readable_until_collected() -> None:
     pool = FillPool()
     assert not is_readable(pool)
     for ticket in (1, 2):
@@ -57,7 +57,7 @@ def test_the_descriptor_is_readable_while_there_is_something_to_collect() -> Non
     assert pool.collect() == [(3, [])]
 
 
-def test_memory_is_kept_until_it_is_collected() -> None:
+def test_fill_pool_holds_buffers_until_collected() -> None:
     pool = FillPool()
     into, source = bytearray(100_000), bytearray(b"x" * 100_000)
     pool.start(1, [memoryview(into)], [memoryview(source)])
@@ -71,7 +71,7 @@ def test_memory_is_kept_until_it_is_collected() -> None:
         held.append(0)
 
 
-def test_a_pool_that_is_dropped_ends_its_copies() -> None:
+def test_fill_pool_deleted_finishes_copies() -> None:
     pool = FillPool()
     into, source = bytearray(8 << 20), bytearray(b"x" * (8 << 20))
     pool.start(1, [memoryview(into)], [memoryview(source)])
@@ -80,7 +80,7 @@ def test_a_pool_that_is_dropped_ends_its_copies() -> None:
     into.append(0)  # nobody holds it any more
 
 
-def test_what_cannot_be_copied_is_refused_and_not_kept() -> None:
+def test_fill_pool_invalid_copy_is_refused() -> None:
     pool = FillPool()
     into, source = bytearray(100), bytearray(100)
     for places, sources in (
@@ -100,7 +100,7 @@ def test_what_cannot_be_copied_is_refused_and_not_kept() -> None:
     assert pool.collect() == [(1, [])]
 
 
-def test_many_threads_share_a_pool() -> None:
+def test_fill_pool_shared_by_many_threads() -> None:
     """Each collects whatever has ended, of all of them."""
     pool = FillPool()
     sources = [random_bytes(size, 7) for size in SIZES]

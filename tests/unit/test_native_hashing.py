@@ -38,26 +38,26 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
     _cpu._force_portable(False)
 
 
-def test_sha256_of_every_short_length() -> None:
+def test_sha256_short_messages_match_hashlib() -> None:
     data = random.Random(1).randbytes(400)
     for size in range(len(data) + 1):
         assert sha256(data[:size]) == hashlib.sha256(data[:size]).digest(), size
 
 
-def test_sha256_of_long_messages() -> None:
+def test_sha256_long_messages_match_hashlib() -> None:
     for size in (4095, 4096, 65_537, 1_000_003):
         data = random.Random(size).randbytes(size)
         assert sha256(data) == hashlib.sha256(data).digest()
 
 
-def test_xxh3_of_every_short_length() -> None:
+def test_xxh3_short_inputs_match_xxhash() -> None:
     data = random.Random(2).randbytes(1201)
     for size in range(len(data) + 1):
         assert xxh3_64(data[:size]) == xxhash.xxh3_64_intdigest(data[:size]), size
 
 
 @pytest.mark.parametrize("size", [2047, 2048, 2049, 65_536, 1_000_003, 1_835_008, 5 << 20])
-def test_xxh3_of_long_messages(size: int) -> None:
+def test_xxh3_long_inputs_match_xxhash(size: int) -> None:
     data = random.Random(size).randbytes(size)
     assert xxh3_64(data) == xxhash.xxh3_64_intdigest(data)
     # Unaligned, and of another kind of buffer.
@@ -82,19 +82,19 @@ def copied_and_hashed(data: bytes, remainder: int) -> None:
 
 @pytest.mark.parametrize("remainder", [0, 1, 8, 16, 32, 48])
 @pytest.mark.parametrize("size", [65_535, 65_536, 65_537, 66_559, 66_560, 589_824, 1_000_003])
-def test_copies_are_whole_and_their_sums_right(size: int, remainder: int) -> None:
+def test_copy_and_hash_copies_all_bytes_and_hashes(size: int, remainder: int) -> None:
     copied_and_hashed(random.Random(size).randbytes(size), remainder)
 
 
 @given(st.binary(max_size=2000), st.integers(0, 63))
 @examples(50)
-def test_short_copies_are_whole_and_their_sums_right(data: bytes, remainder: int) -> None:
+def test_copy_and_hash_short_copies_are_complete(data: bytes, remainder: int) -> None:
     copied_and_hashed(data, remainder)
 
 
 @pytest.mark.parametrize("threads", [0, 1, 4])
 @pytest.mark.parametrize("unit", [1000, 300_001])  # stays on the calling thread, and does not
-def test_several_copies_have_their_sums_in_order(unit: int, threads: int) -> None:
+def test_copy_and_hash_returns_checksums_in_order(unit: int, threads: int) -> None:
     sources = [random.Random(n).randbytes(unit * n) for n in range(7)]
     places = [bytearray(len(source)) for source in sources]
     data = [memoryview(source) for source in sources]
@@ -105,7 +105,7 @@ def test_several_copies_have_their_sums_in_order(unit: int, threads: int) -> Non
     assert copy_and_hash([], [], threads) == hash_buffers([], threads) == []
 
 
-def test_copies_that_cannot_be_move_nothing() -> None:
+def test_copy_and_hash_invalid_pairs_move_nothing() -> None:
     good, zeros = memoryview(b"1" * 8), bytearray(16)
     place, other = memoryview(zeros)[:8], memoryview(zeros)[8:]
     for into, sources, message in (
@@ -120,7 +120,7 @@ def test_copies_that_cannot_be_move_nothing() -> None:
         assert zeros == bytes(16)
 
 
-def test_hashes_refuse_what_is_not_contiguous() -> None:
+def test_hash_non_contiguous_buffer_is_refused() -> None:
     data = np.arange(64, dtype=np.uint8)[::2]
     for function in (xxh3_64, sha256):
         with pytest.raises(NativeError, match=r"^data: "):
@@ -133,7 +133,7 @@ def test_hashes_refuse_what_is_not_contiguous() -> None:
 
 @pytest.mark.parametrize("threads", [0, 1, 4])
 @pytest.mark.parametrize(("count", "nbytes"), [(0, 64), (1, 1000), (7, 33), (9, 300_001), (5, 0)])
-def test_checksums_of_many_buffers(count: int, nbytes: int, threads: int) -> None:
+def test_hash_buffers_matches_xxhash(count: int, nbytes: int, threads: int) -> None:
     rng = np.random.default_rng(count)
     memory = rng.integers(0, 256, 1 << 20, dtype=np.uint8)
     offsets = rng.integers(0, memory.nbytes - nbytes + 1, count, dtype=np.int64)
@@ -153,14 +153,14 @@ def test_checksums_of_many_buffers(count: int, nbytes: int, threads: int) -> Non
         ([0], -1, r"^nbytes: "),
     ],
 )
-def test_checksum_refuses(offsets: list[int], nbytes: int, words: str) -> None:
+def test_checksum_invalid_offsets_are_refused(offsets: list[int], nbytes: int, words: str) -> None:
     memory = np.zeros(128, dtype=np.uint8)
     region = HostRegion(memory.ctypes.data, memory.nbytes)
     with pytest.raises(NativeError, match=words):
         checksum(region, np.array(offsets, dtype=np.int64), nbytes)
 
 
-def test_checksum_names_bad_arrays_regions_and_threads() -> None:
+def test_checksum_error_names_bad_argument() -> None:
     memory = np.zeros(128, dtype=np.uint8)
     region = HostRegion(memory.ctypes.data, memory.nbytes)
     with pytest.raises(NativeError, match=r"^offsets: dtype int32"):
@@ -196,7 +196,7 @@ def plain_keys(
     suffix=st.binary(max_size=12),
     seed=st.integers(0, 2**16),
 )
-def test_keys_are_the_chain_they_are_defined_as(
+def test_extend_keys_matches_definition(
     parent: bytes,
     block_size: int,
     blocks: int,
@@ -224,7 +224,7 @@ def test_keys_are_the_chain_they_are_defined_as(
         assert extend_keys(parent, kind, start, stop, block_size, extras, suffix) == expected
 
 
-def test_keys_continue_from_the_last_digest() -> None:
+def test_extend_keys_continues_from_last_digest() -> None:
     tokens = list(range(1000, 1064))
     whole, last = extend_keys(ZERO, tokens, 0, 64, 16, {3: b"image"}, b"s")
     head, middle = extend_keys(ZERO, tokens, 0, 32, 16, None, b"s")
@@ -233,7 +233,7 @@ def test_keys_continue_from_the_last_digest() -> None:
     assert extend_keys(last, tokens, 64, 64, 16, None, b"s") == ([], last)
 
 
-def test_every_input_changes_the_key() -> None:
+def test_extend_keys_every_input_changes_key() -> None:
     def key(**changes: Any) -> bytes:
         arguments: dict[str, Any] = {
             "parent": ZERO,
@@ -260,7 +260,7 @@ def test_every_input_changes_the_key() -> None:
     assert key(extras={}) == key(extras={0: b""}) == key(extras={1: b"a"}) == key()
 
 
-def test_the_largest_token() -> None:
+def test_extend_keys_accepts_largest_token() -> None:
     tokens = [2**32 - 1, 0]
     expected = plain_keys(ZERO, tokens, 2, {}, b"")
     assert extend_keys(ZERO, tokens, 0, 2, 2, None, b"") == expected
@@ -269,7 +269,7 @@ def test_the_largest_token() -> None:
 
 
 @pytest.mark.parametrize("bad", [-1, 2**32, -(2**40), 2**40, 2**70, -(2**70)])
-def test_what_is_no_token_gets_no_key(bad: int) -> None:
+def test_extend_keys_invalid_token_is_refused(bad: int) -> None:
     tokens = [1, 2, 3, bad, 5, 6]
     with pytest.raises(NativeError, match=r"^tokens\[3\]: .*not in \[0, 2\*\*32\)"):
         extend_keys(ZERO, tokens, 2, 6, 2, None, b"")
@@ -280,7 +280,7 @@ def test_what_is_no_token_gets_no_key(bad: int) -> None:
     assert len(extend_keys(ZERO, tokens, 4, 6, 2, None, b"")[0]) == 1
 
 
-def test_negative_int32_gets_no_key() -> None:
+def test_extend_keys_negative_int32_is_refused() -> None:
     with pytest.raises(NativeError, match=r"^tokens\[0\]: -1"):
         extend_keys(ZERO, np.array([-1, 1], dtype=np.int32), 0, 2, 2, None, b"")
 
@@ -306,7 +306,7 @@ def test_negative_int32_gets_no_key() -> None:
         ({"extras": [b""]}, r"^extras: not a dict"),
     ],
 )
-def test_extend_keys_refuses(changes: dict[str, Any], words: str) -> None:
+def test_extend_keys_bad_arguments_are_refused(changes: dict[str, Any], words: str) -> None:
     arguments: dict[str, Any] = {
         "parent": ZERO,
         "tokens": [1, 2, 3, 4],
@@ -320,7 +320,7 @@ def test_extend_keys_refuses(changes: dict[str, Any], words: str) -> None:
         extend_keys(**{**arguments, **changes})
 
 
-def test_tokens_that_shrink_while_they_are_read() -> None:
+def test_extend_keys_shrinking_token_list_is_refused() -> None:
     class Vanishing:
         def __index__(self) -> int:
             tokens.clear()
@@ -331,7 +331,7 @@ def test_tokens_that_shrink_while_they_are_read() -> None:
         extend_keys(ZERO, tokens, 0, 4, 2, None, b"")
 
 
-def test_cuda_says_why_it_is_unavailable() -> None:
+def test_cuda_unavailable_reports_reason() -> None:
     reason = cuda.why_unavailable()
     assert cuda.available() == (reason is None)
     if reason is None:

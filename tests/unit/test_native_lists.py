@@ -33,12 +33,14 @@ def chain(length: int) -> list[Link]:
         (0, 5, 0, []),
     ],
 )
-def test_it_ends_where_it_has_to(first: int, last: int, most: int, found: list[int]) -> None:
+def test_follow_stops_at_limit_last_or_none(
+    first: int, last: int, most: int, found: list[int]
+) -> None:
     links = chain(6)
     assert follow(links[first], links[last], "after", "number", most) == found
 
 
-def test_nothing_leads_nowhere_and_a_wrong_name_is_an_error() -> None:
+def test_follow_none_is_empty_and_wrong_attribute_raises() -> None:
     assert follow(None, None, "after", "number", 9) == []
     with pytest.raises(AttributeError, match="before"):
         follow(chain(2)[0], None, "before", "number", 9)

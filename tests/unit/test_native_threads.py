@@ -128,15 +128,15 @@ def run_together(work: list[Callable[[], None]], rounds: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_one_kind_of_call(kind: Callable[[int], Callable[[], None]]) -> None:
+def test_threads_with_one_kind_of_call(kind: Callable[[int], Callable[[], None]]) -> None:
     run_together([kind(number) for number in range(THREADS)], ROUNDS)
 
 
-def test_all_kinds_of_calls() -> None:
+def test_threads_with_all_kinds_of_calls() -> None:
     run_together([kind(number) for number in range(2) for kind in KINDS], ROUNDS)
 
 
-def test_readers_share_memory() -> None:
+def test_threads_reading_shared_memory() -> None:
     """One source may be gathered, summed and hashed by several threads at the same time."""
     memory = random_bytes(SHAPE.nbytes, 1)
     layout = BlockLayout(*SHAPE.columns(memory.ctypes.data), SHAPE.num_blocks)
@@ -160,7 +160,7 @@ def test_readers_share_memory() -> None:
     run_together([reader() for _ in range(THREADS)], ROUNDS)
 
 
-def test_the_choice_of_instructions_may_change_meanwhile() -> None:
+def test_threads_while_instruction_set_changes() -> None:
     stop = threading.Event()
 
     def flip() -> None:

@@ -67,7 +67,7 @@ def can_go_on(case: Case, end: int) -> bool:
 
 @examples(600)
 @given(cases())
-def test_the_longest_prefix_whose_tokens_are_all_there(case: Case) -> None:
+def test_loadable_tokens_is_longest_complete_prefix(case: Case) -> None:
     index = BlockIndex(ArenaGeometry.for_blocks(64 * 256, [64]), "lru")
     for keys, here in zip(case.keys, case.here, strict=True):
         for position in here:
@@ -94,7 +94,7 @@ def test_the_longest_prefix_whose_tokens_are_all_there(case: Case) -> None:
 @given(
     st.integers(1, 64), st.sampled_from([1, 2, 4, 8, 16]), st.integers(0, 30), st.integers(0, 30)
 )
-def test_needed_are_the_blocks_with_a_token_in_reach(
+def test_group_needed_is_blocks_within_window(
     window: int, size: int, blocks: int, computed: int
 ) -> None:
     group = Group(0, size, 64, 0, window)
@@ -114,7 +114,7 @@ def put(index: BlockIndex, keys: list[BlockKey], skip: range = range(0)) -> list
 
 
 @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
-def test_a_chain_with_gaps_is_whole_again_in_a_full_tier(eviction: str) -> None:
+def test_plan_store_fills_gaps_in_full_tier(eviction: str) -> None:
     """Room for one of its blocks may be made by another, which then has to be stored, too."""
     index = BlockIndex(ArenaGeometry(8 * 64, (64,)), eviction)
     keys = [BlockKey(bytes([n]) * 17) for n in range(6)]
@@ -127,7 +127,7 @@ def test_a_chain_with_gaps_is_whole_again_in_a_full_tier(eviction: str) -> None:
 
 
 @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
-def test_so_is_one_of_which_another_tier_has_the_middle(eviction: str) -> None:
+def test_plan_store_skipping_middle_fills_gaps(eviction: str) -> None:
     index = BlockIndex(ArenaGeometry(24 * 64, (64,)), eviction)
     keys = [BlockKey(bytes([n]) * 17) for n in range(16)]
     put(index, keys[:13], range(4, 10))
@@ -136,7 +136,7 @@ def test_so_is_one_of_which_another_tier_has_the_middle(eviction: str) -> None:
     assert index.match_prefix(keys) == 16
 
 
-def test_where_tokens_lie_is_told_by_a_full_group_if_there_is_one() -> None:
+def test_telling_group_prefers_full_attention() -> None:
     window, full = Group(0, 4, 64, 0, 10), Group(1, 4, 64, 0)
     assert telling_group([window, full]) is full
     assert telling_group([window]) is window

@@ -19,7 +19,7 @@ def resident_bytes(fd: int) -> int:
     return Path(f"/proc/self/fd/{fd}").stat().st_blocks * 512
 
 
-def test_an_arena_is_provided_in_the_background_without_touching_its_bytes() -> None:
+def test_prefaulter_populates_arena_and_keeps_bytes() -> None:
     arena = SharedArena.create(96 << 20)
     arena.view(70 << 20, 5)[:] = b"bytes"
     assert resident_bytes(arena.fd) < 8 << 20
@@ -36,12 +36,12 @@ def test_an_arena_is_provided_in_the_background_without_touching_its_bytes() -> 
     arena.close()
 
 
-def test_an_address_that_is_none_is_refused_not_fatal() -> None:
+def test_populate_invalid_address_returns_false() -> None:
     assert not memory.populate(0, 4096)
     Prefaulter(HostRegion(4096, 4096)).close()
 
 
-def test_a_pinner_without_a_thread_leaves_nothing_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinner_failing_to_start_thread_unpins(monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver pins no memory twice: who tries again a moment later would be refused for good."""
     pinned: set[int] = set()
 

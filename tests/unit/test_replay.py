@@ -166,7 +166,7 @@ def replay(running: Running, prompts: Path, *flags: str) -> int:
     return main(["replay", str(prompts), "--url", running.url, "--max-tokens", "4", *flags])
 
 
-def test_equal_answers(
+def test_replay_equal_answers_exit_zero(
     running: Running, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "report.json"
@@ -200,7 +200,7 @@ def test_equal_answers(
         ("tie", 0, "tie       one\n    second round: token 1 differs, logprob gap 0.05"),
     ],
 )
-def test_other_answers_from_the_cache(
+def test_replay_different_answers_are_reported(
     running: Running,
     prompts: Path,
     capsys: pytest.CaptureFixture[str],
@@ -213,17 +213,17 @@ def test_other_answers_from_the_cache(
     assert f"line 1: {told}" in capsys.readouterr().out
 
 
-def test_ties_can_be_refused(running: Running, prompts: Path) -> None:
+def test_replay_zero_tie_reports_different(running: Running, prompts: Path) -> None:
     running.small.spoil = "tie"
     assert replay(running, prompts, "--tie", "0.01") == 1
 
 
-def test_drift_can_be_allowed(running: Running, prompts: Path) -> None:
+def test_replay_large_drift_limit_accepts_drift(running: Running, prompts: Path) -> None:
     running.small.spoil = "logprob"
     assert replay(running, prompts, "--drift", "1") == 0
 
 
-def test_without_loads_equal_answers_prove_nothing(
+def test_replay_without_loads_exits_nothing_loaded(
     running: Running, prompts: Path, capsys: pytest.CaptureFixture[str], quick: None
 ) -> None:
     running.small.keeps = False
@@ -235,7 +235,7 @@ def test_without_loads_equal_answers_prove_nothing(
     assert replay(running, prompts, "--allow-no-loads") == 0
 
 
-def test_a_server_that_tells_nothing_proves_nothing(
+def test_replay_without_metrics_exits_nothing_loaded(
     running: Running, prompts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     running.small.has_metrics = False
@@ -243,17 +243,17 @@ def test_a_server_that_tells_nothing_proves_nothing(
     assert "no /metrics" in capsys.readouterr().out
 
 
-def test_the_gpu_cache_is_left_alone_on_request(running: Running, prompts: Path) -> None:
+def test_replay_keep_gpu_cache_does_not_empty_it(running: Running, prompts: Path) -> None:
     assert replay(running, prompts, "--keep-gpu-cache") == 0
     assert running.small.emptied == 0
 
 
-def test_a_salt_for_the_rounds_with_the_cache(running: Running, prompts: Path) -> None:
+def test_replay_salt_is_sent_in_cached_rounds(running: Running, prompts: Path) -> None:
     assert replay(running, prompts, "--salt", "tenant") == 0
     assert [body["cache_salt"] for body in running.small.asked[4:]] == ["tenant"] * 8
 
 
-def test_a_second_server_computes(
+def test_replay_baseline_server_computes(
     running: Running, prompts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = Running(SmallServer(models=["m"]))
@@ -265,7 +265,7 @@ def test_a_second_server_computes(
         other.close()
 
 
-def test_a_request_that_fails_is_told(
+def test_replay_failed_request_is_reported(
     running: Running, prompts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     running.small.refuse = "plain"
@@ -279,7 +279,7 @@ def test_a_request_that_fails_is_told(
 
 
 @pytest.mark.parametrize("round_", [1, 2])
-def test_a_server_that_dies_is_reported_on(
+def test_replay_dead_server_still_reports(
     running: Running,
     prompts: Path,
     tmp_path: Path,
@@ -299,7 +299,7 @@ def test_a_server_that_dies_is_reported_on(
     assert json.loads(out.read_text())["counted"] is None
 
 
-def test_a_refusal_that_ends_early_is_one_prompt_that_failed(
+def test_replay_truncated_error_reply_fails_one_prompt(
     running: Running, prompts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     running.small.refuse = "plain"
@@ -308,7 +308,7 @@ def test_a_refusal_that_ends_early_is_one_prompt_that_failed(
     assert "4 prompts: 3 equal, 1 failed" in capsys.readouterr().out
 
 
-def test_an_error_page_is_told_in_a_line(
+def test_replay_error_page_is_one_line(
     running: Running, prompts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     running.small.instead_of_models = 404, "<html>\n  <h1>Not\n Found</h1>\n</html>\n"
@@ -317,7 +317,7 @@ def test_an_error_page_is_told_in_a_line(
 
 
 @pytest.mark.parametrize("answer", [[], {"data": None}, {"data": [7]}, {"data": 7}, 7, None])
-def test_a_server_of_something_else(
+def test_replay_other_kind_of_server_is_error(
     running: Running, prompts: Path, capsys: pytest.CaptureFixture[str], answer: object
 ) -> None:
     running.small.instead_of_models = 200, answer
@@ -329,11 +329,11 @@ def test_a_server_of_something_else(
     ("models", "flags", "told"),
     [
         (["m"], ["--model", "other"], "does not serve model 'other'; it serves m"),
-        (["a", "b"], [], "serves 2 models: choose one with --model (a, b)"),
+        (["a", "b"], [], "serves 2 models; choose one with --model (a, b)"),
         ([], [], "serves 0 models"),
     ],
 )
-def test_models(
+def test_replay_model_choice_errors(
     running: Running,
     prompts: Path,
     capsys: pytest.CaptureFixture[str],
@@ -357,7 +357,7 @@ def test_models(
         ('{"prompt": 7}\n', 'line 1: "prompt" must be'),
     ],
 )
-def test_a_bad_file_names_the_line(
+def test_replay_bad_prompt_file_names_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, told: str
 ) -> None:
     path = tmp_path / "prompts"
@@ -366,16 +366,18 @@ def test_a_bad_file_names_the_line(
     assert told in capsys.readouterr().err
 
 
-def test_nobody_there(tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_unreachable_server_is_error(
+    tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["replay", str(prompts), "--url", "http://127.0.0.1:1"]) == 2
     assert "http://127.0.0.1:1 cannot be reached" in capsys.readouterr().err
     assert main(["replay", str(prompts), "--url", "127.0.0.1:1"]) == 2
-    assert "is not an address like" in capsys.readouterr().err
+    assert "is not a URL like" in capsys.readouterr().err
     assert main(["replay", str(tmp_path / "none")]) == 2
     assert "cannot be read" in capsys.readouterr().err
 
 
-def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_help_shows_details(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["replay", "--help"])
     assert ended.value.code == 0
@@ -387,14 +389,16 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended.value.code == 2
 
 
-def test_numbers_that_are_none(prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_invalid_counts_are_refused(
+    prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for wrong in ("x", "0", "-1", "1.5"):
         with pytest.raises(SystemExit):
             main(["replay", str(prompts), f"--max-tokens={wrong}"])
         assert "expected a whole number of at least 1" in capsys.readouterr().err
 
 
-def test_an_api_key_is_sent(running: Running, prompts: Path, tmp_path: Path) -> None:
+def test_replay_api_key_is_sent(running: Running, prompts: Path, tmp_path: Path) -> None:
     server = OpenAIServer(running.url + "/v1/", 5, "secret")
     assert server.url == running.url
     assert server._headers["Authorization"] == "Bearer secret"
@@ -404,11 +408,11 @@ def test_an_api_key_is_sent(running: Running, prompts: Path, tmp_path: Path) -> 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is never counted need not be waited for."""
-    monkeypatch.setattr("vllm_tiered_kv.api.replay._COUNTED_WITHIN_S", 0.1)
+    monkeypatch.setattr("vllm_tiered_kv.api.replay._COUNTER_DELAY_S", 0.1)
 
 
 @pytest.mark.parametrize("content", [b"sk-1\nsk-2\n", b"", b"\xff\xfe", b"sk-1\x00"])
-def test_an_api_key_that_is_none_is_not_shown(
+def test_replay_invalid_api_key_is_not_shown(
     running: Running,
     prompts: Path,
     tmp_path: Path,
@@ -423,7 +427,7 @@ def test_an_api_key_that_is_none_is_not_shown(
     assert "sk-" not in said
 
 
-def test_a_report_that_cannot_be_written_is_told_before_anything_is_asked(
+def test_replay_unwritable_report_fails_before_requests(
     running: Running, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = tmp_path / "no" / "report.json"
@@ -432,7 +436,7 @@ def test_a_report_that_cannot_be_written_is_told_before_anything_is_asked(
     assert running.small.asked == []
 
 
-def test_an_old_report_stays_until_there_is_a_new_one(prompts: Path, tmp_path: Path) -> None:
+def test_replay_old_report_is_kept_until_replaced(prompts: Path, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     ask = ["replay", str(prompts), "--url", "http://127.0.0.1:1", "--json", str(report)]
     assert main(ask) == 2
@@ -443,22 +447,22 @@ def test_an_old_report_stays_until_there_is_a_new_one(prompts: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("url", ["http://[::1", "http://127.0.0.1:99999", "http://127.0.0.1:x"])
-def test_addresses_there_cannot_be(
+def test_replay_invalid_urls_are_refused(
     url: str, prompts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["replay", str(prompts), "--url", url]) == 2
-    assert "is not an address like" in capsys.readouterr().err
+    assert "is not a URL like" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["--tie", "--drift", "--timeout"])
 @pytest.mark.parametrize("number", ["-1", "nan", "inf", "much"])
-def test_gaps_and_seconds_are_numbers(flag: str, number: str, prompts: Path) -> None:
+def test_replay_invalid_gaps_and_seconds_are_refused(flag: str, number: str, prompts: Path) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["replay", str(prompts), f"{flag}={number}"])
     assert ended.value.code == 2
 
 
-def test_a_mistyped_command_gets_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cli_mistyped_command_gets_hint(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["replya", "prompts.jsonl"])
     assert ended.value.code == 2

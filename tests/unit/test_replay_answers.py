@@ -19,7 +19,7 @@ def tokens(*pairs: tuple[str, float]) -> Answer:
     return Answer(tuple(Token(name, p, {name: p, "b": -1.0}) for name, p in pairs))
 
 
-def test_where_answers_part() -> None:
+def test_compare_answers_outcomes() -> None:
     right = tokens(("a", -0.5), ("a", -0.9), ("c", -0.1))
     same = compare_answers(right, right, 0.1, 0.1)
     assert (same.outcome, same.index, same.drift) == (Outcome.EQUAL, None, 0.0)
@@ -33,16 +33,16 @@ def test_where_answers_part() -> None:
     assert (moved.outcome, moved.index, moved.drift) == (Outcome.DRIFT, 1, math.inf)
 
 
-def test_replies_that_are_none() -> None:
+def test_read_answer_invalid_reply_is_error() -> None:
     for reply in ({}, {"choices": []}, {"choices": [{"text": "a", "logprobs": {"tokens": ["a"]}}]}):
         with pytest.raises(ReplayError, match="no logprobs"):
             read_answer(reply)
     assert read_answer({"choices": [{"text": "", "logprobs": None}]}).tokens == ()
-    with pytest.raises(ReplayError, match="no tokens beside the text"):
+    with pytest.raises(ReplayError, match="there is text but no tokens"):
         read_answer({"choices": [{"text": "yes", "logprobs": None}]})
 
 
-def test_separators_of_unicode_do_not_end_a_line(tmp_path: Path) -> None:
+def test_read_prompts_unicode_separators_do_not_end_line(tmp_path: Path) -> None:
     path = tmp_path / "prompts"
     path.write_text('{"prompt": "a\u2028b"}\r\nplain\n', encoding="utf-8", newline="")
     first, second = read_prompts(path)
@@ -50,7 +50,7 @@ def test_separators_of_unicode_do_not_end_a_line(tmp_path: Path) -> None:
     assert second.fields["prompt"].strip() == "plain"
 
 
-def test_counters_are_summed_over_their_labels() -> None:
+def test_sum_counters_adds_over_labels() -> None:
     name = names.LOADED_BLOCKS.exposed_name
     page = (
         f'{name}_total{{engine="0",tier="cpu"}} 3.0\n{name}_total{{engine="0",tier="remote"}} 4e1\n'
@@ -60,7 +60,7 @@ def test_counters_are_summed_over_their_labels() -> None:
     assert sum_counters(page, metrics) == {"loaded_blocks": 43.0, "load_failures": 0.0}
 
 
-def test_titles_are_short(tmp_path: Path) -> None:
+def test_prompt_title_is_truncated(tmp_path: Path) -> None:
     path = tmp_path / "prompts"
     path.write_text("word " * 50 + "\n" + json.dumps({"messages": [{"content": [{"a": 1}]}]}))
     long, odd = read_prompts(path)
@@ -68,7 +68,7 @@ def test_titles_are_short(tmp_path: Path) -> None:
     assert odd.title == '[{"a": 1}]'
 
 
-def test_a_mark_before_the_first_line_is_not_part_of_it(tmp_path: Path) -> None:
+def test_read_prompts_ignores_byte_order_mark(tmp_path: Path) -> None:
     path = tmp_path / "from_windows.jsonl"
     path.write_text('{"prompt": "hi"}\n', encoding="utf-8-sig")
     assert [prompt.fields for prompt in read_prompts(path)] == [{"prompt": "hi"}]

@@ -66,7 +66,7 @@ def nothing_is_left() -> Any:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_replicas_see_what_any_of_them_writes_and_others_do_not() -> None:
+def test_replica_arena_is_shared_only_by_replicas() -> None:
     opened = open_all(Meeting(4), ranks=4, replicas=2)
     assert all(is_shared for _, is_shared in opened)
     arenas = [arena for arena, _ in opened]
@@ -104,7 +104,7 @@ def no_memory(rank: int, told: Any) -> Any:
 
 
 @pytest.mark.parametrize("change", [elsewhere, impostor, no_memory])
-def test_without_access_each_has_its_part(
+def test_replica_arena_without_access_is_split(
     change: Callable[[int, Any], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     meeting = Meeting(2)
@@ -123,7 +123,7 @@ def test_without_access_each_has_its_part(
     assert "cannot share memory" in caplog.text
 
 
-def test_one_that_cannot_share_decides_for_all() -> None:
+def test_share_memory_one_failure_applies_to_all_ranks() -> None:
     """Also for those of another shard: slots mean the same to every rank."""
     meeting = Meeting(4)
     meeting.change = lambda rank, told: elsewhere(rank, told) if rank < 2 else told
@@ -134,7 +134,7 @@ def test_one_that_cannot_share_decides_for_all() -> None:
         arena.close()
 
 
-def test_memory_that_is_not_to_be_had_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_share_memory_unavailable_returns_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> int:
         raise OSError(12, "Cannot allocate memory")
 
@@ -145,7 +145,7 @@ def test_memory_that_is_not_to_be_had_is_no_error(monkeypatch: pytest.MonkeyPatc
         arena.close()
 
 
-def test_what_is_shared_cannot_shrink() -> None:
+def test_share_memory_cannot_be_resized() -> None:
     sizes = []
 
     def shrink(rank: int, told: Any) -> Any:

@@ -10,7 +10,7 @@ from vllm_tiered_kv.device.shared_arena import PAGE, SharedArena
 from vllm_tiered_kv.errors import ArenaError
 
 
-def test_only_what_lies_inside_can_be_viewed() -> None:
+def test_shared_arena_view_out_of_bounds_is_refused() -> None:
     arena = SharedArena.create(4 * PAGE)
     assert arena.view(3 * PAGE, PAGE).nbytes == PAGE
     assert arena.view(4 * PAGE, 0).nbytes == 0
@@ -20,7 +20,7 @@ def test_only_what_lies_inside_can_be_viewed() -> None:
     arena.close()
 
 
-def test_generations_tell_whether_any_of_the_slots_changed() -> None:
+def test_shared_arena_generations_detect_changed_slots() -> None:
     arena = SharedArena.create(4 * PAGE)
     offsets = int64_array([0, 2 * PAGE])
     before = np.array([arena.generation(int(offset)) for offset in offsets], np.uint64)

@@ -40,7 +40,7 @@ def classes(index: BlockIndex) -> int:
 
 
 @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
-def test_thousands_of_owners_come_and_go_and_leave_nothing(eviction: str) -> None:
+def test_classes_of_thousands_of_owners_are_reused(eviction: str) -> None:
     index = make(eviction)
     for number in range(3000):
         nbytes = PAGE * (1 + number % 3)
@@ -52,7 +52,7 @@ def test_thousands_of_owners_come_and_go_and_leave_nothing(eviction: str) -> Non
     index.check()
 
 
-def test_owners_that_found_no_room_leave_nothing() -> None:
+def test_classes_of_owners_without_room_are_reused() -> None:
     index = make()
     for number in range(SLABS * PER_SLAB):
         store(index, number, b"large")
@@ -65,7 +65,7 @@ def test_owners_that_found_no_room_leave_nothing() -> None:
     index.check()
 
 
-def test_a_class_with_a_slot_in_use_is_not_given_away() -> None:
+def test_class_with_slot_in_use_is_not_reused() -> None:
     index = make()
     store(index, 0, b"first")
     [slot] = index.pin([name(0)])
@@ -81,7 +81,7 @@ def test_a_class_with_a_slot_in_use_is_not_given_away() -> None:
     assert index.class_for(PAGE, b"first") != mine
 
 
-def test_a_class_given_away_takes_nothing_along() -> None:
+def test_reused_class_keeps_nothing_of_old_one() -> None:
     index = make("s3fifo")
     index.set_quota(b"first", PER_SLAB * PAGE)
     for number in range(2 * PER_SLAB):
@@ -102,7 +102,7 @@ def with_quotas() -> BlockIndex:
     return index
 
 
-def test_quotas_come_and_go_with_the_classes_of_their_owners() -> None:
+def test_quota_lasts_as_long_as_classes_of_owner() -> None:
     index = with_quotas()
     for number in range(3000):
         index.set_quota(name(number), PAGE)  # it may never store anything
@@ -113,7 +113,7 @@ def test_quotas_come_and_go_with_the_classes_of_their_owners() -> None:
     index.check()
 
 
-def test_an_owner_that_comes_back_has_its_quota_and_nobody_else() -> None:
+def test_quota_of_returning_owner_is_restored() -> None:
     index = with_quotas()
     for _ in range(2):
         for number in range(2 * PER_SLAB):
@@ -130,7 +130,7 @@ def test_an_owner_that_comes_back_has_its_quota_and_nobody_else() -> None:
 
 
 @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
-def test_a_block_handed_over_while_another_slab_is_looked_at_stays(eviction: str) -> None:
+def test_evict_slab_keeps_block_pinned_by_hook(eviction: str) -> None:
     """The coldest of its class may leave at first, but follows a block in a colder slab: asked
     again with that slab, it is taken and pinned, and must not lose its slot any more."""
     asked: list[bytes] = []
@@ -163,13 +163,13 @@ def test_a_block_handed_over_while_another_slab_is_looked_at_stays(eviction: str
     index.check()
 
 
-def test_fixed_classes_stay_as_they_are() -> None:
+def test_fixed_geometry_refuses_new_classes() -> None:
     index = BlockIndex(ArenaGeometry(640, (64, 128)), "lru")
     with pytest.raises(InvariantError):
         index.class_for(64, b"")
 
 
-def test_slots_are_handed_out_lowest_first() -> None:
+def test_slot_pool_allocates_lowest_slot_first() -> None:
     """Against sets of free slots, with slabs that go from class to class."""
     geometry = SlabGeometry(SLABS * PER_SLAB * PAGE, PER_SLAB * PAGE, PAGE)
     for pages in (1, 2, 5, PER_SLAB):

@@ -52,7 +52,7 @@ class Bench:
         self.index.check()
 
 
-def test_the_worst_rank_counts_and_all_have_to_report() -> None:
+def test_verification_worst_verdict_of_all_ranks_counts() -> None:
     bench = Bench()
     keys = [bench.store(name) for name in (b"a", b"b", b"c", b"d")]
     job = bench.open(keys)
@@ -70,7 +70,7 @@ def test_the_worst_rank_counts_and_all_have_to_report() -> None:
     bench.assert_nothing_is_held()
 
 
-def test_what_one_rank_could_not_compare_is_not_verified() -> None:
+def test_verification_block_not_compared_by_one_rank_is_skipped() -> None:
     bench = Bench()
     job = bench.open([bench.store(b"a")])
     bench.ledger.report(job, [[CLOSE], [NOT_COMPARED]])
@@ -79,7 +79,7 @@ def test_what_one_rank_could_not_compare_is_not_verified() -> None:
     bench.assert_nothing_is_held()
 
 
-def test_a_void_comparison_tells_nothing_and_lets_go() -> None:
+def test_verification_void_comparison_releases_without_findings() -> None:
     bench = Bench(ranks=1)
     job = bench.open([bench.store(b"a")])
     bench.ledger.void()
@@ -91,14 +91,14 @@ def test_a_void_comparison_tells_nothing_and_lets_go() -> None:
     bench.assert_nothing_is_held()
 
 
-def test_a_report_too_many_is_a_bug() -> None:
+def test_verification_more_reports_than_ranks_is_error() -> None:
     bench = Bench(ranks=1)
     job = bench.open([bench.store(b"a")])
     with pytest.raises(InvariantError):
         bench.ledger.report(job, [[EQUAL], [EQUAL]])
 
 
-def test_spare_slots_are_an_eighth_and_come_back() -> None:
+def test_verification_spare_slots_are_limited_and_released() -> None:
     bench = Bench(ranks=1)
     keys = [bench.store(bytes([n])) for n in range(SLOTS)]  # full: room has to be made
     job = bench.open(keys[-4:])
@@ -110,14 +110,14 @@ def test_spare_slots_are_an_eighth_and_come_back() -> None:
     bench.index.abort(slot)
 
 
-def test_a_block_that_left_cannot_be_pinned() -> None:
+def test_verification_pin_of_evicted_block_returns_none() -> None:
     bench = Bench()
     key = bench.store(b"a")
     bench.index.remove(key)
     assert bench.ledger.pin(key) is None
 
 
-def test_spare_slots_survive_a_reset() -> None:
+def test_verification_spare_slots_survive_reset() -> None:
     bench = Bench(ranks=1)
     job = bench.open([bench.store(b"a")])
     bench.index.clear()
@@ -127,7 +127,7 @@ def test_spare_slots_survive_a_reset() -> None:
     assert bench.index.used_bytes == 0
 
 
-def test_a_job_lies_in_one_place() -> None:
+def test_verify_job_needs_exactly_one_source() -> None:
     copy = GroupTransfer(0, int64_array([1]), int64_array([2]))
     key = (BlockKey(b"a"),)
     assert VerifyJob(1, copy, key, 64, int64_array([3])).tier is Tier.CPU

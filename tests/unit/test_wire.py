@@ -77,7 +77,7 @@ def name_of(message: object) -> str:
 
 @pytest.mark.parametrize("message", SAMPLES, ids=name_of)
 @pytest.mark.parametrize("request_id", [1, 255, (1 << 64) - 1])
-def test_every_message_comes_back(message: Request | Reply, request_id: int) -> None:
+def test_messages_round_trip(message: Request | Reply, request_id: int) -> None:
     header = encode(request_id, message)
     for buffer in (header, bytearray(header), memoryview(header)):
         found = decode(is_request(message), buffer, lengths_of(message))
@@ -85,7 +85,7 @@ def test_every_message_comes_back(message: Request | Reply, request_id: int) -> 
     assert frames.peek_request_id(header) == request_id
 
 
-def test_there_is_a_sample_of_every_message() -> None:
+def test_samples_cover_every_message() -> None:
     assert {type(message) for message in REQUEST_SAMPLES} == set(REQUESTS.values())
     assert {type(message) for message in REPLY_SAMPLES} == {*REPLIES.values(), ErrorReply}
     assert list(REQUESTS) == list(REPLIES)
@@ -99,7 +99,7 @@ FIELDS = [
 
 
 @pytest.mark.parametrize(("message", "name"), FIELDS)
-def test_a_field_of_another_type_is_refused_by_name(message: Request | Reply, name: str) -> None:
+def test_decode_wrong_type_names_field(message: Request | Reply, name: str) -> None:
     right = msgpack.unpackb(encode(ID, message)).get(name)
     wrong: list[Any] = [None, True, -1, 1 << 63, 1.5, "text", b"\0\0\0\0\0", [1], [[]], {"a": None}]
     tried = 0
@@ -118,14 +118,14 @@ REQUIRED = [field for field in FIELDS if field.values[1] != "more"]
 
 
 @pytest.mark.parametrize(("message", "name"), REQUIRED)
-def test_a_missing_field_is_refused_by_name(message: Request | Reply, name: str) -> None:
+def test_decode_missing_field_names_field(message: Request | Reply, name: str) -> None:
     error = refusal(message, **{name: ...})
     assert error.code is ErrorCode.BAD_MESSAGE
     assert name in error.message
     assert error.request_id == (None if name == "id" else ID)
 
 
-def test_only_more_may_be_absent() -> None:
+def test_decode_only_default_fields_may_be_absent() -> None:
     assert len(REQUIRED) == len(FIELDS) - sum(isinstance(sample, GetReply) for sample in SAMPLES)
     last = GetReply([], [], [], False)
     assert "more" not in msgpack.unpackb(encode(ID, last))
@@ -133,7 +133,7 @@ def test_only_more_may_be_absent() -> None:
 
 
 @pytest.mark.parametrize("message", SAMPLES, ids=name_of)
-def test_unknown_fields_and_stray_frames_are_refused(message: Request | Reply) -> None:
+def test_decode_unknown_fields_and_extra_frames_are_refused(message: Request | Reply) -> None:
     assert "'surplus'" in refusal(message, surplus=1).message
     with pytest.raises(ProtocolError, match="frames"):
         decode(is_request(message), encode(ID, message), [*lengths_of(message), 1])
@@ -142,7 +142,7 @@ def test_unknown_fields_and_stray_frames_are_refused(message: Request | Reply) -
 @pytest.mark.parametrize(
     "message", [m for m in SAMPLES if m.payload and lengths_of(m)], ids=name_of
 )
-def test_frames_must_be_those_the_header_states(message: Request | Reply) -> None:
+def test_decode_frames_must_match_header(message: Request | Reply) -> None:
     header, lengths = encode(ID, message), lengths_of(message)
     for wrong in ([], lengths[:-1], lengths[::-1], [*lengths[:-1], lengths[-1] + 1]):
         with pytest.raises(ProtocolError, match="frame") as caught:
@@ -202,7 +202,7 @@ def test_frames_must_be_those_the_header_states(message: Request | Reply) -> Non
         (REQUEST_SAMPLES[8], {"op": "x" * 33}, ErrorCode.TOO_LARGE),
     ],
 )
-def test_values_out_of_range_are_refused(
+def test_decode_values_out_of_range_are_refused(
     message: Request | Reply, changes: dict[str, Any], code: ErrorCode
 ) -> None:
     decode(is_request(message), header_with(message), lengths_of(message))
@@ -236,12 +236,12 @@ def test_values_out_of_range_are_refused(
     ],
     ids=name_of,
 )
-def test_nothing_is_sent_that_would_be_refused(message: Request | Reply) -> None:
+def test_encode_refuses_invalid_messages(message: Request | Reply) -> None:
     with pytest.raises(ProtocolError):
         encode(ID, message)
 
 
-def test_a_header_that_is_too_long_is_not_sent() -> None:
+def test_encode_refuses_too_long_header() -> None:
     key = bytes(limits.MAX_WIRE_KEY_BYTES)
     most = Contains(len(key), [key] * limits.MAX_KEYS)
     assert decode_request(encode_request(1, most), []) == (1, most)
@@ -252,7 +252,7 @@ def test_a_header_that_is_too_long_is_not_sent() -> None:
     assert caught.value.code is ErrorCode.TOO_LARGE
 
 
-def test_another_version_is_told_apart_before_its_fields_are() -> None:
+def test_decode_checks_version_before_fields() -> None:
     future = msgpack.packb({"id": 5, "op": "hello", "protocol": 2, "news": [1, 2], "client": 7})
     with pytest.raises(ProtocolError, match=r"version 2 .* only version 1") as caught:
         decode_request(future, [])
@@ -265,7 +265,7 @@ def test_another_version_is_told_apart_before_its_fields_are() -> None:
     assert caught.value.code is ErrorCode.UNSUPPORTED_VERSION
 
 
-def test_no_request_has_the_id_of_what_could_not_be_read() -> None:
+def test_request_id_zero_is_refused() -> None:
     with pytest.raises(ProtocolError):
         encode_request(UNREADABLE_ID, Release([1]))
     with pytest.raises(ProtocolError) as caught:
@@ -276,7 +276,7 @@ def test_no_request_has_the_id_of_what_could_not_be_read() -> None:
 
 
 @pytest.mark.parametrize("text", ["x" * 5000, "\N{GRINNING FACE}" * 5000, "a\ud800b"])
-def test_the_text_of_an_error_is_cut_and_always_sendable(text: str) -> None:
+def test_error_reply_text_is_truncated(text: str) -> None:
     _, reply = decode_reply(encode_reply(1, ErrorReply(ErrorCode.INTERNAL, text, "get")), [])
     assert isinstance(reply, ErrorReply)
     assert reply.message == text[: limits.MAX_ERROR_TEXT].replace("\ud800", "?")
@@ -311,7 +311,7 @@ BROKEN_HEADERS = {
 
 
 @pytest.mark.parametrize("name", BROKEN_HEADERS)
-def test_a_broken_header_is_refused(name: str) -> None:
+def test_decode_broken_header_is_refused(name: str) -> None:
     for request in (True, False):
         with pytest.raises(ProtocolError) as caught:
             decode(request, BROKEN_HEADERS[name], [])
@@ -319,7 +319,7 @@ def test_a_broken_header_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("message", SAMPLES, ids=name_of)
-def test_a_truncated_header_is_refused_and_its_id_is_found(message: Request | Reply) -> None:
+def test_decode_truncated_header_error_has_request_id(message: Request | Reply) -> None:
     header = encode(ID, message)
     for length in range(len(header)):
         with pytest.raises(ProtocolError) as caught:
@@ -353,7 +353,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_header_costs_no_memory(name: str) -> None:
+def test_decode_hostile_header_needs_no_memory(name: str) -> None:
     header = HOSTILE[name]
     tracemalloc.start()
     try:
@@ -368,7 +368,7 @@ def test_a_hostile_header_costs_no_memory(name: str) -> None:
     assert peak < 2 * len(header) + (1 << 20)
 
 
-def test_the_largest_honest_headers_cost_a_small_multiple() -> None:
+def test_decode_largest_valid_header_memory_is_bounded() -> None:
     header = encode_request(1, Contains(2, [bytes(2)] * limits.MAX_KEYS))
     values = [index << 32 for index in range(limits.MAX_KEYS)]
     many = encode_reply(1, LendReply(values, values, [0] * len(values), values))
@@ -385,7 +385,7 @@ def test_the_largest_honest_headers_cost_a_small_multiple() -> None:
     assert peak_of_many < 16 * len(many)
 
 
-def test_frames_hold_a_header_and_the_payload_uncopied() -> None:
+def test_frames_do_not_copy_payload() -> None:
     block = memoryview(bytearray(8)).cast("I")
     packed = frames.pack(b"header", [block])
     assert packed[1] is block
@@ -413,7 +413,7 @@ def test_frames_beyond_the_limits_are_refused(parts: list[bytes]) -> None:
         frames.pack(parts[0], parts[1:])
 
 
-def test_a_message_of_no_frames_is_refused() -> None:
+def test_frames_empty_message_is_refused() -> None:
     with pytest.raises(ProtocolError):
         frames.split([])
 
@@ -434,9 +434,7 @@ def test_a_message_of_no_frames_is_refused() -> None:
         (b"", None),
     ],
 )
-def test_the_id_of_a_broken_header_is_found_if_it_is_there(
-    header: bytes, found: int | None
-) -> None:
+def test_peek_request_id_of_broken_header(header: bytes, found: int | None) -> None:
     assert frames.peek_request_id(header) == found
 
 
@@ -445,7 +443,7 @@ def documented(kind: str) -> bytes:
     return bytes.fromhex("".join(line.partition("|")[0] for line in block.splitlines()))
 
 
-def test_the_documented_exchange_is_what_is_sent() -> None:
+def test_documented_exchange_matches_encoding() -> None:
     keys = [bytes.fromhex("aabbccdd"), bytes.fromhex("11223344")]
     request, reply = Match(4, keys, [b"\0", b"\1"], 0), MatchReply(1, [1, 0, 0])
     assert encode_request(7, request) == documented("request")

@@ -56,7 +56,7 @@ def check_refusal(error: ProtocolError) -> None:
 
 @EXAMPLES
 @given(st.booleans(), st.binary(max_size=512), st.lists(st.integers(0, 1 << 40), max_size=3))
-def test_arbitrary_bytes(as_request: bool, header: bytes, lengths: list[int]) -> None:
+def test_decode_arbitrary_bytes(as_request: bool, header: bytes, lengths: list[int]) -> None:
     survive(as_request, header, lengths)
 
 
@@ -91,7 +91,7 @@ def change(header: bytes, changes: list[tuple[str, int, int]]) -> bytes:
 
 @EXAMPLES
 @given(st.sampled_from(SAMPLES), CHANGES, st.booleans())
-def test_changed_headers(
+def test_decode_changed_headers(
     message: Request | Reply, changes: list[tuple[str, int, int]], swap: bool
 ) -> None:
     header = change(encode(3, message), changes)
@@ -99,7 +99,7 @@ def test_changed_headers(
 
 
 @pytest.mark.parametrize("message", SAMPLES, ids=lambda message: type(message).__name__)
-def test_every_changed_bit_and_byte(message: Request | Reply) -> None:
+def test_decode_every_changed_bit_and_byte(message: Request | Reply) -> None:
     header = encode(3, message)
     survived = 0
     for at in range(min(len(header), 200)):
@@ -137,7 +137,7 @@ VALUES = st.recursive(
 
 @EXAMPLES
 @given(st.booleans(), st.one_of(VALUES, st.dictionaries(KEYS, VALUES, max_size=8)))
-def test_arbitrary_structures(as_request: bool, value: Any) -> None:
+def test_decode_arbitrary_structures(as_request: bool, value: Any) -> None:
     survive(as_request, msgpack.packb(value), [])
 
 
@@ -150,7 +150,9 @@ def likely(cls: type[Message]) -> st.SearchStrategy[dict[str, Any]]:
 
 @EXAMPLES
 @given(st.data(), st.sampled_from(sorted(REQUESTS)), st.booleans())
-def test_right_fields_with_arbitrary_values(data: st.DataObject, op: str, as_request: bool) -> None:
+def test_decode_right_fields_with_arbitrary_values(
+    data: st.DataObject, op: str, as_request: bool
+) -> None:
     cls = REQUESTS[op] if as_request else REPLIES[op]
     fields = data.draw(likely(cls))
     survive(as_request, msgpack.packb(fields if as_request else {**fields, "ok": True}), [])
@@ -158,7 +160,7 @@ def test_right_fields_with_arbitrary_values(data: st.DataObject, op: str, as_req
 
 @EXAMPLES
 @given(st.data(), st.sampled_from(SAMPLES))
-def test_one_arbitrary_value(data: st.DataObject, message: Request | Reply) -> None:
+def test_decode_one_arbitrary_value(data: st.DataObject, message: Request | Reply) -> None:
     fields = msgpack.unpackb(encode(3, message))
     fields[data.draw(st.sampled_from(sorted(fields)))] = data.draw(VALUES)
     survive(is_request(message), msgpack.packb(fields), lengths_of(message))
@@ -166,7 +168,7 @@ def test_one_arbitrary_value(data: st.DataObject, message: Request | Reply) -> N
 
 @EXAMPLES
 @given(st.data(), st.integers(1, 48), st.integers(0, 40))
-def test_any_put_comes_back(data: st.DataObject, width: int, count: int) -> None:
+def test_put_round_trips(data: st.DataObject, width: int, count: int) -> None:
     key = st.binary(min_size=width, max_size=width)
     parent = st.one_of(st.none(), key.filter(any))
     number = st.integers(0, (1 << 64) - 1)
@@ -181,7 +183,7 @@ def test_any_put_comes_back(data: st.DataObject, width: int, count: int) -> None
 
 @EXAMPLES
 @given(st.lists(st.one_of(st.binary(max_size=64), st.just(b"\x81\xa2id\x05")), max_size=5))
-def test_arbitrary_frames(parts: list[bytes]) -> None:
+def test_split_arbitrary_frames(parts: list[bytes]) -> None:
     try:
         header, payload = frames.split(parts)
     except ProtocolError:

@@ -20,7 +20,7 @@ def test_take_without_reads_waits_for_nothing() -> None:
     assert fence.take() is None
 
 
-def test_take_names_the_newest_store_that_reads_a_block_handed_out() -> None:
+def test_take_returns_newest_store_reading_allocated_block() -> None:
     fence = fence_with(j1=[1, 2], j2=[3], j3=[4])
     fence.hand_out([2, 9])
     fence.hand_out([3])
@@ -29,13 +29,13 @@ def test_take_names_the_newest_store_that_reads_a_block_handed_out() -> None:
     assert fence.take() is None  # of the next step nothing is known yet
 
 
-def test_take_ignores_blocks_that_nobody_reads() -> None:
+def test_take_ignores_blocks_without_reader() -> None:
     fence = fence_with(j1=[1, 2])
     fence.hand_out([0, 3, 1_000_000])
     assert fence.take() is None
 
 
-def test_take_after_the_store_has_ended_waits_for_nothing() -> None:
+def test_take_after_store_ended_waits_for_nothing() -> None:
     fence = fence_with(j1=[1], j2=[2])
     fence.end_read(1)
     fence.hand_out([1])
@@ -44,7 +44,7 @@ def test_take_after_the_store_has_ended_waits_for_nothing() -> None:
     assert fence.take() == 2
 
 
-def test_take_waits_though_the_last_reader_ended_before_an_earlier_one() -> None:
+def test_take_waits_if_newest_reader_ended_before_earlier_one() -> None:
     """Ranks that share an arena may end the later of two reads of a block before the earlier."""
     fence = fence_with(j1=[1], j2=[1])
     fence.end_read(2)
@@ -55,7 +55,7 @@ def test_take_waits_though_the_last_reader_ended_before_an_earlier_one() -> None
     assert fence.take() is None
 
 
-def test_a_store_planned_after_its_block_was_handed_out_does_not_count() -> None:
+def test_take_ignores_store_planned_after_allocation() -> None:
     """The step's own forward fills the block that the store then reads."""
     fence = fence_with(j1=[5])
     fence.hand_out([1])

@@ -1,4 +1,4 @@
-"""For programs other than vLLM: `TokenCache`, and the `tiered-kv` command."""
+"""The API for programs other than vLLM: `TokenCache`, and the `tiered-kv` command."""
 
 from vllm_tiered_kv.api.token_cache import TokenCache
 

@@ -1,8 +1,8 @@
-"""Two answers to one prompt: whether they are the same, and if not, where they part and how far.
+"""Compares two answers to one prompt: whether they differ, at which token, and how much.
 
-With a temperature of 0 the likeliest token is taken. Where two are about equally likely, the last
-bit of a sum decides, and another batch or another kernel may decide otherwise: such a tie says
-nothing about the cache. Behind the first token that differs nothing can be compared.
+With a temperature of 0 the model returns the likeliest token. If two tokens are about equally
+likely, the last bit of a sum decides, and another batch or kernel may decide differently: such a
+tie says nothing about the cache. After the first different token nothing can be compared.
 """
 
 from __future__ import annotations
@@ -18,33 +18,41 @@ from vllm_tiered_kv.errors import ReplayError
 
 @dataclass(frozen=True)
 class Token:
-    name: str  # its id, or its text from a server that does not tell ids
+    """A generated token and its alternatives."""
+
+    name: str  # token id, or its text if the server does not return ids
     logprob: float
-    others: Mapping[str, float]  # the likeliest tokens in its place, itself among them
+    others: Mapping[str, float]  # logprobs of the likeliest tokens here, including this one
 
 
 @dataclass(frozen=True)
 class Answer:
+    """A server's answer to one prompt."""
+
     tokens: tuple[Token, ...]
     text: str = ""
-    cached_tokens: int | None = None  # of the prompt, if the server tells
+    cached_tokens: int | None = None  # cached prompt tokens, if the server reports them
 
 
 class Outcome(str, enum.Enum):
+    """Result of comparing two answers. The value appears in reports."""
+
     EQUAL = "equal"
-    TIE = "tie"  # parted where two tokens were about equally likely
-    DRIFT = "drift"  # the same tokens, with other probabilities
+    TIE = "tie"  # the tokens differ first where two were about equally likely
+    DRIFT = "drift"  # the same tokens with different logprobs
     DIFFERENT = "different"
     FAILED = "failed"  # no answer to compare
 
 
 @dataclass(frozen=True)
 class AnswerComparison:
+    """Result of `compare_answers`, with the position and the size of the difference."""
+
     outcome: Outcome
-    index: int | None = None  # of the token where they part, or that drifted most
+    index: int | None = None  # first different token, or the token that drifted most
     gap: float = 0.0
-    """Where they part: how much likelier the first answer held its own token than the other's."""
-    drift: float = 0.0  # largest change of a logprob ahead of that
+    """Logprob of the first answer's token minus that of the other's token, in the first answer."""
+    drift: float = 0.0  # largest change of a logprob before the first different token
 
 
 def compare_answers(
@@ -55,19 +63,21 @@ def compare_answers(
     for index in range(shorter):
         mine, theirs = computed.tokens[index], other.tokens[index]
         if mine.name != theirs.name:
-            return _parted(mine, theirs, index, drift, tie)
+            return _compare_different(mine, theirs, index, drift, tie)
         change = _change(mine.logprob, theirs.logprob)
         if change > drift:
             drift, drifted_at = change, index
     if len(computed.tokens) != len(other.tokens):
-        # One stopped: whether stopping was as likely is not told.
+        # One answer ended earlier. The server does not report how likely the end was.
         return AnswerComparison(Outcome.DIFFERENT, shorter, math.inf, drift)
     if drift > max_drift:
         return AnswerComparison(Outcome.DRIFT, drifted_at, 0.0, drift)
     return AnswerComparison(Outcome.EQUAL, None, 0.0, drift)
 
 
-def _parted(mine: Token, theirs: Token, index: int, drift: float, tie: float) -> AnswerComparison:
+def _compare_different(
+    mine: Token, theirs: Token, index: int, drift: float, tie: float
+) -> AnswerComparison:
     gap = mine.logprob - mine.others.get(theirs.name, -math.inf)
     outcome = Outcome.TIE if gap <= tie else Outcome.DIFFERENT
     return AnswerComparison(outcome, index, gap, drift)
@@ -81,7 +91,7 @@ def _change(one: float, other: float) -> float:
 
 
 def read_answer(reply: Mapping[str, Any]) -> Answer:
-    """From what an OpenAI-compatible server replies, for completions and for chats."""
+    """Reads the reply of an OpenAI-compatible server to a completion or chat request."""
     try:
         (choice,) = reply["choices"]
         logprobs = choice["logprobs"] or {}
@@ -92,13 +102,13 @@ def read_answer(reply: Mapping[str, Any]) -> Answer:
             tokens = _completion_tokens(logprobs)
             text = choice["text"]
         if text and not tokens:
-            raise ValueError("no tokens beside the text")
+            raise ValueError("there is text but no tokens")
         details = (reply.get("usage") or {}).get("prompt_tokens_details") or {}
         cached = details.get("cached_tokens")
         return Answer(tuple(tokens), text, cached if isinstance(cached, int) else None)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ReplayError(
-            f"the server's reply has no logprobs as vLLM sends them: {error!r}"
+            f"the server's reply has no logprobs in the format of vLLM: {error!r}"
         ) from None
 
 

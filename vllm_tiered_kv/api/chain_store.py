@@ -1,7 +1,7 @@
-"""Chains of equally long blocks at one or several daemons, asked for and moved in bulk.
+"""Looks up, reads and writes chains of equally long blocks at one or several daemons, in bulk.
 
-What cannot be asked or moved is a miss, as everywhere; but the outcome says so, for those who want
-to tell a daemon that has nothing from one that is not there.
+A failure counts as a miss, as everywhere in this package. But the outcome also lists the failures,
+so that callers can distinguish a daemon without the blocks from an unavailable one.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ from vllm_tiered_kv.wire.limits import MAX_KEYS
 
 _RANK = RankTag()
 _HELD = (PutResult.STORED, PutResult.PRESENT)
-# Of one question to a local daemon: it leases half of its memory to all processes together.
-_PIECE_BYTES = 128 << 20
-_PIECE_BLOCKS = 16384
+# Limits of one request to a daemon on this host, because a daemon leases at most half of its memory
+# to all processes together.
+_MAX_REQUEST_BYTES = 128 << 20
+_MAX_REQUEST_BLOCKS = 16384
 
 Run = tuple[int, int, RemoteStore]
-"""Positions from one up to another, and the daemon they are placed at."""
+"""Start and end position of a run of blocks, and the daemon that holds it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How many leading blocks it was done for."""
+    """Result of a call: the number of leading blocks for which it succeeded."""
 
     count: int
     failures: Mapping[str, str]
-    """Daemons that could not be used, and why: there might have been more."""
+    """Addresses of daemons that could not be used, and why. They may hold more blocks."""
 
 
 class ChainStore:
-    """All calls may be made from any thread, and none raises for what happens to a daemon."""
+    """The block store behind `TokenCache`. Thread-safe; failures of a daemon raise no error."""
 
     def __init__(self, cluster: Cluster, namespace: bytes, timeout_s: float) -> None:
         self._cluster = cluster
@@ -57,12 +58,12 @@ class ChainStore:
         }
 
     def match(self, keys: Sequence[BlockKey]) -> Outcome:
-        """How many leading blocks are held: at most one question to each daemon."""
+        """Returns how many leading blocks are held, with at most one lookup per daemon."""
         return self._match(keys, self._runs(keys), self._deadline())
 
     def read(self, keys: Sequence[BlockKey], into: ByteRows) -> Outcome:
-        """Reads the leading blocks that are held, each into its row. The other rows may hold
-        anything."""
+        """Reads the leading blocks that are held, each into its row. The content of the other rows
+        is undefined afterwards."""
         end = self._deadline(into.nbytes)
         runs = self._runs(keys)
         held = self._match(keys, runs, end)
@@ -70,23 +71,23 @@ class ChainStore:
             stop = min(stop, held.count)
             if start >= stop:
                 break
-            count = self._read(server, self._named(keys[start:stop]), into[start:stop], end)
+            count = self._read(server, self._store_keys(keys[start:stop]), into[start:stop], end)
             if start + count < stop:
-                why = self._why_not_read(server, keys[start + count], end)
-                return Outcome(start + count, why)
+                failures = self._read_failures(server, keys[start + count], end)
+                return Outcome(start + count, failures)
         return held
 
     def write(
         self, keys: Sequence[BlockKey], first: int, rows: ByteRows, durability: Durability
     ) -> Outcome:
-        """Stores the blocks from position `first` of their chain on. The count is that of blocks
-        which are held now, from the first of them without a gap."""
+        """Stores blocks whose chain positions start at `first`. The count of the outcome is the
+        number of these blocks that are held now, from `first` without a gap."""
         end = self._deadline(rows.nbytes)
         count = 0
         for start, stop, server in self._runs(keys, first):
-            named = self._named(keys[max(0, start - 1) : stop])
-            parents = [None, *named[:-1]] if start == 0 else named[:-1]
-            chain = list(zip(named[-(stop - start) :], parents, strict=True))
+            store_keys = self._store_keys(keys[max(0, start - 1) : stop])
+            parents = [None, *store_keys[:-1]] if start == 0 else store_keys[:-1]
+            chain = list(zip(store_keys[-(stop - start) :], parents, strict=True))
             results = self._write(
                 server, chain, rows[start - first : stop - first], durability, end
             )
@@ -94,24 +95,24 @@ class ChainStore:
             if kept is None:
                 count += len(results)
                 continue
-            # What follows would never be found.
+            # Blocks after a gap would never be found, so stop here.
             is_failure = results[kept] is PutResult.FAILED
             return Outcome(count + kept, self._reasons([server]) if is_failure else {})
-        return Outcome(count, self._nobody(first + count, keys))
+        return Outcome(count, self._unplaced_failures(first + count, keys))
 
     def flush(self) -> Outcome:
-        """At how many daemons all that was acknowledged is as durable as they can make it."""
+        """Flushes all daemons; the count of the outcome is the number of daemons that succeeded."""
         stores = list(self._cluster.stores.values())
         failed = [store for store in stores if not store.flush()]
         return Outcome(len(stores) - len(failed), self._reasons(failed))
 
     def close(self) -> None:
-        """Waits for calls under way in other threads."""
-        for local_daemon in self._local_daemons.values():
-            local_daemon.close(waits_for_readers=True)
+        """Waits for running calls of other threads, then closes the connections."""
+        for daemon in self._local_daemons.values():
+            daemon.close(waits_for_readers=True)
         self._cluster.close()
 
-    # ---- inside ---------------------------------------------------------------------------------
+    # ---- internals ------------------------------------------------------------------------------
 
     def _deadline(self, nbytes: int = 0) -> float:
         return time.monotonic() + self._timeout_s + nbytes / SLOWEST_BYTES_PER_S
@@ -119,17 +120,17 @@ class ChainStore:
     def _runs(self, keys: Sequence[BlockKey], first: int = 0) -> list[Run]:
         return list(placed_runs(self._cluster, keys, first))
 
-    def _named(self, keys: Sequence[BlockKey]) -> list[StoreKey]:
-        """As `store_key` does, without its cost for each of thousands."""
+    def _store_keys(self, keys: Sequence[BlockKey]) -> list[StoreKey]:
+        """Like `store_key`, but faster for thousands of keys."""
         return [StoreKey(self._prefix + key + self._suffix) for key in keys]
 
     def _match(self, keys: Sequence[BlockKey], runs: Sequence[Run], end: float) -> Outcome:
         count = 0
-        left: dict[RemoteStore, int] = {}  # of what each daemon holds, those not counted yet
+        left: dict[RemoteStore, int] = {}  # held blocks of each daemon that are not counted yet
         for start, stop, server in runs:
             if server not in left:
                 theirs = [key for a, b, other in runs if other is server for key in keys[a:b]]
-                held = self._ask(server, theirs, end)
+                held = self._lookup(server, theirs, end)
                 if held is None:
                     return Outcome(count, self._reasons([server]))
                 left[server] = held
@@ -138,17 +139,18 @@ class ChainStore:
             count += here
             if here < stop - start:
                 return Outcome(count, {})
-        return Outcome(count, self._nobody(count, keys))
+        return Outcome(count, self._unplaced_failures(count, keys))
 
-    def _ask(self, server: RemoteStore, keys: Sequence[BlockKey], end: float) -> int | None:
+    def _lookup(self, server: RemoteStore, keys: Sequence[BlockKey], end: float) -> int | None:
+        """Returns how many leading keys the daemon holds; None if it did not answer."""
         count = 0
         while count < len(keys):
-            some = keys[count : count + MAX_KEYS]
-            match = server.match_all(some, [_RANK], 0, end)
+            batch = keys[count : count + MAX_KEYS]
+            match = server.match_all(batch, [_RANK], 0, end)
             if match is None:
                 return None
             count += match.count
-            if match.count < len(some):
+            if match.count < len(batch):
                 break
         return count
 
@@ -156,12 +158,12 @@ class ChainStore:
         self, server: RemoteStore, keys: Sequence[StoreKey], into: ByteRows, end: float
     ) -> int:
         with self._memory_of(server) as memory:
-            local = 0 if memory is None else _read_local(memory, keys, into, end)
-        if local == len(keys):
-            return local
-        # Also what a local daemon holds but cannot lease now, having leased too much.
-        found = server.get(keys[local:], [row.data for row in into[local:]], end)
-        return local + (found.index(False) if False in found else len(found))
+            count = 0 if memory is None else _read_shared(memory, keys, into, end)
+        if count == len(keys):
+            return count
+        # A local daemon may hold the rest too, but cannot lease it now because of its limit.
+        found = server.get(keys[count:], [row.data for row in into[count:]], end)
+        return count + (found.index(False) if False in found else len(found))
 
     def _write(
         self,
@@ -171,33 +173,33 @@ class ChainStore:
         durability: Durability,
         end: float,
     ) -> list[PutResult]:
-        local: list[PutResult] = []
-        if durability is not Durability.DISK:  # what is sealed is in memory; only a put waits
+        results: list[PutResult] = []
+        if durability is not Durability.DISK:  # sealing does not wait for the disk; a put does
             with self._memory_of(server) as memory:
                 if memory is not None:
-                    local = _write_local(memory, chain, rows, end)
-        held = next((n for n, result in enumerate(local) if result not in _HELD), len(local))
-        if local and (held == len(chain) or local[held] is not PutResult.DROPPED):
-            return local
-        # Also what a local daemon has room for but cannot lease now, having leased too much.
+                    results = _write_shared(memory, chain, rows, end)
+        held = next((n for n, result in enumerate(results) if result not in _HELD), len(results))
+        if results and (held == len(chain) or results[held] is not PutResult.DROPPED):
+            return results
+        # A local daemon may have room for the rest, but cannot lease it now because of its limit.
         items = [
             PutItem(key, parent, row.data)
             for (key, parent), row in zip(chain[held:], rows[held:], strict=True)
         ]
-        return local[:held] + server.put(items, durability, end)
+        return results[:held] + server.put(items, durability, end)
 
     def _memory_of(
         self, server: RemoteStore
     ) -> contextlib.AbstractContextManager[SharedMemory | None]:
-        local_daemon = self._local_daemons.get(server)
-        return contextlib.nullcontext() if local_daemon is None else local_daemon.reading()
+        daemon = self._local_daemons.get(server)
+        return contextlib.nullcontext() if daemon is None else daemon.reading()
 
-    def _why_not_read(self, server: RemoteStore, key: BlockKey, end: float) -> Mapping[str, str]:
-        """Nothing, if the block has left since it was matched; otherwise it should have come."""
-        return {} if self._ask(server, [key], end) == 0 else self._reasons([server])
+    def _read_failures(self, server: RemoteStore, key: BlockKey, end: float) -> Mapping[str, str]:
+        """Returns no failure if the block was evicted after the match, otherwise the daemon's."""
+        return {} if self._lookup(server, [key], end) == 0 else self._reasons([server])
 
-    def _nobody(self, count: int, keys: Sequence[BlockKey]) -> Mapping[str, str]:
-        """After all runs: fewer than all blocks are left where no daemon is available."""
+    def _unplaced_failures(self, count: int, keys: Sequence[BlockKey]) -> Mapping[str, str]:
+        """Called after all runs: the remaining blocks are in no run if no daemon is available."""
         return self._reasons(self._cluster.stores.values()) if count < len(keys) else {}
 
     def _reasons(self, servers: Iterable[RemoteStore]) -> Mapping[str, str]:
@@ -207,33 +209,35 @@ class ChainStore:
 
 
 def _blocks_at_once(memory: SharedMemory, nbytes: int) -> int:
-    """What all processes hold of a daemon's memory together is limited."""
-    room = min(_PIECE_BYTES, memory.arena.capacity_bytes // 16)
-    return max(1, min(_PIECE_BLOCKS, room // aligned(nbytes, PAGE)))
+    """Returns the blocks per request; the leases of all processes together are limited."""
+    max_bytes = min(_MAX_REQUEST_BYTES, memory.arena.capacity_bytes // 16)
+    return max(1, min(_MAX_REQUEST_BLOCKS, max_bytes // aligned(nbytes, PAGE)))
 
 
-def _read_local(memory: SharedMemory, keys: Sequence[StoreKey], into: ByteRows, end: float) -> int:
-    piece = _blocks_at_once(memory, into.shape[1])
-    for start in range(0, len(keys), piece):
-        some = keys[start : start + piece]
-        count = read_rows(memory, some, into[start : start + piece], end)
-        if count < len(some):
+def _read_shared(memory: SharedMemory, keys: Sequence[StoreKey], into: ByteRows, end: float) -> int:
+    """Reads blocks from the shared memory of a local daemon; returns how many leading ones."""
+    size = _blocks_at_once(memory, into.shape[1])
+    for start in range(0, len(keys), size):
+        batch = keys[start : start + size]
+        count = read_rows(memory, batch, into[start : start + size], end)
+        if count < len(batch):
             return start + count
     return len(keys)
 
 
-def _write_local(
+def _write_shared(
     memory: SharedMemory,
     chain: Sequence[tuple[StoreKey, StoreKey | None]],
     rows: ByteRows,
     end: float,
 ) -> list[PutResult]:
-    """Ends with the first piece that is not held as a whole."""
-    piece = _blocks_at_once(memory, rows.shape[1])
+    """Writes blocks to the shared memory of a local daemon; stops after the first batch that is not
+    held completely."""
+    size = _blocks_at_once(memory, rows.shape[1])
     results: list[PutResult] = []
-    for start in range(0, len(chain), piece):
-        some, source = chain[start : start + piece], rows[start : start + piece]
-        blocks = [(key, parent, source.shape[1]) for key, parent in some]
+    for start in range(0, len(chain), size):
+        batch, source = chain[start : start + size], rows[start : start + size]
+        blocks = [(key, parent, source.shape[1]) for key, parent in batch]
         results += write_blocks(memory, blocks, partial(copy_rows, memory, source), end)
         if not all(result in _HELD for result in results[start:]):
             break

@@ -1,4 +1,4 @@
-"""`tiered-kv`: tools to look at a running server from outside."""
+"""The `tiered-kv` command: tools that check a running server from outside."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from vllm_tiered_kv.api.prompt_file import read_prompts
 from vllm_tiered_kv.api.replay import Exit, Replay, ReplaySettings
 from vllm_tiered_kv.errors import ReplayError
 
-_MAX_S = 7 * 86400
+_MAX_TIMEOUT_S = 7 * 86400
 
 _REPLAY = """\
-Asks a running OpenAI-compatible vLLM server every prompt of a file, without the cache and with it,
-and compares tokens and logprobs. It costs what the prompts cost, three times.
+Sends every prompt of a file to a running OpenAI-compatible vLLM server, without the cache and with
+it, and compares tokens and logprobs. Every prompt is processed three times.
 
-  computed   under a cache_salt nobody used before: all of it is computed
-  first      with the cache: what the tiers have is used, the rest is stored
-  second     with the cache again, after the GPU's own cache was emptied where the server allows it
+  computed   with a new cache_salt, so that everything is computed
+  first      with the cache: blocks held by the tiers are used, the others are stored
+  second     with the cache again, after the GPU prefix cache was emptied if the server allows it
              (VLLM_SERVER_DEV_MODE=1), so that blocks come from the tiers
 """
 
@@ -34,21 +34,22 @@ prompts, one on each line:
   {"prompt": "Once upon a time"}                      to /v1/completions
   {"messages": [{"role": "user", "content": "Hi"}]}   to /v1/chat/completions
   Once upon a time                                    plain text, to /v1/completions
-  Further fields ("max_tokens", "tools", …) go into the request as they are, all but
+  Further fields ("max_tokens", "tools", …) are added to the request unchanged, except
   model, temperature (0), n, stream and logprobs, which the command sets.
 
 outcomes, each round compared with the computed answer:
-  equal      the same tokens, their logprobs within --drift
-  tie        they part where the computed answer held both tokens about equally likely: by no more
-             than --tie. Another batch or kernel rounds differently and may take the other one.
-             Not a failure. The default is just above one step of bfloat16 for logits of 16 to 32.
-  drift      the same tokens, but a logprob moved by more than --drift
-  different  they part where there was no tie
+  equal      the same tokens, with logprobs within --drift
+  tie        the first different token is one of two that the computed answer rated about equally
+             likely, with a logprob gap of at most --tie. Another batch or kernel rounds differently
+             and may choose the other token. This is not a failure. The default is just above one
+             step of bfloat16 for logits of 16 to 32.
+  drift      the same tokens, but a logprob changed by more than --drift
+  different  the tokens differ, and there was no tie
 
 exit status:
-  0  all equal, or ties     1  something is different, or drifts
-  2  could not run, or requests failed
-  3  no block was loaded from a tier, or the server does not tell: the comparison proves nothing
+  0  all answers are equal or ties     1  an answer is different or drifts
+  2  the replay could not run, or requests failed
+  3  no block was loaded from a tier, or the server has no metrics: the comparison proves nothing
 
 examples:
   tiered-kv replay prompts.jsonl --url http://127.0.0.1:8000
@@ -60,7 +61,7 @@ examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="tiered-kv", description="Looks at a running server with a tiered KV cache."
+        prog="tiered-kv", description="Checks a running server with a tiered KV cache."
     )
     parser.add_argument("--version", action="version", version=f"tiered-kv {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -100,14 +101,14 @@ def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="N",
         type=_positive,
         default=default.max_tokens,
-        help="tokens to generate, unless a line says so (%(default)s)",
+        help="tokens to generate, unless a line sets max_tokens (%(default)s)",
     )
     parser.add_argument(
         "--concurrency",
         metavar="N",
         type=_positive,
         default=default.concurrency,
-        help="requests at a time; one is the most reproducible (%(default)s)",
+        help="concurrent requests; 1 is the most reproducible (%(default)s)",
     )
     parser.add_argument(
         "--salt", metavar="TEXT", help="cache_salt of the rounds with the cache, if clients use one"
@@ -136,7 +137,7 @@ def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument(
         "--keep-gpu-cache",
         action="store_true",
-        help="do not empty it, as other clients of the server use it too",
+        help="do not empty the GPU prefix cache, which other clients use too",
     )
     parser.add_argument("--api-key-file", metavar="FILE", type=Path, help="sent as bearer token")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the whole report there")
@@ -147,7 +148,7 @@ def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _replay(given: argparse.Namespace) -> int:
     prompts = read_prompts(given.prompts)
-    if given.json is not None:  # not after hours of asking
+    if given.json is not None:  # fail now, not after hours of requests
         _require_writable(given.json)
     key = _read_key(given.api_key_file)
     settings = ReplaySettings(
@@ -164,14 +165,14 @@ def _replay(given: argparse.Namespace) -> int:
     if given.baseline_url is not None:
         baseline = OpenAIServer(given.baseline_url, given.timeout, key)
     server = OpenAIServer(given.url, given.timeout, key)
-    report = Replay(server, baseline, settings, _tell).run(prompts)
+    report = Replay(server, baseline, settings, _print_progress).run(prompts)
     print("\n".join(report.lines()))
     if given.json is not None:
         _write(given.json, json.dumps(report.as_json(), indent=1) + "\n")
     return report.exit_status
 
 
-def _tell(line: str) -> None:
+def _print_progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
@@ -193,8 +194,8 @@ def _not_negative(text: str) -> float:
 
 def _seconds(text: str) -> float:
     number = _not_negative(text)
-    if not 0 < number <= _MAX_S:
-        raise argparse.ArgumentTypeError(f"expected up to {_MAX_S} seconds, got {text!r}")
+    if not 0 < number <= _MAX_TIMEOUT_S:
+        raise argparse.ArgumentTypeError(f"expected up to {_MAX_TIMEOUT_S} seconds, got {text!r}")
     return number
 
 
@@ -206,13 +207,13 @@ def _read_key(path: Path | None) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         why = error if isinstance(error, OSError) else f"{path} is not plain text"
         raise ReplayError(f"the API key cannot be read: {why}") from None
-    if not key.isprintable() or not key:  # http.client would quote it in its complaint
-        raise ReplayError(f"{path} is to hold an API key and nothing else, in one line")
+    if not key.isprintable() or not key:  # http.client would show the key in its error message
+        raise ReplayError(f"{path} must contain one line with an API key and nothing else")
     return key
 
 
 def _require_writable(path: Path) -> None:
-    """Leaves an old report as it is, and no empty one."""
+    """Raises ReplayError if the file cannot be written. Keeps an old report, creates no new one."""
     is_new = not path.exists()
     _write(path, "", "a")
     if is_new:

@@ -1,4 +1,4 @@
-"""A running OpenAI-compatible server, by plain HTTP from the standard library."""
+"""A client of a running OpenAI-compatible server, with the HTTP client of the standard library."""
 
 from __future__ import annotations
 
@@ -17,31 +17,33 @@ from vllm_tiered_kv.api.prompt_file import Prompt
 from vllm_tiered_kv.errors import ReplayError
 from vllm_tiered_kv.metrics.names import Metric
 
-_ALTERNATIVES = 5  # likeliest tokens asked for in each place
-_QUICK_S = 15.0
+_ALTERNATIVES = 5  # number of likeliest tokens requested per position
+_CONTROL_TIMEOUT_S = 15.0
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})? (\S+)", re.MULTILINE)
 
 
 class OpenAIServer:
+    """Sends the requests of a replay to one server. Thread-safe."""
+
     def __init__(self, url: str, timeout_s: float, api_key: str | None = None) -> None:
         try:
             parts = urllib.parse.urlsplit(url)
             is_address = parts.scheme in ("http", "https") and parts.netloc and parts.port != 0
-        except ValueError:  # brackets that do not close, ports there cannot be
+        except ValueError:  # unbalanced brackets, or an invalid port
             is_address = False
         if not is_address:
-            raise ReplayError(f'{url!r} is not an address like "http://127.0.0.1:8000"')
+            raise ReplayError(f'{url!r} is not a URL like "http://127.0.0.1:8000"')
         self.url = url.rstrip("/").removesuffix("/v1")
         self._timeout_s = timeout_s
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        # A proxy of the environment is for the world outside, not for a server of one's own.
+        # Proxies of the environment are for the internet, not for the user's own server.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def choose_model(self, wanted: str | None) -> str:
-        """The model to ask for; ReplayError if it is not served, or if there are several."""
-        reply = self._json("/v1/models", None, _QUICK_S)
+        """Returns the model to use; ReplayError if it is not served or the choice is ambiguous."""
+        reply = self._json("/v1/models", None, _CONTROL_TIMEOUT_S)
         models = reply.get("data") if isinstance(reply, dict) else None
         if not isinstance(models, list) or not all(isinstance(one, dict) for one in models):
             raise ReplayError(
@@ -53,7 +55,7 @@ class OpenAIServer:
             raise ReplayError(f"{self.url} does not serve model {wanted!r}; it serves {known}")
         if wanted is None and len(served) != 1:
             raise ReplayError(
-                f"{self.url} serves {len(served)} models: choose one with --model"
+                f"{self.url} serves {len(served)} models; choose one with --model"
                 + (f" ({', '.join(served)})" if served else "")
             )
         return wanted or served[0]
@@ -61,7 +63,7 @@ class OpenAIServer:
     def ask(self, prompt: Prompt, model: str, max_tokens: int, salt: str | None) -> Answer:
         body: dict[str, Any] = {"max_tokens": max_tokens, **prompt.fields}
         body |= {"model": model, "temperature": 0, "n": 1, "stream": False}
-        body["return_tokens_as_token_ids"] = True  # two tokens may look alike
+        body["return_tokens_as_token_ids"] = True  # two tokens may have the same text
         if prompt.is_chat:
             body |= {"logprobs": True, "top_logprobs": _ALTERNATIVES}
         else:
@@ -72,31 +74,34 @@ class OpenAIServer:
         return read_answer(self._json(path, body, self._timeout_s))
 
     def forget_gpu_cache(self) -> bool:
-        """Empties vLLM's own prefix cache; False if the server has no such command, other requests
-        keep using it, or it does not answer."""
-        end = time.monotonic() + _QUICK_S
+        """Empties vLLM's GPU prefix cache; False if the server does not support it or does not
+        answer, or if other requests keep using the cache."""
+        end = time.monotonic() + _CONTROL_TIMEOUT_S
         while True:
             content = self._content("/reset_prefix_cache", {})
             if content is None:
                 return False
-            if b"false" not in content:  # {"success": true}, or nothing from older releases
+            if b"false" not in content:  # {"success": true}; older releases reply with nothing
                 return True
             if time.monotonic() > end:
                 return False
             time.sleep(0.25)
 
     def counters(self, metrics: tuple[Metric, ...]) -> dict[str, float] | None:
-        """Sums of these counters over their labels; None if the server does not tell."""
+        """Returns the counters, summed over their labels; None if the server has no metrics."""
         content = self._content("/metrics", None)
         if content is None:
             return None
         return sum_counters(content.decode(errors="replace"), metrics)
 
     def _content(self, path: str, body: Mapping[str, Any] | None) -> bytes | None:
-        """Of what is asked beside the prompts: without it their answers are still worth a report,
-        those of a server that has died meanwhile most of all."""
+        """Returns the content of a control request, None on failure.
+
+        A failure does not end the replay: the answers to the prompts are still worth a report,
+        especially if the server has died meanwhile.
+        """
         try:
-            status, content = self._call(path, body, _QUICK_S)
+            status, content = self._call(path, body, _CONTROL_TIMEOUT_S)
         except ReplayError:
             return None
         return content if status == 200 else None
@@ -129,7 +134,7 @@ class OpenAIServer:
 
 
 def sum_counters(text: str, metrics: tuple[Metric, ...]) -> dict[str, float]:
-    """From a page in Prometheus' format; a counter that is not there yet is 0."""
+    """Sums the samples of counters in Prometheus text format; a missing counter is 0."""
     sums = {metric.exposed_name + "_total": 0.0 for metric in metrics}
     for name, value in _SAMPLE.findall(text):
         if name in sums:
@@ -138,7 +143,7 @@ def sum_counters(text: str, metrics: tuple[Metric, ...]) -> dict[str, float]:
 
 
 def _reason(content: bytes) -> str:
-    """What a server says of an error, in one line: as it is or out of its JSON."""
+    """Returns the error message of a reply, JSON or plain text, in one line."""
     text = content.decode(errors="replace").strip()
     try:
         reply = json.loads(text)

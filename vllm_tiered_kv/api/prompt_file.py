@@ -1,4 +1,4 @@
-"""Prompts to replay: a file with one on each line, as JSON or as plain text."""
+"""Reads the prompts of a replay: a file with one prompt per line, as JSON or plain text."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 from vllm_tiered_kv.errors import ReplayError
 
-_SHOWN = 40
+_MAX_TITLE = 40  # characters
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One line. `fields` go into the request as they are."""
+    """The prompt of one line. `fields` are added to the request unchanged."""
 
     line: int
     fields: Mapping[str, Any]
@@ -26,17 +26,17 @@ class Prompt:
 
     @property
     def title(self) -> str:
-        """Its beginning, for a person."""
+        """The beginning of the prompt, for the report."""
         content = self.fields.get("prompt")
         if self.is_chat:
             last = self.fields["messages"][-1]
             content = last.get("content") if isinstance(last, Mapping) else last
         text = " ".join((content if isinstance(content, str) else json.dumps(content)).split())
-        return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
+        return text if len(text) <= _MAX_TITLE else text[: _MAX_TITLE - 1] + "…"
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """All prompts of a file; ReplayError names the line that is none."""
+    """Returns all prompts of a file; ReplayError names the first invalid line."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -47,7 +47,7 @@ def read_prompts(path: Path) -> list[Prompt]:
         if line.strip()
     ]
     if not prompts:
-        raise ReplayError(f"{path} has no prompts: write one on each line")
+        raise ReplayError(f"{path} has no prompts; write one per line")
     return prompts
 
 

@@ -1,9 +1,10 @@
-"""Asks a running server every prompt without the cache and with it, and compares the answers.
+"""Sends every prompt to a running server without the cache and with it, and compares the answers.
 
-Without: under a salt that nobody used before, every block has a key of its own, so all is computed.
-With: twice, so that the second time finds what the first one stored. In between the GPU's own
-cache is emptied where the server allows it; else it may answer, and no tier is asked. Whether
-blocks were loaded is read from the server's counters: without loads, equal answers prove nothing.
+Without the cache: a new cache salt gives every block a new key, so everything is computed. With the
+cache: twice, so that the second round finds the blocks stored by the first. Between the two, the
+GPU prefix cache is emptied if the server allows it; otherwise it may serve the prompts instead of a
+tier. The server's counters tell whether blocks were loaded: without loads, equal answers prove
+nothing.
 """
 
 from __future__ import annotations
@@ -23,22 +24,26 @@ from vllm_tiered_kv.api.prompt_file import Prompt
 from vllm_tiered_kv.errors import ReplayError
 from vllm_tiered_kv.metrics import names
 
-_WATCHED = (
+_COUNTERS = (
     names.LOADED_BLOCKS,
     names.LOAD_FAILURES,
     names.VERIFIED_BLOCKS,
     names.DIFFERING_BLOCKS,
 )
-_COUNTED_WITHIN_S = 5.0  # a server tells what it counted with a delay
+_COUNTER_DELAY_S = 5.0  # a server publishes its counters with a delay
 
 
 class Round(str, enum.Enum):
+    """The rounds of a replay. The value appears in reports."""
+
     COMPUTED = "computed"  # without the cache
-    FIRST = "first"  # with it: what is there is used, the rest is stored
-    SECOND = "second"  # with it again
+    FIRST = "first"  # with the cache: held blocks are used, the others are stored
+    SECOND = "second"  # with the cache again
 
 
 class Exit(enum.IntEnum):
+    """Exit status of `tiered-kv replay`."""
+
     EQUAL = 0
     DIFFERENT = 1
     FAILED = 2
@@ -47,6 +52,8 @@ class Exit(enum.IntEnum):
 
 @dataclass(frozen=True)
 class ReplaySettings:
+    """Options of a replay, as the command line sets them."""
+
     model: str | None = None
     max_tokens: int = 64
     concurrency: int = 1
@@ -59,6 +66,8 @@ class ReplaySettings:
 
 @dataclass
 class PromptResult:
+    """The answers to one prompt and their comparisons."""
+
     prompt: Prompt
     comparisons: dict[Round, AnswerComparison] = field(default_factory=dict)
     errors: dict[Round, str] = field(default_factory=dict)
@@ -81,10 +90,12 @@ class PromptResult:
 
 @dataclass
 class ReplayReport:
+    """The results of a replay, for people and as JSON."""
+
     model: str
     results: list[PromptResult]
     counted: dict[str, float] | None = None
-    """What the server's counters grew by in the rounds with the cache; None: it does not tell."""
+    """Increase of the server's counters in the rounds with the cache; None without metrics."""
     gpu_cache_emptied: bool = False
     needs_loads: bool = True
 
@@ -103,25 +114,25 @@ class ReplayReport:
         return Exit.EQUAL
 
     def lines(self) -> list[str]:
-        """For a person: a line for each prompt, then what it comes to."""
+        """Returns the report for people: a line per prompt, then a summary."""
         return [_line(result) for result in self.results] + self._summary()
 
     def _summary(self) -> list[str]:
-        of_kind = {kind: sum(r.worst is kind for r in self.results) for kind in Outcome}
-        told = ", ".join(f"{count} {kind.value}" for kind, count in of_kind.items() if count)
-        lines = ["", f"{len(self.results)} prompts: {told}"]
+        counts = {kind: sum(r.worst is kind for r in self.results) for kind in Outcome}
+        outcomes = ", ".join(f"{count} {kind.value}" for kind, count in counts.items() if count)
+        lines = ["", f"{len(self.results)} prompts: {outcomes}"]
         if self.counted is None:
-            lines.append("WARNING: the server shows no /metrics: whether it loaded is not known")
+            lines.append("WARNING: the server has no /metrics; it may not have loaded any block")
         elif not self.loaded_blocks:
             lines += [
                 "WARNING: NO BLOCK WAS LOADED FROM A TIER, SO THIS PROVES NOTHING.",
-                "  Is the connector configured, are prompts longer than a block? Is load_policy",
-                "  not `never`, verify_fraction not 1? If the GPU's own cache holds these prompts,",
-                "  start the server with VLLM_SERVER_DEV_MODE=1 so that it can be emptied, or",
-                "  replay more of them.",
+                "  Check that the connector is configured, that prompts are longer than a block,",
+                "  that load_policy is not `never` and verify_fraction is not 1. If the GPU prefix",
+                "  cache holds these prompts, start the server with VLLM_SERVER_DEV_MODE=1 so that",
+                "  it can be emptied, or replay more prompts.",
             ]
         else:
-            lines.append(f"{self.loaded_blocks:.0f} blocks were loaded from tiers meanwhile")
+            lines.append(f"{self.loaded_blocks:.0f} blocks were loaded from tiers")
         for metric in (names.LOAD_FAILURES, names.DIFFERING_BLOCKS):
             if self.counted and self.counted[metric.name]:
                 lines.append(f"the server counted {self.counted[metric.name]:.0f} {metric.name}")
@@ -158,21 +169,23 @@ class ReplayReport:
 
 
 class Replay:
+    """Runs the rounds of a replay and compares their answers. The command line calls it."""
+
     def __init__(
         self,
         server: OpenAIServer,
         baseline: OpenAIServer | None,
         settings: ReplaySettings,
-        tell: Callable[[str], None] = lambda line: None,
+        report_progress: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`baseline`: a server without the cache, instead of salts. `tell`: progress."""
+        """`baseline` is a server without the cache that replaces the rounds with new salts."""
         self._server = server
         self._baseline = baseline or server
         self._settings = settings
-        self._tell = tell
+        self._report_progress = report_progress
 
     def run(self, prompts: Sequence[Prompt]) -> ReplayReport:
-        """Raises ReplayError if it cannot even begin."""
+        """Runs all rounds. Raises ReplayError if a server is unusable or answers no prompt."""
         model = self._server.choose_model(self._settings.model)
         self._baseline_model = model
         if self._baseline is not self._server:
@@ -183,16 +196,16 @@ class Replay:
             needs_loads=self._settings.needs_loads,
         )
         self._ask_all(report, Round.COMPUTED)
-        before = self._server.counters(_WATCHED)
+        before = self._server.counters(_COUNTERS)
         self._ask_all(report, Round.FIRST)
         if self._settings.empties_gpu_cache:
             report.gpu_cache_emptied = self._server.forget_gpu_cache()
             if not report.gpu_cache_emptied:
-                self._tell(
-                    "the server does not let its GPU cache be emptied; it may answer instead"
+                self._report_progress(
+                    "could not empty the GPU prefix cache; it may serve prompts instead of a tier"
                 )
         self._ask_all(report, Round.SECOND)
-        report.counted = self._grown(before)
+        report.counted = self._counter_increase(before)
         for result in report.results:
             self._compare(result)
         return report
@@ -211,7 +224,7 @@ class Replay:
                     result.errors[at] = str(answer)
                 done += 1
                 if done == len(report.results) or not done % max(1, len(report.results) // 10):
-                    self._tell(f"{at.value}: {done} of {len(report.results)}")
+                    self._report_progress(f"{at.value}: {done} of {len(report.results)}")
         if at is Round.COMPUTED and not any(result.answers for result in report.results):
             raise ReplayError(f"no prompt was answered: {report.results[0].errors[at]}")
 
@@ -234,15 +247,15 @@ class Replay:
                     computed, other, self._settings.tie, self._settings.drift
                 )
 
-    def _grown(self, before: dict[str, float] | None) -> dict[str, float] | None:
-        end = time.monotonic() + _COUNTED_WITHIN_S
+    def _counter_increase(self, before: dict[str, float] | None) -> dict[str, float] | None:
+        end = time.monotonic() + _COUNTER_DELAY_S
         while True:
-            after = self._server.counters(_WATCHED)
+            after = self._server.counters(_COUNTERS)
             if before is None or after is None:
                 return None
-            grown = {name: after[name] - before[name] for name in after}
-            if grown[names.LOADED_BLOCKS.name] or time.monotonic() > end:
-                return grown
+            increase = {name: after[name] - before[name] for name in after}
+            if increase[names.LOADED_BLOCKS.name] or time.monotonic() > end:
+                return increase
             time.sleep(0.25)
 
 

@@ -1,6 +1,6 @@
-"""KV state of token sequences in running daemons, for any Python program.
+"""Caches the KV state of token sequences in running daemons, for any Python program.
 
-docs/python-api.md is the page for those who use it.
+docs/python-api.md is the user documentation.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Buffer, Self
 
-    Memory = Buffer | NDArray[Any]  # to type checkers an array is no buffer before Python 3.12
+    Memory = Buffer | NDArray[Any]  # before Python 3.12 type checkers accept no array as a Buffer
 
 logger = logging.getLogger(__name__)
 
-_MAX_S = 7 * 86400  # zmq counts milliseconds in 31 bits
+_MAX_TIMEOUT_S = 7 * 86400  # zmq counts milliseconds in 31 bits
 
 
 class TokenCache:
-    """Keeps `token_bytes` bytes of state for each token of a sequence, found by the token and all
-    that precede it.
+    """Caches `token_bytes` bytes of state per token. The key of a token's state is the token and
+    all tokens before it.
 
-    State is cached in chunks of `chunk_tokens` tokens. A chunk is held as a whole or not at all,
-    and what a call is given beyond its last whole chunk is ignored; with the default of 1 that is
-    nothing. All calls may be made from any thread.
+    State is cached in chunks of `chunk_tokens` tokens (1 by default). A chunk is held completely or
+    not at all, and calls ignore tokens after the last complete chunk. Programs create it with
+    `connect` and may call it from any thread.
 
-    What a daemon does not answer in time it does not hold: calls then return fewer tokens. With
-    `strict` they raise TokenCacheError instead.
+    If a daemon does not answer in time, its state counts as missing, and calls return fewer tokens.
+    With `strict` they raise TokenCacheError instead.
     """
 
     def __init__(self, chains: ChainStore, keys: TokenKeys, shape: tuple[int, int], strict: bool):
@@ -67,17 +67,17 @@ class TokenCache:
         server_key: str | os.PathLike[str] | None = None,
         strict: bool = False,
     ) -> Self:
-        """Opens the cache of this name at one or several daemons.
+        """Opens the cache of this namespace at one or several daemons.
 
-        `namespace` stands for whatever makes states incompatible, such as the model and its number
-        format. All who use it must agree on the sizes: a daemon refuses others. Those who share
-        several daemons must write their addresses alike.
+        `namespace` identifies everything that makes states incompatible, such as the model and its
+        number format. All users of a namespace must use the same sizes: a daemon refuses others.
+        Programs that share several daemons must write their addresses in the same way.
 
-        `timeout` is in seconds and holds for a call, which gets one more for every 64 MiB it moves.
-        `client_key` and `server_key` are certificate files for daemons that ask for keys.
+        `timeout` is the limit of a call in seconds, plus one second per 64 MiB that it moves.
+        `client_key` and `server_key` are certificate files for daemons that require keys.
 
-        Raises ConfigError for arguments that cannot be, and TokenCacheError when a daemon refuses
-        or none of them answers.
+        Raises ConfigError for invalid arguments, and TokenCacheError if a daemon refuses the client
+        or no daemon answers.
         """
         addresses = _addresses(servers)
         _require_name("namespace", namespace)
@@ -100,7 +100,7 @@ class TokenCache:
             curve=curve,
         )
         try:
-            _greet(cluster, namespace)
+            _say_hello(cluster, namespace)
         except BaseException:
             cluster.close()
             raise
@@ -108,15 +108,15 @@ class TokenCache:
         return cls(chains, keys, (token_bytes, chunk_tokens), strict)
 
     def match(self, tokens: Tokens) -> int:
-        """How many leading tokens are held. Each daemon is asked once at most."""
+        """Returns how many leading tokens are held, with at most one request per daemon."""
         self._require_open()
         return self._tokens(self._chains.match(self._keys.of((), tokens)))
 
     def query(self, tokens: Tokens, into: Memory) -> int:
-        """Reads the state of the leading tokens that are held, and says how many these are.
+        """Reads the state of the leading tokens that are held; returns how many these are.
 
-        `into` is writable memory of `len(tokens) * token_bytes` bytes, a token's state after the
-        other's. Behind the tokens that were read it may hold anything afterwards.
+        `into` is writable memory of `len(tokens) * token_bytes` bytes, in the order of the tokens.
+        Its content after the tokens that were read is undefined.
         """
         self._require_open()
         keys = self._keys.of((), tokens)
@@ -130,16 +130,16 @@ class TokenCache:
         state: Memory,
         durability: Durability | str = Durability.MEMORY,
     ) -> int:
-        """Stores the state of `tokens`, which follow `prefix`, and says how many of them are held
-        now, from the first without a gap, be it from before.
+        """Stores the state of `tokens`, which follow `prefix`; returns how many leading ones of
+        them are held now, including those held before.
 
-        `prefix` has whole chunks. Its own state is not looked at: as long as that is not held,
-        nothing behind it is found. `state` is laid out as in `query` and may be changed when the
-        call returns. State that is held already is not replaced.
+        `prefix` must consist of complete chunks. The call does not check that its state is held,
+        but as long as it is not, lookups do not find the tokens after it. `state` is laid out as in
+        `query`; the caller may change it when the call returns. Held state is not replaced.
 
-        When it returns, what it counted can be read by everybody ("memory", the default), can be
-        read even after a crash of daemon or machine ("disk"; a daemon that has none keeps nothing),
-        or has reached the daemon ("received").
+        When the call returns, the counted state is readable by all clients ("memory", the default),
+        is readable even after a crash of daemon or machine ("disk"; a daemon without a disk keeps
+        nothing), or has arrived at the daemon ("received").
         """
         self._require_open()
         level = _durability(durability)
@@ -156,13 +156,14 @@ class TokenCache:
         return self._tokens(self._chains.write(keys, first, rows, level))
 
     def flush(self) -> bool:
-        """Returns when all that was stored is as durable as the daemons can make it; False when one
-        of them failed to, or does not answer. Waits up to a minute for a disk."""
+        """Makes all stored state as durable as the daemons can; False if one of them fails or does
+        not answer. Waits up to a minute for a disk."""
         self._require_open()
-        return not self._told(self._chains.flush()).failures
+        return not self._raise_if_strict(self._chains.flush()).failures
 
     def close(self) -> None:
-        """Waits for calls under way in other threads. Idempotent. What is stored stays."""
+        """Waits for running calls of other threads and disconnects. Stored state is kept.
+        Idempotent."""
         if not self._closed:
             self._closed = True
             self._chains.close()
@@ -173,28 +174,28 @@ class TokenCache:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    # ---- inside ---------------------------------------------------------------------------------
+    # ---- internals ------------------------------------------------------------------------------
 
     def _require_open(self) -> None:
         if self._closed:
             raise ValueError("this cache is closed")
 
-    def _told(self, outcome: Outcome) -> Outcome:
+    def _raise_if_strict(self, outcome: Outcome) -> Outcome:
         if self._strict and outcome.failures:
             raise TokenCacheError("daemons could not be used", outcome.failures)
         return outcome
 
     def _tokens(self, outcome: Outcome) -> int:
-        return self._told(outcome).count * self.chunk_tokens
+        return self._raise_if_strict(outcome).count * self.chunk_tokens
 
     def _rows(self, name: str, buffer: Any, tokens: int, must_write: bool = False) -> ByteRows:
-        """The whole chunks of the memory, a row each."""
+        """Returns the complete chunks of the memory, one per row."""
         try:
             view = memoryview(buffer)
         except TypeError:
             raise TypeError(
                 f"{name}: {type(buffer).__name__} is not memory like a bytearray or a numpy array; "
-                "of a tensor on the CPU pass tensor.view(torch.uint8).numpy()"
+                "for a tensor on the CPU pass tensor.view(torch.uint8).numpy()"
             ) from None
         if view.nbytes != tokens * self.token_bytes:
             raise ValueError(
@@ -218,7 +219,7 @@ def _addresses(servers: str | Sequence[str]) -> list[str]:
     if not addresses:
         raise ConfigError("servers", "expected at least one address")
     if len(set(addresses)) != len(addresses):
-        raise ConfigError("servers", "an address is there twice")
+        raise ConfigError("servers", "the addresses are not distinct")
     return addresses
 
 
@@ -230,14 +231,14 @@ def _require_name(name: str, value: object) -> None:
 def _is_text(value: str) -> bool:
     try:
         value.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, as of a broken file name
+    except UnicodeEncodeError:  # half of a surrogate pair, for example from a broken file name
         return False
     return True
 
 
 def _require_seconds(name: str, value: object) -> None:
-    if not isinstance(value, (int, float)) or not 0 < value <= _MAX_S:
-        raise ConfigError(name, f"expected seconds, up to {_MAX_S}, got {value!r}")
+    if not isinstance(value, (int, float)) or not 0 < value <= _MAX_TIMEOUT_S:
+        raise ConfigError(name, f"expected seconds, up to {_MAX_TIMEOUT_S}, got {value!r}")
 
 
 def _require_positive(name: str, value: object) -> None:
@@ -251,7 +252,7 @@ def _chunk_bytes(token_bytes: int, chunk_tokens: int) -> int:
     if token_bytes * chunk_tokens > MAX_BLOCK_BYTES:
         raise ConfigError(
             "chunk_tokens",
-            f"{chunk_tokens} tokens of {token_bytes} bytes are more than {MAX_BLOCK_BYTES} bytes",
+            f"{chunk_tokens} tokens of {token_bytes} bytes exceed {MAX_BLOCK_BYTES} bytes",
         )
     return token_bytes * chunk_tokens
 
@@ -263,7 +264,7 @@ def _curve_keys(
         return None
     if client_key is None or server_key is None:
         missing = "client_key" if client_key is None else "server_key"
-        raise ConfigError(missing, "client_key and server_key are of no use without each other")
+        raise ConfigError(missing, "set both client_key and server_key, or neither")
     return CurveKeys.load(client_key, server_key)
 
 
@@ -275,17 +276,21 @@ def _durability(value: Durability | str) -> Durability:
         raise ValueError(f"durability: expected one of {known}, got {value!r}") from None
 
 
-def _greet(cluster: Cluster, namespace: str) -> None:
-    """Says hello to all; raises when one refuses, or nobody answers."""
+def _say_hello(cluster: Cluster, namespace: str) -> None:
+    """Sends hello to all daemons; raises if one refuses the client or none answers."""
     failures: dict[str, str] = {}
     for address, store in cluster.stores.items():
         store.greet()
         error = store.last_error
         if isinstance(error, RemoteRefusal) and error.refuses_session:
-            raise TokenCacheError(f"namespace {namespace!r} is refused", {address: error.message})
+            raise TokenCacheError(
+                f"a daemon refuses namespace {namespace!r}", {address: error.message}
+            )
         if error is not None:
             failures[address] = str(error)
     if len(failures) == len(cluster.stores):
         raise TokenCacheError("no daemon answers", failures)
-    for address, why in failures.items():
-        logger.warning("the daemon at %s does not answer (%s); continuing without it", address, why)
+    for address, reason in failures.items():
+        logger.warning(
+            "the daemon at %s does not answer (%s); continuing without it", address, reason
+        )

@@ -1,4 +1,4 @@
-"""Keys of token sequences: the chain of `core/key.py`, in a namespace that no engine has."""
+"""Keys of token sequences: the hash chain of `core/key.py`, in a namespace that no engine uses."""
 
 from __future__ import annotations
 
@@ -26,9 +26,12 @@ _SUFFIX = group_suffix(0)
 
 
 class TokenKeys:
+    """Computes the block keys of a `TokenCache`. Thread-safe."""
+
     def __init__(self, name: str, token_bytes: int, chunk_tokens: int) -> None:
-        # Not the sizes: a daemon refuses those who use a name with others, rather than have them
-        # miss forever. In the root they are, for a daemon that has forgotten.
+        # The namespace does not depend on the sizes, so that a daemon can refuse a client that uses
+        # a name with other sizes, instead of missing forever. The root of the chain does depend on
+        # them, in case the daemon no longer knows the sizes of the namespace.
         self.namespace = hashlib.sha256(
             b"tiered-kv token cache\0" + canonical((FORMAT_VERSION, name))
         ).digest()
@@ -36,17 +39,20 @@ class TokenKeys:
         self._chunk = chunk_tokens
 
     def of(self, prefix: Tokens, tokens: Tokens) -> list[BlockKey]:
-        """Keys of all whole chunks of `prefix`, itself whole chunks, followed by `tokens`."""
+        """Returns the keys of all complete chunks of `prefix` + `tokens`.
+
+        `prefix` must consist of complete chunks.
+        """
         keys, digest = self._extend(self._root, prefix, "prefix")
         return keys + self._extend(digest, tokens, "tokens")[0]
 
     def _extend(self, parent: bytes, tokens: Tokens, name: str) -> tuple[list[BlockKey], bytes]:
-        if not len(tokens):  # an empty array may be one of floats
+        if not len(tokens):  # an empty array may have a float dtype, which native code refuses
             return [], parent
         whole = len(tokens) - len(tokens) % self._chunk
         try:
             keys, digest = extend_keys(parent, tokens, 0, whole, self._chunk, None, _SUFFIX)
-            if whole < len(tokens):  # the rest gets no key, and is checked all the same
+            if whole < len(tokens):  # validates the rest, which gets no key
                 extend_keys(parent, tokens, whole, len(tokens), 1, None, _SUFFIX)
         except NativeError as error:
             raise NativeError(str(error).replace("tokens", name, 1)) from None

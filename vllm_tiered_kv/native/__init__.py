@@ -1,1 +1,1 @@
-"""Typed Python face of the compiled modules: addresses and sizes in, errors out."""
+"""Typed Python interface of the compiled modules."""

@@ -1,9 +1,9 @@
 """Block copies in host memory, checksums and block keys.
 
 A *block* is a set of byte runs: run `r` of block `b` lies at `addresses[r] + b * block_strides[r]`,
-is `run_bytes[r]` long and goes to byte `slot_offsets[r]` of a slot. The caller owns all memory and
-keeps it alive for the length of a call. A bad argument is a `NativeError` that begins with its
-name; no byte has moved then. Calls that move or hash bytes do so without the GIL.
+is `run_bytes[r]` long and is copied to byte `slot_offsets[r]` of a slot. The caller owns all memory
+and keeps it alive during a call. An invalid argument raises a `NativeError` whose text begins with
+the argument's name, before any byte is moved. Calls that move or hash bytes release the GIL.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class HostRegion:
-    """Memory that holds slots."""
+    """The address range of memory that holds slots."""
 
     address: int
     nbytes: int
     piece_bytes: int = 0
-    """Registered with a device in pieces of so many bytes, counted from the address; 0: in one."""
+    """If not 0, the memory is registered with CUDA in pieces of this size, from `address` on."""
 
 
 def gather(
@@ -48,10 +48,10 @@ def gather(
     slot_offsets: NDArray[np.int64],
     threads: int = 0,
 ) -> None:
-    """Copy block `block_ids[i]` to the slot at byte `slot_offsets[i]` of the region.
+    """Copies block `block_ids[i]` to the slot at byte `slot_offsets[i]` of the region.
 
-    Slot offsets are multiples of 64 and the slots disjoint. `threads=0` chooses; a small batch
-    stays on the calling thread.
+    Slot offsets must be multiples of 64 and slots disjoint. `threads=0` chooses the number of
+    threads; a small batch stays on the calling thread.
     """
     _cpu.gather(layout, block_ids, region.address, region.nbytes, slot_offsets, threads)
 
@@ -63,9 +63,9 @@ def scatter(
     slot_offsets: NDArray[np.int64],
     threads: int = 0,
 ) -> None:
-    """Copy the slot at byte `slot_offsets[i]` of the region to block `block_ids[i]`.
+    """Copies the slot at byte `slot_offsets[i]` of the region to block `block_ids[i]`.
 
-    As `gather` in the other direction; the block ids are unique, slots may repeat.
+    Like `gather`, in the other direction. Block ids must be unique; slots may repeat.
     """
     _cpu.scatter(layout, block_ids, region.address, region.nbytes, slot_offsets, threads)
 
@@ -73,7 +73,7 @@ def scatter(
 def checksum(
     region: HostRegion, offsets: NDArray[np.int64], nbytes: int, threads: int = 0
 ) -> NDArray[np.uint64]:
-    """XXH3 (64 bits, seed 0) of `nbytes` bytes at each offset of the region."""
+    """Returns the XXH3 (64 bits, seed 0) of `nbytes` bytes at each offset of the region."""
     return _cpu.checksum(region.address, region.nbytes, offsets, nbytes, threads)
 
 
@@ -86,44 +86,46 @@ def extend_keys(
     extras: dict[int, bytes] | None,
     suffix: bytes,
 ) -> tuple[list[bytes], bytes]:
-    """Keys of the blocks of `tokens[start:stop]`, and the digest that the next call continues.
+    """Returns the keys of the blocks of `tokens[start:stop]`, and the digest for the next call.
 
     `digest[i] = SHA-256(digest[i - 1] || u32le(len(extra)) || extra || tokens of block i, u32le)`
     with `parent` (32 bytes) before the first and `extra = extras.get(i, b"")`, where `i` counts the
-    blocks of this call from 0. A key is the first 16 bytes of its digest and `suffix`. A token
-    outside `[0, 2**32)` is an error: a placeholder must never get a key.
+    blocks of this call from 0. A key is the first 16 bytes of its digest, followed by `suffix`. A
+    token outside `[0, 2**32)` raises NativeError, because a placeholder must never get a key.
     """
     return _cpu.extend_keys(parent, tokens, start, stop, block_size, extras, suffix)
 
 
 def copy_bytes(into: memoryview, source: memoryview) -> None:
-    """A copy that leaves other threads running meanwhile, as assigning a memoryview does not."""
+    """Copies bytes without holding the GIL, unlike the assignment of a memoryview."""
     np.copyto(np.frombuffer(into, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
 
 
 def copy_and_hash(
     into: Sequence[memoryview], sources: Sequence[memoryview], threads: int = 1
 ) -> list[int]:
-    """Copies each source into its place and says the XXH3 (64 bits, seed 0) of each.
+    """Copies each source to its target and returns the XXH3 (64 bits, seed 0) of each.
 
-    The bytes are read once for both, which costs no more than copying alone, and the GIL is let go
-    once for all. Pairs of unequal length, and places that overlap their source, are a NativeError;
-    a place must not overlap other places and sources either. `threads=0` chooses; few bytes stay on
-    the calling thread.
+    The bytes are read once for both, which is as fast as copying alone, and the GIL is released
+    once for all of them. Pairs of unequal length and targets that overlap their source raise
+    NativeError. A target must not overlap other targets or sources either. `threads=0` chooses the
+    number of threads; small copies stay on the calling thread.
     """
     return _cpu.copy_and_hash(into, sources, threads)
 
 
 def hash_buffers(buffers: Sequence[memoryview], threads: int = 1) -> list[int]:
-    """The XXH3 of each buffer; `threads` as in `copy_and_hash`."""
+    """Returns the XXH3 of each buffer; `threads` as in `copy_and_hash`."""
     return _cpu.hash_buffers(buffers, threads)
 
 
 def read_blocks(
     fd: int, offsets: Sequence[int], into: Sequence[memoryview], threads: int = 0
 ) -> tuple[list[int], list[int]]:
-    """Reads a block at each offset. Of each: how many bytes came, or the negative errno; and its
-    XXH3, where all of it came."""
+    """Reads a block at each offset.
+
+    Returns the bytes read, or a negative errno, and the XXH3 of each completely read block.
+    """
     return _cpu.read_file_blocks(fd, np.asarray(offsets, np.int64), into, threads)
 
 
@@ -134,21 +136,26 @@ def write_blocks(
     expected: Sequence[int | None],
     threads: int = 0,
 ) -> tuple[list[int], list[int]]:
-    """Writes a block at each offset, unless its XXH3 is another than expected. Of each: how many
-    bytes went, or the negative errno; and its XXH3. Once one has failed, those that were not begun
-    are ECANCELED."""
+    """Writes a block at each offset, unless its XXH3 differs from the expected one.
+
+    Returns the bytes written, or a negative errno, and the XXH3 of each block. After a failure,
+    blocks that were not started get ECANCELED.
+    """
     return _cpu.write_file_blocks(fd, np.asarray(offsets, np.int64), sources, expected, threads)
 
 
 class FillPool:
-    """All calls may be made from any thread."""
+    """Copies received blocks to their slots without blocking the caller. Thread-safe.
+
+    The daemon's event loop starts copies and collects finished ones when `descriptor` is readable.
+    """
 
     def __init__(self) -> None:
         self._native = _cpu.FillPool()
 
     @property
     def descriptor(self) -> int:
-        """Readable while there is something to collect. Closed with this pool."""
+        """Readable while there are finished copies to collect. Closed with this pool."""
         return self._native.descriptor
 
     def start(
@@ -158,26 +165,32 @@ class FillPool:
         sources: Sequence[memoryview],
         threads: int = 0,
     ) -> None:
-        """As `copy_and_hash`, but returns at once: the buffers are held until the ticket was
-        collected. Each ticket is larger than the one before."""
+        """Like `copy_and_hash`, but returns at once. The buffers are held until the ticket is
+        collected. Each ticket must be larger than the one before."""
         self._native.start(ticket, into, sources, threads)
 
     def collect(self) -> list[tuple[int, list[int]]]:
-        """The tickets that have ended since the last call, with the checksums of their blocks."""
+        """Returns the tickets finished since the last call, with the checksums of their blocks."""
         return self._native.collect()
 
     def wait(self) -> None:
-        """Returns when all that was started before has ended and can be collected."""
+        """Waits until all copies started before the call have finished and can be collected."""
         self._native.wait()
 
 
 def follow(first: Any, last: Any, next: str, wanted: str, most: int) -> list[Any]:
-    """The attribute `wanted` of `first` and those that follow it by the attribute `next`, at most
-    so many and up to `last`, which does not count; without a step of the interpreter for each."""
+    """Returns the attribute `wanted` of `first` and of the objects that follow it by `next`.
+
+    It stops before `last` and after `most` objects. The loop is native, because a Python loop over
+    thousands of objects is slow.
+    """
     return _cpu.follow(first, last, next, wanted, most)
 
 
 def send_frames(function: int, socket: int, buffers: Sequence[memoryview], flags: int) -> int:
-    """Sends each with the function at this address, which is zmq_send_const: nothing is copied, and
-    the memory must stay until zmq has sent it. 0, or the errno of the first that was refused."""
+    """Sends each buffer with the function at this address, which must be zmq_send_const.
+
+    Nothing is copied, so the memory must stay valid until zmq has sent it. Returns 0, or the errno
+    of the first buffer that zmq refused.
+    """
     return _cpu.send_frames(function, socket, buffers, flags)

@@ -1,10 +1,10 @@
 """Block copies on an NVIDIA GPU, and the few CUDA objects they need.
 
-Importing this needs neither a GPU nor the compiled module; `why_unavailable` says what is missing,
-and every other call then raises `NoDeviceError` with the same sentence. Copies are queued on the
-caller's stream and the calls return at once: the caller keeps both memories alive until the stream
-has passed. A bad argument is a `NativeError` that begins with its name, a failed CUDA call a
-`CudaError` with the call's name.
+Importing this module needs neither a GPU nor the compiled module. `why_unavailable` says what is
+missing, and every other call then raises `NoDeviceError` with the same text. Copies are enqueued on
+the caller's stream and the calls return at once; the caller keeps source and target memory alive
+until the copies have finished. An invalid argument raises a `NativeError` whose text begins with
+its name; a failed CUDA call raises a `CudaError` that names the call.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def _load() -> ModuleType:
         if missing.name in (None, "vllm_tiered_kv.native", "vllm_tiered_kv.native._cuda"):
             reason = "the CUDA module was not built (no nvcc at install time)"
         else:
-            reason = f"the CUDA module does not load: {missing}"
+            reason = f"the CUDA module cannot be loaded: {missing}"
         raise NoDeviceError(reason) from missing
     return _cuda
 
 
 def why_unavailable() -> str | None:
-    """One sentence, or None where there is a device to use."""
+    """Returns why no CUDA device can be used, or None if one can."""
     try:
         device_count()
     except NoDeviceError as reason:
@@ -47,16 +47,17 @@ def available() -> bool:
 
 
 def device_count() -> int:
-    """At least 1; `NoDeviceError` otherwise."""
+    """Returns the number of devices, at least 1; raises `NoDeviceError` if there is none."""
     count: int = _load().device_count()
     return count
 
 
 def host_register(address: int, nbytes: int, device: int | None = None) -> None:
-    """Pin memory for DMA by every device and map it at its own address.
+    """Pins memory for DMA by all devices and maps it at its host address.
 
-    `device` says whose context does it, None the calling thread's. Name it on a thread that has
-    not chosen one: CUDA would take the first device, which may be another process's.
+    The call uses the context of `device`, or the calling thread's context if it is None. A thread
+    that has not selected a device must name one: CUDA would use the first device, which may belong
+    to another process.
     """
     _load().host_register(device, address, nbytes)
 
@@ -66,7 +67,7 @@ def host_unregister(address: int, device: int | None = None) -> None:
 
 
 class Event:
-    """A point in a stream's work. Without timing, which would slow it down."""
+    """A point in the work of a stream, created without timing because that is faster."""
 
     def __init__(self, device: int) -> None:
         self._native: _cuda.Event = _load().Event(device)
@@ -75,11 +76,11 @@ class Event:
         self._native.record(stream_handle)
 
     def wait_in(self, stream_handle: int) -> None:
-        """Let later work of any stream wait for this point; the caller does not."""
+        """Makes later work of a stream wait for this point; does not block the caller."""
         self._native.wait_in(stream_handle)
 
     def query(self) -> bool:
-        """Whether the work before the last `record` is done; true where nothing was recorded."""
+        """Returns whether the work before the last `record` is done; True before any `record`."""
         return self._native.query()
 
     def synchronize(self) -> None:
@@ -90,11 +91,11 @@ class Event:
 
 
 class Stream:
-    """A stream that does not wait for the default stream.
+    """A stream that does not synchronize with the default stream.
 
-    Its priority is the lowest there is, which ordinary streams have too, those of vLLM among them:
-    copies come second only where somebody computes at a higher one. `low_priority=False` takes the
-    highest.
+    It has the lowest priority. Ordinary streams, including those of vLLM, have the same priority,
+    so copies yield only to work on streams of a higher one. `low_priority=False` selects the
+    highest priority.
     """
 
     def __init__(self, device: int, low_priority: bool = True) -> None:
@@ -105,7 +106,7 @@ class Stream:
         return self._native.handle
 
     def wait(self, event: Event) -> None:
-        """Let later work of this stream wait for the event; the caller does not."""
+        """Makes later work of this stream wait for the event; does not block the caller."""
         self._native.wait(event._native)
 
     def synchronize(self) -> None:
@@ -116,7 +117,7 @@ class Stream:
 
 
 class DeviceBuffer:
-    """Memory of a device. `close` waits for the device; a closed buffer has no address."""
+    """Device memory. `close` waits for the device; a closed buffer has no address."""
 
     def __init__(self, device: int, nbytes: int) -> None:
         self._native: _cuda.DeviceBuffer = _load().DeviceBuffer(device, nbytes)
@@ -134,7 +135,7 @@ class DeviceBuffer:
 
 
 class CudaBlockLayout:
-    """`native.cpu.BlockLayout` for blocks in device memory; holds its table of runs there."""
+    """Like `native.cpu.BlockLayout`, for device memory; its table of runs is on the device."""
 
     def __init__(
         self,
@@ -163,7 +164,7 @@ class CudaBlockLayout:
 
     @property
     def alignment(self) -> int:
-        """Bytes the kernel moves at once (16, 8, 4 or 1), given a target aligned as well."""
+        """Bytes the kernel moves at once (16, 8, 4 or 1), if the target is aligned as well."""
         return self._native.alignment
 
 
@@ -176,11 +177,11 @@ def gather(
     stream_handle: int,
     ctas: int = 0,
 ) -> None:
-    """Queue a kernel that copies block `block_ids[i]` to byte `slot_offsets[i]` of the target.
+    """Enqueues a kernel that copies block `block_ids[i]` to byte `slot_offsets[i]` of the target.
 
-    The target is device memory, or host memory that is pinned and mapped: then a few thread blocks
-    (`ctas=8`) fill the bus and leave the rest of the device alone. `ctas=0` takes all of it. Slot
-    offsets are multiples of 64 and the slots disjoint.
+    The target is device memory, or pinned and mapped host memory. For host memory a few thread
+    blocks (`ctas=8`) saturate the bus and leave the rest of the device to others; `ctas=0` uses the
+    whole device. Slot offsets must be multiples of 64 and slots disjoint.
     """
     _load().gather(
         layout._native, block_ids, target_address, target_nbytes, slot_offsets, stream_handle, ctas
@@ -198,11 +199,10 @@ def scatter(
     part_begin: int = 0,
     part_end: int | None = None,
 ) -> None:
-    """As `gather` in the other direction; the block ids are unique, slots may repeat.
+    """Like `gather`, in the other direction. Block ids must be unique; slots may repeat.
 
-    With a part, only pieces (of at most 16 KiB) that begin in these bytes of a slot are copied:
-    parts that follow each other copy everything, and after one of them all bytes before its end
-    are there.
+    With a part, only pieces (of at most 16 KiB) that begin in these bytes of a slot are copied.
+    Consecutive parts copy everything, and after each part all bytes before its end are copied.
     """
     _load().scatter(
         layout._native,
@@ -227,11 +227,11 @@ def copy_to_host(
     device: int | None = None,
     host_piece_bytes: int = 0,
 ) -> None:
-    """Queue DMA of `nbytes_each` bytes from each source offset to its target offset.
+    """Enqueues DMA of `nbytes_each` bytes from each source offset to its target offset.
 
-    Ranges that continue each other on both sides travel as one. `device` is made current for the
-    call; None leaves the calling thread's own. `host_piece_bytes` says that the host memory was
-    registered in pieces of so many bytes, counted from its address: no copy spans two of them.
+    Ranges that are adjacent on both sides are merged. `device` is current during the call; None
+    keeps the device of the calling thread. If `host_piece_bytes` is not 0, the host memory was
+    registered in pieces of this size, starting at its address, and no copy spans two of them.
     """
     _load().copy_to_host(
         src_address,
@@ -255,7 +255,7 @@ def copy_to_device(
     device: int | None = None,
     host_piece_bytes: int = 0,
 ) -> None:
-    """As `copy_to_host` in the other direction."""
+    """Like `copy_to_host`, in the other direction."""
     _load().copy_to_device(
         src_address,
         src_offsets,

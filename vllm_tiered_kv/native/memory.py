@@ -13,7 +13,7 @@ _MADV_POPULATE_WRITE = 23  # since Linux 5.14
 @functools.cache
 def _madvise() -> Callable[[int, int, int], int] | None:
     try:
-        function = ctypes.CDLL(None).madvise  # lets go of the GIL, unlike mmap.madvise
+        function = ctypes.CDLL(None).madvise  # releases the GIL, unlike mmap.madvise
     except (OSError, AttributeError):
         return None
     function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -21,27 +21,27 @@ def _madvise() -> Callable[[int, int, int], int] | None:
 
 
 def populate(address: int, nbytes: int) -> bool:
-    """Provides whole pages and changes no byte of them; False where the kernel cannot."""
+    """Populates whole pages and keeps their content; False if the kernel does not support it."""
     function = _madvise()
     return function is not None and function(address, nbytes, _MADV_POPULATE_WRITE) == 0
 
 
 # From malloc.h
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
-_LARGEST_MMAP_THRESHOLD = 32 << 20  # glibc takes no more
-_KEPT_BYTES = 256 << 20  # free memory at the end of a heap that is not worth returning
+_MAX_MMAP_THRESHOLD = 32 << 20  # glibc accepts no larger value
+_KEPT_BYTES = 256 << 20  # free memory at the end of a heap that glibc keeps
 _GROWTH_BYTES = 16 << 20
 
 
 def trim() -> None:
-    """Gives back to the system what is free now. Takes a while where that is much."""
+    """Returns free memory to the system, which takes a while if there is much of it."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
 
 
 @functools.cache
 def keep_large_buffers() -> bool:
-    """Once for the process; False where the C library knows no such thing."""
+    """Applies the settings once per process; False if the C library does not support them."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
@@ -49,7 +49,7 @@ def keep_large_buffers() -> bool:
     return all(
         mallopt(ctypes.c_int(option), ctypes.c_int(value))
         for option, value in (
-            (_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD),
+            (_M_MMAP_THRESHOLD, _MAX_MMAP_THRESHOLD),
             (_M_TRIM_THRESHOLD, _KEPT_BYTES),
             (_M_TOP_PAD, _GROWTH_BYTES),
         )
