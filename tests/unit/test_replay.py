@@ -231,7 +231,7 @@ def test_replay_without_loads_exits_nothing_loaded(
     assert replay(running, prompts) == 3
     shown = capsys.readouterr()
     assert "NO BLOCK WAS LOADED" in shown.out
-    assert "GPU cache" in shown.err
+    assert "GPU prefix cache" in shown.err
     assert replay(running, prompts, "--allow-no-loads") == 0
 
 
