@@ -67,6 +67,24 @@ def test_imports_point_down(path: Path) -> None:
             assert parts[0] in FOREIGN.get(room, ()), f"{room} imports {name}"
 
 
+@pytest.mark.parametrize(
+    ("folder", "other"),
+    [
+        ("connector/scheduler", "connector/worker"),
+        ("connector/worker", "connector/scheduler"),
+        ("connector/identity", "connector/scheduler"),
+        ("connector/identity", "connector/worker"),
+    ],
+)
+def test_folders_of_other_processes_are_not_imported(folder: str, other: str) -> None:
+    """Scheduler and worker live in different processes; `metadata.py` is what passes between."""
+    files = sorted((PACKAGE / folder).glob("*.py"))
+    assert files
+    prefix = f"vllm_tiered_kv.{other.replace('/', '.')}"
+    for path in files:
+        assert not [name for name in imports(path) if name.startswith(prefix)], path.name
+
+
 def test_the_lower_rooms_load_without_torch_and_vllm() -> None:
     modules = [
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)

@@ -68,6 +68,11 @@ class StoreJob:
     transfer: GroupTransfer
 
 
+MAX_LEASE_AGE_S = 2.0
+"""Step loads use leases of lookups up to this age. Workers keep the memory of a daemon that has gone
+mapped for longer."""
+
+
 @dataclass(frozen=True)
 class LeasedBlocks:
     """Locations of leased blocks in a daemon's shared memory, valid until the load is reported.

@@ -15,9 +15,15 @@ from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookups, Rem
 from vllm_tiered_kv.connector.scheduler.remote_puts import RemotePuts
 from vllm_tiered_kv.connector.scheduler.request_state import RequestState
 from vllm_tiered_kv.connector.scheduler.window_search import WindowSearch
-from vllm_tiered_kv.connector.worker.shared_region import LEASE_TRUSTED_S
 from vllm_tiered_kv.core.key import BlockKey
-from vllm_tiered_kv.core.transfer import ProbeJob, PutJob, RemoteTransfer, int64_array, pick
+from vllm_tiered_kv.core.transfer import (
+    MAX_LEASE_AGE_S,
+    ProbeJob,
+    PutJob,
+    RemoteTransfer,
+    int64_array,
+    pick,
+)
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.remote.placement import Cluster
@@ -219,7 +225,7 @@ class RemoteTier:
         answer = state.remote.answer if state.remote is not None else None
         if answer is None or not any(answer.spans):
             return True
-        if state.remote is None or state.remote.age_s > LEASE_TRUSTED_S:
+        if state.remote is None or state.remote.age_s > MAX_LEASE_AGE_S:
             return False
         if len(self._arenas_of_rank) < self._num_workers:
             return False

@@ -30,11 +30,10 @@ from vllm_tiered_kv.remote.store import RemoteStore
 logger = logging.getLogger(__name__)
 
 _PIECE_BYTES = 128 << 20
-LEASE_TRUSTED_S = 2.0
-"""How old the answer of a daemon may be for a step to rely on its memory."""
 _KEPT_S = 15.0
-"""How long the memory of a daemon that has gone stays mapped: far longer than that, and than a
-step that was planned meanwhile takes to begin. Unless the step before it takes that long."""
+"""How long the memory of a daemon that has gone stays mapped: far longer than `MAX_LEASE_AGE_S`,
+and than a step that was planned meanwhile takes to begin, unless the step before it takes that
+long."""
 _STEPS_AHEAD = 16
 """More steps than are ever planned before the first of them has said what is mapped."""
 
