@@ -69,8 +69,8 @@ class StoreJob:
 
 
 MAX_LEASE_AGE_S = 2.0
-"""Step loads use leases of lookups up to this age. Workers keep the memory of a daemon that has gone
-mapped for longer."""
+"""Step loads use leases of lookups up to this age. Workers keep the memory of a daemon that has
+gone mapped for longer."""
 
 
 @dataclass(frozen=True)
