@@ -1,4 +1,4 @@
-"""Rounding passes; a block of another prompt, changed bytes and NaNs do not."""
+"""Block comparison accepts rounding, but not blocks of other prompts, changed bytes or NaNs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EACH = pytest.mark.parametrize("number_format", NUMBERS, ids=lambda f: f.name.lo
 
 
 def encode(values: np.ndarray, number_format: NumberFormat) -> np.ndarray:
-    """To the nearest number of the format, by looking at all of a small one."""
+    """Rounds to the nearest number of the format; tries all numbers of a small format."""
     if number_format is NumberFormat.FLOAT32:
         return values.astype(np.float32).view(np.uint8).copy()
     if number_format is NumberFormat.FLOAT16:
@@ -112,14 +112,14 @@ def test_compare_uses_scale_of_each_layer() -> None:
     end = len(large)
     layers = [
         LayerNumbers("large", end, NumberFormat.BFLOAT16),
-        LayerNumbers("its twin", end, NumberFormat.BFLOAT16),  # shares the memory of the other
+        LayerNumbers("its twin", end, NumberFormat.BFLOAT16),  # shares the memory of the first one
         LayerNumbers("small", 2 * end, NumberFormat.BFLOAT16),
     ]
     computed, held = np.concatenate([large, small]), np.concatenate([large, other])
     found = compare(held, computed, layers, 0.05)
     assert (found.likeness, found.layer) == (Likeness.DIFFERENT, "small")
     whole = against(held, computed, NumberFormat.BFLOAT16)
-    assert whole.likeness is Likeness.CLOSE  # so the layers matter
+    assert whole.likeness is Likeness.CLOSE  # so the division into layers matters
 
 
 def test_compare_opaque_format_requires_equal_bytes() -> None:
@@ -132,7 +132,7 @@ def test_compare_opaque_format_requires_equal_bytes() -> None:
 
 
 def test_decode_fp8_matches_ocp_definition() -> None:
-    """The corners of both formats, from their definition (OCP 8-bit floating point)."""
+    """Checks the extreme values of both formats of OCP 8-bit floating point."""
     e4m3 = decode(np.array([0x01, 0x08, 0x38, 0x7E, 0xFE, 0x7F], np.uint8), NumberFormat.FP8_E4M3)
     assert e4m3[:5].tolist() == [2**-9, 2**-6, 1.0, 448.0, -448.0]
     assert math.isnan(e4m3[5])

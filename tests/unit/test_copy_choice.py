@@ -1,4 +1,4 @@
-"""Which way blocks take to a GPU, and how slots are cut into layers: decisions, no GPU needed."""
+"""Choice of the copy strategy, and division of slots into layer parts; needs no GPU."""
 
 from __future__ import annotations
 

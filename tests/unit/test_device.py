@@ -1,4 +1,4 @@
-"""Arena and the CPU copier, with plain numpy memory as the device."""
+"""The arena and the CPU copier, with numpy arrays as the device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BLOCKS, LAYERS, PAGE = 6, 3, 40
 
 
 class Device:
-    """Layers of a toy device and everything around them."""
+    """A copier with a small arena and the layers of a toy device."""
 
     def __init__(self) -> None:
         rng = np.random.default_rng(1)
@@ -119,7 +119,7 @@ def test_arena_pins_first_chunk_then_rest_in_background() -> None:
         pinned.append((address, nbytes))
 
     arena = Arena(10_000, pin, unpinned.append, chunk_bytes=4096)
-    assert arena.ready_bytes == 4096  # the engine goes on with this much
+    assert arena.ready_bytes == 4096  # enough for the engine to start
     gate.set()
     deadline = time.monotonic() + 10
     while arena.ready_bytes < 10_000 and time.monotonic() < deadline:
@@ -132,7 +132,7 @@ def test_arena_pins_first_chunk_then_rest_in_background() -> None:
 
 
 def test_arena_populates_pages_before_pinning() -> None:
-    """Or the driver would provide them, and hold up every other call to it meanwhile."""
+    """Otherwise the driver allocates the pages and blocks all other CUDA calls meanwhile."""
     page = mmap.PAGESIZE
     there: list[bool] = []
 

@@ -1,4 +1,4 @@
-"""The index of a tier on a disk: slots are reused only when the disk has forgotten them."""
+"""The index of a persistent tier reuses slots only after their removal is durable."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_tiered_kv.native._cpu import EVICTION_POLICIES
 def make_durable(
     slots: int = 8, eviction: str = "lru", sizes: tuple[int, ...] = (64,)
 ) -> tuple[DurableIndex, list[int]]:
-    """An index, and the slots of blocks that left it, in order."""
+    """Returns an index, and a list that receives the slots of removed blocks."""
     left: list[int] = []
     index = DurableIndex(ArenaGeometry(slots * max(sizes), sizes), eviction, on_leave=left.append)
     return index, left
@@ -28,7 +28,7 @@ def test_durable_index_slot_is_not_reused_before_release() -> None:
     index, left = make_durable(2)
     for number in (1, 2):
         assert store(index, number) is not None
-    assert store(index, 3) is None  # nothing is evicted on the way
+    assert store(index, 3) is None  # reserve does not evict
     assert index.lookup(key(1)) is Lookup.HIT
     assert index.make_room(0, 1) == 1
     assert left == [0]
@@ -37,7 +37,7 @@ def test_durable_index_slot_is_not_reused_before_release() -> None:
     slots = index.take_quarantined()
     assert slots == [0]
     assert not index.has_quarantined
-    assert store(index, 3) is None  # taken, and still not released
+    assert store(index, 3) is None  # taken, but not released yet
     index.quarantine_again(slots)
     assert index.take_quarantined() == slots
     index.release(slots)
@@ -100,7 +100,7 @@ def test_durable_index_self_parent_can_be_evicted() -> None:
 def test_restore_cycle_of_parents_can_be_evicted() -> None:
     index, _ = make_durable(8)
     names = [key(n) for n in range(6)]
-    # 0 follows itself; 1, 2 and 3 each other; 4 follows them, 5 a block that is not here.
+    # 0 is its own parent; 1, 2 and 3 form a cycle; 4 descends from it; 5 has a missing parent.
     parents = [names[0], names[3], names[1], names[2], names[3], key(99)]
     index.restore(names, parents, [0, 1, 2, 3, 4, 5], [0] * 6)
     index.check()
@@ -149,7 +149,7 @@ def test_restore_reproduces_index(eviction: str, seed: int) -> None:
 
 
 def test_restore_rows_reproduces_index() -> None:
-    """Keys of all lengths: some do not fit where shorter ones lay."""
+    """Uses keys of all lengths, so that some do not fit where shorter keys were stored."""
     rng = random.Random(0)
     index, _ = make_durable(3000)
     names: list[bytes] = []
@@ -199,7 +199,7 @@ def test_durable_index_random_operations_keep_invariants(
     reserved: list[int] = []
     pinned: list[list[int]] = []
     taken: list[int] = []
-    locked: set[int] = set()  # slots of blocks that left and were not released
+    locked: set[int] = set()  # slots of removed blocks that are not released yet
     for _ in range(1200):
         size_class = rng.randrange(len(sizes))
         path = (size_class, *(rng.randrange(3) for _ in range(rng.randrange(1, 6))))

@@ -1,4 +1,4 @@
-"""What each eviction policy promises, seen through an index; and LRU against a naive model."""
+"""The guarantees of each eviction policy, tested through an index; LRU against a naive model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def key(number: int) -> BlockKey:
 
 
 class Tier:
-    """An index of so many slots, and what left it."""
+    """An index with a number of slots, and the list of evicted blocks."""
 
     def __init__(self, eviction: str, slots: int) -> None:
         self.left: list[int] = []
@@ -77,7 +77,7 @@ def test_policy_evicts_chain_from_tail(eviction: str) -> None:
     assert tier.left == [3, 2, 1, 0]
 
 
-_HANG_S = 10.0  # far beyond what is needed, far below what one walk a block would take
+_HANG_S = 10.0  # much more than needed, much less than one walk per block would take
 
 
 def store_many(index: BlockIndex, numbers: range, size_class: int = 0) -> None:
@@ -104,13 +104,13 @@ def test_policy_does_not_walk_pinned_blocks_repeatedly(eviction: str) -> None:
 
 @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
 def test_index_does_not_search_slab_in_use_repeatedly(eviction: str) -> None:
-    """The other class has the colder blocks, and a pinned one among them."""
+    """The other class has the colder blocks, but one of them is pinned."""
     slab = 8192 * 64
     index = BlockIndex(SlabGeometry(2 * slab, slab, 64), eviction)
     other, own = index.add_class(64, b""), index.add_class(128, b"")
     store_many(index, range(8192), other)
     store_many(index, range(8192, 8192 + 4096), own)
-    pinned = index.pin([key(0)])  # the last that would be looked at
+    pinned = index.pin([key(0)])  # the last block that a search would reach
     begin = time.monotonic()
     for start in range(20_000, 60_000, 4096):
         store_many(index, range(start, start + 4096), own)
@@ -124,7 +124,7 @@ def test_index_does_not_search_slab_in_use_repeatedly(eviction: str) -> None:
 
 @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
 def test_index_parked_block_keeps_place_in_chain(eviction: str) -> None:
-    """It gains and loses a follower, and is removed, while no policy knows it."""
+    """The parked block gains and loses a successor, and is removed, outside of any policy."""
     tier = Tier(eviction, 3)
     for number in range(3):
         assert tier.store(number)
@@ -160,7 +160,7 @@ def test_lru_new_leaf_is_ordered_by_last_use() -> None:
     for number in range(4):
         tier.store(number)
     tier.store(4, parent=0)
-    tier.use(0)  # after 1, 2 and 3, while a block follows it
+    tier.use(0)  # after 1, 2 and 3, while it has a successor
     tier.index.remove(key(4))
     for number in range(10, 15):
         tier.store(number)
@@ -169,10 +169,10 @@ def test_lru_new_leaf_is_ordered_by_last_use() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_lru_matches_naive_model(seed: int) -> None:
-    """Of the blocks that nothing follows and nobody uses, the one used longest ago leaves."""
+    """The model evicts the least recently used of the unpinned blocks without successors."""
     rng = random.Random(seed)
     tier = Tier("lru", 16)
-    parents: dict[int, int | None] = {}  # what is here, and what it follows
+    parents: dict[int, int | None] = {}  # present blocks and their parents
     used: dict[int, int] = {}
     pins: dict[int, list[int]] = {}
     for now in range(3000):
@@ -225,14 +225,14 @@ def test_s3fifo_keeps_working_set_during_scans() -> None:
     requests: list[int] = []
     fresh = 10_000
     for _ in range(40):
-        requests += [rng.randrange(60) for _ in range(200)]  # what is used again and again
+        requests += [rng.randrange(60) for _ in range(200)]  # the working set
         requests += range(fresh, fresh + 300)  # a scan of one-time prompts
         fresh += 300
     assert hit_rate("s3fifo", requests, 100) > hit_rate("lru", requests, 100) + 0.03
 
 
 def test_s3fifo_ghost_enters_main_queue() -> None:
-    """A block that comes back after it left unused goes past the queue of those used once."""
+    """A block that returns soon after its eviction enters the main queue directly."""
     tier = Tier("s3fifo", 20)
     for number in range(21):
         tier.store(number)

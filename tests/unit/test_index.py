@@ -1,4 +1,4 @@
-"""The index against a model: random operations, every invariant after each of them."""
+"""The block index: single rules, and random operations with a check of all invariants."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make(slots: int = 8, eviction: str = "lru", sizes: tuple[int, ...] = (64,)) 
 
 
 def store(index: BlockIndex, *path: int, size_class: int = 0) -> int | None:
-    """Stores the block at the end of a path; its parent is the path without its end."""
+    """Stores the last block of a path; its parent is the block before it in the path."""
     parent = key(*path[:-1]) if len(path) > 1 else None
     slot = index.reserve(key(*path), parent, size_class)
     if slot is not None:
@@ -58,8 +58,8 @@ def test_reserve_all_stops_at_first_block_without_room() -> None:
         [None, key(1), key(1), None, None, None],
         0,
     )
-    assert slots[0] == slots[2] == NOWHERE  # is here; is among these
-    assert len(slots) == 4  # no room for the fifth, and the last was not looked at
+    assert slots[0] == slots[2] == NOWHERE  # already present; duplicate in this list
+    assert len(slots) == 4  # no room for the fifth; the last is not tried
     assert len({pinned, slots[1], slots[3]}) == 3
     assert index.block_in(slots[1]) == (key(1, 1), key(1))
     assert index.lookup(key(3)) is Lookup.MISS
@@ -111,7 +111,7 @@ def test_index_evicts_tails_before_heads(eviction: str) -> None:
     store(index, 101)
     store(index, 102)
     assert index.match_prefix(chain) == 1 or eviction == "s3fifo"
-    for position, block in enumerate(chain):  # whatever is left has no gap
+    for position, block in enumerate(chain):  # the remaining blocks have no gap
         if index.lookup(block) is Lookup.HIT:
             assert index.match_prefix(chain) >= position + 1
 
@@ -121,14 +121,14 @@ def test_reserve_does_not_evict_parent() -> None:
     store(index, 1)
     store(index, 2)
     index.touch([key(2)])
-    assert store(index, 1, 1) is not None  # (1) was coldest, yet (2) had to go
+    assert store(index, 1, 1) is not None  # (1) was coldest, but (2) is evicted
     assert index.lookup(key(1)) is Lookup.HIT
     assert index.lookup(key(2)) is Lookup.MISS
 
 
 @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
 def test_index_chain_longer_than_tier_passes_through(eviction: str) -> None:
-    """Over a slower tier heads may leave, as far as they are there and nobody uses them."""
+    """Unused heads can be evicted if a lower tier holds them."""
     below: set[bytes] = set()
     offered: list[bytes] = []
     gone: list[bytes] = []
@@ -165,11 +165,11 @@ def test_index_pinned_and_reserved_slots_are_not_reused() -> None:
     slots = index.pin([key(1)])
     reserved = index.reserve(key(2), None, 0)
     store(index, 3)
-    assert store(index, 4) is not None  # (3) left
+    assert store(index, 4) is not None  # evicts (3)
     assert index.lookup(key(3)) is Lookup.MISS
     assert index.lookup(key(1)) is Lookup.HIT
     index.pin([key(4)])
-    assert index.reserve(key(5), None, 0) is None  # nothing can leave
+    assert index.reserve(key(5), None, 0) is None  # nothing can be evicted
     index.commit(reserved)
     index.unpin(slots)
     assert store(index, 5) is not None
@@ -201,11 +201,11 @@ def test_remove_block_being_written_is_never_visible() -> None:
 def test_index_links_block_stored_before_its_parent() -> None:
     index = make(3)
     store(index, 1, 1)
-    store(index, 1)  # adopts it
+    store(index, 1)  # becomes its parent
     store(index, 2)
     index.touch([key(1, 1)])
     index.touch([key(2)])
-    store(index, 3)  # (1) is coldest but has a follower now: (1, 1) leaves
+    store(index, 3)  # (1) is coldest but has a successor now: evicts (1, 1)
     assert index.lookup(key(1)) is Lookup.HIT
     assert index.lookup(key(1, 1)) is Lookup.MISS
 
@@ -227,7 +227,7 @@ def test_index_limit_restricts_usable_slots() -> None:
     index = make(8)
     slab = index.geometry.slab_bytes
     per_slab = index.geometry.slots_per_slab
-    index.limit(2 * slab + slab // 2)  # of the third slab only a half is pinned
+    index.limit(2 * slab + slab // 2)  # only half of the third slab is pinned
     slots = {store(index, n) for n in range(6)}
     assert {slot // per_slab for slot in slots if slot is not None} == {0, 1}
     index.limit(8 * slab)
@@ -235,7 +235,7 @@ def test_index_limit_restricts_usable_slots() -> None:
         store(index, n)
     warm = [n for n in range(20) if index.lookup(key(n)) is Lookup.HIT]
     assert len(warm) == 8
-    index.limit(2 * slab)  # a worker had to give some of it up
+    index.limit(2 * slab)  # a worker lost a part of its memory
     beyond = next(n for n in warm if index.pin([key(n)])[0] // per_slab >= 2)
     index.unpin(index.pinned_slots())
     index.remove(key(beyond))
@@ -265,7 +265,7 @@ def test_index_random_operations_keep_invariants(
     eviction: str, sizes: tuple[int, ...], seed: int
 ) -> None:
     rng = random.Random(seed)
-    # Every other time heads may leave, but for some.
+    # In every second run most heads can be evicted.
     is_below = (lambda name: name[1] != 0) if seed % 2 else None
     index = BlockIndex(ArenaGeometry(24 * max(sizes), sizes), eviction, is_below=is_below)
     reserved: list[int] = []
@@ -307,7 +307,7 @@ def test_index_random_operations_keep_invariants(
 
 
 def test_reserve_with_more_evicts_same_blocks_as_one_by_one() -> None:
-    """The same blocks leave, in the same order, none of them the one that the new ones follow."""
+    """The same blocks are evicted in the same order, and the parent of the new ones is not."""
     left: list[list[bytes]] = [[], []]
     geometry = ArenaGeometry(24 * 64, (64,))
     indexes = [
@@ -348,7 +348,7 @@ def test_index_added_classes_share_slabs() -> None:
         assert store(index, number, size_class=small) is not None
     assert store(index, 100, size_class=large) is not None
     assert index.used_bytes == 6 * 4096 + 8192
-    for number in range(101, 106):  # takes the slabs of the colder class
+    for number in range(101, 106):  # takes slabs of the colder class
         assert store(index, number, size_class=large) is not None
     assert index.used_bytes <= index.geometry.capacity_bytes
     assert index.lookup(key(105)) is Lookup.HIT
@@ -366,7 +366,7 @@ def test_index_owner_at_quota_evicts_only_own_blocks() -> None:
     assert [number for number in range(20) if index.lookup(key(number)) is Lookup.HIT] == list(
         range(12, 20)
     )
-    for number in range(20, 40):  # the other owner has no quota: it takes the free slab, then more
+    for number in range(20, 40):  # the other owner has no quota and takes the free slab, then more
         assert store(index, 200 + number, size_class=other) is not None
     assert index.used_bytes <= index.geometry.capacity_bytes
 
@@ -408,7 +408,7 @@ def test_index_hook_may_change_list_of_keys() -> None:
 
     def may_evict(block: bytes) -> int:
         names.clear()
-        return 1  # as good as True
+        return 1  # truthy
 
     index = BlockIndex(ArenaGeometry(4 * 64, (64,)), "lru", may_evict=may_evict)
     for number in range(4):
@@ -443,7 +443,7 @@ def test_index_bad_arguments_change_nothing() -> None:
 
 
 def test_index_cyclic_parents_can_be_evicted() -> None:
-    """No chain of hashes has a circle, but a client may name what it likes."""
+    """A hash chain has no cycle, but a client may send any parent."""
     index = make(3)
     circle = [key(1), key(2), key(3)]
     for number, name in enumerate(circle):

@@ -1,4 +1,4 @@
-"""Keys: any fact changes them, any process computes the same ones."""
+"""Block keys depend on every input and are the same in every process."""
 
 from __future__ import annotations
 

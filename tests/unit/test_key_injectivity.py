@@ -1,4 +1,4 @@
-"""No two different things have one key: models, tenants, scopes, tokens, groups and ranks."""
+"""Different models, tenants, scopes, tokens, groups and ranks never have the same key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vllm_tiered_kv.core.key import (
 )
 from vllm_tiered_kv.core.store import store_key
 
-# Few values of each, chosen to run into each other when glued together without care.
+# A few values of each input, chosen to collide if they were concatenated carelessly.
 words = st.sampled_from(["", "a", "b", "ab", "a,b", '","', "\0", "auto", "fp8", "[]", "0"])
 names = st.lists(words, max_size=2).map(tuple)
 
@@ -47,7 +47,7 @@ scopes = st.tuples(
 
 @dataclass(frozen=True)
 class Block:
-    """Everything that decides what a block holds."""
+    """All inputs that decide the content of a block."""
 
     fingerprint: Fingerprint
     scope: tuple[bytes, bytes | None, str | None]
@@ -69,7 +69,7 @@ class Block:
 
     def facts(self) -> Any:
         fingerprint = asdict(self.fingerprint)
-        parallel = sorted(fingerprint.pop("parallel").items())  # in whatever order it was written
+        parallel = sorted(fingerprint.pop("parallel").items())  # dict order does not matter
         return repr((fingerprint, parallel, self.scope, self.tokens, self.extras, self.group)), (
             self.rank
         )
@@ -82,7 +82,7 @@ blocks = st.builds(
     tokens=st.lists(st.integers(0, 3), min_size=2, max_size=6)
     .filter(lambda ids: len(ids) % 2 == 0)
     .map(tuple),
-    # A block without extras and one with empty extras hold the same.
+    # A block without extras and one with empty extras have the same content.
     extras=st.dictionaries(st.just(0), st.binary(min_size=1, max_size=3), max_size=1).map(
         lambda extras: tuple(sorted(extras.items()))
     ),
@@ -100,7 +100,7 @@ def test_keys_are_equal_exactly_when_inputs_are(a: Block, b: Block) -> None:
 @examples(400)
 @given(blocks, st.data())
 def test_keys_differ_with_any_single_difference(block: Block, data: st.DataObject) -> None:
-    """Two independent draws hardly ever differ in one thing only; here they always do."""
+    """Two independent draws rarely differ in exactly one input; these always do."""
     name = data.draw(st.sampled_from([*asdict(block.fingerprint), "scope", "tokens", "group"]))
     donor = data.draw(blocks)
     if name in asdict(block.fingerprint):
@@ -114,5 +114,5 @@ def test_keys_differ_with_any_single_difference(block: Block, data: st.DataObjec
 
 @given(fingerprints, fingerprints)
 def test_key_prefix_distinguishes_namespaces(a: Fingerprint, b: Fingerprint) -> None:
-    """A daemon keeps the first half of a namespace; that half alone tells them apart."""
+    """A daemon keeps only the first half of a namespace, which must distinguish them."""
     assert (a.namespace()[:16] == b.namespace()[:16]) == (asdict(a) == asdict(b))

@@ -1,4 +1,4 @@
-"""Byte runs from shapes and strides, against numpy."""
+"""Byte runs derived from shapes and strides, compared with numpy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ORDERS = {  # physical order of the logical dimensions L, B, H, N, C
 
 
 def cache(order: tuple[int, ...], shape: tuple[int, ...]) -> np.ndarray:
-    """A logical [L, B, H, N, C] view of memory laid out in `order`, every element distinct."""
+    """Returns a logical [L, B, H, N, C] view of memory in `order`, with distinct elements."""
     physical = np.arange(np.prod(shape), dtype=np.int32).reshape([shape[d] for d in order])
     return physical.transpose(np.argsort(order))
 
@@ -65,7 +65,7 @@ def test_block_runs_match_numpy_elements(name: str, shape: tuple, ratio: int) ->
     for block in range(blocks):
         assert sorted(read(runs, block, base)) == sorted(logical[:, block].reshape(-1))
     first = [tuple(read(runs, block, base) - logical[0, block].min()) for block in range(blocks)]
-    if name.startswith("LB"):  # every block is laid out alike in its slot
+    if name.startswith("LB"):  # every block has the same layout in its slot
         assert len(set(first)) == 1
 
 

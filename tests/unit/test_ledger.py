@@ -1,4 +1,4 @@
-"""Planning and settling transfers: what is committed, aborted, counted, let go."""
+"""Plans and reports of transfers: which blocks are committed, aborted, counted and unpinned."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_loadable_tokens_end_where_first_group_ends() -> None:
         index.commit(index.reserve(name, None, 0))
     assert loadable_tokens(index, [GROUP, wide], [KEYS, wide_keys], 0, 40, 8) == 16
     assert loadable_tokens(index, [wide, GROUP], [wide_keys, KEYS], 0, 40, 8) == 16
-    index.remove(KEYS[3])  # the narrow group ends within a block of the wide one
+    index.remove(KEYS[3])  # the group of small blocks ends within a large block
     assert loadable_tokens(index, [GROUP, wide], [KEYS, wide_keys], 0, 40, 8) == 8
     assert loadable_tokens(index, [wide, GROUP], [wide_keys, KEYS], 0, 40, 8) == 8
     index.commit(index.reserve(KEYS[3], None, 0))
@@ -149,7 +149,7 @@ def test_loadable_tokens_end_where_first_group_ends() -> None:
 
 
 def loading_ahead(tier: Tier, blocks: int) -> int:
-    """A load that the step waits for, of blocks that were stored before."""
+    """Opens a load ahead of a step, for blocks that were stored before."""
     job = tier.store(0, blocks)
     tier.ledger.report_store(job, [StoreReport(blocks)] * tier.ranks)
     tier.ledger.open_load("r", KEYS[:blocks], 60 * blocks)
@@ -196,7 +196,7 @@ def test_ledger_spoiled_stores_never_become_readable() -> None:
     plan = plan_store(tier.index, GROUP, KEYS, 2, 4)
     job = tier.ledger.open_store(plan.slots, int64_array(plan.slots), GROUP.block_bytes)
     tier.ledger.spoil_stores()
-    again = plan_store(tier.index, GROUP, KEYS, 2, 4)  # computed anew meanwhile
+    again = plan_store(tier.index, GROUP, KEYS, 2, 4)  # recomputed meanwhile
     tier.ledger.report_store(job, [StoreReport(2)])
     assert [tier.index.lookup(key) for key in KEYS[:4]] == [
         Lookup.HIT,

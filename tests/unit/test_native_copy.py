@@ -1,4 +1,4 @@
-"""Block copies in host memory, against the same copies in plain numpy."""
+"""Block copies in host memory, compared with the same copies in numpy."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def ints(*values: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 def check_both_ways(shape: CacheShape, seed: int, threads: int) -> None:
-    """Gather and scatter, comparing all bytes of both memories, named or not."""
+    """Gathers and scatters, and compares all bytes of both memories."""
     num_slots = shape.num_blocks + 3
     memory = random_bytes(shape.nbytes, seed)
     slots = random_bytes(num_slots * slot_pitch(shape), seed + 1)
@@ -197,7 +197,7 @@ def test_helpers_work_after_fork() -> None:
     check_both_ways(shape, seed=3, threads=4)
 
 
-# What a layout refuses. The base case is two interleaved runs of 16 bytes in blocks of 32.
+# Invalid layouts. The base case has two interleaved runs of 16 bytes in blocks of 32.
 
 BASE = {
     "addresses": np.array([4096, 4112], dtype=np.uint64),
@@ -307,7 +307,7 @@ def test_layout_many_runs_are_checked_quickly() -> None:
     assert layout.num_runs == count
 
 
-# What a copy refuses: four blocks of 32 bytes, four slots of 64.
+# Invalid copies. The base case has four blocks of 32 bytes and four slots of 64.
 
 
 @pytest.mark.parametrize("copy", [gather, scatter])
@@ -362,7 +362,7 @@ def test_scatter_repeated_block_is_refused() -> None:
             region_of(slots),
             np.arange(3) * slot_pitch(shape),
         )
-    # So many blocks that no bitmap is made of them; the layout's memory is never reached.
+    # Too many blocks for the bitmap of the check; no memory of the layout is accessed.
     vast = BlockLayout(np.array([2**40], dtype=np.uint64), ints(64), ints(64), ints(0), 2**30)
     with pytest.raises(NativeError, match=r"^block_ids: block 7 occurs twice"):
         scatter(vast, ints(7, 2**29, 7), region_of(slots), ints(0, 64, 128))

@@ -1,5 +1,4 @@
-"""Blocks of a file, moved by native threads: what is read is what was written, and every failure is
-told of the block it befell."""
+"""Blocks of a file, read and written by native threads; every failure is reported for its block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks copied beside their caller: what arrives, when it is told, and what is kept meanwhile."""
+"""Asynchronous copies: their results, when they are reported, and which buffers stay alive."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_fill_pool_descriptor_is_readable_until_collected() -> None:
     assert is_readable(pool)
     assert sorted(ticket for ticket, _ in pool.collect()) == [1, 2]
     assert not is_readable(pool)
-    pool.start(3, [], [])  # nothing to copy: ended at once
+    pool.start(3, [], [])  # nothing to copy: finishes at once
     assert is_readable(pool)
     assert pool.collect() == [(3, [])]
 
@@ -77,7 +77,7 @@ def test_fill_pool_deleted_finishes_copies() -> None:
     pool.start(1, [memoryview(into)], [memoryview(source)])
     del pool
     assert into == source
-    into.append(0)  # nobody holds it any more
+    into.append(0)  # possible only if the buffer is no longer exported
 
 
 def test_fill_pool_invalid_copy_is_refused() -> None:
@@ -101,7 +101,7 @@ def test_fill_pool_invalid_copy_is_refused() -> None:
 
 
 def test_fill_pool_shared_by_many_threads() -> None:
-    """Each collects whatever has ended, of all of them."""
+    """Each thread collects the finished copies of all threads."""
     pool = FillPool()
     sources = [random_bytes(size, 7) for size in SIZES]
     expected = sums(sources)

@@ -1,4 +1,4 @@
-"""SHA-256, XXH3 and the chain of block keys, against hashlib, xxhash and plain Python."""
+"""SHA-256, XXH3 and the chain of block keys, compared with hashlib, xxhash and Python."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def test_xxh3_short_inputs_match_xxhash() -> None:
 def test_xxh3_long_inputs_match_xxhash(size: int) -> None:
     data = random.Random(size).randbytes(size)
     assert xxh3_64(data) == xxhash.xxh3_64_intdigest(data)
-    # Unaligned, and of another kind of buffer.
+    # Unaligned, and another type of buffer.
     assert xxh3_64(memoryview(data)[1:]) == xxhash.xxh3_64_intdigest(data[1:])
 
 
 def at_alignment(size: int, remainder: int) -> tuple[np.ndarray, int]:
-    """Zeros, and where in them `size` bytes begin at this remainder of 64, with room around."""
+    """Returns zeros and an offset in them with this remainder of 64, for `size` bytes."""
     memory = np.zeros(size + 192, dtype=np.uint8)
     return memory, 64 - memory.ctypes.data % 64 + remainder
 
@@ -276,7 +276,7 @@ def test_extend_keys_invalid_token_is_refused(bad: int) -> None:
     if abs(bad) < 2**63:
         with pytest.raises(NativeError, match=r"^tokens\[3\]: "):
             extend_keys(ZERO, np.array(tokens, dtype=np.int64), 2, 6, 2, None, b"")
-    # Only the range asked for is looked at.
+    # Tokens outside of the range are not read.
     assert len(extend_keys(ZERO, tokens, 4, 6, 2, None, b"")[0]) == 1
 
 

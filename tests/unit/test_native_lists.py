@@ -1,4 +1,4 @@
-"""Following objects that name the next one."""
+"""Traversal of linked lists of Python objects."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def chain(length: int) -> list[Link]:
         (0, 5, 100, [0, 1, 2, 3, 4]),
         (0, 5, 3, [0, 1, 2]),
         (2, 2, 100, []),
-        (3, 1, 100, [3, 4, 5]),  # up to the end, where the last one never comes
+        (3, 1, 100, [3, 4, 5]),  # to the end, because `last` is not in the list
         (0, 5, 0, []),
     ],
 )

@@ -31,7 +31,7 @@ from vllm_tiered_kv.native.cpu import (
 
 THREADS = 5
 ROUNDS = 8
-# Several pieces a block, so that helper threads take part.
+# Several pieces per block, so that helper threads are used.
 SHAPE = cache_shape("LBHNC", layers=3, blocks=9, heads=2, row=40_000)
 
 
@@ -137,7 +137,7 @@ def test_threads_with_all_kinds_of_calls() -> None:
 
 
 def test_threads_reading_shared_memory() -> None:
-    """One source may be gathered, summed and hashed by several threads at the same time."""
+    """Several threads gather, checksum and hash the same source at the same time."""
     memory = random_bytes(SHAPE.nbytes, 1)
     layout = BlockLayout(*SHAPE.columns(memory.ctypes.data), SHAPE.num_blocks)
     ids = np.arange(SHAPE.num_blocks, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""What can be loaded, by the definition taken literally: try every end, look at every token."""
+"""Loadable prefixes, compared with a brute-force search over every end and token."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def cases(draw: st.DrawFn) -> Case:
     ]
     here, elsewhere = [], []
     for group_keys in keys:
-        # Mostly there: with every block a coin's toss nothing but the empty hit would be met.
+        # Most blocks are present: with a probability of 1/2 almost every hit would be empty.
         absent = draw(st.sets(st.integers(0, len(group_keys) - 1), max_size=5))
         here.append(set(range(len(group_keys))) - absent)
         first = draw(st.integers(0, len(group_keys)))
@@ -55,7 +55,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def can_go_on(case: Case, end: int) -> bool:
-    """Whether the KV of every token that token `end` attends to is on the GPU or in a tier."""
+    """Returns whether every token that token `end` attends to is on the GPU or in a tier."""
     for group, here, elsewhere in zip(case.groups, case.here, case.elsewhere, strict=True):
         for token in range(case.computed, end):
             is_read = group.window is None or token > end - group.window
@@ -115,7 +115,7 @@ def put(index: BlockIndex, keys: list[BlockKey], skip: range = range(0)) -> list
 
 @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
 def test_plan_store_fills_gaps_in_full_tier(eviction: str) -> None:
-    """Room for one of its blocks may be made by another, which then has to be stored, too."""
+    """Storing one block of the chain may evict another, which must then be stored again."""
     index = BlockIndex(ArenaGeometry(8 * 64, (64,)), eviction)
     keys = [BlockKey(bytes([n]) * 17) for n in range(6)]
     assert put(index, keys) == list(range(6))

@@ -1,4 +1,4 @@
-"""Memory is provided ahead of its use, and stays what it is."""
+"""Populating memory ahead of its use keeps its content."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_populate_invalid_address_returns_false() -> None:
 
 
 def test_pinner_failing_to_start_thread_unpins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver pins no memory twice: who tries again a moment later would be refused for good."""
+    """The driver refuses to pin memory twice, so leftover pins would make every retry fail."""
     pinned: set[int] = set()
 
     def pin(address: int, length: int) -> None:

@@ -1,5 +1,5 @@
-"""`tiered-kv replay` against a small server that keeps answers by salt and can be made to forget,
-mix up or drift what it keeps. The real vLLM is asked in tests/engine/test_serve.py."""
+"""`tiered-kv replay` against a small server that caches answers by salt and can corrupt them.
+tests/engine/test_serve.py uses the real vLLM."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from vllm_tiered_kv.api.openai_server import OpenAIServer
 from vllm_tiered_kv.metrics import names
 
 WORDS = ["alpha", "beta", "gamma", "delta"]
-BLOCKS = 3  # that one answer from the cache loads
+BLOCKS = 3  # blocks that one answer from the cache loads
 
 
 @dataclass
 class SmallServer:
-    """Answers with words chosen by the prompt; what it keeps is answered from there."""
+    """Generates words from the prompt; returns cached answers, corrupted if `spoil` is set."""
 
     models: list[str] = field(default_factory=lambda: ["m"])
     instead_of_models: tuple[int, Any] | None = None
     keeps: bool = True
     has_metrics: bool = True
     can_empty: bool = True
-    spoil: str = ""  # what an answer from the cache suffers: "word", "tie", "logprob", "short"
+    spoil: str = ""  # how a cached answer is corrupted: "word", "tie", "logprob", "short"
     refuse: str = ""  # prompts with this word are refused
-    refusal_bytes: int | None = None  # what is promised of a refusal, if not its length
-    answers: int | None = None  # so many prompts, and no request after them
+    refusal_bytes: int | None = None  # Content-Length of an error reply, if wrong
+    answers: int | None = None  # prompts to answer before the server dies
     kept: set[tuple[str, str]] = field(default_factory=set)
     loaded: int = 0
     emptied: int = 0
@@ -185,7 +185,7 @@ def test_replay_equal_answers_exit_zero(
 
     rounds = [running.small.asked[start : start + 4] for start in (0, 4, 8)]
     salts = [body["cache_salt"] for body in rounds[0]]
-    assert len(set(salts)) == 4  # each of its own
+    assert len(set(salts)) == 4  # all different
     assert all("cache_salt" not in body for body in rounds[1] + rounds[2])
     assert all(body["temperature"] == 0 for body in running.small.asked)
     assert [body["max_tokens"] for body in rounds[0]] == [4, 4, 4, 2]
@@ -286,7 +286,7 @@ def test_replay_dead_server_still_reports(
     capsys: pytest.CaptureFixture[str],
     round_: int,
 ) -> None:
-    """What it answered before is not lost, least of all what was different."""
+    """The report still contains the earlier answers, especially the different ones."""
     out = tmp_path / "report.json"
     running.small.answers = 4 * round_ + 1
     running.small.spoil = "word"
@@ -407,7 +407,7 @@ def test_replay_api_key_is_sent(running: Running, prompts: Path, tmp_path: Path)
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is never counted need not be waited for."""
+    """The delay is shortened, because the counters never change here."""
     monkeypatch.setattr("vllm_tiered_kv.api.replay._COUNTER_DELAY_S", 0.1)
 
 

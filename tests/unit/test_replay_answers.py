@@ -1,4 +1,4 @@
-"""What `tiered-kv replay` reads, prompts, answers and counters, and how it compares answers."""
+"""How `tiered-kv replay` reads prompts, answers and counters, and compares answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One arena for several ranks: here threads, which find each other's memory as processes do.
+"""One arena for several ranks, which are threads here and open each other's memory like processes.
 
 `tests/engine/test_mla_ranks.py` has real ones.
 """
@@ -23,7 +23,7 @@ NBYTES = 1 << 20
 
 
 class Meeting:
-    """What all ranks say, told to each of them."""
+    """An all-gather among threads."""
 
     def __init__(self, ranks: int) -> None:
         self._said: list[object] = [None] * ranks
@@ -74,7 +74,7 @@ def test_replica_arena_is_shared_only_by_replicas() -> None:
     write(arenas[1], 7)
     write(arenas[2], 9)
     assert [read(arena) for arena in arenas] == [{7}, {7}, {9}, {9}]
-    arenas[0].close()  # the others keep it
+    arenas[0].close()  # the other ranks keep the memory
     assert read(arenas[1]) == {7}
     for arena in arenas:
         arena.close()
@@ -82,12 +82,12 @@ def test_replica_arena_is_shared_only_by_replicas() -> None:
 
 
 def elsewhere(rank: int, told: Any) -> Any:
-    """As if the first rank ran on another host: its process is nobody here."""
+    """Simulates a first rank on another host: its pid does not exist here."""
     return dataclasses.replace(told, pid=2**22 + 1) if hasattr(told, "pid") else told
 
 
 def impostor(rank: int, told: Any) -> Any:
-    """Another process has that number here, and something else behind its descriptor."""
+    """Simulates an unrelated process with the same pid and another file at the descriptor."""
     if not hasattr(told, "pid"):
         return told
     fd = os.memfd_create("other")
@@ -124,7 +124,7 @@ def test_replica_arena_without_access_is_split(
 
 
 def test_share_memory_one_failure_applies_to_all_ranks() -> None:
-    """Also for those of another shard: slots mean the same to every rank."""
+    """It applies to ranks of other shards too, because slot ids are the same on all ranks."""
     meeting = Meeting(4)
     meeting.change = lambda rank, told: elsewhere(rank, told) if rank < 2 else told
     opened = open_all(meeting, ranks=4, replicas=2)

@@ -1,4 +1,4 @@
-"""Memory that several processes map: what of it can be named."""
+"""Shared memory of a daemon: bounds of views, and generations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_shared_arena_generations_detect_changed_slots() -> None:
     arena = SharedArena.create(4 * PAGE)
     offsets = int64_array([0, 2 * PAGE])
     before = np.array([arena.generation(int(offset)) for offset in offsets], np.uint64)
-    arena.next_generation(PAGE)  # of a slot that nobody asks about
+    arena.next_generation(PAGE)  # of a slot that is not checked
     assert arena.have_generations(offsets, before)
     arena.next_generation(2 * PAGE)
     assert not arena.have_generations(offsets, before)

@@ -1,4 +1,4 @@
-"""Size classes of an index that come and go with their owners, and the slots of their slabs."""
+"""Size classes of an index are reused as owners come and go; slots of their slabs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_classes_of_thousands_of_owners_are_reused(eviction: str) -> None:
             assert store(index, number * 100 + block, name(number), nbytes) is not None
         if number % 50 == 0:
             index.check()
-    assert classes(index) <= SLABS + 1  # those that hold something, and one to come
+    assert classes(index) <= SLABS + 1  # classes with blocks, and one for the next owner
     index.check()
 
 
@@ -69,7 +69,7 @@ def test_class_with_slot_in_use_is_not_reused() -> None:
     index = make()
     store(index, 0, b"first")
     [slot] = index.pin([name(0)])
-    index.remove(name(0))  # it is still being read
+    index.remove(name(0))  # it is still pinned
     mine = index.class_for(PAGE, b"first")
     for number in range(1, 20):
         assert index.class_for(2 * PAGE, name(number)) != mine
@@ -105,7 +105,7 @@ def with_quotas() -> BlockIndex:
 def test_quota_lasts_as_long_as_classes_of_owner() -> None:
     index = with_quotas()
     for number in range(3000):
-        index.set_quota(name(number), PAGE)  # it may never store anything
+        index.set_quota(name(number), PAGE)  # it may never store a block
         nbytes = PAGE * (1 + number % 3)
         for block in range(number % 40):
             assert store(index, number * 100 + block, name(number), nbytes) is not None
@@ -131,8 +131,8 @@ def test_quota_of_returning_owner_is_restored() -> None:
 
 @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
 def test_evict_slab_keeps_block_pinned_by_hook(eviction: str) -> None:
-    """The coldest of its class may leave at first, but follows a block in a colder slab: asked
-    again with that slab, it is taken and pinned, and must not lose its slot any more."""
+    """The coldest block of a class is evictable at first, but its parent is in a colder slab. When
+    the hook is called again for that slab, it pins the block, which must then keep its slot."""
     asked: list[bytes] = []
     taken: list[int] = []
 
@@ -170,7 +170,7 @@ def test_fixed_geometry_refuses_new_classes() -> None:
 
 
 def test_slot_pool_allocates_lowest_slot_first() -> None:
-    """Against sets of free slots, with slabs that go from class to class."""
+    """Compares with sets of free slots, while slabs move between classes."""
     geometry = SlabGeometry(SLABS * PER_SLAB * PAGE, PER_SLAB * PAGE, PAGE)
     for pages in (1, 2, 5, PER_SLAB):
         geometry.add_class(pages * PAGE)

@@ -1,4 +1,4 @@
-"""Staging memory on a device that has little left."""
+"""Staging memory on a device with little free memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def allocator(free: int, asked: list[int]):
 
 
 def test_affordable_staging_leaves_half_of_free_memory() -> None:
-    """Each direction takes as much."""
+    """Each of the two directions takes at most a quarter."""
     assert affordable_staging(2 << 30) == STAGING_BYTES
     assert affordable_staging(100 << 20) == 25 << 20
 

@@ -1,4 +1,4 @@
-"""Comparisons of several ranks: the worst word counts, and everything held goes back once."""
+"""Verification by several ranks: the worst verdict counts, and pins and slots are released once."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Bench:
         assert not self.index.pinned_slots()
         assert len(self.index.slots()) == len(self.index)
         self.transfers.fence.hand_out(range(8))
-        assert self.transfers.fence.take() is None  # nothing is read any more
+        assert self.transfers.fence.take() is None  # no read is open
         assert not self.ledger.has_open
         self.index.check()
 
@@ -100,7 +100,7 @@ def test_verification_more_reports_than_ranks_is_error() -> None:
 
 def test_verification_spare_slots_are_limited_and_released() -> None:
     bench = Bench(ranks=1)
-    keys = [bench.store(bytes([n])) for n in range(SLOTS)]  # full: room has to be made
+    keys = [bench.store(bytes([n])) for n in range(SLOTS)]  # full: spare slots need evictions
     job = bench.open(keys[-4:])
     assert bench.ledger.spare_slot(0) is None
     bench.ledger.report(job, [[EQUAL] * 4])

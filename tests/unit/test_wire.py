@@ -1,4 +1,4 @@
-"""The protocol: what is encoded comes back; what is wrong is named; nothing costs memory."""
+"""The protocol: messages round-trip, errors name the invalid field, decoding is cheap."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ ID = 77
 
 
 def header_with(message: Request | Reply, /, **changes: Any) -> bytes:
-    """The header of a message with fields replaced, or removed where the value is `...`."""
+    """Returns a message's header with fields replaced, or removed if the value is `...`."""
     fields = {**msgpack.unpackb(encode(ID, message)), **changes}
     return msgpack.packb({name: value for name, value in fields.items() if value is not ...})
 

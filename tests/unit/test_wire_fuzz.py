@@ -1,4 +1,4 @@
-"""Whatever the bytes, a decoder raises ProtocolError or returns a message that encodes again."""
+"""For any bytes, a decoder raises ProtocolError or returns a message that can be encoded again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EXAMPLES = examples(300)
 
 
 def survive(as_request: bool, header: bytes, lengths: list[int]) -> Request | Reply | None:
-    """The message, if it is one; then it comes back from its own encoding."""
+    """Returns the decoded message, None if it is invalid; checks that it round-trips."""
     frames.peek_request_id(header)
     try:
         request_id, message = decode(as_request, header, lengths)
@@ -45,7 +45,7 @@ def survive(as_request: bool, header: bytes, lengths: list[int]) -> Request | Re
 
 
 def check_refusal(error: ProtocolError) -> None:
-    """It can be told to the other side, and is short."""
+    """Checks that the error can be sent to the other side and is short."""
     assert isinstance(error.code, ErrorCode)
     assert error.request_id is None or 0 <= error.request_id < 1 << 64
     assert len(error.message) < 1000
@@ -107,7 +107,7 @@ def test_decode_every_changed_bit_and_byte(message: Request | Reply) -> None:
             changed = header[:at] + bytes([value]) + header[at + 1 :]
             found = survive(is_request(message), changed, lengths_of(message))
             survived += found is not None
-    assert survived > 0  # a changed id, at least, is valid: the decoder does get that far
+    assert survived > 0  # at least a changed id is valid, so the decoder gets that far
 
 
 NAMES = sorted({name for cls in (*REQUESTS.values(), *REPLIES.values()) for name in specs_of(cls)})
@@ -142,7 +142,7 @@ def test_decode_arbitrary_structures(as_request: bool, value: Any) -> None:
 
 
 def likely(cls: type[Message]) -> st.SearchStrategy[dict[str, Any]]:
-    """Headers with the right fields, whose values are mostly wrong."""
+    """Generates headers with the right fields, whose values are mostly invalid."""
     fields: dict[str, Any] = {"id": st.integers(1, 9), "op": st.just(cls.op)}
     fields |= dict.fromkeys(specs_of(cls), VALUES)
     return st.fixed_dictionaries(fields)

@@ -1,4 +1,4 @@
-"""Which stores a step waits for before it writes GPU blocks."""
+"""The write fence: which stores a step waits for before it writes GPU blocks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from vllm_tiered_kv.core.transfer import int64_array
 
 
 def fence_with(**reads: list[int]) -> WriteFence:
-    """Jobs `j1`, `j2`, … that read these blocks."""
+    """Returns a fence with open jobs that read these blocks."""
     fence = WriteFence()
     for name, blocks in reads.items():
         fence.begin_read(int(name[1:]), int64_array(blocks))
@@ -26,7 +26,7 @@ def test_take_returns_newest_store_reading_allocated_block() -> None:
     fence.hand_out([3])
     assert fence.newest == 2
     assert fence.take() == 2
-    assert fence.take() is None  # of the next step nothing is known yet
+    assert fence.take() is None  # the next step has allocated no block yet
 
 
 def test_take_ignores_blocks_without_reader() -> None:
@@ -45,7 +45,7 @@ def test_take_after_store_ended_waits_for_nothing() -> None:
 
 
 def test_take_waits_if_newest_reader_ended_before_earlier_one() -> None:
-    """Ranks that share an arena may end the later of two reads of a block before the earlier."""
+    """With ranks that share an arena, the later of two reads of a block may end first."""
     fence = fence_with(j1=[1], j2=[1])
     fence.end_read(2)
     fence.hand_out([1])
@@ -56,7 +56,7 @@ def test_take_waits_if_newest_reader_ended_before_earlier_one() -> None:
 
 
 def test_take_ignores_store_planned_after_allocation() -> None:
-    """The step's own forward fills the block that the store then reads."""
+    """The store reads the block after the step's own forward pass has filled it."""
     fence = fence_with(j1=[5])
     fence.hand_out([1])
     fence.begin_read(2, int64_array([1]))
