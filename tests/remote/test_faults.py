@@ -32,7 +32,7 @@ from vllm_tiered_kv.remote.address import ServerAddress
 from vllm_tiered_kv.remote.connection import Connection, Settings
 from vllm_tiered_kv.remote.health import BreakerState
 from vllm_tiered_kv.remote.store import RemoteStore
-from vllm_tiered_kv.remote.transfers import WRITES_UNDER_WAY
+from vllm_tiered_kv.remote.transfers import WRITES_IN_FLIGHT
 from vllm_tiered_kv.wire.messages import (
     Contains,
     ContainsReply,
@@ -399,8 +399,8 @@ def test_a_dropped_head_takes_its_tail_along() -> None:
         results = store.put(items(KEYS))
         store.close()
         assert results[0] is PutResult.DROPPED
-        assert set(results[WRITES_UNDER_WAY:]) == {PutResult.DROPPED}
-        assert daemon.ops().count("put") == WRITES_UNDER_WAY, (
+        assert set(results[WRITES_IN_FLIGHT:]) == {PutResult.DROPPED}
+        assert daemon.ops().count("put") == WRITES_IN_FLIGHT, (
             "what was under way, and nothing after"
         )
 

@@ -98,9 +98,9 @@ DAEMON = (
         "reply-to-another-request",
         "remote/connection.py",
         """            if op is None:
-                self._given_up""",
-        """            if op is None and not self._under_way:
-                self._given_up""",
+                self._abandoned""",
+        """            if op is None and not self._in_flight:
+                self._abandoned""",
         "a late reply is taken for the answer to another question",
         _FAULTS,
     ),
