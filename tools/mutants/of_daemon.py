@@ -62,8 +62,8 @@ DAEMON = (
     Mutation(
         "memory-unmapped-under-a-copy",
         "remote/shared_memory.py",
-        "            is_unread = not self._readers\n",
-        "            is_unread = True\n",
+        "            has_readers = self._readers > 0\n",
+        "            has_readers = False\n",
         "a copy reads memory that is no longer mapped, and the worker dies",
         _LEASED,
     ),

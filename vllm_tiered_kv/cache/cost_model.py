@@ -280,8 +280,7 @@ class CostModel:
         return Choice(loaded, spans)
 
     def compute_seconds(self, computed: int, tokens: int) -> float | None:
-        """Estimates the time to compute the tokens; None while no comparable prefill was measured.
-        """
+        """Estimates the time to compute tokens; None while no comparable prefill was measured."""
         known = self.prefill.knows(tokens)
         return self.prefill.seconds(computed, tokens) if known else None
 

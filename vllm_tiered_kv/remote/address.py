@@ -118,8 +118,7 @@ class EngineIdentity:
         )
 
     def wire_keys(self, keys: Sequence[StoreKey]) -> list[bytes] | None:
-        """Returns all keys without their namespace; None if one is of another namespace or length.
-        """
+        """Returns all keys without their namespace; None if one has another namespace or length."""
         prefix = self.namespace[:NAMESPACE_BYTES]
         nbytes = NAMESPACE_BYTES + self.key_bytes
         if not all(len(key) == nbytes and key.startswith(prefix) for key in keys):

@@ -108,8 +108,7 @@ class Cluster:
         }
 
     def server_for(self, anchor_key: bytes) -> RemoteStore | None:
-        """Returns the best daemon for this anchor whose breaker admits calls; None if all are down.
-        """
+        """Returns the best daemon for this anchor that is not down; None if all are down."""
         for address in self.placement.order(anchor_key):
             store = self.stores[address]
             if store.available:

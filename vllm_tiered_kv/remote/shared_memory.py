@@ -358,8 +358,7 @@ class SharedMemory:
         return found
 
     def release_lookup(self, lease: int) -> None:
-        """Requests the release of a lookup's lease with the next `settle`. Never waits. Idempotent.
-        """
+        """Releases a lookup's lease with the next `settle`. Never waits. Idempotent."""
         with self._leases_lock:
             if lease not in self._lookup_leases:
                 return

@@ -228,9 +228,7 @@ def _cut(
         max_bytes = min(request_bytes(number, left), limits.message_bytes)
         last, nbytes = first + 1, lengths[first]
         while (
-            last < len(tasks)
-            and last - first < max_blocks
-            and nbytes + lengths[last] <= max_bytes
+            last < len(tasks) and last - first < max_blocks and nbytes + lengths[last] <= max_bytes
         ):
             nbytes += lengths[last]
             last += 1

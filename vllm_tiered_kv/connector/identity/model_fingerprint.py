@@ -93,8 +93,7 @@ def fingerprint(
 
 
 def model_digest(vllm_config: VllmConfig) -> str:
-    """Returns a digest of the weights, the config and all settings that change what they compute.
-    """
+    """Returns a digest of weights, config and all settings that change what they compute."""
     model = vllm_config.model_config
     digest = hashlib.sha256()
     load_format = str(getattr(vllm_config.load_config, "load_format", "auto"))

@@ -69,8 +69,7 @@ class BlockVerifier:
         self._layers = layers
 
     def begin_step(self, jobs: Sequence[VerifyJob]) -> None:
-        """Takes the jobs of the coming step and gives up those of a step that vLLM did not finish.
-        """
+        """Takes the jobs of the coming step; gives up those of a step that vLLM did not finish."""
         for job in self._due:
             self._done.put((job.job_id, [_NOT_COMPARED] * len(job.keys)))
         self._due = []

@@ -213,8 +213,7 @@ class SharedRegions:
 
     @property
     def ready_arenas(self) -> dict[bytes, int]:
-        """Returns how many bytes of each daemon's memory are pinned, by arena id, from its start.
-        """
+        """How many bytes of each daemon's memory are pinned, by arena id, from its start."""
         regions = [self.attached(address) for address in self._daemons]
         return {r.memory.arena_id: r.pinned_bytes for r in regions if r is not None}
 

@@ -147,8 +147,7 @@ class WorkerHalf:
         )
 
     def before_forward(self, metadata: TieredKVMetadata) -> None:
-        """Makes the coming forward and loads wait until stores have read the blocks to be written.
-        """
+        """Makes the coming forward and loads wait until stores have read the blocks they write."""
         for job in self._due:
             # vLLM skipped `after_forward` of the last step (as it does on inner pipeline stages
             # with speculative decoding). The blocks may have changed since, so the stores fail.
@@ -288,8 +287,7 @@ class WorkerHalf:
         return self._step_loads.take_invalid_blocks()
 
     def worker_metadata(self) -> TieredKVWorkerMetadata | None:
-        """Returns the report for the scheduler half; None if nothing has changed since the last.
-        """
+        """Returns the report for the scheduler half; None if nothing has changed since the last."""
         usable = self.arena.ready_bytes if self.arena is not None else None
         arenas = self._remote.ready_arenas if self._remote is not None else {}
         if (
