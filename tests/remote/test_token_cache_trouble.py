@@ -187,7 +187,7 @@ def test_the_memory_of_a_daemon_that_has_gone_is_given_up(daemon: DaemonProcess)
 def test_memory_stays_mapped_while_somebody_copies(
     daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_daemon, "_LOOK_S", 0.01)
+    monkeypatch.setattr(local_daemon, "_MAINTAIN_EVERY_S", 0.01)
     before = arenas_mapped()
     with opened(daemon.ipc) as cache:
         store(cache, TOKENS)
