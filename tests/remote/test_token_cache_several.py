@@ -86,7 +86,7 @@ def test_a_match_ends_within_the_second_part_of_one_of_several(three: list[Daemo
         assert store(cache, tokens) == len(tokens)
         for place in (599, 550, 512, 300, 64, 40):
             for server in {server for *_, server in runs}:
-                server.delete(cache._chains._named(keys[place : place + 1]))
+                server.delete(cache._chains._store_keys(keys[place : place + 1]))
             assert (cache.match(tokens), read(cache, tokens)) == (place, place)
 
 

@@ -229,7 +229,7 @@ def test_leases_that_came_too_late_go_back_without_a_further_call(daemon: Daemon
         daemon.freeze()
         with local.reading() as memory:
             assert memory is not None
-            keys = cache._chains._named(cache._keys.of((), TOKENS))
+            keys = cache._chains._store_keys(cache._keys.of((), TOKENS))
             assert not any(memory.lease(keys, deadline=within(0.3)).leases)
             assert not memory.is_settled
         daemon.thaw()
@@ -246,7 +246,7 @@ def test_what_cannot_be_leased_is_sent(daemon: DaemonProcess) -> None:
         (local,) = greedy._chains._local_daemons.values()
         with local.reading() as memory:
             assert memory is not None
-            keys = greedy._chains._named(greedy._keys.of((), many))
+            keys = greedy._chains._store_keys(greedy._keys.of((), many))
             lease = memory.lease(keys)
             held = sum(map(bool, lease.leases))
             assert held
@@ -294,7 +294,7 @@ def test_blocks_that_leave_between_two_questions_are_a_shorter_hit(
         def match_and_lose(keys, runs, end):  # type: ignore[no-untyped-def]
             monkeypatch.undo()
             outcome = asked(keys, runs, end)
-            runs[0][2].delete(chains._named(keys[20:]))
+            runs[0][2].delete(chains._store_keys(keys[20:]))
             return outcome
 
         monkeypatch.setattr(chains, "_match", match_and_lose)
@@ -310,7 +310,7 @@ def test_what_changed_while_it_was_copied_is_not_used(
     with opened(daemon.ipc) as cache:
         store(cache, TOKENS)
         (local,) = cache._chains._local_daemons.values()
-        keys = cache._chains._named(cache._keys.of((), TOKENS))
+        keys = cache._chains._store_keys(cache._keys.of((), TOKENS))
         into = np.zeros((len(TOKENS), TOKEN_BYTES), np.uint8)
         with local.reading() as memory:
             assert memory is not None
@@ -330,7 +330,7 @@ def test_only_what_is_leased_is_copied(daemon: DaemonProcess) -> None:
     with opened(daemon.ipc) as cache:
         store(cache, TOKENS[:20])
         (local,) = cache._chains._local_daemons.values()
-        keys = cache._chains._named(cache._keys.of((), TOKENS))
+        keys = cache._chains._store_keys(cache._keys.of((), TOKENS))
         into = np.zeros((len(TOKENS), TOKEN_BYTES), np.uint8)
         with local.reading() as memory:
             assert memory is not None
@@ -346,7 +346,8 @@ def test_room_that_could_not_be_filled_is_given_back(daemon: DaemonProcess) -> N
         store(cache, TOKENS[:3])
         (local,) = cache._chains._local_daemons.values()
         blocks = [
-            (key, None, TOKEN_BYTES) for key in cache._chains._named(cache._keys.of((), TOKENS))
+            (key, None, TOKEN_BYTES)
+            for key in cache._chains._store_keys(cache._keys.of((), TOKENS))
         ]
 
         def fail(places: object) -> None:
