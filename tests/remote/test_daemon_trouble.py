@@ -58,7 +58,7 @@ def store(daemon: DaemonProcess) -> Iterator[RemoteStore]:
     opened.close()
 
 
-def test_one_question_for_all_ranks(store: RemoteStore) -> None:
+def test_match_all_ranks_is_one_request(store: RemoteStore) -> None:
     names = block_keys("ranks", 6)
     ranks = [RankTag(tp) for tp in range(4)]
     for tp, present in enumerate((6, 5, 4, 6)):
@@ -75,7 +75,7 @@ def test_one_question_for_all_ranks(store: RemoteStore) -> None:
     assert store.contains_all(names[3:], ranks, time.monotonic() - 1) == [False] * 3
 
 
-def test_a_large_get_is_many_requests(store: RemoteStore) -> None:
+def test_large_get_is_split_into_requests(store: RemoteStore) -> None:
     chain = keys("large", 300)
     assert set(store.put(items(chain))) == {PutResult.STORED}
     into = buffers(len(chain) + 1)
@@ -85,7 +85,7 @@ def test_a_large_get_is_many_requests(store: RemoteStore) -> None:
     assert store.counts.failed_calls == 0
 
 
-def test_blocks_on_disk_are_there_after_a_restart(tmp_path: Path) -> None:
+def test_blocks_on_disk_survive_a_restart(tmp_path: Path) -> None:
     ssd = ("--ssd", str(tmp_path / "ssd"), "--ssd-space", "64MiB")
     with DaemonProcess(tmp_path, "--memory", "64MiB", *ssd) as daemon:
         store = RemoteStore(daemon.endpoint, IDENTITY, timeout_s=20.0, connect_timeout_s=10.0)
@@ -156,7 +156,7 @@ class Crowd:
                     self.wrong.append("a hit with other bytes")
 
 
-def test_a_stopped_daemon_costs_no_call_more_than_its_deadline(
+def test_calls_to_a_stopped_daemon_keep_their_deadlines(
     daemon: DaemonProcess, store: RemoteStore
 ) -> None:
     crowd = Crowd(store)
@@ -174,7 +174,7 @@ def test_a_stopped_daemon_costs_no_call_more_than_its_deadline(
     assert store.breaker.counts.opened >= 3
 
 
-def test_only_a_daemon_that_had_time_to_answer_is_given_up(
+def test_breaker_ignores_calls_with_too_short_deadlines(
     daemon: DaemonProcess, store: RemoteStore
 ) -> None:
     """Calls that wait for a thread begin shortly before their deadline."""
@@ -191,7 +191,7 @@ def test_only_a_daemon_that_had_time_to_answer_is_given_up(
     daemon.thaw()
 
 
-def test_a_killed_daemon_is_missed_and_found_again(
+def test_killed_daemon_gives_misses_until_it_restarts(
     daemon: DaemonProcess, store: RemoteStore
 ) -> None:
     crowd = Crowd(store)
@@ -210,7 +210,7 @@ def test_a_killed_daemon_is_missed_and_found_again(
     assert store.counts.restarts == 2
 
 
-def test_after_a_put_to_a_stopped_daemon_the_payload_is_the_callers_again(
+def test_put_to_a_stopped_daemon_releases_the_payload(
     daemon: DaemonProcess, store: RemoteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More than the kernel's buffers hold, so that zmq is in the middle of it."""
@@ -248,7 +248,7 @@ def test_after_a_put_to_a_stopped_daemon_the_payload_is_the_callers_again(
         assert not hit or bytes(buffer) == content(key)
 
 
-def test_closing_ends_calls_that_wait(daemon: DaemonProcess, store: RemoteStore) -> None:
+def test_close_ends_waiting_calls(daemon: DaemonProcess, store: RemoteStore) -> None:
     assert store.match(keys("a", 1)) == 0
     daemon.freeze()
     answers: list[list[bool]] = []
@@ -273,7 +273,7 @@ def test_closing_ends_calls_that_wait(daemon: DaemonProcess, store: RemoteStore)
     assert store.attach() is None
 
 
-def test_nothing_is_left_behind(daemon: DaemonProcess) -> None:
+def test_close_leaves_no_threads_or_descriptors(daemon: DaemonProcess) -> None:
     def use(address: str) -> None:
         store = RemoteStore(address, IDENTITY, timeout_s=20.0, connect_timeout_s=10.0)
         crowd = Crowd(store, threads=6, patience_s=20.0)
@@ -296,7 +296,7 @@ def test_nothing_is_left_behind(daemon: DaemonProcess) -> None:
 
 
 @pytest.mark.parametrize("listens", [True, False])
-def test_something_that_is_no_daemon(listens: bool) -> None:
+def test_address_without_a_daemon_is_a_miss(listens: bool) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         if listens:
@@ -309,7 +309,7 @@ def test_something_that_is_no_daemon(listens: bool) -> None:
         store.close()
 
 
-def test_a_dead_daemon_of_several_costs_only_its_share(tmp_path: Path) -> None:
+def test_cluster_with_a_dead_daemon_loses_only_its_share(tmp_path: Path) -> None:
     folders = [tmp_path / str(n) for n in range(3)]
     for folder in folders:
         folder.mkdir()
@@ -355,7 +355,7 @@ def keygen(folder: Path, name: str) -> tuple[Path, Path]:
     return folder / f"{name}.key", folder / f"{name}.key_secret"
 
 
-def test_encrypted_connections(tmp_path: Path) -> None:
+def test_curve_connections_accept_known_keys_only(tmp_path: Path) -> None:
     clients = tmp_path / "clients"
     server_public, server_secret = keygen(tmp_path, "server")
     _, known = keygen(clients, "known")
@@ -387,7 +387,7 @@ def test_encrypted_connections(tmp_path: Path) -> None:
             denied.close()
 
 
-def test_another_layout_under_one_name_is_refused(daemon: DaemonProcess) -> None:
+def test_namespace_with_another_layout_is_refused(daemon: DaemonProcess) -> None:
     first = RemoteStore(daemon.endpoint, IDENTITY, timeout_s=20.0, connect_timeout_s=10.0)
     assert first.match(keys("a", 1)) == 0
     other = RemoteStore(daemon.endpoint, identity(4096), timeout_s=20.0, connect_timeout_s=10.0)
@@ -407,7 +407,7 @@ def _in_a_child(endpoint: str, answers: multiprocessing.Queue) -> None:  # type:
     mine.close()
 
 
-def test_a_forked_child_makes_its_own(daemon: DaemonProcess, store: RemoteStore) -> None:
+def test_forked_child_opens_its_own_connections(daemon: DaemonProcess, store: RemoteStore) -> None:
     chain = keys("forked", 3)
     assert set(store.put(items(chain))) == {PutResult.STORED}
     fork = multiprocessing.get_context("fork")
@@ -425,7 +425,7 @@ def test_a_forked_child_makes_its_own(daemon: DaemonProcess, store: RemoteStore)
     assert NBYTES > 65536, "so that zmq refers to the payload instead of copying it"
 
 
-def test_a_name_that_does_not_resolve_fails_at_once() -> None:
+def test_unresolvable_host_fails_at_once() -> None:
     """There is no connection whose end could be told: zmq says only when it would try again."""
     nowhere = ServerAddress.parse(f"tcp://{64 * 'x'}:9527")  # no name may be so long
     connection = Connection(Settings(nowhere, connect_timeout_s=600.0), IDENTITY.hello())
@@ -434,7 +434,7 @@ def test_a_name_that_does_not_resolve_fails_at_once() -> None:
     connection.close()
 
 
-def test_a_connection_that_nobody_uses_leaves_a_dead_daemons_address_alone(
+def test_idle_connection_does_not_reconnect_to_a_dead_daemon(
     daemon: DaemonProcess, store: RemoteStore
 ) -> None:
     """zmq tells a monitor of every attempt. With nobody to listen its thread stood still after some

@@ -40,7 +40,7 @@ def connect(daemon: DaemonProcess) -> Iterator[Callable[[str], RemoteStore]]:
 
 @pytest.mark.parametrize("way", ["tcp", "ipc"])
 @pytest.mark.parametrize("call", ["match", "get", "put", "flush"])
-def test_a_call_greets_again_and_is_answered(
+def test_call_in_a_forgotten_session_is_retried(
     daemon: DaemonProcess, connect: Callable[[str], RemoteStore], way: str, call: str
 ) -> None:
     address = daemon.endpoint if way == "tcp" else daemon.ipc
@@ -64,7 +64,7 @@ def test_a_call_greets_again_and_is_answered(
     assert store.breaker.counts.failures == 0
 
 
-def test_memory_is_leased_and_given_back(
+def test_leases_survive_a_forgotten_session(
     daemon: DaemonProcess, connect: Callable[[str], RemoteStore]
 ) -> None:
     store = connect(daemon.ipc)

@@ -20,7 +20,7 @@ from vllm_tiered_kv.remote.store import RemoteStore
 from vllm_tiered_kv.server.cli import main
 
 
-def test_keys_for_daemons_elsewhere_are_not_in_the_way(tmp_path: Path) -> None:
+def test_ipc_connection_ignores_curve_keys(tmp_path: Path) -> None:
     """A list of daemons has one pair of keys; local sockets are guarded by file permissions."""
     assert main(["keygen", str(tmp_path), "server"]) == 0
     assert main(["keygen", str(tmp_path / "clients"), "engine"]) == 0
@@ -46,7 +46,9 @@ def why_not(path: Path) -> str:
     return str(lost.value)
 
 
-def test_the_socket_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_not_connected_names_another_users_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "nothing listens there" in why_not(tmp_path / "kv.sock")
     with socket.socket(socket.AF_UNIX) as bound:  # as it is left by a daemon that died
         bound.bind(str(tmp_path / "kv.sock"))

@@ -54,9 +54,7 @@ def test_several_daemons_are_one_cache(three: list[DaemonProcess], kind: str) ->
 
 
 @pytest.mark.parametrize("kind", ["tcp", "ipc"])
-def test_a_match_ends_where_one_of_several_has_lost_its_share(
-    three: list[DaemonProcess], kind: str
-) -> None:
+def test_match_ends_where_a_daemon_lost_its_share(three: list[DaemonProcess], kind: str) -> None:
     """What the others hold behind it is of no use, though it is there."""
     addresses = [one.endpoint if kind == "tcp" else one.ipc for one in three]
     with open_all(addresses) as cache:
@@ -75,7 +73,7 @@ def test_a_match_ends_where_one_of_several_has_lost_its_share(
             assert (cache.match(tokens), read(cache, tokens)) == (start, start)
 
 
-def test_a_match_ends_within_the_second_part_of_one_of_several(three: list[DaemonProcess]) -> None:
+def test_match_ends_within_the_second_part_of_a_daemon(three: list[DaemonProcess]) -> None:
     """Its parts are asked for at once, and counted one after the other."""
     with open_all([one.endpoint for one in three]) as cache:
         for tokens in chains(500, 600):
@@ -94,7 +92,7 @@ def keys_of(cache: TokenCache, tokens: Sequence[int]) -> list[BlockKey]:
     return cache._keys.of((), tokens)
 
 
-def test_one_of_several_that_is_not_there_costs_only_its_share(
+def test_missing_daemon_costs_only_its_share(
     three: list[DaemonProcess], caplog: pytest.LogCaptureFixture
 ) -> None:
     three[0].kill()

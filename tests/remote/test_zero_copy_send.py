@@ -35,7 +35,7 @@ def is_constant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("lengths", [(1,), (3 << 20,), (2 << 20, 1, 70_000, 3 << 20, 5)])
-def test_a_message_arrives_whole(
+def test_message_arrives_complete(
     context: zmq.Context[zmq.SyncSocket], is_constant: bool, lengths: tuple[int, ...]
 ) -> None:
     receiver, sender = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
@@ -52,7 +52,7 @@ def test_a_message_arrives_whole(
 
 
 @pytest.mark.parametrize("lengths", [(1,), (1 << 20, 1 << 20), (1 << 20, 5)])
-def test_what_was_not_sent_is_not_done(
+def test_unsent_payload_is_not_reported_as_done(
     context: zmq.Context[zmq.SyncSocket], is_constant: bool, lengths: tuple[int, ...]
 ) -> None:
     """However small the last frame is: it tells of the others, too."""
@@ -67,12 +67,12 @@ def test_what_was_not_sent_is_not_done(
         context.destroy(linger=0)
 
 
-def test_here_the_function_is_found() -> None:
+def test_send_const_is_exported_by_pyzmq() -> None:
     """Or nothing would be gained; pyzmq's own wheels show it."""
     assert zero_copy_send._send_const() is not None
 
 
-def test_a_socket_that_takes_nothing_is_told_of(
+def test_send_on_an_unconnected_socket_raises(
     context: zmq.Context[zmq.SyncSocket], is_constant: bool
 ) -> None:
     alone = context.socket(zmq.DEALER)  # connected to nobody
