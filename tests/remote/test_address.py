@@ -1,4 +1,4 @@
-"""Addresses, identities and key files as people write them."""
+"""Parsing of addresses, engine identities and key files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever answers at the socket of an arena is not believed unchecked."""
+"""`attach` validates the answer at a daemon's arena socket."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vllm_tiered_kv.remote import shared_memory
 
 
 class ArenaPeer:
-    """What answers at the arena's socket: `reply` gets the client's packet and the connection."""
+    """A server at an arena socket: `reply` gets the client's packet and the connection."""
 
     def __init__(self, path: Path, reply: Callable[[socket.socket], None]) -> None:
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -35,7 +35,7 @@ class ArenaPeer:
             reply(connection)
             if connection.fileno() >= 0:
                 connection.settimeout(30)
-                connection.recv(1)  # until the client has had enough
+                connection.recv(1)  # until the client closes
 
     def close(self) -> None:
         self._listening.close()

@@ -1,4 +1,4 @@
-"""A real daemon that is stopped, killed, restarted or out of reach while many threads call it."""
+"""The client with a real daemon that is stopped, killed, restarted or unreachable, under load."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from vllm_tiered_kv.remote.placement import Cluster
 from vllm_tiered_kv.remote.store import RemoteMatch, RemoteStore
 from vllm_tiered_kv.server.cli import main
 
-GRACE_S = 10.0  # beyond a deadline: for a machine with more to do than this
+GRACE_S = 10.0  # allowed beyond a deadline on a busy machine
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_blocks_on_disk_survive_a_restart(tmp_path: Path) -> None:
 
 
 class Crowd:
-    """Threads that call a store all the time, each call with a deadline, and check the answers."""
+    """Threads that call a store in a loop, each call with a deadline, and check the answers."""
 
     def __init__(self, store: RemoteStore, threads: int = 12, patience_s: float = 0.5) -> None:
         self._store = store
@@ -177,7 +177,7 @@ def test_calls_to_a_stopped_daemon_keep_their_deadlines(
 def test_breaker_ignores_calls_with_too_short_deadlines(
     daemon: DaemonProcess, store: RemoteStore
 ) -> None:
-    """Calls that wait for a thread begin shortly before their deadline."""
+    """Under load a call may start shortly before its deadline."""
     names = block_keys("late", 4)
     assert store.match_all(names, [RANK]) == RemoteMatch(0, {})
     daemon.freeze()
@@ -213,7 +213,7 @@ def test_killed_daemon_gives_misses_until_it_restarts(
 def test_put_to_a_stopped_daemon_releases_the_payload(
     daemon: DaemonProcess, store: RemoteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More than the kernel's buffers hold, so that zmq is in the middle of it."""
+    """The payload exceeds the kernel's buffers, so that zmq is in the middle of sending it."""
     trackers: list[zmq.MessageTracker] = []
     send = zmq.Socket.send
 
@@ -235,12 +235,12 @@ def test_put_to_a_stopped_daemon_releases_the_payload(
     assert contexts == [None], "only its end proves that nothing is read any more"
     assert set(results) == {PutResult.FAILED}
     assert trackers
-    # zmq has let go; a thread of pyzmq's does it after it.
+    # zmq has released the memory; a pyzmq thread releases its reference a little later.
     eventually(lambda: all(tracker.done for tracker in trackers))
     for view in views:
         view.release()
     for source in sources:
-        source.clear()  # refused (BufferError) as long as anything refers to it
+        source.clear()  # raises BufferError while anything references it
     daemon.thaw()
     eventually(lambda: store.contains(keys("other", 1)) == [False] and store.available)
     into = buffers(len(chain))
@@ -256,7 +256,7 @@ def test_close_ends_waiting_calls(daemon: DaemonProcess, store: RemoteStore) -> 
         threading.Thread(
             target=lambda: answers.append(store.get(keys("a", 1), buffers(1), within(120)))
         )
-        for _ in range(12)  # more than there are connections
+        for _ in range(12)  # more than the pool has connections
     ]
     for thread in threads:
         thread.start()
@@ -287,7 +287,7 @@ def test_close_leaves_no_threads_or_descriptors(daemon: DaemonProcess) -> None:
     def resources() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
-    use(daemon.endpoint)  # pyzmq keeps a thread of its own, once
+    use(daemon.endpoint)  # pyzmq starts one thread of its own and keeps it
     before = resources()
     for _ in range(3):
         use(daemon.endpoint)
@@ -333,7 +333,7 @@ def test_cluster_with_a_dead_daemon_loses_only_its_share(tmp_path: Path) -> None
         for name, chain in chains.items():
             assert set(homes[name].put(items(chain))) == {PutResult.STORED}
         lost = cluster.stores[daemons[0].endpoint]
-        lost.breaker._cooldown = lost.breaker._longest = 600.0  # it is not tried again meanwhile
+        lost.breaker._cooldown = lost.breaker._longest = 600.0  # no probe during the test
         daemons[0].kill()
         eventually(lambda: lost.match(keys("any", 1)) == 0 and not lost.available)
         for name, chain in chains.items():
@@ -350,7 +350,7 @@ def test_cluster_with_a_dead_daemon_loses_only_its_share(tmp_path: Path) -> None
 
 
 def keygen(folder: Path, name: str) -> tuple[Path, Path]:
-    """The public and the secret file."""
+    """Returns the public and the secret file."""
     assert main(["keygen", str(folder), name]) == 0
     return folder / f"{name}.key", folder / f"{name}.key_secret"
 
@@ -426,8 +426,8 @@ def test_forked_child_opens_its_own_connections(daemon: DaemonProcess, store: Re
 
 
 def test_unresolvable_host_fails_at_once() -> None:
-    """There is no connection whose end could be told: zmq says only when it would try again."""
-    nowhere = ServerAddress.parse(f"tcp://{64 * 'x'}:9527")  # no name may be so long
+    """zmq reports no disconnect here, because there was no connection: only the retry event."""
+    nowhere = ServerAddress.parse(f"tcp://{64 * 'x'}:9527")  # longer than a host name may be
     connection = Connection(Settings(nowhere, connect_timeout_s=600.0), IDENTITY.hello())
     with pytest.raises(ConnectionLost, match="nothing listens there"):
         connection.open(time.monotonic() + 60)
@@ -437,8 +437,8 @@ def test_unresolvable_host_fails_at_once() -> None:
 def test_idle_connection_does_not_reconnect_to_a_dead_daemon(
     daemon: DaemonProcess, store: RemoteStore
 ) -> None:
-    """zmq tells a monitor of every attempt. With nobody to listen its thread stood still after some
-    thousand of them, a minute or two, and with it whoever closed the connection."""
+    """zmq sends every attempt to the monitor. If nobody reads it, zmq's I/O thread blocks after a
+    minute or two, some thousand attempts, and so does closing the connection."""
     assert store.put(items(keys("idle", 1))) == [PutResult.STORED]
     daemon.kill()
     host, port = daemon.endpoint.removeprefix("tcp://").rsplit(":", 1)

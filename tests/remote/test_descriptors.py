@@ -1,4 +1,4 @@
-"""A process that is out of descriptors for a while is well again afterwards."""
+"""The client recovers after the process was out of file descriptors or threads for a while."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_release_thread_survives_any_exception(
 def test_leases_are_released_once_a_thread_can_start(
     daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first to release may be the scheduler's own thread: it must not fail."""
+    """The scheduler's own thread may be the first to release: it must not fail."""
     store = open_store(daemon)
     fill(store)
     local = LocalDaemon(store)

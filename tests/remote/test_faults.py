@@ -1,5 +1,5 @@
-"""A daemon that lies, stalls or speaks another language costs misses: no exception, no hang, and
-never a wrong byte."""
+"""A daemon that breaks the protocol or stalls causes misses: no exception, no hang, and never a
+wrong byte."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def on(kind: type, answer: Callable[[FaultyDaemon, int, Request], list[Frames]])
 
 
 def assert_served(store: RemoteStore) -> None:
-    """All is well (again)."""
+    """The store works (again)."""
     into = buffers(len(KEYS))
     assert store.get(KEYS, into) == [True] * len(KEYS)
     assert [bytes(buffer) for buffer in into] == [content(key) for key in KEYS]
@@ -106,12 +106,12 @@ def test_request_without_reply_is_a_miss(
     daemon: FaultyDaemon, store: RemoteStore, kind: type
 ) -> None:
     daemon.fault = on(kind, lambda *_: [])
-    patience = 30.0 if kind is Match else 0.2  # a get is answered, or not
-    assert store.get(KEYS[:1], buffers(1), deadline=within(patience)) == [kind is Match]
+    timeout_s = 30.0 if kind is Match else 0.2  # only with Match is a get answered
+    assert store.get(KEYS[:1], buffers(1), deadline=within(timeout_s)) == [kind is Match]
     assert store.match_all([KEYS[0][16:33]], [], deadline=within(0.2)) is not None
     for _ in range(4):
         into = buffers(2)
-        store.get(KEYS[:2], into, deadline=within(patience))
+        store.get(KEYS[:2], into, deadline=within(timeout_s))
     assert (store.breaker.state is BreakerState.CLOSED) == (kind is Match)
     daemon.fault = None
     eventually(lambda: store.match(KEYS) == 8)
@@ -189,7 +189,7 @@ def test_malformed_get_reply_is_a_miss(
     daemon.fault = on(Get, answer)
     assert store.get(KEYS[:1], buffers(1), deadline=within(5)) == [False]
     daemon.fault = None
-    daemon.blocks[KEYS[0][16:]] = content(KEYS[0])  # a damaged one was deleted
+    daemon.blocks[KEYS[0][16:]] = content(KEYS[0])  # the client deletes a damaged block
     assert_served(store)
 
 
@@ -226,7 +226,7 @@ def test_blocks_before_the_end_of_a_stream_are_kept(
     daemon: FaultyDaemon, store: RemoteStore
 ) -> None:
     some = {1: content(KEYS[1]), 0: content(KEYS[0])}
-    assert_served(store)  # so that the deadline is for the blocks alone
+    assert_served(store)  # opens the session, so that the deadline covers the blocks alone
     daemon.fault = on(Get, lambda d, i, _: [block_reply(i, some, more=True)])
     into = buffers(3)
     assert store.get(KEYS[:3], into, deadline=within(3)) == [True, True, False]
@@ -350,7 +350,7 @@ def test_put_hashes_the_first_blocks_during_contains(
         return cpu.hash_buffers(given)
 
     def wait(d: FaultyDaemon, request_id: int, request: Request) -> list[Frames]:
-        in_time.append(hashed.wait(8.0))  # less than the store's patience
+        in_time.append(hashed.wait(8.0))  # less than the store's timeout
         return [d.honest(request_id, request)]
 
     monkeypatch.setattr(transfers, "hash_buffers", hash_buffers)
@@ -421,9 +421,9 @@ def test_keys_of_another_namespace_are_not_requested(
 def test_failed_put_without_threads_ends_the_context(
     daemon: FaultyDaemon, store: RemoteStore
 ) -> None:
-    """zmq's context is ended all the same, and the engine sees no exception."""
+    """The zmq context ends in the calling thread, and the engine sees no exception."""
     chain = items(keys("threadless", 2))
-    assert store.put(chain) == [PutResult.STORED] * 2  # whatever has a thread has started it
+    assert store.put(chain) == [PutResult.STORED] * 2  # other threads have started by now
     daemon.fault = on(Put, lambda *_: [])
     before = threading.stack_size(1 << 50)  # more than can be mapped
     try:
@@ -437,7 +437,7 @@ def test_failed_put_without_threads_ends_the_context(
 
 
 def test_peer_disconnect_during_a_put_releases_the_payload(daemon: FaultyDaemon) -> None:
-    """libzmq forgets the frames it had taken, so that their trackers are never done."""
+    """libzmq loses track of the frames it has taken, so that their trackers never end."""
 
     class EndsTheDaemon(list[memoryview]):
         def __getitem__(self, which: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The breaker as a state machine, by a clock that stands still until told otherwise."""
+"""The breaker as a state machine, with a manual clock."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_jitter_only_shortens_cool_downs(clock: Clock) -> None:
 
 
 class BreakerMachine(RuleBasedStateMachine):
-    """Attempts end in any order and as late as they like."""
+    """Attempts end in any order, arbitrarily late."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Places that a daemon names in its memory are not believed unchecked."""
+"""The client validates offsets that a daemon sends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lookups that lease: one question, places for every rank, and everything comes back."""
+"""Lookups that lease: one request, offsets for every rank, and every lease is released."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_late_lookup_lease_is_released(daemon: DaemonProcess) -> None:
     eventually(lambda: leases_of(daemon) == 0)
     memory = local.current
     assert memory is not None
-    # Else the thread that gave it back may hold the connection, and nothing is asked.
+    # Otherwise the thread that released it may hold the connection, and nothing is sent.
     eventually(lambda: memory.is_settled and not memory._lock.locked())
     daemon.freeze()
     assert local.lookup(CHAIN, RANKS, NBYTES, within(1.0)) is None
@@ -176,7 +176,7 @@ def test_release_to_a_stopped_daemon_is_retried(daemon: DaemonProcess) -> None:
     for lease in leases:
         assert lease is not None
         lease.release()
-    time.sleep(1.0)  # so that giving back fails before it succeeds
+    time.sleep(1.0)  # so that a release fails before one succeeds
     daemon.thaw()
     eventually(lambda: leases_of(daemon) == 0)
     local.close()
@@ -220,7 +220,7 @@ def test_restarted_daemon_leases_new_memory(
     assert match.count == 6
     assert match.lease is not None
     assert match.lease.arena_id != before.arena_id
-    before.release()  # of a daemon that is no more: must not end another's lease
+    before.release()  # a dead daemon's lease: must not end a lease of the new one
     time.sleep(0.2)
     assert leases_of(daemon) == 12
 
@@ -335,11 +335,11 @@ def mapped_arenas() -> int:
 def test_memory_of_a_dead_daemon_is_unmapped(
     daemon: DaemonProcess, local: LocalDaemon, asks: bool
 ) -> None:
-    """Kept mapped, it would hold all of it, whatever became of the daemon."""
+    """While it is mapped, the kernel cannot free the memory of the dead daemon."""
     before = mapped_arenas()
     lease = ask(local).lease
     assert lease is not None
-    lease.release()  # the thread that gives back looks after the rest
+    lease.release()  # wakes the thread, which does the rest
     assert mapped_arenas() == before + 1
     daemon.kill()
 
@@ -354,7 +354,7 @@ def test_memory_of_a_dead_daemon_is_unmapped(
 def test_memory_attached_by_another_thread_is_unmapped_after_the_daemons_death(
     daemon: DaemonProcess, store: RemoteStore, local: LocalDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first one's daemon may be gone when the second comes with that of the next."""
+    """A thread may attach to a dead daemon's memory while a second attaches to the new one's."""
     attach = store.attach
     first = attach()
     assert first is not None
@@ -376,8 +376,7 @@ def test_memory_attached_by_another_thread_is_unmapped_after_the_daemons_death(
 def test_lookup_past_its_deadline_sends_nothing(
     daemon: DaemonProcess, store: RemoteStore, local: LocalDaemon
 ) -> None:
-    """Of many requests that come at once the last wait for a thread longer than an answer may take:
-    no fault of the daemon."""
+    """Under load a call may wait for a thread past its deadline: no failure of the daemon."""
     ask(local).lease.release()  # type: ignore[union-attr]
     before = requests_of(daemon)["borrow"]
     for _ in range(10):

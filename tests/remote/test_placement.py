@@ -1,4 +1,4 @@
-"""Which daemon holds what: stable, even, the same in every process."""
+"""Placement is stable, even, and the same in every process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of a daemon on this host: leased, written, and outlived."""
+"""Shared memory of a daemon on this host: leases, writes, and the death of either process."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def memory(store: RemoteStore) -> SharedMemory:
 
 
 def leased_bytes(memory: SharedMemory, lease: BlockLease, count: int | None = None) -> list[bytes]:
-    """The first blocks, where they lie."""
+    """Returns the bytes of the first leased blocks."""
     places = list(zip(lease.offsets, lease.lengths, strict=True))[:count]
     return [bytes(memory.arena.view(offset, nbytes)) for offset, nbytes in places]
 
@@ -76,7 +76,7 @@ def fill(memory: SharedMemory, block: Reservation) -> None:
 
 
 def push_out(store: RemoteStore, rounds: int = 3) -> None:
-    """Puts so much that everything evictable leaves."""
+    """Puts enough blocks that everything evictable is evicted."""
     for n in range(rounds):
         for part in range(8):
             store.put(items(keys(f"filler {n} {part}", MEMORY // NBYTES // 8)))
@@ -187,7 +187,7 @@ def test_memory_of_a_killed_daemon_stays_readable(
 def test_late_leases_are_released(
     daemon: DaemonProcess, store: RemoteStore, memory: SharedMemory
 ) -> None:
-    """What a stopped daemon leases when it goes on was asked for by nobody any more."""
+    """A stopped daemon that continues grants leases for which no call waits any more."""
     assert memory.lease(keys("other", 1)).leases == [0]
     daemon.freeze()
     assert memory.lease(CHAIN, deadline=within(0.2)).leases == [0] * 6
@@ -209,8 +209,8 @@ def test_late_leases_are_released(
 def test_late_leases_are_released_on_close(
     daemon: DaemonProcess, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process lives on: the daemon would keep them for it."""
-    monkeypatch.setattr(shared_memory, "_CLOSING_S", 20.0)  # a busy machine
+    """Otherwise the daemon would keep them as long as the process lives."""
+    monkeypatch.setattr(shared_memory, "_CLOSING_S", 20.0)  # for a busy machine
     assert memory.lease(keys("other", 1)).leases == [0]
     daemon.freeze()
     assert memory.lease(CHAIN, deadline=within(0.2)).leases == [0] * 6
@@ -223,7 +223,7 @@ def test_late_leases_are_released_on_close(
 def test_failed_release_is_retried(daemon: DaemonProcess, memory: SharedMemory) -> None:
     lease = memory.lease(CHAIN)
     memory._timeout = 0.1
-    with memory._lock:  # as a call that takes its time
+    with memory._lock:  # like a call that takes long
         lease.release()
     memory._timeout = 20.0
     assert leases_of(daemon) == 6
@@ -252,7 +252,7 @@ def test_interrupted_call_leaves_no_reply_for_the_next(
     memory.lease(CHAIN).release()
 
     def interrupted(*_: object, **__: object) -> None:
-        eventually(lambda: leases_of(daemon))  # it has answered, or is about to
+        eventually(lambda: leases_of(daemon))  # the daemon has answered or is about to
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
@@ -281,7 +281,7 @@ def test_interrupt_at_the_end_of_a_call_releases_the_lock(
 
 
 def test_stopped_daemon_opens_the_breaker(daemon: DaemonProcess, memory: SharedMemory) -> None:
-    """What is given back where nothing was leased says nothing of the daemon."""
+    """A release of nothing sends no request and says nothing about the daemon."""
     daemon.freeze()
     for _ in range(3):
         lease = memory.lease(CHAIN, deadline=within(0.2))
@@ -323,7 +323,7 @@ def test_closed_memory_leases_nothing(store: RemoteStore, memory: SharedMemory) 
 
 
 class Interrupter(Breaker):
-    """Lets something happen between the moment a call finds all well and its turn to be made."""
+    """Runs a function between a call's first check and its turn for the connection."""
 
     happens: Callable[[], None] | None = None
 
@@ -367,7 +367,7 @@ def test_call_during_close_opens_no_connection(
     breaker.happens = memory.close
     assert not any(memory.lease(CHAIN).leases)
     assert memory.closed
-    eventually(lambda: zmq_threads() <= before)  # those of earlier tests may just be ending
+    eventually(lambda: zmq_threads() <= before)  # threads of earlier tests may still be ending
 
 
 def test_closed_store_attaches_nothing(

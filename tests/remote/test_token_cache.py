@@ -1,4 +1,4 @@
-"""TokenCache over a real daemon: what is found, how far, by whom, and what is refused."""
+"""TokenCache over a real daemon: matches, keys, buffers, namespaces, and refused calls."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def address(request: pytest.FixtureRequest, daemon: DaemonProcess) -> str:
 
 @pytest.fixture
 def open_cache(address: str) -> Iterator[Open]:
-    """Caches that are closed with the test; each of a name of its own unless it is given."""
+    """Opens caches, each in its own namespace by default, and closes them after the test."""
     opened: list[TokenCache] = []
 
     def open_one(namespace: str | None = None, **more: Any) -> TokenCache:
@@ -323,7 +323,7 @@ OTHER_PROCESS = """
 
 
 def test_two_processes_share_one_cache(daemon: DaemonProcess, open_cache: Open) -> None:
-    """One over tcp and one over ipc: it is the same cache."""
+    """One process uses TCP, the other ipc."""
     name = next(_names)
     mine, others = TOKENS, [*TOKENS[:5], 8, 8, 8]
     here = open_cache(name)

@@ -1,4 +1,4 @@
-"""What the documentation shows of TokenCache does what it says."""
+"""The examples of TokenCache in the documentation work."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_query_to_a_stopped_daemon_misses_within_the_deadline(
     daemon: DaemonProcess, address: str
 ) -> None:
     with opened(address, timeout=0.3) as cache:
-        eventually(lambda: store(cache, TOKENS) == len(TOKENS))  # in one such while, or another
+        eventually(lambda: store(cache, TOKENS) == len(TOKENS))  # the first attempts may time out
         daemon.freeze()
         assert (cache.match(TOKENS), read(cache, TOKENS), store(cache, [1])) == (0, 0, 0)
         daemon.thaw()
@@ -113,7 +113,7 @@ def test_query_to_a_stopped_daemon_misses_within_the_deadline(
 
 
 def test_error_names_the_reason_of_this_failure(daemon: DaemonProcess, address: str) -> None:
-    """Not one of a time when the daemon was not there."""
+    """It must not name the reason of an earlier failure, before the daemon started."""
     with opened(address, timeout=2.0, strict=True) as cache:
 
         def is_stored() -> bool:
@@ -135,7 +135,7 @@ def test_error_names_the_reason_of_this_failure(daemon: DaemonProcess, address: 
 def test_repeated_kills_give_no_wrong_states(
     daemon: DaemonProcess, cache: TokenCache, address: str
 ) -> None:
-    """Whatever is read is right, nobody hears of an exception, and it works again afterwards."""
+    """All states that are read are right, no call raises, and the cache works again afterwards."""
     stop = threading.Event()
     wrong: list[BaseException] = []
     rounds = [0, 0, 0]
@@ -170,7 +170,7 @@ def test_repeated_kills_give_no_wrong_states(
 
 
 def test_memory_of_a_dead_daemon_is_unmapped(daemon: DaemonProcess) -> None:
-    """Also by a program that does nothing: nobody else holds it any more."""
+    """Also in an idle program: otherwise it alone would keep the memory allocated."""
     before = arenas_mapped()
     with opened(daemon.ipc) as cache:
         store(cache, TOKENS)
@@ -197,7 +197,7 @@ def test_memory_stays_mapped_during_a_copy(
             daemon.kill()
             eventually(lambda: not memory.alive)
             assert read(cache, TOKENS) == 0
-            threading.Event().wait(0.2)  # the thread has looked meanwhile
+            threading.Event().wait(0.2)  # several rounds of the maintenance thread
             assert bytes(memory.arena.view(0, 8))
             assert arenas_mapped() == before + 1
         assert arenas_mapped() == before
@@ -238,7 +238,7 @@ def test_late_leases_are_released_without_a_further_call(daemon: DaemonProcess) 
 
 
 def test_blocks_that_cannot_be_leased_use_the_socket(daemon: DaemonProcess) -> None:
-    """Another process may hold all that a daemon leases."""
+    """Another process may hold as many leases as the daemon grants."""
     with opened(daemon.ipc) as greedy, opened(daemon.ipc) as cache:
         many = list(range(1000, 2600))
         assert store(greedy, many) == len(many)
@@ -285,7 +285,7 @@ def test_close_during_calls_of_many_threads(address: str) -> None:
 def test_blocks_evicted_between_two_requests_shorten_the_hit(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And no failure to those who want to hear of failures."""
+    """A strict cache, which raises on failures, does not count this as one."""
     with opened(address, strict=True) as cache:
         store(cache, TOKENS)
         chains = cache._chains
