@@ -9,7 +9,7 @@ A lease keeps a block in its slot until it is released, however long that takes.
 must therefore never be lost: requests use a separate zmq connection that stays open when a call
 times out, and the next call releases leases that arrived late or whose release was not confirmed.
 
-When the daemon dies, the mapping stays: leased blocks can still be read, and nobody writes them any
+When the daemon dies, the mapping stays: leased blocks remain readable, and nothing writes them any
 more. The leases end with the daemon. The memory counts its readers, and after `retire` it is
 unmapped when the last one has left.
 """
@@ -488,7 +488,7 @@ class SharedMemory:
             self._breaker.forget(attempt)
             return None
         try:
-            if self.closed:  # during the wait: nobody would close a connection opened now
+            if self.closed:  # during the wait: a connection opened now would never be closed
                 return None
             allowed_s = end - time.monotonic()
             if allowed_s <= 0:  # says nothing about the daemon

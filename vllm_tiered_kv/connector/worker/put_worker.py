@@ -30,6 +30,8 @@ _ACCEPTED = (PutResult.STORED, PutResult.PRESENT)
 
 @dataclass(frozen=True)
 class PutDone:
+    """A put job that has ended, and its report."""
+
     job_id: int
     report: StoreReport
 

@@ -192,8 +192,8 @@ class SharedRegions:
 
     def resident(self, transfer: RemoteTransfer, rank: RankTag, nbytes: int) -> Resident | None:
         """Returns the blocks of a transfer, of `nbytes` each, if they are leased and this process
-        has them mapped and pinned, else None. A daemon that died since counts as well: nobody
-        writes its memory any more."""
+        has them mapped and pinned, else None. A daemon may have died since: then nothing writes its
+        memory any more."""
         daemon = self._daemons.get(transfer.address)
         if transfer.leased is None or daemon is None:
             return None
