@@ -117,7 +117,7 @@ def test_what_is_under_way_ends_with_a_new_registration(engine: ToyEngine) -> No
 def test_tensors_that_do_not_fit_the_configuration_are_refused(
     engine: ToyEngine, worker: WorkerHalf
 ) -> None:
-    with pytest.raises(UnsupportedError, match=r"group 0 has 192 bytes a block.* says 96"):
+    with pytest.raises(UnsupportedError, match=r"group 0 has 192 bytes per block.* says 96"):
         worker.register_kv_caches(caches(1, channels=8), engine.kv_cache_config)
     missing = caches(1)
     del missing[LAYERS[1]]
@@ -149,7 +149,7 @@ def test_cut_blocks_are_refused_only_where_there_is_a_daemon(
         shape = (2 * BLOCKS, 2, TOKENS // 2, 2)
         cut = {name: torch.zeros(shape, dtype=torch.int16) for name in LAYERS}
         if is_refused:
-            with pytest.raises(UnsupportedError, match="cuts the blocks"):
+            with pytest.raises(UnsupportedError, match="splits each block"):
                 half.register_kv_caches(cut, engine.kv_cache_config)
         else:
             half.register_kv_caches(cut, engine.kv_cache_config)

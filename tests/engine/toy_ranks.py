@@ -47,7 +47,7 @@ class RankedToyEngine(ToyEngine):
         assert self.replicas in (1, self.ranks)
         if self.replicas > 1:
             assert self.worker.worker_half is not None
-            self.worker.worker_half._share_work()
+            self.worker.worker_half._stripe_replicas()
         first = ToyRank(self.worker, self.caches, self.arena, self.copier, self._running)
         self.all_ranks = [first, *(self._open_rank(rank) for rank in range(1, self.ranks))]
         self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, self.ranks)
@@ -74,7 +74,7 @@ class RankedToyEngine(ToyEngine):
         assert first is not None
         if self.replicas > 1:
             half.arena, arena = first.arena, self.arena
-            half._share_work()
+            half._stripe_replicas()
         else:
             half.arena = Arena(self.half.index.geometry.capacity_bytes)
             arena = np.lib.stride_tricks.as_strided(

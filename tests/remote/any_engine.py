@@ -1,7 +1,7 @@
-"""The remote client as a store of any key: one client for each namespace and width of keys.
+"""A store for arbitrary keys over the remote client: one client per namespace and key length.
 
-A session has one namespace, one width and a few block lengths, as an engine does. The contract
-suite uses them freely; this spreads its calls.
+A session has one namespace, one key length and a few block lengths, like an engine. The contract
+suite mixes them, so `AnyEngine` distributes its calls over sessions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 
 
 class _AnyIdentity(EngineIdentity):
-    """Says all of its namespace: those of an engine have one width each."""
+    """Sends its full namespace in `hello`; an engine's namespace has one key length only."""
 
     __slots__ = ()
 
@@ -45,8 +45,10 @@ _Shape = tuple[bytes, int]
 
 
 class AnyEngine:
+    """The BlockStore that the contract suite tests, over a daemon at an address."""
+
     def __init__(self, address: str, largest: int) -> None:
-        """A daemon refuses engines whose blocks could never fit: `largest` is what fits."""
+        """`largest`: the largest block that fits; the daemon refuses engines with larger ones."""
         self._address = address
         self._lengths = tuple(length for length in LENGTHS if length <= largest)
         self._clients: dict[_Shape, RemoteStore] = {}

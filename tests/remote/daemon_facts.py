@@ -1,4 +1,4 @@
-"""What a daemon says of itself, asked by somebody who has no part in what is tested."""
+"""Statistics of a daemon, queried over a separate connection."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def leases_of(daemon: DaemonProcess) -> int:
 
 
 def requests_of(daemon: DaemonProcess) -> dict[str, int]:
-    """How many it has served, by verb."""
+    """Returns how many requests the daemon has served, by verb."""
     return dict(_facts(daemon)["requests"])
 
 
 def _facts(daemon: DaemonProcess) -> dict[str, Any]:
     with RawClient(daemon.endpoint) as client:
-        client.ask(identity(1, name="a looker-on").hello())
+        client.ask(identity(1, name="an observer").hello())
         return client.stats()

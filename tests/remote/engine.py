@@ -1,4 +1,4 @@
-"""An engine as a daemon sees one: an identity, keys of its blocks, and their bytes."""
+"""An engine as a daemon sees it: an identity, block keys and block contents."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm_tiered_kv.core.key import BlockKey, RankTag
 from vllm_tiered_kv.core.store import PutItem, StoreKey, store_key
 from vllm_tiered_kv.remote.address import EngineIdentity
 
-NBYTES = 96 << 10  # above the size from which zmq refers to memory instead of copying it
+NBYTES = 96 << 10  # above the size from which zmq sends without a copy
 NAMESPACE = random.Random("namespace").randbytes(32)
 IDENTITY = EngineIdentity(NAMESPACE, (NBYTES,), "layers first", "test engine")
 RANK = RankTag()
@@ -49,5 +49,5 @@ def buffers(count: int, nbytes: int = NBYTES) -> list[memoryview]:
 
 
 def within(seconds: float) -> float:
-    """A deadline."""
+    """Returns a deadline this many seconds from now."""
     return time.monotonic() + seconds

@@ -1,8 +1,8 @@
-"""A daemon that can misbehave: a ROUTER in a thread that keeps blocks in a dictionary.
+"""A daemon that can misbehave: a ROUTER socket in a thread that keeps blocks in a dictionary.
 
-The real daemon cannot be made to send a wrong id, another's reply or half a stream. `fault` sees
-every request first and may answer it otherwise; None leaves it to the honest part. `delay` says
-for how many seconds the answers to a request are held back, while others pass them by.
+The real daemon cannot be made to send a wrong id, another's reply or half a stream. `fault` gets
+every request first and may return other replies; if it returns None, the daemon answers correctly.
+`delay` returns for how many seconds the replies to a request are held back; others may pass them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Frames = list[bytes]
 Fault = Callable[["FaultyDaemon", int, Request], "list[Frames] | None"]
 Delay = Callable[[Request], float]
 
-_PATIENCE_S = 0.02  # how long it may take to notice `stop`
+_POLL_S = 0.02  # how long it may take to notice `stop`
 
 
 def framed(request_id: int, reply: Reply, payload: Sequence[bytes] = ()) -> Frames:
@@ -58,7 +58,7 @@ def framed(request_id: int, reply: Reply, payload: Sequence[bytes] = ()) -> Fram
 def block_reply(
     request_id: int, blocks: dict[int, bytes], more: bool = False, flip: int = 0
 ) -> Frames:
-    """Blocks by position; `flip` makes their checksums wrong."""
+    """Returns a reply with blocks by position; `flip` is XORed into their checksums."""
     payload = list(blocks.values())
     checksums = [xxhash.xxh3_64_intdigest(block) ^ flip for block in payload]
     reply = GetReply(list(blocks), [len(block) for block in payload], checksums, more)
@@ -97,15 +97,15 @@ class FaultyDaemon:
         return [request.op for request in self.seen]
 
     def _run(self) -> None:
-        held_back: list[tuple[float, int, Frames]] = []  # due, in order of arrival
+        held_back: list[tuple[float, int, Frames]] = []  # heap: by due time, then arrival
         arrivals = itertools.count()
         while not self._stop.is_set():
             while held_back and held_back[0][0] <= time.monotonic():
                 self._socket.send_multipart(heapq.heappop(held_back)[2])
-            patience = _PATIENCE_S
+            poll_s = _POLL_S
             if held_back:
-                patience = min(patience, max(0.0, held_back[0][0] - time.monotonic()))
-            if not self._socket.poll(int(patience * 1000)):
+                poll_s = min(poll_s, max(0.0, held_back[0][0] - time.monotonic()))
+            if not self._socket.poll(int(poll_s * 1000)):
                 continue
             identity, header, *payload = self._socket.recv_multipart()
             request_id, request = decode_request(header, [len(frame) for frame in payload])
@@ -150,7 +150,7 @@ class FaultyDaemon:
 
 
 def forgetful(daemon: FaultyDaemon, request_id: int, request: Request) -> list[Frames] | None:
-    """A fault: says it has everything, and then has nothing."""
+    """A fault: matches every key, but returns no block."""
     if isinstance(request, Match):
         count = len(request.keys)
         return [framed(request_id, MatchReply(count, [count, 0, 0]))]

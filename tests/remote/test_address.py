@@ -1,4 +1,4 @@
-"""Addresses, identities and key files as people write them."""
+"""Parsing of addresses, engine identities and key files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vllm_tiered_kv.remote.store import RemoteStore
         ("ipc:///run/kv.sock", "ipc:///run/kv.sock"),
     ],
 )
-def test_addresses_have_one_form(text: str, endpoint: str) -> None:
+def test_parse_valid_address_returns_canonical_form(text: str, endpoint: str) -> None:
     assert str(ServerAddress.parse(text)) == endpoint
 
 
@@ -53,7 +53,7 @@ def test_addresses_have_one_form(text: str, endpoint: str) -> None:
         ["tcp://a:1"],
     ],
 )
-def test_what_is_no_address_is_an_error_that_names_the_option(text: object) -> None:
+def test_parse_invalid_address_raises_error_naming_the_option(text: object) -> None:
     with pytest.raises(ConfigError) as error:
         ServerAddress.parse(text)
     assert error.value.key == "remote"
@@ -61,7 +61,7 @@ def test_what_is_no_address_is_an_error_that_names_the_option(text: object) -> N
         RemoteStore(text, IDENTITY)  # type: ignore[arg-type]
 
 
-def test_only_a_local_daemon_shares_memory() -> None:
+def test_arena_path_exists_for_ipc_only() -> None:
     assert ServerAddress.parse("ipc:///run/kv.sock").arena_path == "/run/kv.sock.arena"
     assert ServerAddress.parse("tcp://127.0.0.1:1").arena_path is None
     store = RemoteStore("tcp://127.0.0.1:1", IDENTITY)
@@ -69,7 +69,7 @@ def test_only_a_local_daemon_shares_memory() -> None:
     store.close()
 
 
-def test_keys_travel_without_their_namespace() -> None:
+def test_wire_key_drops_the_namespace() -> None:
     key = store_key(IDENTITY.namespace, block_keys("a", 1)[0], RANK)
     assert IDENTITY.wire_key(key) == key[16:]
     assert len(key[16:]) == IDENTITY.key_bytes == 25
@@ -77,11 +77,11 @@ def test_keys_travel_without_their_namespace() -> None:
     assert identity(name="another").wire_key(key) is None
 
 
-def test_block_lengths_are_told_once_each() -> None:
+def test_hello_lists_each_block_length_once() -> None:
     assert identity(4096, 512, 4096).hello().block_bytes == [512, 4096]
 
 
-def test_key_files(tmp_path: Path) -> None:
+def test_curve_keys_load_from_certificate_files(tmp_path: Path) -> None:
     server_public, server_secret = create_certificates(tmp_path, "server")
     client_public, client_secret = create_certificates(tmp_path, "client")
     loaded = CurveKeys.load(client_secret, server_public)

@@ -1,4 +1,4 @@
-"""Whoever answers at the socket of an arena is not believed unchecked."""
+"""`attach` validates the answer at a daemon's arena socket."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vllm_tiered_kv.remote import shared_memory
 
 
 class ArenaPeer:
-    """What answers at the arena's socket: `reply` gets the client's packet and the connection."""
+    """A server at an arena socket: `reply` gets the client's packet and the connection."""
 
     def __init__(self, path: Path, reply: Callable[[socket.socket], None]) -> None:
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -35,7 +35,7 @@ class ArenaPeer:
             reply(connection)
             if connection.fileno() >= 0:
                 connection.settimeout(30)
-                connection.recv(1)  # until the client has had enough
+                connection.recv(1)  # until the client closes
 
     def close(self) -> None:
         self._listening.close()
@@ -77,7 +77,7 @@ def send_with(connection: socket.socket, packet: bytes, *descriptors: int) -> No
     ],
     ids=str,
 )
-def test_a_strange_answer_attaches_nothing(tmp_path: Path, change: dict[str, object]) -> None:
+def test_attach_malformed_answer_raises(tmp_path: Path, change: dict[str, object]) -> None:
     arena = SharedArena.create(4 * PAGE)
     packet = msgpack.packb({**ANSWER, **change})
     peer = ArenaPeer(tmp_path / "arena", lambda link: send_with(link, packet, arena.fd))
@@ -114,7 +114,7 @@ def test_a_strange_answer_attaches_nothing(tmp_path: Path, change: dict[str, obj
         "silence",
     ],
 )
-def test_an_answer_without_memory_attaches_nothing(
+def test_attach_answer_without_memfd_raises(
     tmp_path: Path, reply: Callable[[socket.socket], None]
 ) -> None:
     peer = ArenaPeer(tmp_path / "arena", reply)
@@ -123,7 +123,7 @@ def test_an_answer_without_memory_attaches_nothing(
     peer.close()
 
 
-def test_memory_that_could_shrink_is_not_mapped(tmp_path: Path) -> None:
+def test_attach_unsealed_memfd_raises(tmp_path: Path) -> None:
     descriptor = os.memfd_create("unsealed")
     os.ftruncate(descriptor, 4 << 20)
     packet = msgpack.packb(ANSWER)
@@ -134,7 +134,7 @@ def test_memory_that_could_shrink_is_not_mapped(tmp_path: Path) -> None:
     os.close(descriptor)
 
 
-def test_the_right_answer_attaches(tmp_path: Path) -> None:
+def test_attach_valid_answer_maps_memory(tmp_path: Path) -> None:
     arena = SharedArena.create(4 * PAGE)
     arena.view(PAGE, 5)[:] = b"bytes"
     packet = msgpack.packb(ANSWER)

@@ -1,4 +1,4 @@
-"""The contract of all stores, over the client and a real daemon."""
+"""The contract suite of all stores, over the client and a real daemon."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real daemon that is stopped, killed, restarted or out of reach while many threads call it."""
+"""The client with a real daemon that is stopped, killed, restarted or unreachable, under load."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from vllm_tiered_kv.remote.placement import Cluster
 from vllm_tiered_kv.remote.store import RemoteMatch, RemoteStore
 from vllm_tiered_kv.server.cli import main
 
-GRACE_S = 10.0  # beyond a deadline: for a machine with more to do than this
+GRACE_S = 10.0  # allowed beyond a deadline on a busy machine
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def store(daemon: DaemonProcess) -> Iterator[RemoteStore]:
     opened.close()
 
 
-def test_one_question_for_all_ranks(store: RemoteStore) -> None:
+def test_match_all_ranks_is_one_request(store: RemoteStore) -> None:
     names = block_keys("ranks", 6)
     ranks = [RankTag(tp) for tp in range(4)]
     for tp, present in enumerate((6, 5, 4, 6)):
@@ -75,7 +75,7 @@ def test_one_question_for_all_ranks(store: RemoteStore) -> None:
     assert store.contains_all(names[3:], ranks, time.monotonic() - 1) == [False] * 3
 
 
-def test_a_large_get_is_many_requests(store: RemoteStore) -> None:
+def test_large_get_is_split_into_requests(store: RemoteStore) -> None:
     chain = keys("large", 300)
     assert set(store.put(items(chain))) == {PutResult.STORED}
     into = buffers(len(chain) + 1)
@@ -85,7 +85,7 @@ def test_a_large_get_is_many_requests(store: RemoteStore) -> None:
     assert store.counts.failed_calls == 0
 
 
-def test_blocks_on_disk_are_there_after_a_restart(tmp_path: Path) -> None:
+def test_blocks_on_disk_survive_a_restart(tmp_path: Path) -> None:
     ssd = ("--ssd", str(tmp_path / "ssd"), "--ssd-space", "64MiB")
     with DaemonProcess(tmp_path, "--memory", "64MiB", *ssd) as daemon:
         store = RemoteStore(daemon.endpoint, IDENTITY, timeout_s=20.0, connect_timeout_s=10.0)
@@ -104,7 +104,7 @@ def test_blocks_on_disk_are_there_after_a_restart(tmp_path: Path) -> None:
 
 
 class Crowd:
-    """Threads that call a store all the time, each call with a deadline, and check the answers."""
+    """Threads that call a store in a loop, each call with a deadline, and check the answers."""
 
     def __init__(self, store: RemoteStore, threads: int = 12, patience_s: float = 0.5) -> None:
         self._store = store
@@ -156,7 +156,7 @@ class Crowd:
                     self.wrong.append("a hit with other bytes")
 
 
-def test_a_stopped_daemon_costs_no_call_more_than_its_deadline(
+def test_calls_to_a_stopped_daemon_keep_their_deadlines(
     daemon: DaemonProcess, store: RemoteStore
 ) -> None:
     crowd = Crowd(store)
@@ -174,10 +174,10 @@ def test_a_stopped_daemon_costs_no_call_more_than_its_deadline(
     assert store.breaker.counts.opened >= 3
 
 
-def test_only_a_daemon_that_had_time_to_answer_is_given_up(
+def test_breaker_ignores_calls_with_too_short_deadlines(
     daemon: DaemonProcess, store: RemoteStore
 ) -> None:
-    """Calls that wait for a thread begin shortly before their deadline."""
+    """Under load a call may start shortly before its deadline."""
     names = block_keys("late", 4)
     assert store.match_all(names, [RANK]) == RemoteMatch(0, {})
     daemon.freeze()
@@ -191,7 +191,7 @@ def test_only_a_daemon_that_had_time_to_answer_is_given_up(
     daemon.thaw()
 
 
-def test_a_killed_daemon_is_missed_and_found_again(
+def test_killed_daemon_gives_misses_until_it_restarts(
     daemon: DaemonProcess, store: RemoteStore
 ) -> None:
     crowd = Crowd(store)
@@ -210,10 +210,10 @@ def test_a_killed_daemon_is_missed_and_found_again(
     assert store.counts.restarts == 2
 
 
-def test_after_a_put_to_a_stopped_daemon_the_payload_is_the_callers_again(
+def test_put_to_a_stopped_daemon_releases_the_payload(
     daemon: DaemonProcess, store: RemoteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More than the kernel's buffers hold, so that zmq is in the middle of it."""
+    """The payload exceeds the kernel's buffers, so that zmq is in the middle of sending it."""
     trackers: list[zmq.MessageTracker] = []
     send = zmq.Socket.send
 
@@ -235,12 +235,12 @@ def test_after_a_put_to_a_stopped_daemon_the_payload_is_the_callers_again(
     assert contexts == [None], "only its end proves that nothing is read any more"
     assert set(results) == {PutResult.FAILED}
     assert trackers
-    # zmq has let go; a thread of pyzmq's does it after it.
+    # zmq has released the memory; a pyzmq thread releases its reference a little later.
     eventually(lambda: all(tracker.done for tracker in trackers))
     for view in views:
         view.release()
     for source in sources:
-        source.clear()  # refused (BufferError) as long as anything refers to it
+        source.clear()  # raises BufferError while anything references it
     daemon.thaw()
     eventually(lambda: store.contains(keys("other", 1)) == [False] and store.available)
     into = buffers(len(chain))
@@ -248,7 +248,7 @@ def test_after_a_put_to_a_stopped_daemon_the_payload_is_the_callers_again(
         assert not hit or bytes(buffer) == content(key)
 
 
-def test_closing_ends_calls_that_wait(daemon: DaemonProcess, store: RemoteStore) -> None:
+def test_close_ends_waiting_calls(daemon: DaemonProcess, store: RemoteStore) -> None:
     assert store.match(keys("a", 1)) == 0
     daemon.freeze()
     answers: list[list[bool]] = []
@@ -256,7 +256,7 @@ def test_closing_ends_calls_that_wait(daemon: DaemonProcess, store: RemoteStore)
         threading.Thread(
             target=lambda: answers.append(store.get(keys("a", 1), buffers(1), within(120)))
         )
-        for _ in range(12)  # more than there are connections
+        for _ in range(12)  # more than the pool has connections
     ]
     for thread in threads:
         thread.start()
@@ -273,7 +273,7 @@ def test_closing_ends_calls_that_wait(daemon: DaemonProcess, store: RemoteStore)
     assert store.attach() is None
 
 
-def test_nothing_is_left_behind(daemon: DaemonProcess) -> None:
+def test_close_leaves_no_threads_or_descriptors(daemon: DaemonProcess) -> None:
     def use(address: str) -> None:
         store = RemoteStore(address, IDENTITY, timeout_s=20.0, connect_timeout_s=10.0)
         crowd = Crowd(store, threads=6, patience_s=20.0)
@@ -287,7 +287,7 @@ def test_nothing_is_left_behind(daemon: DaemonProcess) -> None:
     def resources() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
-    use(daemon.endpoint)  # pyzmq keeps a thread of its own, once
+    use(daemon.endpoint)  # pyzmq starts one thread of its own and keeps it
     before = resources()
     for _ in range(3):
         use(daemon.endpoint)
@@ -296,7 +296,7 @@ def test_nothing_is_left_behind(daemon: DaemonProcess) -> None:
 
 
 @pytest.mark.parametrize("listens", [True, False])
-def test_something_that_is_no_daemon(listens: bool) -> None:
+def test_address_without_a_daemon_is_a_miss(listens: bool) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         if listens:
@@ -309,7 +309,7 @@ def test_something_that_is_no_daemon(listens: bool) -> None:
         store.close()
 
 
-def test_a_dead_daemon_of_several_costs_only_its_share(tmp_path: Path) -> None:
+def test_cluster_with_a_dead_daemon_loses_only_its_share(tmp_path: Path) -> None:
     folders = [tmp_path / str(n) for n in range(3)]
     for folder in folders:
         folder.mkdir()
@@ -333,7 +333,7 @@ def test_a_dead_daemon_of_several_costs_only_its_share(tmp_path: Path) -> None:
         for name, chain in chains.items():
             assert set(homes[name].put(items(chain))) == {PutResult.STORED}
         lost = cluster.stores[daemons[0].endpoint]
-        lost.breaker._cooldown = lost.breaker._longest = 600.0  # it is not tried again meanwhile
+        lost.breaker._cooldown = lost.breaker._longest = 600.0  # no probe during the test
         daemons[0].kill()
         eventually(lambda: lost.match(keys("any", 1)) == 0 and not lost.available)
         for name, chain in chains.items():
@@ -350,12 +350,12 @@ def test_a_dead_daemon_of_several_costs_only_its_share(tmp_path: Path) -> None:
 
 
 def keygen(folder: Path, name: str) -> tuple[Path, Path]:
-    """The public and the secret file."""
+    """Returns the public and the secret file."""
     assert main(["keygen", str(folder), name]) == 0
     return folder / f"{name}.key", folder / f"{name}.key_secret"
 
 
-def test_encrypted_connections(tmp_path: Path) -> None:
+def test_curve_connections_accept_known_keys_only(tmp_path: Path) -> None:
     clients = tmp_path / "clients"
     server_public, server_secret = keygen(tmp_path, "server")
     _, known = keygen(clients, "known")
@@ -387,7 +387,7 @@ def test_encrypted_connections(tmp_path: Path) -> None:
             denied.close()
 
 
-def test_another_layout_under_one_name_is_refused(daemon: DaemonProcess) -> None:
+def test_namespace_with_another_layout_is_refused(daemon: DaemonProcess) -> None:
     first = RemoteStore(daemon.endpoint, IDENTITY, timeout_s=20.0, connect_timeout_s=10.0)
     assert first.match(keys("a", 1)) == 0
     other = RemoteStore(daemon.endpoint, identity(4096), timeout_s=20.0, connect_timeout_s=10.0)
@@ -407,7 +407,7 @@ def _in_a_child(endpoint: str, answers: multiprocessing.Queue) -> None:  # type:
     mine.close()
 
 
-def test_a_forked_child_makes_its_own(daemon: DaemonProcess, store: RemoteStore) -> None:
+def test_forked_child_opens_its_own_connections(daemon: DaemonProcess, store: RemoteStore) -> None:
     chain = keys("forked", 3)
     assert set(store.put(items(chain))) == {PutResult.STORED}
     fork = multiprocessing.get_context("fork")
@@ -425,20 +425,20 @@ def test_a_forked_child_makes_its_own(daemon: DaemonProcess, store: RemoteStore)
     assert NBYTES > 65536, "so that zmq refers to the payload instead of copying it"
 
 
-def test_a_name_that_does_not_resolve_fails_at_once() -> None:
-    """There is no connection whose end could be told: zmq says only when it would try again."""
-    nowhere = ServerAddress.parse(f"tcp://{64 * 'x'}:9527")  # no name may be so long
+def test_unresolvable_host_fails_at_once() -> None:
+    """zmq reports no disconnect here, because there was no connection: only the retry event."""
+    nowhere = ServerAddress.parse(f"tcp://{64 * 'x'}:9527")  # longer than a host name may be
     connection = Connection(Settings(nowhere, connect_timeout_s=600.0), IDENTITY.hello())
     with pytest.raises(ConnectionLost, match="nothing listens there"):
         connection.open(time.monotonic() + 60)
     connection.close()
 
 
-def test_a_connection_that_nobody_uses_leaves_a_dead_daemons_address_alone(
+def test_idle_connection_does_not_reconnect_to_a_dead_daemon(
     daemon: DaemonProcess, store: RemoteStore
 ) -> None:
-    """zmq tells a monitor of every attempt. With nobody to listen its thread stood still after some
-    thousand of them, a minute or two, and with it whoever closed the connection."""
+    """zmq sends every attempt to the monitor. If nobody reads it, zmq's I/O thread blocks after a
+    minute or two, some thousand attempts, and so does closing the connection."""
     assert store.put(items(keys("idle", 1))) == [PutResult.STORED]
     daemon.kill()
     host, port = daemon.endpoint.removeprefix("tcp://").rsplit(":", 1)

@@ -1,4 +1,4 @@
-"""A process that is out of descriptors for a while is well again afterwards."""
+"""The client recovers after the process was out of file descriptors or threads for a while."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vllm_tiered_kv.remote.shared_memory import attach
 
 
 @pytest.mark.parametrize("what", ["return", "attach"])
-def test_threads_outlive_a_lack_of_descriptors(daemon: DaemonProcess, what: str) -> None:
+def test_threads_survive_a_lack_of_descriptors(daemon: DaemonProcess, what: str) -> None:
     store = open_store(daemon)
     fill(store)
     store.close()
@@ -54,7 +54,7 @@ def fails_once(call: Callable[..., Any], error: BaseException) -> Callable[..., 
 
 
 @pytest.mark.parametrize("what", ["Context", "Context.socket"])
-def test_a_connection_that_cannot_be_made_is_a_lost_one(
+def test_connection_without_descriptors_raises_connection_lost(
     daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     name = f"vllm_tiered_kv.remote.connection.zmq.{what}"
@@ -62,14 +62,14 @@ def test_a_connection_that_cannot_be_made_is_a_lost_one(
     monkeypatch.setattr(name, fails_once(call, zmq.ZMQError(errno.EMFILE)))
     store = open_store(daemon)
     connection = Connection(Settings(store.address), IDENTITY.hello())
-    with pytest.raises(ConnectionLost, match="no connection can be made"):
+    with pytest.raises(ConnectionLost, match="cannot open a socket"):
         connection.open(within(20))
     connection.open(within(20))
     connection.close()
     store.close()
 
 
-def test_memory_that_cannot_be_asked_for_is_not_to_be_had(
+def test_attach_without_descriptors_raises_arena_error(
     daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store(daemon)
@@ -83,7 +83,7 @@ def test_memory_that_cannot_be_asked_for_is_not_to_be_had(
     store.close()
 
 
-def test_the_thread_that_gives_back_outlives_anything(
+def test_release_thread_survives_any_exception(
     daemon: DaemonProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = open_store(daemon)
@@ -101,10 +101,10 @@ def test_the_thread_that_gives_back_outlives_anything(
     store.close()
 
 
-def test_leases_are_released_once_there_is_a_thread_for_it(
+def test_leases_are_released_once_a_thread_can_start(
     daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first to release may be the scheduler's own thread: it must not fail."""
+    """The scheduler's own thread may be the first to release: it must not fail."""
     store = open_store(daemon)
     fill(store)
     local = LocalDaemon(store)
@@ -125,7 +125,7 @@ def test_leases_are_released_once_there_is_a_thread_for_it(
     store.close()
 
 
-def test_the_thread_that_attaches_outlives_anything(
+def test_attach_thread_survives_any_exception(
     daemon: DaemonProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = open_store(daemon)

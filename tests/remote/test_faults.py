@@ -1,5 +1,5 @@
-"""A daemon that lies, stalls or speaks another language costs misses: no exception, no hang, and
-never a wrong byte."""
+"""A daemon that breaks the protocol or stalls causes misses: no exception, no hang, and never a
+wrong byte."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from vllm_tiered_kv.remote.address import ServerAddress
 from vllm_tiered_kv.remote.connection import Connection, Settings
 from vllm_tiered_kv.remote.health import BreakerState
 from vllm_tiered_kv.remote.store import RemoteStore
-from vllm_tiered_kv.remote.transfers import WRITES_UNDER_WAY
+from vllm_tiered_kv.remote.transfers import WRITES_IN_FLIGHT
 from vllm_tiered_kv.wire.messages import (
     Contains,
     ContainsReply,
@@ -74,26 +74,26 @@ def on(kind: type, answer: Callable[[FaultyDaemon, int, Request], list[Frames]])
 
 
 def assert_served(store: RemoteStore) -> None:
-    """All is well (again)."""
+    """The store works (again)."""
     into = buffers(len(KEYS))
     assert store.get(KEYS, into) == [True] * len(KEYS)
     assert [bytes(buffer) for buffer in into] == [content(key) for key in KEYS]
 
 
-def test_an_honest_daemon_is_understood(store: RemoteStore) -> None:
+def test_correct_daemon_stores_and_returns_blocks(store: RemoteStore) -> None:
     assert_served(store)
     assert store.match(KEYS) == 8
     assert store.contains([*KEYS[:2], *keys("other", 1)]) == [True, True, False]
 
 
-def test_connections_are_opened_ahead(daemon: FaultyDaemon, store: RemoteStore) -> None:
+def test_greet_opens_connections_in_advance(daemon: FaultyDaemon, store: RemoteStore) -> None:
     store.greet(3)
     assert daemon.ops() == ["hello"] * 3
     assert_served(store)
     assert daemon.ops().count("hello") == 3
 
 
-def test_a_daemon_that_does_not_answer_a_greeting_is_no_error(daemon: FaultyDaemon) -> None:
+def test_greet_without_an_answer_is_one_failed_call(daemon: FaultyDaemon) -> None:
     daemon.fault = lambda *_: []
     store = RemoteStore(daemon.address, IDENTITY, timeout_s=0.2, connect_timeout_s=5.0)
     store.greet(3)
@@ -102,21 +102,23 @@ def test_a_daemon_that_does_not_answer_a_greeting_is_no_error(daemon: FaultyDaem
 
 
 @pytest.mark.parametrize("kind", [Hello, Match, Get])
-def test_silence_is_a_miss(daemon: FaultyDaemon, store: RemoteStore, kind: type) -> None:
+def test_request_without_reply_is_a_miss(
+    daemon: FaultyDaemon, store: RemoteStore, kind: type
+) -> None:
     daemon.fault = on(kind, lambda *_: [])
-    patience = 30.0 if kind is Match else 0.2  # a get is answered, or not
-    assert store.get(KEYS[:1], buffers(1), deadline=within(patience)) == [kind is Match]
+    timeout_s = 30.0 if kind is Match else 0.2  # only with Match is a get answered
+    assert store.get(KEYS[:1], buffers(1), deadline=within(timeout_s)) == [kind is Match]
     assert store.match_all([KEYS[0][16:33]], [], deadline=within(0.2)) is not None
     for _ in range(4):
         into = buffers(2)
-        store.get(KEYS[:2], into, deadline=within(patience))
+        store.get(KEYS[:2], into, deadline=within(timeout_s))
     assert (store.breaker.state is BreakerState.CLOSED) == (kind is Match)
     daemon.fault = None
     eventually(lambda: store.match(KEYS) == 8)
     assert_served(store)
 
 
-def test_a_late_reply_is_nobodys(daemon: FaultyDaemon, store: RemoteStore) -> None:
+def test_late_reply_is_not_used_by_the_next_call(daemon: FaultyDaemon, store: RemoteStore) -> None:
     has_returned = threading.Event()
 
     def dawdle(daemon: FaultyDaemon, request_id: int, request: Request) -> list[Frames]:
@@ -134,7 +136,7 @@ def test_a_late_reply_is_nobodys(daemon: FaultyDaemon, store: RemoteStore) -> No
     assert_served(store)
 
 
-def test_replies_to_other_ids_are_ignored(daemon: FaultyDaemon, store: RemoteStore) -> None:
+def test_reply_with_another_id_is_ignored(daemon: FaultyDaemon, store: RemoteStore) -> None:
     daemon.fault = on(
         Get, lambda d, i, _: [block_reply(i + 1000, {0: content(KEYS[1])}), d.honest(i, _)]
     )
@@ -143,7 +145,7 @@ def test_replies_to_other_ids_are_ignored(daemon: FaultyDaemon, store: RemoteSto
     assert store.get(KEYS[:1], buffers(1), deadline=within(0.2)) == [False]
 
 
-def test_a_reply_that_comes_twice_counts_once(daemon: FaultyDaemon, store: RemoteStore) -> None:
+def test_duplicate_reply_counts_once(daemon: FaultyDaemon, store: RemoteStore) -> None:
     daemon.fault = lambda d, i, r: None if isinstance(r, Put) else [d.honest(i, r)] * 2
     for _ in range(3):
         assert_served(store)
@@ -179,7 +181,7 @@ def test_a_reply_that_comes_twice_counts_once(daemon: FaultyDaemon, store: Remot
         "too many frames",
     ],
 )
-def test_a_broken_get_is_a_miss(
+def test_malformed_get_reply_is_a_miss(
     daemon: FaultyDaemon,
     store: RemoteStore,
     answer: Callable[[FaultyDaemon, int, Request], list[Frames]],
@@ -187,13 +189,11 @@ def test_a_broken_get_is_a_miss(
     daemon.fault = on(Get, answer)
     assert store.get(KEYS[:1], buffers(1), deadline=within(5)) == [False]
     daemon.fault = None
-    daemon.blocks[KEYS[0][16:]] = content(KEYS[0])  # a damaged one was deleted
+    daemon.blocks[KEYS[0][16:]] = content(KEYS[0])  # the client deletes a damaged block
     assert_served(store)
 
 
-def test_a_position_that_comes_twice_ends_the_stream(
-    daemon: FaultyDaemon, store: RemoteStore
-) -> None:
+def test_duplicate_position_ends_the_stream(daemon: FaultyDaemon, store: RemoteStore) -> None:
     first, other = content(KEYS[0]), content(KEYS[1])
     daemon.fault = on(
         Get, lambda d, i, _: [block_reply(i, {0: first}, more=True), block_reply(i, {0: other})]
@@ -203,7 +203,7 @@ def test_a_position_that_comes_twice_ends_the_stream(
     assert bytes(into[0]) == first
 
 
-def test_a_damaged_block_is_counted_and_deleted(daemon: FaultyDaemon, store: RemoteStore) -> None:
+def test_damaged_block_is_counted_and_deleted(daemon: FaultyDaemon, store: RemoteStore) -> None:
     bad = content(KEYS[2])[:-1] + b"\0"
     checksum_of = block_reply(1, {0: content(KEYS[2])})[0]
     assert checksum_of
@@ -222,11 +222,11 @@ def test_a_damaged_block_is_counted_and_deleted(daemon: FaultyDaemon, store: Rem
     assert KEYS[2][16:] not in daemon.blocks
 
 
-def test_what_came_before_the_end_of_a_stream_is_kept(
+def test_blocks_before_the_end_of_a_stream_are_kept(
     daemon: FaultyDaemon, store: RemoteStore
 ) -> None:
     some = {1: content(KEYS[1]), 0: content(KEYS[0])}
-    assert_served(store)  # so that the deadline is for the blocks alone
+    assert_served(store)  # opens the session, so that the deadline covers the blocks alone
     daemon.fault = on(Get, lambda d, i, _: [block_reply(i, some, more=True)])
     into = buffers(3)
     assert store.get(KEYS[:3], into, deadline=within(3)) == [True, True, False]
@@ -239,7 +239,7 @@ def test_what_came_before_the_end_of_a_stream_is_kept(
     assert_served(store)
 
 
-def test_a_stream_may_come_in_any_order(daemon: FaultyDaemon, store: RemoteStore) -> None:
+def test_stream_may_arrive_in_any_order(daemon: FaultyDaemon, store: RemoteStore) -> None:
     def stream(daemon: FaultyDaemon, request_id: int, request: Request) -> list[Frames]:
         order = [5, 0, 7, 2, 1, 6, 3, 4]
         parts = [block_reply(request_id, {n: content(KEYS[n])}, more=True) for n in order]
@@ -249,7 +249,7 @@ def test_a_stream_may_come_in_any_order(daemon: FaultyDaemon, store: RemoteStore
     assert_served(store)
 
 
-def test_a_daemon_that_forgot_us_is_greeted_again(daemon: FaultyDaemon, store: RemoteStore) -> None:
+def test_forgotten_session_is_reopened(daemon: FaultyDaemon, store: RemoteStore) -> None:
     assert_served(store)
     forgot = ErrorReply(ErrorCode.NO_HELLO, "who is this?", "match")
     daemon.fault = on(Match, lambda d, i, _: [framed(i, forgot)])
@@ -262,7 +262,7 @@ def test_a_daemon_that_forgot_us_is_greeted_again(daemon: FaultyDaemon, store: R
     assert store.counts.restarts == 1
 
 
-def test_a_daemon_that_forgot_us_in_the_middle_is_not_asked_again(
+def test_session_forgotten_after_a_reply_is_not_retried(
     daemon: FaultyDaemon, store: RemoteStore
 ) -> None:
     assert_served(store)
@@ -279,7 +279,7 @@ def test_a_daemon_that_forgot_us_in_the_middle_is_not_asked_again(
 @pytest.mark.parametrize(
     "code", [ErrorCode.MISMATCH, ErrorCode.UNSUPPORTED_VERSION, ErrorCode.UNAUTHORIZED]
 )
-def test_a_refused_engine_goes_on_alone_and_says_so_once(
+def test_refused_engine_gets_misses_and_warns_once(
     daemon: FaultyDaemon,
     store: RemoteStore,
     code: ErrorCode,
@@ -297,7 +297,9 @@ def test_a_refused_engine_goes_on_alone_and_says_so_once(
     assert "blocks of 4096 bytes are expected" in said[0]
 
 
-def test_a_refused_request_is_not_a_sick_daemon(daemon: FaultyDaemon, store: RemoteStore) -> None:
+def test_refused_request_does_not_open_the_breaker(
+    daemon: FaultyDaemon, store: RemoteStore
+) -> None:
     refusal = ErrorReply(ErrorCode.READ_ONLY, "this client may only read", "put")
     daemon.fault = on(Put, lambda d, i, _: [framed(i, refusal)])
     for _ in range(5):
@@ -306,7 +308,7 @@ def test_a_refused_request_is_not_a_sick_daemon(daemon: FaultyDaemon, store: Rem
     assert_served(store)
 
 
-def test_an_overloaded_daemon_gets_a_rest(daemon: FaultyDaemon, store: RemoteStore) -> None:
+def test_overloaded_daemon_opens_the_breaker(daemon: FaultyDaemon, store: RemoteStore) -> None:
     busy = ErrorReply(ErrorCode.UNAVAILABLE, "too many requests", "match")
     daemon.fault = on(Match, lambda d, i, _: [framed(i, busy)])
     for _ in range(3):
@@ -317,7 +319,7 @@ def test_an_overloaded_daemon_gets_a_rest(daemon: FaultyDaemon, store: RemoteSto
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_answers_that_do_not_fit_the_question_are_none(
+def test_reply_of_the_wrong_size_is_a_miss(
     daemon: FaultyDaemon, store: RemoteStore, count: int
 ) -> None:
     daemon.fault = on(Put, lambda d, i, _: [framed(i, PutReply(b"\x01" * count))])
@@ -328,7 +330,7 @@ def test_answers_that_do_not_fit_the_question_are_none(
     assert store.contains(KEYS[:2]) == [False, False]
 
 
-def test_no_more_is_found_than_was_asked_for(daemon: FaultyDaemon, store: RemoteStore) -> None:
+def test_match_count_is_limited_to_the_request(daemon: FaultyDaemon, store: RemoteStore) -> None:
     daemon.fault = on(Match, lambda d, i, _: [framed(i, MatchReply(1000, [1000, 0, 0]))])
     assert store.match(KEYS[:3]) == 3
     found = store.match_all(block_keys("chain", 3), [RANK])
@@ -336,7 +338,7 @@ def test_no_more_is_found_than_was_asked_for(daemon: FaultyDaemon, store: Remote
     assert found.count == 3
 
 
-def test_the_first_blocks_are_hashed_while_the_daemon_looks_for_them(
+def test_put_hashes_the_first_blocks_during_contains(
     daemon: FaultyDaemon, store: RemoteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed = threading.Event()
@@ -348,7 +350,7 @@ def test_the_first_blocks_are_hashed_while_the_daemon_looks_for_them(
         return cpu.hash_buffers(given)
 
     def wait(d: FaultyDaemon, request_id: int, request: Request) -> list[Frames]:
-        in_time.append(hashed.wait(8.0))  # less than the store's patience
+        in_time.append(hashed.wait(8.0))  # less than the store's timeout
         return [d.honest(request_id, request)]
 
     monkeypatch.setattr(transfers, "hash_buffers", hash_buffers)
@@ -362,7 +364,7 @@ def test_the_first_blocks_are_hashed_while_the_daemon_looks_for_them(
     assert [bytes(buffer) for buffer in into] == [content(key) for key in new]
 
 
-def test_only_what_is_missing_is_sent(daemon: FaultyDaemon, store: RemoteStore) -> None:
+def test_put_sends_missing_blocks_only(daemon: FaultyDaemon, store: RemoteStore) -> None:
     new = keys("new", 2)
     assert store.put(items([KEYS[0], new[0], KEYS[1], new[1]])) == [
         PutResult.PRESENT,
@@ -374,7 +376,7 @@ def test_only_what_is_missing_is_sent(daemon: FaultyDaemon, store: RemoteStore) 
     assert daemon.blocks[new[1][16:]] == content(new[1])
 
 
-def test_the_daemons_limits_are_kept() -> None:
+def test_requests_keep_the_daemons_limits() -> None:
     limits = Limits(keys=3, frames=2, message_bytes=2 * NBYTES)
     with FaultyDaemon(limits=limits) as daemon:
         store = RemoteStore(daemon.address, IDENTITY, timeout_s=10.0, connect_timeout_s=5.0)
@@ -388,7 +390,7 @@ def test_the_daemons_limits_are_kept() -> None:
             assert len(getattr(request, "keys", [])) <= (2 if isinstance(request, Put) else 3)
 
 
-def test_a_dropped_head_takes_its_tail_along() -> None:
+def test_put_with_a_dropped_block_drops_its_descendants() -> None:
     def no_room(daemon: FaultyDaemon, request_id: int, request: Request) -> list[Frames] | None:
         if isinstance(request, Put) and daemon.ops().count("put") == 1:
             return [framed(request_id, PutReply(b"\x03"))]
@@ -399,13 +401,15 @@ def test_a_dropped_head_takes_its_tail_along() -> None:
         results = store.put(items(KEYS))
         store.close()
         assert results[0] is PutResult.DROPPED
-        assert set(results[WRITES_UNDER_WAY:]) == {PutResult.DROPPED}
-        assert daemon.ops().count("put") == WRITES_UNDER_WAY, (
+        assert set(results[WRITES_IN_FLIGHT:]) == {PutResult.DROPPED}
+        assert daemon.ops().count("put") == WRITES_IN_FLIGHT, (
             "what was under way, and nothing after"
         )
 
 
-def test_keys_of_another_engine_are_not_asked_for(daemon: FaultyDaemon, store: RemoteStore) -> None:
+def test_keys_of_another_namespace_are_not_requested(
+    daemon: FaultyDaemon, store: RemoteStore
+) -> None:
     foreign = keys("chain", 3, of=identity(name="another"))
     assert store.match([*KEYS[:2], *foreign]) == 2
     assert store.contains([KEYS[0], foreign[0]]) == [True, False]
@@ -414,12 +418,12 @@ def test_keys_of_another_engine_are_not_asked_for(daemon: FaultyDaemon, store: R
     assert store.delete(foreign) == 0
 
 
-def test_a_put_that_fails_where_no_thread_can_be_had(
+def test_failed_put_without_threads_ends_the_context(
     daemon: FaultyDaemon, store: RemoteStore
 ) -> None:
-    """zmq's context is ended all the same, and the engine sees no exception."""
+    """The zmq context ends in the calling thread, and the engine sees no exception."""
     chain = items(keys("threadless", 2))
-    assert store.put(chain) == [PutResult.STORED] * 2  # whatever has a thread has started it
+    assert store.put(chain) == [PutResult.STORED] * 2  # other threads have started by now
     daemon.fault = on(Put, lambda *_: [])
     before = threading.stack_size(1 << 50)  # more than can be mapped
     try:
@@ -432,8 +436,8 @@ def test_a_put_that_fails_where_no_thread_can_be_had(
     assert [one._zmq.context for one in store._caller.pool._idle] == [None]
 
 
-def test_a_peer_that_goes_away_in_the_middle_of_a_message(daemon: FaultyDaemon) -> None:
-    """libzmq forgets the frames it had taken, so that their trackers are never done."""
+def test_peer_disconnect_during_a_put_releases_the_payload(daemon: FaultyDaemon) -> None:
+    """libzmq loses track of the frames it has taken, so that their trackers never end."""
 
     class EndsTheDaemon(list[memoryview]):
         def __getitem__(self, which: Any) -> Any:

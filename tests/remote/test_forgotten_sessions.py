@@ -1,4 +1,4 @@
-"""A daemon that has as many sessions as it may have forgets those unused for longest."""
+"""A daemon with the maximum number of sessions forgets the least recently used one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_tiered_kv.core.store import PutResult
 from vllm_tiered_kv.remote.store import RemoteStore
 
 CHAIN = keys("chain", 6)
-_UNUSED_S = 1.1  # sessions used since are kept
+_UNUSED_S = 1.1  # the daemon keeps sessions that were used more recently
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def connect(daemon: DaemonProcess) -> Iterator[Callable[[str], RemoteStore]]:
 
 @pytest.mark.parametrize("way", ["tcp", "ipc"])
 @pytest.mark.parametrize("call", ["match", "get", "put", "flush"])
-def test_a_call_greets_again_and_is_answered(
+def test_call_in_a_forgotten_session_is_retried(
     daemon: DaemonProcess, connect: Callable[[str], RemoteStore], way: str, call: str
 ) -> None:
     address = daemon.endpoint if way == "tcp" else daemon.ipc
@@ -49,7 +49,7 @@ def test_a_call_greets_again_and_is_answered(
     for _ in range(3):
         connect(address)
     time.sleep(_UNUSED_S)
-    connect(address)  # and the first is forgotten
+    connect(address)  # the daemon forgets the first session
     if call == "match":
         assert store.match(CHAIN) == len(CHAIN)
     elif call == "get":
@@ -64,7 +64,7 @@ def test_a_call_greets_again_and_is_answered(
     assert store.breaker.counts.failures == 0
 
 
-def test_memory_is_leased_and_given_back(
+def test_leases_survive_a_forgotten_session(
     daemon: DaemonProcess, connect: Callable[[str], RemoteStore]
 ) -> None:
     store = connect(daemon.ipc)
@@ -77,7 +77,7 @@ def test_memory_is_leased_and_given_back(
     connect(daemon.ipc)
     time.sleep(_UNUSED_S)
     connect(daemon.ipc)
-    connect(daemon.ipc)  # and both of the first process are forgotten
+    connect(daemon.ipc)  # the daemon forgets both sessions of the first client
     lease.release()
     assert memory.is_settled
     another = memory.lease(CHAIN)

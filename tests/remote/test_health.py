@@ -1,4 +1,4 @@
-"""The breaker as a state machine, by a clock that stands still until told otherwise."""
+"""The breaker as a state machine, with a manual clock."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def trip(breaker: Breaker) -> None:
         breaker.fail(begin(breaker), "no answer in time")
 
 
-def test_failures_in_a_row_open_it(breaker: Breaker) -> None:
+def test_consecutive_failures_open_the_breaker(breaker: Breaker) -> None:
     for _ in range(2):
         breaker.fail(begin(breaker), "x")
     breaker.succeed(begin(breaker))
@@ -58,7 +58,7 @@ def test_failures_in_a_row_open_it(breaker: Breaker) -> None:
     assert breaker.counts.opened == 1
 
 
-def test_one_probe_at_a_time(breaker: Breaker, clock: Clock) -> None:
+def test_half_open_breaker_admits_one_probe(breaker: Breaker, clock: Clock) -> None:
     trip(breaker)
     clock.now += 0.49
     assert breaker.begin() is None
@@ -74,7 +74,7 @@ def test_one_probe_at_a_time(breaker: Breaker, clock: Clock) -> None:
     assert begin(breaker) is not None
 
 
-def test_cool_downs_double_up_to_a_cap_and_start_over(breaker: Breaker, clock: Clock) -> None:
+def test_cool_down_doubles_up_to_a_cap_and_resets(breaker: Breaker, clock: Clock) -> None:
     trip(breaker)
     waits = []
     for _ in range(8):
@@ -91,7 +91,7 @@ def test_cool_downs_double_up_to_a_cap_and_start_over(breaker: Breaker, clock: C
     assert breaker.available
 
 
-def test_a_probe_that_says_nothing_leaves_room_for_the_next(breaker: Breaker, clock: Clock) -> None:
+def test_forgotten_probe_admits_the_next_probe(breaker: Breaker, clock: Clock) -> None:
     trip(breaker)
     clock.now += 1
     breaker.forget(begin(breaker))
@@ -99,7 +99,7 @@ def test_a_probe_that_says_nothing_leaves_room_for_the_next(breaker: Breaker, cl
     assert begin(breaker).probe
 
 
-def test_a_refusal_opens_it_for_long(breaker: Breaker, clock: Clock) -> None:
+def test_refusal_opens_the_breaker_for_long(breaker: Breaker, clock: Clock) -> None:
     breaker.refuse(begin(breaker), "wrong version")
     clock.now += 29
     assert not breaker.available
@@ -107,7 +107,7 @@ def test_a_refusal_opens_it_for_long(breaker: Breaker, clock: Clock) -> None:
     assert breaker.available
 
 
-def test_old_news_change_nothing(breaker: Breaker, clock: Clock) -> None:
+def test_stale_result_changes_nothing(breaker: Breaker, clock: Clock) -> None:
     early = [begin(breaker) for _ in range(3)]
     trip(breaker)
     breaker.succeed(early[0])
@@ -122,7 +122,7 @@ def test_old_news_change_nothing(breaker: Breaker, clock: Clock) -> None:
     assert breaker.state is CLOSED
 
 
-def test_each_change_is_told_once(
+def test_each_state_change_is_logged_once(
     breaker: Breaker, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -143,7 +143,7 @@ def test_each_change_is_told_once(
     ]
 
 
-def test_jitter_only_shortens(clock: Clock) -> None:
+def test_jitter_only_shortens_cool_downs(clock: Clock) -> None:
     breaker = Breaker("a", clock=clock, jitter=lambda: 1.0)
     trip(breaker)
     clock.now += 0.374
@@ -153,7 +153,7 @@ def test_jitter_only_shortens(clock: Clock) -> None:
 
 
 class BreakerMachine(RuleBasedStateMachine):
-    """Attempts end in any order and as late as they like."""
+    """Attempts end in any order, arbitrarily late."""
 
     def __init__(self) -> None:
         super().__init__()

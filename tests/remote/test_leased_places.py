@@ -1,4 +1,4 @@
-"""Places that a daemon names in its memory are not believed unchecked."""
+"""The client validates offsets that a daemon sends."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def check(leases: list[int], offsets: list[int], lengths: list[int], expected: i
         ([1, 1], [0, 0], [PAGE, PAGE], 1),
     ],
 )
-def test_what_lies_outside_is_refused(
+def test_check_offset_outside_the_arena_raises(
     leases: list[int], offsets: list[int], lengths: list[int], expected: int
 ) -> None:
     with pytest.raises(ConnectionLost):
         check(leases, offsets, lengths, expected)
 
 
-def test_what_lies_inside_is_believed_and_misses_name_no_place() -> None:
+def test_check_valid_offsets_and_misses_pass() -> None:
     check([1, 0, 1], [3 * PAGE, 1 << 50, 0], [PAGE, PAGE, 4 * PAGE], 3)

@@ -1,4 +1,4 @@
-"""A daemon on this host, reached by its `ipc://` socket: what is in the way, and what is not."""
+"""Connections to a daemon on this host over its `ipc://` socket."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from vllm_tiered_kv.remote.store import RemoteStore
 from vllm_tiered_kv.server.cli import main
 
 
-def test_keys_for_daemons_elsewhere_are_not_in_the_way(tmp_path: Path) -> None:
-    """A list of daemons has one pair of keys; local sockets are guarded by file permissions."""
+def test_ipc_connection_ignores_curve_keys(tmp_path: Path) -> None:
+    """A list of daemons has one key pair; file permissions protect local sockets."""
     assert main(["keygen", str(tmp_path), "server"]) == 0
     assert main(["keygen", str(tmp_path / "clients"), "engine"]) == 0
     secret = tmp_path / "server.key_secret"
@@ -46,9 +46,11 @@ def why_not(path: Path) -> str:
     return str(lost.value)
 
 
-def test_the_socket_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_not_connected_names_another_users_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "nothing listens there" in why_not(tmp_path / "kv.sock")
-    with socket.socket(socket.AF_UNIX) as bound:  # as it is left by a daemon that died
+    with socket.socket(socket.AF_UNIX) as bound:  # like the socket of a dead daemon
         bound.bind(str(tmp_path / "kv.sock"))
     assert "nothing listens there" in why_not(tmp_path / "kv.sock")
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # tests may run as root

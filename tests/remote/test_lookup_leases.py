@@ -1,4 +1,4 @@
-"""Lookups that lease: one question, places for every rank, and everything comes back."""
+"""Lookups that lease: one request, offsets for every rank, and every lease is released."""
 
 from __future__ import annotations
 
@@ -68,9 +68,7 @@ def ask(
     return match
 
 
-def test_another_process_of_the_engine_reads_what_one_has_leased(
-    daemon: DaemonProcess, local: LocalDaemon
-) -> None:
+def test_another_process_reads_leased_blocks(daemon: DaemonProcess, local: LocalDaemon) -> None:
     worker = open_store(daemon)
     memory = worker.attach()
     assert memory is not None
@@ -91,7 +89,9 @@ def test_another_process_of_the_engine_reads_what_one_has_leased(
     worker.close()
 
 
-def test_it_is_one_request(daemon: DaemonProcess, store: RemoteStore, local: LocalDaemon) -> None:
+def test_lookup_is_one_request(
+    daemon: DaemonProcess, store: RemoteStore, local: LocalDaemon
+) -> None:
     ask(local).lease.release()  # type: ignore[union-attr]
     before = requests_of(daemon)
     ask(local)
@@ -100,7 +100,7 @@ def test_it_is_one_request(daemon: DaemonProcess, store: RemoteStore, local: Loc
     assert (after.get("match"), after.get("lend")) == (before.get("match"), before.get("lend"))
 
 
-def test_a_reply_that_names_places_outside_is_not_used_and_its_lease_is_released(
+def test_lookup_with_invalid_offsets_releases_its_lease(
     daemon: DaemonProcess, local: LocalDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(reply: BorrowReply, request: Borrow, capacity: int) -> None:
@@ -115,7 +115,7 @@ def test_a_reply_that_names_places_outside_is_not_used_and_its_lease_is_released
     assert ask(local).lease is not None
 
 
-def test_more_than_may_be_leased_is_still_found(
+def test_lookup_counts_blocks_beyond_the_lease_limit(
     daemon: DaemonProcess, store: RemoteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_daemon, "_CLOSING_S", PATIENCE_S)
@@ -143,7 +143,7 @@ def ask_and_release(local: LocalDaemon, chain: Sequence[BlockKey]) -> int:
     return lease.blocks
 
 
-def test_a_lease_that_came_too_late_goes_back_by_itself(daemon: DaemonProcess) -> None:
+def test_late_lookup_lease_is_released(daemon: DaemonProcess) -> None:
     patient = open_store(daemon)
     fill(patient)
     patient.close()
@@ -153,7 +153,7 @@ def test_a_lease_that_came_too_late_goes_back_by_itself(daemon: DaemonProcess) -
     eventually(lambda: leases_of(daemon) == 0)
     memory = local.current
     assert memory is not None
-    # Else the thread that gave it back may hold the connection, and nothing is asked.
+    # Otherwise the thread that released it may hold the connection, and nothing is sent.
     eventually(lambda: memory.is_settled and not memory._lock.locked())
     daemon.freeze()
     assert local.lookup(CHAIN, RANKS, NBYTES, within(1.0)) is None
@@ -165,7 +165,7 @@ def test_a_lease_that_came_too_late_goes_back_by_itself(daemon: DaemonProcess) -
     store.close()
 
 
-def test_what_a_stopped_daemon_does_not_take_back_it_gets_later(daemon: DaemonProcess) -> None:
+def test_release_to_a_stopped_daemon_is_retried(daemon: DaemonProcess) -> None:
     store = open_store(daemon)
     fill(store)
     local = LocalDaemon(store)
@@ -176,14 +176,14 @@ def test_what_a_stopped_daemon_does_not_take_back_it_gets_later(daemon: DaemonPr
     for lease in leases:
         assert lease is not None
         lease.release()
-    time.sleep(1.0)  # so that giving back fails before it succeeds
+    time.sleep(1.0)  # so that a release fails before one succeeds
     daemon.thaw()
     eventually(lambda: leases_of(daemon) == 0)
     local.close()
     store.close()
 
 
-def test_closing_gives_everything_back(
+def test_close_releases_all_leases(
     daemon: DaemonProcess, store: RemoteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_daemon, "_CLOSING_S", PATIENCE_S)
@@ -195,7 +195,7 @@ def test_closing_gives_everything_back(
     assert leases_of(daemon) == 0
 
 
-def test_a_daemon_that_was_restarted_leases_other_memory(
+def test_restarted_daemon_leases_new_memory(
     daemon: DaemonProcess, store: RemoteStore, local: LocalDaemon
 ) -> None:
     before = ask(local).lease
@@ -220,7 +220,7 @@ def test_a_daemon_that_was_restarted_leases_other_memory(
     assert match.count == 6
     assert match.lease is not None
     assert match.lease.arena_id != before.arena_id
-    before.release()  # of a daemon that is no more: must not end another's lease
+    before.release()  # a dead daemon's lease: must not end a lease of the new one
     time.sleep(0.2)
     assert leases_of(daemon) == 12
 
@@ -235,7 +235,7 @@ raise SystemExit(cli.main())
 """
 
 
-def test_a_daemon_that_does_not_know_it_is_asked_as_before(folder: Path) -> None:
+def test_daemon_without_lookup_leases_gets_a_match(folder: Path) -> None:
     daemon = DaemonProcess(folder, "--memory", "16MiB")
     daemon.program = ["-c", textwrap.dedent(_OLD_DAEMON)]
     with daemon:
@@ -283,7 +283,7 @@ _ENGINE = """
 """
 
 
-def test_a_killed_scheduler_leaves_no_lease(daemon: DaemonProcess, store: RemoteStore) -> None:
+def test_killed_scheduler_leaves_no_lease(daemon: DaemonProcess, store: RemoteStore) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(_ENGINE), daemon.ipc],
         stdout=subprocess.PIPE,
@@ -312,7 +312,7 @@ def test_a_killed_scheduler_leaves_no_lease(daemon: DaemonProcess, store: Remote
     ],
     ids=["too many", "places missing", "places too many", "between", "beyond", "far beyond"],
 )
-def test_places_are_not_believed_unchecked(count: int, lent: int, offsets: list[int]) -> None:
+def test_check_lookup_invalid_offsets_raise(count: int, lent: int, offsets: list[int]) -> None:
     request = Borrow(17, [bytes(17)] * 2, [b"\0", b"\1"], PAGE)
     reply = BorrowReply(
         count, [count, 0, 0], lent, int(bool(lent)), pack_uints(offsets), pack_uints(offsets)
@@ -321,7 +321,7 @@ def test_places_are_not_believed_unchecked(count: int, lent: int, offsets: list[
         _check_lookup(reply, request, 16 * PAGE)
 
 
-def test_places_that_fit_are_believed() -> None:
+def test_check_lookup_valid_offsets_pass() -> None:
     request = Borrow(17, [bytes(17)] * 2, [b"\0", b"\1"], PAGE)
     places = pack_uints([0, 15 * PAGE])
     _check_lookup(BorrowReply(2, [2, 0, 0], 1, 5, places, places), request, 16 * PAGE)
@@ -332,14 +332,14 @@ def mapped_arenas() -> int:
 
 
 @pytest.mark.parametrize("asks", [True, False], ids=["asked-again", "idle"])
-def test_the_memory_of_a_daemon_that_has_gone_is_given_up(
+def test_memory_of_a_dead_daemon_is_unmapped(
     daemon: DaemonProcess, local: LocalDaemon, asks: bool
 ) -> None:
-    """Kept mapped, it would hold all of it, whatever became of the daemon."""
+    """While it is mapped, the kernel cannot free the memory of the dead daemon."""
     before = mapped_arenas()
     lease = ask(local).lease
     assert lease is not None
-    lease.release()  # the thread that gives back looks after the rest
+    lease.release()  # wakes the thread, which does the rest
     assert mapped_arenas() == before + 1
     daemon.kill()
 
@@ -351,10 +351,10 @@ def test_the_memory_of_a_daemon_that_has_gone_is_given_up(
     eventually(is_given_up)
 
 
-def test_memory_that_another_thread_has_found_is_given_up_when_its_daemon_is_gone(
+def test_memory_attached_by_another_thread_is_unmapped_after_the_daemons_death(
     daemon: DaemonProcess, store: RemoteStore, local: LocalDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first one's daemon may be gone when the second comes with that of the next."""
+    """A thread may attach to a dead daemon's memory while a second attaches to the new one's."""
     attach = store.attach
     first = attach()
     assert first is not None
@@ -373,11 +373,10 @@ def test_memory_that_another_thread_has_found_is_given_up_when_its_daemon_is_gon
     assert local.current not in (None, first)
 
 
-def test_a_question_whose_time_is_over_is_not_asked(
+def test_lookup_past_its_deadline_sends_nothing(
     daemon: DaemonProcess, store: RemoteStore, local: LocalDaemon
 ) -> None:
-    """Of many requests that come at once the last wait for a thread longer than an answer may take:
-    no fault of the daemon."""
+    """Under load a call may wait for a thread past its deadline: no failure of the daemon."""
     ask(local).lease.release()  # type: ignore[union-attr]
     before = requests_of(daemon)["borrow"]
     for _ in range(10):

@@ -1,4 +1,4 @@
-"""Which daemon holds what: stable, even, the same in every process."""
+"""Placement is stable, even, and the same in every process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SERVERS = [f"tcp://10.0.0.{n}:9527" for n in range(1, 6)]
 KEYS = block_keys("placement", 4000)
 
 
-def test_every_server_is_named_once_and_order_of_configuration_does_not_matter() -> None:
+def test_order_lists_each_server_once_in_any_configuration_order() -> None:
     placement = Placement(SERVERS)
     shuffled = Placement(random.Random(0).sample(SERVERS, len(SERVERS)))
     for key in KEYS[:200]:
@@ -35,7 +35,7 @@ def test_every_server_is_named_once_and_order_of_configuration_does_not_matter()
         assert placement.order(key) == shuffled.order(key)
 
 
-def test_shares_are_even() -> None:
+def test_order_spreads_keys_evenly() -> None:
     placement = Placement(SERVERS)
     shares = Counter(placement.order(key)[0] for key in KEYS)
     for server in SERVERS:
@@ -43,7 +43,7 @@ def test_shares_are_even() -> None:
 
 
 @pytest.mark.parametrize("gone", SERVERS)
-def test_a_removed_server_moves_only_its_share_and_spreads_it(gone: str) -> None:
+def test_removed_server_moves_only_its_share(gone: str) -> None:
     before, after = Placement(SERVERS), Placement([s for s in SERVERS if s != gone])
     heirs: Counter[str] = Counter()
     for key in KEYS:
@@ -54,7 +54,7 @@ def test_a_removed_server_moves_only_its_share_and_spreads_it(gone: str) -> None
     assert len(heirs) == 4
 
 
-def test_every_process_agrees() -> None:
+def test_order_is_equal_in_every_process() -> None:
     program = (
         "from tests.remote.test_placement import *\n"
         "print([Placement(SERVERS).order(key)[0] for key in KEYS[:300]])\n"
@@ -70,7 +70,7 @@ def test_every_process_agrees() -> None:
 
 
 @given(st.integers(0, 10_000))
-def test_the_anchor_is_the_last_one_before(position: int) -> None:
+def test_anchor_position_is_the_last_anchor_before(position: int) -> None:
     anchor = anchor_position(position)
     assert anchor in ANCHORS
     assert anchor <= position
@@ -87,31 +87,31 @@ def test_spans_cover_the_positions_in_order(start: int, length: int) -> None:
 
 
 @given(st.sets(st.integers(0, 5000), max_size=60))
-def test_anchors_and_how_many_belong_to_each(some: set[int]) -> None:
+def test_anchors_of_counts_positions_per_anchor(some: set[int]) -> None:
     keys = [b"%d" % position for position in range(5001)]
     positions = sorted(some)
     found = [key for key, count in anchors_of(keys, positions) for _ in range(count)]
     assert found == [keys[anchor_position(position)] for position in positions]
 
 
-def test_there_is_no_position_before_the_first() -> None:
+def test_anchor_position_negative_raises() -> None:
     with pytest.raises(ValueError):
         anchor_position(-1)
 
 
-def test_conversations_with_a_shared_head_part_at_the_next_anchor() -> None:
+def test_conversations_with_a_shared_prefix_separate_at_the_next_anchor() -> None:
     placement = Placement(SERVERS)
     homes = Counter(placement.order(block_keys(f"chat {n}", 1)[0])[0] for n in range(200))
     assert len(homes) == len(SERVERS)
 
 
 @pytest.mark.parametrize("addresses", [[], ["tcp://a:1", "tcp://A:01"], ["a:1"]])
-def test_what_cannot_be_a_cluster_is_said(addresses: list[str]) -> None:
+def test_placement_invalid_addresses_raise(addresses: list[str]) -> None:
     with pytest.raises(ConfigError):
         Placement(addresses)
 
 
-def test_a_dead_server_is_skipped_and_its_keys_go_to_the_next_in_order() -> None:
+def test_server_for_skips_a_dead_server() -> None:
     cluster = Cluster(SERVERS[:3], IDENTITY)
     dead = cluster.stores[SERVERS[0]]
     attempt = dead.breaker.begin()

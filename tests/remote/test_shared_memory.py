@@ -1,4 +1,4 @@
-"""The memory of a daemon on this host: leased, written, and outlived."""
+"""Shared memory of a daemon on this host: leases, writes, and the death of either process."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def memory(store: RemoteStore) -> SharedMemory:
 
 
 def leased_bytes(memory: SharedMemory, lease: BlockLease, count: int | None = None) -> list[bytes]:
-    """The first blocks, where they lie."""
+    """Returns the bytes of the first leased blocks."""
     places = list(zip(lease.offsets, lease.lengths, strict=True))[:count]
     return [bytes(memory.arena.view(offset, nbytes)) for offset, nbytes in places]
 
@@ -76,13 +76,13 @@ def fill(memory: SharedMemory, block: Reservation) -> None:
 
 
 def push_out(store: RemoteStore, rounds: int = 3) -> None:
-    """Puts so much that everything evictable leaves."""
+    """Puts enough blocks that everything evictable is evicted."""
     for n in range(rounds):
         for part in range(8):
             store.put(items(keys(f"filler {n} {part}", MEMORY // NBYTES // 8)))
 
 
-def test_blocks_are_read_where_they_lie(store: RemoteStore, memory: SharedMemory) -> None:
+def test_lease_reads_blocks_in_place(store: RemoteStore, memory: SharedMemory) -> None:
     assert store.attach() is memory
     lease = memory.lease([*CHAIN, *keys("other", 1)])
     assert lease.leases[-1] == 0
@@ -92,9 +92,7 @@ def test_blocks_are_read_where_they_lie(store: RemoteStore, memory: SharedMemory
     lease.release()
 
 
-def test_what_is_leased_stays_and_what_is_not_may_go(
-    store: RemoteStore, memory: SharedMemory
-) -> None:
+def test_leased_blocks_are_not_evicted(store: RemoteStore, memory: SharedMemory) -> None:
     held, given_back = memory.lease(CHAIN[:3]), memory.lease(CHAIN[3:])
     given_back.release()
     push_out(store)
@@ -107,7 +105,7 @@ def test_what_is_leased_stays_and_what_is_not_may_go(
     assert store.contains(CHAIN[:3]) == [False] * 3
 
 
-def test_a_deleted_block_keeps_its_place_while_it_is_leased(
+def test_deleted_block_keeps_its_slot_while_leased(
     store: RemoteStore, memory: SharedMemory
 ) -> None:
     lease = memory.lease(CHAIN[:1])
@@ -118,7 +116,7 @@ def test_a_deleted_block_keeps_its_place_while_it_is_leased(
     lease.release()
 
 
-def test_blocks_are_written_in_place(
+def test_sealed_blocks_are_readable(
     daemon: DaemonProcess, store: RemoteStore, memory: SharedMemory
 ) -> None:
     new = keys("new", 2)
@@ -140,7 +138,7 @@ def test_blocks_are_written_in_place(
     assert memory.seal([]) == []
 
 
-def test_abandoned_room_comes_back(store: RemoteStore, memory: SharedMemory) -> None:
+def test_abandoned_reservation_frees_its_slot(store: RemoteStore, memory: SharedMemory) -> None:
     for n in range(20):
         memory.abandon(reserved(memory, f"abandoned {n}", 50))
     assert store.contains(keys("abandoned 0", 1)) == [False]
@@ -150,7 +148,7 @@ def test_abandoned_room_comes_back(store: RemoteStore, memory: SharedMemory) -> 
     assert set(memory.seal(blocks)) == {PutResult.STORED}
 
 
-def test_a_daemon_killed_while_its_memory_is_leased(
+def test_memory_of_a_killed_daemon_stays_readable(
     daemon: DaemonProcess, store: RemoteStore, memory: SharedMemory
 ) -> None:
     lease = memory.lease(CHAIN)
@@ -186,10 +184,10 @@ def test_a_daemon_killed_while_its_memory_is_leased(
     assert still_valid(fresh[0], again) == [True] * 6
 
 
-def test_leases_that_come_too_late_go_back(
+def test_late_leases_are_released(
     daemon: DaemonProcess, store: RemoteStore, memory: SharedMemory
 ) -> None:
-    """What a stopped daemon leases when it goes on was asked for by nobody any more."""
+    """A stopped daemon that continues grants leases for which no call waits any more."""
     assert memory.lease(keys("other", 1)).leases == [0]
     daemon.freeze()
     assert memory.lease(CHAIN, deadline=within(0.2)).leases == [0] * 6
@@ -208,11 +206,11 @@ def test_leases_that_come_too_late_go_back(
     assert not isinstance(reserved(memory, "late", 2)[0], PutResult), "nor is it reserved"
 
 
-def test_leases_that_nobody_has_heard_of_go_back_at_the_end(
+def test_late_leases_are_released_on_close(
     daemon: DaemonProcess, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process lives on: the daemon would keep them for it."""
-    monkeypatch.setattr(shared_memory, "_CLOSING_S", 20.0)  # a busy machine
+    """Otherwise the daemon would keep them as long as the process lives."""
+    monkeypatch.setattr(shared_memory, "_CLOSING_S", 20.0)  # for a busy machine
     assert memory.lease(keys("other", 1)).leases == [0]
     daemon.freeze()
     assert memory.lease(CHAIN, deadline=within(0.2)).leases == [0] * 6
@@ -222,10 +220,10 @@ def test_leases_that_nobody_has_heard_of_go_back_at_the_end(
     assert leases_of(daemon) == 0
 
 
-def test_a_release_that_fails_is_made_up_for(daemon: DaemonProcess, memory: SharedMemory) -> None:
+def test_failed_release_is_retried(daemon: DaemonProcess, memory: SharedMemory) -> None:
     lease = memory.lease(CHAIN)
     memory._timeout = 0.1
-    with memory._lock:  # as a call that takes its time
+    with memory._lock:  # like a call that takes long
         lease.release()
     memory._timeout = 20.0
     assert leases_of(daemon) == 6
@@ -233,9 +231,7 @@ def test_a_release_that_fails_is_made_up_for(daemon: DaemonProcess, memory: Shar
     assert leases_of(daemon) == 0
 
 
-def test_a_release_that_was_not_confirmed_is_made_again(
-    daemon: DaemonProcess, memory: SharedMemory
-) -> None:
+def test_unconfirmed_release_is_repeated(daemon: DaemonProcess, memory: SharedMemory) -> None:
     lease = memory.lease(CHAIN)
     leases = set(lease.leases)
     memory._timeout = 0.2
@@ -250,13 +246,13 @@ def test_a_release_that_was_not_confirmed_is_made_again(
 
 
 @pytest.mark.parametrize("call", ["receive", "_receive_frames"])
-def test_an_interrupt_leaves_no_answer_to_the_next_question(
+def test_interrupted_call_leaves_no_reply_for_the_next(
     daemon: DaemonProcess, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     memory.lease(CHAIN).release()
 
     def interrupted(*_: object, **__: object) -> None:
-        eventually(lambda: leases_of(daemon))  # it has answered, or is about to
+        eventually(lambda: leases_of(daemon))  # the daemon has answered or is about to
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
@@ -271,7 +267,7 @@ def test_an_interrupt_leaves_no_answer_to_the_next_question(
     assert leases_of(daemon) == 0
 
 
-def test_an_interrupt_at_the_end_of_a_call_does_not_keep_the_memory(
+def test_interrupt_at_the_end_of_a_call_releases_the_lock(
     memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: object) -> None:
@@ -284,8 +280,8 @@ def test_an_interrupt_at_the_end_of_a_call_does_not_keep_the_memory(
     assert all(memory.lease(CHAIN, deadline=within(20.0)).leases)
 
 
-def test_a_stopped_daemon_is_given_up(daemon: DaemonProcess, memory: SharedMemory) -> None:
-    """What is given back where nothing was leased says nothing of the daemon."""
+def test_stopped_daemon_opens_the_breaker(daemon: DaemonProcess, memory: SharedMemory) -> None:
+    """A release of nothing sends no request and says nothing about the daemon."""
     daemon.freeze()
     for _ in range(3):
         lease = memory.lease(CHAIN, deadline=within(0.2))
@@ -294,7 +290,7 @@ def test_a_stopped_daemon_is_given_up(daemon: DaemonProcess, memory: SharedMemor
     assert memory._breaker.state is BreakerState.OPEN
 
 
-def test_many_threads(store: RemoteStore, memory: SharedMemory) -> None:
+def test_many_threads_lease_and_write(store: RemoteStore, memory: SharedMemory) -> None:
     wrong: list[str] = []
 
     def work(name: str) -> None:
@@ -315,7 +311,7 @@ def test_many_threads(store: RemoteStore, memory: SharedMemory) -> None:
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_a_closed_memory_leases_nothing(store: RemoteStore, memory: SharedMemory) -> None:
+def test_closed_memory_leases_nothing(store: RemoteStore, memory: SharedMemory) -> None:
     lease = memory.lease(CHAIN)
     memory.close()
     assert not memory.alive
@@ -327,7 +323,7 @@ def test_a_closed_memory_leases_nothing(store: RemoteStore, memory: SharedMemory
 
 
 class Interrupter(Breaker):
-    """Lets something happen between the moment a call finds all well and its turn to be made."""
+    """Runs a function between a call's first check and its turn for the connection."""
 
     happens: Callable[[], None] | None = None
 
@@ -360,7 +356,7 @@ def zmq_threads() -> int:
     return sum(name.startswith("ZMQbg") for name in Footprint.now().thread_names)
 
 
-def test_a_call_that_comes_when_the_memory_is_closed_opens_nothing(
+def test_call_during_close_opens_no_connection(
     interrupted: tuple[RemoteStore, Interrupter],
 ) -> None:
     store, breaker = interrupted
@@ -371,10 +367,10 @@ def test_a_call_that_comes_when_the_memory_is_closed_opens_nothing(
     breaker.happens = memory.close
     assert not any(memory.lease(CHAIN).leases)
     assert memory.closed
-    eventually(lambda: zmq_threads() <= before)  # those of earlier tests may just be ending
+    eventually(lambda: zmq_threads() <= before)  # threads of earlier tests may still be ending
 
 
-def test_a_closed_store_attaches_nothing_more(
+def test_closed_store_attaches_nothing(
     interrupted: tuple[RemoteStore, Interrupter],
 ) -> None:
     store, breaker = interrupted
@@ -383,7 +379,7 @@ def test_a_closed_store_attaches_nothing_more(
     assert breaker.happens is None
 
 
-def test_a_closed_store_leaves_memory_mapped_until_its_last_reader_has_left(
+def test_closed_store_keeps_memory_mapped_for_its_readers(
     store: RemoteStore, memory: SharedMemory
 ) -> None:
     seen: list[bytes] = []

@@ -1,4 +1,4 @@
-"""TokenCache over a real daemon: what is found, how far, by whom, and what is refused."""
+"""TokenCache over a real daemon: matches, keys, buffers, namespaces, and refused calls."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def address(request: pytest.FixtureRequest, daemon: DaemonProcess) -> str:
 
 @pytest.fixture
 def open_cache(address: str) -> Iterator[Open]:
-    """Caches that are closed with the test; each of a name of its own unless it is given."""
+    """Opens caches, each in its own namespace by default, and closes them after the test."""
     opened: list[TokenCache] = []
 
     def open_one(namespace: str | None = None, **more: Any) -> TokenCache:
@@ -71,20 +71,20 @@ def cache(open_cache: Open) -> TokenCache:
 # ---- what is found ------------------------------------------------------------------------------
 
 
-def test_what_was_stored_is_read(cache: TokenCache) -> None:
+def test_query_returns_stored_states(cache: TokenCache) -> None:
     assert (cache.match(TOKENS), read(cache, TOKENS)) == (0, 0)
     assert store(cache, TOKENS) == len(TOKENS)
     assert (cache.match(TOKENS), read(cache, TOKENS)) == (len(TOKENS), len(TOKENS))
 
 
 @pytest.mark.parametrize("place", range(len(TOKENS)))
-def test_a_match_ends_at_the_token_that_differs(cache: TokenCache, place: int) -> None:
+def test_match_ends_at_the_first_different_token(cache: TokenCache, place: int) -> None:
     store(cache, TOKENS)
     other = [*TOKENS[:place], TOKENS[place] ^ 1, *TOKENS[place + 1 :]]
     assert (cache.match(other), read(cache, other)) == (place, place)
 
 
-def test_longer_and_shorter_questions(cache: TokenCache) -> None:
+def test_query_longer_or_shorter_than_stored_matches_the_prefix(cache: TokenCache) -> None:
     store(cache, TOKENS)
     for count in range(len(TOKENS) + 1):
         assert (cache.match(TOKENS[:count]), read(cache, TOKENS[:count])) == (count, count)
@@ -102,7 +102,7 @@ def test_branches_share_their_prefix(cache: TokenCache) -> None:
     assert read(cache, [*TOKENS, 1, 4]) == len(TOKENS) + 1
 
 
-def test_state_behind_a_prefix_is_found_when_that_is_held(cache: TokenCache) -> None:
+def test_update_behind_a_stored_prefix_is_found(cache: TokenCache) -> None:
     head, tail = TOKENS[:4], TOKENS[4:]
     assert cache.update(head, tail, states(head, tail)) == len(tail)
     assert (cache.match(TOKENS), read(cache, TOKENS)) == (0, 0)
@@ -110,26 +110,26 @@ def test_state_behind_a_prefix_is_found_when_that_is_held(cache: TokenCache) -> 
     assert read(cache, TOKENS) == len(TOKENS)
 
 
-def test_what_is_held_counts_and_is_not_replaced(cache: TokenCache) -> None:
+def test_update_counts_and_keeps_stored_tokens(cache: TokenCache) -> None:
     store(cache, TOKENS[:4])
     other = bytes(4 * TOKEN_BYTES) + states(TOKENS[:4], TOKENS[4:]).tobytes()
     assert cache.update(None, TOKENS, other) == len(TOKENS)
     assert read(cache, TOKENS) == len(TOKENS), "with the state that was stored first"
 
 
-def test_nothing(cache: TokenCache) -> None:
+def test_empty_token_list_matches_nothing(cache: TokenCache) -> None:
     assert cache.match([]) == cache.query([], bytearray()) == cache.update(None, [], b"") == 0
     assert cache.update([], np.array([]), b"") == 0
     assert cache.flush()
 
 
-def test_names_share_nothing(open_cache: Open) -> None:
+def test_namespaces_share_nothing(open_cache: Open) -> None:
     one, other = open_cache(), open_cache()
     store(one, TOKENS)
     assert other.match(TOKENS) == 0
 
 
-def test_what_is_evicted_is_the_end(
+def test_eviction_takes_the_end_first(
     open_cache: Open, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     kind = request.node.callspec.params["address"]
@@ -148,7 +148,7 @@ def test_what_is_evicted_is_the_end(
 # ---- chunks -------------------------------------------------------------------------------------
 
 
-def test_whole_chunks_are_held_and_the_rest_is_ignored(open_cache: Open) -> None:
+def test_update_stores_whole_chunks_only(open_cache: Open) -> None:
     cache = open_cache(chunk_tokens=4)
     assert store(cache, TOKENS[:3]) == 0
     assert store(cache, TOKENS) == 8
@@ -161,7 +161,7 @@ def test_whole_chunks_are_held_and_the_rest_is_ignored(open_cache: Open) -> None
     assert read(cache, [*TOKENS[:8], *rest]) == 12
 
 
-def test_the_incomplete_chunk_is_left_alone(open_cache: Open) -> None:
+def test_query_leaves_the_incomplete_chunk_untouched(open_cache: Open) -> None:
     cache = open_cache(chunk_tokens=4)
     store(cache, TOKENS)
     into = np.full((10, TOKEN_BYTES), 77, np.uint8)
@@ -169,7 +169,7 @@ def test_the_incomplete_chunk_is_left_alone(open_cache: Open) -> None:
     assert (into[8:] == 77).all()
 
 
-def test_a_prefix_has_whole_chunks(open_cache: Open) -> None:
+def test_prefix_with_an_incomplete_chunk_raises(open_cache: Open) -> None:
     cache = open_cache(chunk_tokens=4)
     with pytest.raises(ValueError, match="prefix: 3 tokens are not whole chunks of 4"):
         cache.update(TOKENS[:3], TOKENS[3:], states(TOKENS[:3], TOKENS[3:]))
@@ -178,7 +178,7 @@ def test_a_prefix_has_whole_chunks(open_cache: Open) -> None:
 # ---- keys ---------------------------------------------------------------------------------------
 
 
-def test_keys_are_those_of_the_reference_in_a_namespace_of_their_own() -> None:
+def test_keys_match_the_reference_in_their_own_namespace() -> None:
     keys = TokenKeys("a name", 96, 2)
     root = root_digest(keys.namespace, (96, 2))
     assert keys.of((), TOKENS) == extend_chain(root, TOKENS, 2)[0]
@@ -215,7 +215,7 @@ def torch_like(nbytes: int) -> Any:
     ],
     ids=["bytearray", "memoryview", "array", "ctypes", "numpy", "torch"],
 )
-def test_any_memory_will_do(cache: TokenCache, make: Callable[[int], Any]) -> None:
+def test_any_buffer_type_is_accepted(cache: TokenCache, make: Callable[[int], Any]) -> None:
     expected = states((), TOKENS).tobytes()
     state = make(len(expected))
     memoryview(state).cast("B")[:] = expected
@@ -225,7 +225,7 @@ def test_any_memory_will_do(cache: TokenCache, make: Callable[[int], Any]) -> No
     assert bytes(memoryview(into).cast("B")) == expected
 
 
-def test_odd_sizes_at_odd_addresses(open_cache: Open) -> None:
+def test_odd_sizes_at_odd_addresses_are_stored(open_cache: Open) -> None:
     cache = open_cache(token_bytes=7, chunk_tokens=3)
     state = states((), TOKENS, 7).tobytes()
     assert cache.update(None, TOKENS, memoryview(b"x" + state)[1:]) == 9
@@ -234,7 +234,7 @@ def test_odd_sizes_at_odd_addresses(open_cache: Open) -> None:
     assert into == b"\0" + state[: 9 * 7] + bytes(7 + 1)
 
 
-def test_what_is_stored_may_be_changed_afterwards(cache: TokenCache) -> None:
+def test_buffer_may_change_after_update(cache: TokenCache) -> None:
     state = states((), TOKENS)
     cache.update(None, TOKENS, state)
     state[:] = 0
@@ -260,19 +260,19 @@ BAD_CALLS: list[tuple[Callable[[TokenCache], object], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("call", "kind", "text"), BAD_CALLS, ids=[case[2] for case in BAD_CALLS])
-def test_a_bad_call_is_told_what_is_wrong(
+def test_invalid_call_raises_with_the_reason(
     cache: TokenCache, call: Callable[[TokenCache], object], kind: type[Exception], text: str
 ) -> None:
     with pytest.raises(kind, match=text):
         call(cache)
 
 
-def test_tokens_of_an_incomplete_chunk_are_looked_at_too(open_cache: Open) -> None:
+def test_invalid_token_in_an_incomplete_chunk_raises(open_cache: Open) -> None:
     with pytest.raises(ValueError, match=r"tokens\[5\]: -3 is not in"):
         open_cache(chunk_tokens=4).match([1, 2, 3, 4, 5, -3])
 
 
-def test_a_closed_cache_says_so(cache: TokenCache) -> None:
+def test_closed_cache_raises(cache: TokenCache) -> None:
     with cache as same:
         assert same is cache
     cache.close()
@@ -283,7 +283,7 @@ def test_a_closed_cache_says_so(cache: TokenCache) -> None:
 # ---- daemons ------------------------------------------------------------------------------------
 
 
-def test_a_long_question_is_few_requests(daemon: DaemonProcess, open_cache: Open) -> None:
+def test_long_query_needs_few_requests(daemon: DaemonProcess, open_cache: Open) -> None:
     cache = open_cache(token_bytes=16)
     tokens = np.random.default_rng(1).integers(0, 1 << 32, 10_000)
     state = np.random.default_rng(2).integers(0, 256, (len(tokens), 16), np.uint8)
@@ -300,7 +300,7 @@ def test_a_long_question_is_few_requests(daemon: DaemonProcess, open_cache: Open
     assert leases_of(daemon) == 0
 
 
-def test_a_local_daemons_blocks_do_not_pass_a_socket(daemon: DaemonProcess) -> None:
+def test_local_daemon_blocks_use_shared_memory(daemon: DaemonProcess) -> None:
     with TokenCache.connect(daemon.ipc, next(_names), TOKEN_BYTES, timeout=20.0) as cache:
         before = requests_of(daemon)
         assert store(cache, TOKENS) == read(cache, TOKENS) == len(TOKENS)
@@ -322,8 +322,8 @@ OTHER_PROCESS = """
 """
 
 
-def test_two_processes(daemon: DaemonProcess, open_cache: Open) -> None:
-    """One over tcp and one over ipc: it is the same cache."""
+def test_two_processes_share_one_cache(daemon: DaemonProcess, open_cache: Open) -> None:
+    """One process uses TCP, the other ipc."""
     name = next(_names)
     mine, others = TOKENS, [*TOKENS[:5], 8, 8, 8]
     here = open_cache(name)
@@ -336,7 +336,7 @@ def test_two_processes(daemon: DaemonProcess, open_cache: Open) -> None:
         others = [*others, 9]
 
 
-def test_a_program_that_closes_nothing_ends(daemon: DaemonProcess) -> None:
+def test_program_without_close_exits(daemon: DaemonProcess) -> None:
     program = f"""
         from tests.remote.token_states import read, store
         from vllm_tiered_kv.api import TokenCache
@@ -348,7 +348,7 @@ def test_a_program_that_closes_nothing_ends(daemon: DaemonProcess) -> None:
 
 
 @pytest.mark.parametrize("changed", [{"token_bytes": 2 * TOKEN_BYTES}, {"chunk_tokens": 2}])
-def test_other_sizes_under_one_name_are_refused(open_cache: Open, changed: dict[str, int]) -> None:
+def test_namespace_with_other_sizes_is_refused(open_cache: Open, changed: dict[str, int]) -> None:
     store(open_cache("a shape"), TOKENS)
     with pytest.raises(
         TokenCacheError, match=r"a daemon refuses namespace 'a shape': .* is known with"
@@ -357,7 +357,7 @@ def test_other_sizes_under_one_name_are_refused(open_cache: Open, changed: dict[
     assert read(open_cache("a shape"), TOKENS) == len(TOKENS)
 
 
-def test_a_chunk_that_never_fits_is_refused(open_cache: Open) -> None:
+def test_chunk_larger_than_the_daemon_is_refused(open_cache: Open) -> None:
     with pytest.raises(TokenCacheError, match="refuses namespace"):
         open_cache(token_bytes=1 << 20, chunk_tokens=64)
 
@@ -383,14 +383,14 @@ BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("settings", "text"), BAD_SETTINGS, ids=[case[1] for case in BAD_SETTINGS])
-def test_bad_settings_are_told_what_is_wrong(settings: dict[str, Any], text: str) -> None:
+def test_invalid_settings_raise_with_the_reason(settings: dict[str, Any], text: str) -> None:
     good = {"servers": "tcp://127.0.0.1:1", "namespace": "x", "token_bytes": TOKEN_BYTES}
     with pytest.raises(ConfigError, match=re.escape(text)):
         TokenCache.connect(**{**good, **settings})
 
 
 @pytest.mark.parametrize("nowhere", ["tcp://127.0.0.1:1", "ipc:///nowhere/kv.sock"])
-def test_where_nobody_listens_one_is_told(nowhere: str) -> None:
+def test_connect_without_a_daemon_raises(nowhere: str) -> None:
     with pytest.raises(TokenCacheError, match=f"no daemon answers: {nowhere} .nothing listens"):
         TokenCache.connect(nowhere, "x", TOKEN_BYTES)
 
@@ -398,7 +398,7 @@ def test_where_nobody_listens_one_is_told(nowhere: str) -> None:
 # ---- keys of clients ----------------------------------------------------------------------------
 
 
-def test_encrypted_connections_and_those_who_may_only_read(tmp_path: Path) -> None:
+def test_curve_keys_grant_write_or_read_access(tmp_path: Path) -> None:
     write_key_pair(tmp_path, "server", read_only=False)
     write_key_pair(tmp_path / "clients", "writer", read_only=False)
     write_key_pair(tmp_path / "clients", "reader", read_only=True)

@@ -1,4 +1,4 @@
-"""What the documentation shows of TokenCache does what it says."""
+"""The examples of TokenCache in the documentation work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
         yield running
 
 
-def test_the_page_says_what_is_so(daemon: DaemonProcess) -> None:
+def test_python_api_page_examples_run(daemon: DaemonProcess) -> None:
     page = (ROOT / "docs" / "python-api.md").read_text()
     examples = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     assert len(examples) == 1
@@ -30,7 +30,7 @@ def test_the_page_says_what_is_so(daemon: DaemonProcess) -> None:
     exec(examples[0].replace("ipc:///run/kv/kv.sock", daemon.ipc), {})
 
 
-def test_the_example_computes_nothing_the_second_time(daemon: DaemonProcess) -> None:
+def test_example_second_run_computes_nothing(daemon: DaemonProcess) -> None:
     program = [sys.executable, "examples/token_cache.py", daemon.ipc]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     said = [
@@ -49,7 +49,7 @@ def test_the_example_computes_nothing_the_second_time(daemon: DaemonProcess) -> 
     assert "computing 21 tokens" in said[0], "only what is new"
 
 
-def test_the_example_says_how_it_is_run() -> None:
+def test_example_without_arguments_prints_usage() -> None:
     done = subprocess.run(
         [sys.executable, "examples/token_cache.py"],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""TokenCache over several daemons: one cache, whose blocks are shared among them."""
+"""TokenCache over several daemons: one cache whose blocks are distributed among them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def open_all(addresses: Sequence[str]) -> TokenCache:
 @pytest.mark.parametrize("kind", ["tcp", "ipc"])
 def test_several_daemons_are_one_cache(three: list[DaemonProcess], kind: str) -> None:
     addresses = [one.endpoint if kind == "tcp" else one.ipc for one in three]
-    many = chains(6, 600)  # each lies in three parts
+    many = chains(6, 600)  # placement splits each into three parts
     with open_all(addresses) as cache:
         for tokens in many:
             assert store(cache, tokens) == len(tokens)
@@ -54,10 +54,8 @@ def test_several_daemons_are_one_cache(three: list[DaemonProcess], kind: str) ->
 
 
 @pytest.mark.parametrize("kind", ["tcp", "ipc"])
-def test_a_match_ends_where_one_of_several_has_lost_its_share(
-    three: list[DaemonProcess], kind: str
-) -> None:
-    """What the others hold behind it is of no use, though it is there."""
+def test_match_ends_where_a_daemon_lost_its_share(three: list[DaemonProcess], kind: str) -> None:
+    """Later blocks on other daemons are useless without the lost ones."""
     addresses = [one.endpoint if kind == "tcp" else one.ipc for one in three]
     with open_all(addresses) as cache:
         tokens = next(
@@ -75,8 +73,8 @@ def test_a_match_ends_where_one_of_several_has_lost_its_share(
             assert (cache.match(tokens), read(cache, tokens)) == (start, start)
 
 
-def test_a_match_ends_within_the_second_part_of_one_of_several(three: list[DaemonProcess]) -> None:
-    """Its parts are asked for at once, and counted one after the other."""
+def test_match_ends_within_the_second_part_of_a_daemon(three: list[DaemonProcess]) -> None:
+    """All parts of a daemon are requested at once, and counted in order."""
     with open_all([one.endpoint for one in three]) as cache:
         for tokens in chains(500, 600):
             keys = keys_of(cache, tokens)
@@ -94,13 +92,13 @@ def keys_of(cache: TokenCache, tokens: Sequence[int]) -> list[BlockKey]:
     return cache._keys.of((), tokens)
 
 
-def test_one_of_several_that_is_not_there_costs_only_its_share(
+def test_missing_daemon_costs_only_its_share(
     three: list[DaemonProcess], caplog: pytest.LogCaptureFixture
 ) -> None:
     three[0].kill()
     many = chains(12, 20)
     with open_all([one.endpoint for one in three]) as cache:
         assert "continuing without it" in caplog.text
-        # It is found out about after a few failures, and tried again now and then.
+        # The breaker opens after a few failures and then admits a probe now and then.
         eventually(lambda: [store(cache, tokens) for tokens in many] == [20] * 12)
         eventually(lambda: [read(cache, tokens) for tokens in many] == [20] * 12)

@@ -52,7 +52,7 @@ def arenas_mapped() -> int:
 
 
 @pytest.mark.parametrize("way", ["disk", "flush"])
-def test_what_is_on_disk_outlives_the_daemon(
+def test_disk_durability_survives_a_restart(
     daemon: DaemonProcess, cache: TokenCache, way: str
 ) -> None:
     assert store(cache, TOKENS, "disk" if way == "disk" else "memory") == len(TOKENS)
@@ -64,7 +64,7 @@ def test_what_is_on_disk_outlives_the_daemon(
     assert leases_of(daemon) == 0
 
 
-def test_a_daemon_without_a_disk_counts_nothing_as_on_disk(tmp_path: Path) -> None:
+def test_disk_durability_without_a_disk_counts_nothing(tmp_path: Path) -> None:
     with DaemonProcess(tmp_path, "--memory", "64MiB") as daemon:
         for tokens, address in ((TOKENS, daemon.endpoint), (TOKENS[1:], daemon.ipc)):
             with opened(address) as cache:
@@ -76,7 +76,7 @@ def test_a_daemon_without_a_disk_counts_nothing_as_on_disk(tmp_path: Path) -> No
                 assert store(cache, tokens) == read(cache, tokens) == len(tokens), "as ever"
 
 
-def test_without_its_daemon_it_is_a_miss(
+def test_query_without_the_daemon_is_a_miss(
     daemon: DaemonProcess, cache: TokenCache, address: str
 ) -> None:
     store(cache, TOKENS)
@@ -101,19 +101,19 @@ def test_without_its_daemon_it_is_a_miss(
     strict.close()
 
 
-def test_a_stopped_daemon_is_a_miss_within_the_deadline(
+def test_query_to_a_stopped_daemon_misses_within_the_deadline(
     daemon: DaemonProcess, address: str
 ) -> None:
     with opened(address, timeout=0.3) as cache:
-        eventually(lambda: store(cache, TOKENS) == len(TOKENS))  # in one such while, or another
+        eventually(lambda: store(cache, TOKENS) == len(TOKENS))  # the first attempts may time out
         daemon.freeze()
         assert (cache.match(TOKENS), read(cache, TOKENS), store(cache, [1])) == (0, 0, 0)
         daemon.thaw()
         eventually(lambda: read(cache, TOKENS) == len(TOKENS))
 
 
-def test_the_reason_is_that_of_this_failure(daemon: DaemonProcess, address: str) -> None:
-    """Not one of a time when the daemon was not there."""
+def test_error_names_the_reason_of_this_failure(daemon: DaemonProcess, address: str) -> None:
+    """It must not name the reason of an earlier failure, before the daemon started."""
     with opened(address, timeout=2.0, strict=True) as cache:
 
         def is_stored() -> bool:
@@ -132,10 +132,10 @@ def test_the_reason_is_that_of_this_failure(daemon: DaemonProcess, address: str)
             store(cache, [1])
 
 
-def test_killed_again_and_again_while_it_is_used(
+def test_repeated_kills_give_no_wrong_states(
     daemon: DaemonProcess, cache: TokenCache, address: str
 ) -> None:
-    """Whatever is read is right, nobody hears of an exception, and it works again afterwards."""
+    """All states that are read are right, no call raises, and the cache works again afterwards."""
     stop = threading.Event()
     wrong: list[BaseException] = []
     rounds = [0, 0, 0]
@@ -169,8 +169,8 @@ def test_killed_again_and_again_while_it_is_used(
     eventually(lambda: read(cache, [9, *TOKENS]) == len(TOKENS) + 1)
 
 
-def test_the_memory_of_a_daemon_that_has_gone_is_given_up(daemon: DaemonProcess) -> None:
-    """Also by a program that does nothing: nobody else holds it any more."""
+def test_memory_of_a_dead_daemon_is_unmapped(daemon: DaemonProcess) -> None:
+    """Also in an idle program: otherwise it alone would keep the memory allocated."""
     before = arenas_mapped()
     with opened(daemon.ipc) as cache:
         store(cache, TOKENS)
@@ -184,10 +184,10 @@ def test_the_memory_of_a_daemon_that_has_gone_is_given_up(daemon: DaemonProcess)
     assert arenas_mapped() == before
 
 
-def test_memory_stays_mapped_while_somebody_copies(
+def test_memory_stays_mapped_during_a_copy(
     daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_daemon, "_LOOK_S", 0.01)
+    monkeypatch.setattr(local_daemon, "_MAINTAIN_EVERY_S", 0.01)
     before = arenas_mapped()
     with opened(daemon.ipc) as cache:
         store(cache, TOKENS)
@@ -197,13 +197,13 @@ def test_memory_stays_mapped_while_somebody_copies(
             daemon.kill()
             eventually(lambda: not memory.alive)
             assert read(cache, TOKENS) == 0
-            threading.Event().wait(0.2)  # the thread has looked meanwhile
+            threading.Event().wait(0.2)  # several rounds of the maintenance thread
             assert bytes(memory.arena.view(0, 8))
             assert arenas_mapped() == before + 1
         assert arenas_mapped() == before
 
 
-def test_the_end_waits_for_those_who_copy(daemon: DaemonProcess) -> None:
+def test_close_waits_for_copies(daemon: DaemonProcess) -> None:
     cache = opened(daemon.ipc)
     store(cache, TOKENS)
     (local,) = cache._chains._local_daemons.values()
@@ -222,7 +222,7 @@ def test_the_end_waits_for_those_who_copy(daemon: DaemonProcess) -> None:
     assert memory.closed
 
 
-def test_leases_that_came_too_late_go_back_without_a_further_call(daemon: DaemonProcess) -> None:
+def test_late_leases_are_released_without_a_further_call(daemon: DaemonProcess) -> None:
     with opened(daemon.ipc) as cache:
         store(cache, TOKENS)
         (local,) = cache._chains._local_daemons.values()
@@ -237,8 +237,8 @@ def test_leases_that_came_too_late_go_back_without_a_further_call(daemon: Daemon
         assert leases_of(daemon) == 0
 
 
-def test_what_cannot_be_leased_is_sent(daemon: DaemonProcess) -> None:
-    """Another process may hold all that a daemon leases."""
+def test_blocks_that_cannot_be_leased_use_the_socket(daemon: DaemonProcess) -> None:
+    """Another process may hold as many leases as the daemon grants."""
     with opened(daemon.ipc) as greedy, opened(daemon.ipc) as cache:
         many = list(range(1000, 2600))
         assert store(greedy, many) == len(many)
@@ -257,7 +257,7 @@ def test_what_cannot_be_leased_is_sent(daemon: DaemonProcess) -> None:
             lease.release()
 
 
-def test_a_close_among_calls_of_many_threads(address: str) -> None:
+def test_close_during_calls_of_many_threads(address: str) -> None:
     cache = opened(address)
     ends: list[BaseException] = []
     rounds = [0] * 4
@@ -282,10 +282,10 @@ def test_a_close_among_calls_of_many_threads(address: str) -> None:
     assert [str(end) for end in ends] == ["this cache is closed"] * 4
 
 
-def test_blocks_that_leave_between_two_questions_are_a_shorter_hit(
+def test_blocks_evicted_between_two_requests_shorten_the_hit(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And no failure to those who want to hear of failures."""
+    """A strict cache, which raises on failures, does not count this as one."""
     with opened(address, strict=True) as cache:
         store(cache, TOKENS)
         chains = cache._chains
@@ -303,7 +303,7 @@ def test_blocks_that_leave_between_two_questions_are_a_shorter_hit(
         assert np.array_equal(into[:20], states((), TOKENS[:20], TOKEN_BYTES))
 
 
-def test_what_changed_while_it_was_copied_is_not_used(
+def test_blocks_that_change_during_a_copy_are_not_used(
     daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = shm_copy.scatter
@@ -326,7 +326,7 @@ def test_what_changed_while_it_was_copied_is_not_used(
         assert leases_of(daemon) == 0
 
 
-def test_only_what_is_leased_is_copied(daemon: DaemonProcess) -> None:
+def test_only_leased_blocks_are_copied(daemon: DaemonProcess) -> None:
     with opened(daemon.ipc) as cache:
         store(cache, TOKENS[:20])
         (local,) = cache._chains._local_daemons.values()
@@ -341,7 +341,7 @@ def test_only_what_is_leased_is_copied(daemon: DaemonProcess) -> None:
             assert shm_copy.read_rows(memory, keys[:20], shorter, within(20.0)) == 0
 
 
-def test_room_that_could_not_be_filled_is_given_back(daemon: DaemonProcess) -> None:
+def test_failed_fill_abandons_its_reservations(daemon: DaemonProcess) -> None:
     with opened(daemon.ipc) as cache:
         store(cache, TOKENS[:3])
         (local,) = cache._chains._local_daemons.values()

@@ -1,4 +1,4 @@
-"""Payload is sent from where it lies, and nobody is told too early that zmq is done with it."""
+"""Zero-copy sends: payload arrives complete, and `wait` does not return too early."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def payload(*lengths: int) -> list[memoryview]:
 
 @pytest.fixture(params=[True, False], ids=["constant", "tracked"])
 def is_constant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Also where pyzmq does not show the functions of its libzmq."""
+    """With and without zmq_send_const, which pyzmq may not export."""
     if not request.param:
         monkeypatch.setattr(zero_copy_send, "_send_const", lambda: None)
     return bool(request.param)
 
 
 @pytest.mark.parametrize("lengths", [(1,), (3 << 20,), (2 << 20, 1, 70_000, 3 << 20, 5)])
-def test_a_message_arrives_whole(
+def test_message_arrives_complete(
     context: zmq.Context[zmq.SyncSocket], is_constant: bool, lengths: tuple[int, ...]
 ) -> None:
     receiver, sender = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
@@ -52,10 +52,10 @@ def test_a_message_arrives_whole(
 
 
 @pytest.mark.parametrize("lengths", [(1,), (1 << 20, 1 << 20), (1 << 20, 5)])
-def test_what_was_not_sent_is_not_done(
+def test_unsent_payload_is_not_reported_as_done(
     context: zmq.Context[zmq.SyncSocket], is_constant: bool, lengths: tuple[int, ...]
 ) -> None:
-    """However small the last frame is: it tells of the others, too."""
+    """Even if the last frame is small: its tracker stands for all frames."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         sender = context.socket(zmq.DEALER)
         sender.connect(f"tcp://127.0.0.1:{silent.getsockname()[1]}")
@@ -67,14 +67,14 @@ def test_what_was_not_sent_is_not_done(
         context.destroy(linger=0)
 
 
-def test_here_the_function_is_found() -> None:
-    """Or nothing would be gained; pyzmq's own wheels show it."""
+def test_send_const_is_exported_by_pyzmq() -> None:
+    """Without it every frame would need a tracker; pyzmq's own wheels export it."""
     assert zero_copy_send._send_const() is not None
 
 
-def test_a_socket_that_takes_nothing_is_told_of(
+def test_send_on_an_unconnected_socket_raises(
     context: zmq.Context[zmq.SyncSocket], is_constant: bool
 ) -> None:
-    alone = context.socket(zmq.DEALER)  # connected to nobody
+    alone = context.socket(zmq.DEALER)  # not connected
     with pytest.raises(zmq.ZMQError):
         ZeroCopySend(payload(1 << 20, 1 << 20)).send(alone)

@@ -1,4 +1,4 @@
-"""States of token sequences that tell from their bytes which tokens they belong to."""
+"""States of token sequences whose bytes depend on the tokens, so that a wrong state is noticed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOKEN_BYTES = 96
 def states(
     prefix: Sequence[int], tokens: Sequence[int], token_bytes: int = TOKEN_BYTES
 ) -> NDArray[np.uint8]:
-    """A row for each of `tokens`, which follow `prefix`: it depends on all up to the token."""
+    """Returns one row per token behind `prefix`; it depends on all tokens up to its own."""
     rows = np.empty((len(tokens), token_bytes), np.uint8)
     before = hashlib.sha256(str(list(map(int, prefix)))[1:-1].encode())
     for n, token in enumerate(tokens):
@@ -32,7 +32,7 @@ def store(cache: TokenCache, tokens: Sequence[int], durability: str = "memory") 
 
 
 def read(cache: TokenCache, tokens: Sequence[int]) -> int:
-    """As `query`; fails when what it read is not the state of these tokens."""
+    """Like `query`, but fails if the states are not those of these tokens."""
     into = np.zeros((len(tokens), cache.token_bytes), np.uint8)
     count = cache.query(tokens, into)
     assert np.array_equal(into[:count], states((), tokens[:count], cache.token_bytes))

@@ -1,6 +1,6 @@
 """A process that runs out of descriptors for a while: `python -m ... return|attach ADDRESS`.
 
-It says "well" when the threads that were at work meanwhile have done it after all.
+It prints "well" if its background threads have completed their work afterwards.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def no_descriptors() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def told(owner: Any, name: str) -> threading.Event:
-    """Set when the method has been called once more, whatever came of it."""
+def called(owner: Any, name: str) -> threading.Event:
+    """Returns an event that is set when the method was called again, even if it raised."""
     ended, call = threading.Event(), getattr(owner, name)
 
     def watched(*args: Any) -> Any:
@@ -67,8 +67,8 @@ def leases_come_back(store: RemoteStore) -> None:
     memory = local.current
     assert memory is not None
     eventually(lambda: memory.is_settled)
-    memory._connection.close()  # as after a lost session
-    tried = told(memory, "settle")
+    memory._connection.close()  # like after a lost session
+    tried = called(memory, "settle")
     with no_descriptors():
         release()
         assert tried.wait(60)
@@ -77,7 +77,7 @@ def leases_come_back(store: RemoteStore) -> None:
 
 
 def memory_is_attached(store: RemoteStore, address: str) -> None:
-    tried = told(store, "attach")
+    tried = called(store, "attach")
     with no_descriptors():
         regions = SharedRegions({address: store}, None, None)
         assert tried.wait(60)

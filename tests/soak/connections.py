@@ -60,9 +60,9 @@ class Connections:
 def _pooled(scheduler: RemoteTier, worker: RemoteIO) -> list[Connection]:
     clusters = (scheduler._cluster, worker._cluster)
     pools = [store._caller.pool for cluster in clusters for store in cluster.stores.values()]
-    eventually(lambda: not any(pool._lent for pool in pools))
+    eventually(lambda: not any(pool._in_use for pool in pools))
     for pool in pools:
-        assert len(pool._idle) <= pool._most
+        assert len(pool._idle) <= pool._max_connections
     return [connection for pool in pools for connection in pool._idle]
 
 

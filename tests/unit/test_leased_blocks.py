@@ -281,7 +281,7 @@ def test_memory_of_a_daemon_that_has_gone_outlasts_a_long_step(
 ) -> None:
     """The next one may have been planned when the daemon was there."""
     monkeypatch.setattr(shared_region, "_KEPT_S", 0.0)
-    monkeypatch.setattr(local_daemon, "_LOOK_S", 0.02)
+    monkeypatch.setattr(local_daemon, "_MAINTAIN_EVERY_S", 0.02)
     transfer = leased(worker.lease())
     worker.regions.step_begins()
     worker.daemon.kill()

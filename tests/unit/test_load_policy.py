@@ -332,7 +332,7 @@ def test_an_end_seen_late_is_told_only_if_it_cannot_be_far_off(
     times = LoadTimes(clock := Clock())
     times.begin("a", Tier.CPU)
     clock.now += asked_after
-    times.asked()
+    times.polled()
     clock.now = 101.0
     times.end("a", Tier.CPU, None, True)
     assert bool(times.take()) == is_told

@@ -10,8 +10,8 @@ _TROUBLE = "tests/remote/test_token_cache_trouble.py"
 _LEASED = ("tests/unit/test_leased_blocks.py",)
 _FAULTS = ("tests/remote/test_faults.py",)
 _PLACES = (
-    "tests/remote/test_lookup_leases.py::test_places_are_not_believed_unchecked",
-    "tests/remote/test_lookup_leases.py::test_places_that_fit_are_believed",
+    "tests/remote/test_lookup_leases.py::test_check_lookup_invalid_offsets_raise",
+    "tests/remote/test_lookup_leases.py::test_check_lookup_valid_offsets_pass",
 )
 _VERBS = ("tests/daemon/test_verbs.py",)
 _FILLS = ("tests/daemon/test_fills.py",)
@@ -33,7 +33,7 @@ DAEMON = (
         "            if here < stop - start:\n                return Outcome(count, {})\n",
         "",
         "a query is told that memory holds states which nobody has",
-        (f"{_SEVERAL}::test_a_match_ends_where_one_of_several_has_lost_its_share",),
+        (f"{_SEVERAL}::test_match_ends_where_a_daemon_lost_its_share",),
     ),
     Mutation(
         "token-cache-keys-without-sizes",
@@ -41,7 +41,7 @@ DAEMON = (
         "root_digest(self.namespace, (token_bytes, chunk_tokens))",
         "root_digest(self.namespace)",
         "where a daemon has forgotten a namespace, states of other sizes are found",
-        (f"{_FOUND}::test_keys_are_those_of_the_reference_in_a_namespace_of_their_own",),
+        (f"{_FOUND}::test_keys_match_the_reference_in_their_own_namespace",),
     ),
     Mutation(
         "copied-rows-not-rechecked",
@@ -49,7 +49,7 @@ DAEMON = (
         "return count if memory.arena.have_generations(offsets, generations) else 0",
         "return count",
         "bytes that changed while they were copied are used",
-        (f"{_TROUBLE}::test_what_changed_while_it_was_copied_is_not_used",),
+        (f"{_TROUBLE}::test_blocks_that_change_during_a_copy_are_not_used",),
     ),
     Mutation(
         "leased-memory-of-another-daemon",
@@ -62,8 +62,8 @@ DAEMON = (
     Mutation(
         "memory-unmapped-under-a-copy",
         "remote/shared_memory.py",
-        "            is_unread = not self._readers\n",
-        "            is_unread = True\n",
+        "            has_readers = self._readers > 0\n",
+        "            has_readers = False\n",
         "a copy reads memory that is no longer mapped, and the worker dies",
         _LEASED,
     ),
@@ -89,18 +89,15 @@ DAEMON = (
         "        if sending:\n            self._end_context(sending)\n",
         "",
         "a slot is reused while zmq still sends it",
-        (
-            "tests/remote/test_daemon_trouble.py"
-            "::test_after_a_put_to_a_stopped_daemon_the_payload_is_the_callers_again",
-        ),
+        ("tests/remote/test_daemon_trouble.py::test_put_to_a_stopped_daemon_releases_the_payload",),
     ),
     Mutation(
         "reply-to-another-request",
         "remote/connection.py",
         """            if op is None:
-                self._given_up""",
-        """            if op is None and not self._under_way:
-                self._given_up""",
+                self._abandoned""",
+        """            if op is None and not self._in_flight:
+                self._abandoned""",
         "a late reply is taken for the answer to another question",
         _FAULTS,
     ),

@@ -1,16 +1,17 @@
-"""Load or recompute: what loading and computing cost, and which of the two a prompt gets.
+"""Load or recompute: estimates the cost of both and decides how much of a prompt to load.
 
-A tier that is slower than the model makes a hit slower than a miss. `TierSpeed` and `PrefillRate`
-estimate both from medians of the last few measurements, and `CostModel` loads what it expects to be
-faster. The blocks of a prompt lie in spans, one tier after the other, and a load takes a prefix of
-them. A span is loaded whole or not at all: every byte of it costs the same, while tokens cost more
-along the prompt, so a load that does not pay to the end of a span pays less to the middle.
+If a tier is slower than the model, a hit takes longer than a miss. `TierSpeed` and `PrefillRate`
+estimate the costs of loading and computing from medians of the last few measurements, and
+`CostModel` loads what it expects to be faster. The cached blocks of a prompt form consecutive
+spans, each in one tier, and a load takes a prefix of them. A span is loaded completely or not at
+all: each of its bytes costs the same to load, while later tokens cost more to compute, so that a
+load that does not pay to the end of a span pays even less to its middle.
 
-Memory of this host, the CPU tier and a mapped daemon's, is trusted: it is always loaded from. Its
-copies run at the speed of the bus. A busy engine sees them take long because they wait for its
-steps, and computing instead would make it busier still.
+Memory on this host (the CPU tier and a mapped daemon's memory) is trusted: blocks in it are always
+loaded. Its copies run at bus speed. If they seem slow, they wait for the steps of a busy engine,
+and computing instead would make it even busier.
 
-Nothing here reads a clock: times and lengths go in, a number of tokens comes out.
+The module reads no clock: callers pass times and lengths.
 """
 
 from __future__ import annotations
@@ -26,26 +27,27 @@ from vllm_tiered_kv.config import LoadPolicy
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics.names import Decision
 
-_WINDOW = 5  # samples of a median: two outliers do not count, three show that something changed
-ENOUGH = _WINDOW // 2 + 1  # samples that prove something: one may be a compilation
-_MARGIN = 0.9  # of computing, a load may take: estimates are off by some percent, computing is not
-_MINOR = 0.1  # a share of a load this small decides nothing
-_ASSUMED_RATE = 0.5e9  # bytes per second of a tier that said nothing: a slow SSD or network
+_WINDOW = 5  # samples per median: it ignores two outliers, and follows a change after three samples
+ENOUGH = _WINDOW // 2 + 1  # samples needed to trust a median: a single one may be a compilation
+_MARGIN = 0.9  # largest load time as a share of compute time: load times are less certain
+_MINOR = 0.1  # a place with a smaller share of a load is ignored
+_ASSUMED_RATE = 0.5e9  # bytes per second of a tier without measurements: a slow SSD or network
 _ASSUMED_PREFILL = 5_000.0  # tokens per second: about what the fastest CPUs compute
-_FEW = 256  # a step of this fraction of the largest shows what every step costs
-_COMPARABLE = 4  # steps smaller by a larger factor leave a GPU idle and say nothing about full ones
+_SMALL_FRACTION = 256  # a step of 1/256 of the largest costs about as much as an empty step
+_COMPARABLE = 4  # steps smaller than a quarter leave the GPU idle and say nothing about full steps
 
 
 @dataclass(frozen=True)
 class Span:
-    """A run of tokens whose blocks lie in one tier."""
+    """A run of tokens whose blocks are in one tier."""
 
     tier: Tier  # CPU or REMOTE
     tokens: int
     shares: Mapping[Tier, float] = field(default_factory=dict)
-    """Of a daemon's: the part in its memory, on its SSD, and in its backing store."""
+    """For REMOTE: the shares in the daemon's memory, on its SSD, and in its backing store."""
 
     def sources(self) -> Mapping[Tier, float]:
+        """Returns the share of each place: the CPU tier, or one of the daemon's tiers."""
         if self.tier is Tier.REMOTE:
             return self.shares or {Tier.MEMORY: 1.0}
         return {self.tier: 1.0}
@@ -53,21 +55,22 @@ class Span:
 
 @dataclass(frozen=True)
 class Choice:
-    """How many of the tokens that tiers hold, in these spans, are loaded."""
+    """The decision for a prompt: how many of the cached tokens, in these spans, are loaded."""
 
     tokens: int
     spans: tuple[Span, ...] = ()
     probed: range = range(0)
-    """Of the held tokens, those that are fetched in the background to measure a tier."""
+    """The cached tokens whose blocks a background probe fetches to measure a tier."""
     probed_place: Tier | None = None
 
     @property
     def held(self) -> int:
+        """The number of cached tokens."""
         return sum(span.tokens for span in self.spans)
 
     @property
     def decisions(self) -> dict[Tier, Decision]:
-        """What becomes of the blocks that each tier holds."""
+        """The decision for the blocks of each tier, for metrics."""
         decisions: dict[Tier, Decision] = {}
         loaded = between(0, self.tokens, self.spans)
         for tier in dict.fromkeys(span.tier for span in self.spans):
@@ -81,7 +84,7 @@ class Choice:
 
 
 def between(start: int, stop: int, spans: Sequence[Span]) -> list[Span]:
-    """The parts of the spans that lie in these tokens."""
+    """Returns the parts of the spans between these tokens."""
     parts: list[Span] = []
     begin = 0
     for span in spans:
@@ -93,7 +96,7 @@ def between(start: int, stop: int, spans: Sequence[Span]) -> list[Span]:
 
 
 def major_places(spans: Sequence[Span]) -> set[Tier]:
-    """Where these spans lie, but for places that hold next to nothing of them."""
+    """Returns the places of these spans, without those with a minor share."""
     total = sum(span.tokens for span in spans)
     amounts: dict[Tier, float] = {}
     for span in spans:
@@ -103,8 +106,8 @@ def major_places(spans: Sequence[Span]) -> set[Tier]:
 
 
 class TierSpeed:
-    """Seconds that a tier takes for a number of bytes, latency + bytes / bandwidth. Both are
-    medians over the last loads and probes; until there are any, what the tier announces counts."""
+    """Estimates the time of a load from one place as latency + bytes / bandwidth. Both are medians
+    over the last loads and probes; before the first one, the announced bandwidth counts."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
@@ -122,13 +125,13 @@ class TierSpeed:
 
     @property
     def recent_bytes_per_s(self) -> float | None:
-        """Of the last few loads as they were, latency included."""
+        """Bandwidth of the last few loads, latency included."""
         if not self._samples:
             return None
         return sum(size for size, _ in self._samples) / sum(taken for _, taken in self._samples)
 
     def observe(self, nbytes: float, seconds: float, has_hung: bool = False) -> None:
-        """`has_hung`: a load timed out. What the tier did before no longer counts."""
+        """Adds a measurement. `has_hung`: the load timed out; earlier samples are discarded."""
         if nbytes <= 0 or seconds <= 0:
             return
         if has_hung:
@@ -138,7 +141,7 @@ class TierSpeed:
         slopes = [
             (longer - shorter) / (larger - smaller)
             for (smaller, shorter), (larger, longer) in pairs
-            if larger >= 2 * smaller  # others differ by chance
+            if larger >= 2 * smaller  # closer sizes give a slope of noise
         ]
         slope = statistics.median(slopes) if slopes else 0.0
         if slope <= 0:
@@ -154,9 +157,9 @@ class TierSpeed:
 
 
 class PrefillRate:
-    """Seconds to compute tokens of a prompt: a cost of each step, and one of each token that grows
-    with the length of the prompt before it. Both are medians over the last steps, of the latter for
-    each power of two of that length."""
+    """Estimates the time to compute tokens of a prompt as a cost per step and a cost per token that
+    grows with the tokens before it. Both are medians over the last steps; the cost per token has
+    one for each power of two of the tokens before."""
 
     def __init__(self, step_tokens: int) -> None:
         """`step_tokens`: the most tokens that a step computes."""
@@ -169,7 +172,7 @@ class PrefillRate:
         self._token_s: dict[int, float] = {}
 
     def observe(self, tokens: int, attended: float, seconds: float) -> None:
-        """A step computed `tokens`; `attended` is the number before each of them, summed up."""
+        """Adds a step that computed `tokens`; `attended` sums up the tokens before each of them."""
         if tokens <= 0 or seconds <= 0:
             return
         before = attended / tokens
@@ -180,20 +183,20 @@ class PrefillRate:
             samples.append((tokens, seconds))
             self._largest = max(self._largest, tokens)
             self._count += 1
-        # Here and not when it is asked for: then a request waits for the answer.
+        # Here and not in `seconds`, for which a request waits.
         self._estimate()
 
     def is_small(self, tokens: int) -> bool:
-        """Whether a step of so many tokens takes no longer than an empty one would."""
-        return tokens <= max(1, self._step_tokens // _FEW)
+        """Whether a step of this many tokens costs about as much as an empty one."""
+        return tokens <= max(1, self._step_tokens // _SMALL_FRACTION)
 
     def knows(self, tokens: int) -> bool:
-        """Whether steps of about the size that this many tokens take were seen."""
+        """Whether enough steps were measured, including one comparable to this many tokens."""
         is_seen = _COMPARABLE * self._largest >= min(tokens, self._step_tokens)
         return self._count >= ENOUGH and is_seen
 
     def seconds(self, computed: int, tokens: float) -> float:
-        """To compute tokens that follow `computed` others."""
+        """Estimates the time to compute tokens that follow `computed` others."""
         if tokens <= 0 or not self._token_s:
             return 0.0
         total = self._step_s * tokens / self._step_tokens
@@ -207,7 +210,7 @@ class PrefillRate:
         return total
 
     def tokens_per_s(self) -> float | None:
-        """At the beginning of a prompt."""
+        """The rate at the start of a prompt; None if it is unknown."""
         seconds = self.seconds(0, self._step_tokens)
         return self._step_tokens / seconds if seconds > 0 else None
 
@@ -215,8 +218,8 @@ class PrefillRate:
         if self._small_steps:
             self._step_s = statistics.median(self._small_steps)
         else:
-            # Steps of one size do not tell a cost of each step from one of each token. The former
-            # is believed: a prefill that looks too cheap is computed, and measured once more.
+            # Steps of one size do not separate the cost per step from the cost per token. Assume
+            # the cost per step: a prefill that then looks too cheap is computed and measured again.
             samples = itertools.chain.from_iterable(self._by_length.values())
             self._step_s = min((taken for _, taken in samples), default=0.0)
         self._token_s = {
@@ -228,9 +231,9 @@ class PrefillRate:
 
 
 class CostModel:
-    """Decides how much of a prompt is loaded. `connector.load_policy.LoadDecider` feeds it with
-    measurements and asks it, in the scheduler's thread. `choose` changes nothing, since vLLM may
-    ask many times before it admits a request; `settle` is called when it does."""
+    """Decides how much of a prompt to load. `connector.scheduler.load_policy.LoadDecider` calls it
+    in the scheduler's thread, with measurements and for decisions. `choose` has no side effects,
+    since vLLM may ask many times before it admits a request; `settle` follows the admission."""
 
     def __init__(
         self,
@@ -242,8 +245,8 @@ class CostModel:
         trusted: Collection[Tier] = (Tier.CPU,),
         computes_on_cpu: bool = False,
     ) -> None:
-        """`alignment`: loads end at multiples of this many tokens. `longest_load_s`: a load from a
-        daemon that takes longer is given up."""
+        """`alignment`: loads end at multiples of this many tokens. `longest_load_s`: the timeout of
+        loads from a daemon. `trusted`: places from which blocks are always loaded."""
         self._policy = policy
         self.bytes_per_token = bytes_per_token
         self._alignment = alignment
@@ -254,16 +257,16 @@ class CostModel:
         places = (Tier.CPU, Tier.MEMORY, Tier.SSD, Tier.BACKING)
         self.speeds: dict[Tier, TierSpeed] = {place: TierSpeed() for place in places}
         self.loads: dict[str, float] = {}
-        """Loads from slower tiers under way, and how long each is expected to take."""
+        """Loads in flight from slower tiers, with the expected seconds of each."""
         self.measured_at = float("-inf")  # when the last of them ended
-        self._head_since = 0.0  # since when the first of them is being served
-        self._blind = 0  # requests since a prefill taught something
+        self._head_since = 0.0  # when the tier started with the first of them
+        self._unmeasured = 0  # requests decided without a known prefill rate
 
     # ---- before a load --------------------------------------------------------------------------
 
     def choose(self, now: float, computed: int, spans: Sequence[Span]) -> Choice:
-        """What to load of a prompt of which the GPU has `computed` tokens and tiers hold the
-        `spans` that follow."""
+        """Decides how much to load of a prompt with `computed` tokens on the GPU, followed by the
+        cached `spans`."""
         spans = tuple(span for span in spans if span.tokens > 0)
         held = sum(span.tokens for span in spans)
         if self._policy is not LoadPolicy.AUTO:
@@ -277,25 +280,25 @@ class CostModel:
         return Choice(loaded, spans)
 
     def compute_seconds(self, computed: int, tokens: int) -> float | None:
-        """None as long as no such prefill was seen."""
+        """Estimates the time to compute tokens; None while no comparable prefill was measured."""
         known = self.prefill.knows(tokens)
         return self.prefill.seconds(computed, tokens) if known else None
 
     def load_seconds(self, now: float, tokens: int, spans: Sequence[Span]) -> float:
-        """How long the first `tokens` of what tiers hold take to load, behind loads under way.
-        Memory of this host counts as nothing."""
+        """Estimates the time to load the first `tokens` of the spans, behind loads in flight.
+        Trusted memory counts as free."""
         service_s = self._service_s(tokens, spans)
         return self._waiting_s(now) + service_s if service_s else 0.0
 
     def is_known(self, place: Tier) -> bool:
-        """Whether loads from there are judged by a speed that was measured or announced."""
+        """Whether the speed of a place is measured, announced or trusted."""
         speed = self.speeds[place]
         return bool(speed.count) or speed.is_announced or place in self.trusted
 
     def _pays(
         self, now: float, computed: int, loaded: int, end: int, spans: Sequence[Span]
     ) -> bool:
-        """Whether to load up to `end` rather than only up to `loaded`."""
+        """Whether to load up to `end` rather than up to `loaded`."""
         places = major_places(between(loaded, end, spans))
         if places <= self.trusted:
             return True
@@ -304,24 +307,24 @@ class CostModel:
             return False
         saved_s = self.compute_seconds(computed + loaded, end - loaded)
         if saved_s is None:
-            # The first load is the probe: it measures a tier whose speed is at best announced. The
-            # next requests compute, which measures the model; if that fails, all load. A CPU is
-            # slower than assumed, so that nothing has to be computed to find out.
-            if not self._computes_on_cpu and 0 < self._blind <= ENOUGH:
+            # The first request loads, which measures the tier. The next few compute, which measures
+            # the model; if that gives no rate, all later ones load. A model on a CPU is slower than
+            # assumed, so that no request has to compute to find out.
+            if not self._computes_on_cpu and 0 < self._unmeasured <= ENOUGH:
                 return False
             saved_s = (end - loaded) / _ASSUMED_PREFILL
         elif not all(map(self.is_known, places)):
-            return False  # the background probe measures it
+            return False  # a background probe measures the place
         return load_s - self.load_seconds(now, loaded, spans) <= _MARGIN * saved_s
 
     # ---- a load and its end ---------------------------------------------------------------------
 
     def settle(self, name: str, now: float, choice: Choice) -> None:
-        """The request was admitted with this choice; if it loads anything, `ended` will follow."""
+        """The request was admitted with this choice; if it loads anything, `ended` follows."""
         if self._policy is not LoadPolicy.AUTO:
             return
         if not major_places(choice.spans) <= self.trusted:
-            self._blind += not self.prefill.knows(choice.held)
+            self._unmeasured += not self.prefill.knows(choice.held)
         service_s = self._service_s(choice.tokens, choice.spans)
         if service_s:
             self._head_since = self._head_since if self.loads else now
@@ -335,32 +338,32 @@ class CostModel:
         seconds: Mapping[Tier, float],
         has_hung: bool = False,
     ) -> None:
-        """The load of an admitted request is over; how long each tier worked on it, as far as that
-        is known. `has_hung`: it was given up after that time."""
+        """The load of an admitted request has ended. `seconds`: how long each tier worked on it, as
+        far as that is known. `has_hung`: it timed out after that time."""
         if self.loads.pop(name, None) is not None:
             self._head_since = self.measured_at = now
         for tier, taken in seconds.items():
-            # A daemon does not say how long each of its places took: the time is divided by what
-            # was expected of them. Mapped memory takes next to none of it.
+            # A daemon does not report the time of each of its places, so divide the time in
+            # proportion to their estimates. Mapped memory takes almost none of it.
             amounts = self._amounts(choice.tokens, choice.spans, tier)
             least = _MINOR * sum(amounts.values())
             major = {place: nbytes for place, nbytes in amounts.items() if nbytes >= least}
             slower = {place: nbytes for place, nbytes in major.items() if place not in self.trusted}
-            taught = slower or major
-            expected = {place: self.speeds[place].seconds(taught[place]) for place in taught}
+            measured = slower or major
+            expected = {place: self.speeds[place].seconds(measured[place]) for place in measured}
             total = sum(expected.values())
-            for place, nbytes in taught.items():
+            for place, nbytes in measured.items():
                 self.speeds[place].observe(nbytes, taken * expected[place] / total, has_hung)
 
     def step_ended(self, tokens: int, attended: float, seconds: float) -> None:
-        """A step was computed, as at `PrefillRate.observe`."""
+        """A step was computed; see `PrefillRate.observe`."""
         self.prefill.observe(tokens, attended, seconds)
         if not self.prefill.is_small(tokens):
-            self._blind = min(self._blind, 1)
+            self._unmeasured = min(self._unmeasured, 1)
 
     def _waiting_s(self, now: float) -> float:
-        """Until a load that is asked for now would begin, first come, first served. A load that is
-        late is expected to take as long again as it is late: the tier is stuck."""
+        """Estimates the wait before a new load starts; loads are served in order. A late load is
+        expected to need as much time again as it is late, because its tier is stuck."""
         if not self.loads:
             return 0.0
         head_s = next(iter(self.loads.values()))
@@ -369,7 +372,7 @@ class CostModel:
     def _amounts(
         self, tokens: int, spans: Sequence[Span], tier: Tier | None = None
     ) -> dict[Tier, float]:
-        """Bytes of the first `tokens` by their places, of one tier or all."""
+        """Returns the bytes of the first `tokens` by place, of one tier or of all."""
         amounts: dict[Tier, float] = {}
         for span in between(0, tokens, spans):
             if tier in (None, span.tier):
@@ -379,7 +382,7 @@ class CostModel:
         return amounts
 
     def _service_s(self, tokens: int, spans: Sequence[Span]) -> float:
-        """What slower tiers need for the first `tokens` if they do nothing else."""
+        """Estimates the time of slower tiers for the first `tokens`, without other loads."""
         amounts = self._amounts(tokens, spans).items()
         slower = ((place, nbytes) for place, nbytes in amounts if place not in self.trusted)
         return sum(self.speeds[place].seconds(nbytes) for place, nbytes in slower)

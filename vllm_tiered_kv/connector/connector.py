@@ -114,7 +114,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         elif config.mode is Mode.TIERED:
             self.worker_half = make_worker_half(config, vllm_config, kv_cache_config)
             self.worker_half.wait_for_sources = self._has_neighbours
-            self.worker_half.tells_block_bytes = self._has_neighbours
+            self.worker_half.reports_block_bytes = self._has_neighbours
             same_process.register_worker(self.worker_half, vllm_config)
 
     @classmethod

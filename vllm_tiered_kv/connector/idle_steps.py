@@ -71,7 +71,7 @@ class IdleSteps:
     def _step(self, worker: WorkerHalf) -> None:
         # With asynchronous scheduling an earlier step's reports may lie in an output that vLLM
         # looks at only when it steps again.
-        for earlier in worker.last_told:
+        for earlier in worker.last_reports:
             self._half.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=earlier))
         metadata = self._half.build_connector_meta(SchedulerOutput.make_empty())
         worker.before_forward(metadata)

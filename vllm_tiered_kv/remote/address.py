@@ -1,7 +1,7 @@
-"""Where a daemon listens, and which client of it we are.
+"""Addresses of daemons, and what an engine tells a daemon about itself.
 
-`tcp://host:port` or `ipc:///path`. The text of an address takes part in placement: engines that
-share daemons must write them alike, so it is brought to one form.
+An address is `tcp://host:port` or `ipc:///path`. Placement hashes its text, so that engines that
+share daemons must write addresses alike; parsing brings them to a canonical form.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm_tiered_kv.wire.limits import PROTOCOL_VERSION
 from vllm_tiered_kv.wire.messages import Hello
 
 ARENA_SUFFIX = ".arena"
-"""The socket that hands out shared memory lies beside the daemon's `ipc://` socket."""
+"""Suffix of the socket that hands out shared memory, in the folder of the `ipc://` socket."""
 
 _MAX_PATH = 107  # bytes in sockaddr_un, without the final zero
 _TCP = re.compile(r"tcp://(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):(\d{1,5})")
@@ -28,13 +28,13 @@ _EXAMPLES = '"tcp://host:9527" or "ipc:///run/tiered-kv.sock"'
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """A valid address of a daemon."""
+    """A valid address of a daemon, in its canonical form. `parse` makes it."""
 
     endpoint: str
 
     @classmethod
     def parse(cls, text: object, key: str = "remote") -> ServerAddress:
-        """Raises ConfigError, in the name of option `key`, for what cannot be an address."""
+        """Raises ConfigError for the option `key` if the value is not a valid address."""
         if not isinstance(text, str):
             raise ConfigError(key, f"expected an address such as {_EXAMPLES}, got {text!r}")
         text = text.strip()
@@ -55,19 +55,19 @@ class ServerAddress:
 
     @property
     def socket_path(self) -> str | None:
-        """The daemon's own socket, if it is one on this host."""
+        """The path of an `ipc://` address; None for TCP."""
         if not self.endpoint.startswith("ipc://"):
             return None
         return self.endpoint.removeprefix("ipc://")
 
     @property
     def arena_path(self) -> str | None:
-        """The socket that hands out shared memory; only a daemon on this host has one."""
+        """The socket that hands out shared memory; None for TCP."""
         return None if self.socket_path is None else self.socket_path + ARENA_SUFFIX
 
     def why_absent(self) -> str | None:
-        """Why there is certainly no daemon; None where there may be one. Never waits: only a socket
-        on this host tells."""
+        """Returns why certainly no daemon runs at this address; None if one may run. Never waits:
+        only the state of a local socket is certain."""
         if self.socket_path is None:
             return None
         with socket.socket(socket.AF_UNIX) as probe:
@@ -81,15 +81,15 @@ class ServerAddress:
         return None
 
     def why_not_connected(self) -> str:
-        """A sentence for where zmq, which names no reason, found nobody."""
+        """Returns the likely reason of a failed connection; zmq reports none."""
         if self.socket_path is not None:
             try:
                 os.stat(self.socket_path)
-                is_ours = os.access(self.socket_path, os.W_OK)
+                is_accessible = os.access(self.socket_path, os.W_OK)
             except OSError as error:
-                is_ours = not isinstance(error, PermissionError)
-            if not is_ours:
-                return "its socket belongs to another user; run both as the same one"
+                is_accessible = not isinstance(error, PermissionError)
+            if not is_accessible:
+                return "its socket belongs to another user; run both as the same user"
         return "nothing listens there"
 
     def __str__(self) -> str:
@@ -98,13 +98,13 @@ class ServerAddress:
 
 @dataclass(frozen=True, slots=True)
 class EngineIdentity:
-    """What an engine tells a daemon about itself when a session opens."""
+    """What an engine tells a daemon about itself in `hello`, and the form of its keys."""
 
     namespace: bytes  # 32 bytes: `core.key.Fingerprint.namespace`
-    block_bytes: tuple[int, ...]  # every length a block of this engine can have, per rank
+    block_bytes: tuple[int, ...]  # every length that a block of one rank can have
     layout: str
-    client: str  # for the daemon's log
-    key_bytes: int = CONTENT_BYTES + 1 + len(RankTag().encode())  # of a key without its namespace
+    client: str  # name in the daemon's log
+    key_bytes: int = CONTENT_BYTES + 1 + len(RankTag().encode())  # length without the namespace
 
     def hello(self, arena_token: bytes = b"") -> Hello:
         return Hello(
@@ -118,7 +118,7 @@ class EngineIdentity:
         )
 
     def wire_keys(self, keys: Sequence[StoreKey]) -> list[bytes] | None:
-        """All keys as they travel; None when this session cannot name all of them."""
+        """Returns all keys without their namespace; None if one has another namespace or length."""
         prefix = self.namespace[:NAMESPACE_BYTES]
         nbytes = NAMESPACE_BYTES + self.key_bytes
         if not all(len(key) == nbytes and key.startswith(prefix) for key in keys):
@@ -126,9 +126,9 @@ class EngineIdentity:
         return [key[NAMESPACE_BYTES:] for key in keys]
 
     def wire_key(self, key: StoreKey) -> bytes | None:
-        """The key as it travels, without its namespace; None for one this session cannot name."""
-        ours = (
+        """Returns the key without its namespace; None if it has another namespace or length."""
+        is_ours = (
             len(key) == NAMESPACE_BYTES + self.key_bytes
             and key[:NAMESPACE_BYTES] == self.namespace[:NAMESPACE_BYTES]
         )
-        return key[NAMESPACE_BYTES:] if ours else None
+        return key[NAMESPACE_BYTES:] if is_ours else None

@@ -1,4 +1,4 @@
-"""Making one call to a daemon: leave from the breaker, a connection, and a verdict at the end."""
+"""One call to a daemon: admission by the breaker, a pooled connection, and the breaker's update."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from vllm_tiered_kv.wire.messages import HelloReply
 
 logger = logging.getLogger(__name__)
 
-# Worth trying again soon. Of other refusals, those of a session need a person's help, and those of
-# a request say nothing about the next one.
-_PASSING = {ErrorCode.UNAVAILABLE, ErrorCode.INTERNAL, ErrorCode.BAD_MESSAGE}
-_MAX_SENTENCES = 64
-_FAIR_S = 0.02  # in less, a daemon that is well need not have answered
-_OPENING_S = 0.25  # a daemon that is there needs a fraction of it, if busy a large one
+# Refusals worth retrying soon. Of the others, a refused session needs an operator, and a refused
+# request says nothing about the next one.
+_TRANSIENT = {ErrorCode.UNAVAILABLE, ErrorCode.INTERNAL, ErrorCode.BAD_MESSAGE}
+_MAX_WARNINGS = 64
+_MIN_FAIR_S = 0.02  # a timeout shorter than this says nothing about the daemon
+_OPENING_S = 0.25  # a running daemon accepts a session in less, even if it is busy
 _T = TypeVar("_T")
 
 
@@ -38,28 +38,28 @@ _T = TypeVar("_T")
 class RemoteCounts:
     """Totals since the start."""
 
-    damaged_blocks: int = 0  # arrived with another checksum than they were sent with
+    damaged_blocks: int = 0  # received with a wrong checksum
     failed_calls: int = 0  # ended by a timeout, a broken connection or a refusal
     restarts: int = 0  # times another instance of the daemon answered
 
 
-def judge(breaker: Breaker, attempt: Attempt, error: Exception, allowed_s: float) -> None:
-    """Tells the breaker what a failed call says about the daemon, which had so long to answer. Of
-    many requests that come at once the last have waited for a thread until little was left."""
-    is_ours = isinstance(error, ProtocolError)  # it could not even be sent
-    if is_ours or (isinstance(error, RemoteTimeout) and allowed_s < _FAIR_S):
+def record_failure(breaker: Breaker, attempt: Attempt, error: Exception, allowed_s: float) -> None:
+    """Tells the breaker what a failed call says about the daemon, which had `allowed_s` to answer.
+    That may be little: under load a call may wait for a thread until just before its deadline."""
+    is_local = isinstance(error, ProtocolError)  # the request could not be encoded
+    if is_local or (isinstance(error, RemoteTimeout) and allowed_s < _MIN_FAIR_S):
         breaker.forget(attempt)
-    elif _is_about_the_request(error):
+    elif _refuses_request_only(error):
         breaker.succeed(attempt)
-    elif isinstance(error, RemoteRefusal) and error.code not in _PASSING:
+    elif isinstance(error, RemoteRefusal) and error.code not in _TRANSIENT:
         breaker.refuse(attempt, error.message)
     else:
         breaker.fail(attempt, str(error))
 
 
-def in_session(connection: Connection, work: Callable[[], _T]) -> _T:
-    """What comes of `work`. A daemon that has forgotten the session, having many, is greeted again
-    and asked the same: it is there, and has done nothing yet of what it was asked."""
+def retry_forgotten_session(connection: Connection, work: Callable[[], _T]) -> _T:
+    """Runs `work`, and once more in a new session if the daemon has dropped the old one, as it does
+    with too many. The retry is safe if the daemon has answered none of the requests."""
     answered = connection.answered
     try:
         return work()
@@ -69,16 +69,17 @@ def in_session(connection: Connection, work: Callable[[], _T]) -> _T:
         return work()
 
 
-def _is_about_the_request(error: Exception) -> bool:
+def _refuses_request_only(error: Exception) -> bool:
     return (
         isinstance(error, RemoteRefusal)
-        and error.code not in _PASSING
+        and error.code not in _TRANSIENT
         and not error.refuses_session
     )
 
 
 class Caller:
-    """Calls to one daemon, from any thread. What goes wrong ends here."""
+    """Makes calls to one daemon. `RemoteStore` calls it from any thread. A failed call raises
+    nothing: it is counted, reported to the breaker, and returns False."""
 
     def __init__(
         self,
@@ -91,25 +92,25 @@ class Caller:
         self.breaker = breaker
         self.pool = ConnectionPool(self._connect, max_connections)
         self.counts = RemoteCounts()
-        self.last_error: Exception | None = None  # what ended the last call that failed
+        self.last_error: Exception | None = None  # of the last call that failed
         self._hello = identity.hello()
         self._lock = threading.Lock()
         self._opening = threading.Lock()
         self._instance: bytes | None = None
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def attempt(self, work: Callable[[Connection], None], deadline: float) -> bool:
-        """Whether `work` came to its end with an open session."""
+        """Runs `work` with an open session; returns whether it succeeded."""
         attempt = self.breaker.begin() if time.monotonic() < deadline else None
         if attempt is None:
             return False
         try:
-            with self.pool.lend(deadline) as connection:
+            with self.pool.checkout(deadline) as connection:
                 allowed_s = deadline - time.monotonic()
                 before = connection.progress
                 try:
                     self._open(connection, deadline)
-                    in_session(connection, lambda: work(connection))
+                    retry_forgotten_session(connection, lambda: work(connection))
                 except (RemoteError, ProtocolError) as error:
                     self._failed(attempt, error, connection.progress > before, allowed_s)
                     return False
@@ -121,7 +122,7 @@ class Caller:
             self.breaker.forget(attempt)
 
     def close(self, wait_s: float) -> None:
-        """Ends calls under way and leaves no sockets behind. Idempotent."""
+        """Ends calls in flight and closes all sockets. Idempotent."""
         self.pool.close(wait_s)
 
     def count(self, *, damaged_blocks: int = 0, failed_calls: int = 0, restarts: int = 0) -> None:
@@ -133,47 +134,50 @@ class Caller:
                 now.restarts + restarts,
             )
 
-    def note(self, error: Exception) -> None:
+    def record_error(self, error: Exception) -> None:
         self.last_error = error
 
-    def tell_once(self, sentence: str) -> None:
+    def warn_once(self, text: str) -> None:
+        """Logs a warning about this daemon unless the same text was logged before."""
         with self._lock:
-            if sentence in self._told or len(self._told) >= _MAX_SENTENCES:
+            if text in self._warned or len(self._warned) >= _MAX_WARNINGS:
                 return
-            self._told.add(sentence)
-        logger.warning("daemon %s %s", self.settings.address, sentence)
+            self._warned.add(text)
+        logger.warning("daemon %s %s", self.settings.address, text)
 
     def _open(self, connection: Connection, deadline: float) -> None:
-        """Sockets are opened one after the other, as far as that costs no time: the daemon's zmq
-        gives a connection to its least busy thread, but those that come at once to the same."""
-        patience = 0.0
+        """Opens sockets one at a time as far as the deadline allows: the daemon's zmq assigns each
+        connection to its least busy I/O thread, but simultaneous ones to the same thread."""
+        max_wait_s = 0.0
         if not connection.is_open:
-            patience = min(_OPENING_S, (deadline - time.monotonic()) / 4)
-        has_turn = patience > 0 and self._opening.acquire(timeout=patience)
+            max_wait_s = min(_OPENING_S, (deadline - time.monotonic()) / 4)
+        has_lock = max_wait_s > 0 and self._opening.acquire(timeout=max_wait_s)
         try:
             connection.open(deadline)
         finally:
-            if has_turn:
+            if has_lock:
                 self._opening.release()
 
     def _failed(self, attempt: Attempt, error: Exception, progress: bool, allowed_s: float) -> None:
         self.count(failed_calls=1)
-        self.note(error)
+        self.record_error(error)
         if self.pool.closing.is_set():
             return
         if isinstance(error, RemoteTimeout) and progress:
             self.breaker.succeed(attempt)  # slow, not dead
         else:
-            if isinstance(error, ProtocolError) or _is_about_the_request(error):
-                self.tell_once(f"does not serve a request: {error}")
-            judge(self.breaker, attempt, error, allowed_s)
+            if isinstance(error, ProtocolError) or _refuses_request_only(error):
+                self.warn_once(f"refused a request, which counts as a miss: {error}")
+            record_failure(self.breaker, attempt, error, allowed_s)
 
     def _connect(self, closing: threading.Event) -> Connection:
-        return Connection(self.settings, self._hello, closing=closing, on_hello=self._greeted)
+        return Connection(self.settings, self._hello, closing=closing, on_hello=self._on_hello)
 
-    def _greeted(self, greeting: HelloReply) -> None:
+    def _on_hello(self, reply: HelloReply) -> None:
         with self._lock:
-            known, self._instance = self._instance, greeting.instance
-        if known not in (None, greeting.instance):
+            known, self._instance = self._instance, reply.instance
+        if known not in (None, reply.instance):
             self.count(restarts=1)
-            logger.warning("daemon %s was restarted", self.settings.address)
+            logger.warning(
+                "daemon %s was restarted; its memory tier starts empty", self.settings.address
+            )

@@ -1,14 +1,14 @@
 """One session with a daemon: a DEALER socket, used by one thread at a time.
 
-Every call has a deadline and keeps it, whatever the daemon does: sockets never block, nothing
-lingers, and a monitor tells at once when the peer is gone. After a call that failed the socket is
-closed and the next call makes a new one; replies that come too late thus find nobody, and no byte
-of a caller's memory is read after the call has returned.
+Every call keeps its deadline, whatever the daemon does: sockets never block, closing them never
+lingers, and a socket monitor reports at once when the peer is gone. A failed call closes the
+socket, and the next call opens a new one. Late replies are thus discarded, and zmq reads no byte of
+a caller's memory after the call has returned.
 
-Each connection has a zmq context of its own: its I/O thread is another connection's no bottleneck,
-and only the end of a context proves that zmq is done with everything. Trackers do not: libzmq loses
-sight of the leading frames of a message when the peer goes away while it is being sent. So a call
-that fails while its payload is being sent ends the context, too.
+Each connection has its own zmq context, for two reasons: connections do not share an I/O thread,
+and only the end of a context proves that zmq no longer reads a caller's memory. Message trackers do
+not prove it: libzmq loses track of the leading frames of a message if the peer disconnects while
+the message is being sent. So a call that fails while its payload is being sent ends the context.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ from vllm_tiered_kv.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
-_SLICE_S = 0.1  # how often a waiting call looks whether its store is being closed
-_TERM_S = 10.0  # how long a context gets to end; it takes milliseconds
+_POLL_S = 0.1  # how often a waiting call checks whether its store is being closed
+_TERM_S = 10.0  # most time for a context to end; it usually takes milliseconds
 _HEARTBEAT_MS = 1000
 _HEARTBEAT_TIMEOUT_MS = 4000
 _RECONNECT_MS = 86_400_000
-"""About never. A call that finds its peer gone makes a fresh socket; one that nobody uses would try
-again and again, and tell its monitor of it. Nobody listens: after some thousand attempts zmq's
-thread waits for that, and so does whoever closes the socket. Not -1: where there is no connection
-to close, as with a name that does not resolve, word of a next attempt is all that a call hears."""
-_QUEUE = 64  # messages; what a connection has under way is limited far below
+"""A day, practically never. A call whose peer is gone opens a new socket anyway, while an idle
+socket would retry for ever and send each attempt to its monitor. Nobody reads the monitor of an
+idle socket: after some thousand events zmq's I/O thread blocks, and so does closing the socket. The
+value is not -1 because the retry event is the only one for a host name that does not resolve."""
+_QUEUE = 64  # messages; the requests in flight of a connection are far fewer
 
 _EVENTS = (
     zmq.EVENT_DISCONNECTED
@@ -79,7 +79,7 @@ _R = TypeVar("_R", bound=Reply)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What all connections to one daemon have in common."""
+    """Settings that all connections to one daemon share."""
 
     address: ServerAddress
     connect_timeout_s: float = 0.5
@@ -90,7 +90,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """A reply to one of the requests under way. Payload frames live as long as they are held."""
+    """A reply to one of the requests in flight. Its frames stay valid while they are referenced."""
 
     request_id: int
     reply: Reply
@@ -99,17 +99,17 @@ class Incoming:
 
 @dataclass(slots=True)
 class _Resources:
-    """What zmq holds for a connection.
+    """The zmq objects of a connection.
 
-    Kept apart from it, for a connection that is dropped without `close`: the collector of garbage
-    would end the context ahead of its sockets, and wait for them forever.
+    They are a separate object for a connection that is garbage-collected without `close`: the
+    finalizer closes the sockets before the context, which would otherwise wait for them forever.
     """
 
     context: zmq.Context[zmq.SyncSocket] | None = None
     socket: zmq.SyncSocket | None = None
     monitor: zmq.SyncSocket | None = None
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         for socket in (self.socket, self.monitor):
             if socket is not None:
                 socket.close(linger=0)
@@ -119,7 +119,8 @@ class _Resources:
 
 
 class Connection:
-    """Connects and says hello when it is first used, and again whenever it has to."""
+    """A connection that opens its session with the first call, and again after a failure. The
+    threads of `ConnectionPool` and `SharedMemory` use it, one at a time."""
 
     def __init__(
         self,
@@ -130,35 +131,35 @@ class Connection:
         on_late: Callable[[Reply], None] | None = None,
         on_hello: Callable[[HelloReply], None] | None = None,
     ) -> None:
-        """`closing` ends waiting calls early. With `on_late` a call that times out leaves the
-        socket open, and replies that come too late are handed over: they may carry leases."""
+        """`closing` ends waiting calls early. With `on_late` a call that times out keeps the socket
+        open, and late replies are passed to `on_late`, because they may carry leases."""
         self._zmq = _Resources()
-        weakref.finalize(self, self._zmq.give_back).atexit = False
+        weakref.finalize(self, self._zmq.release).atexit = False
         self._settings = settings
         self._hello = hello
         self._closing = closing
         self._on_late = on_late
         self._on_hello = on_hello
         self._ids = itertools.count(1)
-        self._under_way: dict[int, str] = {}
-        self._given_up: set[int] = set()
+        self._in_flight: dict[int, str] = {}
+        self._abandoned: set[int] = set()
         self._sending: list[ZeroCopySend] = []
         self.greeting: HelloReply | None = None
-        self.answered = 0  # requests that were not refused, replies of a stream one by one
+        self.answered = 0  # replies so far that are not errors; a streamed reply counts each part
         self.progress = 0
-        """Replies so far that moved blocks: a transfer that times out after some met a daemon that
-        is slow, not dead."""
+        """Replies so far that moved blocks: a transfer that makes progress and then times out has a
+        slow daemon, not a dead one."""
 
     # ---- calls ----------------------------------------------------------------------------------
 
     def open(self, deadline: float) -> None:
-        """Makes sure that the session is there."""
-        with self._intact():
+        """Opens the session unless it is open."""
+        with _DropOnError(self):
             self._ensure_open(deadline)
 
     @property
     def limits(self) -> Limits:
-        """What the daemon accepts in one message, as far as it is known yet."""
+        """The daemon's limits for one message; the protocol's before the session is open."""
         return Limits() if self.greeting is None else self.greeting.limits
 
     def call(
@@ -169,54 +170,54 @@ class Connection:
         *,
         deadline: float,
     ) -> _R:
-        """The one reply to a request. An error reply is raised as RemoteRefusal."""
-        self._give_up()  # what was interrupted: its reply must not pass for this one's
+        """Sends a request and returns its reply. An error reply is raised as RemoteRefusal."""
+        self._abandon()  # requests of an interrupted call: their replies are not for this one
         try:
             self.send(request, payload, deadline=deadline)
             reply = self.receive(deadline=deadline).reply
             self.settle(deadline=deadline)
         finally:
-            self._give_up()
+            self._abandon()
         assert isinstance(reply, expected)
         return reply
 
     def send(self, request: Request, payload: Sequence[memoryview] = (), *, deadline: float) -> int:
-        """Puts a request under way and says its id. The payload must not change until `settle`."""
-        with self._intact():
+        """Sends a request and returns its id. The payload must not change until `settle`."""
+        with _DropOnError(self):
             self._ensure_open(deadline)
             return self._post(request, payload, deadline)
 
     def receive(self, *, deadline: float) -> Incoming:
-        """The next reply to any request under way."""
-        with self._intact():
+        """Returns the next reply to any request in flight."""
+        with _DropOnError(self):
             incoming = self._next_reply(deadline)
             if isinstance(incoming.reply, ErrorReply):
                 if incoming.reply.code is ErrorCode.NO_HELLO:
                     raise SessionForgotten("the daemon has forgotten the session")
-                if self._under_way:
+                if self._in_flight:
                     self.drop()
                 raise RemoteRefusal(incoming.reply.code, incoming.reply.message)
             return incoming
 
     def settle(self, *, deadline: float) -> None:
-        """Returns when no payload is read any more; at the latest when the socket is closed."""
-        with self._intact():
+        """Waits until zmq has read all payload. On a timeout the socket and its context end."""
+        with _DropOnError(self):
             for sending in self._sending:
                 try:
                     sending.wait(deadline)
                 except zmq.NotDone:
-                    raise RemoteTimeout("the daemon takes the bytes too slowly") from None
+                    raise RemoteTimeout("the daemon receives the payload too slowly") from None
             self._sending.clear()
 
     def close(self) -> None:
-        """Gives everything back. Idempotent."""
+        """Closes the socket and ends the context. Idempotent."""
         self.drop()
         self._end_context()
 
     @property
     def awaits_late_replies(self) -> bool:
-        """Whether replies may still come that nobody waits for any more."""
-        return bool(self._given_up)
+        """Whether replies to abandoned requests may still arrive."""
+        return bool(self._abandoned)
 
     @property
     def is_open(self) -> bool:
@@ -225,27 +226,24 @@ class Connection:
 
     @property
     def idle(self) -> bool:
-        return not self._under_way and not self._sending
+        return not self._in_flight and not self._sending
 
-    # ---- inside ---------------------------------------------------------------------------------
-
-    def _intact(self) -> contextlib.AbstractContextManager[None]:
-        return _Guard(self)
+    # ---- internals ------------------------------------------------------------------------------
 
     def _failed(self, error: BaseException) -> None:
         if isinstance(error, RemoteRefusal):
             return
-        is_whole = self._on_late is not None and not self._sending
-        if is_whole and (isinstance(error, RemoteTimeout) or not isinstance(error, Exception)):
-            self._give_up()  # an interrupt by the user is none of the connection's, either
+        is_usable = self._on_late is not None and not self._sending
+        if is_usable and (isinstance(error, RemoteTimeout) or not isinstance(error, Exception)):
+            self._abandon()  # a KeyboardInterrupt does not break the connection either
         else:
             self.drop()
 
-    def _give_up(self) -> None:
-        """Replies to what is under way come too late, if there is somebody to take them."""
+    def _abandon(self) -> None:
+        """Marks the replies to requests in flight as late, if `on_late` takes late replies."""
         if self._on_late is not None:
-            self._given_up.update(self._under_way)
-            self._under_way.clear()
+            self._abandoned.update(self._in_flight)
+            self._in_flight.clear()
 
     def _ensure_open(self, deadline: float) -> None:
         if self._zmq.socket is not None and self._peer_event() is not None:
@@ -272,7 +270,7 @@ class Connection:
 
     def _open_socket(self) -> None:
         settings = self._settings
-        try:  # from the first on: a process may be out of descriptors for a while
+        try:  # each of these calls fails if the process is out of file descriptors
             if self._zmq.context is None:
                 self._zmq.context = zmq.Context()
             socket = self._zmq.socket = self._zmq.context.socket(zmq.DEALER)
@@ -287,20 +285,20 @@ class Connection:
                 (zmq.MAXMSGSIZE, max(MAX_HEADER_BYTES, settings.largest_block)),
             ):
                 socket.setsockopt(option, value)
-            if "[" in settings.address.endpoint:  # otherwise localhost might mean ::1 alone
+            if "[" in settings.address.endpoint:  # with IPV6 set, localhost may resolve to ::1 only
                 socket.setsockopt(zmq.IPV6, 1)
             if settings.heartbeat:
                 socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
                 socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
             if settings.curve is not None and settings.address.socket_path is None:
-                settings.curve.apply(socket)  # daemons have local sockets without keys
+                settings.curve.apply(socket)  # a daemon's ipc sockets use no keys
             name = f"inproc://tiered-kv-monitor-{next(_monitors)}"
             self._zmq.monitor = socket.get_monitor_socket(_EVENTS, name)
             socket.connect(settings.address.endpoint)
         except BaseException as error:
             self.drop()
             if isinstance(error, zmq.ZMQError):
-                raise ConnectionLost(f"no connection can be made: {error}") from None
+                raise ConnectionLost(f"cannot open a socket: {error}") from None
             raise
 
     def _post(self, request: Request, payload: Sequence[memoryview], deadline: float) -> int:
@@ -312,11 +310,11 @@ class Connection:
             self._zmq.socket.send(header, zmq.NOBLOCK | (zmq.SNDMORE if payload else 0))
             if payload:
                 sending = ZeroCopySend(payload)
-                self._sending.append(sending)  # whether or not all of it is taken
+                self._sending.append(sending)  # first: zmq may take a part and then fail
                 sending.send(self._zmq.socket)
         except zmq.ZMQError as error:
             raise ConnectionLost(f"the connection broke while sending: {error}") from None
-        self._under_way[request_id] = request.op
+        self._in_flight[request_id] = request.op
         return request_id
 
     def _next_reply(self, deadline: float) -> Incoming:
@@ -329,16 +327,16 @@ class Connection:
                     self.drop()
                     raise RemoteRefusal(error.code, error.message, True) from None
                 raise ConnectionLost(f"the daemon broke the protocol: {error.message}") from None
-            op = self._under_way.get(request_id)
+            op = self._in_flight.get(request_id)
             if op is None:
-                self._given_up.discard(request_id)
+                self._abandoned.discard(request_id)
                 if self._on_late is not None:
                     self._on_late(reply)
                 continue
             if not isinstance(reply, ErrorReply) and reply.op != op:
                 raise ConnectionLost(f"the daemon answered {op} with {reply.op}")
             if not (isinstance(reply, GetReply) and reply.more):
-                del self._under_way[request_id]
+                del self._in_flight[request_id]
             self.answered += not isinstance(reply, ErrorReply)
             self.progress += isinstance(reply, (GetReply, PutReply))
             return Incoming(request_id, reply, frames[1:])
@@ -351,7 +349,7 @@ class Connection:
                 frame = self._zmq.socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 if frames:
-                    raise ConnectionLost("half a message arrived") from None
+                    raise ConnectionLost("the daemon sent an incomplete message") from None
                 self._wait(zmq.POLLIN, deadline)
                 continue
             except zmq.ZMQError as error:
@@ -360,17 +358,18 @@ class Connection:
             if not frame.more:
                 return frames
             if len(frames) > MAX_FRAMES:
-                raise ConnectionLost(f"the daemon sent more than {MAX_FRAMES} frames at once")
+                raise ConnectionLost(f"the daemon sent a message of over {MAX_FRAMES} frames")
 
     def _wait(self, flag: int, deadline: float) -> None:
-        """Returns when the socket is ready. What has arrived goes before news of its end."""
+        """Waits until the socket is ready. Messages that have arrived are received before a
+        disconnect is reported."""
         assert self._zmq.socket is not None
         assert self._zmq.monitor is not None
         watched = [(self._zmq.socket, flag), (self._zmq.monitor, zmq.POLLIN)]
         while True:
             left = deadline - time.monotonic()
-            slice_ms = math.ceil(max(0.0, min(left, _SLICE_S)) * 1000)
-            ready = dict(zmq.zmq_poll(watched, slice_ms))
+            poll_ms = math.ceil(max(0.0, min(left, _POLL_S)) * 1000)
+            ready = dict(zmq.zmq_poll(watched, poll_ms))
             if ready.get(self._zmq.socket, 0) & flag:
                 return
             if self._zmq.monitor in ready and (reason := self._peer_event()) is not None:
@@ -381,26 +380,27 @@ class Connection:
                 raise RemoteTimeout("no answer in time")
 
     def _peer_event(self) -> ConnectionLost | RemoteRefusal | None:
-        """What became of the peer, if anything."""
+        """Returns why the peer is gone; None if the monitor has reported nothing."""
         assert self._zmq.monitor is not None
         try:
             event = recv_monitor_message(self._zmq.monitor, zmq.NOBLOCK)["event"]
         except zmq.ZMQError:
             return None
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            return RemoteRefusal(ErrorCode.UNAUTHORIZED, "its key is not allowed there", True)
+            message = "the daemon does not accept this client's CURVE key"
+            return RemoteRefusal(ErrorCode.UNAUTHORIZED, message, True)
         if event in (zmq.EVENT_CONNECT_RETRIED, zmq.EVENT_CLOSED):
             return ConnectionLost(self._settings.address.why_not_connected())
         if event == zmq.EVENT_DISCONNECTED:
-            return ConnectionLost("the connection was closed")
-        return ConnectionLost("the handshake failed; do both ends use CURVE keys that fit?")
+            return ConnectionLost("the daemon closed the connection")
+        return ConnectionLost("the handshake failed; check the CURVE keys of client and daemon")
 
     def drop(self) -> None:
-        """Forgets what is under way. The next call starts with a fresh socket."""
+        """Closes the socket and forgets requests in flight. The next call opens a new socket."""
         socket, monitor = self._zmq.socket, self._zmq.monitor
         self._zmq.socket = self._zmq.monitor = self.greeting = None
-        self._under_way.clear()
-        self._given_up.clear()
+        self._in_flight.clear()
+        self._abandoned.clear()
         if socket is not None:
             with contextlib.suppress(zmq.ZMQError):
                 socket.disable_monitor()
@@ -412,31 +412,36 @@ class Connection:
             self._end_context(sending)
 
     def _end_context(self, sending: Sequence[ZeroCopySend] = ()) -> None:
-        """After this zmq reads nobody's memory."""
+        """Ends the zmq context; after that zmq reads no caller's memory."""
         context, self._zmq.context = self._zmq.context, None
         if context is None:
             return
-        # Its sockets are closed, so it ends at once, unless libzmq is resolving a host's name.
+        # Its sockets are closed, so it ends at once, unless libzmq is resolving a host name.
         ending = threading.Thread(
             target=_term, args=(context, sending), name="tiered-kv-term", daemon=True
         )
         try:
             ending.start()
-        except RuntimeError:  # no more threads can be had, or Python is ending
+        except RuntimeError:  # the process is out of threads, or Python is shutting down
             _term(context, sending)
             return
         ending.join(_TERM_S)
         if ending.is_alive():
-            logger.error("zmq does not end a connection to %s", self._settings.address)
+            logger.error(
+                "zmq did not close its connection to daemon %s within %.0f s",
+                self._settings.address,
+                _TERM_S,
+            )
 
 
 def _term(context: zmq.Context[zmq.SyncSocket], sending: Sequence[ZeroCopySend]) -> None:
-    """Keeps what is sent, however long it takes."""
+    """Ends a context, and references its payload until then."""
     context.term()
 
 
-class _Guard:
-    """Closes the socket when a step of a call fails: nothing half done is ever used again."""
+class _DropOnError:
+    """Context manager that drops the socket when a step of a call fails, so that no later call uses
+    a socket in an unknown state."""
 
     __slots__ = ("_connection",)
 

@@ -1,4 +1,4 @@
-"""Keys for encrypted connections, as `tiered-kv-server keygen` writes them."""
+"""CURVE keys for encrypted connections, from the files that `tiered-kv-server keygen` writes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_tiered_kv.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class CurveKeys:
-    """The server's public key, by which it is recognised, and our own pair."""
+    """The daemon's public key and the client's key pair."""
 
     server_key: bytes
     public_key: bytes
@@ -24,9 +24,9 @@ class CurveKeys:
     def load(
         cls, client_certificate: str | os.PathLike[str], server_certificate: str | os.PathLike[str]
     ) -> CurveKeys:
-        """From zmq certificate files: the client's secret one and the server's public one."""
+        """Loads zmq certificate files: the client's secret file and the daemon's public file."""
         if not zmq.has("curve"):
-            raise ConfigError("curve", "this build of zmq cannot encrypt; install pyzmq's wheel")
+            raise ConfigError("curve", "this build of zmq lacks CURVE; install pyzmq from a wheel")
         public, secret = _read(client_certificate)
         server, _ = _read(server_certificate)
         if secret is None:
@@ -42,13 +42,13 @@ class CurveKeys:
 
 
 def _read(path: str | os.PathLike[str]) -> tuple[bytes, bytes | None]:
-    from zmq.auth import load_certificate  # brings asyncio along; few clients need it
+    from zmq.auth import load_certificate  # imports asyncio, which few clients need
 
     name = str(path)
     try:
         public, secret = load_certificate(Path(path))
     except OSError as error:
-        why = error.strerror or os.strerror(errno.ENOENT)  # zmq says only that it is invalid
+        why = error.strerror or os.strerror(errno.ENOENT)  # zmq sets no errno for a missing file
         raise ConfigError(name, f"cannot be read: {why}") from None
     except (ValueError, UnicodeDecodeError):
         raise ConfigError(name, "is not a zmq certificate file") from None

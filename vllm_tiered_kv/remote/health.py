@@ -1,9 +1,9 @@
-"""Whether a daemon is worth asking: one breaker for each.
+"""The breaker: decides whether to call a daemon. There is one for each daemon.
 
-A daemon that does not answer would cost every call its whole deadline. After a few failures in a
-row the breaker opens and calls end at once, as misses. When a cool-down has passed one call goes
-through as a probe: its answer closes the breaker, its failure doubles the cool-down up to a cap. A
-daemon that answers but refuses this engine gets a long cool-down, since only a person can help.
+A daemon that does not answer costs every call its full deadline. After a few consecutive failures
+the breaker opens, and calls end at once, as misses. After a cool-down it admits one call as a
+probe: success closes the breaker, failure doubles the cool-down up to a cap. A daemon that answers
+but refuses this engine gets a long cool-down, because an operator has to act.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ logger = logging.getLogger(__name__)
 class BreakerState(enum.Enum):
     CLOSED = enum.auto()  # calls go through
     OPEN = enum.auto()  # calls end at once
-    HALF_OPEN = enum.auto()  # one call is finding out
+    HALF_OPEN = enum.auto()  # one call probes the daemon
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Leave to make one call, to be ended by a verdict or by `forget`."""
+    """Permission for one call; the caller ends it with `succeed`, `fail`, `refuse` or `forget`."""
 
-    period: int  # the state it was given in: what it tells later than that is old news
+    period: int  # of the breaker's state: a result from an earlier period is stale
     probe: bool
 
 
@@ -44,7 +44,7 @@ class BreakerCounts:
 
 
 class Breaker:
-    """All calls may be made from any thread, and none waits."""
+    """Circuit breaker of one daemon. Any thread may call it; no call waits."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class Breaker:
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        """`jitter` gives numbers from 0 to 1: it shortens cool-downs by up to a quarter, so that
-        engines do not come back to a daemon all at once."""
+        """`jitter` returns a number from 0 to 1 that shortens a cool-down by up to a quarter, so
+        that engines do not all return to a daemon at once."""
         self._name = name
         self._threshold = threshold
         self._cooldown = cooldown_s
@@ -70,12 +70,12 @@ class Breaker:
         self._state = BreakerState.CLOSED
         self._period = 0
         self._failures_in_row = 0
-        self._reopened = 0  # times in a row
+        self._opened_in_row = 0
         self._open_until = 0.0
         self._counts = BreakerCounts()
         self._last_refusal = ""
         self.is_up = False
-        """Whether the last verdict was that the daemon answers; False before the first one."""
+        """Whether the last result was a success; False before the first one."""
 
     @property
     def state(self) -> BreakerState:
@@ -87,14 +87,14 @@ class Breaker:
 
     @property
     def available(self) -> bool:
-        """Whether a call made now would go through."""
+        """Whether `begin` would admit a call now."""
         with self._lock:
             return self._state is BreakerState.CLOSED or (
                 self._state is BreakerState.OPEN and self._clock() >= self._open_until
             )
 
     def begin(self) -> Attempt | None:
-        """Leave to call, or None: do without."""
+        """Admits a call; None if the caller must do without the daemon."""
         with self._lock:
             if self._state is BreakerState.CLOSED:
                 return Attempt(self._period, probe=False)
@@ -112,14 +112,15 @@ class Breaker:
             self._failures_in_row = 0
             self.is_up = True
             if attempt.probe:
-                self._reopened = 0
+                self._opened_in_row = 0
                 self._last_refusal = ""
                 self._enter(BreakerState.CLOSED)
                 logger.warning("the daemon at %s is back", self._name)
 
     def fail(self, attempt: Attempt, reason: str, is_absent: bool = False) -> None:
-        """The daemon did not answer, or not in a way that can be used. `is_absent`: nobody listens
-        there, which one failure is enough to know and costs next to nothing to find out again."""
+        """The daemon did not answer, or its answer was unusable. `is_absent`: nothing listens at
+        the address. One such failure opens the breaker, and the cool-down stays short because the
+        next check is cheap."""
         with self._lock:
             self._counts = replace(self._counts, failures=self._counts.failures + 1)
             if attempt.period != self._period:
@@ -129,8 +130,8 @@ class Breaker:
             if not attempt.probe and not is_absent and self._failures_in_row < self._threshold:
                 return
             if is_absent:
-                self._reopened = 0
-            cooldown = min(self._longest, self._cooldown * 2.0 ** min(self._reopened, 60))
+                self._opened_in_row = 0
+            cooldown = min(self._longest, self._cooldown * 2.0 ** min(self._opened_in_row, 60))
             self._open(cooldown)
             if not attempt.probe:
                 logger.warning(
@@ -140,7 +141,7 @@ class Breaker:
                 )
 
     def refuse(self, attempt: Attempt, reason: str) -> None:
-        """The daemon will not serve this engine."""
+        """The daemon refused this engine's session."""
         with self._lock:
             self._counts = replace(self._counts, refusals=self._counts.refusals + 1)
             if reason != self._last_refusal:
@@ -155,14 +156,14 @@ class Breaker:
                 self._open(max(self._refusal_cooldown, self._longest))
 
     def forget(self, attempt: Attempt) -> None:
-        """The call is over and says nothing about the daemon. Of no effect after a verdict."""
+        """The call ended without telling anything about the daemon. No effect after a result."""
         with self._lock:
             if attempt.probe and attempt.period == self._period:
                 self._enter(BreakerState.OPEN)  # the next call may probe at once
 
     def _open(self, cooldown: float) -> None:
         self._open_until = self._clock() + cooldown * (1 - 0.25 * self._jitter())
-        self._reopened += 1
+        self._opened_in_row += 1
         self._failures_in_row = 0
         if self._state is BreakerState.CLOSED:
             self._counts = replace(self._counts, opened=self._counts.opened + 1)

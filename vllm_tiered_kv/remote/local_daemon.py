@@ -1,15 +1,15 @@
-"""A daemon on this host, whose memory this process maps: across its restarts, and while idle.
+"""The shared memory of a daemon on this host, across restarts of the daemon.
 
-`LocalDaemon` attaches to the memory, again after a restart, and retires it when the daemon is gone:
-memory of a dead daemon would be held by us alone. It stays mapped while anybody reads it. A thread
-sees to that, and to leases that are to be released or came too late, while the program does
-nothing.
+`LocalDaemon` attaches to the memory, again after each restart, and retires it when the daemon is
+gone, because only this process would then keep it allocated. Retired memory stays mapped while
+somebody reads it. A thread does this in the background, and also releases leases, including those
+of late replies.
 
-A lookup counts the leading blocks the daemon has and leases those that lie in its memory, in one
-question: they may leave before a second one. The lease lasts until it is released, by a thread
-nobody waits for. When the daemon dies its memory stays as it is for those who map it. When this
-process dies the daemon takes everything back; the workers of an engine do not outlive their
-scheduler with anything they read.
+A lookup counts the leading blocks that the daemon has and leases those in its memory, in one
+request, because blocks may be evicted before a second one. The lease lasts until it is released,
+which the thread does, so that no caller waits for it. If the daemon dies, its memory stays readable
+in the processes that map it. If this process dies, the daemon ends its leases; the workers of an
+engine end with their scheduler, so that none of them reads leased blocks after that.
 """
 
 from __future__ import annotations
@@ -27,41 +27,39 @@ from vllm_tiered_kv.remote.store import RemoteStore
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.5  # how often the thread looks whether the daemon has gone, or settles what it can
-_CLOSING_S = 0.5  # how long a daemon gets to take everything back
+_MAINTAIN_EVERY_S = 0.5
+_CLOSING_S = 0.5  # most time for the release of leases on close
 
 
 @dataclass(frozen=True, slots=True)
 class LeasedMatch:
-    """A match whose first blocks may be leased."""
+    """A prefix hit whose leading blocks may be leased."""
 
     count: int
     lease: LookupLease | None
     by_tier: dict[Tier, int]
-    """Where the fastest copies of all of them lie."""
+    """How many of the blocks have their fastest copy in each tier."""
 
 
 class LocalDaemon:
-    """The memory of one daemon of this host, for those who look up, read and write blocks there.
-
-    All calls may be made from any thread.
-    """
+    """Access to the shared memory of one daemon on this host: lookups, reads and writes. Scheduler,
+    workers and `TokenCache` make one per daemon. Any thread may call it."""
 
     def __init__(
         self,
         store: RemoteStore,
         on_attach: Callable[[SharedMemory], bool] = lambda memory: True,
-        keeps_departed: Callable[[SharedMemory], bool] = lambda memory: False,
+        keeps_dead: Callable[[SharedMemory], bool] = lambda memory: False,
     ) -> None:
-        """`on_attach` prepares memory before anybody uses it; where it says False, this daemon's
-        memory is not used at all. Memory of a daemon that is gone is retired unless
-        `keeps_departed`, which is asked again and again; until then no other is attached."""
+        """`on_attach` prepares memory before its first use; if it returns False, this daemon's
+        memory is never used. Memory of a dead daemon is retired as soon as `keeps_dead`, which is
+        polled, returns False; no new memory is attached before that."""
         self._store = store
         self._on_attach = on_attach
-        self._keeps_departed = keeps_departed
+        self._keeps_dead = keeps_dead
         self._is_refused = False
         self._keeps_attached = False
-        self._mapped: list[SharedMemory] = []  # not closed yet; replaced as a whole, under the lock
+        self._mapped: list[SharedMemory] = []  # replaced under the lock, never changed in place
         self._lock = threading.Lock()
         self._attaching = threading.Lock()
         self._wake = threading.Event()
@@ -69,41 +67,41 @@ class LocalDaemon:
         self._thread: threading.Thread | None = None
 
     def keep_attached(self) -> None:
-        """Attaches in the background, now and whenever the daemon was restarted."""
+        """Attaches in the background, now and after each restart of the daemon."""
         self._keeps_attached = True
         self._wake.set()
         self._start_thread()
 
     @property
     def current(self) -> SharedMemory | None:
-        """The memory of the daemon that is there now, if it is mapped. Never waits."""
+        """The memory of the running daemon if it is mapped. Never waits."""
         return next((m for m in self._mapped if m.alive and not m.is_retired), None)
 
     def mapped(self, arena_id: bytes) -> SharedMemory | None:
-        """The memory of this name, also of a daemon that has gone, as long as it is kept."""
+        """Returns the memory with this id if it is mapped, also that of a dead daemon."""
         return next((m for m in self._mapped if m.arena_id == arena_id), None)
 
     def attach(self) -> SharedMemory | None:
-        """The memory of the daemon that is there now, mapped if it was not; None where blocks have
-        to be sent."""
+        """Returns the memory of the running daemon, and maps it if necessary; None if blocks have
+        to go through the socket."""
         memory = self.current
         if memory is not None or self._is_closing or self._is_refused:
             return memory
-        self._retire_departed()
+        self._retire_dead()
         with self._attaching:
-            memory = self.current  # another thread may have been faster
+            memory = self.current  # another thread may have attached it meanwhile
             if memory is None and all(old.is_retired for old in self._mapped):
                 memory = self._store.attach()
                 if memory is not None and memory not in self._mapped:
-                    memory = self._take(memory)
+                    memory = self._adopt(memory)
         if memory is not None:
-            with contextlib.suppress(RuntimeError):  # no thread to be had now; with the next call
+            with contextlib.suppress(RuntimeError):  # out of threads: the next call tries again
                 self._start_thread()
         return memory
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[SharedMemory | None]:
-        """The memory, mapped until the end of the block; None where blocks have to be sent."""
+        """Yields the memory and keeps it mapped; None if blocks have to go through the socket."""
         memory = self.attach()
         if memory is None or not memory.enter():
             yield None
@@ -116,8 +114,8 @@ class LocalDaemon:
     def lookup(
         self, keys: Sequence[BlockKey], ranks: Sequence[RankTag], nbytes: int, deadline: float
     ) -> LeasedMatch | None:
-        """How many leading blocks are there for all ranks, and a lease of those in memory; None:
-        unknown. Where nothing can be leased it is an ordinary match."""
+        """Counts the leading blocks that the daemon has for all ranks and leases those in memory;
+        None if it does not answer. If nothing can be leased, this is an ordinary match."""
         memory = self.attach()
         found = None if memory is None else memory.lookup(keys, ranks, nbytes, deadline)
         if found is not None:
@@ -128,12 +126,12 @@ class LocalDaemon:
 
     @property
     def lookup_leases(self) -> int:
-        """How many leases of lookups are neither released nor about to be."""
+        """The number of lookup leases for which no release was requested."""
         return sum(memory.lookup_leases for memory in self._mapped if memory.alive)
 
     def close(self, waits_for_readers: bool = False) -> None:
-        """Releases everything, as far as the daemon takes it, and retires the memory: it is
-        unmapped when its last reader has left."""
+        """Releases all leases if the daemon answers, and retires the memory, which is unmapped when
+        its last reader has left."""
         with self._lock:
             self._is_closing = True
             mapped = list(self._mapped)
@@ -143,18 +141,18 @@ class LocalDaemon:
         if self._thread is not None:
             self._thread.join(_CLOSING_S)
         for memory in mapped:
-            memory.retire()  # ends what the thread may be waiting for
+            memory.retire()  # ends a call in which the thread may wait
         if self._thread is not None:
             self._thread.join()
         if waits_for_readers:
             for memory in mapped:
                 memory.wait_until_closed()
 
-    # ---- inside ---------------------------------------------------------------------------------
+    # ---- internals ------------------------------------------------------------------------------
 
-    def _take(self, memory: SharedMemory) -> SharedMemory | None:
-        """Prepares memory that was just mapped; None, and it is retired, if it cannot be used."""
-        memory.on_unsettled = self._look_soon
+    def _adopt(self, memory: SharedMemory) -> SharedMemory | None:
+        """Prepares newly mapped memory; retires it and returns None if it cannot be used."""
+        memory.on_unsettled = self._wake_thread
         try:
             self._is_refused = not self._on_attach(memory)
         except BaseException:
@@ -169,43 +167,45 @@ class LocalDaemon:
             return None
         return memory
 
-    def _retire_departed(self) -> None:
-        """Retires the memory of a daemon that has gone. Its leases died with it."""
+    def _retire_dead(self) -> None:
+        """Retires the memory of a dead daemon, whose leases have ended."""
         for memory in self._mapped:
-            if not memory.is_retired and not memory.alive and not self._keeps_departed(memory):
+            if not memory.is_retired and not memory.alive and not self._keeps_dead(memory):
                 memory.retire()
         with self._lock:
             self._mapped = [memory for memory in self._mapped if not memory.closed]
 
-    def _look_soon(self) -> None:
-        with contextlib.suppress(RuntimeError):  # no thread to be had now; with the next call
+    def _wake_thread(self) -> None:
+        with contextlib.suppress(RuntimeError):  # out of threads: the next call tries again
             self._start_thread()
         self._wake.set()
 
     def _start_thread(self) -> None:
         with self._lock:
             if self._thread is None and not self._is_closing:
-                thread = threading.Thread(
-                    target=self._look_after, name="tiered-kv-local", daemon=True
-                )
+                thread = threading.Thread(target=self._run, name="tiered-kv-local", daemon=True)
                 thread.start()
                 self._thread = thread
 
-    def _look_after(self) -> None:
+    def _run(self) -> None:
         while True:
-            self._wake.wait(_LOOK_S)
+            self._wake.wait(_MAINTAIN_EVERY_S)
             self._wake.clear()
             try:
-                self._look()
-            except Exception:  # a thread that ends would leave every later lease with the daemon
-                logger.exception("memory of %s could not be looked after", self._store.address)
+                self._maintain()
+            except Exception:  # without the thread no later lease would be released
+                logger.exception(
+                    "maintenance of the shared memory of daemon %s failed; retrying in %.1f s",
+                    self._store.address,
+                    _MAINTAIN_EVERY_S,
+                )
             memory = self.current
             if self._is_closing and (memory is None or memory.is_settled):
                 return
 
-    def _look(self) -> None:
-        """Once around: is the daemon there, did replies come too late, is a release left?"""
-        self._retire_departed()
+    def _maintain(self) -> None:
+        """Follows restarts of the daemon, releases leases and takes late replies."""
+        self._retire_dead()
         memory = self.attach() if self._keeps_attached else self.current
         if memory is not None:
             memory.settle()

@@ -1,13 +1,13 @@
-"""Which of several daemons holds a block.
+"""Places blocks on one of several daemons.
 
-Rendezvous hashing: every address gets a score for every anchor, the highest wins. All engines with
-the same addresses agree without talking to each other, and a daemon that is added or removed moves
-only its own share.
+Placement uses rendezvous hashing: every address gets a score for each anchor key, and the highest
+score wins. All engines with the same addresses agree without communication, and adding or removing
+a daemon moves only its own share of the blocks.
 
-Blocks of a chain lie together, so that one query answers for many of them. But chains share heads:
-if the first block alone decided, a system prompt would put everybody's blocks on one daemon. The
-anchors in between let conversations part again, at positions few enough that a lookup rarely needs
-more than two or three queries.
+Consecutive blocks of a chain go to the same daemon, so that one query covers many of them. But many
+chains share their first blocks: if the first block alone chose the daemon, a common system prompt
+would put all conversations on one. So the daemon is chosen again at a few later positions, the
+anchors; a lookup rarely needs more than two or three queries.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from vllm_tiered_kv.remote.store import RemoteStore
 _Key = TypeVar("_Key", bound=bytes)
 
 ANCHORS = (0, 64, 512, 4096)
-"""Positions in a chain at which the daemon is chosen anew, by the key there."""
+"""Positions in a chain at which the key chooses the daemon for the blocks from there on."""
 
 
-@functools.lru_cache(maxsize=1 << 16)  # asked for each block whose store is put off
+@functools.lru_cache(maxsize=1 << 16)  # called for each block whose store is deferred
 def anchor_position(position: int) -> int:
-    """The position whose key decides where the block at `position` lies."""
+    """Returns the position of the anchor that places the block at `position`."""
     if position < 0:
-        raise ValueError(f"a chain has no position {position}")
+        raise ValueError(f"the position of a block in its chain is negative: {position}")
     return ANCHORS[bisect.bisect_right(ANCHORS, position) - 1]
 
 
 def spans(start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """(anchor, start, stop) of the runs of positions in [start, stop) that lie together."""
+    """Splits the positions [start, stop) by anchor; yields (anchor, start, stop) of each run."""
     while start < stop:
         anchor = anchor_position(start)
         after = bisect.bisect_right(ANCHORS, start)
@@ -48,7 +48,8 @@ def spans(start: int, stop: int) -> Iterator[tuple[int, int, int]]:
 
 
 def anchors_of(keys: Sequence[_Key], positions: Sequence[int]) -> list[tuple[_Key, int]]:
-    """The anchors' keys of blocks at these positions, which rise, and how many belong to each."""
+    """Returns the anchor keys of the blocks at these ascending positions, with the number of blocks
+    of each."""
     found = []
     for anchor, start, stop in spans(positions[0], positions[-1] + 1) if positions else ():
         count = bisect.bisect_left(positions, stop) - bisect.bisect_left(positions, start)
@@ -58,18 +59,18 @@ def anchors_of(keys: Sequence[_Key], positions: Sequence[int]) -> list[tuple[_Ke
 
 
 class Placement:
-    """The order of preference among addresses, a pure function of them and the anchor's key."""
+    """Ranks addresses for an anchor key: a pure function of the addresses and the key."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self.addresses = [str(ServerAddress.parse(address)) for address in addresses]
         if not self.addresses:
             raise ConfigError("remote", "expected at least one address")
         if len(set(self.addresses)) != len(self.addresses):
-            raise ConfigError("remote", "an address is there twice")
+            raise ConfigError("remote", "the same address is listed twice")
         self._encoded = {address: address.encode() + b"\0" for address in self.addresses}
 
     def order(self, anchor: bytes) -> list[str]:
-        """All addresses, best first."""
+        """Returns all addresses, best first."""
         if len(self.addresses) == 1:
             return list(self.addresses)
 
@@ -80,7 +81,8 @@ class Placement:
 
 
 class Cluster:
-    """Several daemons as one tier. A dead one costs only its share, until it is back."""
+    """Several daemons as one tier; while one is down, only its share of the blocks is lost. Each
+    scheduler, worker and `TokenCache` has one. Any thread may call it."""
 
     def __init__(
         self,
@@ -106,7 +108,7 @@ class Cluster:
         }
 
     def server_for(self, anchor_key: bytes) -> RemoteStore | None:
-        """The daemon for the blocks of this anchor: the best one that is not known to be down."""
+        """Returns the best daemon for this anchor that is not down; None if all are down."""
         for address in self.placement.order(anchor_key):
             store = self.stores[address]
             if store.available:
@@ -119,7 +121,7 @@ class Cluster:
 
     @property
     def is_up(self) -> bool:
-        """Whether any of them answered when it was last asked."""
+        """Whether the last call to any of the daemons succeeded."""
         return any(store.is_up for store in self.stores.values())
 
     def close(self) -> None:
@@ -130,7 +132,8 @@ class Cluster:
 def placed_runs(
     cluster: Cluster, keys: Sequence[bytes], first: int
 ) -> Iterator[tuple[int, int, RemoteStore]]:
-    """Runs of positions from `first` on that lie on one daemon; ends where none is available."""
+    """Yields (start, stop, daemon) of the runs of positions from `first` on that are on one daemon;
+    ends at the first run without an available daemon."""
     run: tuple[int, int, RemoteStore] | None = None
     for anchor, start, stop in spans(first, len(keys)):
         server = cluster.server_for(keys[anchor])

@@ -1,4 +1,4 @@
-"""A bounded number of connections to one daemon, each lent to one thread at a time."""
+"""A pool with a bounded number of connections to one daemon, each used by one thread at a time."""
 
 from __future__ import annotations
 
@@ -12,40 +12,41 @@ from vllm_tiered_kv.remote.connection import Connection
 
 
 class PoolBusy(RemoteTimeout):
-    """All connections were in use until the deadline: says nothing about the daemon."""
+    """All connections were in use until the deadline. It says nothing about the daemon."""
 
 
 class ConnectionPool:
-    """`make` is called with the event that ends waiting calls when the pool is closed."""
+    """Connections of one `Caller`, for any thread. `make` opens one; the event that it gets ends
+    waiting calls when the pool is closed."""
 
-    def __init__(self, make: Callable[[threading.Event], Connection], most: int) -> None:
-        if most < 1:
-            raise ValueError(f"a pool of {most} connections")
+    def __init__(self, make: Callable[[threading.Event], Connection], max_connections: int) -> None:
+        if max_connections < 1:
+            raise ValueError(f"a pool needs at least one connection, not {max_connections}")
         self._make = make
-        self._most = most
+        self._max_connections = max_connections
         self._changed = threading.Condition()
         self._idle: list[Connection] = []
-        self._lent = 0
+        self._in_use = 0
         self.closing = threading.Event()
 
     @contextlib.contextmanager
-    def lend(self, deadline: float) -> Iterator[Connection]:
-        """A connection until the end of the block; PoolBusy when none comes free in time."""
+    def checkout(self, deadline: float) -> Iterator[Connection]:
+        """Yields a connection; raises PoolBusy if none becomes free by the deadline."""
         connection = self._take(deadline)
         try:
             yield connection
         finally:
             if not connection.idle:
                 connection.drop()
-            self._give_back(connection)
+            self._return(connection)
 
     def close(self, wait_s: float) -> None:
-        """Ends calls under way (as misses) and closes every connection. Idempotent."""
+        """Ends calls in flight (as misses) and closes every connection. Idempotent."""
         self.closing.set()
         end = time.monotonic() + wait_s
         with self._changed:
             self._changed.notify_all()
-            while self._lent and time.monotonic() < end:
+            while self._in_use and time.monotonic() < end:
                 self._changed.wait(end - time.monotonic())
             idle, self._idle = self._idle, []
         for connection in idle:
@@ -57,28 +58,28 @@ class ConnectionPool:
                 if self.closing.is_set():
                     raise PoolBusy("this client is closed")
                 if self._idle:
-                    self._lent += 1
+                    self._in_use += 1
                     return self._idle.pop()
-                if self._lent < self._most:
+                if self._in_use < self._max_connections:
                     break
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise PoolBusy("all connections are in use")
                 self._changed.wait(left)
-            self._lent += 1
+            self._in_use += 1
         try:
             return self._make(self.closing)
         except BaseException:
             with self._changed:
-                self._lent -= 1
+                self._in_use -= 1
                 self._changed.notify()
             raise
 
-    def _give_back(self, connection: Connection) -> None:
+    def _return(self, connection: Connection) -> None:
         if self.closing.is_set():
             connection.close()
         with self._changed:
-            self._lent -= 1
+            self._in_use -= 1
             kept = not self.closing.is_set()
             if kept:
                 self._idle.append(connection)

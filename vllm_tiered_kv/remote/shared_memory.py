@@ -1,18 +1,17 @@
-"""The memory of a daemon on this host: mapped once, its blocks leased where they lie.
+"""The memory of a daemon on this host: mapped once, its blocks leased in place.
 
-A process gets the memory as a descriptor over an AF_UNIX socket, because zmq cannot carry
-descriptors. One packet goes out, one comes back with the memfd; the connection then stays open for
-as long as the memory is used. Its end tells the daemon that this process is gone, and this process
-that the daemon is. Nothing the peer says is believed unchecked.
+A process receives the memory as a memfd over an AF_UNIX socket, because zmq cannot pass file
+descriptors. It sends one packet and receives one with the memfd; the socket then stays open while
+the memory is used. When it closes, the daemon knows that this process is gone, and vice versa. All
+replies of the daemon are validated.
 
-A lease keeps a block in its place until it is released, however long that takes. A reply with
-leases must therefore never be lost: requests go over a zmq connection of their own that stays open
-when a call times out, and leases that arrive too late, or whose release was not confirmed, are
-released with the next call.
+A lease keeps a block in its slot until it is released, however long that takes. A reply with leases
+must therefore never be lost: requests use a separate zmq connection that stays open when a call
+times out, and the next call releases leases that arrived late or whose release was not confirmed.
 
-When the daemon dies the mapping stays: leased blocks can still be read, and nobody writes there any
-more. Leases die with the daemon. The memory counts its readers, and `retire` unmaps it when the
-last one has left.
+When the daemon dies, the mapping stays: leased blocks remain readable, and nothing writes them any
+more. The leases end with the daemon. The memory counts its readers, and after `retire` it is
+unmapped when the last one has left.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from vllm_tiered_kv.errors import (
     RemoteRefusal,
 )
 from vllm_tiered_kv.remote.address import EngineIdentity
-from vllm_tiered_kv.remote.calls import in_session, judge
+from vllm_tiered_kv.remote.calls import record_failure, retry_forgotten_session
 from vllm_tiered_kv.remote.connection import Connection, Settings
 from vllm_tiered_kv.remote.health import Breaker
 from vllm_tiered_kv.wire.header import pack_map, unpack_map
@@ -74,15 +73,15 @@ logger = logging.getLogger(__name__)
 _MAX_PACKET = 4096
 _ID_BYTES = 16
 _MAX_CAPACITY = 1 << 50
-_BUSY_S = 0.05  # how long a lookup waits for other calls: the daemon answers dozens in that time
-_CLOSING_S = 0.5  # how long releasing leases may take when the memory is closed
+_BUSY_S = 0.05  # most time a lookup waits for other calls; a daemon answers dozens in that time
+_CLOSING_S = 0.5  # most time for the release of leases on close
 _R = TypeVar("_R", bound=Reply)
 _T = TypeVar("_T")
 
 
 @dataclass(slots=True)
 class Attachment:
-    """A daemon's memory, mapped, and the connection that keeps it attached. From `attach`."""
+    """A daemon's mapped memory and the socket that keeps it attached. `attach` makes it."""
 
     connection: socket.socket
     arena: SharedArena
@@ -91,8 +90,8 @@ class Attachment:
 
     @property
     def alive(self) -> bool:
-        """False once the daemon has closed its end, be it by dying."""
-        descriptor = self.connection.fileno()  # once: it may be closed meanwhile
+        """False once the daemon has closed its end or died."""
+        descriptor = self.connection.fileno()  # read once: another thread may close it
         if descriptor < 0:
             return False
         poll = select.poll()
@@ -106,7 +105,7 @@ class Attachment:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Where a new block may be written, until it is sealed or abandoned."""
+    """A slot reserved for a new block, until it is sealed or abandoned."""
 
     key: StoreKey
     offset: int
@@ -117,9 +116,9 @@ class Reservation:
 
 @dataclass(slots=True)
 class BlockLease:
-    """Blocks that stay where they are until `release`: what a copy of this process reads.
+    """Blocks that this process copies; they stay in their slots until `release`.
 
-    From `SharedMemory.lease`. A prompt has hundreds of blocks, so they are columns.
+    `SharedMemory.lease` makes it. A prompt has hundreds of blocks, so the fields are columns.
     """
 
     leases: list[int]  # 0: a miss
@@ -133,17 +132,17 @@ class BlockLease:
         return 0 not in self.leases
 
     def release(self) -> None:
-        """Call it when no copy reads the blocks any more. Idempotent, does not raise."""
+        """Ends the lease. No copy may read the blocks after that. Idempotent, does not raise."""
         memory, self._memory = self._memory, None
         if memory is not None:
             memory.release(set(self.leases) - {0})
 
 
 class LookupLease:
-    """Leading blocks of a lookup that stay where they are until `release`.
+    """Leading blocks of a lookup that stay in their slots until `release`.
 
-    From `SharedMemory.lookup`. Whoever asks need not be the one who reads: other processes that
-    have mapped the same memory copy from these places, as long as the lease lasts.
+    `SharedMemory.lookup` makes it, in the scheduler. While the lease lasts, other processes that
+    map the same memory, the workers, may copy from these slots.
     """
 
     def __init__(self, memory: SharedMemory, reply: BorrowReply, ranks: int) -> None:
@@ -153,7 +152,7 @@ class LookupLease:
         shape = (reply.lent, ranks)
         offsets = np.frombuffer(reply.offsets, "<u8").astype(np.int64)
         self.offsets: Int64Array = np.ascontiguousarray(offsets.reshape(shape).T)
-        """Places in the arena: a row for each rank, in the order they were asked for."""
+        """Offsets in the arena: one row per rank, in the order of the request."""
         generations = np.frombuffer(reply.generations, "<u8").astype(np.uint64)
         self.generations: UInt64Array = np.ascontiguousarray(generations.reshape(shape).T)
 
@@ -162,15 +161,15 @@ class LookupLease:
         return self._memory.arena_id
 
     def release(self) -> None:
-        """Call it when no copy reads the blocks any more. Never waits; from any thread.
-        Idempotent."""
+        """Ends the lease. No copy may read the blocks after that. Never waits; any thread may call
+        it. Idempotent."""
         self._memory.release_lookup(self._lease)
 
 
 @dataclass(frozen=True, slots=True)
 class LookupReply:
-    """What `SharedMemory.lookup` found: how many leading blocks, in which tiers, and a lease of
-    those in memory, if any."""
+    """Result of `SharedMemory.lookup`: the number of leading blocks, in total and by tier, and the
+    lease of those in memory, if any."""
 
     count: int
     tiers: list[int]
@@ -178,7 +177,8 @@ class LookupReply:
 
 
 class SharedMemory:
-    """One daemon's memory, from `RemoteStore.attach`. All calls may be made from any thread."""
+    """One daemon's memory and the leases of this process in it. `RemoteStore.attach` makes it. Any
+    thread may call it."""
 
     def __init__(
         self,
@@ -195,12 +195,12 @@ class SharedMemory:
         self._timeout = timeout_s
         self._closing = threading.Event()
         self._close_lock = threading.Lock()
-        self._lock = threading.Lock()  # of the connection
+        self._lock = threading.Lock()  # guards the connection
         self._lookup_leases: set[int] = set()  # held by lookups of this process
         self._unreleased: set[int] = set()  # leases to release with the next call
         self._leases_lock = threading.Lock()
-        self._replaced = False  # the daemon there now does not know us
-        self._can_lease_lookups = True  # until the daemon says that it cannot
+        self._is_replaced = False  # another daemon answers at the address
+        self._can_lease_lookups = True  # until a daemon without that capability answers
         self._readers = 0
         self._is_retired = False
         self._readers_lock = threading.Lock()
@@ -209,14 +209,14 @@ class SharedMemory:
             identity.hello(attachment.token),
             closing=self._closing,
             on_late=self._release_late,
-            on_hello=self._greeted,
+            on_hello=self._on_hello,
         )
         self.on_error: Callable[[Exception], None] = lambda error: None
-        """Told what ended a call."""
+        """Called with the error of a failed call."""
         self.on_unsettled: Callable[[], None] = lambda: None
-        """Called when something is left for `settle`. Must not wait."""
+        """Called when `settle` has something to do. It must not wait."""
         self.on_unmap: Callable[[], None] = lambda: None
-        """Called before the memory is unmapped: the end of whatever pins it."""
+        """Called before the memory is unmapped, to unpin it."""
 
     @classmethod
     def attach(
@@ -227,10 +227,10 @@ class SharedMemory:
         breaker: Breaker,
         timeout_s: float,
     ) -> SharedMemory:
-        """Raises ArenaError when the daemon has no memory to share."""
+        """Maps the daemon's memory; raises ArenaError if the daemon does not share it."""
         attachment = attach(path, identity.client, settings.connect_timeout_s)
-        # A heartbeat would end the session of a process that was stopped for a while, and with it
-        # the replies to what it asked; the attachment tells more reliably that the daemon is gone.
+        # A heartbeat would end the session of a process that was stopped for a while, and lose the
+        # replies to its requests. The attachment tells more reliably that the daemon is gone.
         settings = replace(settings, heartbeat=False)
         return cls(attachment, identity, settings, breaker, timeout_s)
 
@@ -241,11 +241,11 @@ class SharedMemory:
     @property
     def alive(self) -> bool:
         """False once the daemon is gone. The mapping stays valid until `close`."""
-        return not self.closed and not self._replaced and self._attachment.alive
+        return not self.closed and not self._is_replaced and self._attachment.alive
 
     @property
     def arena_id(self) -> bytes:
-        """Names this memory in all processes that map it; another daemon's has another."""
+        """Identifies this memory in all processes that map it; each daemon process has another."""
         return self._attachment.instance
 
     @property
@@ -270,11 +270,11 @@ class SharedMemory:
             self.close()
 
     def retire(self) -> None:
-        """Refuses new readers; the memory is closed when the last one has left. Idempotent."""
+        """Refuses new readers; closes the memory when the last one has left. Idempotent."""
         with self._readers_lock:
             self._is_retired = True
-            is_unread = not self._readers
-        if is_unread:
+            has_readers = self._readers > 0
+        if not has_readers:
             self.close()
 
     @property
@@ -282,12 +282,12 @@ class SharedMemory:
         return self._is_retired
 
     def wait_until_closed(self) -> None:
-        """For memory that is retired: returns when its readers have left."""
+        """Waits until the readers of retired memory have left and it is closed."""
         self._closing.wait()
 
     def close(self) -> None:
-        """Unmaps the memory. No copy may be under way. Idempotent. Leases that could not be
-        released end with this process."""
+        """Unmaps the memory. No copy may be in flight. Idempotent. Leases that cannot be released
+        end when the attachment closes."""
         with self._close_lock:
             if self.closed:
                 return
@@ -304,7 +304,7 @@ class SharedMemory:
     # ---- reading --------------------------------------------------------------------------------
 
     def lease(self, keys: Sequence[StoreKey], deadline: float | None = None) -> BlockLease:
-        """Blocks in place; misses where the daemon has none, or did not answer in time."""
+        """Leases blocks; those that the daemon lacks, or all if it does not answer, are misses."""
         wire_keys = self._identity.wire_keys(keys)
         reply = None
         if wire_keys:
@@ -320,7 +320,7 @@ class SharedMemory:
         return BlockLease(reply.leases, reply.offsets, reply.lengths, reply.generations, self)
 
     def are_still_valid(self, lease: BlockLease) -> bool:
-        """Whether what was copied from the blocks is those blocks. To be asked after the copy."""
+        """Whether the slots still hold the leased blocks. Call it after the copy."""
         return lease.is_complete and self.arena.have_generations(
             np.array(lease.offsets, np.int64), np.array(lease.generations, np.uint64)
         )
@@ -328,8 +328,8 @@ class SharedMemory:
     def lookup(
         self, keys: Sequence[BlockKey], ranks: Sequence[RankTag], nbytes: int, deadline: float
     ) -> LookupReply | None:
-        """How many leading blocks the daemon has for all ranks, with a lease of those in memory, in
-        one round trip; None where the daemon cannot answer that, or not in time."""
+        """Counts the leading blocks that the daemon has for all ranks and leases those in memory,
+        in one round trip; None if the daemon does not support that or does not answer in time."""
         suffixes = [rank.encode() for rank in ranks]
 
         def ask(connection: Connection, end: float) -> LookupReply | None:
@@ -338,11 +338,11 @@ class SharedMemory:
             if BORROW_CAPABILITY not in connection.greeting.capabilities:
                 self._can_lease_lookups = False
                 return None
-            most = max(1, min(MAX_KEYS, connection.limits.keys, MAX_LOOKUPS // len(suffixes)))
-            request = Borrow(len(keys[0]), list(keys[:most]), suffixes, nbytes)
+            max_keys = max(1, min(MAX_KEYS, connection.limits.keys, MAX_LOOKUPS // len(suffixes)))
+            request = Borrow(len(keys[0]), list(keys[:max_keys]), suffixes, nbytes)
             reply = connection.call(request, BorrowReply, deadline=end)
             capacity = self.arena.capacity_bytes
-            self._believe(reply, lambda: _check_lookup(reply, request, capacity))
+            self._validate(reply, lambda: _check_lookup(reply, request, capacity))
             if not reply.lease:
                 return LookupReply(reply.count, reply.tiers, None)
             with self._leases_lock:
@@ -352,13 +352,13 @@ class SharedMemory:
 
         if not keys or not ranks or not self._can_lease_lookups:
             return None
-        found = self._call(ask, deadline, patience=_BUSY_S)
+        found = self._call(ask, deadline, max_wait_s=_BUSY_S)
         if not self.is_settled:
             self.on_unsettled()
         return found
 
     def release_lookup(self, lease: int) -> None:
-        """Ends the lease of a lookup with the next `settle`. Never waits. Idempotent."""
+        """Releases a lookup's lease with the next `settle`. Never waits. Idempotent."""
         with self._leases_lock:
             if lease not in self._lookup_leases:
                 return
@@ -367,14 +367,14 @@ class SharedMemory:
         self.on_unsettled()
 
     def release_lookups(self) -> None:
-        """Ends the leases of all lookups with the next `settle`. Never waits."""
+        """Requests the release of all lookup leases with the next `settle`. Never waits."""
         with self._leases_lock:
             self._unreleased |= self._lookup_leases
             self._lookup_leases.clear()
 
     @property
     def lookup_leases(self) -> int:
-        """Leases of lookups that are neither released nor about to be."""
+        """The number of lookup leases for which no release was requested."""
         return len(self._lookup_leases)
 
     # ---- writing --------------------------------------------------------------------------------
@@ -384,7 +384,8 @@ class SharedMemory:
         items: Sequence[tuple[StoreKey, StoreKey | None, int]],
         deadline: float | None = None,
     ) -> list[Reservation | PutResult]:
-        """Room for blocks given as (key, parent, length), heads first; or why there is none."""
+        """Reserves slots for blocks given as (key, parent, length), parents first; returns for each
+        block its reservation or why there is none."""
         outcome: list[Reservation | PutResult] = [PutResult.FAILED] * len(items)
         wire_keys = {
             index: wire
@@ -423,7 +424,7 @@ class SharedMemory:
     def seal(
         self, reservations: Sequence[Reservation], deadline: float | None = None
     ) -> list[PutResult]:
-        """Makes written blocks readable. Nothing may be written to them from here on."""
+        """Makes written blocks readable. Nothing may write to their slots after that."""
         leases = [reservation.lease for reservation in reservations]
         if not leases:
             return []
@@ -434,29 +435,29 @@ class SharedMemory:
 
         reply = self._ask(Seal(leases), SealReply, deadline, check)
         if reply is None:
-            self._release_later(leases)  # of no effect on those that were sealed after all
+            self._release_later(leases)  # no effect on blocks that the daemon has sealed
             return [PutResult.FAILED] * len(leases)
         return put_results(reply.results)
 
     def abandon(self, reservations: Iterable[Reservation]) -> None:
-        """Gives room back unused. Nothing may write to it any more."""
+        """Returns reserved slots unused. Nothing may write to them after that."""
         self.release(reservation.lease for reservation in reservations)
 
     # ---- releasing ------------------------------------------------------------------------------
 
     def release(self, leases: Iterable[int]) -> None:
-        """Ends leases, now or with the next call that reaches the daemon. Does not raise."""
+        """Releases leases, now or with the next call that reaches the daemon. Does not raise."""
         self._release_later(leases)
         if self._unreleased:
             self._ask(None, ReleaseReply, None, lambda reply: None)
 
     def settle(self, deadline: float | None = None) -> None:
-        """Releases what is left to release and listens for replies that come too late. Does not
-        raise."""
+        """Releases all leases that wait for it and takes late replies. Does not raise."""
 
         def ask(connection: Connection, end: float) -> None:
             self._flush_releases(end)
-            # Also where all is settled by now: ping, so that success means the daemon replied.
+            # Also if another thread has settled everything: ping, so that success means the daemon
+            # replied.
             if connection.awaits_late_replies or self.is_settled:
                 connection.call(Release([]), ReleaseReply, deadline=end)
             self._flush_releases(end)
@@ -466,45 +467,45 @@ class SharedMemory:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all releases are confirmed, and no reply may still come that brings leases."""
+        """Whether all releases are confirmed and no late reply may bring further leases."""
         return not self._unreleased and not self._connection.awaits_late_replies
 
-    # ---- inside ---------------------------------------------------------------------------------
+    # ---- internals ------------------------------------------------------------------------------
 
     def _call(
         self,
         work: Callable[[Connection, float], _T],
         deadline: float | None,
-        patience: float = math.inf,
+        max_wait_s: float = math.inf,
     ) -> _T | None:
-        """What comes of `work` with the connection, or None. Waits no longer than `patience` for
-        others who use it."""
+        """Runs `work` with the connection and returns its result, or None if it failed. Waits at
+        most `max_wait_s` for other threads that use the connection."""
         attempt = self._breaker.begin() if self.alive else None
         if attempt is None:
             return None
         end = time.monotonic() + self._timeout if deadline is None else deadline
-        if not self._lock.acquire(timeout=max(0.0, min(end - time.monotonic(), patience))):
+        if not self._lock.acquire(timeout=max(0.0, min(end - time.monotonic(), max_wait_s))):
             self._breaker.forget(attempt)
             return None
         try:
-            if self.closed:  # while this waited: what it opened now nobody would close
+            if self.closed:  # during the wait: a connection opened now would never be closed
                 return None
             allowed_s = end - time.monotonic()
-            if allowed_s <= 0:  # which says nothing about the daemon
+            if allowed_s <= 0:  # says nothing about the daemon
                 return None
-            answer = in_session(self._connection, lambda: work(self._connection, end))
+            answer = retry_forgotten_session(self._connection, lambda: work(self._connection, end))
             self._breaker.succeed(attempt)
             return answer
         except (RemoteError, ProtocolError) as error:
             logger.debug("a lease call to daemon %s failed: %s", self._address, error)
             self.on_error(error)
             if isinstance(error, RemoteRefusal) and error.code is ErrorCode.NO_ARENA:
-                self._replaced = True
+                self._is_replaced = True
                 self._breaker.succeed(attempt)
             elif not self.closed:
-                judge(self._breaker, attempt, error, allowed_s)
+                record_failure(self._breaker, attempt, error, allowed_s)
         finally:
-            self._lock.release()  # ahead of all else: an interrupt there would keep it for good
+            self._lock.release()  # first: an interrupt in between would leave it locked forever
             self._breaker.forget(attempt)
         return None
 
@@ -515,7 +516,8 @@ class SharedMemory:
         deadline: float | None,
         check: Callable[[_R], None],
     ) -> _R | None:
-        """The reply to a request, or None. Releases go ahead of it, or alone."""
+        """Sends pending releases and the request, if any; returns its reply, or None if that
+        failed."""
 
         def ask(connection: Connection, end: float) -> _R | None:
             answer = None
@@ -524,25 +526,26 @@ class SharedMemory:
                 connection.call(Release([]), ReleaseReply, deadline=end)
             if request is not None:
                 answer = connection.call(request, kind, deadline=end)
-                self._believe(answer, lambda: check(answer))
+                self._validate(answer, lambda: check(answer))
             with contextlib.suppress(RemoteError):
-                self._flush_releases(end)  # leases that came too late came during this call
+                self._flush_releases(end)  # leases of late replies that arrived during this call
             return answer
 
         return self._call(ask, deadline)
 
-    def _believe(self, reply: Reply, check: Callable[[], None]) -> None:
-        """Raises, and drops the connection, where `check` raises ConnectionLost."""
+    def _validate(self, reply: Reply, check: Callable[[], None]) -> None:
+        """Runs `check`; if it raises, releases the reply's leases and drops the connection."""
         try:
             check()
         except BaseException as error:
             self._release_late(reply)
-            if isinstance(error, ConnectionLost):  # not an interrupt, for one
+            if isinstance(error, ConnectionLost):  # a KeyboardInterrupt keeps the connection
                 self._connection.drop()
             raise
 
     def _flush_releases(self, deadline: float) -> bool:
-        """Whether there was anything to release, and the daemon has heard of it."""
+        """Sends pending releases; returns whether there were any. Raises if the daemon does not
+        confirm them."""
         with self._leases_lock:
             leases = sorted(self._unreleased)[:MAX_KEYS]
         if leases:
@@ -556,46 +559,46 @@ class SharedMemory:
             self._unreleased.update(leases)
 
     def _release_late(self, reply: Reply) -> None:
-        """Nobody waits for the leases of this reply any more."""
+        """Releases the leases of a reply that no call waits for."""
         if isinstance(reply, (LendReply, ReserveReply)):
             self._release_later(lease for lease in reply.leases if lease)
         elif isinstance(reply, BorrowReply) and reply.lease:
             self._release_later([reply.lease])
 
-    def _greeted(self, greeting: HelloReply) -> None:
-        if greeting.instance != self._attachment.instance:
-            self._replaced = True
-            raise ConnectionLost("another daemon answers than the one whose memory this is")
+    def _on_hello(self, reply: HelloReply) -> None:
+        if reply.instance != self._attachment.instance:
+            self._is_replaced = True
+            raise ConnectionLost("the daemon was restarted; its old shared memory is not used")
 
     def _check(
         self, reply: LendReply | ReserveReply, lengths: Sequence[int], expected: int
     ) -> None:
-        """Raises unless the reply fits the request and all that it names lies in the arena."""
+        """Raises unless the reply matches the request and all its offsets lie in the arena."""
         if len(reply.leases) != expected:
             raise ConnectionLost(f"{len(reply.leases)} leases for {expected} blocks")
         capacity = self.arena.capacity_bytes
         for lease, offset, nbytes in zip(reply.leases, reply.offsets, lengths, strict=True):
             if lease and (offset % PAGE or nbytes == 0 or offset + nbytes > capacity):
-                raise ConnectionLost("the daemon named a place outside its memory")
+                raise ConnectionLost("the daemon sent an offset outside its memory")
 
 
 def _check_lookup(reply: BorrowReply, request: Borrow, capacity: int) -> None:
-    """Raises unless the reply fits the request and all that it names lies in the arena."""
+    """Raises unless the reply matches the request and all its offsets lie in the arena."""
     blocks = reply.lent * len(request.suffixes)
     if reply.count > len(request.keys) or len(reply.offsets) != 8 * blocks:
-        raise ConnectionLost(f"{len(reply.offsets) // 8} places for {blocks} blocks")
+        raise ConnectionLost(f"{len(reply.offsets) // 8} offsets for {blocks} blocks")
     offsets = np.frombuffer(reply.offsets, "<u8")
     if blocks and (
         int(offsets.max()) + request.length > capacity or np.any(offsets % np.uint64(PAGE))
     ):
-        raise ConnectionLost("the daemon named a place outside its memory")
+        raise ConnectionLost("the daemon sent an offset outside its memory")
 
 
 def attach(path: str, client: str, timeout_s: float) -> Attachment:
-    """Raises ArenaError, with the reason, when there is no memory to be had."""
+    """Maps the memory of the daemon with this arena socket; raises ArenaError with the reason."""
     try:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-    except OSError as error:  # no descriptors left, for now
+    except OSError as error:  # the process is out of file descriptors
         raise ArenaError(str(error)) from None
     descriptors: list[int] = []
     try:
@@ -626,7 +629,8 @@ def attach(path: str, client: str, timeout_s: float) -> Attachment:
 
 
 def _receive(connection: socket.socket, descriptors: list[int]) -> tuple[bytes, int]:
-    """One packet and its flags. `socket.recv_fds` would leave descriptors to child processes."""
+    """Receives one packet; returns it with its flags. `socket.recv_fds` does not set CLOEXEC, so
+    that child processes would inherit the descriptors."""
     room = socket.CMSG_LEN(array("i").itemsize)
     packet, controls, flags, _ = connection.recvmsg(_MAX_PACKET, room, socket.MSG_CMSG_CLOEXEC)
     for level, kind, data in controls:
@@ -641,18 +645,18 @@ def _read_answer(fields: dict[Any, Any]) -> tuple[int, bytes, bytes]:
     ok = fields.get("ok")
     if ok is False:
         code, message = fields.get("code"), fields.get("message")
-        raise ArenaError(f"the daemon refuses: {str(code)[:MAX_TEXT]}: {str(message)[:MAX_TEXT]}")
+        raise ArenaError(f"the daemon refused: {str(code)[:MAX_TEXT]}: {str(message)[:MAX_TEXT]}")
     protocol, capacity = fields.get("protocol"), fields.get("capacity")
     token, instance = fields.get("token"), fields.get("instance")
     if ok is not True or type(protocol) is not int:
-        raise ArenaError("the daemon's answer cannot be understood")
+        raise ArenaError("the daemon's answer is malformed")
     if protocol != PROTOCOL_VERSION:
         raise ArenaError(f"the daemon speaks version {protocol}, not {PROTOCOL_VERSION}")
     if type(capacity) is not int or not 0 < capacity <= _MAX_CAPACITY:
-        raise ArenaError("the daemon stated an impossible capacity")
+        raise ArenaError("the daemon reported an invalid capacity")
     for value in (token, instance):
         if type(value) is not bytes or len(value) != _ID_BYTES:
-            raise ArenaError("the daemon's answer lacks its identity")
+            raise ArenaError("the daemon's answer lacks its token or instance")
     assert isinstance(token, bytes)
     assert isinstance(instance, bytes)
     return capacity, token, instance

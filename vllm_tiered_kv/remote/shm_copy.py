@@ -1,4 +1,4 @@
-"""Copies blocks between ordinary memory and a daemon's memory that is mapped here."""
+"""Copies blocks between this process's own memory and a daemon's shared memory."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from vllm_tiered_kv.native.cpu import BlockLayout, copy_and_hash, copy_bytes, ga
 from vllm_tiered_kv.remote.shared_memory import Reservation, SharedMemory
 
 ByteRows = NDArray[np.uint8]
-"""Blocks of one length, a row each; contiguous."""
+"""Blocks of one length, one per row; contiguous."""
 
 
 def read_rows(
     memory: SharedMemory, keys: Sequence[StoreKey], into: ByteRows, deadline: float
 ) -> int:
-    """How many leading blocks were copied, each to its row; other rows may hold anything."""
+    """Copies leading blocks, each to its row, and returns how many; other rows are undefined."""
     lease = memory.lease(keys, deadline)
     try:
         nbytes = into.shape[1]
@@ -37,7 +37,7 @@ def read_rows(
 
 
 def read_block(memory: SharedMemory, key: StoreKey, into: memoryview, deadline: float) -> bool:
-    """Copies one block; False when it is not to be had."""
+    """Copies one block; False if the daemon does not have it in memory."""
     lease = memory.lease([key], deadline)
     try:
         if not lease.is_complete or list(lease.lengths) != [into.nbytes]:
@@ -54,8 +54,8 @@ def write_blocks(
     fill: Callable[[Mapping[int, Reservation]], None],
     deadline: float,
 ) -> list[PutResult]:
-    """Stores blocks given as (key, parent, length), heads first. `fill` writes those for which
-    there is room, which it gets by their indexes."""
+    """Stores blocks given as (key, parent, length), parents first. `fill` writes the blocks for
+    which the daemon reserved slots; it gets the reservations by the index of the block."""
     outcome = memory.reserve(blocks, deadline)
     places = {n: place for n, place in enumerate(outcome) if isinstance(place, Reservation)}
     try:
@@ -68,11 +68,11 @@ def write_blocks(
 
 
 def write_items(memory: SharedMemory, items: Sequence[PutItem], deadline: float) -> list[PutResult]:
-    """Stores blocks, heads first."""
+    """Stores blocks, parents first."""
 
     def fill(places: Mapping[int, Reservation]) -> None:
-        # One call for all of them: to get the interpreter back after each block takes longer than
-        # its copy while an engine is busy.
+        # One native call for all blocks: re-acquiring the GIL after each block would take longer
+        # than its copy while an engine is busy.
         views = [memory.arena.view(place.offset, place.nbytes) for place in places.values()]
         copy_and_hash(views, [items[index].payload for index in places])
 
@@ -81,7 +81,7 @@ def write_items(memory: SharedMemory, items: Sequence[PutItem], deadline: float)
 
 
 def copy_rows(memory: SharedMemory, rows: ByteRows, places: Mapping[int, Reservation]) -> None:
-    """For `write_blocks`: the blocks are rows. One call for all of them."""
+    """Fills reservations from rows, for `write_blocks`, in one native call."""
     if places:
         offsets = int64_array([place.offset for place in places.values()])
         gather(_layout(rows), int64_array(list(places)), memory.arena.region, offsets)

@@ -1,9 +1,9 @@
 """A BlockStore over one daemon.
 
-Nothing that happens to the daemon or the network is an exception here: what cannot be answered in
-time is a miss, what cannot be stored is FAILED, and the breaker keeps a dead daemon from costing
-more than a few deadlines. All calls may be made from any thread; each takes a connection for its
-duration. Deadlines are times of `time.monotonic`.
+Failures of the daemon or the network raise no exceptions here: a lookup or read that is not
+answered in time is a miss, a failed write is FAILED, and the breaker limits the cost of a dead
+daemon to a few deadlines. Any thread may call the store; each call uses one connection. Deadlines
+are times of `time.monotonic`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vllm_tiered_kv.remote.connection import Connection, Settings
 from vllm_tiered_kv.remote.curve import CurveKeys
 from vllm_tiered_kv.remote.health import Breaker
 from vllm_tiered_kv.remote.shared_memory import SharedMemory
-from vllm_tiered_kv.remote.transfers import ReadTask, WriteTask, hash_first, read, write
+from vllm_tiered_kv.remote.transfers import ReadTask, WriteTask, hash_first_request, read, write
 from vllm_tiered_kv.wire.limits import MAX_KEYS, MAX_LOOKUPS
 from vllm_tiered_kv.wire.messages import (
     Contains,
@@ -40,22 +40,23 @@ from vllm_tiered_kv.wire.messages import (
     TierCode,
 )
 
-SLOWEST_BYTES_PER_S = 64 << 20  # a tier slower than this is not worth waiting for
+SLOWEST_BYTES_PER_S = 64 << 20  # default deadlines assume at least this bandwidth
 _FLUSH_S = 60.0
 _SLOWER = (Tier.SSD, Tier.BACKING)
-_ATTACH_AGAIN_S = 1.0  # a stopped daemon must not cost every caller the time to connect
+_ATTACH_AGAIN_S = 1.0  # a stopped daemon must not cost every call the connect timeout
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteMatch:
-    """How many leading blocks a daemon has, and where their fastest copies lie."""
+    """How many leading blocks a daemon has, in total and by the tier of their fastest copy."""
 
     count: int
     by_tier: dict[Tier, int]
 
 
 class RemoteStore:
-    """Connects when first used. Neither this nor anything else here raises for a bad daemon."""
+    """The client of one daemon; it connects with the first call. `Cluster` makes one per daemon.
+    Any thread may call it."""
 
     def __init__(
         self,
@@ -68,8 +69,8 @@ class RemoteStore:
         breaker: Breaker | None = None,
         max_connections: int = 8,
     ) -> None:
-        """`timeout_s` holds for calls without a deadline of their own; those that move blocks get
-        a second more for every 64 MiB."""
+        """`timeout_s` is the time for calls without a deadline; calls that move blocks get another
+        second for every 64 MiB."""
         self.address = ServerAddress.parse(address)
         self.identity = identity
         self.breaker = breaker or Breaker(str(self.address))
@@ -83,12 +84,12 @@ class RemoteStore:
 
     @property
     def available(self) -> bool:
-        """Whether a call made now would reach out to the daemon. Never waits."""
+        """Whether the breaker would admit a call now. Never waits."""
         return not self._caller.pool.closing.is_set() and self.breaker.available
 
     @property
     def is_up(self) -> bool:
-        """Whether the last call that says anything about the daemon was answered."""
+        """Whether the daemon answered the last call; False before the first one."""
         return self.breaker.is_up
 
     @property
@@ -97,28 +98,28 @@ class RemoteStore:
 
     @property
     def last_error(self) -> Exception | None:
-        """What ended the last call that failed, be it one of its memory; for people. None as long
-        as none has."""
+        """The error of the last failed call, over the socket or about shared memory, for messages;
+        None if no call has failed."""
         return self._caller.last_error
 
     def greet(self, connections: int = 1) -> None:
-        """Opens so many connections for the calls to come: the first ones need not wait for it.
+        """Opens connections in advance, so that the first calls do not wait for them.
 
-        Whoever does not answer in the time to connect is left to those calls: one that has bound
-        its address may still be reading its disk.
+        Gives up after the connect timeout and leaves the rest to those calls: a daemon that has
+        bound its address may still be reading its disk.
         """
         end = time.monotonic() + min(self._timeout, self._caller.settings.connect_timeout_s)
 
-        def hold(left: int) -> Callable[[Connection], None]:
-            def others(_: Connection) -> None:
+        def open_more(left: int) -> Callable[[Connection], None]:
+            def work(_: Connection) -> None:  # nested, so that each one holds its connection
                 if left > 1:
-                    self._caller.attempt(hold(left - 1), end)
+                    self._caller.attempt(open_more(left - 1), end)
 
-            return others
+            return work
 
-        self._caller.attempt(hold(connections), end)
+        self._caller.attempt(open_more(connections), end)
 
-    # ---- questions ------------------------------------------------------------------------------
+    # ---- lookups --------------------------------------------------------------------------------
 
     def match_all(
         self,
@@ -127,9 +128,10 @@ class RemoteStore:
         pin_ms: int = 0,
         deadline: float | None = None,
     ) -> RemoteMatch | None:
-        """How many leading blocks are there for all ranks, in one round trip; None: unknown.
+        """Counts the leading blocks that are there for all ranks, in one round trip; None if the
+        daemon does not answer.
 
-        At most as many keys as fit one message are asked for: 65536, less with very many ranks.
+        It asks for at most as many keys as fit one message: 65536, or less with very many ranks.
         """
         if not keys or not ranks:
             return RemoteMatch(0, {})
@@ -140,10 +142,10 @@ class RemoteStore:
 
         def ask(connection: Connection) -> None:
             nonlocal answer, asked
-            some: list[bytes] = list(keys[: _most_keys(connection, len(suffixes))])
-            request = Match(len(keys[0]), some, suffixes, pin_ms)
+            batch: list[bytes] = list(keys[: _max_keys(connection, len(suffixes))])
+            request = Match(len(keys[0]), batch, suffixes, pin_ms)
             answer = connection.call(request, MatchReply, deadline=end)
-            asked = len(some)
+            asked = len(batch)
 
         if not self._caller.attempt(ask, end) or answer is None:
             return None
@@ -154,7 +156,8 @@ class RemoteStore:
     def contains_all(
         self, keys: Sequence[BlockKey], ranks: Sequence[RankTag], deadline: float
     ) -> list[bool]:
-        """Which blocks are there for all ranks. What is not known is not there."""
+        """Returns for each block whether it is there for all ranks; False if the daemon does not
+        answer."""
         suffixes = [rank.encode() for rank in ranks]
         present: set[bytes] = set()
 
@@ -178,11 +181,11 @@ class RemoteStore:
 
         def ask(connection: Connection) -> None:
             nonlocal count
-            for some in _batches(ours, connection):
-                request = Match(self.identity.key_bytes, some, [], 0)
+            for batch in _batches(ours, connection):
+                request = Match(self.identity.key_bytes, batch, [], 0)
                 matched = connection.call(request, MatchReply, deadline=end).count
-                count += min(matched, len(some))
-                if matched < len(some):
+                count += min(matched, len(batch))
+                if matched < len(batch):
                     return
 
         if ours:
@@ -210,8 +213,8 @@ class RemoteStore:
         into: Sequence[memoryview],
         deadline: float | None = None,
     ) -> list[bool]:
-        """As BlockStore. What has not arrived by the deadline is a miss; after the return nothing
-        is written to the buffers."""
+        """See BlockStore. A block that has not arrived by the deadline is a miss. Nothing writes to
+        the buffers after the return."""
         tasks: list[ReadTask | None] = []
         for key, buffer in zip(keys, into, strict=True):
             ours = self.identity.wire_key(key) if buffer.nbytes else None
@@ -228,8 +231,8 @@ class RemoteStore:
         durability: Durability = Durability.MEMORY,
         deadline: float | None = None,
     ) -> list[PutResult]:
-        """As BlockStore. What is not acknowledged by the deadline is FAILED, and may have been
-        stored; after the return nothing reads the payloads."""
+        """See BlockStore. A block that is not acknowledged by the deadline is FAILED, although the
+        daemon may have stored it. Nothing reads the payloads after the return."""
         tasks: list[WriteTask | None] = []
         for item in items:
             key = self.identity.wire_key(item.key) if item.payload.nbytes else None
@@ -251,19 +254,19 @@ class RemoteStore:
 
         def ask(connection: Connection) -> None:
             nonlocal count
-            for some in _batches(ours, connection):
-                request = Delete(self.identity.key_bytes, some)
+            for batch in _batches(ours, connection):
+                request = Delete(self.identity.key_bytes, batch)
                 count += connection.call(request, DeleteReply, deadline=end).count
 
         if ours:
             self._caller.attempt(ask, end)
         return count
 
-    # ---- the rest -------------------------------------------------------------------------------
+    # ---- flush, usage, shared memory ------------------------------------------------------------
 
     def flush(self, deadline: float | None = None) -> bool:
-        """As BlockStore, also False when the daemon does not answer. Waits up to a minute for its
-        disk."""
+        """See BlockStore; also False if the daemon does not answer. Waits up to a minute for the
+        daemon's disk."""
         end = time.monotonic() + _FLUSH_S if deadline is None else deadline
 
         def ask(connection: Connection) -> None:
@@ -272,7 +275,7 @@ class RemoteStore:
         return self._caller.attempt(ask, end)
 
     def usage(self) -> StoreUsage:
-        """What the daemon's memory tier holds, of all engines; zeros when it does not say."""
+        """Returns the usage of the daemon's memory tier by all engines; zeros if it is unknown."""
         end = self._deadline()
         usage = StoreUsage(0, 0, 0)
 
@@ -289,27 +292,28 @@ class RemoteStore:
         return usage
 
     def read_speeds(self, deadline: float) -> dict[Tier, float]:
-        """Bytes per second at which the daemon reads its slower tiers, as far as it says so."""
+        """Returns the bytes per second at which the daemon reads its slower tiers, as far as the
+        daemon announces them."""
         facts: dict[str, Any] = {}
 
         def ask(connection: Connection) -> None:
             facts.update(connection.call(Stats(), StatsReply, deadline=deadline).facts)
 
         self._caller.attempt(ask, deadline)
-        told = {tier: _number(facts, "read_bytes_per_second", tier) for tier in _SLOWER}
-        return {tier: float(rate) for tier, rate in told.items() if rate > 0}
+        rates = {tier: _number(facts, "read_bytes_per_second", tier) for tier in _SLOWER}
+        return {tier: float(rate) for tier, rate in rates.items() if rate > 0}
 
     def attach(self) -> SharedMemory | None:
-        """The daemon's memory, where it runs on this host and offers it; None otherwise.
+        """Returns the daemon's memory if the daemon runs on this host and shares it, else None.
 
-        The same one as long as the daemon lives. After a restart of the daemon a call gives the
-        new one's memory; the old stays mapped until it is closed or retired.
+        Calls return the same object while the daemon lives. After a restart they return the new
+        daemon's memory; the old memory stays mapped until it is closed or retired.
         """
         path = self.address.arena_path
         if path is None or not self.available:
             return None
         with self._attaching:
-            if self._caller.pool.closing.is_set():  # while this waited
+            if self._caller.pool.closing.is_set():  # closed while this waited for the lock
                 return None
             self._memory = [memory for memory in self._memory if not memory.closed]
             for memory in self._memory:
@@ -327,22 +331,24 @@ class RemoteStore:
                 if absent is not None and attempt is not None:
                     self.breaker.fail(attempt, absent, is_absent=True)
                 elif absent is None:
-                    self._caller.tell_once(f"does not share its memory: {error}")
+                    self._caller.warn_once(
+                        f"does not share its memory ({error}); blocks use the socket instead"
+                    )
                     self._attach_not_before = time.monotonic() + _ATTACH_AGAIN_S
                 return None
-            memory.on_error = self._caller.note
+            memory.on_error = self._caller.record_error
             self._memory.append(memory)
             return memory
 
     def close(self) -> None:
-        """Ends calls under way and retires shared memory: it is unmapped when its last reader has
-        left."""
+        """Ends calls in flight and retires shared memory, which is unmapped when its last reader
+        has left."""
         with self._attaching:
             for memory in self._memory:
                 memory.retire()
             self._caller.close(self._timeout)
 
-    # ---- inside ---------------------------------------------------------------------------------
+    # ---- internals ------------------------------------------------------------------------------
 
     def _deadline(self, deadline: float | None = None, nbytes: int = 0) -> float:
         if deadline is not None:
@@ -356,9 +362,9 @@ class RemoteStore:
             damaged = list(dict.fromkeys(task.key for task in tasks if task.damaged))
             if damaged:
                 self._caller.count(damaged_blocks=len(damaged))
-                self._caller.tell_once("sends damaged blocks; they count as misses")
-        for some in _batches(damaged, connection):
-            connection.call(Delete(self.identity.key_bytes, some), DeleteReply, deadline=deadline)
+                self._caller.warn_once("sent damaged blocks; they count as misses and are deleted")
+        for batch in _batches(damaged, connection):
+            connection.call(Delete(self.identity.key_bytes, batch), DeleteReply, deadline=deadline)
 
     def _write(
         self,
@@ -367,10 +373,11 @@ class RemoteStore:
         durability: Durability,
         deadline: float,
     ) -> None:
-        # What is there need not travel again, unless it may not be as durable as asked for.
+        # Blocks that the daemon has are not sent again, except with DISK: they may be in memory
+        # only.
         if durability is not Durability.DISK:
             keys = [task.key for task in tasks]
-            present = self._present(connection, keys, deadline, lambda: hash_first(tasks))
+            present = self._present(connection, keys, deadline, lambda: hash_first_request(tasks))
             for task in tasks:
                 if task.key in present:
                     task.result = PutResult.PRESENT
@@ -385,34 +392,35 @@ class RemoteStore:
         deadline: float,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> set[bytes]:
-        """Which of the keys the daemon has, in any tier. `meanwhile` is done until it answers."""
+        """Returns which of the keys the daemon has, in any tier. `meanwhile` runs while the request
+        is in flight."""
         present: set[bytes] = set()
-        for some in _batches(keys, connection):
-            connection.send(Contains(self.identity.key_bytes, some), deadline=deadline)
+        for batch in _batches(keys, connection):
+            connection.send(Contains(self.identity.key_bytes, batch), deadline=deadline)
             meanwhile()
             reply = connection.receive(deadline=deadline).reply
             assert isinstance(reply, ContainsReply)
             tiers = reply.tiers
-            if len(tiers) != len(some):
-                raise ConnectionLost(f"{len(tiers)} tiers for {len(some)} keys")
+            if len(tiers) != len(batch):
+                raise ConnectionLost(f"{len(tiers)} tiers for {len(batch)} keys")
             present.update(
-                key for key, tier in zip(some, tiers, strict=True) if tier != TierCode.MISS
+                key for key, tier in zip(batch, tiers, strict=True) if tier != TierCode.MISS
             )
         return present
 
 
-def _most_keys(connection: Connection, suffixes: int = 1) -> int:
+def _max_keys(connection: Connection, suffixes: int = 1) -> int:
     return max(1, min(MAX_KEYS, connection.limits.keys, MAX_LOOKUPS // suffixes))
 
 
 def _batches(keys: Sequence[bytes], connection: Connection) -> Iterator[list[bytes]]:
-    most = _most_keys(connection)
-    for start in range(0, len(keys), most):
-        yield list(keys[start : start + most])
+    max_keys = _max_keys(connection)
+    for start in range(0, len(keys), max_keys):
+        yield list(keys[start : start + max_keys])
 
 
 def _number(facts: dict[str, Any], name: str, tier: Tier = Tier.MEMORY) -> int:
-    """A fact of a tier, should this daemon state it."""
+    """Returns a fact about a tier; 0 if this daemon does not report it."""
     by_tier = facts.get(name)
     value = by_tier.get(tier.value) if isinstance(by_tier, dict) else None
     return value if type(value) is int else 0

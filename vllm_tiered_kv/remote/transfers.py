@@ -1,8 +1,8 @@
-"""Blocks in bulk over one connection, several requests deep.
+"""Bulk transfers of blocks over one connection, with several requests in flight.
 
-A large `get` or `put` is cut into requests of a bounded size, and the next ones are under way while
-the bytes of one are copied or checked, so that the wire does not idle. What arrives is copied and
-checked in one pass by the thread that received it, which is faster than the wire.
+A large `get` or `put` is split into requests of a bounded size. While the bytes of one request are
+copied or checked, the next ones are in flight, so that the network does not idle. The receiving
+thread copies and checks blocks in one pass, which is faster than the network.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from vllm_tiered_kv.remote.connection import Connection, Incoming
 from vllm_tiered_kv.wire.limits import MAX_FRAMES
 from vllm_tiered_kv.wire.messages import Get, GetReply, Limits, Put, PutReply, put_results
 
-READ_BYTES = 4 << 20  # of one request: the last bytes wait for so many to be copied
-READS_UNDER_WAY = 6
-# Nobody waits for a block that is written, and each request costs the daemon a turn of its loop.
-# But what a connection has under way should fit a heap of glibc's (64 MiB): further ones are mostly
-# given back to the kernel when they fall empty, also after `keep_large_buffers`.
+READ_BYTES = 4 << 20  # of one request: a load ends only after the last request is copied
+READS_IN_FLIGHT = 6
+# Writes are larger: no request waits for a block that is written, and each message costs the daemon
+# a turn of its event loop. But the bytes in flight of a connection should fit one glibc heap
+# (64 MiB), because glibc returns most further heaps to the kernel when they become empty, even
+# after `keep_large_buffers`.
 WRITE_BYTES = 16 << 20
-WRITES_UNDER_WAY = 3
-SMALL_WRITE_BYTES = 4 << 20  # the first and the last
+WRITES_IN_FLIGHT = 3
+SMALL_WRITE_BYTES = 4 << 20  # of the first and the last request
 
 _T = TypeVar("_T")
 
 
 @dataclass(slots=True)
 class ReadTask:
-    """A block to read, and what became of it."""
+    """A block to read, and the result."""
 
-    key: bytes  # as it travels
+    key: bytes  # without its namespace
     into: memoryview
     found: bool = False
     damaged: bool = False
@@ -45,9 +46,9 @@ class ReadTask:
 
 @dataclass(slots=True)
 class WriteTask:
-    """A block to write, and what became of it."""
+    """A block to write, and the result."""
 
-    key: bytes  # as it travels
+    key: bytes  # without its namespace
     parent: bytes | None
     item: PutItem
     result: PutResult = PutResult.FAILED
@@ -60,18 +61,18 @@ class _Reading:
 
 
 def read(connection: Connection, tasks: Sequence[ReadTask], deadline: float) -> None:
-    """Fills in the tasks. When it raises, those that are marked found are whole and verified, and
-    nothing is written to the others' buffers any more."""
+    """Reads blocks and sets the tasks' results. If it raises, tasks marked as found are complete
+    and verified, and nothing writes to the buffers of the others after that."""
     keep_large_buffers()
     lengths = [task.into.nbytes for task in tasks]
     waiting = deque(_cut(tasks, lengths, _read_bytes, connection.limits))
     reading: dict[int, _Reading] = {}
 
     def ask() -> None:
-        while waiting and len(reading) < READS_UNDER_WAY:
-            some = waiting.popleft()
-            request = Get(len(some[0].key), [task.key for task in some], stream=True)
-            reading[connection.send(request, deadline=deadline)] = _Reading(some)
+        while waiting and len(reading) < READS_IN_FLIGHT:
+            batch = waiting.popleft()
+            request = Get(len(batch[0].key), [task.key for task in batch], stream=True)
+            reading[connection.send(request, deadline=deadline)] = _Reading(batch)
 
     ask()
     while reading:
@@ -81,16 +82,16 @@ def read(connection: Connection, tasks: Sequence[ReadTask], deadline: float) -> 
         if not incoming.reply.more:
             del reading[incoming.request_id]
             ask()
-        _land(_arrivals(incoming, incoming.reply, asked))
+        _copy_and_check(_arrivals(incoming, incoming.reply, asked))
 
 
 def _arrivals(incoming: Incoming, reply: GetReply, asked: _Reading) -> list[_Arrival]:
-    """What came, as far as it fits what was asked for."""
+    """Matches received blocks to their tasks; leaves out blocks of an unexpected length."""
     arrivals = []
     facts = zip(reply.positions, reply.checksums, incoming.payload, strict=True)
     for position, checksum, payload in facts:
         if position >= len(asked.tasks) or position in asked.seen:
-            raise ConnectionLost("the daemon sent a block that was not asked for")
+            raise ConnectionLost("the daemon sent a block that was not requested")
         asked.seen.add(position)
         task = asked.tasks[position]
         if payload.nbytes == task.into.nbytes:
@@ -105,7 +106,7 @@ class _Arrival:
     checksum: int
 
 
-def _land(arrivals: Sequence[_Arrival]) -> None:
+def _copy_and_check(arrivals: Sequence[_Arrival]) -> None:
     checksums = copy_and_hash(
         [arrival.task.into for arrival in arrivals], [arrival.payload for arrival in arrivals]
     )
@@ -117,28 +118,28 @@ def _land(arrivals: Sequence[_Arrival]) -> None:
 def write(
     connection: Connection, tasks: Sequence[WriteTask], durability: Durability, deadline: float
 ) -> None:
-    """Fills in the results. No payload is read after it has returned or raised."""
-    headless: set[bytes] = set()  # found no room, or follow one that did not
+    """Writes blocks and sets the tasks' results. No payload is read after it returns or raises."""
+    dropped: set[bytes] = set()  # blocks that did not fit, and their descendants
     for task in tasks:
         if task.item.payload.nbytes > connection.limits.message_bytes:
             task.result = PutResult.DROPPED
-            headless.add(task.key)
-    headless |= _descendants(tasks, headless)
+            dropped.add(task.key)
+    dropped |= _descendants(tasks, dropped)
     fitting = [task for task in tasks if task.result is not PutResult.DROPPED]
     lengths = [task.item.payload.nbytes for task in fitting]
     waiting = deque(_cut(fitting, lengths, _write_bytes, connection.limits))
     writing: dict[int, list[WriteTask]] = {}
 
     def offer() -> None:
-        while waiting and len(writing) < WRITES_UNDER_WAY:
-            some = []
+        while waiting and len(writing) < WRITES_IN_FLIGHT:
+            batch = []
             for task in waiting.popleft():
-                if task.parent in headless:  # it could never be found
+                if task.parent in dropped:  # without its parent no lookup would find it
                     task.result = PutResult.DROPPED
                 else:
-                    some.append(task)
-            if some:
-                writing[_send_put(connection, some, durability, deadline)] = some
+                    batch.append(task)
+            if batch:
+                writing[_send_put(connection, batch, durability, deadline)] = batch
 
     offer()
     while writing:
@@ -150,17 +151,17 @@ def write(
             raise ConnectionLost(f"{len(results)} results for {len(sent)} blocks")
         for task, result in zip(sent, results, strict=True):
             task.result = result
-        dropped = {task.key for task in sent if task.result is PutResult.DROPPED}
-        if dropped:
-            headless |= dropped
-            headless.update(_descendants(tasks, headless))
+        newly_dropped = {task.key for task in sent if task.result is PutResult.DROPPED}
+        if newly_dropped:
+            dropped |= newly_dropped
+            dropped.update(_descendants(tasks, dropped))
         offer()
     connection.settle(deadline=deadline)
 
 
-def hash_first(tasks: Sequence[WriteTask]) -> None:
-    """Checksums for the first request, which cannot leave without them: for when there is something
-    else to wait for. No more than that, for the daemon may have the blocks."""
+def hash_first_request(tasks: Sequence[WriteTask]) -> None:
+    """Computes the checksums of the first request's blocks, while the caller waits for another
+    reply. It hashes no more than these, because the daemon may have the blocks already."""
     nbytes = 0
     first = []
     for task in tasks:
@@ -175,7 +176,7 @@ def hash_first(tasks: Sequence[WriteTask]) -> None:
 
 
 def _descendants(tasks: Sequence[WriteTask], heads: set[bytes]) -> set[bytes]:
-    """What follows the heads in their chains. Tasks are in chain order."""
+    """Returns the blocks that follow the heads in their chains. Tasks are in chain order."""
     found: set[bytes] = set()
     for task in tasks:
         if task.parent is not None and (task.parent in heads or task.parent in found):
@@ -204,8 +205,8 @@ def _read_bytes(number: int, left: int) -> int:
 
 
 def _write_bytes(number: int, left: int) -> int:
-    """Less at both ends: the wire idles until the first request is hashed, and the caller waits
-    until the last one is copied."""
+    """Returns the size of a write request. The first and last are smaller: the network idles until
+    the first one is hashed, and the caller waits until the last one is copied."""
     growing = SMALL_WRITE_BYTES << min(2 * number, 16)
     return max(SMALL_WRITE_BYTES, min(WRITE_BYTES, growing, left // 2))
 
@@ -216,20 +217,18 @@ def _cut(
     request_bytes: Callable[[int, int], int],
     limits: Limits,
 ) -> Iterator[list[_T]]:
-    """Runs of tasks whose bytes fit one request; a block that is larger goes alone.
-    `request_bytes` says how many those are, of the number of a request and the bytes left."""
-    most_blocks = max(1, min(MAX_FRAMES, limits.frames, limits.keys))
+    """Splits tasks into runs that fit one request; a block larger than a request goes alone.
+    `request_bytes` returns the size of a request from its number and the bytes left."""
+    max_blocks = max(1, min(MAX_FRAMES, limits.frames, limits.keys))
     left = sum(lengths)
     first = 0
     for number in itertools.count():
         if first == len(tasks):
             return
-        most_bytes = min(request_bytes(number, left), limits.message_bytes)
+        max_bytes = min(request_bytes(number, left), limits.message_bytes)
         last, nbytes = first + 1, lengths[first]
         while (
-            last < len(tasks)
-            and last - first < most_blocks
-            and nbytes + lengths[last] <= most_bytes
+            last < len(tasks) and last - first < max_blocks and nbytes + lengths[last] <= max_bytes
         ):
             nbytes += lengths[last]
             last += 1

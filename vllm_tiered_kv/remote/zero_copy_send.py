@@ -1,9 +1,9 @@
-"""Payload that zmq sends out of a caller's memory.
+"""Sends payload directly from a caller's memory (zero-copy).
 
-For every frame that pyzmq sends in place it makes an object that zmq tells when it is done with it,
-and a thread of its own wakes up for that. zmq is done with the frames of a message in their order,
-so one that tells is enough, the last: the others are handed over as constant memory. That holds as
-long as the connection does. When it breaks, only the end of the context proves anything.
+For every zero-copy frame pyzmq creates a tracker, and a pyzmq thread wakes up when zmq has sent the
+frame. zmq sends the frames of a message in order, so a tracker for the last frame suffices; the
+others are sent as constant memory without one. This holds while the connection is open. When it
+breaks, only the end of the zmq context proves that zmq no longer reads the memory.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from vllm_tiered_kv.native.cpu import send_frames
 
 
 class ZeroCopySend:
-    """The payload of one message, made by `Connection` on the thread that sends. To be kept until
-    `wait` has returned, or zmq's context ended."""
+    """The payload of one message. `Connection` makes it on the sending thread and keeps it until
+    `wait` has returned or the zmq context has ended."""
 
     __slots__ = ("_payload", "_trackers")
 
@@ -30,7 +30,7 @@ class ZeroCopySend:
         self._trackers: list[zmq.MessageTracker] = []
 
     def send(self, socket: zmq.SyncSocket) -> None:
-        """Behind a header that was sent with the word that more follows."""
+        """Sends the payload frames. The header was sent before, with SNDMORE."""
         payload = self._payload
         last = len(payload) - 1
         first = 0
@@ -42,20 +42,20 @@ class ZeroCopySend:
             first = last
         for index in range(first, last + 1):
             flags = zmq.NOBLOCK | (zmq.SNDMORE if index < last else 0)
-            # In place, however small: a copy would be done with before the others are.
+            # Zero-copy even if small: zmq copies small frames and reports them as sent at once.
             frame = zmq.Frame(payload[index], track=True, copy=False, copy_threshold=0)
             tracker: Any = socket.send(frame, flags, copy=False, track=True)
             self._trackers.append(tracker)
 
     def wait(self, deadline: float) -> None:
-        """Returns when zmq has read everything; zmq.NotDone if that takes too long."""
+        """Waits until zmq has read the payload; raises zmq.NotDone at the deadline."""
         for tracker in self._trackers:
             tracker.wait(max(0.0, deadline - time.monotonic()))
 
 
 @functools.cache
 def _send_const() -> int | None:
-    """Where zmq_send_const is in the libzmq that pyzmq uses; None if it does not show it."""
+    """Returns the address of zmq_send_const in pyzmq's libzmq; None if it is not exported."""
     try:
         from zmq.backend.cython import _zmq
 

@@ -1,1 +1,1 @@
-"""What makes the bytes of two engines the same: model files, settings, kernels, request keys."""
+"""Identity of blocks: model fingerprint, settings, kernel formats, request keys, shards."""

@@ -1,7 +1,7 @@
-"""How vLLM's kernels write the numbers of a block, beyond the order of its dimensions.
+"""Names the format in which vLLM's kernels write a block, beyond the order of its dimensions.
 
-That is theirs alone: another release may write them in another way, and so does a CPU with other
-instructions, for which vLLM packs keys as its matrix units like them. The layout has the same name.
+The format is private to the kernels and the layout's name does not tell it: another vLLM release
+may use another format, and on a CPU vLLM packs keys to suit the CPU's matrix instructions.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_PACKED_FOR = ("amx", "avx512")  # beginnings of names of instructions that vLLM packs keys for
+_PACKED_FOR = ("amx", "avx512")  # prefixes of the CPU instructions that vLLM packs keys for
 
 
 def kv_format(vllm_config: VllmConfig) -> str:
-    """Equal where the kernels of one engine can read what those of another have written."""
+    """Returns a text that is equal for engines whose kernels can read each other's blocks."""
     import vllm
     from vllm import envs
 
@@ -26,13 +26,14 @@ def kv_format(vllm_config: VllmConfig) -> str:
     if device == "cpu":
         facts += [platform.machine(), *sorted(_instructions())]
     if envs.VLLM_BATCH_INVARIANT:
-        facts += _what_decides_bits(vllm_config)
+        facts += _batch_invariant_facts(vllm_config)
     return " ".join(facts)
 
 
-def _what_decides_bits(vllm_config: VllmConfig) -> list[str]:
-    """Where vLLM promises the same bits whatever else is computed: other kernels read the numbers
-    as well, but have computed them a little differently, as engines without the promise have."""
+def _batch_invariant_facts(vllm_config: VllmConfig) -> list[str]:
+    """Returns what decides the exact bits of a block. With batch invariance vLLM promises
+    reproducible bits, but another GPU or attention back-end rounds differently. Without it even one
+    engine's blocks differ in rounding, so that these facts do not matter."""
     from vllm.platforms import current_platform
 
     backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
@@ -45,7 +46,8 @@ def _what_decides_bits(vllm_config: VllmConfig) -> list[str]:
 
 
 def _instructions() -> Iterator[str]:
-    """Of the scheduler's CPU. Workers run on the same kind, or nothing else of theirs would fit."""
+    """Yields the relevant instruction sets of the scheduler's CPU. vLLM's workers run on the same
+    kind of CPU."""
     import torch
 
     for name, is_there in torch.cpu.get_capabilities().items():

@@ -1,11 +1,11 @@
-"""Who computed these bytes: a digest of what is in the model's files, never of their names.
+"""The model fingerprint: a digest of the contents of a model's files, not of their names.
 
-Two folders with equal weights, config and overrides are one model; one folder whose weights were
-changed is another. Where no weights can be read, as in an object store, where they come from has
-to do. Of each large weight file the digest covers its size, its tensor index and
-samples from every tensor, which training changes throughout; hashing hundreds of gigabytes at each
-start would not make a difference anyone could meet. Embeddings are read whole: some rows of them
-may be trained alone. So are adapters, which are small.
+Two folders with equal weights, config and overrides are the same model; a folder whose weights
+change becomes another model. If the weights cannot be read, as in an object store, the digest
+covers their address. Of a large weight file it covers the size, the tensor index and samples of
+every tensor. Samples suffice because training changes tensors throughout, and hashing hundreds of
+gigabytes at each start would take too long. Embeddings are hashed completely, because training may
+change single rows of them. So are adapters, which are small.
 """
 
 from __future__ import annotations
@@ -37,36 +37,36 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors")
 _NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
 _NO_CONFIGS = frozenset(
     {
-        # Keys are made of tokens, whatever made those. vLLM fetches these files only where it needs
-        # them: not on hosts without an API server, nor with --tokenizer.
+        # Keys contain token ids, so the tokenizer does not matter. vLLM downloads these files only
+        # where it needs them: not on hosts without an API server, nor with --tokenizer.
         *("tokenizer.json", "vocab.json", "added_tokens.json", "special_tokens_map.json"),
         *("chat_template.json", "generation_config.json"),
-        # What a training leaves behind.
+        # Logs of a training.
         *("trainer_state.json", "all_results.json", "train_results.json", "eval_results.json"),
     }
 )
-_NEVER_LOADED = "original"  # weights in another format, in a folder that vLLM does not even fetch
+_NEVER_LOADED = "original"  # a folder of weights in another format, which vLLM does not download
 _LOADER_IGNORED = frozenset(
     {
-        # How fast, and by whose leave. vLLM fills in the last three itself.
+        # Speed and credentials. vLLM sets the last three itself.
         *("enable_multithread_load", "num_threads", "enable_weights_track", "concurrency"),
         *("memory_limit", "distributed", "num_readers", "verify_hash", "encryption_keyfile"),
         *("s3_access_key_id", "s3_secret_access_key", "hf_config", "model_class", "dtype"),
     }
 )
-_SMALL_FILE = 1 << 20  # files up to this size are covered whole
+_SMALL_FILE = 1 << 20  # files up to this size are hashed completely
 _SAMPLE = 4096
 _CHUNK = 8 << 20  # read and hashed at a time
 _TABLES = ("embed", "wte", "wpe")  # in names of tensors whose rows may be trained one by one
 _MAX_TENSORS = 8192
 _MAX_HEADER = 256 << 20
-_CLOCK_SKEW_NS = 2_000_000_000  # so far the clock of a file server may be behind this host's
+_CLOCK_SKEW_NS = 2_000_000_000  # how far a file server's clock may lag behind this host's
 
 
 def fingerprint(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, tenant: str = ""
 ) -> Fingerprint:
-    """Everything that makes this engine's blocks its own."""
+    """Returns everything that must be equal for two engines to share blocks."""
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
     return Fingerprint(
@@ -93,7 +93,7 @@ def fingerprint(
 
 
 def model_digest(vllm_config: VllmConfig) -> str:
-    """Digest of weights, config and everything that changes what the weights compute."""
+    """Returns a digest of weights, config and all settings that change what they compute."""
     model = vllm_config.model_config
     digest = hashlib.sha256()
     load_format = str(getattr(vllm_config.load_config, "load_format", "auto"))
@@ -110,8 +110,8 @@ def model_digest(vllm_config: VllmConfig) -> str:
 
 
 def why_weights_are_unknown(vllm_config: VllmConfig) -> str | None:
-    """What makes the files tell nothing: others may send weights to the workers, before the first
-    request or at any time, and vLLM says nothing about it to a connector. None if nothing does."""
+    """Returns the vLLM option that lets others send weights to the workers at any time, without a
+    notice to the connector, so that the files do not tell the weights; None if none is set."""
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
         return "weight_transfer_config"
     if getattr(vllm_config.parallel_config, "worker_extension_cls", ""):
@@ -120,11 +120,11 @@ def why_weights_are_unknown(vllm_config: VllmConfig) -> str | None:
 
 
 def changed_since_start(vllm_config: VllmConfig) -> Path | None:
-    """What was changed since this process began: a file of the model's, its folder, or a link that
-    leads there. None if nothing was.
+    """Returns a model file, its folder or a link to it that has changed since this process started;
+    None if there is none.
 
-    vLLM's workers read the weights after that, and before the digest is made of them: it may tell
-    of others. To be asked behind the digest.
+    vLLM's workers read the weights after that start and before the digest does. After a change in
+    between, the digest may belong to other weights than the workers'. Call it after the digest.
     """
     if str(vllm_config.load_config.load_format) == "dummy":
         return None
@@ -135,33 +135,33 @@ def changed_since_start(vllm_config: VllmConfig) -> Path | None:
         return None
     refs = place.parent.parent / "refs"
     if not source and not Path(model.model).exists() and refs.is_dir():
-        # A hub's files are named by their content and never written again; they may be new because
-        # a worker has fetched them. But which of several snapshots it was told to load is unknown.
+        # A hub's files are named by their content and never change; they may be new because a
+        # worker downloaded them. But of several snapshots, the ref tells which one was loaded.
         is_only_one = len(list(place.parent.iterdir())) == 1
-        looked_at = [] if is_only_one else [refs / str(model.revision or "main")]
+        candidates = [] if is_only_one else [refs / str(model.revision or "main")]
     else:
         suffixes = (".json", ".py", *_WEIGHT_SUFFIXES)
         files = [place] if place.is_file() else _files(place)
         files = [file for file in files if file == place or file.suffix in suffixes]
-        looked_at = [step for file in files for step in _way_to(file)]
+        candidates = [link for file in files for link in _link_chain(file)]
         folders = {place, *(file.parent for file in files)} if place.is_dir() else ()
-        looked_at += [folder.resolve() for folder in folders]
-    return next((path for path in looked_at if _changed_ns(path) > since), None)
+        candidates += [folder.resolve() for folder in folders]
+    return next((path for path in candidates if _changed_ns(path) > since), None)
 
 
-def _way_to(path: Path) -> Iterator[Path]:
-    """The links on the way to a file, and what is at its end."""
+def _link_chain(path: Path) -> Iterator[Path]:
+    """Yields all symbolic links that lead to a file, and the file itself."""
     path = Path(os.path.abspath(path))
     for part in (*reversed(path.parents), path):
         if part.is_symlink():
             yield part
-            yield from _way_to(part.parent / part.readlink() / path.relative_to(part))
+            yield from _link_chain(part.parent / part.readlink() / path.relative_to(part))
             return
     yield path
 
 
 def _changed_ns(path: Path) -> int:
-    """Who copies or unpacks files may set the time of the last write, but not this one."""
+    """Returns the later of mtime and ctime: copying or unpacking may set mtime, but not ctime."""
     try:
         stat = path.lstat()
     except FileNotFoundError:
@@ -170,42 +170,43 @@ def _changed_ns(path: Path) -> int:
 
 
 def _process_start_ns() -> int:
-    """By the clock that files have their times from. Of an engine in a process of its own that is
-    just before its workers begin."""
-    of_process = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    started = int(of_process[19]) / os.sysconf("SC_CLK_TCK")  # after the machine was
+    """Returns when this process started, by the clock of file times. An engine process starts just
+    before its workers do."""
+    stat_fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    started = int(stat_fields[19]) / os.sysconf("SC_CLK_TCK")  # seconds after boot
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - started
     return time.time_ns() - int(age * 1e9)
 
 
 def _add_weights(digest: Any, vllm_config: VllmConfig) -> None:
-    """By what is in their files; where those are not here, by where they come from."""
+    """Adds the contents of the weight files, or their address if they are not on this host."""
     model, load_format = vllm_config.model_config, str(vllm_config.load_config.load_format)
-    # These formats read other files even where safetensors lie beside them.
+    # These formats read other files even if there are safetensors.
     every_format = load_format in ("pt", "npcache")
     code = (".py",) if getattr(model, "trust_remote_code", False) else ()
     folder = _model_folder(vllm_config)
     source = _other_source(vllm_config)
-    ignored = _NO_CONFIGS if not source else frozenset()  # without weights every hint counts
+    ignored = _NO_CONFIGS if not source else frozenset()  # without weights every file counts
     if ignored and getattr(model, "multimodal_config", None) is None:
-        ignored |= {"tokenizer_config.json"}  # else it may say which processor media have
+        ignored |= {"tokenizer_config.json"}  # with media it may name their processor
     are_read = folder is not None and _add_place(digest, folder, every_format, code, ignored)
-    if source:  # then the folder has configs alone, or weights that nobody loads
+    if source:  # then the folder has only configs, or weights that vLLM does not load
         are_read = os.path.exists(source) and _add_place(digest, Path(source), every_format)
     if not are_read:
         name = source or model.model
         logger.warning(
-            "the files of model %s cannot be read here; its cache is keyed by name and revision, "
-            "so call reset_prefix_cache(reset_connector=True) after changing them in place",
+            "cannot read the weight files of model %s on this host; its cache is keyed by name and "
+            "revision, so call reset_prefix_cache(reset_connector=True) after changing them in "
+            "place",
             name,
         )
         _add(digest, "name", f"{name}@{model.revision}")
 
 
 def _other_source(vllm_config: VllmConfig) -> str:
-    """Where the weights come from if not from the model's folder, or nothing.
+    """Returns the address of the weights if they are not in the model's folder, else "".
 
-    Of a model in an object store vLLM's folder is a temporary one without weights.
+    For a model in an object store, vLLM's model folder is a temporary one without weights.
     """
     load = vllm_config.load_config
     if str(load.load_format) == "tensorizer":
@@ -225,7 +226,7 @@ def _loader_options(load: LoadConfig) -> dict[str, Any]:
 def _loader_text(load: LoadConfig) -> str:
     ignored = set(_LOADER_IGNORED)
     if str(load.load_format) == "tensorizer":
-        ignored |= {"tensorizer_uri", "tensorizer_dir"}  # the source of weights, see above
+        ignored |= {"tensorizer_uri", "tensorizer_dir"}  # see `_other_source`
     options = {
         name: value
         for name, value in _loader_options(load).items()
@@ -235,18 +236,18 @@ def _loader_text(load: LoadConfig) -> str:
 
 
 def adapter_digest(name: str, path: str) -> bytes:
-    """Digest of a LoRA adapter's files; read again only when a file may have changed.
+    """Returns a digest of a LoRA adapter's files; it is cached until a file may have changed.
 
-    Of those at the top of its folder: vLLM reads no others.
+    It covers the top level of the adapter's folder: vLLM reads no other files.
     """
     folder = _adapter_folder(name, path)
     if folder is None:
         raise UnsupportedError(
-            f"adapter {name!r} is not found at {path} on the scheduler's host, so nobody can tell "
-            "what it holds; give the path of a folder"
+            f"adapter {name!r} is not found at {path} on the scheduler's host, so its contents "
+            "cannot be identified; give the path of a folder on this host"
         )
-    # Size and time of the last write do not tell: adapters of a kind are equally large, and whoever
-    # unpacks or copies them may set the time. The time of the last change is the kernel's alone.
+    # Size and mtime are not enough: adapters of one kind have the same size, and unpacking or
+    # copying may set mtime. Only the kernel sets ctime.
     stamps = tuple(
         (file.name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
         for file in _adapter_files(folder)
@@ -265,8 +266,8 @@ def _adapter_digest(folder: Path, stamps: tuple[tuple[str | int, ...], ...]) -> 
 
 
 def _adapter_files(folder: Path) -> list[Path]:
-    """Those that may say what it computes. Beside them a training leaves its state behind, which is
-    many times as large, and the tokenizer."""
+    """Returns the files that decide what the adapter computes. It leaves out the tokenizer and the
+    state of a training, which is many times as large."""
     ignored = {*_NO_WEIGHTS, *_NO_CONFIGS, "tokenizer_config.json"}
     return [
         file
@@ -278,14 +279,14 @@ def _adapter_files(folder: Path) -> list[Path]:
 
 
 def _adapter_folder(name: str, path: str) -> Path | None:
-    """Where vLLM's workers load it from, if that is here already."""
+    """Returns the folder from which vLLM's workers load the adapter; None if it is not here yet."""
     local = Path(os.path.expanduser(path))
     is_local = local.is_absolute() or local.exists()
     found = local if is_local else _snapshot(path)
     if found is not None and not is_local and _hub_is_asked():
         raise UnsupportedError(
-            f"vLLM asks a hub for adapter {name!r} whenever it loads it, and may get a newer one "
-            "than is here; give the path of a folder, or set HF_HUB_OFFLINE=1"
+            f"vLLM asks a hub for adapter {name!r} whenever it loads it, and may get a newer "
+            "version than the local one; give the path of a folder, or set HF_HUB_OFFLINE=1"
         )
     if found is None or not found.is_dir():
         return None
@@ -293,7 +294,7 @@ def _adapter_folder(name: str, path: str) -> Path | None:
 
 
 def _hub_is_asked() -> bool:
-    """Whether vLLM looks for something newer than what is on this host."""
+    """Whether vLLM asks a hub for a newer version than the one on this host."""
     from vllm import envs
 
     if envs.VLLM_USE_MODELSCOPE:
@@ -314,13 +315,13 @@ def _model_folder(vllm_config: VllmConfig) -> Path | None:
 def _snapshot(
     repository: str, revision: str | None = None, cache: str | None = None
 ) -> Path | None:
-    """The files of a hub's repository that are on this host."""
+    """Returns the folder of a hub repository's files on this host; None if they are not here."""
     try:
         from vllm import envs
 
         if envs.VLLM_USE_MODELSCOPE:
-            # Another hub, which may have something else under the same name. vLLM leaves it to its
-            # library where that keeps files.
+            # This hub may have another model under the same name. Like vLLM, use the default cache
+            # folder of its library.
             from modelscope.hub.snapshot_download import snapshot_download as from_modelscope
 
             return Path(from_modelscope(repository, revision=revision, local_files_only=True))
@@ -329,7 +330,7 @@ def _snapshot(
         return Path(
             snapshot_download(repository, revision=revision, cache_dir=cache, local_files_only=True)
         )
-    except Exception as reason:  # any failure means the same: no files to read
+    except Exception as reason:  # after any failure there are no files to read
         logger.debug("no local snapshot of %s: %s", repository, reason)
         return None
 
@@ -349,16 +350,16 @@ def _add_place(
     code: tuple[str, ...] = (),
     ignored: frozenset[str] = frozenset(),
 ) -> bool:
-    """Covers a file, or a folder's configs and weights; False if there are no weights in it."""
+    """Adds a file, or a folder's configs and weights; False if the folder has no weights."""
     if place.is_file():
         _add_file(digest, place)
         return True
     suffixes = (".json", *code, *_WEIGHT_SUFFIXES)
     files = [file for file in _files(place) if file.suffix in suffixes and file.name not in ignored]
-    files = [file for file in files if file != place / "config.json"]  # hf_config stands for it
+    files = [file for file in files if file != place / "config.json"]  # covered by hf_config
     files = [file for file in files if place / _NEVER_LOADED not in file.parents]
-    # Some repositories carry the weights twice; vLLM loads safetensors when they are there, at
-    # the top: those of a subfolder do not replace the model's own.
+    # Some repositories contain the weights twice. vLLM prefers safetensors, but only those at the
+    # top level: those of a subfolder do not replace the model's own weights.
     own = any(file.suffix == ".safetensors" and file.parent == place for file in files)
     if own and not every_format:
         files = [file for file in files if file.suffix in (".json", *code, ".safetensors")]
@@ -389,13 +390,13 @@ def _add_range(digest: Any, stream: Any, offset: int, length: int) -> None:
         part = stream.read(min(length, _CHUNK))
         if not part:
             return
-        digest.update(xxh3_64(part).to_bytes(8, "little"))  # ten times as fast
+        digest.update(xxh3_64(part).to_bytes(8, "little"))  # ten times as fast as SHA-256
         length -= len(part)
 
 
 def _sampled_ranges(stream: Any, size: int, suffix: str) -> Iterator[tuple[int, int]]:
-    """The index of a safetensors file, and of each tensor its ends and its middle, or all of it;
-    else evenly spaced pieces."""
+    """Yields the ranges to hash. In a safetensors file: the index, and the start, middle and end of
+    each tensor, or all of a small or embedding tensor. In other files: evenly spaced pieces."""
     index = _tensor_index(stream, size) if suffix == ".safetensors" else None
     if index is None:
         pieces = 1024
@@ -414,8 +415,8 @@ def _sampled_ranges(stream: Any, size: int, suffix: str) -> Iterator[tuple[int, 
 
 
 def _tensor_index(stream: Any, size: int) -> tuple[int, list[tuple[int, int, bool]]] | None:
-    """Where a safetensors file's data begins, and the span of each tensor in it and whether it is
-    a table of rows; None if the file is broken, which is for vLLM to complain about."""
+    """Returns where the data of a safetensors file starts, and (start, end, is embedding) of each
+    tensor; None if the file is broken, which vLLM reports."""
     (header_bytes,) = struct.unpack("<Q", stream.read(8))
     data = 8 + header_bytes
     if data > min(size, _MAX_HEADER):
@@ -429,8 +430,8 @@ def _tensor_index(stream: Any, size: int) -> tuple[int, list[tuple[int, int, boo
                 is_table = any(word in name.lower() for word in _TABLES)
                 spans.append((int(start), int(end), is_table))
         spans.sort()
-    except Exception as reason:  # whatever a header can be but an index
-        logger.debug("no tensor index in a weight file: %s", reason)
+    except Exception as reason:  # a broken header fails in many ways
+        logger.debug("cannot parse the tensor index of a weight file: %s", reason)
         return None
     if any(not 0 <= start <= end <= size - data for start, end, _ in spans):
         return None
@@ -442,7 +443,7 @@ def _add(digest: Any, label: str, value: str) -> None:
 
 
 def _stable(config: dict[str, Any]) -> str:
-    """Canonical text of a config, without what says where or by which library it was saved."""
+    """Returns the canonical text of a config, without where and by which library it was saved."""
     ignored = {"_name_or_path", "transformers_version", "_commit_hash"}
     kept = {key: value for key, value in config.items() if key not in ignored}
     return json.dumps(kept, sort_keys=True, default=canonical_text)

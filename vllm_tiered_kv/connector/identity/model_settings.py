@@ -1,7 +1,8 @@
-"""What of vLLM's settings changes what a model computes, in a text that is equal everywhere.
+"""The vLLM settings that change what a model computes, as a canonical text.
 
-Every field of the configs counts unless it is named here: one that a newer vLLM adds separates
-engines until somebody has looked at it. That costs hits; the other way round would cost tokens.
+Every field of vLLM's configs counts unless it is listed here. A field that a newer vLLM adds thus
+separates engines until somebody has reviewed it. That costs hits; ignoring it by default could give
+wrong tokens.
 """
 
 from __future__ import annotations
@@ -21,65 +22,65 @@ if TYPE_CHECKING:
 
 IGNORED_OF_MODEL = frozenset(
     {
-        # Names and places: what is found there counts, see `model_identity`.
+        # Names and paths: the contents of the files count, see `model_fingerprint`.
         *("model", "model_weights", "served_model_name", "hf_config_path", "hf_token"),
-        "revision",  # in the fingerprint by itself
-        # Counted in their own ways, see `model_identity` and below.
+        "revision",  # a field of the fingerprint
+        # Covered separately, see `model_fingerprint` and below.
         *("hf_config", "hf_text_config", "multimodal_config", "max_model_len", "seed"),
-        "config_format",  # hf_config is what comes of it
-        # Keys are made of tokens, whatever made those.
+        "config_format",  # covered by hf_config
+        # Keys contain token ids, so the tokenizer does not matter.
         *("tokenizer", "tokenizer_mode", "tokenizer_revision", "skip_tokenizer_init"),
         *("io_processor_plugin", "renderer_num_workers"),
-        # What may be asked, not what is answered.
+        # Restrict the requests, not the answers.
         *("allowed_local_media_path", "allowed_media_domains", "allow_deprecated_quantization"),
         *("enable_prompt_embeds", "enable_trace_replay"),
-        # After the last layer: sampling, probabilities, pooling. One model takes more from
+        # Apply after the last layer: sampling, probabilities, pooling. Llama 4 reads more from
         # `override_generation_config`, see below.
         *("generation_config", "override_generation_config", "logits_processors", "pooler_config"),
         *("return_sampling_mask", "max_logprobs", "logprobs_mode", "use_fp64_gumbel"),
-        # How the same is computed: graphs, memory, sleep. Cascades are gone.
+        # Change how, not what is computed: graphs, memory, sleep. vLLM has no cascades any more.
         *("enforce_eager", "disable_cascade_attn", "enable_cumem_allocator", "enable_sleep_mode"),
         *("sleep_preserve_parameter_names", "sleep_mode_backend", "sleep_mode_offload_cudagraph"),
         "enable_nccl_comm_suspend",
-        # Of drafts, which are not cached.
+        # For draft models, whose KV is not cached.
         "spec_target_max_model_len",
-        # Learned from the weights, and only by the process that loads them.
+        # Derived from the weights, and set only in the process that loads them.
         "word_embeddings_untied_by_checkpoint",
     }
 )
 
 IGNORED_OF_MEDIA = frozenset(
     {
-        # What may be asked.
+        # Restrict the requests.
         *("limit_per_prompt", "enable_mm_embeds", "allow_missing_mm_embeddings"),
-        # Caches and ways between processes.
+        # Caches and communication between processes.
         *("mm_processor_cache_gb", "mm_processor_cache_type", "mm_shm_cache_max_object_size_mb"),
         *("mm_tensor_ipc", "mm_ipc_gpu_memory_gb", "skip_mm_profiling"),
-        "mm_hasher_algorithm",  # another one gives other names, which are in the keys
-        "interleave_mm_strings",  # of the text that becomes tokens
-        # Written, never read.
+        "mm_hasher_algorithm",  # changes the hashes of media, which the keys contain
+        "interleave_mm_strings",  # changes the token ids, which the keys contain
+        # Output files.
         *("mm_encoder_fp8_scale_save_path", "mm_encoder_fp8_scale_save_margin"),
     }
 )
 
 IGNORED_OF_ADAPTERS = frozenset(
     {
-        # How many, how large, and how the same is computed.
+        # Numbers, sizes, and how, not what is computed.
         *("max_lora_rank", "max_loras", "max_cpu_loras", "fully_sharded_loras"),
         "specialize_active_lora",
-        "default_mm_loras",  # which one a request has: by then it has it
-        "max_lora_cls_labels",  # after the last layer
+        "default_mm_loras",  # chooses a request's adapter, which its keys contain
+        "max_lora_cls_labels",  # applies after the last layer
     }
 )
 
-_FILES = ("mm_encoder_fp8_scale_path",)  # what they hold counts, not where they lie
-_LLAMA4_LONG = 32768  # tokens of a context, from which on vLLM tunes its attention
+_FILES = ("mm_encoder_fp8_scale_path",)  # the contents of these files count, not their paths
+_LLAMA4_LONG = 32768  # tokens; for longer contexts vLLM turns on attn_temperature_tuning
 _MAX_DEPTH = 8
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def settings(model: ModelConfig) -> Iterator[tuple[str, str]]:
-    """All that count, with their values as text; only those that are set."""
+    """Yields the name and the value, as text, of all settings that count and are set."""
     yield from _counted(model, IGNORED_OF_MODEL, "")
     media = getattr(model, "multimodal_config", None)
     if media is not None:
@@ -88,7 +89,7 @@ def settings(model: ModelConfig) -> Iterator[tuple[str, str]]:
 
 
 def adapter_settings(lora: LoRAConfig | None) -> str:
-    """What changes how an engine computes with an adapter, whichever that is."""
+    """Returns the settings that change what an engine computes with any adapter."""
     return "" if lora is None else canonical_text(dict(_counted(lora, IGNORED_OF_ADAPTERS, "")))
 
 
@@ -96,14 +97,14 @@ def _counted(config: object, ignored: frozenset[str], prefix: str) -> Iterator[t
     for name, value in sorted(_fields(config).items(), key=lambda field: field[0]):
         if name in ignored or name.startswith("_"):
             continue
-        # None and nothing at all mean the same, and a new field that is off changes no key.
+        # An empty value counts as unset, so that a new field that is off changes no key.
         if value is not None and value not in ("", {}, [], ()):
             text = _content(value) if name in _FILES else canonical_text(value)
             yield prefix + name, text
 
 
 def _fields(config: object) -> dict[str, Any]:
-    """Those it declares: others are worked out from these."""
+    """Returns the declared fields; other attributes are derived from these."""
     if dataclasses.is_dataclass(config):
         return {f.name: getattr(config, f.name, None) for f in dataclasses.fields(config)}
     return dict(vars(config))
@@ -112,12 +113,12 @@ def _fields(config: object) -> dict[str, Any]:
 def _content(path: str) -> str:
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    except OSError:  # for vLLM to complain about
+    except OSError:  # vLLM reports it
         return str(path)
 
 
 def _by_longest_context(model: ModelConfig) -> Iterator[tuple[str, str]]:
-    """What some models compute depends on how long vLLM's contexts may get."""
+    """Yields settings of models whose computation depends on vLLM's --max-model-len."""
     for part in _parts(model.hf_config.to_dict()):
         rope = part.get("rope_type", part.get("type"))
         if rope in ("longrope", "su"):
@@ -134,7 +135,7 @@ def _by_longest_context(model: ModelConfig) -> Iterator[tuple[str, str]]:
 
 
 def _parts(config: object) -> Iterator[dict[str, Any]]:
-    """A config and all that are inside it: of the text part, of positions, of kinds of layers."""
+    """Yields a config and all configs nested in it: of the text model, of RoPE, of layer types."""
     if isinstance(config, dict):
         yield config
         for inner in config.values():
@@ -142,13 +143,13 @@ def _parts(config: object) -> Iterator[dict[str, Any]]:
 
 
 def canonical_text(value: object) -> str:
-    """Equal for equal values in every process and on every machine: no addresses, no order of
-    hashing."""
+    """Returns a text that is equal for equal values in every process and on every machine: it
+    contains no memory addresses and does not depend on the order of sets."""
     return json.dumps(_plain(value, 0))
 
 
 def _plain(value: object, depth: int) -> object:
-    """Made of what JSON knows. Other kinds than the plain ones carry their names."""
+    """Converts a value to JSON types. Values of other types carry the name of their type."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if depth >= _MAX_DEPTH:
@@ -157,7 +158,7 @@ def _plain(value: object, depth: int) -> object:
     if isinstance(value, enum.Enum):
         return ["enum", _name(type(value)), value.name]
     for plain in (int, float, str):
-        if isinstance(value, plain):  # of a kind that is made of it
+        if isinstance(value, plain):  # of a subclass
             return [_name(type(value)), plain(value)]
     if isinstance(value, bytes):
         return ["bytes", value.hex()]
@@ -176,7 +177,7 @@ def _plain(value: object, depth: int) -> object:
     if dataclasses.is_dataclass(value) or hasattr(value, "__dict__"):
         fields = {k: v for k, v in _fields(value).items() if not k.startswith("_")}
         return ["object", _name(type(value)), _plain(fields, inner)]
-    return ["text", _ADDRESS.sub("", repr(value))]  # torch's dtypes and devices among them
+    return ["text", _ADDRESS.sub("", repr(value))]  # for example torch dtypes and devices
 
 
 def _name(of: Any) -> str:

@@ -1,4 +1,4 @@
-"""Keys of a vLLM request: its scope (epoch, LoRA, salt), its tokens, its multimodal inputs."""
+"""Block keys of a vLLM request: from its scope (epoch, LoRA, salt), tokens and media."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.request import Request
 
-# A digest, or a UUID: whoever made such a name had none like it in mind elsewhere.
+# A digest or a UUID: a client would not reuse such a name for another image.
 _UNIQUE_NAME = re.compile(r"[0-9a-fA-F]{32,}|[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 
 
 class RequestKeys:
-    """Grows with the request: keys of every full block of its confirmed tokens, per group.
+    """The keys of all full blocks of a request's confirmed tokens, per group; they grow with the
+    request. `KeyMaker` makes it, in the scheduler's thread.
 
-    The chain is hashed once, at the granularity all groups' block sizes are multiples of; a
-    group's key is the digest at its block's end.
+    The chain is hashed once, in units that divide the block sizes of all groups; a group's key is
+    the digest at the end of its block.
     """
 
     def __init__(
@@ -38,8 +39,8 @@ class RequestKeys:
         adapter: bytes | None = None,
         engine: bytes = b"",
     ) -> None:
-        """`adapter`: what the files of the request's adapter hold, which is part of the root.
-        `engine`: a name that no other engine has, nor this one after a restart."""
+        """`adapter`: the digest of the request's adapter, which is part of the root. `engine`: an
+        id that is unique to this engine process."""
         self.adapter = adapter
         self._engine = engine
         self._digest = self._root = root
@@ -51,7 +52,8 @@ class RequestKeys:
         self.of_group: list[list[BlockKey]] = [[] for _ in block_sizes]
 
     def extend(self, request: Request, num_tokens: int) -> None:
-        """Covers the full blocks of the first `num_tokens` tokens, all of them confirmed."""
+        """Adds the keys of the full blocks of the first `num_tokens` tokens, which must be
+        confirmed."""
         start = len(self._units) * self._unit
         stop = num_tokens - num_tokens % self._unit
         if stop <= start:
@@ -68,7 +70,8 @@ class RequestKeys:
         )
         self._units.extend(keys)
         if single:
-            self.of_group[0].extend(cast("list[BlockKey]", keys))  # a call for each would show
+            # A cast, because a BlockKey() call for each key takes measurable time.
+            self.of_group[0].extend(cast("list[BlockKey]", keys))
             return
         for group, step in enumerate(self._steps):
             have = len(self.of_group[group])
@@ -76,8 +79,8 @@ class RequestKeys:
             self.of_group[group].extend(BlockKey(end + self._suffixes[group]) for end in ends)
 
     def of_tail(self, request: Request, start: int, end: int) -> BlockKey:
-        """The key of the block that tokens `start` to `end` of the prompt fill in part. The one
-        before it has one already."""
+        """Returns the key of the partial block with the tokens `start` to `end` of the prompt. The
+        blocks before it must have their keys."""
         extra = b""
         if request.mm_features or request.prompt_embeds is not None:
             extra, _ = _extra(request, start, end, 0, self._engine)
@@ -85,7 +88,7 @@ class RequestKeys:
         return tail_key(parent, request._all_token_ids[start:end], extra)
 
     def _extras(self, request: Request, start: int, stop: int) -> dict[int, bytes] | None:
-        """What besides the token ids decides a block's content: images, embeddings."""
+        """Returns, by unit, what decides the contents besides the token ids: media, embeddings."""
         if not request.mm_features and request.prompt_embeds is None:
             return None
         extras: dict[int, bytes] = {}
@@ -100,15 +103,16 @@ class RequestKeys:
 def _extra(
     request: Request, start: int, end: int, mm_index: int, engine: bytes
 ) -> tuple[bytes, int]:
-    """The same of one block. `mm_index`: those before it end before the block; and which do before
-    the next one."""
+    """Returns the extra key material of one block, and `mm_index` for the next block. `mm_index`:
+    the first multimodal input that does not end before the block."""
     from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
     found, mm_index = generate_block_hash_extra_keys(request, start, end, mm_index)
     parts = [part for part in found or () if not _is_in_root(part)]
     if any(map(_is_named_by_client, parts)):
         parts.append(engine)
-    # Where both are given; vLLM's zeros for the other kind are a token, and an embedding, too.
+    # Prompts that mix tokens and embeddings: vLLM fills the gaps of either kind with zeros, which
+    # are also a valid token or embedding.
     is_token = getattr(request, "prompt_is_token_ids", None)
     if is_token is not None:
         parts.append(bytes(is_token[start:end]))
@@ -116,8 +120,9 @@ def _extra(
 
 
 def _is_in_root(part: object) -> bool:
-    """Adapter and salt come along too; the adapter by name and path, which differ between hosts.
-    Media have a number beside their names, whatever those are: 0.31 does not say what is what."""
+    """Whether this extra key is the adapter or the salt, which are part of the root; vLLM names the
+    adapter by name and path, which differ between hosts. vLLM 0.31 does not label its extra keys,
+    but those of media contain a number, while these consist of strings."""
     return (
         isinstance(part, tuple)
         and part[0] in ("lora", "cache_salt")
@@ -126,25 +131,26 @@ def _is_in_root(part: object) -> bool:
 
 
 def _is_named_by_client(part: object) -> bool:
-    """Whether this is an image or the like that a client has given a name (`multi_modal_uuids`)
-    that may be another's elsewhere, or later: vLLM believes it as long as it runs. Those of vLLM's
-    own making are digests, some behind the name of an adapter."""
+    """Whether this extra key is a multimodal input that the client has named (`multi_modal_uuids`).
+    Another client may use the name for other contents; vLLM trusts it only for the lifetime of an
+    engine. vLLM's own names are digests, some with the name of an adapter as prefix."""
     if not (isinstance(part, tuple) and len(part) > 1 and isinstance(part[-1], int)):
         return False
     return _UNIQUE_NAME.fullmatch(str(part[-2]).rpartition(":")[2]) is None
 
 
 def _share_tokens(media: Sequence[MultiModalFeatureSpec]) -> bool:
-    """Whether one begins before another has ended. Of such, vLLM's hashes know only the first until
-    the block in which that ends; those on the GPU's blocks, too, so that better keys would not
-    help."""
+    """Whether two multimodal inputs overlap. vLLM's block hashes then cover only the first of them
+    up to the block in which it ends. vLLM's own prefix cache uses these hashes on the GPU, so that
+    better keys here would not help."""
     places = [one.mm_position for one in media]
     ends = accumulate((place.offset + place.length for place in places), max)
     return any(place.offset < end for place, end in zip(places[1:], ends, strict=False))
 
 
 class KeyMaker:
-    """Starts chains for requests of one engine."""
+    """Makes the `RequestKeys` of one engine's requests and tracks which adapter files they use. The
+    scheduler half calls it, in the scheduler's thread."""
 
     def __init__(
         self,
@@ -153,22 +159,22 @@ class KeyMaker:
         media_have_hashes: bool = True,
         adapter_settings: str = "",
     ) -> None:
-        """`media_have_hashes`: what vLLM calls an image follows from what it shows.
-        `adapter_settings`: what changes how the engine computes with any adapter."""
+        """`media_have_hashes`: vLLM names media by a hash of their contents. `adapter_settings`:
+        settings that change what the engine computes with any adapter."""
         self._namespace = namespace
         self._adapter_settings = adapter_settings
         self._media_have_hashes = media_have_hashes
         self._block_sizes = tuple(block_sizes)
         self._epoch = b""
         self._engine = os.urandom(16)
-        # By vLLM's number of an adapter: the files it was loaded from; None where nobody knows.
+        # By lora_int_id: the digest of the files that vLLM loaded; None if that is unknown.
         self._adapters: dict[int, bytes | None] = {}
-        # By what vLLM's own prefix cache tells adapters apart by: the files it means; None where it
-        # may mean several.
+        # By name and path, which identify an adapter in vLLM's own prefix cache: the digest of its
+        # files; None if blocks of several versions may be in that cache.
         self._files_of: dict[tuple[str, str], bytes | None] = {}
 
     def new_epoch(self, nonce: bytes) -> None:
-        """After weights changed in place: no key made from now on equals an earlier one."""
+        """Makes all later keys differ from earlier ones, after weights changed in place."""
         self._epoch = nonce
         self._files_of.clear()
 
@@ -177,19 +183,19 @@ class KeyMaker:
         adapter = self._adapter(lora) if lora else None
         if request.mm_features and not self._media_have_hashes:
             raise UnsupportedError(
-                "vLLM only numbers images and the like while both its prefix cache and its "
+                "vLLM does not hash multimodal inputs while both its prefix cache and its "
                 "processor cache are off; set --mm-processor-cache-gb above 0"
             )
         if _share_tokens(request.mm_features):
             raise UnsupportedError(
-                "media that lie among each other's tokens (the audio of a video) are mixed up by "
-                "vLLM's own prefix cache"
+                "multimodal inputs with overlapping tokens (such as the audio of a video) are not "
+                "cached, because vLLM's block hashes do not tell them apart"
             )
         return self._keys(request, adapter)
 
     def renewed(self, request: Request, keys: RequestKeys) -> RequestKeys:
-        """Those of a request that had others before `new_epoch`. It has loaded nothing since,
-        whatever its adapter's files hold by now."""
+        """Returns new keys for a request from before `new_epoch`, with the adapter digest of its
+        old keys: vLLM has not loaded the adapter since then, even if the files have changed."""
         return self._keys(request, keys.adapter)
 
     def _keys(self, request: Request, adapter: bytes | None) -> RequestKeys:
@@ -198,11 +204,11 @@ class KeyMaker:
         return RequestKeys(root, self._block_sizes, adapter, self._engine)
 
     def _adapter(self, lora: LoRARequest) -> bytes:
-        """What the adapter of this request holds.
+        """Returns the digest of the request's adapter.
 
-        vLLM goes on computing with what it once loaded under a number, whatever becomes of the
-        files and whichever path a later request gives: such a request must not store under the
-        name of the new files what the old ones computed.
+        vLLM keeps using the files that it once loaded for a lora_int_id, even if they change or a
+        later request gives another path. Blocks computed with the old files must not get keys of
+        the new ones, so this raises UnsupportedError for such a request.
         """
         number = lora.lora_int_id
         is_loaded_now = lora.load_inplace or number not in self._adapters
@@ -210,7 +216,7 @@ class KeyMaker:
         try:
             digest = self._digest_of(lora)
         except (TieredKVError, OSError):
-            # vLLM may load something all the same, and go on with it when files can be read here.
+            # vLLM's workers may still load files, and keep using them when this host can read some.
             self._files_of[place] = None
             if is_loaded_now:
                 self._adapters[number] = None
@@ -219,13 +225,13 @@ class KeyMaker:
             self._adapters[number] = digest
         elif self._adapters[number] != digest:
             self._adapters[number] = None
-        # GPU blocks computed with other files may be taken for those of the ones that are there.
+        # vLLM's prefix cache may return GPU blocks that were computed with other files.
         if self._files_of.setdefault(place, digest) != digest:
             self._files_of[place] = None
             raise UnsupportedError(
-                f"the files of adapter {lora.lora_name!r} have changed at {lora.lora_path}, or are "
-                "not what vLLM has computed with under that name and path, which its prefix cache "
-                "does not notice; load them from another path"
+                f"the files of adapter {lora.lora_name!r} at {lora.lora_path} have changed since "
+                "vLLM cached blocks for this name and path, which its prefix cache does not "
+                "notice; load them from another path"
             )
         if self._adapters[number] is None:
             self._files_of[place] = None
@@ -237,9 +243,9 @@ class KeyMaker:
         return digest
 
     def has_lost_adapter(self, request: Request, keys: RequestKeys, is_starting: bool) -> bool:
-        """Whether a request computes with other files than it came with. vLLM reads them when it
-        schedules the request, if it does not have them or not any more; of one with `load_inplace`
-        again in each step. `is_starting`: none of its blocks has been looked at so far."""
+        """Whether a request computes with other adapter files than at its arrival. vLLM reads the
+        files when it schedules the request, unless they are loaded; with `load_inplace` it reads
+        them again in each step. `is_starting`: none of the request's blocks was looked up yet."""
         lora = request.lora_request
         if lora is None or not (lora.load_inplace or is_starting):
             return False

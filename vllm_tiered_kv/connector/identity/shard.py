@@ -1,8 +1,8 @@
-"""Which bytes of a block one worker holds, and under which keys daemons know them.
+"""The shard of a block that one worker holds, and the key of that shard in daemons.
 
-Ranks may hold the same bytes: with MLA, every tensor-parallel rank computes and keeps the whole
-latent KV. To daemons such ranks are one. Each job of blocks is sent by one of them, another one
-from job to job, and all of them load what was sent. On one host they share the CPU tier, too
+Ranks may hold the same bytes, as replicas: with MLA, every tensor-parallel rank computes and keeps
+the whole latent KV. Daemons see such ranks as one. For each put job one of the replicas sends the
+blocks, and all of them load from these. On one host they also share the CPU tier
 (`device/replica_arena.py`).
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Holding:
-    """What a rank holds: a shard, as the `replica`-th of all that hold it."""
+    """The shard that a rank holds, and which of its replicas the rank is."""
 
     tag: RankTag
     replica: int = 0
@@ -33,21 +33,21 @@ class Holding:
         return self.tag.tp * self.replicas + self.replica
 
     def sends(self, first: BlockKey) -> bool:
-        """Whether it is this replica that sends the blocks from `first` on to a daemon. Keys are
-        hashes: the replicas share the work evenly, and need not talk about it."""
+        """Whether this replica sends the put job with this first block. Keys are hashes, so that
+        the replicas share the work evenly without communication."""
         return first[0] % self.replicas == self.replica
 
 
 def holding_of(rank: int, tensor_parallel_size: int, replicas: int = 1) -> Holding:
-    """vLLM numbers its ranks with the tensor-parallel one running fastest; `replicas` neighbours
-    among those hold the same."""
+    """Returns what a rank holds. In vLLM's numbering the tensor-parallel rank varies fastest, and
+    `replicas` consecutive ones hold the same bytes."""
     pipeline, tensor = divmod(rank, tensor_parallel_size)
     shard, replica = divmod(tensor, replicas)
     return Holding(RankTag(tp=shard, pp=pipeline), replica, replicas)
 
 
 def distinct_tags(parallel: ParallelConfig, replicas: int) -> list[RankTag]:
-    """All shards of a block, each once, in the order of their ranks."""
+    """Returns the tags of all shards of a block, each once, in rank order."""
     holdings = (
         holding_of(rank, parallel.tensor_parallel_size, replicas)
         for rank in range(parallel.world_size)
@@ -56,16 +56,18 @@ def distinct_tags(parallel: ParallelConfig, replicas: int) -> list[RankTag]:
 
 
 def replicas_of(kv_cache_config: KVCacheConfig, parallel: ParallelConfig) -> int:
-    """How many neighbouring tensor-parallel ranks hold the same KV, as vLLM has found out.
+    """Returns how many consecutive tensor-parallel ranks hold the same KV, from vLLM's config.
 
-    All ranks and the scheduler must come to the same number. In a pipeline each stage looks at its
-    own layers, and the scheduler at those of the first: there, each rank counts as different.
+    All ranks and the scheduler must get the same number. With pipeline parallelism each stage sees
+    only its own layers, and the scheduler those of the first stage; so no ranks count as replicas.
     """
     return int(kv_cache_config.kv_tp_replicas) if parallel.pipeline_parallel_size == 1 else 1
 
 
 @dataclass(frozen=True)
 class Shard:
+    """Makes the daemon's keys of one rank's shard of each block."""
+
     namespace: bytes
     rank: RankTag
     block_bytes: Mapping[int, int]  # per group

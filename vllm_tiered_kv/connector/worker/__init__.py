@@ -1,1 +1,1 @@
-"""The half of the connector that lives with a worker: it copies."""
+"""The half of the connector in a worker process: it copies blocks between the GPU and the tiers."""

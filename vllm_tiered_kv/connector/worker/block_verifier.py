@@ -1,9 +1,9 @@
-"""A worker's comparisons of recomputed blocks with those a tier holds.
+"""Compares recomputed blocks with the cached blocks of a tier (option verify_fraction).
 
-The recomputed block leaves the GPU as a store does, into a spare slot of the arena. When it has
-arrived, a thread compares it with the block in the CPU tier, or reads the daemon's and compares
-that. Every job is reported exactly once, whatever happens to it: the scheduler holds slots until
-then.
+The worker copies the recomputed block from the GPU into a spare slot of the arena, like a store.
+When the copy has ended, a thread compares it with the block in the CPU tier, or reads the daemon's
+block and compares it with that. The verifier reports every job exactly once, even a failed one,
+because the scheduler keeps the job's slots until then.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vllm_tiered_kv.device.copier import StoreDone
 logger = logging.getLogger(__name__)
 
 ReadRemote = Callable[[str, BlockKey, memoryview], bool]
-"""Reads this rank's part of a block of the daemon at an address."""
+"""Reads this rank's shard of a block from the daemon at an address; False if it is not there."""
 
 _VERDICTS = {
     Likeness.EQUAL: Verdict.EQUAL,
@@ -35,11 +35,11 @@ _VERDICTS = {
     Likeness.DIFFERENT: Verdict.DIFFERENT,
 }
 _NOT_COMPARED = BlockVerdict(Verdict.NOT_COMPARED)
-_NOTHING_TO_SAY = BlockVerdict(Verdict.EQUAL)  # the mildest: the worst of all ranks counts
+_NO_OBJECTION = BlockVerdict(Verdict.EQUAL)  # neutral: the scheduler takes the worst of all ranks
 
 
 @dataclass(frozen=True)
-class _Arrived:
+class _CopiedJob:
     job: VerifyJob
     copied: int
     arena: Arena
@@ -47,26 +47,29 @@ class _Arrived:
 
 
 class BlockVerifier:
+    """Runs the verification jobs of one worker. `WorkerHalf` calls it from the model's thread; the
+    comparisons run in a thread that starts with the first job."""
+
     def __init__(self, geometry: ArenaGeometry, tolerance: float) -> None:
         self.is_ours: Callable[[BlockKey], bool] = lambda first: True
-        """Whether to compare the job whose first block this is: of ranks that share an arena only
-        one does, as there is one place for the copy."""
+        """Returns whether this rank compares the job with this first block. Of the ranks that share
+        an arena only one does, because the job has one slot for the copy."""
         self._geometry = geometry
         self._tolerance = tolerance
         self._layers: Mapping[int, Sequence[LayerNumbers]] = {}
-        self._due: list[VerifyJob] = []  # of this step: its forward has to precede them
+        self._due: list[VerifyJob] = []  # jobs of this step, to be copied after its forward
         self._copying: dict[int, VerifyJob] = {}
-        self._arrived: queue.SimpleQueue[_Arrived | None] = queue.SimpleQueue()
+        self._copied: queue.SimpleQueue[_CopiedJob | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[int, list[BlockVerdict]]] = queue.SimpleQueue()
         self._stopping = False
         self._thread: threading.Thread | None = None
 
     def describe(self, layers: Mapping[int, Sequence[LayerNumbers]]) -> None:
-        """What blocks of each group look like; without that, only equal bytes are equal."""
+        """Sets the number formats of each group's layers; without them, blocks compare by bytes."""
         self._layers = layers
 
     def begin_step(self, jobs: Sequence[VerifyJob]) -> None:
-        """Jobs of the coming step. Those of a step that vLLM has not finished are given up."""
+        """Takes the jobs of the coming step; gives up those of a step that vLLM did not finish."""
         for job in self._due:
             self._done.put((job.job_id, [_NOT_COMPARED] * len(job.keys)))
         self._due = []
@@ -74,38 +77,38 @@ class BlockVerifier:
             if self.is_ours(job.keys[0]):
                 self._due.append(job)
             else:
-                # What is wrong with them the rank that compares them says.
-                self._done.put((job.job_id, [_NOTHING_TO_SAY] * len(job.keys)))
+                # The rank that compares the job reports any difference.
+                self._done.put((job.job_id, [_NO_OBJECTION] * len(job.keys)))
 
     def take_copies(self) -> list[StoreJob]:
-        """The forward is enqueued: what is to be copied out behind it."""
+        """Returns the copies to enqueue behind the forward."""
         due, self._due = self._due, []
         self._copying.update({job.job_id: job for job in due})
         return [StoreJob(job.job_id, job.copy) for job in due]
 
     def copied(self, done: StoreDone, arena: Arena, read_remote: ReadRemote | None) -> bool:
-        """A copy has ended; False if it is none of ours."""
+        """Compares the job whose copy has ended; False if the copy is not a verification's."""
         job = self._copying.pop(done.job_id, None)
         if job is None:
             return False
         if self._thread is None and not self._stopping and not self._start_thread():
             self._done.put((job.job_id, [_NOT_COMPARED] * len(job.keys)))
             return True
-        self._arrived.put(_Arrived(job, done.stored, arena, read_remote))
+        self._copied.put(_CopiedJob(job, done.stored, arena, read_remote))
         return True
 
     def _start_thread(self) -> bool:
         thread = threading.Thread(target=self._work, name="tiered-kv-verify", daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # this is the model's thread: the engine would end
-            logger.warning("blocks are not verified now: %s", error)
+        except RuntimeError as error:  # raised in the model's thread, it would end the engine
+            logger.warning("cannot start the verification thread, skipping this job: %s", error)
             return False
         self._thread = thread
         return True
 
     def __bool__(self) -> bool:
-        """Whether there is something to report."""
+        """Whether there are verdicts to report."""
         return not self._done.empty()
 
     def take_verdicts(self) -> dict[int, list[list[BlockVerdict]]]:
@@ -116,25 +119,25 @@ class BlockVerifier:
         return verdicts
 
     def close(self) -> None:
-        """Nothing reads the arena any more. Idempotent."""
+        """Stops the thread; nothing reads the arena after that. Idempotent."""
         self._stopping = True
         if self._thread is not None:
-            self._arrived.put(None)
+            self._copied.put(None)
             self._thread.join()
             self._thread = None
 
     def _work(self) -> None:
-        while (item := self._arrived.get()) is not None:
+        while (item := self._copied.get()) is not None:
             verdicts: list[BlockVerdict] = []
             try:
                 while len(verdicts) < item.copied and not self._stopping:
-                    verdicts.append(self._judge(item, len(verdicts)))
-            except Exception:  # whatever it was, the scheduler must hear of the job
-                logger.exception("blocks could not be verified")
+                    verdicts.append(self._compare(item, len(verdicts)))
+            except Exception:  # the scheduler keeps the job's slots until it is reported
+                logger.exception("verification job %d failed", item.job.job_id)
             missing = len(item.job.keys) - len(verdicts)
             self._done.put((item.job.job_id, verdicts + [_NOT_COMPARED] * missing))
 
-    def _judge(self, item: _Arrived, number: int) -> BlockVerdict:
+    def _compare(self, item: _CopiedJob, number: int) -> BlockVerdict:
         job = item.job
         computed = self._block(item.arena, job, job.copy.slots, number)
         if job.held_slots is not None:

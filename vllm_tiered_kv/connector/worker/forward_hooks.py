@@ -1,4 +1,4 @@
-"""What vLLM's forward offers a connector: the layout of its cache, a call at each layer."""
+"""Facts about vLLM's forward pass: the KV-cache layout to request, whether it calls each layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BLOCK_OUTERMOST = "BLHNC"
 
 
 def wanted_layout(vllm_config: VllmConfig) -> str | None:
-    """The KV-cache layout to ask vLLM for; None leaves the choice to it."""
+    """Returns the KV-cache layout to request from vLLM; None leaves the choice to vLLM."""
     from vllm.platforms import current_platform
 
     assert vllm_config.kv_transfer_config is not None
@@ -22,17 +22,17 @@ def wanted_layout(vllm_config: VllmConfig) -> str | None:
     if config.block_layout is not BlockLayout.CONTIGUOUS or config.mode is not Mode.TIERED:
         return None
     if not current_platform.is_cuda_alike():
-        return None  # copies by the CPU gain nothing, and its attention has one layout only
-    # A MultiConnector refuses to start when two of its connectors ask for different layouts, and
-    # ours is a wish, not a need.
+        return None  # CPU copies gain nothing, and CPU attention supports one layout only
+    # A MultiConnector refuses to start when two of its connectors request different layouts, and
+    # this connector works with any layout.
     return None if is_inside_multi_connector() else _BLOCK_OUTERMOST
 
 
 def calls_each_layer(forward_context: Any) -> bool:
-    """Whether the coming forward calls `wait_for_layer_load` as it comes to each layer.
+    """Whether the coming forward calls `wait_for_layer_load` once before each layer.
 
-    Within one whole CUDA graph it does not, and without attention metadata there are no layers to
-    come to. Two micro-batches would come to them twice, on two streams.
+    A full CUDA graph makes no such calls, and a forward without attention metadata runs no
+    attention layers. With two micro-batches each layer runs twice, on two streams.
     """
     from vllm.config import CUDAGraphMode
 

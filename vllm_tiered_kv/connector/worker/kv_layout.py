@@ -1,4 +1,4 @@
-"""From vLLM's KV-cache tensors and configuration to byte runs and block sizes."""
+"""Derives byte runs and block sizes from vLLM's KV-cache tensors and configuration."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def group_block_bytes(kv_cache_config: KVCacheConfig) -> list[int]:
-    """Bytes of one block on one rank, per group, as the scheduler knows them.
+    """Returns the bytes of one block on one rank, per group, from vLLM's configuration.
 
-    Pages may be padded in memory; only the bytes that mean something are moved.
+    Pages may be padded in memory; copies leave the padding out.
     """
     return [
         sum(
@@ -28,7 +28,7 @@ def group_block_bytes(kv_cache_config: KVCacheConfig) -> list[int]:
 
 
 def group_windows(kv_cache_config: KVCacheConfig) -> list[int | None]:
-    """How many tokens back a group's blocks are kept, per group; None where all of them are."""
+    """Returns the sliding window in tokens, per group; None for a group that keeps all blocks."""
     from vllm.v1.kv_cache_interface import SlidingWindowSpec, iter_layer_specs
 
     windows: list[int | None] = []
@@ -44,8 +44,8 @@ def group_windows(kv_cache_config: KVCacheConfig) -> list[int | None]:
 
 
 def first_forward_clears(kv_cache_config: KVCacheConfig) -> bool:
-    """Whether vLLM's first forward writes to all blocks: it sets the scales of each token and head,
-    which lie among their numbers, to one."""
+    """Whether vLLM's first forward writes to all blocks. With per-token-head quantization it sets
+    all scales, which lie inside the blocks, to one."""
     from vllm.v1.kv_cache_interface import iter_layer_specs
 
     return any(
@@ -58,20 +58,22 @@ def first_forward_clears(kv_cache_config: KVCacheConfig) -> bool:
 def group_runs(
     kv_caches: Mapping[str, torch.Tensor], kv_cache_config: KVCacheConfig
 ) -> dict[int, BlockRuns]:
-    """Byte runs of a block, per group, read from the tensors themselves."""
+    """Returns the byte runs of a block, per group, from the strides of the tensors."""
     runs: dict[int, BlockRuns] = {}
     expected = group_block_bytes(kv_cache_config)
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
         names = _own_layers(kv_cache_config, group.layer_names)
         missing = [name for name in names if name not in kv_caches]
         if missing:
-            raise UnsupportedError(f"vLLM registered no KV cache for layer {missing[0]}")
+            raise UnsupportedError(
+                f"vLLM registered no KV cache for layer {missing[0]}; this model is not supported"
+            )
         views = [strided_view(name, kv_caches[name]) for name in names]
         runs[group_id] = block_runs(views, kv_cache_config.num_blocks)
         if runs[group_id].block_bytes != expected[group_id]:
             raise UnsupportedError(
-                f"KV-cache group {group_id} has {runs[group_id].block_bytes} bytes a block, "
-                f"vLLM's configuration says {expected[group_id]}; this layout is not understood"
+                f"KV-cache group {group_id} has {runs[group_id].block_bytes} bytes per block, but "
+                f"vLLM's configuration says {expected[group_id]}; this layout is not supported"
             )
     return runs
 
@@ -79,19 +81,20 @@ def group_runs(
 def require_whole_blocks(
     kv_caches: Mapping[str, torch.Tensor], kv_cache_config: KVCacheConfig
 ) -> None:
-    """Raises where an attention back-end cuts blocks into smaller ones that have all heads each.
+    """Raises if the attention back-end splits a block into smaller ones with all heads each.
 
-    Their numbers stand in another order then than those of another back-end under the same name of
-    a layout. One engine need not care, but daemons serve many, and keys do not tell these apart.
+    The bytes of such a block have another order than those of other back-ends with the same layout
+    name. That is harmless within one engine, but a daemon serves many engines, and the keys do not
+    tell the two orders apart.
     """
     for name, cache in kv_caches.items():
         ratio = cache.shape[0] // kv_cache_config.num_blocks
         has_heads = cache.dim() > 2 and cache.shape[1] > 1
         if ratio > 1 and has_heads and cache.stride(1) > cache.stride(2):
             raise UnsupportedError(
-                f"the attention back-end cuts the blocks of layer {name} into {ratio}; no other "
-                f"one could read them from a daemon: divide --block-size by {ratio}, or leave out "
-                "the option remote"
+                f"the attention back-end splits each block of layer {name} into {ratio} blocks, "
+                "which engines with other back-ends cannot read from a daemon: divide "
+                f"--block-size by {ratio}, or remove the option remote"
             )
 
 
@@ -106,7 +109,7 @@ def strided_view(name: str, tensor: torch.Tensor) -> StridedView:
 
 
 def _own_layers(kv_cache_config: KVCacheConfig, layer_names: list[str]) -> list[str]:
-    """Layers of a group that have memory of their own on this rank, in their order."""
+    """Returns the layers of a group that have their own memory on this rank, in order."""
     placed = {name for tensor in kv_cache_config.kv_cache_tensors for name in tensor.layers}
     return [name for name in layer_names if name in placed]
 

@@ -1,7 +1,7 @@
-"""How long the tiers of a worker took for each load: what the scheduler's estimates are made of.
+"""Measures how long each tier takes for each load, as input for the scheduler's cost model.
 
-A tier works on one load after the other. One that had to wait for another is counted from the end
-of that one, so that the times say how fast the tier is and not how busy.
+A tier works on one load at a time. The time of a load that waited for another one counts from the
+end of the other, so that the times tell how fast the tier is, not how busy.
 """
 
 from __future__ import annotations
@@ -11,24 +11,27 @@ from collections.abc import Callable
 
 from vllm_tiered_kv.core.tiers import Tier
 
-_MAX_UNCERTAIN = 0.5
+_MAX_UNCERTAIN = 0.5  # largest share of a time that may be unknown
 
 
 class LoadTimes:
+    """Load times of one worker. `WorkerHalf` calls it from the model's thread."""
+
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._begun: dict[tuple[str, Tier], float] = {}
         self._free_since: dict[Tier, float] = {}
-        self._asked_at = 0.0
+        self._polled_at = 0.0
         self._taken: dict[str, dict[str, float]] = {}
 
     def begin(self, request_id: str, tier: Tier) -> None:
         self._begun[request_id, tier] = self._clock()
 
     def end(self, request_id: str, tier: Tier, ended_at: float | None, is_well: bool) -> None:
-        """`ended_at`: None if it is only known to have ended since the last `asked`.
+        """Ends a load. `ended_at` is None if the load ended at an unknown time after `polled`.
 
-        Steps may be long. Where that leaves too much room, the load tells nothing.
+        The measurement is dropped if the time since then is a large part of it, because steps may
+        be long.
         """
         begun = self._begun.pop((request_id, tier), None)
         if begun is None:
@@ -37,16 +40,16 @@ class LoadTimes:
         now = self._clock()
         taken = (now if ended_at is None else ended_at) - begun
         self._free_since[tier] = begun + max(0.0, taken)
-        is_certain = ended_at is not None or now - self._asked_at <= _MAX_UNCERTAIN * taken
+        is_certain = ended_at is not None or now - self._polled_at <= _MAX_UNCERTAIN * taken
         if is_well and is_certain and taken > 0:
             self._taken.setdefault(request_id, {})[tier.value] = taken
 
-    def asked(self) -> None:
-        """All loads that had ended by now have been reported."""
-        self._asked_at = self._clock()
+    def polled(self) -> None:
+        """Notes that `end` was called for all loads that have ended by now."""
+        self._polled_at = self._clock()
 
     def take(self) -> dict[str, dict[str, float]]:
-        """Seconds by request and tier, of loads that ended since the last call."""
+        """Returns the seconds by request and tier of the loads that ended since the last call."""
         taken, self._taken = self._taken, {}
         return taken
 

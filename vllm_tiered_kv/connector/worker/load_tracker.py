@@ -1,4 +1,4 @@
-"""A load whose blocks come from several places is over when its last part is."""
+"""Joins the parts of a load: it has ended when its CPU part and its remote part have ended."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ class _Open:
 
 
 class LoadTracker:
+    """Asynchronous loads of one worker. `WorkerHalf` calls it from the model's thread."""
+
     def __init__(self) -> None:
         self._open: dict[str, _Open] = {}
         self._finished: list[tuple[str, Tier | None]] = []
@@ -22,8 +24,8 @@ class LoadTracker:
         self._open[request_id] = _Open(parts)
 
     def end(self, request_id: str, failed: Tier | None) -> None:
-        """One part is over, well or badly. Of two failures the CPU tier's counts: it names blocks
-        that must not be used again."""
+        """Ends one part; `failed` is the tier if it failed. If both parts fail, the CPU tier is
+        reported, because the scheduler must then stop using its blocks."""
         load = self._open[request_id]
         load.parts -= 1
         if failed is Tier.CPU or load.failed is None:

@@ -1,4 +1,4 @@
-"""How the numbers of a registered KV cache are written, so that blocks can be compared by them."""
+"""Finds the number format of each KV-cache layer, so that blocks can be compared numerically."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _BY_DTYPE = {
     "torch.float8_e4m3fn": NumberFormat.FP8_E4M3,
     "torch.float8_e5m2": NumberFormat.FP8_E5M2,
 }
-# vLLM keeps fp8 as plain bytes; its option says which. Its other byte formats mix things.
+# vLLM keeps fp8 in uint8 tensors; --kv-cache-dtype tells the format. Its other uint8 formats pack
+# scales among the numbers, so they stay opaque.
 _BY_CACHE_DTYPE = {
     "fp8": NumberFormat.FP8_E4M3,
     "fp8_e4m3": NumberFormat.FP8_E4M3,
@@ -27,7 +28,7 @@ _BY_CACHE_DTYPE = {
 
 
 def number_format(dtype: str, cache_dtype: str) -> NumberFormat:
-    """Of a tensor of this dtype, under vLLM's `--kv-cache-dtype`."""
+    """Returns the format of a tensor of this dtype under vLLM's `--kv-cache-dtype`."""
     formats = _BY_DTYPE if dtype != "torch.uint8" else _BY_CACHE_DTYPE
     name = dtype if dtype != "torch.uint8" else cache_dtype
     return formats.get(name, NumberFormat.OPAQUE)
@@ -36,7 +37,7 @@ def number_format(dtype: str, cache_dtype: str) -> NumberFormat:
 def layer_numbers(
     kv_caches: Mapping[str, torch.Tensor], runs: Mapping[int, BlockRuns], cache_dtype: str
 ) -> dict[int, list[LayerNumbers]]:
-    """The layers of a block, per group."""
+    """Returns the layers of a block with their number formats, per group."""
     return {
         group_id: [
             LayerNumbers(name, end, number_format(str(kv_caches[name].dtype), cache_dtype))

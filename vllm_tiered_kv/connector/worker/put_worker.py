@@ -1,7 +1,7 @@
-"""Sends blocks of the CPU tier to daemons, in threads.
+"""Sends blocks of the CPU tier to daemons, in threads of its own.
 
-The slots of a job are pinned by the scheduler until the job is reported, and a job is reported only
-when nothing reads its slots any more, so blocks are sent from where they lie.
+Blocks are sent from their arena slots without a copy: the scheduler pins the slots of a job until
+the job is reported, and a job is reported only when nothing reads its slots any more.
 """
 
 from __future__ import annotations
@@ -25,16 +25,21 @@ from vllm_tiered_kv.remote.store import RemoteStore
 
 logger = logging.getLogger(__name__)
 
-_ARRIVED = (PutResult.STORED, PutResult.PRESENT)
+_ACCEPTED = (PutResult.STORED, PutResult.PRESENT)
 
 
 @dataclass(frozen=True)
 class PutDone:
+    """A put job that has ended, and its report."""
+
     job_id: int
     report: StoreReport
 
 
 class PutWorker:
+    """Sends put jobs to daemons. `WorkerHalf` calls it from the model's thread; the sending runs in
+    the worker's own threads."""
+
     def __init__(
         self,
         stores: Mapping[str, RemoteStore],
@@ -46,8 +51,8 @@ class PutWorker:
         is_ours: Callable[[BlockKey], bool],
         threads: int = 2,
     ) -> None:
-        """`offsets_of` tells where slots of a group lie in the arena, `is_ours` whether to send the
-        job whose first block this is: of ranks that hold the same bytes only one does."""
+        """`offsets_of` returns the arena offsets of a group's slots. `is_ours` returns whether this
+        rank sends the job with this first block: of the ranks that hold the same bytes one does."""
         self._stores = stores
         self._shard = shard
         self._regions = regions
@@ -69,7 +74,7 @@ class PutWorker:
         if self._is_ours(job.keys[0]):
             self._jobs.put(job)
         else:
-            # What is missing the rank that sends them says.
+            # The rank that sends the job reports any failure.
             self._done.put(PutDone(job.job_id, StoreReport(len(job.keys))))
 
     def poll(self) -> list[PutDone]:
@@ -79,7 +84,7 @@ class PutWorker:
         return done
 
     def close(self) -> None:
-        """Ends the jobs under way and gives the waiting ones up. Idempotent."""
+        """Waits for jobs in flight and gives up queued ones. Idempotent."""
         self._stopping = True
         for _ in self._threads:
             self._jobs.put(None)
@@ -91,8 +96,8 @@ class PutWorker:
         while (job := self._jobs.get()) is not None:
             try:
                 report = self._send(job)
-            except Exception:  # the scheduler holds pins until it hears of the job
-                logger.exception("blocks could not be sent to %s", job.address)
+            except Exception:  # the scheduler keeps the slots pinned until the job is reported
+                logger.exception("put job %d to daemon %s failed", job.job_id, job.address)
                 report = StoreReport(0, DropReason.REFUSED)
             self._done.put(PutDone(job.job_id, report))
 
@@ -119,8 +124,8 @@ class PutWorker:
         results = region.store(items, deadline) if region is not None else None
         if results is None:
             results = store.put(items, Durability.MEMORY, deadline)
-        arrived = sum(result in _ARRIVED for result in results)
-        if arrived == len(results):
-            return StoreReport(arrived)
+        accepted = sum(result in _ACCEPTED for result in results)
+        if accepted == len(results):
+            return StoreReport(accepted)
         reason = DropReason.REFUSED if store.is_up else DropReason.UNAVAILABLE
-        return StoreReport(arrived, reason)
+        return StoreReport(accepted, reason)

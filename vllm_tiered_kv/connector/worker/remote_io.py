@@ -1,4 +1,4 @@
-"""A worker's way to the daemons: loads in, blocks out, shared memory for those on this host."""
+"""A worker's access to the daemons: loads, puts, and shared memory of daemons on this host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vllm_tiered_kv.remote.address import EngineIdentity
 from vllm_tiered_kv.remote.curve import CurveKeys
 from vllm_tiered_kv.remote.placement import Cluster
 
-_OTHER_CONNECTIONS = 4  # beside those of loads: writes and lookups
+_OTHER_CONNECTIONS = 4  # for puts and lookups, in addition to the connections of loads
 
 
 def open_cluster(config: TieredKVConfig, identity: EngineIdentity) -> Cluster:
@@ -37,6 +37,9 @@ def open_cluster(config: TieredKVConfig, identity: EngineIdentity) -> Cluster:
 
 
 class RemoteIO:
+    """Owns a worker's connections to all daemons. `WorkerHalf` opens it with the first step and
+    calls it from the model's thread; `read` is called from the verifier's thread."""
+
     def __init__(
         self,
         config: TieredKVConfig,
@@ -59,7 +62,7 @@ class RemoteIO:
             shard,
             self._regions,
             open_channel,
-            # In one piece, before it is used: a GPU must not read memory that is not pinned.
+            # Pinned in one chunk before use: a GPU must not read memory that is not pinned.
             lambda nbytes: Arena(nbytes, *pinning(), chunk_bytes=nbytes),
             config.remote_landing,
             config.remote_connections,
@@ -81,19 +84,20 @@ class RemoteIO:
         )
 
     def step_begins(self) -> None:
-        """The worker's thread may be busy with it for long."""
+        """Notes that a step runs; it may take long, and its loads may read shared memory."""
         self._regions.step_begins()
 
     def step_ends(self) -> None:
         self._regions.step_ends()
 
     def resident(self, transfer: RemoteTransfer) -> Resident | None:
-        """The blocks of a transfer if they can be copied right now, without asking the daemon."""
+        """Returns the leased blocks of a transfer if they can be copied now, without a request to
+        the daemon."""
         nbytes = self._shard.block_bytes[transfer.group_id]
         return self._regions.resident(transfer, self._rank, nbytes)
 
     def read(self, address: str, key: BlockKey, into: memoryview) -> bool:
-        """Reads this rank's part of one block the way a load would; False when it is not there."""
+        """Reads this rank's shard of a block like a load would; False if it is not there."""
         deadline = time.monotonic() + self._timeout_s
         region = self._regions.attached(address)
         if region is not None:
@@ -102,12 +106,12 @@ class RemoteIO:
 
     @property
     def ready_arenas(self) -> dict[bytes, int]:
-        """Memories of daemons whose leased blocks are resident here, so many bytes of each. It may
-        be one less at any time, when a daemon dies; then `resident` says so."""
+        """Returns how many bytes of each daemon's memory are pinned here, by arena id, from its
+        start. A daemon may die at any time after that; `resident` then returns None."""
         return self._regions.ready_arenas
 
     def settle(self) -> None:
-        """Ends loads and writes, whose ends can be polled. There are no more after that."""
+        """Ends all loads and puts; their results can still be polled. No new ones may follow."""
         self.loader.close()
         self.writer.close()
 

@@ -1,13 +1,13 @@
-"""Brings blocks from daemons to the device, in threads beside the model's.
+"""Loads blocks from daemons to the device, in threads of its own.
 
-A load is cut into pieces, and several threads work on them: while one piece is on the network,
-another is on its way to the GPU. Blocks of a daemon on this host are read where they lie, in shared
-memory; others land in pinned memory first. A load is reported when its last piece has ended, so
-that nothing is ever written into GPU blocks that vLLM has taken back; when one piece fails, the
-rest is not even begun.
+A load is split into pieces for several threads: while one piece is on the network, another one is
+being copied to the GPU. Blocks of a daemon on this host are copied directly from shared memory;
+others go through a pinned landing buffer. A load is reported when its last piece has ended, so that
+nothing is written into GPU blocks that vLLM has taken back. When one piece fails, the remaining
+pieces are skipped.
 
-A probe fetches blocks in the same way and for nobody, to tell how long a load would take. It
-comes behind all loads, and is given up when one comes.
+A probe fetches blocks in the same way and discards them, to measure how long a load would take.
+Probes have a lower priority than loads, and a load that starts cancels the probe in flight.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from vllm_tiered_kv.remote.store import RemoteStore
 logger = logging.getLogger(__name__)
 
 _MIN_PIECE_BYTES = 1 << 20
-_LOAD, _REHEARSAL, _END = range(3)  # which pieces come first
-_PROBE_S = 0.5  # no further piece of a probe is begun after that
-_PROBE_PIECE_S = 2.0  # a daemon that takes longer for a piece hangs
+_LOAD, _PROBE, _END = range(3)  # priorities in the queue of pieces
+_PROBE_S = 0.5  # no piece of a probe starts later than this after the first
+_PROBE_PIECE_S = 2.0  # a daemon that needs longer for one piece hangs
 
 
 @dataclass(eq=False)
@@ -49,51 +49,53 @@ class _Load:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-class _Probed:
-    """A probe under way. Threads take its pieces one after the other, and look for loads in
-    between."""
+class _Probe:
+    """A probe in flight. Threads take one piece at a time, and serve loads in between."""
 
-    def __init__(self, what: ProbeJob, pieces: Iterable[tuple[BlockKey, ...]]) -> None:
-        self.what = what
+    def __init__(self, job: ProbeJob, pieces: Iterable[tuple[BlockKey, ...]]) -> None:
+        self.job = job
         self._waiting = deque(pieces)
         self._left = len(self._waiting)
         self._begun_at: float | None = None
         self._nbytes = 0
-        self._is_disturbed = False
+        self._is_invalid = False
         self._lock = threading.Lock()
 
-    def disturb(self) -> None:
-        """Its time is not its own, or tells nothing."""
+    def invalidate(self) -> None:
+        """Discards the measurement: a load shared the bandwidth, or a piece failed."""
         with self._lock:
-            self._is_disturbed = True
+            self._is_invalid = True
 
     def take(self) -> tuple[BlockKey, ...] | None:
-        """The keys of a piece to fetch; none of them if it is to be left out; None: no more."""
+        """Returns the keys of the next piece, no keys for a piece to skip, None at the end."""
         with self._lock:
             if not self._waiting:
                 return None
             keys = self._waiting.popleft()
             now = time.monotonic()
             self._begun_at = self._begun_at or now
-            is_wanted = not self._is_disturbed and now < self._begun_at + _PROBE_S
+            is_wanted = not self._is_invalid and now < self._begun_at + _PROBE_S
             return keys if is_wanted else ()
 
     def end(self, nbytes: int) -> Fetched | None:
-        """Of a piece that was taken. What came of it all, with the last one."""
+        """Ends a piece that was taken; returns the measurement with the last piece."""
         with self._lock:
             self._nbytes += nbytes
             self._left -= 1
             if self._left:
                 return None
-            if self._is_disturbed or self._begun_at is None:
+            if self._is_invalid or self._begun_at is None:
                 return Fetched()
             return Fetched(self._nbytes, time.monotonic() - self._begun_at)
 
 
-_Piece = tuple[_Load, RemoteTransfer] | _Probed
+_Piece = tuple[_Load, RemoteTransfer] | _Probe
 
 
 class RemoteLoader:
+    """Runs the asynchronous loads and probes of one worker. `WorkerHalf` calls it from the model's
+    thread; the loader's own threads fetch and copy."""
+
     def __init__(
         self,
         stores: Mapping[str, RemoteStore],
@@ -109,18 +111,18 @@ class RemoteLoader:
         self._shard = shard
         self._regions = regions
         self._open_landing = open_landing
-        self._far = [a for a in stores if not a.startswith("ipc://")]
+        self._network_addresses = [a for a in stores if not a.startswith("ipc://")]
         self._timeout_s = timeout_s
         self._closing = False
         largest = max(map(aligned, shard.block_bytes.values()))
         self._piece_bytes = max(landing_bytes // threads, largest)
         self._pieces: queue.PriorityQueue[tuple[int, int, _Piece | None]] = queue.PriorityQueue()
-        self._numbers = itertools.count()  # pieces of a kind in their order
-        self._probing: _Probed | None = None
+        self._numbers = itertools.count()  # keeps pieces of one priority in order
+        self._probing: _Probe | None = None
         self._open_loads: set[_Load] = set()
         self._probed: queue.SimpleQueue[tuple[str, Fetched]] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[LoadDone] = queue.SimpleQueue()
-        # Made here, on the thread of the model: a device is current there.
+        # Opened here because the model's thread has the device set as current.
         self._channels = [open_channel() for _ in range(threads)]
         self._threads = [
             threading.Thread(target=self._work, args=(n, channel), name=f"tiered-kv-fetch-{n}")
@@ -131,29 +133,29 @@ class RemoteLoader:
             thread.start()
 
     def load(self, request_id: str, transfers: Sequence[RemoteTransfer]) -> None:
-        """Starts to load. Everything the blocks must wait for has been fenced before."""
+        """Starts a load. The caller has fenced everything that the GPU blocks must wait for."""
         if self._probing is not None:
-            self._probing.disturb()
+            self._probing.invalidate()
         pieces = [piece for transfer in transfers for piece in self._cut(transfer)]
         load = _Load(request_id, time.monotonic() + self._timeout_s, len(pieces))
         self._open_loads.add(load)
         for piece in pieces:
             self._put(_LOAD, (load, piece))
 
-    def probe(self, probe: ProbeJob) -> None:
-        """Starts to fetch blocks for nobody."""
-        count = self._blocks_in_piece(probe.group_id, len(probe.keys))
-        starts = range(0, len(probe.keys), count)
-        run = _Probed(probe, (probe.keys[n : n + count] for n in starts))
+    def probe(self, job: ProbeJob) -> None:
+        """Starts a probe."""
+        count = self._blocks_in_piece(job.group_id, len(job.keys))
+        starts = range(0, len(job.keys), count)
+        probe = _Probe(job, (job.keys[n : n + count] for n in starts))
         if self._open_loads:
-            run.disturb()
-        self._probing = run
-        # One thread stays free for loads: a daemon that hangs just now may be another's.
+            probe.invalidate()
+        self._probing = probe
+        # One thread stays free for loads from other daemons if the probed daemon hangs.
         for _ in range(max(1, min(len(starts), len(self._threads) - 1))):
-            self._put(_REHEARSAL, run)
+            self._put(_PROBE, probe)
 
     def take_probed(self) -> dict[str, Fetched]:
-        """Probes that ended since the last call."""
+        """Returns the probes that ended since the last call, by name."""
         ended = {}
         while not self._probed.empty():
             name, fetched = self._probed.get()
@@ -167,7 +169,7 @@ class RemoteLoader:
         return done
 
     def close(self) -> None:
-        """Ends what is under way; waiting pieces fail. Idempotent."""
+        """Waits for pieces in flight; queued pieces fail. Idempotent."""
         self._closing = True
         for _ in self._threads:
             self._put(_END, None)
@@ -181,7 +183,7 @@ class RemoteLoader:
         resident = self._resident(transfer)
         if resident is not None:
             resident.leave()
-            return [transfer]  # nothing has to be asked for: one copy is as fast as several
+            return [transfer]  # no request to the daemon is needed, so pieces gain nothing
         nbytes = self._regions.piece_bytes(transfer.address)
         blocks = self._blocks_in_piece(transfer.group_id, len(transfer), nbytes)
         return [transfer.part(start, start + blocks) for start in range(0, len(transfer), blocks)]
@@ -193,7 +195,7 @@ class RemoteLoader:
     def _blocks_in_piece(self, group_id: int, total: int, nbytes: int | None = None) -> int:
         block = aligned(self._shard.block_bytes[group_id])
         if nbytes is None:
-            # A load that is smaller than its pieces could be still uses all connections.
+            # A small load is split as well, so that it uses all connections.
             share = total * block // max(1, len(self._threads))
             nbytes = min(self._piece_bytes, max(share, _MIN_PIECE_BYTES))
         return max(1, nbytes // block)
@@ -204,7 +206,7 @@ class RemoteLoader:
     def _work(self, number: int, channel: Channel) -> None:
         landing = self._prepare(number)
         while (item := self._pieces.get()[2]) is not None:
-            if isinstance(item, _Probed):
+            if isinstance(item, _Probe):
                 landing = self._probe_piece(item, landing)
                 continue
             load, piece = item
@@ -231,9 +233,11 @@ class RemoteLoader:
                     error = self._fetch(channel, landing, piece, load.deadline)
                     channel.finish()
                     end(error)
-            except Exception as failure:  # whatever it was, the request must hear of it
-                logger.exception("a load from %s failed", piece.address)
-                with contextlib.suppress(TieredKVError):  # of a GPU that has failed altogether
+            except Exception as failure:  # the request waits until its load is reported
+                logger.exception(
+                    "load of request %s from daemon %s failed", load.request_id, piece.address
+                )
+                with contextlib.suppress(TieredKVError):  # the GPU may have failed
                     channel.finish()
                 if not ended:
                     end(str(failure) or type(failure).__name__)
@@ -241,15 +245,16 @@ class RemoteLoader:
             landing.close()
 
     def _prepare(self, number: int) -> Arena | None:
-        """Does at the start what the first load would wait for; memory to land in, if any."""
+        """Opens connections and returns a landing buffer ahead of the first load; None if all
+        daemons are on this host."""
         try:
-            for address in self._far[number :: len(self._channels)]:
+            for address in self._network_addresses[number :: len(self._channels)]:
                 if self._closing or not self._pieces.empty():
-                    break  # there is something better to do
+                    break  # a load waits already
                 self._stores[address].greet(len(self._channels))
-            return self._open_landing(self._piece_bytes) if self._far else None
-        except Exception:  # without this thread loads would never be answered
-            logger.exception("loads could not be prepared; the first ones will take longer")
+            return self._open_landing(self._piece_bytes) if self._network_addresses else None
+        except Exception:  # loads need this thread
+            logger.exception("cannot prepare loads from daemons; the first ones will be slower")
             return None
 
     def _copy(
@@ -260,7 +265,7 @@ class RemoteLoader:
             try:
                 channel.scatter(blocks.group_id, blocks.block_ids, blocks.region, blocks.offsets)
             finally:
-                channel.finish()  # also after an error: nothing may read what is given up
+                channel.finish()  # also after an error: no copy may read memory after `leave`
             end(None if resident.are_intact else "blocks changed while they were copied")
         finally:
             resident.leave()
@@ -268,16 +273,17 @@ class RemoteLoader:
     def _fetch(
         self, channel: Channel, landing: Arena, piece: RemoteTransfer, deadline: float
     ) -> str | None:
-        """Brings a piece over the network; the reason if it could not be had."""
+        """Loads a piece over the network; returns the reason if that fails."""
         if len(piece) * aligned(self._shard.block_bytes[piece.group_id]) > landing.nbytes:
-            return "the daemon's shared memory went away"  # it was not cut to land here
-        offsets, found = self._bring(landing, piece.group_id, piece.address, piece.keys, deadline)
+            # The piece was cut for shared memory and is larger than the landing buffer.
+            return "the daemon's shared memory went away"
+        offsets, found = self._get(landing, piece.group_id, piece.address, piece.keys, deadline)
         if not all(found):
             return f"{found.count(False)} of {len(found)} blocks are no longer there"
         channel.scatter(piece.group_id, piece.block_ids, landing.region, int64_array(offsets))
         return None
 
-    def _bring(
+    def _get(
         self,
         landing: Arena,
         group_id: int,
@@ -285,33 +291,34 @@ class RemoteLoader:
         keys: Sequence[BlockKey],
         deadline: float,
     ) -> tuple[list[int], list[bool]]:
-        """Fetches blocks: where each is to land, and whether it has."""
+        """Fetches blocks into the landing buffer; returns the offset of each and whether it was
+        found."""
         nbytes = self._shard.block_bytes[group_id]
         offsets = [n * aligned(nbytes) for n in range(len(keys))]
         buffers = [memoryview(landing.bytes_at(offset, nbytes).data) for offset in offsets]
         return offsets, self._stores[address].get(self._shard.keys(keys), buffers, deadline)
 
-    def _probe_piece(self, run: _Probed, landing: Arena | None) -> Arena | None:
-        """Fetches a piece into the memory to land in, which is returned."""
-        keys = run.take()
+    def _probe_piece(self, probe: _Probe, landing: Arena | None) -> Arena | None:
+        """Fetches one piece of a probe into the landing buffer; returns that buffer."""
+        keys = probe.take()
         if keys is None:
             return landing
-        what, nbytes = run.what, 0
+        job, nbytes = probe.job, 0
         try:
             if keys and not self._closing:
                 landing = landing or self._open_landing(self._piece_bytes)
                 deadline = time.monotonic() + min(self._timeout_s, _PROBE_PIECE_S)
-                _, found = self._bring(landing, what.group_id, what.address, keys, deadline)
-                nbytes = len(keys) * self._shard.block_bytes[what.group_id]
+                _, found = self._get(landing, job.group_id, job.address, keys, deadline)
+                nbytes = len(keys) * self._shard.block_bytes[job.group_id]
                 if not all(found):
-                    run.disturb()
-        except Exception:  # nobody waits for it
-            run.disturb()
-            logger.debug("a probe with %s failed", what.address, exc_info=True)
-        ended = run.end(nbytes)
-        if ended is not None:
-            self._probed.put((what.name, ended))
-        self._put(_REHEARSAL, run)  # behind loads that have come meanwhile
+                    probe.invalidate()
+        except Exception:  # no request waits for a probe
+            probe.invalidate()
+            logger.debug("probe of daemon %s failed", job.address, exc_info=True)
+        fetched = probe.end(nbytes)
+        if fetched is not None:
+            self._probed.put((job.name, fetched))
+        self._put(_PROBE, probe)  # the next piece, behind loads that arrived in the meantime
         return landing
 
     def _end_piece(self, load: _Load, error: str | None) -> None:
@@ -322,7 +329,7 @@ class RemoteLoader:
                 return
         if load.error is not None:
             logger.warning(
-                "blocks of request %s could not be loaded from a daemon (%s); they are recomputed",
+                "cannot load blocks of request %s from a daemon (%s); they are recomputed",
                 load.request_id,
                 load.error,
             )

@@ -1,4 +1,4 @@
-"""What each of several ranks copies of a store, where they fill one arena together."""
+"""Divides the copies of a store among ranks that hold the same KV and share one arena."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from vllm_tiered_kv.metrics.names import DropReason
 @dataclass(frozen=True)
 class _Begun:
     blocks: int  # of all ranks together
-    usable: int  # how many of them, from the first on, this rank may ever read
-    first: int  # the first one it copies
+    usable: int  # how many of the first blocks lie in memory that this rank has pinned
+    first: int  # index of the first block that this rank copies
 
 
 class ReplicaStriping:
-    """Every so-many-th block, each job beginning with another rank: all have their part of large
-    jobs and of many small ones, and need not talk about it."""
+    """Assigns every n-th block of a job to this rank, starting at an offset derived from the job.
+    Ranks thus share large jobs and many small ones evenly without communication. `WorkerHalf` calls
+    it from the model's thread."""
 
     def __init__(self, replica: int = 0, replicas: int = 1) -> None:
         self._replica = replica
@@ -31,10 +32,10 @@ class ReplicaStriping:
         return self._replica == 0
 
     def begin(self, job: StoreJob, usable: int) -> GroupTransfer:
-        """The blocks to copy of this job; there may be none.
+        """Returns the blocks of the job that this rank copies, possibly none.
 
-        `usable`: how many of its first slots this rank has pinned. It loads what others copied,
-        too, so it must not say of more than these that they are there.
+        `usable`: how many of the job's first slots this rank has pinned. It must not report more
+        blocks than these as stored, because it also loads blocks that other ranks copied.
         """
         transfer = job.transfer
         first = (self._replica - _scattered(job.job_id)) % self._replicas
@@ -43,7 +44,7 @@ class ReplicaStriping:
         return GroupTransfer(transfer.group_id, transfer.block_ids[mine], transfer.slots[mine])
 
     def end(self, done: StoreDone) -> StoreReport:
-        """How many first blocks of the whole job arrived, for all this rank knows."""
+        """Reports how many of the job's first blocks are stored as far as this rank knows."""
         begun = self._begun.pop(done.job_id)
         first_missing = begun.first + done.stored * self._replicas
         if first_missing < begun.usable:
@@ -53,5 +54,5 @@ class ReplicaStriping:
 
 
 def _scattered(job_id: int) -> int:
-    """Stores do not have every number, but every other one, say: puts have the rest."""
+    """Hashes the job id: puts share the numbering, so that all stores could have even ids."""
     return job_id * 0x9E3779B1 >> 16

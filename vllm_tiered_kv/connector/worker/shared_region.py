@@ -1,9 +1,9 @@
-"""Memory of daemons on this host, pinned for the device: blocks move without a socket.
+"""Shared memory of daemons on this host, pinned for the device: blocks move without a socket.
 
-`LocalDaemon` attaches to the memory in the background, and to that of a daemon that comes back;
-here it is pinned, in the background too. Blocks of the CPU tier are written there as soon as it is
-mapped, and steps load leased blocks from the part that is pinned. Until all of it is, and when a
-daemon is gone, other loads take the network path.
+`LocalDaemon` maps the memory in the background, also when a daemon restarts; this module pins it,
+in the background too. Puts write into the memory as soon as it is mapped, and step loads read
+leased blocks from the part that is pinned. Other loads use the socket until all of it is pinned,
+and when the daemon is gone.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ logger = logging.getLogger(__name__)
 
 _PIECE_BYTES = 128 << 20
 _KEPT_S = 15.0
-"""How long the memory of a daemon that has gone stays mapped: far longer than `MAX_LEASE_AGE_S`,
-and than a step that was planned meanwhile takes to begin, unless the step before it takes that
-long."""
+"""How long the memory of a dead daemon stays mapped at least: far longer than MAX_LEASE_AGE_S plus
+the time until a planned step starts, unless the step before it takes that long."""
 _STEPS_AHEAD = 16
-"""More steps than are ever planned before the first of them has said what is mapped."""
+"""More steps than vLLM ever plans before the first of them reports which memory is mapped."""
 
 
 @dataclass(frozen=True)
 class Resident:
-    """Leased blocks of a daemon, to be copied from where they lie without asking anybody.
+    """Leased blocks in a daemon's memory, ready to be copied without a request to the daemon.
 
-    The memory stays mapped and pinned until `leave`, to be called when the copies have ended.
+    `SharedRegions.resident` makes it. The memory stays mapped and pinned until `leave`, which the
+    caller calls when the copies have ended.
     """
 
     blocks: PinnedBlocks
@@ -51,27 +51,27 @@ class Resident:
 
     @property
     def are_intact(self) -> bool:
-        """Whether what was copied is those blocks. To be asked after the copy, before `leave`.
+        """Whether the slots still hold the leased blocks. Read it after the copy, before `leave`.
 
-        Always, unless the process that holds the lease has died or released it too early.
+        It is False only if the holder of the lease died or released it too early.
         """
         return self._memory.arena.have_generations(self.blocks.offsets, self._generations)
 
     def leave(self) -> None:
-        """Once."""
+        """Lets the memory be unmapped. Call it exactly once."""
         self._memory.leave()
 
 
 class SharedRegion:
-    """One daemon's memory, pinned for the device from its beginning on. From `SharedRegions`; the
-    threads of loads and writes call it."""
+    """One daemon's memory, pinned for the device from its start to its end. `SharedRegions` makes
+    it; the threads of loads and puts call it."""
 
     def __init__(self, memory: SharedMemory, pin: Pin | None, unpin: Unpin | None) -> None:
         self.memory = memory
         self._pinner = BackgroundPinner(
-            memory.arena.region, pin, unpin, "blocks go through a socket instead"
+            memory.arena.region, pin, unpin, "blocks of this daemon use the socket instead"
         )
-        self.departed_at: float | None = None  # when the daemon was found to be gone
+        self.departed_at: float | None = None  # when this process noticed that the daemon is gone
         self.departed_step = 0
 
     @property
@@ -80,7 +80,7 @@ class SharedRegion:
 
     @property
     def pinned_bytes(self) -> int:
-        """How much of it is, from its beginning on."""
+        """How many bytes are pinned, from the start of the memory."""
         return self._pinner.ready_bytes
 
     def load(
@@ -92,10 +92,10 @@ class SharedRegion:
         deadline: float,
         end: Callable[[str | None], None],
     ) -> None:
-        """Copies blocks to the device from where they lie.
+        """Leases blocks and copies them to the device.
 
-        `end` is told when the copy has ended, with the reason if it is of no use. The lease is
-        released after that: nobody has to wait for it.
+        Calls `end` when the copy has ended, with the reason if it failed. The lease is released
+        after that, so that the request does not wait for the release.
         """
         if not self.memory.enter():
             end("the daemon's shared memory went away")
@@ -106,7 +106,7 @@ class SharedRegion:
                 try:
                     error = self._copy(channel, piece, lease, nbytes)
                 finally:
-                    channel.finish()  # also after an error: nothing may read what is released
+                    channel.finish()  # also after an error: no copy may read a released block
                 end(error)
             finally:
                 lease.release()
@@ -127,7 +127,7 @@ class SharedRegion:
         return None
 
     def read(self, key: StoreKey, into: memoryview, deadline: float) -> bool:
-        """Copies one block to ordinary memory; False when it is not to be had."""
+        """Copies one block into the buffer; False if the daemon does not have it."""
         if not self.memory.enter():
             return False
         try:
@@ -136,7 +136,7 @@ class SharedRegion:
             self.memory.leave()
 
     def store(self, items: Sequence[PutItem], deadline: float) -> list[PutResult] | None:
-        """Copies blocks into the daemon's memory; None when it is not to be had."""
+        """Copies blocks into the daemon's memory; None if that memory cannot be used."""
         if not self.memory.enter():
             return None
         try:
@@ -149,13 +149,14 @@ class SharedRegion:
 
 
 class SharedRegions:
-    """The regions of all daemons of this host, by address. All calls from any thread."""
+    """The shared memory of all daemons on this host, by address. `RemoteIO` makes it; any thread
+    may call it."""
 
     def __init__(
         self, stores: Mapping[str, RemoteStore], pin: Pin | None, unpin: Unpin | None
     ) -> None:
         self._pin, self._unpin = pin, unpin
-        self._regions: dict[SharedMemory, SharedRegion] = {}  # of all memory that is mapped
+        self._regions: dict[SharedMemory, SharedRegion] = {}  # all mapped memory, in use or not
         self._steps = 0
         self._is_stepping = False
         self._stepped_at = -math.inf
@@ -176,21 +177,21 @@ class SharedRegions:
         self._is_stepping = False
 
     def attached(self, address: str) -> SharedRegion | None:
-        """The daemon's memory if it is mapped. The CPU can copy to and from it; a device waits
-        until it is pinned, which takes a while for tens of gigabytes."""
+        """Returns the daemon's memory if it is mapped. The CPU can copy to and from it at once; a
+        device needs it pinned, which takes a while for tens of gigabytes."""
         daemon = self._daemons.get(address)
         memory = None if daemon is None else daemon.current
         return None if memory is None else self._regions.get(memory)
 
     def of(self, address: str) -> SharedRegion | None:
-        """The daemon's memory if blocks can be moved between it and the device right now."""
+        """Returns the daemon's memory if it is mapped and fully pinned."""
         region = self.attached(address)
         return region if region is not None and region.is_pinned else None
 
     def resident(self, transfer: RemoteTransfer, rank: RankTag, nbytes: int) -> Resident | None:
-        """The blocks of a transfer, of `nbytes` each, if they are leased and this process can copy
-        them right now, or None. Also of a daemon that has died since: nobody writes its memory any
-        more."""
+        """Returns the blocks of a transfer, of `nbytes` each, if they are leased and this process
+        has them mapped and pinned, else None. A daemon may have died since: then nothing writes its
+        memory any more."""
         daemon = self._daemons.get(transfer.address)
         if transfer.leased is None or daemon is None:
             return None
@@ -210,8 +211,7 @@ class SharedRegions:
 
     @property
     def ready_arenas(self) -> dict[bytes, int]:
-        """Memories from which leased blocks can be copied right now: so many bytes of each, from
-        its beginning on."""
+        """How many bytes of each daemon's memory are pinned, by arena id, from its start."""
         regions = [self.attached(address) for address in self._daemons]
         return {r.memory.arena_id: r.pinned_bytes for r in regions if r is not None}
 
@@ -219,10 +219,10 @@ class SharedRegions:
         return self.of(address) is not None
 
     def piece_bytes(self, address: str) -> int | None:
-        """How much of a load to lease at a time; None where nothing can be leased.
+        """Returns how many bytes of a load to lease at a time; None if nothing can be leased.
 
-        In pieces the first one is copied while the next is asked for, and no load needs more than
-        a daemon leases to one process.
+        With pieces, one is copied while the next is being leased, and no load exceeds what a
+        daemon leases to one process.
         """
         region = self.of(address)
         if region is None:
@@ -230,7 +230,7 @@ class SharedRegions:
         return min(_PIECE_BYTES, region.memory.arena.capacity_bytes // 16)
 
     def close(self) -> None:
-        """Memory that a copy still reads is unpinned and unmapped when that has ended."""
+        """Detaches from all daemons. Memory that a copy still reads is unmapped when it ends."""
         for daemon in self._daemons.values():
             daemon.close()
 
@@ -238,7 +238,9 @@ class SharedRegions:
         try:
             region = SharedRegion(memory, self._pin, self._unpin)
         except CudaError as error:
-            logger.warning("memory of %s cannot be used by this GPU: %s", address, error)
+            logger.warning(
+                "cannot pin the memory of daemon %s (%s); its blocks use the socket", address, error
+            )
             return False
 
         def unpin() -> None:
@@ -248,12 +250,14 @@ class SharedRegions:
         self._regions[memory] = region
         memory.on_unmap = unpin
         logger.info(
-            "attached to %s of memory of %s", format_size(memory.arena.capacity_bytes), address
+            "attached to %s of shared memory of daemon %s",
+            format_size(memory.arena.capacity_bytes),
+            address,
         )
         return True
 
     def _may_be_planned(self, memory: SharedMemory) -> bool:
-        """Whether a step that was planned while the daemon was there may still read its memory."""
+        """Whether a step that was planned before the daemon died may still read its memory."""
         region = self._regions.get(memory)
         if region is None:
             return False
@@ -262,7 +266,7 @@ class SharedRegions:
             region.departed_at, region.departed_step = now, self._steps
         if now <= region.departed_at + _KEPT_S:
             return True
-        # A step that takes long, as one that compiles, may be followed by one that was planned when
-        # the daemon was there.
+        # A long step, such as one that compiles, may be followed by one that was planned before the
+        # daemon died.
         is_idle = not self._is_stepping and now > self._stepped_at + _KEPT_S
         return not is_idle and self._steps < region.departed_step + _STEPS_AHEAD

@@ -1,12 +1,12 @@
-"""A worker's loads that the coming forward waits for: from the CPU tier, and from a daemon's memory
-that is mapped here and leased by the lookup.
+"""A worker's step loads: the coming forward waits for them. Their blocks are in the CPU tier, or in
+a daemon's memory that is mapped here and leased by the lookup.
 
-vLLM has promised the request's tokens to this very step, so such a load must not fail for want of
-anything that could be foreseen; the scheduler half plans it only where all is at hand. What fails
-nevertheless is tried again by plain copies, page by page. Should those fail too, it is reported by
-block, where vLLM can still throw the step away. With asynchronous scheduling it cannot: the next
-step, already under way, would be believed. A GPU that takes no copies at all ends the engine then,
-as it would at vLLM's own next copy.
+The step already computes the request's remaining tokens, so a step load must not fail for a
+foreseeable reason; the scheduler half plans one only if all its blocks are resident. If the copy
+fails nevertheless, the copier retries with plain copies, page by page. If those fail too, the
+blocks are reported as invalid, and vLLM discards the step. With asynchronous scheduling vLLM cannot
+discard it, because the next step is already in flight; the error then ends the engine, as vLLM's
+own next copy on such a GPU would.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ from vllm_tiered_kv.errors import CudaError, UnsafeAnswerError
 
 logger = logging.getLogger(__name__)
 
-_MAPPED_ANEW_S = 5.0
+_REMAP_S = 5.0
 
 
 class StepLoads:
+    """Step loads of one worker. `WorkerHalf` calls it from the model's thread."""
+
     def __init__(self, steps_can_be_discarded: bool) -> None:
-        """`steps_can_be_discarded`: vLLM has no later step under way when it hears of an error of
-        this one, so that its result can be thrown away."""
+        """`steps_can_be_discarded`: vLLM has no later step in flight when it learns of an error of
+        this one, so that it can discard the step's result."""
         self._steps_can_be_discarded = steps_can_be_discarded
         self._ended: dict[int, list[bool]] = {}
         self._invalid_blocks: set[int] = set()
-        self._residents: dict[int, list[Resident]] = {}  # by job, while its copies may be under way
+        self._residents: dict[int, list[Resident]] = {}  # by job, until its copies have ended
 
     def __bool__(self) -> bool:
-        """Whether there is something to report."""
+        """Whether there are ended loads to report."""
         return bool(self._ended)
 
     def start(
@@ -68,14 +70,14 @@ class StepLoads:
                 blocks += [copier.locate(transfer) for transfer in job.transfers]
                 blocks += self._enter(number, job, remote)
             enqueue(numbers, blocks)
-        except Exception as error:  # whatever it was, the requests must hear of it
+        except Exception as error:  # the requests must not use the blocks, whatever failed
             for number in numbers:
                 self._leave(number)
             if not self._steps_can_be_discarded:
                 raise CudaError(
                     f"blocks of this step cannot be copied to the GPU: {error}"
                 ) from error
-            logger.exception("a load failed; its requests are recomputed")
+            logger.exception("step loads %s failed; their requests are recomputed", numbers)
             self._ended.update({number: [False] for number in numbers})
             for job in jobs:
                 for local in job.transfers:
@@ -88,26 +90,26 @@ class StepLoads:
             intact = all(resident.are_intact for resident in self._residents.get(number, ()))
             self._leave(number)
             if not intact:
-                # What the step computed from it may have been told already. Nothing but a daemon
-                # or a scheduler that broke its word can bring this about.
+                # The step may have returned tokens already. Only a daemon that reuses leased slots
+                # or a scheduler that releases a lease too early can cause this.
                 raise UnsafeAnswerError(
-                    "a daemon's memory changed while a step read blocks it had leased: the engine "
-                    "ends rather than answer from them"
+                    "a daemon's memory changed while a step read leased blocks from it; the engine "
+                    "stops rather than return wrong tokens"
                 )
             self._ended[number] = [True]
 
     def take_ended(self) -> dict[int, list[bool]]:
-        """Jobs that ended since the last call, and whether they went well."""
+        """Returns the loads that ended since the last call, and whether each succeeded."""
         ended, self._ended = self._ended, {}
         return ended
 
     def take_invalid_blocks(self) -> set[int]:
-        """GPU blocks that this step's forward read although their load had failed."""
+        """Returns the GPU blocks that this step's forward read although their load failed."""
         invalid, self._invalid_blocks = self._invalid_blocks, set()
         return invalid
 
     def close(self) -> None:
-        """No copy is under way any more."""
+        """Releases all blocks. The caller has made sure that no copy is in flight."""
         for number in list(self._residents):
             self._leave(number)
 
@@ -123,8 +125,9 @@ class StepLoads:
 
 
 def _resident(transfer: RemoteTransfer, remote: RemoteIO | None) -> Resident:
-    """It was said to be mapped and stays so. If it is being mapped anew, waiting is worth it."""
-    end = time.monotonic() + _MAPPED_ANEW_S
+    """Returns the transfer's blocks. The worker reported the memory as mapped, and keeps it so; if
+    it is being remapped, waiting is cheaper than failing the step."""
+    end = time.monotonic() + _REMAP_S
     while remote is not None:
         resident = remote.resident(transfer)
         if resident is not None:
@@ -132,4 +135,4 @@ def _resident(transfer: RemoteTransfer, remote: RemoteIO | None) -> Resident:
         if time.monotonic() > end:
             break
         time.sleep(0.01)
-    raise CudaError(f"memory of {transfer.address} is not mapped here")
+    raise CudaError(f"the memory of daemon {transfer.address} is not mapped in this worker")

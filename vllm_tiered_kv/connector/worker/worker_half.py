@@ -1,8 +1,8 @@
-"""The half of the connector that lives with a worker: arena, copies, remote I/O, reports.
+"""The half of the connector in a worker process: arena, copies, remote I/O, reports.
 
-vLLM calls it once a step, always in this order: `before_forward`, the forward, `start_loads`,
-`after_forward`, `results`. Loads may also start before the forward when another connector loads
-synchronously; the fence set in `before_forward` covers both.
+vLLM calls it in each step, always in this order: `before_forward`, the forward, `start_loads`,
+`after_forward`, `results`. If another connector loads synchronously, `start_loads` comes before the
+forward; the fence of `before_forward` covers both cases.
 """
 
 from __future__ import annotations
@@ -50,10 +50,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_STEPS_IN_FLIGHT = 2  # of an engine with a single worker
+_STEPS_IN_FLIGHT = 2  # most that vLLM runs with a single worker
 
 
 class WorkerHalf:
+    """Executes the copies that the scheduler half plans, and reports their results.
+    `TieredKVConnector` constructs it in each worker and calls it from the model's thread."""
+
     def __init__(
         self,
         config: TieredKVConfig,
@@ -66,10 +69,11 @@ class WorkerHalf:
         steps_zero_blocks: bool = False,
         loads_overtake: bool = False,
     ) -> None:
-        """`steps_can_be_discarded` is explained at `StepLoads`; `cache_dtype` is vLLM's option;
-        `shared_fd` is of memory that all ranks with the same KV have, and is taken over;
-        `steps_zero_blocks`: vLLM may clear new blocks ahead of any hook of ours; `loads_overtake`:
-        it hands out no block that a step under way uses, so loads need not wait for that step."""
+        """`steps_can_be_discarded`: see `StepLoads`. `cache_dtype`: vLLM's --kv-cache-dtype.
+        `shared_fd`: memory that all ranks with the same KV share; the worker half closes it.
+        `steps_zero_blocks`: vLLM may clear new blocks before it calls any hook of a step.
+        `loads_overtake`: vLLM hands out no block that a step in flight uses, so that loads need not
+        wait for that step."""
         self._verifier: BlockVerifier | None = None
         if config.verify_fraction:
             self._verifier = BlockVerifier(geometry, config.verify_tolerance)
@@ -80,7 +84,7 @@ class WorkerHalf:
         self._shared_fd = shared_fd
         self._steps_zero_blocks = steps_zero_blocks
         self._loads_overtake = loads_overtake
-        self._share = ReplicaStriping()
+        self._striping = ReplicaStriping()
         self._remote: RemoteIO | None = None
         self._loads = LoadTracker()
         self._times = LoadTimes()
@@ -89,25 +93,26 @@ class WorkerHalf:
         self._put: dict[int, list[StoreReport]] = {}
         self._remote_failures: set[str] = set()
         self._probed: dict[str, Fetched] = {}
-        self._told_arenas: dict[bytes, int] = {}
+        self._reported_arenas: dict[bytes, int] = {}
         self._layers_not_seen: set[str] = set()
         self._pinning: Callable[[], tuple[Pin | None, Unpin | None]] = lambda: (None, None)
         self._geometry = geometry
         self.rank = rank
-        self._told_usable: int | None = None
-        self.last_told: deque[TieredKVWorkerMetadata] = deque(maxlen=_STEPS_IN_FLIGHT)
-        self._due: list[StoreJob] = []  # stores of this step that its forward has to precede
+        self._reported_usable: int | None = None
+        self.last_reports: deque[TieredKVWorkerMetadata] = deque(maxlen=_STEPS_IN_FLIGHT)
+        self._due: list[StoreJob] = []  # stores of this step, to be copied after its forward
         self.is_in_step = False
-        """A forward is being enqueued; vLLM may deal with an earlier step's output meanwhile."""
+        """Whether a forward is being enqueued; vLLM may process an earlier step's output at the
+        same time."""
         self._copier: Copier | None = None
         self.arena: Arena | None = None
         self._stored: dict[int, list[StoreReport]] = {}
         self.block_bytes: tuple[int, ...] = ()
         self.wait_for_sources = False
-        """Set when other connectors write GPU blocks on streams of their own, before any hook of
-        ours: the host waits until stores have read theirs."""
-        self.tells_block_bytes = False
-        """Set when the scheduler is still to be told of `block_bytes`, for want of a handshake."""
+        """Set if other connectors write GPU blocks on their own streams before any hook of this
+        connector. The host then waits until stores have read their GPU blocks."""
+        self.reports_block_bytes = False
+        """Set if the next report must include `block_bytes`, because vLLM makes no handshake."""
 
     def register_kv_caches(
         self, kv_caches: dict[str, torch.Tensor], kv_cache_config: KVCacheConfig
@@ -116,16 +121,17 @@ class WorkerHalf:
             require_whole_blocks(kv_caches, kv_cache_config)
         runs = group_runs(kv_caches, kv_cache_config)
         self.block_bytes = tuple(runs[group_id].block_bytes for group_id in sorted(runs))
-        # vLLM calls us before a layer unless it runs a whole graph; better seen than assumed.
+        # Loads wait layer by layer only after each layer's hook was called once. vLLM does not call
+        # the hooks within a full CUDA graph.
         self._layers_not_seen = {name for group in runs.values() for name, _ in group.layer_ends}
         device = next(iter(kv_caches.values())).device
         self._close_copies()
         is_fresh = self.arena is None
         if self.arena is None:
-            # Kept if vLLM registers its caches anew: the scheduler's index speaks of this memory.
+            # Kept when vLLM registers its caches again: the scheduler's index refers to its slots.
             self.arena = self._open_arena(device)
-        # To measure copies takes memory that nobody else writes to.
-        may_measure = is_fresh and self._share.is_first
+        # Measuring copies overwrites the arena, so no other rank may use it.
+        may_measure = is_fresh and self._striping.is_first
         self._copier = _open_copier(
             device, runs, self._config, self._geometry, self.arena, may_measure
         )
@@ -133,7 +139,7 @@ class WorkerHalf:
         if self._verifier is not None:
             self._verifier.describe(layer_numbers(kv_caches, runs, self._cache_dtype))
         logger.info(
-            "CPU tier of %s on %s: %d slabs, %d byte runs a block",
+            "CPU tier of %s on %s: %d slabs, %d byte runs per block",
             format_size(self.arena.nbytes),
             device,
             self._geometry.num_slabs,
@@ -141,10 +147,10 @@ class WorkerHalf:
         )
 
     def before_forward(self, metadata: TieredKVMetadata) -> None:
-        """Lets the coming forward and loads wait until stores have read the blocks they write."""
+        """Makes the coming forward and loads wait until stores have read the blocks they write."""
         for job in self._due:
             # vLLM skipped `after_forward` of the last step (as it does on inner pipeline stages
-            # with speculation): too late to read the blocks, but not to say so.
+            # with speculative decoding). The blocks may have changed since, so the stores fail.
             self._report(job.job_id, StoreReport(0, DropReason.COPY_FAILED))
         self._due = metadata.stores_after
         self.is_in_step = True
@@ -156,7 +162,7 @@ class WorkerHalf:
         if metadata.identity is not None and self._remote is None:
             self._remote = self._open_remote(metadata.identity)
         if self._remote is not None:
-            # Not with the loads: those begin after the forward as a rule.
+            # Here and not in `start_loads`, which usually comes after the forward.
             self._remote.step_begins()
         self._store(metadata.stores_before)
         self._wait_for_stores(metadata.wait_for_stores)
@@ -170,8 +176,9 @@ class WorkerHalf:
         loads: Sequence[LoadJob],
         wait_for_stores: int | None = None,
     ) -> bool:
-        """Begins loads ahead of a step that is still being planned, see `early_loads`, behind the
-        stores that read their blocks. False: nothing was done, and it is up to the step."""
+        """Starts loads before the scheduler has finished planning their step (see `early_loads`),
+        behind the stores that read the same GPU blocks. False: nothing was started, and the step
+        has to load."""
         if (
             self._copier is None
             or self.wait_for_sources
@@ -188,16 +195,17 @@ class WorkerHalf:
         return True
 
     def start_loads(self, metadata: TieredKVMetadata, calls_each_layer: bool = False) -> None:
-        """`calls_each_layer`: the coming forward calls `before_layer` as it comes to each."""
-        ahead = [job for job in metadata.loads if job.step_load is not None]
-        if ahead:
+        """Starts the step's loads, and its puts and probes. `calls_each_layer`: the coming forward
+        calls `before_layer` before each layer."""
+        step_loads = [job for job in metadata.loads if job.step_load is not None]
+        if step_loads:
             overtakes = self._loads_overtake and not self.wait_for_sources
             if not overtakes:
-                # vLLM may have cleared these very blocks since `before_forward`; this is still
-                # ahead of the forward.
+                # vLLM may have cleared these blocks since `before_forward`. With step loads vLLM
+                # calls this before the forward.
                 self._device.fence()
             by_layer = calls_each_layer and not self._layers_not_seen
-            self._step_loads.start(self._device, self._remote, ahead, by_layer, overtakes)
+            self._step_loads.start(self._device, self._remote, step_loads, by_layer, overtakes)
         for job in metadata.loads:
             if job.step_load is not None:
                 continue
@@ -206,14 +214,14 @@ class WorkerHalf:
                 self._times.begin(job.request_id, Tier.CPU)
                 self._device.load(job.request_id, job.transfers)
             if job.remote:
-                assert self._remote is not None, "a load from a daemon that nobody configured"
+                assert self._remote is not None, "load from a daemon, but none is configured"
                 self._times.begin(job.request_id, Tier.REMOTE)
                 self._remote.loader.load(job.request_id, job.remote)
         for put in metadata.puts:
-            assert self._remote is not None, "a put to a daemon that nobody configured"
+            assert self._remote is not None, "put to a daemon, but none is configured"
             self._remote.writer.write(put)
         for probe in metadata.probes:
-            assert self._remote is not None, "a probe with a daemon that nobody configured"
+            assert self._remote is not None, "probe of a daemon, but none is configured"
             self._remote.loader.probe(probe)
 
     def before_layer(self, name: str) -> None:
@@ -222,11 +230,12 @@ class WorkerHalf:
         self._device.wait_for_layer(name)
 
     def finish_step_loads(self) -> None:
-        """The layers of the model are enqueued; what follows may read any of them."""
+        """Makes the stream wait for all step loads: work after the model's layers may read any
+        layer's blocks."""
         self._device.finish_step_loads()
 
     def after_forward(self) -> None:
-        """The forward is enqueued: what it fills can be read behind it."""
+        """Enqueues the stores of blocks that the forward fills, behind the forward."""
         due, self._due = self._due, []
         self.is_in_step = False
         self._device.finish_step_loads()
@@ -235,7 +244,7 @@ class WorkerHalf:
             self._copy_out([(job.job_id, job.transfer) for job in self._verifier.take_copies()])
 
     def results(self) -> KVConnectorTransferResults:
-        """Loads that ended since the last call, each reported exactly once."""
+        """Returns the asynchronous loads that ended since the last call, each exactly once."""
         results = KVConnectorTransferResults()
         if self._copier is None:
             return results
@@ -251,13 +260,13 @@ class WorkerHalf:
         return results
 
     def _collect(self, copier: Copier) -> None:
-        """What has ended since the last call."""
+        """Collects what has ended since the last call."""
         self._step_loads.poll(copier)
         stores, loads = copier.poll()
         for store in stores:
             if self._verifier is not None and self._take_to_verify(self._verifier, store):
                 continue
-            self._report(store.job_id, self._share.end(store))
+            self._report(store.job_id, self._striping.end(store))
         for load in loads:
             self._times.end(load.request_id, Tier.CPU, load.ended_at, load.error is None)
             self._loads.end(load.request_id, Tier.CPU if load.error is not None else None)
@@ -268,17 +277,17 @@ class WorkerHalf:
             self._probed |= self._remote.loader.take_probed()
             for put in self._remote.writer.poll():
                 self._put.setdefault(put.job_id, []).append(put.report)
-        self._times.asked()
+        self._times.polled()
 
     def _take_to_verify(self, verifier: BlockVerifier, store: StoreDone) -> bool:
-        assert self.arena is not None, "a copy without an arena"
+        assert self.arena is not None, "the arena is not open"
         return verifier.copied(store, self.arena, self._remote.read if self._remote else None)
 
     def take_invalid_blocks(self) -> set[int]:
         return self._step_loads.take_invalid_blocks()
 
     def worker_metadata(self) -> TieredKVWorkerMetadata | None:
-        """Stores that ended since the last call, and how much memory is usable if that changed."""
+        """Returns the report for the scheduler half; None if nothing has changed since the last."""
         usable = self.arena.ready_bytes if self.arena is not None else None
         arenas = self._remote.ready_arenas if self._remote is not None else {}
         if (
@@ -289,13 +298,13 @@ class WorkerHalf:
             and not self._step_loads
             and not self._times
             and not self._verifier
-            and not self.tells_block_bytes
+            and not self.reports_block_bytes
             and self._measured_step is None
-            and usable == self._told_usable
-            and arenas == self._told_arenas
+            and usable == self._reported_usable
+            and arenas == self._reported_arenas
         ):
             return None
-        told = TieredKVWorkerMetadata(
+        report = TieredKVWorkerMetadata(
             self._stored,
             {} if usable is None else {self.rank: usable},
             self._put,
@@ -303,20 +312,20 @@ class WorkerHalf:
             self._step_loads.take_ended(),
             self._times.take(),
             self._measured_step,
-            {self.rank: arenas} if arenas != self._told_arenas else {},
+            {self.rank: arenas} if arenas != self._reported_arenas else {},
             {} if self._verifier is None else self._verifier.take_verdicts(),
-            {self.rank: self.block_bytes} if self.tells_block_bytes else {},
+            {self.rank: self.block_bytes} if self.reports_block_bytes else {},
             {name: [fetched] for name, fetched in self._probed.items()},
         )
         self._measured_step = None
-        self.tells_block_bytes = False
+        self.reports_block_bytes = False
         self._stored, self._put, self._remote_failures, self._probed = {}, {}, set(), {}
-        self._told_usable, self._told_arenas = usable, arenas
-        self.last_told.append(told)
-        return told
+        self._reported_usable, self._reported_arenas = usable, arenas
+        self.last_reports.append(report)
+        return report
 
     def shutdown(self) -> None:
-        """Gives everything back. On a GPU that has failed there may be nothing left to give."""
+        """Releases all memory and threads. On a GPU that has failed, some of that may fail."""
         try:
             self._close_copies()
             if self._verifier is not None:
@@ -326,9 +335,9 @@ class WorkerHalf:
             if self._shared_fd is not None:
                 os.close(self._shared_fd)
         except TieredKVError as error:
-            logger.warning("the CPU tier could not be closed in order: %s", error)
+            logger.warning("cannot close the CPU tier cleanly: %s", error)
         self.arena = self._shared_fd = None
-        self._share = ReplicaStriping()
+        self._striping = ReplicaStriping()
 
     def _report(self, job_id: int, report: StoreReport) -> None:
         self._stored.setdefault(job_id, []).append(report)
@@ -339,11 +348,11 @@ class WorkerHalf:
         return self._copier
 
     def _store(self, jobs: Sequence[StoreJob]) -> None:
-        self._copy_out([(job.job_id, self._share.begin(job, self._usable(job))) for job in jobs])
+        self._copy_out([(job.job_id, self._striping.begin(job, self._usable(job))) for job in jobs])
 
     def _usable(self, job: StoreJob) -> int:
-        """How many first slots of a store lie in memory that a copy may touch already."""
-        assert self.arena is not None, "a store without an arena"
+        """Returns how many of a store's first slots lie in memory that is already pinned."""
+        assert self.arena is not None, "the arena is not open"
         ready, transfer = self.arena.ready_bytes, job.transfer
         if ready >= self._geometry.capacity_bytes:
             return len(transfer)
@@ -358,7 +367,7 @@ class WorkerHalf:
         if copies and self.wait_for_sources:
             self._device.settle_sources()
         elif copies and self._steps_zero_blocks:
-            # The hook before the next forward would be too late.
+            # `before_forward` of the next step is too late: vLLM clears blocks before it.
             self._device.wait_for_stores(max(job_id for job_id, _ in copies))
 
     def _wait_for_stores(self, newest: int | None) -> None:
@@ -373,19 +382,20 @@ class WorkerHalf:
         fd, self._shared_fd = self._shared_fd, None
         arena = open_replica_arena(nbytes, replicas, fd, pin, unpin)
         if fd is not None:
-            self._share_work()
+            self._stripe_replicas()
         return arena
 
-    def _share_work(self) -> None:
-        """All replicas fill one arena: each block is copied there by one of them."""
-        self._share = ReplicaStriping(self._holding.replica, self._holding.replicas)
+    def _stripe_replicas(self) -> None:
+        """Divides stores among the replicas: they share one arena, and one of them copies each
+        block."""
+        self._striping = ReplicaStriping(self._holding.replica, self._holding.replicas)
         if self._verifier is not None:
             self._verifier.is_ours = self._holding.sends
 
     def _open_remote(self, identity: EngineIdentity) -> RemoteIO:
         assert self.arena is not None, "vLLM did not register its KV caches"
         if self.block_bytes:
-            # Where no handshake has compared them (inside a MultiConnector), the daemon does.
+            # Inside a MultiConnector no handshake compares the sizes, so the daemon compares them.
             identity = dataclasses.replace(identity, block_bytes=self.block_bytes)
         return RemoteIO(
             self._config,
@@ -398,8 +408,8 @@ class WorkerHalf:
         )
 
     def _close_copies(self) -> None:
-        """Ends what is under way: the scheduler must hear of all of it, and nothing may read memory
-        that is given up."""
+        """Ends all copies in flight and collects their results: the scheduler needs a report of
+        each, and no copy may touch memory after its release."""
         if self._remote is not None:
             self._remote.settle()
         if self._copier is not None:
@@ -415,7 +425,7 @@ class WorkerHalf:
 
 
 def _pinning(device: torch.device) -> tuple[Pin | None, Unpin | None]:
-    """How memory is made fit for transfers to and from this device."""
+    """Returns the functions that pin and unpin memory for this device; None for a CPU."""
     if device.type == "cpu":
         return None, None
     if device.type != "cuda":
@@ -425,7 +435,7 @@ def _pinning(device: torch.device) -> tuple[Pin | None, Unpin | None]:
     reason = cuda.why_unavailable()
     if reason is not None:
         raise UnsupportedError(f"vllm-tiered-kv cannot use this GPU: {reason}")
-    # Bound to the device: a thread of a later rank must not wake up the first GPU.
+    # Bound to the device: otherwise a background thread would create a CUDA context on GPU 0.
     index = _cuda_index(device)
     return (
         functools.partial(cuda.host_register, device=index),
