@@ -20,6 +20,7 @@ from tests.daemon.test_security import Keys
 from tests.daemon.zmtp import ZmtpClient, frame
 from tests.patience import eventually
 from vllm_tiered_kv.core.store import Durability, PutResult
+from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.native.cpu import xxh3_64
 from vllm_tiered_kv.server.net.connections import Connections
 from vllm_tiered_kv.server.net.limits import ClientLimits
@@ -29,7 +30,7 @@ from vllm_tiered_kv.server.net.sessions import Listener
 
 MIB = 1 << 20
 MEMORY = ("--memory", "32MiB")  # messages of 8 MiB at most
-TOO_LONG = "cut off: a message of more than 25165824 bytes"
+TOO_LONG = "closed 1 connections: a message of more than 25165824 bytes"
 FEW_DESCRIPTORS = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
@@ -67,11 +68,11 @@ def test_one_that_never_says_hello(start: StartDaemon, connect: Connect) -> None
     honest.put(blocks(1))
     with ZmtpClient(daemon.endpoint) as silent, ZmtpClient(daemon.endpoint) as rude:
         deadline = time.monotonic() + 60
-        while not (silent.is_cut_off() and rude.is_cut_off()):
+        while not (silent.is_closed() and rude.is_closed()):
             assert time.monotonic() < deadline
             with contextlib.suppress(ConnectionError):
                 rude.send(frame(b"no header", more=False))
-                while rude.has_reply() and not rude.is_cut_off():
+                while rude.has_reply() and not rude.is_closed():
                     rude.receive()
             time.sleep(0.1)
     eventually(lambda: "no hello for 10 s" in daemon.logs)
@@ -124,9 +125,9 @@ def test_a_daemon_with_much_to_do_looks_after_its_connections(start: StartDaemon
             with pytest.raises(ConnectionError):
                 send_without_end(daemon)
             eventually(lambda: TOO_LONG in daemon.logs)  # which says so afterwards
-            eventually(silent.is_cut_off)
+            eventually(silent.is_closed)
         eventually(lambda: "no hello for 10 s" in daemon.logs)
-        assert daemon.logs.count("cut off") == 2, "none of those in good faith"
+        assert daemon.logs.count("closed 1 connections") == 2, "none of those in good faith"
     finally:
         stop.set()
         for thread in busy:
@@ -163,7 +164,7 @@ def test_much_in_good_faith(daemon: Daemon) -> None:
                 small.send(wire.Contains(24, [key(n)] * 200))
             for _ in range(100):
                 assert isinstance(small.receive()[1], wire.ContainsReply)
-    assert "cut off" not in daemon.process.logs
+    assert " connections: " not in daemon.process.logs
 
 
 def test_one_that_cannot_be_cut_off_for_now_is_cut_off_later(
@@ -172,7 +173,9 @@ def test_one_that_cannot_be_cut_off_for_now_is_cut_off_later(
     context = zmq.Context()
     request.addfinalizer(lambda: context.destroy(linger=0))
     network = NetworkMemory(MIB, MIB)
-    connections = Connections(Reactor(), context, ClientLimits.of_memory(32 * MIB), network, 1, 30)
+    connections = Connections(
+        Reactor(), context, ClientLimits.of_memory(32 * MIB), network, 1, 30, Recorder()
+    )
     listener = Listener(context.socket(zmq.ROUTER), "tcp://", False)
     theirs, ours = socket.socketpair()
 
@@ -180,12 +183,12 @@ def test_one_that_cannot_be_cut_off_for_now_is_cut_off_later(
         raise OSError(errno.EMFILE, "too many open files")
 
     with theirs, ours:
-        connections._accepted(listener, ours.fileno())
+        connections._add(listener, ours.fileno())
         with monkeypatch.context() as without_descriptors:
             without_descriptors.setattr(os, "dup", no_more)
-            connections._cut_off(ours.fileno())
+            connections._disconnect(ours.fileno())
         theirs.settimeout(60)
-        connections._cut_off(ours.fileno())
+        connections._disconnect(ours.fileno())
         assert theirs.recv(1) == b""
         assert not connections._open
 

@@ -101,7 +101,7 @@ class Overheard(threading.Condition):
 @pytest.fixture
 def ended(store: TieredStore) -> Overheard:
     """What those wait for who need room in the write queue, or a block out of it."""
-    behind = store._lower._behind[Tier.SSD.value]
+    behind = store._demotion._behind[Tier.SSD.value]
     behind._ended = Overheard(behind._lock)
     return behind._ended
 
@@ -160,7 +160,7 @@ def test_a_block_deleted_while_it_is_written_and_waits_to_be_written_again_stays
     """A block that is being written is put again, to be on disk: then it waits a second time."""
     ssd = SsdStore(tmp_path / "ssd", 16 * MIB, disk=disk)
     tiered = TieredStore(4 * MIB, ssd, None, Recorder())
-    behind = tiered._lower._behind[Tier.SSD.value]
+    behind = tiered._demotion._behind[Tier.SSD.value]
     behind._ended = ended = Overheard(behind._lock)
     try:
         disk.gate.clear()
@@ -339,11 +339,11 @@ def test_writers_outlive_those_who_fail_to_listen() -> None:
         told.append(result)
         raise RuntimeError("on purpose")
 
-    def unkept(key: StoreKey, result: PutResult) -> None:
+    def on_failed(key: StoreKey, result: PutResult) -> None:
         raise RuntimeError("on purpose")
 
     executor = StoreExecutor("test", 1, keeps_queue=True)
-    behind = WriteBehind(memory, target, MIB, executor, unkept)
+    behind = WriteBehind(memory, target, MIB, executor, on_failed)
     for n in range(8):
         (held,) = memory.hold([key(n)])
         assert held is not None
@@ -548,7 +548,7 @@ def test_a_lost_block_that_memory_has_no_more_is_told_once_and_a_deleted_one_is_
     store = TieredStore(4 * MIB, ssd, None, Recorder())
     for n in range(3):
         assert put(store, n) is PutResult.STORED
-    store._lower._behind[Tier.SSD.value].drain()
+    store._demotion._behind[Tier.SSD.value].drain()
     store.memory.delete([key(0)])  # as if evicted
     failing_sync[0] = 1
     with ssd._lock:

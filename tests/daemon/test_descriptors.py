@@ -45,7 +45,7 @@ def test_processes_that_attach_wait_for_a_descriptor(start: StartDaemon, connect
         assert daemon.logs.count("\n") < 20
         resource.prlimit(daemon.pid, NOFILE, (hard, hard))
         waiting.send(b"\x80")  # an empty map
-        assert b"is not spoken here" in waiting.recv(4096)
+        assert b"is not supported" in waiting.recv(4096)
     assert daemon.logs.count("processes cannot attach for now") == 1
     attach(daemon.ipc_path).close()
     assert daemon.terminate() == 0

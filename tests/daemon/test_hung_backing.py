@@ -392,7 +392,7 @@ def test_flush_says_so_and_does_it_later(hung: Hung) -> None:
     assert again.one() == []
     hung.gate.clear()  # nothing is left to write; but it cannot be made durable
     hung.store.flush(unsure := Answers())
-    assert unsure.one() == ["what backing has may not be durable"]
+    assert unsure.one() == ["blocks in backing may not be durable"]
 
 
 def test_a_put_that_was_to_be_on_it_fails(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ import os, sys
 from vllm_tiered_kv.server import cli
 from vllm_tiered_kv.server.tiers import opening
 from vllm_tiered_kv.stores.ssd import folder
-opening._TELL_EVERY_S = 0.2
+opening._PROGRESS_INTERVAL_S = 0.2
 folder.open_file = lambda path, flags: os.open(path, flags, 0o600)  # waits for a pipe's other end
 sys.exit(cli.main())
 """
@@ -79,7 +79,7 @@ def test_a_daemon_starts_without_it_and_takes_it_up_when_it_answers(
     hung.answer()
     eventually(lambda: not client.stats()["pending_write_blocks"]["backing"])
     assert client.stats()["backing_absent"] == 0
-    assert "it is used from now on" in daemon.logs
+    assert "using it from now on" in daemon.logs
     client.ask(wire.Flush())
     assert client.put(blocks(1, start=6), Durability.DISK) == [PutResult.STORED]
     assert daemon.terminate() == 0
@@ -107,7 +107,7 @@ def test_an_ssd_is_waited_for_and_that_is_told(folder: Path) -> None:
     daemon.program = ["-c", TELLS_SOON]
     daemon.launch()
     try:
-        told = f"ssd: {ssd} is not open yet after 1 s; the start waits for it"
+        told = f"ssd: {ssd} is not open yet after 1 s; the daemon waits for it to start"
         eventually(lambda: told in daemon.logs)
         with (ssd / "FORMAT").open("wb") as file:
             file.write(b"something else")
@@ -137,14 +137,14 @@ def test_a_folder_that_fails_to_open_in_time_is_an_error(tmp_path: Path) -> None
 def test_a_folder_that_fails_to_open_later_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(backing_module, "_OPEN_AGAIN_S", 0.05)
+    monkeypatch.setattr(backing_module, "_REOPEN_S", 0.05)
     (tmp_path / "folder").touch()
     backing = BackingFolder(str(tmp_path / "folder"), 0, 0)
     found: list[list[bool]] = []
     waiting = [
         in_a_thread(lambda: found.append(backing.contains([StoreKey(bytes(24))]))) for _ in range(2)
     ]
-    eventually(lambda: caplog.text.count("tried again in") >= 2)
+    eventually(lambda: caplog.text.count("retrying in") >= 2)
     assert found == []
     (tmp_path / "folder").unlink()
     for thread in waiting:

@@ -21,7 +21,7 @@ from vllm_tiered_kv.server.net.sessions import Listener, Peer
 
 MIB = 1 << 20
 LIMIT = ("--memory", "32MiB", "--network-memory", "64MiB")
-TOO_MUCH = "messages take up more than network_memory"
+TOO_MUCH = "messages use more than network_memory"
 LISTENER = Listener(zmq.Context.instance().socket(zmq.ROUTER), "tcp://", is_local=False)
 LISTENER.socket.close()
 
@@ -32,49 +32,49 @@ def peer(n: int) -> Peer:
 
 @pytest.fixture
 def network() -> NetworkMemory:
-    return NetworkMemory(most=100, most_requests=40)
+    return NetworkMemory(limit=100, max_request_bytes=40)
 
 
 def assert_refused(network: NetworkMemory, who: Peer, nbytes: int) -> None:
     before = network.total
     with pytest.raises(ProtocolError) as refused:
-        network.take(who, nbytes)
+        network.admit_request(who, nbytes)
     assert refused.value.code is ErrorCode.UNAVAILABLE
     assert network.total == before
 
 
 def test_requests_of_a_client_have_a_share_and_one_is_always_taken(network: NetworkMemory) -> None:
-    network.take(peer(1), 30)
-    network.take(peer(1), 10)
+    network.admit_request(peer(1), 30)
+    network.admit_request(peer(1), 10)
     assert_refused(network, peer(1), 1)
-    network.take(peer(2), 50)
+    network.admit_request(peer(2), 50)
     assert_refused(network, peer(2), 1)
-    network.give_back(peer(1), 30)
-    network.take(peer(1), 1)
+    network.end_request(peer(1), 30)
+    network.admit_request(peer(1), 1)
 
 
 def test_who_takes_up_the_most_gives_way_to_who_takes_up_less(network: NetworkMemory) -> None:
     told: list[int] = []
     network.on_excess = lambda: told.append(network.total)
     for n in range(3):
-        network.take(peer(n), 30)
+        network.admit_request(peer(n), 30)
     assert_refused(network, peer(3), 31)  # itself the largest
     assert_refused(network, peer(2), 11)
     assert not told
-    network.take(peer(3), 20)
+    network.admit_request(peer(3), 20)
     assert told == [110]
-    network.leave(peer(0))
+    network.mark_disconnected(peer(0))
     assert network.total == 80
-    network.give_back(peer(0), 30)
+    network.end_request(peer(0), 30)
     assert network.total == 80
 
 
 def test_one_that_connects_again_counts_again(network: NetworkMemory) -> None:
     network.hold(peer(1), 60)
-    network.leave(peer(1))
+    network.mark_disconnected(peer(1))
     network.hold(peer(1), 20)
     assert network.total == 0
-    network.come_back(peer(1))
+    network.mark_reconnected(peer(1))
     assert network.total == network.held_by(peer(1)) == 80
     network.release(peer(1), 80)
     assert network.total == 0
@@ -114,6 +114,7 @@ def test_messages_without_an_end_have_a_limit_together(
             time.sleep(0.05)
         eventually(lambda: TOO_MUCH in daemon.logs)
         eventually(lambda: honest.stats()["network_bytes"] <= 64 * MIB)
+        assert honest.stats()["dropped_clients"] > 0
         assert daemon.rss_bytes() - before < 200 * MIB
         assert honest.get([key(0)]) == blocks(1)
 
@@ -129,9 +130,30 @@ def test_a_message_that_does_not_go_on_is_cut_off(start: StartDaemon, connect: C
         client.send(bytes([0, len(hello)]) + hello)
         client.receive()
         client.send(b"\x03" + (8192).to_bytes(8, "big") + bytes(8192))
-        eventually(client.is_cut_off)
-        eventually(lambda: "nothing more of a message for 1 s" in daemon.logs)
+        eventually(client.is_closed)
+        eventually(lambda: "no more bytes of an unfinished message for 1 s" in daemon.logs)
+    assert honest.stats()["dropped_clients"] == 1
     assert honest.put(blocks(1)) == [PutResult.STORED]
+
+
+@pytest.mark.parametrize("over", ["tcp", "ipc"])
+def test_dropped_clients_counts_client_that_reads_no_replies(
+    start: StartDaemon, connect: Connect, over: str
+) -> None:
+    """The kernel disconnects it over tcp, the daemon over ipc."""
+    daemon = start("--memory", "64MiB", "--stall-timeout", "1s")
+    honest = connect(daemon.endpoint, block_bytes=[MIB])
+    honest.put({key(0): block(0, MIB)})
+    endpoint = daemon.endpoint if over == "tcp" else daemon.ipc
+    with RawClient(endpoint, rcvhwm=1, rcvbuf=65536) as stalled:
+        stalled.hello(block_bytes=[MIB])
+        stalled.send(wire.Get(KEY_BYTES, [key(0)] * 64, True))
+        eventually(lambda: honest.stats()["dropped_clients"] == 1)
+    with RawClient(endpoint) as leaving:  # disconnects by itself
+        leaving.hello(block_bytes=[MIB])
+        leaving.send(wire.Get(KEY_BYTES, [key(0)], True))
+    assert honest.stats()["dropped_clients"] == 1
+    assert honest.get([key(0)]) == {key(0): block(0, MIB)}
 
 
 @pytest.mark.parametrize("over", ["tcp", "ipc"])

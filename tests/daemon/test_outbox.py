@@ -57,7 +57,7 @@ def test_what_a_dead_client_was_sent_is_let_go(
         gone.append(why)
         outbox.drop(peer)
 
-    outbox.on_gone = forget
+    outbox.on_client_lost = forget
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.router_mandatory = True
         router.linger = 0
@@ -85,7 +85,7 @@ def test_what_a_dead_client_was_sent_is_let_go(
         assert gone == (["it has disconnected"] if is_lost else [])
         assert outbox.is_empty
         assert not outbox.has_claims(peer)
-        reactor.forget(router)
+        reactor.unwatch(router)
     lost.clear()
     reactor.close()
     memory.close()

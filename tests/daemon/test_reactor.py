@@ -67,12 +67,12 @@ def test_descriptors_and_sockets(reactor: Reactor) -> None:
     os.write(write_end, b"pipe")
     while len(seen) < 2:
         reactor.turn()
-    reactor.forget(read_end)
+    reactor.unwatch(read_end)
     os.write(write_end, b"unheard")
     reactor.post(lambda: None)
     reactor.turn()
     assert sorted(seen) == [b"pipe", b"socket"]
-    reactor.forget(pull)
+    reactor.unwatch(pull)
     for end in (read_end, write_end):
         os.close(end)
     pull.close()
@@ -101,11 +101,11 @@ def test_hand_over_is_at_once_on_the_loop_itself(reactor: Reactor) -> None:
     order: list[str] = []
 
     def on_loop() -> None:
-        reactor.hand_over(lambda: order.append("inside"))
+        reactor.run_on_loop(lambda: order.append("inside"))
         order.append("after")
         reactor.stop()
 
-    reactor.hand_over(on_loop)
+    reactor.run_on_loop(on_loop)
     assert order == []
     reactor.run()
     assert order == ["inside", "after"]
@@ -118,10 +118,10 @@ def test_what_can_wait_does_so(reactor: Reactor) -> None:
     def piece(name: str) -> None:
         time.sleep(0.006)
         seen.append(name)
-        reactor.in_turn(lambda: piece(name))
+        reactor.post_background(lambda: piece(name))
 
     for name in ("a", "b"):
-        reactor.in_turn(lambda name=name: piece(name))  # type: ignore[misc]
+        reactor.post_background(lambda name=name: piece(name))  # type: ignore[misc]
     reactor.post(lambda: seen.append("posted"))
     reactor.turn()
     reactor.after(0, lambda: seen.append("timer"))
@@ -133,7 +133,7 @@ def test_what_can_wait_does_so(reactor: Reactor) -> None:
 def test_short_pieces_share_a_turn(reactor: Reactor) -> None:
     seen: list[int] = []
     for n in range(3):
-        reactor.in_turn(lambda n=n: seen.append(n))  # type: ignore[misc]
+        reactor.post_background(lambda n=n: seen.append(n))  # type: ignore[misc]
     while len(seen) < 3:
         reactor.turn()
     assert seen == [0, 1, 2]

@@ -53,7 +53,7 @@ def test_one_that_never_rests_keeps_nobody_out(office: Office) -> None:
 
 def test_one_that_waits_for_long_keeps_nobody_out(office: Office) -> None:
     waiting, first, second = [office.open(name) for name in (b"waiting", b"first", b"second")]
-    waiting.under_way = 1
+    waiting.in_flight = 1
     office.now += 10.0
     office.open(b"newcomer")
     assert [one.is_open for one in (waiting, first, second)] == [True, False, True]
@@ -62,7 +62,7 @@ def test_one_that_waits_for_long_keeps_nobody_out(office: Office) -> None:
 def test_where_all_are_in_use_there_is_no_room(office: Office) -> None:
     used = [office.open(name) for name in (b"one", b"two", b"three")]
     office.now += 10.0
-    used[0].under_way = 1
+    used[0].in_flight = 1
     for session in used[1:]:
         office.hear(session)
     with pytest.raises(ProtocolError) as refused:

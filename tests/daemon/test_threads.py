@@ -126,7 +126,7 @@ def send_slowly(slow: socket.socket) -> None:
 def test_a_monitor_that_does_not_come_to_an_end_is_cut_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("vllm_tiered_kv.server.net.http._PATIENCE_S", 0.3)
+    monkeypatch.setattr("vllm_tiered_kv.server.net.http._REQUEST_TIMEOUT_S", 0.3)
     server = HttpServer("127.0.0.1:0", lambda: "", lambda: None)
     host, port = server.address.split(":")
     try:

@@ -243,7 +243,7 @@ def test_verify_finds_damage(start: StartDaemon, connect: Connect, folder: Path)
         file.write(b"flipped")
     damaged = verify(folder / "ssd")
     assert damaged.returncode == 1
-    assert "1 blocks hold other bytes" in damaged.stdout
+    assert "1 blocks do not match their checksum" in damaged.stdout
     assert key(3).hex() in damaged.stdout
     daemon.restart()
     again = connect(daemon.endpoint, block_bytes=[SIZE])

@@ -163,15 +163,15 @@ DAEMON = (
     Mutation(
         "reply-let-go-while-it-is-sent",
         "server/net/outbox.py",
-        "while line.in_zmq and line.in_zmq[0][0]() is None:",
-        "while line.in_zmq:",
+        "while queue.in_zmq and queue.in_zmq[0][0]() is None:",
+        "while queue.in_zmq:",
         "a block is overwritten while zmq sends it",
         ("tests/daemon/test_outbox.py",),
     ),
     Mutation(
         "unwritten-block-evicted",
         "server/tiers/demotion.py",
-        "return self._hand_to(tier, key) is not HandoffResult.TAKEN",
+        "return self._offer_unrecorded(tier, key) is not HandoffResult.TAKEN",
         "return True",
         "a block leaves memory before any disk has it",
         ("tests/daemon/test_demotion.py",),
@@ -187,7 +187,7 @@ DAEMON = (
     Mutation(
         "refused-blocks-forgotten-at-flush",
         "server/tiers/demotion.py",
-        "            self._refused[tier][key] = result\n",
+        "            self._unwritten[tier][key] = result\n",
         "            pass\n",
         "what a full queue refused is lost at shutdown",
         ("tests/daemon/test_under_load.py::test_a_full_write_queue_loses_nothing_at_flush",),
@@ -195,7 +195,7 @@ DAEMON = (
     Mutation(
         "blocks-a-disk-failed-to-take-forgotten",
         "server/tiers/write_behind.py",
-        "unkept(waiting.block.key, result)",
+        "on_failed(waiting.block.key, result)",
         "pass",
         "a flush says that all is written where a full disk took nothing",
         ("tests/daemon/test_demotion.py",),
@@ -219,7 +219,7 @@ DAEMON = (
     Mutation(
         "damaged-block-promoted",
         "server/tiers/promotion.py",
-        "if not good:\n",
+        "if not is_read:\n",
         "if not slot:\n",
         "a block that the SSD lost is served as whatever the slot held",
         ("tests/daemon/test_demotion.py",),
