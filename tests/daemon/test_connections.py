@@ -62,7 +62,7 @@ def long_frame(data: bytes) -> bytes:
 
 
 @pytest.mark.slow
-def test_one_that_never_says_hello(start: StartDaemon, connect: Connect) -> None:
+def test_connection_without_hello_is_closed(start: StartDaemon, connect: Connect) -> None:
     daemon = start(*MEMORY)
     honest = connect(daemon.endpoint)
     honest.put(blocks(1))
@@ -89,7 +89,7 @@ def send_without_end(daemon: DaemonProcess) -> None:
             time.sleep(0.02)  # 50 MiB a second
 
 
-def test_a_message_without_an_end(start: StartDaemon, connect: Connect) -> None:
+def test_connection_with_endless_message_is_closed(start: StartDaemon, connect: Connect) -> None:
     daemon = start(*MEMORY)
     honest = connect(daemon.endpoint)
     before = daemon.peak_rss_bytes()
@@ -114,7 +114,7 @@ def keep_busy(daemon: DaemonProcess, number: int, stop: threading.Event) -> None
 
 
 @pytest.mark.slow
-def test_a_daemon_with_much_to_do_looks_after_its_connections(start: StartDaemon) -> None:
+def test_busy_daemon_still_checks_connections(start: StartDaemon) -> None:
     daemon = start(*MEMORY)
     stop = threading.Event()
     busy = [threading.Thread(target=keep_busy, args=(daemon, n, stop)) for n in range(4)]
@@ -134,7 +134,9 @@ def test_a_daemon_with_much_to_do_looks_after_its_connections(start: StartDaemon
             thread.join()
 
 
-def test_a_message_far_too_large_and_encrypted(start: StartDaemon, folder: Path) -> None:
+def test_connection_with_oversized_encrypted_message_is_closed(
+    start: StartDaemon, folder: Path
+) -> None:
     daemon = Daemon(start, Keys(folder / "keys"))
     with daemon.connect() as greedy:
         greedy.hello()
@@ -145,7 +147,7 @@ def test_a_message_far_too_large_and_encrypted(start: StartDaemon, folder: Path)
             assert honest.put(blocks(1)) == [PutResult.STORED]
 
 
-def test_much_in_good_faith(daemon: Daemon) -> None:
+def test_connections_within_limits_stay_open(daemon: Daemon) -> None:
     """Messages as large as they may be, and very many small ones."""
     with daemon.connect() as large, daemon.connect() as small:
         large.hello(block_bytes=[MIB])
@@ -167,7 +169,7 @@ def test_much_in_good_faith(daemon: Daemon) -> None:
     assert " connections: " not in daemon.process.logs
 
 
-def test_one_that_cannot_be_cut_off_for_now_is_cut_off_later(
+def test_disconnect_without_descriptors_is_retried(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     context = zmq.Context()
@@ -205,7 +207,7 @@ def descriptors(daemon: DaemonProcess) -> int:
 
 
 @pytest.mark.slow
-def test_more_than_there_are_descriptors_for(folder: Path) -> None:
+def test_connections_beyond_descriptors_are_closed(folder: Path) -> None:
     daemon = DaemonProcess(folder, *MEMORY)
     daemon.program = ["-c", FEW_DESCRIPTORS]
     with daemon, RawClient(daemon.endpoint) as honest, contextlib.ExitStack() as held:

@@ -60,7 +60,7 @@ def hung(folder: Path) -> HungFolder:
     return HungFolder(folder / "shared")
 
 
-def test_a_daemon_starts_without_it_and_takes_it_up_when_it_answers(
+def test_daemon_with_hung_folder_uses_it_once_it_answers(
     hung: HungFolder, start: StartDaemon, connect: Connect
 ) -> None:
     daemon = start("--memory", "16MiB", *hung.arguments, program=HUNG_BY_PIPES)
@@ -89,7 +89,9 @@ def test_a_daemon_starts_without_it_and_takes_it_up_when_it_answers(
 
 
 @pytest.mark.slow
-def test_a_daemon_stops_without_it(hung: HungFolder, start: StartDaemon, connect: Connect) -> None:
+def test_daemon_with_hung_folder_stops(
+    hung: HungFolder, start: StartDaemon, connect: Connect
+) -> None:
     idle = start("--memory", "16MiB", *hung.arguments, program=HUNG_BY_PIPES)
     assert idle.terminate() == 0, "there is nothing that it should have"
     busy = start("--memory", "16MiB", *hung.arguments, program=HUNG_BY_PIPES)
@@ -99,7 +101,7 @@ def test_a_daemon_stops_without_it(hung: HungFolder, start: StartDaemon, connect
     assert "Traceback" not in idle.logs + busy.logs
 
 
-def test_an_ssd_is_waited_for_and_that_is_told(folder: Path) -> None:
+def test_daemon_with_slow_ssd_waits_and_logs(folder: Path) -> None:
     ssd = folder / "ssd"
     ssd.mkdir()
     os.mkfifo(ssd / "FORMAT")
@@ -126,7 +128,7 @@ def in_a_thread(work: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def test_a_folder_that_fails_to_open_in_time_is_an_error(tmp_path: Path) -> None:
+def test_backing_open_failure_in_time_raises(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     backing = BackingFolder(str(tmp_path / "file"), 0, 0)
     with pytest.raises(ConfigError, match="Not a directory"):
@@ -134,7 +136,7 @@ def test_a_folder_that_fails_to_open_in_time_is_an_error(tmp_path: Path) -> None
     assert not backing.is_open
 
 
-def test_a_folder_that_fails_to_open_later_is_tried_again(
+def test_backing_open_failure_later_is_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(backing_module, "_REOPEN_S", 0.05)
@@ -153,7 +155,7 @@ def test_a_folder_that_fails_to_open_later_is_tried_again(
     backing.close()
 
 
-def test_a_folder_that_opens_after_the_end_is_closed(
+def test_backing_opened_after_close_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[SharedDirStore] = []
@@ -175,7 +177,7 @@ def test_a_folder_that_opens_after_the_end_is_closed(
     assert opened[0]._closed
 
 
-def test_a_folder_that_was_closed_before_is_not_opened(tmp_path: Path) -> None:
+def test_backing_closed_before_open_is_not_opened(tmp_path: Path) -> None:
     backing = BackingFolder(str(tmp_path), 0, 0)
     backing.close()
     with pytest.raises(OSError, match="not opened before the daemon stopped"):

@@ -43,7 +43,7 @@ def assert_refused(network: NetworkMemory, who: Peer, nbytes: int) -> None:
     assert network.total == before
 
 
-def test_requests_of_a_client_have_a_share_and_one_is_always_taken(network: NetworkMemory) -> None:
+def test_admit_request_beyond_client_share_is_refused(network: NetworkMemory) -> None:
     network.admit_request(peer(1), 30)
     network.admit_request(peer(1), 10)
     assert_refused(network, peer(1), 1)
@@ -53,7 +53,7 @@ def test_requests_of_a_client_have_a_share_and_one_is_always_taken(network: Netw
     network.admit_request(peer(1), 1)
 
 
-def test_who_takes_up_the_most_gives_way_to_who_takes_up_less(network: NetworkMemory) -> None:
+def test_admit_request_beyond_limit_refuses_largest_client(network: NetworkMemory) -> None:
     told: list[int] = []
     network.on_excess = lambda: told.append(network.total)
     for n in range(3):
@@ -69,7 +69,7 @@ def test_who_takes_up_the_most_gives_way_to_who_takes_up_less(network: NetworkMe
     assert network.total == 80
 
 
-def test_one_that_connects_again_counts_again(network: NetworkMemory) -> None:
+def test_reconnected_client_is_counted_again(network: NetworkMemory) -> None:
     network.hold(peer(1), 60)
     network.mark_disconnected(peer(1))
     network.hold(peer(1), 20)
@@ -80,13 +80,13 @@ def test_one_that_connects_again_counts_again(network: NetworkMemory) -> None:
     assert network.total == 0
 
 
-def test_keys_cost_what_their_objects_take_up() -> None:
+def test_request_cost_covers_key_objects() -> None:
     keys = [bytes([n % 256]) for n in range(1000)]
     request = wire.Get(1, keys, True)
     assert request_cost(1000, request) > 1000 * 64
 
 
-def test_an_option_that_leaves_no_room_for_messages_is_refused() -> None:
+def test_network_memory_option_too_small_is_refused() -> None:
     with pytest.raises(ConfigError, match="network_memory"):
         ClientLimits.of_memory(1 << 30).within(128 * MIB)
 
@@ -101,7 +101,7 @@ def begin(daemon: DaemonProcess, nbytes: int) -> ZmtpClient:
     return one
 
 
-def test_messages_without_an_end_have_a_limit_together(
+def test_unfinished_messages_beyond_limit_drop_clients(
     start: StartDaemon, connect: Connect
 ) -> None:
     daemon = start(*LIMIT)
@@ -119,7 +119,7 @@ def test_messages_without_an_end_have_a_limit_together(
         assert honest.get([key(0)]) == blocks(1)
 
 
-def test_a_message_that_does_not_go_on_is_cut_off(start: StartDaemon, connect: Connect) -> None:
+def test_stalled_message_drops_client(start: StartDaemon, connect: Connect) -> None:
     daemon = start(*LIMIT, "--stall-timeout", "1s")
     honest = connect(daemon.endpoint)
     client = ZmtpClient(daemon.endpoint)
@@ -137,7 +137,7 @@ def test_a_message_that_does_not_go_on_is_cut_off(start: StartDaemon, connect: C
 
 
 @pytest.mark.parametrize("over", ["tcp", "ipc"])
-def test_dropped_clients_counts_client_that_reads_no_replies(
+def test_client_reading_no_replies_is_dropped_and_counted(
     start: StartDaemon, connect: Connect, over: str
 ) -> None:
     """The kernel disconnects it over tcp, the daemon over ipc."""
@@ -157,7 +157,7 @@ def test_dropped_clients_counts_client_that_reads_no_replies(
 
 
 @pytest.mark.parametrize("over", ["tcp", "ipc"])
-def test_requests_of_many_clients_have_a_limit_together(
+def test_requests_beyond_limit_drop_clients(
     start: StartDaemon, connect: Connect, over: str
 ) -> None:
     """Gets whose replies nobody takes keep their keys."""
@@ -179,7 +179,7 @@ def test_requests_of_many_clients_have_a_limit_together(
         assert honest.get([key(0)]) == {key(0): block(0, MIB)}
 
 
-def test_replies_that_are_not_taken_have_a_limit(start: StartDaemon, connect: Connect) -> None:
+def test_unread_replies_beyond_limit_drop_clients(start: StartDaemon, connect: Connect) -> None:
     """Also those that zmq has a copy of."""
     daemon = start(*LIMIT)
     honest = connect(daemon.endpoint, block_bytes=[60000])

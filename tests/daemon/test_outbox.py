@@ -31,7 +31,7 @@ def turn_until(reactor: Reactor, condition: object) -> None:
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
-def test_what_a_dead_client_was_sent_is_let_go(
+def test_blocks_sent_to_dead_client_are_released(
     monkeypatch: pytest.MonkeyPatch, is_lost: bool
 ) -> None:
     """Also when zmq never says that it is done with it."""

@@ -139,8 +139,8 @@ DAEMON = (
     Mutation(
         "flush-does-not-wait-for-copies",
         "server/tiers/tiered_store.py",
-        "            self._fills.settle()\n            wait(self._ending.copy())\n",
-        "            wait(self._ending.copy())\n",
+        "            self._fills.settle()\n            wait(self._finishing.copy())\n",
+        "            wait(self._finishing.copy())\n",
         "a flush is answered before blocks that were received have reached the disk",
         _FILLS,
     ),
@@ -190,7 +190,7 @@ DAEMON = (
         "            self._unwritten[tier][key] = result\n",
         "            pass\n",
         "what a full queue refused is lost at shutdown",
-        ("tests/daemon/test_under_load.py::test_a_full_write_queue_loses_nothing_at_flush",),
+        ("tests/daemon/test_under_load.py::test_flush_with_full_write_queue_loses_nothing",),
     ),
     Mutation(
         "blocks-a-disk-failed-to-take-forgotten",
