@@ -83,7 +83,7 @@ def test_may_have_quota_of_name_prefix_is_known() -> None:
 
 
 def test_options_path_below_home_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No shell has seen what is in a file, or behind a "=": a folder "~" was made instead."""
+    """No shell expands "~" in a file or after "="; the daemon used to create a folder "~"."""
     monkeypatch.setenv("HOME", "/home/kv")
     assert ServerOptions.load({"ssd": "~/ssd"}).ssd == "/home/kv/ssd"
     keys = {"secret_key": "~/x.key_secret", "clients": "/etc/~"}
@@ -391,7 +391,7 @@ def test_http_rude_clients_do_not_disturb_others(start: StartDaemon, connect: Co
 
 
 def test_daemon_imports_neither_torch_nor_vllm() -> None:
-    """Starting must stay quick: what is not needed is not imported."""
+    """Keeps the start quick."""
     program = (
         "import sys, vllm_tiered_kv.server.cli, vllm_tiered_kv.server.daemon\n"
         "heavy = {'torch', 'vllm', 'yaml', 'asyncio', 'multiprocessing.pool'} & set(sys.modules)\n"
@@ -491,7 +491,7 @@ raise SystemExit(cli.main())
 def test_blocks_lost_by_failed_sync_are_written_at_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stop writes it, if no flush did: memory has it."""
+    """Memory still has the blocks, so the last flush writes them."""
     fault = tmp_path / "fault"
     monkeypatch.setenv("FAULT", str(fault))
     ssd = ("--ssd", str(tmp_path / "ssd"), "--ssd-space", "16MiB")

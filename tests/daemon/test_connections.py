@@ -1,4 +1,4 @@
-"""Connections without a session, with a message that has no end, and too many of them."""
+"""Connections without a session, with an unfinished message, or beyond the limit."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_connection_without_hello_is_closed(start: StartDaemon, connect: Connect
 
 
 def send_without_end(daemon: DaemonProcess) -> None:
-    """Until it is cut off."""
+    """Sends an endless message until the daemon closes the connection."""
     some = long_frame(bytes(64 << 10)) * 16
     with ZmtpClient(daemon.endpoint) as endless:
         for _ in range(1000):
@@ -102,7 +102,7 @@ def test_connection_with_endless_message_is_closed(start: StartDaemon, connect: 
 
 
 def keep_busy(daemon: DaemonProcess, number: int, stop: threading.Event) -> None:
-    """It never catches up with what is asked."""
+    """Keeps 64 requests in flight, so that the daemon always has messages waiting."""
     with RawClient(daemon.endpoint) as client:
         client.hello(namespace=bytes([number]) * 32)
         question = wire.Contains(24, [key(n) for n in range(200)])
@@ -148,7 +148,7 @@ def test_connection_with_oversized_encrypted_message_is_closed(
 
 
 def test_connections_within_limits_stay_open(daemon: Daemon) -> None:
-    """Messages as large as they may be, and very many small ones."""
+    """Messages of the maximum size, and very many small ones."""
     with daemon.connect() as large, daemon.connect() as small:
         large.hello(block_bytes=[MIB])
         small.hello(namespace=bytes(32))
@@ -196,7 +196,7 @@ def test_disconnect_without_descriptors_is_retried(
 
 
 def late_hello(daemon: DaemonProcess) -> bool:
-    """Whether it is answered: what is sent over a connection that is cut off is lost."""
+    """Whether hello is answered: messages on a closed connection are lost."""
     with RawClient(daemon.endpoint) as late:
         late.send(wire.Hello(1, "late", bytes(32), 24, [4096], "test", b""))
         return bool(late.socket.poll(2000)) and isinstance(late.receive()[1], wire.HelloReply)

@@ -155,7 +155,7 @@ def test_delete_during_write_stays_deleted(
 
 
 def test_delete_with_second_write_queued_stays_deleted(tmp_path: Path, disk: GatedDisk) -> None:
-    """A block that is being written is put again, to be on disk: then it waits a second time."""
+    """A durable put of a block that is being written queues it a second time."""
     ssd = SsdStore(tmp_path / "ssd", 16 * MIB, disk=disk)
     tiered = TieredStore(4 * MIB, ssd, None, Recorder())
     behind = tiered._demotion._behind[Tier.SSD.value]
@@ -190,7 +190,7 @@ def test_delete_with_second_write_queued_stays_deleted(tmp_path: Path, disk: Gat
 def test_delete_during_promotion_is_not_demoted_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It comes into memory again before the SSD has deleted it, and is to leave memory after."""
+    """The block is promoted before the SSD has deleted it and evicted afterwards."""
     ssd = SsdStore(tmp_path / "ssd", 16 * MIB)
     store = TieredStore(4 * MIB, ssd, None, Recorder(), workers=2)
     really_delete = ssd.delete
@@ -261,7 +261,7 @@ def test_get_of_damaged_ssd_block_is_miss(store: TieredStore, disk: GatedDisk) -
 
 
 def test_flush_covers_blocks_only_received(store: TieredStore) -> None:
-    """Also while the one worker is busy with something else."""
+    """Even while the only worker is busy."""
     busy = threading.Event()
     store._pool.submit(lambda: busy.wait(PATIENCE_S))
     assert put(store, 1, Durability.RECEIVED) is PutResult.STORED
@@ -289,7 +289,7 @@ class GatedStore(MemoryStore):
 
 
 def test_drain_ignores_later_writes() -> None:
-    """Or it would never end while others go on writing."""
+    """Otherwise it would never end while clients keep writing."""
     memory, target = MemoryStore(4 * MIB), GatedStore()
     memory.put([item(1), item(2)])
     executor = StoreExecutor("test", 1, keeps_queue=True)
@@ -365,7 +365,7 @@ def test_write_behind_block_larger_than_queue_is_written(tmp_path: Path) -> None
 
 
 def test_full_disk_is_offered_one_block_at_a_time(tmp_path: Path, disk: GatedDisk) -> None:
-    """Making room for one block would take as long as offering a quarter of the memory."""
+    """Otherwise evicting one block would offer a quarter of the memory in vain."""
     ssd = SsdStore(tmp_path / "ssd", 16 * MIB, disk=disk, retry_seconds=0.01)
     tiered = TieredStore(4 * MIB, ssd, None, Recorder())
     try:
@@ -453,7 +453,7 @@ def test_flush_with_slow_disk_reports_progress(store: TieredStore, disk: GatedDi
 def test_drain_waits_for_running_flush(
     store: TieredStore, disk: GatedDisk, ended: Overheard
 ) -> None:
-    """It has taken upon itself what the queue refused."""
+    """The running flush has taken the list of unwritten blocks."""
     disk.gate.clear()
     for n in range(20):
         put(store, n)
@@ -520,7 +520,7 @@ def test_flush_writes_blocks_lost_by_failed_sync(
 def test_drain_writes_or_reports_blocks_lost_by_sync(
     tmp_path: Path, disk: GatedDisk, failing_sync: list[int], failures: int
 ) -> None:
-    """Also what its own first try loses."""
+    """Including blocks that its own first attempt loses."""
     store = TieredStore(4 * MIB, SsdStore(tmp_path / "ssd", 16 * MIB, disk=disk), None, Recorder())
     lose_all(store, failing_sync)
     failing_sync[0] = failures

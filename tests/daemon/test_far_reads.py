@@ -78,7 +78,7 @@ def test_executor_alternates_calls_with_and_without_client() -> None:
 
 
 def test_executor_deadline_of_client_call_counts_from_start() -> None:
-    """While the one thread is slow, but in time, with every call."""
+    """The only thread is slow, but meets the deadline of every call."""
     executor = StoreExecutor("test", 1, 2.0)
     ended: list[bool] = []
     for _ in range(6):
@@ -285,7 +285,7 @@ def test_daemon_gets_many_blocks_from_backing(hung: HungDaemon) -> None:
 
 
 def test_daemon_leases_many_blocks_from_backing(hung: HungDaemon) -> None:
-    """Of twice as many, half of which are nowhere."""
+    """Half of the requested blocks are misses."""
     wanted = hung.client.send(wire.Lend(KEY_BYTES, [key(n) for n in range(2 * MANY)]))
     hung.let_go("lend", 1)
     lent, _ = next(hung.replies(wanted))

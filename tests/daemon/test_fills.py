@@ -100,7 +100,7 @@ def test_delete_during_copy_stays_deleted(store: TieredStore, loop: Loop) -> Non
 
 
 def test_put_that_cannot_reserve_leaks_nothing(loop: Loop) -> None:
-    """Or what they would have taken is missed for ever: room for puts, and slots."""
+    """Otherwise network memory and slots would leak."""
 
     def has_quota(namespace: bytes) -> bool:
         if namespace[0]:
@@ -138,7 +138,7 @@ def test_put_that_cannot_start_copies_frees_slots(
 
 @pytest.mark.parametrize("count", [1, 100])
 def test_flush_waits_for_running_copies(store: TieredStore, loop: Loop, count: int) -> None:
-    """Also where no loop turns, and for those that go on in the pool."""
+    """Even if no event loop runs, and for puts that are finished in the pool."""
     flushed = threading.Event()
     loop.put(store, [item(n) for n in range(count)])
     store.flush(lambda failed: flushed.set())

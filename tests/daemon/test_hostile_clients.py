@@ -162,7 +162,7 @@ def test_circular_chains_are_evicted(start: StartDaemon, connect: Connect) -> No
 
 
 def test_requests_beyond_inflight_limit_are_refused(start: StartDaemon, connect: Connect) -> None:
-    """Whatever is sent at once, each request is answered."""
+    """Every request is answered, however many are sent at once."""
     daemon = start("--memory", "64MiB")
     client = connect(daemon.endpoint)
     ids = {client.send(wire.Flush()) for _ in range(2000)}
@@ -227,7 +227,7 @@ def test_client_that_never_reads_is_bounded_and_dropped(
 
 
 def test_clients_killed_midway_leave_nothing_pinned(start: StartDaemon, connect: Connect) -> None:
-    """Puts and gets that end half way leave nothing pinned, and no half block."""
+    """Interrupted puts and gets leave no pin and no partial block."""
     daemon = start("--memory", "64MiB")
     client = connect(daemon.endpoint, block_bytes=[MIB])
     wanted = blocks(30, MIB)
@@ -253,7 +253,7 @@ def test_clients_killed_midway_leave_nothing_pinned(start: StartDaemon, connect:
 
 
 def test_puts_beyond_limit_are_dropped(start: StartDaemon, connect: Connect) -> None:
-    """Bytes are not queued without bound: some puts are dropped, all are answered."""
+    """Queued bytes are bounded: some puts are dropped, all are answered."""
     daemon = start("--memory", "8MiB", "--workers", "1")
     clients = [connect(daemon.endpoint, block_bytes=[256 << 10]) for _ in range(8)]
     payload = block(1, 256 << 10)
@@ -306,7 +306,7 @@ raise SystemExit(cli.main())
 def test_puts_after_dropped_head_are_dropped(
     folder: Path, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or it would push out the head of its own chain, without which nobody finds it."""
+    """Otherwise the tail would evict the head of its own chain and be unreachable."""
     size = 16 << 10
     gate = folder / "gate"
     monkeypatch.setenv("GATE", str(gate))

@@ -73,7 +73,7 @@ def test_writes_do_not_affect_other_namespaces(
 
 
 def test_leases_are_limited_to_own_namespace(start: StartDaemon, connect: Connect) -> None:
-    """All attached processes map the same memory, but are told only places of their own."""
+    """All processes map the same memory, but get offsets of their own namespace only."""
     daemon = start("--memory", "16MiB")
     connect(daemon.endpoint).put(MINE)
     with _Attachment(daemon.ipc_path) as attached:

@@ -40,7 +40,7 @@ def test_gets_of_many_absent_blocks_do_not_block_others(
 
 @pytest.mark.slow
 def test_large_requests_in_sequence_are_served(start: StartDaemon, connect: Connect) -> None:
-    """All together they are far more than may be under way at once."""
+    """Together they far exceed the in-flight limit."""
     client = connect(start().endpoint)
     absent = [key(n) for n in range(65536)]
     for _ in range(12):
@@ -56,7 +56,7 @@ def test_get_with_sparse_hits_finds_all(start: StartDaemon, connect: Connect) ->
 
 
 def test_match_pinning_million_blocks_stays_bounded(start: StartDaemon, connect: Connect) -> None:
-    """By naming the same ones again and again. What is to be pinned is not listed all at once."""
+    """Keys are repeated and expanded lazily, so memory stays bounded."""
     daemon = start()
     client = connect(daemon.endpoint, block_bytes=[64])
     head, endings = bytes(16), [key(n)[:8] for n in range(1024)]
@@ -93,7 +93,7 @@ _HANG_S = 10.0
 
 
 def test_full_write_queue_does_not_slow_puts(folder: Path) -> None:
-    """The queue's blocks lie at the cold end, where room is looked for."""
+    """Queued blocks are the least recently used, where eviction searches first."""
     arguments = (
         "--memory", "64MiB", "--ssd", str(folder / "ssd"), "--ssd-space", "128MiB",
         "--http", "127.0.0.1:0",

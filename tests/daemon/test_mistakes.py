@@ -1,4 +1,4 @@
-"""Mistakes at a start are told in one sentence, and nothing is in the way of the next one."""
+"""Mistakes at startup print one sentence and leave nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What messages of all clients together may take up, beside the memory tier."""
+"""The limit on network memory: messages of all clients outside of the memory tier."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_network_memory_option_too_small_is_refused() -> None:
 
 
 def begin(daemon: DaemonProcess, nbytes: int) -> ZmtpClient:
-    """A message that has no end yet."""
+    """Sends the beginning of a message."""
     one = ZmtpClient(daemon.endpoint)
     part = b"\x03" + MIB.to_bytes(8, "big") + bytes(MIB)
     for _ in range(nbytes // MIB):
@@ -160,7 +160,7 @@ def test_client_reading_no_replies_is_dropped_and_counted(
 def test_requests_beyond_limit_drop_clients(
     start: StartDaemon, connect: Connect, over: str
 ) -> None:
-    """Gets whose replies nobody takes keep their keys."""
+    """Gets with unread replies keep their keys in memory."""
     daemon = start(*LIMIT)
     endpoint = daemon.endpoint if over == "tcp" else daemon.ipc
     honest = connect(daemon.endpoint, block_bytes=[MIB])
@@ -180,7 +180,7 @@ def test_requests_beyond_limit_drop_clients(
 
 
 def test_unread_replies_beyond_limit_drop_clients(start: StartDaemon, connect: Connect) -> None:
-    """Also those that zmq has a copy of."""
+    """Including those that zmq has copied."""
     daemon = start(*LIMIT)
     honest = connect(daemon.endpoint, block_bytes=[60000])
     wanted = {key(0): block(0, 60000)}

@@ -1,4 +1,4 @@
-"""Replies that are sent from where blocks lie, and clients that go away in the middle."""
+"""Zero-copy replies to clients that disconnect while receiving."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def turn_until(reactor: Reactor, condition: object) -> None:
 def test_blocks_sent_to_dead_client_are_released(
     monkeypatch: pytest.MonkeyPatch, is_lost: bool
 ) -> None:
-    """Also when zmq never says that it is done with it."""
+    """Even if zmq never drops its reference."""
     lost: list[zmq.Frame] = []
     make_frame = zmq.Frame
 

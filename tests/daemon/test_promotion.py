@@ -175,7 +175,7 @@ def test_fetch_from_raising_tier_frees_slots(tiers: Tiers) -> None:
 
 
 def all_in_use(tiers: Tiers) -> list[PinnedSlot]:
-    """Holds every block in memory and takes every slot that is left."""
+    """Pins every block in memory and reserves every free slot."""
     memory = tiers.store.memory
     held = [one for one in memory.hold([key(n) for n in range(COUNT)]) if one is not None]
     while isinstance(slot := memory.reserve(key(1000 + len(held)), None, SIZE), PinnedSlot):
@@ -217,7 +217,7 @@ def test_fetch_without_room_waits_for_room(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_fetch_without_room_gives_up_in_time(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others find room all the time, but whoever has begun to write this one may never end."""
+    """Other reads find room, but the thread that writes this block may never finish."""
     monkeypatch.setattr(promotion, "_MAX_WAIT_S", 2.0)
     memory = tiers.store.memory
     unfinished = memory.reserve(key(0), None, SIZE)
@@ -238,7 +238,7 @@ def test_fetch_without_room_gives_up_in_time(tiers: Tiers, monkeypatch: pytest.M
 def test_promoted_block_is_pinned_until_delivered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others may want room just then, and a block that was read last is the end of its chain."""
+    """Other reads may need room, and the last block of a chain is evicted first."""
     tiers = Tiers(tmp_path, with_backing=False, memory=32 * SIZE)
     memory, hold = tiers.store.memory, tiers.store.memory.hold
 

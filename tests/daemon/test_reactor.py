@@ -112,7 +112,7 @@ def test_run_on_loop_from_loop_runs_at_once(reactor: Reactor) -> None:
 
 
 def test_background_work_yields_to_other_callbacks(reactor: Reactor) -> None:
-    """Long work in pieces: one of a turn that takes long, and everything else in between."""
+    """A long piece of background work runs once per turn, other callbacks in between."""
     seen: list[str] = []
 
     def piece(name: str) -> None:

@@ -1,4 +1,4 @@
-"""Who may connect to what, and who may only read."""
+"""CURVE keys: who may connect, and who may write."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_read_only_client_does_not_define_shape(daemon: DaemonProcess, keys: Key
 
 
 def test_read_only_client_cannot_write_shared_memory(daemon: DaemonProcess, keys: Keys) -> None:
-    """A token does not make a writer of it, should it get hold of one."""
+    """Not even with a valid arena token."""
     attached = attach(daemon.ipc_path)
     with keys.connect(daemon.endpoint, "reader") as reader:
         reader.hello(arena=attached.token)
@@ -123,7 +123,7 @@ def test_unknown_client_gets_no_answer(daemon: DaemonProcess, keys: Keys, who: s
 
 
 def test_stolen_identity_gets_no_session(daemon: DaemonProcess, keys: Keys) -> None:
-    """A reader that takes a writer's routing id does not get its session."""
+    """A reader that uses a writer's routing id does not get its session."""
     with keys.connect(daemon.endpoint, "writer", identity=b"shared") as writer:
         writer.hello()
     code = None

@@ -41,7 +41,7 @@ def office(monkeypatch: pytest.MonkeyPatch) -> Office:
 
 
 def test_busy_session_does_not_block_new_ones(office: Office) -> None:
-    """It came first, and was never unused for long enough to count as come anew."""
+    """It is always in use, so it stays first in the order of recency."""
     busy, first, second = [office.open(name) for name in (b"busy", b"first", b"second")]
     for _ in range(20):
         office.now += 0.5

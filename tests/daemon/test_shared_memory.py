@@ -204,7 +204,7 @@ def test_leases_survive_eviction_and_end_with_process(
 
 
 def test_leases_survive_in_forked_child(start: StartDaemon, connect: Connect) -> None:
-    """A forked child maps the memory, too."""
+    """A forked child also maps the memory."""
     daemon = start("--memory", "1MiB")
     client = connect(daemon.endpoint)
     client.put(blocks(4))
@@ -236,7 +236,7 @@ def test_leases_survive_in_forked_child(start: StartDaemon, connect: Connect) ->
 def test_release_after_disconnect_ends_attachment(
     start: StartDaemon, connect: Connect, is_written: bool
 ) -> None:
-    """It closes both connections at once, but what it said last may be read after their end."""
+    """Its last message may be read after both connections have ended."""
     daemon = start()
     attached = attach(daemon.ipc_path)
     client = connect(daemon.ipc, arena=attached.token)

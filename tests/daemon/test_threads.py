@@ -67,7 +67,7 @@ def test_flush_without_new_threads_works(refuse: Refuse) -> None:
 
 
 def test_requests_without_new_threads_run_once(refuse: Refuse) -> None:
-    """What was answered as failed and is done later all the same would keep what it found."""
+    """A request answered as failed must not run later: its pins would leak."""
     store = TieredStore(4 * MIB, None, None, Recorder())
     answers: list[int] = []
     answered = threading.Semaphore(0)

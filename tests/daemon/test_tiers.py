@@ -302,7 +302,7 @@ def test_tiny_namespaces_do_not_evict_large_one(start: StartDaemon, connect: Con
 def test_quota_applies_to_clients_that_only_look_up(
     start: StartDaemon, connect: Connect, folder: Path
 ) -> None:
-    """What they bring into memory counts, also when they are the first after a restart."""
+    """Promoted blocks count, even if such a client is the first after a restart."""
     daemon = start(*SMALL, "--ssd", str(folder / "ssd"), "--memory-quota", "1MiB")
     wanted = blocks(40, SIZE)
     client = connect(daemon.endpoint, block_bytes=[SIZE])

@@ -133,7 +133,7 @@ def test_tiers_smaller_than_working_set_serve_correct_blocks(
 def test_sigterm_under_load_keeps_acknowledged_blocks(
     start: StartDaemon, connect: Connect, folder: Path
 ) -> None:
-    """The write queue is far too small: what it refuses is written in the end all the same."""
+    """The write queue is far too small; refused blocks are written at the end."""
     daemon = start(
         "--memory",
         "64MiB",

@@ -78,7 +78,7 @@ def test_flush_info_stats(client) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_match_counts_misses(client) -> None:  # type: ignore[no-untyped-def]
-    """Or every daemon would seem to have found all that it was asked for."""
+    """Otherwise the hit rate would always be 100 %."""
     whole = {key(n, KEY_BYTES - 1) + ending: block(n) for n in range(3) for ending in (b"a", b"b")}
     client.put(whole)
     asked = [key(n, KEY_BYTES - 1) for n in range(5)]
@@ -104,7 +104,7 @@ def test_durable_put_without_disk_is_refused(client) -> None:  # type: ignore[no
 
 
 def test_get_beyond_client_share_streams(start: StartDaemon, connect: Connect) -> None:
-    """A stream goes on as the client takes its blocks; a single message is refused."""
+    """A stream continues as the client reads; a single message is refused."""
     client = connect(start("--memory", "128MiB").endpoint, block_bytes=[MIB])
     wanted: dict[bytes, bytes] = {}
     for n in range(100):

@@ -114,8 +114,8 @@ class Transfer:
         """Whether a reply in a single message may become too large with the blocks being fetched.
         Until that is known, fetching more would evict other blocks for nothing."""
         coming = self._fetching * self._call.session.largest_block
-        most = self._transfers.max_message_bytes
-        return not self._stream and bool(coming) and self._ready_bytes + coming > most
+        limit = self._transfers.max_message_bytes
+        return not self._stream and bool(coming) and self._ready_bytes + coming > limit
 
     def _claim_room(self) -> int:
         """Claims room for some of the next keys and returns for how many."""

@@ -85,7 +85,7 @@ class ArenaHandlers:
         attachment = session.require_attachment()
         suffix = len(request.suffixes[0]) if request.suffixes else 0
         session.require_width(request.width + suffix)
-        most = min(self._leases.lookup_room_bytes // request.length, MAX_KEYS)
+        max_blocks = min(self._leases.lookup_room_bytes // request.length, MAX_KEYS)
 
         def found(held: list[PinnedSlot], rest: Located) -> None:
             leased = len(held) // (len(request.suffixes) or 1)
@@ -109,7 +109,7 @@ class ArenaHandlers:
             session.prefixed(request.keys),
             request.suffixes,
             request.length,
-            most,
+            max_blocks,
             lambda held, rest: self._reactor.run_on_loop(lambda: found(held, rest)),
         )
 

@@ -139,13 +139,13 @@ class Lookups:
         keys: Sequence[StoreKey],
         suffixes: Sequence[bytes],
         nbytes: int,
-        most: int,
+        max_blocks: int,
         done: Callable[[list[PinnedSlot], Located], None],
     ) -> None:
         endings = suffixes or [b""]
 
         def work() -> None:
-            held = self._memory.hold_head(keys, endings, nbytes, most)
+            held = self._memory.hold_head(keys, endings, nbytes, max_blocks)
             rest = keys[len(held) // len(endings) :]
             try:
                 near = self._near.locate(rest, endings)

@@ -104,9 +104,9 @@ class Promotion:
             return
         # The SSD reads a batch in parallel. A backing store may hang, so it gets a call per block,
         # and no block waits for another.
-        most = _SSD_BATCH_BLOCKS if self._slower[tier_index][1] is self._ssd else 1
-        for start in range(0, len(keys), most):
-            some = keys[start : start + most]
+        batch = _SSD_BATCH_BLOCKS if self._slower[tier_index][1] is self._ssd else 1
+        for start in range(0, len(keys), batch):
+            some = keys[start : start + batch]
             self._submit_read(tier_index, some, client)
 
     def _submit_read(

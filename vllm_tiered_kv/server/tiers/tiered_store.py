@@ -42,7 +42,7 @@ from vllm_tiered_kv.stores.ssd.store import SsdStore
 logger = logging.getLogger(__name__)
 
 BACKING_THREADS = 8  # for lookups, reads and deletes
-_WRITE_TIMEOUT_FACTOR = 10  # a write may take this many times as long as a read: nobody waits
+_WRITE_TIMEOUT_FACTOR = 10  # a write may take this many times as long as a read: no request waits
 _MAX_LOOP_BLOCKS = 64  # larger requests are finished in the pool, not on the loop
 _MEMORY, _SSD, _BACKING = Tier.MEMORY.value, Tier.SSD.value, Tier.BACKING.value
 
@@ -136,12 +136,12 @@ class TieredStore:
         keys: Sequence[StoreKey],
         suffixes: Sequence[bytes],
         nbytes: int,
-        most: int,
+        max_blocks: int,
         done: Callable[[list[PinnedSlot], Located], None],
     ) -> None:
         """Like `match`, but pins leading blocks of `nbytes` bytes that are in memory for the
-        receiver, at most `most` of them; the others are only counted."""
-        self._lookups.match_and_hold(keys, suffixes, nbytes, most, done)
+        receiver, at most `max_blocks` of them; the others are only counted."""
+        self._lookups.match_and_hold(keys, suffixes, nbytes, max_blocks, done)
 
     def contains(self, keys: Sequence[StoreKey], done: Callable[[list[Tier | None]], None]) -> None:
         self._lookups.contains(keys, done)
