@@ -33,11 +33,8 @@ from vllm_tiered_kv.options import (
 from vllm_tiered_kv.stores.shared_dir.store import SharedDirSettings
 from vllm_tiered_kv.stores.ssd.settings import FsyncPolicy
 
-EVERYONE = ""
-"""The prefix of a quota for every namespace that no longer prefix matches."""
-
 Quotas = Mapping[str, int]
-"""Hex prefix of a namespace -> bytes."""
+"""Hex prefix of a namespace -> bytes. The empty prefix applies if no longer one matches."""
 
 
 class LogLevel(str, enum.Enum):
