@@ -1,4 +1,4 @@
-"""Blocks of a backing folder that hang whoever opens them."""
+"""Makes files of a backing folder hang when they are opened."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ FileOps.lstat = lstat
 raise SystemExit(cli.main())
 """,
 )
-"""A daemon that takes pipes for files of a file system that hangs; the real one is not held up."""
+"""Program of a daemon that treats named pipes as files: opening one hangs as on dead NFS."""
 
 
 def hang_at(shared: Path, *numbers: int) -> list[Path]:
-    """Opening these blocks' files does not return to a daemon that is HUNG_BY_PIPES."""
+    """Replaces the files of these blocks by pipes; a HUNG_BY_PIPES daemon hangs opening them."""
     store = SharedDirStore(SharedDirSettings(str(shared)))
     pipes = []
     for n in numbers:

@@ -18,7 +18,7 @@ Connect = Callable[..., RawClient]
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Short, unlike tmp_path: the path of a socket has little room."""
+    """A short path, unlike tmp_path: socket paths are limited to 107 bytes."""
     path = Path(tempfile.mkdtemp(prefix="kv-"))
     yield path
     shutil.rmtree(path, ignore_errors=True)
@@ -43,7 +43,7 @@ def start(folder: Path) -> Iterator[StartDaemon]:
 
 @pytest.fixture
 def connect() -> Iterator[Connect]:
-    """Clients that are closed with the test: `connect(daemon.endpoint)`; they have said hello
+    """Clients that are closed with the test: `connect(daemon.endpoint)`; each has sent `hello`
     unless `greet=False`."""
     clients: list[RawClient] = []
 

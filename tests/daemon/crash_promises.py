@@ -1,9 +1,9 @@
-"""Blocks for the crash tests, and a record of what a daemon has promised about them.
+"""Blocks for the crash tests, and a record of which ones a daemon must not lose.
 
-Two families of blocks share its tiers. The *passing* ones are more than it can hold: they are
-evicted, demoted and promoted all the time, and a quota keeps them from the rest. The *lasting*
-ones always fit into what that quota leaves, so they are never evicted: one that was acknowledged
-as on disk must be there after any crash, until somebody deletes it.
+Two families of blocks share the tiers. The *passing* ones exceed the capacity: they are evicted,
+demoted and promoted all the time, limited by a quota. The *lasting* ones fit into what the quota
+leaves, so they are never evicted: a lasting block acknowledged as on disk must survive any crash
+until it is deleted.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ QUOTA = ("--ssd-quota", f"{key_prefix(PASSING.namespace).hex()}=2000KiB")
 
 @dataclass
 class Promises:
-    """Which lasting blocks must be there. Requests under way may overtake each other, so what is
-    promised of a block counts only if no delete of it was asked for before or meanwhile."""
+    """Which lasting blocks must be stored. Requests in flight may overtake each other, so an
+    acknowledged put counts only if no delete of the block was sent before or meanwhile."""
 
     durable: set[int] = field(default_factory=set)
-    may_lose: int = 0  # blocks that damage to the files may have cost since the last look
+    may_lose: int = 0  # blocks that damage to the files may have destroyed since the last check
     may_lose_all: bool = False
     _deletes: Counter[int] = field(default_factory=Counter)  # asked for, ever
     _deleting: Counter[int] = field(default_factory=Counter)  # asked for, not answered yet
 
     def asked_to_put(self, numbers: Sequence[int]) -> list[tuple[int, int | None]]:
-        """What `put_answered` wants back."""
+        """Returns the argument for `put_answered`."""
         return [(n, None if self._deleting[n] else self._deletes[n]) for n in numbers]
 
     def put_answered(
@@ -87,7 +87,7 @@ class Promises:
         self._deleting.subtract(numbers)
 
     def crashed(self) -> None:
-        """Whatever was under way will never be answered."""
+        """Requests in flight will never be answered."""
         self._deleting.clear()
 
     def check(self, found: set[int]) -> None:

@@ -1,8 +1,8 @@
 """A real daemon in a process of its own, for tests to start, stop, freeze and kill.
 
-Most of the start of a daemon goes into imports. So within pytest its process is forked from one
-that has them behind it and does nothing else; elsewhere, as in benchmarks, it is a new interpreter.
-What runs is the same.
+Imports take most of a daemon's start time. Within pytest the process is therefore forked from a
+server that has imported everything; elsewhere, as in benchmarks, it is a new interpreter. Both run
+the same code.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _LISTENING = re.compile(r"listening on (\S+)")
 _METRICS = re.compile(r"metrics on (http://\S+)/metrics")
 _FORKING = multiprocessing.get_context("forkserver")
 _FORKING.set_forkserver_preload(["tests.daemon.daemon_process", "vllm_tiered_kv.server.daemon"])
-# How a process ended can be read once, and whoever starts another one reads it too.
+# An exit status can be read only once, and starting another process reads it, too.
 _ONE_AT_A_TIME = threading.Lock()
 
 
 def _run(
     command: Sequence[str], log: Path, environment: dict[str, str], descriptors: tuple[int, int]
 ) -> None:
-    """As a new interpreter would run it, in the process of the daemon."""
+    """Runs the command in the forked process as a new interpreter would."""
     os.environ.clear()
     os.environ.update(environment)
     resource.setrlimit(resource.RLIMIT_NOFILE, descriptors)
@@ -51,7 +51,7 @@ def _run(
 
 
 class _Forked:
-    """What `DaemonProcess` uses of a Popen, from any thread."""
+    """The part of Popen's interface that `DaemonProcess` uses, for a forked process."""
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -59,7 +59,7 @@ class _Forked:
         self._process = _FORKING.Process(
             target=_run,
             args=(command, log, dict(os.environ), limit),
-            daemon=True,  # it ends with the tests at the latest
+            daemon=True,  # killed when the tests end
         )
         with _ONE_AT_A_TIME:
             self._process.start()
@@ -126,7 +126,7 @@ class DaemonProcess:
 
     @property
     def logs(self) -> str:
-        """All that was logged since the last start."""
+        """The log since the last start."""
         with self._log.open("rb") as file:
             file.seek(self._log_start)
             return file.read().decode()
@@ -160,7 +160,7 @@ class DaemonProcess:
         return self
 
     def restart(self) -> DaemonProcess:
-        """Starts again, on the same endpoints, what has been stopped or killed."""
+        """Starts a stopped or killed daemon again, on the same endpoints."""
         self.end()
         self._listen = self.endpoints
         return self.start()
@@ -175,12 +175,12 @@ class DaemonProcess:
         self.signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """As kill -9 does."""
+        """kill -9."""
         self.signal(signal.SIGKILL)
         self.wait()
 
     def terminate(self, timeout: float = 60.0) -> int:
-        """SIGTERM; the exit status."""
+        """Sends SIGTERM and returns the exit status."""
         self.signal(signal.SIGTERM)
         return self.wait(timeout)
 
@@ -196,16 +196,16 @@ class DaemonProcess:
         return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def peak_rss_bytes(self) -> int:
-        """The most it ever was."""
+        """The highest resident size so far."""
         found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{self.pid}/status").read_text())
         assert found is not None
         return int(found.group(1)) << 10
 
     def end(self) -> None:
-        """However it may be doing."""
+        """Ends the process, also if it is frozen."""
         if self.is_running():
             self.thaw()
-            if "COVERAGE_PROCESS_CONFIG" in os.environ:  # what is killed takes its record along
+            if "COVERAGE_PROCESS_CONFIG" in os.environ:  # a killed process writes no coverage data
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self.terminate()
                     return

@@ -1,4 +1,4 @@
-"""A client that speaks the wire protocol and nothing more."""
+"""A minimal client of the wire protocol, without retries or caching."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ class Refused(Exception):
 
 
 class RawClient:
+    """One DEALER socket. `options` are attributes of the zmq socket."""
+
     def __init__(self, endpoint: str, identity: bytes | None = None, **options: Any) -> None:
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
@@ -117,7 +119,7 @@ class RawClient:
         return wire.put_results(self.ask(request, payload).results)
 
     def get(self, keys: Sequence[bytes], stream: bool = False) -> dict[bytes, bytes]:
-        """The blocks that are there, verified."""
+        """The blocks that were found, with verified checksums."""
         sent = self.send(wire.Get(len(keys[0]), list(keys), stream))
         found: dict[bytes, bytes] = {}
         while True:
@@ -176,7 +178,7 @@ class Attached:
 
     connection: socket.socket
     answer: dict[str, Any]
-    fd: int  # of the memory; -1 where it was refused
+    fd: int  # of the memory; -1 if attaching was refused
 
     @property
     def token(self) -> bytes:
@@ -206,7 +208,7 @@ def key(n: int, width: int = KEY_BYTES) -> bytes:
 
 
 def block(n: int, nbytes: int = 4096) -> bytes:
-    """Bytes that no other block has."""
+    """Content that is unique to this block."""
     return (n.to_bytes(8, "little") * (nbytes // 8 + 1))[:nbytes]
 
 
@@ -215,6 +217,6 @@ def blocks(count: int, nbytes: int = 4096, start: int = 0) -> dict[bytes, bytes]
 
 
 def push_out(client: RawClient, start: int) -> None:
-    """Puts so much into a memory of 1 MiB that everything evictable leaves it."""
+    """Puts enough into a memory of 1 MiB to evict everything evictable."""
     for n in range(start, start + 600):
         client.put(blocks(1, start=n))

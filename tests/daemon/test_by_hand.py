@@ -81,7 +81,7 @@ def hand(start: StartDaemon) -> Iterator[Hand]:
     client.context.term()
 
 
-def test_over_the_socket(hand: Hand) -> None:
+def test_protocol_page_over_socket_works_as_documented(hand: Hand) -> None:
     assert hand.ask("stats")["code"] == "no_hello"
     assert hand.ask("hello", protocol=2)["code"] == "unsupported_version"
     opened = hand.ask("hello", **HELLO)
@@ -103,7 +103,7 @@ def test_over_the_socket(hand: Hand) -> None:
     assert hand.ask("stats")["facts"]["put_blocks"] == {"stored": 3, "present": 3}
 
 
-def test_hello_again(hand: Hand) -> None:
+def test_hello_sent_twice_opens_new_session(hand: Hand) -> None:
     assert hand.ask("hello", **HELLO)["ok"]
     for change, code in (
         ({"layout": "other"}, "mismatch"),
@@ -122,7 +122,7 @@ def test_hello_again(hand: Hand) -> None:
     assert hand.ask("stats")["facts"]["namespaces"] == 1
 
 
-def test_in_shared_memory(start: StartDaemon) -> None:
+def test_protocol_page_in_shared_memory_works_as_documented(start: StartDaemon) -> None:
     daemon = start("--memory", "16MiB")
     hand = Hand(daemon.ipc)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as attached:

@@ -46,7 +46,7 @@ def run(*arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[s
     )
 
 
-def test_flags_win_over_the_file() -> None:
+def test_options_flag_and_file_flag_wins() -> None:
     file = {"memory": "1GiB", "eviction": "s3fifo", "listen": "ipc:///tmp/x", "backing_ttl": "7d"}
     file["backing"] = "file:///mnt/kv"
     options = ServerOptions.load(file, {"memory": "2GiB", "huge_pages": True})
@@ -57,7 +57,7 @@ def test_flags_win_over_the_file() -> None:
     assert options.backing_ttl == 7 * 86400
 
 
-def test_quotas() -> None:
+def test_options_quotas_are_parsed() -> None:
     listed = ServerOptions.load(None, {"memory_quota": ["4GiB", "ab12=1GiB"]}).memory_quota
     mapped = ServerOptions.load({"memory_quota": {"default": "4GiB", "ab12": "1GiB"}}).memory_quota
     assert listed == mapped == {"": 4 << 30, "ab12": 1 << 30}
@@ -66,14 +66,14 @@ def test_quotas() -> None:
     assert quota_of({}, b"\0") is None
 
 
-def test_the_quota_is_known_from_the_start_of_a_name() -> None:
+def test_quota_of_name_prefix_finds_quota() -> None:
     quotas = {"": 3, "ab12": 1, "cd" * 20: 2}
     starts = ("ab12ff", "cd" * 16, "cd" * 32, "ab13ff")
     assert [quota_of(quotas, bytes.fromhex(start)) for start in starts] == [1, 2, 2, 3]
     assert quota_of({"ab": 1}, bytes(16)) is None
 
 
-def test_who_may_have_a_quota_is_known_from_the_start_of_a_name() -> None:
+def test_may_have_quota_of_name_prefix_is_known() -> None:
     quotas = {"ab12": 1, "cd" * 20: 1}
     assert may_have_quota(quotas, bytes.fromhex("ab12ff"))
     assert may_have_quota(quotas, bytes.fromhex("cd" * 16))
@@ -82,8 +82,8 @@ def test_who_may_have_a_quota_is_known_from_the_start_of_a_name() -> None:
     assert may_have_quota({"": 1}, bytes(16))
 
 
-def test_a_path_below_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No shell has seen what is in a file, or behind a "=": a folder "~" was made instead."""
+def test_options_path_below_home_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shell expands "~" in a file or after "="; the daemon used to create a folder "~"."""
     monkeypatch.setenv("HOME", "/home/kv")
     assert ServerOptions.load({"ssd": "~/ssd"}).ssd == "/home/kv/ssd"
     keys = {"secret_key": "~/x.key_secret", "clients": "/etc/~"}
@@ -115,7 +115,7 @@ def test_a_path_below_home(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"backing": "file:///mnt/kv"}, "would grow until its file system is full"),
     ],
 )
-def test_a_wrong_option_is_named(file: dict[str, object], sentence: str) -> None:
+def test_options_wrong_value_is_named_in_error(file: dict[str, object], sentence: str) -> None:
     with pytest.raises(ConfigError) as wrong:
         ServerOptions.load(file)
     assert sentence in str(wrong.value)
@@ -138,19 +138,19 @@ def test_a_wrong_option_is_named(file: dict[str, object], sentence: str) -> None
         (["--listen", "tcp://::1:9527"], "is not like"),
         (["--listen", "tcp://127.0.0.1:1,tcp://127.0.0.1:2"], "is not like"),
         (["--listen", "ipc:///x", "--listen", "ipc:///x"], "ipc:///x is named more than once"),
-        (["--http", "http://127.0.0.1:9528"], "is not like"),
+        (["--http", "http://127.0.0.1:9528"], "is neither like"),
         (["--listen", "udp://127.0.0.1:1"], "begins with neither"),
         (["--listen", "ipc://relative"], "write the whole path"),
         (["--listen", "ipc://@abstract"], "write the whole path"),
         (["--listen", "ipc:///no/such/folder/x"], "is not a folder"),
         (["--listen", "ipc:///tmp/" + "x" * 120], "too long"),
-        (["--http", "0.0.0.0:9528"], "is not on 127.0.0.1"),
-        (["--http", "nowhere"], "is not like"),
+        (["--http", "0.0.0.0:9528"], "must be a loopback address"),
+        (["--http", "nowhere"], "is neither like"),
         (["--config", "/no/such/file"], "cannot be read"),
         (["--secret-key", "/no/such/file", "--clients", "/x"], "cannot be read"),
     ],
 )
-def test_mistakes_are_told_in_a_sentence(arguments: list[str], sentence: str) -> None:
+def test_cli_wrong_argument_prints_one_sentence(arguments: list[str], sentence: str) -> None:
     done = run("--http", "off", *arguments)
     assert done.returncode == 2
     assert sentence in done.stderr
@@ -158,14 +158,14 @@ def test_mistakes_are_told_in_a_sentence(arguments: list[str], sentence: str) ->
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_yaml(folder: Path) -> None:
+def test_cli_wrong_yaml_prints_one_sentence(folder: Path) -> None:
     path = folder / "server.yaml"
     for text, sentence in (
         ("memroy: 1GiB", 'did you mean "memory"?'),
         ("- a\n- b", "must map options to values"),
         ("memory: 1GiB\na: [", "line 2, is not YAML"),
         ("!!python/object/apply:os.system ['false']", "is not YAML"),
-        ("memory: 1GiB\nhttp: off\nmemory: 2GiB", "memory: is there more than once in"),
+        ("memory: 1GiB\nhttp: off\nmemory: 2GiB", "memory: is given more than once in"),
     ):
         path.write_text(text)
         done = run("--config", str(path))
@@ -174,7 +174,7 @@ def test_yaml(folder: Path) -> None:
         assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_a_daemon_from_a_file(folder: Path, connect: Connect) -> None:
+def test_daemon_with_config_file_uses_it(folder: Path, connect: Connect) -> None:
     path = folder / "server.yaml"
     path.write_text("memory: 32MiB\nhttp: off\nlog_level: debug\n")
     with DaemonProcess(folder, "--config", str(path), "--memory", "16MiB") as daemon:
@@ -182,7 +182,7 @@ def test_a_daemon_from_a_file(folder: Path, connect: Connect) -> None:
         connect(daemon.endpoint).put({key(1): block(1)})
 
 
-def test_help_teaches() -> None:
+def test_help_shows_examples_and_commands() -> None:
     done = run("--help")
     assert done.returncode == 0
     assert "examples:" in done.stdout
@@ -191,7 +191,7 @@ def test_help_teaches() -> None:
         assert f"tiered-kv-server {command}" in done.stdout
 
 
-def test_keygen(folder: Path) -> None:
+def test_keygen_writes_private_keys_and_never_overwrites(folder: Path) -> None:
     done = run("keygen", str(folder / "keys"), "engine")
     assert done.returncode == 0
     secret = folder / "keys" / "engine.key_secret"
@@ -201,14 +201,14 @@ def test_keygen(folder: Path) -> None:
     before = secret.read_text()
     again = run("keygen", str(folder / "keys"), "engine")
     assert again.returncode == 2
-    assert "there already" in again.stderr
+    assert "keys are never overwritten" in again.stderr
     assert secret.read_text() == before
     for name in ("../x", ".x", ""):
         assert run("keygen", str(folder / "other"), name).returncode == 2
     assert not (folder / "other").exists()
 
 
-def test_verify_of_nothing(folder: Path) -> None:
+def test_verify_without_ssd_folder_is_usage_error(folder: Path) -> None:
     for where, sentence in (
         (folder, "it has no FORMAT file"),
         (folder / "nowhere", "there is no such folder"),
@@ -219,7 +219,7 @@ def test_verify_of_nothing(folder: Path) -> None:
         assert "Traceback" not in done.stderr
 
 
-def test_status(start: StartDaemon, connect: Connect) -> None:
+def test_status_shows_properties_and_statistics(start: StartDaemon, connect: Connect) -> None:
     daemon = start()
     connect(daemon.endpoint).put({key(1): block(1)})
     for endpoint in (daemon.endpoint, daemon.ipc):
@@ -242,11 +242,11 @@ def test_status(start: StartDaemon, connect: Connect) -> None:
     assert "no answer" in done.stderr
 
 
-def test_patience_for_months(start: StartDaemon) -> None:
+def test_daemon_with_huge_stall_timeout_starts(start: StartDaemon) -> None:
     assert start("--memory", "16MiB", "--stall-timeout", "60d").terminate() == 0
 
 
-def test_a_socket_that_cannot_be_set_up_leaves_nothing_open() -> None:
+def test_bind_failure_closes_socket() -> None:
     context = zmq.Context()
     with pytest.raises(ValueError, match="NaN") as failed:
         bind(context, "tcp://127.0.0.1:*", None, ClientLimits.of_memory(16 << 20), math.nan)
@@ -257,7 +257,7 @@ def test_a_socket_that_cannot_be_set_up_leaves_nothing_open() -> None:
     assert failed.tb  # which refers to the socket, as it does while a start is given up
 
 
-def test_an_address_in_use(start: StartDaemon, folder: Path) -> None:
+def test_daemon_address_in_use_is_usage_error(start: StartDaemon, folder: Path) -> None:
     first = start()
     for endpoint, sentence in (
         (first.endpoint, "is in use by another process"),
@@ -270,7 +270,7 @@ def test_an_address_in_use(start: StartDaemon, folder: Path) -> None:
         assert "Traceback" not in other.logs
 
 
-def test_a_start_that_fails_late_gives_everything_back(start: StartDaemon, folder: Path) -> None:
+def test_daemon_start_failing_late_releases_everything(start: StartDaemon, folder: Path) -> None:
     first = start("--memory", "16MiB", "--http", "127.0.0.1:0")
     taken = first.http.removeprefix("http://")
     ssd = ("--ssd", str(folder / "ssd"), "--ssd-space", "64MiB")
@@ -284,7 +284,7 @@ def test_a_start_that_fails_late_gives_everything_back(start: StartDaemon, folde
         assert daemon.terminate() == 0
 
 
-def test_sockets_of_a_dead_daemon_are_replaced(start: StartDaemon, connect: Connect) -> None:
+def test_daemon_replaces_sockets_of_dead_daemon(start: StartDaemon, connect: Connect) -> None:
     daemon = start()
     daemon.kill()
     assert daemon.ipc_path.exists()
@@ -295,7 +295,7 @@ def test_sockets_of_a_dead_daemon_are_replaced(start: StartDaemon, connect: Conn
     assert not Path(f"{daemon.ipc_path}.arena").exists()
 
 
-def test_what_is_no_socket_is_not_replaced(folder: Path) -> None:
+def test_daemon_does_not_replace_other_files(folder: Path) -> None:
     (folder / "kv.sock").write_text("precious")
     daemon = DaemonProcess(folder, "--memory", "16MiB")
     daemon.launch()
@@ -304,7 +304,7 @@ def test_what_is_no_socket_is_not_replaced(folder: Path) -> None:
     assert (folder / "kv.sock").read_text() == "precious"
 
 
-def test_locks_are_not_links_to_other_files(folder: Path) -> None:
+def test_lock_file_that_is_symlink_is_refused(folder: Path) -> None:
     precious = folder / "precious"
     precious.write_text("precious")
     ssd = folder / "ssd"
@@ -319,7 +319,7 @@ def test_locks_are_not_links_to_other_files(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_signals_end_it_in_order(start: StartDaemon, number: int) -> None:
+def test_daemon_signal_stops_in_order(start: StartDaemon, number: int) -> None:
     daemon = start()
     daemon.signal(number)
     if number == signal.SIGHUP:  # of the terminal and of its shell
@@ -329,7 +329,7 @@ def test_signals_end_it_in_order(start: StartDaemon, number: int) -> None:
     assert "everything is written" in daemon.logs
 
 
-def test_a_second_signal_ends_it_at_once(start: StartDaemon) -> None:
+def test_daemon_second_signal_stops_at_once(start: StartDaemon) -> None:
     daemon = start()
     daemon.freeze()
     daemon.signal(signal.SIGTERM)
@@ -346,7 +346,7 @@ def fetch(url: str) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
-def test_pages_for_monitors(start: StartDaemon, connect: Connect) -> None:
+def test_http_serves_metrics_and_health(start: StartDaemon, connect: Connect) -> None:
     daemon = start("--memory", "64MiB", "--http", "127.0.0.1:0")
     client = connect(daemon.endpoint)
     client.put({key(n): block(n) for n in range(3)})
@@ -375,7 +375,7 @@ def test_pages_for_monitors(start: StartDaemon, connect: Connect) -> None:
     assert len(types) == len(set(types))
 
 
-def test_rude_monitors_do_no_harm(start: StartDaemon, connect: Connect) -> None:
+def test_http_rude_clients_do_not_disturb_others(start: StartDaemon, connect: Connect) -> None:
     daemon = start("--memory", "64MiB", "--http", "127.0.0.1:0")
     port = int(daemon.http.rpartition(":")[2])
     silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
@@ -390,8 +390,8 @@ def test_rude_monitors_do_no_harm(start: StartDaemon, connect: Connect) -> None:
     assert daemon.terminate() == 0
 
 
-def test_no_torch_no_vllm_and_little_else() -> None:
-    """Starting must stay quick: what is not needed is not imported."""
+def test_daemon_imports_neither_torch_nor_vllm() -> None:
+    """Keeps the start quick."""
     program = (
         "import sys, vllm_tiered_kv.server.cli, vllm_tiered_kv.server.daemon\n"
         "heavy = {'torch', 'vllm', 'yaml', 'asyncio', 'multiprocessing.pool'} & set(sys.modules)\n"
@@ -419,7 +419,7 @@ raise SystemExit(cli.main())
 """
 
 
-def test_a_daemon_that_could_not_write_everything_says_so_and_fails(tmp_path: Path) -> None:
+def test_daemon_with_unwritten_blocks_at_stop_fails(tmp_path: Path) -> None:
     ssd = ("--ssd", str(tmp_path / "ssd"), "--ssd-space", "16MiB")
     daemon = DaemonProcess(tmp_path, "--memory", "16MiB", *ssd)
     daemon.program = ["-c", _DAEMON_OF_A_FULL_DISK]
@@ -451,9 +451,7 @@ raise SystemExit(cli.main())
 """
 
 
-def test_a_stopping_daemon_says_so_and_tells_what_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stopping_daemon_logs_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = tmp_path / "gate"
     monkeypatch.setenv("GATE", str(gate))
     ssd = ("--ssd", str(tmp_path / "ssd"), "--ssd-space", "16MiB", "--http", "127.0.0.1:0")
@@ -490,10 +488,10 @@ raise SystemExit(cli.main())
 """
 
 
-def test_what_one_failed_sync_lost_is_there_after_a_restart(
+def test_blocks_lost_by_failed_sync_are_written_at_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stop writes it, if no flush did: memory has it."""
+    """Memory still has the blocks, so the last flush writes them."""
     fault = tmp_path / "fault"
     monkeypatch.setenv("FAULT", str(fault))
     ssd = ("--ssd", str(tmp_path / "ssd"), "--ssd-space", "16MiB")

@@ -1,4 +1,4 @@
-"""Connections without a session, with a message that has no end, and too many of them."""
+"""Connections without a session, with an unfinished message, or beyond the limit."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from tests.daemon.test_security import Keys
 from tests.daemon.zmtp import ZmtpClient, frame
 from tests.patience import eventually
 from vllm_tiered_kv.core.store import Durability, PutResult
+from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.native.cpu import xxh3_64
 from vllm_tiered_kv.server.net.connections import Connections
 from vllm_tiered_kv.server.net.limits import ClientLimits
@@ -29,7 +30,7 @@ from vllm_tiered_kv.server.net.sessions import Listener
 
 MIB = 1 << 20
 MEMORY = ("--memory", "32MiB")  # messages of 8 MiB at most
-TOO_LONG = "cut off: a message of more than 25165824 bytes"
+TOO_LONG = "closed 1 connections: a message of more than 25165824 bytes"
 FEW_DESCRIPTORS = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
@@ -61,17 +62,17 @@ def long_frame(data: bytes) -> bytes:
 
 
 @pytest.mark.slow
-def test_one_that_never_says_hello(start: StartDaemon, connect: Connect) -> None:
+def test_connection_without_hello_is_closed(start: StartDaemon, connect: Connect) -> None:
     daemon = start(*MEMORY)
     honest = connect(daemon.endpoint)
     honest.put(blocks(1))
     with ZmtpClient(daemon.endpoint) as silent, ZmtpClient(daemon.endpoint) as rude:
         deadline = time.monotonic() + 60
-        while not (silent.is_cut_off() and rude.is_cut_off()):
+        while not (silent.is_closed() and rude.is_closed()):
             assert time.monotonic() < deadline
             with contextlib.suppress(ConnectionError):
                 rude.send(frame(b"no header", more=False))
-                while rude.has_reply() and not rude.is_cut_off():
+                while rude.has_reply() and not rude.is_closed():
                     rude.receive()
             time.sleep(0.1)
     eventually(lambda: "no hello for 10 s" in daemon.logs)
@@ -80,7 +81,7 @@ def test_one_that_never_says_hello(start: StartDaemon, connect: Connect) -> None
 
 
 def send_without_end(daemon: DaemonProcess) -> None:
-    """Until it is cut off."""
+    """Sends an endless message until the daemon closes the connection."""
     some = long_frame(bytes(64 << 10)) * 16
     with ZmtpClient(daemon.endpoint) as endless:
         for _ in range(1000):
@@ -88,7 +89,7 @@ def send_without_end(daemon: DaemonProcess) -> None:
             time.sleep(0.02)  # 50 MiB a second
 
 
-def test_a_message_without_an_end(start: StartDaemon, connect: Connect) -> None:
+def test_connection_with_endless_message_is_closed(start: StartDaemon, connect: Connect) -> None:
     daemon = start(*MEMORY)
     honest = connect(daemon.endpoint)
     before = daemon.peak_rss_bytes()
@@ -101,7 +102,7 @@ def test_a_message_without_an_end(start: StartDaemon, connect: Connect) -> None:
 
 
 def keep_busy(daemon: DaemonProcess, number: int, stop: threading.Event) -> None:
-    """It never catches up with what is asked."""
+    """Keeps 64 requests in flight, so that the daemon always has messages waiting."""
     with RawClient(daemon.endpoint) as client:
         client.hello(namespace=bytes([number]) * 32)
         question = wire.Contains(24, [key(n) for n in range(200)])
@@ -113,7 +114,7 @@ def keep_busy(daemon: DaemonProcess, number: int, stop: threading.Event) -> None
 
 
 @pytest.mark.slow
-def test_a_daemon_with_much_to_do_looks_after_its_connections(start: StartDaemon) -> None:
+def test_busy_daemon_still_checks_connections(start: StartDaemon) -> None:
     daemon = start(*MEMORY)
     stop = threading.Event()
     busy = [threading.Thread(target=keep_busy, args=(daemon, n, stop)) for n in range(4)]
@@ -124,16 +125,18 @@ def test_a_daemon_with_much_to_do_looks_after_its_connections(start: StartDaemon
             with pytest.raises(ConnectionError):
                 send_without_end(daemon)
             eventually(lambda: TOO_LONG in daemon.logs)  # which says so afterwards
-            eventually(silent.is_cut_off)
+            eventually(silent.is_closed)
         eventually(lambda: "no hello for 10 s" in daemon.logs)
-        assert daemon.logs.count("cut off") == 2, "none of those in good faith"
+        assert daemon.logs.count("closed 1 connections") == 2, "none of those in good faith"
     finally:
         stop.set()
         for thread in busy:
             thread.join()
 
 
-def test_a_message_far_too_large_and_encrypted(start: StartDaemon, folder: Path) -> None:
+def test_connection_with_oversized_encrypted_message_is_closed(
+    start: StartDaemon, folder: Path
+) -> None:
     daemon = Daemon(start, Keys(folder / "keys"))
     with daemon.connect() as greedy:
         greedy.hello()
@@ -144,8 +147,8 @@ def test_a_message_far_too_large_and_encrypted(start: StartDaemon, folder: Path)
             assert honest.put(blocks(1)) == [PutResult.STORED]
 
 
-def test_much_in_good_faith(daemon: Daemon) -> None:
-    """Messages as large as they may be, and very many small ones."""
+def test_connections_within_limits_stay_open(daemon: Daemon) -> None:
+    """Messages of the maximum size, and very many small ones."""
     with daemon.connect() as large, daemon.connect() as small:
         large.hello(block_bytes=[MIB])
         small.hello(namespace=bytes(32))
@@ -163,16 +166,18 @@ def test_much_in_good_faith(daemon: Daemon) -> None:
                 small.send(wire.Contains(24, [key(n)] * 200))
             for _ in range(100):
                 assert isinstance(small.receive()[1], wire.ContainsReply)
-    assert "cut off" not in daemon.process.logs
+    assert " connections: " not in daemon.process.logs
 
 
-def test_one_that_cannot_be_cut_off_for_now_is_cut_off_later(
+def test_disconnect_without_descriptors_is_retried(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     context = zmq.Context()
     request.addfinalizer(lambda: context.destroy(linger=0))
     network = NetworkMemory(MIB, MIB)
-    connections = Connections(Reactor(), context, ClientLimits.of_memory(32 * MIB), network, 1, 30)
+    connections = Connections(
+        Reactor(), context, ClientLimits.of_memory(32 * MIB), network, 1, 30, Recorder()
+    )
     listener = Listener(context.socket(zmq.ROUTER), "tcp://", False)
     theirs, ours = socket.socketpair()
 
@@ -180,18 +185,18 @@ def test_one_that_cannot_be_cut_off_for_now_is_cut_off_later(
         raise OSError(errno.EMFILE, "too many open files")
 
     with theirs, ours:
-        connections._accepted(listener, ours.fileno())
+        connections._add(listener, ours.fileno())
         with monkeypatch.context() as without_descriptors:
             without_descriptors.setattr(os, "dup", no_more)
-            connections._cut_off(ours.fileno())
+            connections._disconnect(ours.fileno())
         theirs.settimeout(60)
-        connections._cut_off(ours.fileno())
+        connections._disconnect(ours.fileno())
         assert theirs.recv(1) == b""
         assert not connections._open
 
 
 def late_hello(daemon: DaemonProcess) -> bool:
-    """Whether it is answered: what is sent over a connection that is cut off is lost."""
+    """Whether hello is answered: messages on a closed connection are lost."""
     with RawClient(daemon.endpoint) as late:
         late.send(wire.Hello(1, "late", bytes(32), 24, [4096], "test", b""))
         return bool(late.socket.poll(2000)) and isinstance(late.receive()[1], wire.HelloReply)
@@ -202,7 +207,7 @@ def descriptors(daemon: DaemonProcess) -> int:
 
 
 @pytest.mark.slow
-def test_more_than_there_are_descriptors_for(folder: Path) -> None:
+def test_connections_beyond_descriptors_are_closed(folder: Path) -> None:
     daemon = DaemonProcess(folder, *MEMORY)
     daemon.program = ["-c", FEW_DESCRIPTORS]
     with daemon, RawClient(daemon.endpoint) as honest, contextlib.ExitStack() as held:

@@ -73,14 +73,14 @@ BUSY_WITH = (
 )
 
 
-def test_killed_a_few_times(folder: Path) -> None:
+def test_daemon_killed_few_times_keeps_promises(folder: Path) -> None:
     seen = live_all(folder, range(2), 4, nothing)
     assert seen["writing"] > 0
     assert seen["recovered lasting"] > 0
 
 
 @pytest.mark.slow
-def test_killed_at_any_instant(folder: Path) -> None:
+def test_daemon_killed_at_any_instant_keeps_promises(folder: Path) -> None:
     seen: Counter[str] = Counter()
     for seeds in (range(6), *(range(more, more + 2) for more in range(6, 24, 2))):
         seen += live_all(folder, seeds, 15, nothing)
@@ -126,7 +126,7 @@ def deleted(crashing: CrashingDaemon, rng: random.Random) -> None:
 
 
 @pytest.mark.slow
-def test_damaged_between_a_kill_and_a_restart(folder: Path) -> None:
+def test_daemon_with_damaged_files_serves_no_wrong_block(folder: Path) -> None:
     done: Counter[str] = Counter()
 
     def damage(crashing: CrashingDaemon, rng: random.Random) -> None:

@@ -101,7 +101,7 @@ class Overheard(threading.Condition):
 @pytest.fixture
 def ended(store: TieredStore) -> Overheard:
     """What those wait for who need room in the write queue, or a block out of it."""
-    behind = store._lower._behind[Tier.SSD.value]
+    behind = store._demotion._behind[Tier.SSD.value]
     behind._ended = Overheard(behind._lock)
     return behind._ended
 
@@ -119,7 +119,7 @@ def put(store: TieredStore, n: int, durability: Durability = Durability.MEMORY) 
     return answer[0]
 
 
-def test_a_block_deleted_while_flush_waits_for_room_stays_deleted(
+def test_delete_while_flush_waits_for_room_stays_deleted(
     store: TieredStore, disk: GatedDisk, ended: Overheard
 ) -> None:
     disk.gate.clear()
@@ -137,7 +137,7 @@ def test_a_block_deleted_while_flush_waits_for_room_stays_deleted(
     assert store.memory.contains([key(2)]) == [False]
 
 
-def test_a_block_deleted_while_it_is_written_stays_deleted(
+def test_delete_during_write_stays_deleted(
     store: TieredStore, disk: GatedDisk, ended: Overheard
 ) -> None:
     disk.gate.clear()
@@ -154,13 +154,11 @@ def test_a_block_deleted_while_it_is_written_stays_deleted(
     assert store.ssd.contains([key(1)]) == [False]
 
 
-def test_a_block_deleted_while_it_is_written_and_waits_to_be_written_again_stays_deleted(
-    tmp_path: Path, disk: GatedDisk
-) -> None:
-    """A block that is being written is put again, to be on disk: then it waits a second time."""
+def test_delete_with_second_write_queued_stays_deleted(tmp_path: Path, disk: GatedDisk) -> None:
+    """A durable put of a block that is being written queues it a second time."""
     ssd = SsdStore(tmp_path / "ssd", 16 * MIB, disk=disk)
     tiered = TieredStore(4 * MIB, ssd, None, Recorder())
-    behind = tiered._lower._behind[Tier.SSD.value]
+    behind = tiered._demotion._behind[Tier.SSD.value]
     behind._ended = ended = Overheard(behind._lock)
     try:
         disk.gate.clear()
@@ -189,10 +187,10 @@ def test_a_block_deleted_while_it_is_written_and_waits_to_be_written_again_stays
         tiered.close()
 
 
-def test_a_block_read_back_while_it_is_deleted_is_not_written_again(
+def test_delete_during_promotion_is_not_demoted_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It comes into memory again before the SSD has deleted it, and is to leave memory after."""
+    """The block is promoted before the SSD has deleted it and evicted afterwards."""
     ssd = SsdStore(tmp_path / "ssd", 16 * MIB)
     store = TieredStore(4 * MIB, ssd, None, Recorder(), workers=2)
     really_delete = ssd.delete
@@ -224,9 +222,7 @@ def test_a_block_read_back_while_it_is_deleted_is_not_written_again(
         store.close()
 
 
-def test_a_block_that_no_disk_has_stays_in_memory_until_one_has(
-    store: TieredStore, disk: GatedDisk
-) -> None:
+def test_eviction_of_unwritten_block_waits_for_write(store: TieredStore, disk: GatedDisk) -> None:
     disk.gate.clear()
     assert put(store, 1) is put(store, 2) is PutResult.STORED  # the queue has no room for both
     assert store.ssd is not None
@@ -239,7 +235,7 @@ def test_a_block_that_no_disk_has_stays_in_memory_until_one_has(
     assert store.ssd.contains([key(2)]) == [True]
 
 
-def test_a_damaged_block_of_the_ssd_is_a_miss(store: TieredStore, disk: GatedDisk) -> None:
+def test_get_of_damaged_ssd_block_is_miss(store: TieredStore, disk: GatedDisk) -> None:
     def fetch() -> bytes | None:
         found: list[bytes | None] = []
         arrived = threading.Event()
@@ -264,8 +260,8 @@ def test_a_damaged_block_of_the_ssd_is_a_miss(store: TieredStore, disk: GatedDis
     store.memory.check()
 
 
-def test_flush_covers_what_was_only_received(store: TieredStore) -> None:
-    """Also while the one worker is busy with something else."""
+def test_flush_covers_blocks_only_received(store: TieredStore) -> None:
+    """Even while the only worker is busy."""
     busy = threading.Event()
     store._pool.submit(lambda: busy.wait(PATIENCE_S))
     assert put(store, 1, Durability.RECEIVED) is PutResult.STORED
@@ -292,8 +288,8 @@ class GatedStore(MemoryStore):
         return super().put(items, durability)
 
 
-def test_drain_does_not_wait_for_what_comes_later() -> None:
-    """Or it would never end while others go on writing."""
+def test_drain_ignores_later_writes() -> None:
+    """Otherwise it would never end while clients keep writing."""
     memory, target = MemoryStore(4 * MIB), GatedStore()
     memory.put([item(1), item(2)])
     executor = StoreExecutor("test", 1, keeps_queue=True)
@@ -330,7 +326,7 @@ class Forgetful(MemoryStore):
         return super().put(items, durability)[:-1]
 
 
-def test_writers_outlive_those_who_fail_to_listen() -> None:
+def test_write_behind_callback_error_does_not_stop_writers() -> None:
     memory, target = MemoryStore(4 * MIB), Forgetful(MIB)
     memory.put([item(n) for n in range(8)])
     told: list[PutResult] = []
@@ -339,11 +335,11 @@ def test_writers_outlive_those_who_fail_to_listen() -> None:
         told.append(result)
         raise RuntimeError("on purpose")
 
-    def unkept(key: StoreKey, result: PutResult) -> None:
+    def on_failed(key: StoreKey, result: PutResult) -> None:
         raise RuntimeError("on purpose")
 
     executor = StoreExecutor("test", 1, keeps_queue=True)
-    behind = WriteBehind(memory, target, MIB, executor, unkept)
+    behind = WriteBehind(memory, target, MIB, executor, on_failed)
     for n in range(8):
         (held,) = memory.hold([key(n)])
         assert held is not None
@@ -358,7 +354,7 @@ def test_writers_outlive_those_who_fail_to_listen() -> None:
     assert not memory._index.pinned_slots()
 
 
-def test_a_block_larger_than_the_queue_is_written_all_the_same(tmp_path: Path) -> None:
+def test_write_behind_block_larger_than_queue_is_written(tmp_path: Path) -> None:
     ssd = SsdStore(tmp_path / "ssd", 16 * MIB)
     tiered = TieredStore(4 * MIB, ssd, None, Recorder(), write_queue_bytes=SIZE // 2)
     try:
@@ -368,10 +364,8 @@ def test_a_block_larger_than_the_queue_is_written_all_the_same(tmp_path: Path) -
         tiered.close()
 
 
-def test_a_full_disk_is_not_offered_everything_for_every_block(
-    tmp_path: Path, disk: GatedDisk
-) -> None:
-    """Making room for one block would take as long as offering a quarter of the memory."""
+def test_full_disk_is_offered_one_block_at_a_time(tmp_path: Path, disk: GatedDisk) -> None:
+    """Otherwise evicting one block would offer a quarter of the memory in vain."""
     ssd = SsdStore(tmp_path / "ssd", 16 * MIB, disk=disk, retry_seconds=0.01)
     tiered = TieredStore(4 * MIB, ssd, None, Recorder())
     try:
@@ -404,9 +398,7 @@ def flush(store: TieredStore) -> list[str]:
     return answer
 
 
-def test_flush_says_what_a_full_disk_did_not_take_and_writes_it_later(
-    store: TieredStore, disk: GatedDisk
-) -> None:
+def test_flush_with_full_disk_reports_and_writes_later(store: TieredStore, disk: GatedDisk) -> None:
     disk.is_full = True
     for n in range(5):
         assert put(store, n) is PutResult.STORED
@@ -418,7 +410,7 @@ def test_flush_says_what_a_full_disk_did_not_take_and_writes_it_later(
     assert store.ssd.contains([key(n) for n in range(5)]) == [True] * 5
 
 
-def test_what_was_deleted_or_has_left_is_not_missed(store: TieredStore, disk: GatedDisk) -> None:
+def test_flush_ignores_deleted_and_evicted_blocks(store: TieredStore, disk: GatedDisk) -> None:
     disk.is_full = True
     assert put(store, 1) is PutResult.STORED
     assert flush(store) == ["1 blocks could not be written to ssd"]
@@ -434,7 +426,7 @@ def test_what_was_deleted_or_has_left_is_not_missed(store: TieredStore, disk: Ga
     assert flush(store) == [f"{200 - lost} blocks could not be written to ssd"]
 
 
-def test_a_disk_that_cannot_make_durable_is_told_of(
+def test_flush_with_failing_sync_is_reported(
     store: TieredStore, disk: GatedDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert put(store, 1) is PutResult.STORED
@@ -446,7 +438,7 @@ def test_a_disk_that_cannot_make_durable_is_told_of(
     assert flush(store) == ["1 blocks could not be written to ssd"]
 
 
-def test_progress_is_told_by_a_disk_that_works(store: TieredStore, disk: GatedDisk) -> None:
+def test_flush_with_slow_disk_reports_progress(store: TieredStore, disk: GatedDisk) -> None:
     told: list[tuple[str, int]] = []
     disk.gate.clear()
     for n in range(8):
@@ -458,10 +450,10 @@ def test_progress_is_told_by_a_disk_that_works(store: TieredStore, disk: GatedDi
     assert all(tier == Tier.SSD.value and 0 < left <= 8 for tier, left in told)
 
 
-def test_a_stopping_daemon_waits_for_a_flush_under_way(
+def test_drain_waits_for_running_flush(
     store: TieredStore, disk: GatedDisk, ended: Overheard
 ) -> None:
-    """It has taken upon itself what the queue refused."""
+    """The running flush has taken the list of unwritten blocks."""
     disk.gate.clear()
     for n in range(20):
         put(store, n)
@@ -511,7 +503,7 @@ def lose_all(store: TieredStore, failing_sync: list[int]) -> None:
 
 
 @pytest.mark.parametrize("fsync", FsyncPolicy)
-def test_what_a_failed_sync_lost_is_written_by_the_next_flush(
+def test_flush_writes_blocks_lost_by_failed_sync(
     tmp_path: Path, disk: GatedDisk, failing_sync: list[int], fsync: FsyncPolicy
 ) -> None:
     ssd = SsdStore(tmp_path / "ssd", 16 * MIB, disk=disk, fsync=fsync)
@@ -525,10 +517,10 @@ def test_what_a_failed_sync_lost_is_written_by_the_next_flush(
 
 
 @pytest.mark.parametrize("failures", [0, 1, 1000])
-def test_a_stop_writes_what_a_failed_sync_lost_or_says_that_it_is_lost(
+def test_drain_writes_or_reports_blocks_lost_by_sync(
     tmp_path: Path, disk: GatedDisk, failing_sync: list[int], failures: int
 ) -> None:
-    """Also what its own first try loses."""
+    """Including blocks that its own first attempt loses."""
     store = TieredStore(4 * MIB, SsdStore(tmp_path / "ssd", 16 * MIB, disk=disk), None, Recorder())
     lose_all(store, failing_sync)
     failing_sync[0] = failures
@@ -541,14 +533,14 @@ def test_a_stop_writes_what_a_failed_sync_lost_or_says_that_it_is_lost(
         assert ssd.contains([key(n) for n in LOST]) == [is_written] * 5
 
 
-def test_a_lost_block_that_memory_has_no_more_is_told_once_and_a_deleted_one_is_not(
+def test_flush_reports_lost_evicted_blocks_once(
     tmp_path: Path, disk: GatedDisk, failing_sync: list[int]
 ) -> None:
     ssd = SsdStore(tmp_path / "ssd", 16 * MIB, disk=disk)
     store = TieredStore(4 * MIB, ssd, None, Recorder())
     for n in range(3):
         assert put(store, n) is PutResult.STORED
-    store._lower._behind[Tier.SSD.value].drain()
+    store._demotion._behind[Tier.SSD.value].drain()
     store.memory.delete([key(0)])  # as if evicted
     failing_sync[0] = 1
     with ssd._lock:
@@ -562,7 +554,7 @@ def test_a_lost_block_that_memory_has_no_more_is_told_once_and_a_deleted_one_is_
     store.close()
 
 
-def test_flush_says_what_a_full_backing_folder_did_not_take(
+def test_flush_with_full_backing_folder_reports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def is_full(self: FileOps, fd: int, parts: Sequence[memoryview]) -> int:
@@ -577,7 +569,7 @@ def test_flush_says_what_a_full_backing_folder_did_not_take(
     store.close()
 
 
-def test_what_a_failed_sync_of_a_backing_folder_lost_is_written_by_the_next_flush(
+def test_flush_writes_blocks_lost_by_backing_sync(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[int] = []

@@ -20,7 +20,7 @@ def open_descriptors(daemon: DaemonProcess) -> int:
     return len(os.listdir(f"/proc/{daemon.pid}/fd"))
 
 
-def test_the_limit_is_raised_as_far_as_it_goes(start: StartDaemon) -> None:
+def test_descriptor_limit_is_raised_to_hard_limit(start: StartDaemon) -> None:
     soft, hard = resource.getrlimit(NOFILE)
     resource.setrlimit(NOFILE, (min(soft, 512), hard))  # which the daemon inherits
     try:
@@ -30,7 +30,7 @@ def test_the_limit_is_raised_as_far_as_it_goes(start: StartDaemon) -> None:
     assert resource.prlimit(daemon.pid, NOFILE) == (hard, hard)
 
 
-def test_processes_that_attach_wait_for_a_descriptor(start: StartDaemon, connect: Connect) -> None:
+def test_attach_without_descriptors_waits(start: StartDaemon, connect: Connect) -> None:
     daemon = start()
     client = connect(daemon.endpoint)
     client.put(blocks(1))
@@ -45,7 +45,7 @@ def test_processes_that_attach_wait_for_a_descriptor(start: StartDaemon, connect
         assert daemon.logs.count("\n") < 20
         resource.prlimit(daemon.pid, NOFILE, (hard, hard))
         waiting.send(b"\x80")  # an empty map
-        assert b"is not spoken here" in waiting.recv(4096)
+        assert b"is not supported" in waiting.recv(4096)
     assert daemon.logs.count("processes cannot attach for now") == 1
     attach(daemon.ipc_path).close()
     assert daemon.terminate() == 0

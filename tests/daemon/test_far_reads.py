@@ -61,14 +61,14 @@ class Queued:
         return self.begun
 
 
-def test_clients_take_turns_and_each_is_served_in_order() -> None:
+def test_executor_fair_queues_clients_in_order() -> None:
     queued = Queued()
     for name in ("a1", "a2", "a3", "b1", "b2", "c1"):
         queued.submit(name, name[0])
     assert queued.run(6) == ["a1", "b1", "c1", "a2", "b2", "a3"]
 
 
-def test_calls_of_no_client_and_those_of_clients_take_turns() -> None:
+def test_executor_alternates_calls_with_and_without_client() -> None:
     queued = Queued()
     for name in ("a1", "a2", "a3"):
         queued.submit(name, "a")
@@ -77,8 +77,8 @@ def test_calls_of_no_client_and_those_of_clients_take_turns() -> None:
     assert queued.run(5) == ["x1", "a1", "x2", "a2", "a3"]
 
 
-def test_the_deadline_of_a_client_s_call_counts_from_its_start() -> None:
-    """While the one thread is slow, but in time, with every call."""
+def test_executor_deadline_of_client_call_counts_from_start() -> None:
+    """The only thread is slow, but meets the deadline of every call."""
     executor = StoreExecutor("test", 1, 2.0)
     ended: list[bool] = []
     for _ in range(6):
@@ -167,7 +167,7 @@ class Far:
         eventually(self.store.close)
 
 
-def test_more_blocks_than_the_threads_take_at_once(shared: Path) -> None:
+def test_fetch_more_blocks_than_backing_threads_gets_all(shared: Path) -> None:
     fill(shared, MANY)
     far = Far(shared)
     wait = far.fetch(MANY)
@@ -176,7 +176,7 @@ def test_more_blocks_than_the_threads_take_at_once(shared: Path) -> None:
     far.close()
 
 
-def test_who_asks_for_little_does_not_wait_for_who_asks_for_much(shared: Path) -> None:
+def test_fetch_of_few_blocks_does_not_wait_for_many(shared: Path) -> None:
     fill(shared, 1000)
     far = Far(shared)
     much = far.fetch(998, client="much")
@@ -189,14 +189,14 @@ def test_who_asks_for_little_does_not_wait_for_who_asks_for_much(shared: Path) -
     far.close()
 
 
-def test_while_it_hangs_all_are_misses_and_few_are_begun(shared: Path) -> None:
+def test_fetch_from_hung_backing_misses_without_calls(shared: Path) -> None:
     far = Far(shared, timeout_s=0.5)
     assert far.fetch(MANY)() == dict.fromkeys(range(MANY))
     assert far.folder.described == BACKING_THREADS
     far.close()
 
 
-def test_without_room_not_every_block_waits_for_some(shared: Path) -> None:
+def test_fetch_without_room_does_not_wait_per_block(shared: Path) -> None:
     count = 1000
     fill(shared, count)
     far = Far(shared, memory=MIB)
@@ -273,7 +273,7 @@ def hung(start: StartDaemon, connect: Connect, shared: Path) -> Iterator[HungDae
     hung.attached.close()
 
 
-def test_a_daemon_reads_very_many_blocks_of_its_backing_folder(hung: HungDaemon) -> None:
+def test_daemon_gets_many_blocks_from_backing(hung: HungDaemon) -> None:
     wanted = hung.client.send(wire.Get(KEY_BYTES, [key(n) for n in range(MANY)], True))
     hung.let_go("get", 2)
     found: dict[int, bytes] = {}
@@ -284,8 +284,8 @@ def test_a_daemon_reads_very_many_blocks_of_its_backing_folder(hung: HungDaemon)
     assert found == {n: block(n, SIZE) for n in range(MANY)}
 
 
-def test_a_daemon_leases_very_many_blocks_of_its_backing_folder(hung: HungDaemon) -> None:
-    """Of twice as many, half of which are nowhere."""
+def test_daemon_leases_many_blocks_from_backing(hung: HungDaemon) -> None:
+    """Half of the requested blocks are misses."""
     wanted = hung.client.send(wire.Lend(KEY_BYTES, [key(n) for n in range(2 * MANY)]))
     hung.let_go("lend", 1)
     lent, _ = next(hung.replies(wanted))
@@ -303,9 +303,7 @@ REQUESTS = {
 
 
 @pytest.mark.parametrize("op", mostly_slow(REQUESTS, 1))
-def test_what_waits_for_a_backing_folder_does_not_fill_the_memory(
-    hung: HungDaemon, op: str
-) -> None:
+def test_gets_waiting_for_backing_have_memory_limit(hung: HungDaemon, op: str) -> None:
     before = hung.process.peak_rss_bytes()
     for first in range(10**7, 10**7 + ADMITTED * KEYS, KEYS):
         asked = REQUESTS[op]([key(n) for n in range(first, first + KEYS)])

@@ -67,7 +67,7 @@ def store(loop: Loop) -> Iterator[TieredStore]:
     tiered.close()
 
 
-def test_a_block_is_unreadable_until_it_is_collected(store: TieredStore, loop: Loop) -> None:
+def test_put_block_is_unreadable_until_collected(store: TieredStore, loop: Loop) -> None:
     one = item(1, xxh3_64(item(1).payload))
     loop.put(store, [one])
     store._fills._pool.wait()  # copied, and nobody was told
@@ -83,14 +83,14 @@ def test_a_block_is_unreadable_until_it_is_collected(store: TieredStore, loop: L
     assert into == one.payload
 
 
-def test_one_wrong_checksum_concerns_that_block_alone(store: TieredStore, loop: Loop) -> None:
+def test_put_wrong_checksum_rejects_only_that_block(store: TieredStore, loop: Loop) -> None:
     loop.put(store, [item(1), item(2, checksum=1), item(3)])
     store._fills.settle()
     assert loop.results == [[PutResult.STORED, PutResult.FAILED, PutResult.STORED]]
     assert store.memory.usage().used_bytes == 2 * SIZE
 
 
-def test_what_is_deleted_while_it_is_copied_does_not_appear(store: TieredStore, loop: Loop) -> None:
+def test_delete_during_copy_stays_deleted(store: TieredStore, loop: Loop) -> None:
     loop.put(store, [item(1)])
     store.memory.delete([item(1).key])
     loop.turn()
@@ -99,8 +99,8 @@ def test_what_is_deleted_while_it_is_copied_does_not_appear(store: TieredStore, 
     assert store.memory.usage().used_bytes == 0
 
 
-def test_blocks_that_cannot_be_reserved_are_not_counted_on(loop: Loop) -> None:
-    """Or what they would have taken is missed for ever: room for puts, and slots."""
+def test_put_that_cannot_reserve_leaks_nothing(loop: Loop) -> None:
+    """Otherwise network memory and slots would leak."""
 
     def has_quota(namespace: bytes) -> bool:
         if namespace[0]:
@@ -119,7 +119,7 @@ def test_blocks_that_cannot_be_reserved_are_not_counted_on(loop: Loop) -> None:
     store.close()
 
 
-def test_copies_that_cannot_be_started_give_their_slots_back(
+def test_put_that_cannot_start_copies_frees_slots(
     store: TieredStore, loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*arguments: object) -> None:
@@ -137,8 +137,8 @@ def test_copies_that_cannot_be_started_give_their_slots_back(
 
 
 @pytest.mark.parametrize("count", [1, 100])
-def test_flush_waits_for_copies(store: TieredStore, loop: Loop, count: int) -> None:
-    """Also where no loop turns, and for those that go on in the pool."""
+def test_flush_waits_for_running_copies(store: TieredStore, loop: Loop, count: int) -> None:
+    """Even if no event loop runs, and for puts that are finished in the pool."""
     flushed = threading.Event()
     loop.put(store, [item(n) for n in range(count)])
     store.flush(lambda failed: flushed.set())
@@ -147,14 +147,14 @@ def test_flush_waits_for_copies(store: TieredStore, loop: Loop, count: int) -> N
 
 
 @pytest.mark.parametrize("count", [1, 100])
-def test_the_end_waits_for_copies(store: TieredStore, loop: Loop, count: int) -> None:
+def test_drain_waits_for_running_copies(store: TieredStore, loop: Loop, count: int) -> None:
     loop.put(store, [item(n) for n in range(count)])
     assert store.drain() == []
     assert loop.results == [[PutResult.STORED] * count]
     assert loop.copied == 1
 
 
-def test_who_is_told_and_fails_takes_nobody_with_it() -> None:
+def test_fills_callback_error_does_not_affect_others() -> None:
     fills, loop, told = Fills(), Loop(), []
     fills.watch(loop.watch)
 
@@ -178,9 +178,7 @@ def put_request(wanted: dict[bytes, bytes]) -> wire.Put:
     )
 
 
-def test_a_client_that_leaves_during_its_puts_leaves_nothing_behind(
-    start: StartDaemon, connect: Connect
-) -> None:
+def test_client_leaving_during_puts_leaks_nothing(start: StartDaemon, connect: Connect) -> None:
     daemon = start("--memory", "128MiB")
     size, count = MIB, 8
     with connect(daemon.endpoint, block_bytes=[size]) as leaving:
@@ -204,7 +202,7 @@ def test_a_client_that_leaves_during_its_puts_leaves_nothing_behind(
         assert client.get(list(rest) or [key(0)], stream=True).items() >= rest.items()
 
 
-def test_a_daemon_stops_in_order_during_puts(start: StartDaemon, connect: Connect) -> None:
+def test_daemon_stopped_during_puts_stops_in_order(start: StartDaemon, connect: Connect) -> None:
     daemon = start("--memory", "128MiB")
     with connect(daemon.endpoint, block_bytes=[MIB]) as client:
         for first in range(0, 32, 8):

@@ -77,7 +77,7 @@ def drain(client: RawClient) -> None:
         client.socket.recv_multipart()
 
 
-def test_garbage(start: StartDaemon, connect: Connect) -> None:
+def test_daemon_receiving_garbage_keeps_serving(start: StartDaemon, connect: Connect) -> None:
     daemon = start("--memory", "32MiB")
     honest = connect(daemon.endpoint)
     honest.put(blocks(8))
@@ -115,7 +115,7 @@ def test_garbage(start: StartDaemon, connect: Connect) -> None:
     assert daemon.terminate() == 0
 
 
-def test_raw_bytes_on_the_tcp_port(start: StartDaemon, connect: Connect) -> None:
+def test_daemon_receiving_raw_tcp_bytes_keeps_serving(start: StartDaemon, connect: Connect) -> None:
     daemon = start("--memory", "32MiB")
     host, _, port = daemon.endpoint.removeprefix("tcp://").rpartition(":")
     for n in range(100):
@@ -124,7 +124,7 @@ def test_raw_bytes_on_the_tcp_port(start: StartDaemon, connect: Connect) -> None
     connect(daemon.endpoint).put(blocks(1))
 
 
-def test_a_frame_larger_than_any_block_ends_the_connection(
+def test_frame_larger_than_any_block_closes_connection(
     start: StartDaemon, connect: Connect
 ) -> None:
     daemon = start("--memory", "32MiB")  # blocks up to 1 MiB
@@ -137,7 +137,7 @@ def test_a_frame_larger_than_any_block_ends_the_connection(
 
 
 @pytest.mark.slow
-def test_many_namespaces_do_not_pile_up(start: StartDaemon, connect: Connect) -> None:
+def test_many_namespaces_stay_bounded(start: StartDaemon, connect: Connect) -> None:
     daemon = start("--memory", "32MiB")
     client = connect(daemon.endpoint, greet=False)
     for n in range(6000):
@@ -151,7 +151,7 @@ def test_many_namespaces_do_not_pile_up(start: StartDaemon, connect: Connect) ->
 
 
 @pytest.mark.slow
-def test_circular_chains_can_leave(start: StartDaemon, connect: Connect) -> None:
+def test_circular_chains_are_evicted(start: StartDaemon, connect: Connect) -> None:
     client = connect(start("--memory", "1MiB").endpoint)
     for n in range(0, 2000, 2):
         pair = {key(n): block(n), key(n + 1): block(n + 1)}
@@ -161,8 +161,8 @@ def test_circular_chains_can_leave(start: StartDaemon, connect: Connect) -> None
     assert client.tiers([key(0), key(1)]) == [0, 0]
 
 
-def test_requests_beyond_the_limit_are_refused(start: StartDaemon, connect: Connect) -> None:
-    """Whatever is sent at once, each request is answered."""
+def test_requests_beyond_inflight_limit_are_refused(start: StartDaemon, connect: Connect) -> None:
+    """Every request is answered, however many are sent at once."""
     daemon = start("--memory", "64MiB")
     client = connect(daemon.endpoint)
     ids = {client.send(wire.Flush()) for _ in range(2000)}
@@ -186,7 +186,7 @@ NEVER_READS = """
 
 @pytest.mark.parametrize("over", mostly_slow(["tcp", "ipc"], 1))
 @pytest.mark.parametrize("how", mostly_slow(["reads nothing", "stopped"], 1))
-def test_a_client_that_never_reads_pins_little_and_not_forever(
+def test_client_that_never_reads_is_bounded_and_dropped(
     start: StartDaemon, connect: Connect, over: str, how: str
 ) -> None:
     daemon = start("--memory", "64MiB", "--stall-timeout", "5s")  # not for those who read
@@ -226,8 +226,8 @@ def test_a_client_that_never_reads_pins_little_and_not_forever(
     assert daemon.terminate() == 0
 
 
-def test_clients_killed_in_the_middle(start: StartDaemon, connect: Connect) -> None:
-    """Puts and gets that end half way leave nothing pinned, and no half block."""
+def test_clients_killed_midway_leave_nothing_pinned(start: StartDaemon, connect: Connect) -> None:
+    """Interrupted puts and gets leave no pin and no partial block."""
     daemon = start("--memory", "64MiB")
     client = connect(daemon.endpoint, block_bytes=[MIB])
     wanted = blocks(30, MIB)
@@ -252,8 +252,8 @@ def test_clients_killed_in_the_middle(start: StartDaemon, connect: Connect) -> N
     assert client.get(list(wanted)[:4]) == {k: wanted[k] for k in list(wanted)[:4]}
 
 
-def test_more_puts_than_there_is_room_for_are_dropped(start: StartDaemon, connect: Connect) -> None:
-    """Bytes are not queued without bound: some puts are dropped, all are answered."""
+def test_puts_beyond_limit_are_dropped(start: StartDaemon, connect: Connect) -> None:
+    """Queued bytes are bounded: some puts are dropped, all are answered."""
     daemon = start("--memory", "8MiB", "--workers", "1")
     clients = [connect(daemon.endpoint, block_bytes=[256 << 10]) for _ in range(8)]
     payload = block(1, 256 << 10)
@@ -303,10 +303,10 @@ raise SystemExit(cli.main())
 """
 
 
-def test_what_follows_a_dropped_message_is_dropped(
+def test_puts_after_dropped_head_are_dropped(
     folder: Path, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or it would push out the head of its own chain, without which nobody finds it."""
+    """Otherwise the tail would evict the head of its own chain and be unreachable."""
     size = 16 << 10
     gate = folder / "gate"
     monkeypatch.setenv("GATE", str(gate))
@@ -354,7 +354,7 @@ def offer_more_than_there_is_room_for(client: RawClient, size: int, gate: Path) 
     assert client.match(keys).count == sum(map(bool, client.tiers(keys))) == stored
 
 
-def test_a_frozen_daemon_answers_when_it_goes_on(start: StartDaemon, connect: Connect) -> None:
+def test_frozen_daemon_answers_after_resume(start: StartDaemon, connect: Connect) -> None:
     daemon: DaemonProcess = start()
     client = connect(daemon.endpoint)
     daemon.freeze()

@@ -63,7 +63,7 @@ def gate() -> Iterator[threading.Event]:
     event.set()
 
 
-def test_a_call_is_answered_once_with_its_result_or_without(gate: threading.Event) -> None:
+def test_executor_call_is_answered_exactly_once(gate: threading.Event) -> None:
     recorder = Recorder()
     executor = StoreExecutor("test", 2, LONG_ENOUGH_S, recorder)
     quick, failed, done, late = Answers(), Answers(), Answers(), Answers()
@@ -81,7 +81,7 @@ def test_a_call_is_answered_once_with_its_result_or_without(gate: threading.Even
     assert recorder.total(names.BACKING_LATE) == 1
 
 
-def test_while_all_threads_hang_nobody_waits_and_nothing_is_begun(gate: threading.Event) -> None:
+def test_hung_executor_fails_calls_at_once(gate: threading.Event) -> None:
     executor = StoreExecutor("test", 2, LONG_ENOUGH_S)
     hung, begun = Answers(), []
     running = threading.Semaphore(0)
@@ -111,7 +111,7 @@ def test_while_all_threads_hang_nobody_waits_and_nothing_is_begun(gate: threadin
     eventually(executor.close)
 
 
-def test_an_executor_that_keeps_its_queue_runs_it_when_the_store_answers_again(
+def test_executor_keeping_queue_runs_it_after_hang(
     gate: threading.Event,
 ) -> None:
     executor = StoreExecutor("test", 1, TIMEOUT_S, keeps_queue=True)
@@ -124,7 +124,7 @@ def test_an_executor_that_keeps_its_queue_runs_it_when_the_store_answers_again(
     eventually(executor.close)
 
 
-def test_closing_does_not_wait_for_a_thread_that_hangs(gate: threading.Event) -> None:
+def test_executor_close_does_not_wait_for_hung_thread(gate: threading.Event) -> None:
     executor = StoreExecutor("test", 1, TIMEOUT_S)
     begun, told = threading.Event(), Answers()
     for client in (None, None, "a"):
@@ -141,7 +141,7 @@ def test_closing_does_not_wait_for_a_thread_that_hangs(gate: threading.Event) ->
     assert told.all[-1] == "closed"
 
 
-def test_a_call_returns_or_raises_what_its_work_does_or_that_the_store_hangs(
+def test_executor_call_returns_raises_or_reports_hang(
     gate: threading.Event,
 ) -> None:
     executor = StoreExecutor("test", 2, LONG_ENOUGH_S)
@@ -247,7 +247,7 @@ def hung(tmp_path: Path) -> Iterator[Hung]:
 
 
 @pytest.mark.parametrize("absent", [False, True])
-def test_lookups_say_what_memory_and_ssd_have(hung: Hung, absent: bool) -> None:
+def test_lookup_with_hung_backing_reports_near_tiers(hung: Hung, absent: bool) -> None:
     for n in (1, 2, 3):
         assert hung.put(n, Durability.DISK) is PutResult.STORED
     hung.store.memory.delete([name(2)])
@@ -268,7 +268,7 @@ def test_lookups_say_what_memory_and_ssd_have(hung: Hung, absent: bool) -> None:
     assert hung.recorder.total(names.BACKING_LATE) >= 3
 
 
-def test_blocks_come_and_go_as_ever(hung: Hung) -> None:
+def test_put_and_get_with_hung_backing_work(hung: Hung) -> None:
     assert hung.put(1, Durability.DISK) is PutResult.STORED
     hung.hang_all()
     for _ in range(40):  # more than there are threads of any kind
@@ -285,7 +285,7 @@ def test_blocks_come_and_go_as_ever(hung: Hung) -> None:
     assert hung.fetch(1) == block(1, SIZE), "from the SSD"
 
 
-def test_a_get_is_a_miss_in_time_and_its_slot_waits_for_the_read(hung: Hung) -> None:
+def test_get_from_hung_backing_misses_and_keeps_slot(hung: Hung) -> None:
     assert hung.backing.put([item(1)]) == [PutResult.STORED]
     ops = hung.backing._store.ops
     preadv, reading = ops.preadv, threading.Event()
@@ -307,7 +307,7 @@ def test_a_get_is_a_miss_in_time_and_its_slot_waits_for_the_read(hung: Hung) -> 
 
 
 @pytest.mark.parametrize("absent", [False, True])
-def test_a_delete_that_cannot_be_done_is_no_success(hung: Hung, absent: bool) -> None:
+def test_delete_with_hung_backing_fails(hung: Hung, absent: bool) -> None:
     assert hung.put(1) is PutResult.STORED
     hung.store.flush(flushed := Answers())
     assert flushed.one() == []
@@ -321,7 +321,7 @@ def test_a_delete_that_cannot_be_done_is_no_success(hung: Hung, absent: bool) ->
     assert hung.located(1).count == 0
 
 
-def test_a_delete_that_is_refused_is_no_success(tmp_path: Path) -> None:
+def test_delete_refused_by_backing_fails(tmp_path: Path) -> None:
     hung = Hung(tmp_path, timeout_s=PATIENCE_S)  # it does not hang
     assert hung.put(1) is PutResult.STORED
     hung.store.flush(flushed := Answers())
@@ -342,7 +342,7 @@ def test_a_delete_that_is_refused_is_no_success(tmp_path: Path) -> None:
     assert hung.store.close()
 
 
-def test_a_delete_that_the_ssd_cannot_note_is_no_success_and_goes_on(
+def test_delete_failing_on_ssd_continues_and_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hung = Hung(tmp_path, timeout_s=PATIENCE_S)
@@ -362,7 +362,7 @@ def test_a_delete_that_the_ssd_cannot_note_is_no_success_and_goes_on(
     assert hung.store.close()
 
 
-def test_a_block_read_back_while_it_is_deleted_stays_deleted(tmp_path: Path) -> None:
+def test_delete_during_promotion_stays_deleted(tmp_path: Path) -> None:
     hung = Hung(tmp_path, timeout_s=PATIENCE_S)
     assert hung.backing.put([item(1)]) == [PutResult.STORED]
     delete = hung.backing.delete
@@ -379,7 +379,7 @@ def test_a_block_read_back_while_it_is_deleted_stays_deleted(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_flush_says_so_and_does_it_later(hung: Hung) -> None:
+def test_flush_with_hung_backing_reports_and_writes_later(hung: Hung) -> None:
     hung.gate.clear()
     for n in range(3):
         assert hung.put(n) is PutResult.STORED
@@ -392,10 +392,10 @@ def test_flush_says_so_and_does_it_later(hung: Hung) -> None:
     assert again.one() == []
     hung.gate.clear()  # nothing is left to write; but it cannot be made durable
     hung.store.flush(unsure := Answers())
-    assert unsure.one() == ["what backing has may not be durable"]
+    assert unsure.one() == ["blocks in backing may not be durable"]
 
 
-def test_a_put_that_was_to_be_on_it_fails(tmp_path: Path) -> None:
+def test_durable_put_to_hung_backing_fails(tmp_path: Path) -> None:
     hung = Hung(tmp_path, with_ssd=False)
     try:
         assert hung.put(1, Durability.DISK) is PutResult.STORED
@@ -416,7 +416,7 @@ def test_a_put_that_was_to_be_on_it_fails(tmp_path: Path) -> None:
         hung.ssd.close()
 
 
-def test_it_does_not_keep_the_others_from_closing(tmp_path: Path) -> None:
+def test_close_with_hung_backing_closes_other_tiers(tmp_path: Path) -> None:
     hung = Hung(tmp_path)
     try:
         hung.gate.clear()
@@ -439,7 +439,7 @@ def test_it_does_not_keep_the_others_from_closing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_daemon_serves_and_stops_without_it(
+def test_daemon_with_hung_backing_serves_and_stops(
     start: StartDaemon, connect: Connect, folder: Path
 ) -> None:
     shared = folder / "shared"

@@ -30,7 +30,7 @@ def assert_sees_nothing(stranger: RawClient) -> None:
 
 @pytest.mark.parametrize("namespace", [OTHER, LAST], ids=["other", "last"])
 @pytest.mark.parametrize("tier", ["memory", "ssd", "backing"])
-def test_no_tier_serves_another_namespace(
+def test_tiers_do_not_serve_other_namespaces(
     start: StartDaemon, connect: Connect, folder: Path, tier: str, namespace: bytes
 ) -> None:
     lower = {
@@ -56,7 +56,7 @@ def test_no_tier_serves_another_namespace(
 
 
 @pytest.mark.parametrize("namespace", [NEAR, LAST, SHORT], ids=["near", "last", "short"])
-def test_nobody_changes_what_is_another_s(
+def test_writes_do_not_affect_other_namespaces(
     start: StartDaemon, connect: Connect, folder: Path, namespace: bytes
 ) -> None:
     daemon = start("--memory", "16MiB", "--ssd", str(folder / "ssd"), "--ssd-space", "64MiB")
@@ -72,8 +72,8 @@ def test_nobody_changes_what_is_another_s(
     assert owner.get(list(MINE)) == MINE
 
 
-def test_shared_memory_is_leased_by_namespace(start: StartDaemon, connect: Connect) -> None:
-    """All attached processes map the same memory, but are told only places of their own."""
+def test_leases_are_limited_to_own_namespace(start: StartDaemon, connect: Connect) -> None:
+    """All processes map the same memory, but get offsets of their own namespace only."""
     daemon = start("--memory", "16MiB")
     connect(daemon.endpoint).put(MINE)
     with _Attachment(daemon.ipc_path) as attached:

@@ -18,7 +18,9 @@ MIB = 1 << 20
 
 
 @pytest.mark.slow
-def test_gets_of_very_many_absent_blocks(start: StartDaemon, connect: Connect) -> None:
+def test_gets_of_many_absent_blocks_do_not_block_others(
+    start: StartDaemon, connect: Connect
+) -> None:
     daemon = start()
     honest, greedy = connect(daemon.ipc), connect(daemon.endpoint)
     honest.put(blocks(1))
@@ -37,15 +39,15 @@ def test_gets_of_very_many_absent_blocks(start: StartDaemon, connect: Connect) -
 
 
 @pytest.mark.slow
-def test_large_requests_one_after_the_other(start: StartDaemon, connect: Connect) -> None:
-    """All together they are far more than may be under way at once."""
+def test_large_requests_in_sequence_are_served(start: StartDaemon, connect: Connect) -> None:
+    """Together they far exceed the in-flight limit."""
     client = connect(start().endpoint)
     absent = [key(n) for n in range(65536)]
     for _ in range(12):
         assert client.get(absent, stream=True) == {}
 
 
-def test_hits_far_apart_are_all_found(start: StartDaemon, connect: Connect) -> None:
+def test_get_with_sparse_hits_finds_all(start: StartDaemon, connect: Connect) -> None:
     client = connect(start().endpoint)
     there = {key(n): block(n) for n in range(0, 20_000, 1111)}
     assert set(client.put(there)) == {PutResult.STORED}
@@ -53,8 +55,8 @@ def test_hits_far_apart_are_all_found(start: StartDaemon, connect: Connect) -> N
     assert client.get([key(n) for n in range(1000, 2024)]) == {key(1111): block(1111)}
 
 
-def test_matches_that_pin_a_million_blocks_each(start: StartDaemon, connect: Connect) -> None:
-    """By naming the same ones again and again. What is to be pinned is not listed all at once."""
+def test_match_pinning_million_blocks_stays_bounded(start: StartDaemon, connect: Connect) -> None:
+    """Keys are repeated and expanded lazily, so memory stays bounded."""
     daemon = start()
     client = connect(daemon.endpoint, block_bytes=[64])
     head, endings = bytes(16), [key(n)[:8] for n in range(1024)]
@@ -90,8 +92,8 @@ raise SystemExit(cli.main())
 _HANG_S = 10.0
 
 
-def test_a_full_write_queue_pins_and_leases_hold_up_nobody(folder: Path) -> None:
-    """The queue's blocks lie at the cold end, where room is looked for."""
+def test_full_write_queue_does_not_slow_puts(folder: Path) -> None:
+    """Queued blocks are the least recently used, where eviction searches first."""
     arguments = (
         "--memory", "64MiB", "--ssd", str(folder / "ssd"), "--ssd-space", "128MiB",
         "--http", "127.0.0.1:0",

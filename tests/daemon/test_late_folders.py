@@ -27,7 +27,7 @@ import os, sys
 from vllm_tiered_kv.server import cli
 from vllm_tiered_kv.server.tiers import opening
 from vllm_tiered_kv.stores.ssd import folder
-opening._TELL_EVERY_S = 0.2
+opening._PROGRESS_INTERVAL_S = 0.2
 folder.open_file = lambda path, flags: os.open(path, flags, 0o600)  # waits for a pipe's other end
 sys.exit(cli.main())
 """
@@ -60,7 +60,7 @@ def hung(folder: Path) -> HungFolder:
     return HungFolder(folder / "shared")
 
 
-def test_a_daemon_starts_without_it_and_takes_it_up_when_it_answers(
+def test_daemon_with_hung_folder_uses_it_once_it_answers(
     hung: HungFolder, start: StartDaemon, connect: Connect
 ) -> None:
     daemon = start("--memory", "16MiB", *hung.arguments, program=HUNG_BY_PIPES)
@@ -79,7 +79,7 @@ def test_a_daemon_starts_without_it_and_takes_it_up_when_it_answers(
     hung.answer()
     eventually(lambda: not client.stats()["pending_write_blocks"]["backing"])
     assert client.stats()["backing_absent"] == 0
-    assert "it is used from now on" in daemon.logs
+    assert "using it from now on" in daemon.logs
     client.ask(wire.Flush())
     assert client.put(blocks(1, start=6), Durability.DISK) == [PutResult.STORED]
     assert daemon.terminate() == 0
@@ -89,7 +89,9 @@ def test_a_daemon_starts_without_it_and_takes_it_up_when_it_answers(
 
 
 @pytest.mark.slow
-def test_a_daemon_stops_without_it(hung: HungFolder, start: StartDaemon, connect: Connect) -> None:
+def test_daemon_with_hung_folder_stops(
+    hung: HungFolder, start: StartDaemon, connect: Connect
+) -> None:
     idle = start("--memory", "16MiB", *hung.arguments, program=HUNG_BY_PIPES)
     assert idle.terminate() == 0, "there is nothing that it should have"
     busy = start("--memory", "16MiB", *hung.arguments, program=HUNG_BY_PIPES)
@@ -99,7 +101,7 @@ def test_a_daemon_stops_without_it(hung: HungFolder, start: StartDaemon, connect
     assert "Traceback" not in idle.logs + busy.logs
 
 
-def test_an_ssd_is_waited_for_and_that_is_told(folder: Path) -> None:
+def test_daemon_with_slow_ssd_waits_and_logs(folder: Path) -> None:
     ssd = folder / "ssd"
     ssd.mkdir()
     os.mkfifo(ssd / "FORMAT")
@@ -107,7 +109,7 @@ def test_an_ssd_is_waited_for_and_that_is_told(folder: Path) -> None:
     daemon.program = ["-c", TELLS_SOON]
     daemon.launch()
     try:
-        told = f"ssd: {ssd} is not open yet after 1 s; the start waits for it"
+        told = f"ssd: {ssd} is not open yet after 1 s; the daemon waits for it to start"
         eventually(lambda: told in daemon.logs)
         with (ssd / "FORMAT").open("wb") as file:
             file.write(b"something else")
@@ -126,7 +128,7 @@ def in_a_thread(work: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def test_a_folder_that_fails_to_open_in_time_is_an_error(tmp_path: Path) -> None:
+def test_backing_open_failure_in_time_raises(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     backing = BackingFolder(str(tmp_path / "file"), 0, 0)
     with pytest.raises(ConfigError, match="Not a directory"):
@@ -134,17 +136,17 @@ def test_a_folder_that_fails_to_open_in_time_is_an_error(tmp_path: Path) -> None
     assert not backing.is_open
 
 
-def test_a_folder_that_fails_to_open_later_is_tried_again(
+def test_backing_open_failure_later_is_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(backing_module, "_OPEN_AGAIN_S", 0.05)
+    monkeypatch.setattr(backing_module, "_REOPEN_S", 0.05)
     (tmp_path / "folder").touch()
     backing = BackingFolder(str(tmp_path / "folder"), 0, 0)
     found: list[list[bool]] = []
     waiting = [
         in_a_thread(lambda: found.append(backing.contains([StoreKey(bytes(24))]))) for _ in range(2)
     ]
-    eventually(lambda: caplog.text.count("tried again in") >= 2)
+    eventually(lambda: caplog.text.count("retrying in") >= 2)
     assert found == []
     (tmp_path / "folder").unlink()
     for thread in waiting:
@@ -153,7 +155,7 @@ def test_a_folder_that_fails_to_open_later_is_tried_again(
     backing.close()
 
 
-def test_a_folder_that_opens_after_the_end_is_closed(
+def test_backing_opened_after_close_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[SharedDirStore] = []
@@ -175,7 +177,7 @@ def test_a_folder_that_opens_after_the_end_is_closed(
     assert opened[0]._closed
 
 
-def test_a_folder_that_was_closed_before_is_not_opened(tmp_path: Path) -> None:
+def test_backing_closed_before_open_is_not_opened(tmp_path: Path) -> None:
     backing = BackingFolder(str(tmp_path), 0, 0)
     backing.close()
     with pytest.raises(OSError, match="not opened before the daemon stopped"):

@@ -24,9 +24,7 @@ def numbers(packed: bytes) -> list[int]:
     return list(struct.unpack(f"<{len(packed) // 8}Q", packed))
 
 
-def test_what_lies_in_memory_is_leased_and_found_at_its_place(
-    start: StartDaemon, connect: Connect
-) -> None:
+def test_borrow_leases_blocks_in_memory(start: StartDaemon, connect: Connect) -> None:
     daemon = start()
     attached = attach(daemon.ipc_path)
     arena = SharedArena.attach(attached.fd, attached.answer["capacity"])
@@ -48,7 +46,7 @@ def test_what_lies_in_memory_is_leased_and_found_at_its_place(
     attached.connection.close()
 
 
-def test_nothing_found_is_no_lease(start: StartDaemon, connect: Connect) -> None:
+def test_borrow_without_hit_returns_no_lease(start: StartDaemon, connect: Connect) -> None:
     daemon = start()
     attached = attach(daemon.ipc_path)
     client = connect(daemon.ipc, arena=attached.token)
@@ -58,9 +56,7 @@ def test_nothing_found_is_no_lease(start: StartDaemon, connect: Connect) -> None
     attached.close()
 
 
-def test_a_position_is_leased_with_all_its_suffixes_or_not_at_all(
-    start: StartDaemon, connect: Connect
-) -> None:
+def test_borrow_leases_positions_with_all_suffixes(start: StartDaemon, connect: Connect) -> None:
     daemon = start()
     attached = attach(daemon.ipc_path)
     arena = SharedArena.attach(attached.fd, attached.answer["capacity"])
@@ -81,9 +77,7 @@ def test_a_position_is_leased_with_all_its_suffixes_or_not_at_all(
     attached.connection.close()
 
 
-def test_a_block_of_another_length_is_found_but_not_leased(
-    start: StartDaemon, connect: Connect
-) -> None:
+def test_borrow_of_other_length_counts_without_lease(start: StartDaemon, connect: Connect) -> None:
     daemon = start()
     attached = attach(daemon.ipc_path)
     client = connect(daemon.ipc, arena=attached.token, block_bytes=[4096, 8192])
@@ -94,7 +88,7 @@ def test_a_block_of_another_length_is_found_but_not_leased(
     attached.close()
 
 
-def test_what_lies_on_ssd_is_found_and_stays_there(
+def test_borrow_counts_ssd_blocks_without_promotion(
     start: StartDaemon, connect: Connect, folder: Path
 ) -> None:
     daemon = start("--memory", "4MiB", "--ssd-space", "64MiB", "--ssd", str(folder / "ssd"))
@@ -115,9 +109,7 @@ def test_what_lies_on_ssd_is_found_and_stays_there(
     attached.close()
 
 
-def test_lookup_leases_take_at_most_a_quarter_and_leave_room_for_those_who_copy(
-    start: StartDaemon, connect: Connect
-) -> None:
+def test_lookup_leases_are_limited_to_quarter(start: StartDaemon, connect: Connect) -> None:
     daemon = start("--memory", "1MiB")
     attached = attach(daemon.ipc_path)
     client = connect(daemon.ipc, arena=attached.token)
@@ -137,7 +129,7 @@ def test_lookup_leases_take_at_most_a_quarter_and_leave_room_for_those_who_copy(
     attached.close()
 
 
-def test_a_lookup_lease_outlives_pressure_and_deletes(start: StartDaemon, connect: Connect) -> None:
+def test_lookup_lease_survives_eviction_and_delete(start: StartDaemon, connect: Connect) -> None:
     daemon = start("--memory", "1MiB")
     attached = attach(daemon.ipc_path)
     arena = SharedArena.attach(attached.fd, attached.answer["capacity"])
@@ -157,7 +149,7 @@ def test_a_lookup_lease_outlives_pressure_and_deletes(start: StartDaemon, connec
     attached.connection.close()
 
 
-def test_a_lookup_counts_as_a_use(start: StartDaemon, connect: Connect) -> None:
+def test_borrow_updates_recency(start: StartDaemon, connect: Connect) -> None:
     daemon = start("--memory", "1MiB")
     attached = attach(daemon.ipc_path)
     client = connect(daemon.ipc, arena=attached.token)
@@ -182,7 +174,7 @@ _BORROWER = """
 """
 
 
-def test_a_lookup_lease_ends_with_its_process(start: StartDaemon, connect: Connect) -> None:
+def test_lookup_lease_ends_with_process(start: StartDaemon, connect: Connect) -> None:
     daemon = start()
     client = connect(daemon.endpoint)
     client.put(blocks(4))
@@ -203,7 +195,7 @@ def test_a_lookup_lease_ends_with_its_process(start: StartDaemon, connect: Conne
     assert client.stats()["leased_bytes"] == 0
 
 
-def test_keys_must_have_the_width_of_the_session(start: StartDaemon, connect: Connect) -> None:
+def test_borrow_with_wrong_key_width_is_refused(start: StartDaemon, connect: Connect) -> None:
     daemon = start()
     attached = attach(daemon.ipc_path)
     client = connect(daemon.ipc, arena=attached.token)
@@ -213,7 +205,7 @@ def test_keys_must_have_the_width_of_the_session(start: StartDaemon, connect: Co
     attached.close()
 
 
-def test_only_a_daemon_with_shared_memory_offers_it(start: StartDaemon, connect: Connect) -> None:
+def test_borrow_without_shared_memory_is_not_offered(start: StartDaemon, connect: Connect) -> None:
     with RawClient(start().endpoint) as client:
         assert "borrow" in client.hello().capabilities
     lonely = start(listen=["tcp://127.0.0.1:*"])

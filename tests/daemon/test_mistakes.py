@@ -1,4 +1,4 @@
-"""Mistakes at a start are told in one sentence, and nothing is in the way of the next one."""
+"""Mistakes at startup print one sentence and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ def refusal(*arguments: str, status: int = 2) -> str:
 
 
 @pytest.mark.parametrize("port", mostly_slow(["65536", "-1", "", "99999", "²"], 2))
-def test_a_port_there_cannot_be_is_not_another_port(port: str) -> None:
+def test_invalid_port_is_refused(port: str) -> None:
     assert "is not like" in refusal("--http", "off", "--listen", f"tcp://127.0.0.1:{port}")
-    assert "is not like" in refusal("--http", f"127.0.0.1:{port}")
+    assert "is neither like" in refusal("--http", f"127.0.0.1:{port}")
 
 
 @pytest.mark.parametrize("option", ["memory", "ssd_space", "write_queue", "memory_quota"])
 @pytest.mark.parametrize("size", [1 << 70, "9000000000GiB", "1" * 400 + "GiB", "9" * 5000])
-def test_sizes_beyond_any_machine(option: str, size: object) -> None:
+def test_absurd_size_is_refused(option: str, size: object) -> None:
     with pytest.raises(ConfigError, match=option):
         ServerOptions.load({option: size, "ssd": "/x"})
 
 
 @pytest.mark.parametrize("option", ["workers", "stall_timeout"])
-def test_numbers_of_thousands_of_digits(option: str) -> None:
+def test_number_with_thousands_of_digits_is_refused(option: str) -> None:
     with pytest.raises(ConfigError, match=option):
         ServerOptions.load({option: "9" * 5000})
 
 
-def test_more_memory_than_there_is(folder: Path) -> None:
+def test_memory_beyond_machine_is_refused(folder: Path) -> None:
     listen = f"ipc://{folder}/kv.sock"
     said = refusal(
         "--http",
@@ -66,7 +66,7 @@ def test_more_memory_than_there_is(folder: Path) -> None:
     assert "is more than the machine or container has" in said
 
 
-def test_a_prefix_of_digits_is_taken_as_it_is_written(folder: Path) -> None:
+def test_quota_prefix_of_digits_must_be_quoted(folder: Path) -> None:
     path = folder / "server.yaml"
     path.write_text("memory_quota:\n  012345: 1GiB\n")
     with pytest.raises(ConfigError, match="write prefixes in quotes"):
@@ -83,17 +83,17 @@ def test_a_prefix_of_digits_is_taken_as_it_is_written(folder: Path) -> None:
         ("backing_ttl", 7, "back"),
     ],
 )
-def test_room_for_a_tier_that_has_no_place(option: str, value: object, missing: str) -> None:
+def test_size_of_unconfigured_tier_is_refused(option: str, value: object, missing: str) -> None:
     with pytest.raises(ConfigError, match=f"{option}: there is no .* tier; name its .*{missing}"):
         ServerOptions.load({option: value})
 
 
-def test_off_is_no_size() -> None:
+def test_off_as_size_is_refused() -> None:
     with pytest.raises(ConfigError, match="expected a size"):
         ServerOptions.load({"write_queue": False})
 
 
-def test_a_file_where_a_folder_should_be(folder: Path) -> None:
+def test_file_in_place_of_folder_is_refused(folder: Path) -> None:
     file = folder / "file"
     file.touch()
     usual = ("--http", "off", "--memory", "4MiB", "--listen", f"ipc://{folder}/kv.sock")
@@ -104,23 +104,23 @@ def test_a_file_where_a_folder_should_be(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("timeout", ["-1", "0", "nan", "inf", "soon"])
-def test_status_does_not_wait_for_ever(timeout: str) -> None:
+def test_status_with_bad_timeout_is_refused(timeout: str) -> None:
     assert "--timeout: expected" in refusal("status", "tcp://127.0.0.1:1", f"--timeout={timeout}")
 
 
 @pytest.mark.parametrize(
     "address", ["nonsense", "tcp://127.0.0.1", "tcp://127.0.0.1:99999", "ipc://x"]
 )
-def test_status_of_what_is_no_address(address: str) -> None:
+def test_status_of_bad_address_is_refused(address: str) -> None:
     assert f"status: {address!r} is not" in refusal("status", address)
 
 
-def test_status_of_a_socket_where_nobody_listens(folder: Path) -> None:
+def test_status_without_listener_fails(folder: Path) -> None:
     said = refusal("status", f"ipc://{folder}/kv.sock", "--timeout", "600", status=1)
     assert f"ipc://{folder}/kv.sock: No such file or directory" in said
 
 
-def test_a_key_that_could_not_be_written_is_not_in_the_way(folder: Path) -> None:
+def test_keygen_failing_midway_leaves_no_file(folder: Path) -> None:
     keygen = "import sys, vllm_tiered_kv.server.cli as cli; sys.exit(cli.main(sys.argv[1:]))"
     command = [sys.executable, "-c", keygen, "keygen", str(folder / "keys"), "server"]
     limits = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
@@ -133,6 +133,6 @@ def test_a_key_that_could_not_be_written_is_not_in_the_way(folder: Path) -> None
     assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
 
 
-def test_what_was_recovered_is_told_once(start: StartDaemon, folder: Path) -> None:
+def test_recovery_is_logged_once(start: StartDaemon, folder: Path) -> None:
     daemon = start("--memory", "4MiB", "--ssd", str(folder / "ssd"), "--ssd-space", "8MiB")
     assert daemon.logs.count("recovered 0 blocks") == 1

@@ -20,7 +20,7 @@ MIB = 1 << 20
 SOME = {bytes([n]) * 32: Shape(24, frozenset({n, 4096}), 'a "layout" \N{SNOWMAN}') for n in (1, 2)}
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_namespace_file_roundtrip_is_equal(tmp_path: Path) -> None:
     for shapes in ({}, SOME):
         file = NamespaceFile(tmp_path / FILE, shapes.copy)
         file.change()
@@ -29,7 +29,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
 
 
-def test_changes_during_a_write_are_one_more_write(tmp_path: Path) -> None:
+def test_changes_during_write_cause_one_more_write(tmp_path: Path) -> None:
     began, may_go_on = threading.Event(), threading.Event()
     snapshots = 0
 
@@ -50,12 +50,12 @@ def test_changes_during_a_write_are_one_more_write(tmp_path: Path) -> None:
     assert snapshots == 2
 
 
-def test_without_a_change_nothing_is_written(tmp_path: Path) -> None:
+def test_close_without_change_writes_nothing(tmp_path: Path) -> None:
     NamespaceFile(tmp_path / FILE, SOME.copy).close()
     assert not (tmp_path / FILE).exists()
 
 
-def test_what_cannot_be_written_is_tried_again_and_told_once(
+def test_failed_write_is_retried_and_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / FILE).mkdir()  # in the way of it
@@ -81,7 +81,9 @@ def test_what_cannot_be_written_is_tried_again_and_told_once(
     assert caplog.text.count(str(tmp_path / FILE)) == 2
 
 
-def test_at_the_end_it_is_tried_once_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_close_after_failed_write_tries_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / FILE).mkdir()
     file = NamespaceFile(tmp_path / FILE, SOME.copy)
     file.change()
@@ -91,7 +93,7 @@ def test_at_the_end_it_is_tried_once_more(tmp_path: Path, caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize("by_itself", [True, False])
-def test_a_daemon_whose_disk_comes_back(
+def test_daemon_with_recovered_disk_writes_file(
     start: StartDaemon, connect: Connect, folder: Path, by_itself: bool
 ) -> None:
     ssd = folder / "ssd"
@@ -119,7 +121,7 @@ def test_a_daemon_whose_disk_comes_back(
         "\N{SNOWMAN}",
     ],
 )
-def test_a_damaged_file_is_not_used(
+def test_read_of_damaged_file_is_empty(
     tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / FILE).write_text(content, "utf-16")
@@ -129,7 +131,9 @@ def test_a_damaged_file_is_not_used(
     assert caplog.text.count("is not used") == 2
 
 
-def test_a_flood_of_namespaces(start: StartDaemon, connect: Connect, folder: Path) -> None:
+def test_flood_of_namespaces_does_not_block_daemon(
+    start: StartDaemon, connect: Connect, folder: Path
+) -> None:
     ssd = folder / "ssd"
     daemon = start("--memory", "32MiB", "--ssd", str(ssd), "--ssd-space", "64MiB")
     client = connect(daemon.endpoint, greet=False)
@@ -151,7 +155,7 @@ def test_a_flood_of_namespaces(start: StartDaemon, connect: Connect, folder: Pat
     assert known[bytes(32).hex()]["block_bytes"] == lengths
 
 
-def test_others_neither_read_the_file_nor_choose_where_it_is_written(tmp_path: Path) -> None:
+def test_namespace_file_is_private_and_no_symlink(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("of somebody else")
     path = tmp_path / "namespaces.json"

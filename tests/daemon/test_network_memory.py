@@ -1,4 +1,4 @@
-"""What messages of all clients together may take up, beside the memory tier."""
+"""The limit on network memory: messages of all clients outside of the memory tier."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vllm_tiered_kv.server.net.sessions import Listener, Peer
 
 MIB = 1 << 20
 LIMIT = ("--memory", "32MiB", "--network-memory", "64MiB")
-TOO_MUCH = "messages take up more than network_memory"
+TOO_MUCH = "messages use more than network_memory"
 LISTENER = Listener(zmq.Context.instance().socket(zmq.ROUTER), "tcp://", is_local=False)
 LISTENER.socket.close()
 
@@ -32,67 +32,67 @@ def peer(n: int) -> Peer:
 
 @pytest.fixture
 def network() -> NetworkMemory:
-    return NetworkMemory(most=100, most_requests=40)
+    return NetworkMemory(limit=100, max_request_bytes=40)
 
 
 def assert_refused(network: NetworkMemory, who: Peer, nbytes: int) -> None:
     before = network.total
     with pytest.raises(ProtocolError) as refused:
-        network.take(who, nbytes)
+        network.admit_request(who, nbytes)
     assert refused.value.code is ErrorCode.UNAVAILABLE
     assert network.total == before
 
 
-def test_requests_of_a_client_have_a_share_and_one_is_always_taken(network: NetworkMemory) -> None:
-    network.take(peer(1), 30)
-    network.take(peer(1), 10)
+def test_admit_request_beyond_client_share_is_refused(network: NetworkMemory) -> None:
+    network.admit_request(peer(1), 30)
+    network.admit_request(peer(1), 10)
     assert_refused(network, peer(1), 1)
-    network.take(peer(2), 50)
+    network.admit_request(peer(2), 50)
     assert_refused(network, peer(2), 1)
-    network.give_back(peer(1), 30)
-    network.take(peer(1), 1)
+    network.end_request(peer(1), 30)
+    network.admit_request(peer(1), 1)
 
 
-def test_who_takes_up_the_most_gives_way_to_who_takes_up_less(network: NetworkMemory) -> None:
+def test_admit_request_beyond_limit_refuses_largest_client(network: NetworkMemory) -> None:
     told: list[int] = []
     network.on_excess = lambda: told.append(network.total)
     for n in range(3):
-        network.take(peer(n), 30)
+        network.admit_request(peer(n), 30)
     assert_refused(network, peer(3), 31)  # itself the largest
     assert_refused(network, peer(2), 11)
     assert not told
-    network.take(peer(3), 20)
+    network.admit_request(peer(3), 20)
     assert told == [110]
-    network.leave(peer(0))
+    network.mark_disconnected(peer(0))
     assert network.total == 80
-    network.give_back(peer(0), 30)
+    network.end_request(peer(0), 30)
     assert network.total == 80
 
 
-def test_one_that_connects_again_counts_again(network: NetworkMemory) -> None:
+def test_reconnected_client_is_counted_again(network: NetworkMemory) -> None:
     network.hold(peer(1), 60)
-    network.leave(peer(1))
+    network.mark_disconnected(peer(1))
     network.hold(peer(1), 20)
     assert network.total == 0
-    network.come_back(peer(1))
+    network.mark_reconnected(peer(1))
     assert network.total == network.held_by(peer(1)) == 80
     network.release(peer(1), 80)
     assert network.total == 0
 
 
-def test_keys_cost_what_their_objects_take_up() -> None:
+def test_request_cost_covers_key_objects() -> None:
     keys = [bytes([n % 256]) for n in range(1000)]
     request = wire.Get(1, keys, True)
     assert request_cost(1000, request) > 1000 * 64
 
 
-def test_an_option_that_leaves_no_room_for_messages_is_refused() -> None:
+def test_network_memory_option_too_small_is_refused() -> None:
     with pytest.raises(ConfigError, match="network_memory"):
         ClientLimits.of_memory(1 << 30).within(128 * MIB)
 
 
 def begin(daemon: DaemonProcess, nbytes: int) -> ZmtpClient:
-    """A message that has no end yet."""
+    """Sends the beginning of a message."""
     one = ZmtpClient(daemon.endpoint)
     part = b"\x03" + MIB.to_bytes(8, "big") + bytes(MIB)
     for _ in range(nbytes // MIB):
@@ -101,7 +101,7 @@ def begin(daemon: DaemonProcess, nbytes: int) -> ZmtpClient:
     return one
 
 
-def test_messages_without_an_end_have_a_limit_together(
+def test_unfinished_messages_beyond_limit_drop_clients(
     start: StartDaemon, connect: Connect
 ) -> None:
     daemon = start(*LIMIT)
@@ -114,11 +114,12 @@ def test_messages_without_an_end_have_a_limit_together(
             time.sleep(0.05)
         eventually(lambda: TOO_MUCH in daemon.logs)
         eventually(lambda: honest.stats()["network_bytes"] <= 64 * MIB)
+        assert honest.stats()["dropped_clients"] > 0
         assert daemon.rss_bytes() - before < 200 * MIB
         assert honest.get([key(0)]) == blocks(1)
 
 
-def test_a_message_that_does_not_go_on_is_cut_off(start: StartDaemon, connect: Connect) -> None:
+def test_stalled_message_drops_client(start: StartDaemon, connect: Connect) -> None:
     daemon = start(*LIMIT, "--stall-timeout", "1s")
     honest = connect(daemon.endpoint)
     client = ZmtpClient(daemon.endpoint)
@@ -129,16 +130,37 @@ def test_a_message_that_does_not_go_on_is_cut_off(start: StartDaemon, connect: C
         client.send(bytes([0, len(hello)]) + hello)
         client.receive()
         client.send(b"\x03" + (8192).to_bytes(8, "big") + bytes(8192))
-        eventually(client.is_cut_off)
-        eventually(lambda: "nothing more of a message for 1 s" in daemon.logs)
+        eventually(client.is_closed)
+        eventually(lambda: "no more bytes of an unfinished message for 1 s" in daemon.logs)
+    assert honest.stats()["dropped_clients"] == 1
     assert honest.put(blocks(1)) == [PutResult.STORED]
 
 
 @pytest.mark.parametrize("over", ["tcp", "ipc"])
-def test_requests_of_many_clients_have_a_limit_together(
+def test_client_reading_no_replies_is_dropped_and_counted(
     start: StartDaemon, connect: Connect, over: str
 ) -> None:
-    """Gets whose replies nobody takes keep their keys."""
+    """The kernel disconnects it over tcp, the daemon over ipc."""
+    daemon = start("--memory", "64MiB", "--stall-timeout", "1s")
+    honest = connect(daemon.endpoint, block_bytes=[MIB])
+    honest.put({key(0): block(0, MIB)})
+    endpoint = daemon.endpoint if over == "tcp" else daemon.ipc
+    with RawClient(endpoint, rcvhwm=1, rcvbuf=65536) as stalled:
+        stalled.hello(block_bytes=[MIB])
+        stalled.send(wire.Get(KEY_BYTES, [key(0)] * 64, True))
+        eventually(lambda: honest.stats()["dropped_clients"] == 1)
+    with RawClient(endpoint) as leaving:  # disconnects by itself
+        leaving.hello(block_bytes=[MIB])
+        leaving.send(wire.Get(KEY_BYTES, [key(0)], True))
+    assert honest.stats()["dropped_clients"] == 1
+    assert honest.get([key(0)]) == {key(0): block(0, MIB)}
+
+
+@pytest.mark.parametrize("over", ["tcp", "ipc"])
+def test_requests_beyond_limit_drop_clients(
+    start: StartDaemon, connect: Connect, over: str
+) -> None:
+    """Gets with unread replies keep their keys in memory."""
     daemon = start(*LIMIT)
     endpoint = daemon.endpoint if over == "tcp" else daemon.ipc
     honest = connect(daemon.endpoint, block_bytes=[MIB])
@@ -157,8 +179,8 @@ def test_requests_of_many_clients_have_a_limit_together(
         assert honest.get([key(0)]) == {key(0): block(0, MIB)}
 
 
-def test_replies_that_are_not_taken_have_a_limit(start: StartDaemon, connect: Connect) -> None:
-    """Also those that zmq has a copy of."""
+def test_unread_replies_beyond_limit_drop_clients(start: StartDaemon, connect: Connect) -> None:
+    """Including those that zmq has copied."""
     daemon = start(*LIMIT)
     honest = connect(daemon.endpoint, block_bytes=[60000])
     wanted = {key(0): block(0, 60000)}

@@ -1,4 +1,4 @@
-"""Replies that are sent from where blocks lie, and clients that go away in the middle."""
+"""Zero-copy replies to clients that disconnect while receiving."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def turn_until(reactor: Reactor, condition: object) -> None:
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
-def test_what_a_dead_client_was_sent_is_let_go(
+def test_blocks_sent_to_dead_client_are_released(
     monkeypatch: pytest.MonkeyPatch, is_lost: bool
 ) -> None:
-    """Also when zmq never says that it is done with it."""
+    """Even if zmq never drops its reference."""
     lost: list[zmq.Frame] = []
     make_frame = zmq.Frame
 
@@ -57,7 +57,7 @@ def test_what_a_dead_client_was_sent_is_let_go(
         gone.append(why)
         outbox.drop(peer)
 
-    outbox.on_gone = forget
+    outbox.on_client_lost = forget
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.router_mandatory = True
         router.linger = 0
@@ -85,7 +85,7 @@ def test_what_a_dead_client_was_sent_is_let_go(
         assert gone == (["it has disconnected"] if is_lost else [])
         assert outbox.is_empty
         assert not outbox.has_claims(peer)
-        reactor.forget(router)
+        reactor.unwatch(router)
     lost.clear()
     reactor.close()
     memory.close()

@@ -36,7 +36,7 @@ def held(memory: MemoryStore, content: int) -> PinnedSlot:
     return one
 
 
-def test_a_block_deleted_on_its_way_gets_no_pin(memory: MemoryStore) -> None:
+def test_pin_of_deleted_block_is_refused(memory: MemoryStore) -> None:
     pins = Pins(memory, ClientLimits.of_memory(MIB))
     one = held(memory, 1)
     memory.delete([NAME])
@@ -44,7 +44,7 @@ def test_a_block_deleted_on_its_way_gets_no_pin(memory: MemoryStore) -> None:
     assert (len(pins), pins.held_bytes, memory.usage().used_bytes) == (0, 0, 0)
 
 
-def test_void_are_the_pins_of_what_was_deleted_and_no_other(memory: MemoryStore) -> None:
+def test_void_ends_only_pins_of_deleted_blocks(memory: MemoryStore) -> None:
     pins = Pins(memory, ClientLimits.of_memory(MIB))
     assert pins.pin(held(memory, 1), AN_HOUR_S)
     pins.void([NAME])
@@ -63,7 +63,7 @@ def test_void_are_the_pins_of_what_was_deleted_and_no_other(memory: MemoryStore)
 
 
 @pytest.mark.slow
-def test_a_pin_that_races_a_delete_keeps_no_memory(start: StartDaemon, connect: Connect) -> None:
+def test_pin_racing_delete_keeps_no_memory(start: StartDaemon, connect: Connect) -> None:
     client = connect(start("--memory", "4MiB").endpoint)
     absent = [key(n) for n in range(1000, 61_000)]  # take a while: the pin comes in between
     for start_at in range(0, 160, 8):
@@ -79,7 +79,7 @@ def test_a_pin_that_races_a_delete_keeps_no_memory(start: StartDaemon, connect: 
     assert (stats["pinned_bytes"], stats["used_bytes"]["memory"]) == (0, 0)
 
 
-def test_deleted_blocks_are_unpinned_with_the_answer(start: StartDaemon, connect: Connect) -> None:
+def test_delete_unpins_before_answer(start: StartDaemon, connect: Connect) -> None:
     client = connect(start("--memory", "1MiB").endpoint)
     client.put(blocks(8))
     names = [key(n) for n in range(8)]

@@ -105,7 +105,7 @@ def tiers(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Tiers]:
 WITH_BACKING = pytest.mark.parametrize("tiers", [True], indirect=True, ids=["backing"])
 
 
-def test_all_come_in_their_places(tiers: Tiers) -> None:
+def test_fetch_from_slower_tiers_keeps_positions(tiers: Tiers) -> None:
     order = [*range(COUNT - 1, -1, -1), 3, 3]  # some of them asked for more than once
     right = contents()
     assert tiers.fetch(order) == [right[n] for n in order]
@@ -114,7 +114,7 @@ def test_all_come_in_their_places(tiers: Tiers) -> None:
     assert tiers.total(names.PROMOTED, Tier.SSD) == COUNT, "they are in memory now"
 
 
-def test_a_damaged_one_is_missing_and_no_other(tiers: Tiers) -> None:
+def test_fetch_of_damaged_block_misses_only_that_block(tiers: Tiers) -> None:
     tiers.damage(4)
     tiers.damage(17)
     expected = [None if n in (4, 17) else right for n, right in enumerate(contents())]
@@ -124,7 +124,7 @@ def test_a_damaged_one_is_missing_and_no_other(tiers: Tiers) -> None:
 
 
 @WITH_BACKING
-def test_a_damaged_one_comes_from_the_tier_below(tiers: Tiers) -> None:
+def test_fetch_of_damaged_block_uses_tier_below(tiers: Tiers) -> None:
     tiers.damage(4)
     assert tiers.fetch([*range(COUNT), 1000]) == [*contents(), None]
     assert tiers.total(names.HITS, Tier.SSD) == COUNT - 1
@@ -132,7 +132,7 @@ def test_a_damaged_one_comes_from_the_tier_below(tiers: Tiers) -> None:
 
 
 @WITH_BACKING
-def test_what_the_ssd_has_does_not_wait_for_what_it_has_not(
+def test_fetch_from_ssd_does_not_wait_for_backing(
     tiers: Tiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert tiers.store.backing is not None
@@ -155,7 +155,7 @@ def test_what_the_ssd_has_does_not_wait_for_what_it_has_not(
     }
 
 
-def test_one_who_does_not_listen_keeps_nobody_else_waiting(tiers: Tiers) -> None:
+def test_fetch_callback_error_does_not_affect_others(tiers: Tiers) -> None:
     def deaf(position: int, held: PinnedSlot | None) -> None:
         if held is not None:
             tiers.store.memory.let_go([held])
@@ -165,7 +165,7 @@ def test_one_who_does_not_listen_keeps_nobody_else_waiting(tiers: Tiers) -> None
     assert tiers.fetch([0, 1, 2, 1000]) == [*contents(3), None]
 
 
-def test_a_tier_that_raises_leaves_nothing_reserved(tiers: Tiers) -> None:
+def test_fetch_from_raising_tier_frees_slots(tiers: Tiers) -> None:
     tiers.ssd.raises = True
     for _ in range(10):  # more than memory could hold
         assert tiers.fetch(range(COUNT)) == [None] * COUNT
@@ -175,7 +175,7 @@ def test_a_tier_that_raises_leaves_nothing_reserved(tiers: Tiers) -> None:
 
 
 def all_in_use(tiers: Tiers) -> list[PinnedSlot]:
-    """Holds every block in memory and takes every slot that is left."""
+    """Pins every block in memory and reserves every free slot."""
     memory = tiers.store.memory
     held = [one for one in memory.hold([key(n) for n in range(COUNT)]) if one is not None]
     while isinstance(slot := memory.reserve(key(1000 + len(held)), None, SIZE), PinnedSlot):
@@ -183,7 +183,7 @@ def all_in_use(tiers: Tiers) -> list[PinnedSlot]:
     return held
 
 
-def test_what_finds_no_room_is_missing(tmp_path: Path) -> None:
+def test_fetch_without_room_is_miss(tmp_path: Path) -> None:
     tiers = Tiers(tmp_path, with_backing=False, memory=32 * SIZE)
     memory = tiers.store.memory
     assert tiers.fetch(range(COUNT)) == contents(), "room comes free as others take theirs"
@@ -195,7 +195,7 @@ def test_what_finds_no_room_is_missing(tmp_path: Path) -> None:
     tiers.store.close()
 
 
-def test_what_finds_no_room_waits_for_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fetch_without_room_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(promotion, "_WAIT_FOR_ROOM_S", PATIENCE_S)  # however slow this thread is
     tiers = Tiers(tmp_path, with_backing=False, memory=32 * SIZE)
     memory = tiers.store.memory
@@ -216,10 +216,8 @@ def test_what_finds_no_room_waits_for_some(tmp_path: Path, monkeypatch: pytest.M
     tiers.store.close()
 
 
-def test_who_waits_for_a_block_does_not_do_so_for_ever(
-    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Others find room all the time, but whoever has begun to write this one may never end."""
+def test_fetch_without_room_gives_up_in_time(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other reads find room, but the thread that writes this block may never finish."""
     monkeypatch.setattr(promotion, "_MAX_WAIT_S", 2.0)
     memory = tiers.store.memory
     unfinished = memory.reserve(key(0), None, SIZE)
@@ -237,10 +235,10 @@ def test_who_waits_for_a_block_does_not_do_so_for_ever(
     assert tiers.fetch([0]) == contents(1)
 
 
-def test_what_was_read_stays_until_it_is_handed_over(
+def test_promoted_block_is_pinned_until_delivered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others may want room just then, and a block that was read last is the end of its chain."""
+    """Other reads may need room, and the last block of a chain is evicted first."""
     tiers = Tiers(tmp_path, with_backing=False, memory=32 * SIZE)
     memory, hold = tiers.store.memory, tiers.store.memory.hold
 

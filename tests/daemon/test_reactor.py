@@ -20,7 +20,7 @@ def reactor() -> Iterator[Reactor]:
     loop.close()
 
 
-def test_posts_from_other_threads_arrive(reactor: Reactor) -> None:
+def test_post_from_other_threads_runs_on_loop(reactor: Reactor) -> None:
     seen: list[int] = []
 
     def post_many(first: int) -> None:
@@ -38,7 +38,7 @@ def test_posts_from_other_threads_arrive(reactor: Reactor) -> None:
     assert [n for n in seen if n < 1000] == list(range(1000))
 
 
-def test_timers_in_order_and_cancelled(reactor: Reactor) -> None:
+def test_timers_fire_in_order_unless_cancelled(reactor: Reactor) -> None:
     seen: list[str] = []
     reactor.after(0.03, lambda: seen.append("late"))
     reactor.after(0.01, lambda: seen.append("early"))
@@ -54,7 +54,7 @@ def test_timers_in_order_and_cancelled(reactor: Reactor) -> None:
     assert [one for one in seen if one != "tick"] == ["early", "late"]
 
 
-def test_descriptors_and_sockets(reactor: Reactor) -> None:
+def test_watch_calls_back_for_descriptors_and_sockets(reactor: Reactor) -> None:
     context = zmq.Context()
     pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     pull.bind("inproc://reactor-test")
@@ -67,12 +67,12 @@ def test_descriptors_and_sockets(reactor: Reactor) -> None:
     os.write(write_end, b"pipe")
     while len(seen) < 2:
         reactor.turn()
-    reactor.forget(read_end)
+    reactor.unwatch(read_end)
     os.write(write_end, b"unheard")
     reactor.post(lambda: None)
     reactor.turn()
     assert sorted(seen) == [b"pipe", b"socket"]
-    reactor.forget(pull)
+    reactor.unwatch(pull)
     for end in (read_end, write_end):
         os.close(end)
     pull.close()
@@ -80,7 +80,7 @@ def test_descriptors_and_sockets(reactor: Reactor) -> None:
     context.term()
 
 
-def test_a_failing_callback_does_not_stop_the_loop(
+def test_failing_callback_does_not_stop_loop(
     reactor: Reactor, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail() -> None:
@@ -97,31 +97,31 @@ def test_a_failing_callback_does_not_stop_the_loop(
     assert caplog.text.count("RuntimeError: on purpose") == 2
 
 
-def test_hand_over_is_at_once_on_the_loop_itself(reactor: Reactor) -> None:
+def test_run_on_loop_from_loop_runs_at_once(reactor: Reactor) -> None:
     order: list[str] = []
 
     def on_loop() -> None:
-        reactor.hand_over(lambda: order.append("inside"))
+        reactor.run_on_loop(lambda: order.append("inside"))
         order.append("after")
         reactor.stop()
 
-    reactor.hand_over(on_loop)
+    reactor.run_on_loop(on_loop)
     assert order == []
     reactor.run()
     assert order == ["inside", "after"]
 
 
-def test_what_can_wait_does_so(reactor: Reactor) -> None:
-    """Long work in pieces: one of a turn that takes long, and everything else in between."""
+def test_background_work_yields_to_other_callbacks(reactor: Reactor) -> None:
+    """A long piece of background work runs once per turn, other callbacks in between."""
     seen: list[str] = []
 
     def piece(name: str) -> None:
         time.sleep(0.006)
         seen.append(name)
-        reactor.in_turn(lambda: piece(name))
+        reactor.post_background(lambda: piece(name))
 
     for name in ("a", "b"):
-        reactor.in_turn(lambda name=name: piece(name))  # type: ignore[misc]
+        reactor.post_background(lambda name=name: piece(name))  # type: ignore[misc]
     reactor.post(lambda: seen.append("posted"))
     reactor.turn()
     reactor.after(0, lambda: seen.append("timer"))
@@ -130,10 +130,10 @@ def test_what_can_wait_does_so(reactor: Reactor) -> None:
     assert seen == ["posted", "a", "timer", "b", "a", "b"]
 
 
-def test_short_pieces_share_a_turn(reactor: Reactor) -> None:
+def test_short_background_pieces_share_a_turn(reactor: Reactor) -> None:
     seen: list[int] = []
     for n in range(3):
-        reactor.in_turn(lambda n=n: seen.append(n))  # type: ignore[misc]
+        reactor.post_background(lambda n=n: seen.append(n))  # type: ignore[misc]
     while len(seen) < 3:
         reactor.turn()
     assert seen == [0, 1, 2]

@@ -37,7 +37,7 @@ def turn(intake: Receiver) -> list[Message]:
     return list(iter(intake.next, None))
 
 
-def test_a_message_with_all_frames_it_may_have(pair: Pair) -> None:
+def test_message_with_max_frames_is_received(pair: Pair) -> None:
     router, dealer = pair
     dealer.send_multipart([b"header", *[b"x"] * MAX_FRAMES])
     [message] = turn(Receiver(router))
@@ -47,7 +47,7 @@ def test_a_message_with_all_frames_it_may_have(pair: Pair) -> None:
     assert (message.count, message.nbytes) == (1 + MAX_FRAMES, 6 + MAX_FRAMES)
 
 
-def test_too_many_frames_are_dropped_over_several_turns(pair: Pair) -> None:
+def test_message_with_too_many_frames_is_dropped_over_turns(pair: Pair) -> None:
     router, dealer = pair
     dealer.send_multipart([wire.encode_request(7, wire.Info()), *[b"x"] * 10_000])
     dealer.send_multipart([b"next"])
@@ -65,7 +65,7 @@ def test_too_many_frames_are_dropped_over_several_turns(pair: Pair) -> None:
     assert turns[5] == []
 
 
-def test_the_id_of_a_dropped_message_is_not_that_of_another(pair: Pair) -> None:
+def test_dropped_message_reports_own_request_id(pair: Pair) -> None:
     router, dealer = pair
     dealer.send_multipart([wire.encode_request(7, wire.Info()), *[b"x"] * 1100])
     dealer.send_multipart([b"unreadable", *[b"x"] * 1100])
@@ -76,7 +76,7 @@ def test_the_id_of_a_dropped_message_is_not_that_of_another(pair: Pair) -> None:
     assert (first.fault.request_id, second.fault.request_id) == (7, None)
 
 
-def test_clients_of_two_sockets_get_the_same_however_many_share_one() -> None:
+def test_clients_of_shared_socket_get_fair_share() -> None:
     context = zmq.Context()
     routers = [context.socket(zmq.ROUTER) for _ in range(2)]
     dealers = []
@@ -98,7 +98,7 @@ def test_clients_of_two_sockets_get_the_same_however_many_share_one() -> None:
     context.term()
 
 
-def test_large_headers_are_for_several_turns(pair: Pair) -> None:
+def test_large_headers_take_several_turns(pair: Pair) -> None:
     router, dealer = pair
     for _ in range(4):
         dealer.send(bytes(1 << 20))
@@ -106,7 +106,7 @@ def test_large_headers_are_for_several_turns(pair: Pair) -> None:
     assert [len(turn(intake)) for _ in range(5)] == [1, 1, 1, 1, 0]
 
 
-def test_a_message_of_very_many_frames_does_not_stop_the_daemon(
+def test_message_with_many_frames_does_not_block_daemon(
     start: StartDaemon, connect: Connect
 ) -> None:
     daemon = start("--memory", "32MiB")

@@ -1,4 +1,4 @@
-"""Who may connect to what, and who may only read."""
+"""CURVE keys: who may connect, and who may write."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def daemon(start: StartDaemon, keys: Keys) -> DaemonProcess:
     return start(*keys.arguments)
 
 
-def test_a_known_client_reads_and_writes(daemon: DaemonProcess, keys: Keys) -> None:
+def test_known_client_reads_and_writes(daemon: DaemonProcess, keys: Keys) -> None:
     with keys.connect(daemon.endpoint, "writer") as writer:
         writer.hello()
         assert writer.put({key(1): block(1)}) == [PutResult.STORED]
@@ -69,7 +69,7 @@ def test_a_known_client_reads_and_writes(daemon: DaemonProcess, keys: Keys) -> N
             reader.ask(wire.Flush())
 
 
-def test_a_reader_may_only_read(daemon: DaemonProcess, keys: Keys) -> None:
+def test_read_only_client_cannot_write(daemon: DaemonProcess, keys: Keys) -> None:
     with keys.connect(daemon.endpoint, "reader") as reader:
         reader.hello()
         for request, payload in [
@@ -82,7 +82,7 @@ def test_a_reader_may_only_read(daemon: DaemonProcess, keys: Keys) -> None:
             assert refused.value.code is ErrorCode.READ_ONLY
 
 
-def test_a_reader_does_not_say_what_blocks_look_like(daemon: DaemonProcess, keys: Keys) -> None:
+def test_read_only_client_does_not_define_shape(daemon: DaemonProcess, keys: Keys) -> None:
     with keys.connect(daemon.endpoint, "reader") as reader:
         reader.hello(block_bytes=[4096], layout="a mistake")
         with keys.connect(daemon.endpoint, "writer") as writer:
@@ -93,8 +93,8 @@ def test_a_reader_does_not_say_what_blocks_look_like(daemon: DaemonProcess, keys
         assert refused.value.code is ErrorCode.MISMATCH
 
 
-def test_a_reader_may_not_write_in_place(daemon: DaemonProcess, keys: Keys) -> None:
-    """A token does not make a writer of it, should it get hold of one."""
+def test_read_only_client_cannot_write_shared_memory(daemon: DaemonProcess, keys: Keys) -> None:
+    """Not even with a valid arena token."""
     attached = attach(daemon.ipc_path)
     with keys.connect(daemon.endpoint, "reader") as reader:
         reader.hello(arena=attached.token)
@@ -106,7 +106,7 @@ def test_a_reader_may_not_write_in_place(daemon: DaemonProcess, keys: Keys) -> N
 
 
 @pytest.mark.parametrize("who", ["stranger", "no keys", "wrong server"])
-def test_others_are_not_heard(daemon: DaemonProcess, keys: Keys, who: str) -> None:
+def test_unknown_client_gets_no_answer(daemon: DaemonProcess, keys: Keys, who: str) -> None:
     if who == "no keys":
         client = RawClient(daemon.endpoint)
     elif who == "wrong server":
@@ -122,8 +122,8 @@ def test_others_are_not_heard(daemon: DaemonProcess, keys: Keys, who: str) -> No
         assert writer.stats()["sessions"] == 1
 
 
-def test_an_identity_does_not_carry_rights_over(daemon: DaemonProcess, keys: Keys) -> None:
-    """A reader that takes a writer's routing id does not get its session."""
+def test_stolen_identity_gets_no_session(daemon: DaemonProcess, keys: Keys) -> None:
+    """A reader that uses a writer's routing id does not get its session."""
     with keys.connect(daemon.endpoint, "writer", identity=b"shared") as writer:
         writer.hello()
     code = None
@@ -138,13 +138,13 @@ def test_an_identity_does_not_carry_rights_over(daemon: DaemonProcess, keys: Key
     assert code is ErrorCode.NO_HELLO
 
 
-def test_local_sockets_need_no_keys(daemon: DaemonProcess) -> None:
+def test_local_client_needs_no_keys(daemon: DaemonProcess) -> None:
     with RawClient(daemon.ipc) as client:
         client.hello()
         assert client.put({key(1): block(1)}) == [PutResult.STORED]
 
 
-def test_other_hosts_with_keys(start: StartDaemon, keys: Keys) -> None:
+def test_keys_allow_other_hosts(start: StartDaemon, keys: Keys) -> None:
     daemon = start(*keys.arguments, listen=["tcp://0.0.0.0:*"])
     port = daemon.endpoint.rpartition(":")[2]
     with keys.connect(f"tcp://127.0.0.1:{port}", "writer") as writer:
@@ -152,7 +152,7 @@ def test_other_hosts_with_keys(start: StartDaemon, keys: Keys) -> None:
         assert writer.put({key(1): block(1)}) == [PutResult.STORED]
 
 
-def test_clients_from_a_file(start: StartDaemon, keys: Keys, folder: Path) -> None:
+def test_clients_file_admits_listed_keys(start: StartDaemon, keys: Keys, folder: Path) -> None:
     lines = ["# who may connect", ""]
     for who, mark in (("writer", ""), ("reader", " read-only")):
         lines.append(read_public_key(str(keys.folder / "clients" / f"{who}.key")).decode() + mark)
@@ -168,7 +168,7 @@ def test_clients_from_a_file(start: StartDaemon, keys: Keys, folder: Path) -> No
             reader.put({key(1): block(1)})
 
 
-def test_wrong_key_files_are_named(keys: Keys, folder: Path) -> None:
+def test_wrong_key_file_is_named_in_error(keys: Keys, folder: Path) -> None:
     empty = folder / "empty"
     empty.mkdir()
     short = folder / "short"
@@ -191,7 +191,7 @@ def test_wrong_key_files_are_named(keys: Keys, folder: Path) -> None:
         assert sentence in done.stderr
 
 
-def test_status_with_keys(daemon: DaemonProcess, keys: Keys) -> None:
+def test_status_with_keys_connects(daemon: DaemonProcess, keys: Keys) -> None:
     server_key = str(keys.folder / "server.key")
     own = str(keys.folder / "clients" / "reader.key_secret")
     for endpoint in (daemon.endpoint, daemon.ipc):
@@ -200,5 +200,5 @@ def test_status_with_keys(daemon: DaemonProcess, keys: Keys) -> None:
         assert "capacity_bytes" in done.stdout
 
 
-def test_zmq_can_do_this() -> None:
+def test_zmq_supports_curve() -> None:
     assert zmq.has("curve")

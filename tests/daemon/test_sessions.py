@@ -40,8 +40,8 @@ def office(monkeypatch: pytest.MonkeyPatch) -> Office:
     return Office(monkeypatch)
 
 
-def test_one_that_never_rests_keeps_nobody_out(office: Office) -> None:
-    """It came first, and was never unused for long enough to count as come anew."""
+def test_busy_session_does_not_block_new_ones(office: Office) -> None:
+    """It is always in use, so it stays first in the order of recency."""
     busy, first, second = [office.open(name) for name in (b"busy", b"first", b"second")]
     for _ in range(20):
         office.now += 0.5
@@ -51,18 +51,18 @@ def test_one_that_never_rests_keeps_nobody_out(office: Office) -> None:
     office.hear(newcomer)
 
 
-def test_one_that_waits_for_long_keeps_nobody_out(office: Office) -> None:
+def test_waiting_session_does_not_block_new_ones(office: Office) -> None:
     waiting, first, second = [office.open(name) for name in (b"waiting", b"first", b"second")]
-    waiting.under_way = 1
+    waiting.in_flight = 1
     office.now += 10.0
     office.open(b"newcomer")
     assert [one.is_open for one in (waiting, first, second)] == [True, False, True]
 
 
-def test_where_all_are_in_use_there_is_no_room(office: Office) -> None:
+def test_sessions_all_in_use_refuse_new_one(office: Office) -> None:
     used = [office.open(name) for name in (b"one", b"two", b"three")]
     office.now += 10.0
-    used[0].under_way = 1
+    used[0].in_flight = 1
     for session in used[1:]:
         office.hear(session)
     with pytest.raises(ProtocolError) as refused:

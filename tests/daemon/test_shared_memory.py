@@ -37,7 +37,7 @@ from vllm_tiered_kv.errors import ErrorCode
 MIB = 1 << 20
 
 
-def test_a_block_is_written_and_read_in_place(start: StartDaemon, connect: Connect) -> None:
+def test_block_is_written_and_read_in_shared_memory(start: StartDaemon, connect: Connect) -> None:
     daemon = start()
     attached = attach(daemon.ipc_path)
     arena = SharedArena.attach(attached.fd, attached.answer["capacity"])
@@ -65,9 +65,7 @@ def test_a_block_is_written_and_read_in_place(start: StartDaemon, connect: Conne
     attached.connection.close()
 
 
-def test_a_lease_cannot_be_given_back_by_another_process(
-    start: StartDaemon, connect: Connect
-) -> None:
+def test_release_by_other_process_is_ignored(start: StartDaemon, connect: Connect) -> None:
     daemon = start()
     one, other = attach(daemon.ipc_path), attach(daemon.ipc_path)
     client, stranger = connect(daemon.ipc, arena=one.token), connect(daemon.ipc, arena=other.token)
@@ -79,7 +77,7 @@ def test_a_lease_cannot_be_given_back_by_another_process(
     other.close()
 
 
-def test_the_token_is_needed(start: StartDaemon, connect: Connect) -> None:
+def test_arena_requests_without_token_are_refused(start: StartDaemon, connect: Connect) -> None:
     daemon = start()
     client = connect(daemon.ipc)
     for request in (
@@ -109,7 +107,7 @@ def test_the_token_is_needed(start: StartDaemon, connect: Connect) -> None:
         (msgpack.packb({"protocol": 1, "client": "x", "more": "y" * 5000}), "too_large"),
     ],
 )
-def test_a_wrong_greeting_is_refused(start: StartDaemon, hello: object, code: str) -> None:
+def test_attach_with_wrong_hello_is_refused(start: StartDaemon, hello: object, code: str) -> None:
     daemon = start()
     refused = attach(daemon.ipc_path, hello)
     assert refused.answer["ok"] is False
@@ -122,7 +120,7 @@ def test_a_wrong_greeting_is_refused(start: StartDaemon, hello: object, code: st
     refused.close()
 
 
-def test_sockets_are_for_this_user_alone(start: StartDaemon) -> None:
+def test_socket_files_are_private(start: StartDaemon) -> None:
     daemon = start()
     for path in (daemon.ipc_path, Path(f"{daemon.ipc_path}.arena")):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -131,7 +129,7 @@ def test_sockets_are_for_this_user_alone(start: StartDaemon) -> None:
     attached.close()
 
 
-def test_leases_take_at_most_half_of_the_memory(start: StartDaemon, connect: Connect) -> None:
+def test_leases_are_limited_to_half_of_memory(start: StartDaemon, connect: Connect) -> None:
     daemon = start("--memory", "1MiB")
     attached = attach(daemon.ipc_path)
     client = connect(daemon.ipc, arena=attached.token)
@@ -172,7 +170,7 @@ def leaseholder(daemon: DaemonProcess, *arguments: str) -> tuple[subprocess.Pope
 
 
 @pytest.mark.parametrize("how", mostly_slow(["stopped", "disconnected"], 1))
-def test_leases_outlive_pressure_and_end_with_the_process(
+def test_leases_survive_eviction_and_end_with_process(
     start: StartDaemon, connect: Connect, how: str
 ) -> None:
     daemon = start("--memory", "1MiB")
@@ -205,10 +203,8 @@ def test_leases_outlive_pressure_and_end_with_the_process(
         process.wait()
 
 
-def test_a_child_that_inherited_the_connection_keeps_the_leases(
-    start: StartDaemon, connect: Connect
-) -> None:
-    """A forked child maps the memory, too."""
+def test_leases_survive_in_forked_child(start: StartDaemon, connect: Connect) -> None:
+    """A forked child also maps the memory."""
     daemon = start("--memory", "1MiB")
     client = connect(daemon.endpoint)
     client.put(blocks(4))
@@ -237,10 +233,10 @@ def test_a_child_that_inherited_the_connection_keeps_the_leases(
 
 
 @pytest.mark.parametrize("is_written", [False, True])
-def test_a_process_that_gives_back_its_last_lease_after_it_has_left_is_forgotten(
+def test_release_after_disconnect_ends_attachment(
     start: StartDaemon, connect: Connect, is_written: bool
 ) -> None:
-    """It closes both connections at once, but what it said last may be read after their end."""
+    """Its last message may be read after both connections have ended."""
     daemon = start()
     attached = attach(daemon.ipc_path)
     client = connect(daemon.ipc, arena=attached.token)
@@ -263,7 +259,7 @@ def test_a_process_that_gives_back_its_last_lease_after_it_has_left_is_forgotten
 
 
 @pytest.mark.parametrize("packet", [b"\xc1", bytes(100_000)], ids=["short", "long"])
-def test_packets_over_the_connection_of_an_attached_process_are_ignored(
+def test_packets_after_attach_are_ignored(
     start: StartDaemon, connect: Connect, packet: bytes
 ) -> None:
     daemon = start()
@@ -281,7 +277,7 @@ def test_packets_over_the_connection_of_an_attached_process_are_ignored(
     attached.close()
 
 
-def test_the_memory_outlives_the_daemon(start: StartDaemon, connect: Connect) -> None:
+def test_mapped_memory_survives_daemon(start: StartDaemon, connect: Connect) -> None:
     daemon = start()
     attached = attach(daemon.ipc_path)
     client = connect(daemon.ipc, arena=attached.token)
@@ -295,7 +291,7 @@ def test_the_memory_outlives_the_daemon(start: StartDaemon, connect: Connect) ->
     attached.connection.close()
 
 
-def test_the_size_is_sealed(start: StartDaemon) -> None:
+def test_memory_size_is_sealed(start: StartDaemon) -> None:
     daemon = start()
     attached = attach(daemon.ipc_path)
     with pytest.raises(OSError):
@@ -304,7 +300,7 @@ def test_the_size_is_sealed(start: StartDaemon) -> None:
     attached.close()
 
 
-def test_a_restarted_daemon_knows_no_token_of_before(start: StartDaemon, connect: Connect) -> None:
+def test_token_after_restart_is_refused(start: StartDaemon, connect: Connect) -> None:
     daemon = start()
     attached = attach(daemon.ipc_path)
     daemon.kill()

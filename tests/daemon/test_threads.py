@@ -44,7 +44,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Refuse:
     return refuse
 
 
-def test_a_flush_needs_no_new_thread(refuse: Refuse) -> None:
+def test_flush_without_new_threads_works(refuse: Refuse) -> None:
     store = TieredStore(4 * MIB, None, None, Recorder())
     answers: list[list[str]] = []
     answered = threading.Semaphore(0)
@@ -66,8 +66,8 @@ def test_a_flush_needs_no_new_thread(refuse: Refuse) -> None:
     assert answers[2:] == [["the daemon has stopped"]]
 
 
-def test_what_needs_one_more_is_done_once_by_those_there_are(refuse: Refuse) -> None:
-    """What was answered as failed and is done later all the same would keep what it found."""
+def test_requests_without_new_threads_run_once(refuse: Refuse) -> None:
+    """A request answered as failed must not run later: its pins would leak."""
     store = TieredStore(4 * MIB, None, None, Recorder())
     answers: list[int] = []
     answered = threading.Semaphore(0)
@@ -105,7 +105,7 @@ def status_of(address: str) -> int:
         connection.close()
 
 
-def test_monitors_are_served_again(refuse: Refuse) -> None:
+def test_http_recovers_after_thread_failure(refuse: Refuse) -> None:
     server = HttpServer("127.0.0.1:0", lambda: "", lambda: None)
     try:
         refuse(20)
@@ -123,10 +123,10 @@ def send_slowly(slow: socket.socket) -> None:
         time.sleep(0.02)
 
 
-def test_a_monitor_that_does_not_come_to_an_end_is_cut_off(
+def test_http_endless_request_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("vllm_tiered_kv.server.net.http._PATIENCE_S", 0.3)
+    monkeypatch.setattr("vllm_tiered_kv.server.net.http._REQUEST_TIMEOUT_S", 0.3)
     server = HttpServer("127.0.0.1:0", lambda: "", lambda: None)
     host, port = server.address.split(":")
     try:
@@ -140,7 +140,7 @@ def test_a_monitor_that_does_not_come_to_an_end_is_cut_off(
         server.close()
 
 
-def test_it_ends_all_the_same(refuse: Refuse, tmp_path: Path) -> None:
+def test_daemon_without_new_threads_stops(refuse: Refuse, tmp_path: Path) -> None:
     options = ServerOptions(listen=[f"ipc://{tmp_path}/kv.sock"], memory=4 * MIB, http="off")
     daemon = Daemon.open(options)
     serving = threading.Thread(target=daemon.run, daemon=True)

@@ -34,7 +34,7 @@ def verify(folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_what_memory_cannot_hold_is_served_from_ssd(
+def test_evicted_blocks_are_served_from_ssd(
     start: StartDaemon, connect: Connect, folder: Path
 ) -> None:
     daemon = start(*SMALL, "--ssd", str(folder / "ssd"))
@@ -56,7 +56,7 @@ def test_what_memory_cannot_hold_is_served_from_ssd(
     assert stats["used_bytes"]["ssd"] <= 64 * MIB
 
 
-def test_a_prompt_longer_than_the_memory_is_stored_and_served(
+def test_prompt_larger_than_memory_is_served(
     start: StartDaemon, connect: Connect, folder: Path
 ) -> None:
     daemon = start(*SMALL, "--ssd", str(folder / "ssd"))
@@ -108,9 +108,7 @@ def test_sigterm_writes_everything_and_a_restart_finds_it(
     assert "100 blocks" in sound.stdout
 
 
-def test_what_is_acknowledged_as_on_disk_survives_kill_9(
-    start: StartDaemon, connect: Connect, folder: Path
-) -> None:
+def test_durable_put_survives_kill_9(start: StartDaemon, connect: Connect, folder: Path) -> None:
     daemon = start("--memory", "32MiB", "--ssd-space", "64MiB", "--ssd", str(folder / "ssd"))
     client = connect(daemon.endpoint, block_bytes=[SIZE])
     wanted = blocks(20, SIZE)
@@ -148,7 +146,7 @@ def test_deleted_blocks_stay_deleted(start: StartDaemon, connect: Connect, folde
     assert connect(daemon.endpoint, block_bytes=[SIZE]).tiers(keys) == [0] * 100
 
 
-def test_deleted_blocks_do_not_come_back_after_a_crash(
+def test_deleted_blocks_stay_deleted_after_crash(
     start: StartDaemon, connect: Connect, folder: Path
 ) -> None:
     daemon = start("--memory", "32MiB", "--ssd-space", "64MiB", "--ssd", str(folder / "ssd"))
@@ -180,7 +178,7 @@ def test_blocks_on_ssd_can_be_leased_and_pinned(
     attached.close()
 
 
-def test_the_shape_of_a_namespace_survives_a_restart(
+def test_namespace_shape_survives_restart(
     start: StartDaemon, connect: Connect, folder: Path
 ) -> None:
     daemon = start(*SMALL, "--ssd", str(folder / "ssd"))
@@ -203,7 +201,7 @@ def test_the_shape_of_a_namespace_survives_a_restart(
     connect(daemon.endpoint, block_bytes=[2 * SIZE])
 
 
-def test_a_second_daemon_on_the_folder_is_refused(
+def test_second_daemon_on_ssd_folder_is_refused(
     start: StartDaemon, connect: Connect, folder: Path
 ) -> None:
     first = start(*SMALL, "--ssd", str(folder / "ssd"))
@@ -218,7 +216,7 @@ def test_a_second_daemon_on_the_folder_is_refused(
     assert "is in use" in locked.stderr
 
 
-def test_a_folder_that_is_not_ours_is_refused(folder: Path) -> None:
+def test_foreign_ssd_folder_is_refused(folder: Path) -> None:
     (folder / "ssd").mkdir()
     (folder / "ssd" / "holiday.jpg").write_bytes(b"x")
     daemon = DaemonProcess(folder, *SMALL, "--ssd", str(folder / "ssd"))
@@ -243,7 +241,7 @@ def test_verify_finds_damage(start: StartDaemon, connect: Connect, folder: Path)
         file.write(b"flipped")
     damaged = verify(folder / "ssd")
     assert damaged.returncode == 1
-    assert "1 blocks hold other bytes" in damaged.stdout
+    assert "1 blocks do not match their checksum" in damaged.stdout
     assert key(3).hex() in damaged.stdout
     daemon.restart()
     again = connect(daemon.endpoint, block_bytes=[SIZE])
@@ -274,9 +272,7 @@ def test_two_daemons_share_a_backing_folder(
     assert other.terminate() == 0
 
 
-def test_quotas_keep_a_namespace_from_pushing_others_out(
-    start: StartDaemon, connect: Connect
-) -> None:
+def test_quota_protects_other_namespaces(start: StartDaemon, connect: Connect) -> None:
     greedy, modest = bytes([0xAB]) * 32, bytes([0xCD]) * 32
     quota = f"{key_prefix(greedy).hex()[:8]}=1MiB"
     daemon = start("--memory", "4MiB", "--memory-quota", "2MiB", "--memory-quota", quota)
@@ -292,9 +288,7 @@ def test_quotas_keep_a_namespace_from_pushing_others_out(
     assert held == MIB // 4096
 
 
-def test_namespaces_of_one_block_do_not_push_out_a_large_one(
-    start: StartDaemon, connect: Connect
-) -> None:
+def test_tiny_namespaces_do_not_evict_large_one(start: StartDaemon, connect: Connect) -> None:
     daemon = start("--memory", "4MiB", "--memory-quota", "eeeeee=1MiB")
     large = connect(daemon.endpoint, namespace=bytes([0xAB]) * 32)
     for n in range(900):
@@ -305,10 +299,10 @@ def test_namespaces_of_one_block_do_not_push_out_a_large_one(
     assert sum(tier == 1 for tier in large.tiers([key(n) for n in range(900)])) == 900
 
 
-def test_quotas_hold_for_clients_that_only_look_up(
+def test_quota_applies_to_clients_that_only_look_up(
     start: StartDaemon, connect: Connect, folder: Path
 ) -> None:
-    """What they bring into memory counts, also when they are the first after a restart."""
+    """Promoted blocks count, even if such a client is the first after a restart."""
     daemon = start(*SMALL, "--ssd", str(folder / "ssd"), "--memory-quota", "1MiB")
     wanted = blocks(40, SIZE)
     client = connect(daemon.endpoint, block_bytes=[SIZE])
@@ -321,7 +315,7 @@ def test_quotas_hold_for_clients_that_only_look_up(
     assert reader.stats()["used_bytes"]["memory"] <= MIB
 
 
-def test_a_reply_too_large_is_not_read_from_disk_to_the_end(
+def test_oversized_reply_stops_reading_early(
     start: StartDaemon, connect: Connect, folder: Path
 ) -> None:
     daemon = start(
@@ -342,7 +336,7 @@ def test_a_reply_too_large_is_not_read_from_disk_to_the_end(
     assert client.get(list(wanted), stream=True) == wanted
 
 
-def test_a_backing_folder_that_fails_is_seen_in_the_numbers(
+def test_failing_backing_folder_is_counted(
     start: StartDaemon, connect: Connect, folder: Path
 ) -> None:
     shared = folder / "shared"

@@ -90,7 +90,7 @@ def borrow(client: RawClient, arena: SharedArena, seed: int, rounds: int) -> Non
         client.seal([lease for lease in reserved.leases if lease])
 
 
-def test_every_tier_smaller_than_the_working_set(
+def test_tiers_smaller_than_working_set_serve_correct_blocks(
     start: StartDaemon, connect: Connect, folder: Path
 ) -> None:
     (folder / "shared").mkdir()
@@ -130,10 +130,10 @@ def test_every_tier_smaller_than_the_working_set(
     assert daemon.terminate() == 0
 
 
-def test_sigterm_under_load_keeps_what_was_acknowledged(
+def test_sigterm_under_load_keeps_acknowledged_blocks(
     start: StartDaemon, connect: Connect, folder: Path
 ) -> None:
-    """The write queue is far too small: what it refuses is written in the end all the same."""
+    """The write queue is far too small; refused blocks are written at the end."""
     daemon = start(
         "--memory",
         "64MiB",
@@ -172,7 +172,7 @@ def test_sigterm_under_load_keeps_what_was_acknowledged(
         assert payload == block(int.from_bytes(k[:8], "little"), SIZE)
 
 
-def test_a_full_write_queue_loses_nothing_at_flush(
+def test_flush_with_full_write_queue_loses_nothing(
     start: StartDaemon, connect: Connect, folder: Path
 ) -> None:
     daemon = start(

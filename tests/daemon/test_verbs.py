@@ -23,7 +23,7 @@ def client(request: pytest.FixtureRequest, start: StartDaemon, connect: Connect)
     return connect(daemon.endpoint if request.param == "tcp" else daemon.ipc)
 
 
-def test_put_get_match_contains(client) -> None:  # type: ignore[no-untyped-def]
+def test_put_block_is_found_by_get_match_contains(client) -> None:  # type: ignore[no-untyped-def]
     wanted = blocks(10)
     assert client.put(wanted) == [PutResult.STORED] * 10
     assert client.put(wanted) == [PutResult.PRESENT] * 10
@@ -37,7 +37,7 @@ def test_put_get_match_contains(client) -> None:  # type: ignore[no-untyped-def]
     assert client.get([key(99)]) == client.get([key(99)], stream=True) == {}
 
 
-def test_match_with_suffixes_needs_every_part(client) -> None:  # type: ignore[no-untyped-def]
+def test_match_with_suffixes_needs_every_block(client) -> None:  # type: ignore[no-untyped-def]
     client.put({key(1, 23) + b"\0": block(1), key(1, 23) + b"\1": block(2)})
     client.put({key(2, 23) + b"\0": block(3)})
     positions = [key(1, 23), key(2, 23)]
@@ -45,14 +45,14 @@ def test_match_with_suffixes_needs_every_part(client) -> None:  # type: ignore[n
     assert client.match(positions, [b"\0"]).count == 2
 
 
-def test_a_block_with_a_wrong_checksum_is_not_kept(client) -> None:  # type: ignore[no-untyped-def]
+def test_put_with_wrong_checksum_is_rejected(client) -> None:  # type: ignore[no-untyped-def]
     good = xxh3_64(block(1))
     results = client.put({key(1): block(1), key(2): block(2)}, checksums=[good, good])
     assert results == [PutResult.STORED, PutResult.FAILED]
     assert client.tiers([key(1), key(2)]) == [1, 0]
 
 
-def test_delete(client) -> None:  # type: ignore[no-untyped-def]
+def test_delete_removes_blocks(client) -> None:  # type: ignore[no-untyped-def]
     client.put(blocks(4))
     client.match([key(0)], pin_ms=60_000)
     assert client.ask(wire.Delete(KEY_BYTES, [key(0), key(1), key(9)])).count == 2
@@ -77,8 +77,8 @@ def test_flush_info_stats(client) -> None:  # type: ignore[no-untyped-def]
     assert info["by_namespace"] == {key_prefix(NAMESPACE).hex(): held}
 
 
-def test_lookups_count_what_they_miss(client) -> None:  # type: ignore[no-untyped-def]
-    """Or every daemon would seem to have found all that it was asked for."""
+def test_match_counts_misses(client) -> None:  # type: ignore[no-untyped-def]
+    """Otherwise the hit rate would always be 100 %."""
     whole = {key(n, KEY_BYTES - 1) + ending: block(n) for n in range(3) for ending in (b"a", b"b")}
     client.put(whole)
     asked = [key(n, KEY_BYTES - 1) for n in range(5)]
@@ -91,7 +91,7 @@ def test_lookups_count_what_they_miss(client) -> None:  # type: ignore[no-untype
     assert client.stats()["missed_blocks"] == 6
 
 
-def test_durability_without_a_disk(client) -> None:  # type: ignore[no-untyped-def]
+def test_durable_put_without_disk_is_refused(client) -> None:  # type: ignore[no-untyped-def]
     assert client.put(blocks(1), Durability.RECEIVED) == [PutResult.STORED]
     eventually(lambda: client.tiers([key(0)]) == [1])
     for n in (0, 1):  # there already, and new
@@ -103,8 +103,8 @@ def test_durability_without_a_disk(client) -> None:  # type: ignore[no-untyped-d
     assert client.put(blocks(2), Durability.MEMORY) == [PutResult.PRESENT, PutResult.STORED]
 
 
-def test_more_blocks_than_a_client_may_have_under_way(start: StartDaemon, connect: Connect) -> None:
-    """A stream goes on as the client takes its blocks; a single message is refused."""
+def test_get_beyond_client_share_streams(start: StartDaemon, connect: Connect) -> None:
+    """A stream continues as the client reads; a single message is refused."""
     client = connect(start("--memory", "128MiB").endpoint, block_bytes=[MIB])
     wanted: dict[bytes, bytes] = {}
     for n in range(100):
@@ -118,7 +118,7 @@ def test_more_blocks_than_a_client_may_have_under_way(start: StartDaemon, connec
     eventually(lambda: client.stats()["reply_bytes"] == 0)
 
 
-def test_tails_leave_before_heads(start: StartDaemon, connect: Connect) -> None:
+def test_eviction_takes_tails_before_heads(start: StartDaemon, connect: Connect) -> None:
     client = connect(start("--memory", "1MiB").endpoint)
     for n in range(1000):
         parent = key(n - 1) if n else None
@@ -134,7 +134,7 @@ def test_tails_leave_before_heads(start: StartDaemon, connect: Connect) -> None:
     assert found == {key(n): block(n) for n in range(count)}
 
 
-def test_pins_outlast_pressure_and_end(start: StartDaemon, connect: Connect) -> None:
+def test_pins_survive_eviction_until_released(start: StartDaemon, connect: Connect) -> None:
     client = connect(start("--memory", "1MiB").endpoint)
     client.put(blocks(8))
     pinned = [key(n) for n in range(8)]
@@ -150,7 +150,7 @@ def test_pins_outlast_pressure_and_end(start: StartDaemon, connect: Connect) -> 
     assert client.tiers(pinned) == [0] * 4 + [1] * 4
 
 
-def test_a_pin_ends_by_itself(start: StartDaemon, connect: Connect) -> None:
+def test_pin_expires(start: StartDaemon, connect: Connect) -> None:
     client = connect(start("--memory", "1MiB").endpoint)
     client.put(blocks(4))
     assert client.match([key(n) for n in range(4)], pin_ms=300).count == 4
@@ -158,7 +158,7 @@ def test_a_pin_ends_by_itself(start: StartDaemon, connect: Connect) -> None:
     eventually(lambda: client.stats()["pins"] == 0)
 
 
-def test_pins_take_at_most_an_eighth_of_the_memory(start: StartDaemon, connect: Connect) -> None:
+def test_pins_are_limited_to_eighth_of_memory(start: StartDaemon, connect: Connect) -> None:
     client = connect(start("--memory", "1MiB").endpoint)
     for n in range(0, 200, 50):
         client.put(blocks(50, start=n))
@@ -166,7 +166,7 @@ def test_pins_take_at_most_an_eighth_of_the_memory(start: StartDaemon, connect: 
     assert client.ask(wire.Pin(KEY_BYTES, keys, 60_000)).count == 32
 
 
-def test_hello_comes_first(start: StartDaemon, connect: Connect) -> None:
+def test_request_before_hello_is_refused(start: StartDaemon, connect: Connect) -> None:
     client = connect(start().endpoint, greet=False)
     for request in (wire.Info(), wire.Match(4, [b"abcd"], [], 0), wire.Flush()):
         with pytest.raises(Refused) as refused:
@@ -176,7 +176,7 @@ def test_hello_comes_first(start: StartDaemon, connect: Connect) -> None:
     client.ask(wire.Info())
 
 
-def test_what_a_session_may_not_do(start: StartDaemon, connect: Connect) -> None:
+def test_session_with_wrong_request_is_refused(start: StartDaemon, connect: Connect) -> None:
     client = connect(start().endpoint)
     for request, code in [
         (wire.Contains(KEY_BYTES - 1, [key(1, KEY_BYTES - 1)]), ErrorCode.MISMATCH),
@@ -201,7 +201,7 @@ def test_what_a_session_may_not_do(start: StartDaemon, connect: Connect) -> None
         ({"key_bytes": 25}, "is known with keys of 24 bytes, not 25"),
     ],
 )
-def test_a_namespace_has_one_shape(
+def test_hello_with_other_shape_is_refused(
     start: StartDaemon,
     connect: Connect,
     other: dict[str, object],
@@ -227,9 +227,7 @@ def test_namespaces_do_not_see_each_other(start: StartDaemon, connect: Connect) 
     assert one.get([key(0)]) == blocks(1)
 
 
-def test_blocks_too_large_for_the_memory_are_refused_at_once(
-    start: StartDaemon, connect: Connect
-) -> None:
+def test_hello_with_too_large_blocks_is_refused(start: StartDaemon, connect: Connect) -> None:
     client = connect(start("--memory", "32MiB").endpoint, greet=False)
     with pytest.raises(Refused) as refused:
         client.hello(block_bytes=[MIB + 1])
@@ -238,7 +236,7 @@ def test_blocks_too_large_for_the_memory_are_refused_at_once(
     assert client.put({key(1): block(1, MIB)}) == [PutResult.STORED]
 
 
-def test_another_version_is_refused(start: StartDaemon, connect: Connect) -> None:
+def test_hello_with_other_version_is_refused(start: StartDaemon, connect: Connect) -> None:
     import msgpack
 
     client = connect(start().endpoint, greet=False)
@@ -249,7 +247,7 @@ def test_another_version_is_refused(start: StartDaemon, connect: Connect) -> Non
     assert "only version 1" in reply.message
 
 
-def test_many_sessions_and_a_bounded_number_of_them(start: StartDaemon, connect: Connect) -> None:
+def test_sessions_beyond_limit_close_idle_ones(start: StartDaemon, connect: Connect) -> None:
     daemon = start("--memory", "64MiB", "--max-sessions", "50")
     clients = [connect(daemon.endpoint) for _ in range(50)]
     clients[0].put(blocks(5))

@@ -1,4 +1,4 @@
-"""A client's end of ZMTP 3.0 in plain bytes, for what no zmq socket would send."""
+"""A ZMTP 3.0 client over a plain socket, for bytes that no zmq socket would send."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def frame(data: bytes, more: bool) -> bytes:
 
 
 class ZmtpClient:
-    """Connected to a tcp:// endpoint without keys; has shaken hands unless told not to."""
+    """Connects to a tcp:// endpoint without keys, with a ZMTP handshake unless told otherwise."""
 
     def __init__(self, endpoint: str, shake_hands: bool = True) -> None:
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
@@ -53,7 +53,7 @@ class ZmtpClient:
             size = int.from_bytes(bytes([size]) + self._receive(7), "big")
         return wire.decode_reply(self._receive(size), [])
 
-    def is_cut_off(self) -> bool:
+    def is_closed(self) -> bool:
         """Whether the daemon has closed the connection."""
         try:
             return self.has_reply() and not self.socket.recv(1, socket.MSG_PEEK)

@@ -53,7 +53,9 @@ ERRORS = _counter("errors", "Requests answered with an error, by code.", "code")
 BYTES_IN = _counter("received_bytes", "Bytes of requests: headers and payload.")
 BYTES_OUT = _counter("sent_bytes", "Bytes of replies: headers and payload.")
 CLIENTS_DROPPED = _counter(
-    "dropped_clients", "Clients disconnected because they did not read their replies."
+    "dropped_clients",
+    "Clients disconnected because they stalled while sending a message or reading replies, or used "
+    "too much network memory.",
 )
 CLIENTS_REFUSED = _counter(
     "refused_clients", "Connections refused because their key is not listed."

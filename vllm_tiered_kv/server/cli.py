@@ -1,4 +1,4 @@
-"""`tiered-kv-server`: runs the daemon, makes keys, verifies a folder, shows a daemon's status."""
+"""`tiered-kv-server`: runs the daemon, creates keys, verifies a folder, shows a daemon's status."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from vllm_tiered_kv.server.options import ServerOptions, add_flags, read_yaml
 logger = logging.getLogger("tiered-kv-server")
 
 EXIT_FAILED = 1
-EXIT_USAGE = 2  # no restart mends it
+EXIT_USAGE = 2  # restarting does not help
 
-_YOUNG_OBJECTS = 50_000  # more than the messages of a turn have
+_GC_THRESHOLD = 50_000  # more objects than the messages of one loop turn create
 
 _DESCRIPTION = """\
 A cache for KV blocks that any number of vLLM engines share: memory first, then SSD, then a folder
@@ -54,7 +54,7 @@ examples:
       options from a file (memory: 20GiB, listen: [...]); flags win
 
 other commands (each has --help):
-  tiered-kv-server keygen FOLDER NAME     makes a key pair
+  tiered-kv-server keygen FOLDER NAME     creates a key pair
   tiered-kv-server verify FOLDER          checks every block of an SSD folder
   tiered-kv-server status ENDPOINT        shows what a daemon holds and does
 """
@@ -109,7 +109,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def serve(options: ServerOptions) -> int:
-    from vllm_tiered_kv.server.daemon import Daemon  # --help should not wait for numpy
+    from vllm_tiered_kv.server.daemon import Daemon  # keeps --help fast: numpy loads slowly
 
     started = time.monotonic()
     raise_limit()
@@ -129,19 +129,19 @@ def serve(options: ServerOptions) -> int:
         logger.info("stopped; %s is written", what)
         status = 0
     else:
-        logger.error("stopped; not everything could be written, and what was not is lost")
+        logger.error("stopped; not everything could be written, and the unwritten blocks are lost")
         status = EXIT_FAILED
-    if daemon.has_hung_threads:  # Python would wait for them
+    if daemon.has_hung_threads:  # a normal exit of Python would wait for them
         logging.shutdown()
         os._exit(status)
     return status
 
 
 def _collect_garbage_rarely() -> None:
-    """What requests leave behind goes without a collector. Looking for the rest would take a
-    twentieth of the loop's time."""
+    """Objects of requests are freed by reference counting. Frequent garbage collection would cost
+    5 % of the loop's time and find nothing."""
     gc.freeze()
-    gc.set_threshold(_YOUNG_OBJECTS)
+    gc.set_threshold(_GC_THRESHOLD)
 
 
 def _stop_on_signals(stop: object) -> None:
@@ -152,18 +152,19 @@ def _stop_on_signals(stop: object) -> None:
         nonlocal seen
         if seen:
             with contextlib.suppress(OSError):
-                os.write(2, b"tiered-kv-server: stopped at once; what was not written is lost\n")
+                os.write(2, b"tiered-kv-server: stopped at once; unwritten blocks are lost\n")
             os._exit(EXIT_FAILED)
         seen = True
         stop()
 
     def hang_up(number: int, frame: FrameType | None) -> None:
-        """A terminal that is closed may say so twice, its shell once more: that is no haste."""
+        """Unlike a second SIGTERM, repeated SIGHUPs do not stop the daemon at once: closing one
+        terminal may send several."""
         stop()
 
     signal.signal(signal.SIGTERM, handle)
     signal.signal(signal.SIGINT, handle)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
         signal.signal(signal.SIGHUP, hang_up)
 
 
@@ -176,18 +177,20 @@ def _keygen(arguments: Sequence[str]) -> int:
     from vllm_tiered_kv.server.net.curve import write_key_pair
 
     parser = argparse.ArgumentParser(
-        prog="tiered-kv-server keygen", description="Makes a CURVE key pair."
+        prog="tiered-kv-server keygen", description="Creates a CURVE key pair."
     )
     parser.add_argument("folder", metavar="FOLDER", type=Path)
-    parser.add_argument("name", metavar="NAME", help="of the daemon or client the keys are for")
+    parser.add_argument(
+        "name", metavar="NAME", help="name of the daemon or client that owns the keys"
+    )
     parser.add_argument("--read-only", action="store_true", help="this client may only read")
     given = parser.parse_args(arguments)
     if Path(given.name).name != given.name or not given.name or given.name.startswith("."):
-        raise ConfigError("keygen", f"{given.name!r} cannot be part of a file's name")
+        raise ConfigError("keygen", f"{given.name!r} cannot be part of a file name")
     public, secret = write_key_pair(given.folder, given.name, given.read_only)
     print(
-        f"{secret}  secret: for {given.name} alone\n"
-        f"{public}  public: for those it talks to\n\n"
+        f"{secret}  secret: only for {given.name}\n"
+        f"{public}  public: for its peers\n\n"
         f"For a daemon:  --secret-key {secret}; its clients need {public.name}.\n"
         f"For a client:  put {public.name} into the daemon's --clients folder; the client needs "
         f"{secret.name}."
@@ -217,7 +220,7 @@ def _status(arguments: Sequence[str]) -> int:
     parser.add_argument("--server-key", metavar="FILE", help="the daemon's public key")
     parser.add_argument("--secret-key", metavar="FILE", help="this client's secret key")
     parser.add_argument("--timeout", metavar="SECONDS", default="5")
-    parser.add_argument("--json", action="store_true", help="all of it, for programs")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
     given = parser.parse_args(arguments)
     timeout_s = parse_number("--timeout", given.timeout, 0.001, 3600, " seconds")
     return show_status(given.endpoint, given.server_key, given.secret_key, timeout_s, given.json)

@@ -1,4 +1,4 @@
-"""The daemon, put together: sockets, opening, handlers, and an orderly end."""
+"""Assembles the daemon from sockets, tiers and handlers, and shuts it down in order."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from vllm_tiered_kv.server.net.sessions import Listener, Sessions
 from vllm_tiered_kv.server.options import ServerOptions, quota_of
 from vllm_tiered_kv.server.requests.handlers import Handlers
 from vllm_tiered_kv.server.requests.pin_handlers import PinHandlers
-from vllm_tiered_kv.server.requests.server_stats import Facts, Sample, tier_samples
+from vllm_tiered_kv.server.requests.server_stats import Sample, ServerStats, tier_samples
 from vllm_tiered_kv.server.shm.arena_server import ArenaServer
 from vllm_tiered_kv.server.shm.lease_handlers import ArenaHandlers
 from vllm_tiered_kv.server.shm.leases import Leases
@@ -59,23 +59,23 @@ from vllm_tiered_kv.wire.messages import PROTOCOL_VERSION
 logger = logging.getLogger(__name__)
 
 _IDLE_SESSION_S = 24 * 3600.0
-_LAST_REPLIES_S = 10.0  # for replies under way when the daemon is told to stop
-_LOOK_FOR_THREAD_S = 1.0  # where none is to be had
+_REPLY_GRACE_S = 10.0  # for replies in flight when the daemon is told to stop
+_THREAD_RETRY_S = 1.0  # after no thread could be started
 _SLOW_LOOP_S = 15.0
-_MORE_CONNECTIONS = 1024  # than sessions: they come before, and stay for a while after them
+_EXTRA_CONNECTIONS = 1024  # on top of sessions: a connection exists before and after its session
 
 
 class Daemon:
-    """Serves in `run` until `stop`. Make it with `open`."""
+    """The whole daemon. Create it with `open`; `run` serves on the calling thread until `stop`."""
 
     @classmethod
     def open(cls, options: ServerOptions) -> Daemon:
-        """Binds the sockets and opens the opening, or gives everything back and raises."""
+        """Binds the sockets and opens the tiers; on an error it closes everything and raises."""
         daemon = cls(options)
         try:
             daemon._open()
         except BaseException:
-            daemon._abandon()
+            daemon._close_partly_opened()
             raise
         return daemon
 
@@ -83,34 +83,33 @@ class Daemon:
         self.options = options
         self._recorder = Recorder()
         self._reactor = Reactor()
-        self._allowances = ClientLimits.of_memory(options.memory).within(options.network_memory)
+        self._limits = ClientLimits.of_memory(options.memory).within(options.network_memory)
         self._instance = secrets.token_bytes(16)
         keep_large_buffers()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(options.io_threads)
-        self._network = NetworkMemory(
-            self._allowances.network, self._allowances.requests_per_client
-        )
+        self._network = NetworkMemory(self._limits.network, self._limits.requests_per_client)
         self._connections = Connections(
             self._reactor,
             self._context,
-            self._allowances,
+            self._limits,
             self._network,
-            min(for_connections(), options.max_sessions + _MORE_CONNECTIONS),
+            min(for_connections(), options.max_sessions + _EXTRA_CONNECTIONS),
             options.stall_timeout,
+            self._recorder,
         )
         self._path_locks: list[SocketPathLock] = []
         self._listeners: list[Listener] = []
         self._arena_sockets: list[socket.socket] = []
-        self._doorkeeper: ZapAuthenticator | None = None
+        self._authenticator: ZapAuthenticator | None = None
         self._http: HttpServer | None = None
         self._opened: TieredStore | None = None
         self._stopping = False
         self.all_written = True
-        """Of a daemon that has ended: whether it wrote back all that it had to."""
+        """After `run`: whether every block that had to be written to a slower tier was."""
         self.unwritten: list[Unwritten] = []
-        """What it did not write back, also for want of room."""
+        """After `run`: what was not written, including blocks that found no room."""
         self.has_hung_threads = False
-        """Of a daemon that has ended: whether threads are left that hang with the backing tier."""
+        """After `run`: whether threads are left that hang in the backing tier."""
 
     def _open(self) -> None:
         options, reactor = self.options, self._reactor
@@ -119,33 +118,33 @@ class Daemon:
         self._store.collect_with(reactor.watch)
         memory = self._store.memory
         self._outbox = Outbox(
-            reactor, memory, self._allowances, self._recorder, self._network, options.stall_timeout
+            reactor, memory, self._limits, self._recorder, self._network, options.stall_timeout
         )
-        self._outbox.cut_off = self._connections.cut_off
-        self._leases = Leases(memory, self._allowances)
-        self._pins = Pins(memory, self._allowances)
+        self._outbox.disconnect = self._connections.disconnect
+        self._leases = Leases(memory, self._limits)
+        self._pins = Pins(memory, self._limits)
         folder = Path(options.ssd) if options.ssd else None
-        self._namespaces = Namespaces(folder, self._allowances.namespaces, self._set_quotas)
-        self._facts = Facts(self._recorder, self._gauges)
+        self._namespaces = Namespaces(folder, self._limits.namespaces, self._set_quotas)
+        self._stats = ServerStats(self._recorder, self._gauges)
         self._handlers = Handlers(
             reactor,
             self._store,
             self._outbox,
-            self._allowances,
+            self._limits,
             self._recorder,
             self._network,
             ArenaHandlers(reactor, self._store, self._leases, self._recorder),
             PinHandlers(reactor, self._store, self._pins),
             self.info,
-            self._facts.stats,
+            self._stats.stats,
         )
         self._sessions = Sessions(
             options.max_sessions,
             _IDLE_SESSION_S,
             lambda session: reactor.post(self._handlers.transfers.pump),
         )
-        self._connections.has_session = lambda peer: self._sessions.at(peer) is not None
-        self._arena = ArenaServer(reactor, memory, self._leases, self._allowances, self._instance)
+        self._connections.has_session = lambda peer: self._sessions.get(peer) is not None
+        self._arena = ArenaServer(reactor, memory, self._leases, self._limits, self._instance)
         for listening in self._arena_sockets:
             self._arena.serve(listening)
         capabilities = [*CAPABILITIES, *(ARENA_CAPABILITIES if self._arena_sockets else [])]
@@ -159,7 +158,7 @@ class Daemon:
             self._connections,
             self._network,
             clients,
-            self._allowances,
+            self._limits,
             self._recorder,
             self._instance,
             capabilities,
@@ -169,11 +168,11 @@ class Daemon:
         reactor.every(0.2, self._pins.expire)
         reactor.every(30.0, self._sessions.drop_idle)
         if options.http != "off":
-            self._http = HttpServer(options.http, self._facts.prometheus, self._sick)
+            self._http = HttpServer(options.http, self._stats.prometheus, self._health_problem)
 
     def _open_sockets(self) -> Clients | None:
-        """Before the tiers: what is wrong here shows at once, and file modes concern no other
-        thread."""
+        """Comes before the tiers: mistakes show at once, and no other thread creates files while
+        the umask is changed."""
         options = self.options
         keys = clients = None
         if options.http != "off":
@@ -183,19 +182,19 @@ class Daemon:
         if options.secret_key:
             keys = load_server_keys(options.secret_key)
             clients = load_clients(options.clients)
-            self._doorkeeper = ZapAuthenticator(self._context, clients)
-            self._reactor.watch(self._doorkeeper.socket, self._doorkeeper.answer)
+            self._authenticator = ZapAuthenticator(self._context, clients)
+            self._reactor.watch(self._authenticator.socket, self._authenticator.answer)
         for endpoint in options.listen:
             if endpoint.startswith("ipc://"):
                 self._path_locks.append(SocketPathLock(endpoint.removeprefix("ipc://")))
-            listener = bind(self._context, endpoint, keys, self._allowances, options.stall_timeout)
+            listener = bind(self._context, endpoint, keys, self._limits, options.stall_timeout)
             self._listeners.append(listener)
             if listener.is_local:
                 self._arena_sockets.append(bind_arena_socket(listener.endpoint))
             self._connections.watch(listener)
         return clients
 
-    # ---- life -----------------------------------------------------------------------------------
+    # ---- running and stopping -------------------------------------------------------------------
 
     @property
     def endpoints(self) -> list[str]:
@@ -210,40 +209,40 @@ class Daemon:
         return opening.describe(self.options, self._store)
 
     def run(self) -> None:
-        """Serves until `stop` has been called and everything is written."""
+        """Serves until `stop` was called and everything is written."""
         try:
             self._reactor.run()
         finally:
             self._close()
 
     def stop(self) -> None:
-        """Ends the daemon in order. From any thread, and from signal handlers."""
-        self._reactor.post(self._begin_to_stop)
+        """Stops the daemon in order. From any thread, and from signal handlers."""
+        self._reactor.post(self._begin_stop)
 
-    def _begin_to_stop(self) -> None:
+    def _begin_stop(self) -> None:
         if self._stopping:
             return
         self._stopping = True
         self._gateway.is_closing = True
-        logger.info("stopping: no new requests are taken")
-        self._stop_by = time.monotonic() + _LAST_REPLIES_S
+        logger.info("stopping: new requests are refused")
+        self._stop_by = time.monotonic() + _REPLY_GRACE_S
         self._await_replies()
 
     def _await_replies(self) -> None:
-        under_way = self._sessions.under_way
-        if (under_way or not self._outbox.is_empty) and time.monotonic() < self._stop_by:
+        in_flight = self._sessions.in_flight
+        if (in_flight or not self._outbox.is_empty) and time.monotonic() < self._stop_by:
             self._reactor.after(0.01, self._await_replies)
             return
-        if under_way:
-            logger.warning("%d requests are left without a reply", under_way)
-        # The loop goes on answering "unavailable" meanwhile: a client then knows at once.
+        if in_flight:
+            logger.warning("stopping with %d requests left unanswered", in_flight)
+        # Meanwhile the loop answers "unavailable", so that clients need not wait for a timeout.
         try:
-            threading.Thread(target=self._write_back, name="tiered-kv-stop").start()
+            threading.Thread(target=self._drain, name="tiered-kv-stop").start()
         except RuntimeError as error:
-            logger.warning("stopping waits for a thread: %s", error)
-            self._reactor.after(_LOOK_FOR_THREAD_S, self._await_replies)
+            logger.warning("cannot start the thread that writes blocks back: %s; retrying", error)
+            self._reactor.after(_THREAD_RETRY_S, self._await_replies)
 
-    def _write_back(self) -> None:
+    def _drain(self) -> None:
         try:
             self.unwritten = self._store.drain(
                 lambda tier, left: logger.info("%d blocks are left to write to %s", left, tier)
@@ -252,7 +251,7 @@ class Daemon:
                 logger.warning("%s", left)
             self.all_written = not any(left.has_failed for left in self.unwritten)
         except Exception:
-            logger.exception("not everything could be written")
+            logger.exception("not everything could be written because of an internal error")
             self.all_written = False
         finally:
             self._reactor.post(self._reactor.stop)
@@ -262,13 +261,13 @@ class Daemon:
             self._http.close()
         self._arena.close()
         self._close_sockets(linger_ms=1000)
-        self._namespaces.close()  # before the folder's lock goes: it writes into the folder
+        self._namespaces.close()  # writes into the SSD folder, so before its lock is released
         self.has_hung_threads = not self._store.close()
         for lock in self._path_locks:
             lock.release()
         self._reactor.close()
 
-    def _abandon(self) -> None:
+    def _close_partly_opened(self) -> None:
         if self._opened is not None:
             self._opened.close()
         for listening in self._arena_sockets:
@@ -278,15 +277,15 @@ class Daemon:
             lock.release()
 
     def _close_sockets(self, linger_ms: int) -> None:
-        """Returns when zmq is done with them: it refers to the memory, and removes files."""
+        """Returns when zmq is done with the sockets: it references the memory and removes files."""
         self._connections.close()
         for listener in self._listeners:
             listener.socket.close(linger=linger_ms)
-        if self._doorkeeper is not None:
-            self._doorkeeper.close()
+        if self._authenticator is not None:
+            self._authenticator.close()
         self._context.term()
 
-    # ---- about itself ---------------------------------------------------------------------------
+    # ---- status ---------------------------------------------------------------------------------
 
     def info(self) -> dict[str, Any]:
         return {
@@ -296,8 +295,8 @@ class Daemon:
             "pid": os.getpid(),
             "endpoints": self.endpoints,
             "tiers": {tier: usage.capacity_bytes for tier, usage in self._store.usages().items()},
-            "largest_block": self._allowances.largest_block,
-            "message_bytes": self._allowances.message,
+            "largest_block": self._limits.largest_block,
+            "message_bytes": self._limits.message,
             "by_namespace": self._namespaces.rows(self._store.usages_by_namespace()),
         }
 
@@ -305,10 +304,11 @@ class Daemon:
         for tier, usage in self._store.usages().items():
             yield from tier_samples(tier, usage)
         if self._store.ssd is not None:
-            counted = self._store.ssd.counters
-            yield names.EVICTED, (Tier.SSD.value,), counted.evicted_blocks
-            yield names.DAMAGED, (Tier.SSD.value,), counted.bad_blocks + counted.read_errors
-            yield names.NOT_KEPT, (Tier.SSD.value,), counted.failed_blocks + counted.dropped_blocks
+            counters = self._store.ssd.counters
+            yield names.EVICTED, (Tier.SSD.value,), counters.evicted_blocks
+            yield names.DAMAGED, (Tier.SSD.value,), counters.bad_blocks + counters.read_errors
+            not_kept = counters.failed_blocks + counters.dropped_blocks
+            yield names.NOT_KEPT, (Tier.SSD.value,), not_kept
             speed = self._store.ssd.read_speed.bytes_per_s
             if speed is not None:
                 yield names.READ_SPEED, (Tier.SSD.value,), round(speed)
@@ -318,8 +318,8 @@ class Daemon:
             yield names.NOT_KEPT, (Tier.BACKING.value,), backing.failed_blocks
             is_absent = not backing.is_open or self._store.is_backing_absent
             yield names.BACKING_ABSENT, (), is_absent
-        if self._doorkeeper is not None:
-            yield names.CLIENTS_REFUSED, (), self._doorkeeper.refused
+        if self._authenticator is not None:
+            yield names.CLIENTS_REFUSED, (), self._authenticator.refused
         for tier, (blocks, nbytes) in self._store.pending_writes().items():
             yield names.PENDING_BLOCKS, (tier,), blocks
             yield names.PENDING_BYTES, (tier,), nbytes
@@ -334,7 +334,7 @@ class Daemon:
         yield names.PUT_BYTES, (), self._handlers.put_bytes
         yield names.NETWORK_BYTES, (), self._network.total
 
-    def _sick(self) -> str | None:
+    def _health_problem(self) -> str | None:
         if self._stopping:
             return "stopping"
         behind = time.monotonic() - self._reactor.last_turn

@@ -33,11 +33,8 @@ from vllm_tiered_kv.options import (
 from vllm_tiered_kv.stores.shared_dir.store import SharedDirSettings
 from vllm_tiered_kv.stores.ssd.settings import FsyncPolicy
 
-EVERYONE = ""
-"""The prefix of a quota that holds for namespaces no other entry names."""
-
 Quotas = Mapping[str, int]
-"""Hex prefix of a namespace -> bytes."""
+"""Hex prefix of a namespace -> bytes. The empty prefix applies if no longer one matches."""
 
 
 class LogLevel(str, enum.Enum):
@@ -145,8 +142,8 @@ class ServerOptions:
         low=1,
         high=1024,
     )
-    # libzmq gives a connection to the thread with the fewest sockets, those it listens on included.
-    # With four threads and two addresses two of a client's four connections would share one.
+    # libzmq assigns a connection to the thread with the fewest sockets, listening ones included.
+    # With four threads and two endpoints, two of a client's four connections would share a thread.
     io_threads: int = integer(
         8, "Threads that move bytes between sockets and memory.", low=1, high=64
     )
@@ -186,7 +183,7 @@ class ServerOptions:
 
     def _check_together(self) -> None:
         if self.memory < 1 << 20:
-            raise ConfigError("memory", f"{self.memory} bytes are too few; give it at least 1MiB")
+            raise ConfigError("memory", f"{self.memory} bytes are too few; use at least 1MiB")
         if not self.listen:
             raise ConfigError("listen", "name at least one endpoint")
         for endpoint in self.listen:
@@ -202,18 +199,18 @@ class ServerOptions:
         if self.backing and not (self.backing_space or self.backing_ttl):
             raise ConfigError(
                 "backing",
-                "the folder would grow until its file system is full; say what it may hold with "
-                "backing_space, or for how long with backing_ttl",
+                "the folder would grow until its file system is full; limit its size with "
+                "backing_space, or the age of its blocks with backing_ttl",
             )
 
-        least = int(2 * SharedDirSettings.touch_interval_s)  # last uses are noted as often
+        least = int(2 * SharedDirSettings.touch_interval_s)  # uses are recorded only this often
         if self.backing and 0 < self.backing_ttl < least:
             raise ConfigError(
                 "backing_ttl", f"must be at least {least // 60}min, got {self.backing_ttl}s"
             )
 
     def _check_use(self, given: Mapping[str, Any]) -> None:
-        """Who gives a tier room, but no place, would believe that it is there."""
+        """Rejects options of a tier that is not configured: the user expects that tier to exist."""
         for name in ("ssd_space", "ssd_quota"):
             if given.get(name) and not self.ssd:
                 raise ConfigError(name, "there is no SSD tier; name its folder with ssd")
@@ -227,23 +224,23 @@ class ServerOptions:
 
 
 def quota_of(quotas: Quotas, namespace: bytes) -> int | None:
-    """The quota of this namespace, or of those that start so: that of the longest prefix that
-    fits."""
+    """The quota of this namespace, or of those that start with these bytes: that of the longest
+    matching prefix."""
     name = namespace.hex()
     fitting = [prefix for prefix in quotas if name.startswith(prefix[: len(name)])]
     return quotas[max(fitting, key=len)] if fitting else None
 
 
 def may_have_quota(quotas: Quotas, start: bytes) -> bool:
-    """Whether there is a quota for some namespace that starts so."""
-    if not quotas:  # asked for every block
+    """Whether some namespace that starts with these bytes has a quota."""
+    if not quotas:  # fast path: called for every block
         return False
     name = start.hex()
     return any(name.startswith(prefix[: len(name)]) for prefix in quotas)
 
 
 def read_yaml(path: str) -> Mapping[str, Any]:
-    import yaml  # only who uses a file pays for it
+    import yaml  # slow to import, and only needed with --config
 
     try:
         text = Path(path).read_text()
@@ -258,8 +255,8 @@ def read_yaml(path: str) -> Mapping[str, Any]:
         raise ConfigError("--config", f"{path}{where} is not YAML: {what}") from error
     names = [key.value for key, _ in tree.value] if isinstance(tree, yaml.MappingNode) else []
     for name in names:
-        if names.count(name) > 1:  # YAML would take the last one without a word
-            raise ConfigError(str(name), f"is there more than once in {path}")
+        if names.count(name) > 1:  # YAML would silently use the last one
+            raise ConfigError(str(name), f"is given more than once in {path}")
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -272,7 +269,7 @@ def flag_of(name: str) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """A flag for each option; what is not given is not in the result."""
+    """Adds a flag for each option; flags that are not given are absent from the result."""
     for option in dataclasses.fields(ServerOptions):
         kind = option.metadata["kind"]
         help = option.metadata["help"].replace("`", "").replace("%", "%%")

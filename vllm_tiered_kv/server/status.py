@@ -1,4 +1,4 @@
-"""`tiered-kv-server status`: asks a daemon what it is and what it does."""
+"""`tiered-kv-server status`: asks a daemon for its properties and statistics."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vllm_tiered_kv.wire.messages import (
 
 
 class StatusError(TieredKVError, RuntimeError):
-    """The daemon could not be asked."""
+    """The daemon did not answer, or refused to."""
 
 
 def show_status(
@@ -54,7 +54,7 @@ def show_status(
             socket.connect(address.endpoint)
         except zmq.ZMQError as error:
             raise ConfigError("status", f"{endpoint!r}: {error}") from error
-        # A client without block lengths only looks.
+        # A client that names no block lengths does not register a namespace.
         _ask(
             socket,
             1,
@@ -69,7 +69,7 @@ def show_status(
     if as_json:
         print(json.dumps({"info": info.facts, "stats": stats.facts}, indent=1))
         return 0
-    by_namespace = info.facts.pop("by_namespace", {})  # an older daemon does not say
+    by_namespace = info.facts.pop("by_namespace", {})  # absent from older daemons
     for facts in (info.facts, stats.facts):
         print("\n".join(_lines(facts)))
     print("\n".join(_table(by_namespace)))
@@ -77,7 +77,7 @@ def show_status(
 
 
 def _require_listener(path: str) -> None:
-    """zmq would wait for one, and not say what keeps it away."""
+    """Reports why the path cannot be connected to; zmq would retry silently."""
     with sockets.socket(sockets.AF_UNIX) as probe:
         try:
             probe.connect(path)
@@ -88,7 +88,9 @@ def _require_listener(path: str) -> None:
 def _ask(socket: zmq.Socket[bytes], request_id: int, request: Request, timeout_s: float) -> Any:
     socket.send(encode_request(request_id, request))
     if not socket.poll(int(timeout_s * 1000)):
-        raise StatusError(f"no answer within {timeout_s:g} s; is it there, and do the keys fit?")
+        raise StatusError(
+            f"no answer within {timeout_s:g} s; is it running, and do the keys match?"
+        )
     header, *payload = socket.recv_multipart()
     try:
         _, reply = decode_reply(header, [len(part) for part in payload])
@@ -113,7 +115,7 @@ def _lines(facts: dict[str, Any]) -> list[str]:
 
 
 def _table(by_namespace: dict[str, dict[str, Any]]) -> list[str]:
-    """A row for each namespace: what each tier holds of it, and who says that it is theirs."""
+    """A line per namespace: its blocks in each tier, and the client that last used it."""
     lines = [""] if by_namespace else []
     for namespace, row in by_namespace.items():
         held = [
@@ -122,7 +124,7 @@ def _table(by_namespace: dict[str, dict[str, Any]]) -> list[str]:
             for name in row
             if name.endswith("_blocks")
         ]
-        # As a daemon shows it in its log: whatever is in it, it stays in its line.
+        # Escaped as in the daemon's log: a client's name may contain line breaks.
         who = repr(row.get("client", "")) if row.get("client") else "not seen lately"
         lines.append(f"namespace {namespace}  {'; '.join(held)}  {who}")
     return lines

@@ -1,4 +1,4 @@
-"""`tiered-kv-server verify`: what is sound in a folder, and what is not."""
+"""`tiered-kv-server verify`: reports which blocks of an SSD folder are intact or damaged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SHOWN_KEYS = 10
 
 
 def verify_folder(folder: Path) -> int:
-    """The exit status: 1 where anything is damaged."""
+    """Prints the report. Returns the exit status: 1 if anything is damaged."""
     report = verify(folder, lambda line: print(line, file=sys.stderr, flush=True))
     for line in describe(report):
         print(line)
@@ -27,7 +27,7 @@ def describe(report: VerifyReport) -> list[str]:
     if report.journal.torn_bytes:
         lines.append(
             f"the journal ends in {report.journal.torn_bytes} bytes of an unfinished record, as "
-            "after a crash; the daemon cuts them"
+            "after a crash; the daemon truncates them"
         )
     if report.is_unused:
         lines.append(
@@ -41,7 +41,7 @@ def describe(report: VerifyReport) -> list[str]:
     for reason, count in report.journal.dropped.items():
         lines.append(f"damaged: {count} blocks: {reason}")
     for what, keys in (
-        ("hold other bytes than were put there", report.bad_keys),
+        ("do not match their checksum", report.bad_keys),
         ("cannot be read", report.unreadable_keys),
     ):
         if keys:

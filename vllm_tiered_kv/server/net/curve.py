@@ -1,7 +1,7 @@
-"""CURVE: the daemon's key, the clients that may connect, and zmq's question about each of them.
+"""CURVE keys: the daemon's own, those of permitted clients, and the check of each connection.
 
-zmq asks whoever is bound to a well-known inproc address about every new connection (ZAP, RFC 27).
-Here the reactor answers. Key files are those of `zmq.auth`.
+zmq asks the socket bound to a well-known inproc address about every new connection (ZAP, RFC 27);
+the reactor answers. Key files have the format of `zmq.auth`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ServerKeys:
 
 
 class Clients:
-    """Who may connect, by public key."""
+    """The clients that may connect, by public key."""
 
     def __init__(self, read_only_by_key: dict[str, bool]) -> None:
         self._read_only = read_only_by_key
@@ -45,7 +45,7 @@ class Clients:
         return len(self._read_only)
 
     def is_read_only(self, key: str) -> bool:
-        """Local processes have no key; file permissions have let them in."""
+        """Local processes have no key; the permissions of the socket file admit them."""
         return self._read_only.get(key, False)
 
 
@@ -53,7 +53,7 @@ def load_server_keys(path: str) -> ServerKeys:
     found = dict(_KEY_LINE.findall(_text_of("secret_key", path)))
     if set(found) != {"public-key", "secret-key"}:
         raise ConfigError(
-            "secret_key", f"{path} is not a secret key; make one with tiered-kv-server keygen"
+            "secret_key", f"{path} is not a secret key; create one with tiered-kv-server keygen"
         )
     if os.stat(path).st_mode & 0o077:
         raise ConfigError("secret_key", f"{path} can be read by others; run: chmod 600 {path}")
@@ -61,7 +61,7 @@ def load_server_keys(path: str) -> ServerKeys:
 
 
 def load_clients(path: str) -> Clients:
-    """From a folder of `.key` files, or from a file with a key a line."""
+    """Reads a folder of `.key` files, or a file with one key per line."""
     where = Path(path)
     read_only: dict[str, bool] = {}
     if where.is_dir():
@@ -69,7 +69,7 @@ def load_clients(path: str) -> Clients:
             text = _text_of("clients", str(file))
             keys = dict(_KEY_LINE.findall(text))
             if "public-key" not in keys:
-                raise ConfigError("clients", f"there is no public key in {file}")
+                raise ConfigError("clients", f"{file} contains no public key")
             read_only[keys["public-key"]] = _ACCESS_LINE.search(text) is not None
     else:
         for number, line in enumerate(_text_of("clients", path).splitlines(), 1):
@@ -84,17 +84,17 @@ def load_clients(path: str) -> Clients:
                 )
             read_only[words[0]] = len(words) > 1
     if not read_only:
-        raise ConfigError("clients", f"there is no client key in {path}; nobody could connect")
+        raise ConfigError("clients", f"{path} contains no client key, so nobody could connect")
     return Clients(read_only)
 
 
 def write_key_pair(folder: Path, name: str, read_only: bool) -> tuple[Path, Path]:
-    """`name.key` for others and `name.key_secret` for its owner. Never overwrites."""
+    """Writes `name.key` for peers and `name.key_secret` for the owner. Never overwrites."""
     public, secret = zmq.curve_keypair()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError("keygen", f"{folder} cannot be made: {error.strerror}") from error
+        raise ConfigError("keygen", f"cannot create {folder}: {error.strerror}") from error
     public_path, secret_path = folder / f"{name}.key", folder / f"{name}.key_secret"
     access = f'    access = "{READ_ONLY}"\n' if read_only else ""
     head = f'metadata\n{access}curve\n    public-key = "{public.decode()}"\n'
@@ -110,7 +110,7 @@ def write_key_pair(folder: Path, name: str, read_only: bool) -> tuple[Path, Path
 def read_public_key(path: str) -> bytes:
     keys = dict(_KEY_LINE.findall(_text_of("--server-key", path)))
     if "public-key" not in keys:
-        raise ConfigError("--server-key", f"there is no public key in {path}")
+        raise ConfigError("--server-key", f"{path} contains no public key")
     public: str = keys["public-key"]
     return public.encode()
 
@@ -123,7 +123,7 @@ def protect(socket: zmq.Socket[bytes], keys: ServerKeys) -> None:
 
 
 class ZapAuthenticator:
-    """Answers zmq's questions. `answer` is to be called when `socket` is readable."""
+    """Answers zmq's ZAP requests. The reactor calls `answer` when `socket` is readable."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], clients: Clients) -> None:
         self._clients = clients
@@ -142,7 +142,7 @@ class ZapAuthenticator:
             version, request_id, *rest = frames[split:] + [b""] * 2
             mechanism = rest[3] if len(rest) > 3 else b""
             user = self._user(mechanism, rest[4] if len(rest) > 4 else b"")
-            status, text = (b"200", b"OK") if user else (b"400", b"this key is not known here")
+            status, text = (b"200", b"OK") if user else (b"400", b"this key is not allowed")
             self.refused += not user
             reply = [version or b"1.0", request_id, status, text, user.encode(), b""]
             with contextlib.suppress(zmq.ZMQError):
@@ -167,7 +167,7 @@ def _text_of(option: str, path: str) -> str:
 
 
 def _is_comment(word: str) -> bool:
-    return word.startswith("#") and len(word) != _Z85_CHARS  # a key may start with it, too
+    return word.startswith("#") and len(word) != _Z85_CHARS  # a key may also start with "#"
 
 
 def _is_z85(word: str) -> bool:
@@ -181,12 +181,12 @@ def _create(path: Path, text: str, mode: int) -> None:
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     except FileExistsError:
-        raise ConfigError("keygen", f"{path} is there already; keys are not overwritten") from None
+        raise ConfigError("keygen", f"{path} exists; keys are never overwritten") from None
     except OSError as error:
         raise ConfigError("keygen", f"{path} cannot be written: {error.strerror}") from error
     try:
         with os.fdopen(fd, "w") as file:
             file.write(text)
     except OSError as error:
-        path.unlink()  # half a key would be in the way of the next one
+        path.unlink()  # a partial key file would block the next attempt
         raise ConfigError("keygen", f"{path} cannot be written: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""Descriptors: each connection of a client is one, and a process may have few unless it asks."""
+"""File descriptors: every client connection needs one, and the default soft limit is low."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _MAX_FOR_OTHERS = 1024
 
 
 def raise_limit() -> None:
-    """As far as this user may."""
+    """Raises the soft limit to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        with contextlib.suppress(OSError, ValueError):  # then it stays as it is
+        with contextlib.suppress(OSError, ValueError):  # keep the current limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def for_connections() -> int:
-    """How many of them clients may take, so that enough are left for files and processes."""
+    """How many descriptors connections may use, so that enough are left for files and processes."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return sys.maxsize

@@ -1,4 +1,4 @@
-"""The sockets clients connect to, bound so that only those who may can reach them."""
+"""Binds the sockets clients connect to, so that only permitted clients can reach them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ ARENA_SUFFIX = ".arena"
 LOCK_SUFFIX = ".lock"
 
 _MAX_UNIX_PATH = 107
-_RECEIVE_HWM = 16  # messages of one client that wait in zmq; then its own socket blocks
+_RECEIVE_HWM = 16  # messages of one client waiting in zmq; beyond it, the client's socket blocks
 _SEND_HWM = 64
 _MAX_INT = 2**31 - 1
 
 
 def check_endpoint(endpoint: str, has_keys: bool) -> None:
-    """ConfigError unless this may be listened on."""
+    """ConfigError unless the daemon may listen on this endpoint."""
     scheme, _, rest = endpoint.partition("://")
     if scheme == "ipc":
         _check_ipc(endpoint, rest)
@@ -42,7 +42,7 @@ def check_endpoint(endpoint: str, has_keys: bool) -> None:
         if not has_keys and not is_loopback(host):
             raise ConfigError(
                 "listen",
-                f"{endpoint} can be reached from other hosts, which needs keys: make them with "
+                f"{endpoint} can be reached from other hosts, which needs keys: create them with "
                 "tiered-kv-server keygen and set secret_key and clients, or listen on 127.0.0.1",
             )
     else:
@@ -50,7 +50,7 @@ def check_endpoint(endpoint: str, has_keys: bool) -> None:
 
 
 def is_port(text: str) -> bool:
-    """zmq would take a larger number, and listen somewhere else."""
+    """zmq would accept a larger number and listen on another port."""
     return re.fullmatch(r"[0-9]{1,5}", text) is not None and int(text) < 65536
 
 
@@ -60,7 +60,7 @@ def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
-        return False  # an interface, a name, or everything
+        return False  # an interface, a host name or a wildcard
 
 
 def _check_ipc(endpoint: str, path: str) -> None:
@@ -69,28 +69,28 @@ def _check_ipc(endpoint: str, path: str) -> None:
     if len(os.fsencode(path + ARENA_SUFFIX)) > _MAX_UNIX_PATH:
         raise ConfigError(
             "listen",
-            f"{endpoint} is too long: a socket's path may have "
+            f"{endpoint} is too long: the path of a socket may have at most "
             f"{_MAX_UNIX_PATH - len(ARENA_SUFFIX)} bytes",
         )
     if not Path(path).parent.is_dir():
-        raise ConfigError("listen", f"{Path(path).parent} is not a folder; make it first")
+        raise ConfigError("listen", f"{Path(path).parent} is not a folder; create it first")
 
 
 def bind(
     context: zmq.Context[zmq.Socket[bytes]],
     endpoint: str,
     keys: ServerKeys | None,
-    allowances: ClientLimits,
+    limits: ClientLimits,
     stall_s: float,
 ) -> Listener:
     is_local = endpoint.startswith("ipc://")
     router = context.socket(zmq.ROUTER)
     try:
         router.linger = 0
-        router.router_mandatory = True  # or replies would be dropped without a word
+        router.router_mandatory = True  # otherwise zmq drops replies silently
         router.rcvhwm = _RECEIVE_HWM
         router.sndhwm = _SEND_HWM
-        router.maxmsgsize = max(allowances.largest_block, MAX_HEADER_BYTES)
+        router.maxmsgsize = max(limits.largest_block, MAX_HEADER_BYTES)
         router.handshake_ivl = 10_000
         if not is_local:
             router.setsockopt(zmq.TCP_MAXRT, min(int(stall_s * 1000), _MAX_INT))
@@ -101,7 +101,7 @@ def bind(
         with private_files() if is_local else contextlib.nullcontext():
             router.bind(endpoint.replace("//localhost:", "//127.0.0.1:"))
     except BaseException as error:
-        router.close()  # or the context could not be ended
+        router.close()  # otherwise the context cannot be terminated
         if not isinstance(error, zmq.ZMQError):
             raise
         if error.errno == zmq.EADDRINUSE:
@@ -113,7 +113,7 @@ def bind(
 
 
 def bind_arena_socket(ipc_endpoint: str) -> socket.socket:
-    """The socket beside an ipc:// endpoint over which the memory is handed out."""
+    """The socket beside an ipc:// endpoint that passes the arena's descriptor to processes."""
     path = ipc_endpoint.removeprefix("ipc://") + ARENA_SUFFIX
     kind = socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
     listening = socket.socket(socket.AF_UNIX, kind)
@@ -129,8 +129,8 @@ def bind_arena_socket(ipc_endpoint: str) -> socket.socket:
 
 @contextlib.contextmanager
 def private_files() -> Iterator[None]:
-    """What is made inside can be used by this user alone. Not for use beside other threads that
-    make files: the mask is the process's."""
+    """Files created inside are private to this user. The umask belongs to the process, so no other
+    thread may create files meanwhile."""
     before = os.umask(0o177)
     try:
         yield
@@ -139,9 +139,9 @@ def private_files() -> Iterator[None]:
 
 
 class SocketPathLock:
-    """One daemon at a time owns a socket's path, and may replace what a dead one left there.
+    """Makes this daemon the only owner of a socket path, and removes what a dead one left there.
 
-    zmq replaces whatever lies there, also the socket of a daemon that lives.
+    zmq replaces whatever exists at the path, even the socket of a running daemon.
     """
 
     def __init__(self, path: str) -> None:
@@ -164,7 +164,7 @@ class SocketPathLock:
             raise
 
     def release(self) -> None:
-        """Removes the sockets, and lets others make theirs."""
+        """Removes the sockets and lets other daemons use the path."""
         for path in (self._path, self._path + ARENA_SUFFIX):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
@@ -177,7 +177,7 @@ def _remove_stale(path: str) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise ConfigError("listen", f"{path} is there already, and is not a socket")
+        raise ConfigError("listen", f"{path} exists and is not a socket; choose another path")
     for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET):
         with socket.socket(socket.AF_UNIX, kind) as probe:
             try:

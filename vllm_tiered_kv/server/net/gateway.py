@@ -1,7 +1,7 @@
-"""From zmq messages to requests: everything a client sends passes here first.
+"""Decodes and checks every message of a client and passes valid requests to the handlers.
 
-Whatever the bytes, the outcome is a request, an error reply or silence. Only a valid `hello` leaves
-anything behind.
+Whatever bytes arrive, the outcome is a request, an error reply or nothing. Only a valid `hello`
+changes the daemon's state.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ ARENA_CAPABILITIES = ("shared_memory", BORROW_CAPABILITY)
 
 
 class Gateway:
-    """Runs on the reactor's thread."""
+    """Receives from the listeners, keeps the sessions and dispatches requests. The daemon creates
+    one. Runs on the reactor's thread."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class Gateway:
         connections: Connections,
         network: NetworkMemory,
         clients: Clients | None,
-        allowances: ClientLimits,
+        limits: ClientLimits,
         recorder: Recorder,
         instance: bytes,
         capabilities: Sequence[str],
@@ -73,39 +74,39 @@ class Gateway:
         self._leases = leases
         self._connections = connections
         self._clients = clients
-        self._allowances = allowances
+        self._limits = limits
         self._network = network
         self._recorder = recorder
         self._instance = instance
         self._capabilities = list(capabilities)
         self.is_closing = False
-        outbox.on_gone = self._gone
-        connections.on_cut_off = self._gone
-        connections.on_closed = outbox.forget
+        outbox.on_client_lost = self._drop_client
+        connections.on_client_shed = self._drop_client
+        connections.on_closed = outbox.connection_closed
 
     def serve(self, listener: Listener) -> None:
-        intake = Receiver(listener.socket)
-        self._reactor.watch(listener.socket, lambda: self._receive(listener, intake))
+        receiver = Receiver(listener.socket)
+        self._reactor.watch(listener.socket, lambda: self._receive(listener, receiver))
 
-    def _receive(self, listener: Listener, intake: Receiver) -> None:
-        intake.begin_turn()
-        while (message := intake.next()) is not None:
+    def _receive(self, listener: Listener, receiver: Receiver) -> None:
+        receiver.begin_turn()
+        while (message := receiver.next()) is not None:
             peer = Peer(listener, message.identity)
-            self._connections.heard(listener, message)
+            self._connections.message_received(listener, message)
             self._recorder.add(names.BYTES_IN, message.nbytes)
             try:
                 if message.fault is not None:
                     raise message.fault
-                self._take(peer, message.frames)
+                self._handle(peer, message.frames)
             except ProtocolError as error:
                 self._refuse(peer, error)
             except Exception:
-                logger.exception("a message could not be handled")
+                logger.exception("cannot handle a message because of an internal error")
                 self._refuse(peer, ProtocolError(ErrorCode.INTERNAL, "the daemon failed"))
 
-    def _take(self, peer: Peer, frames: Sequence[zmq.Frame]) -> None:
+    def _handle(self, peer: Peer, frames: Sequence[zmq.Frame]) -> None:
         if not frames:
-            raise ProtocolError(ErrorCode.BAD_MESSAGE, "a message without a header")
+            raise ProtocolError(ErrorCode.BAD_MESSAGE, "the message has no header")
         header, payload = split([frame.buffer for frame in frames])
         request_id, request = decode_request(header, [len(part) for part in payload])
         self._recorder.add(names.REQUESTS, 1, request.op)
@@ -118,10 +119,10 @@ class Gateway:
                 return
             session = self._sessions.find(peer, user)
             if session is None:
-                raise ProtocolError(ErrorCode.NO_HELLO, "say hello first")
-            session.require_room(self._allowances.requests_per_session)
+                raise ProtocolError(ErrorCode.NO_HELLO, "this connection has no session; say hello")
+            session.require_inflight_room(self._limits.requests_per_session)
             cost = request_cost(len(header), request)
-            self._network.take(peer, cost)
+            self._network.admit_request(peer, cost)
         except ProtocolError as error:
             raise ProtocolError(error.code, error.message, request_id, request.op) from None
         call = Call(
@@ -131,17 +132,17 @@ class Gateway:
             self._outbox,
             self._reactor,
             self._recorder,
-            partial(self._network.give_back, peer, cost),
+            partial(self._network.end_request, peer, cost),
         )
         self._handlers.serve(call, request, payload)
 
     def _hello(self, peer: Peer, user: str, request_id: int, hello: Hello) -> None:
         largest = max(hello.block_bytes, default=0)
-        if largest > self._allowances.largest_block:
+        if largest > self._limits.largest_block:
             raise ProtocolError(
                 ErrorCode.TOO_LARGE,
-                f"blocks of {largest} bytes; this daemon's memory takes blocks up to "
-                f"{self._allowances.largest_block}, a 32nd of its size: give it more",
+                f"blocks of {largest} bytes are too large; this daemon accepts blocks of up to "
+                f"{self._limits.largest_block} bytes, 1/32 of its memory: raise --memory",
             )
         attachment = None
         if hello.arena:
@@ -167,13 +168,13 @@ class Gateway:
             capabilities=self._capabilities,
             instance=self._instance,
             session=session.session_id,
-            limits=self._allowances.announced(),
+            limits=self._limits.announced(),
         )
         logger.debug("hello from %r at %s", hello.client, peer.listener.endpoint)
         self._outbox.send(peer, encode_reply(request_id, reply))
 
     def _user(self, peer: Peer, frame: zmq.Frame) -> str:
-        """The public key of an authenticated client; local ones have none and need none."""
+        """The public key of an authenticated client; local clients have and need none."""
         if self._clients is None or peer.listener.is_local:
             return ""
         try:
@@ -181,7 +182,7 @@ class Gateway:
         except zmq.ZMQError:
             user = ""
         if user not in self._clients:
-            raise ProtocolError(ErrorCode.UNAUTHORIZED, "this client is not known here")
+            raise ProtocolError(ErrorCode.UNAUTHORIZED, "the key of this client is not allowed")
         return user
 
     def _refuse(self, peer: Peer, error: ProtocolError) -> None:
@@ -189,9 +190,9 @@ class Gateway:
         request_id = UNREADABLE_ID if error.request_id is None else error.request_id
         self._outbox.send(peer, encode_reply(request_id, ErrorReply.of(error)))
 
-    def _gone(self, peer: Peer, why: str) -> None:
-        session = self._sessions.at(peer)
+    def _drop_client(self, peer: Peer, why: str) -> None:
+        session = self._sessions.get(peer)
         if session is not None:
-            logger.info("%r is dropped: %s", session.client, why)
+            logger.info("dropped client %r: %s", session.client, why)
             self._sessions.drop(peer)
         self._outbox.drop(peer)

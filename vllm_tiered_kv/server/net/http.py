@@ -1,4 +1,4 @@
-"""`/metrics` and `/healthz`, for monitors on this host. Apart from the daemon's own loop."""
+"""`/metrics` and `/healthz` for monitors on this host, served by threads of their own."""
 
 from __future__ import annotations
 
@@ -16,32 +16,33 @@ from vllm_tiered_kv.server.net.endpoints import is_loopback, is_port
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE_S = 5.0  # with a client, from its connection to its answer
-_LOOK_S = 0.5
-_AT_ONCE = 64  # connections; the oldest is closed for a new one
+_REQUEST_TIMEOUT_S = 5.0  # from connecting to the end of the answer
+_POLL_S = 0.5
+_MAX_CONNECTIONS = 64  # beyond it, the oldest is closed for a new one
 
 
 class HttpServer:
-    """Serves until `close`. `sick` says why the daemon is not well, or nothing."""
+    """Serves both pages until `close`. `health_problem` returns why the daemon is unhealthy, or
+    None; like `metrics`, it is called from HTTP threads."""
 
     def __init__(
-        self, address: str, metrics: Callable[[], str], sick: Callable[[], str | None]
+        self, address: str, metrics: Callable[[], str], health_problem: Callable[[], str | None]
     ) -> None:
         host, port = parse_address(address)
         pages: dict[str, Callable[[], tuple[int, str]]] = {
             "/metrics": lambda: (200, metrics()),
-            "/healthz": lambda: _health(sick()),
+            "/healthz": lambda: _health(health_problem()),
         }
         try:
             self._server = _Server((host, port), _handler(pages))
         except OSError as error:
             raise ConfigError(
                 "http",
-                f"cannot listen on {address}: {error.strerror}; choose another port, or off",
+                f"cannot listen on {address}: {error.strerror}; use another port, or off",
             ) from error
         self.address = f"{host}:{self._server.server_address[1]}"
         self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(_LOOK_S,), name="tiered-kv-http", daemon=True
+            target=self._server.serve_forever, args=(_POLL_S,), name="tiered-kv-http", daemon=True
         )
         self._thread.start()
 
@@ -53,16 +54,17 @@ class HttpServer:
 def parse_address(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not is_port(port):
-        raise ConfigError("http", f'{address!r} is not like "127.0.0.1:9528", nor "off"')
+        raise ConfigError("http", f'{address!r} is neither like "127.0.0.1:9528" nor "off"')
     if not is_loopback(host) or ":" in host:
         raise ConfigError(
-            "http", f"{address} is not on 127.0.0.1; others must not reach it but by a proxy"
+            "http",
+            f"{address} must be a loopback address; use a reverse proxy for remote access",
         )
     return ("127.0.0.1" if host == "localhost" else host), int(port)
 
 
-def _health(sick: str | None) -> tuple[int, str]:
-    return (200, "ok\n") if sick is None else (503, f"{sick}\n")
+def _health(problem: str | None) -> tuple[int, str]:
+    return (200, "ok\n") if problem is None else (503, f"{problem}\n")
 
 
 class _Server(ThreadingHTTPServer):
@@ -72,38 +74,38 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
         super().__init__(address, handler)
-        self._since: dict[socket.socket, float] = {}  # connections, the oldest first
+        self._since: dict[socket.socket, float] = {}  # open connections, oldest first
         self._lock = threading.Lock()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Whoever asks does so at once: those that say nothing make room for it."""
+        """Closes the oldest connections above the limit: real monitors send at once."""
         with self._lock:
-            while len(self._since) >= _AT_ONCE:
+            while len(self._since) >= _MAX_CONNECTIONS:
                 self._end(next(iter(self._since)))
             self._since[request] = time.monotonic()
         try:
             super().process_request(request, client_address)
-        except BaseException:  # no thread is to be had
+        except BaseException:  # no thread can be started
             with self._lock:
                 self._since.pop(request, None)
             raise
 
     def shutdown_request(self, request: Any) -> None:
-        with self._lock:  # before its descriptor becomes another's
+        with self._lock:  # before the descriptor number is reused
             self._since.pop(request, None)
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Every now and then: a client that says something again and again may not go on so."""
-        limit = time.monotonic() - _PATIENCE_S
+        """Called regularly: closes clients that keep sending but never finish a request."""
+        limit = time.monotonic() - _REQUEST_TIMEOUT_S
         with self._lock:
             for request in [one for one, since in self._since.items() if since < limit]:
                 self._end(request)
 
     def _end(self, request: socket.socket) -> None:
-        """Its thread finds out, and closes it."""
+        """Shuts the socket down; its thread notices and closes it."""
         del self._since[request]
-        with contextlib.suppress(OSError):  # closed by its client already
+        with contextlib.suppress(OSError):  # the client has closed it already
             request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -114,7 +116,7 @@ def _handler(
     pages: dict[str, Callable[[], tuple[int, str]]],
 ) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
-        timeout = _PATIENCE_S
+        timeout = _REQUEST_TIMEOUT_S
         server_version = "tiered-kv-server"
         sys_version = ""
 

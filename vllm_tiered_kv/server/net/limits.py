@@ -1,9 +1,9 @@
-"""How much of the daemon one client, and all of them together, may take up at a time.
+"""How much of the daemon's memory one client, and all clients together, may use at a time.
 
-Memory that is pinned by someone cannot hold anything new, so every use of it is bounded by a share
-of the memory tier: pins an eighth, leases a half, the write queues a quarter. An eighth is left to
-ordinary puts whatever clients hold and however slow the disk is. Replies are not counted in: they
-leave by themselves, or with a client that does not take them.
+A pinned block cannot be evicted, so every kind of pin is limited to a share of the memory tier:
+pins of clients 1/8, leases 1/2, write-behind queues 1/4. The remaining 1/8 is left to ordinary
+puts, whatever clients hold and however slow the disk is. Replies are not included: they end by
+themselves, or with the connection of a client that does not read them.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ _MESSAGE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class ClientLimits:
-    """Bytes, unless the name says otherwise."""
+    """Limits for clients, in bytes unless the name says otherwise. The daemon derives them once
+    from its options."""
 
     largest_block: int
     message: int  # payload of one message, in either direction
-    replies_per_client: int  # blocks on their way to one client
-    replies: int  # blocks on their way to all of them
+    replies_per_client: int  # blocks being sent to one client
+    replies: int  # blocks being sent to all clients
     puts: int  # payloads received and not yet copied
     pins: int  # blocks pinned by clients
     leases: int  # blocks leased to attached processes, for reading or writing
-    lookup_leases: int  # of these, leased with a lookup: nobody may ever come to read them
-    requests_per_session: int = 256  # under way
-    network: int = 2 << 30  # messages of all clients, beside the memory tier
-    queued_replies_per_session: int = 1024  # that the client does not take
-    attachments: int = 256  # processes that share the memory
+    lookup_leases: int  # part of `leases`: leased with a lookup, and perhaps never read
+    requests_per_session: int = 256  # in flight
+    network: int = 2 << 30  # messages of all clients, outside of the memory tier
+    queued_replies_per_session: int = 1024  # that the client has not read
+    attachments: int = 256  # processes that map the memory
     namespaces: int = 4096
 
     @classmethod
@@ -54,19 +55,19 @@ class ClientLimits:
         )
 
     def within(self, network: int) -> ClientLimits:
-        """The same with so much for messages. ConfigError where that is too little."""
+        """The same limits with this much network memory. ConfigError if that is too little."""
         least = 4 * (self.message + MAX_HEADER_BYTES)
         if network < least:
             raise ConfigError(
                 "network_memory",
-                f"{format_size(network)} are too little for four messages of "
-                f"{format_size(self.message)}; give it at least {format_size(least)}",
+                f"{format_size(network)} is too little for four messages of "
+                f"{format_size(self.message)}; use at least {format_size(least)}",
             )
         return replace(self, network=network, puts=min(self.puts, network // 2))
 
     @property
     def requests_per_client(self) -> int:
-        """What requests of one client that are under way may take up."""
+        """Network memory that the requests in flight of one client may use."""
         return self.network // 8
 
     def announced(self) -> Limits:

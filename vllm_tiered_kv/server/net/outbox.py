@@ -1,16 +1,16 @@
 """Replies on their way to clients, and the blocks they keep pinned.
 
-Payload is sent from where it lies: zmq refers to the memory until the bytes are in the kernel, and
-a block is let go only when zmq has let go of the view of it that it was given. A weak reference
-tells; a MessageTracker would, too, but costs more than the frame. Only very little of the payload
-is copied instead. A client that stops reading therefore pins what it asked for. How much that can
-be is bounded per client and in total by *claims*, which are made before a block is fetched. A
-client that reads nothing for the stall timeout is disconnected, over tcp by the kernel
-(TCP_USER_TIMEOUT), which ends zmq's references.
+Payloads are sent zero-copy: zmq references the memory of a block until its bytes are in the kernel,
+and the block stays pinned until zmq has dropped the view it was given. A weak reference to the view
+shows that; a zmq MessageTracker would cost more than the frame itself. Small payloads are copied
+instead. A client that stops reading therefore pins the blocks it asked for. *Claims*, made before a
+block is fetched, bound how many bytes those are, per client and in total. A client that reads
+nothing for the stall timeout is disconnected (over tcp by the kernel, with TCP_USER_TIMEOUT), which
+ends zmq's references.
 
-Should zmq lose a message together with a connection, it would never say that it is done. So once a
-client is known to be gone, what was under way to it is let go after a while all the same: whatever
-might still read the memory then has nobody to send it to.
+If zmq loses a message together with its connection, it never drops the view. Once a client is known
+to be disconnected, the outbox therefore releases its blocks after a grace period regardless: zmq
+has no connection left over which it could send them.
 """
 
 from __future__ import annotations
@@ -36,42 +36,42 @@ from vllm_tiered_kv.wire.messages import UNREADABLE_ID, ErrorReply, encode_reply
 
 logger = logging.getLogger(__name__)
 
-_COPY_BYTES = 64 << 10  # so little is copied: keeping track of it would cost more
-_TRACK_BYTES = 256 << 10  # after so much was copied for a client, it is seen whether it is taken
-_MESSAGE_BYTES = 512  # of a message, beside its bytes
-_SOONEST_LOOK_S = 0.001
-_LATEST_LOOK_S = 0.05
+_COPY_BYTES = 64 << 10  # smaller payloads are copied: tracking them would cost more
+_TRACK_BYTES = 256 << 10  # after copying this much for a client, track whether it reads
+_MESSAGE_BYTES = 512  # overhead of a message in memory
+_MIN_POLL_S = 0.001
+_MAX_POLL_S = 0.05
 _PROBE = encode_reply(
-    UNREADABLE_ID, ErrorReply(ErrorCode.UNAVAILABLE, "replies under way are not taken", "")
+    UNREADABLE_ID, ErrorReply(ErrorCode.UNAVAILABLE, "this client does not read its replies", "")
 )
-_GRACE_S = 10.0  # for zmq to be done with what was under way to a client that is gone
+_GRACE_S = 10.0  # for zmq to drop what was being sent to a disconnected client
 
 
 _View = weakref.ref[memoryview]
-"""What zmq was given: dead when zmq is done with it."""
+"""A view given to zmq; the reference is dead once zmq is done with it."""
 
 
 @dataclass(slots=True)
 class _Message:
     header: bytes
     payload: Sequence[PinnedSlot]
-    lost: Callable[[], None] | None
+    on_unsent: Callable[[], None] | None
 
     @property
     def nbytes(self) -> int:
-        """Without the blocks it refers to."""
+        """Memory the message itself takes, without the blocks it references."""
         return _MESSAGE_BYTES + len(self.header)
 
 
 @dataclass(slots=True)
-class _Line:
-    """What is on its way to one client."""
+class _PeerQueue:
+    """Replies on their way to one client."""
 
-    claimed: int = 0  # bytes fetched, or to be, and not yet let go
-    waiting: deque[_Message] = field(default_factory=deque)  # zmq does not take it yet
+    claimed: int = 0  # bytes of blocks that are being fetched or sent
+    waiting: deque[_Message] = field(default_factory=deque)  # not accepted by zmq yet
     in_zmq: deque[tuple[_View, PinnedSlot | None, int]] = field(default_factory=deque)
-    """What zmq was given by reference; a block, or the header of a message; and what was copied for
-    it since the one before, which zmq is done with when it is done with this one."""
+    """In sending order: a view given to zmq; its block, or None for the header of a small message;
+    and the bytes copied for this client before it, which are sent once this view is dropped."""
     last_progress: float = field(default_factory=time.monotonic)
     last_probe: float = 0.0
 
@@ -81,8 +81,8 @@ class _Line:
 
 
 @dataclass(frozen=True, slots=True)
-class _Leftover:
-    """Something that was under way to a client that is gone."""
+class _Orphan:
+    """A block that zmq may still reference for a client that has disconnected."""
 
     view: _View
     block: PinnedSlot
@@ -90,39 +90,40 @@ class _Leftover:
 
 
 class Outbox:
-    """Used on the reactor's thread only."""
+    """Sends replies and releases their blocks when they are sent. The gateway and the request
+    handlers call it. Used on the reactor's thread only."""
 
     def __init__(
         self,
         reactor: Reactor,
         memory: MemoryStore,
-        allowances: ClientLimits,
+        limits: ClientLimits,
         recorder: Recorder,
         network: NetworkMemory,
         stall_s: float,
     ) -> None:
         self._network = network
-        self._copied: dict[Peer, int] = {}  # bytes given to zmq since something was by reference
+        self._copied: dict[Peer, int] = {}  # bytes copied into zmq since the last tracked view
         self._reactor = reactor
         self._memory = memory
-        self._allowances = allowances
+        self._limits = limits
         self._recorder = recorder
         self._stall_s = stall_s
-        self._lines: dict[Peer, _Line] = {}
-        self._busy: set[Peer] = set()  # with something waiting or in zmq
-        self._leftovers: list[_Leftover] = []
+        self._queues: dict[Peer, _PeerQueue] = {}
+        self._busy: set[Peer] = set()  # peers with replies that are waiting or in zmq
+        self._orphans: list[_Orphan] = []
         self._claimed = 0
-        self._freed = False  # since those who wait for room were told
-        self._look_after = _SOONEST_LOOK_S
-        self._looking = False
-        self.on_gone: Callable[[Peer, str], None] = lambda peer, why: None
-        """Told of a client that has disconnected or takes nothing; `drop` is then called."""
-        self.on_room: Callable[[], None] = lambda: None
-        """Told when claims have become smaller."""
-        self.cut_off: Callable[[Peer], None] = lambda peer: None
-        """Ends the connection of a client, and with it zmq's references to blocks sent to it."""
-        reactor.each_turn(self._look)
-        reactor.every(1.0, self._find_stalled)
+        self._has_freed_room = False  # since `on_room_freed` was last called
+        self._poll_delay_s = _MIN_POLL_S
+        self._is_poll_scheduled = False
+        self.on_client_lost: Callable[[Peer, str], None] = lambda peer, why: None
+        """Called for a client that has disconnected or reads nothing; it must call `drop`."""
+        self.on_room_freed: Callable[[], None] = lambda: None
+        """Called after claims have become smaller."""
+        self.disconnect: Callable[[Peer], None] = lambda peer: None
+        """Closes the connection of a client, and with it zmq's references to its blocks."""
+        reactor.each_turn(self._poll_sent)
+        reactor.every(1.0, self._disconnect_stalled)
 
     @property
     def claimed_bytes(self) -> int:
@@ -135,35 +136,35 @@ class Outbox:
     # ---- claims ---------------------------------------------------------------------------------
 
     def has_claims(self, peer: Peer) -> bool:
-        line = self._lines.get(peer)
-        return line is not None and line.claimed > 0
+        queue = self._queues.get(peer)
+        return queue is not None and queue.claimed > 0
 
     def claim(self, peer: Peer, nbytes: int, must: bool = False) -> bool:
-        """Room for blocks to be fetched and sent; False when there is none, unless it must be."""
-        line = self._lines.get(peer)
-        mine = 0 if line is None else line.claimed
+        """Claims room for blocks to fetch and send. False if there is none; `must` overrides."""
+        queue = self._queues.get(peer)
+        mine = 0 if queue is None else queue.claimed
         fits = (
-            mine + nbytes <= self._allowances.replies_per_client
-            and self._claimed + nbytes <= self._allowances.replies
+            mine + nbytes <= self._limits.replies_per_client
+            and self._claimed + nbytes <= self._limits.replies
         )
         if not fits and not must:
             return False
-        if line is None:
-            line = self._lines[peer] = _Line()
-        line.claimed += nbytes
+        if queue is None:
+            queue = self._queues[peer] = _PeerQueue()
+        queue.claimed += nbytes
         self._claimed += nbytes
         return True
 
     def unclaim(self, peer: Peer, nbytes: int) -> None:
-        line = self._lines[peer]
-        line.claimed -= nbytes
+        queue = self._queues[peer]
+        queue.claimed -= nbytes
         self._claimed -= nbytes
-        self._freed = True
-        if line.is_idle:
-            del self._lines[peer]
+        self._has_freed_room = True
+        if queue.is_idle:
+            del self._queues[peer]
 
-    def let_go(self, peer: Peer, blocks: Sequence[PinnedSlot]) -> None:
-        """Of blocks that were claimed and will not be sent."""
+    def release_claimed(self, peer: Peer, blocks: Sequence[PinnedSlot]) -> None:
+        """Releases blocks that were claimed and need not stay pinned for zmq."""
         if blocks:
             self._memory.let_go(blocks)
             self.unclaim(peer, sum(block.nbytes for block in blocks))
@@ -175,41 +176,49 @@ class Outbox:
         peer: Peer,
         header: bytes,
         payload: Sequence[PinnedSlot] = (),
-        lost: Callable[[], None] | None = None,
+        on_unsent: Callable[[], None] | None = None,
     ) -> None:
-        """Takes over the claimed blocks of `payload`. `lost` is called if it was never sent."""
-        message = _Message(header, payload, lost)
-        line = self._lines.get(peer)
-        if line is None:
-            line = self._lines[peer] = _Line()
-        if line.waiting or not self._try(peer, line, message):
-            line.waiting.append(message)
+        """Sends a reply. Takes over the claimed blocks of `payload`. Calls `on_unsent` if the
+        reply can never be sent."""
+        message = _Message(header, payload, on_unsent)
+        queue = self._queues.get(peer)
+        if queue is None:
+            queue = self._queues[peer] = _PeerQueue()
+        if queue.waiting or not self._try_send(peer, queue, message):
+            queue.waiting.append(message)
             self._network.hold(peer, message.nbytes)
             self._busy.add(peer)
-            if len(line.waiting) > self._allowances.queued_replies_per_session:
-                self.on_gone(peer, "it does not take its replies")
+            if len(queue.waiting) > self._limits.queued_replies_per_session:
+                self.on_client_lost(peer, "it does not read its replies")
                 return
-        if line.is_idle:
-            self._lines.pop(peer, None)
+        if queue.is_idle:
+            self._queues.pop(peer, None)
 
     def drop(self, peer: Peer) -> None:
-        """Forgets what has not been sent. What zmq refers to stays pinned until it does not."""
-        line = self._lines.get(peer)
-        if line is None:
+        """Discards replies that zmq has not accepted. Blocks in zmq stay pinned until sent."""
+        queue = self._queues.get(peer)
+        if queue is None:
             return
-        waiting, line.waiting = line.waiting, deque()
+        waiting, queue.waiting = queue.waiting, deque()
         for message in waiting:
             self._network.release(peer, message.nbytes)
-            self._give_up(peer, message)
-        if line.is_idle:
-            self._lines.pop(peer, None)
+            self._discard(peer, message)
+        if queue.is_idle:
+            self._queues.pop(peer, None)
 
-    def forget(self, peer: Peer) -> None:
-        """Its connection is closed."""
+    def connection_closed(self, peer: Peer) -> None:
+        """Must be called when the connection of a client has ended."""
         self._copied.pop(peer, None)
+        queue = self._queues.get(peer)
+        if queue is not None and self._is_stalled(queue, time.monotonic()):
+            self._recorder.add(names.CLIENTS_DROPPED, 1)
 
-    def _try(self, peer: Peer, line: _Line, message: _Message) -> bool:
-        """False when the client must take something first. A client that is gone is told of."""
+    def _is_stalled(self, queue: _PeerQueue, now: float) -> bool:
+        has_unread = bool(queue.waiting or queue.in_zmq)
+        return has_unread and queue.last_progress < now - self._stall_s
+
+    def _try_send(self, peer: Peer, queue: _PeerQueue, message: _Message) -> bool:
+        """False if the client must read something first. Reports a client that is gone."""
         socket = peer.listener.socket
         payload_bytes = sum(block.nbytes for block in message.payload)
         is_small = payload_bytes <= _COPY_BYTES
@@ -217,22 +226,22 @@ class Outbox:
         frames = [zmq.Frame(view, copy=is_small, copy_threshold=0) for view in views]
         try:
             flags = zmq.NOBLOCK | zmq.SNDMORE
-            socket.send(peer.identity, flags)  # the only frame that can be refused
+            socket.send(peer.identity, flags)  # zmq accepts or rejects the message at this frame
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
-            self._give_up(peer, message)
+            self._discard(peer, message)
             if error.errno == zmq.EHOSTUNREACH:
-                self._leave_behind(peer, line)
-                self.on_gone(peer, "it has disconnected")
+                self._orphan_sent(peer, queue)
+                self.on_client_lost(peer, "it has disconnected")
             else:
-                logger.warning("a reply could not be sent: %s", error)
+                logger.warning("cannot send a reply: %s", error)
             return True
         copied = self._copied.get(peer, 0) + message.nbytes + is_small * payload_bytes
         refers = not is_small or copied > _TRACK_BYTES
-        if refers and is_small:  # zmq sends in order: with this one all before it are gone
+        if refers and is_small:  # zmq sends in order: this view is dropped after all before it
             view = memoryview(message.header)
-            line.in_zmq.append((weakref.ref(view), None, copied))
+            queue.in_zmq.append((weakref.ref(view), None, copied))
             header: zmq.Frame | bytes = zmq.Frame(view, copy=False, copy_threshold=0)
             del view
         else:
@@ -244,114 +253,113 @@ class Outbox:
             socket.send(frame, zmq.SNDMORE if n < len(frames) else 0, copy=False)
         if not is_small:
             counts = (copied, *[0] * (len(views) - 1))
-            line.in_zmq.extend(zip(map(weakref.ref, views), message.payload, counts, strict=True))
+            queue.in_zmq.extend(zip(map(weakref.ref, views), message.payload, counts, strict=True))
         self._recorder.add(names.BYTES_OUT, len(message.header) + payload_bytes)
         if is_small:
-            self.let_go(peer, message.payload)
+            self.release_claimed(peer, message.payload)
         if refers:
             self._network.hold(peer, copied)
-            line.last_progress = time.monotonic()
+            queue.last_progress = time.monotonic()
             self._busy.add(peer)
-            self._look_after = _SOONEST_LOOK_S
+            self._poll_delay_s = _MIN_POLL_S
         return True
 
-    def _give_up(self, peer: Peer, message: _Message) -> None:
-        self.let_go(peer, message.payload)
-        if message.lost is not None:
-            message.lost()
+    def _discard(self, peer: Peer, message: _Message) -> None:
+        self.release_claimed(peer, message.payload)
+        if message.on_unsent is not None:
+            message.on_unsent()
 
-    # ---- looking after what was sent ------------------------------------------------------------
+    # ---- releasing what was sent ----------------------------------------------------------------
 
-    def _look(self) -> None:
+    def _poll_sent(self) -> None:
         for peer in list(self._busy):
-            line = self._lines.get(peer)
-            if line is None:
+            queue = self._queues.get(peer)
+            if queue is None:
                 self._busy.discard(peer)
                 continue
-            self._collect(peer, line)
-            while line.waiting:
-                message = line.waiting.popleft()
-                if not self._try(peer, line, message):
-                    line.waiting.appendleft(message)
+            self._release_sent(peer, queue)
+            while queue.waiting:
+                message = queue.waiting.popleft()
+                if not self._try_send(peer, queue, message):
+                    queue.waiting.appendleft(message)
                     break
                 self._network.release(peer, message.nbytes)
-                line.last_progress = time.monotonic()
-            if not line.waiting and not line.in_zmq:
+                queue.last_progress = time.monotonic()
+            if not queue.waiting and not queue.in_zmq:
                 self._busy.discard(peer)
-                if line.is_idle:
-                    self._lines.pop(peer, None)
-        if self._freed:
-            self._freed = False
-            self._look_after = _SOONEST_LOOK_S
-            self.on_room()
-            if self._freed:  # again: others get their turn first
+                if queue.is_idle:
+                    self._queues.pop(peer, None)
+        if self._has_freed_room:
+            self._has_freed_room = False
+            self._poll_delay_s = _MIN_POLL_S
+            self.on_room_freed()
+            if self._has_freed_room:  # freed again; let other work run before the next round
                 self._reactor.post(lambda: None)
-        if self._busy and not self._looking:
-            self._looking = True
-            self._reactor.after(self._look_after, self._looked)
-            self._look_after = min(2 * self._look_after, _LATEST_LOOK_S)
+        if self._busy and not self._is_poll_scheduled:
+            self._is_poll_scheduled = True
+            self._reactor.after(self._poll_delay_s, self._wake_up)
+            self._poll_delay_s = min(2 * self._poll_delay_s, _MAX_POLL_S)
 
-    def _looked(self) -> None:
-        self._looking = False
+    def _wake_up(self) -> None:
+        self._is_poll_scheduled = False
 
-    def _collect(self, peer: Peer, line: _Line) -> None:
-        """Lets go of what zmq is done with."""
+    def _release_sent(self, peer: Peer, queue: _PeerQueue) -> None:
+        """Releases the blocks that zmq has finished sending."""
         done: list[PinnedSlot] = []
         copied = 0
-        while line.in_zmq and line.in_zmq[0][0]() is None:
-            _, block, before = line.in_zmq.popleft()
+        while queue.in_zmq and queue.in_zmq[0][0]() is None:
+            _, block, before = queue.in_zmq.popleft()
             copied += before
             if block is not None:
                 done.append(block)
         if copied:
-            line.last_progress = time.monotonic()
+            queue.last_progress = time.monotonic()
             self._network.release(peer, copied)
         if done:
-            line.last_progress = time.monotonic()
+            queue.last_progress = time.monotonic()
             self._memory.let_go(done)
             nbytes = sum(block.nbytes for block in done)
-            line.claimed -= nbytes
+            queue.claimed -= nbytes
             self._claimed -= nbytes
-            self._freed = True
+            self._has_freed_room = True
 
-    def _find_stalled(self) -> None:
-        """The kernel watches tcp clients, which may be slow; a local one that takes nothing is
-        stopped. Without its connection it holds no blocks that were sent to it."""
+    def _disconnect_stalled(self) -> None:
+        """Disconnects local clients that read nothing, which ends zmq's references to their blocks.
+        The kernel does that for tcp clients, unless replies are waiting outside of zmq."""
         now = time.monotonic()
-        limit = now - self._stall_s
         for peer in list(self._busy):
-            line = self._lines.get(peer)
-            if line is None or line.last_progress >= limit:
+            queue = self._queues.get(peer)
+            if queue is None or not self._is_stalled(queue, now):
                 continue
-            if line.waiting or peer.listener.is_local:
-                self.cut_off(peer)
-                self.on_gone(peer, f"it has taken nothing for {self._stall_s:g} s")
-            elif line.last_probe < limit:
-                line.last_probe = now
-                self.send(peer, _PROBE)  # only a client that is there can be sent something
-        self._clear_leftovers(now)
+            if queue.waiting or peer.listener.is_local:
+                self.disconnect(peer)
+                self.on_client_lost(peer, f"it has read nothing for {self._stall_s:g} s")
+            elif queue.last_probe < now - self._stall_s:
+                queue.last_probe = now
+                self.send(peer, _PROBE)  # fails if zmq has lost the connection
+        self._release_orphans(now)
 
-    def _leave_behind(self, peer: Peer, line: _Line) -> None:
-        """The client is gone: what zmq has is of no use to anybody."""
+    def _orphan_sent(self, peer: Peer, queue: _PeerQueue) -> None:
+        """Moves what zmq still references for a disconnected client to the orphans."""
         until = time.monotonic() + _GRACE_S
-        while line.in_zmq:
-            view, block, copied = line.in_zmq.popleft()
+        while queue.in_zmq:
+            view, block, copied = queue.in_zmq.popleft()
             if copied:
                 self._network.release(peer, copied)
             if block is not None:
-                line.claimed -= block.nbytes
-                self._leftovers.append(_Leftover(view, block, until))
+                queue.claimed -= block.nbytes
+                self._orphans.append(_Orphan(view, block, until))
 
-    def _clear_leftovers(self, now: float) -> None:
-        kept: list[_Leftover] = []
+    def _release_orphans(self, now: float) -> None:
+        kept: list[_Orphan] = []
         over: list[PinnedSlot] = []
-        for left in self._leftovers:
+        for left in self._orphans:
             if left.view() is None or left.until <= now:
                 over.append(left.block)
             else:
                 kept.append(left)
         if over:
-            self._leftovers = kept
+            self._orphans = kept
             self._memory.let_go(over)
             self._claimed -= sum(block.nbytes for block in over)
-            self._freed = True
+            self._has_freed_room = True

@@ -1,7 +1,7 @@
-"""One thread that waits for sockets, descriptors, timers and other threads, and calls back.
+"""The event loop: one thread that waits for sockets, descriptors, timers and posted callbacks.
 
-All of the daemon's own state is touched on this thread alone, so it needs no locks. Whatever else
-a thread has to say, it posts. A callback that raises is logged and never stops the loop.
+All state of the daemon that is not a store is used on this thread only, so it needs no locks. Other
+threads post callbacks. A callback that raises is logged and never stops the loop.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 Callback = Callable[[], None]
 
-_MAX_POLL_S = 1.0  # the loop turns at least this often, so that its pulse can be watched
-_PATIENT_S = 0.005  # of a turn, for what can wait
+_MAX_POLL_S = 1.0  # bounds a turn of the idle loop, so that /healthz can tell it is alive
+_BACKGROUND_S = 0.005  # time per turn for background callbacks
 
 
 class Timer:
-    """A call to come. `cancel` is idempotent."""
+    """A scheduled call. `cancel` is idempotent."""
 
     __slots__ = ("_callback", "due")
 
@@ -44,13 +44,14 @@ class Timer:
 
 
 class Reactor:
-    """Everything but `post`, `hand_over` and `last_turn` belongs to the thread that calls `run`."""
+    """The daemon's event loop. Only `post`, `run_on_loop` and `last_turn` may be used from other
+    threads than the one that calls `run`."""
 
     def __init__(self) -> None:
         self._poller = zmq.Poller()
         self._watched: dict[zmq.Socket[bytes] | int, Callback] = {}
         self._posted: deque[Callback] = deque()
-        self._patient: deque[Callback] = deque()
+        self._background: deque[Callback] = deque()
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
         self._each_turn: list[Callback] = []
@@ -58,7 +59,7 @@ class Reactor:
         self._thread = 0
         self.last_turn = time.monotonic()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._wake_lock = threading.RLock()  # a signal handler may post within a post
+        self._wake_lock = threading.RLock()  # a signal handler may post during a post
         self.watch(self._wake, self._woken)
 
     def watch(self, source: zmq.Socket[bytes] | int, readable: Callback) -> None:
@@ -66,24 +67,24 @@ class Reactor:
         self._watched[source] = readable
         self._poller.register(source, zmq.POLLIN)
 
-    def forget(self, source: zmq.Socket[bytes] | int) -> None:
+    def unwatch(self, source: zmq.Socket[bytes] | int) -> None:
         if self._watched.pop(source, None) is not None:
             self._poller.unregister(source)
 
     def post(self, callback: Callback) -> None:
-        """Has the loop call it soon. From any thread, and from signal handlers."""
+        """Calls `callback` on the loop soon. From any thread, and from signal handlers."""
         self._posted.append(callback)
         with self._wake_lock:
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
 
-    def in_turn(self, callback: Callback) -> None:
-        """Has the loop call it when everything else has had its turn, and those that were here
-        before it: for one piece of something long. From the loop's thread only."""
-        self._patient.append(callback)
+    def post_background(self, callback: Callback) -> None:
+        """Queues one piece of long work, to run after everything else of a turn and after what was
+        queued before it. From the loop's thread only."""
+        self._background.append(callback)
 
-    def hand_over(self, callback: Callback) -> None:
-        """Calls it on the loop's thread: now if this is it, soon otherwise."""
+    def run_on_loop(self, callback: Callback) -> None:
+        """Calls `callback` on the loop's thread: now if this is that thread, otherwise soon."""
         if threading.get_ident() == self._thread:
             callback()
         else:
@@ -102,26 +103,26 @@ class Reactor:
         self.after(seconds, again)
 
     def each_turn(self, callback: Callback) -> None:
-        """Called at the end of every turn of the loop."""
+        """Calls `callback` at the end of every turn of the loop."""
         self._each_turn.append(callback)
 
     def run(self) -> None:
-        """Returns after `stop`."""
+        """Runs the loop until `stop`."""
         self._running = True
         self._thread = threading.get_ident()
         try:
             while self._running:
                 self.turn()
         finally:
-            self._thread = 0  # what is handed over now has nobody to answer
+            self._thread = 0  # from now on `run_on_loop` only queues, and nothing runs
 
     def stop(self) -> None:
         self._running = False
 
     def turn(self) -> None:
-        """Waits for something to do and does it."""
-        for source, _ in self._poller.poll(self._patience_ms()):
-            ready = self._watched.get(source)  # an earlier callback may have forgotten it
+        """Waits for something to do and does it, once."""
+        for source, _ in self._poller.poll(self._poll_timeout_ms()):
+            ready = self._watched.get(source)  # an earlier callback may have unwatched it
             if ready is not None:
                 self._call(ready)
         for _ in range(len(self._posted)):
@@ -129,7 +130,7 @@ class Reactor:
         now = self.last_turn = time.monotonic()
         while self._timers and self._timers[0][0] <= now:
             self._call(heapq.heappop(self._timers)[2].fire)
-        self._go_on_with_the_patient()
+        self._run_background()
         for callback in self._each_turn:
             self._call(callback)
 
@@ -138,16 +139,16 @@ class Reactor:
             os.close(self._wake)
             self._wake = -1
 
-    def _go_on_with_the_patient(self) -> None:
-        """With as many as there is time for, and always with one."""
-        end = time.monotonic() + _PATIENT_S
-        for _ in range(len(self._patient)):
-            self._call(self._patient.popleft())
+    def _run_background(self) -> None:
+        """Runs background callbacks while there is time, and at least one."""
+        end = time.monotonic() + _BACKGROUND_S
+        for _ in range(len(self._background)):
+            self._call(self._background.popleft())
             if time.monotonic() >= end:
                 break
 
-    def _patience_ms(self) -> int:
-        if self._posted or self._patient:
+    def _poll_timeout_ms(self) -> int:
+        if self._posted or self._background:
             return 0
         wait = _MAX_POLL_S
         if self._timers:
@@ -162,4 +163,4 @@ class Reactor:
         try:
             callback()
         except Exception:
-            logger.exception("a callback failed; the daemon goes on")
+            logger.exception("a callback of the event loop failed; the daemon continues")

@@ -1,13 +1,13 @@
-"""Messages as they come off a ROUTER socket, frame by frame.
+"""Receives messages from a ROUTER socket, frame by frame.
 
-zmq hands a message over only when all of it has arrived, and nothing bounds how many frames that
-may be. So no more of them are taken at once than a turn of the loop should last, and of a message
-with more frames than the protocol allows nothing is kept: it is dropped over as many turns as that
-takes. Until then zmq gives out no other message of this socket.
+zmq delivers a message only when all of it has arrived, and does not limit its number of frames. A
+turn of the loop therefore receives a bounded number of frames. A message with more frames than the
+protocol allows is dropped, over as many turns as that takes; until then zmq delivers no other
+message of this socket.
 
-Sockets take turns, and within a socket zmq lets its clients do so. For clients of a busy socket to
-get as much as the only one of another, a turn is the longer the more clients were heard in the one
-before.
+The loop serves its sockets in turn, and zmq serves the clients of a socket in turn. So that clients
+of a busy socket get as much as the only client of another one, a turn is longer the more clients
+the socket had in the turn before.
 """
 
 from __future__ import annotations
@@ -21,44 +21,47 @@ from vllm_tiered_kv.errors import ErrorCode, ProtocolError
 from vllm_tiered_kv.wire.frames import peek_request_id
 from vllm_tiered_kv.wire.limits import MAX_FRAMES
 
-# Of one socket, before others get their turn.
-_MESSAGES_OF_A_CLIENT = 4
-_MESSAGES_A_TURN = 64
-_FRAMES_A_TURN = 2048
-_HEADER_BYTES_A_TURN = 1 << 20  # decoding takes time
+# Limits of one socket per turn of the loop.
+_MESSAGES_PER_CLIENT = 4
+_MESSAGES_PER_TURN = 64
+_FRAMES_PER_TURN = 2048
+_HEADER_BYTES_PER_TURN = 1 << 20  # bounds the time spent on decoding
 
 
 @dataclass(slots=True)
 class Message:
-    """One that has arrived whole."""
+    """A complete message; `frames` is empty if it was dropped, and `fault` says why."""
 
     identity: bytes
-    descriptor: int | None = None  # of the connection it came over
+    descriptor: int | None = None  # of its connection
     frames: list[zmq.Frame] = field(default_factory=list)  # the header first
-    count: int = 0  # of its frames
+    count: int = 0  # frames, without the identity
     nbytes: int = 0
-    fault: ProtocolError | None = None  # why nothing of it was kept
+    fault: ProtocolError | None = None
 
 
 class Receiver:
+    """Reads one listener for the gateway, on the reactor's thread: `begin_turn`, then `next` until
+    it returns None."""
+
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
-        self._current: Message | None = None  # what is being received
-        self._dropped_id: int | None = None  # of the request that is being dropped
-        self._heard: set[bytes] = set()  # in this turn, by identity
+        self._current: Message | None = None  # being received
+        self._dropped_id: int | None = None  # request id of the message being dropped
+        self._senders: set[bytes] = set()  # identities in this turn
         self._messages_left = 0
         self._frames_left = 0
         self._header_bytes_left = 0
 
     def begin_turn(self) -> None:
-        most = _MESSAGES_OF_A_CLIENT * max(1, len(self._heard))
-        self._messages_left = min(most, _MESSAGES_A_TURN)
-        self._heard.clear()
-        self._frames_left = _FRAMES_A_TURN
-        self._header_bytes_left = _HEADER_BYTES_A_TURN
+        share = _MESSAGES_PER_CLIENT * max(1, len(self._senders))
+        self._messages_left = min(share, _MESSAGES_PER_TURN)
+        self._senders.clear()
+        self._frames_left = _FRAMES_PER_TURN
+        self._header_bytes_left = _HEADER_BYTES_PER_TURN
 
     def next(self) -> Message | None:
-        """The next message; None if there is none, or none in this turn."""
+        """The next message; None if there is none, or this turn's share is used up."""
         receive = self._socket.recv
         message = self._current
         while self._messages_left > 0 and self._frames_left > 0 and self._header_bytes_left > 0:
@@ -81,10 +84,10 @@ class Receiver:
         return None
 
     def _add_other(self, message: Message, frame: zmq.Frame) -> None:
-        """The header, or one frame too many."""
+        """Handles the header, or a frame beyond the limit."""
         if message.count == 1:
             message.frames.append(frame)
-            with contextlib.suppress(zmq.ZMQError):  # not of one within this process
+            with contextlib.suppress(zmq.ZMQError):  # inproc connections have no descriptor
                 message.descriptor = int(frame.get(zmq.SRCFD))
         elif message.frames:
             self._dropped_id = peek_request_id(message.frames[0].buffer)
@@ -93,7 +96,7 @@ class Receiver:
     def _finish(self, message: Message) -> Message:
         self._current = None
         self._messages_left -= 1
-        self._heard.add(message.identity)
+        self._senders.add(message.identity)
         if message.frames:
             self._header_bytes_left -= len(message.frames[0])
         elif message.count:

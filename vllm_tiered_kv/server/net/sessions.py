@@ -1,4 +1,4 @@
-"""Who is connected: one session for each client socket that has said hello."""
+"""Sessions: one for each client socket that has sent `hello`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from vllm_tiered_kv.errors import ErrorCode, ProtocolError
 from vllm_tiered_kv.server.shm.leases import Attachment
 from vllm_tiered_kv.server.tiers.namespace_file import Shape
 
-_FRESH_S = 1.0  # a session used more recently than this is not dropped for a new one
+_IN_USE_S = 1.0  # a session used more recently than this is not closed for a new one
 
 
 @dataclass(frozen=True, eq=False)
 class Listener:
-    """A bound ROUTER socket."""
+    """A bound ROUTER socket that clients connect to."""
 
     socket: zmq.Socket[bytes]
     endpoint: str
@@ -28,8 +28,8 @@ class Listener:
 
 
 class Peer(NamedTuple):
-    """A client's socket as zmq knows it. A tuple: it is looked up some twenty times for a message,
-    and the hash of a dataclass is Python code."""
+    """A client's socket as zmq identifies it. A tuple because every message looks it up some twenty
+    times, and a tuple hashes without running Python code."""
 
     listener: Listener
     identity: bytes
@@ -37,16 +37,19 @@ class Peer(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Session:
+    """A client after `hello`: what it may do and the shape of its keys and blocks. The gateway
+    creates it. Used on the reactor's thread only."""
+
     peer: Peer
     client: str
-    user: str  # public key of an authenticated client, or empty
+    user: str  # public key of an authenticated client, empty for others
     read_only: bool
     namespace: bytes
     shape: Shape
     attachment: Attachment | None
     session_id: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     last_seen: float = field(default_factory=time.monotonic)
-    under_way: int = 0  # requests not yet answered
+    in_flight: int = 0  # requests not yet answered
     is_open: bool = True
     _prefix: bytes = field(init=False)
 
@@ -75,7 +78,7 @@ class Session:
         if width != self.shape.key_bytes:
             raise ProtocolError(
                 ErrorCode.MISMATCH,
-                f"keys of {width} bytes; this session's have {self.shape.key_bytes}",
+                f"the keys have {width} bytes; this session's have {self.shape.key_bytes}",
             )
 
     def require_lengths(self, lengths: list[int]) -> None:
@@ -83,20 +86,20 @@ class Session:
         if strange:
             raise ProtocolError(
                 ErrorCode.MISMATCH,
-                f"a block of {min(strange)} bytes; this session's blocks have "
+                f"a block has {min(strange)} bytes; this session's blocks have "
                 f"{sorted(self.shape.block_bytes)}",
             )
 
     def require_writer(self) -> None:
         if self.read_only:
-            raise ProtocolError(ErrorCode.READ_ONLY, "this client may only read")
+            raise ProtocolError(ErrorCode.READ_ONLY, "this client's key is read-only")
 
-    def require_room(self, most: int) -> None:
-        """For one more request, with so many under way at most."""
-        if self.under_way >= most:
+    def require_inflight_room(self, max_in_flight: int) -> None:
+        """ProtocolError if `max_in_flight` requests are in flight already."""
+        if self.in_flight >= max_in_flight:
             raise ProtocolError(
                 ErrorCode.UNAVAILABLE,
-                f"{self.under_way} requests of this session are under way already",
+                f"{self.in_flight} requests of this session are in flight; wait for replies",
             )
 
     def require_attachment(self) -> Attachment:
@@ -106,32 +109,35 @@ class Session:
 
 
 class Sessions:
-    """At most so many. A session that is dropped has to say hello again, nothing else."""
+    """The open sessions, limited in number. The client of a closed session only has to send
+    `hello` again. Used on the reactor's thread only."""
 
-    def __init__(self, most: int, idle_s: float, on_drop: Callable[[Session], None]) -> None:
-        self._most = most
+    def __init__(
+        self, max_sessions: int, idle_s: float, on_drop: Callable[[Session], None]
+    ) -> None:
+        self._max_sessions = max_sessions
         self._idle_s = idle_s
         self._on_drop = on_drop
-        self._by_peer: dict[Peer, Session] = {}  # longest unused first, about
+        self._by_peer: dict[Peer, Session] = {}  # roughly least recently used first
 
     def __len__(self) -> int:
         return len(self._by_peer)
 
     @property
-    def under_way(self) -> int:
+    def in_flight(self) -> int:
         """Requests not yet answered."""
-        return sum(session.under_way for session in self._by_peer.values())
+        return sum(session.in_flight for session in self._by_peer.values())
 
-    def at(self, peer: Peer) -> Session | None:
+    def get(self, peer: Peer) -> Session | None:
         return self._by_peer.get(peer)
 
     def find(self, peer: Peer, user: str) -> Session | None:
-        """The session of this socket, if the same client still speaks through it."""
+        """The session of this socket, if it still belongs to the same authenticated client."""
         session = self._by_peer.get(peer)
         if session is None or session.user != user:
             return None
         now = time.monotonic()
-        if now - session.last_seen > _FRESH_S:
+        if now - session.last_seen > _IN_USE_S:
             self._by_peer.pop(peer)
             self._by_peer[peer] = session
         session.last_seen = now
@@ -139,26 +145,26 @@ class Sessions:
 
     def open(self, session: Session) -> None:
         before = self._by_peer.get(session.peer)
-        if before is not None and before.under_way:  # their replies belong to that session
+        if before is not None and before.in_flight:  # the replies belong to the old session
             raise ProtocolError(
                 ErrorCode.UNAVAILABLE,
-                f"{before.under_way} requests are under way; say hello when they are answered",
+                f"{before.in_flight} requests are in flight; send hello after their replies",
             )
         self.drop(session.peer)
-        if len(self._by_peer) >= self._most:
-            unused = self._longest_unused()
+        if len(self._by_peer) >= self._max_sessions:
+            unused = self._least_recently_used()
             if unused is None:
                 raise ProtocolError(
-                    ErrorCode.UNAVAILABLE, f"{self._most} sessions are open, and all are in use"
+                    ErrorCode.UNAVAILABLE, f"{self._max_sessions} sessions are open and in use"
                 )
             self.drop(unused.peer)
         self._by_peer[session.peer] = session
 
-    def _longest_unused(self) -> Session | None:
-        """Not just the first: one that never rests stays where it is, and so does one that waits
-        for its answer, while clients that have gone leave their sessions behind them."""
-        limit = time.monotonic() - _FRESH_S
-        unused = (s for s in self._by_peer.values() if not s.under_way and s.last_seen <= limit)
+    def _least_recently_used(self) -> Session | None:
+        """The first that is idle. Sessions that are in use all the time, or wait for an answer,
+        keep their place at the front."""
+        limit = time.monotonic() - _IN_USE_S
+        unused = (s for s in self._by_peer.values() if not s.in_flight and s.last_seen <= limit)
         return next(unused, None)
 
     def drop(self, peer: Peer) -> None:
@@ -170,5 +176,5 @@ class Sessions:
     def drop_idle(self) -> None:
         limit = time.monotonic() - self._idle_s
         for peer in [p for p, s in self._by_peer.items() if s.last_seen < limit]:
-            if not self._by_peer[peer].under_way:
+            if not self._by_peer[peer].in_flight:
                 self.drop(peer)

@@ -1,7 +1,7 @@
-"""Blocks on their way out: fetched a window at a time, sent as they become ready.
+"""Serves `get`: fetches blocks window by window and sends them as they become ready.
 
 A request may name far more blocks than the memory holds, so a transfer fetches no more than its
-client's share of the memory allows and goes on as the client takes what was sent.
+client's share of the memory allows, and continues as the client reads what was sent.
 """
 
 from __future__ import annotations
@@ -20,37 +20,38 @@ from vllm_tiered_kv.wire.messages import GetReply
 
 _BATCH_BLOCKS = 16
 _BATCH_BYTES = 8 << 20
-_FETCH_AT_ONCE = 64  # keys handed to the store at a time
-_MAX_FETCHING = 256  # keys of one transfer under way: others' are read in between
-_FETCHES_A_TURN = 4  # of one transfer, before others get their turn
+_FETCH_BATCH_KEYS = 64  # per call to the store
+_MAX_FETCHING = 256  # keys of one transfer in flight, so that reads of other clients interleave
+_FETCHES_PER_TURN = 4  # batches of one transfer before other callbacks run
 
 
 class Transfers:
-    """All that is being fetched. `pump` goes on with those that wait for room."""
+    """All running transfers. `Handlers` starts them; `pump` resumes those that wait for room in
+    the outbox. Runs on the reactor's thread."""
 
     def __init__(
-        self, reactor: Reactor, store: TieredStore, outbox: Outbox, most_message_bytes: int
+        self, reactor: Reactor, store: TieredStore, outbox: Outbox, max_message_bytes: int
     ) -> None:
         self.reactor = reactor
         self.store = store
         self.outbox = outbox
-        self.most_message_bytes = most_message_bytes
+        self.max_message_bytes = max_message_bytes
         self._waiting: deque[Transfer] = deque()
-        outbox.on_room = self.pump
+        outbox.on_room_freed = self.pump
 
     def start(self, call: Call, keys: Sequence[StoreKey], stream: bool) -> None:
-        Transfer(self, call, keys, stream).go_on()
+        Transfer(self, call, keys, stream).advance()
 
     def wait(self, transfer: Transfer) -> None:
         self._waiting.append(transfer)
 
     def pump(self) -> None:
         for _ in range(len(self._waiting)):
-            self._waiting.popleft().go_on()
+            self._waiting.popleft().advance()
 
 
 class Transfer:
-    """One `get`."""
+    """One `get`. Runs on the reactor's thread, except for `_arrive`."""
 
     def __init__(
         self, transfers: Transfers, call: Call, keys: Sequence[StoreKey], stream: bool
@@ -60,24 +61,24 @@ class Transfer:
         self._call = call
         self._keys = keys
         self._stream = stream
-        self._next = 0  # first key not yet asked for
-        self._fetching = 0  # keys asked for and not yet here
+        self._next = 0  # index of the first key not yet fetched
+        self._fetching = 0  # keys being fetched
         self._arrived: deque[tuple[int, PinnedSlot | None]] = deque()  # appended to by any thread
-        self._expected = False  # whether somebody will look at `_arrived` without being told
+        self._is_collect_due = False  # `_collect` will run anyway: `_arrive` need not post it
         self._ready: list[tuple[int, PinnedSlot]] = []
         self._ready_bytes = 0
-        self._is_waiting = False  # for room
-        self._has_a_turn = False  # to come
+        self._is_waiting = False  # for room in the outbox
+        self._is_turn_scheduled = False
 
-    def go_on(self) -> None:
+    def advance(self) -> None:
         """Fetches what there is room for and sends what is ready."""
         self._is_waiting = False
         fetches = 0
         while self._may_fetch():
-            if fetches == _FETCHES_A_TURN:  # misses take no room: there may be very many
-                self._take_turns()
+            if fetches == _FETCHES_PER_TURN:  # misses need no room, so there may be very many
+                self._schedule_turn()
                 break
-            count = self._room_for()
+            count = self._claim_room()
             if count == 0:
                 self._is_waiting = True
                 self._transfers.wait(self)
@@ -87,54 +88,54 @@ class Transfer:
             fetches += 1
         self._send_ready()
 
-    def _take_turns(self) -> None:
-        if not self._has_a_turn:
-            self._has_a_turn = True
-            self._transfers.reactor.in_turn(self._my_turn)
+    def _schedule_turn(self) -> None:
+        if not self._is_turn_scheduled:
+            self._is_turn_scheduled = True
+            self._transfers.reactor.post_background(self._run_turn)
 
-    def _my_turn(self) -> None:
-        self._has_a_turn = False
+    def _run_turn(self) -> None:
+        self._is_turn_scheduled = False
         if not self._is_waiting:
-            self.go_on()
+            self.advance()
 
     def _may_fetch(self) -> bool:
-        """More now. What is on its way leads here again."""
+        """Whether to fetch more now. Blocks that arrive call `advance` again."""
         return (
             self._next < len(self._keys)
             and self._fetching < _MAX_FETCHING
-            and self._may_go_on()
-            and not self._may_be_full()
+            and self._is_wanted()
+            and not self._may_exceed_message()
         )
 
-    def _may_go_on(self) -> bool:
-        return self._call.session.is_open and not self._call.is_over
+    def _is_wanted(self) -> bool:
+        return self._call.session.is_open and not self._call.is_answered
 
-    def _may_be_full(self) -> bool:
-        """Whether a single message may be too large already with what is still on its way: the
-        rest is not worth reading, and pushing others out of memory, before that is known."""
+    def _may_exceed_message(self) -> bool:
+        """Whether a reply in a single message may become too large with the blocks being fetched.
+        Until that is known, fetching more would evict other blocks for nothing."""
         coming = self._fetching * self._call.session.largest_block
-        most = self._transfers.most_message_bytes
-        return not self._stream and bool(coming) and self._ready_bytes + coming > most
+        limit = self._transfers.max_message_bytes
+        return not self._stream and bool(coming) and self._ready_bytes + coming > limit
 
-    def _room_for(self) -> int:
-        """Claims room for some of the next keys; how many."""
+    def _claim_room(self) -> int:
+        """Claims room for some of the next keys and returns for how many."""
         peer, each = self._call.session.peer, self._call.session.largest_block
-        count = min(_FETCH_AT_ONCE, len(self._keys) - self._next)
+        count = min(_FETCH_BATCH_KEYS, len(self._keys) - self._next)
         if not self._stream and self._next > 0:
-            # A single message waits for nothing once it has begun: it could wait for itself.
-            count = max(1, min(count, self._transfers.most_message_bytes // each))
+            # A single message must not wait for room once it has begun: its own blocks take it.
+            count = max(1, min(count, self._transfers.max_message_bytes // each))
             return count if self._outbox.claim(peer, count * each, must=True) else 0
         while count > 1 and not self._outbox.claim(peer, count * each):
             count //= 2
         if count > 1:
             return count
-        # Who has nothing under way gets one always: it may be larger than its share.
+        # A client without claims always gets one block: it may be larger than the client's share.
         return int(self._outbox.claim(peer, each, must=not self._outbox.has_claims(peer)))
 
     def _fetch(self, count: int) -> None:
         first, self._next = self._next, self._next + count
         self._fetching += count
-        self._expected = True
+        self._is_collect_due = True
         self._transfers.store.fetch(
             self._keys[first : first + count],
             lambda position, block: self._arrive(first + position, block),
@@ -142,21 +143,21 @@ class Transfer:
         )
 
     def _arrive(self, position: int, block: PinnedSlot | None) -> None:
-        """From any thread."""
+        """Takes a block from the store. From any thread."""
         self._arrived.append((position, block))
-        if not self._expected:
-            self._expected = True
-            self._transfers.reactor.post(self._arrived_later)
+        if not self._is_collect_due:
+            self._is_collect_due = True
+            self._transfers.reactor.post(self._collect_and_advance)
 
-    def _arrived_later(self) -> None:
+    def _collect_and_advance(self) -> None:
         self._collect()
-        if self._is_waiting or self._has_a_turn:
+        if self._is_waiting or self._is_turn_scheduled:
             self._send_ready()
         else:
-            self.go_on()
+            self.advance()
 
     def _collect(self) -> None:
-        self._expected = False  # before looking: what comes later is told of again
+        self._is_collect_due = False  # cleared first: later arrivals must post again
         session = self._call.session
         while self._arrived:
             position, block = self._arrived.popleft()
@@ -168,24 +169,24 @@ class Transfer:
             self._outbox.unclaim(session.peer, session.largest_block - kept)
             if block is None:
                 continue
-            if not self._may_go_on():
-                self._outbox.let_go(session.peer, [block])
+            if not self._is_wanted():
+                self._outbox.release_claimed(session.peer, [block])
                 continue
             self._ready.append((position, block))
             self._ready_bytes += block.nbytes
-            if not self._stream and self._ready_bytes > self._transfers.most_message_bytes:
-                self._give_up()
+            if not self._stream and self._ready_bytes > self._transfers.max_message_bytes:
+                self._release_ready()
                 self._call.fail(
                     ProtocolError(
                         ErrorCode.TOO_LARGE,
-                        f"the blocks are more than {self._transfers.most_message_bytes} bytes; "
-                        "ask for them as a stream",
+                        f"the blocks exceed {self._transfers.max_message_bytes} bytes; "
+                        "request them as a stream",
                     )
                 )
 
     def _send_ready(self) -> None:
-        if not self._may_go_on():
-            self._give_up()
+        if not self._is_wanted():
+            self._release_ready()
             if not self._call.session.is_open:
                 self._call.reply(GetReply([], [], []))
             return
@@ -200,12 +201,12 @@ class Transfer:
         if is_complete:
             self._send([], last=True)
 
-    def _take(self, count: int, most_bytes: int | None = None) -> list[tuple[int, PinnedSlot]]:
+    def _take(self, count: int, max_bytes: int | None = None) -> list[tuple[int, PinnedSlot]]:
         taken: list[tuple[int, PinnedSlot]] = []
         nbytes = 0
         for one in self._ready[:count]:
             nbytes += one[1].nbytes
-            if taken and most_bytes is not None and nbytes > most_bytes:
+            if taken and max_bytes is not None and nbytes > max_bytes:
                 break
             taken.append(one)
         del self._ready[: len(taken)]
@@ -213,7 +214,7 @@ class Transfer:
         return taken
 
     def _send(self, batch: list[tuple[int, PinnedSlot]], last: bool) -> None:
-        if self._call.is_over:
+        if self._call.is_answered:
             return
         blocks = [block for _, block in batch]
         reply = GetReply(
@@ -222,9 +223,9 @@ class Transfer:
             [block.checksum for block in blocks],
             more=not last,
         )
-        send: Callable[..., None] = self._call.reply if last else self._call.part
+        send: Callable[..., None] = self._call.reply if last else self._call.stream_part
         send(reply, blocks)
 
-    def _give_up(self) -> None:
+    def _release_ready(self) -> None:
         ready, self._ready, self._ready_bytes = self._ready, [], 0
-        self._outbox.let_go(self._call.session.peer, [block for _, block in ready])
+        self._outbox.release_claimed(self._call.session.peer, [block for _, block in ready])

@@ -1,4 +1,4 @@
-"""One request being served, and how it is answered."""
+"""A request in flight, and how it is answered."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from vllm_tiered_kv.wire.messages import ErrorReply, Reply, encode_reply
 
 
 class Replies(Protocol):
-    """The way back to clients: `Outbox`."""
+    """How calls send replies; implemented by `Outbox`."""
 
     def send(
         self,
         peer: Peer,
         header: bytes,
         payload: Sequence[PinnedSlot] = (),
-        lost: Callable[[], None] | None = None,
+        on_unsent: Callable[[], None] | None = None,
     ) -> None:
-        """Takes over the claimed blocks; `lost` is called if it was never sent."""
+        """Takes over the claimed blocks; calls `on_unsent` if the reply can never be sent."""
 
-    def let_go(self, peer: Peer, blocks: Sequence[PinnedSlot]) -> None:
-        """Claimed blocks that are not sent after all."""
+    def release_claimed(self, peer: Peer, blocks: Sequence[PinnedSlot]) -> None:
+        """Releases claimed blocks that are not sent after all."""
 
 
 class Call:
-    """Answered exactly once, or streamed and then answered once. On the reactor's thread."""
+    """A request in flight. Handlers answer it exactly once, after any number of streamed parts.
+    Used on the reactor's thread, except for `reply_from_thread`."""
 
     __slots__ = (
-        "_on_end", "_reactor", "_recorder", "_replies", "is_over", "op", "request_id", "session"
+        "_on_end", "_reactor", "_recorder", "_replies", "is_answered", "op", "request_id", "session"
     )  # fmt: skip
 
     def __init__(
@@ -47,44 +48,45 @@ class Call:
         recorder: Recorder,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_end` is called when it is answered, or nobody is left to hear the answer."""
+        """`on_end` is called when the request is answered, or its client has gone."""
         self.session = session
         self.request_id = request_id
         self.op = op
-        self.is_over = False
+        self.is_answered = False
         self._replies = replies
         self._reactor = reactor
         self._recorder = recorder
         self._on_end = on_end
-        session.under_way += 1
+        session.in_flight += 1
 
     def reply(
         self,
         reply: Reply,
         payload: Sequence[PinnedSlot] = (),
-        lost: Callable[[], None] | None = None,
+        on_unsent: Callable[[], None] | None = None,
     ) -> None:
-        """The last word. Takes over the claimed blocks; `lost` is called if it was never sent."""
-        if not self.is_over:
-            self.is_over = True
-            self.session.under_way -= 1
+        """Sends the final reply. Takes over the claimed blocks; calls `on_unsent` if the reply can
+        never be sent."""
+        if not self.is_answered:
+            self.is_answered = True
+            self.session.in_flight -= 1
             self._on_end()
-            self.part(reply, payload, lost)
+            self.stream_part(reply, payload, on_unsent)
 
-    def part(
+    def stream_part(
         self,
         reply: Reply,
         payload: Sequence[PinnedSlot] = (),
-        lost: Callable[[], None] | None = None,
+        on_unsent: Callable[[], None] | None = None,
     ) -> None:
-        """One message of a stream."""
+        """Sends one message of a stream."""
         if self.session.is_open:
             header = encode_reply(self.request_id, reply)
-            self._replies.send(self.session.peer, header, payload, lost)
+            self._replies.send(self.session.peer, header, payload, on_unsent)
         else:
-            self._replies.let_go(self.session.peer, payload)
-            if lost is not None:
-                lost()
+            self._replies.release_claimed(self.session.peer, payload)
+            if on_unsent is not None:
+                on_unsent()
 
     def fail(self, error: ProtocolError) -> None:
         self._recorder.add(names.ERRORS, 1, error.code.value)
@@ -93,8 +95,8 @@ class Call:
     def fail_internally(self) -> None:
         self.fail(ProtocolError(ErrorCode.INTERNAL, "the daemon failed; its log says why"))
 
-    def later(self, answer: Callable[[], Reply]) -> None:
-        """Answers from any thread."""
+    def reply_from_thread(self, answer: Callable[[], Reply]) -> None:
+        """Sends the reply that `answer` returns, or its ProtocolError. From any thread."""
 
         def on_loop() -> None:
             try:
@@ -107,4 +109,4 @@ class Call:
                 raise
             self.reply(reply)
 
-        self._reactor.hand_over(on_loop)
+        self._reactor.run_on_loop(on_loop)

@@ -1,4 +1,4 @@
-"""What the daemon does for each kind of request."""
+"""Dispatches each kind of request to its handler."""
 
 from __future__ import annotations
 
@@ -61,14 +61,15 @@ _TIER_CODES = {
 
 
 class Handlers:
-    """Runs on the reactor's thread; what the store answers from other threads is posted."""
+    """The request handlers; the gateway calls `serve`. Runs on the reactor's thread; results that
+    come from other threads are posted to it."""
 
     def __init__(
         self,
         reactor: Reactor,
         store: TieredStore,
         outbox: Outbox,
-        allowances: ClientLimits,
+        limits: ClientLimits,
         recorder: Recorder,
         network: NetworkMemory,
         arena: ArenaHandlers,
@@ -78,14 +79,14 @@ class Handlers:
     ) -> None:
         self._reactor = reactor
         self._store = store
-        self._allowances = allowances
+        self._limits = limits
         self._recorder = recorder
         self._network = network
-        self.transfers = Transfers(reactor, store, outbox, allowances.message)
+        self.transfers = Transfers(reactor, store, outbox, limits.message)
         self._pins = pins
         self._info = info
         self._stats = stats
-        self.put_bytes = 0  # received and not yet copied
+        self.put_bytes = 0  # payloads received and not yet copied
         self._by_type: dict[type, Callable[[Call, Any, Sequence[memoryview]], None]] = {
             Match: self._match,
             Contains: self._contains,
@@ -104,7 +105,7 @@ class Handlers:
         }
 
     def serve(self, call: Call, request: Request, payload: Sequence[memoryview]) -> None:
-        """Answers now or later; whatever happens, there is one answer."""
+        """Answers now or later, and exactly once, whatever happens."""
         try:
             self._by_type[type(request)](call, request, payload)
         except ProtocolError as error:
@@ -124,15 +125,19 @@ class Handlers:
             call.reply(MatchReply(located.count, tiers))
             if request.pin_ms and located.count and not session.read_only:
                 matched = keys[: located.count]
-                self._pins.keep(session, matched, request.suffixes, request.pin_ms / 1000)
+                self._pins.pin_match(session, matched, request.suffixes, request.pin_ms / 1000)
 
         self._store.match(
-            keys, request.suffixes, lambda located: self._reactor.hand_over(lambda: found(located))
+            keys,
+            request.suffixes,
+            lambda located: self._reactor.run_on_loop(lambda: found(located)),
         )
 
     def _contains(self, call: Call, request: Contains, payload: Sequence[memoryview]) -> None:
         def found(tiers: list[Tier | None]) -> None:
-            call.later(lambda: ContainsReply(bytes(_TIER_CODES[tier] for tier in tiers)))
+            call.reply_from_thread(
+                lambda: ContainsReply(bytes(_TIER_CODES[tier] for tier in tiers))
+            )
 
         self._store.contains(call.session.keys(request.width, request.keys), found)
 
@@ -148,15 +153,15 @@ class Handlers:
         if request.durability is Durability.DISK and not self._store.has_disk:
             raise ProtocolError(
                 ErrorCode.NOT_WRITTEN,
-                "this daemon has no disk: neither an SSD nor a backing folder; nothing was kept",
+                "this daemon has no disk, neither an SSD nor a backing folder; nothing was stored",
             )
         total = sum(request.lengths)
-        if total > self._allowances.message:
+        if total > self._limits.message:
             raise ProtocolError(
                 ErrorCode.TOO_LARGE,
-                f"{total} bytes in one message; this daemon takes {self._allowances.message}",
+                f"a message of {total} bytes; this daemon accepts {self._limits.message}",
             )
-        if self.put_bytes + total > self._allowances.puts:
+        if self.put_bytes + total > self._limits.puts:
             self._recorder.add(names.PUTS, len(keys), PutResult.DROPPED.name.lower())
             self._store.memory.turn_away(keys)
             call.reply(PutReply(put_codes([PutResult.DROPPED] * len(keys))))
@@ -178,11 +183,11 @@ class Handlers:
                 self._network.release(session.peer, total)
 
         def copied() -> None:
-            self._reactor.hand_over(forget)
+            self._reactor.run_on_loop(forget)
 
         def done(results: list[PutResult]) -> None:
             codes = put_codes(results)
-            call.later(lambda: PutReply(codes))
+            call.reply_from_thread(lambda: PutReply(codes))
 
         self._store.put(items, request.durability, done, copied)
 
@@ -195,11 +200,11 @@ class Handlers:
                 if count is None:
                     raise ProtocolError(
                         ErrorCode.NOT_WRITTEN,
-                        "a tier refuses, or does not answer; it may still hold blocks",
+                        "a tier refused or did not answer; it may still hold some of the blocks",
                     )
                 return DeleteReply(count)
 
-            call.later(answer)
+            call.reply_from_thread(answer)
 
         self._store.delete(keys, done)
 
@@ -210,6 +215,6 @@ class Handlers:
                     raise ProtocolError(ErrorCode.NOT_WRITTEN, "; ".join(failed))
                 return FlushReply()
 
-            call.later(answer)
+            call.reply_from_thread(answer)
 
         self._store.flush(done)

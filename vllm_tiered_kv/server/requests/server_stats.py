@@ -1,4 +1,4 @@
-"""What the daemon says about itself: to `info` and `stats`, and as Prometheus text."""
+"""The daemon's statistics, for the `stats` request and as Prometheus text."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ Sample = tuple[Metric, tuple[str, ...], float]
 Gauges = Callable[[], Iterator[Sample]]
 
 
-class Facts:
-    """`gauges` reads numbers that are kept elsewhere at the moment of asking; from any thread."""
+class ServerStats:
+    """Combines counters with gauges, which are read on demand. Used by the handlers and by HTTP
+    threads."""
 
     def __init__(self, recorder: Recorder, gauges: Gauges) -> None:
         self._recorder = recorder
         self._gauges = gauges
 
     def samples(self) -> Iterator[Sample]:
-        """In the order of the names: all samples of a metric together."""
+        """All samples, grouped by metric, in the order of `names.ALL`."""
         by_name: dict[str, dict[tuple[str, ...], float]] = {}
         for metric, labels, value in self._gauges():
             by_name.setdefault(metric.name, {})[labels] = value
@@ -36,7 +37,7 @@ class Facts:
                 yield metric, labels, value
 
     def stats(self) -> dict[str, Any]:
-        """Numbers by name; by name and label where there is one."""
+        """Values by metric name, and by label where the metric has one."""
         tree: dict[str, Any] = {}
         for metric, labels, value in self.samples():
             if labels:
@@ -47,11 +48,11 @@ class Facts:
 
     def prometheus(self) -> str:
         lines: list[str] = []
-        told: set[str] = set()
+        described: set[str] = set()
         for metric, labels, value in self.samples():
             name = metric.exposed_name + ("_total" if metric.kind is Kind.COUNTER else "")
-            if name not in told:
-                told.add(name)
+            if name not in described:
+                described.add(name)
                 lines.append(f"# HELP {name} {metric.help}")
                 lines.append(f"# TYPE {name} {metric.kind.value}")
             pairs = ",".join(

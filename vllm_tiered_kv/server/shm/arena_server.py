@@ -1,13 +1,13 @@
-"""Hands the memory tier to processes of this host: a socket beside each ipc:// endpoint.
+"""Lets processes of this host map the memory tier, over a socket beside each ipc:// endpoint.
 
-zmq cannot carry descriptors, so the arena's travels over a plain AF_UNIX socket (SOCK_SEQPACKET):
+zmq cannot carry descriptors, so the arena's is sent over a plain AF_UNIX socket (SOCK_SEQPACKET):
 
     client  {"protocol": 1, "client": name}
     daemon  {"ok": true, "protocol": 1, "token", "capacity", "instance"} and the descriptor, or
             {"ok": false, "code", "message"}
 
-each one msgpack packet. The connection then stays open. Its end, together with the end of the
-process, tells that the process can no longer touch the memory.
+each one msgpack packet. The connection then stays open. When both the connection and the process
+have ended, the process can no longer access the memory.
 """
 
 from __future__ import annotations
@@ -33,35 +33,36 @@ logger = logging.getLogger(__name__)
 
 ATTACH_PROTOCOL = 1
 
-_MAX_PACKET = 4096
-_PATIENCE_S = 10.0  # for the first packet
-_MAX_STRANGERS = 64  # connections that have not said anything yet
-_PAUSE_S = 1.0  # after one could not be accepted
-_SO_PEERPIDFD = 77  # Linux 6.5; not yet named by Python
+_MAX_PACKET_BYTES = 4096
+_HELLO_TIMEOUT_S = 10.0  # for the first packet
+_MAX_PENDING = 64  # connections that have not sent their first packet
+_ACCEPT_RETRY_S = 1.0  # after accept failed
+_SO_PEERPIDFD = 77  # Linux 6.5; Python has no name for it yet
 _CREDENTIALS = struct.Struct("3i")
 
 
 class ArenaServer:
-    """Runs on the reactor's thread."""
+    """Attaches processes: sends them the arena's descriptor and ends their leases when they exit.
+    The daemon creates one. Runs on the reactor's thread."""
 
     def __init__(
         self,
         reactor: Reactor,
         memory: MemoryStore,
         leases: Leases,
-        allowances: ClientLimits,
+        limits: ClientLimits,
         instance: bytes,
     ) -> None:
         self._reactor = reactor
         self._memory = memory
         self._leases = leases
-        self._most = allowances.attachments
+        self._max_attachments = limits.attachments
         self._instance = instance
         self._listening: list[socket.socket] = []
-        self._strangers: set[socket.socket] = set()
+        self._pending: set[socket.socket] = set()
         self._connections: dict[Attachment, socket.socket] = {}
         self._is_pausing = False
-        leases.on_nothing_left = self._died
+        leases.on_last_lease_released = self._on_process_exit
 
     def serve(self, listening: socket.socket) -> None:
         self._listening.append(listening)
@@ -69,11 +70,11 @@ class ArenaServer:
 
     def close(self) -> None:
         for listening in self._listening:
-            self._reactor.forget(listening.fileno())
+            self._reactor.unwatch(listening.fileno())
             listening.close()
         self._listening.clear()
-        for connection in [*self._strangers, *self._connections.values()]:
-            self._reactor.forget(connection.fileno())
+        for connection in [*self._pending, *self._connections.values()]:
+            self._reactor.unwatch(connection.fileno())
             connection.close()
 
     def _accept(self, listening: socket.socket) -> None:
@@ -81,78 +82,79 @@ class ArenaServer:
             connection, _ = listening.accept()
         except (BlockingIOError, InterruptedError):
             return
-        except OSError as error:  # out of descriptors, say
+        except OSError as error:  # for example, out of descriptors
             self._pause(listening, error)
             return
         self._is_pausing = False
         connection.setblocking(False)
-        if len(self._strangers) >= _MAX_STRANGERS:
+        if len(self._pending) >= _MAX_PENDING:
             connection.close()
             return
-        self._strangers.add(connection)
-        self._reactor.watch(connection.fileno(), lambda: self._greet(connection))
-        self._reactor.after(_PATIENCE_S, lambda: self._lose_patience(connection))
+        self._pending.add(connection)
+        self._reactor.watch(connection.fileno(), lambda: self._read_hello(connection))
+        self._reactor.after(_HELLO_TIMEOUT_S, lambda: self._close_if_pending(connection))
 
     def _pause(self, listening: socket.socket, error: OSError) -> None:
-        """The connection stays in the queue, where it would be found again at once."""
+        """Stops watching for a while: the connection stays in the backlog, so that the loop would
+        wake up at once and fail again."""
         if not self._is_pausing:
-            logger.warning("processes cannot attach for now: %s", error.strerror)
+            logger.warning("processes cannot attach for now: %s; retrying", error.strerror)
         self._is_pausing = True
-        self._reactor.forget(listening.fileno())
-        self._reactor.after(_PAUSE_S, lambda: self._resume(listening))
+        self._reactor.unwatch(listening.fileno())
+        self._reactor.after(_ACCEPT_RETRY_S, lambda: self._resume(listening))
 
     def _resume(self, listening: socket.socket) -> None:
         if listening in self._listening:
             self._reactor.watch(listening.fileno(), lambda: self._accept(listening))
 
-    def _lose_patience(self, connection: socket.socket) -> None:
-        if connection in self._strangers:
-            self._turn_away(connection)
+    def _close_if_pending(self, connection: socket.socket) -> None:
+        if connection in self._pending:
+            self._close_pending(connection)
 
-    def _turn_away(self, connection: socket.socket) -> None:
-        self._strangers.discard(connection)
-        self._reactor.forget(connection.fileno())
+    def _close_pending(self, connection: socket.socket) -> None:
+        self._pending.discard(connection)
+        self._reactor.unwatch(connection.fileno())
         connection.close()
 
-    def _greet(self, connection: socket.socket) -> None:
+    def _read_hello(self, connection: socket.socket) -> None:
         try:
-            packet = connection.recv(_MAX_PACKET + 1)
+            packet = connection.recv(_MAX_PACKET_BYTES + 1)
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
             packet = b""
         if not packet:
-            self._turn_away(connection)
+            self._close_pending(connection)
             return
         try:
             attachment = self._admit(connection, packet)
         except ProtocolError as error:
-            logger.info("a process could not attach: %s", error.message)
+            logger.info("refused to attach a process: %s", error.message)
             refusal = {"ok": False, "code": error.code.value, "message": error.message}
             with contextlib.suppress(OSError):
                 connection.send(pack_map(refusal))
-            self._turn_away(connection)
+            self._close_pending(connection)
             return
-        self._hand_over(connection, attachment)
+        self._send_descriptor(connection, attachment)
 
     def _admit(self, connection: socket.socket, packet: bytes) -> Attachment:
-        if len(packet) > _MAX_PACKET:
+        if len(packet) > _MAX_PACKET_BYTES:
             raise ProtocolError(ErrorCode.TOO_LARGE, "the packet is too large")
         hello = unpack_map(packet)
-        client = _client_of(hello)
+        client = _parse_client(hello)
         raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid, uid, _ = _CREDENTIALS.unpack(raw)
         if uid not in (os.geteuid(), 0):
             raise ProtocolError(
-                ErrorCode.UNAUTHORIZED, f"user {uid} may not share the memory of this daemon"
+                ErrorCode.UNAUTHORIZED, f"user {uid} may not map the memory of this daemon"
             )
-        if self._leases.attachments >= self._most:
+        if self._leases.attachments >= self._max_attachments:
             raise ProtocolError(
-                ErrorCode.UNAVAILABLE, f"{self._most} processes are attached already"
+                ErrorCode.UNAVAILABLE, f"{self._max_attachments} processes are attached already"
             )
-        return Attachment(secrets.token_bytes(16), pid, _pidfd_of(connection, pid), client)
+        return Attachment(secrets.token_bytes(16), pid, _open_pidfd(connection, pid), client)
 
-    def _hand_over(self, connection: socket.socket, attachment: Attachment) -> None:
+    def _send_descriptor(self, connection: socket.socket, attachment: Attachment) -> None:
         answer = pack_map(
             {
                 "ok": True,
@@ -171,47 +173,48 @@ class ArenaServer:
             connection.sendmsg([answer], [rights])
         except OSError:
             os.close(attachment.pidfd)
-            self._turn_away(connection)
+            self._close_pending(connection)
             return
-        self._strangers.discard(connection)
+        self._pending.discard(connection)
         self._connections[attachment] = connection
         self._leases.attach(attachment)
-        self._reactor.forget(connection.fileno())
-        self._reactor.watch(connection.fileno(), lambda: self._heard(attachment))
-        self._reactor.watch(attachment.pidfd, lambda: self._died(attachment))
+        self._reactor.unwatch(connection.fileno())
+        self._reactor.watch(connection.fileno(), lambda: self._on_readable(attachment))
+        self._reactor.watch(attachment.pidfd, lambda: self._on_process_exit(attachment))
         logger.info("process %d (%r) shares the memory", attachment.pid, attachment.client)
 
-    def _heard(self, attachment: Attachment) -> None:
+    def _on_readable(self, attachment: Attachment) -> None:
         connection = self._connections[attachment]
         try:
-            is_open = bool(connection.recv(1))  # whatever a process sends here is ignored
+            is_open = bool(connection.recv(1))  # nothing is expected here; bytes are ignored
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
-            is_open = False  # reset: as good as closed
+            is_open = False  # reset by the process
         if is_open:
             return
-        self._reactor.forget(connection.fileno())
+        self._reactor.unwatch(connection.fileno())
         connection.close()
         del self._connections[attachment]
         attachment.is_disconnected = True
         if not attachment.leases:
-            self._died(attachment)  # it may live on, but has nothing of ours and gets no more
+            # The process may still run, but it has no leases and cannot get new ones.
+            self._on_process_exit(attachment)
             return
         self._leases.end_if_gone(attachment)
 
-    def _died(self, attachment: Attachment) -> None:
-        self._reactor.forget(attachment.pidfd)
+    def _on_process_exit(self, attachment: Attachment) -> None:
+        self._reactor.unwatch(attachment.pidfd)
         attachment.is_dead = True
         self._leases.end_if_gone(attachment)
 
 
-def _client_of(hello: dict[Any, Any]) -> str:
+def _parse_client(hello: dict[Any, Any]) -> str:
     if hello.get("protocol") != ATTACH_PROTOCOL:
         raise ProtocolError(
             ErrorCode.UNSUPPORTED_VERSION,
-            f"version {str(hello.get('protocol'))[:16]} is not spoken here, "
-            f"only version {ATTACH_PROTOCOL}",
+            f"attach protocol {str(hello.get('protocol'))[:16]} is not supported, "
+            f"only {ATTACH_PROTOCOL}",
         )
     client = hello.get("client")
     if not isinstance(client, str) or len(client) > MAX_TEXT or len(hello) != 2:
@@ -219,8 +222,8 @@ def _client_of(hello: dict[Any, Any]) -> str:
     return client
 
 
-def _pidfd_of(connection: socket.socket, pid: int) -> int:
-    """A handle of the process at the other end, which no later process of that number can be."""
+def _open_pidfd(connection: socket.socket, pid: int) -> int:
+    """A descriptor of the process at the other end; unlike a pid it is never reused."""
     with contextlib.suppress(OSError):
         fd = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
         os.set_inheritable(fd, False)
@@ -230,5 +233,5 @@ def _pidfd_of(connection: socket.socket, pid: int) -> int:
     except OSError as error:
         raise ProtocolError(
             ErrorCode.UNAVAILABLE,
-            f"the process cannot be seen from here (another PID namespace?): {error.strerror}",
+            f"cannot find the process (is it in another PID namespace?): {error.strerror}",
         ) from None

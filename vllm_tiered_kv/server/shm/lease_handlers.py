@@ -1,4 +1,4 @@
-"""Requests of processes that share the memory: where blocks lie, and where new ones may go."""
+"""Handles requests of attached processes: leases blocks to read, reserves slots to write."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ from vllm_tiered_kv.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
-_FETCH_AT_ONCE = 256  # keys of a request
-_RESERVE_AT_ONCE = 512
+_FETCH_BATCH_KEYS = 256
+_RESERVE_SLICE_BLOCKS = 512
 
 
 class ArenaHandlers:
-    """Runs on the reactor's thread."""
+    """The handlers of lend, borrow, release, reserve and seal. `Handlers` calls them on the
+    reactor's thread."""
 
     def __init__(
         self, reactor: Reactor, store: TieredStore, leases: Leases, recorder: Recorder
@@ -54,16 +55,16 @@ class ArenaHandlers:
     def lend(self, call: Call, request: Lend) -> None:
         attachment = call.session.require_attachment()
         keys = call.session.keys(request.width, request.keys)
-        # What cannot be leased anyway must not be read from a disk, and push out others, for it.
+        # Blocks that cannot be leased anyway must not be promoted, which would evict others.
         fitting = self._leases.room_bytes // call.session.largest_block
         pending = _PendingLease(self._leases, call, attachment, len(keys), min(len(keys), fitting))
-        here, missing = self._store.hold_here(keys[:fitting])
+        here, missing = self._store.hold_in_memory(keys[:fitting])
         pending.arrived(here)
         self._fetch(pending, iter([(n, keys[n]) for n in missing]))
 
     def _fetch(self, pending: _PendingLease, missing: Iterator[tuple[int, StoreKey]]) -> None:
-        """Brings blocks into memory in rounds: what waits for a slow tier is to stay bounded."""
-        some = list(islice(missing, _FETCH_AT_ONCE))
+        """Promotes blocks batch by batch, to bound what waits for a slow tier."""
+        some = list(islice(missing, _FETCH_BATCH_KEYS))
         left = len(some)
 
         def arrived(n: int, block: PinnedSlot | None) -> None:
@@ -71,12 +72,12 @@ class ArenaHandlers:
             left -= 1
             pending.arrived([(n, block)])
             if not left:
-                self._reactor.in_turn(lambda: self._fetch(pending, missing))
+                self._reactor.post_background(lambda: self._fetch(pending, missing))
 
         self._store.fetch_slower(
             some,
-            lambda n, block: self._reactor.hand_over(lambda: arrived(n, block)),
-            pending.asker,
+            lambda n, block: self._reactor.run_on_loop(lambda: arrived(n, block)),
+            pending.peer,
         )
 
     def borrow(self, call: Call, request: Borrow) -> None:
@@ -84,7 +85,7 @@ class ArenaHandlers:
         attachment = session.require_attachment()
         suffix = len(request.suffixes[0]) if request.suffixes else 0
         session.require_width(request.width + suffix)
-        most = min(self._leases.lookup_room_bytes // request.length, MAX_KEYS)
+        max_blocks = min(self._leases.lookup_room_bytes // request.length, MAX_KEYS)
 
         def found(held: list[PinnedSlot], rest: Located) -> None:
             leased = len(held) // (len(request.suffixes) or 1)
@@ -100,16 +101,16 @@ class ArenaHandlers:
                 pack_uints([block.offset for block in blocks]),
                 pack_uints([block.generation for block in blocks]),
             )
-            call.reply(reply, lost=lambda: self._take_back(attachment, [lease]))
-            # Somebody waits for the answer, nobody for this.
+            call.reply(reply, on_unsent=lambda: self._release_unsent(attachment, [lease]))
+            # After the reply: the client waits for that, nobody waits for the recency update.
             self._reactor.post(lambda: self._store.memory.touch(blocks))
 
         self._store.match_and_hold(
             session.prefixed(request.keys),
             request.suffixes,
             request.length,
-            most,
-            lambda held, rest: self._reactor.hand_over(lambda: found(held, rest)),
+            max_blocks,
+            lambda held, rest: self._reactor.run_on_loop(lambda: found(held, rest)),
         )
 
     def release(self, call: Call, request: Release) -> None:
@@ -124,34 +125,34 @@ class ArenaHandlers:
         keys = session.keys(request.width, request.keys)
         parents = session.parents(request.parents)
         blocks = list(zip(keys, parents, request.lengths, strict=True))
-        _Reserving(
+        _ReserveRequest(
             self._reactor, self._store, self._leases, self._recorder, call, attachment, blocks
-        ).go_on()
+        ).run_slice()
 
     def seal(self, call: Call, request: Seal) -> None:
         attachment = call.session.require_attachment()
         call.session.require_writer()
         slots = [self._leases.take_reserved(attachment, lease) for lease in request.leases]
-        good = [slot for slot in slots if slot is not None]
+        reserved = [slot for slot in slots if slot is not None]
 
         def done(results: list[PutResult]) -> None:
             each = iter(results)
             codes = put_codes(PutResult.FAILED if slot is None else next(each) for slot in slots)
-            call.later(lambda: SealReply(codes))
+            call.reply_from_thread(lambda: SealReply(codes))
 
-        if good:
-            self._store.sealed(good, done)
+        if reserved:
+            self._store.sealed(reserved, done)
         else:
             done([])
 
-    def _take_back(self, attachment: Attachment, leases: list[int]) -> None:
-        """Nobody has heard of these leases: the reply was never sent."""
+    def _release_unsent(self, attachment: Attachment, leases: list[int]) -> None:
+        """Releases leases whose reply was never sent: no client knows of them."""
         self._leases.release(attachment, leases)
 
 
-class _Reserving:
-    """Reserves the blocks of one request in slices: others wait for the reactor, and making room
-    asks the slower tiers about every block that leaves."""
+class _ReserveRequest:
+    """Reserves the blocks of one request slice by slice: finding room queries the slower tiers for
+    every evicted block, and other requests need the reactor meanwhile."""
 
     def __init__(
         self,
@@ -173,30 +174,30 @@ class _Reserving:
         self._slots: list[PinnedSlot | None] = []
         self._ids: list[int] = []
         self._results = bytearray()
-        self._is_full = False  # leases have no room for a block of the head
+        self._is_full = False  # the lease limit was reached; later blocks are dropped
 
-    def go_on(self) -> None:
+    def run_slice(self) -> None:
         try:
             begin = len(self._ids)
-            some = self._blocks[begin : begin + _RESERVE_AT_ONCE]
+            some = self._blocks[begin : begin + _RESERVE_SLICE_BLOCKS]
             if self._call.session.is_open and not self._attachment.is_gone:
                 for slot in self._reserve(some):
                     self._add(slot)
-            else:  # nobody is left to hear of it
+            else:  # the client has gone
                 for _ in self._blocks[begin:]:
                     self._add(PutResult.DROPPED)
         except Exception:
             logger.exception("a reserve request failed")
-            self._take_back()
+            self._release_unsent()
             self._call.fail_internally()
             return
         if len(self._ids) < len(self._blocks):
-            self._reactor.in_turn(self.go_on)
+            self._reactor.post_background(self.run_slice)
         else:
             self._answer()
 
     def _reserve(self, blocks: list[NewBlock]) -> list[PinnedSlot | PutResult]:
-        """Only the leading blocks that leases still have room for: heads before tails."""
+        """Only the leading blocks that fit the lease limit: a tail is useless without its head."""
         fitting, total = 0, 0
         for _, _, nbytes in blocks:
             total += nbytes
@@ -230,10 +231,10 @@ class _Reserving:
                 [0 if slot is None else slot.generation for slot in self._slots],
                 bytes(self._results),
             ),
-            lost=self._take_back,
+            on_unsent=self._release_unsent,
         )
 
-    def _take_back(self) -> None:
+    def _release_unsent(self) -> None:
         self._leases.release(self._attachment, self._ids)
 
 
@@ -243,7 +244,7 @@ class _PendingLease:
     def __init__(
         self, leases: Leases, call: Call, attachment: Attachment, count: int, expected: int
     ) -> None:
-        """Of `count` keys the first `expected` will arrive."""
+        """`count` is the number of keys; `arrived` will be called for the first `expected`."""
         self._leases = leases
         self._call = call
         self._attachment = attachment
@@ -257,11 +258,11 @@ class _PendingLease:
             self._answer()
 
     @property
-    def asker(self) -> Peer:
+    def peer(self) -> Peer:
         return self._call.session.peer
 
     def arrived(self, blocks: Sequence[tuple[int, PinnedSlot | None]]) -> None:
-        """Blocks by position; None for one that is nowhere."""
+        """Leases blocks given by position; None is a miss."""
         if not blocks:
             return
         held = [block for _, block in blocks if block is not None]
@@ -281,10 +282,10 @@ class _PendingLease:
     def _answer(self) -> None:
         self._call.reply(
             LendReply(self._ids, self._offsets, self._lengths, self._generations),
-            lost=self._take_back,
+            on_unsent=self._release_unsent,
         )
 
-    def _take_back(self) -> None:
-        """Nobody has heard of this lease: the reply was never sent."""
+    def _release_unsent(self) -> None:
+        """Releases the lease if its reply was never sent: no client knows of it."""
         if self._lease is not None:
             self._leases.release(self._attachment, [self._lease])

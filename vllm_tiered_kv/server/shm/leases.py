@@ -1,12 +1,12 @@
-"""Slots in the hands of attached processes: leased for reading, or reserved for writing.
+"""Slots that attached processes use directly: leased for reading, or reserved for writing.
 
-A lease ends when it is given back or when its process is dead. Never by time: a process that is
-stopped may have copies queued that still read or write the slot. All blocks leased by one request
-share a lease, because a prompt has hundreds of them; each reservation has its own.
+A lease ends when the process releases it or is dead, never by time: a stopped process may have
+copies queued that still read or write the slot. All blocks leased by one request share a lease,
+because a prompt has hundreds of blocks; each reservation has a lease of its own.
 
-What is leased with a lookup may wait long for its request to be admitted. Leases of lookups
-together are therefore limited to a part of what may be out, so that those who copy always find
-room.
+A block leased with a lookup may wait a long time until its request is scheduled. Lookup leases
+therefore have a smaller limit of their own, so that there is always room for leases that are about
+to be copied.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Lease:
     slots: list[PinnedSlot]
     nbytes: int
     is_reservation: bool = False
-    is_of_lookup: bool = False
+    is_from_lookup: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class Attachment:
-    """A process that maps the arena."""
+    """A process that maps the arena, with its leases."""
 
     token: bytes
     pid: int
@@ -45,24 +45,24 @@ class Attachment:
 
     @property
     def is_gone(self) -> bool:
-        """Neither it, nor a process that inherited its connection, can touch the memory."""
+        """Neither the process, nor one that inherited its connection, can access the memory."""
         return self.is_disconnected and self.is_dead
 
 
 class Leases:
-    """All leases of attached processes. Used on the reactor's thread only."""
+    """All leases of attached processes, and their limits. Used on the reactor's thread only."""
 
-    def __init__(self, memory: MemoryStore, allowances: ClientLimits) -> None:
+    def __init__(self, memory: MemoryStore, limits: ClientLimits) -> None:
         self._memory = memory
-        self._max_bytes = allowances.leases
-        self._max_lookup_bytes = allowances.lookup_leases
+        self._max_bytes = limits.leases
+        self._max_lookup_bytes = limits.lookup_leases
         self._lookup_bytes = 0
         self._bytes = 0
-        self._count = 0  # read by other threads, as are the bytes
+        self._count = 0  # leased slots; other threads read this and the bytes
         self._ids = itertools.count(1)
         self._attachments: dict[bytes, Attachment] = {}
-        self.on_nothing_left: Callable[[Attachment], None] = lambda attachment: None
-        """Told of a process that has disconnected and, later, given back its last lease."""
+        self.on_last_lease_released: Callable[[Attachment], None] = lambda attachment: None
+        """Called when a process that has disconnected has released its last lease."""
 
     @property
     def held_bytes(self) -> int:
@@ -89,7 +89,8 @@ class Leases:
         return nbytes <= self.room_bytes
 
     def reserve(self, attachment: Attachment, slot: PinnedSlot) -> int | None:
-        """The id of a lease; None, and the slot is given back, when too much is out already."""
+        """Leases a reserved slot; returns the lease id. None, with the slot freed, if the lease
+        limit is reached."""
         if attachment.is_gone or not self.has_room(slot.nbytes):
             self._memory.abort(slot)
             return None
@@ -98,8 +99,8 @@ class Leases:
     def lease(
         self, attachment: Attachment, slots: Sequence[PinnedSlot], lease_id: int | None
     ) -> int:
-        """Leases blocks under this lease, or a new one. 0, and all are given back, when too much
-        is out already."""
+        """Adds blocks to this lease, or to a new one; returns the lease id. 0, with all blocks
+        released, if the lease limit is reached."""
         nbytes = sum(slot.nbytes for slot in slots)
         if attachment.is_gone or not self.has_room(nbytes):
             self._memory.let_go(slots)
@@ -118,42 +119,42 @@ class Leases:
         return max(0, min(self.room_bytes, self._max_lookup_bytes - self._lookup_bytes))
 
     def lease_lookup(self, attachment: Attachment, slots: list[PinnedSlot]) -> int:
-        """Like `lease`, for somebody who has asked what is here. 0 also where there are no
-        slots."""
+        """Like `lease`, for blocks found by a lookup, which have their own limit. 0 also if there
+        are no slots."""
         nbytes = sum(slot.nbytes for slot in slots)
         if not slots or attachment.is_gone or nbytes > self.lookup_room_bytes:
             self._memory.let_go(slots)
             return 0
-        return self._open(attachment, Lease(slots, nbytes, is_of_lookup=True))
+        return self._open(attachment, Lease(slots, nbytes, is_from_lookup=True))
 
     def _open(self, attachment: Attachment, lease: Lease) -> int:
         lease_id = next(self._ids)
         attachment.leases[lease_id] = lease
         self._bytes += lease.nbytes
-        self._lookup_bytes += lease.nbytes if lease.is_of_lookup else 0
+        self._lookup_bytes += lease.nbytes if lease.is_from_lookup else 0
         self._count += len(lease.slots)
         return lease_id
 
     def release(self, attachment: Attachment, lease_ids: Sequence[int]) -> int:
-        """Gives slots back; what was reserved and not sealed is dropped. How many leases ended."""
+        """Ends leases and returns how many; unsealed reservations are dropped."""
         ended = [
             lease
             for lease_id in lease_ids
             if (lease := attachment.leases.pop(lease_id, None)) is not None
         ]
         self._bytes -= sum(lease.nbytes for lease in ended)
-        self._lookup_bytes -= sum(lease.nbytes for lease in ended if lease.is_of_lookup)
+        self._lookup_bytes -= sum(lease.nbytes for lease in ended if lease.is_from_lookup)
         self._count -= sum(len(lease.slots) for lease in ended)
         for lease in ended:
             if lease.is_reservation:
                 self._memory.abort(lease.slots[0])
             else:
                 self._memory.let_go(lease.slots)
-        self._look_what_is_left(attachment)
+        self._notify_if_last_released(attachment)
         return len(ended)
 
     def take_reserved(self, attachment: Attachment, lease_id: int) -> PinnedSlot | None:
-        """The slot of a reservation, which ends here; None if this is none."""
+        """Ends a reservation and returns its slot; None if it is not one."""
         lease = attachment.leases.get(lease_id)
         if lease is None or not lease.is_reservation:
             return None
@@ -161,22 +162,22 @@ class Leases:
         (slot,) = lease.slots
         self._bytes -= slot.nbytes
         self._count -= 1
-        self._look_what_is_left(attachment)
+        self._notify_if_last_released(attachment)
         return slot
 
-    def _look_what_is_left(self, attachment: Attachment) -> None:
+    def _notify_if_last_released(self, attachment: Attachment) -> None:
         if attachment.is_disconnected and not attachment.is_dead and not attachment.leases:
-            self.on_nothing_left(attachment)
+            self.on_last_lease_released(attachment)
 
     def end_if_gone(self, attachment: Attachment) -> bool:
-        """Takes everything back from a process that is dead and disconnected."""
+        """Ends all leases of a process that is dead and disconnected."""
         if not attachment.is_gone:
             return False
         self._attachments.pop(attachment.token, None)
         count = self.release(attachment, list(attachment.leases))
         os.close(attachment.pidfd)
         logger.info(
-            "process %d (%r) has ended; %d leases came back",
+            "process %d (%r) has ended; released %d leases",
             attachment.pid,
             attachment.client,
             count,

@@ -1,4 +1,4 @@
-"""The backing tier: a folder on a shared file system, with its collector."""
+"""The backing tier: a folder on a shared file system, with its garbage collector."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from vllm_tiered_kv.stores.shared_dir.store import SharedDirSettings, SharedDirS
 logger = logging.getLogger(__name__)
 
 _COLLECT_EVERY_S = 300.0
-_OPEN_AGAIN_S = 30.0  # after opening failed
+_REOPEN_S = 30.0  # after opening failed
 
 
 class _Folder:
-    """An open one."""
+    """The open shared directory and its collector thread."""
 
     def __init__(self, settings: SharedDirSettings, on_lost: OnLost) -> None:
         self.store = SharedDirStore(settings)
@@ -41,9 +41,9 @@ class _Folder:
 
 
 class BackingFolder:
-    """The LowerStore of the backing tier, called from the threads of its executors. Every call
-    opens the folder first where it is not open: one that hangs when the daemon starts is like one
-    that hangs later. Unlike the shared directory's own, `usage` never scans: monitors ask for it.
+    """The LowerStore of the backing tier; the threads of its executors call it. Every call first
+    opens the folder if it is not open yet, so that a folder that hangs when the daemon starts is
+    handled like one that hangs later. `usage` never scans the folder: monitors call it.
     """
 
     def __init__(self, folder: str, capacity_bytes: int, ttl_s: int) -> None:
@@ -60,27 +60,29 @@ class BackingFolder:
         return self._folder is not None
 
     def open(self) -> None:
-        """Raises what opening raises. Idempotent."""
+        """Opens the folder once; raises what opening raises. Idempotent."""
         with self._opening:
             if self._folder is None and not self._closed.is_set():
                 folder = _Folder(self._settings, lambda keys: self.on_lost(keys))
                 self._folder = folder
-                if self._closed.is_set():  # meanwhile
+                if self._closed.is_set():  # closed while it was being opened
                     folder.close()
 
-    def open_at_last(self) -> None:
-        """Returns when the folder is open or this store is closed."""
-        with self._opening:  # while one thread tries again, the others wait for it
+    def open_with_retries(self) -> None:
+        """Retries until the folder is open or this store is closed."""
+        with self._opening:  # one thread retries, the others wait for it
             while self._folder is None and not self._closed.is_set():
                 try:
                     self.open()
                 except Exception as error:
-                    logger.error("backing: %s; tried again in %g s", error, _OPEN_AGAIN_S)
-                    self._closed.wait(_OPEN_AGAIN_S)
+                    logger.error(
+                        "backing: cannot open the folder: %s; retrying in %g s", error, _REOPEN_S
+                    )
+                    self._closed.wait(_REOPEN_S)
 
     def _opened(self) -> _Folder:
         if self._folder is None:
-            self.open_at_last()
+            self.open_with_retries()
         if self._folder is None:
             raise OSError(f"{self._settings.root} was not opened before the daemon stopped")
         return self._folder
@@ -114,16 +116,16 @@ class BackingFolder:
 
     def flush(self) -> bool:
         folder = self._folder
-        return folder is None or folder.store.flush()  # not open: it has been given nothing
+        return folder is None or folder.store.flush()  # not open: nothing was written to it
 
     @property
     def damaged_blocks(self) -> int:
-        """Found and not readable, since the start."""
+        """Blocks that were found but not readable, since the start."""
         return self._count(Event.DAMAGED, Event.READ_ERROR)
 
     @property
     def failed_blocks(self) -> int:
-        """Offered and not kept, since the start."""
+        """Blocks that were offered but not stored, since the start."""
         return self._count(Event.WRITE_ERROR, Event.NO_SPACE, Event.BAD_CHECKSUM, Event.BAD_KEY)
 
     def _count(self, *events: Event) -> int:
@@ -134,17 +136,17 @@ class BackingFolder:
         return sum(counted[event] for event in events)
 
     def usage(self) -> StoreUsage:
-        """As of the last collection; nothing before the first one."""
+        """As of the last garbage collection; zero before the first one."""
         folder = self._folder
         known = None if folder is None else folder.store.usage_tracker.latest(math.inf)
         blocks, nbytes = (0, 0) if known is None else (known.blocks, known.nbytes)
         return StoreUsage(blocks, nbytes, self._settings.capacity_bytes)
 
     def retry(self) -> None:
-        """Nothing is paused after a failure."""
+        """No-op: this store does not pause after a failure."""
 
     def close(self) -> None:
-        """Does not wait for a folder that is being opened: it is closed when it is open."""
+        """Does not wait for a folder that is being opened; that one is closed once it is open."""
         self._closed.set()
         if self._folder is not None:
             self._folder.close()

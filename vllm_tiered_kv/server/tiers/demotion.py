@@ -1,8 +1,8 @@
-"""The way down: what is in memory is written behind to every slower tier.
+"""Demotion: blocks in memory are written behind to every slower tier.
 
-A queue that is full refuses, and a disk may fail or have no room. Such a block stays in memory, is
-offered again when it is about to be evicted, and at the latest by `flush`. So is one that a disk
-had taken and lost before it was durable.
+A write-behind queue may be full, and a disk may fail or be full. Such a block stays in memory and
+is offered again when it is about to be evicted, and at the latest by `flush`. The same holds for a
+block that a disk accepted but lost before it was durable.
 """
 
 from __future__ import annotations
@@ -19,35 +19,36 @@ from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.tiers.store_executor import StoreExecutor, StoreHungError
-from vllm_tiered_kv.server.tiers.write_behind import Pace, WriteBehind, Written
+from vllm_tiered_kv.server.tiers.write_behind import ProgressTimer, WriteBehind, Written
 from vllm_tiered_kv.stores.memory import HandoffResult, MemoryStore, PinnedSlot
 
 logger = logging.getLogger(__name__)
 
-_WRITERS, _SSD_WRITERS = 4, 16  # a call waits for its last block, and a disk must not
+_WRITERS, _SSD_WRITERS = 4, 16  # threads; enough that an SSD always has the next batch
 
 Progress = Callable[[str, int], None]
-"""Told of a tier and how many blocks are left to write to it."""
+"""Called with a tier and the number of blocks left to write to it."""
 
 
 @dataclass(frozen=True)
 class Unwritten:
-    """What is in memory alone although a tier was to have it."""
+    """Blocks that exist only in memory although a tier should have them."""
 
     tier: str
-    blocks: int  # 0: all are written, but they may not outlive a power cut
-    has_failed: bool  # not just for want of room
+    blocks: int  # 0: all are written, but may not survive a power failure
+    has_failed: bool  # False: the tier was merely full
 
     def __str__(self) -> str:
         if not self.blocks:
-            return f"what {self.tier} has may not be durable"
+            return f"blocks in {self.tier} may not be durable"
         if self.has_failed:
             return f"{self.blocks} blocks could not be written to {self.tier}"
         return f"{self.blocks} blocks found no room in {self.tier}"
 
 
 class Demotion:
-    """The tiers below memory, fastest first. Calls may be made from any thread."""
+    """Writes blocks to the tiers below memory, fastest first. `TieredStore` creates it. Calls may
+    be made from any thread."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class Demotion:
         queue_bytes: int,
         backing_timeout_s: float = math.inf,
     ) -> None:
-        """A write to the backing store is waited for no longer than `backing_timeout_s`."""
+        """`backing_timeout_s` limits how long anyone waits for a write to the backing store."""
         self._memory = memory
         self._tiers = tiers
         self._backing = backing
@@ -74,15 +75,19 @@ class Demotion:
         }
         self._behind = {
             tier: WriteBehind(
-                memory, store, queue_bytes, self._executors[tier], partial(self._remember, tier)
+                memory,
+                store,
+                queue_bytes,
+                self._executors[tier],
+                partial(self._record_unwritten, tier),
             )
             for tier, store in tiers
         }
-        self._refused: dict[str, dict[StoreKey, PutResult]] = {tier: {} for tier, _ in tiers}
-        self._refused_lock = threading.Lock()
+        self._unwritten: dict[str, dict[StoreKey, PutResult]] = {tier: {} for tier, _ in tiers}
+        self._unwritten_lock = threading.Lock()
         self._flushing = threading.Lock()
         for tier, store in tiers:
-            store.on_lost = partial(self._remember_lost, tier)
+            store.on_lost = partial(self._record_lost, tier)
 
     def write_behind(
         self,
@@ -91,8 +96,8 @@ class Demotion:
         durability: Durability,
         done: Callable[[list[PutResult]], None],
     ) -> None:
-        """Goes on with blocks that memory has taken, with these results. `done` is called when
-        they are as durable as was asked for."""
+        """Queues blocks that memory has stored, with these results, for the slower tiers. Calls
+        `done` when they are as durable as requested."""
         for result in PutResult:  # a Counter would call Python code for each block
             if result in results:
                 self._recorder.add(names.PUTS, results.count(result), result.name.lower())
@@ -113,9 +118,9 @@ class Demotion:
         waiting.start()
 
     def _make_durable(self, key: StoreKey, written: Written) -> None:
-        """In the fastest tier that is a disk."""
+        """Writes to the fastest tier that is a disk."""
         if not self._tiers:
-            written(PutResult.DROPPED)  # in memory, and no disk to be had
+            written(PutResult.DROPPED)  # there is no disk
             return
         tier, _ = self._tiers[0]
         if self._offer(tier, key, Durability.DISK, written) is not HandoffResult.TAKEN:
@@ -128,12 +133,14 @@ class Demotion:
         durability: Durability = Durability.MEMORY,
         written: Written | None = None,
     ) -> HandoffResult:
-        """What is refused is remembered. A block that has left memory is nobody's concern."""
+        """Offers a block to the queue of a tier and records a refusal. A block that has been
+        evicted meanwhile is ignored."""
 
         def take(block: PinnedSlot) -> bool:
             is_taken = self._behind[tier].offer(block, durability, written)
-            if not is_taken:  # while it cannot leave memory, which would be told before
-                self._remember(tier, key, PutResult.DROPPED)
+            # Recorded before the handoff ends: until then it cannot be evicted and forgotten.
+            if not is_taken:
+                self._record_unwritten(tier, key, PutResult.DROPPED)
             return is_taken
 
         handed = self._memory.hand_over(key, take)
@@ -141,62 +148,63 @@ class Demotion:
             self._recorder.add(names.NOT_WRITTEN, 1, tier)
         return handed
 
-    def _hand_to(self, tier: str, key: StoreKey) -> HandoffResult:
+    def _offer_unrecorded(self, tier: str, key: StoreKey) -> HandoffResult:
         offer = self._behind[tier].offer
         return self._memory.hand_over(key, lambda block: offer(block, Durability.MEMORY))
 
-    def _remember(self, tier: str, key: StoreKey, result: PutResult) -> None:
-        """To be offered again."""
-        with self._refused_lock:
-            self._refused[tier][key] = result
+    def _record_unwritten(self, tier: str, key: StoreKey, result: PutResult) -> None:
+        """Remembers a block so that it is offered again."""
+        with self._unwritten_lock:
+            self._unwritten[tier][key] = result
 
-    def _remember_lost(self, tier: str, keys: Sequence[StoreKey]) -> None:
-        """Not asked here whether memory has them: the caller may hold locks. What it does not have
-        any more is told by the next flush, and then forgotten."""
-        with self._refused_lock:
-            self._refused[tier].update(dict.fromkeys(keys, PutResult.FAILED))
+    def _record_lost(self, tier: str, keys: Sequence[StoreKey]) -> None:
+        """Remembers blocks that a tier has lost. It does not check whether memory still has them,
+        because the caller may hold locks: the next flush reports those that are gone."""
+        with self._unwritten_lock:
+            self._unwritten[tier].update(dict.fromkeys(keys, PutResult.FAILED))
 
-    # ---- eviction from memory, asked under its lock ---------------------------------------------
+    # ---- eviction from memory; memory calls these under its lock --------------------------------
 
     def may_leave_memory(self, key: StoreKey) -> bool:
-        """A block that no disk has yet may stay until one has it."""
+        """False if a disk still has to write the block; it then stays in memory until written."""
         if not self._tiers:
             return True
         tier, store = self._tiers[0]
         if store is self._backing or store.contains([key])[0]:
-            return True  # a backing store is never asked here: it may be slow
-        return self._hand_to(tier, key) is not HandoffResult.TAKEN
+            return True  # never asks a backing store here: it may be slow
+        return self._offer_unrecorded(tier, key) is not HandoffResult.TAKEN
 
     def left_memory(self, key: StoreKey) -> None:
         self._recorder.add(names.EVICTED, 1, Tier.MEMORY.value)
-        for tier in self._refused:
-            self._forget_refused(tier, [key])
+        for tier in self._unwritten:
+            self._forget_unwritten(tier, [key])
 
-    def _forget_refused(self, tier: str, keys: Sequence[StoreKey]) -> None:
-        if self._refused[tier]:
-            with self._refused_lock:
+    def _forget_unwritten(self, tier: str, keys: Sequence[StoreKey]) -> None:
+        if self._unwritten[tier]:
+            with self._unwritten_lock:
                 for key in keys:
-                    self._refused[tier].pop(key, None)
+                    self._unwritten[tier].pop(key, None)
 
-    # ---- the rest -------------------------------------------------------------------------------
+    # ---- delete, flush, close -------------------------------------------------------------------
 
     def delete(self, tier: str, keys: Sequence[StoreKey]) -> None:
-        """From one of the tiers, where there is such a one. Takes as long as that takes.
-        NotDeletedError where that tier may still have some."""
+        """Deletes from one of the tiers, if it exists, and waits for it. NotDeletedError if that
+        tier may still have some of the blocks."""
         for name, store in self._tiers:
             if name == tier:
                 self._behind[tier].discard(keys)
-                self._forget_refused(tier, keys)
+                self._forget_unwritten(tier, keys)
                 store.delete(keys)
-                self._forget_refused(tier, keys)  # lost meanwhile
+                self._forget_unwritten(tier, keys)  # the store may have lost some meanwhile
 
     def flush(
         self, progress: Progress = lambda tier, left: None, is_last: bool = False
     ) -> list[Unwritten]:
-        """Writes all that waits and all that was refused or lost, and makes it durable; what could
-        not. The last one tries the SSD twice: a sync that fails loses what memory still has.
+        """Writes everything queued, refused or lost, makes it durable, and returns what could not
+        be written. The last flush tries the SSD twice: if a sync fails, the SSD loses blocks that
+        memory still has.
 
-        One at a time: what one of them has taken upon itself the other would not know of.
+        Flushes run one at a time: each takes the list of unwritten blocks.
         """
         unwritten = []
         with self._flushing:
@@ -210,25 +218,25 @@ class Demotion:
 
     def _flush(self, tier: str, store: LowerStore, progress: Progress) -> Unwritten | None:
         behind = self._behind[tier]
-        with self._refused_lock:
-            refused, self._refused[tier] = self._refused[tier], {}
+        with self._unwritten_lock:
+            refused, self._unwritten[tier] = self._unwritten[tier], {}
         if refused and store is not self._backing:
             store.retry()
-        pace = Pace()
+        timer = ProgressTimer()
         gone = 0
         for count, (key, result) in enumerate(refused.items()):
-            # Not held while it waits: it may be deleted meanwhile, and must stay so.
-            while (handed := self._hand_to(tier, key)) is HandoffResult.REFUSED:
+            # Not pinned while it waits for room: it may be deleted meanwhile, and must stay so.
+            while (handed := self._offer_unrecorded(tier, key)) is HandoffResult.REFUSED:
                 if not behind.wait_for_room():
-                    self._offer(tier, key)  # remembered again
+                    self._offer(tier, key)  # records it again
                     break
-                if pace.is_due():
+                if timer.is_due():
                     progress(tier, len(refused) - count + behind.pending_blocks)
             gone += handed is HandoffResult.ABSENT and result is PutResult.FAILED
         has_ended = behind.drain(lambda left: progress(tier, left))
         is_durable = has_ended and self._sync(tier, store)
-        with self._refused_lock:
-            left = list(self._refused[tier].values())
+        with self._unwritten_lock:
+            left = list(self._unwritten[tier].values())
         if not left and not gone and is_durable:
             return None
         blocks = len(left) + gone + (0 if has_ended else behind.pending_blocks)
@@ -245,7 +253,7 @@ class Demotion:
         return {tier: (b.pending_blocks, b.pending_bytes) for tier, b in self._behind.items()}
 
     def close(self) -> bool:
-        """False where the backing store hangs: some threads stay with it. All others are closed."""
+        """Closes everything it can. False if threads are left that hang in the backing store."""
         has_ended = True
         for tier, store in self._tiers:
             executor = self._executors[tier]
@@ -260,7 +268,7 @@ class Demotion:
 
 
 class _Countdown:
-    """Collects the outcomes of writes that several threads end, and reports them once."""
+    """Collects results of writes from several threads and calls `done` once with all of them."""
 
     def __init__(self, results: list[PutResult], done: Callable[[list[PutResult]], None]) -> None:
         self._results = results
@@ -273,7 +281,7 @@ class _Countdown:
             self._left += 1
 
         def arrived(result: PutResult) -> None:
-            if result is not PutResult.PRESENT:  # present there: as durable as asked for
+            if result is not PutResult.PRESENT:  # already on that disk, hence durable
                 self._results[position] = result
             self._finish_one()
 

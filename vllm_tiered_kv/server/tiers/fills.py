@@ -1,7 +1,7 @@
-"""Blocks that were received, on their way into their slots.
+"""Copies received blocks into their slots.
 
-Native threads copy and hash them. A thread of Python's would need the interpreter before each copy
-and again after it, and take it from the loop, which is busy receiving the next blocks just then.
+Native threads copy and hash the payloads. Python threads would need the GIL before and after each
+copy, and compete for it with the event loop, which is busy receiving the next blocks.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ Filled = Callable[[list[int]], None]
 
 
 class Fills:
-    """Whoever calls `collect` is told what has ended: the loop, once it watches the descriptor.
-    Until then everybody waits for what he starts."""
+    """Runs copies on native threads and calls back when they end. `TieredStore` uses it. Once the
+    event loop watches the descriptor, it collects the results; before that, `start` waits."""
 
     def __init__(self) -> None:
         self._pool = FillPool()
         self._tickets = itertools.count(1)
-        self._under_way: dict[int, Filled] = {}
+        self._in_flight: dict[int, Filled] = {}
         self._starting = threading.Lock()
-        self._collecting = threading.Lock()  # held until all who were told have returned
+        self._collecting = threading.Lock()  # held until all callbacks have returned
         self._is_watched = False
 
     def watch(self, watch: Callable[[int, Callable[[], None]], None]) -> None:
-        """`watch` has a loop call something whenever a descriptor is readable."""
+        """Registers with an event loop; `watch` calls back when a descriptor is readable."""
         watch(self._pool.descriptor, self.collect)
         self._is_watched = True
 
     def start(
         self, into: Sequence[memoryview], sources: Sequence[memoryview], filled: Filled
     ) -> None:
-        """Copies each source into its place and then calls `filled`, from any thread. The memory
-        is kept until then."""
-        with self._starting:  # tickets reach the pool in their order
+        """Copies each source into its slot, then calls `filled` from any thread. Keeps the memory
+        alive until then."""
+        with self._starting:  # the pool must get tickets in order
             ticket = next(self._tickets)
-            self._under_way[ticket] = filled
+            self._in_flight[ticket] = filled
             try:
                 self._pool.start(ticket, into, sources)
             except BaseException:
-                del self._under_way[ticket]
+                del self._in_flight[ticket]
                 raise
         if not self._is_watched:
             self.settle()
@@ -55,13 +55,13 @@ class Fills:
     def collect(self) -> None:
         with self._collecting:
             for ticket, checksums in self._pool.collect():
-                filled = self._under_way.pop(ticket)
+                filled = self._in_flight.pop(ticket)
                 try:
                     filled(checksums)
                 except Exception:
-                    logger.exception("what was received could not be taken over")
+                    logger.exception("cannot publish received blocks")
 
     def settle(self) -> None:
-        """Returns when all that was started before has ended, and who had to be told was told."""
+        """Waits until all copies started before have ended and their callbacks have returned."""
         self._pool.wait()
         self.collect()

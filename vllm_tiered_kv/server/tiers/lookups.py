@@ -1,5 +1,5 @@
-"""What is here, and where: asked of memory and SSD first, and of the backing tier only for the
-rest. A backing tier that does not answer in time has nothing.
+"""Finds which tier holds each key. Memory and SSD are asked first, the backing tier only for the
+rest; a backing tier that does not answer in time counts as empty.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.tiers.store_executor import StoreExecutor
 from vllm_tiered_kv.stores.memory import MemoryStore, PinnedSlot
 
-LOOKUPS_AT_ONCE = 4096  # more would keep the caller, or the lock of a tier, for too long
-_FIRST_LOOKUPS = 256
+MAX_INLINE_LOOKUPS = 4096  # more would block the caller, or the lock of a tier, for too long
+_FIRST_BATCH = 256
 _ORDER = (Tier.MEMORY, Tier.SSD, Tier.BACKING)
 
 
 @dataclass(frozen=True)
 class Located:
-    """How many leading positions are here, and in which tier each lies."""
+    """How many leading positions are stored, and how many of them lie in each tier."""
 
     count: int
     tiers: dict[Tier, int]
 
 
 class Locator:
-    """Calls may be made from any thread. With a backing store they may take long."""
+    """Synchronous lookups over some of the tiers. Calls may be made from any thread; with a backing
+    store they may take long."""
 
     def __init__(
         self, memory: MemoryStore, ssd: LowerStore | None, backing: LowerStore | None
@@ -57,14 +58,14 @@ class Locator:
         return tiers
 
     def locate(self, keys: Sequence[StoreKey], endings: Sequence[bytes]) -> Located:
-        """The leading keys that are here with every ending. A position lies where its slowest part
-        lies. Looks no further than it has to: what lies behind a gap is of no use."""
+        """The leading keys that are stored with every ending. The slowest of its blocks determines
+        the tier of a position. Stops at the first gap: blocks after it are useless."""
         stride = len(endings)
         counts = dict.fromkeys(_ORDER, 0)
         start = 0
-        at_once = max(1, _FIRST_LOOKUPS // stride)
+        batch = max(1, _FIRST_BATCH // stride)
         while start < len(keys):
-            some = keys[start : start + at_once]
+            some = keys[start : start + batch]
             tiers = self.tiers_of(_with_endings(some, endings))
             whole = tiers.index(None) // stride if None in tiers else len(some)
             for tier, count in _slowest_of_each(tiers[: whole * stride], stride).items():
@@ -72,7 +73,7 @@ class Locator:
             start += whole
             if whole < len(some):
                 break
-            at_once = min(2 * at_once, max(1, LOOKUPS_AT_ONCE // stride))
+            batch = min(2 * batch, max(1, MAX_INLINE_LOOKUPS // stride))
         return Located(start, counts)
 
 
@@ -83,7 +84,7 @@ def _with_endings(keys: Sequence[StoreKey], endings: Sequence[bytes]) -> Sequenc
 
 
 def _slowest_of_each(tiers: Sequence[Tier | None], stride: int) -> dict[Tier, int]:
-    """How many groups of `stride` have their slowest part in each tier."""
+    """How many groups of `stride` blocks have their slowest block in each tier."""
     if stride == 1 or len(set(tiers)) <= 1:
         return {tier: tiers.count(tier) // stride for tier in _ORDER}
     counts = dict.fromkeys(_ORDER, 0)
@@ -94,7 +95,8 @@ def _slowest_of_each(tiers: Sequence[Tier | None], stride: int) -> dict[Tier, in
 
 
 class Lookups:
-    """Calls return at once and answer through a callback, from this thread or another."""
+    """Asynchronous lookups for `TieredStore`. Calls return at once and answer through a callback,
+    from this thread or another."""
 
     def __init__(
         self,
@@ -105,7 +107,7 @@ class Lookups:
         pool: StoreExecutor,
         backing_executor: StoreExecutor | None,
     ) -> None:
-        """The backing store has an executor of its own, where there is one."""
+        """If there is a backing store, it has an executor of its own."""
         self._memory = memory
         self._backing = backing
         self._recorder = recorder
@@ -126,9 +128,9 @@ class Lookups:
             self._count_misses(len(keys) - located.count, endings)
             done(located)
 
-        self._look(
+        self._run_or_submit(
             len(keys) * len(endings),
-            lambda: self._look_further(self._near.locate(keys, endings), keys, endings, found),
+            lambda: self._search_backing(self._near.locate(keys, endings), keys, endings, found),
             lambda: found(Located(0, {})),
         )
 
@@ -137,13 +139,13 @@ class Lookups:
         keys: Sequence[StoreKey],
         suffixes: Sequence[bytes],
         nbytes: int,
-        most: int,
+        max_blocks: int,
         done: Callable[[list[PinnedSlot], Located], None],
     ) -> None:
         endings = suffixes or [b""]
 
         def work() -> None:
-            held = self._memory.hold_head(keys, endings, nbytes, most)
+            held = self._memory.hold_head(keys, endings, nbytes, max_blocks)
             rest = keys[len(held) // len(endings) :]
             try:
                 near = self._near.locate(rest, endings)
@@ -151,17 +153,19 @@ class Lookups:
                 self._memory.let_go(held)
                 raise
             self._recorder.add(names.HITS, len(held), Tier.MEMORY.value)
-            self._look_further(near, rest, endings, partial(found, held, len(rest)))
+            self._search_backing(near, rest, endings, partial(found, held, len(rest)))
 
         def found(held: list[PinnedSlot], asked: int, located: Located) -> None:
             self._count_misses(asked - located.count, endings)
             done(held, located)
 
-        self._look(len(keys) * len(endings), work, lambda: found([], len(keys), Located(0, {})))
+        self._run_or_submit(
+            len(keys) * len(endings), work, lambda: found([], len(keys), Located(0, {}))
+        )
 
     def _count_misses(self, positions: int, endings: Sequence[bytes]) -> None:
-        """Of a lookup along a chain: whoever asks will compute them. Hits are counted when they are
-        read or leased."""
+        """Counts the misses of a lookup, which the engine will compute. Hits are counted when they
+        are read or leased."""
         self._recorder.add(names.MISSES, positions * len(endings))
 
     def contains(self, keys: Sequence[StoreKey], done: Callable[[list[Tier | None]], None]) -> None:
@@ -180,20 +184,22 @@ class Lookups:
             wanted = [keys[n] for n in missing]
             self._executor.submit(lambda: backing.contains(wanted), found, lambda: done(near))
 
-        self._look(len(keys), work, lambda: done([None] * len(keys)))
+        self._run_or_submit(len(keys), work, lambda: done([None] * len(keys)))
 
     def near(self, keys: Sequence[StoreKey]) -> list[Tier | None]:
-        """Where each key lies, the backing tier not asked."""
+        """The tier of each key, without asking the backing tier."""
         return self._near.tiers_of(keys)
 
-    def _look(self, lookups: int, work: Callable[[], None], failed: Callable[[], None]) -> None:
-        """On this thread what is soon done."""
-        if lookups <= LOOKUPS_AT_ONCE:
+    def _run_or_submit(
+        self, lookups: int, work: Callable[[], None], failed: Callable[[], None]
+    ) -> None:
+        """Runs short work on this thread and long work in the pool."""
+        if lookups <= MAX_INLINE_LOOKUPS:
             work()
         else:
             self._pool.submit(work, failed=failed)
 
-    def _look_further(
+    def _search_backing(
         self,
         near: Located,
         keys: Sequence[StoreKey],

@@ -1,7 +1,7 @@
-"""The file that holds what is known of each namespace, written by a thread of its own.
+"""The file with the shape of each namespace, written by a thread of its own.
 
-It is replaced as a whole, so that it is always complete. Nobody waits for it: without the file, or
-with an older one, only a check is lost. What a disk does not take is tried again until it does.
+The file is always replaced as a whole, so it is never partial. Nothing waits for it: without the
+file, or with an old one, only a check is skipped. A failed write is retried until it succeeds.
 """
 
 from __future__ import annotations
@@ -22,22 +22,24 @@ logger = logging.getLogger(__name__)
 
 FILE = "namespaces.json"
 _VERSION = 1
-_PAUSE_S = 1.0  # between two writes: the second has all that came meanwhile
-_MAX_PAUSE_S = 64.0  # each that fails doubles it, up to this
+_PAUSE_S = 1.0  # between two writes, so that one write covers many changes
+_MAX_PAUSE_S = 64.0  # each failed write doubles the pause up to this
 
 
 @dataclass(frozen=True)
 class Shape:
+    """The sizes and layout of a namespace's keys and blocks, as a client announced them."""
+
     key_bytes: int
     block_bytes: frozenset[int]
     layout: str
-    client: str = ""  # who last said it would write here: an engine names its model
+    client: str = ""  # the last client that announced writes; an engine's name has its model
 
 
 class NamespaceFile:
-    """Writes what `snapshot` says soon after `change`, and at the latest in `close`.
+    """Writes what `snapshot` returns soon after `change`, and at the latest in `close`.
 
-    The log tells once that it cannot, once that it can again, and at the end if it could not.
+    It logs the first failure, the recovery, and a failure of the last write.
     """
 
     def __init__(self, path: Path, snapshot: Callable[[], dict[bytes, Shape]]) -> None:
@@ -53,13 +55,13 @@ class NamespaceFile:
         self._writer.start()
 
     def change(self) -> None:
-        """Returns at once. However often it is called, a single write is due."""
+        """Schedules a write and returns at once. Any number of calls cause a single write."""
         with self._news:
             self._has_changed = True
             self._news.notify()
 
     def close(self) -> None:
-        """Returns when everything is written, or could not be for the last time."""
+        """Returns when everything is written, or the last attempt has failed."""
         with self._news:
             self._is_closing = True
             self._news.notify()
@@ -83,7 +85,7 @@ class NamespaceFile:
                     return
                 pause_s, has_failed = min(2 * pause_s, _MAX_PAUSE_S), True
                 with self._news:
-                    self._has_changed = True  # it is still due
+                    self._has_changed = True  # still to be written
             else:
                 if has_failed:
                     logger.warning("%s is written again", self._path)
@@ -94,7 +96,7 @@ class NamespaceFile:
 
 def _write(path: Path, shapes: dict[bytes, Shape]) -> None:
     temporary = path.with_suffix(".tmp")
-    # As private as the blocks beside it, and no link that somebody else has put there.
+    # Private like the blocks beside it; never follows a symbolic link that another user put there.
     with os.fdopen(open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
         os.fchmod(file.fileno(), 0o600)
         file.writelines(_lines(shapes))
@@ -109,7 +111,7 @@ def _write(path: Path, shapes: dict[bytes, Shape]) -> None:
 
 
 def _lines(shapes: dict[bytes, Shape]) -> Iterator[str]:
-    """JSON, a namespace at a time: encoding them all at once would stop the other threads."""
+    """JSON, one namespace at a time: encoding all at once would hold the GIL for too long."""
     yield f'{{\n"version": {_VERSION},\n"namespaces": {{'
     separator = "\n"
     for name, shape in shapes.items():
@@ -125,13 +127,13 @@ def _lines(shapes: dict[bytes, Shape]) -> Iterator[str]:
 
 
 def read(path: Path) -> dict[bytes, Shape]:
-    """Without the file, or with a damaged one, it starts from nothing."""
+    """Reads the file; a missing or damaged one counts as empty."""
     with contextlib.suppress(FileNotFoundError):
         try:
             with os.fdopen(open_file(path, os.O_RDONLY)) as file:
                 content: Any = json.load(file)
             if content["version"] != _VERSION:
-                raise ValueError(f"version {content['version']} is not known here")
+                raise ValueError(f"version {content['version']} is not supported")
             return {
                 bytes.fromhex(name): Shape(
                     int(shape["key_bytes"]),
@@ -143,6 +145,6 @@ def read(path: Path) -> dict[bytes, Shape]:
             }
         except FileNotFoundError:
             raise
-        except Exception as error:  # whatever is in it
+        except Exception as error:  # the content may be anything
             logger.warning("%s is not used: %s", path, error)
     return {}

@@ -1,7 +1,7 @@
-"""What is known of each namespace: the shape of its keys and blocks.
+"""The registered namespaces, with the shape of their keys and blocks.
 
-The namespace's name already covers all of it. Two clients that disagree on the shape under one name
-are a mistake somewhere, which is better refused than served.
+A namespace's name is a hash that covers its shape. Two clients that disagree on the shape under one
+name reveal a bug, so the second is refused.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ from vllm_tiered_kv.wire.messages import Hello
 
 logger = logging.getLogger(__name__)
 
-_MAX_ROWS = 100  # a reply holds a few thousand values
+_MAX_ROWS = 100  # keeps the reply within the limits of the protocol
 
 
 class Namespaces:
-    """Remembers shapes; in a file where there is a folder, so that they outlive the daemon."""
+    """Remembers the shape of each namespace, in a file if there is a folder. The gateway calls it
+    on the reactor's thread."""
 
-    def __init__(self, folder: Path | None, most: int, on_new: Callable[[bytes], None]) -> None:
-        """`on_new` is told of each namespace when it first says hello to this process."""
-        self._most = most
+    def __init__(
+        self, folder: Path | None, max_namespaces: int, on_new: Callable[[bytes], None]
+    ) -> None:
+        """`on_new` is called for each namespace at its first hello to this process."""
+        self._max_namespaces = max_namespaces
         self._on_new = on_new
-        self._met: set[bytes] = set()
-        self._shapes: dict[bytes, Shape] = {}  # longest unused first
-        self._lock = threading.Lock()  # for the thread that writes the file
+        self._seen: set[bytes] = set()
+        self._shapes: dict[bytes, Shape] = {}  # least recently used first
+        self._lock = threading.Lock()  # the file's thread reads `_shapes`
         self._file: NamespaceFile | None = None
         if folder is not None:
             self._shapes = read(folder / FILE)
@@ -40,35 +43,35 @@ class Namespaces:
         return len(self._shapes)
 
     def admit(self, hello: Hello, read_only: bool = False) -> Shape:
-        """The shape of this client's blocks; ProtocolError where others know another one.
+        """The shape of this client's blocks; ProtocolError if the namespace has another one.
 
-        A client that names no block lengths only looks up what others have put. Neither its word
-        nor that of one that may only read binds those who write.
+        A client that names no block lengths only looks up blocks of others. Neither it nor a
+        read-only client defines the shape for clients that write.
         """
-        said = Shape(hello.key_bytes, frozenset(hello.block_bytes), hello.layout, hello.client)
+        announced = Shape(hello.key_bytes, frozenset(hello.block_bytes), hello.layout, hello.client)
         known = self._shapes.get(hello.namespace)
         if known is not None:
-            self._keep(hello.namespace, known)
-            _require_equal(hello.namespace, known, said)
-        if said.block_bytes and not read_only and said != known:
-            self._keep(hello.namespace, said)
+            self._store(hello.namespace, known)
+            _require_equal(hello.namespace, known, announced)
+        if announced.block_bytes and not read_only and announced != known:
+            self._store(hello.namespace, announced)
             if self._file is not None:
                 self._file.change()
-        if hello.namespace in self._shapes and hello.namespace not in self._met:
-            self._met.add(hello.namespace)
+        if hello.namespace in self._shapes and hello.namespace not in self._seen:
+            self._seen.add(hello.namespace)
             logger.info(
                 "namespace %s: %r, blocks of %s bytes",
-                key_prefix(hello.namespace).hex(),  # as quotas name it
+                key_prefix(hello.namespace).hex(),  # the name that quotas use
                 hello.client,
                 sorted(self._shapes[hello.namespace].block_bytes),
             )
             self._on_new(hello.namespace)
-        return known or said
+        return known or announced
 
     def rows(
-        self, usages: Mapping[str, Mapping[bytes, tuple[int, int]]], most: int = _MAX_ROWS
+        self, usages: Mapping[str, Mapping[bytes, tuple[int, int]]], max_rows: int = _MAX_ROWS
     ) -> dict[str, dict[str, int | str]]:
-        """Who uses each namespace and how much of each tier, the largest first. From any thread."""
+        """Client and usage per tier of each namespace, largest first. From any thread."""
         clients = {key_prefix(name): shape.client for name, shape in self._snapshot().items()}
         prefixes = {*clients, *(prefix for usage in usages.values() for prefix in usage)}
 
@@ -76,7 +79,7 @@ class Namespaces:
             return sum(usage.get(prefix, (0, 0))[1] for usage in usages.values())
 
         rows = {}
-        for prefix in sorted(prefixes, key=size, reverse=True)[:most]:
+        for prefix in sorted(prefixes, key=size, reverse=True)[:max_rows]:
             row: dict[str, int | str] = {"client": clients.get(prefix, "")}
             for tier, usage in usages.items():
                 row[f"{tier}_blocks"], row[f"{tier}_bytes"] = usage.get(prefix, (0, 0))
@@ -87,14 +90,14 @@ class Namespaces:
         if self._file is not None:
             self._file.close()
 
-    def _keep(self, namespace: bytes, shape: Shape) -> None:
-        """As the one used last."""
+    def _store(self, namespace: bytes, shape: Shape) -> None:
+        """Stores a shape as the most recently used one."""
         with self._lock:
             self._shapes.pop(namespace, None)
-            if len(self._shapes) >= self._most:
+            if len(self._shapes) >= self._max_namespaces:
                 forgotten = next(iter(self._shapes))
                 del self._shapes[forgotten]
-                self._met.discard(forgotten)
+                self._seen.discard(forgotten)
             self._shapes[namespace] = shape
 
     def _snapshot(self) -> dict[bytes, Shape]:
@@ -102,14 +105,14 @@ class Namespaces:
             return self._shapes.copy()
 
 
-def _require_equal(namespace: bytes, known: Shape, said: Shape) -> None:
+def _require_equal(namespace: bytes, known: Shape, announced: Shape) -> None:
     name = f"namespace {namespace.hex()[:16]}…"
     wrong = None
-    if said.key_bytes != known.key_bytes:
-        wrong = f"keys of {known.key_bytes} bytes, not {said.key_bytes}"
-    elif said.block_bytes and said.layout != known.layout:
-        wrong = f"the layout {known.layout!r}, not {said.layout!r}"
-    elif said.block_bytes and said.block_bytes != known.block_bytes:
-        wrong = f"blocks of {sorted(known.block_bytes)} bytes, not {sorted(said.block_bytes)}"
+    if announced.key_bytes != known.key_bytes:
+        wrong = f"keys of {known.key_bytes} bytes, not {announced.key_bytes}"
+    elif announced.block_bytes and announced.layout != known.layout:
+        wrong = f"the layout {known.layout!r}, not {announced.layout!r}"
+    elif announced.block_bytes and announced.block_bytes != known.block_bytes:
+        wrong = f"blocks of {sorted(known.block_bytes)} bytes, not {sorted(announced.block_bytes)}"
     if wrong is not None:
         raise ProtocolError(ErrorCode.MISMATCH, f"{name} is known with {wrong}")

@@ -1,4 +1,4 @@
-"""Opens the tiers the options ask for."""
+"""Opens the tiers that the options configure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vllm_tiered_kv.stores.ssd.store import SsdStore
 
 logger = logging.getLogger(__name__)
 
-_TELL_EVERY_S = 10.0
+_PROGRESS_INTERVAL_S = 10.0
 
 
 def open_tiers(options: ServerOptions, recorder: Recorder) -> TieredStore:
@@ -60,13 +60,13 @@ def open_tiers(options: ServerOptions, recorder: Recorder) -> TieredStore:
 
 
 def _require_memory(options: ServerOptions) -> None:
-    """The kernel lends more than there is, and ends the daemon when blocks come."""
+    """Linux overcommits memory; without this check the daemon would be OOM-killed later."""
     limit = memory_limit()
     if options.memory > limit:
         raise ConfigError(
             "memory",
             f"{format_size(options.memory)} is more than the machine or container has "
-            f"({limit / 2**30:.1f}GiB); choose less",
+            f"({limit / 2**30:.1f}GiB); use less",
         )
 
 
@@ -85,7 +85,7 @@ def describe(options: ServerOptions, store: TieredStore) -> list[str]:
 
 def _open_ssd(options: ServerOptions) -> SsdStore:
     try:
-        with _telling(f"ssd: {options.ssd} is not open yet"):
+        with _logging_progress(f"ssd: {options.ssd} is not open yet"):
             return SsdStore(
                 Path(options.ssd),
                 options.ssd_space,
@@ -100,15 +100,15 @@ def _open_ssd(options: ServerOptions) -> SsdStore:
 
 
 @contextmanager
-def _telling(what: str) -> Iterator[None]:
-    """Now and then, for as long as it takes: a disk may be slow, or hang."""
+def _logging_progress(what: str) -> Iterator[None]:
+    """Logs regularly while the body runs: a disk may be slow, or hang."""
     has_ended = threading.Event()
 
     def tell() -> None:
         begin = time.monotonic()
-        while not has_ended.wait(_TELL_EVERY_S):
+        while not has_ended.wait(_PROGRESS_INTERVAL_S):
             waited_s = time.monotonic() - begin
-            logger.warning("%s after %.0f s; the start waits for it", what, waited_s)
+            logger.warning("%s after %.0f s; the daemon waits for it to start", what, waited_s)
 
     threading.Thread(target=tell, name="tiered-kv-opening-ssd", daemon=True).start()
     try:
@@ -118,7 +118,8 @@ def _telling(what: str) -> Iterator[None]:
 
 
 def _open_backing(options: ServerOptions, backing: BackingFolder, executor: StoreExecutor) -> None:
-    """Returns when the folder is open, or does not answer in time: then it is used when it does."""
+    """Returns when the folder is open or the timeout has passed; a late folder is used once it
+    answers."""
     is_late = threading.Event()
 
     def open_folder() -> None:
@@ -127,9 +128,9 @@ def _open_backing(options: ServerOptions, backing: BackingFolder, executor: Stor
         except Exception:
             if not is_late.is_set():
                 raise
-            backing.open_at_last()
+            backing.open_with_retries()
         if is_late.is_set() and backing.is_open:
-            logger.warning("backing: %s answers; it is used from now on", options.backing_folder)
+            logger.warning("backing: %s answers; using it from now on", options.backing_folder)
 
     try:
         executor.call(open_folder)

@@ -1,4 +1,4 @@
-"""Blocks that clients asked to keep for a while."""
+"""Blocks that clients have pinned for a limited time."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from vllm_tiered_kv.stores.memory import MemoryStore, PinnedSlot
 
 
 class Pins:
-    """Used on the reactor's thread only; `expire` is to be called now and then."""
+    """All pins of clients, and their limit. Used on the reactor's thread only; the daemon calls
+    `expire` regularly."""
 
-    def __init__(self, memory: MemoryStore, allowances: ClientLimits) -> None:
+    def __init__(self, memory: MemoryStore, limits: ClientLimits) -> None:
         self._memory = memory
-        self._most_bytes = allowances.pins
+        self._max_bytes = limits.pins
         self._bytes = 0
         self._pins: dict[StoreKey, tuple[PinnedSlot, float]] = {}
 
@@ -27,11 +28,11 @@ class Pins:
         return len(self._pins)
 
     def has_room(self, nbytes: int) -> bool:
-        return self._bytes + nbytes <= self._most_bytes
+        return self._bytes + nbytes <= self._max_bytes
 
     def pin(self, block: PinnedSlot, ttl_s: float) -> bool:
-        """Takes over the hold on the block. A pin that is there already is only made longer; a
-        block that was deleted on its way here gets none."""
+        """Takes over the hold on the block. An existing pin is only extended. A block that was
+        deleted meanwhile is not pinned."""
         if not self._memory.is_readable(block):
             self._memory.let_go([block])
             return False
@@ -41,7 +42,7 @@ class Pins:
             self._memory.let_go([block])
             self._pins[block.key] = (known[0], max(until, known[1]))
             return True
-        if known is not None:  # it was deleted, and put again
+        if known is not None:  # deleted and stored again
             self.release([block.key])
         if not self.has_room(block.nbytes):
             self._memory.let_go([block])
@@ -57,7 +58,8 @@ class Pins:
         return len(ended)
 
     def void(self, keys: Sequence[StoreKey]) -> None:
-        """To be called after blocks were deleted: their pins end, also those made meanwhile."""
+        """Ends the pins of deleted blocks. Called after the deletion, so that it includes pins made
+        during it."""
         pinned = [(key, known[0]) for key in keys if (known := self._pins.get(key)) is not None]
         self.release([key for key, block in pinned if not self._memory.is_readable(block)])
 

@@ -1,9 +1,9 @@
-"""An executor with a deadline: all calls to the slower stores run on one.
+"""An executor with a deadline; all calls to the slower stores run on one.
 
-A call to a network file system whose server is gone returns when the server is back and cannot be
-interrupted. So each store has a few threads of its own, and whoever calls it goes on without the
-result after a deadline; the thread stays with the call until that returns. While every thread is
-past its deadline, the store is hung: calls fail at once, until one of the threads comes back.
+A call to a network file system whose server is gone cannot be interrupted and returns only when the
+server is back. So each store has a few threads of its own. After a deadline the caller continues
+without the result, while the thread stays in the call. If every thread is past its deadline, the
+store is hung: calls fail at once until one of the threads returns.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Result = TypeVar("_Result")
 
 
 class StoreHungError(Exception):
-    """The store did not end a call within its deadline, or hangs already."""
+    """The store did not finish a call before its deadline, or is hung already."""
 
 
 def _ignore(*result: object) -> None:
@@ -44,9 +44,9 @@ class _Call:
 
 
 class StoreExecutor:
-    """Runs the calls to one store. Used from any thread; results come from the executor's threads,
-    or from the caller's where the call is refused. The threads do not keep the process from
-    ending."""
+    """Runs the calls to one store. Used from any thread. Results are delivered on the executor's
+    threads, refusals on the caller's. The threads are daemon threads, so hung ones do not keep the
+    process alive."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class StoreExecutor:
         recorder: Recorder | None = None,
         keeps_queue: bool = False,
     ) -> None:
-        """`recorder` counts calls that miss the deadline. With `keeps_queue`, calls that wait while
+        """`recorder` counts calls that miss the deadline. With `keeps_queue`, calls queued while
         the store hangs run once it answers again; otherwise they fail."""
         self._name = name
         self._threads = threads
@@ -64,9 +64,9 @@ class StoreExecutor:
         self._recorder = recorder
         self._keeps_queue = keeps_queue
         self._queue: deque[_Call] = deque()
-        self._by_client: dict[Hashable, deque[_Call]] = {}  # the next client to be served first
+        self._by_client: dict[Hashable, deque[_Call]] = {}  # in the order clients are served
         self._is_clients_turn = False
-        self._timed: dict[_Call, None] = {}  # with a deadline and no result; the first one first
+        self._timed: dict[_Call, None] = {}  # calls with a deadline and no result, earliest first
         self._hung_threads = 0
         self._closed = False
         self._lock = threading.Lock()
@@ -93,12 +93,11 @@ class StoreExecutor:
         failed: Callable[[], None] = _ignore,
         client: Hashable = None,
     ) -> None:
-        """Calls `done` with what `work` returns, or else `failed`: after the deadline, or when
-        `work` raises or is refused. After the deadline `work` goes on to its end, and its result
-        is dropped.
+        """Calls `done` with the result of `work`. Calls `failed` instead if `work` is refused,
+        raises or misses its deadline; a late `work` still runs to its end, without effect.
 
-        Calls of clients are fair-queued: one of each client in turn, and the deadline counts from
-        the start of a call. Without a client it counts from now, time in the queue included.
+        Calls with a client are fair-queued per client, and their deadline counts from the start of
+        the call. Without a client it counts from now, including the time in the queue.
         """
         call = _Call(work, done, failed)
         with self._lock:
@@ -130,8 +129,8 @@ class StoreExecutor:
         return ended.result().result()
 
     def close(self, runs_queue: bool = False) -> bool:
-        """Takes no more calls, runs or fails those that wait, and returns when all have ended or
-        are past their deadline. False where threads are left that hang. Idempotent."""
+        """Accepts no more calls, runs or fails queued ones, and returns when all have ended or
+        missed their deadline. False if hung threads are left. Idempotent."""
         with self._lock:
             self._closed = True
             queued = [] if runs_queue else self._drop_queue()
@@ -140,7 +139,7 @@ class StoreExecutor:
         with self._lock:
             while self._timed or self._by_client:
                 self._ended.wait()
-            self._ended.notify_all()  # the watcher
+            self._ended.notify_all()  # wakes the deadline thread
             return not self._hung_threads
 
     # ---- threads --------------------------------------------------------------------------------
@@ -161,10 +160,10 @@ class StoreExecutor:
                 else:
                     call.done(result)
             except Exception:
-                logger.exception("a result of %s could not be handed over", self._name)
+                logger.exception("the receiver of a result of %s failed", self._name)
 
     def _next(self) -> _Call | None:
-        """Clients and those without one take turns: neither waits for all calls of the others."""
+        """Alternates between calls with and without a client, so that neither kind starves."""
         with self._lock:
             while not (self._queue or self._by_client):
                 if self._closed:
@@ -216,12 +215,12 @@ class StoreExecutor:
             self._fail(overdue)
 
     def _until_deadline_s(self) -> float:
-        """No call that comes meanwhile has an earlier deadline."""
+        """Time until the first deadline. Calls that are added later have later deadlines."""
         first = next(iter(self._timed), None)
         return self._timeout_s if first is None else first.deadline - time.monotonic()
 
     def _take_overdue(self) -> list[_Call]:
-        """Calls past their deadline; all that wait, too, where no thread is left for them."""
+        """Removes calls past their deadline; also all queued ones if no thread is left for them."""
         now = time.monotonic()
         overdue = [call for call in self._timed if call.deadline <= now]
         for call in overdue:
@@ -233,7 +232,7 @@ class StoreExecutor:
         if self.is_hung:
             if any(call.is_running for call in overdue):
                 logger.warning(
-                    "%s has not answered for %g s; it is not asked until it does",
+                    "%s has not answered for %g s; it is not used until it does",
                     self._name,
                     self._timeout_s,
                 )
@@ -256,4 +255,4 @@ class StoreExecutor:
             try:
                 call.failed()
             except Exception:
-                logger.exception("a caller of %s could not be told of the deadline", self._name)
+                logger.exception("the receiver of a missed deadline of %s failed", self._name)

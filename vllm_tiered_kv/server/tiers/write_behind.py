@@ -1,9 +1,8 @@
-"""A bounded queue of blocks on their way from memory to a slower store.
+"""Write-behind: a bounded queue of blocks that are written from memory to a slower store.
 
-A block waits pinned where it lies, so nothing is copied and nothing can change under the writer.
-A full queue takes no more; what it refused stays in memory and may be offered again. While the
-store keeps nothing (a full disk), the queue takes a block at a time: whoever makes room in memory
-must not offer half of it in vain.
+A queued block stays pinned in its slot, so it is not copied and cannot change. A full queue refuses
+blocks; they stay in memory and may be offered again. While the store rejects everything (a full
+disk), the queue holds a single block, so that eviction does not pin half of the memory in vain.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ logger = logging.getLogger(__name__)
 _BATCH_BYTES = 16 << 20
 
 _KEPT = (PutResult.STORED, PutResult.PRESENT)
-_TELL_EVERY_S = 1.0
+_PROGRESS_INTERVAL_S = 1.0
 
 Written = Callable[[PutResult], None]
 
 
-class Pace:
-    """When those who wait should hear of it again."""
+class ProgressTimer:
+    """Tells about once a second that progress should be reported."""
 
     def __init__(self) -> None:
-        self._next = time.monotonic() + _TELL_EVERY_S
+        self._next = time.monotonic() + _PROGRESS_INTERVAL_S
 
     @property
     def left_s(self) -> float:
@@ -44,27 +43,29 @@ class Pace:
     def is_due(self) -> bool:
         if self.left_s:
             return False
-        self._next = time.monotonic() + _TELL_EVERY_S
+        self._next = time.monotonic() + _PROGRESS_INTERVAL_S
         return True
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
+class _PendingWrite:
+    """A block that is queued or being written."""
+
     block: PinnedSlot
     durability: Durability
     written: list[Written]
-    is_late: bool = False  # the write missed its deadline, and goes on
+    is_late: bool = False  # the write missed its deadline and is still running
     has_ended: bool = False
 
     def take_written(self) -> list[Written]:
-        """Those to be told of the outcome; each is told once."""
+        """The callbacks to call with the outcome; each is returned once."""
         written, self.written = self.written, []
         return written
 
 
 class WriteBehind:
-    """Moves held blocks into `target`, in batches that run on its executor. Blocks it takes are let
-    go when written. Calls may be made from any thread."""
+    """The write-behind queue of one tier: writes pinned blocks to `target`, in batches that run on
+    its executor, and releases them. `Demotion` creates it. Calls may be made from any thread."""
 
     def __init__(
         self,
@@ -72,21 +73,21 @@ class WriteBehind:
         target: BlockStore,
         capacity_bytes: int,
         executor: StoreExecutor,
-        unkept: Callable[[StoreKey, PutResult], None] = lambda key, result: None,
+        on_failed: Callable[[StoreKey, PutResult], None] = lambda key, result: None,
     ) -> None:
-        """`executor` keeps its queue while the target hangs. `unkept` is told what the target
-        failed to write or had no room for, while the block is still held."""
+        """`executor` keeps its queue while the target hangs. `on_failed` is called for each block
+        that the target did not store, while the block is still pinned."""
         self._memory = memory
         self._target = target
         self._capacity = capacity_bytes
         self._executor = executor
-        self._unkept = unkept
-        self._queue: deque[_Waiting] = deque()
-        # Queued or being written, oldest first: a block that must be durable is written once more.
-        self._by_key: dict[StoreKey, list[_Waiting]] = {}
+        self._on_failed = on_failed
+        self._queue: deque[_PendingWrite] = deque()
+        # Oldest first; a key has two entries if a block in the queue must also become durable.
+        self._by_key: dict[StoreKey, list[_PendingWrite]] = {}
         self._bytes = 0
         self._closing = False
-        self._in_vain = False  # of the last blocks the target kept none
+        self._target_keeps_nothing = False  # it stored no block of the last batch
         self._lock = threading.Lock()
         self._ended = threading.Condition(self._lock)
 
@@ -101,11 +102,11 @@ class WriteBehind:
     def offer(
         self, block: PinnedSlot, durability: Durability, written: Written | None = None
     ) -> bool:
-        """Takes over the caller's hold on `block`, unless the queue is full (False). A queue that
-        is empty takes any block.
+        """Takes over the caller's hold on `block`, unless the queue is full (False). An empty queue
+        accepts any block.
 
-        `written` is called with the outcome, from any thread: FAILED where the target misses its
-        deadline, although the write goes on and may yet succeed.
+        `written` is called with the outcome, from any thread. FAILED may also mean that the target
+        missed its deadline; the write then continues and may still succeed.
         """
         with self._lock:
             before = self._by_key.get(block.key, [])
@@ -118,16 +119,16 @@ class WriteBehind:
                 return False
             else:
                 duplicate = False
-                waiting = _Waiting(block, durability, [written] if written is not None else [])
+                waiting = _PendingWrite(block, durability, [written] if written is not None else [])
                 self._by_key[block.key] = [*before, waiting]
                 self._queue.append(waiting)
                 self._bytes += block.nbytes
         if duplicate:
             self._memory.let_go([block])
-        else:  # a batch for each block: it may take more than that one, or find none left
-            batch: list[_Waiting] = []
+        else:  # one batch per block; a batch may write several blocks and leave none to the next
+            batch: list[_PendingWrite] = []
             self._executor.submit(
-                partial(self._write, batch), failed=partial(self._late, batch), client=self
+                partial(self._write, batch), failed=partial(self._on_deadline, batch), client=self
             )
         if written is not None and (waiting.is_late or self._executor.is_hung):
             self._answer_failed([waiting])
@@ -136,11 +137,11 @@ class WriteBehind:
     def _has_room(self, nbytes: int, is_awaited: bool) -> bool:
         if not self._bytes:
             return True
-        may_queue = is_awaited or not self._in_vain
+        may_queue = is_awaited or not self._target_keeps_nothing
         return may_queue and self._bytes + nbytes <= self._capacity
 
     def discard(self, keys: Iterable[StoreKey]) -> None:
-        """Forgets what waits under these keys. Returns when none of them is being written."""
+        """Removes these keys from the queue and waits until none of them is being written."""
         wanted = set(keys)
         with self._lock:
             unwritten = [w for w in self._queue if w.block.key in wanted]
@@ -152,39 +153,39 @@ class WriteBehind:
                 self._ended.wait()
 
     def wait_for_room(self) -> bool:
-        """Returns when a block has left the queue, none is in it, or a second has passed; False
-        when the queue is closed, or the target hangs."""
+        """Returns when a block has left the queue, the queue is empty or a second has passed. False
+        if the queue is closed or the target hangs."""
         with self._lock:
             if self._bytes and not self._closing and not self._is_stuck():
-                self._ended.wait(_TELL_EVERY_S)
+                self._ended.wait(_PROGRESS_INTERVAL_S)
             return not (self._closing or self._is_stuck())
 
     def _is_stuck(self) -> bool:
-        """Whether all that is left to write is past its deadline."""
+        """Whether everything left to write is past its deadline."""
         left = (waiting for each in self._by_key.values() for waiting in each)
         return bool(self._by_key) and (
             self._executor.is_hung or all(waiting.is_late for waiting in left)
         )
 
     def drain(self, progress: Callable[[int], None] | None = None) -> bool:
-        """Returns when all that waits now is written, whatever comes meanwhile; tells how many
-        blocks are left, about once a second. False when a write misses its deadline."""
-        pace = Pace()
+        """Returns when everything that is queued now is written. Calls `progress` about once a
+        second with the number of blocks left. False if a write misses its deadline."""
+        timer = ProgressTimer()
         with self._lock:
-            ahead = [waiting for each in self._by_key.values() for waiting in each]
-            while ahead:
-                if ahead[-1].has_ended:
-                    ahead.pop()
+            unfinished = [write for writes in self._by_key.values() for write in writes]
+            while unfinished:
+                if unfinished[-1].has_ended:
+                    unfinished.pop()
                     continue
-                if ahead[-1].is_late or self._executor.is_hung:
+                if unfinished[-1].is_late or self._executor.is_hung:
                     return False
-                self._ended.wait(timeout=pace.left_s)
-                if pace.is_due() and progress is not None:
+                self._ended.wait(timeout=timer.left_s)
+                if timer.is_due() and progress is not None:
                     progress(len(self._by_key))
         return True
 
     def close(self, progress: Callable[[int], None] | None = None) -> bool:
-        """Writes what is queued and takes no more. False when the target hangs. Idempotent."""
+        """Writes what is queued and accepts no more. False if the target hangs. Idempotent."""
         has_written = self.drain(progress)
         with self._lock:
             self._closing = True
@@ -193,7 +194,7 @@ class WriteBehind:
 
     # ---- on the executor ------------------------------------------------------------------------
 
-    def _write(self, batch: list[_Waiting]) -> None:
+    def _write(self, batch: list[_PendingWrite]) -> None:
         """Fills the batch from the queue and writes it."""
         self._take_batch(batch)
         if not batch:
@@ -209,14 +210,14 @@ class WriteBehind:
             )
             if len(results) != len(batch):
                 raise RuntimeError(f"{len(results)} results for {len(batch)} blocks")
-        except Exception:  # the queue must go on whatever the store did
-            logger.exception("writing blocks behind failed; they stay in memory only")
+        except Exception:  # the queue must continue whatever the store did
+            logger.exception("cannot write blocks to a slower tier; they stay in memory only")
             results = [PutResult.FAILED] * len(batch)
-        self._in_vain = not any(r in _KEPT for r in results)
-        self._finish(batch, results, self._unkept)
+        self._target_keeps_nothing = not any(r in _KEPT for r in results)
+        self._finish(batch, results, self._on_failed)
 
-    def _take_batch(self, batch: list[_Waiting]) -> None:
-        """What to write together: consecutive blocks of equal durability."""
+    def _take_batch(self, batch: list[_PendingWrite]) -> None:
+        """Takes consecutive blocks of equal durability from the queue."""
         nbytes = 0
         with self._lock:
             while self._queue:
@@ -228,29 +229,29 @@ class WriteBehind:
                     return
                 batch.append(self._queue.popleft())
 
-    def _late(self, batch: list[_Waiting]) -> None:
-        """The target misses its deadline. The write goes on, and its blocks stay held until it has
-        ended."""
+    def _on_deadline(self, batch: list[_PendingWrite]) -> None:
+        """The target has missed its deadline. The write continues, and its blocks stay pinned until
+        it has ended."""
         with self._lock:
             for waiting in batch:
                 waiting.is_late = True
-            if self._executor.is_hung:  # nobody knows when the queued ones begin
+            if self._executor.is_hung:  # it is unknown when queued writes will start
                 batch = [waiting for each in self._by_key.values() for waiting in each]
             self._ended.notify_all()
         self._answer_failed(batch)
 
-    def _answer_failed(self, unwritten: list[_Waiting]) -> None:
+    def _answer_failed(self, unwritten: list[_PendingWrite]) -> None:
         with self._lock:
             answers = [written for waiting in unwritten for written in waiting.take_written()]
         for written in answers:
-            with _surviving():
+            with _logging_errors():
                 written(PutResult.FAILED)
 
     def _finish(
         self,
-        batch: list[_Waiting],
+        batch: list[_PendingWrite],
         results: list[PutResult],
-        unkept: Callable[[StoreKey, PutResult], None] = lambda key, result: None,
+        on_failed: Callable[[StoreKey, PutResult], None] = lambda key, result: None,
     ) -> None:
         answers: list[tuple[Written, PutResult]] = []
         with self._lock:
@@ -259,27 +260,28 @@ class WriteBehind:
                 self._forget(waiting)
                 self._bytes -= waiting.block.nbytes
                 answers += [(written, result) for written in waiting.take_written()]
-                # In one step: whoever offers it again in between would be told that it waits.
+                # Under the same lock as `_forget`: otherwise a retry of this block in between would
+                # be accepted as a duplicate of the write that has just failed.
                 if result not in _KEPT:
-                    with _surviving():
-                        unkept(waiting.block.key, result)
+                    with _logging_errors():
+                        on_failed(waiting.block.key, result)
             self._ended.notify_all()
-        with _surviving():
+        with _logging_errors():
             self._memory.let_go([waiting.block for waiting in batch])
         for written, result in answers:
-            with _surviving():
+            with _logging_errors():
                 written(result)
 
-    def _forget(self, waiting: _Waiting) -> None:
+    def _forget(self, waiting: _PendingWrite) -> None:
         others = self._by_key.pop(waiting.block.key, [])
         if left := [other for other in others if other is not waiting]:
             self._by_key[waiting.block.key] = left
 
 
 @contextmanager
-def _surviving() -> Iterator[None]:
-    """Whatever is wrong with one block, the writers go on and everybody else is answered."""
+def _logging_errors() -> Iterator[None]:
+    """An error in one callback must not stop the writers or keep others from their answers."""
     try:
         yield
     except Exception:
-        logger.exception("what became of a block could not be told")
+        logger.exception("a callback of a write to a slower tier failed")
