@@ -244,7 +244,7 @@ def test_a_load_beside_the_steps_does_not_wait_for_ever_either(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where steps that load follow each other without end, all of them before it by priority."""
-    monkeypatch.setattr(step_load_policy, "_BYTES_PER_STEP", 1)
+    monkeypatch.setattr(step_load_policy, "_MAX_BYTES_PER_STEP", 1)
     engine = ToyEngine(
         tiny_model, gpu_blocks=128, cpu_blocks=256, engine_args={"scheduling_policy": "priority"}
     )

@@ -297,7 +297,7 @@ def test_reports_that_never_come_do_not_keep_the_engine_from_resting(
     """And those that come very late make nothing readable, but give the memory back."""
     engine = ToyEngine(tiny_model)
     timeout = engine.half._config.remote_load_timeout
-    monkeypatch.setattr(scheduler_half, "_REPORTS_AWAITED_S", 0.02 - timeout)
+    monkeypatch.setattr(scheduler_half, "_REPORT_TIMEOUT_S", 0.02 - timeout)
     lost = []
     report = engine.worker.build_connector_worker_meta
     engine.worker.build_connector_worker_meta = lambda: lost.append(report())

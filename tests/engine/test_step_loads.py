@@ -95,7 +95,7 @@ def test_requests_that_run_wait_for_small_loads_only(
     engine = ToyEngine(tiny_model, async_scheduling)
     limit = blocks * engine.half.block_bytes[0]
     monkeypatch.setattr(
-        "vllm_tiered_kv.connector.scheduler.step_load_policy._BYTES_BESIDE_OTHERS", limit
+        "vllm_tiered_kv.connector.scheduler.step_load_policy._MAX_BYTES_WITH_OTHERS", limit
     )
     rng = random.Random(2)
     ids, other = prompt(rng, 41), prompt(rng, 9)

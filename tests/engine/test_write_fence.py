@@ -246,7 +246,7 @@ def test_a_store_that_never_ends_is_not_waited_for_longer_than_a_second(
     tiny_model: Path, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = ToyEngine(tiny_model, async_scheduling, gpu_blocks=128, store_delay=NEVER)
-    monkeypatch.setattr("vllm_tiered_kv.connector.scheduler.load_planner._STORES_AWAITED_S", 0.05)
+    monkeypatch.setattr("vllm_tiered_kv.connector.scheduler.load_planner._STORE_WAIT_S", 0.05)
     ids = seeded_prompt(1, 41)
     finish(engine, engine.add(ids, 1))
     engine.drop_gpu_cache()

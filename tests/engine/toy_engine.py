@@ -399,5 +399,5 @@ class ToyEngine:
             time.sleep(0.001)
         assert not self.half._requests
         assert not self.half._uncached
-        assert not self.half.stores.has_unseen
+        assert not self.half.stores.has_deferred
         self.half.index.check()

@@ -181,7 +181,7 @@ ENGINE = (
     Mutation(
         "other-connectors-failure-is-not-seen",
         "connector/scheduler/scheduler_half.py",
-        "                self._requests[request_id].starts_over()\n",
+        "                self._requests[request_id].restart_after_failed_load()\n",
         "                pass\n",
         "after another connector's failure a request waits for ever",
         _FAILED,
@@ -262,7 +262,7 @@ ENGINE = (
     Mutation(
         "lookup-that-waits-for-no-store",
         "connector/scheduler/load_planner.py",
-        "            if may_load and self._awaits_stores(state, computed + loadable, end):\n",
+        "            if may_load and self._should_wait_for_stores(state, computed + loadable, end):\n",
         "            if False:\n",
         "an engine that stopped stepping computes again what it is about to hold",
         _FENCE,
@@ -271,7 +271,7 @@ ENGINE = (
     Mutation(
         "lazy-store-of-a-reused-block",
         "connector/scheduler/lazy_store.py",
-        "        there = still_there(pool, known)\n",
+        "        there = still_hashed(pool, known)\n",
         "        there = [True] * len(known)\n",
         "another request's bytes are stored under this one's key",
         _SCHEDULING,

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MEETING_TIME = datetime.timedelta(seconds=120)
+_RENDEZVOUS_TIMEOUT = datetime.timedelta(seconds=120)
 """How long the first rank waits for the others; they end with it. vLLM builds all ranks' connectors
 at once."""
 
@@ -240,7 +240,7 @@ def _share_among_replicas(nbytes: int, holding: Holding) -> int | None:
     replicas = Replicas(holding.tensor_rank, holding.replica, holding.replicas, gather)
     try:
         # The group's own: torch's function takes no group whose backend has a longer name.
-        group.cpu_group.monitored_barrier(_MEETING_TIME, wait_all_ranks=False)
+        group.cpu_group.monitored_barrier(_RENDEZVOUS_TIMEOUT, wait_all_ranks=False)
         return share_memory(nbytes, replicas)
     except RuntimeError as error:
         raise TieredKVError(

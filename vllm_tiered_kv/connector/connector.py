@@ -89,14 +89,14 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         config = TieredKVConfig.load(self._kv_transfer_config.kv_connector_extra_config)
         self.scheduler_half: SchedulerHalf | None = None
         self.worker_half: WorkerHalf | None = None
-        self._unfilled: StaleHashGuard | None = None
+        self._stale_hash_guard: StaleHashGuard | None = None
         self._idle_steps: idle_steps.IdleSteps | None = None
-        self._has_neighbours = is_inside_multi_connector()
+        self._is_inside_multi = is_inside_multi_connector()
         # A failed load is recomputed, never an error. vLLM reads this after building us.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
 
         reason = why_not_cacheable(vllm_config, kv_cache_config)
-        self._is_refused = self._tells_refusal = reason is not None
+        self._is_refused = self._must_report_refusal = reason is not None
         if reason is not None or config.mode is Mode.NAIVE:
             if reason is not None and role is KVConnectorRole.SCHEDULER:
                 logger.warning("the KV cache of this model is not tiered: %s", reason)
@@ -107,14 +107,14 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
                     logger.warning(doubt)
             logger.info("tiered KV cache: %s", config.describe())
             self.scheduler_half = make_scheduler_half(config, vllm_config, kv_cache_config)
-            if self._has_neighbours:
-                self.scheduler_half.expect_local_daemons()
+            if self._is_inside_multi:
+                self.scheduler_half.enter_multi_connector()
             if self.scheduler_half.remote is not None and idle_steps.are_needed(vllm_config):
                 self._idle_steps = idle_steps.IdleSteps(self.scheduler_half, vllm_config)
         elif config.mode is Mode.TIERED:
             self.worker_half = make_worker_half(config, vllm_config, kv_cache_config)
-            self.worker_half.wait_for_sources = self._has_neighbours
-            self.worker_half.tells_block_bytes = self._has_neighbours
+            self.worker_half.wait_for_sources = self._is_inside_multi
+            self.worker_half.tells_block_bytes = self._is_inside_multi
             same_process.register_worker(self.worker_half, vllm_config)
 
     @classmethod
@@ -131,13 +131,13 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self.worker_half is None:
             return
         self.worker_half.register_kv_caches(kv_caches, self._kv_cache_config)
-        if self._has_neighbours and has_kv_transfer_group():
+        if self._is_inside_multi and has_kv_transfer_group():
             outer = get_kv_transfer_group()
             if outer._kv_transfer_config.kv_load_failure_policy != "recompute":
                 logger.warning(_RECOMPUTE_ADVICE)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        if self._has_neighbours:
+        if self._is_inside_multi:
             return None  # a MultiConnector would hand ours to all of them, and theirs to nobody
         if self.worker_half is not None:
             return TieredKVHandshake(self.worker_half.block_bytes)
@@ -181,9 +181,9 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         if self.worker_half is not None:
             return self.worker_half.worker_metadata()
-        if not (self._has_neighbours and self._tells_refusal):
+        if not (self._is_inside_multi and self._must_report_refusal):
             return None
-        self._tells_refusal = False
+        self._must_report_refusal = False
         return TieredKVWorkerMetadata(block_bytes={self._vllm_config.parallel_config.rank: ()})
 
     def _metadata(self) -> TieredKVMetadata:
@@ -199,7 +199,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler_half.bind_kv_cache_manager(kv_cache_manager)
             if self._vllm_config.scheduler_config.policy == "priority":
                 groups = range(len(self._kv_cache_config.kv_cache_groups))
-                self._unfilled = StaleHashGuard(kv_cache_manager, groups)
+                self._stale_hash_guard = StaleHashGuard(kv_cache_manager, groups)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -209,9 +209,9 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
             return
         for rank, told in metadata.items():
             if isinstance(told, TieredKVHandshake):
-                self._hear_block_bytes(rank, told.block_bytes)
+                self._check_block_bytes(rank, told.block_bytes)
 
-    def _hear_block_bytes(self, rank: object, told: tuple[int, ...]) -> None:
+    def _check_block_bytes(self, rank: object, told: tuple[int, ...]) -> None:
         half = self.scheduler_half
         if half is None or told == half.block_bytes:
             return
@@ -223,7 +223,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
             half.block_bytes,
         )
         half.shutdown()
-        self.scheduler_half = self._unfilled = None
+        self.scheduler_half = self._stale_hash_guard = None
 
     def on_new_request(self, request: Request) -> None:
         if self.scheduler_half is not None:
@@ -241,8 +241,8 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         if self.scheduler_half is not None:
             self.scheduler_half.update_state_after_alloc(request, blocks, num_external_tokens)
-        if self._unfilled is not None:
-            self._unfilled.admitted(request)
+        if self._stale_hash_guard is not None:
+            self._stale_hash_guard.admitted(request)
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
@@ -259,15 +259,15 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self.scheduler_half is None:
             return TieredKVMetadata()
-        if self._unfilled is not None:
-            self._unfilled.step_planned(scheduler_output)
+        if self._stale_hash_guard is not None:
+            self._stale_hash_guard.step_planned(scheduler_output)
         return self.scheduler_half.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         told = connector_output.kv_connector_worker_meta
         if isinstance(told, TieredKVWorkerMetadata):
             for rank, block_bytes in told.block_bytes.items():
-                self._hear_block_bytes(rank, block_bytes)
+                self._check_block_bytes(rank, block_bytes)
         if self.scheduler_half is not None:
             self.scheduler_half.update_connector_output(connector_output)
 
@@ -281,8 +281,8 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         if self.scheduler_half is not None:
             self.scheduler_half.request_finished(request, block_ids)
-        if self._unfilled is not None:
-            self._unfilled.finished(request)
+        if self._stale_hash_guard is not None:
+            self._stale_hash_guard.finished(request)
         return False, None
 
     def has_pending_push_work(self) -> bool:

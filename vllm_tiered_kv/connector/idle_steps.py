@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LIMIT_S = 5.0
+_MAX_DRAIN_S = 5.0
 _PAUSE_S = 0.001
 
 
@@ -56,13 +56,13 @@ class IdleSteps:
         worker = find_worker(self._vllm_config)
         if worker is None or worker.is_in_step:
             return  # it lives in another process, or an idle step would break into another one
-        end = time.monotonic() + _LIMIT_S
+        end = time.monotonic() + _MAX_DRAIN_S
         while half.has_pending_push_work():
             if time.monotonic() > end:
                 logger.warning(
                     "blocks are still on their way to a daemon after %.0f s; they go on with the "
                     "next request",
-                    _LIMIT_S,
+                    _MAX_DRAIN_S,
                 )
                 return
             self._step(worker)

@@ -80,7 +80,7 @@ class TieredKVWorkerMetadata(KVConnectorWorkerMetadata):
     MultiConnector, which leaves no room for a handshake of ours."""
     probed: dict[str, list[Fetched]] = field(default_factory=dict)
     """Probes that ended, one report per rank."""
-    was_heard: bool = False
+    was_processed: bool = False
     """The scheduler has dealt with it, see `idle_steps`."""
 
     @property

@@ -33,13 +33,13 @@ def ids_of(blocks: Iterable[KVCacheBlock]) -> list[int]:
     return list(map(_BLOCK_ID, blocks))
 
 
-Facts: TypeAlias = tuple[int, bytes, BlockKey, BlockKey | None, BlockKey, Group]
+BlockRecord: TypeAlias = tuple[int, bytes, BlockKey, BlockKey | None, BlockKey, Group]
 """One block of a `HashedRun`, without it, since a run keeps its request: its number, what vLLM has
 written on it, its key, that of the block before it, that of the anchor which decides the daemon it
 belongs to, its group. A plain tuple: there is one for every block of the GPU."""
 
 
-def still_there(pool: BlockPool, known: Sequence[Facts]) -> list[bool]:
+def still_hashed(pool: BlockPool, known: Sequence[BlockRecord]) -> list[bool]:
     """Whether each block still has what it had; without a step of the interpreter for each."""
     on_blocks = map(_BLOCK_HASH, map(pool.blocks.__getitem__, map(itemgetter(0), known)))
     return list(map(eq, on_blocks, map(itemgetter(1), known)))
@@ -60,14 +60,14 @@ class HashedRun:
         offsets = int64_array(positions) - self.first
         return list(pick(self.block_ids, offsets.tolist()))
 
-    def still_there(self, pool: BlockPool, positions: range) -> list[bool]:
+    def still_hashed(self, pool: BlockPool, positions: range) -> list[bool]:
         """As the function; no step of the interpreter for each."""
         ids = self.block_ids[positions.start - self.first : positions.stop - self.first]
         on_blocks = map(_BLOCK_HASH, map(pool.blocks.__getitem__, ids))
         there = list(map(eq, on_blocks, self._hashes(positions)))
         return there + [False] * (len(positions) - len(there))
 
-    def facts(self, positions: range) -> Iterator[Facts]:
+    def records(self, positions: range) -> Iterator[BlockRecord]:
         """Of each; no step of the interpreter for each."""
         start, stop = positions.start, positions.stop
         before: list[BlockKey | None] = [None if not start else self.keys[start - 1]]

@@ -55,7 +55,7 @@ class InvalidLoadRecovery:
         self._holders: list[Request] = []
         self._held: set[int] = set()
         for request in (*(state.request for state in states), *others):
-            self._look_at(request)
+            self._record_holder(request)
 
     def undo(
         self,
@@ -67,12 +67,12 @@ class InvalidLoadRecovery:
         self._start_over()
         for state in self._states:
             if self._is_waiting(state.request):
-                state.starts_over()
+                state.restart_after_failed_load()
         if not self._was_read:
             return
         if verification is not None:
             verification.void(self._states)
-        stores.lose_hashes(self._states)
+        stores.on_hashes_lost(self._states)
         self._forget_on_gpu()
         self._forget_in_tier(ledger, index)
 
@@ -123,7 +123,7 @@ class InvalidLoadRecovery:
             state.has_tail = False
             state.on_gpu = state.computed_again = 0  # what was there has lost its hash
 
-    def _look_at(self, request: Request) -> None:
+    def _record_holder(self, request: Request) -> None:
         tables = self._manager.get_blocks(request.request_id).blocks
         ids = [[block.block_id for block in table] for table in tables]
         held = self._invalid.intersection(chain.from_iterable(ids))

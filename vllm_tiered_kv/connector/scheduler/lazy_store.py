@@ -17,23 +17,23 @@ from typing import TYPE_CHECKING
 from vllm_tiered_kv.cache.index import NOWHERE, BlockIndex
 from vllm_tiered_kv.cache.planner import Group
 from vllm_tiered_kv.connector.scheduler.hashed_blocks import (
-    Facts,
+    BlockRecord,
     HashedRun,
     StoreBatch,
-    still_there,
+    still_hashed,
 )
 from vllm_tiered_kv.native.cpu import follow
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
-_BLOCK_ID, _KEY, _GROUP = itemgetter(0), itemgetter(2), itemgetter(5)  # of `Facts`
+_BLOCK_ID, _KEY, _GROUP = itemgetter(0), itemgetter(2), itemgetter(5)  # of `BlockRecord`
 
 
 class LazyStore:
     def __init__(self, window: int) -> None:
         self._window = window
-        self._known: dict[int, Facts] = {}
+        self._known: dict[int, BlockRecord] = {}
 
     def observe(self, run: HashedRun, positions: range) -> None:
         """Blocks of a request have become full, or were found so."""
@@ -49,7 +49,7 @@ class LazyStore:
             return [], 0
         ids = follow(first, last, "next_free_block", "block_id", self._window)
         known = list(filter(None, map(self._known.get, ids)))
-        there = still_there(pool, known)
+        there = still_hashed(pool, known)
         self._forget(compress(known, map(not_, there)))
         known = list(compress(known, there))
         missing = compress(known, index.are_missing(list(map(_KEY, known))))
@@ -67,14 +67,14 @@ class LazyStore:
             refused += left
         return [batch for batch in batches if batch.slots], refused
 
-    def _forget(self, blocks: Iterable[Facts]) -> None:
+    def _forget(self, blocks: Iterable[BlockRecord]) -> None:
         deque(map(self._known.pop, map(_BLOCK_ID, blocks)), maxlen=0)
 
     def clear(self) -> None:
         self._known.clear()
 
 
-def _reserve(index: BlockIndex, group: Group, wanted: list[Facts]) -> tuple[StoreBatch, int]:
+def _reserve(index: BlockIndex, group: Group, wanted: list[BlockRecord]) -> tuple[StoreBatch, int]:
     """Slots for these, and how many found none."""
     block_ids, _, keys, parents, anchors, _ = zip(*wanted, strict=True)
     slots = index.reserve_all(keys, parents, group.size_class)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _CPU = Tier.CPU.value
 _REMOTE = Tier.REMOTE.value
-_STORES_AWAITED_S = 1.0  # copies take milliseconds; past this something is wrong
+_STORE_WAIT_S = 1.0  # copies take milliseconds; past this something is wrong
 
 
 class LoadPlanner:
@@ -58,7 +58,7 @@ class LoadPlanner:
         self._pool: BlockPool | None = None
         self.verification: Verification | None = None
         self.reuses_tails = False
-        self._set_back: set[str] = set()
+        self._awaiting_recompute: set[str] = set()
         """Requests that wait to be computed after a load failed. vLLM keeps room for the whole of
         each of them whenever it admits a load beside the steps."""
 
@@ -75,7 +75,7 @@ class LoadPlanner:
         # not, the daemons are asked when that turns out.
         if not request.skip_reading_prefix_cache and not self._gpu_has_block_before(request, limit):
             state.keys.extend(request, request.num_tokens)
-            self._know_tail(state)
+            self._ensure_tail(state)
             daemons.begin(state, limit)
 
     @property
@@ -93,7 +93,7 @@ class LoadPlanner:
 
     def finished(self, request_id: str) -> None:
         self.step_policy.finished(request_id)
-        self._set_back.discard(request_id)
+        self._awaiting_recompute.discard(request_id)
 
     def _gpu_has_block_before(self, request: Request, end: int) -> bool:
         """Whether vLLM's prefix cache has the blocks that end at this token of a request."""
@@ -109,16 +109,16 @@ class LoadPlanner:
         """Tokens after `computed` that can be loaded; None if that is to be asked in the next step:
         a daemon has not answered, this step loads what the request would build on, stores that are
         about to end hold what follows, or others have to be let past."""
-        if state.stands_first:
+        if state.is_at_queue_head:
             # Where windows are computed they take more blocks than where they are loaded. vLLM
             # looks at nobody behind it until there are as many, and those behind it may hold them.
             # For this answer it is put back among those that hold nothing.
-            state.stands_first = False
-            self._set_back.add(request.request_id)
+            state.is_at_queue_head = False
+            self._awaiting_recompute.add(request.request_id)
             return None
         full = limit = end = self.limit(request)
-        self._know_tail(state)
-        tail = state.sought_tail
+        self._ensure_tail(state)
+        tail = state.loadable_tail
         if tail is not None:
             limit, end = request.num_tokens - 1, len(tail.keys) * self._alignment
         has_all_full = computed >= full
@@ -137,7 +137,7 @@ class LoadPlanner:
             may_load = (
                 self.load_policy.may_load and not has_all_full
             )  # nobody waits just for a tail
-            if may_load and self._awaits_stores(state, computed + loadable, end):
+            if may_load and self._should_wait_for_stores(state, computed + loadable, end):
                 return None
         if has_all_full and not loadable:
             state.match = Match(computed, 0, limit, on_gpu=on_gpu, computed_again=again)
@@ -147,14 +147,14 @@ class LoadPlanner:
             # Where a shorter prefix ends, windows need other blocks.
             loadable = self._find(state, computed, computed + choice.tokens, elsewhere)
         verified = 0
-        if loadable and self.verification is not None and self.verification.chooses(state):
+        if loadable and self.verification is not None and self.verification.selects(state):
             verified, loadable = min(loadable, full - computed), 0
         ahead = (
             bool(loadable)
             and (self.remote is None or self.remote.is_resident(state))
             and self.step_policy.allows(request.request_id, self._bytes(loadable))
         )
-        if (state.keeps_reservation or self._set_back) and not ahead:
+        if (state.keeps_reservation or self._awaiting_recompute) and not ahead:
             # Tiers may still have it. But vLLM keeps what it reserved for the load that failed, and
             # does so again for a second one beside the steps: of a request that takes half of the
             # GPU's blocks that is more than there are, and it would wait for ever. So would another
@@ -163,27 +163,27 @@ class LoadPlanner:
         if loadable and computed and not ahead and self.step_policy.has_planned:
             # What the GPU has of it may be what this very step loads. Should that fail, vLLM would
             # have room reserved for this one, too, or let others wait behind it.
-            self.step_policy.give_way()
+            self.step_policy.reserve_next_step()
             return None
         loadable = min(loadable, limit - computed)  # of a tail all but the last token
         state.match = Match(computed, loadable, limit, ahead, choice, verified, on_gpu, again)
         return loadable
 
-    def _awaits_stores(self, state: RequestState, found: int, end: int) -> bool:
+    def _should_wait_for_stores(self, state: RequestState, found: int, end: int) -> bool:
         """Whether the tier is about to hold the block after token `found`: copies take less than
         computing it again. An engine inside the caller's process has stopped stepping with its last
         output, and hears of what it stored in the steps that this makes it take."""
         if found >= end or not self._ledger.has_open_stores:
             return False
-        for group, keys in zip(self._groups, state.sought, strict=True):
+        for group, keys in zip(self._groups, state.loadable_keys, strict=True):
             if self._index.lookup(keys[found // group.block_size]) is Lookup.PENDING:
                 now = time.monotonic()
-                if state.awaits_stores_until is None:
-                    state.awaits_stores_until = now + _STORES_AWAITED_S
-                return now < state.awaits_stores_until
+                if state.store_wait_deadline is None:
+                    state.store_wait_deadline = now + _STORE_WAIT_S
+                return now < state.store_wait_deadline
         return False
 
-    def _know_tail(self, state: RequestState) -> None:
+    def _ensure_tail(self, state: RequestState) -> None:
         if self.reuses_tails and state.tail is None:
             state.tail = tail_of(state.request, state.keys, self._alignment)
 
@@ -192,7 +192,7 @@ class LoadPlanner:
         asked for the blocks before it where those are not kept here either."""
         if self.remote is None or not self.remote.keep_copies:
             return True
-        return bool(load.local) and load.local[-1] == len(state.sought[0]) - 1
+        return bool(load.local) and load.local[-1] == len(state.loadable_keys[0]) - 1
 
     def _computed_again(self, request: Request, computed: int) -> int:
         """vLLM always computes the last token, even if it has the block that it fills."""
@@ -204,7 +204,7 @@ class LoadPlanner:
         self, state: RequestState, request: Request, blocks: KVCacheBlocks, tokens: int
     ) -> LoadJob | None:
         """The request has its blocks: what was only an answer becomes a plan, and is pinned."""
-        self._set_back.discard(request.request_id)
+        self._awaiting_recompute.discard(request.request_id)
         match, state.match = state.match, None
         if match is None:
             return None
@@ -250,7 +250,7 @@ class LoadPlanner:
                 taken += len(load.local)
             # All that the request goes on from was used, also the part the GPU still had.
             used = group.needed(0, match.computed + covered)
-            self._index.touch(state.sought[group.group_id][used.start : used.stop])
+            self._index.touch(state.loadable_keys[group.group_id][used.start : used.stop])
         state.has_tail = covered > tokens and self._keeps_tail(state, loads[0])
         remote = tuple(transfer for load in loads for transfer in load.remote)
         if not match.is_step_load:
@@ -265,7 +265,7 @@ class LoadPlanner:
         return loadable_tokens(
             self._index,
             self._groups,
-            state.sought,
+            state.loadable_keys,
             computed,
             limit,
             self._alignment,
@@ -308,7 +308,7 @@ class LoadPlanner:
         keys: list[BlockKey] = []
         nbytes = remote_blocks = remote_bytes = 0
         for group, load in zip(self._groups, loads, strict=True):
-            keys += pick(state.sought[group.group_id], load.local)
+            keys += pick(state.loadable_keys[group.group_id], load.local)
             nbytes += len(load.local) * group.block_bytes
             remote_blocks += load.num_remote
             remote_bytes += load.num_remote * group.block_bytes

@@ -37,8 +37,8 @@ from vllm_tiered_kv.metrics.recorder import Recorder
 logger = logging.getLogger(__name__)
 
 _PREFILL_SHARE = 0.8  # of a step's tokens: with more decodes it does not measure a prefill
-_PATIENCE = 0.03  # of its prefill, a request waits for any answer: within the goal of 1.05
-_TELL_S = 60.0  # between two log lines about cached tokens that are computed
+_MAX_WAIT_SHARE = 0.03  # of its prefill, a request waits for any answer: within the goal of 1.05
+_LOG_INTERVAL_S = 60.0  # between two log lines about cached tokens that are computed
 _RECENT = 16  # answers that count, and steps whose numbers are remembered; one in so many small
 # steps is measured, as a number costs a message back
 
@@ -80,14 +80,14 @@ class LoadDecider:
         self._clock = clock
         self._load_timeout_s = config.remote_load_timeout
         self._lookup_timeout_s = config.remote_lookup_timeout
-        self._is_mapped = all(address.startswith("ipc://") for address in config.remote)
+        self._are_daemons_local = all(address.startswith("ipc://") for address in config.remote)
         self.costs = CostModel(
             config.load_policy,
             _bytes_per_token(groups),
             math.lcm(*(group.block_size for group in groups)),
             step_tokens,
             config.remote_load_timeout,
-            (Tier.CPU, Tier.MEMORY) if self._is_mapped else (Tier.CPU,),
+            (Tier.CPU, Tier.MEMORY) if self._are_daemons_local else (Tier.CPU,),
             computes_on_cpu,
         )
         self.probes = BackgroundProbes(self.costs)
@@ -96,9 +96,9 @@ class LoadDecider:
         self._recent_answers: deque[tuple[int, int]] = deque(maxlen=_RECENT)
         self.read_speeds: Mapping[Tier, float] = {}
         """What daemons on this host announce of their slower tiers, in bytes per second."""
-        self._usual_shares: Mapping[Tier, float] = {}
-        self._told_at = -math.inf
-        self._untold = 0  # requests since then
+        self._last_remote_shares: Mapping[Tier, float] = {}
+        self._logged_at = -math.inf
+        self._unlogged = 0  # requests since then
         self._num_ranks = num_ranks
         self._loads: dict[str, _Load] = {}
         self._probed: tuple[str, list[Fetched]] = "", []  # by the ranks that have ended
@@ -127,17 +127,17 @@ class LoadDecider:
         asked = sum(asked for asked, _ in self._recent_answers)
         found = sum(found for _, found in self._recent_answers)
         now = self._clock()
-        span = Span(Tier.REMOTE, tokens, self._usual_shares)
+        span = Span(Tier.REMOTE, tokens, self._last_remote_shares)
         saved_s = compute_s - self.costs.load_seconds(now, tokens, [span])
         worth_s = saved_s * (found / asked if asked else 1.0)
         waited_s = now - (lookup.deadline - self._lookup_timeout_s)
-        return waited_s < max(worth_s, _PATIENCE * compute_s)
+        return waited_s < max(worth_s, _MAX_WAIT_SHARE * compute_s)
 
     def choose(
         self, state: RequestState, computed: int, held: int, elsewhere: Sequence[range] | None
     ) -> Choice:
         """How much to load of the `held` tokens after `computed`. Changes nothing."""
-        if self._is_mapped:  # over a network it would say nothing about the way
+        if self._are_daemons_local:  # over a network it would say nothing about the way
             for tier, rate in list(self.read_speeds.items()):
                 self.costs.speeds[tier].announce(rate)
         spans = self._spans(state, computed, held, elsewhere)
@@ -153,13 +153,13 @@ class LoadDecider:
         if tokens != choice.tokens:
             choice = dataclasses.replace(choice, tokens=tokens)
         now = self._clock()
-        self._usual_shares = next(
-            (span.shares for span in choice.spans if span.tier is Tier.REMOTE), self._usual_shares
+        self._last_remote_shares = next(
+            (span.shares for span in choice.spans if span.tier is Tier.REMOTE), self._last_remote_shares
         )
         for tier, decision in choice.decisions.items():
             self._recorder.add(names.LOAD_DECISIONS, 1, tier.value, decision.value)
         if self._policy is LoadPolicy.AUTO and tokens < choice.held:
-            self._tell_computed(request_id, now, choice)
+            self._log_recompute(request_id, now, choice)
         self.costs.settle(request_id, now, choice)
         self.probes.begin(request_id, now, choice)
         if tokens and is_timed:
@@ -168,10 +168,10 @@ class LoadDecider:
             self.costs.ended(request_id, now, choice, {})
         return choice.probed
 
-    def _tell_computed(self, request_id: str, now: float, choice: Choice) -> None:
+    def _log_recompute(self, request_id: str, now: float, choice: Choice) -> None:
         """Whoever wonders why what is held was not loaded finds the reason in the log."""
-        self._untold += 1
-        if now < self._told_at + _TELL_S:
+        self._unlogged += 1
+        if now < self._logged_at + _LOG_INTERVAL_S:
             return
         rest = between(choice.tokens, choice.held, choice.spans)
         places = major_places(rest)
@@ -191,9 +191,9 @@ class LoadDecider:
             tokens,
             ", ".join(sorted(place.value for place in places)),
             why,
-            self._untold,
+            self._unlogged,
         )
-        self._told_at, self._untold = now, 0
+        self._logged_at, self._unlogged = now, 0
 
     def bytes_of(self, tokens: range) -> int:
         """What so many tokens of a request are, without windows."""
@@ -211,7 +211,7 @@ class LoadDecider:
                 slowest = min(of_ranks, key=lambda fetched: fetched.bytes_per_s)
                 self.probes.end(name, self._clock(), slowest.nbytes, slowest.seconds)
 
-    def loads_took(self, seconds: Mapping[str, Mapping[str, float]]) -> None:
+    def record_load_times(self, seconds: Mapping[str, Mapping[str, float]]) -> None:
         """Ranks have said how long parts of loads took; the slowest rank counts."""
         for request_id, by_tier in seconds.items():
             if request_id in self._loads:
@@ -261,7 +261,7 @@ class LoadDecider:
             del self._steps[next(iter(self._steps))]
         return self._next_step
 
-    def output_came(self, number: int | None) -> None:
+    def output_received(self, number: int | None) -> None:
         """vLLM hands back the output of a step; its number, if it has one."""
         now = self._clock()
         step = self._steps.pop(number, None) if number is not None else None
@@ -293,7 +293,7 @@ class LoadDecider:
             return [Span(Tier.REMOTE, held, parts[-1].shares())]
         size = self._group.block_size
         first, stop = computed // size, (computed + held) // size
-        keys = state.sought[self._group.group_id]
+        keys = state.loadable_keys[self._group.group_id]
         position = first + self._index.match_prefix(keys, first, stop)
         spans = [Span(Tier.CPU, (position - first) * size)]
         for part in answer.spans[self._group.group_id]:

@@ -39,9 +39,9 @@ from vllm_tiered_kv.remote.store import RemoteStore
 logger = logging.getLogger(__name__)
 
 _MAX_KEYS_PER_QUESTION = 16384
-_PATIENCE_S = 0.002
+_MAX_STEP_WAIT_S = 0.002
 """Of a step with daemons on this host."""
-_ASK_SPEEDS_S = 1.0
+_SPEEDS_RETRY_S = 1.0
 _REMOTE = Tier.REMOTE.value
 
 
@@ -120,7 +120,7 @@ def _release_answer(future: Future[RemoteAnswer]) -> None:
             lease.release()
 
 
-def _cut(
+def _split_leased(
     positions: range,
     column: int,
     address: str,
@@ -164,7 +164,7 @@ class RemoteLookups:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tiered-kv-lookup")
         self.answers: deque[tuple[int, int]] = deque(maxlen=64)
         """Blocks asked for and found, of the last answers, whether anybody still wanted them."""
-        self._patience_s = 0.0
+        self._step_wait_left_s = 0.0
         self.read_speeds: dict[Tier, float] = {}
         """Bytes per second and rank at which daemons read their slower tiers, by their own word;
         the slowest of them."""
@@ -229,11 +229,11 @@ class RemoteLookups:
         a local daemon: it mostly comes at once, and the next time to ask is a step later."""
         if not lookup.is_pending:
             return
-        if self._patience_s > 0 and not lookup.was_awaited and not lookup.future.done():
+        if self._step_wait_left_s > 0 and not lookup.was_awaited and not lookup.future.done():
             lookup.was_awaited = True
             begin = time.monotonic()
-            wait([lookup.future], self._patience_s)
-            self._patience_s -= time.monotonic() - begin
+            wait([lookup.future], self._step_wait_left_s)
+            self._step_wait_left_s -= time.monotonic() - begin
         if lookup.future.done():
             answer = lookup.answer = lookup.future.result()
             outcome = LookupOutcome.MISS if answer.is_known else LookupOutcome.UNAVAILABLE
@@ -246,7 +246,7 @@ class RemoteLookups:
     def step_planned(self) -> None:
         """The next step may wait for answers again."""
         are_local = all(map(_is_local, self._cluster.stores.values()))
-        self._patience_s = _PATIENCE_S if are_local else 0.0
+        self._step_wait_left_s = _MAX_STEP_WAIT_S if are_local else 0.0
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Lets every daemon that can be reached forget these blocks of all ranks. Never waits."""
@@ -388,7 +388,7 @@ class RemoteLookups:
                     return False
                 column = 0
                 for group, part in parts:
-                    spans[group] += _cut(part, column, address, lease, by_tier)
+                    spans[group] += _split_leased(part, column, address, lease, by_tier)
                     column += len(part)
             is_whole = True
         finally:
@@ -412,7 +412,7 @@ class RemoteLookups:
             for begin in range(start, stop, _MAX_KEYS_PER_QUESTION):
                 end = min(stop, begin + _MAX_KEYS_PER_QUESTION)
                 count, lease, by_tier = self._match(server, keys[begin:end], nbytes, deadline)
-                yield from _cut(range(begin, begin + count), 0, str(server.address), lease, by_tier)
+                yield from _split_leased(range(begin, begin + count), 0, str(server.address), lease, by_tier)
                 if count < end - begin:
                     return
 
@@ -438,7 +438,7 @@ class RemoteLookups:
         said so once. Over a network that would tell little about loads."""
         address, now = str(server.address), time.monotonic()
         is_slow = any(by_tier.get(tier) for tier in (Tier.SSD, Tier.BACKING))
-        if not is_slow or now < self._speeds_asked.get(address, 0.0) + _ASK_SPEEDS_S:
+        if not is_slow or now < self._speeds_asked.get(address, 0.0) + _SPEEDS_RETRY_S:
             return
         self._speeds_asked[address] = now
         speeds = server.read_speeds(deadline)

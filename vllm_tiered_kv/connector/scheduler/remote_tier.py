@@ -23,8 +23,8 @@ from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.remote.placement import Cluster
 from vllm_tiered_kv.remote.shared_memory import LookupLease
 
-_FEW_TOKENS = 32  # of a request, in a step that takes no time to launch
-_PATIENCE_S = 1.0  # how long a probe waits for such a step
+_MAX_QUIET_TOKENS = 32  # of a request, in a step that takes no time to launch
+_MAX_PROBE_DELAY_S = 1.0  # how long a probe waits for such a step
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class RemoteTier:
         self._has_windows = any(group.window is not None for group in groups)
         self._arenas_of_rank: dict[int, Mapping[bytes, int]] = {}
         self._probes: list[ProbeJob] = []
-        self._probe_until = 0.0
+        self._probe_deadline = 0.0
 
     def greet(self) -> None:
         """Reaches for the daemons before the first request does. Never waits."""
@@ -82,8 +82,8 @@ class RemoteTier:
             return
         keys, firsts = [], []
         lacks_some = False
-        tail = int(state.sought_tail is not None)  # not worth a question, but one asks for it, too
-        for group, group_keys in zip(self._groups, state.sought, strict=True):
+        tail = int(state.loadable_tail is not None)  # not worth a question, but one asks for it, too
+        for group, group_keys in zip(self._groups, state.loadable_keys, strict=True):
             first, stop = computed // group.block_size, limit // group.block_size
             is_full = group.window is None
             found = self._index.match_prefix(group_keys, first, stop) if is_full else stop - first
@@ -134,7 +134,7 @@ class RemoteTier:
     ) -> LoadSplit:
         """Where each block of an admitted load comes from; the CPU tier where it has it."""
         answer = state.remote.answer if state.remote is not None else None
-        keys = state.sought[group.group_id]
+        keys = state.loadable_keys[group.group_id]
         if answer is None:
             return LoadSplit(span, [])
         # Not a step for each position: those of a long prompt are thousands.
@@ -153,7 +153,7 @@ class RemoteTier:
             held = answer.positions()[group.group_id]
             # Where a tail lies, a full block will.
             full = len(state.keys.of_group[group.group_id])
-            state.held_elsewhere[group.group_id] = range(held.start, min(held.stop, full))
+            state.daemon_copies[group.group_id] = range(held.start, min(held.stop, full))
         return LoadSplit(
             local,
             [
@@ -181,11 +181,11 @@ class RemoteTier:
                 # A window's blocks stand for tokens before them.
                 stop = min(part.stop, max(end, part.start + 1))
                 first = max(part.start, stop - count)
-                keys = state.sought[group.group_id][first : min(part.stop, first + count)]
+                keys = state.loadable_keys[group.group_id][first : min(part.stop, first + count)]
                 # One at a time: one that still waits would be behind it for nothing.
                 name = state.request.request_id
                 self._probes = [ProbeJob(name, group.group_id, part.address, tuple(keys))]
-                self._probe_until = time.monotonic() + _PATIENCE_S
+                self._probe_deadline = time.monotonic() + _MAX_PROBE_DELAY_S
                 return
 
     def take_jobs(self, scheduled: Mapping[str, int]) -> tuple[list[PutJob], list[ProbeJob]]:
@@ -195,8 +195,8 @@ class RemoteTier:
         the interpreter from a prefill that is being launched."""
         self._lookups.step_planned()
         probes: list[ProbeJob] = []
-        is_quiet = max(scheduled.values(), default=0) <= _FEW_TOKENS
-        if is_quiet or time.monotonic() > self._probe_until:
+        is_quiet = max(scheduled.values(), default=0) <= _MAX_QUIET_TOKENS
+        if is_quiet or time.monotonic() > self._probe_deadline:
             probes, self._probes = self._probes, []
         return self.writes.take(), probes
 

@@ -64,12 +64,12 @@ class RequestState:
     loaded_from_disk: int = 0  # tokens of its last load
     remote: RemoteLookup | None = None  # what the daemons were asked about this request
     remote_failed: bool = False  # daemons are not asked again
-    awaits_stores_until: float | None = None  # by `time.monotonic`: when it was asked to wait
+    store_wait_deadline: float | None = None  # by `time.monotonic`: when it was asked to wait
     keeps_reservation: bool = False  # vLLM still keeps room for a load of it that failed
-    stands_first: bool = False
+    is_at_queue_head: bool = False
     """vLLM still has it among the requests that hold blocks, ahead of all others, though it gives
     up its own: its load failed."""
-    held_elsewhere: list[range] = field(default_factory=list)
+    daemon_copies: list[range] = field(default_factory=list)
     """Per group: positions that lie in a daemon's memory on this host and are not kept twice."""
     tail: Tail | None = None  # the block its prompt ends in, if that is reused
     has_tail: bool = False  # the tiers hold it, or nothing more is done about it
@@ -77,28 +77,28 @@ class RequestState:
     was_verified: bool = False
 
     def __post_init__(self) -> None:
-        self.held_nowhere_else()
+        self.clear_daemon_copies()
 
-    def held_nowhere_else(self) -> None:
+    def clear_daemon_copies(self) -> None:
         """No daemon is known to hold blocks of this request any more."""
-        self.held_elsewhere = [range(0)] * len(self.stored)
+        self.daemon_copies = [range(0)] * len(self.stored)
         self.has_tail = False
 
-    def starts_over(self) -> None:
+    def restart_after_failed_load(self) -> None:
         """A load beside the steps has failed, and vLLM computes all of it."""
-        self.keeps_reservation = self.stands_first = True
+        self.keeps_reservation = self.is_at_queue_head = True
 
     @property
-    def sought_tail(self) -> Tail | None:
+    def loadable_tail(self) -> Tail | None:
         """The tail, as long as the request ends there."""
         if self.tail is None or self.request.num_tokens != self.tail.end:
             return None
         return self.tail
 
     @property
-    def sought(self) -> Sequence[list[BlockKey]]:
+    def loadable_keys(self) -> Sequence[list[BlockKey]]:
         """Keys of the blocks that may be loaded, per group."""
-        tail = self.sought_tail
+        tail = self.loadable_tail
         return self.keys.of_group if tail is None else [tail.keys]
 
     @property
@@ -107,7 +107,7 @@ class RequestState:
         way."""
         return self.request.status.name in _ENDS
 
-    def storable(self, computed: int, with_answer: bool) -> int:
+    def storable_tokens(self, computed: int, with_answer: bool) -> int:
         """Of `computed` tokens, those that are confirmed and wanted. Of a request that goes on from
         before a reset nothing is stored, and the answer is looked at for that, too: others may find
         it on the GPU."""
@@ -116,7 +116,7 @@ class RequestState:
             return ready
         return min(ready, self.request.num_prompt_tokens)
 
-    def has_more(self, groups: Sequence[Group], ready: int) -> bool:
+    def has_unplanned_blocks(self, groups: Sequence[Group], ready: int) -> bool:
         """Whether a group has full blocks among these tokens that were not considered yet."""
         return any(
             ready // group.block_size > stored
@@ -140,7 +140,7 @@ class RequestState:
         """A block of this sequence could not be stored: what follows it would be unreachable."""
         self.closed = self.closed or reason
 
-    def sees_loss_of_adapter(self, maker: KeyMaker) -> bool:
+    def check_adapter(self, maker: KeyMaker) -> bool:
         """Whether its adapter turns out to be another one, which is noted. To be asked before the
         request loads or stores."""
         is_lost = maker.has_lost_adapter(self.request, self.keys, not any(self.stored))
@@ -154,26 +154,26 @@ class RequestState:
         self.lost_adapter = True
         self.close(DropReason.RESET)
 
-    def keep_failures(self, other: RequestState) -> None:
+    def copy_failures(self, other: RequestState) -> None:
         """This takes the place of what was known of the same request."""
         if other.lost_adapter:
             self.lose_adapter()
         self.load_failed = other.load_failed
         self.remote_failed = other.remote_failed
         self.keeps_reservation = other.keeps_reservation
-        self.stands_first = other.stands_first
+        self.is_at_queue_head = other.is_at_queue_head
 
     def forget_blocks(self) -> None:
         """The request was preempted: its blocks are gone and it starts over."""
         self.stored = [0] * len(self.stored)
         self.on_gpu = self.computed_again = 0
         self.closed = DropReason.RESET if self.lost_adapter else None
-        self.keeps_reservation = self.stands_first = False
+        self.keeps_reservation = self.is_at_queue_head = False
         self.drop_lookup()
-        self.held_nowhere_else()
+        self.clear_daemon_copies()
 
 
-def take_adapters(
+def detect_replaced_adapters(
     states: Iterable[RequestState], lora: LoRARequest | None, adapter: bytes | None
 ) -> None:
     """A request with these files of an adapter has come, or with files that nobody can tell: vLLM

@@ -39,7 +39,7 @@ from vllm_tiered_kv.connector.scheduler.remote_tier import RemoteTier
 from vllm_tiered_kv.connector.scheduler.request_state import (
     RequestState,
     awaits_first_token,
-    take_adapters,
+    detect_replaced_adapters,
 )
 from vllm_tiered_kv.connector.scheduler.step_load_policy import StepLoadPolicy
 from vllm_tiered_kv.connector.scheduler.store_planner import StorePlanner
@@ -65,8 +65,8 @@ logger = logging.getLogger(__name__)
 
 _CPU = Tier.CPU.value
 _YIELD_S = 0.0001
-_MAX_TOLD = 1000
-_REPORTS_AWAITED_S = 60.0
+_MAX_LOGGED_REASONS = 1000
+_REPORT_TIMEOUT_S = 60.0
 """Beyond what a load from a daemon may take: copies take milliseconds, and who sends to a daemon
 gives up earlier."""
 
@@ -100,8 +100,8 @@ class SchedulerHalf:
         self._requests: dict[str, RequestState] = {}
         self._usable_bytes: dict[int, int] = {}  # by rank
         self._uncached: dict[str, Request] = {}  # those the cache has nothing to do with
-        self._reads_adapter: dict[str, RequestState] = {}  # those without a first token
-        self._told: set[str] = set()  # why requests are left alone, as far as the log has it
+        self._adapters_unread: dict[str, RequestState] = {}  # those without a first token
+        self._logged_reasons: set[str] = set()  # why requests are left alone, as far as the log has it
         self._remote_failures: set[str] = set()  # loads under way that failed at a daemon
         self._next = TieredKVMetadata()
         self._blocks: KVCacheManager | None = None
@@ -132,24 +132,24 @@ class SchedulerHalf:
             )
         self.remote: RemoteTier | None = None
         self._identity: EngineIdentity | None = None
-        self._has_neighbours = False
-        self._unheard = 0  # how many ranks have not said how they cut their blocks
-        self._is_to_ask = False
-        self._silent_s = 0.0  # how long nothing was heard of transfers while nobody runs
+        self._is_inside_multi = False
+        self._unreported_ranks = 0  # how many ranks have not said how they cut their blocks
+        self._must_query_ranks = False
+        self._unreported_s = 0.0  # how long nothing was heard of transfers while nobody runs
         self._last_asked = 0.0
         self.recorder.set(names.CAPACITY_BYTES, geometry.capacity_bytes, _CPU)
 
-    def expect_local_daemons(self) -> None:
+    def enter_multi_connector(self) -> None:
         """There are other connectors beside this one, inside a MultiConnector.
 
         Ranks have no handshake then. They say in their first step how they cut their blocks, and
         until all have nothing is planned: slots might not match. A peer may also be told of blocks
         while a step is planned, and write them before a worker of ours has heard of that step.
         """
-        self._has_neighbours = True
+        self._is_inside_multi = True
         if self._config.mode is Mode.TIERED:
-            self._unheard = self._num_ranks
-            self._is_to_ask = True
+            self._unreported_ranks = self._num_ranks
+            self._must_query_ranks = True
             self._next.identity = None
 
     def use_daemons(
@@ -189,7 +189,7 @@ class SchedulerHalf:
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         self._blocks = manager
-        watch_new_blocks(manager.block_pool, self._handed_out)
+        watch_new_blocks(manager.block_pool, self._on_blocks_allocated)
         self.stores.bind(manager)
         self.loads.bind(manager.block_pool)
 
@@ -203,7 +203,7 @@ class SchedulerHalf:
         return tuple(group.block_bytes for group in self._groups)
 
     def on_new_request(self, request: Request) -> None:
-        if self._unheard:
+        if self._unreported_ranks:
             return  # all may have said by the time it is admitted
         state = self._state(request)
         if state is not None:
@@ -219,7 +219,7 @@ class SchedulerHalf:
         if num_computed_tokens < self.loads.limit(request):
             state.keys.extend(request, request.num_tokens)
         loadable = self.loads.loadable(state, request, num_computed_tokens)
-        if loadable and state.sees_loss_of_adapter(self._key_maker):
+        if loadable and state.check_adapter(self._key_maker):
             loadable = self.loads.loadable(state, request, num_computed_tokens)  # nothing
         is_beside = state.match is not None and not state.match.is_step_load
         return loadable, bool(loadable) and is_beside
@@ -247,14 +247,14 @@ class SchedulerHalf:
         for request_id in scheduler_output.preempted_req_ids or ():
             if request_id in self._requests:
                 self._requests[request_id].forget_blocks()
-                self.stores.forget_outlived(request_id)
+                self.stores.remove_stale_request(request_id)
                 self._end_verification(self._requests[request_id])
-        self.stores.see_outlived()
+        self.stores.mark_stale_blocks()
         counts = scheduler_output.num_scheduled_tokens
         self.loads.step_planned(counts)
         for request_id, scheduled in counts.items():
             self._plan_stores(request_id, scheduled)
-        awaited = self.stores.has_unseen and awaits_first_token(self._requests, counts)
+        awaited = self.stores.has_deferred and awaits_first_token(self._requests, counts)
         self.stores.store_unowned(awaited)
         self._next.stores_after = self.stores.take_jobs()
         if self.verification is not None:
@@ -268,8 +268,8 @@ class SchedulerHalf:
             # Nothing to compute, requests or blocks wait: threads that talk to a daemon or compare
             # need the interpreter more than a loop that asks whether they are ready.
             time.sleep(_YIELD_S)
-        self._is_to_ask = False
-        if self.remote is not None and not self._unheard:
+        self._must_query_ranks = False
+        if self.remote is not None and not self._unreported_ranks:
             self._next.identity = self._identity
             self._next.puts, self._next.probes = self.remote.take_jobs(counts)
         evicted, nbytes = self.index.take_evicted()
@@ -277,27 +277,27 @@ class SchedulerHalf:
         self.recorder.add(names.EVICTED_BYTES, nbytes, _CPU)
         self._next.wait_for_stores = self.ledger.fence.take()
         if self._next.has_transfers:
-            self._silent_s = 0.0
+            self._unreported_s = 0.0
         metadata, self._next = self._next, TieredKVMetadata()
         return metadata
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         if output.invalid_block_ids:
             # Ahead of the reports: what they make readable is sent on to daemons, for everybody.
-            self._forget_invalid(output.invalid_block_ids)
-        self._see_adapters_read()  # ahead of the reports, too
-        self.stores.see_outlived()
+            self._recover_from_invalid_blocks(output.invalid_block_ids)
+        self._check_adapters_just_read()  # ahead of the reports, too
+        self.stores.mark_stale_blocks()
         metadata = output.kv_connector_worker_meta
-        self.load_policy.output_came(getattr(metadata, "measured_step", None))
-        if isinstance(metadata, TieredKVWorkerMetadata) and not metadata.was_heard:
-            metadata.was_heard = True
+        self.load_policy.output_received(getattr(metadata, "measured_step", None))
+        if isinstance(metadata, TieredKVWorkerMetadata) and not metadata.was_processed:
+            metadata.was_processed = True
             if metadata.has_reports:
-                self._silent_s = 0.0
-            if self._unheard and metadata.block_bytes:
+                self._unreported_s = 0.0
+            if self._unreported_ranks and metadata.block_bytes:
                 # As we do, or the connector would not have passed it on.
-                self._unheard -= len(metadata.block_bytes)
-                self._next.identity = None if self._unheard else self._identity
-            self.load_policy.loads_took(metadata.load_seconds)
+                self._unreported_ranks -= len(metadata.block_bytes)
+                self._next.identity = None if self._unreported_ranks else self._identity
+            self.load_policy.record_load_times(metadata.load_seconds)
             self.load_policy.probes_ended(metadata.probed)
             if self.remote is not None:
                 self.remote.update_mapped_arenas(metadata.ready_arenas)
@@ -315,14 +315,14 @@ class SchedulerHalf:
                 failed_request = self.ledger.report_step_load(job_id, ended)
                 if failed_request in self._requests:
                     self._requests[failed_request].load_failed = True
-                    self._requests[failed_request].held_nowhere_else()
+                    self._requests[failed_request].clear_daemon_copies()
             # A rank says this when its own part is over, vLLM reports a load when all ranks' are.
             self._remote_failures |= metadata.remote_failures
         for request_id in output.failed_recving or ():  # whoever's load it was
             if request_id in self._requests:
-                self._requests[request_id].starts_over()
+                self._requests[request_id].restart_after_failed_load()
         for request_id in output.finished_recving or ():
-            self._silent_s = 0.0
+            self._unreported_s = 0.0
             failed = None
             if request_id in output.failed_recving:
                 failed = Tier.REMOTE if request_id in self._remote_failures else Tier.CPU
@@ -334,10 +334,10 @@ class SchedulerHalf:
         until nobody waits does not, while somebody does: a paused engine has to come to rest."""
         return bool(
             self._awaits_reports()
-            or (not self._requests and (self.index.has_unflushed_recency or self.stores.has_unseen))
+            or (not self._requests and (self.index.has_unflushed_recency or self.stores.has_deferred))
             or self._next.stores_before
             or (self.remote is not None and self.remote.has_probes)
-            or self._is_to_ask
+            or self._must_query_ranks
             or self._next.identity  # no step yet: workers reach for the daemons in the first one
         )
 
@@ -348,9 +348,9 @@ class SchedulerHalf:
             return False
         now = time.monotonic()
         # Time in which this process was stopped, or ran requests, does not count.
-        self._silent_s += min(now - self._last_asked, 1.0)
+        self._unreported_s += min(now - self._last_asked, 1.0)
         self._last_asked = now
-        if self._silent_s < _REPORTS_AWAITED_S + self._config.remote_load_timeout:
+        if self._unreported_s < _REPORT_TIMEOUT_S + self._config.remote_load_timeout:
             return True
         count = self.ledger.give_up_reports()
         if self.verification is not None:
@@ -358,7 +358,7 @@ class SchedulerHalf:
         logger.warning(
             "workers said nothing for %.0f s about %d transfers of KV blocks: their blocks are "
             "dropped, their memory is kept until they are reported",
-            self._silent_s,
+            self._unreported_s,
             count,
         )
         return False
@@ -368,7 +368,7 @@ class SchedulerHalf:
     def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> None:
         """Forgets the request; its last full blocks are stored if that has not happened yet."""
         self._uncached.pop(request.request_id, None)
-        self.stores.forget_outlived(request.request_id)
+        self.stores.remove_stale_request(request.request_id)
         self.loads.finished(request.request_id)
         state = self._requests.pop(request.request_id, None)
         if state is not None:
@@ -376,13 +376,13 @@ class SchedulerHalf:
             self._end_verification(state)
         if state is None or self._config.mode is not Mode.TIERED:
             return
-        ready = state.storable(request.num_tokens - 1, self._config.store_decode)
+        ready = state.storable_tokens(request.num_tokens - 1, self._config.store_decode)
         is_certain = self._store_on_finish and state.ended_by_itself
         if not is_certain:
             ready = min(ready, state.on_gpu)
-        if not state.has_more(self._groups, ready):
+        if not state.has_unplanned_blocks(self._groups, ready):
             return
-        if self._has_only_old(state, ready) and self.stores.store_later(state, block_ids, ready):
+        if self._was_all_on_gpu(state, ready) and self.stores.defer_finished(state, block_ids, ready):
             return  # its client waits for the answer
         if not is_certain:
             return
@@ -407,7 +407,7 @@ class SchedulerHalf:
             keys = self._key_maker.renewed(state.request, state.keys)
             renewed = RequestState(state.request, keys, [0] * len(self._groups))
             self._requests[state.request.request_id] = renewed
-            renewed.keep_failures(state)
+            renewed.copy_failures(state)
             if state.request.num_computed_tokens:
                 # What the GPU holds of this request was computed before the reset.
                 renewed.close(DropReason.RESET)
@@ -441,34 +441,34 @@ class SchedulerHalf:
                 keys.extend(request, request.num_tokens)  # nothing else can fail later
         except (TieredKVError, OSError, ValueError, TypeError) as reason:
             # Such as an adapter that cannot be read: the request runs as if there were no cache.
-            level = logging.DEBUG if str(reason) in self._told else logging.WARNING
+            level = logging.DEBUG if str(reason) in self._logged_reasons else logging.WARNING
             logger.log(level, "request %s is not cached: %s", request.request_id, reason)
-            if len(self._told) < _MAX_TOLD:
-                self._told.add(str(reason))  # all requests of an adapter may have the same
+            if len(self._logged_reasons) < _MAX_LOGGED_REASONS:
+                self._logged_reasons.add(str(reason))  # all requests of an adapter may have the same
             self._uncached[request.request_id] = request
-            take_adapters(self._requests.values(), request.lora_request, None)
+            detect_replaced_adapters(self._requests.values(), request.lora_request, None)
             return None
-        take_adapters(self._requests.values(), request.lora_request, keys.adapter)
+        detect_replaced_adapters(self._requests.values(), request.lora_request, keys.adapter)
         # A resumable session rewrites its own tokens between turns; keys would lie.
-        if getattr(request, "resumable", False) or self._unheard:
+        if getattr(request, "resumable", False) or self._unreported_ranks:
             self._uncached[request.request_id] = request
             return None
         state = RequestState(request, keys, [0] * len(self._groups))
         self._requests[request.request_id] = state
         return state
 
-    def _handed_out(self, block_ids: list[int]) -> None:
+    def _on_blocks_allocated(self, block_ids: list[int]) -> None:
         """vLLM gives GPU blocks to a request or to another connector."""
-        if self.ledger.fence.hand_out(block_ids) and self._has_neighbours:
+        if self.ledger.fence.hand_out(block_ids) and self._is_inside_multi:
             self.ledger.spoil_reads_of(block_ids)
             if self.verification is not None:
                 self.verification.void(())
 
-    def _has_only_old(self, state: RequestState, ready: int) -> bool:
+    def _was_all_on_gpu(self, state: RequestState, ready: int) -> bool:
         """Whether the GPU had all full blocks of these tokens before the request came: what is to
         be done about them can wait until nobody waits for a first token."""
         had = state.on_gpu + state.computed_again
-        return (self._config.mode is Mode.TIERED and not self.stores.has_outdated) and all(
+        return (self._config.mode is Mode.TIERED and not self.stores.has_stale_blocks) and all(
             ready // group.block_size <= had // group.block_size for group in self._groups
         )
 
@@ -477,8 +477,8 @@ class SchedulerHalf:
         if state is None:
             return
         computed = state.request.num_computed_tokens + scheduled
-        ready = state.storable(computed, self._config.store_decode)
-        has_full = state.has_more(self._groups, ready) and not self._has_only_old(state, ready)
+        ready = state.storable_tokens(computed, self._config.store_decode)
+        has_full = state.has_unplanned_blocks(self._groups, ready) and not self._was_all_on_gpu(state, ready)
         tail = None if state.tail is None else state.tail_to_store(ready)
         if not has_full and tail is None:
             return
@@ -495,22 +495,22 @@ class SchedulerHalf:
 
     def _extend_keys(self, state: RequestState, ready: int) -> None:
         state.keys.extend(state.request, ready)
-        state.sees_loss_of_adapter(self._key_maker)
+        state.check_adapter(self._key_maker)
         request = state.request
         is_read = state.lost_adapter or request.num_output_tokens
         if request.lora_request is not None and not is_read:
-            self._reads_adapter[request.request_id] = state
+            self._adapters_unread[request.request_id] = state
 
-    def _see_adapters_read(self) -> None:
+    def _check_adapters_just_read(self) -> None:
         """vLLM has read an adapter's files, if it did, behind the plan of the step: where they have
         changed since, nobody knows what that step computed."""
-        for request_id, state in tuple(self._reads_adapter.items()):
+        for request_id, state in tuple(self._adapters_unread.items()):
             if self._key_maker.has_lost_adapter(state.request, state.keys, is_starting=True):
                 state.lose_adapter()
                 self.ledger.spoil_stores()
             is_read = state.request.num_output_tokens or state.request.is_finished()
             if is_read or state.lost_adapter:
-                del self._reads_adapter[request_id]
+                del self._adapters_unread[request_id]
 
     def _plan_verification(
         self, verification: Verification, request_id: str, scheduled: int
@@ -543,13 +543,13 @@ class SchedulerHalf:
         state = self._requests.get(request_id)
         if state is None or failed is None:
             return
-        state.held_nowhere_else()  # what is computed instead may be the only copy
+        state.clear_daemon_copies()  # what is computed instead may be the only copy
         if failed is Tier.REMOTE:
             state.remote_failed = True
         else:
             state.load_failed = True
 
-    def _forget_invalid(self, block_ids: set[int]) -> None:
+    def _recover_from_invalid_blocks(self, block_ids: set[int]) -> None:
         """A load failed, ours or another connector's, after a step had read these GPU blocks."""
         assert self._blocks is not None, "vLLM did not bind its KV-cache manager"
         running, alone = self._requests.values(), self._uncached.values()

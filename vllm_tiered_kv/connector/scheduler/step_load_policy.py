@@ -16,8 +16,8 @@ from vllm_tiered_kv.cache.ledger import TransferLedger
 from vllm_tiered_kv.cache.planner import Group
 from vllm_tiered_kv.config import StepLoads
 
-_BYTES_PER_STEP = 6 << 30  # 0.12 s on PCIe 5
-_BYTES_BESIDE_OTHERS = 1 << 30
+_MAX_BYTES_PER_STEP = 6 << 30  # 0.12 s on PCIe 5
+_MAX_BYTES_WITH_OTHERS = 1 << 30
 """20 ms on PCIe 5. A forward of a few hundred tokens takes 15 of them."""
 
 
@@ -29,24 +29,24 @@ class StepLoadPolicy:
         self._ledger = ledger
         self._running: set[str] = set()
         self._planned_bytes = 0
-        self._gives_way = self._will_give_way = False
+        self._is_reserved = self._is_next_reserved = False
 
     def allows(self, request_id: str, nbytes: int) -> bool:
         """No side effects: vLLM may ask again, or not admit the request after all."""
-        if not self._possible or self._gives_way or self._ledger.has_open_loads:
+        if not self._possible or self._is_reserved or self._ledger.has_open_loads:
             return False
         if not self._running <= {request_id}:
-            return self._planned_bytes + nbytes <= _BYTES_BESIDE_OTHERS
-        return not self._planned_bytes or self._planned_bytes + nbytes <= _BYTES_PER_STEP
+            return self._planned_bytes + nbytes <= _MAX_BYTES_WITH_OTHERS
+        return not self._planned_bytes or self._planned_bytes + nbytes <= _MAX_BYTES_PER_STEP
 
     @property
     def has_planned(self) -> bool:
         """Whether the step that is being planned waits for a load."""
         return bool(self._planned_bytes)
 
-    def give_way(self) -> None:
+    def reserve_next_step(self) -> None:
         """A request must be loaded beside a step that waits for nothing: the next one does not."""
-        self._will_give_way = True
+        self._is_next_reserved = True
 
     def admitted(self, nbytes: int) -> None:
         self._planned_bytes += nbytes
@@ -54,7 +54,7 @@ class StepLoadPolicy:
     def step_planned(self, request_ids: Iterable[str]) -> None:
         self._running = set(request_ids)
         self._planned_bytes = 0
-        self._gives_way, self._will_give_way = self._will_give_way, False
+        self._is_reserved, self._is_next_reserved = self._is_next_reserved, False
 
     def finished(self, request_id: str) -> None:
         self._running.discard(request_id)

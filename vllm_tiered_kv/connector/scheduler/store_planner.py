@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _CPU = Tier.CPU.value
-_MAX_UNSEEN = 16  # so many may wait until nobody waits for a first token
+_MAX_DEFERRED = 16  # so many may wait until nobody waits for a first token
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,11 @@ class StorePlanner:
         self._lazy = lazy
         self._planned: list[_Planned] = []
         # Finished requests whose blocks the GPU had all along, with those and their tokens.
-        self._unseen: deque[tuple[RequestState, Sequence[list[int]], int]] = deque()
+        self._deferred: deque[tuple[RequestState, Sequence[list[int]], int]] = deque()
         self._hash_block_size = hash_block_size
         # GPU blocks that outlived a reset of the cache: id -> hash, while it is still on them.
-        self._outdated: dict[int, bytes] = {}
-        self._outlived: set[str] = set()  # requests that go on from then, or build on those
+        self._stale_blocks: dict[int, bytes] = {}
+        self._stale_requests: set[str] = set()  # requests that go on from then, or build on those
         self._manager: KVCacheManager | None = None
 
     def bind(self, manager: KVCacheManager) -> None:
@@ -88,21 +88,21 @@ class StorePlanner:
             self._hash_block_size = manager.block_pool.hash_block_size
 
     @property
-    def has_outdated(self) -> bool:
+    def has_stale_blocks(self) -> bool:
         """Whether what requests find on the GPU may be from before a reset. That is seen in their
         first step: a window may pass it, and it is gone from their tables."""
-        return bool(self._outdated)
+        return bool(self._stale_blocks)
 
     @property
-    def has_unseen(self) -> bool:
+    def has_deferred(self) -> bool:
         """Whether requests have ended that are looked at when nobody waits for a first token."""
-        return bool(self._unseen)
+        return bool(self._deferred)
 
     def store_running(
         self, state: RequestState, tables: Sequence[Sequence[KVCacheBlock]], ready_tokens: int
     ) -> None:
         """Plans stores of the blocks this step's forward completes; to be read after it."""
-        new = [ids_of(blocks) for blocks in self._not_considered(state, tables, ready_tokens)]
+        new = [ids_of(blocks) for blocks in self._unplanned_blocks(state, tables, ready_tokens)]
         self._store_next(state, new)
 
     def store_tail(self, state: RequestState, tail: Tail, table: Sequence[KVCacheBlock]) -> None:
@@ -110,8 +110,8 @@ class StorePlanner:
         as the request runs they stay what they are: it may be read after later ones have joined
         them."""
         group = self._groups[0]
-        if self._outdated:
-            self._refuse_outdated(state, [ids_of(table[: tail.position + 1])])
+        if self._stale_blocks:
+            self._reject_stale(state, [ids_of(table[: tail.position + 1])])
         state.has_tail = True
         if state.closed is not None:
             self._ledger.drop(1, state.closed)
@@ -132,25 +132,25 @@ class StorePlanner:
     ) -> None:
         """Plans stores of what is left of a finished request; they begin before the next forward.
         One that ends while preempted has no blocks left."""
-        last = [list(ids) for ids in self._not_considered(state, tables, ready_tokens)]
+        last = [list(ids) for ids in self._unplanned_blocks(state, tables, ready_tokens)]
         self._store_next(state, last)
-        self._outlived.discard(state.request.request_id)
+        self._stale_requests.discard(state.request.request_id)
 
-    def store_later(
+    def defer_finished(
         self, state: RequestState, tables: Sequence[list[int]], ready_tokens: int
     ) -> bool:
         """As `store_finished`, at the next step; False where that would be too late."""
-        if self._hash_block_size is None or self._lazy is not None or self._outdated:
+        if self._hash_block_size is None or self._lazy is not None or self._stale_blocks:
             return False
-        self._unseen.append((state, tables, ready_tokens))
+        self._deferred.append((state, tables, ready_tokens))
         return True
 
     def store_unowned(self, first_token_is_awaited: bool = False) -> None:
         """Plans stores of blocks that no request owns: those of requests that have ended, or those
         about to be reused."""
-        most = _MAX_UNSEEN if first_token_is_awaited else 0
-        while len(self._unseen) > most:
-            self._see(*self._unseen.popleft())
+        most = _MAX_DEFERRED if first_token_is_awaited else 0
+        while len(self._deferred) > most:
+            self._store_deferred(*self._deferred.popleft())
         if self._lazy is not None:
             batches, refused = self._lazy.plan(self._block_pool, self._index)
             self._ledger.drop(refused, DropReason.TIER_FULL)
@@ -172,36 +172,36 @@ class StorePlanner:
         """
         if self._lazy is not None:
             self._lazy.clear()
-        self._unseen.clear()
-        self._outdated = {
+        self._deferred.clear()
+        self._stale_blocks = {
             block.block_id: block.block_hash
             for block in self._block_pool.blocks
             if block.block_hash is not None
         }
-        self._outlived = {each.request_id for each in requests if each.num_computed_tokens}
+        self._stale_requests = {each.request_id for each in requests if each.num_computed_tokens}
 
-    def see_outlived(self) -> None:
+    def mark_stale_blocks(self) -> None:
         """What requests fill that go on from before a reset outlives it, too. vLLM may write the
         hash on such a block steps after it was filled: when all groups have full blocks there, or
         when the step's output has come."""
-        for request_id in self._outlived:
+        for request_id in self._stale_requests:
             assert self._manager is not None, "vLLM did not bind its KV-cache manager"
             for table in self._manager.get_blocks(request_id).blocks:
-                self._outdate(table)
+                self._mark_stale(table)
 
-    def forget_outlived(self, request_id: str) -> None:
+    def remove_stale_request(self, request_id: str) -> None:
         """The request is over, or has lost its blocks and starts over."""
-        if request_id in self._outlived:
-            self.see_outlived()
-            self._outlived.discard(request_id)
+        if request_id in self._stale_requests:
+            self.mark_stale_blocks()
+            self._stale_requests.discard(request_id)
 
-    def lose_hashes(self, states: Iterable[RequestState]) -> None:
+    def on_hashes_lost(self, states: Iterable[RequestState]) -> None:
         """The hashes of all GPU blocks are about to go, and with them the knowledge which of them
         outlived a reset. Whoever runs now may hold such blocks."""
-        if self._outdated:
+        if self._stale_blocks:
             for state in states:
                 state.close(DropReason.RESET)
-            self._outdated.clear()
+            self._stale_blocks.clear()
 
     def record(self, recorder: Recorder) -> None:
         """How full the way out is."""
@@ -209,16 +209,16 @@ class StorePlanner:
 
     def _store_next(self, state: RequestState, tables: Sequence[list[int]]) -> None:
         """Plans stores of a request's next full blocks, per group."""
-        self._refuse_outdated(state, tables)
+        self._reject_stale(state, tables)
         for group, ids in zip(self._groups, tables, strict=True):
             if group.window is not None:
-                ids = self._past_window(state, group, ids)
+                ids = self._still_in_window(state, group, ids)
             if self._lazy is not None:
                 self._observe(self._lazy, state, group, ids)
             else:
                 self._store_blocks(state, group, ids)
 
-    def _past_window(self, state: RequestState, group: Group, ids: list[int]) -> list[int]:
+    def _still_in_window(self, state: RequestState, group: Group, ids: list[int]) -> list[int]:
         """Those of a request's next blocks that it still has; there is nothing to store of those
         before them."""
         null = self._block_pool.null_block.block_id
@@ -228,14 +228,14 @@ class StorePlanner:
         ids = ids[gone:]
         return ids[: ids.index(null)] if null in ids else ids
 
-    def _see(self, state: RequestState, tables: Sequence[list[int]], ready_tokens: int) -> None:
+    def _store_deferred(self, state: RequestState, tables: Sequence[list[int]], ready_tokens: int) -> None:
         """Counts the blocks of a finished request as used, and stores those the tier lacks."""
         state.keys.extend(state.request, ready_tokens)
         for group in self._groups:
             start, stop = state.stored[group.group_id], ready_tokens // group.block_size
             ids = tables[group.group_id][start:stop]
             if group.window is not None:
-                ids = self._past_window(state, group, ids)
+                ids = self._still_in_window(state, group, ids)
                 start = state.stored[group.group_id]
             stop = start + len(ids)
             keys = state.keys.of_group[group.group_id]
@@ -248,10 +248,10 @@ class StorePlanner:
         """Plans stores of blocks that nobody owns any more, as far as they are what they were."""
         group = run.group
         batch = StoreBatch(group)
-        for part in _around(state.held_elsewhere[group.group_id], positions.start, positions.stop):
-            there = run.still_there(self._block_pool, part)
+        for part in _without(state.daemon_copies[group.group_id], positions.start, positions.stop):
+            there = run.still_hashed(self._block_pool, part)
             self._ledger.drop(there.count(False), DropReason.REUSED)
-            for intact in _where_true(there, part.start):
+            for intact in _true_runs(there, part.start):
                 plan = plan_store(self._index, group, run.keys, intact.start, intact.stop)
                 self._ledger.drop(plan.dropped, DropReason.TIER_FULL)
                 batch.extend(run, plan.positions, plan.slots)
@@ -267,7 +267,7 @@ class StorePlanner:
             self._ledger.drop(len(ids), state.closed)
             return
         keys = state.keys.of_group[group.group_id]
-        skip = state.held_elsewhere[group.group_id]
+        skip = state.daemon_copies[group.group_id]
         plan = plan_store(self._index, group, keys, start, stop, skip)
         if plan.dropped:
             state.closed = DropReason.TIER_FULL
@@ -295,7 +295,7 @@ class StorePlanner:
         if state.closed is not None:
             return
         run = self._run(state, group, start, block_ids)
-        for positions in _around(state.held_elsewhere[group.group_id], start, stop):
+        for positions in _without(state.daemon_copies[group.group_id], start, stop):
             lazy.observe(run, positions)
 
     def _run(
@@ -305,36 +305,36 @@ class StorePlanner:
         keys = state.keys.of_group[group.group_id]
         return HashedRun(state.request, group, keys, start, block_ids, self._hash_block_size)
 
-    def _refuse_outdated(self, state: RequestState, tables: Sequence[Sequence[int]]) -> None:
+    def _reject_stale(self, state: RequestState, tables: Sequence[Sequence[int]]) -> None:
         """Stores nothing of a request that builds on what outlived a reset, in any group.
 
         What it builds outlives the reset too, and gets its hash later than that: blocks that were
         being loaded then, or are computed from now on.
         """
         blocks = self._block_pool.blocks
-        for block_id in chain.from_iterable(tables) if self._outdated else ():
-            vllm_hash = self._outdated.get(block_id)
+        for block_id in chain.from_iterable(tables) if self._stale_blocks else ():
+            vllm_hash = self._stale_blocks.get(block_id)
             if vllm_hash is None:
                 continue
             if blocks[block_id].block_hash == vllm_hash:
                 state.close(DropReason.RESET)
                 break
-            del self._outdated[block_id]
+            del self._stale_blocks[block_id]
         if state.closed is DropReason.RESET:
-            self._outlived.add(state.request.request_id)
+            self._stale_requests.add(state.request.request_id)
             for table in tables:
-                self._outdate([blocks[block_id] for block_id in table])
+                self._mark_stale([blocks[block_id] for block_id in table])
 
-    def _outdate(self, table: Sequence[KVCacheBlock]) -> None:
+    def _mark_stale(self, table: Sequence[KVCacheBlock]) -> None:
         """Those of a request's blocks that others may find by now."""
         for block in reversed(table):
             if block.block_hash is None:
                 continue
-            if self._outdated.get(block.block_id) == block.block_hash:
+            if self._stale_blocks.get(block.block_id) == block.block_hash:
                 break  # those before it were seen in earlier steps
-            self._outdated[block.block_id] = block.block_hash
+            self._stale_blocks[block.block_id] = block.block_hash
 
-    def _not_considered(
+    def _unplanned_blocks(
         self, state: RequestState, tables: Sequence[Sequence[_T]], ready_tokens: int
     ) -> list[Sequence[_T]]:
         """Per group: the next full blocks of a request."""
@@ -361,7 +361,7 @@ class StorePlanner:
         return StoreJob(job_id, transfer)
 
 
-def _around(skip: range, start: int, stop: int) -> list[range]:
+def _without(skip: range, start: int, stop: int) -> list[range]:
     """Positions without those a daemon holds, which are one run: a part before it, one behind."""
     if not skip:
         return [range(start, stop)]
@@ -369,7 +369,7 @@ def _around(skip: range, start: int, stop: int) -> list[range]:
     return [part for part in parts if part]
 
 
-def _where_true(flags: Sequence[bool], first: int) -> Iterator[range]:
+def _true_runs(flags: Sequence[bool], first: int) -> Iterator[range]:
     """The runs of positions, counted from `first`, that are flagged."""
     end = 0
     while True in flags[end:]:

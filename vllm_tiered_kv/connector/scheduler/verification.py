@@ -74,7 +74,7 @@ class Verification:
     def give_up_reports(self) -> int:
         return self._ledger.give_up_reports()
 
-    def chooses(self, state: RequestState) -> bool:
+    def selects(self, state: RequestState) -> bool:
         """Once in the life of a request: one that was preempted has been late enough."""
         return not state.was_verified and is_chosen(state.request.request_id, self._fraction)
 
@@ -164,7 +164,7 @@ class Verification:
                 "evicted: %s",
                 len(some),
                 findings.tier.value,
-                ", ".join(f"{key.hex()} ({_told(verdict)})" for key, verdict in some),
+                ", ".join(f"{key.hex()} ({_describe(verdict)})" for key, verdict in some),
             )
 
     def _candidates(self, state: RequestState, group: Group, span: range) -> Iterator[Candidate]:
@@ -195,7 +195,7 @@ class Verification:
         )
 
 
-def _told(verdict: BlockVerdict) -> str:
+def _describe(verdict: BlockVerdict) -> str:
     at = f"{verdict.layer}: " if verdict.layer else ""
     if not math.isfinite(verdict.largest):
         return f"{at}other bytes"
