@@ -191,8 +191,8 @@ def test_what_is_held_and_computed_is_told_now_and_then(caplog: pytest.LogCaptur
         decider.costs.speeds[Tier.SSD].observe(6400, 2.0)
     decider.admitted("r3", choice, 20, True)
     first, second = (record.getMessage() for record in caplog.records)
-    assert "request r0 computes 400 tokens that are cached (ssd): the speed of loads" in first
-    assert "request r3 computes 400 tokens that are cached (ssd): loading would take" in second
+    assert "request r0 recomputes 400 cached tokens (ssd): the load speed" in first
+    assert "request r3 recomputes 400 cached tokens (ssd): loading would take" in second
     assert "(3 such requests" in second
     caplog.clear()
     decider.admitted("r4", Choice(420, spans), 420, True)

@@ -172,7 +172,7 @@ ENGINE = (
     Mutation(
         "load-builds-on-one-that-may-fail",
         "connector/scheduler/load_planner.py",
-        "        if loadable and computed and not ahead and self.step_policy.has_planned:\n",
+        "        if loadable and computed and not is_step_load and self.step_policy.has_planned:\n",
         "        if False:\n",
         "requests that share a failed load wait for each other, for ever",
         _FAILED,
@@ -226,7 +226,7 @@ ENGINE = (
     Mutation(
         "blocks-handed-out-unseen",
         "connector/scheduler/block_pool_watch.py",
-        "        tell(ids_of(blocks))\n",
+        "        on_allocated(ids_of(blocks))\n",
         "",
         "a store reads what another request has computed into its block",
         _FENCE,

@@ -1,7 +1,8 @@
-"""Tells which GPU blocks vLLM hands out.
+"""Reports every GPU block that vLLM allocates.
 
-Every block of a request, of a load and of other connectors comes from `BlockPool.get_new_blocks`.
-What a step is told about new blocks says less: it lists prefix hits too, and not what others take.
+All blocks come from `BlockPool.get_new_blocks`, whether a request, a load or another connector
+takes them. The scheduler output is no substitute: its list of new blocks includes prefix hits and
+lacks the blocks of other connectors.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 
-def watch_new_blocks(pool: BlockPool, tell: Callable[[list[int]], None]) -> None:
-    """Has this pool report every block that it hands out from now on."""
-    hand_out = pool.get_new_blocks
+def watch_new_blocks(pool: BlockPool, on_allocated: Callable[[list[int]], None]) -> None:
+    """Calls `on_allocated` with the ids of all blocks that this pool allocates from now on."""
+    allocate = pool.get_new_blocks
 
     def get_new_blocks(num_blocks: int) -> list[KVCacheBlock]:
-        blocks = hand_out(num_blocks)
-        tell(ids_of(blocks))
+        blocks = allocate(num_blocks)
+        on_allocated(ids_of(blocks))
         return blocks
 
     pool.get_new_blocks = get_new_blocks

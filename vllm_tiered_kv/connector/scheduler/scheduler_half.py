@@ -181,7 +181,7 @@ class SchedulerHalf:
         self.loads.remote = self.remote
         self.load_policy.answers = self.remote.answers
         self.load_policy.read_speeds = self.remote.read_speeds
-        self.ledger.on_commit = self.remote.writes.offer
+        self.ledger.on_commit = self.remote.puts.offer
         if self.verification is not None:
             self.verification.delete_at_daemons = self.remote.delete
 
