@@ -1,4 +1,4 @@
-"""TieredKVConnector: the class vLLM loads. It only delegates, to the half its role asks for."""
+"""TieredKVConnector: the class that vLLM loads. It delegates to the half of its role."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_tiered_kv.connector.support import (
     why_not_cacheable,
 )
 
-# What follows imports names that older releases lack: say so in one sentence before they do.
+# The imports below fail with older releases. This check comes first, with a clear message.
 require_supported_vllm(vllm.__version__, KVConnectorBase_V1)
 
 from vllm.distributed.kv_transfer import (  # noqa: E402
@@ -60,20 +60,21 @@ if TYPE_CHECKING:
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ImportError:  # before 0.32 vLLM does not ask where hits come from
+except ImportError:  # vLLM before 0.32 does not ask where hits come from
     CacheHitSource = None
 
 logger = logging.getLogger(__name__)
 
 _RECOMPUTE_ADVICE = (
-    "a cache load that fails would end its request with an error here: add "
+    "a failed cache load will end its request with an error: add "
     '"kv_load_failure_policy": "recompute" beside "kv_connector": "MultiConnector" in '
     "--kv-transfer-config"
 )
 
 
 class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
-    """Keeps vLLM's KV cache in tiers beyond the GPU."""
+    """Keeps vLLM's KV cache in tiers beyond the GPU. vLLM builds one in the scheduler and one in
+    each worker, and calls each from a single thread."""
 
     _cache_hit_source = getattr(CacheHitSource, "HOST", None)
 
@@ -92,7 +93,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._stale_hash_guard: StaleHashGuard | None = None
         self._idle_steps: idle_steps.IdleSteps | None = None
         self._is_inside_multi = is_inside_multi_connector()
-        # A failed load is recomputed, never an error. vLLM reads this after building us.
+        # A failed load is recomputed, never an error. vLLM reads this after it has built us.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
 
         reason = why_not_cacheable(vllm_config, kv_cache_config)
@@ -102,9 +103,9 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
                 logger.warning("the KV cache of this model is not tiered: %s", reason)
             return
         if role is KVConnectorRole.SCHEDULER:
-            for doubt in (warning, why_inexact(vllm_config)):
-                if doubt is not None:
-                    logger.warning(doubt)
+            for message in (warning, why_inexact(vllm_config)):
+                if message is not None:
+                    logger.warning(message)
             logger.info("tiered KV cache: %s", config.describe())
             self.scheduler_half = make_scheduler_half(config, vllm_config, kv_cache_config)
             if self._is_inside_multi:
@@ -123,7 +124,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # a dropped store is a future miss, nothing more
+        return False  # a dropped store only causes a miss later
 
     # ---- worker ---------------------------------------------------------------------------------
 
@@ -138,10 +139,10 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         if self._is_inside_multi:
-            return None  # a MultiConnector would hand ours to all of them, and theirs to nobody
+            return None  # a MultiConnector passes only one connector's handshake, and to all
         if self.worker_half is not None:
             return TieredKVHandshake(self.worker_half.block_bytes)
-        # A rank that cannot take part: the scheduler must not wait for it.
+        # The model is refused on this rank. An empty answer keeps the scheduler from waiting.
         return TieredKVHandshake(()) if self._is_refused else None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -204,22 +205,24 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """All ranks must cut their blocks as the scheduler thinks, or slots would not match."""
+        """All ranks must have the block sizes that the scheduler expects, or slots would not
+        match."""
         if self.scheduler_half is None:
             return
-        for rank, told in metadata.items():
-            if isinstance(told, TieredKVHandshake):
-                self._check_block_bytes(rank, told.block_bytes)
+        for rank, handshake in metadata.items():
+            if isinstance(handshake, TieredKVHandshake):
+                self._check_block_bytes(rank, handshake.block_bytes)
 
-    def _check_block_bytes(self, rank: object, told: tuple[int, ...]) -> None:
+    def _check_block_bytes(self, rank: object, block_bytes: tuple[int, ...]) -> None:
+        """Switches the cache off if a rank has other block sizes than the scheduler expects."""
         half = self.scheduler_half
-        if half is None or told == half.block_bytes:
+        if half is None or block_bytes == half.block_bytes:
             return
         logger.warning(
             "the KV cache of this model is not tiered: blocks of rank %s have %s bytes, those of "
             "the first rank %s",
             rank,
-            told,
+            block_bytes,
             half.block_bytes,
         )
         half.shutdown()
@@ -264,9 +267,9 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler_half.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        told = connector_output.kv_connector_worker_meta
-        if isinstance(told, TieredKVWorkerMetadata):
-            for rank, block_bytes in told.block_bytes.items():
+        metadata = connector_output.kv_connector_worker_meta
+        if isinstance(metadata, TieredKVWorkerMetadata):
+            for rank, block_bytes in metadata.block_bytes.items():
                 self._check_block_bytes(rank, block_bytes)
         if self.scheduler_half is not None:
             self.scheduler_half.update_connector_output(connector_output)
@@ -289,7 +292,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler_half is not None and self.scheduler_half.has_pending_push_work()
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        # vLLM asks once a step, when it has dealt with all that the step brought.
+        # vLLM calls this once a step, after it has processed the step's output.
         if self._idle_steps is not None and self.scheduler_half is not None:
             self._idle_steps.run()
         return ()
