@@ -262,7 +262,7 @@ ENGINE = (
     Mutation(
         "lookup-that-waits-for-no-store",
         "connector/scheduler/load_planner.py",
-        "            if may_load and self._should_wait_for_stores(state, computed + loadable, end):\n",
+        "            if may_load and self._waits_for_stores(state, computed + loadable, end):\n",
         "            if False:\n",
         "an engine that stopped stepping computes again what it is about to hold",
         _FENCE,

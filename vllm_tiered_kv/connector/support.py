@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 OLDEST_VLLM = (0, 31)
 """The first release that calls all hooks as the connector needs them. 0.30 has the hooks, but does
-not call `wait_for_save` in steps without a forward, so an idle engine would not finish its stores."""
+not call `wait_for_save` in steps without a forward: an idle engine would not finish its stores."""
 
 NEWEST_TESTED_VLLM = (0, 32)
 

@@ -144,7 +144,7 @@ class LoadPlanner:
             loadable = self._find(state, computed, end, daemon_ranges)
             # A tail alone is not worth a wait either.
             may_load = self.load_policy.may_load and not has_all_full
-            if may_load and self._should_wait_for_stores(state, computed + loadable, end):
+            if may_load and self._waits_for_stores(state, computed + loadable, end):
                 return None
         if has_all_full and not loadable:
             state.match = Match(computed, 0, limit, on_gpu=on_gpu, computed_again=computed_again)
@@ -179,7 +179,7 @@ class LoadPlanner:
         )
         return loadable
 
-    def _should_wait_for_stores(self, state: RequestState, found: int, end: int) -> bool:
+    def _waits_for_stores(self, state: RequestState, found: int, end: int) -> bool:
         """Whether a store in flight will soon hold the block after token `found`: waiting for a
         copy is cheaper than computing the block. This matters most for an engine inside the
         caller's process. It stops stepping with its last output, and receives its store reports

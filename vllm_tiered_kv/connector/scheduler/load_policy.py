@@ -159,7 +159,8 @@ class LoadDecider:
             choice = dataclasses.replace(choice, tokens=tokens)
         now = self._clock()
         self._last_remote_shares = next(
-            (span.shares for span in choice.spans if span.tier is Tier.REMOTE), self._last_remote_shares
+            (span.shares for span in choice.spans if span.tier is Tier.REMOTE),
+            self._last_remote_shares,
         )
         for tier, decision in choice.decisions.items():
             self._recorder.add(names.LOAD_DECISIONS, 1, tier.value, decision.value)

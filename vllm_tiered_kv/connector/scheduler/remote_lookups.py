@@ -348,8 +348,8 @@ class RemoteLookups:
         deadline: float,
         found: list[list[RemoteSpan]],
     ) -> int:
-        """Adds what daemons hold of the windows at the end of the hit to `found`. Returns the number
-        of blocks that the longest hit needs."""
+        """Adds what daemons hold of the windows at the end of the hit to `found`. Returns how many
+        blocks the longest hit needs."""
 
         def ask_at(end: int) -> bool:
             wanted = {group.group_id: windows.wanted(group, end) for group in windows.windowed}
@@ -427,7 +427,9 @@ class RemoteLookups:
             for begin in range(start, stop, _MAX_KEYS_PER_QUESTION):
                 end = min(stop, begin + _MAX_KEYS_PER_QUESTION)
                 count, lease, by_tier = self._match(server, keys[begin:end], nbytes, deadline)
-                yield from _split_leased(range(begin, begin + count), 0, str(server.address), lease, by_tier)
+                yield from _split_leased(
+                    range(begin, begin + count), 0, str(server.address), lease, by_tier
+                )
                 if count < end - begin:
                     return
 

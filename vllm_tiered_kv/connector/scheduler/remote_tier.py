@@ -192,7 +192,7 @@ class RemoteTier:
                 return
 
     def take_jobs(self, scheduled: Mapping[str, int]) -> tuple[list[PutJob], list[ProbeJob]]:
-        """Returns the jobs planned since the last call; `scheduled`: tokens by request of this step.
+        """Returns the jobs planned since the last call; `scheduled`: this step's tokens by request.
 
         Probes wait a while for a cheap step, because their threads would compete for the
         interpreter lock with the launch of a prefill."""

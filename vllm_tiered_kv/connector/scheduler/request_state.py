@@ -74,7 +74,7 @@ class RequestState:
     """Its load failed and it lost its blocks, but vLLM still schedules it before all others, like a
     request that holds blocks."""
     daemon_copies: list[range] = field(default_factory=list)
-    """Per group: positions that a daemon on this host holds, so the CPU tier does not store them."""
+    """Per group: positions that a daemon on this host holds. The CPU tier does not store them."""
     tail: Tail | None = None  # the last block of its prompt, if tails are reused
     has_tail: bool = False  # the tail needs no store: a tier holds it, or it was dropped
     to_verify: list[deque[Candidate]] = field(default_factory=list)  # per group, in order

@@ -342,7 +342,10 @@ class SchedulerHalf:
         does not keep the engine stepping while requests wait: a paused engine must become idle."""
         return bool(
             self._awaits_reports()
-            or (not self._requests and (self.index.has_unflushed_recency or self.stores.has_deferred))
+            or (
+                not self._requests
+                and (self.index.has_unflushed_recency or self.stores.has_deferred)
+            )
             or self._next.stores_before
             or (self.remote is not None and self.remote.has_probes)
             or self._must_query_ranks
@@ -390,7 +393,9 @@ class SchedulerHalf:
             ready = min(ready, state.on_gpu)
         if not state.has_unplanned_blocks(self._groups, ready):
             return
-        if self._was_all_on_gpu(state, ready) and self.stores.defer_finished(state, block_ids, ready):
+        if self._was_all_on_gpu(state, ready) and self.stores.defer_finished(
+            state, block_ids, ready
+        ):
             return  # later: its client waits for the output of this step
         if not is_certain:
             return
@@ -488,7 +493,9 @@ class SchedulerHalf:
             return
         computed = state.request.num_computed_tokens + scheduled
         ready = state.storable_tokens(computed, self._config.store_decode)
-        has_full = state.has_unplanned_blocks(self._groups, ready) and not self._was_all_on_gpu(state, ready)
+        has_full = state.has_unplanned_blocks(self._groups, ready) and not self._was_all_on_gpu(
+            state, ready
+        )
         tail = None if state.tail is None else state.tail_to_store(ready)
         if not has_full and tail is None:
             return
@@ -560,7 +567,7 @@ class SchedulerHalf:
             state.load_failed = True
 
     def _recover_from_invalid_blocks(self, block_ids: set[int]) -> None:
-        """Called if a load failed, ours or another connector's, after a step had read its blocks."""
+        """Called if a load failed, ours or another connector's, after a step read its blocks."""
         assert self._blocks is not None, "vLLM did not bind its KV-cache manager"
         cached, uncached = self._requests.values(), self._uncached.values()
         recovery = InvalidLoadRecovery(self._blocks, self._groups, block_ids, cached, uncached)

@@ -230,7 +230,9 @@ class StorePlanner:
         ids = ids[passed:]
         return ids[: ids.index(null)] if null in ids else ids
 
-    def _store_deferred(self, state: RequestState, tables: Sequence[list[int]], ready_tokens: int) -> None:
+    def _store_deferred(
+        self, state: RequestState, tables: Sequence[list[int]], ready_tokens: int
+    ) -> None:
         """Touches the blocks of a finished request, and plans stores of those the tier lacks."""
         state.keys.extend(state.request, ready_tokens)
         for group in self._groups:
