@@ -520,7 +520,7 @@ ENGINE = (
         "        parent = self._units[start // self._unit - 1] if start else self._root\n",
         "        parent = self._root\n",
         "prompts that end alike get each other's answers",
-        (*_KEYS, f"{_TAILS}::test_a_tail_is_matched_for_exactly_the_tokens_it_holds"),
+        (*_KEYS, f"{_TAILS}::test_tail_matches_only_a_prompt_with_the_same_end"),
         Needs.VLLM,
     ),
     Mutation(
