@@ -225,7 +225,7 @@ ENGINE = (
     ),
     Mutation(
         "blocks-handed-out-unseen",
-        "connector/scheduler/block_pool_watch.py",
+        "connector/scheduler/scheduler_half.py",
         "        on_allocated(ids_of(blocks))\n",
         "",
         "a store reads what another request has computed into its block",

@@ -41,7 +41,7 @@ class LazyStore:
     def observe(self, run: HashedRun, positions: range) -> None:
         """Remembers blocks of a request that are full now or were prefix hits."""
         ids = run.block_ids[positions.start - run.first : positions.stop - run.first]
-        self._known.update(zip(ids, run.facts(positions), strict=False))
+        self._known.update(zip(ids, run.records(positions), strict=False))
 
     def plan(self, pool: BlockPool, index: BlockIndex) -> tuple[list[StoreBatch], int]:
         """Returns what to store in this step, and for how many blocks the tier had no slot."""
@@ -64,7 +64,7 @@ class LazyStore:
         wanted.reverse()
         batches, refused = [], 0
         for group in dict.fromkeys(map(_GROUP, wanted)):
-            batch, left = _reserve(index, group, [facts for facts in wanted if facts[-1] is group])
+            batch, left = _reserve(index, group, [each for each in wanted if each[-1] is group])
             batches.append(batch)
             refused += left
         return [batch for batch in batches if batch.slots], refused

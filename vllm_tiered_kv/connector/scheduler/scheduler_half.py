@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.cache.index import BlockIndex
@@ -27,8 +27,8 @@ from vllm_tiered_kv.cache.planner import groups_of
 from vllm_tiered_kv.config import Mode, TieredKVConfig
 from vllm_tiered_kv.connector.identity.request_keys import KeyMaker
 from vllm_tiered_kv.connector.metadata import TieredKVMetadata, TieredKVWorkerMetadata
-from vllm_tiered_kv.connector.scheduler.block_pool_watch import watch_new_blocks
 from vllm_tiered_kv.connector.scheduler.early_loads import EarlyLoads
+from vllm_tiered_kv.connector.scheduler.hashed_blocks import ids_of
 from vllm_tiered_kv.connector.scheduler.invalid_load_recovery import InvalidLoadRecovery
 from vllm_tiered_kv.connector.scheduler.lazy_store import LazyStore
 from vllm_tiered_kv.connector.scheduler.load_planner import LoadPlanner
@@ -56,7 +56,9 @@ from vllm_tiered_kv.remote.address import EngineIdentity
 from vllm_tiered_kv.remote.placement import Cluster
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -572,3 +574,20 @@ class SchedulerHalf:
         cached, uncached = self._requests.values(), self._uncached.values()
         recovery = InvalidLoadRecovery(self._blocks, self._groups, block_ids, cached, uncached)
         recovery.undo(self.ledger, self.index, self.stores, self.verification)
+
+
+def watch_new_blocks(pool: BlockPool, on_allocated: Callable[[list[int]], None]) -> None:
+    """Calls `on_allocated` with the ids of all blocks that this pool allocates from now on.
+
+    All blocks come from `BlockPool.get_new_blocks`, whether a request, a load or another connector
+    takes them. The scheduler output is no substitute: its list of new blocks includes prefix hits
+    and lacks the blocks of other connectors.
+    """
+    allocate = pool.get_new_blocks
+
+    def get_new_blocks(num_blocks: int) -> list[KVCacheBlock]:
+        blocks = allocate(num_blocks)
+        on_allocated(ids_of(blocks))
+        return blocks
+
+    pool.get_new_blocks = get_new_blocks

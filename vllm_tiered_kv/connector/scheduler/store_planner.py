@@ -246,9 +246,11 @@ class StorePlanner:
             self._index.touch(keys[start:stop])
             missing = self._index.first_missing(keys, start, stop)
             if missing < stop and state.closed is None:
-                self._store_known(self._run(state, group, start, ids), range(missing, stop), state)
+                self._store_still_hashed(
+                    self._hashed_run(state, group, start, ids), range(missing, stop), state
+                )
 
-    def _store_known(self, run: HashedRun, positions: range, state: RequestState) -> None:
+    def _store_still_hashed(self, run: HashedRun, positions: range, state: RequestState) -> None:
         """Plans stores of blocks that no request owns, if they still have their hashes."""
         group = run.group
         batch = StoreBatch(group)
@@ -298,11 +300,11 @@ class StorePlanner:
         stop = state.stored[group.group_id] = start + len(block_ids)
         if state.closed is not None:
             return
-        run = self._run(state, group, start, block_ids)
+        run = self._hashed_run(state, group, start, block_ids)
         for positions in _without(state.daemon_copies[group.group_id], start, stop):
             lazy.observe(run, positions)
 
-    def _run(
+    def _hashed_run(
         self, state: RequestState, group: Group, start: int, block_ids: list[int]
     ) -> HashedRun:
         assert self._hash_block_size is not None
