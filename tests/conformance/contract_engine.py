@@ -159,7 +159,7 @@ class ContractEngine(ToyEngine):
             "stores": half.stores,
             "loads": half.loads,
             "ahead": half._step_loads,
-            "judge": half.judge,
+            "load_policy": half.load_policy,
         }.items():
             for attribute, value in vars(owner).items():
                 if attribute not in _LASTING and _is_container(value):

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CPU = Tier.CPU.value
-_YIELD_S = 0.0001
+_YIELD_S = 0.0001  # lets other threads run in a step that computes nothing
 _MAX_LOGGED_REASONS = 1000
 _REPORT_TIMEOUT_S = 60.0
 """Added to the time limit of a load from a daemon. Copies take milliseconds, and puts to a daemon
@@ -110,7 +110,7 @@ class SchedulerHalf:
         self._logged_reasons: set[str] = set()  # why requests are uncached, if logged already
         self._remote_failures: set[str] = set()  # loads in flight that failed at a daemon
         self._next = TieredKVMetadata()
-        self._blocks: KVCacheManager | None = None
+        self._manager: KVCacheManager | None = None
         self.stores = StorePlanner(self._groups, self.index, self.ledger, lazy, hash_block_size)
         self._step_loads = StepLoadPolicy(config.step_loads, self._groups, self.ledger)
         self.load_policy = LoadDecider(
@@ -196,7 +196,7 @@ class SchedulerHalf:
     # ---- arrival, lookup, admission -----------------------------------------------------------
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
-        self._blocks = manager
+        self._manager = manager
         watch_new_blocks(manager.block_pool, self._on_blocks_allocated)
         self.stores.bind(manager)
         self.loads.bind(manager.block_pool)
@@ -254,6 +254,7 @@ class SchedulerHalf:
     # ---- one step -----------------------------------------------------------------------------
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> TieredKVMetadata:
+        """vLLM has planned a step: plans its stores and returns everything for the workers."""
         for request_id in scheduler_output.preempted_req_ids or ():
             if request_id in self._requests:
                 self._requests[request_id].forget_blocks()
@@ -292,6 +293,7 @@ class SchedulerHalf:
         return metadata
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """Processes what the workers reported with the output of a step."""
         if output.invalid_block_ids:
             # Before the reports, which make blocks readable and send them to daemons.
             self._recover_from_invalid_blocks(output.invalid_block_ids)
@@ -505,8 +507,8 @@ class SchedulerHalf:
         if self._config.mode is Mode.HASH_ONLY:
             state.stored = [ready // group.block_size for group in self._groups]
             return
-        assert self._blocks is not None, "vLLM did not bind its KV-cache manager"
-        tables = self._blocks.get_blocks(request_id).blocks
+        assert self._manager is not None, "vLLM did not bind its KV-cache manager"
+        tables = self._manager.get_blocks(request_id).blocks
         if has_full:
             self.stores.store_running(state, tables, ready)
         if tail is not None:
@@ -540,8 +542,8 @@ class SchedulerHalf:
         if state.lost_adapter:  # its blocks differ from those in the tiers
             self._end_verification(state)
             return
-        assert self._blocks is not None, "vLLM did not bind its KV-cache manager"
-        tables = self._blocks.get_blocks(request_id).blocks
+        assert self._manager is not None, "vLLM did not bind its KV-cache manager"
+        tables = self._manager.get_blocks(request_id).blocks
         ready = min(state.request.num_computed_tokens + scheduled, state.request.num_tokens)
         self._next.verifications += verification.plan(state, tables, ready)
 
@@ -570,9 +572,9 @@ class SchedulerHalf:
 
     def _recover_from_invalid_blocks(self, block_ids: set[int]) -> None:
         """Called if a load failed, ours or another connector's, after a step read its blocks."""
-        assert self._blocks is not None, "vLLM did not bind its KV-cache manager"
+        assert self._manager is not None, "vLLM did not bind its KV-cache manager"
         cached, uncached = self._requests.values(), self._uncached.values()
-        recovery = InvalidLoadRecovery(self._blocks, self._groups, block_ids, cached, uncached)
+        recovery = InvalidLoadRecovery(self._manager, self._groups, block_ids, cached, uncached)
         recovery.undo(self.ledger, self.index, self.stores, self.verification)
 
 
