@@ -176,7 +176,7 @@ ROWS = (
         "Embeddings with MEAN, CLS or STEP pooling",
         State.LEFT_ALONE,
         (_kinds("test_pooling_of_all_tokens_is_left_alone"), _EVERY_TOKEN),
-        says="takes the outputs of all tokens",
+        says="needs the outputs of all tokens",
     ),
     Row(
         "Encoders (BERT)",

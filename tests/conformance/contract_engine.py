@@ -27,11 +27,11 @@ LOADING = RequestStatus.WAITING_FOR_REMOTE_KVS
 _LASTING = {
     "block_pool",
     "index",
-    "_outdated",
+    "_stale_blocks",
     "recorder",
     "prev_step_scheduled_req_ids",
     "_usable_bytes",
-    "_told",
+    "_logged_reasons",
     "_ready",
 }
 _SIZED = (dict, set, frozenset, list, deque, Counter)

@@ -66,7 +66,7 @@ WORKER_METADATA = TieredKVWorkerMetadata(
     verdicts={6: [[BlockVerdict(Verdict.CLOSE, 0.1, 0.01, "layer")]]},
     block_bytes={0: (64, 128)},
     probed={"r2": [Fetched(128, 0.5)]},
-    was_heard=True,
+    was_processed=True,
 )
 
 

@@ -220,7 +220,7 @@ def test_ranks_agree_before_anything_is_planned(
 def test_a_refused_rank_says_so_once(tiny_model: Path) -> None:
     engine = SharedEngine(tiny_model, is_started=False)
     rank = engine.worker.sub_connectors[0]
-    rank.worker_half, rank._tells_refusal = None, True
+    rank.worker_half, rank._must_report_refusal = None, True
     engine.run()
     assert engine.scheduler.connector.sub_connectors[0].scheduler_half is None
     assert rank.build_connector_worker_meta() is None

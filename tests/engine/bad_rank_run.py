@@ -227,7 +227,7 @@ def in_a_step(run: Run, ids: list[int]) -> dict[str, Turn]:
 def beside_steps(run: Run, ids: list[int], bystander: list[int]) -> dict[str, Turn]:
     """Another request runs meanwhile, and waits for no load, however small."""
     turns = {"stored": run.ask(ids)}
-    with mock.patch.object(step_load_policy, "_BYTES_BESIDE_OTHERS", 0):
+    with mock.patch.object(step_load_policy, "_MAX_BYTES_WITH_OTHERS", 0):
         for turn, fault in ("before", None), ("failed", Fault.LOADS_FAIL), ("after", None):
             run.forget()
             run.begin(bystander)

@@ -30,7 +30,7 @@ def plant(where: str) -> None:
         runner.GPUModelRunner.initialize_kv_cache_tensors = fail
     else:
         share = assembly._share_among_replicas
-        assembly._MEETING_TIME = datetime.timedelta(seconds=5)
+        assembly._RENDEZVOUS_TIMEOUT = datetime.timedelta(seconds=5)
 
         def stay_away(nbytes, holding):
             if holding.replica == (0 if where == "meeting of the first" else 1):

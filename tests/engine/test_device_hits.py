@@ -60,7 +60,7 @@ def test_no_key_is_made_before_the_answer(
     assert engine.half.has_pending_push_work(), "an idle engine would never look at it"
     engine.run()
     engine.assert_at_rest()
-    assert not engine.half.stores.has_unseen
+    assert not engine.half.stores.has_deferred
 
 
 @BOTH
@@ -178,10 +178,10 @@ def test_a_step_with_a_prefill_does_not_look_at_it(
     answer_from_device(engine)
     other = engine.add(list(range(110, 141)), 2)
     engine.step()
-    assert engine.half.stores.has_unseen
+    assert engine.half.stores.has_deferred
     engine.run()
     assert engine.finished[other].tokens == play(list(range(110, 141)), 2)[0]
-    assert not engine.half.stores.has_unseen
+    assert not engine.half.stores.has_deferred
     engine.assert_at_rest()
 
 
@@ -193,13 +193,13 @@ def test_nobody_waits_for_what_the_request_before_left_behind(
     serve(engine, PROMPT)
     for _ in range(3):
         request_id = engine.add(PROMPT, 1)
-        with mock.patch.object(engine.half.stores, "_see") as see:
+        with mock.patch.object(engine.half.stores, "_store_deferred") as see:
             while request_id not in engine.finished:
                 engine.step()
             assert not see.called
-    assert len(engine.half.stores._unseen) == 3
+    assert len(engine.half.stores._deferred) == 3
     engine.run()
-    assert not engine.half.stores.has_unseen
+    assert not engine.half.stores.has_deferred
     engine.assert_at_rest()
 
 
@@ -211,7 +211,7 @@ def test_an_engine_that_is_paused_with_requests_comes_to_rest(
     engine = ToyEngine(tiny_model, async_scheduling)
     answer_from_device(engine)
     queued = engine.add([*PROMPT, 7, 8], 2)
-    assert engine.half.stores.has_unseen
+    assert engine.half.stores.has_deferred
     engine.half.index.touch([engine.half.index.slots()[0].key])
     engine.scheduler.set_pause_state(pause)
     for _ in range(50):
@@ -235,7 +235,7 @@ def test_requests_in_the_queue_do_not_hold_it_back(
     for _ in range(10):
         engine.step()
     assert len(engine.finished) == 2, "the first of them is still at it"
-    assert not engine.half.stores.has_unseen
+    assert not engine.half.stores.has_deferred
     engine.run()
     engine.assert_at_rest()
 
@@ -247,7 +247,7 @@ def test_what_is_left_behind_does_not_pile_up(tiny_model: Path, async_scheduling
         request_id = engine.add(PROMPT, 1)
         while request_id not in engine.finished:
             engine.step()
-        assert len(engine.half.stores._unseen) <= 17
+        assert len(engine.half.stores._deferred) <= 17
     engine.run()
     engine.assert_at_rest()
 
@@ -256,9 +256,9 @@ def test_a_reset_forgets_it(tiny_model: Path, async_scheduling: bool) -> None:
     engine = ToyEngine(tiny_model, async_scheduling)
     answer_from_device(engine)
     engine.land()
-    assert engine.half.stores.has_unseen
+    assert engine.half.stores.has_deferred
     assert engine.scheduler.reset_prefix_cache(reset_connector=True)
-    assert not engine.half.stores.has_unseen
+    assert not engine.half.stores.has_deferred
     engine.run()
     assert not len(engine.half.index)
     serve(engine, PROMPT)

@@ -1,4 +1,4 @@
-"""Loads that begin while their step is still being planned: when, and what comes before them."""
+"""Early loads: when loads start before their step, and what they wait for."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU = Tier.CPU.value
 
 
 def warm(engine: ToyEngine, *lengths: int) -> list[list[int]]:
-    """Prompts that lie in the tier and nowhere else."""
+    """Prompts whose blocks are in the tier and not on the GPU."""
     rng = random.Random(7)
     prompts = [prompt(rng, length) for length in lengths]
     for ids in prompts:
@@ -43,7 +43,9 @@ def ask_together(engine: ToyEngine, prompts: list[list[int]]) -> None:
     assert assert_tier_is_right(engine)
 
 
-def test_all_but_the_last_begin_before_the_step(tiny_model: Path, async_scheduling: bool) -> None:
+def test_all_loads_but_the_last_start_before_the_step(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
     engine = ToyEngine(tiny_model, async_scheduling)
     prompts = warm(engine, 29, 21, 33)
     for ids in prompts:
@@ -58,19 +60,19 @@ def test_all_but_the_last_begin_before_the_step(tiny_model: Path, async_scheduli
     for request, ids in zip(("r3", "r4", "r5"), prompts, strict=True):
         assert engine.finished[request].tokens == play(ids, 5)[0]
     assert total(engine, names.LOADED_BLOCKS, CPU) == 20
-    assert not engine.reported_loads, "one was loaded beside the steps"
+    assert not engine.reported_loads, "a load was asynchronous"
     engine.assert_at_rest()
 
 
-def test_a_lone_load_is_left_to_its_step(tiny_model: Path, async_scheduling: bool) -> None:
+def test_single_load_starts_with_its_step(tiny_model: Path, async_scheduling: bool) -> None:
     engine = ToyEngine(tiny_model, async_scheduling)
     ask_together(engine, warm(engine, 29))
     assert engine.copier.early_blocks == 0
     assert engine.copier.ahead_blocks == 7
 
 
-def test_what_must_be_read_is_read_before_it_is_overwritten(tiny_model: Path) -> None:
-    """A request ends, and what it filled last waits to be stored. The next two get its blocks."""
+def test_early_load_waits_for_stores_that_read_its_blocks(tiny_model: Path) -> None:
+    """A request ends while its last blocks wait to be stored. The next two requests get them."""
     engine = ToyEngine(tiny_model, async_scheduling=True, gpu_blocks=14, cpu_blocks=64)
     prompts = warm(engine, 29, 9)
     ended = engine.add(prompt(random.Random(1), 21), 8)
@@ -89,13 +91,13 @@ def test_what_must_be_read_is_read_before_it_is_overwritten(tiny_model: Path) ->
 
     engine.copier.load_early = noted
     ask_together(engine, prompts)
-    assert sources & overwritten, "these blocks went to others: this showed nothing"
+    assert sources & overwritten, "no block was reallocated, so the test shows nothing"
 
 
-def test_a_step_that_does_not_wait_reads_what_is_not_there(
+def test_step_that_does_not_wait_for_its_loads_is_a_wrong_read(
     tiny_model: Path, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The toy notices: without the wait these tests would fail."""
+    """Shows that the toy engine detects a missing wait."""
     engine = ToyEngine(tiny_model, async_scheduling)
     prompts = warm(engine, 29, 21)
     monkeypatch.setattr(engine.copier, "begin_step", lambda: None)
@@ -103,7 +105,7 @@ def test_a_step_that_does_not_wait_reads_what_is_not_there(
         ask_together(engine, prompts)
 
 
-def test_what_fails_is_recomputed(tiny_model: Path) -> None:
+def test_failed_early_load_is_recomputed(tiny_model: Path) -> None:
     engine = ToyEngine(tiny_model)
     prompts = warm(engine, 29, 21, 33)
     engine.copier.fail_ahead = 1.0
@@ -113,7 +115,7 @@ def test_what_fails_is_recomputed(tiny_model: Path) -> None:
     assert total(engine, names.LOAD_FAILURES) >= 3
 
 
-def test_what_fails_and_cannot_be_taken_back_says_what_is_wrong(tiny_model: Path) -> None:
+def test_failed_early_load_raises_if_the_step_cannot_be_discarded(tiny_model: Path) -> None:
     engine = ToyEngine(tiny_model, async_scheduling=True)
     prompts = warm(engine, 29, 21)
     engine.copier.fail_ahead = 1.0
@@ -149,7 +151,9 @@ def twice(engine: ToyEngine) -> None:
     "hindrance",
     [not_yet_seen, on_another_stream, with_another_connector, in_another_process, twice],
 )
-def test_without_certainty_all_is_left_to_the_step(tiny_model: Path, hindrance: object) -> None:
+def test_loads_start_with_the_step_if_an_early_start_is_unsafe(
+    tiny_model: Path, hindrance: object
+) -> None:
     engine = ToyEngine(tiny_model)
     prompts = warm(engine, 29, 21)
     hindrance(engine)
@@ -158,7 +162,7 @@ def test_without_certainty_all_is_left_to_the_step(tiny_model: Path, hindrance: 
     assert engine.copier.ahead_blocks == 7 + 5
 
 
-def test_another_thread_begins_nothing(tiny_model: Path) -> None:
+def test_planning_in_another_thread_starts_no_load(tiny_model: Path) -> None:
     engine = ToyEngine(tiny_model)
     prompts = warm(engine, 29, 21)
     asked = [engine.add(ids, 5) for ids in prompts]
@@ -172,23 +176,23 @@ def test_another_thread_begins_nothing(tiny_model: Path) -> None:
     assert [engine.finished[r].tokens for r in asked] == [play(ids, 5)[0] for ids in prompts]
 
 
-def test_whoever_executes_may_plan(tiny_model: Path) -> None:
-    """An engine that moves to another thread with all it does."""
+def test_engine_moved_to_another_thread_starts_early_loads(tiny_model: Path) -> None:
+    """Planning and execution move to the other thread together."""
     engine = ToyEngine(tiny_model)
     prompts = warm(engine, 29, 21)
 
-    def elsewhere() -> None:
+    def serve() -> None:
         ask(engine, prompt(random.Random(3), 9))
         engine.drop_gpu_cache()
         ask_together(engine, prompts)
 
-    thread = threading.Thread(target=elsewhere)
+    thread = threading.Thread(target=serve)
     thread.start()
     thread.join()
     assert engine.copier.early_blocks == 7
 
 
-def test_a_worker_that_is_shut_down_begins_nothing(tiny_model: Path) -> None:
+def test_worker_after_shutdown_starts_no_load(tiny_model: Path) -> None:
     engine = ToyEngine(tiny_model)
     for ids in warm(engine, 29, 21):
         engine.add(ids, 5)
@@ -198,14 +202,14 @@ def test_a_worker_that_is_shut_down_begins_nothing(tiny_model: Path) -> None:
     assert engine.copier.early_blocks == 0
 
 
-def test_what_a_daemon_leases_needs_a_way_to_it(tiny_model: Path) -> None:
+def test_leased_load_without_a_connection_starts_with_the_step(tiny_model: Path) -> None:
     engine = ToyEngine(tiny_model)
     warm(engine, 29)
     leased = LoadJob("r", (), ("of a daemon",), 1)
     assert not engine.worker.worker_half.start_early([], [leased])
 
 
-def test_engines_of_one_process_are_told_apart(tiny_model: Path) -> None:
+def test_two_engines_in_one_process_load_early_independently(tiny_model: Path) -> None:
     engines = [ToyEngine(tiny_model, seed=seed) for seed in range(2)]
     prompts = [warm(engine, 29, 21) for engine in engines]
     for engine, ids in zip(engines, prompts, strict=True):
@@ -214,7 +218,7 @@ def test_engines_of_one_process_are_told_apart(tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize("zeroes", [False, True])
-def test_an_engine_asks_whether_it_is_possible(
+def test_engine_has_early_loads_unless_vllm_zeroes_blocks(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, zeroes: bool
 ) -> None:
     made_for = kv_cache_config([ToyGroup(0, None, 4, 32)], 64)
@@ -222,7 +226,7 @@ def test_an_engine_asks_whether_it_is_possible(
     assert (ToyEngine(tiny_model).half.early_loads is None) is zeroes
 
 
-def test_where_blocks_may_be_touched_ahead_of_the_forward_there_is_none() -> None:
+def test_is_possible_is_false_if_others_write_new_blocks() -> None:
     def possible(ranks: int = 1, drafts: object = None, zeroes: bool = False) -> bool:
         config = SimpleNamespace(
             parallel_config=SimpleNamespace(world_size=ranks), speculative_config=drafts

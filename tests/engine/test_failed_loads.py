@@ -1,7 +1,8 @@
-"""After a load has failed: what vLLM does about it is not enough, and nothing may go wrong.
+"""Failed loads: vLLM's own recovery is not enough.
 
-It starts requests over, but keeps blocks in its prefix cache that were never loaded, and room for
-loads that are over. Each of these ended in a wrong read, a wrong block in the tier, or a hang.
+vLLM restarts the requests, but keeps blocks that were never loaded in its prefix cache, and keeps
+reservations of loads that have ended. Each of these cases once caused a wrong read, a wrong block
+in the tier, or a hang.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ ENDED = pytest.mark.parametrize("ended", [False, True], ids=["goes-on", "aborted
 
 
 def warm(engine: ToyEngine, ids: list[int]) -> None:
-    """The prompt lies in the tier and nowhere else."""
+    """Puts the blocks of the prompt into the tier and drops them from the GPU."""
     ask(engine, ids)
     engine.drop_gpu_cache()
 
 
 def step_that_fails(engine: ToyEngine) -> None:
-    """One whose loads fail while its forward waits for them."""
+    """Runs a step whose step loads fail."""
     engine.copier.fail_ahead = 1.0
     output = engine.scheduler.schedule()
     assert output.has_sync_kv_loads
@@ -50,14 +51,14 @@ def step_that_fails(engine: ToyEngine) -> None:
 
 
 def answered(engine: ToyEngine, ids: list[int]) -> str:
-    """A request of which the daemon has said what it holds."""
+    """Adds a request and waits for the answer to its daemon lookup."""
     request = engine.add(ids, 3)
     engine.half._requests[request].remote.future.result(timeout=30)
     return request
 
 
 def wait_for_loads(engine: ToyEngine, count: int) -> None:
-    """Until so many have come to their end, which no step has heard of yet."""
+    """Waits until so many loads have ended, without a step that reports them."""
     done = engine.worker.worker_half._remote.loader._done
     end = time.monotonic() + 30
     while done.qsize() < count:
@@ -66,17 +67,17 @@ def wait_for_loads(engine: ToyEngine, count: int) -> None:
 
 
 def cached(engine: ToyEngine) -> set[int]:
-    """GPU blocks that vLLM offers to requests that come."""
+    """GPU blocks in vLLM's prefix cache."""
     blocks = engine.scheduler.kv_cache_manager.block_pool.blocks
     return {block.block_id for block in blocks if block.block_hash is not None}
 
 
-# ---- what the step read and wrote ---------------------------------------------------------------
+# ---- blocks that the failed step read and wrote -------------------------------------------------
 
 
 @pytest.mark.parametrize("tokens", [31, 32])
-def test_what_is_computed_anew_is_stored_again(tiny_model: Path, tokens: int) -> None:
-    """Of one that took the blocks of the failed load for what the GPU had all along."""
+def test_recomputed_blocks_are_stored_again(tiny_model: Path, tokens: int) -> None:
+    """The other request took the blocks of the failed load for GPU hits."""
     engine = ToyEngine(tiny_model, max_tokens_per_step=64)
     ids = seeded_prompt(2, tokens)
     warm(engine, ids)
@@ -92,16 +93,16 @@ def test_what_is_computed_anew_is_stored_again(tiny_model: Path, tokens: int) ->
 
 
 def steps_of_half_a_prompt(model: Path) -> ToyEngine:
-    """Several requests are in the same step though none of them is computed in one."""
+    """An engine whose steps have several requests, each of which needs several steps."""
     return ToyEngine(model, max_tokens_per_step=16, engine_args={"long_prefill_token_threshold": 4})
 
 
 @ENDED
-def test_nobody_reads_what_failed_to_load_before_it_is_computed_anew(
+def test_new_request_does_not_read_blocks_that_failed_to_load(
     tiny_model: Path, ended: bool
 ) -> None:
-    """vLLM keeps such blocks in its prefix cache, and lets one request compute them again: that may
-    take many steps, or never happen."""
+    """vLLM keeps such blocks in its prefix cache and lets one request recompute them, which may
+    take many steps or never happen."""
     engine = steps_of_half_a_prompt(tiny_model)
     rng = random.Random(5)
     shared = prompt(rng, 41)
@@ -124,11 +125,9 @@ def test_nobody_reads_what_failed_to_load_before_it_is_computed_anew(
 
 
 @ENDED
-def test_those_who_share_what_failed_to_load_do_not_run_ahead_of_it(
-    tiny_model: Path, ended: bool
-) -> None:
-    """vLLM starts the first of them over, and lets the others go on after the shared blocks; here
-    one of them is not even cached."""
+def test_requests_that_share_a_failed_load_recompute_it(tiny_model: Path, ended: bool) -> None:
+    """vLLM restarts only the first one and lets the others continue after the shared blocks. One of
+    them is uncached."""
     engine = steps_of_half_a_prompt(tiny_model)
     rng = random.Random(6)
     shared = prompt(rng, 41)
@@ -152,7 +151,7 @@ def test_those_who_share_what_failed_to_load_do_not_run_ahead_of_it(
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False], ids=["prefix-cache", "no-prefix-cache"])
-def test_what_was_computed_from_a_failed_load_is_not_stored_though_its_request_has_gone(
+def test_blocks_computed_from_a_failed_load_are_not_stored_after_abort(
     tiny_model: Path, prefix_caching: bool
 ) -> None:
     engine = ToyEngine(tiny_model, prefix_caching=prefix_caching)
@@ -168,19 +167,19 @@ def test_what_was_computed_from_a_failed_load_is_not_stored_though_its_request_h
     output = engine.scheduler.schedule()
     assert output.has_sync_kv_loads
     result = engine._execute(output)
-    engine.abort(failing)  # its step is on its way
+    engine.abort(failing)  # while its step is in flight
     engine.scheduler.update_from_output(output, result)
     engine.copier.fail_ahead = 0.0
     engine.run()
     assert_tier_is_right(engine)
-    for _ in range(2):  # the GPU's own cache is right, too
+    for _ in range(2):  # the GPU's prefix cache is right too
         ask(engine, ids, 5)
     engine.assert_at_rest()
     assert assert_tier_is_right(engine)
 
 
-def test_blocks_of_before_a_reset_stay_unknown_after_it(tiny_model: Path) -> None:
-    """They are told by the hashes on them, and a failed step takes all hashes away."""
+def test_stale_blocks_are_not_stored_after_a_failed_step(tiny_model: Path) -> None:
+    """Stale blocks are recognised by their hashes, and a failed step removes all hashes."""
     engine = ToyEngine(tiny_model, gpu_blocks=128, cpu_blocks=128)
     rng = random.Random(1)
     old, fresh = prompt(rng, 33), prompt(rng, 41)
@@ -200,12 +199,12 @@ def test_blocks_of_before_a_reset_stay_unknown_after_it(tiny_model: Path) -> Non
     engine.assert_at_rest()
 
 
-# ---- what others wait for -----------------------------------------------------------------------
+# ---- reservations that block others -------------------------------------------------------------
 
 
-def test_a_long_request_whose_daemon_failed_does_not_wait_for_ever(tiny_model: Path) -> None:
-    """vLLM keeps for it what it reserved for its load. A second load beside the steps, of what the
-    CPU tier has, would need as much again, and there is not so much on the GPU."""
+def test_long_request_whose_daemon_failed_is_admitted_again(tiny_model: Path) -> None:
+    """vLLM keeps its reservation for the failed load. A second asynchronous load, from the CPU
+    tier, would need as many blocks again, which the GPU does not have."""
     with FaultyDaemon() as daemon:
         toy = engine_at(tiny_model, daemon.address, gpu_blocks=28, extra={"step_loads": "never"})
         asked = seeded_prompt(2, 65)
@@ -222,8 +221,8 @@ def test_a_long_request_whose_daemon_failed_does_not_wait_for_ever(tiny_model: P
         toy.close()
 
 
-def test_a_load_beside_the_steps_does_not_build_on_one_that_may_fail(tiny_model: Path) -> None:
-    """vLLM would start it over with its room still reserved, and never admit it again."""
+def test_asynchronous_load_does_not_build_on_a_step_load(tiny_model: Path) -> None:
+    """vLLM would restart it while its blocks are still reserved, and never admit it again."""
     asked = seeded_prompt(2, 65)
     with FaultyDaemon() as daemon:
         first = engine_at(tiny_model, daemon.address)
@@ -240,11 +239,11 @@ def test_a_load_beside_the_steps_does_not_build_on_one_that_may_fail(tiny_model:
         engine.close()
 
 
-def test_a_load_beside_the_steps_does_not_wait_for_ever_either(
+def test_asynchronous_load_is_admitted_between_endless_step_loads(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where steps that load follow each other without end, all of them before it by priority."""
-    monkeypatch.setattr(step_load_policy, "_BYTES_PER_STEP", 1)
+    """The step loads belong to an endless sequence of requests with higher priority."""
+    monkeypatch.setattr(step_load_policy, "_MAX_BYTES_PER_STEP", 1)
     engine = ToyEngine(
         tiny_model, gpu_blocks=128, cpu_blocks=256, engine_args={"scheduling_policy": "priority"}
     )
@@ -269,9 +268,9 @@ def test_a_load_beside_the_steps_does_not_wait_for_ever_either(
     engine.assert_at_rest()
 
 
-def test_loads_that_share_what_failed_do_not_wait_for_each_other(tiny_model: Path) -> None:
-    """Of two that end in the same step, the first would need the shared blocks a second time; the
-    other holds them, and stands behind."""
+def test_loads_that_share_failed_blocks_do_not_deadlock(tiny_model: Path) -> None:
+    """Two loads end in the same step. The first request would need the shared blocks a second time,
+    but the second one holds them and is behind it in the queue."""
     shared = seeded_prompt(2, 32)
     prompts = [shared + seeded_prompt(seed, 17) for seed in (3, 4)]
     with FaultyDaemon() as daemon:
@@ -283,10 +282,10 @@ def test_loads_that_share_what_failed_do_not_wait_for_each_other(tiny_model: Pat
         warm(engine, [*shared, 5])
         computing = engine.add([*shared, 5], 3)
         asked = [answered(engine, ids) for ids in prompts]
-        daemon.fault = forgetful  # what failed is computed at once, without a word to a daemon
+        daemon.fault = forgetful  # a failed request is computed without another lookup
         daemon.delay = lambda _: 0.2  # so that no load ends within the step
         step_that_fails(engine)
-        engine.abort(computing)  # or they would share what it computes anew
+        engine.abort(computing)  # or they would share the blocks it recomputes
         wait_for_loads(engine, sum(map(engine.half.ledger.is_loading, asked)))
         engine.run()
         for request, ids in zip(asked, prompts, strict=True):
@@ -296,7 +295,7 @@ def test_loads_that_share_what_failed_do_not_wait_for_each_other(tiny_model: Pat
 
 
 def window_engine(model: Path, async_scheduling: bool, gpu_blocks: int, **more) -> ToyEngine:
-    """Its windows take two blocks to be loaded, and many more to be computed."""
+    """An engine whose windows need two blocks if loaded, and many more if computed."""
     return ToyEngine(
         model, async_scheduling, gpu_blocks=gpu_blocks, cpu_blocks=256, windows=(None, 8), **more
     )
@@ -310,11 +309,11 @@ def warm_prompts(engine: ToyEngine, count: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("async_scheduling", "gpu_blocks"), [(False, 41), (True, 47)])
-def test_a_request_that_needs_more_after_its_load_failed_does_not_hold_up_those_behind(
+def test_windowed_request_after_failed_load_does_not_block_the_queue(
     tiny_model: Path, async_scheduling: bool, gpu_blocks: int
 ) -> None:
-    """vLLM looks at nobody behind a holder of blocks that finds no more of them; this one has given
-    its own back, and the one behind it has what it lacks."""
+    """vLLM considers no request behind one that it believes to hold blocks and that needs more.
+    This one has lost its blocks, and the one behind it holds those it needs."""
     engine = window_engine(tiny_model, async_scheduling, gpu_blocks)
     prompts = warm_prompts(engine, 2)
     asked = [engine.add(ids, 3) for ids in prompts]
@@ -326,9 +325,9 @@ def test_a_request_that_needs_more_after_its_load_failed_does_not_hold_up_those_
     engine.assert_at_rest()
 
 
-def test_nobody_loads_in_the_room_kept_for_a_request_behind_it(tiny_model: Path) -> None:
-    """vLLM keeps room for all of a request whose load failed, and has no other way to let it run
-    than to admit those before it by priority."""
+def test_load_does_not_take_blocks_reserved_for_a_failed_request(tiny_model: Path) -> None:
+    """vLLM reserves blocks for the full length of a request whose load failed. It runs only after
+    the requests with higher priority are admitted."""
     engine = window_engine(
         tiny_model, False, 41, engine_args={"scheduling_policy": "priority"}, max_seqs=1
     )
@@ -348,11 +347,11 @@ def test_nobody_loads_in_the_room_kept_for_a_request_behind_it(tiny_model: Path)
 
 
 @pytest.mark.parametrize("by_block", [False, True], ids=["by-request", "by-block"])
-def test_after_another_connectors_load_failed_ours_does_not_wait_for_ever(
+def test_failed_load_of_another_connector_does_not_block_ours(
     tiny_model: Path, by_block: bool
 ) -> None:
-    """As inside a MultiConnector: vLLM's room was reserved for the other one's load. While nothing
-    was read, nothing that others have is given up."""
+    """Inside a MultiConnector vLLM has reserved blocks for the other connector's load. As long as
+    no step has read them, no other block is dropped."""
     asked, bystander = seeded_prompt(2, 65), seeded_prompt(3, 21)
     with FaultyDaemon() as daemon:
         first = engine_at(tiny_model, daemon.address)
@@ -375,13 +374,13 @@ def test_after_another_connectors_load_failed_ours_does_not_wait_for_ever(
         connector.update_state_after_alloc = allocated
         assert engine.requests[request].status is RequestStatus.WAITING_FOR_REMOTE_KVS
         result = engine._execute(output)
-        told = result.kv_connector_output
-        told.finished_recving = {request}
+        reported = result.kv_connector_output
+        reported.finished_recving = {request}
         if by_block:
             (table,) = engine.scheduler.kv_cache_manager.get_block_ids(request)
-            told.invalid_block_ids = {table[0]}
+            reported.invalid_block_ids = {table[0]}
         else:
-            told.failed_recving = {request}
+            reported.failed_recving = {request}
         before = cached(engine)
         engine.scheduler.update_from_output(output, result)
         assert cached(engine) == before != set()
@@ -391,7 +390,7 @@ def test_after_another_connectors_load_failed_ours_does_not_wait_for_ever(
         engine.close()
 
 
-def test_a_reset_does_not_forget_what_failed(tiny_model: Path) -> None:
+def test_reset_keeps_recorded_failures(tiny_model: Path) -> None:
     engine = ToyEngine(tiny_model, extra_config={"step_loads": "never"})
     ids = seeded_prompt(1, 41)
     warm(engine, ids)

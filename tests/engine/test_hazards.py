@@ -1,4 +1,4 @@
-"""Rare turns of events, each of which once stored a wrong block, lost the tier, or hung."""
+"""Rare cases, each of which once stored a wrong block, disabled the tier, or hung."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from vllm_tiered_kv.metrics.names import DropReason
 
 
 def readable(engine: ToyEngine, request_id: str) -> list[int]:
-    """Positions of a request's blocks that the tier would serve now."""
+    """Positions of a request's blocks that are readable in the tier."""
     (keys,) = keys_of(engine, request_id)
     return [n for n, key in enumerate(keys) if engine.half.index.match_prefix([key])]
 
 
-def test_blocks_another_connector_failed_to_load_are_taken_back(tiny_model: Path) -> None:
-    """vLLM truncates and recomputes; what was stored from the first bad block on must go."""
+def test_blocks_after_a_failed_load_of_another_connector_are_removed(tiny_model: Path) -> None:
+    """vLLM recomputes them; blocks stored from the first invalid one on must be removed."""
     engine = ToyEngine(tiny_model)
     engine.copier.max_delay = 0
     request = engine.add(prompt(random.Random(1), 41), 20)
@@ -51,11 +51,11 @@ def test_blocks_another_connector_failed_to_load_are_taken_back(tiny_model: Path
     engine.half.index.check()
     engine.run()
     assert engine.finished[request].tokens == play(engine.requests[request].prompt_token_ids, 20)[0]
-    assert assert_tier_is_right(engine) >= 14  # stored anew by the recomputation
+    assert assert_tier_is_right(engine) >= 14  # the recomputed blocks were stored again
     engine.assert_at_rest()
 
 
-def test_lazy_stores_do_not_cross_a_reset(tiny_model: Path, async_scheduling: bool) -> None:
+def test_lazy_stores_are_dropped_by_a_reset(tiny_model: Path, async_scheduling: bool) -> None:
     engine = ToyEngine(
         tiny_model, async_scheduling, extra_config={"store": "lazy", "lazy_window": 64}
     )
@@ -65,16 +65,16 @@ def test_lazy_stores_do_not_cross_a_reset(tiny_model: Path, async_scheduling: bo
     assert engine.requests[request].num_computed_tokens
     assert engine.scheduler.reset_connector_cache()
     engine.run()
-    ask(engine, prompt(random.Random(9), 5), 2)  # looks at the free queue
+    ask(engine, prompt(random.Random(9), 5), 2)  # checks the free queue
     assert readable(engine, request) == []
 
 
 @pytest.mark.parametrize("drop_stores", [0.0, 1.0], ids=["tier-too-small", "copies-fail"])
-def test_lazy_stores_do_not_go_round_in_circles(
+def test_lazy_stores_of_an_idle_engine_end(
     tiny_model: Path, async_scheduling: bool, drop_stores: float
 ) -> None:
-    """What is stored evicts what was stored before, which still waits in vLLM's free queue. With a
-    daemon this never ended: blocks on their way to it keep an idle engine stepping."""
+    """Each store evicts an earlier one, whose block is still in vLLM's free queue. With a daemon
+    this never ended, because puts keep an idle engine stepping."""
     engine = ToyEngine(
         tiny_model,
         async_scheduling,
@@ -93,10 +93,8 @@ def test_lazy_stores_do_not_go_round_in_circles(
     assert assert_tier_is_right(engine) or drop_stores
 
 
-def test_gpu_blocks_that_outlive_a_reset_are_not_stored(
-    tiny_model: Path, async_scheduling: bool
-) -> None:
-    """vLLM keeps its own cache when requests run; a hit there is still from before the reset."""
+def test_stale_gpu_blocks_are_not_stored(tiny_model: Path, async_scheduling: bool) -> None:
+    """vLLM keeps its own cache while requests run; a hit there is from before the reset."""
     engine = ToyEngine(tiny_model, async_scheduling)
     ids = prompt(random.Random(1), 41)
     first = ask(engine, ids, 2)
@@ -107,16 +105,16 @@ def test_gpu_blocks_that_outlive_a_reset_are_not_stored(
     ask(engine, ids, 2)
     assert readable(engine, first) == []
     engine.drop_gpu_cache()
-    ask(engine, ids, 2)  # computed anew
+    ask(engine, ids, 2)  # recomputed
     assert len(readable(engine, first)) == 10
     engine.assert_at_rest()
 
 
 @pytest.mark.parametrize("kind", ["answers-not-stored", "left-alone"])
-def test_a_first_block_that_a_reset_finds_half_full_is_not_stored(
+def test_half_full_block_at_a_reset_is_not_stored_later(
     tiny_model: Path, async_scheduling: bool, kind: str
 ) -> None:
-    """vLLM writes a hash on it after the reset, when its request goes on; a later one finds it."""
+    """vLLM sets its hash after the reset, when its request continues; a later request hits it."""
     options = {"store_decode": kind != "answers-not-stored"}
     engine = ToyEngine(tiny_model, async_scheduling, block_size=8, extra_config=options)
     ids = prompt(random.Random(1), 5)
@@ -133,17 +131,15 @@ def test_a_first_block_that_a_reset_finds_half_full_is_not_stored(
     engine.abort(request)
     engine.run()
     engine.drop_gpu_cache()
-    later = ask(engine, ids + play(ids, 30)[0][:20], 2)  # computed anew
+    later = ask(engine, ids + play(ids, 30)[0][:20], 2)  # recomputed
     assert readable(engine, later) == [0, 1, 2]
     engine.assert_at_rest()
 
 
-def test_a_tier_of_which_a_part_is_unusable_goes_on_with_the_rest(
-    tiny_model: Path, async_scheduling: bool
-) -> None:
+def test_partly_unusable_tier_uses_the_rest(tiny_model: Path, async_scheduling: bool) -> None:
     engine = ToyEngine(tiny_model, async_scheduling, cpu_blocks=16)
     slab = engine.half.index.geometry.slab_bytes
-    # What a worker reports whose arena could be pinned only in part.
+    # The report of a worker that could pin only a part of its arena.
     engine.half.update_connector_output(
         SimpleNamespace(
             kv_connector_worker_meta=TieredKVWorkerMetadata({}, {0: 16 * slab, 1: 8 * slab + 1}),
@@ -165,7 +161,7 @@ def test_a_tier_of_which_a_part_is_unusable_goes_on_with_the_rest(
     engine.assert_at_rest()
 
 
-def test_reports_of_ranks_are_put_together() -> None:
+def test_worker_metadata_of_ranks_is_merged() -> None:
     first = TieredKVWorkerMetadata({1: [StoreReport(4)]}, {0: 10})
     second = TieredKVWorkerMetadata({1: [StoreReport(2)], 2: [StoreReport(1)]}, {1: 5})
     both = first.aggregate(second)
@@ -174,10 +170,10 @@ def test_reports_of_ranks_are_put_together() -> None:
 
 
 @pytest.mark.parametrize("seed", mostly_slow(range(4), 2))
-def test_a_request_that_ends_while_preempted(
+def test_request_that_ends_while_preempted_leaks_nothing(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """As a pure producer vLLM frees its blocks at once, under steps still in flight."""
+    """With the role of a producer vLLM frees blocks at once, while steps are in flight."""
     transfer = toy_engine.KVTransferConfig
     monkeypatch.setattr(
         toy_engine,
@@ -191,13 +187,13 @@ def test_a_request_that_ends_while_preempted(
     assert_tier_is_right(engine)
 
 
-def test_a_preempted_request_is_stored_from_its_first_block_again(
+def test_preempted_request_is_stored_from_its_first_block(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
-    """What was stored of it before may have left the tier since."""
+    """The tier may have evicted its blocks since."""
     engine = ToyEngine(tiny_model, async_scheduling, gpu_blocks=28)
     rng = random.Random(1)
-    ids = [engine.add(prompt(rng, 40), 40) for _ in range(2)]  # more than there is room for
+    ids = [engine.add(prompt(rng, 40), 40) for _ in range(2)]  # more than fit
     while not any(engine.requests[request_id].num_preemptions for request_id in ids):
         engine.step()
     engine.half.index.clear()
@@ -208,7 +204,7 @@ def test_a_preempted_request_is_stored_from_its_first_block_again(
     engine.assert_at_rest()
 
 
-def test_a_step_whose_stores_were_never_run_does_not_hang(tiny_model: Path) -> None:
+def test_step_without_wait_for_save_does_not_hang(tiny_model: Path) -> None:
     """vLLM skips `wait_for_save` on inner pipeline stages with speculation."""
     engine = ToyEngine(tiny_model)
     engine.worker.wait_for_save = lambda: None
@@ -218,7 +214,7 @@ def test_a_step_whose_stores_were_never_run_does_not_hang(tiny_model: Path) -> N
     engine.assert_at_rest()
 
 
-def test_a_reset_with_a_request_whose_keys_cannot_be_made(
+def test_reset_while_an_adapter_is_unreadable_succeeds(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = ToyEngine(tiny_model)
@@ -239,7 +235,7 @@ def test_a_reset_with_a_request_whose_keys_cannot_be_made(
     engine.assert_at_rest()
 
 
-def test_aborts_between_odd_chunks_store_nothing_half_done(
+def test_abort_between_chunks_stores_only_computed_blocks(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
     engine = ToyEngine(
@@ -256,19 +252,19 @@ def test_aborts_between_odd_chunks_store_nothing_half_done(
     engine.assert_at_rest()
 
 
-def test_after_a_dropped_block_the_rest_of_its_sequence_is_not_stored(tiny_model: Path) -> None:
+def test_sequence_is_not_stored_after_a_dropped_block(tiny_model: Path) -> None:
     engine = ToyEngine(tiny_model, max_tokens_per_step=16)
     engine.copier.max_delay = 0
     engine.copier.drop_stores = 1.0
     request = engine.add(prompt(random.Random(4), 61), 2)
     engine.run()
     left = readable(engine, request)
-    assert left == list(range(len(left)))  # a head without holes
+    assert left == list(range(len(left)))  # a prefix without gaps
     assert len(left) < 15
     engine.assert_at_rest()
 
 
-def test_a_resumable_session_is_left_alone(tiny_model: Path) -> None:
+def test_resumable_session_is_uncached(tiny_model: Path) -> None:
     engine = ToyEngine(tiny_model)
     ids = prompt(random.Random(1), 41)
     request = engine.add(ids, 2)
@@ -279,7 +275,7 @@ def test_a_resumable_session_is_left_alone(tiny_model: Path) -> None:
     assert engine.half.get_num_new_matched_tokens(engine.requests[request], 0) == (0, False)
 
 
-def test_sources_are_settled_where_other_connectors_write(tiny_model: Path) -> None:
+def test_stores_finish_reading_in_their_step_inside_a_multi_connector(tiny_model: Path) -> None:
     engine = ToyEngine(tiny_model)
     settled: list[int] = []
     engine.copier.settle_sources = lambda: settled.append(len(engine.copier._stores))
@@ -288,16 +284,16 @@ def test_sources_are_settled_where_other_connectors_write(tiny_model: Path) -> N
     engine.worker.worker_half.wait_for_sources = True
     ask(engine, prompt(random.Random(2), 41))
     assert settled
-    assert all(np.array(settled) > 0)  # called with the stores of the step under way
+    assert all(np.array(settled) > 0)  # called while the step's stores are in flight
 
 
-def test_reports_that_never_come_do_not_keep_the_engine_from_resting(
+def test_missing_reports_do_not_keep_the_engine_stepping(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And those that come very late make nothing readable, but give the memory back."""
+    """Reports that arrive very late make nothing readable, but release the slots."""
     engine = ToyEngine(tiny_model)
     timeout = engine.half._config.remote_load_timeout
-    monkeypatch.setattr(scheduler_half, "_REPORTS_AWAITED_S", 0.02 - timeout)
+    monkeypatch.setattr(scheduler_half, "_REPORT_TIMEOUT_S", 0.02 - timeout)
     lost = []
     report = engine.worker.build_connector_worker_meta
     engine.worker.build_connector_worker_meta = lambda: lost.append(report())
@@ -307,7 +303,7 @@ def test_reports_that_never_come_do_not_keep_the_engine_from_resting(
     assert (
         engine.half.index.used_bytes == 10 * engine.half.index.geometry.slot_bytes[0]
     )  # may still be written
-    ask(engine, ids, 3)  # what it lacks is not waited for
+    ask(engine, ids, 3)  # does not wait for the missing stores
     engine.worker.build_connector_worker_meta = report
     for told in filter(None, lost):
         engine.half.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=told))

@@ -44,5 +44,7 @@ def test_what_all_workers_take(
     if fits:
         assembly._require_room_on_this_host(gib * GIB, parallel(**settings))
         return
-    with pytest.raises(ConfigError, match=r"cpu_memory.*all workers of this host.*choose less"):
+    with pytest.raises(
+        ConfigError, match=r"cpu_memory.*all workers of this host.*set a smaller value"
+    ):
         assembly._require_room_on_this_host(gib * GIB, parallel(**settings))

@@ -74,7 +74,7 @@ def test_the_first_step_after_a_request_already_loads_it(
     (asked,) = prompts(9, 1)
     toy = filled(tiny_model, daemon, [asked])
     # However busy this machine is. The limit of a step was set when the last one was planned.
-    monkeypatch.setattr(toy.half.remote._lookups, "_patience_s", 30.0)
+    monkeypatch.setattr(toy.half.remote._lookups, "_step_wait_left_s", 30.0)
     toy.add(asked, COUNT)
     output = toy.scheduler.schedule()
     assert output.kv_connector_metadata.loads

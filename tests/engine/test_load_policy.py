@@ -55,7 +55,7 @@ def test_a_slow_daemon_is_left_alone(
     tiny_model: Path, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # It has been heard, however busy this machine is.
-    monkeypatch.setattr("vllm_tiered_kv.connector.scheduler.load_policy._PATIENCE", 100.0)
+    monkeypatch.setattr("vllm_tiered_kv.connector.scheduler.load_policy._MAX_WAIT_SHARE", 100.0)
     asked = prompts(21, 30)
     with FaultyDaemon() as slow:
         first = engine_at(tiny_model, slow.address, async_scheduling=async_scheduling)
@@ -91,8 +91,8 @@ def test_probes_wait_for_steps_without_prefills(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And an idle engine takes a step for them."""
-    monkeypatch.setattr("vllm_tiered_kv.connector.scheduler.remote_tier._FEW_TOKENS", 1)
-    monkeypatch.setattr("vllm_tiered_kv.connector.scheduler.remote_tier._PATIENCE_S", 1e9)
+    monkeypatch.setattr("vllm_tiered_kv.connector.scheduler.remote_tier._MAX_QUIET_TOKENS", 1)
+    monkeypatch.setattr("vllm_tiered_kv.connector.scheduler.remote_tier._MAX_PROBE_DELAY_S", 1e9)
     asked = prompts(25, 8, 80, 90)
     first = engine_at(tiny_model, daemon.endpoint, async_scheduling=async_scheduling)
     serve(first, asked)

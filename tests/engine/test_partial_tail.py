@@ -1,6 +1,6 @@
-"""`reuse_partial_tail`: a repeated prompt computes its last token, and nothing wrong is ever read.
+"""`reuse_partial_tail`: a repeated prompt computes only its last token.
 
-Blocks of the toy hold 4 tokens, and it checks every value it reads.
+Blocks of the toy engine hold 4 tokens, and it checks every value that it reads.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def tailed(model: Path, async_scheduling: bool = False, **settings: Any) -> ToyE
 
 
 def hits(engine: ToyEngine, ids: list[int], count: int = 6, salt: str = "") -> int:
-    """Tokens that a request did not have to compute because a tier had them."""
+    """Tokens of a request that were loaded from a tier."""
     before = total(engine, names.HIT_TOKENS)
     ask(engine, ids, count, salt)
     return int(total(engine, names.HIT_TOKENS) - before)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_a_repeated_prompt_computes_its_last_token(
+def test_repeated_prompt_computes_only_its_last_token(
     tiny_model: Path, async_scheduling: bool, step_loads: str, length: int
 ) -> None:
     engine = tailed(tiny_model, async_scheduling)
@@ -49,14 +49,14 @@ def test_a_repeated_prompt_computes_its_last_token(
     assert hits(engine, ids) == 0
     engine.drop_gpu_cache()
     assert hits(engine, ids) == length - 1
-    assert total(engine, names.MISS_TOKENS) == length - 1  # of the first time
+    assert total(engine, names.MISS_TOKENS) == length - 1  # from the first request
     assert total(engine, names.RECOMPUTED_TOKENS) == 0
     engine.assert_at_rest()
     assert_tier_is_right(engine)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_so_does_one_whose_full_blocks_the_gpu_has(
+def test_prompt_with_full_blocks_on_gpu_computes_only_its_last_token(
     tiny_model: Path, async_scheduling: bool, step_loads: str, length: int
 ) -> None:
     engine = tailed(tiny_model, async_scheduling)
@@ -65,11 +65,11 @@ def test_so_does_one_whose_full_blocks_the_gpu_has(
     assert hits(engine, ids) == (length - 1) % 4
     stored = total(engine, names.STORED_BLOCKS)
     ask(engine, ids)
-    assert total(engine, names.STORED_BLOCKS) == stored, "it is there already"
+    assert total(engine, names.STORED_BLOCKS) == stored, "the tier holds all blocks already"
     engine.assert_at_rest()
 
 
-def test_it_has_to_be_asked_for(tiny_model: Path, async_scheduling: bool) -> None:
+def test_tails_are_not_reused_by_default(tiny_model: Path, async_scheduling: bool) -> None:
     engine = ToyEngine(tiny_model, async_scheduling)
     ids = seeded_prompt(1, 39)
     ask(engine, ids, 1)
@@ -78,7 +78,7 @@ def test_it_has_to_be_asked_for(tiny_model: Path, async_scheduling: bool) -> Non
     assert hits(engine, ids, 1) == 36
 
 
-def test_a_tail_is_matched_for_exactly_the_tokens_it_holds(
+def test_tail_matches_only_a_prompt_with_the_same_end(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
     engine = tailed(tiny_model, async_scheduling, cpu_blocks=64)
@@ -96,10 +96,10 @@ def test_a_tail_is_matched_for_exactly_the_tokens_it_holds(
     assert hits(engine, [*stem, 5, 6], 1) == 37
 
 
-def test_the_block_that_a_tail_becomes_is_stored_as_well(
+def test_full_block_at_the_position_of_a_tail_is_stored_too(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
-    """Both lie at the same position of the request."""
+    """Both have the same position in the request."""
     engine = tailed(tiny_model, async_scheduling)
     ids = seeded_prompt(5, 38)
     ask(engine, ids, 12)
@@ -112,10 +112,8 @@ def test_the_block_that_a_tail_becomes_is_stored_as_well(
     assert_tier_is_right(engine)
 
 
-def test_a_tail_whose_block_is_reused_before_it_is_read_is_stored(
-    tiny_model: Path, async_scheduling: bool
-) -> None:
-    """vLLM writes no hash on it, and gives it to the next request."""
+def test_tail_in_a_reallocated_block_is_stored(tiny_model: Path, async_scheduling: bool) -> None:
+    """A tail's block has no hash, so vLLM gives it to the next request."""
     engine = tailed(tiny_model, async_scheduling, max_tokens_per_step=64, store_delay=30)
     first, second = seeded_prompt(7, 30), seeded_prompt(8, 30)
     for ids in (first, second):
@@ -129,7 +127,7 @@ def test_a_tail_whose_block_is_reused_before_it_is_read_is_stored(
     assert_tier_is_right(engine)
 
 
-def test_a_tail_leaves_before_what_it_follows(tiny_model: Path, async_scheduling: bool) -> None:
+def test_tail_is_evicted_before_its_prefix(tiny_model: Path, async_scheduling: bool) -> None:
     engine = tailed(tiny_model, async_scheduling, cpu_blocks=16, gpu_blocks=64)
     ids = seeded_prompt(9, 39)
     ask(engine, ids, 1)
@@ -139,8 +137,10 @@ def test_a_tail_leaves_before_what_it_follows(tiny_model: Path, async_scheduling
 
 
 @pytest.mark.parametrize("seed", mostly_slow(range(4), 1))
-def test_many_clients(tiny_model: Path, async_scheduling: bool, step_loads: str, seed: int) -> None:
-    """Prompts that end within shared blocks, aborts, resets, too little memory everywhere."""
+def test_random_workload_with_tails_reads_only_right_kv(
+    tiny_model: Path, async_scheduling: bool, step_loads: str, seed: int
+) -> None:
+    """Prompts that end within shared blocks, with aborts, resets and too little memory."""
     engine = tailed(tiny_model, async_scheduling, seed=seed, gpu_blocks=40, store_delay=seed + 1)
     engine.copier.fail_ahead = 0.0 if async_scheduling else 0.1 * (seed % 2)
     play_workload(engine, seed, 60)
@@ -149,7 +149,7 @@ def test_many_clients(tiny_model: Path, async_scheduling: bool, step_loads: str,
 
 
 @pytest.mark.parametrize("seed", mostly_slow(range(2), 1))
-def test_a_few_prompts_again_and_again(
+def test_repeated_prompts_with_tails_read_only_right_kv(
     tiny_model: Path, async_scheduling: bool, step_loads: str, seed: int
 ) -> None:
     rng = random.Random(seed)
@@ -169,8 +169,8 @@ def test_a_few_prompts_again_and_again(
     engine.assert_at_rest()
 
 
-def test_nothing_survives_a_reset(tiny_model: Path, async_scheduling: bool) -> None:
-    """Also of a request that runs: its tail was computed before, and is stored afterwards."""
+def test_reset_drops_tails_of_running_requests(tiny_model: Path, async_scheduling: bool) -> None:
+    """The tail of a running request is computed before the reset and would be stored after it."""
     engine = tailed(tiny_model, async_scheduling, store_delay=8)
     engine.copier.max_delay = 8
     ids = seeded_prompt(11, 30)
@@ -185,15 +185,13 @@ def test_nothing_survives_a_reset(tiny_model: Path, async_scheduling: bool) -> N
     engine.assert_at_rest()
 
 
-def test_a_tail_that_outlived_a_reset_on_the_gpu_is_not_stored(
-    tiny_model: Path, async_scheduling: bool
-) -> None:
+def test_stale_tail_on_the_gpu_is_not_stored(tiny_model: Path, async_scheduling: bool) -> None:
     engine = tailed(tiny_model, async_scheduling)
     ids = seeded_prompt(12, 30)
     running = engine.add(ids, 30)
     for _ in range(3):
         engine.step()
-    assert engine.scheduler.reset_connector_cache()  # the GPU keeps what the request holds
+    assert engine.scheduler.reset_connector_cache()  # the GPU keeps the request's blocks
     other = engine.add(ids, 2)
     engine.run()
     assert engine.finished[other].tokens == play(ids, 2)[0]
@@ -203,7 +201,7 @@ def test_a_tail_that_outlived_a_reset_on_the_gpu_is_not_stored(
     assert hits(engine, ids) == 0, "computed before the reset, or from that"
 
 
-def test_a_failed_step_stores_no_tail(tiny_model: Path) -> None:
+def test_failed_step_stores_no_tail(tiny_model: Path) -> None:
     engine = tailed(tiny_model, max_tokens_per_step=64)
     ids = seeded_prompt(2, 31)
     ask(engine, ids)
@@ -221,7 +219,7 @@ def test_a_failed_step_stores_no_tail(tiny_model: Path) -> None:
     assert_tier_is_right(engine)
 
 
-def test_verified_hits_leave_tails_alone(tiny_model: Path, async_scheduling: bool) -> None:
+def test_verification_skips_tails(tiny_model: Path, async_scheduling: bool) -> None:
     extra = {"verify_fraction": 1}
     engine = tailed(tiny_model, async_scheduling, extra=extra, cpu_blocks=128)
     ids = seeded_prompt(13, 39)
@@ -231,7 +229,7 @@ def test_verified_hits_leave_tails_alone(tiny_model: Path, async_scheduling: boo
     assert total(engine, names.VERIFIED_BLOCKS) > 0
     assert total(engine, names.DIFFERING_BLOCKS) == 0, "generated tokens have joined the tail"
     engine.assert_at_rest()
-    engine.close()  # its threads, which compare
+    engine.close()  # ends the threads that compare
 
 
 # ---- daemons ------------------------------------------------------------------------------------
@@ -239,7 +237,7 @@ def test_verified_hits_leave_tails_alone(tiny_model: Path, async_scheduling: boo
 
 @pytest.mark.parametrize("length", [38, 39, 40])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_another_engine_computes_one_token(
+def test_second_engine_computes_only_the_last_token(
     tiny_model: Path, tmp_path: Path, async_scheduling: bool, transport: str, length: int
 ) -> None:
     ids = seeded_prompt(14, length)
@@ -253,13 +251,13 @@ def test_another_engine_computes_one_token(
             assert total(engine, names.HIT_TOKENS, REMOTE) == found
             turn = ids + play(ids, 8)[0]
             engine.drop_gpu_cache()
-            # Also the full block that stands where the tail stood.
+            # The full block at the position of the tail is reused too.
             assert hits(engine, turn, 1) >= (length + 7) // 4 * 4
             engine.assert_at_rest()
             engine.close()
 
 
-def test_nobody_asks_a_daemon_just_for_a_tail(tiny_model: Path, async_scheduling: bool) -> None:
+def test_tail_alone_causes_no_daemon_lookup(tiny_model: Path, async_scheduling: bool) -> None:
     ids = seeded_prompt(15, 39)
     with FaultyDaemon() as daemon:
         engine = engine_at(
@@ -279,10 +277,10 @@ def test_nobody_asks_a_daemon_just_for_a_tail(tiny_model: Path, async_scheduling
         engine.close()
 
 
-# ---- where it cannot be -------------------------------------------------------------------------
+# ---- unsupported combinations -------------------------------------------------------------------
 
 
-def test_windows_are_refused(tiny_model: Path) -> None:
+def test_sliding_windows_are_refused(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match=r"reuse_partial_tail.*full attention in all layers"):
         tailed(tiny_model, windows=(None, 8))
 

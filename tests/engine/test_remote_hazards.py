@@ -102,7 +102,7 @@ def test_blocks_built_on_anothers_failed_load_do_not_reach_a_daemon(
         if aborted:
             first.abort(request)
         first.scheduler.update_from_output(output, result)
-        assert not first.half.remote.writes._next, "blocks that may hold something else are sent"
+        assert not first.half.remote.puts._next, "blocks that may hold something else are sent"
         first.run()
         assert aborted or first.finished[request].tokens == play(asked, 3)[0]
         first.assert_at_rest()

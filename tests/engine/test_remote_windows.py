@@ -107,7 +107,7 @@ def test_a_window_that_a_daemon_lacks_ends_the_hit_before_it(open_engine) -> Non
     serve(first, [ids])
     window_keys = keys_of(first, ids)[1]
     kept = {window_keys[position] for position in (5, 6, 7, 8, 10, 11, 16, 17)}
-    index, offer = first.half.index, first.half.remote.writes.offer
+    index, offer = first.half.index, first.half.remote.puts.offer
     uses = [use for use in index.slots() if use.key[-1] == 0 or use.key in kept]
     uses.sort(key=lambda use: use.used)
     offer([(use.key, [use.slot]) for use in uses])

@@ -218,4 +218,4 @@ def storm(engine: AgedToyEngine, rng: random.Random) -> None:
         said = engine.finished[request].tokens
         assert said == right[: len(said)]
     engine.assert_at_rest()
-    assert not engine.half.stores._outlived
+    assert not engine.half.stores._stale_requests

@@ -1,7 +1,7 @@
-"""The connector under vLLM's real schedulers, with copies that end when they like.
+"""The connector under vLLM's real schedulers, with copies of random duration.
 
-Every read of the cache by the toy model is checked against the one right value, so each of these
-tests fails on any early reuse, lost write or mixed-up block.
+The toy model checks every read of the cache against the only right value, so each of these tests
+detects blocks that are reused too early, lost or mixed up.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vllm_tiered_kv.metrics.names import DropReason
 pytestmark = pytest.mark.usefixtures("step_loads")
 
 
-def test_a_repeated_prompt_is_loaded_and_only_its_end_is_computed(
+def test_repeated_prompt_is_loaded_except_its_last_token(
     tiny_model: Path, async_scheduling: bool, step_loads: str
 ) -> None:
     engine = ToyEngine(tiny_model, async_scheduling)
@@ -40,7 +40,7 @@ def test_a_repeated_prompt_is_loaded_and_only_its_end_is_computed(
     assert assert_tier_is_right(engine)
 
 
-def test_a_block_aligned_prompt_leaves_its_last_block_to_compute(
+def test_block_aligned_prompt_computes_its_last_block(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
     engine = ToyEngine(tiny_model, async_scheduling)
@@ -52,7 +52,7 @@ def test_a_block_aligned_prompt_leaves_its_last_block_to_compute(
     engine.assert_at_rest()
 
 
-def test_what_the_gpu_still_has_is_not_loaded(tiny_model: Path, async_scheduling: bool) -> None:
+def test_load_skips_blocks_that_the_gpu_has(tiny_model: Path, async_scheduling: bool) -> None:
     engine = ToyEngine(tiny_model, async_scheduling)
     rng = random.Random(1)
     shared = prompt(rng, 20)
@@ -62,10 +62,10 @@ def test_what_the_gpu_still_has_is_not_loaded(tiny_model: Path, async_scheduling
     engine.assert_at_rest()
 
 
-def test_generated_blocks_are_stored_to_the_last_full_one(
+def test_answer_blocks_are_stored_up_to_the_last_full_one(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
-    """The next turn of a chat finds the answer of this one, whatever the schedule."""
+    """The next turn of a chat hits the answer of this one."""
     for count in range(1, 14):
         engine = ToyEngine(tiny_model, async_scheduling)
         ids = prompt(random.Random(count), 9)
@@ -79,14 +79,16 @@ def test_generated_blocks_are_stored_to_the_last_full_one(
         engine.assert_at_rest()
 
 
-def test_prompt_blocks_only_on_request(tiny_model: Path, async_scheduling: bool) -> None:
+def test_store_decode_off_stores_prompt_blocks_only(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
     engine = ToyEngine(tiny_model, async_scheduling, extra_config={"store_decode": False})
     ask(engine, prompt(random.Random(1), 10), 20)
     assert total(engine, names.STORED_BLOCKS) == 2
     engine.assert_at_rest()
 
 
-def test_a_request_without_usable_keys_runs_as_if_there_were_no_cache(
+def test_request_with_unreadable_adapter_runs_uncached(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = ToyEngine(tiny_model)
@@ -104,7 +106,9 @@ def _unreadable(request: object) -> None:
     raise PermissionError("adapter_model.safetensors")
 
 
-def test_salts_never_share(tiny_model: Path, async_scheduling: bool) -> None:
+def test_requests_with_different_salts_share_no_blocks(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
     engine = ToyEngine(tiny_model, async_scheduling)
     ids = prompt(random.Random(1), 30)
     for salt in ("", "a", "b"):
@@ -115,7 +119,7 @@ def test_salts_never_share(tiny_model: Path, async_scheduling: bool) -> None:
     assert total(engine, names.HIT_TOKENS) == 28
 
 
-def test_a_failed_load_is_recomputed_and_not_tried_again(
+def test_failed_load_is_recomputed_and_not_retried(
     tiny_model: Path, async_scheduling: bool, step_loads: str
 ) -> None:
     engine = ToyEngine(tiny_model, async_scheduling)
@@ -124,7 +128,7 @@ def test_a_failed_load_is_recomputed_and_not_tried_again(
     engine.drop_gpu_cache()
     engine.copier.fail_every = engine.copier.fail_ahead = 1.0
     if step_loads == "auto" and async_scheduling:
-        with pytest.raises(CudaError):  # such a step cannot be taken back
+        with pytest.raises(CudaError):  # such a step cannot be discarded
             ask(engine, ids)
         return
     request = ask(engine, ids)
@@ -133,14 +137,16 @@ def test_a_failed_load_is_recomputed_and_not_tried_again(
     assert total(engine, names.LOADED_BLOCKS) == 0
     engine.copier.fail_every = engine.copier.fail_ahead = 0.0
     engine.drop_gpu_cache()
-    ask(engine, ids)  # stored anew by the recomputation
+    ask(engine, ids)  # the recomputed blocks were stored again
     assert total(engine, names.LOADED_BLOCKS) == 10
     engine.assert_at_rest()
     assert assert_tier_is_right(engine)
 
 
-def test_abort_at_every_stage(tiny_model: Path, async_scheduling: bool) -> None:
-    """Waiting, loading, computing, storing: after any number of steps."""
+def test_abort_after_any_number_of_steps_leaks_nothing(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
+    """The request waits, loads, computes or stores when it is aborted."""
     engine = ToyEngine(tiny_model, async_scheduling, gpu_blocks=128, cpu_blocks=64)
     engine.copier.max_delay = 6
     ids = prompt(random.Random(1), 61)
@@ -159,7 +165,7 @@ def test_abort_at_every_stage(tiny_model: Path, async_scheduling: bool) -> None:
     assert assert_tier_is_right(engine)
 
 
-def test_reset_cache_forgets_everything_even_what_is_being_stored(
+def test_reset_drops_all_blocks_and_stores_in_flight(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
     engine = ToyEngine(tiny_model, async_scheduling)
@@ -171,7 +177,7 @@ def test_reset_cache_forgets_everything_even_what_is_being_stored(
     assert engine.scheduler.reset_connector_cache()
     engine.run()
     assert engine.finished[running].tokens == play(ids, 30)[0]
-    # What the request computed before the reset must not come back under the new epoch.
+    # Blocks that the request computed before the reset must not be stored in the new epoch.
     assert engine.half.index.used_bytes == 0
     assert total(engine, names.DROPPED_BLOCKS, "cpu", DropReason.RESET.value) > 0
     engine.drop_gpu_cache()
@@ -183,8 +189,10 @@ def test_reset_cache_forgets_everything_even_what_is_being_stored(
     engine.assert_at_rest()
 
 
-def test_reset_prefix_cache_with_running_requests(tiny_model: Path, async_scheduling: bool) -> None:
-    """No block reference of ours stands in the way, whatever is under way."""
+def test_reset_prefix_cache_with_running_requests_succeeds(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
+    """The connector holds no block references that would prevent a reset."""
     engine = ToyEngine(tiny_model, async_scheduling)
     rng = random.Random(5)
     asked = {}
@@ -194,7 +202,7 @@ def test_reset_prefix_cache_with_running_requests(tiny_model: Path, async_schedu
         asked[engine.add(ids, 10)] = ids
         for _ in range(rng.randrange(4)):
             engine.step()
-        # vLLM itself refuses while a load or, with overlapping steps, a step is under way.
+        # vLLM itself refuses while a load is in flight or, with overlapping steps, a step.
         engine.land()
         if not engine.scheduler.kv_holding_waiting:
             assert engine.scheduler.reset_prefix_cache(
@@ -209,7 +217,7 @@ def test_reset_prefix_cache_with_running_requests(tiny_model: Path, async_schedu
     assert_tier_is_right(engine)
 
 
-def test_hash_only_and_naive_store_and_load_nothing(tiny_model: Path) -> None:
+def test_hash_only_mode_stores_and_loads_nothing(tiny_model: Path) -> None:
     ids = prompt(random.Random(1), 41)
     engine = ToyEngine(tiny_model, extra_config={"mode": "hash_only"})
     for _ in range(2):
@@ -233,7 +241,9 @@ def test_hash_only_and_naive_store_and_load_nothing(tiny_model: Path) -> None:
     ],
     ids=["lru", "s3fifo", "lazy", "prompts", "slow", "lazy_slow"],
 )
-def test_random_clients(tiny_model: Path, async_scheduling: bool, seed: int, options: dict) -> None:
+def test_random_workload_reads_only_right_kv(
+    tiny_model: Path, async_scheduling: bool, seed: int, options: dict
+) -> None:
     options = dict(options)
     engine = ToyEngine(
         tiny_model,
@@ -258,7 +268,7 @@ def test_random_clients(tiny_model: Path, async_scheduling: bool, seed: int, opt
         assert engine.copier.waited_for > 0
 
 
-def test_random_clients_without_the_gpu_prefix_cache(
+def test_random_workload_without_gpu_prefix_cache_reads_only_right_kv(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
     engine = ToyEngine(
@@ -270,8 +280,8 @@ def test_random_clients_without_the_gpu_prefix_cache(
     assert total(engine, names.LOADED_BLOCKS) > 0
 
 
-def test_the_checks_above_can_fail(tiny_model: Path, async_scheduling: bool) -> None:
-    """A flipped bit in a slot, or a load reported before it is done, is a wrong read."""
+def test_flipped_bit_in_a_slot_is_a_wrong_read(tiny_model: Path, async_scheduling: bool) -> None:
+    """Shows that the toy engine detects wrong content."""
     engine = ToyEngine(tiny_model, async_scheduling)
     ids = prompt(random.Random(1), 41)
     ask(engine, ids)

@@ -1,4 +1,4 @@
-"""Loads that the step itself waits for: when they are chosen, and what they must never do."""
+"""Step loads: when a load is one, and what it must never do."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ LAYER_CALLS = pytest.mark.parametrize("layer_calls", [0.0, 1.0], ids=["whole", "
 
 
 def warm(engine: ToyEngine, *prompts: list[int]) -> None:
-    """These prompts lie in the tier and nowhere else."""
+    """Puts the blocks of these prompts into the tier and drops them from the GPU."""
     for ids in prompts:
         ask(engine, ids)
     engine.drop_gpu_cache()
 
 
 @LAYER_CALLS
-def test_a_lone_request_is_computed_in_the_step_that_loads_it(
+def test_single_request_is_computed_in_the_step_that_loads_it(
     tiny_model: Path, async_scheduling: bool, layer_calls: float
 ) -> None:
     engine = ToyEngine(tiny_model, async_scheduling)
@@ -49,7 +49,7 @@ def test_a_lone_request_is_computed_in_the_step_that_loads_it(
 
 
 @LAYER_CALLS
-def test_a_load_overtakes_a_step_that_does_not_use_its_blocks(
+def test_load_overtakes_a_step_that_does_not_use_its_blocks(
     tiny_model: Path, async_scheduling: bool, layer_calls: float
 ) -> None:
     engine = ToyEngine(tiny_model, async_scheduling)
@@ -68,7 +68,7 @@ def test_a_load_overtakes_a_step_that_does_not_use_its_blocks(
     assert assert_tier_is_right(engine)
 
 
-def test_a_load_gets_no_block_that_a_step_under_way_may_still_write(
+def test_load_gets_no_block_that_a_step_in_flight_writes(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
     """vLLM keeps the blocks of an aborted request until its last step has ended."""
@@ -89,13 +89,13 @@ def test_a_load_gets_no_block_that_a_step_under_way_may_still_write(
 
 
 @pytest.mark.parametrize("blocks", [9, 10])
-def test_requests_that_run_wait_for_small_loads_only(
+def test_running_requests_wait_for_small_step_loads_only(
     tiny_model: Path, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch, blocks: int
 ) -> None:
     engine = ToyEngine(tiny_model, async_scheduling)
     limit = blocks * engine.half.block_bytes[0]
     monkeypatch.setattr(
-        "vllm_tiered_kv.connector.scheduler.step_load_policy._BYTES_BESIDE_OTHERS", limit
+        "vllm_tiered_kv.connector.scheduler.step_load_policy._MAX_BYTES_WITH_OTHERS", limit
     )
     rng = random.Random(2)
     ids, other = prompt(rng, 41), prompt(rng, 9)
@@ -113,11 +113,11 @@ def test_requests_that_run_wait_for_small_loads_only(
 
 
 @LAYER_CALLS
-def test_requests_that_come_together_are_loaded_together(
+def test_requests_that_arrive_together_load_in_one_step(
     tiny_model: Path, async_scheduling: bool, layer_calls: float
 ) -> None:
-    """Two of them share a prefix: the second finds the first one's blocks on the device, before
-    their bytes are there."""
+    """Two of them share a prefix: the second one hits the first one's blocks on the GPU before they
+    are loaded."""
     engine = ToyEngine(tiny_model, async_scheduling)
     engine.layer_calls = layer_calls
     rng = random.Random(3)
@@ -133,7 +133,7 @@ def test_requests_that_come_together_are_loaded_together(
     engine.assert_at_rest()
 
 
-def test_failures_are_recomputed_also_by_those_who_share_the_blocks(tiny_model: Path) -> None:
+def test_failed_step_load_is_recomputed_by_all_who_share_it(tiny_model: Path) -> None:
     engine = ToyEngine(tiny_model)
     rng = random.Random(4)
     shared = prompt(rng, 20)
@@ -151,12 +151,12 @@ def test_failures_are_recomputed_also_by_those_who_share_the_blocks(tiny_model: 
 
 
 @pytest.mark.parametrize("runner", [{"async_scheduling": True}, {"second_runner": True}])
-def test_a_step_that_cannot_be_taken_back_says_what_is_wrong(
+def test_failed_step_load_raises_if_the_step_cannot_be_discarded(
     tiny_model: Path, runner: dict[str, bool]
 ) -> None:
-    """With asynchronous scheduling the next step is under way before vLLM hears of an error, and
-    what it samples would be believed; the second model runner goes on behind what it computed. A
-    GPU that takes no copies has no tokens to give."""
+    """With asynchronous scheduling the next step is in flight before vLLM learns of the error, and
+    its tokens would be used. Model Runner V2 continues after what it computed. So the engine stops:
+    a GPU that fails to copy cannot compute either."""
     engine = ToyEngine(tiny_model, **runner)
     ids = prompt(random.Random(1), 41)
     warm(engine, ids)
@@ -166,11 +166,11 @@ def test_a_step_that_cannot_be_taken_back_says_what_is_wrong(
         engine.run()
 
 
-def test_the_second_model_runner_would_go_on_from_a_step_that_was_taken_back(
+def test_model_runner_v2_does_not_rewind_a_discarded_step(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the rule is for: without it, the next step goes on behind what did not arrive, beyond
-    the end of its block table here."""
+    """Shows why its steps cannot be discarded: the next step continues after the invalid blocks,
+    here beyond the end of its block table."""
     monkeypatch.setattr(assembly, "_steps_can_be_discarded", lambda _: True)
     engine = ToyEngine(tiny_model, second_runner=True)
     ids = prompt(random.Random(1), 41)
@@ -181,10 +181,10 @@ def test_the_second_model_runner_would_go_on_from_a_step_that_was_taken_back(
         engine.run()
 
 
-def test_only_a_lone_step_can_be_taken_back(
+def test_steps_in_flight_cannot_be_discarded(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stages of a pipeline have several steps under way, too."""
+    """Asynchronous scheduling and pipeline stages have several steps in flight."""
     engine = ToyEngine(tiny_model)
 
     def can_be_discarded() -> bool:
@@ -199,10 +199,10 @@ def test_only_a_lone_step_can_be_taken_back(
     assert not can_be_discarded()
 
 
-def test_an_offer_that_vllm_does_not_take(
+def test_step_load_that_vllm_declines_leaks_nothing(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As inside a MultiConnector whose first connector has more to offer."""
+    """Happens inside a MultiConnector if another connector offers more tokens."""
     monkeypatch.setenv("TIERED_KV_LOAD_POLICY", "auto")
     engine = ToyEngine(tiny_model)
     ids = prompt(random.Random(1), 41)
@@ -214,15 +214,15 @@ def test_an_offer_that_vllm_does_not_take(
     decisions = half._requests[request.request_id].match.choice.decisions
     assert decisions == {Tier.CPU: Decision.LOAD}
     half.update_state_after_alloc(request, KVCacheBlocks(([],)), 0)
-    assert not half.load_policy.costs.loads, "nothing is under way"
+    assert not half.load_policy.costs.loads, "no load is in flight"
     engine.run()
     engine.assert_at_rest()
 
 
-def test_a_layer_that_does_not_wait_reads_what_is_not_there(
+def test_layer_that_does_not_wait_for_its_load_is_a_wrong_read(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The toy notices: without the wait these tests would fail."""
+    """Shows that the toy engine detects a missing wait."""
     engine = ToyEngine(tiny_model)
     engine.layer_calls = 1.0
     ids = prompt(random.Random(1), 41)
@@ -233,7 +233,9 @@ def test_a_layer_that_does_not_wait_reads_what_is_not_there(
         engine.run()
 
 
-def test_at_random_with_failures(tiny_model: Path, async_scheduling: bool) -> None:
+def test_random_workload_with_failures_reads_only_right_kv(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
     ahead = 0
     for seed in range(12):
         rng = random.Random(seed)

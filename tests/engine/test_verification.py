@@ -313,7 +313,7 @@ def test_blocks_vllm_was_told_are_invalid_accuse_nobody(tiny_model: Path) -> Non
     engine.add(ids, 6)
     engine.step()
     assert engine.half.verification.has_open
-    engine.half._forget_invalid({0})
+    engine.half._recover_from_invalid_blocks({0})
     engine.run()
     assert counts(engine)["different"] == 0
     assert engine.half.index.match_prefix(keys) >= 10

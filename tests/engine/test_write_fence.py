@@ -1,7 +1,7 @@
-"""Stores that have not read their blocks when these are given out again: each writer waits.
+"""The write fence: a step that overwrites a block waits for the store that still reads it.
 
-Stores never end by themselves here. They read their blocks when somebody waits for them, or at the
-very end, when whatever was written meanwhile is found in the tier.
+Stores never end by themselves here. They read their blocks when a step waits for them, or at the
+very end, when wrong content in the tier shows that a wait was missing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NEVER = 1 << 30
 
 
 def finish(engine: ToyEngine, *requests: str) -> None:
-    """Steps until these have ended; stores may still be under way."""
+    """Steps until these requests have finished; stores may still be in flight."""
     for _ in range(2000):
         if all(engine.requests[request].is_finished() for request in requests):
             engine.land()
@@ -35,7 +35,7 @@ def finish(engine: ToyEngine, *requests: str) -> None:
 
 
 def read_the_rest(engine: ToyEngine) -> None:
-    """Stores that nobody waited for read their blocks now."""
+    """Lets all remaining stores read their blocks, and checks the tier."""
     engine.copier.store_delay = 0
     engine.copier.settle()
     engine.run()
@@ -48,7 +48,7 @@ def seeded_prompt(seed: int, length: int) -> list[int]:
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False], ids=["hashes", "no_hashes"])
-def test_a_forward_waits_before_it_writes_blocks_of_an_ended_request(
+def test_forward_waits_before_it_overwrites_blocks_of_a_finished_request(
     tiny_model: Path, async_scheduling: bool, prefix_caching: bool
 ) -> None:
     engine = ToyEngine(
@@ -67,7 +67,7 @@ def test_a_forward_waits_before_it_writes_blocks_of_an_ended_request(
     assert total(engine, names.DROPPED_BLOCKS) == 0
 
 
-def test_a_forward_waits_for_no_store_of_blocks_that_it_does_not_write(
+def test_forward_does_not_wait_for_stores_of_other_blocks(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
     engine = ToyEngine(tiny_model, async_scheduling, gpu_blocks=128, store_delay=NEVER)
@@ -77,7 +77,7 @@ def test_a_forward_waits_for_no_store_of_blocks_that_it_does_not_write(
     read_the_rest(engine)
 
 
-def test_a_forward_waits_before_it_writes_blocks_that_a_window_has_passed(
+def test_forward_waits_before_it_overwrites_blocks_behind_a_window(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
     engine = ToyEngine(
@@ -95,10 +95,10 @@ def test_a_forward_waits_before_it_writes_blocks_that_a_window_has_passed(
     assert total(engine, names.STORED_BLOCKS) == 60 + 2
 
 
-def test_a_forward_waits_before_it_writes_blocks_of_a_preempted_request(
+def test_forward_waits_before_it_overwrites_blocks_of_a_preempted_request(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
-    """Preempted and given away in one step, while the request's stores are under way."""
+    """vLLM preempts the request and reallocates its blocks in one step, with stores in flight."""
     engine = ToyEngine(
         tiny_model, async_scheduling, gpu_blocks=28, cpu_blocks=64, store_delay=NEVER
     )
@@ -111,8 +111,8 @@ def test_a_forward_waits_before_it_writes_blocks_of_a_preempted_request(
     read_the_rest(engine)
 
 
-@pytest.mark.parametrize("loads", ["step", "beside", "early"])
-def test_a_load_waits_before_it_writes_blocks_of_an_ended_request(
+@pytest.mark.parametrize("loads", ["step", "async", "early"])
+def test_load_waits_before_it_overwrites_blocks_of_a_finished_request(
     tiny_model: Path, async_scheduling: bool, loads: str
 ) -> None:
     engine = ToyEngine(
@@ -121,7 +121,7 @@ def test_a_load_waits_before_it_writes_blocks_of_an_ended_request(
         gpu_blocks=24,
         cpu_blocks=64,
         max_tokens_per_step=128,
-        extra_config={"step_loads": "never" if loads == "beside" else "auto"},
+        extra_config={"step_loads": "never" if loads == "async" else "auto"},
     )
     held = [seeded_prompt(seed, 33) for seed in (1, 2)]
     for ids in held:
@@ -135,12 +135,12 @@ def test_a_load_waits_before_it_writes_blocks_of_an_ended_request(
     finish(engine, *asked)
     assert total(engine, names.HIT_BLOCKS) == 8 * len(asked)
     assert bool(engine.copier.early_blocks) is (loads == "early")
-    assert bool(engine.copier.ahead_blocks) is (loads != "beside")
+    assert bool(engine.copier.ahead_blocks) is (loads != "async")
     assert engine.copier.waited_for > 0
     read_the_rest(engine)
 
 
-def test_a_comparison_reads_its_blocks_before_they_are_written(
+def test_verification_reads_its_blocks_before_they_are_overwritten(
     tiny_model: Path, async_scheduling: bool
 ) -> None:
     engine = ToyEngine(
@@ -165,16 +165,16 @@ def test_a_comparison_reads_its_blocks_before_they_are_written(
 
 @dataclass
 class ClearingToyEngine(ToyEngine):
-    """Clears new blocks ahead of any hook, as Model Runner V2 may."""
+    """Overwrites new blocks before any hook, as Model Runner V2 may."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._new: list[int] = []
         pool = self.scheduler.kv_cache_manager.block_pool
-        hand_out = pool.get_new_blocks
+        allocate = pool.get_new_blocks
 
         def get_new_blocks(count: int) -> list[Any]:
-            blocks = hand_out(count)
+            blocks = allocate(count)
             self._new += [block.block_id for block in blocks]
             return blocks
 
@@ -187,7 +187,7 @@ class ClearingToyEngine(ToyEngine):
         return super()._execute(output)
 
 
-def test_stores_are_waited_for_at_once_where_vllm_clears_new_blocks(tiny_model: Path) -> None:
+def test_step_waits_for_its_stores_if_vllm_zeroes_new_blocks(tiny_model: Path) -> None:
     engine = ClearingToyEngine(tiny_model, gpu_blocks=14, max_tokens_per_step=64, store_delay=NEVER)
     engine.worker.worker_half._steps_zero_blocks = True
     for seed in range(3):
@@ -196,10 +196,10 @@ def test_stores_are_waited_for_at_once_where_vllm_clears_new_blocks(tiny_model: 
     assert total(engine, names.STORED_BLOCKS) == 30
 
 
-def test_the_checks_above_can_fail(
+def test_without_the_fence_the_tier_holds_wrong_blocks(
     tiny_model: Path, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the fence the tier holds what was written later."""
+    """Shows that the other tests detect a missing fence."""
     engine = ToyEngine(
         tiny_model, async_scheduling, gpu_blocks=14, max_tokens_per_step=64, store_delay=NEVER
     )
@@ -210,8 +210,10 @@ def test_the_checks_above_can_fail(
         read_the_rest(engine)
 
 
-def test_a_reset_does_not_end_reads(tiny_model: Path, async_scheduling: bool) -> None:
-    """What is being stored is not kept, but its slots are written until it ends."""
+def test_reset_keeps_slots_of_stores_in_flight_in_use(
+    tiny_model: Path, async_scheduling: bool
+) -> None:
+    """The blocks are dropped, but the stores write to their slots until they end."""
     engine = ToyEngine(
         tiny_model, async_scheduling, gpu_blocks=14, max_tokens_per_step=64, store_delay=NEVER
     )
@@ -225,10 +227,8 @@ def test_a_reset_does_not_end_reads(tiny_model: Path, async_scheduling: bool) ->
     read_the_rest(engine)
 
 
-def test_a_lookup_that_ends_at_a_store_under_way_is_asked_again(
-    tiny_model: Path, async_scheduling: bool
-) -> None:
-    """An engine that has stopped stepping has heard of no store that ended since."""
+def test_lookup_waits_for_a_store_in_flight(tiny_model: Path, async_scheduling: bool) -> None:
+    """An engine that has stopped stepping has not received its last store reports."""
     engine = ToyEngine(tiny_model, async_scheduling, gpu_blocks=128, cpu_blocks=128)
     engine.copier.store_delay = 3
     prompts = [seeded_prompt(seed, 41) for seed in range(8)]
@@ -242,11 +242,11 @@ def test_a_lookup_that_ends_at_a_store_under_way_is_asked_again(
     engine.assert_at_rest()
 
 
-def test_a_store_that_never_ends_is_not_waited_for_longer_than_a_second(
+def test_lookup_waits_at_most_a_second_for_a_store(
     tiny_model: Path, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = ToyEngine(tiny_model, async_scheduling, gpu_blocks=128, store_delay=NEVER)
-    monkeypatch.setattr("vllm_tiered_kv.connector.scheduler.load_planner._STORES_AWAITED_S", 0.05)
+    monkeypatch.setattr("vllm_tiered_kv.connector.scheduler.load_planner._STORE_WAIT_S", 0.05)
     ids = seeded_prompt(1, 41)
     finish(engine, engine.add(ids, 1))
     engine.drop_gpu_cache()

@@ -1,4 +1,4 @@
-"""Asking toy engines: prompts, answers that must be right, counters, what the tier holds."""
+"""Helpers that send prompts to toy engines and check their answers, metrics and tiers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def prompt(rng: random.Random, length: int) -> list[int]:
 
 
 def seeded_prompt(seed: int, length: int = 41) -> list[int]:
-    """The same one for a seed, wherever it is asked for."""
+    """The same prompt for the same seed and length."""
     return prompt(random.Random(seed), length)
 
 
@@ -33,7 +33,7 @@ def total(engine: ToyEngine, metric: names.Metric, *labels: str) -> float:
 
 
 def keys_of(engine: ToyEngine, request_id: str) -> list[list[BlockKey]]:
-    """Per group, of all blocks that the request has filled so far."""
+    """Per group, the keys of all blocks that the request has filled so far."""
     request = engine.requests[request_id]
     keys = engine.half._key_maker.keys_for(request)
     keys.extend(request, request.num_tokens)
@@ -41,7 +41,8 @@ def keys_of(engine: ToyEngine, request_id: str) -> list[list[BlockKey]]:
 
 
 def assert_tier_is_right(engine: ToyEngine) -> int:
-    """Every readable block holds exactly the KV of the prefix its key was made from."""
+    """Checks that every readable block holds exactly the KV of its key's prefix. Returns the number
+    of readable blocks."""
     readable = 0
     for request_id, right in engine._truth.items():
         for group, group_keys in zip(engine.groups, keys_of(engine, request_id), strict=True):
@@ -59,7 +60,8 @@ def assert_tier_is_right(engine: ToyEngine) -> int:
 
 
 def _assert_tail_is_right(engine: ToyEngine, request_id: str) -> bool:
-    """The same for the block its prompt ends in; what lies behind the prompt is nobody's."""
+    """Like `assert_tier_is_right` for the tail of the prompt. Bytes after the prompt are
+    undefined."""
     request, group = engine.requests[request_id], engine.groups[0]
     keys = engine.half._key_maker.keys_for(request)
     tail = tail_of(request, keys, group.block_size) if len(engine.groups) == 1 else None
@@ -74,7 +76,7 @@ def _assert_tail_is_right(engine: ToyEngine, request_id: str) -> bool:
 
 
 def workload(engine: ToyEngine, seed: int, requests: int) -> None:
-    """Many clients at once: shared prefixes, aborts at random points, drops of the GPU cache."""
+    """Many concurrent requests with shared prefixes, random aborts and resets of the GPU cache."""
     rng = random.Random(seed)
     stems = [prompt(rng, rng.randrange(8, 40)) for _ in range(4)]
     asked: dict[str, tuple[list[int], int]] = {}

@@ -1,4 +1,4 @@
-"""Toy engines over a daemon: opened at its address, attached to its memory, and served."""
+"""Helpers for toy engines that use a daemon."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def address(daemon: DaemonProcess, transport: str) -> str:
 def engine_at(model: Path, remote: str | list[str], ranks: int = 1, **settings: Any) -> ToyEngine:
     extra = {"remote_lookup_timeout": 5, "remote_landing": "64KiB", **settings.pop("extra", {})}
     kind = ToyEngine if ranks == 1 else RankedToyEngine
-    # Half of the tier may wait to be sent: on a busy machine, all that a test asks for.
+    # Puts may fill half of the tier. On a busy machine that can be all blocks of a test.
     settings.setdefault("cpu_blocks", 256)
     return kind(model, ranks=ranks, extra_config={"remote": remote, **extra}, **settings)
 
@@ -35,19 +35,19 @@ def prompts(seed: int, count: int, low: int = 30, high: int = 90) -> list[list[i
 
 
 def whole_blocks(asked: list[list[int]]) -> int:
-    """As many as can be loaded: vLLM always computes the last token of a prompt."""
+    """The number of loadable blocks: vLLM always computes the last token of a prompt."""
     return sum((len(ids) - 1) // 4 for ids in asked)
 
 
 def serve(toy: ToyEngine, asked: list[list[int]], count: int = 5) -> None:
-    """One after the other, all right, nothing left behind."""
+    """Sends prompts one after the other, and checks the answers and that nothing leaks."""
     for ids in asked:
         ask(toy, ids, count)
     toy.assert_at_rest()
 
 
 def wait_attached(toy: ToyEngine, at: str) -> None:
-    """Lets the worker open its way to the daemon, and waits for shared memory."""
+    """Lets the worker connect to the daemon, and waits until its memory is mapped."""
     toy.run()
     regions = toy.worker.worker_half._remote._regions
     end = time.monotonic() + 30

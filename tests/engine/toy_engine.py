@@ -1,10 +1,10 @@
-"""vLLM's real scheduler and our real connector around a model that can be checked completely.
+"""A toy engine: vLLM's real scheduler and our real connector around a fully checkable model.
 
-The model's KV of a token is a hash of the whole prefix up to it, so there is exactly one right
-value for every position, and every read of the cache is compared with it. Copies are as slow as a
-test wants them to be: a store reads its source when it lands, polls later, or when the step that
-writes it waits for that; a load reads its slots and writes its blocks polls later. Whatever is
-reused too early is caught.
+The KV of a token is a hash of the whole prefix up to it, so every position has exactly one right
+value, and every read of the cache is compared with it. Tests choose how slow copies are. A store
+reads its blocks some polls later, or when a step that overwrites them waits for it. A load reads
+its slots and writes its blocks some polls later. So the model detects any block or slot that is
+reused too early.
 
 With `async_scheduling`, vLLM's AsyncScheduler runs with two steps in flight: a step is scheduled
 and executed before the output of the one before it is processed.
@@ -54,7 +54,7 @@ def next_token(state: int) -> int:
 
 
 def play(prompt: Sequence[int], count: int, salt: str = "") -> tuple[list[int], np.ndarray]:
-    """What the model says after a prompt, and the one right KV of every token: no cache here."""
+    """The model's answer to a prompt and the right KV of every token, computed without a cache."""
     tokens, kv = list(prompt), []
     state = sum(map(ord, salt))
     for position in range(len(prompt) + count):
@@ -66,7 +66,7 @@ def play(prompt: Sequence[int], count: int, salt: str = "") -> tuple[list[int], 
 
 
 def _ours(connector: Any) -> TieredKVConnector:
-    """Our connector, alone or the first inside a MultiConnector."""
+    """Our connector: this one, or the first inside a MultiConnector."""
     return getattr(connector, "sub_connectors", [connector])[0]
 
 
@@ -84,20 +84,22 @@ class Finished:
 
 @dataclass
 class ToyEngine:
+    """One engine with one worker. Tests add requests and call `step` or `run`, in one thread."""
+
     model: Path
     async_scheduling: bool = False
     block_size: int = 4  # of the first group
     windows: tuple[int | None, ...] = (None,)  # one for each group
-    block_sizes: tuple[int, ...] = ()  # if not all alike; each once or twice the first
+    block_sizes: tuple[int, ...] = ()  # per group, if they differ: once or twice the first
     gpu_blocks: int = 64
     cpu_blocks: int = 32
     max_tokens_per_step: int = 32
     max_seqs: int = 8
     prefix_caching: bool = True
     second_runner: bool = False  # vLLM's Model Runner V2, see `_update_batch`
-    store_delay: int | None = None  # polls until a store reads its blocks, if nobody waits for it
-    ranks: int = 1  # `toy_ranks.RankedToyEngine` has the workers of more than one
-    replicas: int = 1  # how many neighbouring ranks hold the same
+    store_delay: int | None = None  # polls until a store reads its blocks, unless a step waits
+    ranks: int = 1  # use `toy_ranks.RankedToyEngine` for more than one
+    replicas: int = 1  # how many consecutive ranks hold the same KV
     extra_config: dict[str, Any] = field(default_factory=dict)
     parallel_config: dict[str, Any] = field(default_factory=dict)
     engine_args: dict[str, Any] = field(default_factory=dict)
@@ -123,7 +125,7 @@ class ToyEngine:
             **self.engine_args,
         )
         self.config = args.create_engine_config()
-        # Not earlier: it would not have it on a machine without a GPU.
+        # Set only now: vLLM refuses this runner in `create_engine_config` without a GPU.
         version = {"VLLM_USE_V2_MODEL_RUNNER": "1"} if self.second_runner else {}
         with mock.patch.dict(os.environ, version):
             self._build(self.config, slot_bytes)
@@ -158,8 +160,8 @@ class ToyEngine:
             log_stats=True,
         )
         self.half = _ours(self.scheduler.connector).scheduler_half
-        _ours(self.scheduler.connector)._idle_steps = None  # it goes on stepping by itself
-        # Ranks of the toy are opened one after the other, and could not talk to each other.
+        _ours(self.scheduler.connector)._idle_steps = None  # `run` steps until the engine is idle
+        # The ranks of a toy engine are built one after the other and cannot communicate.
         device = "cuda" if self.second_runner else config.device_config.device_type
         with (
             mock.patch.object(assembly, "_share_among_replicas", return_value=None),
@@ -190,12 +192,12 @@ class ToyEngine:
         self._next_id = 0
         self._truth: dict[str, np.ndarray] = {}
         self.reported_loads: list[str] = []
-        self.layer_calls = 0.5  # how often a forward calls us at each layer
+        self.layer_calls = 0.5  # probability that a forward calls the connector at each layer
         self._calls_layers = False
         self.idle = False
 
     def _adjust(self, config: VllmConfig) -> None:
-        """For facts of an engine that vLLM would not let a machine like this have."""
+        """For subclasses: sets options that vLLM does not allow on this machine."""
 
     def _transfer_config(self, options: dict[str, Any]) -> KVTransferConfig:
         return KVTransferConfig(
@@ -215,7 +217,7 @@ class ToyEngine:
         model: str = "",
         **request_args: Any,
     ) -> str:
-        """`model`: what else than the salt changes the KV of these tokens, such as an adapter."""
+        """`model`: anything besides the salt that changes the KV of the tokens, like an adapter."""
         request_id = f"r{self._next_id}"
         self._next_id += 1
         request = Request(
@@ -228,7 +230,7 @@ class ToyEngine:
             **request_args,
         )
         self.requests[request_id] = request
-        # One more than is asked for: asynchronous scheduling runs a step past the end.
+        # More tokens than requested: asynchronous scheduling runs a step past the end.
         self._truth[request_id] = play(prompt, max_tokens + 2, salt + model)[1]
         self.scheduler.add_request(request)
         return request_id
@@ -237,17 +239,17 @@ class ToyEngine:
         self.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
 
     def run(self, limit: int = 3000, seconds: float = 60) -> None:
-        """Steps until nothing is left, stores of an idle engine included."""
+        """Steps until all requests are finished and all stores and puts are done."""
         end = time.monotonic() + seconds
         while limit > 0 and time.monotonic() < end:
             if not self.scheduler.has_requests() and not self._in_flight:
                 return
             self.step()
             if self.idle:
-                time.sleep(0.001)  # only threads can get on now
+                time.sleep(0.001)  # only threads make progress now
             else:
                 limit -= 1
-        raise AssertionError("the engine never came to rest: a request hangs")
+        raise AssertionError("the engine did not become idle: a request hangs")
 
     def step(self) -> None:
         if len(self._in_flight) < self.depth and self.scheduler.has_requests():
@@ -256,7 +258,7 @@ class ToyEngine:
             self.idle = remote and not output.total_num_scheduled_tokens
             self._in_flight.append((output, self._execute(output)))
             if len(self._in_flight) < self.depth and output.total_num_scheduled_tokens:
-                return  # a further step is scheduled before this one's output is looked at
+                return  # the next step is scheduled before this one's output is processed
         self._process_oldest()
 
     def land(self) -> None:
@@ -285,7 +287,7 @@ class ToyEngine:
             ubatch_slices=None,
         )
         if output.has_sync_kv_loads:
-            # Here vLLM may clear new blocks, those to be loaded among them.
+            # At this point vLLM may zero new blocks, including those to load.
             self.copier.fenced = False
             self.worker.start_load_kv(context)
         self._calls_layers = context.attn_metadata is not None
@@ -317,8 +319,8 @@ class ToyEngine:
         )
 
     def _update_batch(self, output: SchedulerOutput) -> None:
-        """The second model runner counts the tokens of a request on the GPU, from where it began:
-        if the scheduler sets a running one back, that is not seen there."""
+        """Applies the scheduler output. Model Runner V2 counts the tokens of a request on the GPU,
+        so it does not notice when the scheduler rewinds a running request."""
         for request_id in output.finished_req_ids:
             self._running.pop(request_id, None)
         for new in output.scheduled_new_reqs:
@@ -347,7 +349,7 @@ class ToyEngine:
         half = _ours(self.worker).worker_half
         for group, blocks in zip(self.groups, running.blocks, strict=True):
             if half is not None and half._step_loads._invalid_blocks & set(blocks):
-                # It computes nonsense from what did not arrive; vLLM is told and starts it over.
+                # It computes wrong KV from invalid blocks. vLLM is told and rewinds the request.
                 table, place = group.table(blocks, stop)
                 for cache in self.caches:
                     group.rows(cache)[table[start:], place[start:]] = -4
@@ -355,8 +357,8 @@ class ToyEngine:
             group.forward(
                 request_id, self.caches, blocks, right, range(start, stop), self._before_layer
             )
-        # A chunk that ends before the last known token (of a prompt, or of a request that was
-        # preempted and starts over) samples nothing.
+        # A chunk that ends before the last known token samples nothing: a part of a prompt, or of a
+        # request that restarts after a preemption.
         known = self.requests[request_id].num_tokens
         return [next_token(int(right[stop - 1]))] if stop >= known else []
 
@@ -382,7 +384,7 @@ class ToyEngine:
         assert self.scheduler.reset_prefix_cache()
 
     def assert_at_rest(self) -> None:
-        """Nothing pinned, reserved, leaked or forgotten, anywhere."""
+        """Checks that nothing is pinned, reserved or leaked."""
         assert not self.scheduler.requests
         assert not self.scheduler.running
         assert not self.scheduler.waiting
@@ -394,10 +396,10 @@ class ToyEngine:
         assert not self.half.ledger.has_open_puts
         end = time.monotonic() + 30
         while self.half.remote is not None and self.half.remote.open_leases:
-            # An answer that nobody waited for may just be coming in.
-            assert time.monotonic() < end, "what daemons leased was not released"
+            # The answer to a dropped lookup may still arrive.
+            assert time.monotonic() < end, "a daemon's lease was not released"
             time.sleep(0.001)
         assert not self.half._requests
         assert not self.half._uncached
-        assert not self.half.stores.has_unseen
+        assert not self.half.stores.has_deferred
         self.half.index.check()

@@ -1,7 +1,7 @@
-"""KV-cache groups of the toy model: full attention, sliding windows, blocks of several sizes.
+"""KV-cache groups of the toy model: full attention, sliding windows, several block sizes.
 
-As in vLLM, all groups lie over each other in the same memory: a block is any group's, one at a
-time. Each group's KV is its own, so a block of the wrong group is as wrong as any other.
+As in vLLM, all groups share one memory, and a block belongs to one group at a time. Each group has
+its own KV, so the model detects a block of the wrong group too.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from tests.engine.delayed_copier import LAYERS
 
 
 class WrongRead(AssertionError):
-    """The model was about to attend to KV that is not that of its tokens."""
+    """The model would attend to KV that does not belong to its tokens."""
 
 
 @dataclass(frozen=True)
 class ToyGroup:
+    """One KV-cache group of a toy engine, which builds it."""
+
     group_id: int
     window: int | None
     block_size: int  # tokens
@@ -55,16 +57,16 @@ class ToyGroup:
         return spec
 
     def rows(self, blocks: np.ndarray) -> np.ndarray:
-        """Blocks of the shared memory as this group's tokens."""
+        """A view of shared blocks as rows of this group's tokens."""
         return blocks.view(np.int64 if self.page == 8 * self.block_size else np.int32)
 
     def kv(self, right: np.ndarray, layer: int) -> np.ndarray:
-        """The one right content of a layer, from the states of the tokens."""
+        """The right content of a layer, from the states of the tokens."""
         kv = right ^ layer ^ (self.group_id << 20)
         return kv if self.page == 8 * self.block_size else (kv & 0x7FFFFFFF).astype(np.int32)
 
     def table(self, blocks: Sequence[int], stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Block and place in it of the first `stop` tokens."""
+        """The block and the offset within it, for each of the first `stop` tokens."""
         at = np.arange(stop)
         return np.array(blocks)[at // self.block_size], at % self.block_size
 
@@ -77,7 +79,7 @@ class ToyGroup:
         span: range,
         before_layer: Callable[[int], None],
     ) -> None:
-        """Reads what the tokens of the span attend to, and writes their own KV."""
+        """Checks the KV that the tokens of `span` attend to, and writes their own."""
         start, stop = span.start, span.stop
         table, place = self.table(blocks, stop)
         first = 0 if self.window is None else max(0, start - self.window + 1)

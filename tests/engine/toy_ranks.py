@@ -1,8 +1,8 @@
-"""The toy engine over several tensor-parallel ranks, each with memory and faults of its own.
+"""A toy engine with several tensor-parallel ranks, each with its own memory and faults.
 
-Every rank runs the same steps on its own cache and checks its own reads; what ranks report is put
-together by vLLM's own aggregator. Blocks of one rank hold the KV of another's under a mask, so that
-a shard served to the wrong rank is a wrong read. Replicas hold the same, and fill one arena.
+Every rank runs the same steps on its own cache and checks its own reads. vLLM's own aggregator
+merges the reports. The KV of each shard is masked differently, so a shard that is served to the
+wrong rank is a wrong read. Replicas hold the same KV and share one arena.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from vllm_tiered_kv.connector import assembly
 from vllm_tiered_kv.connector.connector import TieredKVConnector
 from vllm_tiered_kv.device.arena import Arena
 
-_MASK_OF_RANK = 0x5A5A << 40  # other shards of the same tokens hold other bytes
+_MASK_OF_RANK = 0x5A5A << 40  # makes shards of the same tokens differ
 
 
 @dataclass
 class ToyRank:
-    """What `ToyEngine` keeps for its one worker."""
+    """The worker state of one rank, which `ToyEngine` keeps for its only worker."""
 
     worker: TieredKVConnector
     caches: list[np.ndarray]
@@ -40,6 +40,8 @@ class ToyRank:
 
 @dataclass
 class RankedToyEngine(ToyEngine):
+    """A toy engine whose ranks run one after the other, in the test's thread."""
+
     ranks: int = 2
 
     def __post_init__(self) -> None:

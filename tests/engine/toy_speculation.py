@@ -1,8 +1,8 @@
-"""The toy engine with speculation: drafts, some of them wrong, and the KV that they leave behind.
+"""A toy engine with speculative decoding: some drafts are wrong and leave wrong KV behind.
 
-A step writes the KV of its drafts before anyone knows which of them are right; that of the others
-is overwritten by a later step, or never. With asynchronous scheduling vLLM counts all drafts of a
-step in flight as accepted, and the worker puts its positions right by itself.
+A step writes the KV of all its drafts before it is known which are right. A later step overwrites
+the KV of wrong drafts, or none does. With asynchronous scheduling vLLM counts all drafts of a step
+in flight as accepted, and the worker corrects its positions itself.
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from tests.engine.toy_engine import ToyEngine, next_token, play
 
 DRAFTS = 3
-_WRONG = 2  # a token the model never says
+_WRONG = 2  # a token that the model never samples
 _NONSENSE = -7  # the KV of a wrong draft
 
 
 @dataclass
 class SpeculatingToyEngine(ToyEngine):
+    """A toy engine that drafts up to `DRAFTS` tokens per step."""
+
     def __post_init__(self) -> None:
         drafts = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_max": 3}
         self.engine_args = {**self.engine_args, "speculative_config": drafts}
         super().__post_init__()
         self.accepted = self.rejected = 0
-        self._said: dict[str, list[int]] = {}  # prompts, and all that follows
-        self._known: dict[str, int] = {}  # tokens that the worker has
-        self._drafted: dict[str, list[int]] = {}  # of the step that is being executed
-        self._offered: deque[DraftTokenIds] = deque()  # by steps in flight
+        self._said: dict[str, list[int]] = {}  # prompts with their right answers
+        self._known: dict[str, int] = {}  # tokens that the worker has sampled or was given
+        self._drafted: dict[str, list[int]] = {}  # drafts of the step in execution
+        self._offered: deque[DraftTokenIds] = deque()  # drafts of steps in flight
 
     def add(
         self,
@@ -44,7 +46,7 @@ class SpeculatingToyEngine(ToyEngine):
         **request_args: Any,
     ) -> str:
         request_id = super().add(prompt, max_tokens, salt, model, **request_args)
-        # Two steps may run past the end, each with all of its drafts.
+        # Two steps may run past the end, each with all its drafts.
         tokens, right = play(prompt, max_tokens + 2 * (DRAFTS + 1) + 2, salt + model)
         self._truth[request_id] = right
         self._said[request_id] = [*prompt, *tokens]
@@ -78,7 +80,7 @@ class SpeculatingToyEngine(ToyEngine):
             start = known - 1
         stop = start + count
         right_drafts = self._right_ones(request_id, drafts, stop - len(drafts))
-        end = stop - len(drafts) + right_drafts  # of the tokens that will stay
+        end = stop - len(drafts) + right_drafts  # end of the accepted tokens
         states = self._right(request_id)[:stop].copy()
         states[end:] = _NONSENSE
         for group, blocks in zip(self.groups, running.blocks, strict=True):
@@ -86,19 +88,19 @@ class SpeculatingToyEngine(ToyEngine):
                 request_id, self.caches, blocks, states, range(start, stop), self._before_layer
             )
         if end < max(known, self.requests[request_id].num_tokens):
-            return []  # a part of what is known already
+            return []  # the step covers only tokens that are known already
         self.accepted += right_drafts
         self.rejected += len(drafts) - right_drafts
         self._known[request_id] = end + 1
         return [next_token(int(state)) for state in states[end - right_drafts - 1 : end]]
 
     def _right_ones(self, request_id: str, drafts: Sequence[int], first: int) -> int:
-        """How many of them the model says, too, from this token on."""
+        """How many drafts, from token `first` on, the model would sample itself."""
         said = self._said[request_id][first : first + len(drafts)]
-        # The scheduler has not seen those of a worker that runs ahead: any may be right.
-        unseen = self.async_scheduling
+        # With asynchronous scheduling the scheduler has only placeholders: any draft may be right.
+        is_placeholder = self.async_scheduling
         right = [
-            self.rng.random() < 0.75 if unseen else draft == token
+            self.rng.random() < 0.75 if is_placeholder else draft == token
             for draft, token in zip(drafts, said, strict=False)
         ]
         return int(np.argmin([*right, False]))

@@ -61,7 +61,7 @@ def describe(toy: ToyEngine) -> str:
     return (
         f"steps in flight: {len(toy._in_flight)}, idle: {toy.idle}, "
         f"pending work: {half.has_pending_push_work()}, "
-        f"unseen: {half.stores.has_unseen}, "
+        f"unseen: {half.stores.has_deferred}, "
         f"unfinished: {scheduler.has_unfinished_requests()}\n"
         f"open stores {list(ledger._stores)}, loads {list(ledger._loads)}, "
         f"ahead {list(ledger._step_loads)}, puts {list(ledger._puts)}\n"

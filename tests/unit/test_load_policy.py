@@ -66,7 +66,7 @@ def test_a_prefill_step_is_timed_from_its_plan_to_its_output() -> None:
     decider = ClockedDecider()
     number = decider.step_planned({"a": 40}, {"a": state(100, 60)}, False)
     decider.clock.now += 0.25
-    decider.output_came(number)
+    decider.output_received(number)
     assert decider.steps == [(40, 40 * 80, pytest.approx(0.25))]
 
 
@@ -75,9 +75,9 @@ def test_a_step_planned_ahead_begins_when_the_one_before_has_ended() -> None:
     first = decider.step_planned({"a": 64}, {"a": state(200)}, False)
     second = decider.step_planned({"a": 64}, {"a": state(200, 64)}, False)
     decider.clock.now += 1.0
-    decider.output_came(first)
+    decider.output_received(first)
     decider.clock.now += 0.5
-    decider.output_came(second)
+    decider.output_received(second)
     assert sorted(seconds for *_, seconds in decider.steps) == pytest.approx([0.5, 1.0])
 
 
@@ -91,8 +91,8 @@ def test_steps_that_say_little_about_prefill_are_not_measured() -> None:
     assert decider.step_planned({"d": 5}, {"d": decode}, False) is None  # drafts
     assert decider.step_planned({"unknown": 40}, {}, False) is None
     assert decider.step_planned({"p": 40, "d": 1}, {"p": prompt, "d": decode}, False) is not None
-    decider.output_came(None)
-    decider.output_came(12345)
+    decider.output_received(None)
+    decider.output_received(12345)
     assert decider.steps == []
 
 
@@ -103,7 +103,7 @@ def test_a_step_that_only_decodes_tells_now_and_then_what_a_step_costs() -> None
     for _ in range(64):
         number = decider.step_planned({"d": 1}, {"d": decode}, False)
         decider.clock.now += 0.008
-        decider.output_came(number)
+        decider.output_received(number)
         measured += number is not None
     assert measured == 4
     assert decider.steps == [(1, 0.0, pytest.approx(0.008))] * 4
@@ -136,8 +136,8 @@ def admitted(decider: ClockedDecider, tokens: int = 40, is_timed: bool = True) -
 def test_the_slowest_rank_is_learnt() -> None:
     decider = ClockedDecider()
     admitted(decider)
-    decider.loads_took({"r": {"remote": 0.1}, "other": {"remote": 9.0}})
-    decider.loads_took({"r": {"remote": 0.3}})
+    decider.record_load_times({"r": {"remote": 0.1}, "other": {"remote": 9.0}})
+    decider.record_load_times({"r": {"remote": 0.3}})
     decider.clock.now += 5  # a busy engine
     decider.load_ended("r", None)
     decider.load_ended("r", None)  # another connector's, or a second report
@@ -191,8 +191,8 @@ def test_what_is_held_and_computed_is_told_now_and_then(caplog: pytest.LogCaptur
         decider.costs.speeds[Tier.SSD].observe(6400, 2.0)
     decider.admitted("r3", choice, 20, True)
     first, second = (record.getMessage() for record in caplog.records)
-    assert "request r0 computes 400 tokens that are cached (ssd): the speed of loads" in first
-    assert "request r3 computes 400 tokens that are cached (ssd): loading would take" in second
+    assert "request r0 recomputes 400 cached tokens (ssd): the load speed" in first
+    assert "request r3 recomputes 400 cached tokens (ssd): loading would take" in second
     assert "(3 such requests" in second
     caplog.clear()
     decider.admitted("r4", Choice(420, spans), 420, True)

@@ -238,9 +238,9 @@ def test_an_answer_is_used_even_when_steps_take_longer_than_it_stays_fresh() -> 
 def test_a_request_that_starts_over_keeps_its_blocks_again() -> None:
     """What a daemon had of it then, it need not have now."""
     state = RequestState(None, None, [7])  # type: ignore[arg-type]
-    state.held_elsewhere = [range(5)]
+    state.daemon_copies = [range(5)]
     state.forget_blocks()
-    assert state.held_elsewhere == [range(0)]
+    assert state.daemon_copies == [range(0)]
 
 
 class Tiers:

@@ -172,7 +172,7 @@ ENGINE = (
     Mutation(
         "load-builds-on-one-that-may-fail",
         "connector/scheduler/load_planner.py",
-        "        if loadable and computed and not ahead and self.step_policy.has_planned:\n",
+        "        if loadable and computed and not is_step_load and self.step_policy.has_planned:\n",
         "        if False:\n",
         "requests that share a failed load wait for each other, for ever",
         _FAILED,
@@ -181,7 +181,7 @@ ENGINE = (
     Mutation(
         "other-connectors-failure-is-not-seen",
         "connector/scheduler/scheduler_half.py",
-        "                self._requests[request_id].starts_over()\n",
+        "                self._requests[request_id].restart_after_failed_load()\n",
         "                pass\n",
         "after another connector's failure a request waits for ever",
         _FAILED,
@@ -225,8 +225,8 @@ ENGINE = (
     ),
     Mutation(
         "blocks-handed-out-unseen",
-        "connector/scheduler/block_pool_watch.py",
-        "        tell(ids_of(blocks))\n",
+        "connector/scheduler/scheduler_half.py",
+        "        on_allocated(ids_of(blocks))\n",
         "",
         "a store reads what another request has computed into its block",
         _FENCE,
@@ -262,7 +262,7 @@ ENGINE = (
     Mutation(
         "lookup-that-waits-for-no-store",
         "connector/scheduler/load_planner.py",
-        "            if may_load and self._awaits_stores(state, computed + loadable, end):\n",
+        "            if may_load and self._waits_for_stores(state, computed + loadable, end):\n",
         "            if False:\n",
         "an engine that stopped stepping computes again what it is about to hold",
         _FENCE,
@@ -271,7 +271,7 @@ ENGINE = (
     Mutation(
         "lazy-store-of-a-reused-block",
         "connector/scheduler/lazy_store.py",
-        "        there = still_there(pool, known)\n",
+        "        there = still_hashed(pool, known)\n",
         "        there = [True] * len(known)\n",
         "another request's bytes are stored under this one's key",
         _SCHEDULING,
@@ -520,7 +520,7 @@ ENGINE = (
         "        parent = self._units[start // self._unit - 1] if start else self._root\n",
         "        parent = self._root\n",
         "prompts that end alike get each other's answers",
-        (*_KEYS, f"{_TAILS}::test_a_tail_is_matched_for_exactly_the_tokens_it_holds"),
+        (*_KEYS, f"{_TAILS}::test_tail_matches_only_a_prompt_with_the_same_end"),
         Needs.VLLM,
     ),
     Mutation(

@@ -218,7 +218,7 @@ KEYS_AND_COPIES = (
         'canonical((parent, extra, struct.pack(f"<{len(tokens)}I", *tokens)))',
         "canonical((parent, extra, len(tokens)))",
         "prompts that differ in their last tokens get each other's answers",
-        (*_KEYS, f"{_TAILS}::test_a_tail_is_matched_for_exactly_the_tokens_it_holds"),
+        (*_KEYS, f"{_TAILS}::test_tail_matches_only_a_prompt_with_the_same_end"),
         Needs.VLLM,
     ),
     Mutation(

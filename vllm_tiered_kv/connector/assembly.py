@@ -1,7 +1,7 @@
-"""Builds the halves from vLLM's configuration.
+"""Builds the scheduler half and the worker half from vLLM's configuration.
 
-Each computes the geometry of the arena from its own view of the block sizes; a handshake at start
-makes sure that all views agree.
+Each half computes the arena's geometry from its own view of the block sizes. A handshake at start
+checks that all views agree.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MEETING_TIME = datetime.timedelta(seconds=120)
-"""How long the first rank waits for the others; they end with it. vLLM builds all ranks' connectors
-at once."""
+_RENDEZVOUS_TIMEOUT = datetime.timedelta(seconds=120)
+"""How long the first rank waits for the others before all of them fail. vLLM builds the connectors
+of all ranks at the same time."""
 
 
 def make_scheduler_half(
@@ -58,14 +58,14 @@ def make_scheduler_half(
     block_sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
     namespace = fingerprint(vllm_config, kv_cache_config, config.namespace).namespace()
     model = str(vllm_config.model_config.model)
-    # As daemons log it, list it and have quotas for it.
+    # Daemons use this form of the namespace in logs, listings and quotas.
     logger.info("namespace %s: model %s", namespace[:NAMESPACE_BYTES].hex(), model)
     geometry = arena_geometry(config, vllm_config, kv_cache_config)
     windows = group_windows(kv_cache_config)
     if config.reuse_partial_tail and (len(windows) > 1 or windows[0] is not None):
         raise ConfigError(
             "reuse_partial_tail",
-            "needs a model with full attention in all layers; leave it out for this one",
+            "needs a model with full attention in all layers; remove it for this model",
         )
     key_maker = KeyMaker(
         namespace,
@@ -77,9 +77,9 @@ def make_scheduler_half(
     if unknown is not None:
         key_maker.new_epoch(os.urandom(16))
         logger.warning(
-            "with %s, weights may be others than those of the model's files: this engine shares "
-            "its cache with no other one, and not with itself after a restart; after each change "
-            "of weights call reset_prefix_cache(reset_connector=True)",
+            "with %s, the weights may differ from the model's files: this engine shares its cache "
+            "with no other engine and does not reuse it after a restart; call "
+            "reset_prefix_cache(reset_connector=True) after each change of weights",
             unknown,
         )
     changed = changed_since_start(vllm_config)
@@ -87,9 +87,9 @@ def make_scheduler_half(
         key_maker.new_epoch(os.urandom(16))
         if config.remote:
             logger.warning(
-                "%s has changed while this engine started, so its files may not be what it has "
-                "loaded: it shares its cache with no other engine, and not with itself after a "
-                "restart",
+                "%s has changed while this engine started, so the engine may have loaded other "
+                "files: it shares its cache with no other engine and does not reuse it after a "
+                "restart; restart it to share again",
                 changed,
             )
     half = SchedulerHalf(
@@ -103,7 +103,7 @@ def make_scheduler_half(
         steps_zero_blocks=kv_cache_config.needs_kv_cache_zeroing,
         lazy=_lazy_store(config, vllm_config, block_sizes),
         hash_block_size=(
-            # 0.31 does not say; either way the block pool has the last word when it is bound.
+            # vLLM 0.31 has no such field. The bound block pool's value replaces this one later.
             getattr(kv_cache_config, "hash_block_size", None) or min(block_sizes)
             if vllm_config.cache_config.enable_prefix_caching
             else None
@@ -128,9 +128,9 @@ def make_scheduler_half(
             open_cluster(config, identity),
             identity,
             distinct_tags(parallel, replicas),
-            # Of what there is for sure: replicas that cannot share have a part of it each.
+            # Replicas that cannot share memory have only their part of the arena each.
             queue_bytes=min(config.remote_queue, geometry.capacity_bytes // replicas // 2),
-            # A daemon on this host holds them once for everybody, as near as the CPU tier.
+            # A daemon on this host is as near as the CPU tier and holds one copy for all engines.
             keep_copies=not all(address.startswith("ipc://") for address in config.remote),
         )
         assert half.remote is not None
@@ -139,7 +139,7 @@ def make_scheduler_half(
 
 
 def _media_have_hashes(vllm_config: VllmConfig) -> bool:
-    """vLLM hashes them for its own caches; where both are off, it does not."""
+    """vLLM hashes media for its processor cache and its prefix cache, and not if both are off."""
     multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
     has_cache = multimodal is None or multimodal.mm_processor_cache_gb > 0
     return has_cache or bool(vllm_config.cache_config.enable_prefix_caching)
@@ -167,29 +167,30 @@ def make_worker_half(
 
 
 def _loads_overtake(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
-    """With steps under way vLLM gives blocks back only after the last one that uses them, if a
-    connector loads (`defer_block_free`). Not so blocks that a window has passed, but models with
-    windows have no step loads."""
+    """Whether loads may start before earlier steps have finished. If a connector loads, vLLM frees
+    blocks only after the last step in flight that uses them (`defer_block_free`). Blocks behind a
+    window are an exception, but models with windows have no step loads."""
     transfer = vllm_config.kv_transfer_config
     is_consumer = transfer is not None and transfer.is_kv_consumer
     return is_consumer and not kv_cache_config.needs_kv_cache_zeroing
 
 
 def _steps_can_be_discarded(vllm_config: VllmConfig) -> bool:
-    """Later steps are under way with asynchronous scheduling and in a pipeline. Model Runner V2
-    sets a request back in a mirror on the host only: on the GPU it goes on where it was."""
+    """Whether vLLM can rewind requests after a step. With asynchronous scheduling and in a pipeline
+    later steps are already in flight. Model Runner V2 rewinds a request only in its host copy; on
+    the GPU it continues where it was."""
     if vllm_config.scheduler_config.async_scheduling:
         return False
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         return False
-    is_cuda = vllm_config.device_config.device_type == "cuda"  # others have the first runner alone
+    is_cuda = vllm_config.device_config.device_type == "cuda"  # other devices only have V1
     return not (is_cuda and getattr(vllm_config, "use_v2_model_runner", False))
 
 
 def arena_geometry(
     config: TieredKVConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 ) -> ArenaGeometry:
-    """The arena of one worker, or of all that hold the same: an even share of `cpu_memory`."""
+    """The arena of one worker, or of all replicas that share one: an even part of `cpu_memory`."""
     parallel = vllm_config.parallel_config
     ranks = parallel.world_size
     block_bytes = group_block_bytes(kv_cache_config)
@@ -198,16 +199,16 @@ def arena_geometry(
         raise ConfigError(
             "cpu_memory",
             f"{format_size(config.cpu_memory)} for {ranks} worker(s) does not hold a single block "
-            f"of {format_size(max(block_bytes))}; choose more",
+            f"of {format_size(max(block_bytes))}; set a larger value",
         )
     _require_room_on_this_host(config.cpu_memory, parallel)
     return ArenaGeometry.for_blocks(config.cpu_memory // (ranks // replicas), block_bytes)
 
 
 def _require_room_on_this_host(cpu_memory: int, parallel: ParallelConfig) -> None:
-    """Each worker sees to its own share; together they must not take more than there is either."""
+    """Each worker checks its own share. This checks that all workers of the host fit together."""
     if parallel.distributed_executor_backend not in (None, "uni", "mp"):
-        return  # nobody here knows which of them are on this host
+        return  # other executors do not say which workers are on this host
     hosts = getattr(parallel, "nnodes_within_dp", 1)
     engines = max(1, parallel.data_parallel_size_local)
     needed, limit = cpu_memory // hosts * engines, memory_limit()
@@ -215,15 +216,15 @@ def _require_room_on_this_host(cpu_memory: int, parallel: ParallelConfig) -> Non
         raise ConfigError(
             "cpu_memory",
             f"{format_size(needed)} for all workers of this host is more than the machine or "
-            f"container has ({limit / 2**30:.1f}GiB); choose less",
+            f"container has ({limit / 2**30:.1f}GiB); set a smaller value",
         )
 
 
 def _share_among_replicas(nbytes: int, holding: Holding) -> int | None:
-    """Memory for all ranks that hold the same, see `replica_arena.share_memory`.
+    """A file descriptor of memory that all replicas share, see `replica_arena.share_memory`.
 
-    All ranks talk about it when vLLM builds its connectors, before anything is allocated: where one
-    fails later on, the others do not wait for it here.
+    The ranks agree on it when vLLM builds its connectors, before anything is allocated. If a rank
+    fails later, the others do not wait for it here.
     """
     if holding.replicas == 1:
         return None
@@ -232,20 +233,20 @@ def _share_among_replicas(nbytes: int, holding: Holding) -> int | None:
 
     group = get_tp_group()
 
-    def gather(told: object) -> list[object]:
-        heard: list[object] = [None] * group.world_size
-        torch.distributed.all_gather_object(heard, told, group=group.cpu_group)
-        return heard
+    def gather(value: object) -> list[object]:
+        values: list[object] = [None] * group.world_size
+        torch.distributed.all_gather_object(values, value, group=group.cpu_group)
+        return values
 
     replicas = Replicas(holding.tensor_rank, holding.replica, holding.replicas, gather)
     try:
-        # The group's own: torch's function takes no group whose backend has a longer name.
-        group.cpu_group.monitored_barrier(_MEETING_TIME, wait_all_ranks=False)
+        # The method of the group: torch's function accepts only a backend named exactly "gloo".
+        group.cpu_group.monitored_barrier(_RENDEZVOUS_TIMEOUT, wait_all_ranks=False)
         return share_memory(nbytes, replicas)
     except RuntimeError as error:
         raise TieredKVError(
-            "the ranks of this engine, which hold the same KV, did not meet to share their "
-            f"memory: see what became of the others ({error})"
+            "the ranks of this engine, which hold replicas of the same KV, could not agree to "
+            f"share their memory: see the logs of the other ranks ({error})"
         ) from None
 
 

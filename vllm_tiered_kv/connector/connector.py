@@ -1,4 +1,4 @@
-"""TieredKVConnector: the class vLLM loads. It only delegates, to the half its role asks for."""
+"""TieredKVConnector: the class that vLLM loads. It delegates to the half of its role."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_tiered_kv.connector.support import (
     why_not_cacheable,
 )
 
-# What follows imports names that older releases lack: say so in one sentence before they do.
+# The imports below fail with older releases. This check comes first, with a clear message.
 require_supported_vllm(vllm.__version__, KVConnectorBase_V1)
 
 from vllm.distributed.kv_transfer import (  # noqa: E402
@@ -60,20 +60,21 @@ if TYPE_CHECKING:
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ImportError:  # before 0.32 vLLM does not ask where hits come from
+except ImportError:  # vLLM before 0.32 does not ask where hits come from
     CacheHitSource = None
 
 logger = logging.getLogger(__name__)
 
 _RECOMPUTE_ADVICE = (
-    "a cache load that fails would end its request with an error here: add "
+    "a failed cache load will end its request with an error: add "
     '"kv_load_failure_policy": "recompute" beside "kv_connector": "MultiConnector" in '
     "--kv-transfer-config"
 )
 
 
 class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
-    """Keeps vLLM's KV cache in tiers beyond the GPU."""
+    """Keeps vLLM's KV cache in tiers beyond the GPU. vLLM builds one in the scheduler and one in
+    each worker, and calls each from a single thread."""
 
     _cache_hit_source = getattr(CacheHitSource, "HOST", None)
 
@@ -89,32 +90,32 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         config = TieredKVConfig.load(self._kv_transfer_config.kv_connector_extra_config)
         self.scheduler_half: SchedulerHalf | None = None
         self.worker_half: WorkerHalf | None = None
-        self._unfilled: StaleHashGuard | None = None
+        self._stale_hash_guard: StaleHashGuard | None = None
         self._idle_steps: idle_steps.IdleSteps | None = None
-        self._has_neighbours = is_inside_multi_connector()
-        # A failed load is recomputed, never an error. vLLM reads this after building us.
+        self._is_inside_multi = is_inside_multi_connector()
+        # A failed load is recomputed, never an error. vLLM reads this after it has built us.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
 
         reason = why_not_cacheable(vllm_config, kv_cache_config)
-        self._is_refused = self._tells_refusal = reason is not None
+        self._is_refused = self._must_report_refusal = reason is not None
         if reason is not None or config.mode is Mode.NAIVE:
             if reason is not None and role is KVConnectorRole.SCHEDULER:
                 logger.warning("the KV cache of this model is not tiered: %s", reason)
             return
         if role is KVConnectorRole.SCHEDULER:
-            for doubt in (warning, why_inexact(vllm_config)):
-                if doubt is not None:
-                    logger.warning(doubt)
+            for message in (warning, why_inexact(vllm_config)):
+                if message is not None:
+                    logger.warning(message)
             logger.info("tiered KV cache: %s", config.describe())
             self.scheduler_half = make_scheduler_half(config, vllm_config, kv_cache_config)
-            if self._has_neighbours:
-                self.scheduler_half.expect_local_daemons()
+            if self._is_inside_multi:
+                self.scheduler_half.enter_multi_connector()
             if self.scheduler_half.remote is not None and idle_steps.are_needed(vllm_config):
                 self._idle_steps = idle_steps.IdleSteps(self.scheduler_half, vllm_config)
         elif config.mode is Mode.TIERED:
             self.worker_half = make_worker_half(config, vllm_config, kv_cache_config)
-            self.worker_half.wait_for_sources = self._has_neighbours
-            self.worker_half.reports_block_bytes = self._has_neighbours
+            self.worker_half.wait_for_sources = self._is_inside_multi
+            self.worker_half.reports_block_bytes = self._is_inside_multi
             same_process.register_worker(self.worker_half, vllm_config)
 
     @classmethod
@@ -123,7 +124,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # a dropped store is a future miss, nothing more
+        return False  # a dropped store only causes a miss later
 
     # ---- worker ---------------------------------------------------------------------------------
 
@@ -131,17 +132,17 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self.worker_half is None:
             return
         self.worker_half.register_kv_caches(kv_caches, self._kv_cache_config)
-        if self._has_neighbours and has_kv_transfer_group():
+        if self._is_inside_multi and has_kv_transfer_group():
             outer = get_kv_transfer_group()
             if outer._kv_transfer_config.kv_load_failure_policy != "recompute":
                 logger.warning(_RECOMPUTE_ADVICE)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        if self._has_neighbours:
-            return None  # a MultiConnector would hand ours to all of them, and theirs to nobody
+        if self._is_inside_multi:
+            return None  # a MultiConnector passes only one connector's handshake, and to all
         if self.worker_half is not None:
             return TieredKVHandshake(self.worker_half.block_bytes)
-        # A rank that cannot take part: the scheduler must not wait for it.
+        # The model is refused on this rank. An empty answer keeps the scheduler from waiting.
         return TieredKVHandshake(()) if self._is_refused else None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -181,9 +182,9 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         if self.worker_half is not None:
             return self.worker_half.worker_metadata()
-        if not (self._has_neighbours and self._tells_refusal):
+        if not (self._is_inside_multi and self._must_report_refusal):
             return None
-        self._tells_refusal = False
+        self._must_report_refusal = False
         return TieredKVWorkerMetadata(block_bytes={self._vllm_config.parallel_config.rank: ()})
 
     def _metadata(self) -> TieredKVMetadata:
@@ -199,31 +200,33 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler_half.bind_kv_cache_manager(kv_cache_manager)
             if self._vllm_config.scheduler_config.policy == "priority":
                 groups = range(len(self._kv_cache_config.kv_cache_groups))
-                self._unfilled = StaleHashGuard(kv_cache_manager, groups)
+                self._stale_hash_guard = StaleHashGuard(kv_cache_manager, groups)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """All ranks must cut their blocks as the scheduler thinks, or slots would not match."""
+        """All ranks must have the block sizes that the scheduler expects, or slots would not
+        match."""
         if self.scheduler_half is None:
             return
-        for rank, told in metadata.items():
-            if isinstance(told, TieredKVHandshake):
-                self._hear_block_bytes(rank, told.block_bytes)
+        for rank, handshake in metadata.items():
+            if isinstance(handshake, TieredKVHandshake):
+                self._check_block_bytes(rank, handshake.block_bytes)
 
-    def _hear_block_bytes(self, rank: object, told: tuple[int, ...]) -> None:
+    def _check_block_bytes(self, rank: object, block_bytes: tuple[int, ...]) -> None:
+        """Switches the cache off if a rank has other block sizes than the scheduler expects."""
         half = self.scheduler_half
-        if half is None or told == half.block_bytes:
+        if half is None or block_bytes == half.block_bytes:
             return
         logger.warning(
             "the KV cache of this model is not tiered: blocks of rank %s have %s bytes, those of "
             "the first rank %s",
             rank,
-            told,
+            block_bytes,
             half.block_bytes,
         )
         half.shutdown()
-        self.scheduler_half = self._unfilled = None
+        self.scheduler_half = self._stale_hash_guard = None
 
     def on_new_request(self, request: Request) -> None:
         if self.scheduler_half is not None:
@@ -241,8 +244,8 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         if self.scheduler_half is not None:
             self.scheduler_half.update_state_after_alloc(request, blocks, num_external_tokens)
-        if self._unfilled is not None:
-            self._unfilled.admitted(request)
+        if self._stale_hash_guard is not None:
+            self._stale_hash_guard.admitted(request)
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
@@ -259,15 +262,15 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self.scheduler_half is None:
             return TieredKVMetadata()
-        if self._unfilled is not None:
-            self._unfilled.step_planned(scheduler_output)
+        if self._stale_hash_guard is not None:
+            self._stale_hash_guard.step_planned(scheduler_output)
         return self.scheduler_half.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        told = connector_output.kv_connector_worker_meta
-        if isinstance(told, TieredKVWorkerMetadata):
-            for rank, block_bytes in told.block_bytes.items():
-                self._hear_block_bytes(rank, block_bytes)
+        metadata = connector_output.kv_connector_worker_meta
+        if isinstance(metadata, TieredKVWorkerMetadata):
+            for rank, block_bytes in metadata.block_bytes.items():
+                self._check_block_bytes(rank, block_bytes)
         if self.scheduler_half is not None:
             self.scheduler_half.update_connector_output(connector_output)
 
@@ -281,15 +284,15 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         if self.scheduler_half is not None:
             self.scheduler_half.request_finished(request, block_ids)
-        if self._unfilled is not None:
-            self._unfilled.finished(request)
+        if self._stale_hash_guard is not None:
+            self._stale_hash_guard.finished(request)
         return False, None
 
     def has_pending_push_work(self) -> bool:
         return self.scheduler_half is not None and self.scheduler_half.has_pending_push_work()
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        # vLLM asks once a step, when it has dealt with all that the step brought.
+        # vLLM calls this once a step, after it has processed the step's output.
         if self._idle_steps is not None and self.scheduler_half is not None:
             self._idle_steps.run()
         return ()

@@ -1,10 +1,10 @@
-"""Steps that an engine inside the caller's process does not take by itself.
+"""Extra steps for an engine that runs inside the caller's process.
 
-The engine of a server goes on stepping while `has_pending_push_work`. With
-`VLLM_ENABLE_V1_MULTIPROCESSING=0`, `LLM.generate` returns with the last output and nobody steps any
-more: what is on its way to a daemon would wait for the next prompt, or be lost with the process. So
-it is sent before the last output is returned. The CPU tier needs no such steps: a later lookup
-waits for stores that are under way (`load_planner`).
+The engine of a server keeps stepping while `has_pending_push_work` is true. With
+`VLLM_ENABLE_V1_MULTIPROCESSING=0`, `LLM.generate` returns with the last output and nobody steps the
+engine any more. Puts to a daemon would then wait for the next prompt, or be lost when the process
+exits. So they are completed before the last output is returned. The CPU tier needs no such steps: a
+later lookup waits for stores in flight (`load_planner`).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LIMIT_S = 5.0
+_MAX_DRAIN_S = 5.0
 _PAUSE_S = 0.001
 
 
 def are_needed(vllm_config: VllmConfig) -> bool:
-    """Whether the engine in this process steps only while its caller asks for output, and has its
-    only worker here too: what several report is put together by vLLM alone."""
+    """Whether the engine steps only while its caller asks for output, with its only worker in this
+    process. Reports of several workers can be merged by vLLM only."""
     from vllm import envs
 
     is_core_process = multiprocessing.current_process().name.startswith("EngineCore")
@@ -41,36 +41,37 @@ def are_needed(vllm_config: VllmConfig) -> bool:
 
 
 class IdleSteps:
-    """Called by the connector when the output of a step has been processed."""
+    """Steps scheduler half and worker half without vLLM. The connector calls it in the scheduler's
+    thread, after the output of a step was processed."""
 
     def __init__(self, half: SchedulerHalf, vllm_config: VllmConfig) -> None:
         self._half = half
         self._vllm_config = vllm_config
 
     def run(self) -> None:
-        """With no request left, steps until everything is stored and sent, for a few seconds at
-        most; the rest follows with the next request."""
+        """If no request is left, steps until all stores and puts are done, for a few seconds at
+        most. The rest follows with the next request."""
         half = self._half
         if half.has_requests or half.ledger.has_open_loads or not half.has_pending_push_work():
             return
         worker = find_worker(self._vllm_config)
         if worker is None or worker.is_in_step:
-            return  # it lives in another process, or an idle step would break into another one
-        end = time.monotonic() + _LIMIT_S
+            return  # the worker is in another process, or in the middle of a step
+        end = time.monotonic() + _MAX_DRAIN_S
         while half.has_pending_push_work():
             if time.monotonic() > end:
                 logger.warning(
-                    "blocks are still on their way to a daemon after %.0f s; they go on with the "
-                    "next request",
-                    _LIMIT_S,
+                    "puts to a daemon are not finished after %.0f s; they continue with the next "
+                    "request and are lost if the process exits before",
+                    _MAX_DRAIN_S,
                 )
                 return
             self._step(worker)
             time.sleep(_PAUSE_S)
 
     def _step(self, worker: WorkerHalf) -> None:
-        # With asynchronous scheduling an earlier step's reports may lie in an output that vLLM
-        # looks at only when it steps again.
+        # With asynchronous scheduling, reports of an earlier step may be in an output that vLLM
+        # processes only when it steps again.
         for earlier in worker.last_reports:
             self._half.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=earlier))
         metadata = self._half.build_connector_meta(SchedulerOutput.make_empty())
@@ -78,5 +79,5 @@ class IdleSteps:
         worker.start_loads(metadata)
         worker.after_forward()
         worker.results()
-        told = worker.worker_metadata()
-        self._half.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=told))
+        reports = worker.worker_metadata()
+        self._half.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=reports))

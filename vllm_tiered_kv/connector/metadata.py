@@ -1,4 +1,4 @@
-"""What scheduler half and worker half tell each other: once at start, then once a step."""
+"""Messages between scheduler half and worker half: once at start, then once a step."""
 
 from __future__ import annotations
 
@@ -18,74 +18,76 @@ from vllm_tiered_kv.remote.address import EngineIdentity
 
 @dataclass(frozen=True)
 class TieredKVHandshake(KVConnectorHandshakeMetadata):
-    """A worker to the scheduler, once, at start."""
+    """From a worker to the scheduler, once at start."""
 
     block_bytes: tuple[int, ...]
-    """Of its blocks, per group."""
+    """The size of the worker's blocks, per group."""
 
 
 @dataclass
 class TieredKVMetadata(KVConnectorMetadata):
-    """Scheduler to workers: the transfers of one step."""
+    """From the scheduler to the workers: the transfers of one step."""
 
     loads: list[LoadJob] = field(default_factory=list)
     stores_before: list[StoreJob] = field(default_factory=list)
-    """Blocks of finished requests: they may be given away in this very step, so their stores begin
-    before its forward."""
+    """Stores of finished requests. vLLM may reallocate their blocks in this very step, so these
+    stores start before its forward."""
     wait_for_stores: int | None = None
-    """The newest store that may still read a block which this step writes: the write fence."""
+    """The write fence: the newest store that may still read a block which this step writes."""
     stores_after: list[StoreJob] = field(default_factory=list)
-    """Blocks this step's forward fills."""
+    """Stores of blocks that this step's forward fills."""
     puts: list[PutJob] = field(default_factory=list)
-    """Blocks of the CPU tier to be sent to daemons."""
+    """Blocks of the CPU tier to send to daemons."""
     probes: list[ProbeJob] = field(default_factory=list)
-    """Blocks to be fetched from daemons for nobody, behind all loads."""
+    """Fetches from daemons that only measure speed. They queue behind all loads."""
     verifications: list[VerifyJob] = field(default_factory=list)
-    """Blocks this step's forward fills that are compared with what a tier holds."""
+    """Blocks that this step's forward fills, to compare with a tier's blocks."""
     measured_step: int | None = None
-    """Told back with the output of the step, so that it is known when it ended."""
+    """Number of a measured step. Workers return it with the output, which tells when it ended."""
     identity: EngineIdentity | None = None
-    """Who this engine is to the daemons, where there are any. The scheduler says it: ranks of a
-    pipeline see only their own layers, and must not come to another namespace."""
+    """The engine's identity at the daemons, if there are any. It comes from the scheduler because
+    pipeline ranks see only their own layers and would compute another namespace."""
 
     @property
     def has_transfers(self) -> bool:
-        """Whether workers have something to report of."""
+        """Whether the step has transfers that workers will report."""
         jobs = (self.loads, self.stores_before, self.stores_after, self.puts, self.verifications)
         return any(jobs)
 
 
 @dataclass
 class TieredKVWorkerMetadata(KVConnectorWorkerMetadata):
-    """Workers to scheduler: stores that ended, one report per rank, and usable memory by rank."""
+    """From the workers to the scheduler: transfers that ended since the last step. vLLM merges the
+    metadata of all ranks with `aggregate`."""
 
     stores: dict[int, list[StoreReport]] = field(default_factory=dict)
+    """Stores that ended, by job, one report per rank."""
     usable_bytes: dict[int, int] = field(default_factory=dict)
-    """How much of its arena a rank can use; told whenever it changed."""
+    """By rank: how much of its arena is usable; sent when it changes."""
     puts: dict[int, list[StoreReport]] = field(default_factory=dict)
-    """Puts that ended, one report per rank."""
+    """Puts that ended, by job, one report per rank."""
     remote_failures: set[str] = field(default_factory=set)
-    """Requests whose load failed in the part that came from a daemon."""
+    """Requests whose load from a daemon failed."""
     step_loads: dict[int, list[bool]] = field(default_factory=dict)
-    """Loads ahead of a forward that ended, one report per rank: whether it went well."""
+    """Step loads that ended, by job, one report per rank: whether it succeeded."""
     load_seconds: dict[str, dict[str, float]] = field(default_factory=dict)
-    """By request and tier: how long a load took that has ended."""
+    """By request and tier: the duration of a load that ended."""
     measured_step: int | None = None
     ready_arenas: dict[int, dict[bytes, int]] = field(default_factory=dict)
-    """By rank: how much of daemons' memories can be used there; told whenever that changed."""
+    """By rank and arena: how much of a daemon's memory is mapped; sent when it changes."""
     verdicts: dict[int, list[list[BlockVerdict]]] = field(default_factory=dict)
-    """Comparisons that ended, one report per rank."""
+    """Comparisons that ended, by job, one report per rank."""
     block_bytes: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """By rank: of its blocks, per group; nothing where it cannot take part. Told once, inside a
-    MultiConnector, which leaves no room for a handshake of ours."""
+    """By rank: the size of its blocks, per group; empty if the rank refuses the model. Sent once,
+    and only inside a MultiConnector, which replaces our handshake."""
     probed: dict[str, list[Fetched]] = field(default_factory=dict)
-    """Probes that ended, one report per rank."""
-    was_heard: bool = False
-    """The scheduler has dealt with it, see `idle_steps`."""
+    """Probes that ended, by request, one report per rank."""
+    was_processed: bool = False
+    """The scheduler has processed it already, see `idle_steps`."""
 
     @property
     def has_reports(self) -> bool:
-        """Whether something has come to its end."""
+        """Whether a transfer has ended."""
         return bool(self.stores or self.puts or self.step_loads or self.verdicts)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> TieredKVWorkerMetadata:

@@ -1,4 +1,4 @@
-"""Entry point of the `vllm.general_plugins` group: makes the connector known by name.
+"""Entry point of the `vllm.general_plugins` group: registers the connector by name.
 
 vLLM calls this in every process, sometimes more than once, so it must be cheap (the connector
 itself is imported only when used) and idempotent. Another connector under our name is an error.
@@ -17,8 +17,8 @@ def register() -> None:
     global _registered
     if _registered:
         return
-    # A vLLM we cannot work with is refused when the connector is asked for, not here: an
-    # installed plugin must not get in the way of engines that do not use it.
+    # An unsupported vLLM is refused when the connector is loaded, not here: an installed plugin
+    # must not disturb engines that do not use it.
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     known = KVConnectorFactory._registry

@@ -1,8 +1,8 @@
 """Finds the worker half of an engine whose scheduler lives in the same process.
 
-vLLM runs both in one process where an engine has a single worker. The halves know nothing of each
-other; this registry is the only way from one to the other, and only for what cannot wait for the
-metadata of a step: loads that begin while their step is planned, and steps of an idle engine.
+vLLM runs both in one process if an engine has a single worker. The halves do not refer to each
+other. This registry connects them only for what cannot wait for the metadata of a step: early loads
+and the steps of an idle engine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from vllm_tiered_kv.connector.worker.worker_half import WorkerHalf
 
-# Both halves of an engine get the same configuration object. In another process it is another one.
+# Both halves of an engine get the same configuration object, unless they are in two processes.
 _workers: weakref.WeakKeyDictionary[WorkerHalf, VllmConfig] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()  # other threads may start engines
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class TieredKVStats(KVConnectorStats):
-    """Changes since the last report: metric -> label values -> amount, as the recorder drains."""
+    """Metrics since the last report: metric -> label values -> amount, as `Recorder.drain` returns
+    them. vLLM builds and merges it."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -28,7 +29,7 @@ class TieredKVStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """One flat line for the log."""
+        """Flat names and values for vLLM's log line."""
         return {
             name if labels in ("", "cpu") else f"{name}[{labels}]": value
             for name, by_label in self.data.items()
@@ -40,7 +41,8 @@ class TieredKVStats(KVConnectorStats):
 
 
 class TieredKVPromMetrics(KVConnectorPromMetrics):
-    """One Prometheus metric for each definition in `metrics.names`."""
+    """One Prometheus metric for each definition in `metrics.names`. vLLM builds it in the front
+    end's process."""
 
     def __init__(
         self,

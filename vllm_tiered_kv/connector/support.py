@@ -1,4 +1,4 @@
-"""What can be served: vLLM versions and model features. The rest is refused in one sentence."""
+"""Checks which vLLM versions and model features are supported, and says why one is not."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 OLDEST_VLLM = (0, 31)
-"""First release that keeps every promise the connector relies on. 0.30 has the hooks, but does not
-call `wait_for_save` in steps without a forward: an idle engine would store nothing more."""
+"""The first release that calls all hooks as the connector needs them. 0.30 has the hooks, but does
+not call `wait_for_save` in steps without a forward: an idle engine would not finish its stores."""
 
 NEWEST_TESTED_VLLM = (0, 32)
 
@@ -36,7 +36,7 @@ _UNSUPPORTED = {
     "RSWASpec": "blocks between prompt and window are dropped while a request runs",
     "CircularBufferSpec": "a ring buffer is overwritten while its request runs",
 }
-"""What vLLM has and this cache leaves alone, by the name of its specification."""
+"""Why kinds of KV cache are not supported, by the name of vLLM's specification class."""
 
 
 def parse_version(text: str) -> tuple[int, int] | None:
@@ -47,8 +47,8 @@ def parse_version(text: str) -> tuple[int, int] | None:
 def require_supported_vllm(version: str, base: type) -> str | None:
     """Raises for a vLLM that cannot work; returns a warning for one that was not tested.
 
-    `base` is vLLM's connector base class: development builds have no useful version, so the hooks
-    themselves are what decides.
+    `base` is vLLM's connector base class. Its hooks are checked too, because development builds
+    have no useful version.
     """
     hooks = ("get_transfer_results", "on_new_request", "bind_kv_cache_manager", "finish_forward")
     missing = [hook for hook in hooks if not hasattr(base, hook)]
@@ -67,7 +67,8 @@ def require_supported_vllm(version: str, base: type) -> str | None:
 
 
 def is_inside_multi_connector() -> bool:
-    """Whether a MultiConnector is calling. Nothing in the configuration it passes on tells."""
+    """Whether a MultiConnector builds this connector. Its configuration does not say so, hence the
+    look at the call stack."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__", "").endswith(".multi_connector"):
@@ -77,7 +78,7 @@ def is_inside_multi_connector() -> bool:
 
 
 def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
-    """The reason this model's KV cache is left alone, or None when it can be cached."""
+    """The reason why this model's KV cache is not cached, or None if it can be."""
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
         MLAAttentionSpec,
@@ -94,7 +95,7 @@ def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
         kinds = {type(layer_spec) for layer_spec in iter_layer_specs(spec)}
-        # Subclasses may drop or rewrite blocks of a running request: only what is known passes.
+        # Only known classes pass: a subclass may drop or rewrite blocks of a running request.
         for kind in kinds - {FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec}:
             reason = _UNSUPPORTED.get(kind.__name__, "a kind of cache that is not supported so far")
             return f"KV-cache group {group_id} is {kind.__name__}: {reason}"
@@ -110,8 +111,8 @@ def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     if empty:
         return f"KV-cache group {empty[0]} has no layers on one of the ranks"
     if getattr(vllm_config.model_config, "is_diffusion", False):
-        # Some answers end without the forward that would have written the KV of their tokens.
-        return "diffusion does not compute tokens one after the other"
+        # Some answers end without the forward that writes the KV of their last tokens.
+        return "diffusion does not compute tokens in order"
     every_token = _why_every_token(vllm_config)
     if every_token is not None:
         return every_token
@@ -125,13 +126,12 @@ def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         return "ranks started by an external launcher do not report to one scheduler"
     if parallel.pipeline_parallel_size > 1 and _is_legacy_ray(parallel):
         return (
-            "the legacy Ray executor passes on reports of the last pipeline stage alone; unset "
+            "the legacy Ray executor forwards only reports of the last pipeline stage; unset "
             "VLLM_USE_RAY_V2_EXECUTOR_BACKEND or use --distributed-executor-backend mp"
         )
     if getattr(parallel, "enable_fault_tolerance", False):
-        # What a step computed beside a fault must not be stored, what it reported is lost; and no
-        # hook tells of it.
-        return "with fault tolerance vLLM goes on after steps that failed, unknown to the cache"
+        # Blocks of a failed step must not be stored, its reports are lost, and vLLM calls no hook.
+        return "with fault tolerance vLLM continues after failed steps, unknown to the cache"
     return None
 
 
@@ -146,24 +146,25 @@ def _is_legacy_ray(parallel: ParallelConfig) -> bool:
 
 
 def _why_every_token(vllm_config: VllmConfig) -> str | None:
-    """The reason all tokens must be computed, even those whose KV is at hand; None if there is
+    """The reason why all tokens must be computed, even those whose KV is cached; None if there is
     none."""
     model = vllm_config.model_config
     if model.runner_type == "pooling" and not model.is_prefix_caching_supported:
-        # vLLM's own cache is off then, and its pooler ends the engine when it misses a token.
-        return "its pooling (MEAN, CLS or by steps) takes the outputs of all tokens"
+        # vLLM's own prefix cache is off then, and a missing token makes its pooler stop the engine.
+        return "its pooling (MEAN, CLS or STEP) needs the outputs of all tokens"
     auxiliary = getattr(vllm_config, "aux_output_config", None)
     if (auxiliary is not None and auxiliary.enabled) or getattr(
         model, "enable_return_routed_experts", False
     ):
-        # vLLM keeps those of its own cached blocks, and ends the engine when it lacks some.
-        return "the routed experts of all tokens are asked for"
+        # vLLM keeps the experts of its own cached blocks, and stops the engine if some are missing.
+        return "the routed experts of all tokens are requested"
     return _why_not_invariant(vllm_config)
 
 
 def _why_not_invariant(vllm_config: VllmConfig) -> str | None:
-    """vLLM promises the same bits whatever else is computed, but for some back-ends not after a
-    hit: it turns its own cache off then, in the workers."""
+    """With batch invariance vLLM promises bit-identical results in any batch. Some attention
+    backends cannot keep this after a prefix hit, so vLLM turns its own prefix cache off for them,
+    in the workers."""
     from vllm import envs
 
     chosen = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
@@ -172,13 +173,13 @@ def _why_not_invariant(vllm_config: VllmConfig) -> str | None:
         return None
     return (
         "with VLLM_BATCH_INVARIANT, vLLM reuses no prefixes with FLASHINFER or TRITON_MLA; "
-        "choose another by --attention-backend"
+        "choose another with --attention-backend"
     )
 
 
 def why_inexact(vllm_config: VllmConfig) -> str | None:
-    """What is known to make answers after a hit differ from those without one, by more than the
-    order of sums; None if nothing is."""
+    """A known reason why answers after a hit differ from those without one, by more than the
+    summation order; None if there is none."""
     import torch
     from vllm.platforms import current_platform
 
@@ -189,7 +190,7 @@ def why_inexact(vllm_config: VllmConfig) -> str | None:
     if not is_reference and torch.cpu._is_amx_tile_supported():
         return None
     return (
-        "vLLM's reference kernels for latent attention on CPUs (CPU_MLA) round a prefix they find "
-        "to bfloat16, and vLLM's own prefix cache is off with them: answers after a hit may differ "
+        "vLLM's reference kernels for latent attention on CPUs (CPU_MLA) round a cached prefix to "
+        "bfloat16, and vLLM's own prefix cache is off with them: answers after a hit may differ "
         "from those without"
     )

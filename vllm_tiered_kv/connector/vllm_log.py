@@ -1,7 +1,7 @@
-"""What this package logs inside an engine appears in vLLM's log, as vLLM's own lines do.
+"""Sends this package's log lines to vLLM's log, in vLLM's format.
 
-vLLM sets up the logger `vllm` and nothing above it: lines of other packages would be lost below
-warnings, and those would have neither time nor process.
+vLLM configures only the logger `vllm`. Without this, INFO lines of this package would be dropped,
+and its warnings would lack time and process.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import logging
 
 
 def join_vllm_log() -> None:
-    """Idempotent. Whoever has set up this package's logger, or the root, is left alone; so are
-    those who told vLLM to set up none."""
+    """Adds vLLM's log handlers to this package's logger. Does nothing if the user has configured
+    this logger or the root logger, or has told vLLM to configure none. Idempotent."""
     ours, theirs = logging.getLogger("vllm_tiered_kv"), logging.getLogger("vllm")
     if ours.level != logging.NOTSET or ours.hasHandlers() or not theirs.handlers:
         return

@@ -1,17 +1,17 @@
-"""Loads that begin while their step is still being planned.
+"""Starts step loads while their step is still being planned.
 
-vLLM gives a step to its worker when all requests of it have been planned and its inputs prepared.
-With many long prompts that takes as long as several of their loads. Where scheduler and worker live
-in one process, a load begins as soon as another one is planned behind it. The last is left to the
-step itself, whose layers run while it arrives.
+vLLM passes a step to its worker only after it has planned all requests and prepared the inputs.
+With many long prompts this takes as long as several loads. If scheduler and worker run in one
+process, a load starts as soon as another load is planned after it. The last load starts with the
+step itself, because the layers of the step run while its blocks arrive.
 
-Blocks just given to a request may be written before the step comes to the worker, because
-- vLLM plans in the thread that executes, so all work of earlier steps has been enqueued. The worker
-  makes sure of thread and stream;
-- it waits for stores that still read these blocks (`wait_for_stores`), those among them that begin
-  before the step's forward (`stores_before`);
-- vLLM itself does nothing to these blocks before the forward. Where it clears new blocks, or a
-  draft model or another connector writes to them, there is no head start.
+It is safe to write the newly allocated blocks before the step reaches the worker:
+- vLLM plans in the thread that executes, so all work of earlier steps is already enqueued. The
+  worker checks thread and stream.
+- The worker waits for stores that still read these blocks (`wait_for_stores`), including the
+  stores that start before the step's forward (`stores_before`).
+- vLLM does not touch these blocks before the forward. Early loads are off if vLLM zeroes new
+  blocks, or if a draft model or another connector may write to them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class EarlyLoader(Protocol):
-    """The worker half, as far as this module knows it."""
+    """The part of the worker half that this module calls."""
 
     def start_early(
         self,
@@ -41,25 +41,26 @@ class EarlyLoader(Protocol):
 
 
 class EarlyLoads:
-    """Starts planned loads before their step is complete. Called by the scheduler half."""
+    """Starts planned loads before their step is complete. The scheduler half calls it, in the
+    scheduler's thread."""
 
     def __init__(self, find_worker: Callable[[], EarlyLoader | None], recorder: Recorder) -> None:
         self._find_worker = find_worker
         self._recorder = recorder
 
     def planned(self, step: TieredKVMetadata, wait_for_stores: int | None) -> None:
-        """Another load was planned for this step: all that come before it begin, behind the stores
-        up to `wait_for_stores`."""
-        waiting = [job for job in step.loads if job.step_load is not None]
-        if len(waiting) < 2:
+        """Called after each load that is planned for `step`. Starts all loads before the newest
+        one, after the stores up to `wait_for_stores`."""
+        not_started = [job for job in step.loads if job.step_load is not None]
+        if len(not_started) < 2:
             return
         worker = self._find_worker()
-        early = waiting[:-1]
+        early = not_started[:-1]
         if worker is None or not worker.start_early(step.stores_before, early, wait_for_stores):
             return
         step.stores_before = []
-        begun = {job.step_load for job in early}
-        step.loads = [job for job in step.loads if job.step_load not in begun]
+        started = {job.step_load for job in early}
+        step.loads = [job for job in step.loads if job.step_load not in started]
         for job in early:
             tier = Tier.CPU if job.transfers else Tier.REMOTE
             self._recorder.add(names.EARLY_LOADS, 1, tier.value)

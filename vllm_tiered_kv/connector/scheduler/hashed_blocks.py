@@ -1,8 +1,11 @@
-"""A GPU block whose content we know, and how to tell that it still has it.
+"""GPU blocks identified by vLLM's block hash, and the check that they still hold that content.
 
-vLLM gives every full cached block a hash and takes it away when the block is given to someone
-else. As long as the hash is there at scheduling time, nobody writes the block in that step, in use
-or free: its content can be read without holding a reference to it.
+vLLM sets a hash on every full cached block and clears it when it reallocates the block. If the hash
+is present at scheduling time, nobody writes the block in that step, whether it is in use or free.
+Its content can then be read without a reference to the block.
+
+The functions here process thousands of blocks per step, so they use `map`, `zip` and `compress`
+instead of loops in the interpreter.
 """
 
 from __future__ import annotations
@@ -29,25 +32,25 @@ _BLOCK_HASH = attrgetter("block_hash")
 
 
 def ids_of(blocks: Iterable[KVCacheBlock]) -> list[int]:
-    """Their numbers; without a step of the interpreter for each."""
     return list(map(_BLOCK_ID, blocks))
 
 
-Facts: TypeAlias = tuple[int, bytes, BlockKey, BlockKey | None, BlockKey, Group]
-"""One block of a `HashedRun`, without it, since a run keeps its request: its number, what vLLM has
-written on it, its key, that of the block before it, that of the anchor which decides the daemon it
-belongs to, its group. A plain tuple: there is one for every block of the GPU."""
+BlockRecord: TypeAlias = tuple[int, bytes, BlockKey, BlockKey | None, BlockKey, Group]
+"""One block of a `HashedRun`: block id, vLLM's block hash, key, key of the previous block, key of
+the anchor (which decides the daemon), group. It does not refer to the run, because a run keeps its
+request alive. It is a plain tuple because there may be one per GPU block."""
 
 
-def still_there(pool: BlockPool, known: Sequence[Facts]) -> list[bool]:
-    """Whether each block still has what it had; without a step of the interpreter for each."""
+def still_hashed(pool: BlockPool, known: Sequence[BlockRecord]) -> list[bool]:
+    """For each block, whether vLLM's hash is still the recorded one."""
     on_blocks = map(_BLOCK_HASH, map(pool.blocks.__getitem__, map(itemgetter(0), known)))
     return list(map(eq, on_blocks, map(itemgetter(1), known)))
 
 
 @dataclass(frozen=True)
 class HashedRun:
-    """Many of them: a request's blocks from position `first` on, full of confirmed tokens."""
+    """Consecutive full blocks of one request, from position `first` on, with confirmed tokens
+    only. The store planner builds it in the scheduler's thread."""
 
     request: Request
     group: Group
@@ -60,15 +63,15 @@ class HashedRun:
         offsets = int64_array(positions) - self.first
         return list(pick(self.block_ids, offsets.tolist()))
 
-    def still_there(self, pool: BlockPool, positions: range) -> list[bool]:
-        """As the function; no step of the interpreter for each."""
+    def still_hashed(self, pool: BlockPool, positions: range) -> list[bool]:
+        """For each position, whether its block still has the hash of these tokens."""
         ids = self.block_ids[positions.start - self.first : positions.stop - self.first]
         on_blocks = map(_BLOCK_HASH, map(pool.blocks.__getitem__, ids))
         there = list(map(eq, on_blocks, self._hashes(positions)))
         return there + [False] * (len(positions) - len(there))
 
-    def facts(self, positions: range) -> Iterator[Facts]:
-        """Of each; no step of the interpreter for each."""
+    def records(self, positions: range) -> Iterator[BlockRecord]:
+        """The record of each block at these positions."""
         start, stop = positions.start, positions.stop
         before: list[BlockKey | None] = [None if not start else self.keys[start - 1]]
         counted = anchors_of(self.keys, positions)
@@ -83,7 +86,7 @@ class HashedRun:
         )
 
     def _hashes(self, positions: range) -> Iterator[bytes]:
-        """As vLLM writes them on the blocks."""
+        """The hashes as vLLM sets them on blocks, with the group id appended."""
         from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
         each = self.group.block_size // self.hash_block_size
@@ -96,13 +99,15 @@ class HashedRun:
 
 @dataclass
 class StoreBatch:
-    """Blocks of one group with the slots reserved for them, heads of prefixes first."""
+    """Blocks of one group with the slots reserved for them, heads of prefixes first. The store
+    planner and `LazyStore` build it."""
 
     group: Group
     block_ids: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     anchors: list[tuple[BlockKey, int]] = field(default_factory=list)
-    """Which daemon blocks belong to is decided by an anchor; with how many of them in a row do."""
+    """An anchor decides which daemon blocks belong to. Each entry has an anchor and the number of
+    consecutive blocks it covers."""
 
     def extend(self, run: HashedRun, positions: list[int], slots: list[int]) -> None:
         self.block_ids += run.ids(positions)

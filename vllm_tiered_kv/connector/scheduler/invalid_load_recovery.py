@@ -1,14 +1,16 @@
-"""What is done about a step that read GPU blocks whose load had failed.
+"""Recovery after a step has read GPU blocks whose load failed.
 
-vLLM is told which blocks these are. It throws away what the step sampled for requests that hold
-them, and lets the first one of each block compute it anew. That is not enough to be right:
+The connector reports these invalid blocks to vLLM. vLLM discards the tokens that the step sampled
+for requests that hold them, and lets the first holder of each block recompute it. This alone can
+still produce wrong tokens:
 
-- It leaves them in its prefix cache, with what the step computed from them. Whoever comes before
-  they are computed anew, or after the request that was to do it was aborted, would read them.
-- Others that hold the same block go on after it at once, however many steps the first one takes.
-- What the step filled is on its way to the tiers, also for requests that have ended since.
+- The invalid blocks, and those computed from them, stay in vLLM's prefix cache. A request that
+  arrives before they are recomputed, or after the recomputing request was aborted, reads them.
+- Other holders of the same block continue after it at once, before the first holder has
+  recomputed it.
+- Stores of what the step computed are in flight, also for requests that have finished since.
 
-It happens about never, so nothing is kept track of for it: all that might be wrong is given up.
+This is very rare, so nothing is tracked for it: everything that might be wrong is dropped.
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ _LOADING = "WAITING_FOR_REMOTE_KVS"
 
 
 class InvalidLoadRecovery:
-    """To be dealt with when vLLM has seen to the requests it starts over, before any report of the
-    step is believed: what becomes readable is sent on to daemons, for everybody."""
+    """Undoes the effects of one step that read invalid blocks. The scheduler half builds it, in the
+    scheduler's thread, after vLLM has rewound its requests and before the step's store reports are
+    processed: those reports make blocks readable and send them to daemons."""
 
     def __init__(
         self,
@@ -44,18 +47,17 @@ class InvalidLoadRecovery:
         states: Collection[RequestState],
         others: Iterable[Request],
     ) -> None:
-        """`states`, `others`: of all requests that there are, those we have to do with and those we
-        leave alone."""
+        """`states` and `others` are all requests of the engine: the cached and the uncached."""
         self._manager = manager
         self._groups = groups
         self._invalid = invalid_blocks
         self._states = states
-        self._bad: dict[str, list[int | None]] = {}
-        """Of those who hold such blocks, per group: where the first of them stands."""
+        self._first_invalid: dict[str, list[int | None]] = {}
+        """By holder of invalid blocks, per group: the position of the first invalid block."""
         self._holders: list[Request] = []
-        self._held: set[int] = set()
+        self._held_invalid: set[int] = set()
         for request in (*(state.request for state in states), *others):
-            self._look_at(request)
+            self._record_holder(request)
 
     def undo(
         self,
@@ -64,73 +66,76 @@ class InvalidLoadRecovery:
         stores: StorePlanner,
         verification: Verification | None,
     ) -> None:
-        self._start_over()
+        self._rewind_holders()
         for state in self._states:
-            if self._is_waiting(state.request):
-                state.starts_over()
-        if not self._was_read:
+            if self._still_awaits_load(state.request):
+                state.restart_after_failed_load()
+        if not self._was_any_read:
             return
         if verification is not None:
             verification.void(self._states)
-        stores.lose_hashes(self._states)
-        self._forget_on_gpu()
-        self._forget_in_tier(ledger, index)
+        stores.on_hashes_lost(self._states)
+        self._evict_gpu_blocks()
+        self._drop_tier_blocks(ledger, index)
 
-    def _is_waiting(self, request: Request) -> bool:
-        """Whether a request holds such blocks that it has not read yet: another connector loads
-        beside the steps, and tells of failures by block."""
-        return request.request_id in self._bad and request.status.name == _LOADING
+    def _still_awaits_load(self, request: Request) -> bool:
+        """Whether a request holds invalid blocks that it has not read yet. This happens with
+        another connector that loads asynchronously and reports failures by block."""
+        return request.request_id in self._first_invalid and request.status.name == _LOADING
 
     @property
-    def _was_read(self) -> bool:
-        """False if all such blocks belong to requests that still wait for their load: these are
-        theirs alone. Blocks of nobody are those of a request that has ended meanwhile."""
+    def _was_any_read(self) -> bool:
+        """False if every invalid block belongs to a request that still waits for its load, because
+        such blocks are not shared. A block without a holder belonged to a request that has finished
+        since."""
         blocks = self._manager.block_pool.blocks
         return (
-            not self._invalid <= self._held
-            or any(not self._is_waiting(request) for request in self._holders)
+            not self._invalid <= self._held_invalid
+            or any(not self._still_awaits_load(request) for request in self._holders)
             or any(blocks[block_id].block_hash is not None for block_id in self._invalid)
         )
 
-    def _start_over(self) -> None:
-        """Each request computes such blocks itself: the one that vLLM chose may take many steps to
-        come to them, or be gone."""
+    def _rewind_holders(self) -> None:
+        """Lets every holder recompute its invalid blocks. The holder that vLLM chose may need many
+        steps to reach them, or be gone."""
         for request in self._holders:
-            for group, bad in zip(self._groups, self._bad[request.request_id], strict=True):
-                if bad is not None:
-                    sound = bad * group.block_size
+            first_invalid = self._first_invalid[request.request_id]
+            for group, position in zip(self._groups, first_invalid, strict=True):
+                if position is not None:
+                    sound = position * group.block_size
                     request.num_computed_tokens = min(request.num_computed_tokens, sound)
 
-    def _forget_on_gpu(self) -> None:
-        """Nothing on the GPU is offered to other requests any more. By their missing hashes,
-        whatever waits to be stored later is given up, too."""
+    def _evict_gpu_blocks(self) -> None:
+        """Removes all blocks from vLLM's prefix cache. Deferred and lazy stores are dropped with
+        it, because they require the hashes of their blocks."""
         self._manager.evict_blocks(set(range(len(self._manager.block_pool.blocks))))
 
-    def _forget_in_tier(self, ledger: TransferLedger, index: BlockIndex) -> None:
-        """Nothing that may have been read from such blocks becomes or stays readable. What is right
-        after all is stored again."""
+    def _drop_tier_blocks(self, ledger: TransferLedger, index: BlockIndex) -> None:
+        """Removes everything from the tier that may have been computed from invalid blocks, stores
+        in flight included. Blocks that were valid after all are stored again."""
         ledger.spoil_stores()
         for state in self._states:
-            bad_positions = self._bad.get(state.request.request_id)
-            if bad_positions is not None:
+            first_invalid = self._first_invalid.get(state.request.request_id)
+            if first_invalid is not None:
                 state.keys.extend(state.request, state.request.num_tokens)
-                for keys, bad in zip(state.keys.of_group, bad_positions, strict=True):
-                    for key in keys[bad:] if bad is not None else ():
+                for keys, position in zip(state.keys.of_group, first_invalid, strict=True):
+                    for key in keys[position:] if position is not None else ():
                         index.remove(key)
-                if state.tail is not None and any(bad is not None for bad in bad_positions):
+                if state.tail is not None and any(each is not None for each in first_invalid):
                     index.remove(state.tail.key)
             state.stored = [0] * len(state.stored)
             state.has_tail = False
-            state.on_gpu = state.computed_again = 0  # what was there has lost its hash
+            state.on_gpu = state.computed_again = 0  # the blocks have lost their hashes
 
-    def _look_at(self, request: Request) -> None:
+    def _record_holder(self, request: Request) -> None:
+        """Records where this request holds invalid blocks, if it holds any."""
         tables = self._manager.get_blocks(request.request_id).blocks
         ids = [[block.block_id for block in table] for table in tables]
         held = self._invalid.intersection(chain.from_iterable(ids))
         if held:
-            self._held |= held
+            self._held_invalid |= held
             self._holders.append(request)
-            self._bad[request.request_id] = [
+            self._first_invalid[request.request_id] = [
                 next((n for n, block_id in enumerate(table) if block_id in held), None)
                 for table in ids
             ]

@@ -1,4 +1,8 @@
-"""What a request loads instead of computing, and where each block of it comes from."""
+"""Decides what a request loads instead of computing, and from which tier each block comes.
+
+A *step load* runs in the step that computes the request: the forward waits for it. An
+*asynchronous load* runs beside the steps: vLLM schedules the request after the load has ended.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +35,13 @@ if TYPE_CHECKING:
 
 _CPU = Tier.CPU.value
 _REMOTE = Tier.REMOTE.value
-_STORES_AWAITED_S = 1.0  # copies take milliseconds; past this something is wrong
+_STORE_WAIT_S = 1.0  # copies take milliseconds; a longer one has a problem
 
 
 class LoadPlanner:
+    """Answers vLLM's lookups and turns admitted answers into load jobs. The scheduler half calls
+    it, in the scheduler's thread."""
+
     def __init__(
         self,
         groups: Sequence[Group],
@@ -53,50 +60,51 @@ class LoadPlanner:
         self._recorder = recorder
         self.remote: RemoteTier | None = None
         self.awaits_first_forward = False
-        """The first forward would overwrite what is loaded ahead of it. The CPU tier is empty until
-        then; daemons are not asked."""
+        """The first forward would overwrite blocks that were loaded before it, so daemons are not
+        asked until then. The CPU tier is still empty."""
         self._pool: BlockPool | None = None
         self.verification: Verification | None = None
         self.reuses_tails = False
-        self._set_back: set[str] = set()
-        """Requests that wait to be computed after a load failed. vLLM keeps room for the whole of
-        each of them whenever it admits a load beside the steps."""
+        self._awaiting_recompute: set[str] = set()
+        """Requests that wait to be computed after a failed load. Whenever vLLM admits an
+        asynchronous load, it reserves blocks for the full length of each of them."""
 
     def bind(self, pool: BlockPool) -> None:
         self._pool = pool
 
     def begin(self, state: RequestState, request: Request) -> None:
-        """A request has arrived: the daemons are asked ahead of the scheduler's question."""
+        """Starts the daemon lookup of a new request, before vLLM asks for its prefix hit."""
         daemons = self._daemons
         if daemons is None:
             return
         limit = self.limit(request)
-        # If the GPU has the last block it most likely has all: tails leave first. Where it does
-        # not, the daemons are asked when that turns out.
+        # If the GPU has the last block it most likely has all, because vLLM evicts tails first. If
+        # it does not, the daemons are asked when vLLM asks for the prefix hit.
         if not request.skip_reading_prefix_cache and not self._gpu_has_block_before(request, limit):
             state.keys.extend(request, request.num_tokens)
-            self._know_tail(state)
+            self._ensure_tail(state)
             daemons.begin(state, limit)
 
     @property
     def _daemons(self) -> RemoteTier | None:
-        """Those to be asked."""
+        """The remote tier, if it may be asked now."""
         if self.remote is None or self.awaits_first_forward or not self.load_policy.may_load:
             return None
         return self.remote
 
     def step_planned(self, scheduled: Collection[str]) -> None:
-        """The requests of a step are known; loads of later ones come behind its forward."""
+        """vLLM has planned a step with these requests. Loads admitted from now on belong to a later
+        step."""
         self.step_policy.step_planned(scheduled)
         if scheduled:
             self.awaits_first_forward = False
 
     def finished(self, request_id: str) -> None:
         self.step_policy.finished(request_id)
-        self._set_back.discard(request_id)
+        self._awaiting_recompute.discard(request_id)
 
     def _gpu_has_block_before(self, request: Request, end: int) -> bool:
-        """Whether vLLM's prefix cache has the blocks that end at this token of a request."""
+        """Whether vLLM's prefix cache has the blocks of all groups that end at token `end`."""
         if self._pool is None:
             return False
         last = end // self._pool.hash_block_size - 1
@@ -106,111 +114,117 @@ class LoadPlanner:
         return self._pool.get_cached_block(request.block_hashes[last], groups) is not None
 
     def loadable(self, state: RequestState, request: Request, computed: int) -> int | None:
-        """Tokens after `computed` that can be loaded; None if that is to be asked in the next step:
-        a daemon has not answered, this step loads what the request would build on, stores that are
-        about to end hold what follows, or others have to be let past."""
-        if state.stands_first:
-            # Where windows are computed they take more blocks than where they are loaded. vLLM
-            # looks at nobody behind it until there are as many, and those behind it may hold them.
-            # For this answer it is put back among those that hold nothing.
-            state.stands_first = False
-            self._set_back.add(request.request_id)
+        """Tokens after `computed` that can be loaded. None makes vLLM ask again in the next step:
+        a daemon has not answered yet, this step loads the prefix that the request builds on, stores
+        in flight will soon hold the next blocks, or the request must leave the queue's head."""
+        if state.is_at_queue_head:
+            # Computed windows need more blocks than loaded ones. vLLM considers no request behind
+            # this one until enough blocks are free, and requests behind it may hold them. After
+            # None, vLLM moves it back among the requests that hold no blocks.
+            state.is_at_queue_head = False
+            self._awaiting_recompute.add(request.request_id)
             return None
         full = limit = end = self.limit(request)
-        self._know_tail(state)
-        tail = state.sought_tail
+        self._ensure_tail(state)
+        tail = state.loadable_tail
         if tail is not None:
             limit, end = request.num_tokens - 1, len(tail.keys) * self._alignment
         has_all_full = computed >= full
         on_gpu = computed if has_all_full else 0
-        again = self._computed_again(request, computed) if has_all_full else 0
+        computed_again = self._computed_again(request, computed) if has_all_full else 0
         loadable = 0
-        elsewhere = None
+        daemon_ranges = None
         is_usable = not state.load_failed and not state.lost_adapter
         if computed < end and is_usable and not request.skip_reading_prefix_cache:
             daemons = self._daemons
-            if daemons is not None and not has_all_full:  # nobody waits for one just for a tail
-                elsewhere = daemons.positions(state, computed, full)
-                if elsewhere is None and self.load_policy.waits_for_daemons(state, computed):
+            if daemons is not None and not has_all_full:  # a tail alone is not worth a lookup
+                daemon_ranges = daemons.positions(state, computed, full)
+                if daemon_ranges is None and self.load_policy.waits_for_daemons(state, computed):
                     return None
-            loadable = self._find(state, computed, end, elsewhere)
-            may_load = (
-                self.load_policy.may_load and not has_all_full
-            )  # nobody waits just for a tail
-            if may_load and self._awaits_stores(state, computed + loadable, end):
+            loadable = self._find(state, computed, end, daemon_ranges)
+            # A tail alone is not worth a wait either.
+            may_load = self.load_policy.may_load and not has_all_full
+            if may_load and self._waits_for_stores(state, computed + loadable, end):
                 return None
         if has_all_full and not loadable:
-            state.match = Match(computed, 0, limit, on_gpu=on_gpu, computed_again=again)
+            state.match = Match(computed, 0, limit, on_gpu=on_gpu, computed_again=computed_again)
             return 0
-        choice = self.load_policy.choose(state, computed, loadable, elsewhere)
+        choice = self.load_policy.choose(state, computed, loadable, daemon_ranges)
         if choice.tokens < loadable:
-            # Where a shorter prefix ends, windows need other blocks.
-            loadable = self._find(state, computed, computed + choice.tokens, elsewhere)
+            # Windows need other blocks at the end of a shorter prefix.
+            loadable = self._find(state, computed, computed + choice.tokens, daemon_ranges)
         verified = 0
-        if loadable and self.verification is not None and self.verification.chooses(state):
+        if loadable and self.verification is not None and self.verification.selects(state):
             verified, loadable = min(loadable, full - computed), 0
-        ahead = (
+        is_step_load = (
             bool(loadable)
             and (self.remote is None or self.remote.is_resident(state))
             and self.step_policy.allows(request.request_id, self._bytes(loadable))
         )
-        if (state.keeps_reservation or self._set_back) and not ahead:
-            # Tiers may still have it. But vLLM keeps what it reserved for the load that failed, and
-            # does so again for a second one beside the steps: of a request that takes half of the
-            # GPU's blocks that is more than there are, and it would wait for ever. So would another
-            # request that comes before it by priority, or by having run already.
+        if (state.keeps_reservation or self._awaiting_recompute) and not is_step_load:
+            # The tiers may still hold the prefix. But vLLM keeps the blocks that it reserved for
+            # the failed load, and reserves them once more for a second asynchronous load. For a
+            # request that needs half of the GPU's blocks this is more than the GPU has, and the
+            # request would wait forever. So would a request that precedes it by priority or because
+            # it ran before.
             loadable = 0
-        if loadable and computed and not ahead and self.step_policy.has_planned:
-            # What the GPU has of it may be what this very step loads. Should that fail, vLLM would
-            # have room reserved for this one, too, or let others wait behind it.
-            self.step_policy.give_way()
+        if loadable and computed and not is_step_load and self.step_policy.has_planned:
+            # The GPU's part of the prefix may be a step load of this very step. If that load
+            # failed, vLLM would hold a reservation for this request too, or block others behind it.
+            self.step_policy.forbid_in_next_step()
             return None
-        loadable = min(loadable, limit - computed)  # of a tail all but the last token
-        state.match = Match(computed, loadable, limit, ahead, choice, verified, on_gpu, again)
+        loadable = min(loadable, limit - computed)  # all but the last token of a tail
+        state.match = Match(
+            computed, loadable, limit, is_step_load, choice, verified, on_gpu, computed_again
+        )
         return loadable
 
-    def _awaits_stores(self, state: RequestState, found: int, end: int) -> bool:
-        """Whether the tier is about to hold the block after token `found`: copies take less than
-        computing it again. An engine inside the caller's process has stopped stepping with its last
-        output, and hears of what it stored in the steps that this makes it take."""
+    def _waits_for_stores(self, state: RequestState, found: int, end: int) -> bool:
+        """Whether a store in flight will soon hold the block after token `found`: waiting for a
+        copy is cheaper than computing the block. This matters most for an engine inside the
+        caller's process. It stops stepping with its last output, and receives its store reports
+        only in the steps that this wait causes."""
         if found >= end or not self._ledger.has_open_stores:
             return False
-        for group, keys in zip(self._groups, state.sought, strict=True):
+        for group, keys in zip(self._groups, state.loadable_keys, strict=True):
             if self._index.lookup(keys[found // group.block_size]) is Lookup.PENDING:
                 now = time.monotonic()
-                if state.awaits_stores_until is None:
-                    state.awaits_stores_until = now + _STORES_AWAITED_S
-                return now < state.awaits_stores_until
+                if state.store_wait_deadline is None:
+                    state.store_wait_deadline = now + _STORE_WAIT_S
+                return now < state.store_wait_deadline
         return False
 
-    def _know_tail(self, state: RequestState) -> None:
+    def _ensure_tail(self, state: RequestState) -> None:
+        """Computes the tail of the prompt once, if tails are reused."""
         if self.reuses_tails and state.tail is None:
             state.tail = tail_of(state.request, state.keys, self._alignment)
 
     def _keeps_tail(self, state: RequestState, load: LoadSplit) -> bool:
-        """Whether a tail that is loaded will be found again: here, or at a daemon, which will be
-        asked for the blocks before it where those are not kept here either."""
+        """Whether a later request finds the loaded tail again without another store: the CPU tier
+        holds it, or a daemon does that later requests ask anyway."""
         if self.remote is None or not self.remote.keep_copies:
             return True
-        return bool(load.local) and load.local[-1] == len(state.sought[0]) - 1
+        return bool(load.local) and load.local[-1] == len(state.loadable_keys[0]) - 1
 
     def _computed_again(self, request: Request, computed: int) -> int:
-        """vLLM always computes the last token, even if it has the block that it fills."""
+        """Tokens that vLLM computes although the GPU has them. vLLM always computes the last token,
+        and with it the block that it fills."""
         end = request.num_tokens // self._alignment * self._alignment
-        again = end > computed and self._gpu_has_block_before(request, end)
-        return end - computed if again else 0
+        has_block = end > computed and self._gpu_has_block_before(request, end)
+        return end - computed if has_block else 0
 
     def admit(
         self, state: RequestState, request: Request, blocks: KVCacheBlocks, tokens: int
     ) -> LoadJob | None:
-        """The request has its blocks: what was only an answer becomes a plan, and is pinned."""
-        self._set_back.discard(request.request_id)
+        """vLLM has admitted the request and allocated its blocks: pins what was offered and returns
+        the load job."""
+        self._awaiting_recompute.discard(request.request_id)
         match, state.match = state.match, None
         if match is None:
             return None
         state.on_gpu = match.on_gpu
         state.computed_again = match.computed_again
-        covered = -(-tokens // self._alignment) * self._alignment  # more than `tokens`: a tail
+        covered = -(-tokens // self._alignment) * self._alignment  # rounded up for a tail
         if match.verified and self.verification is not None:
             self.verification.begin(state, match.computed, match.verified)
         loads = [
@@ -227,7 +241,7 @@ class LoadPlanner:
                 nbytes = self.load_policy.bytes_of(probed)
                 group = telling_group(self._groups)
                 self.remote.probe(state, group, range(first, stop), nbytes)
-        lookup, state.remote = state.remote, None  # used up; who starts over asks anew
+        lookup, state.remote = state.remote, None  # a restarted request looks up again
         if lookup is not None and not any(load.remote for load in loads):
             lookup.drop()
             lookup = None
@@ -248,9 +262,9 @@ class LoadPlanner:
                     )
                 )
                 taken += len(load.local)
-            # All that the request goes on from was used, also the part the GPU still had.
+            # The whole prefix counts as used, including the part that the GPU had.
             used = group.needed(0, match.computed + covered)
-            self._index.touch(state.sought[group.group_id][used.start : used.stop])
+            self._index.touch(state.loadable_keys[group.group_id][used.start : used.stop])
         state.has_tail = covered > tokens and self._keeps_tail(state, loads[0])
         remote = tuple(transfer for load in loads for transfer in load.remote)
         if not match.is_step_load:
@@ -260,23 +274,24 @@ class LoadPlanner:
         return LoadJob(request.request_id, tuple(transfers), remote, job_id)
 
     def _find(
-        self, state: RequestState, computed: int, limit: int, elsewhere: Sequence[range] | None
+        self, state: RequestState, computed: int, limit: int, daemon_ranges: Sequence[range] | None
     ) -> int:
         return loadable_tokens(
             self._index,
             self._groups,
-            state.sought,
+            state.loadable_keys,
             computed,
             limit,
             self._alignment,
-            elsewhere,
+            daemon_ranges,
         )
 
     def _bytes(self, tokens: int) -> int:
         return sum(tokens // group.block_size * group.block_bytes for group in self._groups)
 
     def limit(self, request: Request) -> int:
-        """How far a load may reach: the last token is always computed, for its logits."""
+        """The maximum end of a load in full blocks. The last token is always computed, for its
+        logits."""
         return (request.num_tokens - 1) // self._alignment * self._alignment
 
     def _split(
@@ -290,7 +305,7 @@ class LoadPlanner:
         span = group.needed(computed, computed + loaded)
         table = blocks.blocks[group.group_id]
         if span and group.window is not None:
-            # vLLM takes all of these blocks for loaded, and only these.
+            # vLLM assumes that exactly these blocks are loaded.
             before = span.start - 1
             assert not table[span.start].is_null, "vLLM dropped a block of the window"
             assert before < computed // group.block_size or table[before].is_null
@@ -308,7 +323,7 @@ class LoadPlanner:
         keys: list[BlockKey] = []
         nbytes = remote_blocks = remote_bytes = 0
         for group, load in zip(self._groups, loads, strict=True):
-            keys += pick(state.sought[group.group_id], load.local)
+            keys += pick(state.loadable_keys[group.group_id], load.local)
             nbytes += len(load.local) * group.block_bytes
             remote_blocks += load.num_remote
             remote_bytes += load.num_remote * group.block_bytes
@@ -317,19 +332,19 @@ class LoadPlanner:
         )
 
     def _count(self, match: Match, loaded: int, loads: Sequence[LoadSplit]) -> None:
-        most = match.limit - match.computed
-        held = max(loaded, min(match.choice.held, most) if match.choice is not None else 0)
-        missed = max(0, most - held)
-        # Groups agree on the tokens; where they came from is told by one of them.
-        told = loads[self._groups.index(telling_group(self._groups))]
-        blocks = len(told.local) + told.num_remote
-        remote = loaded * told.num_remote // blocks if blocks else 0
+        loadable = match.limit - match.computed
+        held = max(loaded, min(match.choice.held, loadable) if match.choice is not None else 0)
+        missed = max(0, loadable - held)
+        # All groups load the same tokens, so one group's split between tiers represents all.
+        representative = loads[self._groups.index(telling_group(self._groups))]
+        blocks = len(representative.local) + representative.num_remote
+        remote = loaded * representative.num_remote // blocks if blocks else 0
         self._recorder.add(names.HIT_TOKENS, loaded - remote, _CPU)
         self._recorder.add(names.HIT_TOKENS, remote, _REMOTE)
         self._recorder.add(names.MISS_TOKENS, missed, _CPU)
         for span in between(loaded, held, match.choice.spans if match.choice is not None else ()):
             self._recorder.add(names.RECOMPUTED_TOKENS, span.tokens, span.tier.value)
-        end = -(-match.limit // self._alignment) * self._alignment  # a tail is one of the blocks
+        end = -(-match.limit // self._alignment) * self._alignment  # includes the tail's block
         for group, load in zip(self._groups, loads, strict=True):
             self._recorder.add(names.HIT_BLOCKS, len(load.local), _CPU)
             self._recorder.add(names.HIT_BLOCKS, load.num_remote, _REMOTE)
@@ -338,7 +353,7 @@ class LoadPlanner:
 
 
 def _from_disk(match: Match, tokens: int) -> int:
-    """Of the tokens that are loaded, those that a daemon has to read from a disk."""
+    """How many of the loaded tokens a daemon reads from its SSD or its backing store."""
     spans = match.choice.spans if match.choice is not None else ()
     share = sum(
         span.tokens * sum(span.shares.get(place, 0.0) for place in (Tier.SSD, Tier.BACKING))

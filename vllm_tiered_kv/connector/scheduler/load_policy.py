@@ -1,16 +1,16 @@
-"""Measures tiers and model while they work, and asks `cache.cost_model` what to load.
+"""Feeds the cost model (`cache.cost_model`) with measurements and asks it what to load.
 
-Workers report how long a load took (`connector.load_times`). How long a prefill takes is measured
-here, from the times at which vLLM schedules steps and hands their outputs back:
+Workers report the duration of loads. This module measures the duration of prefills, from the times
+at which vLLM plans steps and returns their outputs:
 
-- With asynchronous scheduling vLLM plans a step while the one before it runs. A step begins when it
-  was planned or when the output of the one before has come, whichever is later.
-- An output does not say which step it belongs to, and a step without a forward may have none.
-  So a step that is measured gets a number, which the workers send back with its output.
-- Only steps without loads are measured, if prompt tokens are the bulk of them. A few decodes add
-  little. Now and then a step that only decodes is measured too: it shows what every step costs.
-- Stages of a pipeline overlap: there this measures the pace of steps, not how long one takes. The
-  prefill of a prompt in several steps takes about as long as that.
+- With asynchronous scheduling vLLM plans a step while the previous one runs. A step starts when it
+  is planned or when the previous output arrives, whichever is later.
+- An output does not identify its step, and a step without a forward may have no output. So each
+  measured step gets a number, which the workers return with its output.
+- Only steps without loads are measured, and only if most of their tokens are prompt tokens. A few
+  decodes add little. Some decode-only steps are measured too: they show the fixed cost of a step.
+- Pipeline stages overlap. With a pipeline this measures the interval between steps, not their
+  duration, which is about right for a prompt that is prefilled in several steps.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ from vllm_tiered_kv.metrics.recorder import Recorder
 
 logger = logging.getLogger(__name__)
 
-_PREFILL_SHARE = 0.8  # of a step's tokens: with more decodes it does not measure a prefill
-_PATIENCE = 0.03  # of its prefill, a request waits for any answer: within the goal of 1.05
-_TELL_S = 60.0  # between two log lines about cached tokens that are computed
-_RECENT = 16  # answers that count, and steps whose numbers are remembered; one in so many small
-# steps is measured, as a number costs a message back
+_PREFILL_SHARE = 0.8  # minimum share of prompt tokens in a step that measures prefills
+_MAX_WAIT_SHARE = 0.03  # a request always waits this share of its prefill time for daemons
+_LOG_INTERVAL_S = 60.0  # between two log lines about cached tokens that are recomputed
+_RECENT = 16
+"""Number of recent daemon answers that count, and of measured steps that are remembered. One in so
+many small steps is measured, because each number costs a message from the workers."""
 
 
 @dataclass
@@ -58,8 +59,8 @@ class _Step:
 
 
 class LoadDecider:
-    """Says how much of a request is loaded, and how long it waits for daemons to answer. The
-    scheduler half creates it, reports to it and asks it, all in the scheduler's thread."""
+    """Decides how much of a request is loaded, and how long it waits for daemon answers. The
+    scheduler half builds and calls it, all in the scheduler's thread."""
 
     def __init__(
         self,
@@ -72,7 +73,8 @@ class LoadDecider:
         num_ranks: int = 1,
         computes_on_cpu: bool = False,
     ) -> None:
-        """`step_tokens`: the most tokens vLLM computes in a step. `num_ranks`: that report."""
+        """`step_tokens`: the maximum number of tokens that vLLM computes in a step. `num_ranks`:
+        the number of ranks that report loads and probes."""
         self._policy = config.load_policy
         self._group = telling_group(groups)
         self._index = index
@@ -80,28 +82,29 @@ class LoadDecider:
         self._clock = clock
         self._load_timeout_s = config.remote_load_timeout
         self._lookup_timeout_s = config.remote_lookup_timeout
-        self._is_mapped = all(address.startswith("ipc://") for address in config.remote)
+        self._are_daemons_local = all(address.startswith("ipc://") for address in config.remote)
         self.costs = CostModel(
             config.load_policy,
             _bytes_per_token(groups),
             math.lcm(*(group.block_size for group in groups)),
             step_tokens,
             config.remote_load_timeout,
-            (Tier.CPU, Tier.MEMORY) if self._is_mapped else (Tier.CPU,),
+            (Tier.CPU, Tier.MEMORY) if self._are_daemons_local else (Tier.CPU,),
             computes_on_cpu,
         )
         self.probes = BackgroundProbes(self.costs)
         self.answers: deque[tuple[int, int]] = deque()
-        """Blocks that daemons were asked for and had, one pair for each new answer."""
+        """One pair per new daemon answer: blocks asked for and blocks found."""
         self._recent_answers: deque[tuple[int, int]] = deque(maxlen=_RECENT)
         self.read_speeds: Mapping[Tier, float] = {}
-        """What daemons on this host announce of their slower tiers, in bytes per second."""
-        self._usual_shares: Mapping[Tier, float] = {}
-        self._told_at = -math.inf
-        self._untold = 0  # requests since then
+        """Read speeds of their slower tiers that daemons on this host report, in bytes per
+        second."""
+        self._last_remote_shares: Mapping[Tier, float] = {}
+        self._logged_at = -math.inf
+        self._unlogged = 0  # requests that recompute cached tokens, since the last log line
         self._num_ranks = num_ranks
         self._loads: dict[str, _Load] = {}
-        self._probed: tuple[str, list[Fetched]] = "", []  # by the ranks that have ended
+        self._probed: tuple[str, list[Fetched]] = "", []  # reports of ranks whose part has ended
         self._steps: dict[int, _Step] = {}
         self._next_step = 0
         self._forwards = 0
@@ -111,12 +114,12 @@ class LoadDecider:
 
     @property
     def may_load(self) -> bool:
-        """False: nothing is ever loaded, so that nobody has to wait or to be asked."""
+        """False if the policy forbids loads, so that no lookup and no wait is needed."""
         return self._policy is not LoadPolicy.NEVER
 
     def waits_for_daemons(self, state: RequestState, computed: int) -> bool:
-        """Whether a request should go on waiting for what daemons have to say about it: for as long
-        as an answer is expected to save, by what the last answers were worth."""
+        """Whether a request should keep waiting for its daemon lookup. It waits as long as the
+        answer is expected to save, judged by the hit rate of recent answers."""
         lookup = state.remote
         tokens = state.request.num_tokens - computed
         compute_s = self.costs.compute_seconds(computed, tokens)
@@ -127,39 +130,42 @@ class LoadDecider:
         asked = sum(asked for asked, _ in self._recent_answers)
         found = sum(found for _, found in self._recent_answers)
         now = self._clock()
-        span = Span(Tier.REMOTE, tokens, self._usual_shares)
+        span = Span(Tier.REMOTE, tokens, self._last_remote_shares)
         saved_s = compute_s - self.costs.load_seconds(now, tokens, [span])
         worth_s = saved_s * (found / asked if asked else 1.0)
         waited_s = now - (lookup.deadline - self._lookup_timeout_s)
-        return waited_s < max(worth_s, _PATIENCE * compute_s)
+        return waited_s < max(worth_s, _MAX_WAIT_SHARE * compute_s)
 
     def choose(
-        self, state: RequestState, computed: int, held: int, elsewhere: Sequence[range] | None
+        self, state: RequestState, computed: int, held: int, daemon_ranges: Sequence[range] | None
     ) -> Choice:
-        """How much to load of the `held` tokens after `computed`. Changes nothing."""
-        if self._is_mapped:  # over a network it would say nothing about the way
+        """How many of the `held` tokens after `computed` to load. Has no side effects on requests,
+        because vLLM may ask again."""
+        if self._are_daemons_local:  # the daemon's read speed does not include a network
             for tier, rate in list(self.read_speeds.items()):
                 self.costs.speeds[tier].announce(rate)
-        spans = self._spans(state, computed, held, elsewhere)
+        spans = self._spans(state, computed, held, daemon_ranges)
         now = self._clock()
         choice = self.costs.choose(now, computed, spans)
         return self.probes.added(now, choice) if self._policy is LoadPolicy.AUTO else choice
 
     def admitted(self, request_id: str, choice: Choice, tokens: int, is_timed: bool) -> range:
-        """vLLM has taken the answer, or less of it. `is_timed`: `load_ended` will follow. Returns
-        the tokens to be probed, counted from those that are computed already."""
+        """vLLM has admitted the request with `tokens` loaded tokens, which may be fewer than
+        offered. `is_timed`: `load_ended` will follow. Returns the tokens to probe, counted from the
+        first token that is not computed yet."""
         if choice.tokens and not tokens:
-            return range(0)  # vLLM did not take the offer
+            return range(0)  # vLLM declined the load
         if tokens != choice.tokens:
             choice = dataclasses.replace(choice, tokens=tokens)
         now = self._clock()
-        self._usual_shares = next(
-            (span.shares for span in choice.spans if span.tier is Tier.REMOTE), self._usual_shares
+        self._last_remote_shares = next(
+            (span.shares for span in choice.spans if span.tier is Tier.REMOTE),
+            self._last_remote_shares,
         )
         for tier, decision in choice.decisions.items():
             self._recorder.add(names.LOAD_DECISIONS, 1, tier.value, decision.value)
         if self._policy is LoadPolicy.AUTO and tokens < choice.held:
-            self._tell_computed(request_id, now, choice)
+            self._log_recompute(request_id, now, choice)
         self.costs.settle(request_id, now, choice)
         self.probes.begin(request_id, now, choice)
         if tokens and is_timed:
@@ -168,51 +174,51 @@ class LoadDecider:
             self.costs.ended(request_id, now, choice, {})
         return choice.probed
 
-    def _tell_computed(self, request_id: str, now: float, choice: Choice) -> None:
-        """Whoever wonders why what is held was not loaded finds the reason in the log."""
-        self._untold += 1
-        if now < self._told_at + _TELL_S:
+    def _log_recompute(self, request_id: str, now: float, choice: Choice) -> None:
+        """Logs why cached tokens are recomputed, once per interval."""
+        self._unlogged += 1
+        if now < self._logged_at + _LOG_INTERVAL_S:
             return
         rest = between(choice.tokens, choice.held, choice.spans)
         places = major_places(rest)
         tokens = choice.held - choice.tokens
         compute_s = self.costs.compute_seconds(0, tokens)
         if not all(map(self.costs.is_known, places)):
-            why = "the speed of loads from there is not known yet"
+            why = "the load speed of this tier is not known yet"
         elif compute_s is None:
-            why = "the speed of prefills is not known yet"
+            why = "the prefill speed is not known yet"
         else:
             load_s = self.costs.load_seconds(now, tokens, rest)
             why = f"loading would take about {load_s:.3f} s, computing {compute_s:.3f} s"
         logger.info(
-            "request %s computes %d tokens that are cached (%s): %s (%d such requests since the "
-            'last such line; "load_policy": "always" would load them)',
+            "request %s recomputes %d cached tokens (%s): %s (%d such requests since the last "
+            'message; set "load_policy": "always" to load them)',
             request_id,
             tokens,
             ", ".join(sorted(place.value for place in places)),
             why,
-            self._untold,
+            self._unlogged,
         )
-        self._told_at, self._untold = now, 0
+        self._logged_at, self._unlogged = now, 0
 
     def bytes_of(self, tokens: range) -> int:
-        """What so many tokens of a request are, without windows."""
+        """The size of these tokens' blocks in groups with full attention."""
         return round(len(tokens) * self.costs.bytes_per_token)
 
     # ---- loads and probes -----------------------------------------------------------------------
 
     def probes_ended(self, ended: Mapping[str, Sequence[Fetched]]) -> None:
-        """What ranks probed has come; the slowest rank counts, and so does one that failed."""
+        """Records probes that ended. The slowest rank counts, a failed one included."""
         for name, reports in ended.items():
             of_ranks = [*(self._probed[1] if name == self._probed[0] else ()), *reports]
             self._probed = name, of_ranks
             if len(of_ranks) >= self._num_ranks:
-                self._probed = "", []  # a request that starts over may have another one
+                self._probed = "", []  # the same request may be probed again after a restart
                 slowest = min(of_ranks, key=lambda fetched: fetched.bytes_per_s)
                 self.probes.end(name, self._clock(), slowest.nbytes, slowest.seconds)
 
-    def loads_took(self, seconds: Mapping[str, Mapping[str, float]]) -> None:
-        """Ranks have said how long parts of loads took; the slowest rank counts."""
+    def record_load_times(self, seconds: Mapping[str, Mapping[str, float]]) -> None:
+        """Records how long ranks took for the parts of their loads. The slowest rank counts."""
         for request_id, by_tier in seconds.items():
             if request_id in self._loads:
                 known = self._loads[request_id].seconds
@@ -220,12 +226,13 @@ class LoadDecider:
                     known[Tier(name)] = max(known.get(Tier(name), 0.0), taken)
 
     def load_ended(self, request_id: str, failed: Tier | None) -> None:
+        """Records an asynchronous load that has ended; `failed` is the tier that failed, if any."""
         load = self._loads.pop(request_id, None)
         if load is None:
             return
         now = self._clock()
         elapsed = now - load.begun_at
-        # A load that was given up shows that the tier hangs, one that was refused shows nothing.
+        # A load that timed out shows that the tier hangs. A load that was refused shows nothing.
         has_hung = failed is Tier.REMOTE and elapsed > self._load_timeout_s / 2
         failure = {Tier.REMOTE: elapsed} if has_hung else {}
         seconds = load.seconds if failed is None else failure
@@ -236,7 +243,7 @@ class LoadDecider:
     def step_planned(
         self, scheduled: Mapping[str, int], states: Mapping[str, RequestState], has_loads: bool
     ) -> int | None:
-        """The number of a step that is measured."""
+        """Returns the number of this step if it is measured, otherwise None."""
         if not scheduled or self._policy is not LoadPolicy.AUTO or has_loads:
             return None
         self._forwards += 1
@@ -261,8 +268,8 @@ class LoadDecider:
             del self._steps[next(iter(self._steps))]
         return self._next_step
 
-    def output_came(self, number: int | None) -> None:
-        """vLLM hands back the output of a step; its number, if it has one."""
+    def output_received(self, number: int | None) -> None:
+        """vLLM has returned the output of a step; `number` is None if it is not measured."""
         now = self._clock()
         step = self._steps.pop(number, None) if number is not None else None
         if step is not None:
@@ -271,7 +278,7 @@ class LoadDecider:
         self._output_at = now
 
     def record(self) -> None:
-        """Puts the estimates into the metrics."""
+        """Writes the speed estimates to the metrics."""
         for tier, speed in self.costs.speeds.items():
             recent = speed.recent_bytes_per_s
             if recent is not None:
@@ -281,19 +288,20 @@ class LoadDecider:
             self._recorder.set(names.PREFILL_SPEED, round(prefill))
 
     def _spans(
-        self, state: RequestState, computed: int, held: int, elsewhere: Sequence[range] | None
+        self, state: RequestState, computed: int, held: int, daemon_ranges: Sequence[range] | None
     ) -> list[Span]:
+        """The held tokens in order, split by the tier that they would be loaded from."""
         answer = state.remote.answer if state.remote is not None else None
-        remote = elsewhere[self._group.group_id] if elsewhere is not None else range(0)
+        remote = daemon_ranges[self._group.group_id] if daemon_ranges is not None else range(0)
         if not remote or answer is None:
             return [Span(Tier.CPU, held)]
         if self._group.window is not None:
-            # Its blocks are those of the window alone, and stand for all tokens before them.
+            # Only the window's blocks are loaded. They represent all tokens before them.
             parts = answer.spans[self._group.group_id]
             return [Span(Tier.REMOTE, held, parts[-1].shares())]
         size = self._group.block_size
         first, stop = computed // size, (computed + held) // size
-        keys = state.sought[self._group.group_id]
+        keys = state.loadable_keys[self._group.group_id]
         position = first + self._index.match_prefix(keys, first, stop)
         spans = [Span(Tier.CPU, (position - first) * size)]
         for part in answer.spans[self._group.group_id]:
@@ -306,6 +314,7 @@ class LoadDecider:
 
 
 def _bytes_per_token(groups: Sequence[Group]) -> float:
-    """What a longer load adds. A window's blocks do not: they count as part of its latency."""
+    """The bytes that each further token adds to a load. Windows have a fixed size, so their blocks
+    count as latency."""
     full = [group for group in groups if group.window is None]
     return sum(group.block_bytes / group.block_size for group in full or groups)

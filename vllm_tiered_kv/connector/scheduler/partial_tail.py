@@ -1,11 +1,12 @@
-"""The block in which a prompt ends, for `reuse_partial_tail`.
+"""The tail: the last block of a prompt, for `reuse_partial_tail`.
 
-vLLM's prefix cache and the tiers know full blocks, so a repeated prompt computes up to a block of
-tokens again. With its last block it computes one: the last token, whose logits are wanted.
+vLLM's prefix cache and the tiers hold full blocks, so a repeated prompt recomputes up to a block of
+tokens. With its tail it computes only the last token, for its logits.
 
-A block that the prompt fills only in part has a key of its own, over exactly the tokens that count.
-What lies behind them is nobody's: the request that loads it writes its own tokens there. A prompt
-that fills its last block loads that one under the key it has anyway, and uses all but one token.
+A tail that the prompt fills only in part has its own key, over exactly the prompt's tokens in it.
+The rest of the block is undefined: the request that loads the tail writes its own tokens there. If
+the prompt fills its last block, the tail is that block under its normal key, and the request uses
+all but its last token.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tail:
-    keys: list[BlockKey]  # of all blocks of the prompt, the last one is the tail's
+    """The tail of one prompt. `tail_of` builds it; the load and store planners use it."""
+
+    keys: list[BlockKey]  # of all blocks of the prompt; the last one is the tail's
     end: int  # tokens of the prompt
-    is_partial: bool  # a key that no other block has
+    is_partial: bool  # the prompt does not fill the block
 
     @property
     def key(self) -> BlockKey:
@@ -36,7 +39,8 @@ class Tail:
 
 
 def tail_of(request: Request, keys: RequestKeys, block_size: int) -> Tail | None:
-    """None if the full blocks leave only the last token of the prompt to be computed."""
+    """The tail of a request's prompt; None if the full blocks already cover all but the last
+    token."""
     end = request.num_prompt_tokens
     if (end - 1) % block_size == 0:
         return None

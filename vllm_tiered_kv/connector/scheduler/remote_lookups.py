@@ -1,14 +1,14 @@
-"""Asks the daemons what they hold of a request; the scheduler waits for them hardly ever.
+"""Looks up at the daemons which blocks of a request they hold, almost without blocking vLLM.
 
-A lookup runs in a thread and has a deadline; until then vLLM is told "not known yet" and goes on
-with other requests, afterwards it counts as a miss. Only for daemons on this host a step waits, up
-to two milliseconds in all: to ask again in the next step would take longer. Blocks that were found
-are pinned by the daemon for as long as a load may take; of a request that has waited longer the
-daemons are asked anew.
+A lookup runs in a thread and has a deadline. Until then vLLM is told "not known yet" and schedules
+other requests; afterwards the lookup counts as a miss. A step waits only for daemons on this host,
+for at most two milliseconds in total, because asking again in the next step would take longer. The
+daemon pins the blocks it found for as long as a load may take. If a request has waited longer than
+that, the daemons are asked again.
 
-A daemon on this host leases what lies in its memory along with the answer: workers that have mapped
-it then copy without asking again. The lease is released when its load has ended, or when the answer
-is dropped, whichever way that comes about: `RemoteLookup.drop` is the only way out.
+A daemon on this host also leases the blocks that are in its memory. Workers that have mapped this
+memory copy from it without another request. The lease is released when the load has ended or the
+answer is dropped; both go through `RemoteLookup.drop`.
 """
 
 from __future__ import annotations
@@ -39,38 +39,39 @@ from vllm_tiered_kv.remote.store import RemoteStore
 logger = logging.getLogger(__name__)
 
 _MAX_KEYS_PER_QUESTION = 16384
-_PATIENCE_S = 0.002
-"""Of a step with daemons on this host."""
-_ASK_SPEEDS_S = 1.0
+_MAX_STEP_WAIT_S = 0.002
+"""Time that one step may wait in total for answers of daemons on this host."""
+_SPEEDS_RETRY_S = 1.0
 _REMOTE = Tier.REMOTE.value
 
 
 @dataclass(frozen=True)
 class RemoteSpan:
-    """Positions of one group that one daemon holds, and has leased if there is a lease."""
+    """Consecutive positions of one group that one daemon holds. With a lease, workers can copy them
+    from the daemon's memory."""
 
     start: int
     stop: int
     address: str
     lease: LookupLease | None = None
     by_tier: Mapping[Tier, int] = field(default_factory=dict)
-    """How many of them the daemon has in its memory, on its SSD and behind it."""
+    """How many of them the daemon holds in its memory, on its SSD and in its backing store."""
     column: int = 0
-    """Where the first of them stands in the lease."""
+    """The index of the first position within the lease."""
 
     def shares(self) -> dict[Tier, float]:
-        """The same as parts of the whole."""
+        """`by_tier` as fractions of the total."""
         total = sum(self.by_tier.values())
         return {tier: count / total for tier, count in self.by_tier.items() if count}
 
 
 @dataclass(frozen=True)
 class RemoteAnswer:
-    """What daemons hold, per group: spans without a gap between them."""
+    """What daemons hold of a request: per group, spans without gaps between them."""
 
     spans: tuple[tuple[RemoteSpan, ...], ...]
     is_known: bool = True
-    """False where no daemon answered: they may hold more."""
+    """False if no daemon answered, so that they may hold more."""
 
     @property
     def leases(self) -> list[LookupLease]:
@@ -82,7 +83,8 @@ class RemoteAnswer:
 
 @dataclass
 class RemoteLookup:
-    """One question under way or answered."""
+    """One lookup, in flight or answered. `RemoteLookups` builds it; the request's state keeps it.
+    Only the scheduler's thread uses it, except for `future`."""
 
     future: Future[RemoteAnswer]
     asked_at: float
@@ -92,8 +94,9 @@ class RemoteLookup:
     given_up: bool = False
     was_awaited: bool = False
     renewable: bool = False
-    """Asked for ahead of need, or given to vLLM before. Otherwise the answer is used however old it
-    is: steps that take longer than an answer stays fresh must not keep a request waiting."""
+    """The lookup started ahead of need, or its answer went to vLLM before, so an outdated answer is
+    looked up again. Otherwise an answer is used at any age: if steps take longer than an answer
+    stays fresh, the request must not wait forever."""
 
     @property
     def is_pending(self) -> bool:
@@ -108,8 +111,8 @@ class RemoteLookup:
         return self.renewable and time.monotonic() > self.fresh_until
 
     def drop(self) -> None:
-        """Nobody wants the answer any more, and no copy reads what was leased with it: the lease is
-        released, now or when it comes. Idempotent, never waits."""
+        """Releases the leases of the answer, now or when it arrives. No copy may still read the
+        leased blocks. Idempotent, never blocks."""
         if not self.future.cancel():
             self.future.add_done_callback(_release_answer)
 
@@ -120,15 +123,15 @@ def _release_answer(future: Future[RemoteAnswer]) -> None:
             lease.release()
 
 
-def _cut(
+def _split_leased(
     positions: range,
     column: int,
     address: str,
     lease: LookupLease | None,
     by_tier: Mapping[Tier, int],
 ) -> Iterator[RemoteSpan]:
-    """Positions a daemon has, which are those from `column` on of what it was asked for: those
-    that are leased, and those that are not."""
+    """Splits positions that a daemon holds into the leased ones and the others. `column` is the
+    index of the first position among those the daemon was asked for."""
     leased = 0 if lease is None else lease.blocks
     middle = positions.start + max(0, min(len(positions), leased - column))
     if middle > positions.start:
@@ -146,6 +149,9 @@ def _release(spans: Sequence[RemoteSpan]) -> None:
 
 
 class RemoteLookups:
+    """Runs lookups at the daemons in its own threads. The remote tier builds lookups and polls them
+    in the scheduler's thread."""
+
     def __init__(
         self,
         cluster: Cluster,
@@ -163,29 +169,30 @@ class RemoteLookups:
         self._recorder = recorder
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tiered-kv-lookup")
         self.answers: deque[tuple[int, int]] = deque(maxlen=64)
-        """Blocks asked for and found, of the last answers, whether anybody still wanted them."""
-        self._patience_s = 0.0
+        """Blocks asked for and blocks found, of the last answers, dropped lookups included."""
+        self._step_wait_left_s = 0.0
         self.read_speeds: dict[Tier, float] = {}
-        """Bytes per second and rank at which daemons read their slower tiers, by their own word;
-        the slowest of them."""
-        self._speeds_asked: dict[str, float] = {}  # when, by address; not again once it was told
+        """Bytes per second and rank at which daemons read their slower tiers, as they report it;
+        the slowest daemon counts."""
+        self._speeds_asked: dict[str, float] = {}  # time by address; infinity once answered
         self._closing = False
         self._local_daemons: dict[str, LocalDaemon] = {}
         self._local_daemons_lock = threading.Lock()
 
     def greet(self) -> None:
-        """Reaches for the daemons, so that the first lookup need not. Never waits."""
-        with contextlib.suppress(RuntimeError):  # no thread to be had now
+        """Connects to the daemons in the background, so that the first lookup need not. Never
+        blocks."""
+        with contextlib.suppress(RuntimeError):  # the system has no thread left
             self._pool.submit(self._greet)
 
     def _greet(self) -> None:
-        """One after the other: lookups meanwhile have the other threads."""
+        """Connects one daemon after the other, which leaves the other threads to lookups."""
         for server in self._cluster.stores.values():
             if self._closing:
                 return
             if _is_local(server):
                 self._local_daemon(server).attach()
-            if server.available:  # else attaching has found that it is not there
+            if server.available:  # otherwise attaching has found that it is down
                 server.greet()
 
     def start(
@@ -195,25 +202,31 @@ class RemoteLookups:
         block_bytes: Sequence[int] = (),
         windows: WindowSearch | None = None,
     ) -> RemoteLookup:
-        """Asks for the positions from `firsts` on, per group, and leases them where their length
-        is given. Of groups with a window, for what `windows` finds out to be needed."""
+        """Starts a lookup of the positions from `firsts` on, per group. Blocks whose size is in
+        `block_bytes` are leased if their daemon is on this host. For groups with a window,
+        `windows` finds out which positions to ask for."""
         now = time.monotonic()
         deadline = now + self._timeout_s
         wanted = [list(group_keys) for group_keys in keys]
         lengths = list(block_bytes) or [0] * len(wanted)
-        # A future of our own: the pool has none for a question it took but found no thread for.
+        # The lookup has its own future: the pool returns none if it queues the task and then fails
+        # to start a thread for it.
         lookup = RemoteLookup(Future(), now, deadline, deadline + self._pin_s)
         try:
             self._pool.submit(
                 self._answer, lookup.future, wanted, firsts, lengths, deadline, windows
             )
-        except RuntimeError as error:  # this is the scheduler's thread: the engine would end
-            logger.warning("daemons cannot be asked now, which counts as a miss: %s", error)
+        except RuntimeError as error:  # in the scheduler's thread it would stop the engine
+            logger.warning(
+                "cannot start a lookup at the daemons, it counts as a miss: %s; raise the limit of "
+                "threads or processes if this goes on",
+                error,
+            )
             self._give_up(lookup, LookupOutcome.MISS)
         return lookup
 
     def unavailable(self) -> RemoteLookup:
-        """The lookup of a request for which no daemon is there."""
+        """A lookup that has already failed because no daemon is up."""
         now = time.monotonic()
         lookup = RemoteLookup(Future(), now, now, now + self._timeout_s + self._pin_s)
         self._give_up(lookup, LookupOutcome.UNAVAILABLE)
@@ -225,15 +238,15 @@ class RemoteLookups:
         self._recorder.add(names.LOOKUPS, 1, _REMOTE, outcome.value)
 
     def poll(self, lookup: RemoteLookup) -> None:
-        """Notes an answer that has come, or that it is too late for one. Waits a moment for that of
-        a local daemon: it mostly comes at once, and the next time to ask is a step later."""
+        """Takes the answer if it has arrived, or gives up after the deadline. Waits briefly for
+        daemons on this host: they mostly answer at once, and the next poll is a step later."""
         if not lookup.is_pending:
             return
-        if self._patience_s > 0 and not lookup.was_awaited and not lookup.future.done():
+        if self._step_wait_left_s > 0 and not lookup.was_awaited and not lookup.future.done():
             lookup.was_awaited = True
             begin = time.monotonic()
-            wait([lookup.future], self._patience_s)
-            self._patience_s -= time.monotonic() - begin
+            wait([lookup.future], self._step_wait_left_s)
+            self._step_wait_left_s -= time.monotonic() - begin
         if lookup.future.done():
             answer = lookup.answer = lookup.future.result()
             outcome = LookupOutcome.MISS if answer.is_known else LookupOutcome.UNAVAILABLE
@@ -244,12 +257,12 @@ class RemoteLookups:
             self._give_up(lookup, LookupOutcome.TIMEOUT)
 
     def step_planned(self) -> None:
-        """The next step may wait for answers again."""
+        """Renews the time that a step may wait for answers."""
         are_local = all(map(_is_local, self._cluster.stores.values()))
-        self._patience_s = _PATIENCE_S if are_local else 0.0
+        self._step_wait_left_s = _MAX_STEP_WAIT_S if are_local else 0.0
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Lets every daemon that can be reached forget these blocks of all ranks. Never waits."""
+        """Deletes these blocks of all ranks at every daemon that is up. Never blocks."""
         with contextlib.suppress(RuntimeError):  # the engine is stopping
             self._pool.submit(self._delete, list(keys))
 
@@ -261,20 +274,22 @@ class RemoteLookups:
                 store.delete([store_key(namespace, k, rank) for k in keys for rank in self._ranks])
             if not store.available or store.counts.failed_calls > failed:
                 logger.warning(
-                    "daemon %s could not be asked to forget %d block(s), and may serve them again",
+                    "daemon %s did not delete %d block(s) that failed verification and may serve "
+                    "them again; see its log",
                     store.address,
                     len(keys),
                 )
 
     def close(self) -> None:
-        """No load may be under way: all leases are released."""
+        """Releases all leases; no load may be in flight."""
         self._closing = True
         self._pool.shutdown(wait=True, cancel_futures=True)
         for local_daemon in self._local_daemons.values():
             local_daemon.close()
 
     def leased(self, span: RemoteSpan, positions: list[int]) -> LeasedBlocks | None:
-        """Where these positions of a span lie, for workers; None if they are not leased."""
+        """Where workers find these positions of a span in the daemon's memory; None if they are not
+        leased."""
         lease = span.lease
         if lease is None:
             return None
@@ -283,7 +298,7 @@ class RemoteLookups:
 
     @property
     def open_leases(self) -> int:
-        """Answers whose blocks are still leased to this engine."""
+        """The number of answers whose blocks are still leased to this engine."""
         return sum(daemon.lookup_leases for daemon in list(self._local_daemons.values()))
 
     def _answer(
@@ -318,8 +333,8 @@ class RemoteLookups:
                 asked += self._ask_windows(windows, keys, firsts, lengths, deadline, found)
             self.answers.append((asked, sum(s.stop - s.start for group in found for s in group)))
             return RemoteAnswer(tuple(map(tuple, found)), is_known=self._cluster.is_up)
-        except Exception:  # whatever it was, it must not end the engine
-            logger.exception("what daemons hold could not be asked")
+        except Exception:  # a failed lookup must never stop the engine
+            logger.exception("a lookup at the daemons failed and counts as a miss")
             for spans in found:
                 _release(spans)
             return RemoteAnswer(((),) * len(keys))
@@ -333,8 +348,8 @@ class RemoteLookups:
         deadline: float,
         found: list[list[RemoteSpan]],
     ) -> int:
-        """Adds what daemons hold of the windows where a hit can end; says how many blocks it would
-        have taken."""
+        """Adds what daemons hold of the windows at the end of the hit to `found`. Returns how many
+        blocks the longest hit needs."""
 
         def ask_at(end: int) -> bool:
             wanted = {group.group_id: windows.wanted(group, end) for group in windows.windowed}
@@ -363,8 +378,8 @@ class RemoteLookups:
         deadline: float,
         found: list[list[RemoteSpan]],
     ) -> bool:
-        """Adds these positions of several groups if all are there: one question for all blocks of
-        one length that lie on one daemon."""
+        """Adds these positions of several groups to `found` if daemons hold all of them. Asks each
+        daemon once per block size."""
         batches: dict[tuple[str, int], tuple[RemoteStore, list[tuple[int, range]]]] = {}
         for group, positions in wanted.items():
             reached = positions.start
@@ -388,11 +403,11 @@ class RemoteLookups:
                     return False
                 column = 0
                 for group, part in parts:
-                    spans[group] += _cut(part, column, address, lease, by_tier)
+                    spans[group] += _split_leased(part, column, address, lease, by_tier)
                     column += len(part)
             is_whole = True
         finally:
-            if not is_whole:  # parts with a gap between them would pass for all
+            if not is_whole:  # spans with gaps must not be taken for complete ones
                 for some_spans in spans.values():
                     _release(some_spans)
         for group, of_group in spans.items():
@@ -412,7 +427,9 @@ class RemoteLookups:
             for begin in range(start, stop, _MAX_KEYS_PER_QUESTION):
                 end = min(stop, begin + _MAX_KEYS_PER_QUESTION)
                 count, lease, by_tier = self._match(server, keys[begin:end], nbytes, deadline)
-                yield from _cut(range(begin, begin + count), 0, str(server.address), lease, by_tier)
+                yield from _split_leased(
+                    range(begin, begin + count), 0, str(server.address), lease, by_tier
+                )
                 if count < end - begin:
                     return
 
@@ -426,7 +443,7 @@ class RemoteLookups:
                 return 0, None, {}
             self._learn_speeds(server, found.by_tier, deadline)
             return found.count, found.lease, found.by_tier
-        # What a local daemon does not lease now it leases a moment later: no need to pin it.
+        # Blocks of a local daemon are leased later, in the load, and need no pin until then.
         pin_ms = 0 if is_local else self._pin_ms
         match = server.match_all(keys, self._ranks, pin_ms, deadline)
         return (0, None, {}) if match is None else (match.count, None, match.by_tier)
@@ -434,11 +451,11 @@ class RemoteLookups:
     def _learn_speeds(
         self, server: RemoteStore, by_tier: Mapping[Tier, int], deadline: float
     ) -> None:
-        """Asks a daemon on this host how fast it reads what it holds in slower tiers, until it has
-        said so once. Over a network that would tell little about loads."""
+        """Asks a daemon on this host once how fast it reads its slower tiers. Over a network this
+        would say little about loads."""
         address, now = str(server.address), time.monotonic()
         is_slow = any(by_tier.get(tier) for tier in (Tier.SSD, Tier.BACKING))
-        if not is_slow or now < self._speeds_asked.get(address, 0.0) + _ASK_SPEEDS_S:
+        if not is_slow or now < self._speeds_asked.get(address, 0.0) + _SPEEDS_RETRY_S:
             return
         self._speeds_asked[address] = now
         speeds = server.read_speeds(deadline)

@@ -1,4 +1,4 @@
-"""The daemons as the scheduler sees them: one more place where blocks of a request may lie."""
+"""The remote tier: the scheduler's view of all daemons that may hold blocks of a request."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.remote.placement import Cluster
 from vllm_tiered_kv.remote.shared_memory import LookupLease
 
-_FEW_TOKENS = 32  # of a request, in a step that takes no time to launch
-_PATIENCE_S = 1.0  # how long a probe waits for such a step
+_MAX_QUIET_TOKENS = 32  # per request, in a step that is cheap to launch
+_MAX_PROBE_DELAY_S = 1.0  # how long a probe waits for a cheap step
 
 
 @dataclass(frozen=True)
 class LoadSplit:
-    """Positions of one group's load: those of the CPU tier, and those daemons have."""
+    """Where one group's load comes from: positions in the CPU tier, and transfers from daemons."""
 
     local: Sequence[int]
     remote: list[RemoteTransfer]
@@ -46,50 +46,53 @@ class LoadSplit:
 
 
 class RemoteTier:
+    """Lookups, loads, probes and puts at the daemons, as the scheduler plans them. The scheduler
+    half builds it; the load planner and the load policy call it in the scheduler's thread."""
+
     def __init__(
         self,
         cluster: Cluster,
         lookups: RemoteLookups,
-        writes: RemotePuts,
+        puts: RemotePuts,
         index: BlockIndex,
         groups: Sequence[Group],
         keep_copies: bool,
         num_workers: int = 1,
     ) -> None:
-        """`keep_copies`: blocks loaded from a daemon are kept in the CPU tier too. There are more
-        workers than shards to ask for where several hold the same."""
+        """`keep_copies`: blocks loaded from a daemon are stored in the CPU tier too. `num_workers`
+        exceeds the number of shards if workers hold replicas."""
         self._num_workers = num_workers
         self._cluster = cluster
         self._lookups = lookups
         self.answers = lookups.answers
         self.read_speeds = lookups.read_speeds
-        self.writes = writes
+        self.puts = puts
         self._index = index
         self._groups = groups
         self.keep_copies = keep_copies
         self._has_windows = any(group.window is not None for group in groups)
         self._arenas_of_rank: dict[int, Mapping[bytes, int]] = {}
         self._probes: list[ProbeJob] = []
-        self._probe_until = 0.0
+        self._probe_deadline = 0.0
 
     def greet(self) -> None:
-        """Reaches for the daemons before the first request does. Never waits."""
+        """Connects to the daemons before the first request arrives. Never blocks."""
         self._lookups.greet()
 
     def begin(self, state: RequestState, limit: int) -> None:
-        """Asks the daemons about a request that has just arrived, ahead of need."""
+        """Starts the lookup of a request that has just arrived, ahead of need."""
         self._ask(state, 0, limit)
         if state.remote is not None:
             state.remote.renewable = True
 
     def _ask(self, state: RequestState, computed: int, limit: int) -> None:
-        """Asks the daemons for what the CPU tier lacks of a request, if anything."""
+        """Starts a lookup of the blocks that the CPU tier lacks, if there are any."""
         if state.remote is not None or state.remote_failed:
             return
         keys, firsts = [], []
         lacks_some = False
-        tail = int(state.sought_tail is not None)  # not worth a question, but one asks for it, too
-        for group, group_keys in zip(self._groups, state.sought, strict=True):
+        tail = int(state.loadable_tail is not None)  # part of a lookup, never its only reason
+        for group, group_keys in zip(self._groups, state.loadable_keys, strict=True):
             first, stop = computed // group.block_size, limit // group.block_size
             is_full = group.window is None
             found = self._index.match_prefix(group_keys, first, stop) if is_full else stop - first
@@ -120,9 +123,9 @@ class RemoteTier:
         return WindowSearch(self._groups, held, computed, limit, alignment)
 
     def positions(self, state: RequestState, computed: int, limit: int) -> list[range] | None:
-        """What daemons hold of a request, per group; None while that is not known."""
+        """The positions that daemons hold of a request, per group; None while the lookup runs."""
         if computed >= limit:
-            return [range(0)] * len(self._groups)  # the GPU has it all: nothing to wait for
+            return [range(0)] * len(self._groups)  # the GPU has all blocks
         if state.remote is not None and state.remote.is_outdated:
             state.drop_lookup()
         self._ask(state, computed, limit)
@@ -138,12 +141,12 @@ class RemoteTier:
     def split(
         self, state: RequestState, group: Group, span: range, block_ids: Sequence[int]
     ) -> LoadSplit:
-        """Where each block of an admitted load comes from; the CPU tier where it has it."""
+        """Where each block of an admitted load comes from. The CPU tier is preferred."""
         answer = state.remote.answer if state.remote is not None else None
-        keys = state.sought[group.group_id]
+        keys = state.loadable_keys[group.group_id]
         if answer is None:
             return LoadSplit(span, [])
-        # Not a step for each position: those of a long prompt are thousands.
+        # Vectorised, because a long prompt has thousands of positions.
         is_here = np.array(self._index.are_readable(keys[span.start : span.stop]), dtype=bool)
         local = (np.flatnonzero(is_here) + span.start).tolist()
         by_part: list[tuple[RemoteSpan, list[int]]] = []
@@ -154,12 +157,12 @@ class RemoteTier:
             if positions:
                 by_part.append((part, positions))
         found = len(local) + sum(len(positions) for _, positions in by_part)
-        assert found == len(span), f"nobody has {len(span) - found} of these blocks"
+        assert found == len(span), f"no tier holds {len(span) - found} of these blocks"
         if by_part and not self.keep_copies:
             held = answer.positions()[group.group_id]
-            # Where a tail lies, a full block will.
+            # Without the tail: a full block takes its position later.
             full = len(state.keys.of_group[group.group_id])
-            state.held_elsewhere[group.group_id] = range(held.start, min(held.stop, full))
+            state.daemon_copies[group.group_id] = range(held.start, min(held.stop, full))
         return LoadSplit(
             local,
             [
@@ -175,8 +178,8 @@ class RemoteTier:
         )
 
     def probe(self, state: RequestState, group: Group, tokens: range, nbytes: int) -> None:
-        """Lets workers fetch so many bytes for nobody, of what a daemon holds of these tokens. They
-        all come from one group, whatever others there are: those up to the end of the tokens."""
+        """Plans a probe: workers fetch `nbytes` of what a daemon holds of these tokens and discard
+        them. All blocks come from one group and end with the last of the tokens."""
         answer = state.remote.answer if state.remote is not None else None
         if answer is None:
             return
@@ -184,43 +187,43 @@ class RemoteTier:
         count = max(1, -(-nbytes // group.block_bytes))
         for part in answer.spans[group.group_id]:
             if max(part.start, position) < part.stop:
-                # A window's blocks stand for tokens before them.
+                # A window's blocks represent the tokens before them.
                 stop = min(part.stop, max(end, part.start + 1))
                 first = max(part.start, stop - count)
-                keys = state.sought[group.group_id][first : min(part.stop, first + count)]
-                # One at a time: one that still waits would be behind it for nothing.
+                keys = state.loadable_keys[group.group_id][first : min(part.stop, first + count)]
+                # Only the newest probe is kept, because one measurement is enough.
                 name = state.request.request_id
                 self._probes = [ProbeJob(name, group.group_id, part.address, tuple(keys))]
-                self._probe_until = time.monotonic() + _PATIENCE_S
+                self._probe_deadline = time.monotonic() + _MAX_PROBE_DELAY_S
                 return
 
     def take_jobs(self, scheduled: Mapping[str, int]) -> tuple[list[PutJob], list[ProbeJob]]:
-        """For the workers, planned since the last call; `scheduled`: the tokens of this step.
+        """Returns the jobs planned since the last call; `scheduled`: this step's tokens by request.
 
-        Probes wait a while for a step that computes next to nothing: their threads would keep
-        the interpreter from a prefill that is being launched."""
+        Probes wait a while for a cheap step, because their threads would compete for the
+        interpreter lock with the launch of a prefill."""
         self._lookups.step_planned()
         probes: list[ProbeJob] = []
-        is_quiet = max(scheduled.values(), default=0) <= _FEW_TOKENS
-        if is_quiet or time.monotonic() > self._probe_until:
+        is_quiet = max(scheduled.values(), default=0) <= _MAX_QUIET_TOKENS
+        if is_quiet or time.monotonic() > self._probe_deadline:
             probes, self._probes = self._probes, []
-        return self.writes.take(), probes
+        return self.puts.take(), probes
 
     @property
     def has_probes(self) -> bool:
-        """Whether there are some that wait for a step."""
+        """Whether a probe waits for a step."""
         return bool(self._probes)
 
     def update_mapped_arenas(self, by_rank: Mapping[int, Mapping[bytes, int]]) -> None:
-        """Workers say from which memories they can copy right now: `RemoteIO.ready_arenas`."""
+        """Records which daemon memory the workers have mapped (`RemoteIO.ready_arenas`)."""
         self._arenas_of_rank.update(by_rank)
 
     def is_resident(self, state: RequestState) -> bool:
-        """Whether whatever daemons hold of a request is leased, in memory that every rank can
-        copy from: then the load of it waits for nobody.
+        """Whether everything that daemons hold of a request is leased, in memory that every rank
+        has mapped. Its load then waits for no daemon.
 
-        The daemon was there when it leased it, and workers keep its memory mapped for a while after
-        it has gone: that is what makes it certain, not what they said last.
+        This holds even if the daemon goes down now: it was up when it granted the lease, and
+        workers keep its memory mapped for a while after it is gone.
         """
         answer = state.remote.answer if state.remote is not None else None
         if answer is None or not any(answer.spans):
@@ -236,22 +239,22 @@ class RemoteTier:
         )
 
     def _is_usable(self, lease: LookupLease, nbytes: int) -> bool:
-        """Whether every rank has what is leased in memory that it can copy from."""
+        """Whether every rank has mapped the memory of this lease, up to its last block."""
         ready = min(arenas.get(lease.arena_id, 0) for arenas in self._arenas_of_rank.values())
         return int(lease.offsets.max(initial=-nbytes)) + nbytes <= ready
 
     def record(self, recorder: Recorder) -> None:
-        """Puts into the metrics which daemons are there."""
+        """Writes to the metrics which daemons are up."""
         for address, store in self._cluster.stores.items():
             recorder.set(names.DAEMON_UP, int(store.is_up), address)
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Lets daemons forget blocks of all ranks; returns at once."""
+        """Deletes blocks of all ranks at the daemons. Never blocks."""
         self._lookups.delete(keys)
 
     @property
     def open_leases(self) -> int:
-        """Answers whose blocks daemons still keep for this engine."""
+        """The number of answers whose blocks are still leased to this engine."""
         return self._lookups.open_leases
 
     def close(self) -> None:

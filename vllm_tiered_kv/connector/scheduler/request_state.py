@@ -1,4 +1,4 @@
-"""What the scheduler half remembers of a request between its calls."""
+"""What the scheduler half remembers of a request between vLLM's calls."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-_ENDS = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
+_REGULAR_ENDS = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
 
 
 @dataclass(frozen=True)
 class Match:
-    """The answer last given for a request, kept until vLLM admits it."""
+    """The last answer to vLLM about a request's prefix hit, kept until vLLM admits the request."""
 
-    computed: int  # tokens the GPU has
-    loadable: int  # tokens after them the tier has
-    limit: int  # tokens that could have been found
-    is_step_load: bool = False  # vLLM was told that the step waits for the load
+    computed: int  # tokens that the GPU has
+    loadable: int  # further tokens that were offered to load
+    limit: int  # maximum end of a hit, in tokens
+    is_step_load: bool = False  # the load was offered as a step load
     choice: Choice | None = None  # what the tiers hold, and why not all of it is loaded
-    verified: int = 0  # tokens that would be loadable, and are computed to be compared
-    on_gpu: int = 0  # tokens the GPU has, if those are all full blocks
-    computed_again: int = 0  # tokens that are computed though the GPU has them
+    verified: int = 0  # loadable tokens that are computed instead, for verification
+    on_gpu: int = 0  # tokens that the GPU has, if it has all full blocks; otherwise 0
+    computed_again: int = 0  # tokens that are computed although the GPU has them
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A block that is computed though a tier holds it: the CPU tier, or a daemon at `address`."""
+    """A block to verify: it is computed although the CPU tier, or a daemon at `address`, holds
+    it."""
 
     position: int
     address: str | None = None
@@ -52,96 +53,100 @@ class Candidate:
 
 @dataclass
 class RequestState:
+    """The cache's state of one request. The scheduler half builds it when the request arrives and
+    drops it when the request finishes; only the scheduler's thread uses it."""
+
     request: Request
     keys: RequestKeys
-    stored: list[int]  # per group: blocks already stored or considered
+    stored: list[int]  # per group: blocks already stored or planned
     on_gpu: int = 0  # tokens, if the GPU had all that could have been loaded
-    computed_again: int = 0  # tokens after them that it had, too
-    closed: DropReason | None = None  # why the rest of this sequence is not stored
-    lost_adapter: bool = False  # vLLM has loaded another one in place of its own
+    computed_again: int = 0  # tokens after `on_gpu` that the GPU had too
+    closed: DropReason | None = None  # why no further blocks of this sequence are stored
+    lost_adapter: bool = False  # vLLM has replaced its LoRA adapter with another one
     load_failed: bool = False
     match: Match | None = None
     loaded_from_disk: int = 0  # tokens of its last load
-    remote: RemoteLookup | None = None  # what the daemons were asked about this request
+    remote: RemoteLookup | None = None
     remote_failed: bool = False  # daemons are not asked again
-    awaits_stores_until: float | None = None  # by `time.monotonic`: when it was asked to wait
-    keeps_reservation: bool = False  # vLLM still keeps room for a load of it that failed
-    stands_first: bool = False
-    """vLLM still has it among the requests that hold blocks, ahead of all others, though it gives
-    up its own: its load failed."""
-    held_elsewhere: list[range] = field(default_factory=list)
-    """Per group: positions that lie in a daemon's memory on this host and are not kept twice."""
-    tail: Tail | None = None  # the block its prompt ends in, if that is reused
-    has_tail: bool = False  # the tiers hold it, or nothing more is done about it
+    store_wait_deadline: float | None = None  # by `time.monotonic`; set by its first wait
+    keeps_reservation: bool = False  # vLLM still reserves blocks for its failed load
+    is_at_queue_head: bool = False
+    """Its load failed and it lost its blocks, but vLLM still schedules it before all others, like a
+    request that holds blocks."""
+    daemon_copies: list[range] = field(default_factory=list)
+    """Per group: positions that a daemon on this host holds. The CPU tier does not store them."""
+    tail: Tail | None = None  # the last block of its prompt, if tails are reused
+    has_tail: bool = False  # the tail needs no store: a tier holds it, or it was dropped
     to_verify: list[deque[Candidate]] = field(default_factory=list)  # per group, in order
     was_verified: bool = False
 
     def __post_init__(self) -> None:
-        self.held_nowhere_else()
+        self.clear_daemon_copies()
 
-    def held_nowhere_else(self) -> None:
-        """No daemon is known to hold blocks of this request any more."""
-        self.held_elsewhere = [range(0)] * len(self.stored)
+    def clear_daemon_copies(self) -> None:
+        """Forgets which blocks daemons hold, so that the CPU tier stores them again."""
+        self.daemon_copies = [range(0)] * len(self.stored)
         self.has_tail = False
 
-    def starts_over(self) -> None:
-        """A load beside the steps has failed, and vLLM computes all of it."""
-        self.keeps_reservation = self.stands_first = True
+    def restart_after_failed_load(self) -> None:
+        """An asynchronous load has failed and vLLM computes the whole request."""
+        self.keeps_reservation = self.is_at_queue_head = True
 
     @property
-    def sought_tail(self) -> Tail | None:
-        """The tail, as long as the request ends there."""
+    def loadable_tail(self) -> Tail | None:
+        """The tail, while the request still ends with its prompt."""
         if self.tail is None or self.request.num_tokens != self.tail.end:
             return None
         return self.tail
 
     @property
-    def sought(self) -> Sequence[list[BlockKey]]:
+    def loadable_keys(self) -> Sequence[list[BlockKey]]:
         """Keys of the blocks that may be loaded, per group."""
-        tail = self.sought_tail
+        tail = self.loadable_tail
         return self.keys.of_group if tail is None else [tail.keys]
 
     @property
     def ended_by_itself(self) -> bool:
-        """Of a request that was aborted nothing is certain that it computed: a step may be under
-        way."""
-        return self.request.status.name in _ENDS
+        """False for an aborted request: its last step may still run, so its last tokens may not be
+        computed."""
+        return self.request.status.name in _REGULAR_ENDS
 
-    def storable(self, computed: int, with_answer: bool) -> int:
-        """Of `computed` tokens, those that are confirmed and wanted. Of a request that goes on from
-        before a reset nothing is stored, and the answer is looked at for that, too: others may find
-        it on the GPU."""
+    def storable_tokens(self, computed: int, with_answer: bool) -> int:
+        """How many of the `computed` tokens are confirmed and to be stored. A request from before a
+        reset stores nothing, but its answer counts here too: its blocks must be marked stale,
+        because others may find them on the GPU."""
         ready = min(computed, self.request.num_tokens)
         if with_answer or self.closed is DropReason.RESET:
             return ready
         return min(ready, self.request.num_prompt_tokens)
 
-    def has_more(self, groups: Sequence[Group], ready: int) -> bool:
-        """Whether a group has full blocks among these tokens that were not considered yet."""
+    def has_unplanned_blocks(self, groups: Sequence[Group], ready: int) -> bool:
+        """Whether a group has full blocks among these tokens whose store is not planned yet."""
         return any(
             ready // group.block_size > stored
             for group, stored in zip(groups, self.stored, strict=True)
         )
 
     def tail_to_store(self, ready: int) -> Tail | None:
-        """The block its prompt ends in, if it is full only in part and these tokens reach there."""
+        """The tail, if it is partial, not stored yet, and within the first `ready` tokens."""
         tail = self.tail
         if tail is None or not tail.is_partial or self.has_tail or ready < tail.end:
             return None
         return tail
 
     def drop_lookup(self) -> None:
-        """What the daemons were asked is of no use any more; its leases are released."""
+        """Drops the daemon lookup and releases its leases."""
         lookup, self.remote = self.remote, None
         if lookup is not None:
             lookup.drop()
 
     def close(self, reason: DropReason) -> None:
-        """A block of this sequence could not be stored: what follows it would be unreachable."""
+        """Stops storing this sequence: after a block that is not stored, later ones could never be
+        found."""
         self.closed = self.closed or reason
 
-    def sees_loss_of_adapter(self, maker: KeyMaker) -> bool:
-        """Whether its adapter turns out to be another one, which is noted. To be asked before the
+    def check_adapter(self, maker: KeyMaker) -> bool:
+        """Returns whether the request has lost its adapter, and records it. Call it before the
         request loads or stores."""
         is_lost = maker.has_lost_adapter(self.request, self.keys, not any(self.stored))
         if is_lost:
@@ -149,46 +154,47 @@ class RequestState:
         return is_lost
 
     def lose_adapter(self) -> None:
-        """Another one is loaded in place of the one that this request uses: what it fills from now
-        on is neither the one's nor the other's, also if it has to start over."""
+        """vLLM has loaded another adapter in place of this request's. Blocks it computes from now
+        on belong to neither adapter, even after a restart, so they are not stored."""
         self.lost_adapter = True
         self.close(DropReason.RESET)
 
-    def keep_failures(self, other: RequestState) -> None:
-        """This takes the place of what was known of the same request."""
+    def copy_failures(self, other: RequestState) -> None:
+        """Takes over the failures that were recorded in a former state of the same request."""
         if other.lost_adapter:
             self.lose_adapter()
         self.load_failed = other.load_failed
         self.remote_failed = other.remote_failed
         self.keeps_reservation = other.keeps_reservation
-        self.stands_first = other.stands_first
+        self.is_at_queue_head = other.is_at_queue_head
 
     def forget_blocks(self) -> None:
-        """The request was preempted: its blocks are gone and it starts over."""
+        """The request was preempted: it lost its blocks and starts over."""
         self.stored = [0] * len(self.stored)
         self.on_gpu = self.computed_again = 0
         self.closed = DropReason.RESET if self.lost_adapter else None
-        self.keeps_reservation = self.stands_first = False
+        self.keeps_reservation = self.is_at_queue_head = False
         self.drop_lookup()
-        self.held_nowhere_else()
+        self.clear_daemon_copies()
 
 
-def take_adapters(
+def detect_replaced_adapters(
     states: Iterable[RequestState], lora: LoRARequest | None, adapter: bytes | None
 ) -> None:
-    """A request with these files of an adapter has come, or with files that nobody can tell: vLLM
-    may compute with those from now on whatever has its number."""
+    """Called for every new request with its LoRA adapter and the adapter's identity, None if it is
+    unknown. vLLM may use these files from now on for all requests with the same adapter id, so
+    requests whose adapter has another identity have lost it."""
     if lora is None:
         return
     for state in states:
-        mine = state.request.lora_request
-        has_number = mine is not None and mine.lora_int_id == lora.lora_int_id
-        if has_number and (adapter is None or state.keys.adapter != adapter):
+        own = state.request.lora_request
+        has_same_id = own is not None and own.lora_int_id == lora.lora_int_id
+        if has_same_id and (adapter is None or state.keys.adapter != adapter):
             state.lose_adapter()
 
 
 def awaits_first_token(states: Mapping[str, RequestState], scheduled: Collection[str]) -> bool:
-    """Whether a client waits for the first token of this step; or of one under way, if there is
-    nothing to compute in this one."""
-    some = (states[request_id] for request_id in scheduled or states if request_id in states)
-    return any(not state.request.num_output_tokens for state in some)
+    """Whether a client waits for a first token from this step, or from one in flight if this step
+    computes nothing."""
+    waiting = (states[request_id] for request_id in scheduled or states if request_id in states)
+    return any(not state.request.num_output_tokens for state in waiting)

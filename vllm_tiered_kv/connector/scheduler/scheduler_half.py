@@ -1,16 +1,16 @@
-"""The half of the connector that lives with vLLM's scheduler: keys, lookups, plans.
+"""The half of the connector that runs in vLLM's scheduler: keys, lookups, plans.
 
-Everything here is bookkeeping in memory; nothing waits for I/O, and what daemons hold is asked in
-other threads. The rules that keep tokens right:
+It does bookkeeping in memory only. It never waits for I/O; daemon lookups run in other threads.
+These rules keep tokens right:
 
-- Only confirmed tokens get a key: prompt tokens and sampled tokens the scheduler has seen, never
-  drafts or the placeholders of asynchronous scheduling.
-- A block is stored in the step whose forward fills it, or later, and read where it lies. No
-  reference to GPU blocks is held: a step that writes a block given out again waits until its store
-  has read it. Only vLLM holds those of a load beside the steps, until the request runs, and does
-  not reset its cache until then.
-- A load is planned only for readable blocks, which stay pinned until it is reported.
-- A request whose load failed is not offered another one beside the steps.
+- Only confirmed tokens get a key: prompt tokens, and sampled tokens that the scheduler has seen.
+  Drafts and the placeholders of asynchronous scheduling get none.
+- A block is stored in the step whose forward fills it, or later, and read in place. The connector
+  holds no references to GPU blocks: a step that overwrites a reallocated block waits until its
+  store has read it. Blocks of an asynchronous load are held by vLLM until the request runs; vLLM
+  does not reset its cache until then.
+- A load is planned only for readable blocks, which stay pinned until the load is reported.
+- A request whose load failed is offered no second asynchronous load.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.cache.index import BlockIndex
@@ -27,8 +27,8 @@ from vllm_tiered_kv.cache.planner import groups_of
 from vllm_tiered_kv.config import Mode, TieredKVConfig
 from vllm_tiered_kv.connector.identity.request_keys import KeyMaker
 from vllm_tiered_kv.connector.metadata import TieredKVMetadata, TieredKVWorkerMetadata
-from vllm_tiered_kv.connector.scheduler.block_pool_watch import watch_new_blocks
 from vllm_tiered_kv.connector.scheduler.early_loads import EarlyLoads
+from vllm_tiered_kv.connector.scheduler.hashed_blocks import ids_of
 from vllm_tiered_kv.connector.scheduler.invalid_load_recovery import InvalidLoadRecovery
 from vllm_tiered_kv.connector.scheduler.lazy_store import LazyStore
 from vllm_tiered_kv.connector.scheduler.load_planner import LoadPlanner
@@ -39,7 +39,7 @@ from vllm_tiered_kv.connector.scheduler.remote_tier import RemoteTier
 from vllm_tiered_kv.connector.scheduler.request_state import (
     RequestState,
     awaits_first_token,
-    take_adapters,
+    detect_replaced_adapters,
 )
 from vllm_tiered_kv.connector.scheduler.step_load_policy import StepLoadPolicy
 from vllm_tiered_kv.connector.scheduler.store_planner import StorePlanner
@@ -56,7 +56,9 @@ from vllm_tiered_kv.remote.address import EngineIdentity
 from vllm_tiered_kv.remote.placement import Cluster
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -64,14 +66,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CPU = Tier.CPU.value
-_YIELD_S = 0.0001
-_MAX_TOLD = 1000
-_REPORTS_AWAITED_S = 60.0
-"""Beyond what a load from a daemon may take: copies take milliseconds, and who sends to a daemon
-gives up earlier."""
+_YIELD_S = 0.0001  # lets other threads run in a step that computes nothing
+_MAX_LOGGED_REASONS = 1000
+_REPORT_TIMEOUT_S = 60.0
+"""Added to the time limit of a load from a daemon. Copies take milliseconds, and puts to a daemon
+time out earlier."""
 
 
 class SchedulerHalf:
+    """Plans all loads and stores of an engine. `TieredKVConnector` builds it in the scheduler's
+    process and forwards vLLM's calls to it, all in the scheduler's thread."""
+
     def __init__(
         self,
         config: TieredKVConfig,
@@ -87,8 +92,8 @@ class SchedulerHalf:
         windows: Sequence[int | None] = (),
         computes_on_cpu: bool = False,
     ) -> None:
-        """`steps_zero_blocks`: vLLM clears new blocks before the forward, ahead of our hook.
-        `windows`: of each group, as at `Group`. The others are explained at `StorePlanner`."""
+        """`steps_zero_blocks`: vLLM zeroes new blocks in a step before it calls the connector.
+        `windows`: per group, see `Group`. See `StorePlanner` for the others."""
         self._config = config
         self._num_ranks = num_ranks
         self._key_maker = key_maker
@@ -99,12 +104,13 @@ class SchedulerHalf:
         self.ledger = TransferLedger(self.index, self.recorder, num_ranks)
         self._requests: dict[str, RequestState] = {}
         self._usable_bytes: dict[int, int] = {}  # by rank
-        self._uncached: dict[str, Request] = {}  # those the cache has nothing to do with
-        self._reads_adapter: dict[str, RequestState] = {}  # those without a first token
-        self._told: set[str] = set()  # why requests are left alone, as far as the log has it
-        self._remote_failures: set[str] = set()  # loads under way that failed at a daemon
+        self._uncached: dict[str, Request] = {}  # requests that the cache ignores
+        # Requests whose LoRA adapter vLLM may not have read yet: they have no first token.
+        self._adapters_unread: dict[str, RequestState] = {}
+        self._logged_reasons: set[str] = set()  # why requests are uncached, if logged already
+        self._remote_failures: set[str] = set()  # loads in flight that failed at a daemon
         self._next = TieredKVMetadata()
-        self._blocks: KVCacheManager | None = None
+        self._manager: KVCacheManager | None = None
         self.stores = StorePlanner(self._groups, self.index, self.ledger, lazy, hash_block_size)
         self._step_loads = StepLoadPolicy(config.step_loads, self._groups, self.ledger)
         self.load_policy = LoadDecider(
@@ -132,24 +138,25 @@ class SchedulerHalf:
             )
         self.remote: RemoteTier | None = None
         self._identity: EngineIdentity | None = None
-        self._has_neighbours = False
-        self._unheard = 0  # how many ranks have not said how they cut their blocks
-        self._is_to_ask = False
-        self._silent_s = 0.0  # how long nothing was heard of transfers while nobody runs
+        self._is_inside_multi = False
+        self._unreported_ranks = 0  # ranks that have not reported their block sizes
+        self._must_query_ranks = False  # a step is needed to make them report
+        self._unreported_s = 0.0  # idle time without a report while transfers are in flight
         self._last_asked = 0.0
         self.recorder.set(names.CAPACITY_BYTES, geometry.capacity_bytes, _CPU)
 
-    def expect_local_daemons(self) -> None:
-        """There are other connectors beside this one, inside a MultiConnector.
+    def enter_multi_connector(self) -> None:
+        """Adapts to a MultiConnector with other connectors beside this one.
 
-        Ranks have no handshake then. They say in their first step how they cut their blocks, and
-        until all have nothing is planned: slots might not match. A peer may also be told of blocks
-        while a step is planned, and write them before a worker of ours has heard of that step.
+        It offers ranks no handshake. So they report their block sizes in their first step, and
+        nothing is planned until all have: slots might not match. Another connector may also pass
+        blocks to a peer while a step is planned, and the peer may write them before our workers
+        receive that step.
         """
-        self._has_neighbours = True
+        self._is_inside_multi = True
         if self._config.mode is Mode.TIERED:
-            self._unheard = self._num_ranks
-            self._is_to_ask = True
+            self._unreported_ranks = self._num_ranks
+            self._must_query_ranks = True
             self._next.identity = None
 
     def use_daemons(
@@ -160,7 +167,8 @@ class SchedulerHalf:
         queue_bytes: int,
         keep_copies: bool,
     ) -> None:
-        """Adds the daemons' tiers behind the CPU tier; a block is all of its `shards`."""
+        """Adds the daemons as the tier behind the CPU tier. A daemon holds a block if it holds all
+        its `shards`."""
         config = self._config
         self._identity = self._next.identity = identity
         self.remote = RemoteTier(
@@ -181,21 +189,21 @@ class SchedulerHalf:
         self.loads.remote = self.remote
         self.load_policy.answers = self.remote.answers
         self.load_policy.read_speeds = self.remote.read_speeds
-        self.ledger.on_commit = self.remote.writes.offer
+        self.ledger.on_commit = self.remote.puts.offer
         if self.verification is not None:
             self.verification.delete_at_daemons = self.remote.delete
 
     # ---- arrival, lookup, admission -----------------------------------------------------------
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
-        self._blocks = manager
-        watch_new_blocks(manager.block_pool, self._handed_out)
+        self._manager = manager
+        watch_new_blocks(manager.block_pool, self._on_blocks_allocated)
         self.stores.bind(manager)
         self.loads.bind(manager.block_pool)
 
     @property
     def has_requests(self) -> bool:
-        """Whether there are any, the uncached among them."""
+        """Whether the engine has requests, uncached ones included."""
         return bool(self._requests or self._uncached)
 
     @property
@@ -203,8 +211,8 @@ class SchedulerHalf:
         return tuple(group.block_bytes for group in self._groups)
 
     def on_new_request(self, request: Request) -> None:
-        if self._unheard:
-            return  # all may have said by the time it is admitted
+        if self._unreported_ranks:
+            return  # all ranks may have reported by the time it is admitted
         state = self._state(request)
         if state is not None:
             self.loads.begin(state, request)
@@ -212,22 +220,23 @@ class SchedulerHalf:
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens the tiers can add to the GPU's hit. No side effects on the CPU tier."""
+        """Tokens that the tiers add to the GPU's prefix hit, and whether their load is
+        asynchronous. No side effects on the CPU tier."""
         state = self._state(request)
         if state is None:
             return 0, False
         if num_computed_tokens < self.loads.limit(request):
             state.keys.extend(request, request.num_tokens)
         loadable = self.loads.loadable(state, request, num_computed_tokens)
-        if loadable and state.sees_loss_of_adapter(self._key_maker):
-            loadable = self.loads.loadable(state, request, num_computed_tokens)  # nothing
-        is_beside = state.match is not None and not state.match.is_step_load
-        return loadable, bool(loadable) and is_beside
+        if loadable and state.check_adapter(self._key_maker):
+            loadable = self.loads.loadable(state, request, num_computed_tokens)  # now 0
+        is_async = state.match is not None and not state.match.is_step_load
+        return loadable, bool(loadable) and is_async
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """The request is admitted with its blocks."""
+        """vLLM has admitted the request and allocated its blocks."""
         state = self._requests.get(request.request_id)
         if state is not None:
             job = self.loads.admit(state, request, blocks, num_external_tokens)
@@ -237,39 +246,41 @@ class SchedulerHalf:
                     self.early_loads.planned(self._next, self.ledger.fence.newest)
 
     def loaded_from_disk(self, request: Request) -> int:
-        """Tokens of the load a request was just admitted with that come from a daemon's disk."""
+        """How many tokens of the load that a request was just admitted with come from a daemon's
+        disk."""
         state = self._requests.get(request.request_id)
         return 0 if state is None else state.loaded_from_disk
 
     # ---- one step -----------------------------------------------------------------------------
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> TieredKVMetadata:
+        """vLLM has planned a step: plans its stores and returns everything for the workers."""
         for request_id in scheduler_output.preempted_req_ids or ():
             if request_id in self._requests:
                 self._requests[request_id].forget_blocks()
-                self.stores.forget_outlived(request_id)
+                self.stores.remove_stale_request(request_id)
                 self._end_verification(self._requests[request_id])
-        self.stores.see_outlived()
+        self.stores.mark_stale_blocks()
         counts = scheduler_output.num_scheduled_tokens
         self.loads.step_planned(counts)
         for request_id, scheduled in counts.items():
             self._plan_stores(request_id, scheduled)
-        awaited = self.stores.has_unseen and awaits_first_token(self._requests, counts)
-        self.stores.store_unowned(awaited)
+        is_awaited = self.stores.has_deferred and awaits_first_token(self._requests, counts)
+        self.stores.store_unowned(is_awaited)
         self._next.stores_after = self.stores.take_jobs()
         if self.verification is not None:
             for request_id, scheduled in counts.items():
                 self._plan_verification(self.verification, request_id, scheduled)
         if not self._requests:
-            self.index.flush_recency()  # nobody waits
+            self.index.flush_recency()  # deferred until no request waits
         has_loads = bool(self._next.loads)
         self._next.measured_step = self.load_policy.step_planned(counts, self._requests, has_loads)
         if self._waits_for_threads() and not scheduler_output.total_num_scheduled_tokens:
-            # Nothing to compute, requests or blocks wait: threads that talk to a daemon or compare
-            # need the interpreter more than a loop that asks whether they are ready.
+            # The step computes nothing while lookups, puts or verifications run in threads. They
+            # need the interpreter lock more than this loop, which only polls them.
             time.sleep(_YIELD_S)
-        self._is_to_ask = False
-        if self.remote is not None and not self._unheard:
+        self._must_query_ranks = False
+        if self.remote is not None and not self._unreported_ranks:
             self._next.identity = self._identity
             self._next.puts, self._next.probes = self.remote.take_jobs(counts)
         evicted, nbytes = self.index.take_evicted()
@@ -277,27 +288,28 @@ class SchedulerHalf:
         self.recorder.add(names.EVICTED_BYTES, nbytes, _CPU)
         self._next.wait_for_stores = self.ledger.fence.take()
         if self._next.has_transfers:
-            self._silent_s = 0.0
+            self._unreported_s = 0.0
         metadata, self._next = self._next, TieredKVMetadata()
         return metadata
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """Processes what the workers reported with the output of a step."""
         if output.invalid_block_ids:
-            # Ahead of the reports: what they make readable is sent on to daemons, for everybody.
-            self._forget_invalid(output.invalid_block_ids)
-        self._see_adapters_read()  # ahead of the reports, too
-        self.stores.see_outlived()
+            # Before the reports, which make blocks readable and send them to daemons.
+            self._recover_from_invalid_blocks(output.invalid_block_ids)
+        self._check_adapters_just_read()  # before the reports too
+        self.stores.mark_stale_blocks()
         metadata = output.kv_connector_worker_meta
-        self.load_policy.output_came(getattr(metadata, "measured_step", None))
-        if isinstance(metadata, TieredKVWorkerMetadata) and not metadata.was_heard:
-            metadata.was_heard = True
+        self.load_policy.output_received(getattr(metadata, "measured_step", None))
+        if isinstance(metadata, TieredKVWorkerMetadata) and not metadata.was_processed:
+            metadata.was_processed = True
             if metadata.has_reports:
-                self._silent_s = 0.0
-            if self._unheard and metadata.block_bytes:
-                # As we do, or the connector would not have passed it on.
-                self._unheard -= len(metadata.block_bytes)
-                self._next.identity = None if self._unheard else self._identity
-            self.load_policy.loads_took(metadata.load_seconds)
+                self._unreported_s = 0.0
+            if self._unreported_ranks and metadata.block_bytes:
+                # The connector has checked that the sizes are the same as ours.
+                self._unreported_ranks -= len(metadata.block_bytes)
+                self._next.identity = None if self._unreported_ranks else self._identity
+            self.load_policy.record_load_times(metadata.load_seconds)
             self.load_policy.probes_ended(metadata.probed)
             if self.remote is not None:
                 self.remote.update_mapped_arenas(metadata.ready_arenas)
@@ -315,14 +327,14 @@ class SchedulerHalf:
                 failed_request = self.ledger.report_step_load(job_id, ended)
                 if failed_request in self._requests:
                     self._requests[failed_request].load_failed = True
-                    self._requests[failed_request].held_nowhere_else()
-            # A rank says this when its own part is over, vLLM reports a load when all ranks' are.
+                    self._requests[failed_request].clear_daemon_copies()
+            # A rank reports this when its own part ends; vLLM reports the load when all ranks end.
             self._remote_failures |= metadata.remote_failures
-        for request_id in output.failed_recving or ():  # whoever's load it was
+        for request_id in output.failed_recving or ():  # loads of any connector
             if request_id in self._requests:
-                self._requests[request_id].starts_over()
+                self._requests[request_id].restart_after_failed_load()
         for request_id in output.finished_recving or ():
-            self._silent_s = 0.0
+            self._unreported_s = 0.0
             failed = None
             if request_id in output.failed_recving:
                 failed = Tier.REMOTE if request_id in self._remote_failures else Tier.CPU
@@ -330,35 +342,38 @@ class SchedulerHalf:
             self._finish_load(request_id, failed)
 
     def has_pending_push_work(self) -> bool:
-        """Keeps an idle engine stepping until the last stores are committed and sent. What is left
-        until nobody waits does not, while somebody does: a paused engine has to come to rest."""
+        """Keeps an idle engine stepping until the last stores are committed and sent. Deferred work
+        does not keep the engine stepping while requests wait: a paused engine must become idle."""
         return bool(
             self._awaits_reports()
-            or (not self._requests and (self.index.has_unflushed_recency or self.stores.has_unseen))
+            or (
+                not self._requests
+                and (self.index.has_unflushed_recency or self.stores.has_deferred)
+            )
             or self._next.stores_before
             or (self.remote is not None and self.remote.has_probes)
-            or self._is_to_ask
-            or self._next.identity  # no step yet: workers reach for the daemons in the first one
+            or self._must_query_ranks
+            or self._next.identity  # workers connect to the daemons in the first step
         )
 
     def _awaits_reports(self) -> bool:
-        """Whether transfers are under way, loads among them: nothing may write to an engine that is
-        paused. Reports that do not come must not keep it from resting for ever, though."""
+        """Whether transfers are in flight, loads included: nothing may write to a paused engine.
+        Gives up after a timeout, so that lost reports do not keep it stepping forever."""
         if not (self.ledger.has_open or (self.verification and self.verification.has_open)):
             return False
         now = time.monotonic()
-        # Time in which this process was stopped, or ran requests, does not count.
-        self._silent_s += min(now - self._last_asked, 1.0)
+        # At most a second per call counts: the process may have been stopped or run requests.
+        self._unreported_s += min(now - self._last_asked, 1.0)
         self._last_asked = now
-        if self._silent_s < _REPORTS_AWAITED_S + self._config.remote_load_timeout:
+        if self._unreported_s < _REPORT_TIMEOUT_S + self._config.remote_load_timeout:
             return True
         count = self.ledger.give_up_reports()
         if self.verification is not None:
             count += self.verification.give_up_reports()
         logger.warning(
-            "workers said nothing for %.0f s about %d transfers of KV blocks: their blocks are "
-            "dropped, their memory is kept until they are reported",
-            self._silent_s,
+            "workers sent no report for %.0f s about %d transfers of KV blocks; their blocks are "
+            "dropped and their slots stay in use until a report arrives: check the workers' logs",
+            self._unreported_s,
             count,
         )
         return False
@@ -366,9 +381,9 @@ class SchedulerHalf:
     # ---- the end of a request -----------------------------------------------------------------
 
     def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> None:
-        """Forgets the request; its last full blocks are stored if that has not happened yet."""
+        """Drops the state of the request, and plans the stores of its last full blocks."""
         self._uncached.pop(request.request_id, None)
-        self.stores.forget_outlived(request.request_id)
+        self.stores.remove_stale_request(request.request_id)
         self.loads.finished(request.request_id)
         state = self._requests.pop(request.request_id, None)
         if state is not None:
@@ -376,14 +391,16 @@ class SchedulerHalf:
             self._end_verification(state)
         if state is None or self._config.mode is not Mode.TIERED:
             return
-        ready = state.storable(request.num_tokens - 1, self._config.store_decode)
+        ready = state.storable_tokens(request.num_tokens - 1, self._config.store_decode)
         is_certain = self._store_on_finish and state.ended_by_itself
         if not is_certain:
             ready = min(ready, state.on_gpu)
-        if not state.has_more(self._groups, ready):
+        if not state.has_unplanned_blocks(self._groups, ready):
             return
-        if self._has_only_old(state, ready) and self.stores.store_later(state, block_ids, ready):
-            return  # its client waits for the answer
+        if self._was_all_on_gpu(state, ready) and self.stores.defer_finished(
+            state, block_ids, ready
+        ):
+            return  # later: its client waits for the output of this step
         if not is_certain:
             return
         self._extend_keys(state, ready)
@@ -391,9 +408,11 @@ class SchedulerHalf:
         self._next.stores_before += self.stores.take_jobs()
 
     def reset_cache(self) -> bool:
-        """Forgets everything this engine stored and moves it, and only it, to a fresh epoch.
+        """Drops all blocks of this engine and starts a new epoch of its keys. Other engines keep
+        theirs.
 
-        Called when weights change in place: blocks computed before must never be found again.
+        vLLM calls it when weights change in place: blocks computed before must never be found
+        again.
         """
         self._key_maker.new_epoch(os.urandom(16))
         self.index.clear()
@@ -407,9 +426,9 @@ class SchedulerHalf:
             keys = self._key_maker.renewed(state.request, state.keys)
             renewed = RequestState(state.request, keys, [0] * len(self._groups))
             self._requests[state.request.request_id] = renewed
-            renewed.keep_failures(state)
+            renewed.copy_failures(state)
             if state.request.num_computed_tokens:
-                # What the GPU holds of this request was computed before the reset.
+                # The GPU blocks of this request were computed before the reset.
                 renewed.close(DropReason.RESET)
                 renewed.stored = state.stored
         return True
@@ -431,45 +450,45 @@ class SchedulerHalf:
     # ---- inside -------------------------------------------------------------------------------
 
     def _state(self, request: Request) -> RequestState | None:
-        """What we know of a request; None for one the cache leaves alone."""
+        """The state of a request, built on first use; None if the request is uncached."""
         state = self._requests.get(request.request_id)
         if state is not None or request.request_id in self._uncached:
             return state
         try:
             keys = self._key_maker.keys_for(request)
             if request.mm_features or request.prompt_embeds is not None:
-                keys.extend(request, request.num_tokens)  # nothing else can fail later
+                keys.extend(request, request.num_tokens)  # fails here or never
         except (TieredKVError, OSError, ValueError, TypeError) as reason:
-            # Such as an adapter that cannot be read: the request runs as if there were no cache.
-            level = logging.DEBUG if str(reason) in self._told else logging.WARNING
+            # For example, an adapter that cannot be read: the request runs without the cache.
+            level = logging.DEBUG if str(reason) in self._logged_reasons else logging.WARNING
             logger.log(level, "request %s is not cached: %s", request.request_id, reason)
-            if len(self._told) < _MAX_TOLD:
-                self._told.add(str(reason))  # all requests of an adapter may have the same
+            if len(self._logged_reasons) < _MAX_LOGGED_REASONS:
+                self._logged_reasons.add(str(reason))  # all requests of an adapter may share it
             self._uncached[request.request_id] = request
-            take_adapters(self._requests.values(), request.lora_request, None)
+            detect_replaced_adapters(self._requests.values(), request.lora_request, None)
             return None
-        take_adapters(self._requests.values(), request.lora_request, keys.adapter)
-        # A resumable session rewrites its own tokens between turns; keys would lie.
-        if getattr(request, "resumable", False) or self._unheard:
+        detect_replaced_adapters(self._requests.values(), request.lora_request, keys.adapter)
+        # A resumable session rewrites its own tokens between turns, so its keys would be wrong.
+        if getattr(request, "resumable", False) or self._unreported_ranks:
             self._uncached[request.request_id] = request
             return None
         state = RequestState(request, keys, [0] * len(self._groups))
         self._requests[request.request_id] = state
         return state
 
-    def _handed_out(self, block_ids: list[int]) -> None:
-        """vLLM gives GPU blocks to a request or to another connector."""
-        if self.ledger.fence.hand_out(block_ids) and self._has_neighbours:
+    def _on_blocks_allocated(self, block_ids: list[int]) -> None:
+        """vLLM has allocated GPU blocks, for a request or for another connector."""
+        if self.ledger.fence.hand_out(block_ids) and self._is_inside_multi:
             self.ledger.spoil_reads_of(block_ids)
             if self.verification is not None:
                 self.verification.void(())
 
-    def _has_only_old(self, state: RequestState, ready: int) -> bool:
-        """Whether the GPU had all full blocks of these tokens before the request came: what is to
-        be done about them can wait until nobody waits for a first token."""
-        had = state.on_gpu + state.computed_again
-        return (self._config.mode is Mode.TIERED and not self.stores.has_outdated) and all(
-            ready // group.block_size <= had // group.block_size for group in self._groups
+    def _was_all_on_gpu(self, state: RequestState, ready: int) -> bool:
+        """Whether the GPU had all full blocks of these tokens before the request arrived. Their
+        stores can then be deferred until no client waits for a first token."""
+        hit = state.on_gpu + state.computed_again
+        return (self._config.mode is Mode.TIERED and not self.stores.has_stale_blocks) and all(
+            ready // group.block_size <= hit // group.block_size for group in self._groups
         )
 
     def _plan_stores(self, request_id: str, scheduled: int) -> None:
@@ -477,8 +496,10 @@ class SchedulerHalf:
         if state is None:
             return
         computed = state.request.num_computed_tokens + scheduled
-        ready = state.storable(computed, self._config.store_decode)
-        has_full = state.has_more(self._groups, ready) and not self._has_only_old(state, ready)
+        ready = state.storable_tokens(computed, self._config.store_decode)
+        has_full = state.has_unplanned_blocks(self._groups, ready) and not self._was_all_on_gpu(
+            state, ready
+        )
         tail = None if state.tail is None else state.tail_to_store(ready)
         if not has_full and tail is None:
             return
@@ -486,8 +507,8 @@ class SchedulerHalf:
         if self._config.mode is Mode.HASH_ONLY:
             state.stored = [ready // group.block_size for group in self._groups]
             return
-        assert self._blocks is not None, "vLLM did not bind its KV-cache manager"
-        tables = self._blocks.get_blocks(request_id).blocks
+        assert self._manager is not None, "vLLM did not bind its KV-cache manager"
+        tables = self._manager.get_blocks(request_id).blocks
         if has_full:
             self.stores.store_running(state, tables, ready)
         if tail is not None:
@@ -495,22 +516,22 @@ class SchedulerHalf:
 
     def _extend_keys(self, state: RequestState, ready: int) -> None:
         state.keys.extend(state.request, ready)
-        state.sees_loss_of_adapter(self._key_maker)
+        state.check_adapter(self._key_maker)
         request = state.request
         is_read = state.lost_adapter or request.num_output_tokens
         if request.lora_request is not None and not is_read:
-            self._reads_adapter[request.request_id] = state
+            self._adapters_unread[request.request_id] = state
 
-    def _see_adapters_read(self) -> None:
-        """vLLM has read an adapter's files, if it did, behind the plan of the step: where they have
-        changed since, nobody knows what that step computed."""
-        for request_id, state in tuple(self._reads_adapter.items()):
+    def _check_adapters_just_read(self) -> None:
+        """vLLM reads an adapter's files after the step is planned. If the files have changed since,
+        it is unknown which weights the step used, so all stores in flight are dropped."""
+        for request_id, state in tuple(self._adapters_unread.items()):
             if self._key_maker.has_lost_adapter(state.request, state.keys, is_starting=True):
                 state.lose_adapter()
                 self.ledger.spoil_stores()
             is_read = state.request.num_output_tokens or state.request.is_finished()
             if is_read or state.lost_adapter:
-                del self._reads_adapter[request_id]
+                del self._adapters_unread[request_id]
 
     def _plan_verification(
         self, verification: Verification, request_id: str, scheduled: int
@@ -518,11 +539,11 @@ class SchedulerHalf:
         state = self._requests.get(request_id)
         if state is None or not state.to_verify:
             return
-        if state.lost_adapter:  # it computes something else than the tiers hold
+        if state.lost_adapter:  # its blocks differ from those in the tiers
             self._end_verification(state)
             return
-        assert self._blocks is not None, "vLLM did not bind its KV-cache manager"
-        tables = self._blocks.get_blocks(request_id).blocks
+        assert self._manager is not None, "vLLM did not bind its KV-cache manager"
+        tables = self._manager.get_blocks(request_id).blocks
         ready = min(state.request.num_computed_tokens + scheduled, state.request.num_tokens)
         self._next.verifications += verification.plan(state, tables, ready)
 
@@ -543,15 +564,32 @@ class SchedulerHalf:
         state = self._requests.get(request_id)
         if state is None or failed is None:
             return
-        state.held_nowhere_else()  # what is computed instead may be the only copy
+        state.clear_daemon_copies()  # the recomputed blocks may be the only copy
         if failed is Tier.REMOTE:
             state.remote_failed = True
         else:
             state.load_failed = True
 
-    def _forget_invalid(self, block_ids: set[int]) -> None:
-        """A load failed, ours or another connector's, after a step had read these GPU blocks."""
-        assert self._blocks is not None, "vLLM did not bind its KV-cache manager"
-        running, alone = self._requests.values(), self._uncached.values()
-        step = InvalidLoadRecovery(self._blocks, self._groups, block_ids, running, alone)
-        step.undo(self.ledger, self.index, self.stores, self.verification)
+    def _recover_from_invalid_blocks(self, block_ids: set[int]) -> None:
+        """Called if a load failed, ours or another connector's, after a step read its blocks."""
+        assert self._manager is not None, "vLLM did not bind its KV-cache manager"
+        cached, uncached = self._requests.values(), self._uncached.values()
+        recovery = InvalidLoadRecovery(self._manager, self._groups, block_ids, cached, uncached)
+        recovery.undo(self.ledger, self.index, self.stores, self.verification)
+
+
+def watch_new_blocks(pool: BlockPool, on_allocated: Callable[[list[int]], None]) -> None:
+    """Calls `on_allocated` with the ids of all blocks that this pool allocates from now on.
+
+    All blocks come from `BlockPool.get_new_blocks`, whether a request, a load or another connector
+    takes them. The scheduler output is no substitute: its list of new blocks includes prefix hits
+    and lacks the blocks of other connectors.
+    """
+    allocate = pool.get_new_blocks
+
+    def get_new_blocks(num_blocks: int) -> list[KVCacheBlock]:
+        blocks = allocate(num_blocks)
+        on_allocated(ids_of(blocks))
+        return blocks
+
+    pool.get_new_blocks = get_new_blocks

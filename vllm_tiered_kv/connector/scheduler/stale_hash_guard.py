@@ -1,9 +1,9 @@
-"""GPU blocks that vLLM takes for filled though no step fills them.
+"""Removes hashes from GPU blocks that were never filled.
 
-vLLM writes the hash on a block when it plans the step that fills it. With priorities it may take a
-request out of the step it is planning, to give its blocks to a more important one. Those that are
-not needed at once lie in the prefix cache then, under hashes of what was never computed: whoever
-finds them reads what was there before, and hands it on to the tiers.
+vLLM sets the hash of a block when it plans the step that fills the block. With priority scheduling
+it may then preempt that request within the same step, to give its blocks to a more important one.
+Blocks that are not reallocated at once stay in the prefix cache under hashes of tokens that were
+never computed. A request that hits them reads old content and stores it in the tiers.
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ if TYPE_CHECKING:
 
 
 class StaleHashGuard:
+    """Tracks which tokens of each request are really computed, and evicts hashed blocks beyond them
+    when vLLM preempts the request. The connector calls it in the scheduler's thread; only priority
+    scheduling needs it."""
+
     def __init__(self, manager: KVCacheManager, groups: Sequence[int]) -> None:
         self._manager = manager
         self._groups = groups
         self._requests: dict[str, Request] = {}
         self._filled: dict[str, int] = {}
-        """Tokens whose KV is there when the steps planned so far have run; no drafts."""
+        """Tokens whose KV is computed once the planned steps have run, without drafts."""
 
     def admitted(self, request: Request) -> None:
         self._requests[request.request_id] = request
@@ -33,27 +37,28 @@ class StaleHashGuard:
         self._filled.pop(request.request_id, None)
 
     def step_planned(self, output: SchedulerOutput) -> None:
-        """Ahead of everything else that looks at the blocks of this step."""
+        """Evicts unfilled blocks of preempted requests. Must run before anything else that checks
+        block hashes in this step."""
         for request_id in output.preempted_req_ids or ():
             filled = self._filled.pop(request_id, None)
             if filled is not None:
-                self._take_hashes(self._requests[request_id], filled)
+                self._evict_unfilled(self._requests[request_id], filled)
         for request_id, scheduled in output.num_scheduled_tokens.items():
             request = self._requests.get(request_id)
             if request is not None:
                 computed = request.num_computed_tokens + scheduled
                 self._filled[request_id] = min(computed, request.num_tokens)
 
-    def _take_hashes(self, request: Request, filled: int) -> None:
-        """From the blocks behind so many tokens of a request that has lost its blocks. Nobody has
-        found them so far: vLLM admits no request in a step in which it takes one out."""
+    def _evict_unfilled(self, request: Request, filled: int) -> None:
+        """Evicts the blocks after `filled` tokens of a preempted request. No request has hit them
+        yet: vLLM admits no request in a step in which it preempts one."""
         from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
         pool = self._manager.block_pool
-        behind = request.block_hashes[filled // pool.hash_block_size :]
-        if not any(pool.get_cached_block(each, [n]) for each in behind for n in self._groups):
+        unfilled = request.block_hashes[filled // pool.hash_block_size :]
+        if not any(pool.get_cached_block(each, [n]) for each in unfilled for n in self._groups):
             return
-        hashes = {make_block_hash_with_group_id(each, n) for each in behind for n in self._groups}
+        hashes = {make_block_hash_with_group_id(each, n) for each in unfilled for n in self._groups}
         self._manager.evict_blocks(
             {
                 block.block_id

@@ -1,18 +1,20 @@
-"""Which GPU blocks are copied out, and when: while a request runs, when it ends, and afterwards.
+"""Plans which GPU blocks are stored, and when: while a request runs, when it ends, or later.
 
 - A running request's blocks are stored in the step whose forward fills them.
-- With asynchronous scheduling or speculation, the tokens that fill the last block are confirmed
-  only when the request ends. Its blocks are on their way back to the pool by then; their stores
-  begin before the next forward.
-- Blocks that a sliding window has passed go back to the pool while their request runs, and vLLM's
-  null block takes their places. It is never stored.
-- A request whose blocks the GPU had all along leaves nothing to store as a rule. Nothing is worked
-  out for it while it waits for its first token; if it ends before that is done, it is done later,
-  for blocks on which vLLM's hash says that they still hold what they held. Lazy stores work by the
-  same hash.
+- With asynchronous scheduling or speculation, the tokens of the last block are confirmed only when
+  the request ends. Its blocks return to the pool then, so their stores start before the next
+  forward.
+- Blocks behind a sliding window return to the pool while their request runs. vLLM puts its null
+  block in their places, which is never stored.
+- A request whose blocks were all GPU hits rarely has anything to store. Its stores are not planned
+  while it waits for its first token. If it ends before they are, they are deferred, and later
+  planned for the blocks that still have vLLM's hash. Lazy stores check the same hash.
 
-No reference to a GPU block is ever held: whoever is given a block that a store still reads waits
-for that read (`cache/write_fence.py`).
+The planner never holds a reference to a GPU block: a step that writes a block which a store still
+reads waits for that read (`cache/write_fence.py`).
+
+After a reset of the cache, GPU blocks that vLLM kept are *stale*: they were computed before the
+reset and must not be stored.
 """
 
 from __future__ import annotations
@@ -45,20 +47,23 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _CPU = Tier.CPU.value
-_MAX_UNSEEN = 16  # so many may wait until nobody waits for a first token
+_MAX_DEFERRED = 16  # deferred requests, while a client waits for a first token
 
 
 @dataclass(frozen=True)
 class _Planned:
-    """A store that has its slots and no number yet."""
+    """A store with reserved slots, but without a job id yet."""
 
     batch: StoreBatch
     owner: RequestState | None = None
     is_reused_first: bool = False
-    """vLLM writes no hash on these blocks, and gives such blocks out before all others."""
+    """vLLM reallocates these blocks before others, because they have no hash."""
 
 
 class StorePlanner:
+    """Reserves slots and builds store jobs. The scheduler half calls it in the scheduler's
+    thread."""
+
     def __init__(
         self,
         groups: Sequence[Group],
@@ -67,19 +72,18 @@ class StorePlanner:
         lazy: LazyStore | None,
         hash_block_size: int | None,
     ) -> None:
-        """`hash_block_size`: tokens per hash vLLM writes on cached blocks; None without its prefix
-        cache."""
+        """`hash_block_size`: tokens per block hash of vLLM; None if its prefix cache is off."""
         self._groups = groups
         self._index = index
         self._ledger = ledger
         self._lazy = lazy
         self._planned: list[_Planned] = []
-        # Finished requests whose blocks the GPU had all along, with those and their tokens.
-        self._unseen: deque[tuple[RequestState, Sequence[list[int]], int]] = deque()
+        # Finished requests whose stores are deferred, with their block tables and token counts.
+        self._deferred: deque[tuple[RequestState, Sequence[list[int]], int]] = deque()
         self._hash_block_size = hash_block_size
-        # GPU blocks that outlived a reset of the cache: id -> hash, while it is still on them.
-        self._outdated: dict[int, bytes] = {}
-        self._outlived: set[str] = set()  # requests that go on from then, or build on those
+        # GPU blocks from before a reset: id -> hash. Stale as long as the block has this hash.
+        self._stale_blocks: dict[int, bytes] = {}
+        self._stale_requests: set[str] = set()  # ran before the reset, or build on stale blocks
         self._manager: KVCacheManager | None = None
 
     def bind(self, manager: KVCacheManager) -> None:
@@ -88,30 +92,29 @@ class StorePlanner:
             self._hash_block_size = manager.block_pool.hash_block_size
 
     @property
-    def has_outdated(self) -> bool:
-        """Whether what requests find on the GPU may be from before a reset. That is seen in their
-        first step: a window may pass it, and it is gone from their tables."""
-        return bool(self._outdated)
+    def has_stale_blocks(self) -> bool:
+        """Whether a GPU hit may be from before a reset. It must be checked in a request's first
+        step, because a window may move past the block and remove it from the request's table."""
+        return bool(self._stale_blocks)
 
     @property
-    def has_unseen(self) -> bool:
-        """Whether requests have ended that are looked at when nobody waits for a first token."""
-        return bool(self._unseen)
+    def has_deferred(self) -> bool:
+        """Whether finished requests have deferred stores."""
+        return bool(self._deferred)
 
     def store_running(
         self, state: RequestState, tables: Sequence[Sequence[KVCacheBlock]], ready_tokens: int
     ) -> None:
-        """Plans stores of the blocks this step's forward completes; to be read after it."""
-        new = [ids_of(blocks) for blocks in self._not_considered(state, tables, ready_tokens)]
+        """Plans stores of the blocks that this step's forward fills. They start after it."""
+        new = [ids_of(blocks) for blocks in self._unplanned_blocks(state, tables, ready_tokens)]
         self._store_next(state, new)
 
     def store_tail(self, state: RequestState, tail: Tail, table: Sequence[KVCacheBlock]) -> None:
-        """Plans a store of the block in which the prompt ends, once its tokens are there. As long
-        as the request runs they stay what they are: it may be read after later ones have joined
-        them."""
+        """Plans a store of the prompt's tail, once its tokens are computed. They do not change
+        while the request runs, so the block may be read after later tokens were added to it."""
         group = self._groups[0]
-        if self._outdated:
-            self._refuse_outdated(state, [ids_of(table[: tail.position + 1])])
+        if self._stale_blocks:
+            self._reject_stale(state, [ids_of(table[: tail.position + 1])])
         state.has_tail = True
         if state.closed is not None:
             self._ledger.drop(1, state.closed)
@@ -130,128 +133,131 @@ class StorePlanner:
     def store_finished(
         self, state: RequestState, tables: Sequence[list[int]], ready_tokens: int
     ) -> None:
-        """Plans stores of what is left of a finished request; they begin before the next forward.
-        One that ends while preempted has no blocks left."""
-        last = [list(ids) for ids in self._not_considered(state, tables, ready_tokens)]
+        """Plans stores of the last blocks of a finished request. They start before the next
+        forward. A request that ends while preempted has no blocks."""
+        last = [list(ids) for ids in self._unplanned_blocks(state, tables, ready_tokens)]
         self._store_next(state, last)
-        self._outlived.discard(state.request.request_id)
+        self._stale_requests.discard(state.request.request_id)
 
-    def store_later(
+    def defer_finished(
         self, state: RequestState, tables: Sequence[list[int]], ready_tokens: int
     ) -> bool:
-        """As `store_finished`, at the next step; False where that would be too late."""
-        if self._hash_block_size is None or self._lazy is not None or self._outdated:
+        """Like `store_finished`, but deferred to a later step. Returns False if that is not
+        possible."""
+        if self._hash_block_size is None or self._lazy is not None or self._stale_blocks:
             return False
-        self._unseen.append((state, tables, ready_tokens))
+        self._deferred.append((state, tables, ready_tokens))
         return True
 
     def store_unowned(self, first_token_is_awaited: bool = False) -> None:
-        """Plans stores of blocks that no request owns: those of requests that have ended, or those
-        about to be reused."""
-        most = _MAX_UNSEEN if first_token_is_awaited else 0
-        while len(self._unseen) > most:
-            self._see(*self._unseen.popleft())
+        """Plans stores of blocks that no request owns: deferred and lazy ones."""
+        max_deferred = _MAX_DEFERRED if first_token_is_awaited else 0
+        while len(self._deferred) > max_deferred:
+            self._store_deferred(*self._deferred.popleft())
         if self._lazy is not None:
             batches, refused = self._lazy.plan(self._block_pool, self._index)
             self._ledger.drop(refused, DropReason.TIER_FULL)
             self._planned += map(_Planned, batches)
 
     def take_jobs(self) -> list[StoreJob]:
-        """The stores planned since the last call. Blocks that vLLM gives out first are read first,
-        so that a step which writes them waits for little."""
+        """Returns the stores planned since the last call. Blocks that vLLM reallocates first are
+        read first, so that a step which overwrites them waits only briefly."""
         planned, self._planned = self._planned, []
         planned.sort(key=lambda store: not store.is_reused_first)
         return [self._open(store) for store in planned]
 
     def reset(self, requests: Iterable[Request]) -> None:
-        """Forgets blocks seen before the cache was reset.
+        """Drops deferred and lazy stores, and marks all hashed GPU blocks as stale.
 
-        vLLM resets its own cache first, but cannot while requests run. Blocks that it kept were
-        computed before the reset and are not stored as long as they are what they were.
-        `requests`: all that there are, also those that the cache has nothing else to do with.
+        vLLM resets its own cache first, but cannot while requests run. `requests`: all requests of
+        the engine, uncached ones included.
         """
         if self._lazy is not None:
             self._lazy.clear()
-        self._unseen.clear()
-        self._outdated = {
+        self._deferred.clear()
+        self._stale_blocks = {
             block.block_id: block.block_hash
             for block in self._block_pool.blocks
             if block.block_hash is not None
         }
-        self._outlived = {each.request_id for each in requests if each.num_computed_tokens}
+        self._stale_requests = {each.request_id for each in requests if each.num_computed_tokens}
 
-    def see_outlived(self) -> None:
-        """What requests fill that go on from before a reset outlives it, too. vLLM may write the
-        hash on such a block steps after it was filled: when all groups have full blocks there, or
-        when the step's output has come."""
-        for request_id in self._outlived:
+    def mark_stale_blocks(self) -> None:
+        """Marks new blocks of stale requests. vLLM may set the hash of a block some steps after the
+        block was filled: when all groups have a full block there, or when the step's output has
+        arrived."""
+        for request_id in self._stale_requests:
             assert self._manager is not None, "vLLM did not bind its KV-cache manager"
             for table in self._manager.get_blocks(request_id).blocks:
-                self._outdate(table)
+                self._mark_stale(table)
 
-    def forget_outlived(self, request_id: str) -> None:
-        """The request is over, or has lost its blocks and starts over."""
-        if request_id in self._outlived:
-            self.see_outlived()
-            self._outlived.discard(request_id)
+    def remove_stale_request(self, request_id: str) -> None:
+        """The request has finished, or was preempted and starts over."""
+        if request_id in self._stale_requests:
+            self.mark_stale_blocks()
+            self._stale_requests.discard(request_id)
 
-    def lose_hashes(self, states: Iterable[RequestState]) -> None:
-        """The hashes of all GPU blocks are about to go, and with them the knowledge which of them
-        outlived a reset. Whoever runs now may hold such blocks."""
-        if self._outdated:
+    def on_hashes_lost(self, states: Iterable[RequestState]) -> None:
+        """vLLM is about to drop all block hashes, after which stale blocks cannot be recognised.
+        Running requests may hold some, so they store nothing more."""
+        if self._stale_blocks:
             for state in states:
                 state.close(DropReason.RESET)
-            self._outdated.clear()
+            self._stale_blocks.clear()
 
     def record(self, recorder: Recorder) -> None:
-        """How full the way out is."""
+        """Writes the number of pending stores to the metrics."""
         recorder.set(names.PENDING_STORES, self._ledger.pending_store_blocks, _CPU)
 
     def _store_next(self, state: RequestState, tables: Sequence[list[int]]) -> None:
         """Plans stores of a request's next full blocks, per group."""
-        self._refuse_outdated(state, tables)
+        self._reject_stale(state, tables)
         for group, ids in zip(self._groups, tables, strict=True):
             if group.window is not None:
-                ids = self._past_window(state, group, ids)
+                ids = self._still_in_window(state, group, ids)
             if self._lazy is not None:
                 self._observe(self._lazy, state, group, ids)
             else:
                 self._store_blocks(state, group, ids)
 
-    def _past_window(self, state: RequestState, group: Group, ids: list[int]) -> list[int]:
-        """Those of a request's next blocks that it still has; there is nothing to store of those
-        before them."""
+    def _still_in_window(self, state: RequestState, group: Group, ids: list[int]) -> list[int]:
+        """Those of a request's next blocks that its window has not passed. The passed ones count as
+        stored."""
         null = self._block_pool.null_block.block_id
-        has_it = int64_array(ids) != null
-        gone = int(has_it.argmax()) if has_it.any() else len(ids)
-        state.stored[group.group_id] += gone
-        ids = ids[gone:]
+        is_present = int64_array(ids) != null
+        passed = int(is_present.argmax()) if is_present.any() else len(ids)
+        state.stored[group.group_id] += passed
+        ids = ids[passed:]
         return ids[: ids.index(null)] if null in ids else ids
 
-    def _see(self, state: RequestState, tables: Sequence[list[int]], ready_tokens: int) -> None:
-        """Counts the blocks of a finished request as used, and stores those the tier lacks."""
+    def _store_deferred(
+        self, state: RequestState, tables: Sequence[list[int]], ready_tokens: int
+    ) -> None:
+        """Touches the blocks of a finished request, and plans stores of those the tier lacks."""
         state.keys.extend(state.request, ready_tokens)
         for group in self._groups:
             start, stop = state.stored[group.group_id], ready_tokens // group.block_size
             ids = tables[group.group_id][start:stop]
             if group.window is not None:
-                ids = self._past_window(state, group, ids)
+                ids = self._still_in_window(state, group, ids)
                 start = state.stored[group.group_id]
             stop = start + len(ids)
             keys = state.keys.of_group[group.group_id]
             self._index.touch(keys[start:stop])
             missing = self._index.first_missing(keys, start, stop)
             if missing < stop and state.closed is None:
-                self._store_known(self._run(state, group, start, ids), range(missing, stop), state)
+                self._store_still_hashed(
+                    self._hashed_run(state, group, start, ids), range(missing, stop), state
+                )
 
-    def _store_known(self, run: HashedRun, positions: range, state: RequestState) -> None:
-        """Plans stores of blocks that nobody owns any more, as far as they are what they were."""
+    def _store_still_hashed(self, run: HashedRun, positions: range, state: RequestState) -> None:
+        """Plans stores of blocks that no request owns, if they still have their hashes."""
         group = run.group
         batch = StoreBatch(group)
-        for part in _around(state.held_elsewhere[group.group_id], positions.start, positions.stop):
-            there = run.still_there(self._block_pool, part)
+        for part in _without(state.daemon_copies[group.group_id], positions.start, positions.stop):
+            there = run.still_hashed(self._block_pool, part)
             self._ledger.drop(there.count(False), DropReason.REUSED)
-            for intact in _where_true(there, part.start):
+            for intact in _true_runs(there, part.start):
                 plan = plan_store(self._index, group, run.keys, intact.start, intact.stop)
                 self._ledger.drop(plan.dropped, DropReason.TIER_FULL)
                 batch.extend(run, plan.positions, plan.slots)
@@ -259,7 +265,7 @@ class StorePlanner:
             self._planned.append(_Planned(batch))
 
     def _store_blocks(self, state: RequestState, group: Group, ids: list[int]) -> None:
-        """Reserves slots for those of the next full blocks that are missing in the tier."""
+        """Plans stores of those of the next full blocks that the tier lacks."""
         start = state.stored[group.group_id]
         stop = start + len(ids)
         state.stored[group.group_id] = stop
@@ -267,13 +273,13 @@ class StorePlanner:
             self._ledger.drop(len(ids), state.closed)
             return
         keys = state.keys.of_group[group.group_id]
-        skip = state.held_elsewhere[group.group_id]
+        skip = state.daemon_copies[group.group_id]
         plan = plan_store(self._index, group, keys, start, stop, skip)
         if plan.dropped:
             state.closed = DropReason.TIER_FULL
             self._ledger.drop(plan.dropped, DropReason.TIER_FULL)
         if (not start or group.window is not None) and len(plan.slots) < len(ids):
-            self._index.touch(keys[start:stop])  # what the GPU still had counts as used here too
+            self._index.touch(keys[start:stop])  # GPU hits count as used in the tier too
         if not plan.slots:
             return
         sources = ids
@@ -283,61 +289,61 @@ class StorePlanner:
         if self._ledger.on_commit is not None:
             anchors = anchors_of(keys, plan.positions)
         batch = StoreBatch(group, sources, plan.slots, anchors)
-        # A window may have passed them before the next step is planned.
+        # The window may have passed these blocks when the next step is planned.
         self._planned.append(_Planned(batch, state, is_reused_first=group.window is not None))
 
     def _observe(
         self, lazy: LazyStore, state: RequestState, group: Group, block_ids: list[int]
     ) -> None:
-        """The next full blocks of a request lie in these GPU blocks."""
+        """Remembers the next full blocks of a request for lazy stores."""
         start = state.stored[group.group_id]
         stop = state.stored[group.group_id] = start + len(block_ids)
         if state.closed is not None:
             return
-        run = self._run(state, group, start, block_ids)
-        for positions in _around(state.held_elsewhere[group.group_id], start, stop):
+        run = self._hashed_run(state, group, start, block_ids)
+        for positions in _without(state.daemon_copies[group.group_id], start, stop):
             lazy.observe(run, positions)
 
-    def _run(
+    def _hashed_run(
         self, state: RequestState, group: Group, start: int, block_ids: list[int]
     ) -> HashedRun:
         assert self._hash_block_size is not None
         keys = state.keys.of_group[group.group_id]
         return HashedRun(state.request, group, keys, start, block_ids, self._hash_block_size)
 
-    def _refuse_outdated(self, state: RequestState, tables: Sequence[Sequence[int]]) -> None:
-        """Stores nothing of a request that builds on what outlived a reset, in any group.
+    def _reject_stale(self, state: RequestState, tables: Sequence[Sequence[int]]) -> None:
+        """Stops storing a request that builds on stale blocks, in any group.
 
-        What it builds outlives the reset too, and gets its hash later than that: blocks that were
-        being loaded then, or are computed from now on.
+        Its own blocks are stale too, and get their hashes after the reset: blocks whose load was in
+        flight during the reset, and blocks computed since.
         """
         blocks = self._block_pool.blocks
-        for block_id in chain.from_iterable(tables) if self._outdated else ():
-            vllm_hash = self._outdated.get(block_id)
+        for block_id in chain.from_iterable(tables) if self._stale_blocks else ():
+            vllm_hash = self._stale_blocks.get(block_id)
             if vllm_hash is None:
                 continue
             if blocks[block_id].block_hash == vllm_hash:
                 state.close(DropReason.RESET)
                 break
-            del self._outdated[block_id]
+            del self._stale_blocks[block_id]
         if state.closed is DropReason.RESET:
-            self._outlived.add(state.request.request_id)
+            self._stale_requests.add(state.request.request_id)
             for table in tables:
-                self._outdate([blocks[block_id] for block_id in table])
+                self._mark_stale([blocks[block_id] for block_id in table])
 
-    def _outdate(self, table: Sequence[KVCacheBlock]) -> None:
-        """Those of a request's blocks that others may find by now."""
+    def _mark_stale(self, table: Sequence[KVCacheBlock]) -> None:
+        """Marks those of a request's blocks that have a hash, so that others may hit them."""
         for block in reversed(table):
             if block.block_hash is None:
                 continue
-            if self._outdated.get(block.block_id) == block.block_hash:
-                break  # those before it were seen in earlier steps
-            self._outdated[block.block_id] = block.block_hash
+            if self._stale_blocks.get(block.block_id) == block.block_hash:
+                break  # earlier steps marked the blocks before it
+            self._stale_blocks[block.block_id] = block.block_hash
 
-    def _not_considered(
+    def _unplanned_blocks(
         self, state: RequestState, tables: Sequence[Sequence[_T]], ready_tokens: int
     ) -> list[Sequence[_T]]:
-        """Per group: the next full blocks of a request."""
+        """Per group: the next full blocks of a request whose stores are not planned."""
         return [
             tables[group.group_id][state.stored[group.group_id] : ready_tokens // group.block_size]
             for group in self._groups
@@ -361,16 +367,16 @@ class StorePlanner:
         return StoreJob(job_id, transfer)
 
 
-def _around(skip: range, start: int, stop: int) -> list[range]:
-    """Positions without those a daemon holds, which are one run: a part before it, one behind."""
+def _without(skip: range, start: int, stop: int) -> list[range]:
+    """The positions from `start` to `stop` without `skip`: up to two ranges."""
     if not skip:
         return [range(start, stop)]
     parts = [range(start, min(stop, skip.start)), range(max(start, skip.stop), stop)]
     return [part for part in parts if part]
 
 
-def _where_true(flags: Sequence[bool], first: int) -> Iterator[range]:
-    """The runs of positions, counted from `first`, that are flagged."""
+def _true_runs(flags: Sequence[bool], first: int) -> Iterator[range]:
+    """The ranges of positions, counted from `first`, whose flags are true."""
     end = 0
     while True in flags[end:]:
         start = flags.index(True, end)

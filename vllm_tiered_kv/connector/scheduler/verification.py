@@ -1,9 +1,9 @@
-"""Verified hits: which requests compute what a tier holds, and what becomes of the comparison.
+"""Verified hits: selects requests that compute what a tier holds, and handles the comparison.
 
-A chosen request is offered nothing, so vLLM computes its prompt as if the tier were empty. In the
-step whose forward fills a block, that block is copied out beside the stores, and the workers
-compare it with the one the tier holds, in a thread. Between admission and that step only positions
-are remembered: nothing is pinned, so there is nothing that an abort or a preemption could leak.
+A selected request is offered no load, so vLLM computes its prompt as if the tier were empty. In the
+step whose forward fills a block, the workers copy the block to a spare slot, beside the stores, and
+compare it in a thread with the tier's block. Between admission and that step only positions are
+remembered. Nothing is pinned, so an abort or a preemption cannot leak anything.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MAX_NAMED = 8  # keys in one line of the log
+_MAX_NAMED = 8  # keys in one log line
 
 
 def is_chosen(request_id: str, fraction: float) -> bool:
-    """Always the same answer for a request: vLLM may ask about it any number of times."""
+    """Whether a request is verified. Depends on its id alone, because vLLM may ask repeatedly."""
     digest = hashlib.blake2b(request_id.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2**64
 
 
 @dataclass
 class _Batch:
-    """Blocks of one group that lie in one place."""
+    """Blocks of one group that one tier or daemon holds."""
 
     keys: list[BlockKey] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
@@ -52,6 +52,9 @@ class _Batch:
 
 
 class Verification:
+    """Plans verification jobs and evicts blocks that differ. The scheduler half and the load
+    planner call it, in the scheduler's thread."""
+
     def __init__(
         self,
         fraction: float,
@@ -74,12 +77,13 @@ class Verification:
     def give_up_reports(self) -> int:
         return self._ledger.give_up_reports()
 
-    def chooses(self, state: RequestState) -> bool:
-        """Once in the life of a request: one that was preempted has been late enough."""
+    def selects(self, state: RequestState) -> bool:
+        """Whether to verify this request, at most once: a preempted request is late enough."""
         return not state.was_verified and is_chosen(state.request.request_id, self._fraction)
 
     def begin(self, state: RequestState, computed: int, tokens: int) -> None:
-        """The request is admitted and computes the `tokens` after `computed` that tiers hold."""
+        """vLLM has admitted the request, which computes the `tokens` after `computed` that tiers
+        hold."""
         state.was_verified = True
         state.to_verify = []
         for group in self._groups:
@@ -92,8 +96,8 @@ class Verification:
         tables: Sequence[Sequence[KVCacheBlock]],
         ready_tokens: int,
     ) -> list[VerifyJob]:
-        """Jobs for the blocks this step's forward fills, and earlier ones that found no spare slot
-        for the copy."""
+        """Returns jobs for the blocks that this step's forward fills, and for earlier ones that had
+        no spare slot."""
         jobs: list[VerifyJob] = []
         for group, waiting in zip(self._groups, state.to_verify, strict=True):
             table = tables[group.group_id]
@@ -113,7 +117,7 @@ class Verification:
                 if spare is None:
                     if pinned is not None:
                         self._ledger.unpin(pinned)
-                    break  # later: as long as the request runs, its blocks stay what they are
+                    break  # retry later: blocks of a running request do not change
                 waiting.popleft()
                 batch = batches.setdefault(candidate.address, _Batch())
                 batch.keys.append(key)
@@ -127,14 +131,14 @@ class Verification:
         return jobs
 
     def end(self, state: RequestState) -> None:
-        """The request has lost its blocks: it is over, was preempted, or all was reset."""
+        """The request has lost its blocks: it finished, was preempted, or the cache was reset."""
         waiting, state.to_verify = state.to_verify, []
         for group in waiting:
             for candidate in group:
                 self._ledger.skip(1, candidate.tier)
 
     def void(self, states: Iterable[RequestState]) -> None:
-        """What the GPU holds is not what was believed: nothing can be told by it any more."""
+        """Discards all open comparisons, because GPU blocks may not hold what they should."""
         self._ledger.void()
         for state in states:
             self.end(state)
@@ -153,18 +157,18 @@ class Verification:
                     self._index.remove(key, slot)  # unless a good one was stored meanwhile
         else:
             for key in keys:
-                self._index.remove(key)  # another request may have brought it along
+                self._index.remove(key)  # another request may have loaded it into the CPU tier
         if self.delete_at_daemons is not None:
-            # Also blocks of the CPU tier: those bytes may be what was sent.
+            # Blocks of the CPU tier too: the same bytes may have been sent to a daemon.
             self.delete_at_daemons(keys)
         for start in range(0, len(different), _MAX_NAMED):
             some = different[start : start + _MAX_NAMED]
             logger.warning(
-                "verification: %d block(s) of the %s tier not what computing them gives; "
+                "verification: %d block(s) of the %s tier differ from what the model computes; "
                 "evicted: %s",
                 len(some),
                 findings.tier.value,
-                ", ".join(f"{key.hex()} ({_told(verdict)})" for key, verdict in some),
+                ", ".join(f"{key.hex()} ({_describe(verdict)})" for key, verdict in some),
             )
 
     def _candidates(self, state: RequestState, group: Group, span: range) -> Iterator[Candidate]:
@@ -195,7 +199,7 @@ class Verification:
         )
 
 
-def _told(verdict: BlockVerdict) -> str:
+def _describe(verdict: BlockVerdict) -> str:
     at = f"{verdict.layer}: " if verdict.layer else ""
     if not math.isfinite(verdict.largest):
         return f"{at}other bytes"

@@ -1,13 +1,14 @@
-"""Which end of a prefix can be served, if windows of it lie with daemons.
+"""Finds the longest prefix whose sliding windows the CPU tier and the daemons hold.
 
-Groups with full attention are asked from their heads: the answer says how far they reach. A window
-is asked for where a hit would end, and that is only known then. So first the full groups answer,
-then the windows at the end they reach. Mostly they are there: they were stored with the blocks of
-the full groups. If one is not whole, the daemons say which blocks they have at all, and the windows
-are asked for once more, at the last end that has them.
+Groups with full attention are looked up from their heads; the answer is how far they reach. A
+window is needed only where the hit ends, which is known only after that. So the full groups are
+looked up first, then the windows at the end that these reach. Mostly the windows are present,
+because they were stored with the blocks of the full groups. If a window is incomplete, the daemons
+list which of its blocks they hold, and the windows are looked up once more, at the last end where
+all are complete.
 
-With a picture of the CPU tier taken when the lookup started. What may be loaded is decided by the
-scheduler afterwards, by what is there then.
+The search uses a snapshot of the CPU tier from the start of the lookup. The scheduler decides later
+what to load, from what the CPU tier holds then.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from vllm_tiered_kv.cache.planner import Group, end_of_windows
 
 
 class Found(Protocol):
-    """Positions that a daemon has."""
+    """Consecutive positions that a daemon holds."""
 
     @property
     def stop(self) -> int: ...
@@ -29,10 +30,11 @@ class Found(Protocol):
 
 @dataclass(frozen=True)
 class WindowSearch:
-    """What the scheduler knows when it asks."""
+    """The scheduler's knowledge at the start of a lookup. The remote tier builds it in the
+    scheduler's thread; a lookup thread uses it."""
 
     groups: Sequence[Group]
-    held: Sequence[Sequence[bool]]  # per group: positions the CPU tier has
+    held: Sequence[Sequence[bool]]  # per group and position: whether the CPU tier has the block
     computed: int
     limit: int
     alignment: int
@@ -42,7 +44,7 @@ class WindowSearch:
         return [group for group in self.groups if group.window is not None]
 
     def reach(self, firsts: Sequence[int], found: Sequence[Sequence[Found]]) -> int:
-        """Tokens that all full groups have; `firsts` are the positions they were asked from."""
+        """Tokens that all full groups hold; their lookups started at the positions `firsts`."""
         end = self.limit
         for group in self.groups:
             if group.window is None:
@@ -55,14 +57,15 @@ class WindowSearch:
         return end - end % self.alignment
 
     def wanted(self, group: Group, end: int) -> range:
-        """Positions to ask for, if a hit is to end there: from the first the CPU tier lacks."""
+        """Positions to look up if a hit ends at `end`: from the first one that the CPU tier lacks
+        to the last."""
         held = self.held[group.group_id]
         absent = [n for n in group.needed(self.computed, end) if not held[n]]
         return range(absent[0], absent[-1] + 1) if absent else range(0)
 
     def longest(self, end: int, present: Mapping[int, Sequence[bool]]) -> int:
-        """The last end, up to this one, whose windows are there; `present` says by group which
-        positions daemons have."""
+        """The last end up to `end` whose windows are complete; `present` says by group which
+        positions daemons hold."""
 
         def last_missing(group: Group, needed: range) -> int | None:
             held, there = self.held[group.group_id], present[group.group_id]
