@@ -323,7 +323,7 @@ def test_verify_finds_planted_damage(folder: Path) -> None:
 
 def test_verify_reports_what_is_missing(folder: Path) -> None:
     os.truncate(folder / "data", 8192)
-    assert "the data file ends before them" in verify(folder).journal.dropped
+    assert "beyond the end of the data file" in verify(folder).journal.dropped
     journal = (folder / "journal").read_bytes()
     (folder / "journal").unlink()
     report = verify(folder)
@@ -435,6 +435,6 @@ def test_links_and_pipes_in_the_folder_are_refused(folder: Path, name: str, is_l
         os.mkfifo(folder / name)
     if name == "journal.tmp":  # written when the journal is replaced
         (folder / "journal").write_bytes(b"")
-    with pytest.raises(OSError, match=r"symbolic link|not a plain file"):
+    with pytest.raises(OSError, match=r"symbolic link|not a regular file"):
         SsdStore(folder, SMALL)
     assert precious.read_bytes() == b"of somebody else"

@@ -264,7 +264,7 @@ DAEMON = (
     Mutation(
         "memory-deleted-while-written-comes-back",
         "stores/memory.py",
-        "                self._index.remove(key)  # also what is still being written\n",
+        "                self._index.remove(key)  # also blocks that are still being written\n",
         "                if self._index.lookup(key) is Lookup.HIT:\n"
         "                    self._index.remove(key)\n",
         "a deleted block appears when its writer is done",
