@@ -223,7 +223,7 @@ def test_one_clear_line_when_writing_stops(
     assert "No space left" in told[0].message
     disk.faults.clear()
     put_until_stored(store, 1)
-    assert any("writing again" in record.message for record in caplog.records)
+    assert any("writing works again" in record.message for record in caplog.records)
 
 
 def test_flush_and_close_end_on_a_broken_disk(tmp_path: Path, disk: FaultyDisk) -> None:

@@ -68,7 +68,7 @@ class _Batch(Generic[_Job, _Result]):
                     self._ended.notify_all()
 
     def results(self) -> list[_Result]:
-        """Waits for the jobs of all threads. If jobs failed, raises the exception of one of them."""
+        """Waits for the jobs of all threads. If some failed, raises the exception of one."""
         with self._ended:
             while self._left:
                 self._ended.wait()

@@ -300,8 +300,8 @@ class MemoryStore:
     def reserve(
         self, key: StoreKey, parent: StoreKey | None, nbytes: int, more: int = 0
     ) -> PinnedSlot | PutResult:
-        """Returns a slot to fill, until `commit` or `abort`, or the reason why there is none. `more`
-        is the number of blocks that the caller is about to reserve after this one."""
+        """Returns a slot to fill, until `commit` or `abort`, or the reason why there is none.
+        `more` is the number of blocks that the caller is about to reserve after this one."""
         with self._lock:
             if self._closed:
                 return PutResult.DROPPED
@@ -381,7 +381,9 @@ class MemoryStore:
         """Starts writing slots of one class; `taken` has (key, parent, slot) of each."""
         for key, _, _ in taken if self._dropped else []:
             self._dropped.pop(key, None)
-        self._assign_slabs({slot // self._geometry.slots_per_slab for _, _, slot in taken}, size_class)
+        self._assign_slabs(
+            {slot // self._geometry.slots_per_slab for _, _, slot in taken}, size_class
+        )
         offsets = self._geometry.offsets((slot for _, _, slot in taken), size_class)
         generations = self.arena.begin_writing(offsets)
         views = self.arena.views(offsets, nbytes)
@@ -393,7 +395,7 @@ class MemoryStore:
         ]
 
     def _followers(self, blocks: Sequence[NewBlock]) -> list[int]:
-        """Returns for each block how many new blocks of its kind follow it directly in its chain."""
+        """Returns for each block how many new blocks of its kind follow directly in its chain."""
         counts = [0] * len(blocks)
         for n in range(len(blocks) - 1, 0, -1):
             key, parent, nbytes = blocks[n]
@@ -453,7 +455,7 @@ class MemoryStore:
         return [next(ended) if isinstance(slot, PinnedSlot) else slot for slot in slots]
 
     def seal(self, slots: Sequence[PinnedSlot]) -> list[PutResult]:
-        """Hashes blocks that an attached process wrote into these slots, and makes them readable."""
+        """Hashes blocks that an attached process wrote to these slots and makes them readable."""
         with self.giving_back(slots):
             checksums = hash_buffers([slot.view for slot in slots], threads=_AUTO_THREADS)
         return self._end_all(slots, [None] * len(slots), checksums)
@@ -497,8 +499,8 @@ class MemoryStore:
         return results
 
     def commit(self, slot: PinnedSlot, checksum: int, hold: bool = False) -> bool:
-        """Makes the block readable; returns False if it was deleted while being written. `hold` pins
-        it until `let_go`, before it can be evicted."""
+        """Makes the block readable; returns False if it was deleted while being written. `hold`
+        pins it until `let_go`, before it can be evicted."""
         with self._lock:
             generation = self.arena.next_generation(slot.offset)
             if not self._index.commit(slot.slot):

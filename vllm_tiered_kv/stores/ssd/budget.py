@@ -35,7 +35,7 @@ class Budget:
 
     @classmethod
     def divide(cls, capacity_bytes: int, slab_bytes: int | None) -> Budget:
-        """Divides the capacity. `slab_bytes` is that of an existing folder, or None to choose it."""
+        """Divides the capacity. `slab_bytes` is that of an existing folder, or None."""
         if capacity_bytes < MIN_CAPACITY:
             raise ConfigError("ssd_space", f"must be at least {format_size(MIN_CAPACITY)}")
         index = max(capacity_bytes // _INDEX_SHARE, min(capacity_bytes // 4, _SMALL_INDEX))

@@ -194,7 +194,10 @@ class Committer:
                     stopping = self._stopping
                     self._cycle()
             except BaseException:
-                logger.exception("%s: the journal writer failed; nothing more is written until the daemon restarts", self._folder)
+                logger.exception(
+                    "%s: the journal writer failed; no writes until a restart",
+                    self._folder,
+                )
             finally:
                 self._stopped = True
                 self._finished.notify_all()
@@ -250,7 +253,8 @@ class Committer:
             self._failed.append(number)
             if data_sync_failed:
                 # The sync may also have lost slots written during this cycle, whose records belong
-                # to the next one, so the next cycle counts as failed too.
+                # to the next one, so the next cycle counts as failed too. By `data_failures`, a put
+                # whose record is not queued yet learns of it.
                 lost += self._unsynced
                 self._unsynced = []
                 self.data_failures += 1

@@ -105,7 +105,9 @@ class DataFile:
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
-            logger.warning("%s: this file system cannot reserve space; writes may fail later", self._path)
+            logger.warning(
+                "%s: this file system cannot reserve space; writes may fail later", self._path
+            )
             self._disk.truncate(self._fd, nbytes)
         self._probe_direct()
 

@@ -26,7 +26,7 @@ _MAX_SUPERBLOCK = 4096
 
 
 class FolderLock:
-    """The lock on a folder, held while a store is open. The kernel releases it if the process dies."""
+    """The lock of an open store on its folder. The kernel releases it if the process dies."""
 
     def __init__(self, folder: Path, read_only: bool = False) -> None:
         """`read_only` also works on a read-only file system, as after disk errors."""

@@ -112,7 +112,9 @@ def _last_of_each_key(puts: RecordArray) -> NDArray[np.int64]:
     ambiguous = np.flatnonzero(np.isin(hashes, values[counts > 1]))
     keys = _keys(puts[ambiguous], "key", "key_bytes")
     last = dict(zip(keys, ambiguous.tolist(), strict=True))
-    superseded = [row for key, row in zip(keys, ambiguous.tolist(), strict=True) if last[key] != row]
+    superseded = [
+        row for key, row in zip(keys, ambiguous.tolist(), strict=True) if last[key] != row
+    ]
     return np.delete(rows, superseded)
 
 

@@ -264,7 +264,7 @@ class SsdStore:
                 read.good = moved.checksum == read.checksum
 
     def measure_reads(self) -> None:
-        """Reads a few blocks and discards them, so that `read_speed` is known before the first load.
+        """Reads a few blocks and discards them, so that `read_speed` is known before a load.
 
         This does not count as a use of the blocks, and damaged ones are left for a later read.
         """
@@ -381,9 +381,7 @@ class SsdStore:
         if nbytes > largest:
             self.counters.too_large_blocks += 1
             sizes = f"{format_size(nbytes)}, more than a slab of {format_size(largest)}"
-            self._warn_once(
-                "blocks are too large (%s): create a new folder with more space", sizes
-            )
+            self._warn_once("blocks are too large (%s): create a new folder with more space", sizes)
         longest_key = max(len(item.key), len(item.parent or b""))
         return 0 < nbytes <= largest and bool(item.key) and longest_key <= MAX_KEY_BYTES
 
@@ -401,7 +399,9 @@ class SsdStore:
         for write, moved in zip(writes, self._data.write_blocks(places), strict=True):
             write.checksum = moved.checksum
             if moved.refused:
-                self._warn_once("a block is refused (%s)", "it does not have the checksum sent with it")
+                self._warn_once(
+                    "a block is refused (%s)", "it does not have the checksum sent with it"
+                )
             elif moved.error is None:
                 write.result = PutResult.STORED
             elif moved.error.errno != errno.ECANCELED:  # the block that failed has the reason
@@ -441,7 +441,7 @@ class SsdStore:
     def _make_durable(
         self, items: Sequence[PutItem], writes: list[BlockWrite], results: list[PutResult]
     ) -> None:
-        """Waits until the records of this batch are durable, also those of blocks already present."""
+        """Waits until the records of this batch are durable, including those already present."""
         self._await_others(items, results)
         stored = [write for write in writes if write.is_readable]
         if not stored and PutResult.PRESENT not in results:
@@ -467,7 +467,7 @@ class SsdStore:
     # ---- removal ------------------------------------------------------------------------------
 
     def delete(self, keys: Sequence[StoreKey]) -> int:
-        """Returns when the removal is durable, so that the blocks do not return at the next start."""
+        """Returns when the removal is durable, so that no block is back after the next start."""
         try:
             with self._operation(), self._lock:
                 here = [key for key in keys if self._index.lookup(key) is Lookup.HIT]
@@ -531,7 +531,9 @@ class SsdStore:
         """Logs each message once, because a failing disk repeats it; the counters have the rest."""
         if message not in self._logged:
             self._logged.add(message)
-            logger.warning("%s: " + message + "; further ones are only counted", self.folder, detail)
+            logger.warning(
+                "%s: " + message + "; further ones are only counted", self.folder, detail
+            )
 
     def _pause_writing(self, error: OSError) -> None:
         with self._lock:
