@@ -1,4 +1,4 @@
-"""What the tests of the shared directory have in common: folders, faults, other users."""
+"""Common helpers of the shared-directory tests: folders, faults, other users."""
 
 from __future__ import annotations
 

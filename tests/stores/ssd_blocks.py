@@ -1,4 +1,4 @@
-"""Blocks whose bytes follow from their number, and what a store makes of them."""
+"""Blocks whose bytes derive from their number, and helpers to put and check them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A random workload on a store, and what must be found after it ended without warning."""
+"""A random workload on a store, and checks of the store after the workload was killed."""
 
 from __future__ import annotations
 
