@@ -34,7 +34,7 @@ SIZES = [1, 2, 7, 255, 256, 257, 4095, 4096, 4097, 65537, MIB + 3, 4 * MIB]
 
 @dataclass(frozen=True)
 class StoreCase:
-    """One implementation: `open(folder, capacity_bytes)` gives a store and closes it after."""
+    """One implementation: `open(folder, capacity_bytes)` yields a store and closes it."""
 
     name: str
     open: Callable[[Path, int], AbstractContextManager[BlockStore]]
@@ -90,7 +90,7 @@ def assert_lacks(store: BlockStore, key: StoreKey, nbytes: int = 4 * KIB) -> Non
 
 
 class StoreContract:
-    """Needs a fixture `case`; a class named Test… that derives from this one runs it."""
+    """The tests of the contract. Derive a class named Test… and provide a fixture `case`."""
 
     @pytest.fixture
     def store(self, case: StoreCase, tmp_path: Path) -> Iterator[BlockStore]:

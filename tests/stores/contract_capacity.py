@@ -26,13 +26,13 @@ BLOCK = 16 * KIB
 
 
 class CapacityContract:
-    """As StoreContract; skipped for stores whose capacity is a goal."""
+    """Like StoreContract; skipped for stores whose capacity is only a target."""
 
     @pytest.fixture
     def small(self, case: StoreCase, tmp_path: Path) -> Iterator[BlockStore]:
         """Room for 64 blocks, or somewhat less where a block needs more than its payload."""
         if not case.exact_capacity:
-            pytest.skip("its capacity is a goal, not a limit")
+            pytest.skip("its capacity is a target, not a limit")
         with case.open(tmp_path, MIB) as opened:
             yield opened
 

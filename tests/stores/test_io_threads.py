@@ -63,7 +63,7 @@ def test_map_without_threads_runs_in_the_caller(
 def test_map_when_threads_cannot_start_leaves_no_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The pool keeps what it was given even if it then says that it has no thread for it."""
+    """The pool keeps a submitted job even if it raises because no thread can be started."""
     start = threading.Thread.start
 
     def limited(self: threading.Thread) -> None:

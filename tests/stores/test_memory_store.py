@@ -189,7 +189,7 @@ def test_put_blocks_of_all_kinds_in_one_batch(store: MemoryStore) -> None:
 
 
 def test_put_drops_successors_of_a_dropped_block(store: MemoryStore) -> None:
-    """Also when there is room again: it could not be found without its head."""
+    """Also when there is room again, because no lookup could reach it without its head."""
     store.turn_away([key(1)])
     assert store.put([item(2, parent=1), item(3, parent=2)]) == [PutResult.DROPPED] * 2
     elsewhere = store.reserve_chain([(key(2), key(1), SIZE)], lambda parent: parent == key(1))
@@ -241,7 +241,7 @@ def test_seal_with_failing_hash_frees_its_slots(
 
 
 class Full:
-    """A store with room for nothing more, and what leaves it."""
+    """A full store, and the blocks evicted from it."""
 
     def __init__(self, *first: PutItem) -> None:
         self.left: list[bytes] = []
@@ -283,7 +283,7 @@ def test_reserve_chain_makes_room_at_once() -> None:
 
 @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
 def test_reserve_chain_searches_room_once_per_kind(eviction: str) -> None:
-    """Each look goes through the whole memory, which others wait for."""
+    """Each search traverses the whole index while others wait for the lock."""
     asked: list[bytes] = []
 
     def refuse(name: bytes) -> bool:

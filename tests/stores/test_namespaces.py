@@ -154,7 +154,7 @@ def test_recovery_with_new_quota_separates_shared_slab(tmp_path: Path) -> None:
 def test_reserve_after_wait_does_not_use_reassigned_class(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A put waits for room without the lock, and its class has no block yet."""
+    """A put releases the lock while it waits for room, and its class has no block yet."""
     store = opened(tmp_path / "ssd", any_may)
     count = 0
     while not store.counters.evicted_blocks:

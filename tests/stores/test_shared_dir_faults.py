@@ -30,7 +30,7 @@ KEY = named("a")
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A directory that exists, so that faults meet the calls under test and not its making."""
+    """An existing directory, so that faults hit the calls under test and not its creation."""
     with opened(tmp_path / "s") as store:
         store.put([item(named("earlier"), SIZE)])
     return tmp_path / "s"
@@ -91,7 +91,7 @@ def test_put_with_failing_sync_stores_nothing(root: Path, nth: int) -> None:
 @pytest.mark.parametrize("nth", [1, 2, 3, 4])
 @pytest.mark.parametrize("by", ["itself", "another"])
 def test_put_removes_present_block_that_cannot_be_synced(root: Path, nth: int, by: str) -> None:
-    """The system tells of lost bytes once: the next sync succeeds, whatever became of them."""
+    """The system reports lost bytes once; the next sync succeeds although they are lost."""
     ops = FaultyOps()
     with opened(root) as another, opened(root, ops) as store:
         (store if by == "itself" else another).put([item(KEY, SIZE)])
@@ -195,7 +195,7 @@ def test_durable_put_syncs_file_and_name(root: Path) -> None:
 
 
 def lose_bytes(path: Path, kept: int) -> None:
-    """As a power cut does that comes before they were written back."""
+    """Simulates a power loss before the bytes were written back."""
     size = path.stat().st_size
     os.truncate(path, kept)
     os.truncate(path, size)
@@ -228,7 +228,7 @@ def test_durable_put_rewrites_concurrent_damaged_block(root: Path) -> None:
 
 @pytest.mark.parametrize("nbytes", [SIZE, SIZE + 1])
 def test_durable_put_verifies_only_unknown_files(root: Path, nbytes: int) -> None:
-    """Of whatever length: a key names one content, and what is there stays."""
+    """Also for other lengths: a key names one content, and the present block stays."""
     ops = FaultyOps()
     with opened(root) as other, opened(root, ops) as store:
         other.put([item(KEY, nbytes)], Durability.DISK)
@@ -261,7 +261,7 @@ def test_flush_failure_is_counted(root: Path) -> None:
 
 
 def test_durable_put_rewrites_block_collected_meanwhile(root: Path) -> None:
-    """It was there at the first look, and is gone when it is opened to be synced."""
+    """The block is present at first, and gone when it is opened for the sync."""
     with opened(root) as other:
         other.put([item(KEY, SIZE)])
         path = file_of(other, KEY)
@@ -279,7 +279,8 @@ def test_durable_put_rewrites_block_collected_meanwhile(root: Path) -> None:
 
 @pytest.mark.parametrize("times", [1, 100])
 def test_durable_put_retries_when_other_writers_block_is_collected(root: Path, times: int) -> None:
-    """Published between our look and our link, gone before it is synced; now and then forever."""
+    """Another writer publishes between our check and our link, and the block is collected before
+    it is synced: once, or every time."""
     with opened(root) as other:
         path = file_of(other, KEY)
         left = [times]
@@ -317,7 +318,7 @@ def test_link_that_reports_a_false_error_succeeds(root: Path, code: int) -> None
 
 
 def test_link_after_another_writer_is_present(root: Path) -> None:
-    """The other one publishes between our look and our link."""
+    """Another writer publishes between our check and our link."""
     with opened(root) as other:
 
         def be_late(source: str, target: str) -> None:
@@ -488,7 +489,7 @@ def test_file_ops_work_on_a_real_file_system(tmp_path: Path) -> None:
 
 
 def test_flush_failure_reports_blocks_and_put_rewrites_them(root: Path) -> None:
-    """The next sync would succeed, and say nothing of the bytes that are gone."""
+    """The next sync would succeed without reporting the lost bytes."""
     ops = FaultyOps()
     lost: list[bytes] = []
     with opened(root, ops) as store:
@@ -542,7 +543,7 @@ def test_put_syncs_when_too_many_blocks_are_unsynced(
 def test_fifo_in_place_of_a_block_does_not_block_calls(
     root: Path, make: Callable[[Path], None]
 ) -> None:
-    """A pipe would: whoever opens it waits for its other end."""
+    """Opening a FIFO normally waits for its other end."""
     with opened(root) as store:
         path = file_of(store, KEY)
         path.parent.mkdir(parents=True, exist_ok=True)

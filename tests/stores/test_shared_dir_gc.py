@@ -29,7 +29,7 @@ LATER = 100 * HOUR  # how far in the future the collections of these tests stand
 
 
 def set_age(store: SharedDirStore, keys: Sequence[StoreKey], age_s: float) -> None:
-    """As if last used so long before the collection."""
+    """Sets the mtime as if the block was last used that long before the collection."""
     for key in keys:
         when = int((time.time() + LATER - age_s) * 1e9)
         os.utime(file_of(store, key), ns=(when, when))
@@ -85,7 +85,7 @@ def test_collect_beyond_capacity_removes_the_coldest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("newer", ["tail", "head", "same"])
 def test_collect_removes_tails_before_heads_of_any_date(tmp_path: Path, newer: str) -> None:
-    """A put dates heads before tails, a file system with coarse times dates all alike."""
+    """A put dates heads before tails; with coarse timestamps all dates are equal."""
     with opened(tmp_path, capacity_bytes=5000, low_watermark=1.0) as store:
         keys = put_chain(store, "a", 12, 50 * HOUR)
         for at, key in enumerate(keys):
@@ -120,7 +120,7 @@ def test_collect_with_few_candidates_takes_several_rounds(tmp_path: Path) -> Non
 
 
 def test_collect_removes_nothing_within_grace_period(tmp_path: Path) -> None:
-    """However old the file pretends to be: it got its name just now."""
+    """Even if the mtime of a file is old: it was published just now."""
     with opened(tmp_path, capacity_bytes=1000, ttl_s=2 * HOUR, grace_s=HOUR) as store:
         keys = chain_keys("a", 5)
         store.put(chain_items(keys, BLOCK))
@@ -224,7 +224,7 @@ def test_reader_continues_with_removed_block(tmp_path: Path) -> None:
 
 
 def left_in_trash(store: SharedDirStore, key: StoreKey, seen: Identity) -> Path:
-    """What a collector leaves that dies right after its rename."""
+    """Leaves what a collector leaves that dies right after its rename."""
     trash = Path(store.tree.trash_path(key, seen))
     file_of(store, key).rename(trash)
     return trash

@@ -84,7 +84,8 @@ def run_crowd(tmp_path: Path, roles: list[str], kills: int, **options: float) ->
 
 
 def check_afterwards(root: Path) -> set[StoreKey]:
-    """Finishes what the dead left; every block still there is right. Which ones there are."""
+    """Finishes the removals of dead collectors and checks every remaining block; returns their
+    keys."""
     with opened(root) as store:
         report = SharedDirGc(store).collect(now=time.time() + 1e6)
         assert report.errors == 0

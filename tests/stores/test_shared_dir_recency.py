@@ -79,7 +79,7 @@ def test_lookup_is_not_a_use(tmp_path: Path) -> None:
 
 
 def test_use_of_tail_touches_the_whole_chain(tmp_path: Path) -> None:
-    """The reader has the head elsewhere and asks for the rest only."""
+    """The reader has the head elsewhere and reads only the tail."""
     with opened(tmp_path, touch_interval_s=INTERVAL) as store:
         keys = old_chain(store, 10)
         use(store, keys[7:9])
@@ -113,7 +113,7 @@ def test_touches_go_from_tail_to_head(tmp_path: Path) -> None:
 
 
 def test_slow_conversation_refreshes_its_head(tmp_path: Path) -> None:
-    """A block now and then, each soon after the last: the head must not age with their number."""
+    """New blocks follow each other within the interval; the head must be refreshed all the same."""
     with opened(tmp_path, touch_interval_s=INTERVAL) as store:
         now = [0.0]
         recency = Recency(

@@ -1,5 +1,4 @@
-"""Whole batches of blocks: by native threads where memory goes straight to the disk, and by
-Python's otherwise. Both do the same."""
+"""Batches of blocks, transferred by native code or by Python threads, with the same results."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ COUNT = 20
 
 
 class SeenDisk(OsDisk):
-    """Does what the real one does; being another class, it gets every call."""
+    """Behaves like the real disk; as a subclass it receives every call."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -171,7 +171,7 @@ def test_put_evicts_no_more_than_needed(tmp_path: Path) -> None:
 def test_concurrent_puts_waiting_for_room_all_succeed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One who makes room for itself alone loses it to others, who are many, again and again."""
+    """A put that makes room only for itself would lose it to the other puts repeatedly."""
 
     class HeldUp(OsDisk):
         go_on = threading.Event()
@@ -273,7 +273,7 @@ def test_smaller_quota_applies_to_recovered_blocks(tmp_path: Path) -> None:
 
 
 def test_block_needs_no_python_object(tmp_path: Path) -> None:
-    """There may be ten million of them, and the compiled index has all that is known of each."""
+    """There may be ten million blocks; the compiled index keeps everything about them."""
     payload = memoryview(bytes(4096))
     numbers = range(500)
     with opened(tmp_path, 64 * MIB) as store:

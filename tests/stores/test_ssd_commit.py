@@ -23,7 +23,7 @@ PATIENCE_S = 30.0
 
 
 class FailsOnce(OsDisk):
-    """One sync of the data file takes its time, and then fails."""
+    """A disk on which one sync of the data file is delayed and then fails."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class FailsOnce(OsDisk):
 
 
 def test_put_during_failing_sync_is_not_durable(tmp_path: Path) -> None:
-    """The system tells of lost pages once: the next sync that succeeds says nothing of them."""
+    """The system reports lost pages once; the next sync succeeds without reporting them."""
     disk = FailsOnce()
     with (
         opened(tmp_path / "store", disk=disk, retry_seconds=0.05) as store,
@@ -72,7 +72,7 @@ def test_put_during_failing_sync_is_not_durable(tmp_path: Path) -> None:
 
 
 class Interrupted(FailsOnce):
-    """Something happens when a block is written, before its writer hears of it."""
+    """A disk that runs a callback after a write, before the write returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Interrupted(FailsOnce):
 
 @pytest.mark.parametrize("durability", [Durability.MEMORY, Durability.DISK])
 def test_put_sealed_after_failing_sync_is_not_kept(tmp_path: Path, durability: Durability) -> None:
-    """A later sync that succeeds says nothing of what an earlier one lost."""
+    """The success of a later sync does not cover what an earlier one lost."""
     disk = Interrupted()
     with opened(tmp_path / "store", disk=disk, retry_seconds=0.0) as store:
 
@@ -110,7 +110,7 @@ def test_put_sealed_after_failing_sync_is_not_kept(tmp_path: Path, durability: D
 
 
 def test_record_queued_while_journal_is_broken_can_be_lost(tmp_path: Path) -> None:
-    """It stands in no queue: the next journal is to have it."""
+    """Its record is not queued, because the next journal generation is to contain it."""
     disk = Interrupted()
     with opened(tmp_path / "store", disk=disk, retry_seconds=3600.0) as store:
 
@@ -166,7 +166,7 @@ def test_flush_after_failed_flush_covers_remaining_blocks(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("fsync", FsyncPolicy)
 def test_flush_reports_unreported_loss(tmp_path: Path, fsync: FsyncPolicy) -> None:
-    """A block that was stored and is not here any more was not made durable."""
+    """A block that was stored and then lost was not made durable."""
     disk = Interrupted()
     with opened(tmp_path / "store", disk=disk, retry_seconds=0.0, fsync=fsync) as store:
         put(store, 1)
@@ -182,7 +182,7 @@ def test_flush_reports_unreported_loss(tmp_path: Path, fsync: FsyncPolicy) -> No
 
 
 class SlowRename(Interrupted):
-    """A new journal gets its name when it may."""
+    """A disk on which the rename of a new journal waits for permission."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class SlowRename(Interrupted):
 
 
 def test_changes_during_journal_rewrite_are_in_the_new_one(tmp_path: Path) -> None:
-    """The new one was written from what was there before that."""
+    """The new journal is written from a snapshot taken before the change."""
     disk = SlowRename()
     with (
         opened(tmp_path / "store", disk=disk, retry_seconds=0.0) as store,

@@ -53,7 +53,7 @@ def flip(path: Path, bit: int) -> None:
 
 
 def readable(path: Path, capacity: int = 400 << 10) -> set[int]:
-    """What can be read, all of it right; the store goes on working."""
+    """Returns the readable blocks; checks that they are correct and that the store still works."""
     with opened(path, capacity) as store:
         good = set()
         for number in present(store, BLOCKS):
@@ -289,7 +289,7 @@ def test_verify_of_sound_folder_reports_no_damage(folder: Path) -> None:
 def test_verify_works_on_read_only_file_system(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a disk that fails leaves it, which is when one wants to know."""
+    """A failing disk is often remounted read-only, which is when `verify` is needed."""
     really_open = os.open
 
     def no_writing(path: os.PathLike[str], flags: int, *more: int) -> int:
@@ -341,11 +341,11 @@ def test_verify_reports_missing_files(folder: Path) -> None:
 
 
 class _Died(BaseException):
-    """Stands for the end of the process."""
+    """Simulates the death of the process."""
 
 
 class _DyingDisk(OsDisk):
-    """Changes the disk so many times, and never again."""
+    """Allows a number of changes, and raises after that."""
 
     def __init__(self, calls: int) -> None:
         super().__init__()
@@ -398,7 +398,7 @@ def test_verify_of_interrupted_first_start_reports_no_damage(tmp_path: Path) -> 
 
 
 def test_blocks_beyond_truncated_data_file_do_not_return(folder: Path, tmp_path: Path) -> None:
-    """A start that finds blocks missing may be cut off, too."""
+    """A start that finds missing blocks may be interrupted, too."""
     os.truncate(folder / "data", 8 * 4096)
     for calls in itertools.count():
         copy = tmp_path / str(calls)
@@ -425,7 +425,7 @@ def test_put_with_wrong_checksum_is_counted_and_not_kept(tmp_path: Path) -> None
 @pytest.mark.parametrize("name", ["FORMAT", "LOCK", "data", "journal", "journal.tmp"])
 @pytest.mark.parametrize("is_link", [True, False])
 def test_open_with_links_or_fifos_is_refused(folder: Path, name: str, is_link: bool) -> None:
-    """Another user who may write to the folder chooses no file of ours, and holds nobody up."""
+    """Another user with write access to the folder can neither redirect nor block the store."""
     precious = folder.parent / "precious"
     precious.write_bytes(b"of somebody else")
     (folder / name).unlink(missing_ok=True)

@@ -153,7 +153,7 @@ def test_failed_compaction_is_retried(
 
 
 def test_journal_close_error_is_ignored(store: SsdStore, tmp_path: Path) -> None:
-    """A network file system tells at the close of writes that failed; the file is closed then."""
+    """A network file system reports failed writes at close, which closes the file anyway."""
     disk = store._committer._disk
     assert isinstance(disk, FaultyDisk)
     complaining = {store._committer._journal._fd}
@@ -351,7 +351,7 @@ def test_open_with_too_large_capacity_is_refused(small_disk: Path) -> None:
 
 
 class SlowDisk(FaultyDisk):
-    """Its first write of a block takes until `go`, and may fail then."""
+    """The first write of a block waits for `go`, and may then fail."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -366,7 +366,7 @@ class SlowDisk(FaultyDisk):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_durable_put_waits_for_concurrent_write(tmp_path: Path, fails: bool) -> None:
-    """The block is being put by somebody who does not care how durable it is."""
+    """Another caller is putting the same block without durability."""
     disk = SlowDisk()
     with (
         opened(tmp_path / "store", disk=disk, retry_seconds=RETRY) as store,

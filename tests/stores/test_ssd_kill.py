@@ -24,7 +24,7 @@ from vllm_tiered_kv.stores.ssd.store import SsdStore
 
 
 class EventFile:
-    """Survives its writer: each line is one system call."""
+    """A log that survives its writer, because each line is one system call."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -40,7 +40,7 @@ class EventFile:
 
 
 def use_until_killed(folder: Path, events: EventFile, fsync: FsyncPolicy, seed: int) -> None:
-    """The child; never returns."""
+    """Runs in the child; never returns."""
 
     def endless(number: int) -> None:
         try:

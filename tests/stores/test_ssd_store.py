@@ -112,7 +112,7 @@ def test_aligned_and_unaligned_buffers_round_trip(tmp_path: Path) -> None:
 
 
 def test_slot_contains_no_bytes_of_another_block(tmp_path: Path) -> None:
-    """The rest of a slot's last page is zeros, not what a bounce buffer held before."""
+    """The rest of a slot's last page is zeros, not old contents of a bounce buffer."""
     with opened(tmp_path / "store", MIB) as store:
         secret = b"secret!!" * 512
         for number in range(8):
@@ -199,7 +199,7 @@ def test_closed_store_misses_and_drops(tmp_path: Path) -> None:
 
 
 def test_slot_being_read_is_not_reused(tmp_path: Path) -> None:
-    """A read is held up while its block is deleted and the store is filled over and over."""
+    """A read is delayed while its block is deleted and the store is overwritten repeatedly."""
 
     class SlowRead(OsDisk):
         slow = threading.Event()

@@ -196,13 +196,13 @@ class BlockTable:
     def live_count(self) -> int:
         return len(self.index)
 
-    def take_leaving(self) -> list[int]:
+    def take_quarantined(self) -> list[int]:
         return self.index.take_quarantined()
 
     def released(self, slots: list[int]) -> None:
         self.index.release(slots)
 
-    def retake(self, slots: list[int]) -> None:
+    def quarantine_again(self, slots: list[int]) -> None:
         self.index.quarantine_again(slots)
 
     def lost(self, slots: list[int]) -> int:

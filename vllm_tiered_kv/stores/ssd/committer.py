@@ -40,13 +40,13 @@ class CommitOwner(Protocol):
         """Returns the records of all readable blocks, coldest first."""
 
     def live_count(self) -> int: ...
-    def take_leaving(self) -> list[int]:
+    def take_quarantined(self) -> list[int]:
         """Takes the slots that are in quarantine; the records of their removal are queued."""
 
     def released(self, slots: list[int]) -> None:
         """Frees slots whose removal is durable."""
 
-    def retake(self, slots: list[int]) -> None:
+    def quarantine_again(self, slots: list[int]) -> None:
         """Returns slots to quarantine, because their removal is not durable."""
 
     def lost(self, slots: list[int]) -> int:
@@ -223,8 +223,8 @@ class Committer:
         batch, self._queue = self._queue, []
         sync_all, self._sync_all = self._sync_all, False
         self._urgent = False
-        leaving = self._owner.take_leaving()
-        self._releasing = bool(leaving)
+        quarantined = self._owner.take_quarantined()
+        self._releasing = bool(quarantined)
         rewrite = self._should_rewrite(len(batch))
         records: Records = self._owner.live_records() if rewrite else batch
         sync_data = sync_all or rewrite or (self._group and bool(self._unsynced))
@@ -248,7 +248,7 @@ class Committer:
         self._releasing = False
         self._done = number
         if error is None:
-            self._succeed(number, leaving)
+            self._succeed(number, quarantined)
         else:
             self._failed.append(number)
             if data_sync_failed:
@@ -259,7 +259,7 @@ class Committer:
                 self._unsynced = []
                 self.data_failures += 1
                 self._failed.append(self._next)
-            self._fail(error, leaving, lost)
+            self._fail(error, quarantined, lost)
         self._finished.notify_all()
 
     def _should_rewrite(self, more: int) -> bool:
@@ -290,15 +290,15 @@ class Committer:
             self._journal.sync()
             self._counters.syncs += 1
 
-    def _succeed(self, number: int, leaving: list[int]) -> None:
+    def _succeed(self, number: int, quarantined: list[int]) -> None:
         if self._broken:
             logger.warning("%s: writing works again", self._folder)
         self._durable = number
         self._broken = self._rewrite = False
         self._backoff.succeeded()
-        self._owner.released(leaving)
+        self._owner.released(quarantined)
 
-    def _fail(self, error: OSError, leaving: list[int], lost: list[int]) -> None:
+    def _fail(self, error: OSError, quarantined: list[int], lost: list[int]) -> None:
         delay = self._backoff.failed(time.monotonic())
         if not self._broken:
             logger.error(
@@ -309,5 +309,5 @@ class Committer:
             )
         self._broken = True
         self._queue = []
-        self._owner.retake(leaving)
+        self._owner.quarantine_again(quarantined)
         self._has_lost = bool(self._owner.lost(lost)) or self._has_lost
