@@ -1,10 +1,10 @@
-"""Reads csrc for bugs with clang-tidy and cppcheck.
+"""Checks csrc with clang-tidy and cppcheck.
 
     python -m tools.check_native
 
-Both come from PyPI, and so do CUDA's headers; a machine needs
-neither root nor a CUDA toolkit. clang-tidy knows the language and takes every file but the kernels,
-which it could only read with a whole toolkit; cppcheck is shallower and takes those too.
+Both tools and the CUDA headers come from PyPI, so neither root nor a CUDA toolkit is needed.
+clang-tidy checks all files except the kernels, for which it needs a complete toolkit; cppcheck is
+less thorough and checks the kernels too.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ BIN = Path(sys.executable).parent
 SOURCES = sorted(ROOT.glob("csrc/**/*.cpp"))
 KERNELS = sorted(ROOT.glob("csrc/*.cu"))
 
-# cppcheck preprocesses without system headers: what csrc takes from them is told here.
+# cppcheck preprocesses without system headers, so the macros that csrc needs are defined here.
 CPPCHECK = (
     *("--enable=warning,performance,portability,style", "--inline-suppr", "--quiet"),
     *("--language=c++", "--std=c++17", "--error-exitcode=1"),
-    # A loop that reads well is not rewritten into an algorithm.
+    # Readable loops need not become algorithms.
     "--suppress=useStlAlgorithm",
     *("-D__x86_64__", "-D__BYTE_ORDER__=1234", "-D__ORDER_LITTLE_ENDIAN__=1234"),
     *("-DUINT32_MAX=0xffffffffu", "-DINT64_MAX=0x7fffffffffffffffll", "-DINT_MIN=(-2147483648)"),
@@ -39,11 +39,11 @@ CPPCHECK = (
 
 
 def include_flags() -> list[str]:
-    """As system headers: what others wrote is not judged."""
+    """Returns the include folders as system headers, so that third-party code is not checked."""
     packages = Path(sysconfig.get_paths()["purelib"])
     cuda = [path.parent for path in packages.glob("nvidia/*/include/cuda_runtime_api.h")]
     if not cuda:
-        raise SystemExit("no CUDA headers: requirements/lint.txt is not installed here")
+        raise SystemExit("CUDA headers not found: install requirements/lint.txt")
     folders = [pybind11.get_include(), sysconfig.get_paths()["include"], str(cuda[0])]
     return [flag for folder in folders for flag in ("-isystem", folder)]
 
@@ -58,7 +58,7 @@ def run(command: Iterable[str]) -> tuple[int, str]:
 def clang_tidy(source: Path, includes: list[str]) -> tuple[int, str]:
     compiler = ["-std=c++17", "-Wall", "-Wextra", "-Icsrc", *includes]
     code, output = run([str(BIN / "clang-tidy"), "--quiet", str(source), "--", *compiler])
-    # "1234 warnings generated": of headers, and not shown.
+    # "1234 warnings generated" counts those of headers, which are not shown.
     lines = [line for line in output.splitlines() if not line.endswith(" generated.")]
     return code, "\n".join(lines)
 

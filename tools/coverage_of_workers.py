@@ -1,7 +1,7 @@
-"""A pytest plugin: a process that runs tests records what they reached as soon as they are over.
+"""A pytest plugin that makes each worker process save its coverage as soon as its tests are done.
 
-Otherwise it would do so when it ends, and one that takes long to end, as after engines with threads
-of their own, is killed while it writes.
+By default a worker saves when it exits. A worker that takes long to exit, for example because of
+the threads of engines, is killed while it writes.
 """
 
 from __future__ import annotations
@@ -20,4 +20,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     measuring.stop()
     measuring.save()
     recorded = measuring.get_data().data_filename()
-    shutil.copy(recorded, f"{recorded}.whole")  # the other may be written once more, and cut short
+    shutil.copy(
+        recorded, f"{recorded}.whole"
+    )  # the original may be rewritten at exit, and truncated

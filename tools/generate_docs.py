@@ -1,4 +1,7 @@
-"""Writes the generated parts of docs/: `python3 tools/generate_docs.py`. Tests check them."""
+"""Writes the generated parts of docs/; tests check that they are up to date.
+
+python -m tools.generate_docs
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def metrics_table(metrics: tuple[Metric, ...]) -> str:
 
 
 def options_table(cls: type[Any], env_prefix: str | None = None) -> str:
-    """The options of the engine, which the environment may set too, or those of the daemon."""
+    """Returns a table of options, with their environment variables if there is a prefix."""
     environment = ["environment"] if env_prefix else []
     columns = ["option", "type", "default", *environment, "meaning"]
     rows = [columns, ["---"] * len(columns)]
@@ -49,7 +52,7 @@ def options_table(cls: type[Any], env_prefix: str | None = None) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-# By page; the second part of one page has a name of its own behind a "#".
+# By page; further parts of one page are named after a "#".
 GENERATED: dict[str, Callable[[], str]] = {
     "configuration.md": partial(options_table, TieredKVConfig, ENV_PREFIX),
     "metrics.md": lambda: metrics_table(names.ALL),
@@ -68,7 +71,7 @@ def main() -> None:
         text = path.read_text()
         found = re.search(rf"(?<=<!-- {marker} -->\n).*?(?=<!-- end -->)", text, re.DOTALL)
         if found is None:
-            raise SystemExit(f"{page} has no place marked {marker!r}")
+            raise SystemExit(f"{page} has no section marked <!-- {marker} -->")
         path.write_text(text[: found.start()] + table() + text[found.end() :])
 
 

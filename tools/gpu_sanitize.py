@@ -1,18 +1,18 @@
-"""Runs the tests of the CUDA copies under NVIDIA's compute-sanitizer.
+"""Runs the tests of the CUDA copies under compute-sanitizer of NVIDIA.
 
     python -m tools.gpu_sanitize [--sanitizer PATH] [pytest arguments]
 
-`memcheck` finds accesses outside an allocation, `initcheck` reads of memory that nobody wrote.
-`racecheck` and `synccheck` look at shared memory and barriers, and the kernels use neither. Only
-the package's own kernels are instrumented: to `initcheck`, what a kernel of torch wrote was written
-by nobody, so tests bring their bytes from the host.
+`memcheck` finds accesses outside of allocations, `initcheck` reads of uninitialised memory.
+`racecheck` and `synccheck` check shared memory and barriers, which the kernels do not use. Only the
+kernels of this package are instrumented. Memory written by a kernel of torch is therefore
+uninitialised to `initcheck`, so tests copy their bytes from the host.
 
-A sanitizer that checks nothing looks like one that finds nothing: some versions end with status 0
-when their target never ran. So each tool first has to report a fault that is planted here, and the
-tests count only with a report of pytest that says how many passed.
+A sanitizer that checks nothing looks like one that finds nothing: some versions exit with status 0
+if their target never ran. Therefore each tool must first report a planted fault, and the tests
+count only if the report of pytest says how many passed.
 
-The sanitizer is looked for in `--sanitizer`, CUDA_HOME, PATH and beside this Python (where the
-package `nvidia-cuda-sanitizer-api` puts it).
+The sanitizer is searched in `--sanitizer`, CUDA_HOME, PATH and the packages of this Python (where
+`nvidia-cuda-sanitizer-api` installs it).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ ROOT = Path(__file__).resolve().parent.parent
 FOUND_ERRORS = 99
 TOOLS = ("memcheck", "initcheck")
 TESTS = ("tests/gpu/test_cuda_copy.py", "tests/gpu/test_cuda_copier.py")
-LEFT_OUT = (
-    # They ask how far a stream has come while it sleeps. Instrumented launches may wait for it, and
-    # so does every allocation of a torch that keeps no pool, see `surroundings`.
+EXCLUDED = (
+    # They query a stream while it sleeps. Instrumented launches may wait for the stream, and so do
+    # allocations of torch without its memory pool, see `environment`.
     "a_stream_waits_for_an_event",
     "a_store_reads_after_earlier_compute",
     "a_load_waits_for_the_fence",
@@ -49,12 +49,12 @@ LEFT_OUT = (
     "a_load_behind_a_fence",
     "the_oldest_of_too_large_a_backlog",
     "a_channel_reads_shared_memory",
-    # It provokes CUDA errors, which are not memory errors but end a sanitized context.
+    # It provokes CUDA errors, which end a sanitized context although they are no memory errors.
     "torch_goes_on_after_our_errors",
 )
-"""Parts of the names of tests, whose copies others do as well."""
-READ_WHAT_A_BATCH_BROUGHT = ("staged", "auto", "dma", "what_was_measured_is_remembered")
-"""The same, for an `initcheck` to which batches of copies write nothing behind their first one."""
+"""Excluded tests, by parts of their names. Other tests cover the same copies."""
+READ_AFTER_BATCH = ("staged", "auto", "dma", "what_was_measured_is_remembered")
+"""Also excluded if `initcheck` ignores all but the first copy of a batch."""
 BATCH = "batch"
 
 
@@ -74,8 +74,8 @@ def find_sanitizer(named: str | None) -> Path:
         if path.is_file() and os.access(path, os.X_OK):
             return path.absolute()
     raise SystemExit(
-        "no compute-sanitizer: it is part of the CUDA toolkit and of the package "
-        "nvidia-cuda-sanitizer-api, from 13.4 on; or name one by --sanitizer"
+        "compute-sanitizer not found: install the CUDA toolkit or the package "
+        "nvidia-cuda-sanitizer-api (13.4 or newer), or pass its path with --sanitizer"
     )
 
 
@@ -90,23 +90,25 @@ def command(sanitizer: Path, tool: str) -> list[str]:
     ]
 
 
-def surroundings() -> dict[str, str]:
+def environment() -> dict[str, str]:
     return {
         **os.environ,
         "REQUIRE_GPU": "1",
-        # One allocation per tensor: an overrun within a pool of torch would not be seen.
+        # One allocation per tensor: overruns within a pool of torch would not be detected.
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
 
 
 def plant(what: str) -> None:
-    """A copy that the tool must report; or one that it must not, which reads what a batch of copies
-    has brought. Runs in a process of its own, under the sanitizer."""
+    """Makes a faulty copy that the tool must report; or with BATCH a correct one, which reads what
+    a batch of copies wrote. Runs in its own process, under the sanitizer."""
     block, blocks = 4096, 4
-    # Claims one block more than there is; for initcheck the memory is long enough, but never set.
+    # For memcheck, claims one block too many; for initcheck the memory is uninitialised.
     claimed = blocks + 1 if what == "memcheck" else blocks
-    slots = cuda.DeviceBuffer(0, block)  # first: what follows the source must be nobody's
+    slots = cuda.DeviceBuffer(
+        0, block
+    )  # allocated first: the memory after the source must not be allocated
     source = cuda.DeviceBuffer(0, blocks * block)
     stream = cuda.Stream(0)
     layout = cuda.CudaBlockLayout(
@@ -118,10 +120,10 @@ def plant(what: str) -> None:
         claimed,
     )
     if what == BATCH:
-        brought = np.zeros(blocks * block, dtype=np.uint8)
+        host = np.zeros(blocks * block, dtype=np.uint8)
         order = np.arange(blocks, dtype=np.int64) * block
         cuda.copy_to_device(
-            brought.ctypes.data, order[::-1].copy(), source.address, order, block, stream.handle
+            host.ctypes.data, order[::-1].copy(), source.address, order, block, stream.handle
         )
     ids = np.array([claimed - 1], dtype=np.int64)
     offsets = np.array([0], dtype=np.int64)
@@ -130,36 +132,36 @@ def plant(what: str) -> None:
 
 
 def planted(sanitizer: Path, tool: str, what: str) -> tuple[bool, str]:
-    """Whether the tool reports it, and what was said."""
+    """Runs `plant`; returns whether the tool reports it, and the output."""
     done = subprocess.run(
         [*command(sanitizer, tool), "-m", "tools.gpu_sanitize", "--plant", what],
         cwd=ROOT,
-        env=surroundings(),
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    told = f"status {done.returncode}:\n{done.stdout}"
-    return done.returncode == FOUND_ERRORS and "copy_kernel" in done.stdout, told
+    output = f"status {done.returncode}:\n{done.stdout}"
+    return done.returncode == FOUND_ERRORS and "copy_kernel" in done.stdout, output
 
 
 def reports_the_planted_fault(sanitizer: Path, tool: str) -> bool:
-    reported, told = planted(sanitizer, tool, tool)
+    reported, output = planted(sanitizer, tool, tool)
     if not reported:
-        print(f"{tool} did not report a planted fault, {told}")
+        print(f"{tool} did not report a planted fault, {output}")
     return reported
 
 
-def left_out(sanitizer: Path, tool: str) -> tuple[str, ...]:
-    """Parts of the names of tests this tool cannot run."""
+def excluded(sanitizer: Path, tool: str) -> tuple[str, ...]:
+    """Returns parts of the names of tests that this tool cannot run."""
     if tool == "initcheck" and planted(sanitizer, tool, BATCH)[0]:
         print(
-            "this initcheck takes what a batch of copies brings for memory that nobody wrote: "
-            f"without tests named {', '.join(READ_WHAT_A_BATCH_BROUGHT)}, which memcheck runs",
+            "this initcheck takes memory written by a batch of copies for uninitialised: skipping "
+            f"tests named {', '.join(READ_AFTER_BATCH)}, which memcheck runs",
             flush=True,
         )
-        return (*LEFT_OUT, *READ_WHAT_A_BATCH_BROUGHT)
-    return LEFT_OUT
+        return (*EXCLUDED, *READ_AFTER_BATCH)
+    return EXCLUDED
 
 
 def passes(sanitizer: Path, tool: str, arguments: list[str]) -> bool:
@@ -172,7 +174,7 @@ def passes(sanitizer: Path, tool: str, arguments: list[str]) -> bool:
                 *arguments,
             ],
             cwd=ROOT,
-            env=surroundings(),
+            env=environment(),
         ).returncode
         passed = count_passed(report)
     print(f"{tool}: status {code}, {passed} tests passed", flush=True)
@@ -184,7 +186,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sanitizer", help="path of compute-sanitizer")
-    parser.add_argument("--tool", choices=TOOLS, action="append", help="only this one")
+    parser.add_argument("--tool", choices=TOOLS, action="append", help="run only this tool")
     parser.add_argument("--plant", choices=(*TOOLS, BATCH), help=argparse.SUPPRESS)
     options, arguments = parser.parse_known_args()
     if options.plant:
@@ -194,12 +196,12 @@ def main() -> int:
         raise SystemExit(f"a GPU is needed: {reason}")
     sanitizer = find_sanitizer(options.sanitizer)
     print(f"with {sanitizer}", flush=True)
-    # Flags alone: without tests, pytest would take all there are.
+    # With options alone, pytest would run all tests.
     own = not any(Path(argument.partition("::")[0]).exists() for argument in arguments)
     for tool in options.tool or TOOLS:
         if not reports_the_planted_fault(sanitizer, tool):
             return 1
-        chosen = [*TESTS, "-k", f"not ({' or '.join(left_out(sanitizer, tool))})"] if own else []
+        chosen = [*TESTS, "-k", f"not ({' or '.join(excluded(sanitizer, tool))})"] if own else []
         if not passes(sanitizer, tool, [*chosen, *arguments]):
             return 1
     return 0

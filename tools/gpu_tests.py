@@ -2,9 +2,9 @@
 
     python -m tools.gpu_tests [--at-once N] [--only WORDS] [pytest arguments]
 
-vLLM's engines leave too much behind on a GPU to follow each other in one process, so each group of
-tests has one of its own. Their engines take a stated share of the device: some fit beside each
-other. A failure prints all that its process said.
+An engine of vLLM does not release all GPU memory, so each group of tests runs in its own process.
+The engines use a fixed share of the device, so several of them run in parallel. A failure prints
+the whole output of its process.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pathlib import Path
 from tools.junit import count_passed
 
 ROOT = Path(__file__).resolve().parent.parent
-ALONE = (  # others would blur the one and starve beside the other
+ALONE = (  # one measures time, the other takes most of the memory
     ("pinned memory", "tests/gpu/test_pinned_memory_gpu.py"),
     ("most of the memory", "tests/gpu/test_memory_share_gpu.py"),
 )
-GROUPS = (  # those that take longest first: each engine starts for a minute
+GROUPS = (  # longest first; each engine takes a minute to start
     ("windows", "tests/gpu/test_windows_gpu.py"),
     ("models", "tests/gpu/test_models_gpu.py"),
     ("engine, async scheduling", "tests/gpu/test_engine_gpu.py", "-k", "async_on"),
@@ -40,11 +40,11 @@ GROUPS = (  # those that take longest first: each engine starts for a minute
 
 
 def run(group: tuple[str, ...], arguments: list[str]) -> tuple[bool, str]:
-    """Whether all tests of the group passed, and what to say of it."""
+    """Runs a group; returns whether all its tests passed, and what to print."""
     name, *tests = group
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "report.xml")  # engines go on writing after pytest's last line
+        report = Path(folder, "report.xml")  # engines write to stdout after the last line of pytest
         flags = ("-q", "-p", "no:cacheprovider", f"--junitxml={report}")
         done = subprocess.run(
             [sys.executable, "-m", "pytest", *flags, *tests, *arguments],
@@ -56,16 +56,20 @@ def run(group: tuple[str, ...], arguments: list[str]) -> tuple[bool, str]:
         )
         passed = count_passed(report)
     good = done.returncode == 0 and passed > 0
-    told = f"{name}, {time.monotonic() - begin:.0f} s: status {done.returncode}, {passed} passed"
-    return good, told if good else f"{done.stdout}\n{told}"
+    summary = f"{name}, {time.monotonic() - begin:.0f} s: status {done.returncode}, {passed} passed"
+    return good, summary if good else f"{done.stdout}\n{summary}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--at-once", type=int, default=3, help="processes (3)")
-    parser.add_argument("--only", default="", help="groups whose names hold one of these words")
+    parser.add_argument("--at-once", type=int, default=3, help="number of parallel processes (3)")
+    parser.add_argument(
+        "--only",
+        default="",
+        help="only groups whose name contains one of these words, separated by commas",
+    )
     options, arguments = parser.parse_known_args()
     good = True
     words = options.only.split(",")
@@ -74,9 +78,9 @@ def main() -> int:
         groups = [group for group in all_groups if group[0] in chosen]
         with ThreadPoolExecutor(at_once) as threads:
             for group in as_completed(threads.submit(run, group, arguments) for group in groups):
-                passed, told = group.result()
+                passed, output = group.result()
                 good = good and passed
-                print(told, flush=True)
+                print(output, flush=True)
     return 0 if good else 1
 
 

@@ -1,4 +1,4 @@
-"""What pytest's own report says, whatever else its process has printed."""
+"""Reads the JUnit report of pytest, which is reliable whatever else its process prints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def count_passed(report: Path) -> int:
-    """Tests that passed, of a file that pytest wrote for `--junitxml`; 0 if there is none."""
+    """Returns the number of passed tests in a `--junitxml` report; 0 if the file is missing."""
     if not report.exists():
         return 0
     count = 0

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Runs what must hold on each vLLM release, each in an environment of its own.
+"""Tests the connector with each vLLM release, each in its own environment.
 
     python3 -m tools.matrix                 the releases below
-    python3 -m tools.matrix 0.32.0          only this one
-    python3 -m tools.matrix --forget        and removes each environment afterwards
+    python3 -m tools.matrix 0.32.0          only this release
+    python3 -m tools.matrix --forget        remove each environment afterwards
 
-On a release that is served: the plugin, the scheduler tests, the conformance suite and a real
-engine. On one that is refused: that vLLM alone still starts beside the plugin, and that asking for
-the connector ends with its one sentence. Which is which says `connector/support.py`, nobody else.
+With a supported release it runs tests of the plugin and the scheduler, the conformance suite and a
+real engine. With an unsupported one it checks that vLLM still starts with the plugin installed, and
+that the connector is refused with a clear message. `connector/support.py` alone decides which
+releases are supported.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ CHECK_TIMEOUT_S = 1800
 
 @dataclass(frozen=True)
 class Check:
+    """A group of tests to run with a release."""
+
     title: str
     tests: tuple[str, ...]  # arguments of pytest
 
@@ -57,7 +60,7 @@ SERVED = (
             "tests/engine/test_priorities.py",
             "tests/engine/test_shared_media.py",
             "tests/engine/test_partial_tail.py",
-            *("-k", "not random_clients"),  # the conformance suite has such of its own
+            *("-k", "not random_clients"),  # the conformance suite has its own random clients
         ),
     ),
     Check("conformance", ("tests/conformance",)),
@@ -71,20 +74,22 @@ SERVED = (
         ),
     ),
 )
-REFUSED = (Check("refused in one sentence", ("tests/releases",)),)
+REFUSED = (Check("refused with a clear message", ("tests/releases",)),)
 
 
 @dataclass(frozen=True)
 class Outcome:
+    """The result of a check."""
+
     release: str
     check: str
     passed: bool
-    said: str  # pytest's last line, or why there is none
+    summary: str  # the last line of pytest, or why there is none
     seconds: float
 
 
 def is_served(release: str) -> bool:
-    # Imported here: the package's sources are enough, but they are not needed for --help.
+    # Imported here because --help works without the sources of the package.
     sys.path.insert(0, str(ROOT))
     from vllm_tiered_kv.connector.support import OLDEST_VLLM, parse_version
 
@@ -113,7 +118,7 @@ def make_environment(release: str) -> Environment:
     wanted = digest(
         [ROOT / "requirements" / "unit.txt"], sys.version, *(word for s in steps for word in s.pip)
     )
-    os.environ.setdefault("TIERED_KV_CUDA", "0")  # engines on the CPU have no use for that module
+    os.environ.setdefault("TIERED_KV_CUDA", "0")  # engines on the CPU do not need the CUDA module
     bring_up_to_date(folder, f"vLLM {release}", wanted, steps, package_steps("unit"), NEED_GIB)
     return Environment(folder)
 
@@ -129,10 +134,12 @@ def run(check: Check, release: str, environment: Environment) -> Outcome:
                 command, cwd=ROOT, stdout=output, stderr=output, timeout=CHECK_TIMEOUT_S
             ).returncode
         except subprocess.TimeoutExpired:
-            return Outcome(release, check.title, False, "it never ended", CHECK_TIMEOUT_S)
+            return Outcome(
+                release, check.title, False, f"timed out after {CHECK_TIMEOUT_S} s", CHECK_TIMEOUT_S
+            )
         output.seek(start)
         lines = output.read().splitlines()
-    last = next((line for line in reversed(lines) if line.strip()), "it said nothing")
+    last = next((line for line in reversed(lines) if line.strip()), "no output")
     if code != 0:
         print("\n".join(lines[-40:]), f"\nwhole log: {log}", flush=True)
     return Outcome(release, check.title, code == 0, last.strip("= "), time.monotonic() - began)
@@ -156,7 +163,7 @@ def outcomes(release: str) -> list[Outcome]:
 def show(outcome: Outcome) -> None:
     word = "ok  " if outcome.passed else "FAIL"
     print(
-        f"{word} {outcome.release:8} {outcome.check:28} {outcome.seconds:5.0f}s  {outcome.said}",
+        f"{word} {outcome.release:8} {outcome.check:28} {outcome.seconds:5.0f}s  {outcome.summary}",
         flush=True,
     )
 
@@ -179,7 +186,7 @@ def main() -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    print("== all of it", flush=True)
+    print("== summary", flush=True)
     for outcome in done:
         show(outcome)
     return 0 if all(outcome.passed for outcome in done) else 1

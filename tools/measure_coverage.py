@@ -1,12 +1,12 @@
-"""Which lines and branches the tests reach, by room.
+"""Measures which lines and branches the tests reach, per folder of the package.
 
     python -m tools.measure_coverage                  # every suite that can run here
-    python -m tools.measure_coverage unit daemon      # these
+    python -m tools.measure_coverage unit daemon      # only these
 
-Processes that the tests start count too, as far as they end by themselves: what is killed takes
-its record along. A failing test does not end the measurement, but fails it. So does a total below
-`fail_under` of pyproject.toml where every suite ran. That is a floor, against suites that silently
-stop running: whether tests would notice a fault is the question of `tools.mutants`.
+Processes that the tests start count too, unless they are killed, which loses their data. A failing
+test does not end the measurement, but makes it fail. So does a total below `fail_under` of
+pyproject.toml, if every suite ran. That limit detects suites that silently stop running; whether
+tests detect faults is checked by `tools.mutants`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ FOLDER = ROOT / "build" / "coverage"
 PACKAGE = "vllm_tiered_kv"
 WORST_FILES = 15
 
-HOW = "-q -p no:cacheprovider -p tools.coverage_of_workers --dist loadfile --no-loadscope-reorder"
-# In as many processes as the Makefile uses.
+PYTEST_OPTIONS = (
+    "-q -p no:cacheprovider -p tools.coverage_of_workers --dist loadfile --no-loadscope-reorder"
+)
+# With the same numbers of processes as in the Makefile.
 SUITES = {
     "unit": ("-n", "2", "tests/unit"),
     "daemon": ("-n", "4", "tests/stores", "tests/remote", "tests/daemon"),
@@ -39,6 +41,8 @@ SUITES = {
 
 @dataclass
 class Reached:
+    """Covered and total lines and branches, of one file or folder."""
+
     lines: int = 0
     lines_reached: int = 0
     branches: int = 0
@@ -61,14 +65,14 @@ def _percent(part: int, whole: int) -> str:
 
 
 def coverage(*arguments: str) -> int:
-    surroundings = {
+    environment = {
         **os.environ,
-        # Absolute: tests start processes elsewhere.
+        # Absolute, because tests start processes in other folders.
         "COVERAGE_FILE": str(FOLDER / "data"),
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, "-m", "coverage", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=surroundings).returncode
+    return subprocess.run(command, cwd=ROOT, env=environment).returncode
 
 
 def report() -> None:
@@ -76,7 +80,7 @@ def report() -> None:
     if coverage("combine", "--quiet") or coverage(
         "json", "--quiet", "--fail-under=0", "-o", str(path)
     ):
-        raise SystemExit("nothing was measured")
+        raise SystemExit("no coverage data was recorded")
     rooms: dict[str, Reached] = defaultdict(Reached)
     files: dict[str, Reached] = defaultdict(Reached)
     total = Reached()
@@ -105,7 +109,7 @@ def main() -> int:
     parser.add_argument("suites", nargs="*", metavar="suite", help=", ".join(SUITES))
     options = parser.parse_args()
     if unknown := set(options.suites) - set(SUITES):
-        parser.error(f"there is no suite {', '.join(sorted(unknown))}")
+        parser.error(f"unknown suite {', '.join(sorted(unknown))}; choose from {', '.join(SUITES)}")
     suites = options.suites or [
         suite for suite in SUITES if suite != "engine" or importlib.util.find_spec("vllm")
     ]
@@ -114,11 +118,11 @@ def main() -> int:
     failed = []
     for suite in suites:
         print(f"measuring {suite}", flush=True)
-        if coverage("run", "-m", "pytest", *HOW.split(), *SUITES[suite]):
+        if coverage("run", "-m", "pytest", *PYTEST_OPTIONS.split(), *SUITES[suite]):
             failed.append(suite)
     report()
     if failed:
-        print(f"tests failed in {', '.join(failed)}: what they did not reach is missing above")
+        print(f"tests failed in {', '.join(failed)}; the coverage above is incomplete")
     too_low = set(suites) == set(SUITES) and coverage("report", "--format=total") != 0
     if too_low:
         print("the total is below fail_under of pyproject.toml")

@@ -1,4 +1,4 @@
-"""The reference part of docs/protocol.md, made from the definitions themselves."""
+"""Generates the reference part of docs/protocol.md from the message definitions."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""Runs the tests of native code on a build of `_cpu` with gcc's sanitizers.
+"""Runs the tests of the native code with a build of `_cpu` that has gcc's sanitizers.
 
     python -m tools.sanitize asan      # memory errors and undefined behaviour
     python -m tools.sanitize tsan      # data races
     python -m tools.sanitize tsan --prove
 
-The build is made from a copy of the sources under `build/`; the module of the working tree is not
-touched. Python itself is not instrumented, so the sanitizer's library is loaded ahead of it.
-Reports go to files, of every process that the tests start, and any report is a failure, whatever
-the tests say. `--prove` plants faults in the copy and wants to see them reported. Leaks are not
-looked for: the interpreter itself never frees what it needs to the end, and a leak of ours always
-has it on its stack.
+The module is built from a copy of the sources under `build/`; that of the working tree is not
+touched. Python itself is not instrumented, so the library of the sanitizer is preloaded. Every
+process that the tests start writes its reports to files, and any report is a failure, regardless of
+the results of the tests. `--prove` plants faults in the copy and checks that they are reported.
+Leak detection is off: the interpreter never frees some of its memory, and it is on the stack of
+every leak, so its leaks cannot be distinguished from ours.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 
 from tools.source_copy import PACKAGE, ROOT, copy_sources
 
-# What calls into the module: directly, through copiers, arenas and stores; and through a daemon.
+# Tests that call the module directly or through copiers, arenas and stores; below, via a daemon.
 THREADED_TESTS = (
     "tests/unit/test_native_copy.py",
     "tests/unit/test_native_files.py",
@@ -57,7 +57,7 @@ DAEMON_TESTS = (
 
 @dataclass(frozen=True)
 class Plant:
-    """A fault that does not change what a test sees, and the words that must report it."""
+    """A fault that does not change test results, and the words with which it must be reported."""
 
     source: str
     old: str
@@ -68,13 +68,15 @@ class Plant:
 
 @dataclass(frozen=True)
 class Sanitizer:
+    """How to build and run with one sanitizer."""
+
     flags: str
     libraries: tuple[str, ...]
     options: Mapping[str, str]
-    """Variables for the run; `{reports}` is where reports go."""
+    """Environment variables of the run; `{reports}` is the path of the reports."""
     tests: tuple[str, ...]
     plants: tuple[Plant, ...]
-    # The shadow memory needs addresses as they are without randomisation.
+    # The shadow memory of TSan does not work with address randomisation.
     fixed_addresses: bool = False
 
 
@@ -85,8 +87,8 @@ SANITIZERS = {
         options={
             "ASAN_OPTIONS": "log_path={reports}:detect_leaks=0:detect_stack_use_after_return=1"
             ":allocator_may_return_null=1",
-            # Beside ASan it knows no log file: it has to end the process to be heard of, also one
-            # whose output a test throws away.
+            # Together with ASan, UBSan has no log file: it must end the process to be noticed, even
+            # if a test discards the output of the process.
             "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
             # Python's own allocator would hide overruns of bytes objects from ASan.
             "PYTHONMALLOC": "malloc",
@@ -118,8 +120,8 @@ SANITIZERS = {
         libraries=("libtsan.so",),
         # A test forks on purpose and starts threads in the child.
         options={"TSAN_OPTIONS": "log_path={reports}:history_size=4:die_after_fork=0"},
-        # Nothing that talks to a daemon: how zmq's threads hand messages over cannot be seen from
-        # outside of zmq, and each of them would look like a race.
+        # No tests with a daemon: TSan cannot see how the threads of zmq, which is not instrumented,
+        # synchronise, and would report each message as a race.
         tests=THREADED_TESTS,
         plants=(
             Plant(
@@ -147,13 +149,15 @@ SANITIZERS = {
 
 
 def library(name: str) -> str:
-    """Where the compiler that builds the module keeps its own copy."""
+    """Returns the path of a library that comes with the compiler."""
     compiler = os.environ.get("CXX", "g++").split()
     found = subprocess.run(
         [*compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True
     ).stdout.strip()
     if not Path(found).is_absolute():
-        raise SystemExit(f"{compiler[0]} comes without {name}")
+        raise SystemExit(
+            f"{compiler[0]} comes without {name}; install the sanitizer libraries of gcc"
+        )
     return str(Path(found).resolve())
 
 
@@ -163,7 +167,7 @@ def build(tree: Path, sanitizer: Sanitizer, plants: Sequence[Plant] = ()) -> Non
         source = tree / plant.source
         text = source.read_text()
         if text.count(plant.old) != 1:
-            raise SystemExit(f"{plant.source} has no place for a planted fault any more")
+            raise SystemExit(f"{plant.source} lacks the code that a planted fault replaces")
         source.write_text(text.replace(plant.old, plant.new))
     log = tree.parent / "build.log"
     with log.open("w") as output:
@@ -179,28 +183,28 @@ def build(tree: Path, sanitizer: Sanitizer, plants: Sequence[Plant] = ()) -> Non
 
 
 def test(tree: Path, sanitizer: Sanitizer, reports: Path, arguments: list[str]) -> int:
-    """The exit status of pytest on the module in `tree`."""
+    """Runs pytest with the module in `tree`; returns its exit status."""
     preload = " ".join(library(name) for name in sanitizer.libraries)
     options = {key: text.format(reports=reports) for key, text in sanitizer.options.items()}
     prefix = []
     if sanitizer.fixed_addresses:
         prefix = ["setarch", platform.machine(), "--addr-no-randomize"]
-    # Python's own streams are captured; what native code says goes past them.
+    # Captures only the streams of Python, so that reports of native code reach stderr.
     pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--capture=sys"]
-    surroundings = {
+    environment = {
         **os.environ,
         **options,
         "LD_PRELOAD": preload,
-        # Ahead of an installed package; also for the processes that the tests start.
+        # Takes precedence over an installed package, also in processes that the tests start.
         "PYTHONPATH": str(tree),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    said = Path(f"{reports}-stderr")
-    with said.open("w") as stderr:
+    log = Path(f"{reports}-stderr")
+    with log.open("w") as stderr:
         command = [*prefix, *pytest, *arguments]
-        code = subprocess.run(command, cwd=tree, env=surroundings, stderr=stderr).returncode
-    if "runtime error:" not in said.read_text(errors="replace"):
-        said.unlink()
+        code = subprocess.run(command, cwd=tree, env=environment, stderr=stderr).returncode
+    if "runtime error:" not in log.read_text(errors="replace"):
+        log.unlink()
     return code
 
 
@@ -223,7 +227,7 @@ def prove(name: str, sanitizer: Sanitizer) -> int:
 
 
 def with_tests(arguments: list[str], sanitizer: Sanitizer) -> list[str]:
-    """What pytest is given: the tests of this sanitizer unless others are named."""
+    """Adds the tests of this sanitizer to the arguments of pytest, unless tests are named."""
     named = any(word.startswith("tests/") for word in arguments)
     return [*arguments, *(() if named else sanitizer.tests)]
 
@@ -233,7 +237,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("sanitizer", choices=SANITIZERS)
-    parser.add_argument("--prove", action="store_true", help="see that planted faults are reported")
+    parser.add_argument(
+        "--prove", action="store_true", help="check that planted faults are reported"
+    )
     parser.add_argument("arguments", nargs="*", help="other tests, or options of pytest after --")
     options = parser.parse_args()
     sanitizer = SANITIZERS[options.sanitizer]

@@ -1,6 +1,6 @@
-"""Copies of the sources, for checks that build them otherwise or break them on purpose.
+"""Copies the sources, for checks that build them differently or plant faults.
 
-The working tree stays as it is: its compiled modules are in use, and an interrupted check must
+The working tree is not changed: its compiled modules may be in use, and an interrupted check must
 leave nothing behind.
 """
 
@@ -20,7 +20,7 @@ CACHES = ("__pycache__", ".hypothesis", ".pytest_cache")
 
 
 def copy_sources(target: Path, compiled: bool) -> None:
-    """A fresh copy in `target`, with the compiled modules or without them."""
+    """Replaces `target` by a copy of the sources, with or without the compiled modules."""
     if target.exists():
         shutil.rmtree(target)
     skipped = shutil.ignore_patterns(*CACHES, *(() if compiled else ("*.so",)))

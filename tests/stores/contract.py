@@ -34,7 +34,7 @@ SIZES = [1, 2, 7, 255, 256, 257, 4095, 4096, 4097, 65537, MIB + 3, 4 * MIB]
 
 @dataclass(frozen=True)
 class StoreCase:
-    """One implementation: `open(folder, capacity_bytes)` gives a store and closes it after."""
+    """One implementation: `open(folder, capacity_bytes)` yields a store and closes it."""
 
     name: str
     open: Callable[[Path, int], AbstractContextManager[BlockStore]]
@@ -90,14 +90,14 @@ def assert_lacks(store: BlockStore, key: StoreKey, nbytes: int = 4 * KIB) -> Non
 
 
 class StoreContract:
-    """Needs a fixture `case`; a class named Test… that derives from this one runs it."""
+    """The tests of the contract. Derive a class named Test… and provide a fixture `case`."""
 
     @pytest.fixture
     def store(self, case: StoreCase, tmp_path: Path) -> Iterator[BlockStore]:
         with case.open(tmp_path, ROOMY) as opened:
             yield opened
 
-    def test_an_empty_batch_is_answered_with_nothing(self, store: BlockStore) -> None:
+    def test_store_empty_batch_returns_nothing(self, store: BlockStore) -> None:
         assert store.match([]) == 0
         assert store.contains([]) == []
         assert store.get([], []) == []
@@ -105,18 +105,18 @@ class StoreContract:
         assert store.delete([]) == 0
         assert store.usage().blocks == 0
 
-    def test_what_was_never_put_is_a_miss(self, store: BlockStore) -> None:
+    def test_get_of_unknown_key_is_a_miss(self, store: BlockStore) -> None:
         assert_lacks(store, store_key("a"))
         assert store.delete([store_key("a")]) == 0
 
     @pytest.mark.parametrize("nbytes", SIZES)
-    def test_what_was_put_comes_back(self, store: BlockStore, nbytes: int) -> None:
+    def test_get_after_put_returns_the_bytes(self, store: BlockStore, nbytes: int) -> None:
         key = store_key("a")
         assert store.put([item(key, nbytes)]) == [PutResult.STORED]
         assert_holds(store, key, nbytes)
         assert_holds(store, key, nbytes)
 
-    def test_blocks_of_many_lengths_live_together(self, store: BlockStore) -> None:
+    def test_put_blocks_of_many_lengths_are_all_readable(self, store: BlockStore) -> None:
         keys = [store_key(f"size {nbytes}") for nbytes in SIZES]
         items = [item(key, nbytes) for key, nbytes in zip(keys, SIZES, strict=True)]
         assert store.put(items) == [PutResult.STORED] * len(SIZES)
@@ -125,20 +125,20 @@ class StoreContract:
         assert [bytes(b) for b in buffers] == [bytes(one.payload) for one in items]
 
     @pytest.mark.parametrize("nbytes", [17, 40, 41, 63, 64])
-    def test_keys_have_any_length(self, store: BlockStore, nbytes: int) -> None:
+    def test_put_keys_of_any_length_are_stored(self, store: BlockStore, nbytes: int) -> None:
         key = store_key("a", nbytes=nbytes)
         assert len(key) == nbytes
         assert store.put([item(key)]) == [PutResult.STORED]
         assert_holds(store, key, 4 * KIB)
 
-    def test_a_key_that_begins_another_is_another(self, store: BlockStore) -> None:
+    def test_key_that_is_a_prefix_of_another_is_distinct(self, store: BlockStore) -> None:
         long = store_key("a", nbytes=64)
         for key in (long, StoreKey(long[:63]), StoreKey(long[:17]), StoreKey(long[:40] + bytes(1))):
             assert_lacks(store, key)
             assert store.put([item(key)]) == [PutResult.STORED]
             assert_holds(store, key, 4 * KIB)
 
-    def test_namespaces_are_apart(self, store: BlockStore) -> None:
+    def test_namespaces_with_equal_keys_are_separate(self, store: BlockStore) -> None:
         one, two = store_key("a", "one"), store_key("a", "two")
         assert one[16:] == two[16:]
         assert namespace_of(one) != namespace_of(two)
@@ -150,7 +150,7 @@ class StoreContract:
         assert store.delete([one]) == 1
         assert_holds(store, two, 4 * KIB, version=1)
 
-    def test_match_counts_up_to_the_first_gap(self, store: BlockStore) -> None:
+    def test_match_stops_at_the_first_gap(self, store: BlockStore) -> None:
         keys = chain_keys("a", 300)
         assert set(store.put(chain_items(keys, 64))) == {PutResult.STORED}
         assert store.match(keys) == 300
@@ -163,7 +163,7 @@ class StoreContract:
         store.put([item(keys[40], 64, keys[39])])
         assert store.match(keys) == 270
 
-    def test_a_batch_may_mix_hits_and_misses(self, store: BlockStore) -> None:
+    def test_get_batch_mixes_hits_and_misses(self, store: BlockStore) -> None:
         keys = chain_keys("a", 9)
         store.put([item(key) for key in keys[::2]])
         here = [at % 2 == 0 for at in range(9)]
@@ -173,7 +173,7 @@ class StoreContract:
         for key, buffer in list(zip(keys, buffers, strict=True))[::2]:
             assert bytes(buffer) == content(key, 4 * KIB)
 
-    def test_a_key_may_be_asked_for_twice(self, store: BlockStore) -> None:
+    def test_get_duplicate_key_is_read_twice(self, store: BlockStore) -> None:
         key = store_key("a")
         store.put([item(key)])
         assert store.contains([key, store_key("b"), key]) == [True, False, True]
@@ -182,14 +182,14 @@ class StoreContract:
         assert [bytes(b) for b in buffers] == [content(key, 4 * KIB)] * 2
         assert store.delete([key, key]) == 1
 
-    def test_of_a_key_put_twice_in_a_batch_the_first_stays(self, store: BlockStore) -> None:
+    def test_put_duplicate_key_in_batch_keeps_the_first(self, store: BlockStore) -> None:
         key = store_key("a")
         batch = [item(key), item(store_key("b")), item(key, version=1)]
         assert store.put(batch) == [PutResult.STORED, PutResult.STORED, PutResult.PRESENT]
         assert_holds(store, key, 4 * KIB)
         assert store.usage().blocks == 2
 
-    def test_putting_a_present_key_changes_nothing(self, store: BlockStore) -> None:
+    def test_put_of_present_key_changes_nothing(self, store: BlockStore) -> None:
         key = store_key("a")
         store.put([item(key)])
         for nbytes in (4 * KIB, 100, 8 * KIB):
@@ -197,14 +197,16 @@ class StoreContract:
             assert_holds(store, key, 4 * KIB)
         assert store.usage().blocks == 1
 
-    def test_a_right_checksum_is_accepted(self, store: BlockStore) -> None:
+    def test_put_with_right_checksum_is_stored(self, store: BlockStore) -> None:
         key = store_key("a")
         checksum = xxhash.xxh3_64_intdigest(content(key, 4 * KIB))
         assert store.put([item(key, checksum=checksum)]) == [PutResult.STORED]
         assert_holds(store, key, 4 * KIB)
 
     @pytest.mark.parametrize("flip", [1, 1 << 63])
-    def test_a_wrong_checksum_fails_and_keeps_nothing(self, store: BlockStore, flip: int) -> None:
+    def test_put_with_wrong_checksum_fails_and_stores_nothing(
+        self, store: BlockStore, flip: int
+    ) -> None:
         key, other = store_key("a"), store_key("b")
         checksum = xxhash.xxh3_64_intdigest(content(key, 4 * KIB))
         wrong = item(key, checksum=checksum ^ flip)
@@ -214,21 +216,21 @@ class StoreContract:
         assert store.put([item(key, checksum=checksum)]) == [PutResult.STORED]
         assert_holds(store, key, 4 * KIB)
 
-    def test_a_buffer_of_another_length_is_a_miss(self, store: BlockStore) -> None:
+    def test_get_into_buffer_of_other_length_is_a_miss(self, store: BlockStore) -> None:
         key = store_key("a")
         store.put([item(key, 5000)])
         for nbytes in (1, 4999, 5001, 9000):
             assert read(store, key, nbytes) is None
         assert_holds(store, key, 5000)
 
-    def test_only_the_buffer_is_written(self, store: BlockStore) -> None:
+    def test_get_writes_only_the_buffer(self, store: BlockStore) -> None:
         key = store_key("a")
         store.put([item(key, 1000)])
         around = bytearray(b"\xa5" * 3000)
         assert store.get([key], [memoryview(around)[1001:2001]]) == [True]
         assert bytes(around) == b"\xa5" * 1001 + content(key, 1000) + b"\xa5" * 999
 
-    def test_neither_side_shares_memory_with_the_store(self, store: BlockStore) -> None:
+    def test_store_shares_no_memory_with_callers(self, store: BlockStore) -> None:
         key = store_key("a")
         source = bytearray(content(key, 4 * KIB))
         store.put([PutItem(key, None, memoryview(source))])
@@ -238,7 +240,7 @@ class StoreContract:
         buffer[:] = bytes(4 * KIB)
         assert_holds(store, key, 4 * KIB)
 
-    def test_what_was_deleted_is_gone_and_may_come_back(self, store: BlockStore) -> None:
+    def test_delete_removes_block_until_it_is_put_again(self, store: BlockStore) -> None:
         keys = chain_keys("a", 5)
         store.put(chain_items(keys))
         assert store.delete([keys[1], store_key("b"), keys[3]]) == 2
@@ -247,7 +249,7 @@ class StoreContract:
         assert store.put([item(keys[1], 100, version=1)]) == [PutResult.STORED]
         assert_holds(store, keys[1], 100, version=1)
 
-    def test_a_parent_need_not_be_here(self, store: BlockStore) -> None:
+    def test_put_with_missing_parent_is_stored(self, store: BlockStore) -> None:
         key, child = store_key("a"), store_key("a child")
         assert store.put([item(key, parent=store_key("nowhere"))]) == [PutResult.STORED]
         assert store.put([item(child, parent=key)]) == [PutResult.STORED]
@@ -256,7 +258,7 @@ class StoreContract:
         assert store.put([item(key, parent=store_key("nowhere"))]) == [PutResult.STORED]
         assert store.match([key, child]) == 2
 
-    def test_chains_may_branch_and_grow(self, store: BlockStore) -> None:
+    def test_chain_that_branches_and_grows_is_matched(self, store: BlockStore) -> None:
         stem, left, right = chain_keys("s", 4), chain_keys("l", 3), chain_keys("r", 3)
         for branch in (stem, [*stem, *left], [*stem, *right]):
             results = store.put(chain_items(branch))
@@ -266,7 +268,9 @@ class StoreContract:
             assert_holds(store, key, 4 * KIB)
 
     @pytest.mark.parametrize("durability", list(Durability))
-    def test_a_stored_block_is_readable(self, store: BlockStore, durability: Durability) -> None:
+    def test_put_with_any_durability_is_readable(
+        self, store: BlockStore, durability: Durability
+    ) -> None:
         key = store_key("a")
         assert store.put([item(key)], durability) == [PutResult.STORED]
         if durability is Durability.RECEIVED:
@@ -275,7 +279,7 @@ class StoreContract:
         assert store.put([item(key, version=1)], durability) == [PutResult.PRESENT]
         assert_holds(store, key, 4 * KIB)
 
-    def test_usage_follows_what_is_here(self, store: BlockStore) -> None:
+    def test_usage_follows_puts_and_deletes(self, store: BlockStore) -> None:
         keys = chain_keys("a", 10)
         empty = store.usage()
         assert empty.blocks == 0
@@ -292,7 +296,7 @@ class StoreContract:
         store.delete(keys)
         assert store.usage() == empty
 
-    def test_flush_and_close_may_be_called_again(self, store: BlockStore) -> None:
+    def test_flush_and_close_are_idempotent(self, store: BlockStore) -> None:
         store.flush()
         store.put([item(store_key("a"))])
         store.flush()
@@ -300,7 +304,7 @@ class StoreContract:
         store.close()
         store.close()
 
-    def test_facts_of_a_block(self, case: StoreCase, store: BlockStore) -> None:
+    def test_describe_returns_facts_of_a_block(self, case: StoreCase, store: BlockStore) -> None:
         if not case.describes:
             pytest.skip("does not describe its blocks")
         head, tail = store_key("a"), store_key("b")

@@ -1,4 +1,4 @@
-"""What the tests of the shared directory have in common: folders, faults, other users."""
+"""Common helpers of the shared-directory tests: folders, faults, other users."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class FaultyOps(FileOps):
 
 
 def failing(code: int, times: int = 1 << 30) -> Callable[..., None]:
-    """A fault that raises, so many times."""
+    """Returns a fault that raises a number of times."""
     left = [times]
 
     def fail(*args: Any) -> None:
@@ -73,7 +73,7 @@ def failing(code: int, times: int = 1 << 30) -> Callable[..., None]:
 
 
 def as_ordinary_user(work: Callable[[], None]) -> None:
-    """Runs `work` where file permissions apply: root is not refused anything."""
+    """Runs `work` as a user to whom file permissions apply, unlike root."""
     if os.geteuid() != 0:
         work()
         return

@@ -49,7 +49,7 @@ class Worker:
                 self.check_published(key, began)
 
     def check_published(self, key: StoreKey, began: float) -> None:
-        """A block published just now is there, or in a dying collector's hands."""
+        """A block published just now is present, or in the trash of a dying collector."""
         trash = f".{key.hex()}.*.trash"
         for _ in range(2):
             present = self.store.contains([key]) == [True]

@@ -1,4 +1,4 @@
-"""Blocks whose bytes follow from their number, and what a store makes of them."""
+"""Blocks whose bytes derive from their number, and helpers to put and check them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def item(number: int, parent: int | None = None) -> PutItem:
 
 
 def put(store: SsdStore, *numbers: int, durability: Durability = Durability.MEMORY) -> None:
-    """One by one: a batch that does not fit would lose its end."""
+    """Puts blocks one by one: a batch that does not fit would lose its tail."""
     for number in numbers:
         assert store.put([item(number)], durability) == [PutResult.STORED]
 
@@ -53,7 +53,7 @@ def present(store: SsdStore, numbers: Iterable[int]) -> list[int]:
 
 
 def check(store: SsdStore) -> None:
-    """Every invariant of the index, and of what the store keeps beside it."""
+    """Checks every invariant of the index and of the store."""
     with store._lock:
         store._index.check()
         assert len(store._index) <= store._budget.max_blocks

@@ -1,4 +1,4 @@
-"""A random workload on a store, and what must be found after it ended without warning."""
+"""A random workload on a store, and checks of the store after the workload was killed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEAVE = "leave"  # the block is about to be evicted or deleted
 
 
 class Violation(AssertionError):
-    """Something that must never be found after a crash was found."""
+    """A state was found that no crash may leave."""
 
 
 class Witness(Protocol):
@@ -26,7 +26,7 @@ class Witness(Protocol):
 
 
 def still_owed(before: set[bytes], events: Iterable[tuple[str, bytes]]) -> set[bytes]:
-    """What was acknowledged as on disk, and has not left."""
+    """The blocks that were acknowledged as durable and not removed since."""
     keys = set(before)
     for event, name in events:
         if event == ACKNOWLEDGE:
@@ -37,7 +37,7 @@ def still_owed(before: set[bytes], events: Iterable[tuple[str, bytes]]) -> set[b
 
 
 def note_departures(store: SsdStore, witness: Witness) -> Counter[bytes]:
-    """Tells the witness of every block that leaves; how often each key has, from now on."""
+    """Reports every removed block to the witness; returns how often each key was removed since."""
     left: Counter[bytes] = Counter()
     hooks = store._index._hooks._hooks
     leave = hooks["on_leave"]

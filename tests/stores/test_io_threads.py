@@ -1,4 +1,4 @@
-"""A batch spread over threads: all of it is done, and over, whatever fails."""
+"""IoThreads: every job of a batch has ended when `map` returns or raises."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def no_more_threads(self: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
 
 
-def test_results_are_in_the_order_of_the_jobs(threads: IoThreads) -> None:
+def test_map_returns_results_in_order_of_jobs(threads: IoThreads) -> None:
     helped = set()
 
     def work(job: int) -> int:
@@ -37,7 +37,7 @@ def test_results_are_in_the_order_of_the_jobs(threads: IoThreads) -> None:
     assert threads.map(work, []) == []
 
 
-def test_when_one_fails_the_others_are_over_before_it_is_told(threads: IoThreads) -> None:
+def test_map_raises_only_after_all_jobs_have_ended(threads: IoThreads) -> None:
     begun: list[int] = []
     ended: list[int] = []
 
@@ -53,17 +53,17 @@ def test_when_one_fails_the_others_are_over_before_it_is_told(threads: IoThreads
     assert sorted(ended) == [job for job in sorted(begun) if job != 1]
 
 
-def test_without_threads_the_caller_does_it(
+def test_map_without_threads_runs_in_the_caller(
     threads: IoThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threading.Thread, "start", no_more_threads)
     assert threads.map(str, JOBS) == [str(job) for job in JOBS]
 
 
-def test_threads_that_could_not_all_be_started_leave_nothing_behind(
+def test_map_when_threads_cannot_start_leaves_no_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The pool keeps what it was given even if it then says that it has no thread for it."""
+    """The pool keeps a submitted job even if it raises because no thread can be started."""
     start = threading.Thread.start
 
     def limited(self: threading.Thread) -> None:
@@ -86,12 +86,12 @@ def test_threads_that_could_not_all_be_started_leave_nothing_behind(
     threads.close()
 
 
-def test_closed_threads_do_no_harm(threads: IoThreads) -> None:
+def test_map_after_close_runs_in_the_caller(threads: IoThreads) -> None:
     threads.close()
     assert threads.map(str, JOBS) == [str(job) for job in JOBS]
 
 
-def test_their_number_is_bounded() -> None:
+def test_thread_count_is_bounded() -> None:
     for asked, given in ((0, 1), (3, 3), (100_000, 256)):
         threads = IoThreads(asked, "test")
         assert threads.count == given

@@ -1,4 +1,4 @@
-"""The memory tier beyond the contract: reservations, and what a reader of its memory can tell."""
+"""The memory tier beyond the contract: reservations, generations and eviction."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def reserve(store: MemoryStore, n: int) -> PinnedSlot:
     return slot
 
 
-def test_a_generation_is_odd_while_its_slot_is_written(store: MemoryStore) -> None:
+def test_generation_is_odd_while_slot_is_written(store: MemoryStore) -> None:
     seen = set()
     for n in range(6):
         slot = reserve(store, n)
@@ -63,7 +63,7 @@ def test_a_generation_is_odd_while_its_slot_is_written(store: MemoryStore) -> No
     assert len(seen) == 1  # it was one slot all the time
 
 
-def test_a_place_that_becomes_the_middle_of_another_block_has_another_generation(
+def test_generation_changes_when_slot_size_of_slab_changes(
     store: MemoryStore,
 ) -> None:
     """Only the first page of a block is asked for its generation, and what was lent earlier may
@@ -83,7 +83,7 @@ def test_a_place_that_becomes_the_middle_of_another_block_has_another_generation
     store.let_go([large])
 
 
-def test_a_block_is_unreadable_until_its_copy_has_ended(
+def test_put_block_is_unreadable_until_copy_has_ended(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copying, go_on = threading.Event(), threading.Event()
@@ -109,7 +109,7 @@ def test_a_block_is_unreadable_until_its_copy_has_ended(
     assert store.contains([key(1)]) == [True]
 
 
-def test_what_is_deleted_while_it_is_written_does_not_appear(store: MemoryStore) -> None:
+def test_delete_while_block_is_written_keeps_it_out(store: MemoryStore) -> None:
     slot = reserve(store, 1)
     assert store.delete([key(1)]) == 0  # nobody could read it
     assert store.seal([slot]) == [PutResult.DROPPED]
@@ -117,7 +117,7 @@ def test_what_is_deleted_while_it_is_written_does_not_appear(store: MemoryStore)
     assert store.usage().used_bytes == 0
 
 
-def test_a_copy_that_fails_gives_its_slots_back(store: MemoryStore) -> None:
+def test_fill_with_failing_copy_frees_its_slots(store: MemoryStore) -> None:
     slots = store.reserve_chain([(key(n), None, SIZE) for n in range(3)])
     wrong = [item(0), item(1, size=SIZE - 1), item(2)]
     with pytest.raises(NativeError):
@@ -128,7 +128,7 @@ def test_a_copy_that_fails_gives_its_slots_back(store: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize("dropped", [[], [9]], ids=["in runs", "one by one"])
-def test_a_message_that_fails_half_way_gives_its_slots_back(dropped: list[int]) -> None:
+def test_reserve_chain_that_fails_half_way_frees_its_slots(dropped: list[int]) -> None:
     """The blocks of one length are reserved when those of the next cannot be."""
 
     def fail(block: bytes) -> bool:
@@ -147,7 +147,7 @@ def test_a_message_that_fails_half_way_gives_its_slots_back(dropped: list[int]) 
     store.close()
 
 
-def test_blocks_of_all_kinds_in_one_message(store: MemoryStore) -> None:
+def test_put_blocks_of_all_kinds_in_one_batch(store: MemoryStore) -> None:
     other = StoreKey(b"\1" * 16 + bytes(8))
     assert store.put([item(2)]) == [PutResult.STORED]
     store.turn_away([key(5)])
@@ -188,8 +188,8 @@ def test_blocks_of_all_kinds_in_one_message(store: MemoryStore) -> None:
     ]
 
 
-def test_what_follows_a_block_without_room_is_not_kept(store: MemoryStore) -> None:
-    """Also when there is room again: it could not be found without its head."""
+def test_put_drops_successors_of_a_dropped_block(store: MemoryStore) -> None:
+    """Also when there is room again, because no lookup could reach it without its head."""
     store.turn_away([key(1)])
     assert store.put([item(2, parent=1), item(3, parent=2)]) == [PutResult.DROPPED] * 2
     elsewhere = store.reserve_chain([(key(2), key(1), SIZE)], lambda parent: parent == key(1))
@@ -198,7 +198,7 @@ def test_what_follows_a_block_without_room_is_not_kept(store: MemoryStore) -> No
     assert store.put([item(1), item(2, parent=1)]) == [PutResult.STORED] * 2
 
 
-def test_sealed_blocks_are_what_their_writer_left(store: MemoryStore) -> None:
+def test_seal_publishes_the_bytes_of_the_writer(store: MemoryStore) -> None:
     slots = [reserve(store, n) for n in range(3)]
     for n, slot in enumerate(slots):
         slot.view[:] = bytes([n]) * SIZE
@@ -210,7 +210,7 @@ def test_sealed_blocks_are_what_their_writer_left(store: MemoryStore) -> None:
     store.let_go(block for block in held if block is not None)
 
 
-def test_a_block_that_cannot_be_ended_takes_no_other_with_it(store: MemoryStore) -> None:
+def test_seal_error_with_one_block_spares_the_others(store: MemoryStore) -> None:
     slots = [reserve(store, n) for n in range(3)]
     store.abort(slots[1])
     assert store.seal(slots) == [PutResult.STORED, PutResult.FAILED, PutResult.STORED]
@@ -223,7 +223,7 @@ def test_a_block_that_cannot_be_ended_takes_no_other_with_it(store: MemoryStore)
     store.check()
 
 
-def test_blocks_that_cannot_be_sealed_give_their_slots_back(
+def test_seal_with_failing_hash_frees_its_slots(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*arguments: object, **options: object) -> list[int]:
@@ -241,7 +241,7 @@ def test_blocks_that_cannot_be_sealed_give_their_slots_back(
 
 
 class Full:
-    """A store with room for nothing more, and what leaves it."""
+    """A full store, and the blocks evicted from it."""
 
     def __init__(self, *first: PutItem) -> None:
         self.left: list[bytes] = []
@@ -251,7 +251,7 @@ class Full:
         assert not self.left
 
 
-def test_a_request_with_two_chains_does_not_push_out_the_head_of_one() -> None:
+def test_put_of_two_chains_evicts_neither_head() -> None:
     full = Full(item(9), item(2), item(1))
     assert full.store.put([item(11, 1), item(12, 2)]) == [PutResult.STORED] * 2
     assert full.left == [key(9), key(1000)]
@@ -266,14 +266,14 @@ def test_a_request_with_two_chains_does_not_push_out_the_head_of_one() -> None:
     ],
     ids=["too-large", "behind-one-that-was-turned-away"],
 )
-def test_no_room_is_made_for_what_is_not_taken(others: list[PutItem]) -> None:
+def test_reserve_evicts_nothing_for_a_refused_block(others: list[PutItem]) -> None:
     full = Full(item(9))
     full.store.turn_away([key(999)])
     assert full.store.put([item(11), *others]) == [PutResult.STORED] + [PutResult.DROPPED] * 30
     assert full.left == [key(9)]
 
 
-def test_room_for_a_chain_is_made_at_once() -> None:
+def test_reserve_chain_makes_room_at_once() -> None:
     full = Full(item(9), item(8))
     chain = [item(11), item(12, 11), item(13, 12)]
     assert full.store.put(chain) == [PutResult.STORED] * 3
@@ -282,8 +282,8 @@ def test_room_for_a_chain_is_made_at_once() -> None:
 
 
 @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
-def test_room_is_looked_for_once_for_all_blocks_of_a_kind(eviction: str) -> None:
-    """Each look goes through the whole memory, which others wait for."""
+def test_reserve_chain_searches_room_once_per_kind(eviction: str) -> None:
+    """Each search traverses the whole index while others wait for the lock."""
     asked: list[bytes] = []
 
     def refuse(name: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""Many namespaces in one tier: what they cost, and what they take from each other."""
+"""Many namespaces in one tier: shared slabs, quotas and size classes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]
 
 
 @pytest.mark.parametrize("has_quota", [all_share, any_may])
-def test_namespaces_that_come_and_go_leave_nothing(open_store: Open, has_quota: HasQuota) -> None:
+def test_namespaces_that_come_and_go_use_bounded_classes(
+    open_store: Open, has_quota: HasQuota
+) -> None:
     store = open_store(has_quota)
     geometry = store._index.geometry
     for _ in range(5000 if isinstance(store, MemoryStore) else 500):  # a disk syncs for each
@@ -72,7 +74,7 @@ def test_namespaces_that_come_and_go_leave_nothing(open_store: Open, has_quota: 
     assert len(store._index._classes) <= geometry.num_slabs + 1
 
 
-def test_small_namespaces_take_no_more_than_they_hold(open_store: Open) -> None:
+def test_small_namespaces_share_slabs(open_store: Open) -> None:
     store = open_store(all_share)
     count = 0
     while all(store.contains(keys(LARGE, count))[:1]):
@@ -85,14 +87,14 @@ def test_small_namespaces_take_no_more_than_they_hold(open_store: Open) -> None:
     assert sum(store.contains(keys(LARGE, count))) >= before - 40 - ahead
 
 
-def test_namespaces_that_share_slabs_have_no_quota(open_store: Open) -> None:
+def test_set_quota_for_shared_namespace_raises(open_store: Open) -> None:
     store = open_store(lambda namespace: namespace == LARGE)
     store.set_quota(LARGE, MIB)
     with pytest.raises(ValueError, match="shares its slabs"):
         store.set_quota(bytes(16), MIB)
 
 
-def test_a_namespace_with_a_quota_keeps_to_it_among_those_that_share(open_store: Open) -> None:
+def test_namespace_with_quota_stays_within_it(open_store: Open) -> None:
     store = open_store(lambda namespace: namespace == LARGE)
     slab = store._index.geometry.slab_bytes
     store.set_quota(LARGE, slab)
@@ -105,7 +107,7 @@ def test_a_namespace_with_a_quota_keeps_to_it_among_those_that_share(open_store:
     assert sum(store.contains(keys(LARGE, slab // SIZE + 50))) <= slab // SIZE
 
 
-def test_lengths_do_not_share(open_store: Open) -> None:
+def test_blocks_of_different_lengths_use_different_slabs(open_store: Open) -> None:
     store = open_store(all_share)
     names = [(key(os.urandom(16)), SIZE * (1 + n % 5)) for n in range(40)]
     for name, nbytes in names:
@@ -120,7 +122,7 @@ def opened(folder: Path, has_quota: HasQuota) -> SsdStore:
     return SsdStore(folder, CAPACITY, io_threads=2, has_quota=has_quota)
 
 
-def test_shared_slabs_are_recovered(tmp_path: Path) -> None:
+def test_recovery_restores_shared_slabs(tmp_path: Path) -> None:
     names = [key(os.urandom(16)) for _ in range(20)]
     store = opened(tmp_path / "ssd", all_share)
     for name in names:
@@ -133,7 +135,7 @@ def test_shared_slabs_are_recovered(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_new_quota_parts_namespaces_that_shared_a_slab(tmp_path: Path) -> None:
+def test_recovery_with_new_quota_separates_shared_slab(tmp_path: Path) -> None:
     first, last = b"a" * 16, b"b" * 16
     store = opened(tmp_path / "ssd", all_share)
     for namespace in (first, last):
@@ -149,10 +151,10 @@ def test_a_new_quota_parts_namespaces_that_shared_a_slab(tmp_path: Path) -> None
         store.close()
 
 
-def test_a_class_given_away_during_a_wait_is_not_used(
+def test_reserve_after_wait_does_not_use_reassigned_class(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A put waits for room without the lock, and its class has no block yet."""
+    """A put releases the lock while it waits for room, and its class has no block yet."""
     store = opened(tmp_path / "ssd", any_may)
     count = 0
     while not store.counters.evicted_blocks:

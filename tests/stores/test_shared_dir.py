@@ -1,4 +1,4 @@
-"""The shared directory on disk: its format, what it refuses, and damage of every kind."""
+"""The shared directory on disk: format, refused folders and settings, damaged files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ keys_of_any_length = st.binary(min_size=1, max_size=64)
 
 @given(keys_of_any_length, st.none() | keys_of_any_length, st.integers(0, 2**63),
        st.integers(0, 2**64 - 1))  # fmt: skip
-def test_a_header_comes_back(key: bytes, parent: bytes | None, nbytes: int, checksum: int) -> None:
+def test_header_round_trip(key: bytes, parent: bytes | None, nbytes: int, checksum: int) -> None:
     header = BlockHeader(StoreKey(key), parent and StoreKey(parent), nbytes, checksum)
     data = encode_header(header)
     assert len(data) == HEADER_BYTES
@@ -47,11 +47,11 @@ def test_a_header_comes_back(key: bytes, parent: bytes | None, nbytes: int, chec
 
 
 @given(st.binary(max_size=600))
-def test_no_bytes_are_mistaken_for_a_header(data: bytes) -> None:
+def test_decode_header_rejects_random_bytes(data: bytes) -> None:
     assert decode_header(data) is None
 
 
-def test_the_file_is_as_its_description_says(tmp_path: Path) -> None:
+def test_block_file_follows_the_documented_format(tmp_path: Path) -> None:
     key, parent = store_key("a"), store_key("b")
     with opened(tmp_path / "s") as store:
         store.put([item(key, SIZE, parent)])
@@ -80,51 +80,51 @@ def refused(root: Path) -> str:
     return str(error.value)
 
 
-def test_other_versions_are_refused(tmp_path: Path) -> None:
+def test_open_with_other_version_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tiered-kv-shared-v2").mkdir()
     assert "tiered-kv-shared-v2" in refused(tmp_path)
 
 
-def test_a_second_version_beside_ours_is_refused(tmp_path: Path) -> None:
+def test_open_with_second_version_in_root_is_refused(tmp_path: Path) -> None:
     with opened(tmp_path):
         pass
     (tmp_path / "tiered-kv-shared-v0").mkdir()
     assert "tiered-kv-shared-v0" in refused(tmp_path)
 
 
-def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
+def test_open_folder_with_other_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "holiday.jpg").write_bytes(b"x")
     assert "holiday.jpg" in refused(tmp_path)
 
 
 @pytest.mark.parametrize("text", [b"", b"tiered-kv shared directory, format 2\n", b"\xff" * 500])
-def test_a_wrong_marker_is_refused(tmp_path: Path, text: bytes) -> None:
+def test_open_with_wrong_marker_is_refused(tmp_path: Path, text: bytes) -> None:
     with opened(tmp_path):
         pass
     (tmp_path / FOLDER / MARKER).write_bytes(text)
     assert "not a shared directory of this version" in refused(tmp_path)
 
 
-def test_a_folder_of_that_name_without_a_marker_is_refused(tmp_path: Path) -> None:
+def test_open_without_marker_is_refused(tmp_path: Path) -> None:
     (tmp_path / FOLDER / "blocks").mkdir(parents=True)
     assert MARKER in refused(tmp_path)
 
 
-def test_a_file_or_a_missing_parent_is_refused(tmp_path: Path) -> None:
+def test_open_file_or_missing_parent_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     refused(tmp_path / "file")
     refused(tmp_path / "not mounted" / "cache")
     assert not (tmp_path / "not mounted").exists()
 
 
-def test_hidden_files_and_lost_and_found_do_not_matter(tmp_path: Path) -> None:
+def test_open_ignores_hidden_files_and_lost_and_found(tmp_path: Path) -> None:
     (tmp_path / "lost+found").mkdir()
     (tmp_path / ".snapshot").mkdir()
     with opened(tmp_path) as store:
         assert store.put([item(store_key("a"))]) == [PutResult.STORED]
 
 
-def test_many_may_make_the_folder_at_once(tmp_path: Path) -> None:
+def test_open_by_many_at_once_creates_one_folder(tmp_path: Path) -> None:
     for attempt in range(5):
         root = tmp_path / str(attempt)
         with ThreadPoolExecutor(8) as pool:
@@ -143,7 +143,7 @@ def test_many_may_make_the_folder_at_once(tmp_path: Path) -> None:
     [{"threads": 0}, {"capacity_bytes": -1}, {"grace_s": -1.0}, {"low_watermark": 0.0},
      {"ttl_s": 60.0}, {"touch_interval_s": float("nan")}],
 )  # fmt: skip
-def test_settings_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
+def test_invalid_settings_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError) as error:
         SharedDirSettings("/nowhere", **wrong)  # type: ignore[arg-type]
     assert error.value.key in wrong
@@ -154,7 +154,7 @@ def test_settings_that_make_no_sense_are_refused(wrong: dict[str, float]) -> Non
 
 @examples(50)
 @given(st.sets(keys_of_any_length, min_size=1, max_size=8))
-def test_any_bytes_are_a_key(keys: set[bytes]) -> None:
+def test_put_any_bytes_are_a_valid_key(keys: set[bytes]) -> None:
     with tempfile.TemporaryDirectory() as folder, opened(Path(folder) / "s") as store:
         for key in map(StoreKey, keys):
             assert store.put([item(key, 10)]) == [PutResult.STORED]
@@ -164,7 +164,7 @@ def test_any_bytes_are_a_key(keys: set[bytes]) -> None:
 
 
 @pytest.mark.parametrize("key", [b"", bytes(65), bytes(5000)])
-def test_what_cannot_be_a_key_is_a_miss_and_a_failed_put(tmp_path: Path, key: bytes) -> None:
+def test_invalid_key_is_a_miss_and_a_failed_put(tmp_path: Path, key: bytes) -> None:
     bad, good = StoreKey(key), store_key("a")
     with opened(tmp_path) as store:
         assert store.put([item(bad), item(good), item(store_key("b"), parent=bad)]) == [
@@ -178,13 +178,13 @@ def test_what_cannot_be_a_key_is_a_miss_and_a_failed_put(tmp_path: Path, key: by
         assert_holds(store, good, 4096)
 
 
-def test_an_empty_block_is_a_block(tmp_path: Path) -> None:
+def test_empty_block_is_stored(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         assert store.put([item(store_key("a"), 0)]) == [PutResult.STORED]
         assert_holds(store, store_key("a"), 0)
 
 
-def test_a_closed_store_has_nothing_and_takes_nothing(tmp_path: Path) -> None:
+def test_closed_directory_misses_and_drops(tmp_path: Path) -> None:
     keys = chain_keys("a", 3)
     with opened(tmp_path) as store:
         store.put([item(key) for key in keys])
@@ -247,13 +247,13 @@ def with_field(data: bytes, offset: int, value: bytes) -> bytes:
         (32, b"another key"),
     ],
 )
-def test_a_header_that_says_something_else(tmp_path: Path, offset: int, value: bytes) -> None:
+def test_get_with_inconsistent_header_is_a_miss(tmp_path: Path, offset: int, value: bytes) -> None:
     key = store_key("a")
     assert with_field(good_file(key), 160, b"") == good_file(key)
     assert_damage_is_noticed(tmp_path, with_field(good_file(key), offset, value), key)
 
 
-def test_any_wrong_byte_of_the_header(tmp_path: Path) -> None:
+def test_get_with_any_damaged_header_byte_is_a_miss(tmp_path: Path) -> None:
     key = store_key("a")
     good = good_file(key)
     for offset in range(HEADER_BYTES):
@@ -264,7 +264,7 @@ def test_any_wrong_byte_of_the_header(tmp_path: Path) -> None:
 
 @examples(60)
 @given(st.data())
-def test_any_wrong_bit_of_the_payload(data: st.DataObject) -> None:
+def test_get_with_any_flipped_payload_bit_is_a_miss(data: st.DataObject) -> None:
     nbytes = data.draw(st.integers(1, 20_000))
     bit = data.draw(st.integers(0, 8 * nbytes - 1))
     key = store_key("a")
@@ -276,7 +276,7 @@ def test_any_wrong_bit_of_the_payload(data: st.DataObject) -> None:
 
 @examples(60)
 @given(st.integers(0, HEADER_BYTES + SIZE - 1))
-def test_a_file_cut_anywhere(length: int) -> None:
+def test_get_of_truncated_file_is_a_miss(length: int) -> None:
     key = store_key("a")
     with tempfile.TemporaryDirectory() as folder:
         assert_damage_is_noticed(Path(folder), good_file(key)[:length], key)
@@ -284,7 +284,7 @@ def test_a_file_cut_anywhere(length: int) -> None:
 
 @examples(20)
 @given(st.binary(min_size=1, max_size=5000))
-def test_a_file_with_something_behind(more: bytes) -> None:
+def test_get_of_file_with_trailing_bytes_is_a_miss(more: bytes) -> None:
     key = store_key("a")
     with tempfile.TemporaryDirectory() as folder:
         assert_damage_is_noticed(Path(folder), good_file(key) + more, key)
@@ -292,12 +292,12 @@ def test_a_file_with_something_behind(more: bytes) -> None:
         assert_damage_is_noticed(Path(folder), good_file(key) + more, key, extended)
 
 
-def test_a_block_under_another_name(tmp_path: Path) -> None:
+def test_get_of_renamed_file_is_a_miss(tmp_path: Path) -> None:
     assert_damage_is_noticed(tmp_path, good_file(store_key("b")), store_key("a"))
 
 
 @pytest.mark.parametrize("length", [0, 100, HEADER_BYTES, HEADER_BYTES + SIZE - 1])
-def test_a_put_replaces_what_a_crash_left_of_a_block(tmp_path: Path, length: int) -> None:
+def test_put_replaces_file_truncated_by_a_crash(tmp_path: Path, length: int) -> None:
     key = store_key("a")
     with opened(tmp_path) as store:
         path = file_of(store, key)
@@ -307,7 +307,7 @@ def test_a_put_replaces_what_a_crash_left_of_a_block(tmp_path: Path, length: int
         assert_holds(store, key, SIZE)
 
 
-def test_damage_among_good_blocks_costs_only_itself(tmp_path: Path) -> None:
+def test_damaged_block_does_not_affect_others(tmp_path: Path) -> None:
     keys = chain_keys("a", 9)
     with opened(tmp_path) as store:
         store.put([item(key, SIZE) for key in keys])
@@ -321,7 +321,7 @@ def test_damage_among_good_blocks_costs_only_itself(tmp_path: Path) -> None:
         assert store.usage().blocks == 8
 
 
-def test_foreign_files_are_left_alone(tmp_path: Path) -> None:
+def test_foreign_files_are_ignored(tmp_path: Path) -> None:
     key = store_key("a")
     with opened(tmp_path) as store:
         store.put([item(key, SIZE)])
@@ -343,7 +343,7 @@ def test_foreign_files_are_left_alone(tmp_path: Path) -> None:
         assert_holds(store, key, SIZE)
 
 
-def test_links_and_folders_in_the_place_of_a_block_are_misses(tmp_path: Path) -> None:
+def test_get_of_link_or_folder_is_a_miss(tmp_path: Path) -> None:
     one, two = store_key("a"), store_key("b")
     with opened(tmp_path / "s") as store:
         outside = tmp_path / "outside"
@@ -371,7 +371,7 @@ def anyones_folder() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def test_who_may_only_read_gets_hits_and_failed_puts(anyones_folder: Path) -> None:
+def test_read_only_user_gets_hits_and_failed_puts(anyones_folder: Path) -> None:
     key, new = store_key("a"), store_key("b")
     root = anyones_folder / "s"
     with opened(root) as store:
@@ -397,7 +397,7 @@ def test_who_may_only_read_gets_hits_and_failed_puts(anyones_folder: Path) -> No
     as_ordinary_user(work)
 
 
-def test_who_may_not_read_gets_misses(anyones_folder: Path) -> None:
+def test_user_without_permission_gets_misses(anyones_folder: Path) -> None:
     key = store_key("a")
     root = anyones_folder / "s"
     with opened(root) as store:
@@ -417,7 +417,7 @@ def test_who_may_not_read_gets_misses(anyones_folder: Path) -> None:
     assert path.exists()
 
 
-def test_files_are_not_for_everyone(tmp_path: Path) -> None:
+def test_files_are_not_world_accessible(tmp_path: Path) -> None:
     with opened(tmp_path / "s") as store:
         store.put([item(store_key("a"), SIZE)])
         for path in [tmp_path / "s", *(tmp_path / "s").rglob("*")]:

@@ -1,4 +1,4 @@
-"""Blocks deleted from a shared directory, also while collectors have them in their hands."""
+"""Deletion of blocks from a shared directory, also while collectors are removing them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("call", ["lstat", "unlink"])
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ESTALE, errno.EIO, errno.EBUSY])
-def test_what_cannot_be_deleted_is_told(root: Path, call: str, code: int) -> None:
+def test_delete_that_fails_raises(root: Path, call: str, code: int) -> None:
     keys = chain_keys("a", 3)
     ops = FaultyOps()
     with opened(root, ops) as store:
@@ -45,7 +45,7 @@ def test_what_cannot_be_deleted_is_told(root: Path, call: str, code: int) -> Non
         assert store.delete(keys) == 1
 
 
-def test_what_somebody_else_deletes_meanwhile_is_gone(root: Path) -> None:
+def test_delete_of_concurrently_deleted_block_succeeds(root: Path) -> None:
     ops = FaultyOps(unlink=failing(errno.ENOENT))
     with opened(root, ops) as store:
         store.put([item(KEY, SIZE)])
@@ -53,7 +53,7 @@ def test_what_somebody_else_deletes_meanwhile_is_gone(root: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["lstat", "unlink", "scandir"])
-def test_a_collector_does_not_put_back_what_is_deleted(root: Path, moment: str) -> None:
+def test_collector_does_not_restore_deleted_block(root: Path, moment: str) -> None:
     """It died, or is slow, with a block in its hands that was used since it looked: whenever
     another one finishes for it while the block is deleted, the block is gone."""
     ops = FaultyOps()
@@ -74,7 +74,7 @@ def test_a_collector_does_not_put_back_what_is_deleted(root: Path, moment: str) 
         assert litter(root) == []
 
 
-def test_what_a_dead_collector_holds_is_deleted(root: Path) -> None:
+def test_delete_removes_trash_of_dead_collector(root: Path) -> None:
     with opened(root) as store:
         store.put([item(KEY, SIZE), item(named("b"), SIZE)])
         before = store.usage()
@@ -89,7 +89,7 @@ def test_what_a_dead_collector_holds_is_deleted(root: Path) -> None:
         assert store.usage().blocks == before.blocks - 1
 
 
-def test_a_folder_that_cannot_be_looked_through_may_hold_it_still(root: Path) -> None:
+def test_delete_with_unreadable_folder_raises(root: Path) -> None:
     ops = FaultyOps()
     with opened(root, ops) as store:
         store.put([item(KEY, SIZE)])

@@ -1,4 +1,4 @@
-"""A shared directory on file systems that fail, are full, or do not tell the truth."""
+"""A shared directory on file systems that fail, are full, or return wrong results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KEY = named("a")
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A directory that exists, so that faults meet the calls under test and not its making."""
+    """An existing directory, so that faults hit the calls under test and not its creation."""
     with opened(tmp_path / "s") as store:
         store.put([item(named("earlier"), SIZE)])
     return tmp_path / "s"
@@ -50,7 +50,7 @@ def root(tmp_path: Path) -> Path:
         (errno.ESTALE, PutResult.FAILED, Event.WRITE_ERROR),
     ],
 )
-def test_a_failed_write_is_an_outcome_and_leaves_nothing(
+def test_put_with_failing_write_fails_and_leaves_nothing(
     root: Path, call: str, code: int, result: PutResult, event: Event
 ) -> None:
     ops = FaultyOps()
@@ -77,7 +77,7 @@ def failing_once(nth: int) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3, 4])
-def test_a_failed_sync_keeps_nothing(root: Path, nth: int) -> None:
+def test_put_with_failing_sync_stores_nothing(root: Path, nth: int) -> None:
     """The file, its folder, and the two folders on the way to it."""
     ops = FaultyOps()
     with opened(root, ops) as store:
@@ -90,8 +90,8 @@ def test_a_failed_sync_keeps_nothing(root: Path, nth: int) -> None:
 
 @pytest.mark.parametrize("nth", [1, 2, 3, 4])
 @pytest.mark.parametrize("by", ["itself", "another"])
-def test_a_block_that_was_here_and_cannot_be_synced_goes(root: Path, nth: int, by: str) -> None:
-    """The system tells of lost bytes once: the next sync succeeds, whatever became of them."""
+def test_put_removes_present_block_that_cannot_be_synced(root: Path, nth: int, by: str) -> None:
+    """The system reports lost bytes once; the next sync succeeds although they are lost."""
     ops = FaultyOps()
     with opened(root) as another, opened(root, ops) as store:
         (store if by == "itself" else another).put([item(KEY, SIZE)])
@@ -104,9 +104,7 @@ def test_a_block_that_was_here_and_cannot_be_synced_goes(root: Path, nth: int, b
 
 
 @pytest.mark.parametrize("nth", [2, 3, 4])
-def test_a_block_published_just_before_ours_that_cannot_be_synced_goes(
-    root: Path, nth: int
-) -> None:
+def test_put_removes_concurrent_block_that_cannot_be_synced(root: Path, nth: int) -> None:
     with opened(root) as other:
 
         def be_late(source: str, target: str) -> None:
@@ -120,7 +118,7 @@ def test_a_block_published_just_before_ours_that_cannot_be_synced_goes(
             assert store.put([item(KEY, SIZE)], Durability.DISK) == [PutResult.STORED]
 
 
-def test_a_block_known_to_be_on_disk_stays_when_a_sync_fails(root: Path) -> None:
+def test_put_keeps_durable_block_when_sync_fails(root: Path) -> None:
     ops = FaultyOps()
     with opened(root, ops) as store:
         store.put([item(KEY, SIZE)], Durability.DISK)
@@ -129,14 +127,14 @@ def test_a_block_known_to_be_on_disk_stays_when_a_sync_fails(root: Path) -> None
         assert store.put([item(KEY, SIZE)], Durability.DISK) == [PutResult.PRESENT]
 
 
-def test_short_writes_are_continued(root: Path) -> None:
+def test_put_continues_short_writes(root: Path) -> None:
     ops = FaultyOps(writev=lambda fd, parts: os.write(fd, parts[0][:777]))
     with opened(root, ops) as store:
         assert store.put([item(KEY, SIZE)]) == [PutResult.STORED]
         assert_holds(store, KEY, SIZE)
 
 
-def test_a_chain_without_room_is_cut_at_its_tail(root: Path) -> None:
+def test_put_without_room_drops_the_tail(root: Path) -> None:
     keys = chain_keys("chain", 8)
     ops = FaultyOps(writev=failing(errno.ENOSPC))
     with opened(root, ops, threads=1) as store:
@@ -157,7 +155,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_full_disk(tiny_disk: Path) -> None:
+def test_put_on_full_disk_is_dropped(tiny_disk: Path) -> None:
     keys = chain_keys("a", 20)
     with opened(tiny_disk, threads=1) as store:
         results = store.put(chain_items(keys, 50_000))
@@ -180,7 +178,7 @@ def steps(ops: FaultyOps) -> list[str]:
     return [name for name, _ in ops.calls if name in ("writev", "fsync", "link")]
 
 
-def test_on_disk_means_synced_before_and_after_it_gets_its_name(root: Path) -> None:
+def test_durable_put_syncs_file_and_name(root: Path) -> None:
     ops = FaultyOps()
     with opened(root, ops) as store:
         ops.calls.clear()
@@ -197,7 +195,7 @@ def test_on_disk_means_synced_before_and_after_it_gets_its_name(root: Path) -> N
 
 
 def lose_bytes(path: Path, kept: int) -> None:
-    """As a power cut does that comes before they were written back."""
+    """Simulates a power loss before the bytes were written back."""
     size = path.stat().st_size
     os.truncate(path, kept)
     os.truncate(path, size)
@@ -205,7 +203,7 @@ def lose_bytes(path: Path, kept: int) -> None:
 
 @pytest.mark.parametrize("kept", [0, SIZE // 2])
 @pytest.mark.parametrize("by", ["itself", "another"])
-def test_a_block_that_lost_its_bytes_is_written_again(root: Path, kept: int, by: str) -> None:
+def test_durable_put_rewrites_block_without_content(root: Path, kept: int, by: str) -> None:
     with opened(root) as store, opened(root) as another:
         (store if by == "itself" else another).put([item(KEY, SIZE)])
         lose_bytes(file_of(store, KEY), kept)
@@ -214,7 +212,7 @@ def test_a_block_that_lost_its_bytes_is_written_again(root: Path, kept: int, by:
         assert litter(root) == []
 
 
-def test_a_lossy_block_published_just_before_ours_is_written_again(root: Path) -> None:
+def test_durable_put_rewrites_concurrent_damaged_block(root: Path) -> None:
     with opened(root) as other:
         late = [True]
 
@@ -229,10 +227,8 @@ def test_a_lossy_block_published_just_before_ours_is_written_again(root: Path) -
 
 
 @pytest.mark.parametrize("nbytes", [SIZE, SIZE + 1])
-def test_only_what_it_does_not_know_is_read_before_it_counts_as_on_disk(
-    root: Path, nbytes: int
-) -> None:
-    """Of whatever length: a key names one content, and what is there stays."""
+def test_durable_put_verifies_only_unknown_files(root: Path, nbytes: int) -> None:
+    """Also for other lengths: a key names one content, and the present block stays."""
     ops = FaultyOps()
     with opened(root) as other, opened(root, ops) as store:
         other.put([item(KEY, nbytes)], Durability.DISK)
@@ -248,7 +244,7 @@ def test_only_what_it_does_not_know_is_read_before_it_counts_as_on_disk(
 
 
 @pytest.mark.parametrize("durability", [Durability.RECEIVED, Durability.MEMORY])
-def test_otherwise_nothing_is_synced_until_a_flush(root: Path, durability: Durability) -> None:
+def test_put_in_memory_syncs_nothing_until_flush(root: Path, durability: Durability) -> None:
     ops = FaultyOps()
     with opened(root, ops) as store:
         ops.calls.clear()
@@ -258,14 +254,14 @@ def test_otherwise_nothing_is_synced_until_a_flush(root: Path, durability: Durab
         assert "syncfs" in {name for name, _ in ops.calls}
 
 
-def test_a_failed_flush_is_counted(root: Path) -> None:
+def test_flush_failure_is_counted(root: Path) -> None:
     with opened(root, FaultyOps(syncfs=failing(errno.EIO, 1))) as store:
         store.flush()
         assert store.counts.snapshot()[Event.FLUSH_ERROR] == 1
 
 
-def test_a_block_collected_while_it_is_made_durable_is_written_again(root: Path) -> None:
-    """It was there at the first look, and is gone when it is opened to be synced."""
+def test_durable_put_rewrites_block_collected_meanwhile(root: Path) -> None:
+    """The block is present at first, and gone when it is opened for the sync."""
     with opened(root) as other:
         other.put([item(KEY, SIZE)])
         path = file_of(other, KEY)
@@ -282,8 +278,9 @@ def test_a_block_collected_while_it_is_made_durable_is_written_again(root: Path)
 
 
 @pytest.mark.parametrize("times", [1, 100])
-def test_another_writers_block_that_is_collected_at_once(root: Path, times: int) -> None:
-    """Published between our look and our link, gone before it is synced; now and then forever."""
+def test_durable_put_retries_when_other_writers_block_is_collected(root: Path, times: int) -> None:
+    """Another writer publishes between our check and our link, and the block is collected before
+    it is synced: once, or every time."""
     with opened(root) as other:
         path = file_of(other, KEY)
         left = [times]
@@ -309,7 +306,7 @@ def test_another_writers_block_that_is_collected_at_once(root: Path, times: int)
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ETIMEDOUT, errno.EEXIST, errno.EPERM])
-def test_a_link_that_was_made_though_it_says_not(root: Path, code: int) -> None:
+def test_link_that_reports_a_false_error_succeeds(root: Path, code: int) -> None:
     def lie(source: str, target: str) -> None:
         os.link(source, target)
         raise OSError(code, os.strerror(code))
@@ -320,8 +317,8 @@ def test_a_link_that_was_made_though_it_says_not(root: Path, code: int) -> None:
         assert litter(root) == []
 
 
-def test_a_link_beaten_by_another_writer(root: Path) -> None:
-    """The other one publishes between our look and our link."""
+def test_link_after_another_writer_is_present(root: Path) -> None:
+    """Another writer publishes between our check and our link."""
     with opened(root) as other:
 
         def be_late(source: str, target: str) -> None:
@@ -334,7 +331,7 @@ def test_a_link_beaten_by_another_writer(root: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV])
-def test_file_systems_without_hard_links(root: Path, code: int) -> None:
+def test_put_without_hard_links_is_stored(root: Path, code: int) -> None:
     with opened(root, FaultyOps(link=failing(code))) as store:
         assert store.put([item(KEY, SIZE)]) == [PutResult.STORED]
         assert store.put([item(KEY, SIZE, version=1)]) == [PutResult.PRESENT]
@@ -343,7 +340,7 @@ def test_file_systems_without_hard_links(root: Path, code: int) -> None:
 
 
 @pytest.mark.parametrize("nth", [2, 3, 4])
-def test_a_name_that_cannot_be_synced_goes_without_hard_links_too(root: Path, nth: int) -> None:
+def test_put_without_hard_links_removes_unsynced_name(root: Path, nth: int) -> None:
     with opened(root, FaultyOps(link=failing(errno.EPERM), fsync=failing_once(nth))) as store:
         assert store.put([item(KEY, SIZE)], Durability.DISK) == [PutResult.FAILED]
         assert_lacks(store, KEY, SIZE)
@@ -351,7 +348,7 @@ def test_a_name_that_cannot_be_synced_goes_without_hard_links_too(root: Path, nt
         assert store.put([item(KEY, SIZE)], Durability.DISK) == [PutResult.STORED]
 
 
-def test_a_folder_removed_under_a_writer_is_made_again(root: Path) -> None:
+def test_put_recreates_folder_removed_by_collector(root: Path) -> None:
     with opened(root) as store:
         shard = str(file_of(store, KEY).parent)
         times = [2]
@@ -372,7 +369,7 @@ def test_a_folder_removed_under_a_writer_is_made_again(root: Path) -> None:
 
 @pytest.mark.parametrize("code", [errno.ENOENT, errno.ESTALE])
 @pytest.mark.parametrize("call", ["open", "fstat", "preadv"])
-def test_a_file_that_vanishes_is_a_plain_miss(root: Path, call: str, code: int) -> None:
+def test_get_of_vanishing_file_is_a_miss(root: Path, call: str, code: int) -> None:
     ops = FaultyOps()
     with opened(root, ops) as store:
         store.put([item(KEY, SIZE)])
@@ -386,7 +383,7 @@ def test_a_file_that_vanishes_is_a_plain_miss(root: Path, call: str, code: int) 
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE, errno.ETIMEDOUT])
-def test_a_failed_read_is_a_miss_that_removes_nothing(root: Path, code: int) -> None:
+def test_get_with_read_error_is_a_miss_and_removes_nothing(root: Path, code: int) -> None:
     ops = FaultyOps()
     with opened(root, ops) as store:
         store.put([item(KEY, SIZE)])
@@ -398,7 +395,7 @@ def test_a_failed_read_is_a_miss_that_removes_nothing(root: Path, code: int) -> 
         assert_holds(store, KEY, SIZE)
 
 
-def test_a_read_error_is_tried_again_and_what_stays_unreadable_goes(root: Path) -> None:
+def test_get_retries_io_error_and_then_removes_block(root: Path) -> None:
     ops = FaultyOps()
     with opened(root, ops) as store:
         store.put([item(KEY, SIZE)])
@@ -412,7 +409,7 @@ def test_a_read_error_is_tried_again_and_what_stays_unreadable_goes(root: Path) 
         assert store.put([item(KEY, SIZE)]) == [PutResult.STORED]
 
 
-def test_short_reads_are_continued(root: Path) -> None:
+def test_get_continues_short_reads(root: Path) -> None:
     def some(fd: int, parts: list[memoryview], offset: int) -> int:
         return os.preadv(fd, [parts[0][:333]], offset)
 
@@ -421,7 +418,7 @@ def test_short_reads_are_continued(root: Path) -> None:
         assert_holds(store, KEY, SIZE)
 
 
-def test_a_read_that_ends_early_is_a_miss(root: Path) -> None:
+def test_get_that_ends_early_is_a_miss(root: Path) -> None:
     def end_early(fd: int, parts: list[memoryview], offset: int) -> int:
         return 0 if offset >= 3000 else os.preadv(fd, [parts[0][: 3000 - offset]], offset)
 
@@ -431,7 +428,7 @@ def test_a_read_that_ends_early_is_a_miss(root: Path) -> None:
         assert store.counts.snapshot()[Event.DAMAGED] == 1
 
 
-def test_a_damaged_file_that_was_replaced_meanwhile_stays(root: Path) -> None:
+def test_get_keeps_file_that_replaced_a_damaged_one(root: Path) -> None:
     """A reader holds a damaged file; before it removes it, another host has healed the key."""
     with opened(root) as other:
         other.put([item(KEY, SIZE)])
@@ -459,7 +456,7 @@ def test_a_damaged_file_that_was_replaced_meanwhile_stays(root: Path) -> None:
             path.write_bytes(path.read_bytes()[:-1] + b"?")
 
 
-def test_a_rename_that_was_made_though_it_says_not(root: Path) -> None:
+def test_rename_that_reports_a_false_error_succeeds(root: Path) -> None:
     def lie(source: str, target: str) -> None:
         os.rename(source, target)
         raise OSError(errno.ENOENT, "no such file")
@@ -473,13 +470,13 @@ def test_a_rename_that_was_made_though_it_says_not(root: Path) -> None:
         assert not path.exists()
 
 
-def test_a_scan_that_fails_is_counted(root: Path) -> None:
+def test_usage_scan_failure_is_counted(root: Path) -> None:
     with opened(root, FaultyOps(scandir=failing(errno.EIO))) as store:
         assert store.usage().blocks == 0
         assert store.counts.snapshot()[Event.READ_ERROR] == 1
 
 
-def test_the_real_calls_work(tmp_path: Path) -> None:
+def test_file_ops_work_on_a_real_file_system(tmp_path: Path) -> None:
     ops = FileOps()
     fd = ops.open(str(tmp_path), os.O_RDONLY | os.O_DIRECTORY)
     ops.syncfs(fd)
@@ -491,8 +488,8 @@ def test_the_real_calls_work(tmp_path: Path) -> None:
 # ---- syncs that fail ----------------------------------------------------------------------------
 
 
-def test_what_a_failed_flush_lost_is_told_and_written_anew(root: Path) -> None:
-    """The next sync would succeed, and say nothing of the bytes that are gone."""
+def test_flush_failure_reports_blocks_and_put_rewrites_them(root: Path) -> None:
+    """The next sync would succeed without reporting the lost bytes."""
     ops = FaultyOps()
     lost: list[bytes] = []
     with opened(root, ops) as store:
@@ -512,7 +509,7 @@ def test_what_a_failed_flush_lost_is_told_and_written_anew(root: Path) -> None:
         assert_holds(store, KEY, SIZE)
 
 
-def test_what_was_written_while_a_sync_failed_may_be_lost_by_it(root: Path) -> None:
+def test_put_during_failing_sync_fails(root: Path) -> None:
     ops = FaultyOps()
     with opened(root, ops) as store:
 
@@ -527,7 +524,7 @@ def test_what_was_written_while_a_sync_failed_may_be_lost_by_it(root: Path) -> N
         assert store.flush()
 
 
-def test_a_long_list_of_unsynced_blocks_is_synced(
+def test_put_syncs_when_too_many_blocks_are_unsynced(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(synced_files, "_MAX_UNSYNCED", 2)
@@ -543,10 +540,10 @@ def test_a_long_list_of_unsynced_blocks_is_synced(
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("x", path)])
-def test_what_has_the_name_of_a_block_and_is_no_file_holds_nobody_up(
+def test_fifo_in_place_of_a_block_does_not_block_calls(
     root: Path, make: Callable[[Path], None]
 ) -> None:
-    """A pipe would: whoever opens it waits for its other end."""
+    """Opening a FIFO normally waits for its other end."""
     with opened(root) as store:
         path = file_of(store, KEY)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -558,7 +555,7 @@ def test_what_has_the_name_of_a_block_and_is_no_file_holds_nobody_up(
         SharedDirGc(store).collect()
 
 
-def test_a_marker_that_is_a_pipe_is_refused(root: Path) -> None:
+def test_open_with_fifo_as_marker_is_refused(root: Path) -> None:
     marker = root / FOLDER / "FORMAT"
     marker.unlink()
     os.mkfifo(marker)
@@ -566,7 +563,7 @@ def test_a_marker_that_is_a_pipe_is_refused(root: Path) -> None:
         SharedDirStore(SharedDirSettings(str(root)))
 
 
-def test_a_full_folder_is_told_once(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_put_on_full_disk_warns_once(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     ops = FaultyOps()
     with opened(root, ops) as store:
         store.clock.estimate()

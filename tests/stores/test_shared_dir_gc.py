@@ -1,6 +1,7 @@
-"""Collections of a shared directory: what leaves, in which order, and what never does.
+"""Garbage collection of a shared directory: what is removed, in which order, and what is kept.
 
-Files get their mtime by hand; `collect(now=...)` stands in the future, as ctime cannot be set.
+The tests set the mtime of files and call `collect(now=...)` with a time in the future, because
+ctime cannot be set.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ LATER = 100 * HOUR  # how far in the future the collections of these tests stand
 
 
 def set_age(store: SharedDirStore, keys: Sequence[StoreKey], age_s: float) -> None:
-    """As if last used so long before the collection."""
+    """Sets the mtime as if the block was last used that long before the collection."""
     for key in keys:
         when = int((time.time() + LATER - age_s) * 1e9)
         os.utime(file_of(store, key), ns=(when, when))
@@ -51,7 +52,7 @@ def put_chain(store: SharedDirStore, name: str, count: int, age_s: float) -> lis
 # ---- what leaves --------------------------------------------------------------------------------
 
 
-def test_without_limits_nothing_leaves(tmp_path: Path) -> None:
+def test_collect_without_limits_removes_nothing(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         keys = put_chain(store, "a", 5, 90 * HOUR)
         report = collect(store)
@@ -60,7 +61,7 @@ def test_without_limits_nothing_leaves(tmp_path: Path) -> None:
         assert store.match(keys) == 5
 
 
-def test_what_was_not_used_for_too_long_leaves(tmp_path: Path) -> None:
+def test_collect_removes_expired_blocks(tmp_path: Path) -> None:
     with opened(tmp_path, ttl_s=10 * HOUR) as store:
         old = put_chain(store, "old", 5, 11 * HOUR)
         young = put_chain(store, "young", 5, 9 * HOUR)
@@ -71,7 +72,7 @@ def test_what_was_not_used_for_too_long_leaves(tmp_path: Path) -> None:
         assert store.usage().blocks == 5
 
 
-def test_beyond_the_capacity_the_coldest_leave(tmp_path: Path) -> None:
+def test_collect_beyond_capacity_removes_the_coldest(tmp_path: Path) -> None:
     with opened(tmp_path, capacity_bytes=20_000, low_watermark=0.9) as store:
         chains = [put_chain(store, f"chain {at}", 4, (50 - 5 * at) * HOUR) for at in range(6)]
         report = collect(store)
@@ -83,8 +84,8 @@ def test_beyond_the_capacity_the_coldest_leave(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("newer", ["tail", "head", "same"])
-def test_tails_leave_before_heads_whatever_their_dates(tmp_path: Path, newer: str) -> None:
-    """A put dates heads before tails, a file system with coarse times dates all alike."""
+def test_collect_removes_tails_before_heads_of_any_date(tmp_path: Path, newer: str) -> None:
+    """A put dates heads before tails; with coarse timestamps all dates are equal."""
     with opened(tmp_path, capacity_bytes=5000, low_watermark=1.0) as store:
         keys = put_chain(store, "a", 12, 50 * HOUR)
         for at, key in enumerate(keys):
@@ -94,7 +95,7 @@ def test_tails_leave_before_heads_whatever_their_dates(tmp_path: Path, newer: st
         assert store.match(keys) == sum(store.contains(keys)) == 5
 
 
-def test_the_head_of_a_chain_in_use_stays_though_it_looks_old(tmp_path: Path) -> None:
+def test_collect_keeps_old_head_of_chain_in_use(tmp_path: Path) -> None:
     with opened(tmp_path, capacity_bytes=8000, low_watermark=1.0) as store:
         used = put_chain(store, "used", 6, 50 * HOUR)
         set_age(store, used[5:], 50 * HOUR - 500)  # the touch interval is 600 s
@@ -104,7 +105,7 @@ def test_the_head_of_a_chain_in_use_stays_though_it_looks_old(tmp_path: Path) ->
         assert store.match(unused) == sum(store.contains(unused)) == 2
 
 
-def test_a_small_memory_takes_several_collections(tmp_path: Path) -> None:
+def test_collect_with_few_candidates_takes_several_rounds(tmp_path: Path) -> None:
     with opened(tmp_path, capacity_bytes=10_000, low_watermark=1.0) as store:
         chains = [put_chain(store, f"chain {at}", 10, (50 - 5 * at) * HOUR) for at in range(4)]
         gc = SharedDirGc(store, max_candidates=8)
@@ -118,8 +119,8 @@ def test_a_small_memory_takes_several_collections(tmp_path: Path) -> None:
 # ---- what never leaves --------------------------------------------------------------------------
 
 
-def test_nothing_leaves_within_the_grace_period(tmp_path: Path) -> None:
-    """However old the file pretends to be: it got its name just now."""
+def test_collect_removes_nothing_within_grace_period(tmp_path: Path) -> None:
+    """Even if the mtime of a file is old: it was published just now."""
     with opened(tmp_path, capacity_bytes=1000, ttl_s=2 * HOUR, grace_s=HOUR) as store:
         keys = chain_keys("a", 5)
         store.put(chain_items(keys, BLOCK))
@@ -131,7 +132,7 @@ def test_nothing_leaves_within_the_grace_period(tmp_path: Path) -> None:
         assert report.removed_blocks == 5
 
 
-def test_a_slow_writers_block_is_as_young_as_its_name(tmp_path: Path) -> None:
+def test_collect_uses_publication_time_of_slow_writer(tmp_path: Path) -> None:
     """Written two hours ago, published now: mtime is old, ctime is not."""
 
     def age_then_link(source: str, target: str) -> None:
@@ -145,7 +146,7 @@ def test_a_slow_writers_block_is_as_young_as_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["lstat", "rename"])
-def test_what_is_used_after_the_scan_stays_with_its_heads(tmp_path: Path, call: str) -> None:
+def test_collect_keeps_block_used_after_scan_and_its_heads(tmp_path: Path, call: str) -> None:
     ops = FaultyOps()
     with opened(tmp_path, ops, capacity_bytes=3000, low_watermark=1.0) as store:
         keys = put_chain(store, "a", 6, 50 * HOUR)
@@ -165,7 +166,7 @@ def test_what_is_used_after_the_scan_stays_with_its_heads(tmp_path: Path, call: 
         assert litter(tmp_path) == []
 
 
-def test_what_is_published_after_the_scan_stays(tmp_path: Path) -> None:
+def test_collect_keeps_block_published_after_scan(tmp_path: Path) -> None:
     """Another collector removed the block, and a writer put it again, just before our rename."""
     ops = FaultyOps()
     with opened(tmp_path) as other, opened(tmp_path, ops, ttl_s=HOUR) as store:
@@ -182,7 +183,7 @@ def test_what_is_published_after_the_scan_stays(tmp_path: Path) -> None:
         assert litter(tmp_path) == []
 
 
-def test_a_put_that_finds_a_block_present_keeps_it(tmp_path: Path) -> None:
+def test_collect_keeps_block_found_present_by_put(tmp_path: Path) -> None:
     with opened(tmp_path, ttl_s=HOUR) as store:
         keys = chain_keys("a", 2)
         store.put(chain_items(keys, BLOCK))
@@ -194,7 +195,7 @@ def test_a_put_that_finds_a_block_present_keeps_it(tmp_path: Path) -> None:
         assert file_of(store, keys[1]).stat().st_mtime == 0
 
 
-def test_a_put_writes_again_what_was_collected_under_it(tmp_path: Path) -> None:
+def test_put_rewrites_block_collected_meanwhile(tmp_path: Path) -> None:
     ops = FaultyOps()
     with opened(tmp_path, ops) as store:
         [key] = put_chain(store, "a", 1, 0)
@@ -210,7 +211,7 @@ def test_a_put_writes_again_what_was_collected_under_it(tmp_path: Path) -> None:
         assert_holds(store, key, BLOCK)
 
 
-def test_a_reader_goes_on_with_a_removed_block(tmp_path: Path) -> None:
+def test_reader_continues_with_removed_block(tmp_path: Path) -> None:
     ops = FaultyOps()
     with opened(tmp_path, ttl_s=HOUR) as other, opened(tmp_path, ops) as store:
         [key] = put_chain(store, "a", 1, 50 * HOUR)
@@ -223,13 +224,13 @@ def test_a_reader_goes_on_with_a_removed_block(tmp_path: Path) -> None:
 
 
 def left_in_trash(store: SharedDirStore, key: StoreKey, seen: Identity) -> Path:
-    """What a collector leaves that dies right after its rename."""
+    """Leaves what a collector leaves that dies right after its rename."""
     trash = Path(store.tree.trash_path(key, seen))
     file_of(store, key).rename(trash)
     return trash
 
 
-def test_a_removal_is_finished_for_a_collector_that_died(tmp_path: Path) -> None:
+def test_collect_finishes_removal_of_dead_collector(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         [key] = put_chain(store, "a", 1, LATER)
         left_in_trash(store, key, Identity.of(file_of(store, key).stat()))
@@ -239,7 +240,7 @@ def test_a_removal_is_finished_for_a_collector_that_died(tmp_path: Path) -> None
         assert store.contains([key]) == [False]
 
 
-def test_a_block_taken_by_mistake_comes_back_though_the_collector_died(tmp_path: Path) -> None:
+def test_collect_restores_changed_block_of_dead_collector(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         one, two = chain_keys("a", 2)
         store.put([item(key, BLOCK) for key in (one, two)])
@@ -254,7 +255,7 @@ def test_a_block_taken_by_mistake_comes_back_though_the_collector_died(tmp_path:
         assert litter(tmp_path) == []
 
 
-def test_a_block_comes_back_without_hard_links(tmp_path: Path) -> None:
+def test_collect_restores_block_without_hard_links(tmp_path: Path) -> None:
     with opened(tmp_path, FaultyOps(link=failing(errno.EPERM))) as store:
         [key] = put_chain(store, "a", 1, HOUR)
         left_in_trash(store, key, Identity(1, 1))
@@ -282,7 +283,7 @@ def test_two_collectors_free_no_more_than_one(tmp_path: Path) -> None:
         assert [first.match(chain) for chain in chains] == [0] * 7 + [2, 4, 4]
 
 
-def test_many_collectors_at_once(tmp_path: Path) -> None:
+def test_many_collectors_at_once_keep_the_limits(tmp_path: Path) -> None:
     limits = {"capacity_bytes": 50_000, "low_watermark": 1.0}
     with opened(tmp_path, **limits) as store:
         chains = [put_chain(store, f"chain {at}", 5, (90 - at) * HOUR) for at in range(40)]
@@ -302,7 +303,7 @@ def test_many_collectors_at_once(tmp_path: Path) -> None:
 # ---- litter and clocks --------------------------------------------------------------------------
 
 
-def test_temporary_files_of_dead_writers_leave_after_long(tmp_path: Path) -> None:
+def test_collect_removes_stale_temporary_files(tmp_path: Path) -> None:
     with opened(tmp_path, stale_temp_s=HOUR) as store:
         temp = Path(store.tree.temp_path(store_key("a")))
         temp.parent.mkdir(parents=True)
@@ -318,7 +319,7 @@ def test_temporary_files_of_dead_writers_leave_after_long(tmp_path: Path) -> Non
         assert not draft.exists()
 
 
-def test_folders_of_models_that_are_gone_leave(tmp_path: Path) -> None:
+def test_collect_removes_abandoned_folders(tmp_path: Path) -> None:
     with opened(tmp_path, ttl_s=HOUR) as store:
         [key] = put_chain(store, "a", 1, 50 * HOUR)
         shard = file_of(store, key).parent
@@ -328,7 +329,7 @@ def test_folders_of_models_that_are_gone_leave(tmp_path: Path) -> None:
         assert store.put([item(key, BLOCK)]) == [PutResult.STORED]
 
 
-def test_foreign_files_are_counted_and_stay(tmp_path: Path) -> None:
+def test_collect_counts_and_keeps_foreign_files(tmp_path: Path) -> None:
     with opened(tmp_path, ttl_s=HOUR, stale_temp_s=HOUR) as store:
         [key] = put_chain(store, "a", 1, 50 * HOUR)
         shard = file_of(store, key).parent
@@ -340,7 +341,7 @@ def test_foreign_files_are_counted_and_stay(tmp_path: Path) -> None:
         assert all(path.exists() for path in foreign)
 
 
-def test_a_block_from_the_future_gets_the_present(tmp_path: Path) -> None:
+def test_collect_redates_block_from_the_future(tmp_path: Path) -> None:
     with opened(tmp_path, ttl_s=HOUR) as store:
         [key] = put_chain(store, "a", 1, 0)
         ahead = time.time() + 1000 * HOUR
@@ -351,7 +352,9 @@ def test_a_block_from_the_future_gets_the_present(tmp_path: Path) -> None:
         assert collect(store).removed_blocks == 1  # and is an ordinary block from now on
 
 
-def test_a_host_clock_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collect_ignores_the_clock_of_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with opened(tmp_path, ttl_s=2 * HOUR, grace_s=HOUR, capacity_bytes=1) as store:
         keys = chain_keys("a", 3)
         store.put(chain_items(keys, BLOCK))
@@ -361,7 +364,7 @@ def test_a_host_clock_does_not_matter(tmp_path: Path, monkeypatch: pytest.Monkey
             assert store.match(keys) == 3
 
 
-def test_without_a_clock_nothing_is_collected(tmp_path: Path) -> None:
+def test_collect_without_server_clock_removes_nothing(tmp_path: Path) -> None:
     ops = FaultyOps()
     with opened(tmp_path, ops, capacity_bytes=1, grace_s=0.0) as store:
         keys = put_chain(store, "a", 3, LATER)
@@ -372,13 +375,13 @@ def test_without_a_clock_nothing_is_collected(tmp_path: Path) -> None:
         assert store.match(keys) == 3
 
 
-def test_a_lost_clock_file_is_made_again(tmp_path: Path) -> None:
+def test_server_clock_recreates_its_file(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         os.unlink(store.tree.clock_path)
         assert abs(store.clock.measure() - time.time()) < 60
 
 
-def test_a_folder_that_cannot_be_read_does_not_save_the_others(tmp_path: Path) -> None:
+def test_collect_continues_after_unreadable_folder(tmp_path: Path) -> None:
     ops = FaultyOps()
     with opened(tmp_path, ops, ttl_s=HOUR) as store:
         keys = put_chain(store, "a", 20, 50 * HOUR)
@@ -400,7 +403,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_the_thread_collects_and_stops(tmp_path: Path) -> None:
+def test_gc_thread_collects_and_stops(tmp_path: Path) -> None:
     with opened(tmp_path, capacity_bytes=2500, low_watermark=1.0, grace_s=0.0) as store:
         keys = chain_keys("a", 6)
         store.put(chain_items(keys, BLOCK))
@@ -413,7 +416,7 @@ def test_the_thread_collects_and_stops(tmp_path: Path) -> None:
         assert thread.stop(60)
 
 
-def test_a_round_is_left_out_where_another_host_began_lately(tmp_path: Path) -> None:
+def test_gc_thread_skips_round_after_another_host(tmp_path: Path) -> None:
     with opened(tmp_path) as store, opened(tmp_path) as other:
         SharedDirGc(other).collect()
         assert not SharedDirGc(store).due(HOUR)
@@ -426,13 +429,13 @@ def test_a_round_is_left_out_where_another_host_began_lately(tmp_path: Path) -> 
         assert thread.stop(60)
 
 
-def test_a_collection_under_way_can_be_stopped(tmp_path: Path) -> None:
+def test_collect_can_be_interrupted(tmp_path: Path) -> None:
     with opened(tmp_path, ttl_s=HOUR) as store:
         keys = put_chain(store, "a", 5, 50 * HOUR)
         assert collect(store, stop=lambda: True).interrupted
         assert store.match(keys) == 5
 
 
-def test_a_thread_that_was_never_started_stops(tmp_path: Path) -> None:
+def test_gc_thread_never_started_can_be_stopped(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         assert GcThread(SharedDirGc(store), 1.0).stop()

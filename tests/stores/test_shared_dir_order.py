@@ -1,4 +1,4 @@
-"""Which blocks of a shared directory leave, and in which order."""
+"""Which blocks of a shared directory are removed, and in which order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_tiered_kv.stores.shared_dir.gc import (
 
 
 @given(st.integers(0, 2**32))
-def test_no_order_puts_a_block_before_what_follows_it(seed: int) -> None:
+def test_removal_order_puts_descendants_first(seed: int) -> None:
     rng = random.Random(seed)
     keys = [StoreKey(bytes([at])) for at in range(rng.randint(1, 30))]
     parents = {key: rng.choice([None, *keys[:at]]) for at, key in enumerate(keys)}
@@ -31,7 +31,7 @@ def test_no_order_puts_a_block_before_what_follows_it(seed: int) -> None:
     assert removal_order(sorted(blocks, key=lambda b: b.key), parents) == order
 
 
-def test_headers_that_lead_in_circles_do_no_harm() -> None:
+def test_removal_order_with_cycle_ends() -> None:
     keys = [StoreKey(bytes([at])) for at in range(6)]
     parents: dict[StoreKey, StoreKey | None] = {
         key: keys[(at + 1) % 6] for at, key in enumerate(keys)
@@ -41,7 +41,7 @@ def test_headers_that_lead_in_circles_do_no_harm() -> None:
     assert {ranked.block.key for ranked in order} == set(keys)
 
 
-def test_only_the_coldest_part_is_looked_at() -> None:
+def test_coldest_part_covers_bytes_expiry_and_margin() -> None:
     blocks = [Candidate(StoreKey(bytes([at])), at * 10, 100, 1) for at in range(20)]
 
     def part(free: int, expire: int, margin: int) -> int:

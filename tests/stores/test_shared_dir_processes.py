@@ -84,7 +84,8 @@ def run_crowd(tmp_path: Path, roles: list[str], kills: int, **options: float) ->
 
 
 def check_afterwards(root: Path) -> set[StoreKey]:
-    """Finishes what the dead left; every block still there is right. Which ones there are."""
+    """Finishes the removals of dead collectors and checks every remaining block; returns their
+    keys."""
     with opened(root) as store:
         report = SharedDirGc(store).collect(now=time.time() + 1e6)
         assert report.errors == 0
@@ -100,7 +101,7 @@ def check_afterwards(root: Path) -> set[StoreKey]:
 
 
 @pytest.mark.slow
-def test_writers_readers_and_collectors_with_kills(tmp_path: Path) -> None:
+def test_processes_with_kills_read_no_wrong_block(tmp_path: Path) -> None:
     """Collectors always find too much and remove what is older than the grace period; writers
     put it again at once, so that removals and publications of one key meet."""
     crowd = run_crowd(
@@ -117,7 +118,7 @@ def test_writers_readers_and_collectors_with_kills(tmp_path: Path) -> None:
     check_afterwards(tmp_path / "shared")
 
 
-def test_nothing_published_is_lost_within_the_grace_period(tmp_path: Path) -> None:
+def test_processes_lose_nothing_within_grace_period(tmp_path: Path) -> None:
     crowd = run_crowd(
         tmp_path,
         ["write", "write", "collect", "collect"],

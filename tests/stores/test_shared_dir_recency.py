@@ -1,4 +1,4 @@
-"""Last uses in a shared directory: noted rarely, and for the whole chain."""
+"""Times of last use in a shared directory: updated rarely, and for the whole chain."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def old_chain(store: SharedDirStore, count: int) -> list[StoreKey]:
     return keys
 
 
-def test_a_use_is_noted_once_an_interval(tmp_path: Path) -> None:
+def test_use_touches_block_once_per_interval(tmp_path: Path) -> None:
     with opened(tmp_path, touch_interval_s=INTERVAL) as store:
         keys = old_chain(store, 4)
         for _ in range(5):
@@ -57,7 +57,7 @@ def test_a_use_is_noted_once_an_interval(tmp_path: Path) -> None:
         assert store.counts.snapshot()[Event.TOUCHED] == 4
 
 
-def test_whoever_notes_it_first_spares_the_others(tmp_path: Path) -> None:
+def test_use_touched_by_another_host_is_not_touched_again(tmp_path: Path) -> None:
     with opened(tmp_path, touch_interval_s=INTERVAL) as store:
         keys = old_chain(store, 4)
         with opened(tmp_path, touch_interval_s=INTERVAL) as other:
@@ -66,7 +66,7 @@ def test_whoever_notes_it_first_spares_the_others(tmp_path: Path) -> None:
         assert store.counts.snapshot()[Event.TOUCHED] == 0
 
 
-def test_looking_is_not_using(tmp_path: Path) -> None:
+def test_lookup_is_not_a_use(tmp_path: Path) -> None:
     with opened(tmp_path, touch_interval_s=INTERVAL) as store:
         keys = old_chain(store, 4)
         before = [file_of(store, key).stat() for key in keys]
@@ -78,15 +78,15 @@ def test_looking_is_not_using(tmp_path: Path) -> None:
         assert [s.st_ctime_ns for s in after] == [s.st_ctime_ns for s in before]
 
 
-def test_a_use_of_the_tail_is_one_of_the_whole_chain(tmp_path: Path) -> None:
-    """The reader has the head elsewhere and asks for the rest only."""
+def test_use_of_tail_touches_the_whole_chain(tmp_path: Path) -> None:
+    """The reader has the head elsewhere and reads only the tail."""
     with opened(tmp_path, touch_interval_s=INTERVAL) as store:
         keys = old_chain(store, 10)
         use(store, keys[7:9])
         assert [is_warm(store, key) for key in keys] == [True] * 9 + [False]
 
 
-def test_a_longer_chain_is_a_use_of_what_it_grew_from(tmp_path: Path) -> None:
+def test_put_of_tail_touches_its_ancestors(tmp_path: Path) -> None:
     with opened(tmp_path, touch_interval_s=INTERVAL) as store:
         keys = old_chain(store, 5)
         store.put([item(store_key("next"), SIZE, keys[4])])
@@ -94,7 +94,7 @@ def test_a_longer_chain_is_a_use_of_what_it_grew_from(tmp_path: Path) -> None:
         assert all(is_warm(store, key) for key in keys)
 
 
-def test_touches_go_from_the_tail_to_the_head(tmp_path: Path) -> None:
+def test_touches_go_from_tail_to_head(tmp_path: Path) -> None:
     ops = FaultyOps()
     with opened(tmp_path, ops, touch_interval_s=INTERVAL) as store:
         stem = old_chain(store, 4)
@@ -112,8 +112,8 @@ def test_touches_go_from_the_tail_to_the_head(tmp_path: Path) -> None:
             assert touched.index(str(file_of(store, right))) < order[0]
 
 
-def test_a_slow_conversation_keeps_its_head(tmp_path: Path) -> None:
-    """A block now and then, each soon after the last: the head must not age with their number."""
+def test_slow_conversation_refreshes_its_head(tmp_path: Path) -> None:
+    """New blocks follow each other within the interval; the head must be refreshed all the same."""
     with opened(tmp_path, touch_interval_s=INTERVAL) as store:
         now = [0.0]
         recency = Recency(
@@ -133,7 +133,7 @@ def test_a_slow_conversation_keeps_its_head(tmp_path: Path) -> None:
         assert store.counts.snapshot()[Event.TOUCHED] < 30 * 30
 
 
-def test_a_gap_ends_the_walk(tmp_path: Path) -> None:
+def test_walk_ends_at_a_gap(tmp_path: Path) -> None:
     with opened(tmp_path, touch_interval_s=INTERVAL) as store:
         keys = old_chain(store, 6)
         store.delete([keys[3]])
@@ -142,7 +142,7 @@ def test_a_gap_ends_the_walk(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_headers_that_lead_in_circles_end(tmp_path: Path) -> None:
+def test_walk_with_cycle_ends(tmp_path: Path) -> None:
     with opened(tmp_path, touch_interval_s=INTERVAL) as store:
         keys = chain_keys("a", 3)
         with opened(tmp_path) as other:
@@ -152,7 +152,7 @@ def test_headers_that_lead_in_circles_end(tmp_path: Path) -> None:
         assert all(is_warm(store, key) for key in keys)
 
 
-def test_a_time_in_the_future_is_put_right(tmp_path: Path) -> None:
+def test_use_corrects_time_in_the_future(tmp_path: Path) -> None:
     with opened(tmp_path, touch_interval_s=INTERVAL) as store:
         keys = old_chain(store, 2)
         age(store, keys, by=-20 * OLD)
@@ -160,7 +160,7 @@ def test_a_time_in_the_future_is_put_right(tmp_path: Path) -> None:
         assert all(is_warm(store, key) for key in keys)
 
 
-def test_too_many_uses_are_let_go_and_counted(tmp_path: Path) -> None:
+def test_uses_beyond_the_queue_are_dropped_and_counted(tmp_path: Path) -> None:
     held = threading.Event()
     ops = FaultyOps()
     with opened(tmp_path, ops, touch_interval_s=INTERVAL) as store:

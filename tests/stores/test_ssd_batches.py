@@ -1,5 +1,4 @@
-"""Whole batches of blocks: by native threads where memory goes straight to the disk, and by
-Python's otherwise. Both do the same."""
+"""Batches of blocks, transferred by native code or by Python threads, with the same results."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ COUNT = 20
 
 
 class SeenDisk(OsDisk):
-    """Does what the real one does; being another class, it gets every call."""
+    """Behaves like the real disk; as a subclass it receives every call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +72,7 @@ def disk_of(store: SsdStore) -> OsDisk:
 
 
 @pytest.mark.parametrize("into", [aligned_views, plain_views], ids=["aligned", "plain"])
-def test_what_is_put_is_got(store: SsdStore, into: object) -> None:
+def test_batch_round_trip(store: SsdStore, into: object) -> None:
     assert callable(into)
     views = aligned_views(COUNT, seed=1)
     assert offer(store, views, [xxh3_64(view) for view in views]) == [PutResult.STORED] * COUNT
@@ -83,7 +82,9 @@ def test_what_is_put_is_got(store: SsdStore, into: object) -> None:
     assert places == [views[n] for n in order]
 
 
-def test_only_the_real_disk_is_passed_by(store: SsdStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_io_is_used_only_with_the_real_disk(
+    store: SsdStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk = disk_of(store)
     before = getattr(disk, "moved", 0)
     native_blocks = 0
@@ -107,7 +108,7 @@ def test_only_the_real_disk_is_passed_by(store: SsdStore, monkeypatch: pytest.Mo
         assert native_blocks == 2 * COUNT
 
 
-def test_blocks_of_a_read_that_never_ended_stay(
+def test_get_that_was_interrupted_keeps_the_blocks(
     store: SsdStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offer(store, aligned_views(COUNT, seed=1), [None] * COUNT)
@@ -119,7 +120,7 @@ def test_blocks_of_a_read_that_never_ended_stay(
     assert all(store.get(keys, aligned_views(COUNT)))
 
 
-def test_blocks_that_the_disk_refuses_to_read_are_gone(store: SsdStore) -> None:
+def test_get_with_read_errors_removes_the_blocks(store: SsdStore) -> None:
     offer(store, aligned_views(COUNT, seed=1), [None] * COUNT)
     data = os.dup(store._data._fd)
     nothing = os.open("/proc/self/mem", os.O_RDONLY)  # EIO where nothing is mapped: here
@@ -133,7 +134,7 @@ def test_blocks_that_the_disk_refuses_to_read_are_gone(store: SsdStore) -> None:
     assert found == [n >= 3 for n in range(COUNT)]
 
 
-def test_one_with_another_checksum_is_refused_and_the_others_are_kept(store: SsdStore) -> None:
+def test_put_batch_refuses_only_the_wrong_checksum(store: SsdStore) -> None:
     views = aligned_views(COUNT, seed=1)
     checksums: list[int | None] = [xxh3_64(view) for view in views]
     checksums[7] = 12345
@@ -143,7 +144,7 @@ def test_one_with_another_checksum_is_refused_and_the_others_are_kept(store: Ssd
     assert found == [n != 7 for n in range(COUNT)]
 
 
-def test_one_that_was_changed_on_disk_is_missing_and_gone(store: SsdStore) -> None:
+def test_get_batch_removes_only_the_damaged_block(store: SsdStore) -> None:
     views = aligned_views(COUNT, seed=1)
     offer(store, views, [None] * COUNT)
     [slot] = store._index.pin([key(5)])
@@ -157,7 +158,7 @@ def test_one_that_was_changed_on_disk_is_missing_and_gone(store: SsdStore) -> No
     assert store.counters.bad_blocks == 1
 
 
-def test_a_disk_that_takes_nothing_fails_the_batch_and_is_left_alone(store: SsdStore) -> None:
+def test_put_batch_on_failing_disk_fails_and_pauses_writes(store: SsdStore) -> None:
     views = aligned_views(COUNT, seed=1)
     assert offer(store, views[:4], [None] * 4) == [PutResult.STORED] * 4
     direct = os.O_DIRECT if store.direct_io else 0

@@ -1,4 +1,4 @@
-"""The space of an SSD tier: never exceeded, shared by quotas, made smaller and larger."""
+"""The capacity of an SSD tier: never exceeded, divided by quotas, shrunk and grown."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class WatchingDisk(OsDisk):
 
 
 @pytest.mark.parametrize("capacity", [MIN_CAPACITY, 200 * KIB + 123, 333 * KIB, MIB, 3 * MIB])
-def test_the_capacity_is_never_exceeded(tmp_path: Path, capacity: int) -> None:
+def test_ssd_capacity_is_never_exceeded(tmp_path: Path, capacity: int) -> None:
     folder = tmp_path / "store"
     disk = WatchingDisk(folder)
     rng = random.Random(capacity)
@@ -80,7 +80,7 @@ def test_the_capacity_is_never_exceeded(tmp_path: Path, capacity: int) -> None:
 
 
 @pytest.mark.parametrize("capacity", [MIN_CAPACITY, MIB, 1 << 30, 100 << 30, 5 << 40])
-def test_shares_add_up_and_leave_most_for_data(capacity: int) -> None:
+def test_budget_shares_add_up(capacity: int) -> None:
     budget = Budget.divide(capacity, None)
     index = 3 * 168 * budget.max_blocks
     assert budget.data_bytes + index <= capacity
@@ -90,7 +90,7 @@ def test_shares_add_up_and_leave_most_for_data(capacity: int) -> None:
         assert budget.max_blocks * 64 * KIB >= 0.9 * capacity
 
 
-def test_a_capacity_too_small_to_be_of_use_is_refused(tmp_path: Path) -> None:
+def test_budget_with_too_small_capacity_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="at least 160KiB"):
         SsdStore(tmp_path / "store", MIN_CAPACITY - 1)
     with opened(tmp_path / "store", 64 * MIB) as store:
@@ -101,7 +101,7 @@ def test_a_capacity_too_small_to_be_of_use_is_refused(tmp_path: Path) -> None:
         assert present(store, [1]) == [1]
 
 
-def test_shrinking_keeps_the_hottest_and_growing_keeps_all(tmp_path: Path) -> None:
+def test_shrinking_keeps_hottest_and_growing_keeps_all(tmp_path: Path) -> None:
     folder = tmp_path / "store"
     with opened(folder, 800 * KIB) as store:
         put(store, *range(100))
@@ -129,7 +129,7 @@ def test_shrinking_keeps_the_hottest_and_growing_keeps_all(tmp_path: Path) -> No
         check(store)
 
 
-def test_shrinking_cuts_chains_from_their_tails(tmp_path: Path) -> None:
+def test_shrinking_evicts_tails_first(tmp_path: Path) -> None:
     chains = [range(start, start + 80, 4) for start in (0, 80, 160)]
     with opened(tmp_path / "store", 400 * KIB) as store:
         for chain in chains:
@@ -141,7 +141,7 @@ def test_shrinking_cuts_chains_from_their_tails(tmp_path: Path) -> None:
             assert store.match(keys) == sum(store.contains(keys))
 
 
-def test_quotas_keep_namespaces_apart(tmp_path: Path) -> None:
+def test_quota_protects_other_namespaces(tmp_path: Path) -> None:
     with opened(tmp_path / "store", MIB) as store:
         greedy = b"greedy".ljust(16)
         store.set_quota(greedy, 240 * KIB)
@@ -154,7 +154,7 @@ def test_quotas_keep_namespaces_apart(tmp_path: Path) -> None:
         check(store)
 
 
-def test_no_more_is_evicted_than_is_needed(tmp_path: Path) -> None:
+def test_put_evicts_no_more_than_needed(tmp_path: Path) -> None:
     with opened(tmp_path / "store") as store:
         number = 0
         while not store.counters.evicted_blocks:
@@ -168,8 +168,10 @@ def test_no_more_is_evicted_than_is_needed(tmp_path: Path) -> None:
         assert store.counters.evicted_blocks == 2
 
 
-def test_all_who_wait_for_room_get_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One who makes room for itself alone loses it to others, who are many, again and again."""
+def test_concurrent_puts_waiting_for_room_all_succeed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A put that makes room only for itself would lose it to the other puts repeatedly."""
 
     class HeldUp(OsDisk):
         go_on = threading.Event()
@@ -214,7 +216,7 @@ def test_all_who_wait_for_room_get_some(tmp_path: Path, monkeypatch: pytest.Monk
         check(store)
 
 
-def test_a_large_store_keeps_a_little_free_and_a_quota_is_not_emptied(tmp_path: Path) -> None:
+def test_evict_ahead_keeps_few_slots_free_and_fills_quota(tmp_path: Path) -> None:
     with opened(tmp_path / "store", 16 * MIB, slab_bytes=MIB) as store:
         limited = b"limited".ljust(16)
         store.set_quota(limited, MIB)
@@ -229,7 +231,7 @@ def test_a_large_store_keeps_a_little_free_and_a_quota_is_not_emptied(tmp_path: 
         check(store)
 
 
-def test_small_blocks_fill_the_index_before_the_space(
+def test_put_of_small_blocks_fills_the_index_first(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with opened(tmp_path / "store", 8 * MIB) as store:
@@ -247,7 +249,7 @@ def test_small_blocks_fill_the_index_before_the_space(
         assert store.recovery.blocks == most
 
 
-def test_a_quota_made_smaller_holds_for_what_is_recovered(tmp_path: Path) -> None:
+def test_smaller_quota_applies_to_recovered_blocks(tmp_path: Path) -> None:
     def names(count: int) -> list[StoreKey]:
         return [StoreKey(b"owner".ljust(16) + n.to_bytes(8, "little")) for n in range(count)]
 
@@ -270,8 +272,8 @@ def test_a_quota_made_smaller_holds_for_what_is_recovered(tmp_path: Path) -> Non
         check(store)
 
 
-def test_a_block_costs_no_python_object(tmp_path: Path) -> None:
-    """There may be ten million of them, and the compiled index has all that is known of each."""
+def test_block_needs_no_python_object(tmp_path: Path) -> None:
+    """There may be ten million blocks; the compiled index keeps everything about them."""
     payload = memoryview(bytes(4096))
     numbers = range(500)
     with opened(tmp_path, 64 * MIB) as store:

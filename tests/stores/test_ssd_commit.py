@@ -1,4 +1,4 @@
-"""Who is told that a block is durable, when the disk fails in between."""
+"""Group commit: which blocks are reported as durable when the disk fails in between."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PATIENCE_S = 30.0
 
 
 class FailsOnce(OsDisk):
-    """One sync of the data file takes its time, and then fails."""
+    """A disk on which one sync of the data file is delayed and then fails."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,8 +47,8 @@ class FailsOnce(OsDisk):
         super().sync(fd)
 
 
-def test_what_was_written_while_a_sync_failed_is_not_durable_either(tmp_path: Path) -> None:
-    """The system tells of lost pages once: the next sync that succeeds says nothing of them."""
+def test_put_during_failing_sync_is_not_durable(tmp_path: Path) -> None:
+    """The system reports lost pages once; the next sync succeeds without reporting them."""
     disk = FailsOnce()
     with (
         opened(tmp_path / "store", disk=disk, retry_seconds=0.05) as store,
@@ -72,7 +72,7 @@ def test_what_was_written_while_a_sync_failed_is_not_durable_either(tmp_path: Pa
 
 
 class Interrupted(FailsOnce):
-    """Something happens when a block is written, before its writer hears of it."""
+    """A disk that runs a callback after a write, before the write returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,10 +91,8 @@ class Interrupted(FailsOnce):
 
 
 @pytest.mark.parametrize("durability", [Durability.MEMORY, Durability.DISK])
-def test_what_was_written_before_a_sync_failed_and_is_told_of_later_is_not_kept(
-    tmp_path: Path, durability: Durability
-) -> None:
-    """A later sync that succeeds says nothing of what an earlier one lost."""
+def test_put_sealed_after_failing_sync_is_not_kept(tmp_path: Path, durability: Durability) -> None:
+    """The success of a later sync does not cover what an earlier one lost."""
     disk = Interrupted()
     with opened(tmp_path / "store", disk=disk, retry_seconds=0.0) as store:
 
@@ -111,8 +109,8 @@ def test_what_was_written_before_a_sync_failed_and_is_told_of_later_is_not_kept(
         check(store)
 
 
-def test_what_is_told_of_while_the_journal_is_broken_may_be_lost_by_a_sync(tmp_path: Path) -> None:
-    """It stands in no queue: the next journal is to have it."""
+def test_record_queued_while_journal_is_broken_can_be_lost(tmp_path: Path) -> None:
+    """Its record is not queued, because the next journal generation is to contain it."""
     disk = Interrupted()
     with opened(tmp_path / "store", disk=disk, retry_seconds=3600.0) as store:
 
@@ -132,7 +130,7 @@ def test_what_is_told_of_while_the_journal_is_broken_may_be_lost_by_a_sync(tmp_p
         check(store)
 
 
-def test_what_is_there_is_on_disk_again_once_a_failed_sync_is_got_over(tmp_path: Path) -> None:
+def test_durable_put_succeeds_after_recovered_sync(tmp_path: Path) -> None:
     disk = Interrupted()
     with opened(tmp_path / "store", disk=disk, retry_seconds=0.05) as store:
         put(store, 1, durability=Durability.DISK)
@@ -142,7 +140,7 @@ def test_what_is_there_is_on_disk_again_once_a_failed_sync_is_got_over(tmp_path:
         assert store.put([item(1)], Durability.DISK) == [PutResult.PRESENT]
 
 
-def test_without_syncs_a_flush_after_one_that_failed_promises_what_is_left(tmp_path: Path) -> None:
+def test_flush_after_failed_flush_covers_remaining_blocks(tmp_path: Path) -> None:
     """The system tells of lost pages once, whatever the policy: only without them is a later sync
     worth anything."""
     disk = Interrupted()
@@ -167,10 +165,8 @@ def test_without_syncs_a_flush_after_one_that_failed_promises_what_is_left(tmp_p
 
 
 @pytest.mark.parametrize("fsync", FsyncPolicy)
-def test_a_loss_that_nobody_waited_for_is_told_by_the_next_flush(
-    tmp_path: Path, fsync: FsyncPolicy
-) -> None:
-    """A block that was stored and is not here any more was not made durable."""
+def test_flush_reports_unreported_loss(tmp_path: Path, fsync: FsyncPolicy) -> None:
+    """A block that was stored and then lost was not made durable."""
     disk = Interrupted()
     with opened(tmp_path / "store", disk=disk, retry_seconds=0.0, fsync=fsync) as store:
         put(store, 1)
@@ -186,7 +182,7 @@ def test_a_loss_that_nobody_waited_for_is_told_by_the_next_flush(
 
 
 class SlowRename(Interrupted):
-    """A new journal gets its name when it may."""
+    """A disk on which the rename of a new journal waits for permission."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,8 +195,8 @@ class SlowRename(Interrupted):
         super().rename(source, target)
 
 
-def test_what_happens_while_a_broken_journal_is_replaced_is_in_the_new_one(tmp_path: Path) -> None:
-    """The new one was written from what was there before that."""
+def test_changes_during_journal_rewrite_are_in_the_new_one(tmp_path: Path) -> None:
+    """The new journal is written from a snapshot taken before the change."""
     disk = SlowRename()
     with (
         opened(tmp_path / "store", disk=disk, retry_seconds=0.0) as store,
@@ -233,7 +229,7 @@ def test_what_happens_while_a_broken_journal_is_replaced_is_in_the_new_one(tmp_p
 
 
 @pytest.mark.parametrize("fsync", FsyncPolicy)
-def test_a_delete_is_in_the_journal_when_it_returns(tmp_path: Path, fsync: FsyncPolicy) -> None:
+def test_delete_is_durable_when_it_returns(tmp_path: Path, fsync: FsyncPolicy) -> None:
     with opened(tmp_path / "store", fsync=fsync) as store:
         put(store, 1, durability=Durability.DISK)
         put(store, 2, durability=Durability.DISK)
@@ -243,7 +239,7 @@ def test_a_delete_is_in_the_journal_when_it_returns(tmp_path: Path, fsync: Fsync
         assert store.contains([key(1), key(2)]) == [False, True]
 
 
-def test_a_delete_that_the_journal_does_not_know_is_no_success(tmp_path: Path) -> None:
+def test_delete_with_broken_journal_raises(tmp_path: Path) -> None:
     disk = Interrupted()
     with opened(tmp_path / "store", disk=disk, retry_seconds=3600.0) as store:
         put(store, 1, durability=Durability.DISK)

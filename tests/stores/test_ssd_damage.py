@@ -1,4 +1,4 @@
-"""Files that are not what was written: flipped bits, cut ends, missing files, foreign folders."""
+"""Damaged SSD folders: flipped bits, truncated or missing files, foreign folders."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def flip(path: Path, bit: int) -> None:
 
 
 def readable(path: Path, capacity: int = 400 << 10) -> set[int]:
-    """What can be read, all of it right; the store goes on working."""
+    """Returns the readable blocks; checks that they are correct and that the store still works."""
     with opened(path, capacity) as store:
         good = set()
         for number in present(store, BLOCKS):
@@ -82,7 +82,7 @@ def test_flipped_bits_are_detected(folder: Path, seed: int) -> None:
     assert readable(folder) == set(BLOCKS)
 
 
-def test_a_flipped_bit_in_a_block_is_a_counted_miss(folder: Path) -> None:
+def test_get_of_block_with_flipped_bit_is_a_counted_miss(folder: Path) -> None:
     for bit in range(0, 8 * (folder / "data").stat().st_size, 4096 * 8):
         flip(folder / "data", bit)  # the first bit of every page
     with opened(folder, 400 << 10) as store:
@@ -92,7 +92,7 @@ def test_a_flipped_bit_in_a_block_is_a_counted_miss(folder: Path) -> None:
         put(store, *BLOCKS)
 
 
-def test_every_bit_of_a_record_counts(folder: Path) -> None:
+def test_record_with_any_flipped_bit_is_invalid(folder: Path) -> None:
     """Whichever bit of a record flips, its block is lost or right, and all others stay."""
     size = (folder / "journal").stat().st_size
     rng = random.Random(0)
@@ -107,7 +107,7 @@ def test_every_bit_of_a_record_counts(folder: Path) -> None:
         shutil.rmtree(copy)
 
 
-def test_both_headers_must_be_damaged_to_lose_the_journal(folder: Path) -> None:
+def test_journal_survives_one_damaged_header(folder: Path) -> None:
     flip(folder / "journal", 100)
     copy = folder.parent / "copy"
     shutil.copytree(folder, copy)
@@ -120,7 +120,7 @@ def test_both_headers_must_be_damaged_to_lose_the_journal(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", mostly_slow(range(12), 3))
-def test_a_cut_journal_keeps_what_is_left(folder: Path, seed: int) -> None:
+def test_truncated_journal_keeps_remaining_records(folder: Path, seed: int) -> None:
     journal = folder / "journal"
     records = journal.stat().st_size // RECORD_BYTES
     kept = random.Random(seed).randrange(HEADER_COPIES, records)
@@ -134,7 +134,7 @@ def test_a_cut_journal_keeps_what_is_left(folder: Path, seed: int) -> None:
     assert readable(folder) <= set(BLOCKS)
 
 
-def test_garbage_behind_the_journal_is_cut(folder: Path) -> None:
+def test_garbage_after_the_journal_is_cut(folder: Path) -> None:
     with (folder / "journal").open("ab") as file:
         file.write(random.Random(0).randbytes(1000))
     with opened(folder, 400 << 10) as store:
@@ -142,7 +142,7 @@ def test_garbage_behind_the_journal_is_cut(folder: Path) -> None:
     assert readable(folder) == set(BLOCKS)
 
 
-def test_records_of_an_older_journal_never_pass(folder: Path) -> None:
+def test_records_of_older_journal_are_invalid(folder: Path) -> None:
     """The same records behind a new journal's end, as a reused disk block may have them."""
     old = (folder / "journal").read_bytes()
     with opened(folder, 400 << 10) as store:
@@ -157,7 +157,7 @@ def test_records_of_an_older_journal_never_pass(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0, 0.1, 0.5, 0.7])
-def test_a_cut_data_file_drops_what_was_behind_the_cut(folder: Path, share: float) -> None:
+def test_truncated_data_file_drops_blocks_beyond_its_end(folder: Path, share: float) -> None:
     nbytes = int((folder / "data").stat().st_size * share)
     os.truncate(folder / "data", nbytes)
     with opened(folder, 400 << 10) as store:
@@ -169,7 +169,7 @@ def test_a_cut_data_file_drops_what_was_behind_the_cut(folder: Path, share: floa
     assert len(readable(folder)) >= len(left)
 
 
-def test_missing_files_are_reported(folder: Path) -> None:
+def test_recovery_reports_missing_files(folder: Path) -> None:
     (folder / "data").unlink()
     with opened(folder, 400 << 10) as store:
         assert store.recovery.dropped == {"the data file is missing": len(BLOCKS)}
@@ -182,7 +182,7 @@ def test_missing_files_are_reported(folder: Path) -> None:
         assert present(store, BLOCKS) == [2]
 
 
-def test_a_lost_format_file_is_refused_and_nothing_touched(folder: Path) -> None:
+def test_open_without_format_file_is_refused(folder: Path) -> None:
     (folder / "FORMAT").unlink()
     before = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "LOCK"}
     with pytest.raises(StoreFormatError, match="no FORMAT file"):
@@ -190,7 +190,7 @@ def test_a_lost_format_file_is_refused_and_nothing_touched(folder: Path) -> None
     assert before == {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "LOCK"}
 
 
-def test_a_foreign_folder_is_refused(tmp_path: Path) -> None:
+def test_open_foreign_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(StoreFormatError, match=r"thesis\.tex"):
         SsdStore(tmp_path, SMALL)
@@ -230,7 +230,7 @@ def flipped_number(text: str) -> str:
         (lambda text: "[]", "damaged"),
     ],
 )
-def test_a_folder_of_another_format_is_refused(folder: Path, change, message: str) -> None:
+def test_open_folder_of_other_format_is_refused(folder: Path, change, message: str) -> None:
     path = folder / "FORMAT"
     path.write_text(change(path.read_text()))
     before = {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "LOCK"}
@@ -241,7 +241,7 @@ def test_a_folder_of_another_format_is_refused(folder: Path, change, message: st
 
 
 @pytest.mark.parametrize("seed", mostly_slow(range(40), 4))
-def test_a_damaged_format_file_never_passes(seed: int) -> None:
+def test_open_with_damaged_format_file_is_refused(seed: int) -> None:
     rng = random.Random(seed)
     good = Superblock(bytes(16), 1 << 20).encode()
     assert Superblock.decode(good) == Superblock(bytes(16), 1 << 20)
@@ -251,7 +251,7 @@ def test_a_damaged_format_file_never_passes(seed: int) -> None:
         assert Superblock.decode(bytes(bad)) == Superblock(bytes(16), 1 << 20)
 
 
-def test_a_second_store_is_refused_and_told_who_holds_it(folder: Path) -> None:
+def test_open_locked_folder_is_refused_with_process_id(folder: Path) -> None:
     with opened(folder, 400 << 10):
         for attempt in (lambda: SsdStore(folder, SMALL), lambda: verify(folder)):
             with pytest.raises(StoreLockedError) as refused:
@@ -262,7 +262,7 @@ def test_a_second_store_is_refused_and_told_who_holds_it(folder: Path) -> None:
         assert store.recovery.blocks == len(BLOCKS)
 
 
-def test_a_store_that_could_not_be_opened_is_not_locked(folder: Path) -> None:
+def test_failed_open_releases_the_lock(folder: Path) -> None:
     path = folder / "FORMAT"
     good = path.read_text()
     path.write_text(other_version(good))
@@ -275,7 +275,7 @@ def test_a_store_that_could_not_be_opened_is_not_locked(folder: Path) -> None:
 # ---- verify -------------------------------------------------------------------------------------
 
 
-def test_verify_finds_a_sound_folder_sound(folder: Path) -> None:
+def test_verify_of_sound_folder_reports_no_damage(folder: Path) -> None:
     lines: list[str] = []
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     report = verify(folder, lines.append)
@@ -286,8 +286,10 @@ def test_verify_finds_a_sound_folder_sound(folder: Path) -> None:
     assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_verify_on_a_read_only_file_system(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a disk that fails leaves it, which is when one wants to know."""
+def test_verify_works_on_read_only_file_system(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failing disk is often remounted read-only, which is when `verify` is needed."""
     really_open = os.open
 
     def no_writing(path: os.PathLike[str], flags: int, *more: int) -> int:
@@ -307,7 +309,7 @@ def test_verify_on_a_read_only_file_system(folder: Path, monkeypatch: pytest.Mon
         monkeypatch.undo()
 
 
-def test_verify_finds_planted_damage(folder: Path) -> None:
+def test_verify_reports_damaged_blocks(folder: Path) -> None:
     data = (folder / "data").read_bytes()
     planted = [5, 17]
     for number in planted:
@@ -321,9 +323,9 @@ def test_verify_finds_planted_damage(folder: Path) -> None:
     assert verify(folder).journal.damaged_records == 1
 
 
-def test_verify_reports_what_is_missing(folder: Path) -> None:
+def test_verify_reports_missing_files(folder: Path) -> None:
     os.truncate(folder / "data", 8192)
-    assert "the data file ends before them" in verify(folder).journal.dropped
+    assert "beyond the end of the data file" in verify(folder).journal.dropped
     journal = (folder / "journal").read_bytes()
     (folder / "journal").unlink()
     report = verify(folder)
@@ -339,11 +341,11 @@ def test_verify_reports_what_is_missing(folder: Path) -> None:
 
 
 class _Died(BaseException):
-    """Stands for the end of the process."""
+    """Simulates the death of the process."""
 
 
 class _DyingDisk(OsDisk):
-    """Changes the disk so many times, and never again."""
+    """Allows a number of changes, and raises after that."""
 
     def __init__(self, calls: int) -> None:
         super().__init__()
@@ -375,7 +377,7 @@ class _DyingDisk(OsDisk):
         super().unlink(path)
 
 
-def test_a_folder_whose_first_start_was_cut_off_is_not_damaged(tmp_path: Path) -> None:
+def test_verify_of_interrupted_first_start_reports_no_damage(tmp_path: Path) -> None:
     unused = []
     for calls in itertools.count():
         folder = tmp_path / str(calls)
@@ -395,10 +397,8 @@ def test_a_folder_whose_first_start_was_cut_off_is_not_damaged(tmp_path: Path) -
     assert set(unused) == {True, False}
 
 
-def test_what_the_data_file_had_lost_does_not_come_back_with_its_length(
-    folder: Path, tmp_path: Path
-) -> None:
-    """A start that finds blocks missing may be cut off, too."""
+def test_blocks_beyond_truncated_data_file_do_not_return(folder: Path, tmp_path: Path) -> None:
+    """A start that finds missing blocks may be interrupted, too."""
     os.truncate(folder / "data", 8 * 4096)
     for calls in itertools.count():
         copy = tmp_path / str(calls)
@@ -412,7 +412,7 @@ def test_what_the_data_file_had_lost_does_not_come_back_with_its_length(
     assert 0 < len(left) < len(BLOCKS)
 
 
-def test_a_block_put_with_a_wrong_checksum_is_not_kept(tmp_path: Path) -> None:
+def test_put_with_wrong_checksum_is_counted_and_not_kept(tmp_path: Path) -> None:
     with opened(tmp_path / "store") as store:
         good = item(1)
         bad = type(good)(good.key, None, good.payload, checksum=1)
@@ -424,8 +424,8 @@ def test_a_block_put_with_a_wrong_checksum_is_not_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["FORMAT", "LOCK", "data", "journal", "journal.tmp"])
 @pytest.mark.parametrize("is_link", [True, False])
-def test_links_and_pipes_in_the_folder_are_refused(folder: Path, name: str, is_link: bool) -> None:
-    """Another user who may write to the folder chooses no file of ours, and holds nobody up."""
+def test_open_with_links_or_fifos_is_refused(folder: Path, name: str, is_link: bool) -> None:
+    """Another user with write access to the folder can neither redirect nor block the store."""
     precious = folder.parent / "precious"
     precious.write_bytes(b"of somebody else")
     (folder / name).unlink(missing_ok=True)
@@ -435,6 +435,6 @@ def test_links_and_pipes_in_the_folder_are_refused(folder: Path, name: str, is_l
         os.mkfifo(folder / name)
     if name == "journal.tmp":  # written when the journal is replaced
         (folder / "journal").write_bytes(b"")
-    with pytest.raises(OSError, match=r"symbolic link|not a plain file"):
+    with pytest.raises(OSError, match=r"symbolic link|not a regular file"):
         SsdStore(folder, SMALL)
     assert precious.read_bytes() == b"of somebody else"

@@ -1,4 +1,4 @@
-"""Disks that refuse: full, failing to read, to write or to sync, files deleted under the store."""
+"""Disk errors: full disks, failing reads, writes and syncs, files deleted while in use."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def put_until_stored(store: SsdStore, number: int) -> None:
     ("call", "name"),
     [("write", "data"), ("sync", "data"), ("write", "journal"), ("sync", "journal")],
 )
-def test_what_cannot_be_written_is_not_kept_and_may_come_again(
+def test_put_with_write_error_fails_and_can_be_repeated(
     store: SsdStore, disk: FaultyDisk, tmp_path: Path, call: str, name: str, code: int
 ) -> None:
     put(store, 1, durability=Durability.DISK)
@@ -122,7 +122,7 @@ def test_what_cannot_be_written_is_not_kept_and_may_come_again(
 @pytest.mark.parametrize(
     ("call", "name"), [("open", "journal.tmp"), ("rename", "journal"), ("sync", "folder")]
 )
-def test_a_compaction_that_fails_is_tried_again(
+def test_failed_compaction_is_retried(
     store: SsdStore, disk: FaultyDisk, tmp_path: Path, call: str, name: str
 ) -> None:
     disk.faults[call, name] = errno.ENOSPC
@@ -152,8 +152,8 @@ def test_a_compaction_that_fails_is_tried_again(
         assert read(recovered, 100) == content(100)
 
 
-def test_an_old_journal_that_complains_when_it_is_closed(store: SsdStore, tmp_path: Path) -> None:
-    """A network file system tells at the close of writes that failed; the file is closed then."""
+def test_journal_close_error_is_ignored(store: SsdStore, tmp_path: Path) -> None:
+    """A network file system reports failed writes at close, which closes the file anyway."""
     disk = store._committer._disk
     assert isinstance(disk, FaultyDisk)
     complaining = {store._committer._journal._fd}
@@ -176,7 +176,7 @@ def test_an_old_journal_that_complains_when_it_is_closed(store: SsdStore, tmp_pa
         assert present(recovered, range(5)) == [2, 3]
 
 
-def test_a_read_error_is_a_miss_and_the_block_is_gone(store: SsdStore, disk: FaultyDisk) -> None:
+def test_get_with_read_error_is_a_miss_and_removes_block(store: SsdStore, disk: FaultyDisk) -> None:
     put(store, 1, 2)
     disk.faults["read", "data"] = errno.EIO
     assert read(store, 1) is None
@@ -200,9 +200,7 @@ def test_short_reads_and_writes_are_errors(store: SsdStore, disk: FaultyDisk) ->
     assert read(store, 6) == content(6)
 
 
-def test_a_slot_that_cannot_be_written_is_not_tried_for_ever(
-    store: SsdStore, disk: FaultyDisk
-) -> None:
+def test_defective_slot_is_retired(store: SsdStore, disk: FaultyDisk) -> None:
     disk.bad_offsets = {0}
     put_until_stored(store, 1)
     assert store.counters.retired_slots == 1
@@ -212,7 +210,7 @@ def test_a_slot_that_cannot_be_written_is_not_tried_for_ever(
     check(store)
 
 
-def test_one_clear_line_when_writing_stops(
+def test_write_error_logs_one_line(
     store: SsdStore, disk: FaultyDisk, caplog: pytest.LogCaptureFixture
 ) -> None:
     disk.faults["write", "journal"] = errno.ENOSPC
@@ -223,10 +221,10 @@ def test_one_clear_line_when_writing_stops(
     assert "No space left" in told[0].message
     disk.faults.clear()
     put_until_stored(store, 1)
-    assert any("writing again" in record.message for record in caplog.records)
+    assert any("writing works again" in record.message for record in caplog.records)
 
 
-def test_flush_and_close_end_on_a_broken_disk(tmp_path: Path, disk: FaultyDisk) -> None:
+def test_flush_and_close_on_broken_disk_return(tmp_path: Path, disk: FaultyDisk) -> None:
     store = SsdStore(tmp_path / "store", SMALL, disk=disk, retry_seconds=RETRY)
     put(store, 1)
     for call in ("write", "sync"):
@@ -241,9 +239,7 @@ def test_flush_and_close_end_on_a_broken_disk(tmp_path: Path, disk: FaultyDisk) 
         put(store, 2)
 
 
-def test_an_unreadable_page_of_the_journal_costs_its_records_only(
-    tmp_path: Path, disk: FaultyDisk
-) -> None:
+def test_unreadable_journal_page_loses_only_its_records(tmp_path: Path, disk: FaultyDisk) -> None:
     class BadPage(FaultyDisk):
         def read(self, fd: int, into: memoryview, offset: int) -> int:
             if self._names[fd] == "journal" and offset <= 8192 < offset + into.nbytes:
@@ -259,7 +255,7 @@ def test_an_unreadable_page_of_the_journal_costs_its_records_only(
         assert [read(store, number) for number in left] == [content(n) for n in left]
 
 
-def test_deleted_files_are_noticed_while_running(tmp_path: Path) -> None:
+def test_deleted_files_are_detected_while_running(tmp_path: Path) -> None:
     with opened(tmp_path / "store", retry_seconds=RETRY) as store:
         put(store, 1, durability=Durability.DISK)
         (tmp_path / "store" / "journal").unlink()
@@ -275,7 +271,7 @@ def test_deleted_files_are_noticed_while_running(tmp_path: Path) -> None:
             time.sleep(RETRY)
 
 
-def test_io_errors_while_everybody_works(tmp_path: Path, disk: FaultyDisk) -> None:
+def test_random_io_errors_cause_no_wrong_block(tmp_path: Path, disk: FaultyDisk) -> None:
     """Faults come and go under load: no exception, no wrong byte, no leak."""
     errors: list[BaseException] = []
 
@@ -328,7 +324,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_full_file_system(small_disk: Path) -> None:
+def test_put_on_full_file_system_fails_and_recovers(small_disk: Path) -> None:
     with opened(small_disk / "store", 400 << 10, retry_seconds=RETRY) as store:
         put(store, 1, durability=Durability.DISK)
         filler = small_disk / "filler"
@@ -347,7 +343,7 @@ def test_a_full_file_system(small_disk: Path) -> None:
         assert read(store, 300) == content(300)
 
 
-def test_more_space_than_there_is_is_refused_and_leaves_no_trace(small_disk: Path) -> None:
+def test_open_with_too_large_capacity_is_refused(small_disk: Path) -> None:
     with pytest.raises(ConfigError, match="no room for 8MiB"):
         SsdStore(small_disk / "store", 8 << 20)
     with opened(small_disk / "store", 400 << 10) as store:
@@ -355,7 +351,7 @@ def test_more_space_than_there_is_is_refused_and_leaves_no_trace(small_disk: Pat
 
 
 class SlowDisk(FaultyDisk):
-    """Its first write of a block takes until `go`, and may fail then."""
+    """The first write of a block waits for `go`, and may then fail."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -369,8 +365,8 @@ class SlowDisk(FaultyDisk):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_on_disk_waits_for_another_ones_write(tmp_path: Path, fails: bool) -> None:
-    """The block is being put by somebody who does not care how durable it is."""
+def test_durable_put_waits_for_concurrent_write(tmp_path: Path, fails: bool) -> None:
+    """Another caller is putting the same block without durability."""
     disk = SlowDisk()
     with (
         opened(tmp_path / "store", disk=disk, retry_seconds=RETRY) as store,
@@ -393,7 +389,9 @@ def test_on_disk_waits_for_another_ones_write(tmp_path: Path, fails: bool) -> No
         assert read(store, 1) == (None if fails else content(1))
 
 
-def test_present_and_not_known_to_be_on_disk(store: SsdStore, disk: FaultyDisk) -> None:
+def test_durable_put_of_present_block_fails_if_not_durable(
+    store: SsdStore, disk: FaultyDisk
+) -> None:
     assert store.put([item(1)]) == [PutResult.STORED]
     disk.faults["sync", "journal"] = errno.EIO
     assert store.put([item(1)], Durability.DISK) == [PutResult.FAILED]

@@ -24,7 +24,7 @@ from vllm_tiered_kv.stores.ssd.store import SsdStore
 
 
 class EventFile:
-    """Survives its writer: each line is one system call."""
+    """A log that survives its writer, because each line is one system call."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -40,7 +40,7 @@ class EventFile:
 
 
 def use_until_killed(folder: Path, events: EventFile, fsync: FsyncPolicy, seed: int) -> None:
-    """The child; never returns."""
+    """Runs in the child; never returns."""
 
     def endless(number: int) -> None:
         try:
@@ -61,7 +61,7 @@ def use_until_killed(folder: Path, events: EventFile, fsync: FsyncPolicy, seed: 
 @pytest.mark.parametrize("fsync", list(FsyncPolicy))
 @pytest.mark.parametrize("slowest", [0.02, 0.15])  # seconds: during recovery, or well into the work
 @pytest.mark.parametrize("least", mostly_slow([8, 80], 1), ids=["few", "many"])
-def test_killed_at_any_instant(
+def test_store_killed_at_any_instant_recovers(
     tmp_path: Path, fsync: FsyncPolicy, slowest: float, least: int
 ) -> None:
     rng = random.Random(slowest)

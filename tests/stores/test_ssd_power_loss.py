@@ -112,7 +112,7 @@ def search(
 
 
 @pytest.mark.parametrize("seed", mostly_slow(range(6), 2))
-def test_every_leftover_recovers(folder: Path, seed: int) -> None:
+def test_power_loss_at_any_point_recovers(folder: Path, seed: int) -> None:
     disk = record(folder / "store", seed, threads=1 + seed % 3)
     assert len(disk.log.syncs) > 20
     search(disk, folder, 150, seed)
@@ -121,9 +121,7 @@ def test_every_leftover_recovers(folder: Path, seed: int) -> None:
 @pytest.mark.parametrize(
     "capacities", mostly_slow([(SMALL, SMALL), (320 << 10, SMALL), (SMALL, 320 << 10)], 1)
 )
-def test_every_leftover_of_reopening_shrinking_and_growing_recovers(
-    folder: Path, capacities: tuple[int, ...]
-) -> None:
+def test_power_loss_while_resizing_recovers(folder: Path, capacities: tuple[int, ...]) -> None:
     disk = record(folder / "store", 40, capacities=capacities, steps=50)
     search(disk, folder, 150, 40, capacity=max(capacities))
     disk.log.events.clear()  # opened with less space, not everything can be there
@@ -131,7 +129,7 @@ def test_every_leftover_of_reopening_shrinking_and_growing_recovers(
 
 
 @pytest.mark.slow
-def test_power_lost_again_while_recovering(folder: Path) -> None:
+def test_power_loss_during_recovery_recovers(folder: Path) -> None:
     disk = record(folder / "store", 60, threads=2)
     count = 0
 
@@ -154,7 +152,7 @@ def test_power_lost_again_while_recovering(folder: Path) -> None:
     search(disk, folder, 60, 60, then=again)
 
 
-def test_without_syncs_bytes_are_still_right_or_missing(folder: Path) -> None:
+def test_power_loss_without_syncs_serves_no_wrong_bytes(folder: Path) -> None:
     """FsyncPolicy.NEVER promises nothing after a loss of power, but never a wrong byte."""
     disk = record(folder / "store", 70, fsync=FsyncPolicy.NEVER)
     disk.log.events.clear()
@@ -162,13 +160,13 @@ def test_without_syncs_bytes_are_still_right_or_missing(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("lie", ["data", "journal", "journal.tmp", "folder"])
-def test_a_sync_left_out_is_noticed(folder: Path, lie: str) -> None:
+def test_power_loss_test_detects_missing_sync(folder: Path, lie: str) -> None:
     disk = record(folder / "store", 80, lies=frozenset({lie}))
     with pytest.raises(Violation):
         search(disk, folder, 400, 80)
 
 
-def test_slots_reused_without_quarantine_are_noticed(
+def test_power_loss_test_detects_missing_quarantine(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def free_at_once(
@@ -188,7 +186,7 @@ def test_slots_reused_without_quarantine_are_noticed(
         search(disk, folder, 400, 90)
 
 
-def test_records_synced_before_their_blocks_are_noticed(
+def test_power_loss_test_detects_records_before_blocks(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = committer.Committer._write

@@ -1,4 +1,4 @@
-"""The SSD tier in good health: order of use, sizes and buffers, durability, concurrency."""
+"""The SSD tier without faults: order of use, sizes and buffers, durability, concurrency."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_recovered_blocks_can_be_evicted(tmp_path: Path, eviction: str) -> None:
         check(store)
 
 
-def test_the_order_of_use_survives_a_restart(tmp_path: Path) -> None:
+def test_order_of_use_survives_restart(tmp_path: Path) -> None:
     with opened(tmp_path / "store") as store:
         put(store, *range(0, 40, 4))  # of one size
         hot = [0, 4, 8]
@@ -59,7 +59,7 @@ def test_the_order_of_use_survives_a_restart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
-def test_tails_leave_before_heads_also_after_a_restart(tmp_path: Path, eviction: str) -> None:
+def test_eviction_after_restart_removes_tails_first(tmp_path: Path, eviction: str) -> None:
     chain = range(0, 40, 4)
     with opened(tmp_path / "store", eviction=eviction) as store:
         results = store.put([item(n, n - 4 if n else None) for n in chain])
@@ -71,7 +71,7 @@ def test_tails_leave_before_heads_also_after_a_restart(tmp_path: Path, eviction:
             assert store.match(keys) == sum(store.contains(keys))
 
 
-def test_a_block_larger_than_a_slab_is_dropped_and_said_once(
+def test_put_block_larger_than_slab_is_dropped_and_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with opened(tmp_path / "store") as store:
@@ -85,7 +85,7 @@ def test_a_block_larger_than_a_slab_is_dropped_and_said_once(
 
 
 @pytest.mark.parametrize("bad", [b"", bytes(65)])
-def test_keys_that_do_not_fit_are_dropped(tmp_path: Path, bad: bytes) -> None:
+def test_put_with_invalid_key_is_dropped(tmp_path: Path, bad: bytes) -> None:
     with opened(tmp_path / "store") as store:
         block = memoryview(bytes(100))
         assert store.put([PutItem(StoreKey(bad), None, block)]) == [PutResult.DROPPED]
@@ -97,7 +97,7 @@ def test_keys_that_do_not_fit_are_dropped(tmp_path: Path, bad: bytes) -> None:
         assert store.contains([longest]) == [True]
 
 
-def test_aligned_and_unaligned_buffers(tmp_path: Path) -> None:
+def test_aligned_and_unaligned_buffers_round_trip(tmp_path: Path) -> None:
     with opened(tmp_path / "store", MIB) as store:
         for number, (length, skew) in enumerate([(8192, 0), (8192, 1), (8000, 0), (1, 7)]):
             source, target = mmap.mmap(-1, 16384), mmap.mmap(-1, 16384)
@@ -111,8 +111,8 @@ def test_aligned_and_unaligned_buffers(tmp_path: Path) -> None:
             assert target[skew + length : skew + length + 100] == bytes(100)
 
 
-def test_nothing_of_another_block_is_left_in_a_slot(tmp_path: Path) -> None:
-    """The rest of a slot's last page is zeros, not what a bounce buffer held before."""
+def test_slot_contains_no_bytes_of_another_block(tmp_path: Path) -> None:
+    """The rest of a slot's last page is zeros, not old contents of a bounce buffer."""
     with opened(tmp_path / "store", MIB) as store:
         secret = b"secret!!" * 512
         for number in range(8):
@@ -127,7 +127,7 @@ def test_nothing_of_another_block_is_left_in_a_slot(tmp_path: Path) -> None:
         assert data[at + 5 : at + 4096] == bytes(4091)
 
 
-def test_puts_at_the_same_time_share_syncs(tmp_path: Path) -> None:
+def test_concurrent_puts_share_syncs(tmp_path: Path) -> None:
     class SlowSync(OsDisk):
         def sync(self, fd: int) -> None:
             time.sleep(0.02)
@@ -150,7 +150,7 @@ def test_puts_at_the_same_time_share_syncs(tmp_path: Path) -> None:
         assert store.counters.syncs - before < 16  # two for each put otherwise
 
 
-def test_what_nobody_waits_for_becomes_durable_by_itself(
+def test_put_in_memory_becomes_durable_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(committer, "INTERVAL_SECONDS", 0.01)
@@ -164,7 +164,7 @@ def test_what_nobody_waits_for_becomes_durable_by_itself(
             time.sleep(0.01)
 
 
-def test_a_present_block_is_made_durable_too(tmp_path: Path) -> None:
+def test_durable_put_of_present_block_syncs_it(tmp_path: Path) -> None:
     with opened(tmp_path / "store") as store:
         put(store, 1)
         assert store.put([item(1)], Durability.DISK) == [PutResult.PRESENT]
@@ -172,9 +172,7 @@ def test_a_present_block_is_made_durable_too(tmp_path: Path) -> None:
         assert key(1) in journal
 
 
-def test_nothing_depends_on_the_clock_on_the_wall(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_store_does_not_use_the_wall_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_clock() -> float:
         raise AssertionError("the wall clock was read")
 
@@ -189,7 +187,7 @@ def test_nothing_depends_on_the_clock_on_the_wall(
         assert present(store, range(50))
 
 
-def test_a_closed_store_misses_and_drops(tmp_path: Path) -> None:
+def test_closed_store_misses_and_drops(tmp_path: Path) -> None:
     with opened(tmp_path / "store") as store:
         put(store, 1)
     assert read(store, 1) is None
@@ -200,8 +198,8 @@ def test_a_closed_store_misses_and_drops(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_slot_is_not_reused_under_a_reader(tmp_path: Path) -> None:
-    """A read is held up while its block is deleted and the store is filled over and over."""
+def test_slot_being_read_is_not_reused(tmp_path: Path) -> None:
+    """A read is delayed while its block is deleted and the store is overwritten repeatedly."""
 
     class SlowRead(OsDisk):
         slow = threading.Event()
@@ -232,7 +230,7 @@ def test_a_slot_is_not_reused_under_a_reader(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
-def test_many_threads_on_a_store_that_is_too_small(tmp_path: Path, eviction: str) -> None:
+def test_many_threads_on_too_small_store_read_no_wrong_block(tmp_path: Path, eviction: str) -> None:
     errors: list[BaseException] = []
     stored = [0] * 4
 
@@ -272,7 +270,7 @@ def test_many_threads_on_a_store_that_is_too_small(tmp_path: Path, eviction: str
             assert read(store, number) == content(number)
 
 
-def test_misuse_raises_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_misuse_raises_and_leaves_nothing(tmp_path: Path) -> None:
     with opened(tmp_path / "store") as store:
         put(store, 0, 1)
         with pytest.raises(ValueError):
@@ -286,7 +284,7 @@ def test_misuse_raises_and_leaves_nothing_behind(tmp_path: Path) -> None:
         assert store.usage().blocks == store._index.held == 2
 
 
-def test_facts_and_counters(tmp_path: Path) -> None:
+def test_describe_and_counters_follow_puts(tmp_path: Path) -> None:
     with opened(tmp_path / "store") as store:
         put(store, 0)
         assert store.put([item(1, 0)]) == [PutResult.STORED]

@@ -18,7 +18,7 @@ _FILLS = ("tests/daemon/test_fills.py",)
 _LEASES = ("tests/daemon/test_shared_memory.py",)
 _TIERS = ("tests/daemon/test_tiers.py",)
 _CONTRACT = "tests/stores/test_contract.py::TestContract::"
-_WRONG_CHECKSUM = (_CONTRACT + "test_a_wrong_checksum_fails_and_keeps_nothing",)
+_WRONG_CHECKSUM = (_CONTRACT + "test_put_with_wrong_checksum_fails_and_stores_nothing",)
 _MEMORY_STORE = ("tests/stores/test_memory_store.py",)
 _DAMAGE = ("tests/stores/test_ssd_damage.py",)
 _POWER_LOSS = ("tests/stores/test_ssd_power_loss.py",)
@@ -261,7 +261,7 @@ DAEMON = (
     Mutation(
         "memory-deleted-while-written-comes-back",
         "stores/memory.py",
-        "                self._index.remove(key)  # also what is still being written\n",
+        "                self._index.remove(key)  # also blocks that are still being written\n",
         "                if self._index.lookup(key) is Lookup.HIT:\n"
         "                    self._index.remove(key)\n",
         "a deleted block appears when its writer is done",

@@ -1,1 +1,1 @@
-"""Places that hold blocks by key; one contract for all of them."""
+"""Stores that hold blocks by key: memory, SSD, shared directory. All follow one contract."""

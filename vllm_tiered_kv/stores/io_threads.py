@@ -1,4 +1,4 @@
-"""Spreading a batch over threads, so that one call keeps the disk busy."""
+"""Spreads the I/O of a batch over threads, so that one call keeps the disk busy."""
 
 from __future__ import annotations
 
@@ -8,29 +8,31 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
-_MAX_THREADS = 256  # native calls take no more
+_MAX_THREADS = 256  # limit of the native calls
 
 _Job = TypeVar("_Job")
 _Result = TypeVar("_Result")
 
 
 class IoThreads:
+    """A thread pool for the disk I/O of one store. `map` may be called from any thread."""
+
     def __init__(self, threads: int, name: str) -> None:
         self.count = min(max(1, threads), _MAX_THREADS)
         self._pool = ThreadPoolExecutor(self.count, thread_name_prefix=name)
 
     def map(self, work: Callable[[_Job], _Result], jobs: Sequence[_Job]) -> list[_Result]:
-        """Does all jobs, the calling thread and those of the pool together.
+        """Runs all jobs, in the calling thread and in those of the pool.
 
-        Whatever fails, no job is still being done when this returns or raises: the memory they
-        write to may belong to others then.
+        No job is still running when this returns or raises, because the caller may then reuse the
+        memory they write to.
         """
         batch = _Batch(work, jobs)
         try:
             for _ in range(min(self.count, len(jobs)) - 1):
                 self._pool.submit(batch.help)
         except RuntimeError:
-            pass  # closed, or no more threads can be started: then with those there are
+            pass  # closed, or no more threads can be started; the running ones do the work
         batch.help()
         return batch.results()
 
@@ -39,21 +41,21 @@ class IoThreads:
 
 
 class _Batch(Generic[_Job, _Result]):
-    """Jobs that any number of threads take one after the other."""
+    """Jobs that any number of threads take from one queue."""
 
     def __init__(self, work: Callable[[_Job], _Result], jobs: Sequence[_Job]) -> None:
         self._work = work
-        self._todo = deque(enumerate(jobs))
+        self._queue = deque(enumerate(jobs))
         self._ended = threading.Condition()
         self._left = len(jobs)
         self._results: dict[int, _Result] = {}
         self._error: BaseException | None = None
 
     def help(self) -> None:
-        """Returns when none is left to be begun; also for one that comes too late."""
+        """Runs jobs until the queue is empty."""
         while True:
             try:
-                position, job = self._todo.popleft()
+                position, job = self._queue.popleft()
             except IndexError:
                 return
             try:
@@ -66,7 +68,7 @@ class _Batch(Generic[_Job, _Result]):
                     self._ended.notify_all()
 
     def results(self) -> list[_Result]:
-        """Waits for those that others have begun. Raises what one of the jobs raised."""
+        """Waits for the jobs of all threads. If some failed, raises the exception of one."""
         with self._ended:
             while self._left:
                 self._ended.wait()

@@ -1,7 +1,7 @@
-"""Blocks in shared memory: the daemon's fastest tier.
+"""The memory tier of the daemon: blocks in shared memory.
 
-As a BlockStore it copies in and out. The daemon uses the other face, which copies nothing: `hold`
-pins blocks where they lie, `reserve` hands out a slot to fill, `commit` or `abort` ends it.
+As a BlockStore it copies blocks in and out. The daemon uses the zero-copy interface: `hold` pins
+blocks in place, `reserve` hands out a slot to fill, and `commit` or `abort` ends the reservation.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from vllm_tiered_kv.stores.namespaces import (
 logger = logging.getLogger(__name__)
 
 _REMEMBERED_DROPS = 65536
-_CHOSEN_THREADS = 0  # as many as pay
-_MAX_LOGGED_LENGTHS = 64  # a client may think of any number of them
+_AUTO_THREADS = 0  # the native code chooses how many threads pay off
+_MAX_LOGGED_LENGTHS = 64  # bounds the log: clients can send blocks of any length
 
 
 class PinnedSlot(NamedTuple):
-    """A slot that stays where it is: pinned for reading, or reserved for writing.
+    """A slot that cannot be reused: pinned for reading, or reserved for writing.
 
-    A tuple: every block that is put makes two, and a dataclass takes several times as long.
+    A tuple, because every put creates two of them and a dataclass takes several times as long.
     """
 
     key: StoreKey
@@ -58,22 +58,22 @@ class PinnedSlot(NamedTuple):
     offset: int  # in the arena
     nbytes: int
     generation: int
-    checksum: int  # of a readable block; 0 while it is written
+    checksum: int  # of a readable block; 0 while it is being written
     view: memoryview
 
 
 make_pinned_slot: Callable[[tuple[object, ...]], PinnedSlot] = functools.partial(
     tuple.__new__, PinnedSlot
 )
-"""What `PinnedSlot` calls, without a step of Python's on the way."""
+"""Like `PinnedSlot(...)`, but faster: it skips the generated `__new__`."""
 
 
 class HandoffResult(enum.Enum):
-    """What became of a block that one tier offered to another."""
+    """The result of `MemoryStore.hand_over`."""
 
     TAKEN = enum.auto()
     REFUSED = enum.auto()
-    ABSENT = enum.auto()  # it was not there any more
+    ABSENT = enum.auto()  # the block is no longer in this store
 
 
 NewBlock: TypeAlias = tuple[StoreKey, StoreKey | None, int]
@@ -81,33 +81,33 @@ NewBlock: TypeAlias = tuple[StoreKey, StoreKey | None, int]
 
 
 def kind_of(block: NewBlock) -> tuple[bytes, int]:
-    """Blocks of one kind find room in the same places."""
+    """Returns namespace and length. Blocks with the same kind compete for the same slots."""
     key, _, nbytes = block
     return key[:NAMESPACE_BYTES], nbytes
 
 
-def alike(blocks: list[NewBlock]) -> list[list[NewBlock]]:
-    """Cut where the namespace or the length changes."""
+def split_by_kind(blocks: list[NewBlock]) -> list[list[NewBlock]]:
+    """Splits blocks into runs of one namespace and length."""
     if len({(key[:NAMESPACE_BYTES], nbytes) for key, _, nbytes in blocks}) == 1:
         return [blocks]
     return [list(run) for _, run in itertools.groupby(blocks, kind_of)]
 
 
 class _TooLargeLog:
-    """Warns of blocks that are too large for the memory tier, once for each length."""
+    """Warns about blocks that are too large for the memory tier, once per length."""
 
     def __init__(self) -> None:
-        self._told: set[int] = set()
+        self._logged: set[int] = set()
 
-    def tell(self, nbytes: int, most: int) -> None:
-        if nbytes in self._told or len(self._told) >= _MAX_LOGGED_LENGTHS:
+    def warn(self, nbytes: int, max_bytes: int) -> None:
+        if nbytes in self._logged or len(self._logged) >= _MAX_LOGGED_LENGTHS:
             return
-        self._told.add(nbytes)
+        self._logged.add(nbytes)
         logger.warning(
             "blocks of %s are not cached: this memory tier takes blocks up to %s; "
-            "give it more memory",
+            "give the daemon more memory",
             format_size(nbytes),
-            format_size(most),
+            format_size(max_bytes),
         )
 
 
@@ -115,7 +115,10 @@ _KEYS_AT_ONCE = 256
 
 
 class MemoryStore:
-    """A BlockStore of exactly so many bytes. All calls may be made from any thread."""
+    """A BlockStore with an exact capacity, in memory that other processes can map.
+
+    The daemon owns one. All calls may be made from any thread.
+    """
 
     def __init__(
         self,
@@ -129,7 +132,7 @@ class MemoryStore:
         quota_of: QuotaOf | None = None,
     ) -> None:
         """The callbacks run under this store's lock; see BlockIndex. Namespaces without a quota
-        share slabs. With `quota_of` quotas need not be set."""
+        share slabs. `quota_of` supplies quotas on demand, instead of `set_quota`."""
         self.arena = SharedArena.create(capacity_bytes, huge_pages)
         capacity = self.arena.capacity_bytes
         self._geometry = SlabGeometry(capacity, default_slab(capacity, PAGE), PAGE)
@@ -139,9 +142,9 @@ class MemoryStore:
         self._has_quota = has_quota
         self._readable: dict[StoreKey, PinnedSlot] = {}
         self._by_namespace = NamespaceUsage()
-        self._cuts = [0] * self._geometry.num_slabs  # into slots of so many bytes
+        self._slab_slot_bytes = [0] * self._geometry.num_slabs  # slot size of each slab
         self._lock = threading.RLock()
-        self._dropped: dict[StoreKey, None] = {}  # that found no room, oldest first
+        self._dropped: dict[StoreKey, None] = {}  # blocks that got no slot, oldest first
         self._too_large = _TooLargeLog()
         self._closed = False
 
@@ -180,7 +183,7 @@ class MemoryStore:
         with self._lock:
             present = sum(self._unpublish(key) for key in keys)
             for key in keys:
-                self._index.remove(key)  # also what is still being written
+                self._index.remove(key)  # also blocks that are still being written
             return present
 
     def describe(self, keys: Sequence[StoreKey]) -> list[BlockFacts | None]:
@@ -192,7 +195,7 @@ class MemoryStore:
             ]
 
     def flush(self) -> bool:
-        return True  # nothing here outlives the process
+        return True  # memory does not outlive the process; there is nothing to flush
 
     def usage(self) -> StoreUsage:
         with self._lock:
@@ -201,7 +204,7 @@ class MemoryStore:
             )
 
     def usage_by_namespace(self) -> dict[bytes, tuple[int, int]]:
-        """Readable blocks and their bytes, by the first bytes of their keys."""
+        """Returns the number of readable blocks and their bytes for each namespace."""
         with self._lock:
             return self._by_namespace.snapshot()
 
@@ -212,7 +215,7 @@ class MemoryStore:
                 self._readable.clear()
                 self.arena.close()
 
-    # ---- without copies -------------------------------------------------------------------------
+    # ---- zero-copy ------------------------------------------------------------------------------
 
     def set_quota(self, namespace: bytes, quota_bytes: int) -> None:
         require_own(namespace, self._has_quota)
@@ -224,9 +227,10 @@ class MemoryStore:
             return self._index.lookup(key)
 
     def hold(self, keys: Sequence[StoreKey], touch: bool = True) -> list[PinnedSlot | None]:
-        """Readable blocks, pinned where they lie until `let_go`; None for each that is not here.
+        """Pins readable blocks until `let_go`; returns None for each block that is not here.
 
-        `touch` counts it as a use; `may_evict` must not (the policy is being walked just then).
+        `touch` counts as a use of the blocks. `may_evict` must not pass it, because the eviction
+        policy is being traversed at that time.
         """
         with self._lock:
             held = [self._readable.get(key) for key in keys]
@@ -237,50 +241,52 @@ class MemoryStore:
             return held
 
     def hold_head(
-        self, keys: Sequence[StoreKey], endings: Sequence[bytes], nbytes: int, most: int
+        self, keys: Sequence[StoreKey], endings: Sequence[bytes], nbytes: int, max_blocks: int
     ) -> list[PinnedSlot]:
-        """Leading keys that are here with every ending and of this length, pinned until `let_go`:
-        key by key, `most` blocks at most. Not yet a use of them: see `touch`."""
+        """Pins the longest prefix of `keys` of which this store has every ending with this length,
+        at most `max_blocks` blocks, until `let_go`. This is not a use of them: see `touch`."""
         stride = len(endings)
         held: list[PinnedSlot] = []
         with self._lock:
             find: Callable[[bytes], PinnedSlot | None] = cast(Any, self._readable).get
-            # In steps: what lies behind a gap need not be put together.
-            for start in range(0, most // stride, _KEYS_AT_ONCE):
-                some = keys[start : min(start + _KEYS_AT_ONCE, most // stride)]
+            max_keys = max_blocks // stride
+            # In batches, so that keys after a gap are not concatenated in vain.
+            for start in range(0, max_keys, _KEYS_AT_ONCE):
+                some = keys[start : min(start + _KEYS_AT_ONCE, max_keys)]
                 blocks = list(map(find, [key + ending for key in some for ending in endings]))
-                whole = 0
+                found = 0
                 for block in blocks:
                     if block is None or block.nbytes != nbytes:
                         break
-                    whole += 1
-                held += cast("list[PinnedSlot]", blocks[:whole])
-                if whole < _KEYS_AT_ONCE * stride:
+                    found += 1
+                held += cast("list[PinnedSlot]", blocks[:found])
+                if found < _KEYS_AT_ONCE * stride:
                     break
             del held[len(held) // stride * stride :]
             self._index.pin_slots([block.slot for block in held])
         return held
 
     def touch(self, held: Sequence[PinnedSlot]) -> None:
-        """Counts as a use of these blocks, should they still be here."""
+        """Counts as a use of these blocks, as far as they are still here."""
         with self._lock:
             self._index.touch([block.key for block in held])
 
     def is_readable(self, block: PinnedSlot) -> bool:
-        """Whether this is what its key names: not deleted since, nor put again."""
+        """Whether this is still the block of its key: neither deleted nor replaced."""
         with self._lock:
             known = self._readable.get(block.key)
             return known is not None and known.slot == block.slot
 
     def let_go(self, held: Iterable[PinnedSlot]) -> None:
+        """Unpins blocks pinned by `hold`, `hold_head` or `commit`."""
         with self._lock:
             self._index.unpin(block.slot for block in held)
 
     def hand_over(self, key: StoreKey, take: Callable[[PinnedSlot], bool]) -> HandoffResult:
-        """Holds a block for `take`, which says whether it takes the hold over.
+        """Pins a block and passes it to `take`, which returns whether it keeps the pin.
 
-        In one step: a block that is being deleted is either gone before, or known to whoever took
-        it by the time `delete` returns. `take` runs under this store's lock.
+        This is atomic: a concurrent `delete` either comes first, or finds that the receiver has
+        the block by the time it returns. `take` runs under this store's lock.
         """
         with self._lock:
             (block,) = self.hold([key], touch=False)
@@ -294,8 +300,8 @@ class MemoryStore:
     def reserve(
         self, key: StoreKey, parent: StoreKey | None, nbytes: int, more: int = 0
     ) -> PinnedSlot | PutResult:
-        """A slot to fill, to be ended by `commit` or `abort`; or why there is none. So many `more`
-        are about to be reserved."""
+        """Returns a slot to fill, until `commit` or `abort`, or the reason why there is none.
+        `more` is the number of blocks that the caller is about to reserve after this one."""
         with self._lock:
             if self._closed:
                 return PutResult.DROPPED
@@ -314,14 +320,17 @@ class MemoryStore:
         blocks: Iterable[NewBlock],
         is_elsewhere: Callable[[StoreKey], bool] = lambda key: False,
     ) -> list[PinnedSlot | PutResult]:
-        """Slots for (key, parent, length) in chain order. What follows a block that found no room,
-        now or lately, is dropped too: it could not be found without its head, and would push out
-        other heads. Unless that block is elsewhere, in another tier."""
+        """Reserves slots for blocks in chain order.
+
+        Successors of a block that got no slot, now or recently, are dropped too: a lookup could not
+        reach them, and they would evict the heads of other chains. They are kept if `is_elsewhere`
+        says that another tier has that block.
+        """
         blocks = list(blocks)
         slots: list[PinnedSlot | PutResult] = []
-        with self._lock, self.giving_back(slots):  # or nobody would know of them
-            # Looking for room in vain takes long, and those who wait for the lock would wait again
-            # for each block of the kind.
+        with self._lock, self.giving_back(slots):
+            # A failed search for a slot is slow, and others wait for the lock meanwhile: search
+            # only once for each kind of block.
             full: set[tuple[bytes, int]] = set()
             if self._reserve_runs(blocks, slots):
                 full.add(kind_of(blocks[len(slots)]))
@@ -343,11 +352,11 @@ class MemoryStore:
         return slots
 
     def _reserve_runs(self, blocks: list[NewBlock], slots: list[PinnedSlot | PutResult]) -> bool:
-        """As `reserve_chain`, for the blocks ahead of the first without room, if there is one
-        (True). Runs of blocks that are alike take one step each: a message has hundreds of them."""
+        """Reserves slots for the blocks before the first one without room, one run of equal kind at
+        a time because a message has hundreds of blocks. Returns whether a block got no slot."""
         if not self._dropped.keys().isdisjoint(parent for _, parent, _ in blocks):
             return False
-        for run in alike(blocks):
+        for run in split_by_kind(blocks):
             nbytes = run[0][2]
             size_class = None if self._closed else self._class_for(run[0][0], nbytes)
             if size_class is None:
@@ -369,10 +378,12 @@ class MemoryStore:
     def _begin(
         self, taken: Sequence[tuple[StoreKey, StoreKey | None, int]], size_class: int, nbytes: int
     ) -> list[PinnedSlot]:
-        """Slots of one class that are to be written, of (key, parent, slot)."""
+        """Starts writing slots of one class; `taken` has (key, parent, slot) of each."""
         for key, _, _ in taken if self._dropped else []:
             self._dropped.pop(key, None)
-        self._cut({slot // self._geometry.slots_per_slab for _, _, slot in taken}, size_class)
+        self._assign_slabs(
+            {slot // self._geometry.slots_per_slab for _, _, slot in taken}, size_class
+        )
         offsets = self._geometry.offsets((slot for _, _, slot in taken), size_class)
         generations = self.arena.begin_writing(offsets)
         views = self.arena.views(offsets, nbytes)
@@ -384,7 +395,7 @@ class MemoryStore:
         ]
 
     def _followers(self, blocks: Sequence[NewBlock]) -> list[int]:
-        """How many new blocks like it follow each of these in its chain without a gap."""
+        """Returns for each block how many new blocks of its kind follow directly in its chain."""
         counts = [0] * len(blocks)
         for n in range(len(blocks) - 1, 0, -1):
             key, parent, nbytes = blocks[n]
@@ -395,7 +406,7 @@ class MemoryStore:
         return counts
 
     def turn_away(self, keys: Sequence[StoreKey]) -> None:
-        """These blocks find no room: what follows them in their chains will not, either."""
+        """Records that these blocks got no slot, so that their successors are dropped too."""
         with self._lock:
             for key in keys:
                 if self._index.lookup(key) is Lookup.MISS:
@@ -406,18 +417,18 @@ class MemoryStore:
     def fill(
         self, slots: Sequence[PinnedSlot | PutResult], items: Sequence[PutItem]
     ) -> list[PutResult]:
-        """Copies blocks into the slots they got, verifies them on the way and ends the
-        reservations; for the others, why there was no slot."""
+        """Copies blocks into their slots, verifies them and ends the reservations. Items without a
+        slot keep the reason in `slots` as their result."""
         into, sources = self.copies(slots, items)
         with self.giving_back(slots):
-            checksums = copy_and_hash(into, sources, threads=_CHOSEN_THREADS)
+            checksums = copy_and_hash(into, sources, threads=_AUTO_THREADS)
         return self.filled(slots, items, checksums)
 
     @staticmethod
     def copies(
         slots: Sequence[PinnedSlot | PutResult], items: Sequence[PutItem]
     ) -> tuple[list[memoryview], list[memoryview]]:
-        """The places of those that got a slot, and what belongs there."""
+        """Returns targets and sources of the copies, for the items that got a slot."""
         taken = [
             (slot.view, item.payload)
             for slot, item in zip(slots, items, strict=True)
@@ -431,9 +442,9 @@ class MemoryStore:
         items: Sequence[PutItem],
         checksums: Sequence[int],
     ) -> list[PutResult]:
-        """Ends the reservations after the `copies` were made, whose checksums these are."""
+        """Ends the reservations after `copies` were made; `checksums` are those of the copies."""
         taken = [slot for slot in slots if isinstance(slot, PinnedSlot)]
-        if len(taken) == len(slots):  # mostly
+        if len(taken) == len(slots):  # the common case
             return self._end_all(taken, [item.checksum for item in items], checksums)
         expected = [
             item.checksum
@@ -444,14 +455,14 @@ class MemoryStore:
         return [next(ended) if isinstance(slot, PinnedSlot) else slot for slot in slots]
 
     def seal(self, slots: Sequence[PinnedSlot]) -> list[PutResult]:
-        """Hashes what others wrote into these slots and makes it readable."""
+        """Hashes blocks that an attached process wrote to these slots and makes them readable."""
         with self.giving_back(slots):
-            checksums = hash_buffers([slot.view for slot in slots], threads=_CHOSEN_THREADS)
+            checksums = hash_buffers([slot.view for slot in slots], threads=_AUTO_THREADS)
         return self._end_all(slots, [None] * len(slots), checksums)
 
     @contextmanager
     def giving_back(self, slots: Sequence[PinnedSlot | PutResult]) -> Iterator[None]:
-        """The slots are free again if what is done with them fails."""
+        """Frees the reserved slots if the body raises."""
         try:
             yield
         except BaseException:
@@ -463,23 +474,23 @@ class MemoryStore:
     def _end_all(
         self, slots: Sequence[PinnedSlot], expected: Sequence[int | None], actual: Sequence[int]
     ) -> list[PutResult]:
-        """Ends reservations; one that cannot be ended takes no other with it."""
+        """Ends reservations. An error with one of them does not affect the others."""
         results = [PutResult.FAILED] * len(slots)
-        whole = []
+        verified = []
         with self._lock:
             for n, (wanted, found) in enumerate(zip(expected, actual, strict=True)):
                 if wanted is None or wanted == found:
-                    whole.append(n)
+                    verified.append(n)
                     continue
                 try:
                     self.abort(slots[n])
                 except Exception:
-                    logger.exception("a slot could not be given back")
-            outcomes = self._index.commit_each([slots[n].slot for n in whole])
-            generations = self.arena.next_generations(slots[n].offset for n in whole)
-            for n, outcome, generation in zip(whole, outcomes, generations, strict=True):
+                    logger.exception("a reserved slot of the memory tier could not be freed")
+            outcomes = self._index.commit_each([slots[n].slot for n in verified])
+            generations = self.arena.next_generations(slots[n].offset for n in verified)
+            for n, outcome, generation in zip(verified, outcomes, generations, strict=True):
                 if isinstance(outcome, str):
-                    logger.error("a block could not be made readable: %s", outcome)
+                    logger.error("a block could not be committed to the memory tier: %s", outcome)
                 elif outcome:
                     results[n] = PutResult.STORED
                     self._publish(slots[n], generation, actual[n])
@@ -488,8 +499,8 @@ class MemoryStore:
         return results
 
     def commit(self, slot: PinnedSlot, checksum: int, hold: bool = False) -> bool:
-        """Makes the block readable; False when it was deleted while being written. `hold`: it stays
-        until `let_go`, before anybody else can make it leave."""
+        """Makes the block readable; returns False if it was deleted while being written. `hold`
+        pins it until `let_go`, before it can be evicted."""
         with self._lock:
             generation = self.arena.next_generation(slot.offset)
             if not self._index.commit(slot.slot):
@@ -507,7 +518,7 @@ class MemoryStore:
         self._by_namespace.add(key, nbytes)
 
     def _unpublish(self, key: StoreKey) -> bool:
-        """Whether it was readable."""
+        """Removes a readable block from lookups; returns whether it was readable."""
         block = self._readable.pop(key, None)
         if block is None:
             return False
@@ -527,17 +538,20 @@ class MemoryStore:
 
     def _class_for(self, key: StoreKey, nbytes: int) -> int | None:
         if not 0 < nbytes <= self._geometry.slab_bytes:
-            self._too_large.tell(nbytes, self._geometry.slab_bytes)
+            self._too_large.warn(nbytes, self._geometry.slab_bytes)
             return None
         return self._index.class_for(nbytes, owner_of(key, self._has_quota))
 
-    def _cut(self, slabs: set[int], size_class: int) -> None:
-        """Only the page a block begins with has its generation: after another cut, what was lent
-        before may lie within a block."""
-        into = self._geometry.slot_bytes[size_class]
+    def _assign_slabs(self, slabs: set[int], size_class: int) -> None:
+        """Records the slot size of slabs, and renews all their generations when it changes.
+
+        A generation is stored only for the first page of a block. With another slot size, a block
+        leased before may start in the middle of a new block.
+        """
+        new = self._geometry.slot_bytes[size_class]
         for slab in slabs:
-            before, self._cuts[slab] = self._cuts[slab], into
-            if before not in (0, into):
+            old, self._slab_slot_bytes[slab] = self._slab_slot_bytes[slab], new
+            if old not in (0, new):
                 self.arena.renew(slab * self._geometry.slab_bytes, self._geometry.slab_bytes)
 
     def _evicted(self, key: bytes, nbytes: int) -> None:

@@ -1,7 +1,7 @@
-"""What each namespace takes up in a store, and whose slabs its blocks lie in.
+"""Usage of a store by namespace, and which namespaces have slabs of their own.
 
-A quota is kept in whole slabs, so a namespace that has one does not share them. All others do, or
-each of them would take a whole slab for its first block: docs/adr/0005.
+Quotas are counted in whole slabs, so a namespace with a quota does not share its slabs. All others
+share slabs; otherwise each would take a whole slab for its first block (docs/adr/0005).
 """
 
 from __future__ import annotations
@@ -14,34 +14,39 @@ from numpy.typing import NDArray
 
 from vllm_tiered_kv.core.store import NAMESPACE_BYTES, StoreKey, namespace_of
 
-HasQuota = Callable[[bytes], bool]  # asked of a namespace, before its first block and ever after
-QuotaOf = Callable[[bytes], "int | None"]  # the bytes; of those that have one
+HasQuota = Callable[[bytes], bool]  # must always return the same for one namespace
+QuotaOf = Callable[[bytes], "int | None"]  # in bytes; called for namespaces with a quota
 
 SHARED = b""
+"""The owner of slabs that all namespaces without a quota share."""
 
 
 def any_may(namespace: bytes) -> bool:
-    """Quotas may be set for every namespace."""
+    """A `HasQuota` for stores in which every namespace may have a quota."""
     return True
 
 
 def all_share(namespace: bytes) -> bool:
-    """There are no quotas."""
+    """A `HasQuota` for stores without quotas."""
     return False
 
 
 def owner_of(key: bytes, has_quota: HasQuota) -> bytes:
+    """Returns the owner of the slabs in which a block with this key is stored."""
     namespace = namespace_of(StoreKey(key))
     return namespace if has_quota(namespace) else SHARED
 
 
 def require_own(namespace: bytes, has_quota: HasQuota) -> None:
     if not has_quota(namespace):
-        raise ValueError(f"namespace {namespace.hex()} shares its slabs: it cannot have a quota")
+        raise ValueError(f"namespace {namespace.hex()} shares its slabs and cannot have a quota")
 
 
 class NamespaceUsage:
-    """Blocks and the bytes of their slots, by the first bytes of their keys. Not thread-safe."""
+    """Counts blocks and the bytes of their slots per namespace.
+
+    Each store owns one and calls it under its lock.
+    """
 
     def __init__(self) -> None:
         self._blocks: Counter[bytes] = Counter()
@@ -53,16 +58,16 @@ class NamespaceUsage:
         self._bytes[namespace] += nbytes
 
     def add_rows(self, keys: NDArray[np.uint8], nbytes: NDArray[np.int64]) -> None:
-        """Many at once: a key in each row, zeros behind it."""
+        """Adds many blocks at once: each row of `keys` is a key, padded with zeros."""
         heads = np.ascontiguousarray(keys[:, :NAMESPACE_BYTES]).view("<u8,<u8").ravel()
         first, groups = np.zeros(min(1, len(heads)), np.int64), np.zeros(len(heads), np.int64)
         if len(heads) and not (heads == heads[0]).all():
             _, first, groups = np.unique(heads, return_index=True, return_inverse=True)
         for number, row in enumerate(first.tolist()):
             namespace = keys[row, :NAMESPACE_BYTES].tobytes()
-            is_of_it = groups == number
-            self._blocks[namespace] += int(np.count_nonzero(is_of_it))
-            self._bytes[namespace] += int(nbytes[is_of_it].sum())
+            is_member = groups == number
+            self._blocks[namespace] += int(np.count_nonzero(is_member))
+            self._bytes[namespace] += int(nbytes[is_member].sum())
 
     def remove(self, key: bytes, nbytes: int) -> None:
         namespace = key[:NAMESPACE_BYTES]

@@ -1,1 +1,1 @@
-"""Blocks in a directory that many hosts use at once, without a central index."""
+"""A store in a directory that many hosts share, without a central index."""

@@ -1,4 +1,4 @@
-"""Reading one block's file: whole and verified, or not at all."""
+"""Reads block files and verifies them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from vllm_tiered_kv.stores.shared_dir.format import HEADER_BYTES, BlockHeader, d
 from vllm_tiered_kv.stores.shared_dir.removal import Remover
 from vllm_tiered_kv.stores.shared_dir.tree import Identity, Tree
 
-_READ_ATTEMPTS = 2  # an error may be the network's; one that stays is the disk's
+_READ_ATTEMPTS = 2  # a single error may come from the network, a repeated one from the disk
 
 
 class _Verdict(enum.Enum):
-    WHOLE = enum.auto()
-    OTHER_LENGTH = enum.auto()  # a good block that does not fit the reader's buffer
+    VALID = enum.auto()
+    OTHER_LENGTH = enum.auto()  # a valid block that does not fit the reader's buffer
     DAMAGED = enum.auto()
 
 
 @dataclass(frozen=True)
 class ReadBlock:
-    """A block that was read, or whose header was: who it follows, and when it was last used."""
+    """A block whose file or header was read, and the identity of the file."""
 
     header: BlockHeader
     file: Identity
@@ -40,7 +40,8 @@ class ReadBlock:
 
 
 class BlockReader:
-    """Misses are None. A damaged file is counted and removed."""
+    """Reads blocks for the store, its collector and `Recency`. A miss is None; a damaged file is
+    counted and removed. Thread-safe."""
 
     def __init__(self, tree: Tree, ops: FileOps, counts: EventCounts, remover: Remover) -> None:
         self._tree = tree
@@ -49,15 +50,15 @@ class BlockReader:
         self._remover = remover
 
     def read(self, key: StoreKey, into: memoryview) -> ReadBlock | None:
-        """The block's payload, straight into the buffer."""
+        """Reads the payload of a block into the buffer and verifies it."""
         return self._examine(key, into)
 
     def peek(self, key: StoreKey) -> ReadBlock | None:
-        """The header alone; the payload's length is checked, not its bytes."""
+        """Reads the header only; checks the length of the payload, but not its bytes."""
         return self._examine(key, None)
 
     def verify(self, key: StoreKey) -> ReadBlock | None:
-        """As `read`, of whatever length the block is."""
+        """Like `read`, for a block of unknown length."""
         found = self.peek(key)
         if found is None:
             return None
@@ -79,25 +80,25 @@ class BlockReader:
     def _examine_open(
         self, key: StoreKey, fd: int, into: memoryview | None, last: bool
     ) -> ReadBlock | None:
-        # Opening made a network file system ask its server: these are not cached attributes.
+        # Opening made a network file system ask its server, so these attributes are current.
         status = self._ops.fstat(fd)
         header: BlockHeader | None = None
         try:
-            header, verdict = self._judge(key, fd, status.st_size, into)
+            header, verdict = self._check(key, fd, status.st_size, into)
         except OSError as error:
             if error.errno != errno.EIO or not last:
                 raise
             self._counts.add(Event.READ_ERROR)
-            verdict = _Verdict.DAMAGED  # a key that exists but cannot be read must not stay
+            verdict = _Verdict.DAMAGED  # a block that exists but cannot be read must not stay
         if verdict is _Verdict.DAMAGED:
             self._counts.add(Event.DAMAGED)
-            # Removed while it is open: its inode number cannot go to another file meanwhile.
+            # Remove it while it is open, so that its inode number cannot be reused meanwhile.
             self._remover.remove(key, Identity.of(status))
-        if header is None or verdict is not _Verdict.WHOLE:
+        if header is None or verdict is not _Verdict.VALID:
             return None
         return ReadBlock(header, Identity.of(status))
 
-    def _judge(
+    def _check(
         self, key: StoreKey, fd: int, file_bytes: int, into: memoryview | None
     ) -> tuple[BlockHeader | None, _Verdict]:
         head = bytearray(HEADER_BYTES)
@@ -111,15 +112,15 @@ class BlockReader:
         if header is None or header.key != key or header.file_bytes != file_bytes:
             return None, _Verdict.DAMAGED
         if into is None:
-            return header, _Verdict.WHOLE
+            return header, _Verdict.VALID
         if not fits:
             return header, _Verdict.OTHER_LENGTH
         if xxh3_64(into) != header.payload_checksum:
             return header, _Verdict.DAMAGED
-        return header, _Verdict.WHOLE
+        return header, _Verdict.VALID
 
     def _fill(self, fd: int, parts: list[memoryview]) -> bool:
-        """Reads until all parts are full; False where the file ends before."""
+        """Reads until all parts are full; returns False if the file ends before."""
         parts, offset = advance(parts, 0), 0
         while parts:
             count = self._ops.preadv(fd, parts, offset)
@@ -133,7 +134,7 @@ class BlockReader:
         fd = self._ops.open(self._tree.block_path(key), os.O_RDONLY | os.O_NOFOLLOW)
         try:
             if not stat.S_ISREG(self._ops.fstat(fd).st_mode):
-                raise FileNotFoundError(errno.ENOENT, "no block, but something else")
+                raise FileNotFoundError(errno.ENOENT, "not a regular file")
             yield fd
         finally:
             self._ops.close(fd)

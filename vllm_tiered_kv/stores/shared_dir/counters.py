@@ -1,5 +1,6 @@
-"""What happened in a shared directory, counted, and how much it holds: by a scan, and in between by
-what this process did itself.
+"""Counts events of a shared directory, and tracks how much it holds.
+
+The usage comes from scans and, between them, from the changes this process makes itself.
 """
 
 from __future__ import annotations
@@ -13,23 +14,23 @@ from dataclasses import dataclass
 
 
 class Event(str, enum.Enum):
-    """What may happen to a block or a call."""
+    """Events that are counted."""
 
-    DAMAGED = "damaged"  # a file was not the block its name says: a miss, removed
+    DAMAGED = "damaged"  # a file was not the block of its name: a miss, and removed
     READ_ERROR = "read_error"  # the file system failed to read: a miss
     WRITE_ERROR = "write_error"  # the file system failed to write: the put FAILED
     NO_SPACE = "no_space"  # disk or quota full: the put was DROPPED
-    BAD_CHECKSUM = "bad_checksum"  # bytes arrived other than their sender said: the put FAILED
-    BAD_KEY = "bad_key"  # a key of no or too many bytes: a miss, the put FAILED
+    BAD_CHECKSUM = "bad_checksum"  # the payload did not match its checksum: the put FAILED
+    BAD_KEY = "bad_key"  # an empty or too long key: a miss, or the put FAILED
     REMOVE_ERROR = "remove_error"  # a file could not be removed
     FLUSH_ERROR = "flush_error"  # written data may not have reached the disk
-    TOUCHED = "touched"  # a last use was noted
-    TOUCH_ERROR = "touch_error"  # a last use could not be noted
-    TOUCH_SKIPPED = "touch_skipped"  # uses that were not noted: too many at once
+    TOUCHED = "touched"  # the time of last use was updated
+    TOUCH_ERROR = "touch_error"  # the time of last use could not be updated
+    TOUCH_SKIPPED = "touch_skipped"  # uses dropped because the queue was full
 
 
 class EventCounts:
-    """Counters that any thread may add to."""
+    """Event counters of one store. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -46,14 +47,17 @@ class EventCounts:
 
 @dataclass(frozen=True)
 class Totals:
-    """What the directory holds."""
+    """The contents of the directory."""
 
     blocks: int
     nbytes: int
 
 
 class UsageTracker:
-    """Other hosts add and remove without telling, so a number is only as good as its last scan."""
+    """Estimates the usage of the directory. Thread-safe.
+
+    Other hosts add and remove blocks unnoticed, so the estimate is only as good as its last scan.
+    """
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._lock = threading.Lock()
@@ -73,7 +77,7 @@ class UsageTracker:
             )
 
     def latest(self, max_age_s: float) -> Totals | None:
-        """None where the last scan is older than this."""
+        """Returns None if the last scan is older than this."""
         with self._lock:
             if self._scanned_at is None or self._monotonic() - self._scanned_at > max_age_s:
                 return None

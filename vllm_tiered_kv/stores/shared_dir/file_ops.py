@@ -1,6 +1,6 @@
-"""The calls this store makes to the operating system, in one place.
+"""The system calls of the shared-directory store.
 
-A seam: tests put a failing disk or a lying network file system behind it.
+Tests replace them to simulate a failing disk or a network file system that returns wrong results.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP})
 
 
 def is_absent(error: OSError) -> bool:
-    """Whether the error means that there is no such file (any more)."""
+    """Whether the error means that the file does not exist, or no longer exists."""
     return error.errno in _ABSENT
 
 
 class FileOps:
-    """Thin: each method is one system call. All may raise OSError."""
+    """One method per system call. All may raise OSError."""
 
     def open(self, path: str, flags: int, mode: int = 0o660) -> int:
-        # Opening a pipe would wait for its other end; a file does not know the difference.
+        # O_NONBLOCK: opening a FIFO would block; it has no effect on regular files.
         return os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, mode)
 
     def close(self, fd: int) -> None:
@@ -53,7 +53,7 @@ class FileOps:
         os.unlink(path)
 
     def touch(self, path: str) -> None:
-        """Sets the times to the file server's own present: no clock of ours is involved."""
+        """Sets the times to the present of the file server, independent of the local clock."""
         os.utime(path, None, follow_symlinks=False)
 
     def mkdir(self, path: str) -> None:
@@ -67,7 +67,7 @@ class FileOps:
             yield from entries
 
     def syncfs(self, fd: int) -> None:
-        """Writes back everything of the file system that holds `fd`."""
+        """Writes back all data of the file system that contains `fd`."""
         if _libc_syncfs(fd) != 0:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
@@ -83,7 +83,7 @@ def _libc_syncfs(fd: int) -> int:
 
 
 def advance(parts: Sequence[memoryview], count: int) -> list[memoryview]:
-    """What is left of the parts after `count` bytes of them are done; never an empty part."""
+    """Returns the parts without their first `count` bytes, and without empty parts."""
     left = []
     for part in parts:
         done = min(count, len(part))

@@ -1,4 +1,4 @@
-"""One block as a file: a header of 256 bytes, then the payload. The only definition of it.
+"""Defines the file format of a block: a header of 256 bytes, then the payload.
 
 All integers are little-endian.
 
@@ -7,21 +7,20 @@ All integers are little-endian.
          8      2  version of this format
         10      2  length of the header, 256
         12      1  length of the key, 1..64
-        13      1  length of the parent's key, 0..64; 0: the block starts a chain
+        13      1  length of the parent's key, 0..64; 0: the block is the head of a chain
         14      2  zero
         16      8  length of the payload
         24      8  XXH3-64 of the payload
-        32     64  key, filled up with zeros
-        96     64  parent's key, filled up with zeros
+        32     64  key, padded with zeros
+        96     64  parent's key, padded with zeros
        160     88  zero
        248      8  XXH3-64 of the 248 bytes before it
        256         payload, up to the end of the file
 
-A file is whole when both checksums hold, the key is the one its name says, and its length is
-exactly that of header and payload. Anything else is damaged. Files never change after they got
-their name, so there is no state in between. The key is part of the header because a name can be
-changed by mistake (a copied or renamed file), and the parent so that a collector can tell the
-tail of a chain from its head.
+A file is valid if both checksums match, the key matches its name, and its length is exactly that
+of header and payload; otherwise it is damaged. Files never change after they are published. The
+header contains the key because a file may be copied or renamed by mistake, and the parent so that
+a collector can distinguish the tail of a chain from its head.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ assert MAX_KEY_BYTES == 64
 
 @dataclass(frozen=True)
 class BlockHeader:
-    """What the header says about the block behind it."""
+    """The decoded header of a block file."""
 
     key: StoreKey
     parent: StoreKey | None
@@ -57,7 +56,7 @@ class BlockHeader:
 
 
 def is_key(key: bytes) -> bool:
-    """Whether these bytes can name a block."""
+    """Whether these bytes are a valid key."""
     return 1 <= len(key) <= MAX_KEY_BYTES
 
 
@@ -78,7 +77,7 @@ def encode_header(header: BlockHeader) -> bytes:
 
 
 def decode_header(data: bytes | bytearray) -> BlockHeader | None:
-    """The header, or None where these bytes are not one of this version."""
+    """Returns the header, or None if the bytes are not a valid header of this version."""
     if len(data) != HEADER_BYTES:
         return None
     fields = bytes(data[: _FIELDS.size])

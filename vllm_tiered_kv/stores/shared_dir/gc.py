@@ -1,24 +1,24 @@
-"""Collecting a shared directory: blocks unused for too long, blocks beyond the capacity, litter.
+"""Garbage collection of a shared directory: expired blocks, blocks beyond the capacity, leftovers.
 
-Any number of collectors on any number of hosts may run at once, with no agreement between them:
+Any number of collectors may run at once, on any number of hosts, without coordination:
 
-- Ages are taken by the file server's clock (`recency.py`).
-- A block is only looked at when nothing happened to it for the grace period: mtime says when it
-  was written or used, ctime when it was published, however long the writer took for it.
-- A removal takes back what it finds changed since the scan (`removal.py`).
-- Two collectors choose alike; what is gone when its turn comes counts as freed, so that two of
-  them do not free twice what one should.
+- Ages are measured by the clock of the file server (`recency.py`).
+- A block is a candidate only if it was neither used nor published within the grace period. Its
+  mtime is the time of the last write or use, its ctime that of publication.
+- A removal is undone if the block has changed since the scan (`removal.py`).
+- Two collectors choose the same blocks. A block that another collector has removed counts as freed,
+  so that two of them do not free twice as much as necessary.
 
-Capacity is a goal: between collections, and while everything is within the grace period, the
-directory may hold more. Memory is bounded: a scan keeps the coldest `max_candidates` blocks; where
-that was not enough, the report says that there is `more` to do.
+The capacity is a target: between collections, and while all blocks are within the grace period, the
+directory may hold more. Memory is bounded: a scan keeps the coldest `max_candidates` blocks; if
+these are not enough, the report says that there is `more` to do.
 
-Blocks leave tails before heads. A block is as recent as the most recent of its descendants:
-removing it makes them useless. Ordered by that recency, and by depth where it is equal, no block
-comes before one that follows it. Only the coldest part of the directory is looked at
-(`coldest_part`). A descendant outside that part is warmer than all of it, and `recency.py` sees to
-it that its ancestors are too, but for an interval. That is why the part reaches one interval
-further than what is to be removed.
+Tails are removed before heads. A block counts as recent as its most recent descendant, because its
+removal makes the descendants useless. Candidates are ordered by this recency, and by depth if it is
+equal, so no block comes before its descendants. Only the coldest part of the directory is examined
+(`coldest_part`). A descendant outside of it is warmer than the part, and `recency.py` ensures that
+its ancestors are at most one interval colder. Therefore the part extends one interval beyond the
+blocks that are to be removed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from vllm_tiered_kv.stores.shared_dir.tree import FOLDER, Entry, EntryKind, Iden
 logger = logging.getLogger(__name__)
 
 MAX_CANDIDATES = 100_000
-_FUTURE_NS = 300 * 10**9  # a file dated later than this was dated by another clock
+_FUTURE_NS = 300 * 10**9  # a file dated further in the future was dated by a wrong clock
 _ALL_TIME_NS = -(1 << 63)
 
 
@@ -73,7 +73,8 @@ class Ranked:
 def coldest_part(
     blocks: Sequence[Candidate], free_bytes: int, expire_before_ns: int, margin_ns: int
 ) -> list[Candidate]:
-    """The oldest blocks that hold `free_bytes`, all expired ones, and a margin of younger ones."""
+    """Returns the oldest blocks that hold `free_bytes`, all expired ones, and a margin of younger
+    ones."""
     ordered = sorted(blocks, key=lambda block: (block.mtime_ns, block.key))
     limit_ns: int | None = None
     for at, block in enumerate(ordered):
@@ -89,7 +90,7 @@ def coldest_part(
 def removal_order(
     blocks: Sequence[Candidate], parents: Mapping[StoreKey, StoreKey | None]
 ) -> list[Ranked]:
-    """Coldest first, and every block after all of its descendants among `blocks`."""
+    """Orders blocks coldest first, each after all of its descendants among `blocks`."""
     by_key = {block.key: block for block in blocks}
     depth = _depths(by_key.keys(), parents)
     recency = {key: block.mtime_ns for key, block in by_key.items()}
@@ -104,7 +105,8 @@ def removal_order(
 def _depths(
     keys: Iterable[StoreKey], parents: Mapping[StoreKey, StoreKey | None]
 ) -> dict[StoreKey, int]:
-    """Steps to the topmost ancestor among `keys`. A circle, which no real chain is, is cut."""
+    """Returns the distance of each key to its first ancestor among `keys`. A cycle, which only
+    corrupt headers can form, is cut."""
     known = set(keys)
     depth: dict[StoreKey, int] = {}
     for start in known:
@@ -122,7 +124,7 @@ def _depths(
 
 @dataclass
 class GcReport:
-    """What one collection found and did."""
+    """The result of one collection."""
 
     scanned_blocks: int = 0
     scanned_bytes: int = 0
@@ -134,24 +136,24 @@ class GcReport:
     removed_temps: int = 0
     removed_trash: int = 0  # removals finished for a collector that died
     restored_blocks: int = 0  # taken back from the trash of a collector that died
-    redated_blocks: int = 0  # dated in the future: given the present
-    foreign_files: int = 0  # not ours, left alone
+    redated_blocks: int = 0  # dated in the future; touched
+    foreign_files: int = 0  # unknown files, ignored
     errors: int = 0
-    more: bool = False  # another collection right away would find more to remove
-    interrupted: bool = False  # `stop` said so
+    more: bool = False  # another collection would find more to remove at once
+    interrupted: bool = False  # because `stop` returned True
     error_text: str = ""
 
 
 @dataclass
 class _Scan:
-    """What is kept of a scan: sums, and a heap whose top is the warmest of the coldest."""
+    """The coldest blocks of a scan, in a heap with the warmest of them on top."""
 
     coldest: list[tuple[int, bytes, Candidate]] = field(default_factory=list)
     overflowed: bool = False
 
 
 class SharedDirGc:
-    """`collect` may be called at any time, from any thread; one runs at a time."""
+    """Collects one shared directory. Any thread may call `collect`; calls are serialised."""
 
     def __init__(
         self,
@@ -168,35 +170,35 @@ class SharedDirGc:
         self._lock = threading.Lock()
 
     def collect(self, now: float | None = None) -> GcReport:
-        """`now` stands in for the server's time, in tests."""
+        """Runs one collection. Tests pass `now` instead of the time of the file server."""
         report = GcReport()
         with self._lock:
             try:
-                with contextlib.suppress(OSError):  # only tells others that we are at it
+                with contextlib.suppress(OSError):  # only informs the collectors of other hosts
                     self._ops.touch(self._tree.collected_path)
                 present = self._store.clock.measure() if now is None else now
                 self._collect(report, int(present * 1e9))
             except OSError as error:
                 report.errors += 1
                 report.error_text = str(error)
-                logger.warning("%s could not be collected: %s", self._tree.folder, error)
+                logger.warning("garbage collection of %s failed: %s", self._tree.folder, error)
         return report
 
     def due(self, interval_s: float) -> bool:
-        """Whether no collection, on any host, began within the interval."""
+        """Whether no collection, on any host, started within the interval."""
         try:
             began = self._ops.lstat(self._tree.collected_path).st_mtime_ns / 1e9
             return abs(self._store.clock.measure() - began) >= interval_s
         except OSError:
             return True
 
-    # ---- looking --------------------------------------------------------------------------------
+    # ---- scanning -------------------------------------------------------------------------------
 
     def _collect(self, report: GcReport, now_ns: int) -> None:
         scan = _Scan()
         for namespace in self._tree.namespaces():
             for shard in self._tree.shards(namespace):
-                self._look_through(shard, report, scan, now_ns)
+                self._scan_shard(shard, report, scan, now_ns)
                 if report.interrupted:
                     return
                 self._remove_if_abandoned(shard, now_ns)
@@ -210,18 +212,18 @@ class SharedDirGc:
             )
         )
 
-    def _look_through(self, shard: str, report: GcReport, scan: _Scan, now_ns: int) -> None:
+    def _scan_shard(self, shard: str, report: GcReport, scan: _Scan, now_ns: int) -> None:
         try:
             for entry in self._tree.shard_entries(shard):
                 if self.stop():
                     report.interrupted = True
                     return
-                self._look_at(entry, report, scan, now_ns)
-        except OSError as error:  # one folder that cannot be read does not save the others
+                self._scan_entry(entry, report, scan, now_ns)
+        except OSError as error:  # continue with the other folders
             report.errors += 1
             report.error_text = str(error)
 
-    def _look_at(self, entry: Entry, report: GcReport, scan: _Scan, now_ns: int) -> None:
+    def _scan_entry(self, entry: Entry, report: GcReport, scan: _Scan, now_ns: int) -> None:
         age_ns = now_ns - entry.newest_ns
         if entry.kind is EntryKind.FOREIGN:
             report.foreign_files += 1
@@ -237,9 +239,9 @@ class SharedDirGc:
             if age_ns < -_FUTURE_NS:
                 self._redate(entry.key, report)
             elif age_ns >= self._settings.grace_s * 1e9:
-                self._consider(entry.key, entry.status, scan)
+                self._add_candidate(entry.key, entry.status, scan)
 
-    def _consider(self, key: StoreKey, status: os.stat_result, scan: _Scan) -> None:
+    def _add_candidate(self, key: StoreKey, status: os.stat_result, scan: _Scan) -> None:
         block = Candidate(key, status.st_mtime_ns, status.st_size, status.st_ino)
         item = (-block.mtime_ns, key, block)
         if len(scan.coldest) < self._max_candidates:
@@ -273,7 +275,7 @@ class SharedDirGc:
             parents[block.key] = self._parent_of(block)
         order = removal_order(blocks, parents)
         left_bytes = self._remove_in_order(order, free_bytes, expire_before_ns, report)
-        # Not where something was in use: its heads are being touched this very moment.
+        # Not if a block was in use: `recency.py` is touching its ancestors just now.
         if scan.overflowed and report.removed_blocks and not report.spared_blocks:
             warmest_ns = -scan.coldest[0][0]
             report.more = left_bytes > 0 or warmest_ns < expire_before_ns
@@ -281,8 +283,8 @@ class SharedDirGc:
     def _remove_in_order(
         self, order: list[Ranked], free_bytes: int, expire_before_ns: int, report: GcReport
     ) -> int:
-        """How many bytes are still to be freed."""
-        in_use: set[StoreKey] = set()  # followed by a block that was used since the scan
+        """Removes blocks until enough is freed; returns the bytes that are still to be freed."""
+        in_use: set[StoreKey] = set()  # blocks with a successor that was used since the scan
         for ranked in order:
             block = ranked.block
             if free_bytes <= 0 and ranked.recency_ns >= expire_before_ns:
@@ -321,7 +323,7 @@ class SharedDirGc:
         report.errors += outcome is Removal.FAILED
 
     def _redate(self, key: StoreKey, report: GcReport) -> None:
-        """Or it would stay forever: never old, and always the most recent."""
+        """Touches a block dated in the future, which would otherwise never be removed."""
         try:
             self._ops.touch(self._tree.block_path(key))
             report.redated_blocks += 1
@@ -337,16 +339,16 @@ class SharedDirGc:
         return True
 
     def _remove_if_abandoned(self, folder: str, now_ns: int) -> None:
-        """An empty folder nothing happened in for long: a model nobody serves any more."""
-        with contextlib.suppress(OSError):  # not empty, mostly
+        """Removes an empty folder that has not changed for long, as of a retired model."""
+        with contextlib.suppress(OSError):  # usually because it is not empty
             changed_ns = self._ops.lstat(folder).st_mtime_ns
             if now_ns - changed_ns >= self._settings.stale_temp_s * 1e9:
                 self._ops.rmdir(folder)
 
     def _remove_drafts(self, now_ns: int) -> None:
-        """What a process left that died while it made the tree."""
+        """Removes drafts of processes that died while they created the tree."""
         root = os.path.dirname(self._tree.folder)
-        with contextlib.suppress(OSError):  # another collector is at it; there is a next time
+        with contextlib.suppress(OSError):  # another collector may remove them too
             for found in self._ops.scandir(root):
                 if found.name.startswith(f".{FOLDER}-") and found.is_dir(follow_symlinks=False):
                     age_ns = now_ns - found.stat(follow_symlinks=False).st_ctime_ns
@@ -355,7 +357,11 @@ class SharedDirGc:
 
 
 class GcThread:
-    """Runs until `stop`. All hosts may run one: a round is left out where another began lately."""
+    """Collects periodically in a thread until `stop`.
+
+    Each host may run one; a round is skipped if a collection has started recently on any host. The
+    daemon owns it.
+    """
 
     def __init__(
         self,
@@ -375,11 +381,11 @@ class GcThread:
         self._thread.start()
 
     def wake(self) -> None:
-        """Collects soon, whoever else does: a put found the disk full."""
+        """Collects soon, regardless of other hosts, because a put found the disk full."""
         self._wake.set()
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """Ends a collection under way at its next file. False where that took too long."""
+        """Interrupts a running collection at its next file. Returns False if that took too long."""
         self._stopping.set()
         self._wake.set()
         if self._thread.is_alive():
@@ -389,15 +395,15 @@ class GcThread:
     def _run(self) -> None:
         while not self._stopping.is_set():
             # Hosts that started together should not all scan together.
-            asked = self._wake.wait(self._interval_s * random.uniform(0.9, 1.1))
+            is_woken = self._wake.wait(self._interval_s * random.uniform(0.9, 1.1))
             self._wake.clear()
             if self._stopping.is_set():
                 return
             try:
-                if asked or self._gc.due(self._interval_s / 2):
+                if is_woken or self._gc.due(self._interval_s / 2):
                     self._collect_all()
             except Exception:
-                logger.exception("a collection of the shared directory failed")
+                logger.exception("garbage collection of the shared directory failed; will retry")
 
     def _collect_all(self) -> None:
         more = True

@@ -1,9 +1,10 @@
-"""Giving a block its name: written aside first, then linked, so that nobody sees half of it.
+"""Publishes blocks: writes a temporary file, then links it to its name, so that readers never see
+a partial block.
 
-`link` refuses to replace, so a block that is there is never exchanged under its readers, and of
-two writers of one key one wins. Network file systems may carry out a link and report an error, or
-carry it out twice and report that the name exists: the truth is whether the name and the temporary
-file are one inode.
+`link` does not replace a file, so a published block never changes, and one of two concurrent
+writers wins. Network file systems may execute a link and report an error, or execute it twice and
+report that the name exists. Therefore the result is determined by whether the name and the
+temporary file have the same inode.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ _FOLDER_ATTEMPTS = 3  # a collector may remove an empty folder just after it was
 
 
 class Published(enum.Enum):
+    """The result of `Publisher.publish`."""
+
     NEW = enum.auto()
-    TAKEN = enum.auto()  # someone else published this key first
+    TAKEN = enum.auto()  # another writer published this key first
 
 
 class Publisher:
-    """Notes in `durable` what it published with `sync`."""
+    """Publishes blocks for `SharedDirStore`, and adds synced ones to `durable`. Thread-safe."""
 
     def __init__(self, tree: Tree, ops: FileOps, durable: SyncedFiles, remover: Remover) -> None:
         self._tree = tree
@@ -41,7 +44,7 @@ class Publisher:
         self._remover = remover
 
     def publish(self, key: StoreKey, header: bytes, payload: memoryview, sync: bool) -> Published:
-        """Raises OSError where the file system fails; nothing is left behind then."""
+        """Writes and publishes a block. Raises OSError if that fails, and then leaves nothing."""
         temp, fd = self._open_temp(key)
         path = self._tree.block_path(key)
         try:
@@ -51,16 +54,16 @@ class Publisher:
                 self._sync_name(key, temp, path, synced)
                 self._durable.note(key, synced)
         finally:
-            with contextlib.suppress(OSError):  # otherwise a collector finds it
+            with contextlib.suppress(OSError):  # a collector removes it later
                 self._ops.unlink(temp)
         return outcome
 
     def sync_present(self, key: StoreKey) -> Identity | None:
-        """Makes what someone else wrote as durable as what is written with `sync`, good or bad.
+        """Syncs a block that another process wrote, without verifying it.
 
-        Which file that was; None where it has left since it was seen. Raises OSError where the
-        file system fails, and removes the block unless it is known to be on disk: the next sync
-        would succeed, and say nothing of what this one lost.
+        Returns the identity of the file, or None if it is gone. Raises OSError if the file system
+        fails, and removes the block unless it is known to be durable: the next sync would succeed
+        although this one lost data.
         """
         try:
             fd = self._ops.open(self._tree.block_path(key), os.O_RDONLY | os.O_NOFOLLOW)
@@ -94,7 +97,7 @@ class Publisher:
         return temp, self._ops.open(temp, flags)
 
     def _write(self, fd: int, header: bytes, payload: memoryview, sync: bool) -> Identity | None:
-        """What is on disk now; None without `sync`."""
+        """Writes and closes the file. Returns its identity if it was synced, otherwise None."""
         synced = None
         try:
             parts = advance([memoryview(header), payload], 0)
@@ -114,14 +117,14 @@ class Publisher:
         try:
             self._ops.link(temp, path)
         except FileExistsError:
-            return Published.NEW if self._is_one_file(temp, path) else Published.TAKEN
+            return Published.NEW if self._is_same_file(temp, path) else Published.TAKEN
         except OSError as error:
-            if self._is_one_file(temp, path):
+            if self._is_same_file(temp, path):
                 return Published.NEW
             if error.errno not in _NO_LINKS:
                 raise
-            # No hard links here. A rename could replace a block published this very moment: by
-            # the same content, and as a whole, so that readers of either see no difference.
+            # This file system has no hard links. A rename may replace a block that was published
+            # just now, but atomically and with the same content, so readers see no difference.
             with contextlib.suppress(FileNotFoundError):
                 self._ops.lstat(path)
                 return Published.TAKEN
@@ -132,14 +135,14 @@ class Publisher:
         try:
             self._tree.sync_shard(key)
         except OSError:
-            # Failed means that nothing was kept.
-            if self._is_one_file(temp, path):
+            # The put fails, so the block must not remain.
+            if self._is_same_file(temp, path):
                 self._ops.unlink(path)
             else:
-                self._remover.remove(key, synced)  # it was renamed, without hard links
+                self._remover.remove(key, synced)  # without hard links it was renamed
             raise
 
-    def _is_one_file(self, temp: str, path: str) -> bool:
+    def _is_same_file(self, temp: str, path: str) -> bool:
         try:
             return Identity.of(self._ops.lstat(temp)) == Identity.of(self._ops.lstat(path))
         except OSError:

@@ -1,26 +1,26 @@
-"""When blocks were last used, kept in their mtime.
+"""Keeps the time of last use of blocks in their mtime.
 
-Many file systems do not keep atime, or keep it lazily, so a use is noted by touching the file. Two
-rules make that cheap and keep heads of chains as warm as their tails:
+Many file systems do not maintain atime, or only lazily, so a use touches the file. Two rules make
+this cheap and keep the heads of chains as warm as their tails:
 
-*At most once an interval.* A block whose mtime is younger than half of `interval_s` is not touched
-again, whoever touched it. Asking costs nothing: a read has the mtime at hand.
+*At most one touch per interval.* A block whose mtime is younger than half of `interval_s` is not
+touched again, no matter who touched it. The check is free, because a read returns the mtime.
 
-*Use flows up the chain.* A block is only of use with all blocks before it, but the reader may have
-those elsewhere (in a GPU) and never ask for them here. So a use of a block is a use of its
-ancestors: the walk follows the parents named in the headers up to the root, and the touches are
-made from the tail up, so that no ancestor is older than its descendants by more than an interval.
-To not walk a chain of thousands for each new block, a walk leaves a note with every block of it
-(`_noted`): until half an interval later, whatever is added behind that block inherits the note
-instead of walking again. It inherits the note's time too, or a conversation that adds a block now
-and then would never refresh its head.
+*A use counts for all ancestors.* A block is useful only with all blocks before it, but the reader
+may have those elsewhere, for example on the GPU, and never read them here. Therefore each use walks
+the chain to its head along the parents in the headers, and touches the blocks from the tail to the
+head, so that no ancestor is older than its descendants by more than an interval. To avoid a walk of
+thousands of blocks for each new block, a walk records its time for every block on it
+(`_refreshed`). For half an interval, a block appended to such a block inherits this time instead of
+walking again. It must inherit the old time: otherwise a conversation that adds a block now and then
+would never refresh its head.
 
-All of this runs in one background thread behind a bounded queue. A use lost there (a full queue, a
-crash) makes a block look colder than it is, nothing worse.
+All this runs in one background thread with a bounded queue. If a use is lost, because the queue is
+full or the process crashes, a block only looks colder than it is.
 
-Ages of files are differences between times the file server wrote. The clocks of the hosts that use
-the directory may disagree by any amount, so none of them is asked: one file is touched, which makes
-the server write its present, and read back (`ServerClock`).
+Ages of files are differences between times of the file server. The clocks of the hosts may disagree
+by any amount, so they are not used: `ServerClock` touches a file, which makes the server write its
+present time, and reads it back.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ REMEASURE_S = 300.0
 
 
 class ServerClock:
-    """Seconds since the epoch, by the clock that dates the files."""
+    """Reads the clock of the file server, in seconds since the epoch. Thread-safe."""
 
     def __init__(self, ops: FileOps, path: str) -> None:
         self._ops = ops
         self._path = path
         self._lock = threading.Lock()
-        self._offset = 0.0  # server's time less our monotonic clock
+        self._offset = 0.0  # time of the server minus the local monotonic clock
         self._measured_at: float | None = None
 
     def measure(self) -> float:
-        """The server's present. OSError where the directory cannot be written."""
+        """Returns the time of the server. Raises OSError if the directory cannot be written."""
         try:
             self._ops.touch(self._path)
         except OSError as error:
@@ -71,9 +71,9 @@ class ServerClock:
         return now
 
     def estimate(self) -> float:
-        """About the server's present, mostly without asking it.
+        """Returns the approximate time of the server, usually without I/O.
 
-        Good enough to decide whether a use is worth noting; nothing is deleted by it.
+        It only decides whether a block is touched; deletions use `measure`.
         """
         with self._lock:
             measured_at, offset = self._measured_at, self._offset
@@ -88,12 +88,12 @@ class ServerClock:
 
 _QUEUED_BATCHES = 1024
 _REMEMBERED_BLOCKS = 32768
-_MAX_CHAIN = 1 << 17  # a guard against headers that lead in circles through the whole tree
+_MAX_CHAIN = 1 << 17  # bounds a walk along corrupt headers that form a cycle
 
 
 @dataclass(frozen=True)
 class Use:
-    """A block that was read or written just now, and the mtime it had then."""
+    """A use of a block, with the mtime the block had at that time."""
 
     key: StoreKey
     parent: StoreKey | None
@@ -101,6 +101,9 @@ class Use:
 
 
 class Recency:
+    """Updates the times of last use in a background thread. `SharedDirStore` calls it from any
+    thread."""
+
     def __init__(
         self,
         tree: Tree,
@@ -118,14 +121,14 @@ class Recency:
         self._clock = clock
         self._period_s = interval_s / 2
         self._monotonic = monotonic
-        # When all of the chain up to a block was last refreshed; the oldest notes are forgotten.
-        self._noted: OrderedDict[StoreKey, float] = OrderedDict()
+        # When the chain up to a block was last refreshed. Bounded: the oldest entries are removed.
+        self._refreshed: OrderedDict[StoreKey, float] = OrderedDict()
         self._queue: queue.Queue[Sequence[Use] | None] = queue.Queue(_QUEUED_BATCHES)
         self._thread = threading.Thread(target=self._run, name="tiered-kv-touch", daemon=True)
         self._thread.start()
 
     def used(self, uses: Sequence[Use]) -> None:
-        """Notes uses, given in chain order, soon. Never waits."""
+        """Queues uses, given in chain order. Never waits; drops them if the queue is full."""
         if not uses:
             return
         try:
@@ -134,26 +137,26 @@ class Recency:
             self._counts.add(Event.TOUCH_SKIPPED, len(uses))
 
     def is_stale(self, mtime_s: float) -> bool:
-        """Whether a use of a block with this mtime is worth noting.
+        """Whether a block with this mtime should be touched when it is used.
 
-        A time in the future is: a clock was stepped, and the present is the better answer.
+        Also True for a time in the future, which a clock step leaves: the present is better.
         """
         return abs(self._clock.estimate() - mtime_s) >= self._period_s
 
     def touch(self, key: StoreKey) -> bool:
-        """Notes a use now. False where the block is not here."""
+        """Touches a block now. Returns False if the block is not here."""
         try:
             self._ops.touch(self._tree.block_path(key))
         except OSError as error:
             if is_absent(error):
                 return False
-            self._counts.add(Event.TOUCH_ERROR)  # not ours to touch, perhaps; it is here
+            self._counts.add(Event.TOUCH_ERROR)  # the block is here, but may belong to another user
         else:
             self._counts.add(Event.TOUCHED)
         return True
 
     def drain(self) -> None:
-        """Returns when everything noted so far is done."""
+        """Waits until all uses queued so far are processed."""
         self._queue.join()
 
     def close(self) -> None:
@@ -169,7 +172,7 @@ class Recency:
                     return
                 self.refresh(uses)
             except Exception:
-                logger.exception("uses of blocks in the shared directory could not be noted")
+                logger.exception("times of last use in the shared directory could not be updated")
             finally:
                 self._queue.task_done()
 
@@ -182,7 +185,7 @@ class Recency:
             stale = self._walk(use.key, batch, visited, now)
             if stale:
                 walks.append(stale)
-        # A later walk ended where an earlier one had been: its blocks are further from the root.
+        # A later walk ended where an earlier one had passed: its blocks are further from the head.
         for walk in reversed(walks):
             for key in walk:
                 self.touch(key)
@@ -190,38 +193,38 @@ class Recency:
     def _walk(
         self, tail: StoreKey, batch: dict[StoreKey, Use], visited: set[StoreKey], now: float
     ) -> list[StoreKey]:
-        """Stale blocks from `tail` up to the root, or to where the chain is known to be fresh."""
+        """Returns the stale blocks from `tail` to the head, or to a block that was refreshed."""
         passed: list[StoreKey] = []
         stale: list[StoreKey] = []
         refreshed_at = now
         key: StoreKey | None = tail
         while key is not None and len(passed) < _MAX_CHAIN:
-            noted = self._noted.get(key)
-            if noted is not None and now - noted < self._period_s:
-                refreshed_at = noted
+            before = self._refreshed.get(key)
+            if before is not None and now - before < self._period_s:
+                refreshed_at = before
                 break
             if key in visited:
                 break
             visited.add(key)
-            use = batch.get(key) or self._look_at(key)
+            use = batch.get(key) or self._read_use(key)
             if use is None:
-                break  # a gap: what is before it is of no use to what is behind it
+                break  # a gap: blocks before it are useless for those after it
             if self.is_stale(use.mtime_s):
                 stale.append(key)
             passed.append(key)
             key = use.parent
         for key in passed:
-            self._note(key, refreshed_at)
+            self._record(key, refreshed_at)
         return stale
 
-    def _look_at(self, key: StoreKey) -> Use | None:
+    def _read_use(self, key: StoreKey) -> Use | None:
         found = self._reader.peek(key)
         if found is None:
             return None
         return Use(key, found.header.parent, found.used_at_s)
 
-    def _note(self, key: StoreKey, refreshed_at: float) -> None:
-        self._noted[key] = refreshed_at
-        self._noted.move_to_end(key)
-        while len(self._noted) > _REMEMBERED_BLOCKS:
-            self._noted.popitem(last=False)
+    def _record(self, key: StoreKey, refreshed_at: float) -> None:
+        self._refreshed[key] = refreshed_at
+        self._refreshed.move_to_end(key)
+        while len(self._refreshed) > _REMEMBERED_BLOCKS:
+            self._refreshed.popitem(last=False)

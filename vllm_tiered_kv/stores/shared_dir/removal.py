@@ -1,24 +1,25 @@
-"""Removing a file only if it is the one that was looked at, and deleting a block for good.
+"""Removes a block file only if it is still the file that was examined; deletes blocks for clients.
 
-There is no "unlink if unchanged". Between a look at a block and its unlink, another collector may
-have removed it and a writer published the key anew, or a reader may have used it. So a removal
-has three steps:
+File systems have no "unlink if unchanged". Between the examination of a block and its unlink,
+another collector may remove it and a writer publish the key again, or a reader may use it.
+Therefore a removal has three steps:
 
-1. rename to a trash name that nobody else uses: from now on nobody finds the block, and whatever
-   was renamed is in our hands alone;
-2. open the trash and compare inode and mtime with what was seen. Opening matters: network file
-   systems may answer a plain stat from a cache, but ask the server at an open;
-3. the same: unlink. Not the same: link it back under its name, then unlink the trash. If the key
-   was published meanwhile, the link finds the name taken, and that is the same content.
+1. Rename the file to a unique trash name. From now on no reader finds the block, and only this
+   process handles the renamed file.
+2. Open the trash file and compare inode and mtime with those seen before. It must be opened:
+   network file systems may answer a stat from a cache, but ask the server at an open.
+3. If they are equal, unlink the trash file. Otherwise link it back to its name and unlink the trash
+   name. If the key was published meanwhile, the link fails because the name exists, with the same
+   content.
 
-A reader that has the file open goes on reading. A reader between 1 and 3 sees a miss, a writer
-publishes the block again. A collector that dies between 1 and 3 leaves a trash name that says what
-was seen, and any other collector finishes from step 2 (`settle`); two that do so at once disturb
-neither, as each step on a trash name succeeds for one of them.
+A reader that has the file open continues to read. A reader between steps 1 and 3 sees a miss, and a
+writer publishes the block again. If a collector dies between steps 1 and 3, the trash name contains
+what was seen, and any other collector continues with step 2 (`settle`). Two that do so at once do
+not interfere, because each step on a trash name succeeds for only one of them.
 
-A block that is deleted while a collector has it in the trash would come back. So a deletion
-(`Deleter`) removes what is in the trash too, and then the name once more, for what was linked back
-while the trash was looked through.
+A block that is deleted while it is in the trash of a collector would return. Therefore `Deleter`
+also removes the trash files of the block, and then its name once more, in case the block was linked
+back in between.
 """
 
 from __future__ import annotations
@@ -36,14 +37,16 @@ from vllm_tiered_kv.stores.shared_dir.tree import Identity, Tree
 
 
 class Removal(enum.Enum):
+    """The result of a removal."""
+
     REMOVED = enum.auto()
-    GONE = enum.auto()  # someone else removed it
-    SPARED = enum.auto()  # it is not what was seen: used or published since
-    FAILED = enum.auto()  # the file system refused; counted
+    GONE = enum.auto()  # another process removed it
+    SPARED = enum.auto()  # it changed: used or published again
+    FAILED = enum.auto()  # the file system returned an error, which is counted
 
 
 class Remover:
-    """Removes blocks for readers that find damage and for collectors. From any thread."""
+    """Removes blocks, for readers that find damage and for collectors. Thread-safe."""
 
     def __init__(self, tree: Tree, ops: FileOps, counts: EventCounts, usage: UsageTracker) -> None:
         self._tree = tree
@@ -58,11 +61,11 @@ class Remover:
         try:
             status = self._ops.lstat(path)
             if Identity.of(status) != seen:
-                return Removal.SPARED  # seen in time: it need not even be invisible for a moment
+                return Removal.SPARED  # without making the block invisible for a moment
             try:
                 self._ops.rename(path, trash)
             except OSError:
-                # A network file system may report a rename as failed that it has made.
+                # A network file system may report an error for a rename that succeeded.
                 if not self._exists(trash):
                     raise
         except OSError as error:
@@ -73,12 +76,12 @@ class Remover:
         return outcome
 
     def settle(self, key: StoreKey, trash: str, seen: Identity) -> Removal:
-        """Decides about a file in the trash: it goes if it is what was seen, else back."""
+        """Unlinks a trash file if it is the file that was seen; otherwise restores it."""
         try:
             if self._identity(trash) == seen:
                 self._ops.unlink(trash)
                 return Removal.REMOVED
-            self._put_back(trash, self._tree.block_path(key))
+            self._restore(trash, self._tree.block_path(key))
         except OSError as error:
             return self._outcome_of(error)
         return Removal.SPARED
@@ -90,7 +93,7 @@ class Remover:
         finally:
             self._ops.close(fd)
 
-    def _put_back(self, trash: str, path: str) -> None:
+    def _restore(self, trash: str, path: str) -> None:
         try:
             self._ops.link(trash, path)
         except FileExistsError:
@@ -119,7 +122,7 @@ class Remover:
 
 
 class Deleter:
-    """Deletes blocks for clients. From any thread."""
+    """Deletes blocks for clients. Thread-safe."""
 
     def __init__(self, tree: Tree, ops: FileOps, usage: UsageTracker) -> None:
         self._tree = tree
@@ -127,7 +130,8 @@ class Deleter:
         self._usage = usage
 
     def delete(self, keys: Sequence[StoreKey]) -> list[bool | OSError]:
-        """Whether each block of these keys, all of one shard, was here; why it may still be."""
+        """Deletes blocks, all of one shard. Returns for each whether it was here, or the error
+        because of which it may remain."""
         found: dict[StoreKey, bool | OSError] = dict.fromkeys(keys, False)
         self._unlink_names(found)
         try:
@@ -148,10 +152,10 @@ class Deleter:
             size = self._ops.lstat(path).st_size
             self._ops.unlink(path)
         except OSError as error:
-            # Not `is_absent`: a stale handle is of a folder that may well hold the file.
+            # Not `is_absent`: with a stale handle of the folder, the file may still exist.
             if error.errno not in (errno.ENOENT, errno.ENOTDIR):
                 found[key] = error
             return
-        if found[key] is not True:  # else it was another name of the same block
+        if found[key] is not True:  # otherwise this was another name of the same block
             found[key] = True
             self._usage.changed(-1, -size)

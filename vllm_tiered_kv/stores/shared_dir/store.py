@@ -1,9 +1,9 @@
-"""A BlockStore over a directory that many daemons or engines on many hosts use at once.
+"""A BlockStore in a directory that many daemons or engines on many hosts share.
 
-There is no index and no lock: a block is there when its file is (`tree.py`), files get their names
-when they are complete (`publication.py`), are verified at every read (`block_file.py`), and leave
-by a collection (`gc.py`). Whatever the file system reports is an outcome of the call, never an
-exception; but a block that cannot be deleted is one.
+There is no index and no lock. A block is present if its file exists (`tree.py`). Files are
+published when they are complete (`publication.py`), verified at every read (`block_file.py`), and
+removed by the garbage collector (`gc.py`). Errors of the file system become results of a call, not
+exceptions, except that `delete` raises if a block may remain.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from vllm_tiered_kv.stores.shared_dir.tree import EntryKind, Identity, open_tree
 
 logger = logging.getLogger(__name__)
 
-_PUT_ATTEMPTS = 3  # a block that was here may be collected before it is made durable
-_KEYS_A_TASK = 32  # a lookup is far cheaper than handing it to another thread
-_TELL_EVERY_S = 60.0
+_PUT_ATTEMPTS = 3  # a present block may be collected before it is made durable
+_KEYS_PER_TASK = 32  # passing one lookup to another thread costs more than the lookup
+_LOG_INTERVAL_S = 60.0
 _KEPT = frozenset({PutResult.STORED, PutResult.PRESENT})
 
 _In = TypeVar("_In")
@@ -58,13 +58,13 @@ _Out = TypeVar("_Out")
 
 @dataclass(frozen=True)
 class SharedDirSettings:
-    """All hosts that use one directory should agree on these, but need not."""
+    """Settings of a shared directory. All hosts should use the same, but need not."""
 
     root: str
-    capacity_bytes: int = 0  # 0: no limit; otherwise what a collection brings the folder down to
-    ttl_s: float | None = None  # a block unused for so long is removed; None: never for its age
-    grace_s: float = 600.0  # nothing published or used more recently is ever collected
-    touch_interval_s: float = 600.0  # a block's last use is known to about this; see recency.py
+    capacity_bytes: int = 0  # target of a collection; 0: no limit
+    ttl_s: float | None = None  # blocks unused for longer are removed; None: no expiry
+    grace_s: float = 600.0  # blocks published or used more recently are never collected
+    touch_interval_s: float = 600.0  # precision of the time of last use; see recency.py
     stale_temp_s: float = 7200.0  # a temporary file this old belongs to a dead writer
     low_watermark: float = 0.95  # a collection over capacity frees down to this share of it
     threads: int = 8  # parallel reads and writes
@@ -83,13 +83,17 @@ class SharedDirSettings:
         if self.ttl_s is not None and not self.ttl_s >= 2 * self.touch_interval_s:
             raise ConfigError(
                 "ttl_s",
-                f"{self.ttl_s} is too short: last uses are noted every touch_interval_s "
-                f"({self.touch_interval_s}) only; at least twice that is needed",
+                f"{self.ttl_s} is too short: the time of last use is updated only every "
+                f"touch_interval_s ({self.touch_interval_s}); set at least twice that",
             )
 
 
 class SharedDirStore:
-    """Opens the directory, or makes it. ConfigError where something else is there."""
+    """A BlockStore in a shared directory, which it opens or creates. Thread-safe.
+
+    The daemon owns one as its backing tier and calls it on executors, because a network file system
+    may hang. Raises ConfigError if the directory has other contents.
+    """
 
     def __init__(self, settings: SharedDirSettings, ops: FileOps | None = None) -> None:
         self.settings = settings
@@ -116,14 +120,14 @@ class SharedDirStore:
         self._threads = IoThreads(settings.threads, "tiered-kv-shared")
         self._close_lock = threading.Lock()
         self._closed = False
-        self._tell_again = 0.0  # monotonic time
+        self._next_log = 0.0  # monotonic time
 
     # ---- lookups --------------------------------------------------------------------------------
 
     def match(self, keys: Sequence[StoreKey]) -> int:
         count = 0
         keys = [] if self._closed else keys
-        window = _KEYS_A_TASK * self.settings.threads
+        window = _KEYS_PER_TASK * self.settings.threads
         for start in range(0, len(keys), window):
             for present in self.contains(keys[start : start + window]):
                 if not present:
@@ -134,7 +138,7 @@ class SharedDirStore:
     def contains(self, keys: Sequence[StoreKey]) -> list[bool]:
         if self._closed:
             return [False] * len(keys)
-        tasks = [keys[at : at + _KEYS_A_TASK] for at in range(0, len(keys), _KEYS_A_TASK)]
+        tasks = [keys[at : at + _KEYS_PER_TASK] for at in range(0, len(keys), _KEYS_PER_TASK)]
         answers = self._threads.map(lambda task: [self._is_here(key) for key in task], tasks)
         return [here for answer in answers for here in answer]
 
@@ -153,7 +157,7 @@ class SharedDirStore:
             if not is_absent(error):
                 self.counts.add(Event.READ_ERROR)
             return False
-        # What a crashed machine leaves of a file that was never synced is often empty.
+        # A file that was not synced before a crash of its machine is often empty.
         return stat.S_ISREG(status.st_mode) and status.st_size >= HEADER_BYTES
 
     def _facts(self, key: StoreKey) -> BlockFacts | None:
@@ -184,7 +188,7 @@ class SharedDirStore:
     def put(
         self, items: Sequence[PutItem], durability: Durability = Durability.MEMORY
     ) -> list[PutResult]:
-        """What follows a block that found no room is not tried: it would be of no use."""
+        """Drops the successors of a block without room too, because no lookup could reach them."""
         if self._closed:
             return [PutResult.DROPPED] * len(items)
         failures = self._unsynced.failures
@@ -204,7 +208,7 @@ class SharedDirStore:
         for at, item in enumerate(items):
             first.setdefault(item.key, at)
         self._threads.map(put_at, list(first.values()))
-        for at, item in enumerate(items):  # a key named twice: in order, the first one wins
+        for at, item in enumerate(items):  # duplicates of a key: in order, the first one wins
             if first[item.key] != at:
                 put_at(at)
         now = self.clock.estimate()
@@ -231,30 +235,30 @@ class SharedDirStore:
                     return result
             return PutResult.DROPPED
         except OSError as error:
-            self._tell_of(error)
+            self._warn_write_error(error)
             if error.errno in NO_SPACE:
                 self.counts.add(Event.NO_SPACE)
                 return PutResult.DROPPED
             self.counts.add(Event.WRITE_ERROR)
             return PutResult.FAILED
 
-    def _tell_of(self, error: OSError) -> None:
-        """Of trouble with writing, now and then: the counters have every block."""
+    def _warn_write_error(self, error: OSError) -> None:
+        """Logs write errors at most once a minute; the counters have every block."""
         now = time.monotonic()
         with self._close_lock:
-            is_due = now >= self._tell_again
+            is_due = now >= self._next_log
             if is_due:
-                self._tell_again = now + _TELL_EVERY_S
+                self._next_log = now + _LOG_INTERVAL_S
         if is_due:
             logger.warning(
-                "blocks cannot be written to %s: %s; told at most once a minute",
+                "blocks cannot be written to %s: %s (logged at most once a minute)",
                 self.tree.folder,
                 error.strerror or error,
             )
 
     def _try_to_put(self, item: PutItem, sync: bool) -> PutResult | None:
-        """None where someone else's block was in the way, and left before it was durable, or was
-        damaged."""
+        """Returns None if another process published the block, but it disappeared before it was
+        durable, or was damaged."""
         payload = item.payload.cast("B")
         if self._keep_present(item.key, len(payload), sync):
             return PutResult.PRESENT
@@ -272,7 +276,7 @@ class SharedDirStore:
         return PutResult.PRESENT
 
     def _keep_present(self, key: StoreKey, payload_bytes: int, sync: bool) -> bool:
-        """Whether the block is here, and will not be collected from under this put."""
+        """Whether the block is here and cannot be collected during this put."""
         try:
             status = self.ops.lstat(self.tree.block_path(key))
         except OSError as error:
@@ -280,22 +284,22 @@ class SharedDirStore:
                 return False
             raise
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EEXIST, f"what is no file has the name of a block, {key.hex()}")
+            raise OSError(errno.EEXIST, f"the path of block {key.hex()} is not a regular file")
         if self._unsynced.is_lost(key):
             removal = self.remover.remove(key, Identity.of(status))
             if removal not in (Removal.REMOVED, Removal.GONE):
-                raise OSError(errno.EBUSY, "what a sync lost cannot be replaced")
+                raise OSError(errno.EBUSY, "a block lost by a failed sync cannot be replaced")
             return False
         if status.st_size != HEADER_BYTES + payload_bytes and self.reader.peek(key) is None:
-            return False  # cut short by a crash, say; gone by now
-        # A touch is what a collector looks for before it removes. Where it finds no file any
-        # more, the block has just been collected, and is written again.
+            return False  # truncated by a crash; `peek` has removed it
+        # A collector checks for touches before it removes a block. If the touch finds no file, the
+        # block was collected just now, and is written again.
         if self.recency.is_stale(status.st_mtime_ns / 1e9) and not self.recency.touch(key):
             return False
         return not sync or self._make_durable(key)
 
     def _make_durable(self, key: StoreKey) -> bool:
-        """Whether the block that is here is whole, and on disk now. A damaged one is removed."""
+        """Syncs and verifies a present block; returns whether it is durable. Removes damage."""
         synced = self._publisher.sync_present(key)
         if synced is None:
             return False
@@ -324,10 +328,12 @@ class SharedDirStore:
         return outcomes.count(True)
 
     def flush(self) -> bool:
-        """Syncs the file system. An error is counted: which blocks it concerns is not known, and
-        each of them is verified when it is read. Those this process has written since the last sync
-        are lost: the next sync would say nothing of them, so they are written again when they are
-        put again."""
+        """Syncs the file system.
+
+        After an error, all blocks that this process has written since the last sync count as lost,
+        because the next sync would not report them: they are written again when they are put
+        again. Every block is verified when it is read.
+        """
         self.recency.drain()
         return self._sync()
 
@@ -341,13 +347,14 @@ class SharedDirStore:
                 self.ops.close(fd)
         except OSError as error:
             self.counts.add(Event.FLUSH_ERROR)
-            logger.warning("%s could not be flushed: %s", self.tree.folder, error)
+            logger.warning("%s could not be synced: %s", self.tree.folder, error)
             self.on_lost(self._unsynced.failed(unsynced))
             return False
         return True
 
     def usage(self) -> StoreUsage:
-        """By a scan; between scans what this process knows. Other hosts change it meanwhile."""
+        """Returns the result of the last scan plus the changes of this process since, without those
+        of other hosts."""
         totals = self.usage_tracker.latest(self.settings.usage_max_age_s)
         if totals is None:
             totals = self._scan()

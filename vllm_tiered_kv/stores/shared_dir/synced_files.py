@@ -1,9 +1,9 @@
-"""What this process knows about the durability of its files in a shared directory.
+"""Tracks which files of a shared directory this process knows to be durable.
 
-A file that somebody else wrote, or that was not synced, may be of the right length and hold
-nothing: a power cut can keep a file's size and lose its bytes. A file system tells of a failed
-write once. A sync after the one that failed succeeds, although the bytes are gone when the machine
-loses its power: what was written before has to be written again.
+A file that another process wrote, or that was not synced, may have the right length and no content:
+a power loss can keep the size of a file and lose its bytes. A file system reports a failed
+write-back once. The next sync succeeds although the bytes are lost, so everything written before
+the failed sync must be written again.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ _MAX_UNSYNCED = 65536
 
 
 class SyncedFiles:
-    """Files known to be whole and on disk, so that nobody has to read them to say so: this process
-    wrote and synced them, or synced and then read them. A file that was exchanged or touched since
-    is not known any more, and what was noted longest ago is forgotten first. From any thread."""
+    """A bounded set of files known to be complete and durable, so that they need not be read again.
+
+    This process wrote and synced them, or synced and then read them. A file that was replaced or
+    touched since is unknown again; the oldest entries are removed first. Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._files: OrderedDict[StoreKey, Identity] = OrderedDict()
@@ -41,23 +43,25 @@ class SyncedFiles:
 
 
 class UnsyncedBlocks:
-    """Blocks this process has written and not synced, and those a sync lost. Bounded: a full list
-    of unsynced blocks wants a sync, and of the lost ones those lost longest ago are forgotten. From
-    any thread."""
+    """Blocks that this process has written but not synced, and those that a failed sync lost.
+
+    Both are bounded: when the unsynced ones are full, the store syncs; of the lost ones the oldest
+    are removed first. Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._written: dict[StoreKey, None] = {}
         self._lost: dict[StoreKey, None] = {}
-        self.failures = 0  # of syncs
+        self.failures = 0  # number of failed syncs
 
     @property
     def is_full(self) -> bool:
         return len(self._written) >= _MAX_UNSYNCED
 
     def wrote(self, keys: Sequence[StoreKey], failures: int) -> bool:
-        """Notes blocks whose writing began after so many failures. False where a sync has failed
-        since, and may have lost them."""
+        """Adds blocks whose writing started after this number of failures. Returns False if a sync
+        has failed since, which may have lost them."""
         with self._lock:
             if failures != self.failures:
                 self._lose(keys)
@@ -68,19 +72,20 @@ class UnsyncedBlocks:
             return True
 
     def synced(self, keys: Sequence[StoreKey]) -> None:
-        """These were written and synced by themselves."""
+        """Records blocks that were written and synced individually."""
         with self._lock:
             for key in keys:
                 self._lost.pop(key, None)
 
     def take(self) -> list[StoreKey]:
-        """Those that a sync beginning now covers."""
+        """Takes the blocks that a sync starting now covers."""
         with self._lock:
             taken, self._written = self._written, {}
             return list(taken)
 
     def failed(self, taken: Sequence[StoreKey]) -> list[StoreKey]:
-        """What the sync that covered these may have lost: also what was written meanwhile."""
+        """Records that the sync of these blocks failed. Returns all blocks it may have lost,
+        including those written meanwhile."""
         with self._lock:
             self.failures += 1
             lost = [*taken, *self._written]

@@ -1,17 +1,16 @@
-"""Where things lie in a shared directory.
+"""Layout of a shared directory.
 
     ROOT/tiered-kv-shared-v1/
-      FORMAT                                   what this folder is; checked when it is opened
-      clock                                    touched to learn the file server's time
+      FORMAT                                   format version; checked when the folder is opened
+      clock                                    touched to read the time of the file server
       collected                                touched when a collection starts
       blocks/<namespace>/<xx>/                 xx: one byte of a hash of the key
         <key>.blk                              a block
         .<host>-<pid>-<random>.tmp             a block being written
         .<key>.<inode>.<mtime>.<random>.trash  a block being removed
 
-Names are hex. All three kinds of files of a block share one folder, because a link or a rename
-within a folder is what every file system does best (some refuse it across folders). Anything
-else found in there is left alone.
+Names are hex. All three kinds of files of a block share one folder, because some file systems
+refuse links or renames across folders. Other files are ignored.
 """
 
 from __future__ import annotations
@@ -47,6 +46,8 @@ _HOST = re.sub(r"[^A-Za-z0-9]+", "-", socket.gethostname())[:32] or "host"
 
 
 class EntryKind(enum.Enum):
+    """What a file in a shard is."""
+
     BLOCK = enum.auto()
     TEMP = enum.auto()
     TRASH = enum.auto()
@@ -55,7 +56,7 @@ class EntryKind(enum.Enum):
 
 @dataclass(frozen=True)
 class Identity:
-    """Which file was seen under a name. A file published later has another inode or mtime."""
+    """Identifies the file behind a name. A file published later has another inode or mtime."""
 
     inode: int
     mtime_ns: int
@@ -77,12 +78,12 @@ class Entry:
 
     @property
     def newest_ns(self) -> int:
-        """When anything last happened to the file: written, named, or used."""
+        """The time of the last event: the file was written, published or used."""
         return max(self.status.st_mtime_ns, self.status.st_ctime_ns)
 
 
 class Tree:
-    """Names in one shared directory, and walks over it. Holds no state about its contents."""
+    """Paths and scans of one shared directory. Stateless, so any thread may use it."""
 
     def __init__(self, root: str, ops: FileOps) -> None:
         self.folder = os.path.join(root, FOLDER)
@@ -103,7 +104,8 @@ class Tree:
         return os.path.join(self.shard_of(key), name)
 
     def trash_path(self, key: StoreKey, seen: Identity) -> str:
-        """Says what was seen, so that anyone can finish a removal whose collector died."""
+        """The name contains the identity of the file, so that any host can finish the removal if
+        the collector dies."""
         name = f".{key.hex()}.{seen.inode}.{seen.mtime_ns}.{secrets.token_hex(8)}.trash"
         return os.path.join(self.shard_of(key), name)
 
@@ -114,7 +116,7 @@ class Tree:
                 self._ops.mkdir(folder)
 
     def sync_shard(self, key: StoreKey) -> None:
-        """Makes names in the shard, and the way to it, survive a crash of the machine."""
+        """Makes the names in the shard, and its parent folders, durable."""
         shard = self.shard_of(key)
         for folder in (shard, os.path.dirname(shard), self.blocks):
             sync_folder(self._ops, folder)
@@ -126,7 +128,7 @@ class Tree:
         return self._folders(namespace, _SHARD)
 
     def entries(self) -> Iterator[Entry]:
-        """All files of all shards, one folder after the other."""
+        """Yields all files of all shards."""
         for namespace in self.namespaces():
             for shard in self.shards(namespace):
                 yield from self.shard_entries(shard)
@@ -142,7 +144,7 @@ class Tree:
             yield self._classify(found, status)
 
     def trash_in(self, shard: str) -> Iterator[tuple[StoreKey, str]]:
-        """Whose blocks are being removed there, by their names alone."""
+        """Yields key and path of each trash file, without a stat."""
         for found in self._scan(shard):
             match = _TRASH.fullmatch(found.name)
             key = _key_from(match[1]) if match else None
@@ -173,7 +175,7 @@ class Tree:
         try:
             yield from self._ops.scandir(path)
         except OSError as error:
-            if not is_absent(error):  # an emptied folder may be removed under a walk
+            if not is_absent(error):  # a collector may remove an empty folder during a scan
                 raise
 
 
@@ -185,13 +187,13 @@ def _key_from(text: str) -> StoreKey | None:
 
 
 def open_tree(root: str, ops: FileOps) -> Tree:
-    """The tree in `root`, made if there is none. ConfigError where something else is there."""
+    """Opens the tree in `root`, or creates it. Raises ConfigError if `root` has other contents."""
     root = os.path.abspath(root)
     tree = Tree(root, ops)
     try:
         with contextlib.suppress(FileExistsError):
             ops.mkdir(root)
-        _refuse_what_is_not_ours(root, os.listdir(root))
+        _refuse_foreign_contents(root, os.listdir(root))
         if not os.path.lexists(tree.folder):
             _make_folder(root, tree.folder, ops)
         _check_marker(tree.folder, ops)
@@ -200,24 +202,24 @@ def open_tree(root: str, ops: FileOps) -> Tree:
     return tree
 
 
-def _refuse_what_is_not_ours(root: str, names: list[str]) -> None:
+def _refuse_foreign_contents(root: str, names: list[str]) -> None:
     visible = {name for name in names if not name.startswith(".")} - {"lost+found"}
     others = sorted(name for name in visible if _ANY_VERSION.fullmatch(name) and name != FOLDER)
     if others:
         raise ConfigError(
             "backing",
-            f"{root} holds {others[0]}, this program reads and writes {FOLDER} only: "
-            "name another directory, or remove the old one when no host uses it",
+            f"{root} holds {others[0]}, but this release uses {FOLDER} only: "
+            "choose another directory, or remove the old one when no host uses it",
         )
     if visible and FOLDER not in visible:
         raise ConfigError(
             "backing",
-            f"{root} holds other things ({sorted(visible)[0]}): name an empty or new directory",
+            f"{root} holds other files ({sorted(visible)[0]}): choose an empty or new directory",
         )
 
 
 def _make_folder(root: str, folder: str, ops: FileOps) -> None:
-    """The folder appears with everything in it, or not at all; another host may be first."""
+    """Creates the folder atomically with its contents; another host may create it first."""
     draft = os.path.join(root, f".{FOLDER}-{_HOST}-{os.getpid()}-{secrets.token_hex(8)}")
     ops.mkdir(draft)
     try:
@@ -232,7 +234,8 @@ def _make_folder(root: str, folder: str, ops: FileOps) -> None:
         try:
             ops.rename(draft, folder)
         except OSError:
-            # Another host was first, or a network file system reported a rename it did make.
+            # Another host was first, or a network file system reported an error for a rename that
+            # succeeded.
             if not os.path.exists(os.path.join(folder, MARKER)):
                 raise
         sync_folder(ops, root)

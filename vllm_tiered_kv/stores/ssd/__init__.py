@@ -1,1 +1,1 @@
-"""Blocks on a local disk: exact capacity, checksums, recovery from an index journal."""
+"""The SSD tier: blocks on a local disk, with exact capacity, checksums and an index journal."""

@@ -1,7 +1,7 @@
-"""What lies where on the disk, and what the journal has to be told about it.
+"""Maps blocks to slots of the data file, and queues the journal records of every change.
 
-Everything here happens under the store's lock. The index keeps all that a record of the journal
-says of a block: a new generation of the journal is made from it, in order of use.
+All calls are made under the store's lock. The index keeps everything that a journal record says
+about a block, so that a new generation of the journal can be written from it, in order of use.
 """
 
 from __future__ import annotations
@@ -42,14 +42,16 @@ from vllm_tiered_kv.stores.ssd.settings import SsdCounters
 
 logger = logging.getLogger(__name__)
 
-_ROOM_ATTEMPTS = 32  # others may take the room that was just made
-_MAX_AHEAD = 1024  # slots kept free, so that a put need not wait for an eviction to be durable
-_AHEAD_SHARE = 32  # but no more than one in this many of a class
-_MANY_SLOTS = 512  # and none where there are fewer
+_ROOM_ATTEMPTS = 32  # concurrent puts may take the slots that were just freed
+# A put evicts ahead of the next one, so that the next need not wait until an eviction is durable.
+_MAX_AHEAD = 1024  # most slots of a class kept free
+_AHEAD_SHARE = 32  # at most one in this many slots of a class
+_MIN_SLOTS_FOR_AHEAD = 512  # no slots are kept free in smaller classes
 
 
 class BlockTable:
-    """Index and records of one store; the `CommitOwner` of its committer."""
+    """Index and journal records of one store. `SsdStore` owns it; its committer calls it as
+    `CommitOwner`."""
 
     committer: Committer  # set before the first change
 
@@ -65,16 +67,16 @@ class BlockTable:
         self._budget = budget
         self._counters = counters
         self._has_quota = has_quota
-        self._told_too_many = False
-        self._awaited: Counter[int] = Counter()  # slots that puts wait for, by class
+        self._logged_full = False
+        self._awaited: Counter[int] = Counter()  # slots that waiting puts need, by class
         self.geometry = SlabGeometry(budget.data_bytes, budget.slab_bytes, ALIGNMENT)
         self.index = DurableIndex(self.geometry, eviction, self._on_evict, self._on_leave)
-        self.live_bytes = 0  # slots of readable blocks
-        self.by_namespace = NamespaceUsage()  # of these slots
+        self.live_bytes = 0  # bytes of the slots of readable blocks
+        self.by_namespace = NamespaceUsage()  # of the same slots
         self.on_lost: OnLost | None = None
 
     def restore(self, live: LiveBlocks) -> None:
-        """Fills an empty table."""
+        """Fills an empty table with recovered blocks."""
         classes = [
             self.index.add_class(slot_bytes, owner) for owner, slot_bytes in live.class_shapes
         ]
@@ -86,7 +88,7 @@ class BlockTable:
         self.by_namespace.add_rows(rows.keys, slot_bytes)
 
     def size_class(self, key: StoreKey, nbytes: int) -> int:
-        """Good while a block of the class is here."""
+        """Returns the size class of a block; valid as long as the class has a block."""
         return self.index.class_for(nbytes, owner_of(key, self._has_quota))
 
     def offset(self, slot: int, length: int) -> int:
@@ -101,29 +103,29 @@ class BlockTable:
         length, checksum = self.index.facts_in(slot)
         return BlockFacts(length, checksum, StoreKey(parent) if parent is not None else None)
 
-    # ---- blocks coming ------------------------------------------------------------------------
+    # ---- adding blocks ------------------------------------------------------------------------
 
-    def reserve(self, item: PutItem, nbytes: int, coming: Sequence[PutItem]) -> int | PutResult:
-        """A slot for the block, or why there is none; may wait for evictions to be durable.
+    def reserve(self, item: PutItem, nbytes: int, pending: Sequence[PutItem]) -> int | PutResult:
+        """Reserves a slot, or returns why there is none; may wait for evictions to be durable.
 
-        Room is made at once for all that is `coming`, this block included, and for all that
-        others wait for: they would take it, and leave none.
+        It evicts at once for all `pending` blocks of the batch, which include this one, and for
+        other waiting puts, which would otherwise take the freed slots.
         """
         for _ in range(_ROOM_ATTEMPTS):
             if self.index.lookup(item.key) is not Lookup.MISS:
                 return PutResult.PRESENT
             if self.index.held >= self._budget.max_blocks:
-                self._tell_too_many()
+                self._warn_full_once()
                 if not self.index.evict_coldest(item.parent):
                     return PutResult.DROPPED
-            size_class = self.size_class(item.key, nbytes)  # another after a wait
+            size_class = self.size_class(item.key, nbytes)  # may have changed while waiting
             slot = self.index.reserve(item.key, item.parent, size_class)
             if slot is not None:
                 return slot
-            missing = sum(self.index.lookup(other.key) is Lookup.MISS for other in coming)
+            missing = sum(self.index.lookup(other.key) is Lookup.MISS for other in pending)
             if not (self.index.has_quarantined or self.committer.is_releasing):
                 wanted = missing + self._awaited[size_class]
-                slots = min(wanted, _MAX_AHEAD) + self._step_loads(size_class)
+                slots = min(wanted, _MAX_AHEAD) + self._slots_ahead(size_class)
                 if not self.index.make_room(size_class, slots, item.parent):
                     return PutResult.DROPPED
             self._awaited[size_class] += missing
@@ -134,8 +136,8 @@ class BlockTable:
         return PutResult.DROPPED
 
     def evict_ahead(self, size_class: int) -> None:
-        """Keeps a few slots free, so that the next put finds them."""
-        ahead = self._step_loads(size_class)
+        """Evicts so that the next put finds free slots."""
+        ahead = self._slots_ahead(size_class)
         if (
             ahead
             and not (self.index.has_quarantined or self.committer.is_releasing)
@@ -144,16 +146,17 @@ class BlockTable:
         ):
             self.committer.kick()
 
-    def _step_loads(self, size_class: int) -> int:
+    def _slots_ahead(self, size_class: int) -> int:
+        """Returns how many slots of the class should be kept free."""
         slots = self.index.owned_slots(size_class)
-        return min(_MAX_AHEAD, slots // _AHEAD_SHARE) if slots >= _MANY_SLOTS else 0
+        return min(_MAX_AHEAD, slots // _AHEAD_SHARE) if slots >= _MIN_SLOTS_FOR_AHEAD else 0
 
-    def _tell_too_many(self) -> None:
-        if not self._told_too_many:
-            self._told_too_many = True
+    def _warn_full_once(self) -> None:
+        if not self._logged_full:
+            self._logged_full = True
             logger.warning(
-                "%s: the index is full with %d blocks: they are small for this space, and part "
-                "of it stays unused",
+                "%s: the index is full with %d blocks. The blocks are small for this capacity, so "
+                "part of the space stays unused",
                 self._folder,
                 self._budget.max_blocks,
             )
@@ -172,7 +175,7 @@ class BlockTable:
         """Removes the block if it is still in this slot."""
         return self.index.lookup(key) is Lookup.HIT and self.index.remove(key, slot)
 
-    # ---- blocks leaving -----------------------------------------------------------------------
+    # ---- removing blocks ----------------------------------------------------------------------
 
     def _on_leave(self, slot: int) -> None:
         key, _ = self.index.block_in(slot)
@@ -193,19 +196,19 @@ class BlockTable:
     def live_count(self) -> int:
         return len(self.index)
 
-    def take_leaving(self) -> list[int]:
+    def take_quarantined(self) -> list[int]:
         return self.index.take_quarantined()
 
     def released(self, slots: list[int]) -> None:
         self.index.release(slots)
 
-    def retake(self, slots: list[int]) -> None:
+    def quarantine_again(self, slots: list[int]) -> None:
         self.index.quarantine_again(slots)
 
     def lost(self, slots: list[int]) -> int:
         keys = []
         for slot in slots:
-            with suppress(InvariantError):  # it is free by now
+            with suppress(InvariantError):  # the slot is free by now
                 key, _ = self.index.block_in(slot)
                 if self.forget(slot, key):
                     keys.append(StoreKey(key))

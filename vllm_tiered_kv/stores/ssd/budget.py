@@ -1,10 +1,10 @@
-"""How the capacity is divided: data, journal, and what the file system needs to know about both.
+"""Divides the capacity among data, journal, and metadata of the file system.
 
-`capacity_bytes` bounds everything in the folder at every instant. While the journal is compacted
-the old and the new file exist side by side, so a block may cost three records: one in the new
-file and two in the old, which is compacted before it grows beyond that. The number of blocks is
-bounded accordingly; at the index's share of 1/128 it is reached only by blocks that are smaller
-than 64 KiB on average.
+`capacity_bytes` bounds everything in the folder at all times. While the journal is compacted, the
+old and the new file exist side by side, so a block may take three records: one in the new file and
+two in the old one, which is compacted before it grows further. This limits the number of blocks;
+with 1/128 of the capacity for the journal, the limit matters only for blocks that are smaller than
+64 KiB on average.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from vllm_tiered_kv.stores.ssd.record_format import ALIGNMENT, HEADER_COPIES, RE
 MIN_CAPACITY = 160 << 10
 _INDEX_SHARE = 128
 _SMALL_INDEX = 128 << 10
-_EXTENT_BYTES = 24  # a block may split an extent in two: metadata of the file system
+_EXTENT_BYTES = 24  # metadata of the file system: a block may split an extent in two
 _FIXED_BYTES = 8 * ALIGNMENT  # FORMAT and its successor, LOCK, the folder, ends of files
 _SMALL_SLAB = 64 << 20
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Exact shares of one capacity."""
+    """The shares of the capacity of one store."""
 
     capacity_bytes: int
     slab_bytes: int
@@ -35,7 +35,7 @@ class Budget:
 
     @classmethod
     def divide(cls, capacity_bytes: int, slab_bytes: int | None) -> Budget:
-        """`slab_bytes` of an existing folder, or None to choose."""
+        """Divides the capacity. `slab_bytes` is that of an existing folder, or None."""
         if capacity_bytes < MIN_CAPACITY:
             raise ConfigError("ssd_space", f"must be at least {format_size(MIN_CAPACITY)}")
         index = max(capacity_bytes // _INDEX_SHARE, min(capacity_bytes // 4, _SMALL_INDEX))
@@ -47,7 +47,7 @@ class Budget:
                 f"{format_size(capacity_bytes)} cannot hold one slab of {format_size(slab)}; the "
                 "slab size was fixed when the folder was made: give more space or another folder",
             )
-        # What does not fill a slab is the index's.
+        # The remainder that does not fill a slab goes to the journal.
         index += data % slab
         blocks = (index - _FIXED_BYTES) // (3 * RECORD_BYTES + _EXTENT_BYTES)
         return cls(capacity_bytes, slab, data // slab, blocks)
@@ -62,10 +62,10 @@ class Budget:
 
 
 def choose_slab(data_bytes: int) -> int:
-    """Large enough for the largest block anybody has, yet several even in a small store.
+    """Chooses a slab size that fits very large blocks, but gives even a small store several slabs.
 
-    Slabs are made a little smaller than that, so that they fill the space.
+    The size is then reduced a little, so that whole slabs fill the space.
     """
-    wished = max(default_slab(data_bytes, ALIGNMENT), min(data_bytes // 8, _SMALL_SLAB))
-    slabs = -(-data_bytes // wished)
+    wanted = max(default_slab(data_bytes, ALIGNMENT), min(data_bytes // 8, _SMALL_SLAB))
+    slabs = -(-data_bytes // wanted)
     return data_bytes // slabs // ALIGNMENT * ALIGNMENT

@@ -1,12 +1,12 @@
-"""Group commit: one thread writes and syncs the journal, for everybody at once.
+"""Group commit: one thread writes and syncs the journal for all callers.
 
-Records are queued under the store's lock and written in cycles: sync the data (so that no record
-is durable before its block), append the records, sync the journal; then whoever waited for the
-cycle goes on, and slots whose removal was in it leave quarantine. The lock is never held
-across I/O.
+Records are queued under the store's lock and written in cycles. A cycle syncs the data, so that no
+record is durable before its block, appends the records, and syncs the journal. Then callers that
+waited for the cycle continue, and slots whose removal was in it leave quarantine. The lock is never
+held during I/O.
 
-After an error nobody knows what the journal file holds. It is not appended to again: the next
-cycle writes a new generation from what is in memory, which also replaces everything that was
+After an error the contents of the journal file are unknown, so it is not appended to again. The
+next cycle writes a new generation from the index in memory, which also covers everything that was
 queued.
 """
 
@@ -27,39 +27,40 @@ from vllm_tiered_kv.stores.ssd.settings import Backoff, FsyncPolicy, SsdCounters
 
 logger = logging.getLogger(__name__)
 
-INTERVAL_SECONDS = 1.0  # how long a record may wait for company
-BATCH_RECORDS = 1024  # how many do not wait
-_REMEMBERED_FAILURES = 256  # nobody waits longer than that
-_DEAD_RECORDS = 4096  # a journal is rewritten when more than this, and most of it, is dead
+INTERVAL_SECONDS = 1.0  # how long a record may wait for others, to share a sync
+BATCH_RECORDS = 1024  # a batch of this size is written at once
+_REMEMBERED_FAILURES = 256  # in cycles; no caller waits for a cycle older than this
+_DEAD_RECORDS = 4096  # a journal with more dead records than this, and mostly dead, is rewritten
 
 
 class CommitOwner(Protocol):
-    """The store, as the committer sees it. All calls are made under the store's lock."""
+    """What the committer needs of the store. It makes all calls under the store's lock."""
 
     def live_records(self) -> Records:
-        """Records of all readable blocks, coldest first."""
+        """Returns the records of all readable blocks, coldest first."""
 
     def live_count(self) -> int: ...
-    def take_leaving(self) -> list[int]:
-        """Slots in quarantine; every removal among them is queued by now."""
+    def take_quarantined(self) -> list[int]:
+        """Takes the slots that are in quarantine; the records of their removal are queued."""
 
     def released(self, slots: list[int]) -> None:
-        """The removal of these slots is durable."""
+        """Frees slots whose removal is durable."""
 
-    def retake(self, slots: list[int]) -> None:
-        """Back into quarantine: their removal is not durable."""
+    def quarantine_again(self, slots: list[int]) -> None:
+        """Returns slots to quarantine, because their removal is not durable."""
 
     def lost(self, slots: list[int]) -> int:
-        """The data of these slots may never reach the disk. How many blocks are gone of which
-        nobody was told."""
+        """Removes blocks whose data may never reach the disk. Returns how many of them were removed
+        without being reported."""
 
 
 class _DataSyncError(Exception):
-    """The data file could not be synced: what was written since the last sync is in doubt."""
+    """The data file could not be synced, so data written since the last sync may be lost."""
 
 
 class Committer:
-    """Public calls, except `start` and `close`, are made under the lock."""
+    """Writes the journal of one store in a thread. `SsdStore` and `BlockTable` call it, under the
+    store's lock except for `start` and `close`."""
 
     def __init__(
         self,
@@ -89,23 +90,23 @@ class Committer:
         self._counters = counters
         self._backoff = backoff
         self._queue: list[bytes] = []
-        # Slots written since the last sync of the data began. Without a group's policy that is
-        # when the journal was last rewritten, which bounds it.
+        # Slots written since the last sync of the data began. With fsync policy NEVER, the data is
+        # synced only when the journal is rewritten, which bounds this list.
         self._unsynced: list[int] = []
-        self._has_lost = False  # blocks, of which nobody was told; since a flush told of it
-        self.data_failures = 0  # times that what was written before came to be in doubt
+        self._has_lost = False  # blocks were lost and not reported; the next flush reports it
+        self.data_failures = 0  # failed syncs of the data file
         self._queued_since = 0.0
-        self._next = 1  # the cycle that will take what is queued now
+        self._next = 1  # the cycle that will write the current queue
         self._done = 0  # the last cycle that ended
-        self._durable = 0  # the last cycle that ended well
-        # Those whose blocks were lost: a later one that ends well does not bring them back.
+        self._durable = 0  # the last cycle that succeeded
+        # Cycles whose blocks were lost; the success of a later cycle does not restore them.
         self._failed: deque[int] = deque(maxlen=_REMEMBERED_FAILURES)
-        self._in_cycle = False  # one is under way: its records are chosen
-        self._releasing = False  # and it has slots to release
+        self._in_cycle = False  # a cycle is running, and its records are chosen
+        self._releasing = False  # the running cycle has slots to release
         self._urgent = False
-        self._sync_all = False  # whatever the policy
+        self._sync_all = False  # the next cycle syncs, regardless of the policy
         self._rewrite = False
-        self._broken = False  # the journal file is in doubt
+        self._broken = False  # the contents of the journal file are unknown
         self._stopping = False
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="ssd-commit", daemon=True)
@@ -124,12 +125,12 @@ class Committer:
         return self._releasing
 
     def append(self, record: bytes, written: int | None = None) -> int:
-        """Queues a record, of a block that was `written` to this slot or of one that left; the
-        cycle it will be durable with."""
+        """Queues a record and returns the cycle that makes it durable. `written` is the slot of a
+        new block, or None for a removal."""
         if written is not None:
             self._unsynced.append(written)
-        # While the file is in doubt the next generation will have it, if it is still true; but not
-        # the one that is being written, which began with what was there before.
+        # If the journal is broken, the next generation is written from the index and covers this
+        # change. A generation that is being written now was started without it.
         if not self._broken or self._in_cycle:
             if not self._queue:
                 self._queued_since = time.monotonic()
@@ -140,19 +141,19 @@ class Committer:
         return self._next
 
     def barrier(self) -> int:
-        """The cycle that covers everything queued so far."""
+        """Returns the cycle that covers everything queued so far."""
         last = self._next - 1
-        # One that lost blocks says nothing good of those that are left.
+        # A cycle that lost blocks is no proof that the remaining ones are durable.
         return self._next if self._queue or self._broken or last in self._failed else last
 
     def kick(self) -> int:
-        """Starts the next cycle as soon as possible; its number."""
+        """Starts the next cycle as soon as possible; returns its number."""
         self._urgent = True
         self._work.notify()
         return self._next
 
     def wait(self, cycle: int) -> bool:
-        """Returns when the cycle has ended: whether what it covers is durable."""
+        """Waits until the cycle has ended; returns whether what it covers is durable."""
         if cycle == self._next:
             self.kick()
         while self._done < cycle and not self._stopped:
@@ -160,14 +161,14 @@ class Committer:
         return self._durable >= cycle and cycle not in self._failed
 
     def wait_release(self) -> bool:
-        """Returns when what is in quarantine now has left it; False when it could not."""
+        """Waits until the slots now in quarantine are released; returns False if that failed."""
         return self.wait(self._next - 1 if self._releasing else self._next)
 
     def flush(self) -> bool:
-        """Syncs everything, whatever the policy. False also when blocks stored since the last one
-        are gone, which nobody may have been told."""
+        """Syncs everything, regardless of the policy. Also returns False if blocks stored since the
+        last flush were lost and not reported."""
         self._sync_all = True
-        has_lost = self._has_lost  # or another flush takes it meanwhile
+        has_lost = self._has_lost  # read before the wait, in which another flush may reset it
         is_durable = self.wait(self._next) and not (has_lost or self._has_lost)
         self._has_lost = False
         return is_durable
@@ -175,7 +176,7 @@ class Committer:
     # ---- the thread ---------------------------------------------------------------------------
 
     def close(self, rewrite: bool) -> None:
-        """Commits what is left, in a fresh journal if asked for, and ends the thread."""
+        """Commits everything, in a new journal if `rewrite`, and ends the thread."""
         with self._lock:
             self._sync_all = True
             self._rewrite = self._rewrite or rewrite
@@ -193,7 +194,10 @@ class Committer:
                     stopping = self._stopping
                     self._cycle()
             except BaseException:
-                logger.exception("%s: the journal writer failed; writing has ended", self._folder)
+                logger.exception(
+                    "%s: the journal writer failed; no writes until a restart",
+                    self._folder,
+                )
             finally:
                 self._stopped = True
                 self._finished.notify_all()
@@ -219,8 +223,8 @@ class Committer:
         batch, self._queue = self._queue, []
         sync_all, self._sync_all = self._sync_all, False
         self._urgent = False
-        leaving = self._owner.take_leaving()
-        self._releasing = bool(leaving)
+        quarantined = self._owner.take_quarantined()
+        self._releasing = bool(quarantined)
         rewrite = self._should_rewrite(len(batch))
         records: Records = self._owner.live_records() if rewrite else batch
         sync_data = sync_all or rewrite or (self._group and bool(self._unsynced))
@@ -231,11 +235,11 @@ class Committer:
         self._lock.release()
         error: OSError | None = None
         lost: list[int] = []
-        data_in_doubt = False
+        data_sync_failed = False
         try:
             self._write(records, rewrite, sync_data, sync_all)
         except _DataSyncError as failure:
-            error, lost, data_in_doubt = failure.args[0], written, True
+            error, lost, data_sync_failed = failure.args[0], written, True
         except OSError as failure:
             error = failure
         finally:
@@ -244,17 +248,18 @@ class Committer:
         self._releasing = False
         self._done = number
         if error is None:
-            self._succeed(number, leaving)
+            self._succeed(number, quarantined)
         else:
             self._failed.append(number)
-            if data_in_doubt:
-                # So is what was written while this went on, whose turn would be the next cycle,
-                # and what was written of which nobody has told yet.
+            if data_sync_failed:
+                # The sync may also have lost slots written during this cycle, whose records belong
+                # to the next one, so the next cycle counts as failed too. By `data_failures`, a put
+                # whose record is not queued yet learns of it.
                 lost += self._unsynced
                 self._unsynced = []
                 self.data_failures += 1
                 self._failed.append(self._next)
-            self._fail(error, leaving, lost)
+            self._fail(error, quarantined, lost)
         self._finished.notify_all()
 
     def _should_rewrite(self, more: int) -> bool:
@@ -285,24 +290,24 @@ class Committer:
             self._journal.sync()
             self._counters.syncs += 1
 
-    def _succeed(self, number: int, leaving: list[int]) -> None:
+    def _succeed(self, number: int, quarantined: list[int]) -> None:
         if self._broken:
-            logger.warning("%s: writing again", self._folder)
+            logger.warning("%s: writing works again", self._folder)
         self._durable = number
         self._broken = self._rewrite = False
         self._backoff.succeeded()
-        self._owner.released(leaving)
+        self._owner.released(quarantined)
 
-    def _fail(self, error: OSError, leaving: list[int], lost: list[int]) -> None:
+    def _fail(self, error: OSError, quarantined: list[int], lost: list[int]) -> None:
         delay = self._backoff.failed(time.monotonic())
         if not self._broken:
             logger.error(
-                "%s: cannot be written (%s); reading goes on, next try in %g s",
+                "%s: cannot be written (%s); reads continue, next attempt in %g s",
                 self._folder,
                 error,
                 delay,
             )
         self._broken = True
         self._queue = []
-        self._owner.retake(leaving)
+        self._owner.quarantine_again(quarantined)
         self._has_lost = bool(self._owner.lost(lost)) or self._has_lost

@@ -1,8 +1,8 @@
-"""The data file: whole blocks in slots, read and written past the page cache where possible.
+"""The data file: whole blocks in slots, read and written with direct I/O where possible.
 
-Direct I/O wants memory and lengths that are multiples of 4096. Buffers that are go straight to
-the kernel, others through a few aligned bounce buffers. The blocks of a batch move at the same
-time, and are hashed by the thread that moves them.
+Direct I/O requires addresses and lengths that are multiples of 4096. Buffers that comply are passed
+to the kernel, others are copied through a few aligned bounce buffers. The blocks of a batch are
+transferred in parallel, and each is hashed by the thread that transfers it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class Place(NamedTuple):
-    """A block in memory, and where in the file it belongs."""
+    """A block in memory and its offset in the file."""
 
     offset: int
     view: memoryview
@@ -39,15 +39,15 @@ class Place(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """What came of one block."""
+    """The result of reading or writing one block."""
 
     checksum: int = 0
     error: OSError | None = None
-    refused: bool = False  # it has another checksum than expected, and was not written
+    refused: bool = False  # its checksum is not the expected one, so it was not written
 
 
 class BouncePool:
-    """A bounded number of page-aligned buffers, which grow to the largest block."""
+    """A fixed number of page-aligned buffers, which grow to the largest block. Thread-safe."""
 
     def __init__(self, buffers: int) -> None:
         self._free: queue.LifoQueue[mmap.mmap | None] = queue.LifoQueue()
@@ -55,11 +55,12 @@ class BouncePool:
             self._free.put(None)
 
     @contextmanager
-    def lend(self, nbytes: int) -> Iterator[memoryview]:
+    def acquire(self, nbytes: int) -> Iterator[memoryview]:
+        """Yields a buffer of this size; waits while all are in use."""
         buffer = self._free.get()
         try:
             if buffer is None or len(buffer) < nbytes:
-                buffer = None  # the old one is given back before the new one is taken
+                buffer = None  # free the old one before allocating the new one
                 buffer = mmap.mmap(-1, nbytes)
             with memoryview(buffer) as whole, whole[:nbytes] as view:
                 yield view
@@ -68,7 +69,11 @@ class BouncePool:
 
 
 class DataFile:
-    """Thread-safe. Errors are OSErrors; a short read or write is one."""
+    """The file of a store's blocks, with the threads that read and write it.
+
+    `SsdStore` and recovery call it from any thread. Errors are OSErrors, including short reads and
+    writes.
+    """
 
     def __init__(self, disk: Disk, folder: Path, threads: int) -> None:
         self._disk = disk
@@ -85,14 +90,14 @@ class DataFile:
 
     def _open_buffered(self) -> int:
         self.direct = False
-        logger.warning("%s: no direct I/O on this file system, using buffered I/O", self._path)
+        logger.warning("%s: this file system has no direct I/O; using buffered I/O", self._path)
         return self._disk.open(self._path, os.O_RDWR | os.O_CREAT)
 
     def size(self) -> int:
         return self._disk.size(self._fd)
 
     def resize(self, nbytes: int) -> None:
-        """Exactly so many bytes, backed by disk space where the file system can promise it."""
+        """Sets the size of the file, and reserves disk space for it if the file system can."""
         if self._disk.size(self._fd) > nbytes:
             self._disk.truncate(self._fd, nbytes)
         try:
@@ -100,16 +105,18 @@ class DataFile:
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
-            logger.warning("%s: space cannot be reserved on this file system", self._path)
+            logger.warning(
+                "%s: this file system cannot reserve space; writes may fail later", self._path
+            )
             self._disk.truncate(self._fd, nbytes)
         self._probe_direct()
 
     def _probe_direct(self) -> None:
-        """Some file systems accept the flag and refuse the reads."""
+        """Falls back to buffered I/O on file systems that accept O_DIRECT but reject the reads."""
         if not self.direct:
             return
         try:
-            with self._bounce.lend(ALIGNMENT) as page:
+            with self._bounce.acquire(ALIGNMENT) as page:
                 self._disk.read(self._fd, page, 0)
         except OSError as error:
             if error.errno != errno.EINVAL:
@@ -121,7 +128,7 @@ class DataFile:
 
     def read_blocks(self, places: Sequence[Place]) -> list[Moved]:
         """Reads every block into its view."""
-        if not self._is_straight(places):
+        if not self._can_use_native(places):
             return self._threads.map(self._read_one, places)
         moved, checksums = cpu.read_blocks(
             self._fd,
@@ -135,9 +142,9 @@ class DataFile:
         ]
 
     def write_blocks(self, places: Sequence[Place]) -> list[Moved]:
-        """Writes every block that has the checksum it came with. Once one has failed, those that
-        were not begun are not tried: ECANCELED."""
-        if not self._is_straight(places):
+        """Writes every block whose checksum is the expected one. After a failure, blocks that were
+        not started are not written; their error is ECANCELED."""
+        if not self._can_use_native(places):
             return _WritesUntilFailure(self, self._threads).outcomes(places)
         moved, checksums = cpu.write_blocks(
             self._fd,
@@ -153,8 +160,8 @@ class DataFile:
             for place, count, checksum in zip(places, moved, checksums, strict=True)
         ]
 
-    def _is_straight(self, places: Sequence[Place]) -> bool:
-        """Whether all of them go from memory to disk without a detour."""
+    def _can_use_native(self, places: Sequence[Place]) -> bool:
+        """Whether native code can transfer all of them, without bounce buffers."""
         return self._disk.native and (
             not self.direct or all(_is_direct(place.view) for place in places)
         )
@@ -172,7 +179,7 @@ class DataFile:
         if not self.direct or _is_direct(into):
             read_all(self._disk, self._fd, into, offset)
             return
-        with self._bounce.lend(aligned(into.nbytes, ALIGNMENT)) as page:
+        with self._bounce.acquire(aligned(into.nbytes, ALIGNMENT)) as page:
             read_all(self._disk, self._fd, page, offset)
             into[:] = page[: into.nbytes]
 
@@ -181,9 +188,9 @@ class DataFile:
             write_all(self._disk, self._fd, data, offset)
             return
         nbytes = data.nbytes
-        with self._bounce.lend(aligned(nbytes, ALIGNMENT)) as page:
+        with self._bounce.acquire(aligned(nbytes, ALIGNMENT)) as page:
             page[:nbytes] = data
-            page[nbytes:] = bytes(page.nbytes - nbytes)  # not another block's bytes
+            page[nbytes:] = bytes(page.nbytes - nbytes)  # not the bytes of an earlier block
             write_all(self._disk, self._fd, page, offset)
 
     def sync(self) -> None:
@@ -198,7 +205,7 @@ class DataFile:
 
 
 class _WritesUntilFailure:
-    """One batch of writes, by threads of Python."""
+    """Writes one batch in Python threads and cancels the rest after a failure."""
 
     def __init__(self, file: DataFile, threads: IoThreads) -> None:
         self._file = file
@@ -223,11 +230,11 @@ class _WritesUntilFailure:
 
 
 def _canceled() -> OSError:
-    return OSError(errno.ECANCELED, "another block of the batch has just failed")
+    return OSError(errno.ECANCELED, "not written because another block of the batch failed")
 
 
 def _raised_by(check: Callable[[int, int, int], None], moved: int, place: Place) -> OSError | None:
-    """What a call that moved so much, or failed with a negative errno, is worth."""
+    """Returns the error of a native call, given the bytes it moved or a negative errno."""
     if moved < 0:
         return _canceled() if moved == -errno.ECANCELED else OSError(-moved, os.strerror(-moved))
     try:

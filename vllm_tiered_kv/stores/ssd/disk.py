@@ -1,8 +1,8 @@
-"""Every call that changes or reads the disk, in one place.
+"""The disk interface of the store: every call that reads or changes its files.
 
-The store never calls `os` for its files: tests put a disk here that fails, or that remembers what
-was written, synced and renamed in which order, so that every disk a power loss could leave behind
-can be rebuilt and recovered from.
+The store never calls `os` directly. Tests replace the disk by one that fails, or by one that
+records the order of writes, syncs and renames, so that they can rebuild and recover every state
+that a power loss could leave.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Protocol
 
 
 class Disk(Protocol):
-    """Calls raise OSError; reads and writes say how much they moved."""
+    """Calls raise OSError; reads and writes return the number of bytes."""
 
     native: bool
-    """Whether native code may read and write blocks by the descriptors, past `read` and `write`."""
+    """Whether native code may use the descriptors directly, bypassing `read` and `write`."""
 
     def open(self, path: Path, flags: int) -> int: ...
     def close(self, fd: int) -> None: ...
@@ -30,12 +30,12 @@ class Disk(Protocol):
         """Returns when the file's contents and size are durable (fdatasync)."""
 
     def allocate(self, fd: int, nbytes: int) -> None:
-        """Backs the first bytes of the file with disk space and makes it at least that long."""
+        """Reserves disk space for the first bytes of the file and makes it at least that long."""
 
     def truncate(self, fd: int, nbytes: int) -> None: ...
     def size(self, fd: int) -> int: ...
     def is_linked(self, fd: int) -> bool:
-        """Whether the file still has a name: a deleted one forgets all it is told."""
+        """Whether the file still has a name. Data written to a deleted file is lost on close."""
 
     def rename(self, source: Path, target: Path) -> None: ...
     def unlink(self, path: Path) -> None: ...
@@ -44,37 +44,37 @@ class Disk(Protocol):
 
 
 def open_file(path: Path, flags: int) -> int:
-    """A plain file of the folder itself. Whoever else may write to the folder must not choose by a
-    link which file is written, nor keep the daemon waiting by a pipe."""
+    """Opens a regular file. Others who can write to the folder must not be able to redirect writes
+    with a symbolic link, or to block the daemon with a FIFO."""
     try:
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise OSError(errno.ELOOP, f"{path} is a symbolic link", str(path)) from error
         if error.errno == errno.ENXIO:
-            raise _not_plain(path) from error
+            raise _not_regular(path) from error
         raise
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise _not_plain(path)
+        raise _not_regular(path)
     return fd
 
 
-def _not_plain(path: Path) -> OSError:
-    return OSError(errno.EINVAL, f"{path} is not a plain file", str(path))
+def _not_regular(path: Path) -> OSError:
+    return OSError(errno.EINVAL, f"{path} is not a regular file", str(path))
 
 
 class OsDisk:
-    """The real one."""
+    """The disk of the operating system."""
 
     native = True
 
     def __init_subclass__(cls) -> None:
-        cls.native = False  # it is there to see every call, or to change what it does
+        cls.native = False  # a subclass overrides calls, so none may bypass it
 
     def __init__(self) -> None:
-        # `os.posix_fallocate` would write zeros over every page where the file system cannot
-        # allocate; the system call says so instead.
+        # `os.posix_fallocate` writes zeros to every page if the file system cannot allocate; the
+        # system call returns an error instead.
         self._fallocate = ctypes.CDLL(None, use_errno=True).fallocate
         self._fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
@@ -131,12 +131,12 @@ def write_all(disk: Disk, fd: int, data: memoryview, offset: int) -> None:
 
 
 def check_read(moved: int, nbytes: int, offset: int) -> None:
-    """A short read is an error: the file ends where it must not."""
+    """Raises for a short read: the file is shorter than it must be."""
     if moved != nbytes:
         raise OSError(errno.EIO, f"read {moved} of {nbytes} bytes at {offset}")
 
 
 def check_written(moved: int, nbytes: int, offset: int) -> None:
-    """A short write is an error, most often a full disk."""
+    """Raises for a short write, usually because the disk is full."""
     if moved != nbytes:
         raise OSError(errno.ENOSPC, f"wrote {moved} of {nbytes} bytes at {offset}")

@@ -1,7 +1,7 @@
-"""The folder of a store: its lock, its superblock, the names of its files.
+"""The folder of a store: file names, lock and superblock.
 
-The superblock is written first and never changed, so a folder with other files and without one is
-not ours, whatever it is, and is left alone.
+The superblock is written first and never changed. A folder that has other files but no superblock
+is therefore not a store, and is refused.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _MAX_SUPERBLOCK = 4096
 
 
 class FolderLock:
-    """Held for the life of a store. The kernel lets go of it when the process dies."""
+    """The lock of an open store on its folder. The kernel releases it if the process dies."""
 
     def __init__(self, folder: Path, read_only: bool = False) -> None:
-        """With `read_only` also on a file system that was mounted so, as after errors of a disk."""
+        """`read_only` also works on a read-only file system, as after disk errors."""
         try:
             self._fd = open_file(folder / LOCK, os.O_RDWR | os.O_CREAT)
         except OSError as error:
@@ -45,7 +45,7 @@ class FolderLock:
         except OSError:
             os.close(self._fd)
             raise
-        with contextlib.suppress(OSError):  # on a full disk the lock holds, it only has no name
+        with contextlib.suppress(OSError):  # on a full disk the lock works without the process id
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
@@ -59,7 +59,7 @@ def _pid_in(fd: int) -> int:
 
 
 def make_folder(folder: Path, disk: Disk) -> None:
-    """Creates the folder, and makes its name durable, unless it is there."""
+    """Creates the folder durably, unless it exists."""
     if not folder.is_dir():
         if folder.exists():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
@@ -68,18 +68,18 @@ def make_folder(folder: Path, disk: Disk) -> None:
 
 
 def read_superblock(folder: Path) -> Superblock | None:
-    """None for a folder with nothing in it; StoreFormatError for anything else that is not ours."""
+    """Returns None for an empty folder; raises StoreFormatError if the folder is not a store."""
     path = folder / FORMAT
     try:
         with os.fdopen(open_file(path, os.O_RDONLY), "rb") as file:
             data = file.read(_MAX_SUPERBLOCK)
     except FileNotFoundError:
-        strangers = {entry.name for entry in folder.iterdir()} - {LOCK, FORMAT + TEMPORARY}
-        strangers.discard("lost+found")  # the root of a file system made for this
-        if strangers:
-            some = ", ".join(sorted(strangers)[:3])
+        foreign = {entry.name for entry in folder.iterdir()} - {LOCK, FORMAT + TEMPORARY}
+        foreign.discard("lost+found")  # the folder may be the root of a file system
+        if foreign:
+            some = ", ".join(sorted(foreign)[:3])
             raise StoreFormatError(
-                str(folder), f"it has no FORMAT file, but others ({some})"
+                str(folder), f"it has no FORMAT file, but other files ({some})"
             ) from None
         return None
     try:
@@ -93,7 +93,7 @@ def write_superblock(folder: Path, superblock: Superblock, disk: Disk) -> None:
 
 
 def publish(folder: Path, name: str, contents: bytes, disk: Disk) -> None:
-    """Makes a whole file appear under its name, durably, or not at all."""
+    """Creates or replaces a file atomically and durably."""
     temporary = folder / (name + TEMPORARY)
     fd = disk.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:

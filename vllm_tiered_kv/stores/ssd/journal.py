@@ -1,7 +1,7 @@
-"""The index on the disk: a file of fixed-size records, appended to and now and then rewritten.
+"""The index on disk: a file of fixed-size records, appended to and occasionally rewritten.
 
-Records have their place and their number, so a damaged one costs itself and not what follows.
-A new generation is written beside the old one, synced, and renamed over it.
+Records have fixed positions and sequence numbers, so a damaged record does not affect those after
+it. A new generation is written to another file, synced, and renamed over the old one.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from vllm_tiered_kv.stores.ssd.record_format import (
 )
 
 Records: TypeAlias = Sequence[bytes] | RecordArray
-"""Encoded one by one, or all in one; without numbers and checksums."""
+"""Encoded records, as bytes or as one array, without sequence numbers and checksums."""
 
 _CHUNK_BYTES = 8 << 20
 _PAGE_BYTES = 4096
 
 
 class Journal:
-    """The journal being appended to. One thread at a time."""
+    """A journal open for appending. The committer calls it, from one thread at a time."""
 
     def __init__(self, disk: Disk, fd: int, header: JournalHeader, records: int) -> None:
         self._disk = disk
         self._fd = fd
         self._header = header
-        self.records = records  # those in the file, headers included
+        self.records = records  # in the file, headers included
 
     @classmethod
     def create(
         cls, disk: Disk, folder: Path, store: bytes, generation: int, records: Records
     ) -> Journal:
-        """A new generation with these records, durable and in place of any older one."""
+        """Writes a new generation with these records durably, and replaces any older one."""
         header = JournalHeader(store, generation, int.from_bytes(os.urandom(8), "little"))
         body = _body(records)
         seal(body, HEADER_COPIES, header.salt)
@@ -74,7 +74,7 @@ class Journal:
         return self._header.generation
 
     def append(self, records: Records) -> None:
-        """Hands the records to the file system. After an error the file must be given up."""
+        """Writes records, without a sync. After an error the file must not be appended to again."""
         body = _body(records)
         seal(body, self.records, self._header.salt)
         write_all(self._disk, self._fd, memoryview(body), self.records * RECORD_BYTES)
@@ -87,8 +87,8 @@ class Journal:
         return self._disk.is_linked(self._fd)
 
     def close(self) -> None:
-        # It is closed all the same, and what had to be in it was synced: there is nothing to try
-        # again, with a number that may be another file's by then.
+        # Linux closes the descriptor even if close() fails, and all necessary data was synced. A
+        # second close could hit a descriptor that was reused by then.
         with contextlib.suppress(OSError):
             self._disk.close(self._fd)
 
@@ -101,13 +101,13 @@ def _body(records: Records) -> bytearray:
 
 @dataclass(frozen=True)
 class JournalContents:
-    """All that a journal file says, good and bad."""
+    """The contents of a journal file, valid and damaged."""
 
-    header: JournalHeader | None  # None: there is no journal, or none that can be trusted
+    header: JournalHeader | None  # None: the journal is missing or has no valid header
     exists: bool
-    records: RecordArray  # the valid ones, in order
-    damaged: int  # invalid records with valid ones behind them
-    torn_bytes: int  # behind the last valid record
+    records: RecordArray  # the valid records, in order
+    damaged: int  # invalid records before the last valid one
+    torn_bytes: int  # after the last valid record
     end: int  # number of records up to and including the last valid one
 
     @property
@@ -123,7 +123,7 @@ def read_journal(disk: Disk, folder: Path, store: bytes) -> JournalContents:
     except FileNotFoundError:
         return JournalContents(None, False, nothing, 0, 0, 0)
     try:
-        raw = _read_what_can_be_read(disk, fd)
+        raw = _read_readable_pages(disk, fd)
     finally:
         disk.close(fd)
     whole = len(raw) // RECORD_BYTES
@@ -138,13 +138,13 @@ def read_journal(disk: Disk, folder: Path, store: bytes) -> JournalContents:
     damaged = int(np.count_nonzero(~valid[:end]))
     valid[:HEADER_COPIES] = False
     good = array[HEADER_COPIES:end]
-    if not valid[HEADER_COPIES:end].all():  # rarely: a copy of all
+    if not valid[HEADER_COPIES:end].all():  # rare, because it copies all records
         good = array[valid]
     return JournalContents(header, True, good, damaged, len(raw) - end * RECORD_BYTES, end)
 
 
-def _read_what_can_be_read(disk: Disk, fd: int) -> bytearray:
-    """The file's bytes; pages that cannot be read are zeros, which no checksum accepts."""
+def _read_readable_pages(disk: Disk, fd: int) -> bytearray:
+    """Reads the file. Unreadable pages become zeros, which no checksum accepts."""
     raw = bytearray(disk.size(fd))
     for start in range(0, len(raw), _CHUNK_BYTES):
         chunk = memoryview(raw)[start : start + _CHUNK_BYTES]
@@ -158,7 +158,7 @@ def _read_what_can_be_read(disk: Disk, fd: int) -> bytearray:
 
 
 def open_journal(disk: Disk, folder: Path, contents: JournalContents) -> Journal:
-    """Goes on with a clean journal."""
+    """Opens a clean journal to append to it."""
     assert contents.header is not None
     fd = disk.open(folder / JOURNAL, os.O_RDWR)
     return Journal(disk, fd, contents.header, contents.end)

@@ -1,13 +1,14 @@
-"""Opening a folder: lock, format, recovery, and making the files fit the capacity.
+"""Opens a folder: lock, format, recovery, and fitting the files to the capacity.
 
-Every step leaves a folder that opens again after a crash. Nothing is served before what was found
-is durable: after a mere restart the journal may still be in the page cache only.
+After every step a crash leaves a folder that can be opened again. Nothing is served before the
+recovered state is durable: after a restart of the process alone, the journal may still be in the
+page cache only.
 
-Fitting a folder into less space than it was filled with: the coldest blocks leave, and blocks
-beyond the new end of the data file are copied into slots before it. First a journal without the
-blocks that leave is made durable, only then are their slots written; a second journal tells of the
-moves when the copies are durable; only then is the file cut. A crash in between leaves a folder
-that is shrunk again when it is opened.
+To shrink a folder, the coldest blocks are evicted, and blocks beyond the new end of the data file
+are copied to free slots before it. The order is: make a journal without the evicted blocks
+durable; write the copies to their slots and make them durable; make a second journal with the new
+slots durable; truncate the data file. A folder that crashed in between is shrunk again when it is
+opened.
 """
 
 from __future__ import annotations
@@ -50,11 +51,12 @@ from vllm_tiered_kv.stores.ssd.journal import (
 from vllm_tiered_kv.stores.ssd.record_format import ALIGNMENT, Superblock, decode, rows_of
 from vllm_tiered_kv.stores.ssd.recovery import LiveBlocks, RecoveryReport, live_blocks
 
-LEFT = "the space was made smaller"
+LEFT = "the space was made smaller"  # reason in the recovery report
 _PROGRESS_BLOCKS = 1000
 
 
 def fits(live: LiveBlocks, budget: Budget) -> bool:
+    """Whether all blocks lie within the data file and the journal has room for them."""
     slots_per_slab = budget.slab_bytes // ALIGNMENT
     last = int(live.records["slot"].max(initial=0))
     return last < budget.num_slabs * slots_per_slab and len(live.records) <= budget.max_blocks
@@ -68,7 +70,7 @@ def geometry_for(live: LiveBlocks, num_slabs: int, slab_bytes: int) -> SlabGeome
 
 
 def choose_survivors(live: LiveBlocks, budget: Budget, report: RecoveryReport) -> LiveBlocks:
-    """What can stay: the coldest leaves of all chains go first."""
+    """Evicts the coldest leaves of all chains until the rest fits the budget."""
     slots_per_slab = budget.slab_bytes // ALIGNMENT
     old_slabs = int(live.records["slot"].max(initial=0)) // slots_per_slab + 1
     gone: set[int] = set()
@@ -79,14 +81,14 @@ def choose_survivors(live: LiveBlocks, budget: Budget, report: RecoveryReport) -
     class_of = dict(zip(slots, live.classes.tolist(), strict=True))
     per_slab = [geometry.slots_in_slab(c) for c in range(len(live.class_shapes))]
     counts = np.bincount(live.classes, minlength=len(per_slab)).tolist()
-    left = 0
+    evicted = 0
     while _slabs(counts, per_slab) > budget.num_slabs or sum(counts) > budget.max_blocks:
         index.evict_coldest()
         for slot in gone:
             counts[class_of.pop(slot)] -= 1
-            left += 1
+            evicted += 1
         gone.clear()
-    report.drop(LEFT, left)
+    report.drop(LEFT, evicted)
     return select(live, [slot in class_of for slot in slots])
 
 
@@ -106,7 +108,7 @@ def move_inside(
     report: RecoveryReport,
     progress: Callable[[str], None],
 ) -> LiveBlocks:
-    """Copies blocks from beyond the end to free slots before it, the hottest first."""
+    """Copies blocks beyond the new end of the file to free slots before it, hottest first."""
     geometry = geometry_for(live, budget.num_slabs, budget.slab_bytes)
     pool = SlotPool(geometry)
     end = budget.num_slabs * geometry.slots_per_slab
@@ -144,7 +146,7 @@ def move_inside(
 
 @dataclass(frozen=True)
 class OpenFolder:
-    """A folder ready for use."""
+    """A folder that is open and recovered; `SsdStore` takes over its parts."""
 
     lock: FolderLock
     store: bytes
@@ -171,7 +173,7 @@ def open_folder(
 ) -> OpenFolder:
     with ExitStack() as undo:
         make_folder(folder, disk)
-        read_superblock(folder)  # a folder that is not ours does not even get a LOCK
+        read_superblock(folder)  # raises before a LOCK file is created in a foreign folder
         lock = FolderLock(folder)
         undo.callback(lock.release)
         superblock = read_superblock(folder)
@@ -192,8 +194,9 @@ def open_folder(
 
 
 def _forget_new_folder(folder: Path, disk: Disk) -> None:
-    """A folder that could not be made must not bind the next attempt to its slab size."""
-    # Data before the journal: with the journal alone `verify` knows that nothing was lost.
+    """Removes the files of a folder that could not be created, so that the next attempt can choose
+    another slab size."""
+    # Data before the journal: `verify` reports no loss for an empty journal without data.
     for name in (DATA, JOURNAL + TEMPORARY, JOURNAL, FORMAT + TEMPORARY, FORMAT):
         with suppress(OSError):
             disk.unlink(folder / name)
@@ -216,7 +219,7 @@ def _recover(
     def rewrite() -> Journal:
         nonlocal generation
         generation += 1
-        data.sync()  # no record before its block, even if a previous run never synced
+        data.sync()  # blocks before their records, even if the previous run never synced
         return Journal.create(disk, folder, superblock.store, generation, live.records)
 
     if not fits(live, budget):
@@ -226,9 +229,9 @@ def _recover(
         journal = rewrite()
         _resize(folder, data, budget)
     else:
-        # A new one comes before the data has its length: what was missing must not seem to be
-        # there, and by this `verify` knows a folder that never held a block.
-        fresh = None if _can_go_on(contents, budget, report) else rewrite()
+        # Write a new journal before the data file gets its length: records beyond the old end must
+        # not become valid by the extension, and `verify` recognises an unused folder by this order.
+        fresh = None if _can_append(contents, budget, report) else rewrite()
         try:
             _resize(folder, data, budget)
             data.sync()
@@ -257,6 +260,7 @@ def _resize(folder: Path, data: DataFile, budget: Budget) -> None:
         ) from error
 
 
-def _can_go_on(contents: JournalContents, budget: Budget, report: RecoveryReport) -> bool:
-    """A record that is not believed must leave the disk before its slot is used again."""
+def _can_append(contents: JournalContents, budget: Budget, report: RecoveryReport) -> bool:
+    """Whether the journal can be appended to. A dropped record must leave the disk before its slot
+    is reused, which takes a new journal."""
     return contents.is_clean and not report.dropped and contents.end <= budget.max_journal_records

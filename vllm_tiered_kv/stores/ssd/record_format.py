@@ -1,8 +1,8 @@
-"""The one definition of what is on the disk: superblock, journal header, journal record.
+"""Defines the on-disk format: superblock, journal header, journal record.
 
-Writer, recovery and `verify` share this file; `docs/ssd-format.md` tells it in prose. Numbers are
-little-endian. A record's checksum is the XXH3 of the bytes before it, mixed with a salt that is
-new for every journal file: bytes left over from another journal never pass for a record.
+Writer, recovery and `verify` share this file; `docs/ssd-format.md` describes the format. Numbers
+are little-endian. The checksum of a record is the XXH3 of the bytes before it, XORed with a salt
+that is new for every journal file, so records of an older journal are never valid in a newer one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RECORD = np.dtype(
         ("sequence", "<u8"),  # number of the record in its file
         ("kind", "u1"),
         ("key_bytes", "u1"),
-        ("parent_bytes", "u1"),  # 0: the block follows none
+        ("parent_bytes", "u1"),  # 0: the block has no predecessor
         ("reserved", "u1"),
         ("length", "<u4"),  # of the block
         ("slot", "<u8"),
@@ -46,14 +46,14 @@ RECORD_BYTES = RECORD.itemsize
 _CHECKED_BYTES = RECORD_BYTES - 8
 _BODY = struct.Struct(f"<QBBBxIQQ{MAX_KEY_BYTES}s{MAX_KEY_BYTES}sQ")
 
-HEADER_COPIES = 2  # a flipped bit in one header must not cost the whole journal
+HEADER_COPIES = 2  # a flipped bit in one header must not invalidate the journal
 
 RecordArray = NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Record:
-    """A journal record, decoded."""
+    """A decoded journal record."""
 
     kind: int
     key: bytes
@@ -66,31 +66,32 @@ class Record:
 def encode_put(
     key: bytes, parent: bytes | None, slot: int, length: int, payload_checksum: int
 ) -> bytes:
-    """Without sequence and checksum, which the journal gives it."""
-    above = parent or b""
-    return _BODY.pack(0, PUT, len(key), len(above), length, slot, payload_checksum, key, above, 0)
+    """Encodes a PUT record; `seal` adds its sequence number and checksum."""
+    before = parent or b""
+    return _BODY.pack(0, PUT, len(key), len(before), length, slot, payload_checksum, key, before, 0)
 
 
 def encode_del(key: bytes, slot: int) -> bytes:
+    """Encodes a DEL record; `seal` adds its sequence number and checksum."""
     return _BODY.pack(0, DEL, len(key), 0, 0, slot, 0, key, b"", 0)
 
 
 def decode(record: bytes) -> Record:
-    """A record that has passed its checks."""
+    """Decodes a record that is valid."""
     _, kind, key_bytes, parent_bytes, length, slot, payload, key, parent, _ = _BODY.unpack(record)
-    above = parent[:parent_bytes] if parent_bytes else None
-    return Record(kind, key[:key_bytes], above, slot, length, payload)
+    before = parent[:parent_bytes] if parent_bytes else None
+    return Record(kind, key[:key_bytes], before, slot, length, payload)
 
 
 def seal(records: bytearray, first_sequence: int, salt: int) -> None:
-    """Numbers the records and gives them their checksums, in place."""
+    """Sets the sequence numbers and checksums of the records, in place."""
     array = np.frombuffer(records, RECORD)
     array["sequence"] = np.arange(first_sequence, first_sequence + len(array), dtype=np.uint64)
     array["checksum"] = _checksums(array) ^ np.uint64(salt)
 
 
 def is_valid(array: RecordArray, first_sequence: int, salt: int) -> NDArray[np.bool_]:
-    """Which records are what was once sealed at this place of this journal."""
+    """Returns which records were sealed at this position of the journal with this salt."""
     numbers = np.arange(first_sequence, first_sequence + len(array), dtype=np.uint64)
     sealed = array["checksum"] == (_checksums(array) ^ np.uint64(salt))
     valid: NDArray[np.bool_] = sealed & (array["sequence"] == numbers)
@@ -102,12 +103,12 @@ def _checksums(array: RecordArray) -> NDArray[np.uint64]:
 
 
 def key_hashes(array: RecordArray) -> NDArray[np.uint64]:
-    """Records with different hashes have different keys."""
+    """Hashes the keys of the records. Different hashes mean different keys."""
     return _hashes(array, RECORD.fields["key"][1], MAX_KEY_BYTES)  # type: ignore[index]
 
 
 def _hashes(array: RecordArray, start: int, nbytes: int) -> NDArray[np.uint64]:
-    """Of so many bytes of each record."""
+    """Hashes `nbytes` bytes of each record, from `start`."""
     if not len(array):
         return np.empty(0, np.uint64)
     region = cpu.HostRegion(array.__array_interface__["data"][0], array.nbytes)
@@ -116,7 +117,7 @@ def _hashes(array: RecordArray, start: int, nbytes: int) -> NDArray[np.uint64]:
 
 
 def put_records(rows: BlockRows) -> RecordArray:
-    """As `encode_put`, of many."""
+    """Encodes many PUT records, like `encode_put`."""
     records = np.zeros(len(rows.slots), RECORD)
     records["kind"] = PUT
     for name in ("key_bytes", "parent_bytes"):
@@ -128,7 +129,7 @@ def put_records(rows: BlockRows) -> RecordArray:
 
 
 def rows_of(puts: RecordArray) -> BlockRows:
-    """The same the other way round."""
+    """Decodes PUT records; the inverse of `put_records`."""
     bytewise = puts.view(np.uint8).reshape(len(puts), RECORD_BYTES)
 
     def column(name: str) -> NDArray[np.uint8]:
@@ -150,7 +151,7 @@ def _opaque(keys: NDArray[np.uint8]) -> NDArray[Any]:
     return keys.view(f"V{MAX_KEY_BYTES}").reshape(len(keys))
 
 
-# ---- journal header: its first records, all alike but for their numbers ------------------------
+# ---- journal header: the first records, equal except for their sequence numbers -----------------
 
 _HEADER_KEY = struct.Struct("<16sIIQ8s")  # store, version, record bytes, generation, magic
 _HEADER_MAGIC = b"TKVJRNL\0"
@@ -158,6 +159,8 @@ _HEADER_MAGIC = b"TKVJRNL\0"
 
 @dataclass(frozen=True)
 class JournalHeader:
+    """Identifies a journal file: its store, its generation, and the salt of its records."""
+
     store: bytes  # the superblock's uuid
     generation: int
     salt: int
@@ -167,7 +170,7 @@ def encode_headers(header: JournalHeader) -> bytes:
     key = _HEADER_KEY.pack(
         header.store, FORMAT_VERSION, RECORD_BYTES, header.generation, _HEADER_MAGIC
     )
-    # The salt itself stands where a block has its checksum.
+    # A header stores the salt in the field of the payload checksum.
     one = _BODY.pack(0, HEADER, len(key), 0, 0, 0, header.salt, key, b"", 0)
     copies = bytearray(one * HEADER_COPIES)
     seal(copies, 0, 0)
@@ -175,7 +178,7 @@ def encode_headers(header: JournalHeader) -> bytes:
 
 
 def decode_headers(array: RecordArray, store: bytes) -> JournalHeader | None:
-    """The first good copy that belongs to this store, or None."""
+    """Returns the first valid header copy that belongs to this store, or None."""
     valid = is_valid(array[:HEADER_COPIES], 0, 0)
     for row in np.flatnonzero(valid):
         record = decode(array[row].tobytes())
@@ -188,12 +191,12 @@ def decode_headers(array: RecordArray, store: bytes) -> JournalHeader | None:
     return None
 
 
-# ---- superblock: one line of JSON, for people to read -------------------------------------------
+# ---- superblock: one line of readable JSON ------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Superblock:
-    """What never changes in the life of a folder."""
+    """The facts of a folder that never change."""
 
     store: bytes  # 16 random bytes
     slab_bytes: int
@@ -214,7 +217,7 @@ class Superblock:
 
     @classmethod
     def decode(cls, data: bytes) -> Superblock:
-        """Raises ValueError with a sentence for people."""
+        """Raises ValueError with a message for users."""
         try:
             facts = json.loads(data)
         except ValueError:

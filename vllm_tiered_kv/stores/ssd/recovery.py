@@ -1,8 +1,8 @@
-"""From a journal to the blocks it says are there, without reading the data.
+"""Derives the live blocks from a journal, without reading the data.
 
-The last record of a slot says what is in it. Where damage has eaten records, two blocks may claim
-the same bytes, or one block two slots: the later claim wins. A claim that is wrong all the same is
-found when the block is read: its checksum does not match.
+The last record of a slot determines its content. If records were damaged, two blocks may claim the
+same bytes, or one key two slots: the later record wins. If that is wrong, the checksum of the block
+does not match when it is read.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from vllm_tiered_kv.stores.ssd.record_format import (
 
 @dataclass
 class RecoveryReport:
-    """What opening a folder found, and what it gave up."""
+    """What recovery found in a folder, and what it dropped."""
 
     blocks: int = 0
     bytes: int = 0  # of those blocks
-    records: int = 0  # valid ones in the journal
+    records: int = 0  # valid records in the journal
     damaged_records: int = 0
     torn_bytes: int = 0  # cut from the end of the journal
     dropped: dict[str, int] = field(default_factory=dict)  # blocks, by reason
@@ -53,14 +53,14 @@ class RecoveryReport:
 
 @dataclass(frozen=True)
 class LiveBlocks:
-    """In journal order: coldest first."""
+    """The blocks of a folder in journal order: coldest first."""
 
     records: RecordArray
     classes: NDArray[np.int64]  # of each record; indices into `class_shapes`
     class_shapes: list[tuple[bytes, int]]  # (owner, slot bytes)
 
     def last_keys(self, count: int) -> list[bytes]:
-        """Of the blocks that were written last."""
+        """Returns the keys of the last `count` blocks in the journal."""
         return _keys(self.records[-count:], "key", "key_bytes")
 
 
@@ -71,33 +71,33 @@ def live_blocks(
     report: RecoveryReport,
     has_quota: HasQuota,
 ) -> LiveBlocks:
-    """The blocks in a data file of this size, and in `report` what is not."""
+    """Returns the blocks in a data file of this size; `report` gets what was dropped."""
     report.records = len(contents.records)
     report.damaged_records = contents.damaged
     report.torn_bytes = contents.torn_bytes
     rows = _last_of_each(contents.records["slot"])
-    records = _chosen(contents.records, rows)
-    records = _where(records, _is_sane(records))
-    puts = _where(records, records["kind"] == PUT)
+    records = _take(contents.records, rows)
+    records = _filter(records, _is_plausible(records))
+    puts = _filter(records, records["kind"] == PUT)
     puts = _within(puts, slab_bytes, data_bytes, report)
     classes, shapes = _classes(puts, has_quota)
     winners = _slab_winners(puts["slot"] // (slab_bytes // ALIGNMENT), classes)
-    report.drop("two claims on one slab: damage, or a new quota", int(np.count_nonzero(~winners)))
-    puts, classes = _where(puts, winners), classes[winners]
+    report.drop("two claims on one slab (damage, or a new quota)", int(np.count_nonzero(~winners)))
+    puts, classes = _filter(puts, winners), classes[winners]
     latest = _last_of_each_key(puts)
-    report.drop("damage left two claims on one key", len(puts) - len(latest))
-    puts, classes = _chosen(puts, latest), classes[latest]
+    report.drop("two claims on one key (damage)", len(puts) - len(latest))
+    puts, classes = _take(puts, latest), classes[latest]
     report.blocks, report.bytes = len(puts), int(puts["length"].sum(dtype=np.int64))
     return LiveBlocks(puts, classes, shapes)
 
 
-def _where(records: RecordArray, good: NDArray[np.bool_]) -> RecordArray:
-    """Those that are good; mostly all are, and copying them takes time."""
+def _filter(records: RecordArray, good: NDArray[np.bool_]) -> RecordArray:
+    """Returns the good records; without a copy in the common case that all are."""
     return records if good.all() else records[good]
 
 
-def _chosen(records: RecordArray, rows: NDArray[np.int64]) -> RecordArray:
-    """Of rows in order."""
+def _take(records: RecordArray, rows: NDArray[np.int64]) -> RecordArray:
+    """Returns the records of these rows, which are in order; without a copy if these are all."""
     return records if len(rows) == len(records) else records[rows]
 
 
@@ -109,30 +109,32 @@ def _last_of_each_key(puts: RecordArray) -> NDArray[np.int64]:
     values, counts = np.unique(hashes, return_counts=True)
     if len(values) == len(hashes):
         return rows
-    in_doubt = np.flatnonzero(np.isin(hashes, values[counts > 1]))
-    keys = _keys(puts[in_doubt], "key", "key_bytes")
-    last = dict(zip(keys, in_doubt.tolist(), strict=True))
-    beaten = [row for key, row in zip(keys, in_doubt.tolist(), strict=True) if last[key] != row]
-    return np.delete(rows, beaten)
+    ambiguous = np.flatnonzero(np.isin(hashes, values[counts > 1]))
+    keys = _keys(puts[ambiguous], "key", "key_bytes")
+    last = dict(zip(keys, ambiguous.tolist(), strict=True))
+    superseded = [
+        row for key, row in zip(keys, ambiguous.tolist(), strict=True) if last[key] != row
+    ]
+    return np.delete(rows, superseded)
 
 
 def _last_of_each(values: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Rows of the last occurrence of every value, in row order."""
+    """Returns the rows of the last occurrence of every value, in row order."""
     _, from_end = np.unique(values[::-1], return_index=True)
     rows: NDArray[np.int64] = np.sort(len(values) - 1 - from_end)
     return rows
 
 
-def _is_sane(records: RecordArray) -> NDArray[np.bool_]:
-    """Checksums have passed; this only keeps a writer's mistake from becoming a reader's."""
-    sane: NDArray[np.bool_] = (
+def _is_plausible(records: RecordArray) -> NDArray[np.bool_]:
+    """Guards against bugs of the writer; the checksums have been verified already."""
+    plausible: NDArray[np.bool_] = (
         ((records["kind"] == DEL) | ((records["kind"] == PUT) & (records["length"] > 0)))
         & (records["key_bytes"] > 0)
         & (records["key_bytes"] <= MAX_KEY_BYTES)
         & (records["parent_bytes"] <= MAX_KEY_BYTES)
         & (records["slot"] < 1 << 62)
     )
-    return sane
+    return plausible
 
 
 def _slot_bytes(puts: RecordArray) -> NDArray[np.int64]:
@@ -141,7 +143,7 @@ def _slot_bytes(puts: RecordArray) -> NDArray[np.int64]:
 
 
 def slot_ends(puts: RecordArray, slab_bytes: int) -> NDArray[np.int64]:
-    """Where in the data file each block's slot ends."""
+    """Returns the end of each block's slot in the data file."""
     slabs, positions = np.divmod(puts["slot"].astype(np.int64), slab_bytes // ALIGNMENT)
     ends: NDArray[np.int64] = slabs * slab_bytes + (positions + 1) * _slot_bytes(puts)
     return ends
@@ -153,16 +155,16 @@ def _within(
     in_slab = puts["slot"].astype(np.int64) % (slab_bytes // ALIGNMENT)
     possible = (in_slab + 1) * _slot_bytes(puts) <= slab_bytes
     present = slot_ends(puts, slab_bytes) <= data_bytes
-    reason = "the data file ends before them" if data_bytes else "the data file is missing"
+    reason = "beyond the end of the data file" if data_bytes else "the data file is missing"
     report.drop(reason, int(np.count_nonzero(possible & ~present)))
-    report.drop("impossible slots", int(np.count_nonzero(~possible)))
-    return _where(puts, possible & present)
+    report.drop("invalid slots", int(np.count_nonzero(~possible)))
+    return _filter(puts, possible & present)
 
 
 def _classes(
     puts: RecordArray, has_quota: HasQuota
 ) -> tuple[NDArray[np.int64], list[tuple[bytes, int]]]:
-    """Numbers the (owner, slot bytes) that occur."""
+    """Numbers the distinct pairs of owner and slot size; returns the number of each record."""
     if not len(puts):
         return np.empty(0, np.int64), []
     heads = np.ascontiguousarray(rows_of(puts).keys[:, :NAMESPACE_BYTES])
@@ -170,7 +172,7 @@ def _classes(
     number = np.zeros(len(puts), np.int64)
     for column in (words[:, 0], words[:, 1], _slot_bytes(puts)):
         if (column == column[0]).all():
-            continue  # mostly: one model, blocks of one length
+            continue  # the common case: one model, blocks of one length
         values, inverse = np.unique(column, return_inverse=True)
         _, number = np.unique(number * len(values) + inverse, return_inverse=True)
     _, first = np.unique(number, return_index=True)
@@ -183,10 +185,10 @@ def _classes(
 
 
 def _slab_winners(slabs: NDArray[np.uint64], classes: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Blocks whose class is that of the last record in their slab."""
+    """Returns which blocks have the same class as the last record in their slab."""
     _, inverse = np.unique(slabs, return_inverse=True)
     last_class = np.zeros(inverse.max(initial=-1) + 1, np.int64)
-    last_class[inverse] = classes  # of repeated indices the last assignment stays
+    last_class[inverse] = classes  # for repeated indices the last assignment wins
     winners: NDArray[np.bool_] = classes == last_class[inverse]
     return winners
 

@@ -1,4 +1,4 @@
-"""What can be chosen about a store on a disk, and what it counts."""
+"""Settings, counters and small helpers of the SSD tier."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 
 class FsyncPolicy(str, enum.Enum):
-    """What a put acknowledged as DISK survives."""
+    """What a put that is acknowledged as DISK survives."""
 
-    GROUP = "group"  # power loss: data, then record, are synced; puts at the same time share syncs
-    NEVER = "never"  # death of the process: the system has the bytes and writes them in its time
+    GROUP = "group"  # power loss: data, then record, are synced; concurrent puts share syncs
+    NEVER = "never"  # a crash of the process: the kernel writes the bytes back at its own pace
 
 
 @dataclass
 class SsdCounters:
-    """Events since the store was opened; blocks unless the name says otherwise."""
+    """Counts of events since the store was opened, in blocks unless the name says otherwise."""
 
     read_blocks: int = 0
     read_bytes: int = 0
@@ -27,63 +27,66 @@ class SsdCounters:
     written_bytes: int = 0
     evicted_blocks: int = 0
     evicted_bytes: int = 0
-    bad_blocks: int = 0  # read back with another checksum, and forgotten
-    read_errors: int = 0  # could not be read, and forgotten
-    failed_blocks: int = 0  # could not be written or made durable, or came with a wrong checksum
-    dropped_blocks: int = 0  # no room, or a length or key that cannot be stored
-    too_large_blocks: int = 0  # those of them that are larger than a slab
-    retired_slots: int = 0  # could not be written, and are not used again before a restart
+    bad_blocks: int = 0  # read with a wrong checksum, and removed
+    read_errors: int = 0  # could not be read, and removed
+    failed_blocks: int = 0  # not written or not made durable, or received with a wrong checksum
+    dropped_blocks: int = 0  # no room, or an invalid length or key
+    too_large_blocks: int = 0  # dropped because they are larger than a slab
+    retired_slots: int = 0  # failed writes; not used again before a restart
     syncs: int = 0
     compactions: int = 0
 
 
 class ReadSpeed:
-    """Bytes per second while anything is being read, of about the last second of reading."""
+    """Measures the read speed over about the last second in which reads were running.
 
-    _FORGET_S = 1.0
+    `SsdStore` owns one. Thread-safe.
+    """
+
+    _WINDOW_S = 1.0
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._under_way = 0
+        self._active = 0
         self._since = 0.0
         self._nbytes = 0.0
         self._busy_s = 0.0
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Around a read. Time in which several read at once counts once."""
+        """Wraps a read. Time in which several reads overlap counts once."""
         with self._lock:
             self._count_time()
-            self._under_way += 1
+            self._active += 1
         try:
             yield
         finally:
             with self._lock:
                 self._count_time()
-                self._under_way -= 1
+                self._active -= 1
 
-    def has_read(self, nbytes: int) -> None:
+    def add(self, nbytes: int) -> None:
         with self._lock:
             self._nbytes += nbytes
-            if self._busy_s > self._FORGET_S:
+            if self._busy_s > self._WINDOW_S:
                 self._nbytes, self._busy_s = self._nbytes / 2, self._busy_s / 2
 
     @property
     def bytes_per_s(self) -> float | None:
-        """None as long as nothing was read."""
+        """None before the first read."""
         with self._lock:
             return self._nbytes / self._busy_s if self._nbytes and self._busy_s else None
 
     def _count_time(self) -> None:
         now = self._clock()
-        if self._under_way:
+        if self._active:
             self._busy_s += now - self._since
         self._since = now
 
 
 class Backoff:
-    """When to try again after a failure: soon, then ever later."""
+    """Exponential backoff of retries after failures. Its owner calls it under a lock."""
 
     def __init__(self, first_seconds: float) -> None:
         self._first = first_seconds
@@ -91,7 +94,7 @@ class Backoff:
         self.until = 0.0  # monotonic time
 
     def failed(self, now: float) -> float:
-        """Seconds until the next try."""
+        """Returns the seconds until the next retry."""
         delay = self._next
         self.until = now + delay
         self._next = min(2 * delay, 16 * self._first)

@@ -1,9 +1,9 @@
 """The SSD tier: a `BlockStore` on a local disk.
 
-One lock guards what is where (`block_table.py`) and what the journal still has to be told
-(`committer.py`); it is never held across I/O. Blocks are written first and become visible, and
-known to the journal, when they are whole. Slots being read are pinned; slots of blocks that left
-wait in quarantine until the journal knows.
+One lock guards the block table (`block_table.py`) and the queue of journal records
+(`committer.py`); it is never held during I/O. A block becomes visible, and its record is queued,
+only when it is completely written. Slots being read are pinned; slots of removed blocks stay in
+quarantine until the journal says on disk that they are free.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ logger = logging.getLogger(__name__)
 _MEASURED_BLOCKS = 256
 _MEASURED_AT_ONCE = 16
 _MEASURED_BYTES = 64 << 20
-_MEASURED_S = 0.1  # enough to tell a disk from a faster one; nothing more is begun after that
+_MEASURED_S = 0.1  # enough to compare disks; no batch is started after that
 
 
 @dataclass
 class BlockWrite:
-    """A block on its way to its slot."""
+    """A block being written to its slot."""
 
     position: int  # in its batch
     item: PutItem
@@ -62,13 +62,13 @@ class BlockWrite:
     slot: int
     checksum: int = 0
     result: PutResult = PutResult.FAILED
-    retire: bool = False  # the slot cannot be written
+    retire: bool = False  # the slot is defective
     is_readable: bool = False
 
 
 @dataclass
 class BlockRead:
-    """A block on its way from its slot."""
+    """A block being read from its slot."""
 
     position: int
     slot: int
@@ -76,13 +76,13 @@ class BlockRead:
     length: int
     checksum: int
     into: memoryview
-    ended: bool = False  # only then the rest means anything
+    ended: bool = False  # the read was attempted; `good` and `refused` are valid
     good: bool = False
-    refused: bool = False  # by the disk
+    refused: bool = False  # the disk reported an error
 
 
 def as_bytes(view: memoryview) -> memoryview:
-    """The same memory byte by byte; TypeError where it has gaps."""
+    """Returns the memory as a view of bytes; raises TypeError if it is not contiguous."""
     if not view.c_contiguous:
         raise TypeError("a block must be contiguous")
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
@@ -93,7 +93,11 @@ class _ClosedError(Exception):
 
 
 class SsdStore:
-    """Thread-safe; every call blocks until its I/O is done."""
+    """A BlockStore in a folder of a local disk.
+
+    The daemon owns one and calls it from the threads of its executors. Thread-safe; every call
+    blocks until its I/O is done.
+    """
 
     def __init__(
         self,
@@ -111,7 +115,8 @@ class SsdStore:
         quota_of: QuotaOf | None = None,
     ) -> None:
         """`slab_bytes` bounds the size of a block; it is fixed when the folder is made. Namespaces
-        without a quota share slabs. With `quota_of` quotas need only be set for what is here."""
+        without a quota share slabs. With `quota_of`, `set_quota` is needed only for namespaces that
+        already have blocks."""
         begin = time.monotonic()
         self.folder = folder
         self.counters = SsdCounters()
@@ -122,8 +127,8 @@ class SsdStore:
         self._active = 0
         self._closed = False
         self._order_changed = False
-        self._told: set[str] = set()
-        self._backoff = Backoff(retry_seconds)  # of writing blocks
+        self._logged: set[str] = set()
+        self._backoff = Backoff(retry_seconds)  # for writes of blocks
         self._progress = progress or (lambda line: None)
         disk = disk or OsDisk()
         self._has_quota = has_quota
@@ -157,7 +162,7 @@ class SsdStore:
         )
         self._committer.start()
         self.recovery: RecoveryReport = opened.report
-        del opened  # all that the journal said
+        del opened  # frees the records of the journal
         cpu.release_free_memory()
         self.recovery.seconds = time.monotonic() - begin
         self._progress(str(self.recovery))
@@ -167,15 +172,15 @@ class SsdStore:
         return self._table.on_lost or (lambda keys: None)
 
     @on_lost.setter
-    def on_lost(self, told: OnLost) -> None:
-        """Without one, the next `flush` is False for what was lost."""
-        self._table.on_lost = told
+    def on_lost(self, callback: OnLost) -> None:
+        """Without a callback, the next `flush` returns False if blocks were lost."""
+        self._table.on_lost = callback
 
-    # ---- questions ----------------------------------------------------------------------------
+    # ---- lookups ------------------------------------------------------------------------------
 
     @property
     def direct_io(self) -> bool:
-        """Whether blocks go past the page cache."""
+        """Whether reads and writes of blocks bypass the page cache."""
         return self._data.direct
 
     def match(self, keys: Sequence[StoreKey]) -> int:
@@ -193,7 +198,7 @@ class SsdStore:
             return [self._index.lookup(key) is Lookup.HIT for key in keys]
 
     def describe(self, keys: Sequence[StoreKey]) -> list[BlockFacts | None]:
-        """Length, checksum and parent of each block, from the index."""
+        """Returns length, checksum and parent of each block, from the index."""
         with self._lock:
             if self._closed:
                 return [None] * len(keys)
@@ -204,12 +209,12 @@ class SsdStore:
             return StoreUsage(len(self._index), self._table.live_bytes, self._budget.capacity_bytes)
 
     def usage_by_namespace(self) -> dict[bytes, tuple[int, int]]:
-        """Readable blocks and the bytes of their slots, by the first bytes of their keys."""
+        """Returns the number of readable blocks and the bytes of their slots for each namespace."""
         with self._lock:
             return self._table.by_namespace.snapshot()
 
     def set_quota(self, namespace: bytes, quota_bytes: int) -> None:
-        """The most one namespace may hold, in whole slabs and at least one."""
+        """Limits the bytes of a namespace, in whole slabs and at least one."""
         require_own(namespace_of(StoreKey(namespace)), self._has_quota)
         with self._lock:
             self._index.set_quota(namespace_of(StoreKey(namespace)), quota_bytes)
@@ -218,11 +223,11 @@ class SsdStore:
 
     def get(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[bool]:
         found = [False] * len(keys)
-        asked = list(zip(keys, map(as_bytes, into), strict=True))
+        requested = list(zip(keys, map(as_bytes, into), strict=True))
         try:
             with self._operation():
                 with self._lock:
-                    reads = self._pin(asked)
+                    reads = self._pin(requested)
                 try:
                     self._read(reads)
                 finally:
@@ -234,9 +239,9 @@ class SsdStore:
             pass
         return found
 
-    def _pin(self, asked: Sequence[tuple[StoreKey, memoryview]]) -> list[BlockRead]:
+    def _pin(self, requested: Sequence[tuple[StoreKey, memoryview]]) -> list[BlockRead]:
         reads = []
-        for position, (key, view) in enumerate(asked):
+        for position, (key, view) in enumerate(requested):
             if self._index.lookup(key) is not Lookup.HIT:
                 continue
             [slot] = self._index.pin([key])
@@ -253,14 +258,16 @@ class SsdStore:
         for read, moved in zip(reads, self._read_blocks(places), strict=True):
             read.ended = True
             if moved.error is not None:
-                self._tell_once("a block cannot be read and is forgotten (%s)", moved.error)
+                self._warn_once("a block cannot be read and is removed (%s)", moved.error)
                 read.refused = True
             else:
                 read.good = moved.checksum == read.checksum
 
     def measure_reads(self) -> None:
-        """Reads a few blocks for nobody, so that `read_speed` is known before anybody needs one of
-        them. They stay as old as they are, and damage is left for whoever wants the block."""
+        """Reads a few blocks and discards them, so that `read_speed` is known before a load.
+
+        This does not count as a use of the blocks, and damaged ones are left for a later read.
+        """
         try:
             with self._operation():
                 until = time.monotonic() + _MEASURED_S
@@ -272,7 +279,7 @@ class SsdStore:
             pass
 
     def _measure(self, keys: Sequence[StoreKey]) -> int:
-        """Reads blocks that are still here; how many bytes."""
+        """Reads the blocks that are still here; returns their number of bytes."""
         with self._lock:
             facts = [(key, known) for key in keys if (known := self._table.facts(key)) is not None]
             slots = self._index.pin([key for key, _ in facts])
@@ -280,9 +287,9 @@ class SsdStore:
         try:
             places = []
             for slot, length in zip(slots, lengths, strict=True):
-                room = mmap.mmap(-1, aligned(length, ALIGNMENT))  # aligned, as direct reads need
+                buffer = mmap.mmap(-1, aligned(length, ALIGNMENT))  # aligned for direct I/O
                 offset = self._table.offset(slot, length)
-                places.append(Place(offset, memoryview(room)[:length]))
+                places.append(Place(offset, memoryview(buffer)[:length]))
             self._read_blocks(places)
         finally:
             with self._lock:
@@ -293,7 +300,7 @@ class SsdStore:
         with self.read_speed.reading():
             outcomes = self._data.read_blocks(places)
         moved = zip(places, outcomes, strict=True)
-        self.read_speed.has_read(sum(place.view.nbytes for place, end in moved if not end.error))
+        self.read_speed.add(sum(place.view.nbytes for place, end in moved if not end.error))
         return outcomes
 
     def _unpin(self, reads: list[BlockRead]) -> None:
@@ -306,8 +313,8 @@ class SsdStore:
                     self.counters.read_errors += 1
                 else:
                     self.counters.bad_blocks += 1
-                    self._tell_once(
-                        "a block is damaged and is forgotten (%s)", "its checksum differs"
+                    self._warn_once(
+                        "a block is damaged and is removed (%s)", "its checksum does not match"
                     )
             self._index.unpin([read.slot])
 
@@ -341,13 +348,13 @@ class SsdStore:
     def _admit(
         self, items: Sequence[PutItem], payloads: list[memoryview], results: list[PutResult]
     ) -> list[BlockWrite]:
-        """Reserves slots, heads first; what follows a block that found none is left out too."""
+        """Reserves slots, heads first; successors of a block without a slot are dropped too."""
         writes: list[BlockWrite] = []
-        left_out: set[bytes] = set()
+        dropped: set[bytes] = set()
         used: set[int] = set()
         for position, (item, payload) in enumerate(zip(items, payloads, strict=True)):
             outcome: int | PutResult
-            if item.parent in left_out:
+            if item.parent in dropped:
                 outcome = PutResult.DROPPED
             elif not self._is_writable():
                 outcome = PutResult.FAILED
@@ -358,7 +365,7 @@ class SsdStore:
             if isinstance(outcome, PutResult):
                 results[position] = outcome
                 if outcome is not PutResult.PRESENT:
-                    left_out.add(item.key)
+                    dropped.add(item.key)
             else:
                 writes.append(BlockWrite(position, item, payload, outcome))
                 used.add(self._table.size_class(item.key, payload.nbytes))
@@ -374,15 +381,13 @@ class SsdStore:
         if nbytes > largest:
             self.counters.too_large_blocks += 1
             sizes = f"{format_size(nbytes)}, more than a slab of {format_size(largest)}"
-            self._tell_once(
-                "blocks are too large (%s): make the folder anew with more space", sizes
-            )
+            self._warn_once("blocks are too large (%s): create a new folder with more space", sizes)
         longest_key = max(len(item.key), len(item.parent or b""))
         return 0 < nbytes <= largest and bool(item.key) and longest_key <= MAX_KEY_BYTES
 
     def _write(self, writes: Sequence[BlockWrite]) -> None:
         if time.monotonic() < self._backoff.until:
-            return  # another batch has just failed
+            return  # another batch failed just now
         places = [
             Place(
                 self._table.offset(write.slot, write.payload.nbytes),
@@ -394,19 +399,24 @@ class SsdStore:
         for write, moved in zip(writes, self._data.write_blocks(places), strict=True):
             write.checksum = moved.checksum
             if moved.refused:
-                self._tell_once("a block is refused (%s)", "it came with another checksum")
+                self._warn_once(
+                    "a block is refused (%s)", "it does not have the checksum sent with it"
+                )
             elif moved.error is None:
                 write.result = PutResult.STORED
-            elif moved.error.errno != errno.ECANCELED:  # the one that failed says why
+            elif moved.error.errno != errno.ECANCELED:  # the block that failed has the reason
                 write.retire = moved.error.errno == errno.EIO
                 self._pause_writing(moved.error)
 
     def _seal(self, writes: list[BlockWrite], results: list[PutResult], failures: int) -> None:
-        """Makes what was written whole visible, and tells the journal. Not what a sync may have
-        lost since, when there were so many `failures`: the next one would not tell."""
-        in_doubt = self._committer.data_failures != failures
+        """Makes written blocks visible and queues their records.
+
+        `failures` is the number of failed data syncs before the write. If there were more since,
+        the data may be lost without an error of the next sync, so the blocks fail.
+        """
+        may_be_lost = self._committer.data_failures != failures
         for write in writes:
-            if in_doubt and write.result is PutResult.STORED:
+            if may_be_lost and write.result is PutResult.STORED:
                 write.result = PutResult.FAILED
             if write.result is not PutResult.STORED:
                 if write.retire:
@@ -431,7 +441,7 @@ class SsdStore:
     def _make_durable(
         self, items: Sequence[PutItem], writes: list[BlockWrite], results: list[PutResult]
     ) -> None:
-        """Waits for the records of this batch, and of those of its blocks that were here."""
+        """Waits until the records of this batch are durable, including those already present."""
         self._await_others(items, results)
         stored = [write for write in writes if write.is_readable]
         if not stored and PutResult.PRESENT not in results:
@@ -442,11 +452,11 @@ class SsdStore:
             self._table.forget(write.slot, write.item.key)
             results[write.position] = PutResult.FAILED
         for position, result in enumerate(results):
-            if result is PutResult.PRESENT:  # it stays here, but nobody knows for how long
+            if result is PutResult.PRESENT:  # it stays, but may not be durable
                 results[position] = PutResult.FAILED
 
     def _await_others(self, items: Sequence[PutItem], results: list[PutResult]) -> None:
-        """A block somebody else is writing has no record yet, and may never get one."""
+        """Waits for blocks that another put is writing: they have no record yet and may fail."""
         present = [n for n, result in enumerate(results) if result is PutResult.PRESENT]
         while any(self._index.lookup(items[n].key) is Lookup.PENDING for n in present):
             self._sealed.wait()
@@ -457,12 +467,12 @@ class SsdStore:
     # ---- removal ------------------------------------------------------------------------------
 
     def delete(self, keys: Sequence[StoreKey]) -> int:
-        """Returns when the journal knows: they do not come back with the next start."""
+        """Returns when the removal is durable, so that no block is back after the next start."""
         try:
             with self._operation(), self._lock:
                 here = [key for key in keys if self._index.lookup(key) is Lookup.HIT]
                 removed = sum(self._index.remove(key) for key in here)
-                # Also for those that are not here: another call may have removed them just now.
+                # Also if none are here: a concurrent call may just have removed them.
                 if not self._committer.wait(self._committer.barrier()):
                     raise NotDeletedError(len(keys), f"{self.folder} cannot be written")
                 return removed
@@ -473,7 +483,7 @@ class SsdStore:
         with self._lock:
             is_durable = self._closed or self._committer.flush()
         if not is_durable:
-            logger.error("%s: not everything could be made durable", self.folder)
+            logger.error("%s: not all blocks could be made durable", self.folder)
         return is_durable
 
     def retry(self) -> None:
@@ -499,7 +509,7 @@ class SsdStore:
 
     @contextmanager
     def _operation(self) -> Iterator[None]:
-        """Keeps the files open for the length of a call."""
+        """Keeps the files open during a call."""
         with self._lock:
             if self._closed:
                 raise _ClosedError
@@ -517,11 +527,13 @@ class SsdStore:
             self._index.touch(keys)
             self._order_changed = True
 
-    def _tell_once(self, message: str, detail: object) -> None:
-        """A disk that goes bad does so a thousand times; the counters have the rest."""
-        if message not in self._told:
-            self._told.add(message)
-            logger.warning("%s: " + message + "; counted from now on", self.folder, detail)
+    def _warn_once(self, message: str, detail: object) -> None:
+        """Logs each message once, because a failing disk repeats it; the counters have the rest."""
+        if message not in self._logged:
+            self._logged.add(message)
+            logger.warning(
+                "%s: " + message + "; further ones are only counted", self.folder, detail
+            )
 
     def _pause_writing(self, error: OSError) -> None:
         with self._lock:
@@ -530,7 +542,7 @@ class SsdStore:
                 return
             delay = self._backoff.failed(now)
         logger.error(
-            "%s: a block cannot be written (%s); nothing is written for %g s, reading goes on",
+            "%s: a block cannot be written (%s); writes pause for %g s, reads continue",
             self.folder,
             error,
             delay,

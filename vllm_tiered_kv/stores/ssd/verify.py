@@ -1,4 +1,4 @@
-"""Checking a folder offline: every record of the journal and every block, changing nothing."""
+"""Verifies a folder offline and read-only: every record of the journal and every block."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ _PROGRESS_BLOCKS = 1000
 
 @dataclass
 class VerifyReport:
+    """The result of `verify`."""
+
     good_blocks: int = 0
     good_bytes: int = 0
-    bad_keys: list[bytes] = field(default_factory=list)  # other bytes than were put there
-    unreadable_keys: list[bytes] = field(default_factory=list)  # the disk refused
+    bad_keys: list[bytes] = field(default_factory=list)  # the checksum does not match
+    unreadable_keys: list[bytes] = field(default_factory=list)  # the disk reports an error
     journal: RecoveryReport = field(default_factory=RecoveryReport)
     journal_missing: bool = False
-    is_unused: bool = False  # neither a journal nor data: there never were, or both were deleted
+    is_unused: bool = False  # neither journal nor data: never written, or both were deleted
     seconds: float = 0.0
 
     @property
     def is_sound(self) -> bool:
-        """A torn tail is not damage: it is what a crash leaves, and recovery cuts it."""
+        """A torn journal tail is not damage: a crash leaves it, and recovery cuts it off."""
         return not (
             self.bad_keys
             or self.unreadable_keys
@@ -46,7 +48,8 @@ class VerifyReport:
 def verify(
     folder: Path, progress: Callable[[str], None] | None = None, disk: Disk | None = None
 ) -> VerifyReport:
-    """Raises StoreFormatError for a folder that is no store, StoreLockedError for one in use."""
+    """Verifies a folder. Raises StoreFormatError if it is not a store, StoreLockedError if it is in
+    use."""
     if not (folder / FORMAT).exists() and not (folder / LOCK).exists():
         reason = "it has no FORMAT file" if folder.is_dir() else "there is no such folder"
         raise StoreFormatError(str(folder), reason)
@@ -61,7 +64,7 @@ def _verify(folder: Path, disk: Disk, progress: Callable[[str], None]) -> Verify
     begin = time.monotonic()
     report = VerifyReport()
     superblock = read_superblock(folder)
-    if superblock is None:  # a first start got no further than the lock
+    if superblock is None:  # the first start was interrupted after taking the lock
         report.is_unused = True
         return report
     contents = read_journal(disk, folder, superblock.store)
@@ -102,6 +105,7 @@ def _verify(folder: Path, disk: Disk, progress: Callable[[str], None]) -> Verify
 
 
 def _note_if_unused(report: VerifyReport, contents: JournalContents, data_bytes: int) -> None:
-    """A first start that is cut off leaves this: the data gets its length after the journal."""
+    """Recognises a first start that was interrupted: the data file gets its length only after the
+    journal exists."""
     if not contents.exists and not data_bytes:
         report.journal_missing, report.is_unused = False, True
