@@ -16,14 +16,14 @@ LAYERS = [
     {"cache", "device"},
     {"wire", "metrics", "native"},
     {"core"},
-    {"config", "option_values", "errors"},
+    {"config", "options", "errors"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 # Within a level rooms do not know each other, with these exceptions.
 ALLOWED_ASIDE: set[tuple[str, str]] = {
     ("config", "errors"),
-    ("config", "option_values"),
-    ("option_values", "errors"),
+    ("config", "options"),
+    ("options", "errors"),
 }
 FOREIGN = {"connector": {"vllm", "torch"}}
 
