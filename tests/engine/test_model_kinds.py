@@ -147,7 +147,7 @@ def test_mla(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         max_num_batched_tokens=4096,
         attention_config={"backend": "CPU_MLA"},
     ) as engine:
-        assert "CPU_MLA) round a prefix" in caplog.text
+        assert "CPU_MLA) round a cached prefix" in caplog.text
         assert engine.half.block_bytes == (2 * 16 * 576 * 4,)
         cold, tier = assert_tier_serves(engine)
         for first, second in zip(cold, tier, strict=True):
