@@ -54,8 +54,8 @@ _PINNED_COPIES = 20
 def measure_pinned_copy(nbytes: int) -> dict[str, float] | None:
     """The limit of any load: one large copy by torch between device and pinned memory.
 
-    Median GB/s in both directions and the milliseconds so many bytes take; None without GPU. In a
-    process of its own, so that nothing of it stays on the device.
+    Returns the median GB/s in both directions and the milliseconds that `nbytes` take, or None
+    without a GPU. Runs in its own process, so that it leaves nothing on the device.
     """
     with ProcessPoolExecutor(1, get_context("spawn")) as child:
         return child.submit(_pinned_copy, nbytes).result()
@@ -96,7 +96,7 @@ _DEVICE_TURNS = 4
 _HOOKS_OF = 32
 _WARM_TIMEOUT_S = 30.0
 _FS_DELAY = 4
-"""After so many prompts an earlier one is in the fs tier alone: its CPU tier holds three."""
+"""Prompts after which an earlier one is only in the fs tier: the CPU tier holds three."""
 
 Prompt = list[int]
 

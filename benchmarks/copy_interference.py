@@ -60,7 +60,7 @@ class DeviceClock:
             print(f"clocks are not measured: {reason}", flush=True)
 
     def reserve(self, count: int) -> None:
-        """Memory for so many notes, empty; not while a stream still writes earlier ones."""
+        """Allocates empty memory for `count` notes. No stream may still write earlier notes."""
         if self._kernel is not None:
             shape = (count, self._blocks, 3)
             self._notes = self._torch.zeros(shape, dtype=self._torch.int64, device="cuda")
@@ -109,7 +109,7 @@ ALONE = "alone"
 NO_COPIES = "nothing"
 """A way without copies: what is found for it is the error of the method."""
 
-_COVER = 1.2  # copies last so many times as long as the measured multiplications
+_COVER = 1.2  # copies last this many times as long as the measured multiplications
 _USED_TAIL = 0.9  # and at most into this share of the rest
 _MAX_PAUSE_MS = 0.1  # the clock is read there, which takes some microseconds
 _LATEST_COPIES_MS = 1.0  # a copy that waits for an event begins much sooner
@@ -140,7 +140,7 @@ class Window:
 
 
 def alternating(ways: Sequence[str], repeats: int, rng: random.Random) -> list[str]:
-    """Every way so many times, in random order, with windows alone before, between and after."""
+    """Returns each way `repeats` times in random order, with windows without copies in between."""
     plan = [ALONE]
     for _ in range(repeats):
         for way in rng.sample(list(ways), len(ways)):
