@@ -90,6 +90,15 @@ class Workload:
         growth = self.new_tokens * (self.turns - 1) + self.answer_tokens * self.turns
         return self.shared_tokens + self.first_tokens + (0 if self.kind == "prefill" else growth)
 
+    @property
+    def requests_that_fit(self) -> int:
+        """How many average requests of a chat the GPU cache holds."""
+        growth = (self.turns - 1) / 2 * (self.new_tokens + self.answer_tokens)
+        return int(
+            self.cache_tokens
+            / (self.shared_tokens + self.first_tokens + growth + self.answer_tokens)
+        )
+
 
 PRESETS = {
     workload.name: workload

@@ -10,8 +10,9 @@ the calm chats, whose engine is killed and started again.
 
 Modes: `tiered` (ours as it comes), `tiered_daemon` (ours with a small CPU tier and a daemon on the
 same host), `offloading` and `offloading_blhnc` (vLLM's OffloadingConnector as it comes, with blocks
-outermost), `simple` (vLLM's SimpleCPUOffloadConnector), `vllm` (alone) and `limit` (alone, with a
-GPU cache that holds everything). Each mode on each workload is a fresh engine in processes of its
+outermost), `simple` (vLLM's SimpleCPUOffloadConnector), `vllm` (alone), `limit` (alone, with a GPU
+cache that holds everything) and `limit_seqs` (like `limit`, with as many requests at once as fit
+into the GPU cache of the others). Each mode on each workload is a fresh engine in processes of its
 own, one after the other; all get the same arrival plan. Progress goes to the standard error, the
 tables to the standard output.
 """
@@ -236,13 +237,14 @@ class Runner:
         args = self._args
         longest = engine_configs.max_model_len(args.tiny)
         tokens = workload.cache_tokens
-        if mode == "limit":
+        if mode in ("limit", "limit_seqs"):
             played = plan(workload, args.seed, args.trace, longest).sessions
             # Blocks that are not full take a little more than their tokens.
             tokens = distinct_tokens(played) * 11 // 10 + 4 * longest
         ipc = daemon.ipc if daemon else None
+        at_once = workload.requests_that_fit if mode == "limit_seqs" else None
         return engine_configs.chat_spec(
-            mode, tokens, args.tiny, args.cpu_gib, args.daemon_cpu_gib, ipc
+            mode, tokens, args.tiny, args.cpu_gib, args.daemon_cpu_gib, ipc, at_once
         )
 
     def _in_child(

@@ -36,6 +36,7 @@ ON_A_CPU = (
     "hash_only",
     "tiered_daemon",
     "limit",
+    "limit_seqs",
 )
 """vLLM's own connectors need a GPU."""
 
@@ -139,6 +140,7 @@ CHAT_MODES = (
     "tiered",
     "offloading_blhnc",
     "limit",
+    "limit_seqs",
     "vllm",
     "offloading",
     "simple",
@@ -155,6 +157,8 @@ def why_not(mode: str, workload: Workload, gpu: bool) -> str | None:
     """Why this mode does not run this workload here; None: it does."""
     if not gpu and mode not in ON_A_CPU:
         return "vLLM's own connectors need a GPU"
+    if mode == "limit_seqs" and (workload.kind != "chats" or workload.shared_tokens):
+        return "how many requests fit is known for chats that share nothing"
     if workload.kind == "prefill" and mode == "limit":
         return "prompts are distinct: a larger GPU cache holds nothing that is asked again"
     if workload.kill_after_turn is not None and mode != "tiered_daemon":
@@ -186,11 +190,12 @@ def chat_spec(
     cpu_gib: float,
     daemon_cpu_gib: float,
     daemon: str | None,
+    max_num_seqs: int | None = None,
 ) -> EngineSpec:
     """`cpu_gib` is the CPU tier of every mode, or the memory of its daemon."""
     model = {} if tiny else QWEN2_7B
     tier = _TINY_TIER if tiny else int(cpu_gib * GIB)
-    base = {"limit": "vllm", "tiered_daemon": "tiered"}.get(mode, mode)
+    base = {"limit": "vllm", "limit_seqs": "vllm", "tiered_daemon": "tiered"}.get(mode, mode)
     found = connector_spec(base, Scale(model, 0, 0, tier, 0), Path())
     if mode == "tiered_daemon":
         assert found.transfer is not None
@@ -200,7 +205,10 @@ def chat_spec(
             # Two busy cores may take long to answer; a GPU machine runs with the default.
             **({"remote_lookup_timeout": 5} if tiny else {}),
         }
-    return EngineSpec(mode, model, found.transfer, found.environment, _options(cache_tokens, tiny))
+    options = _options(cache_tokens, tiny)
+    if max_num_seqs is not None:
+        options["max_num_seqs"] = max_num_seqs
+    return EngineSpec(mode, model, found.transfer, found.environment, options)
 
 
 def _options(cache_tokens: int, tiny: bool) -> dict[str, Any]:

@@ -196,9 +196,9 @@ class TieredKVConfig:
     )
     remote_queue: int = size(
         8 << 30,
-        "Write-behind queue to daemons: bytes of CPU-tier blocks per worker that may wait or "
-        "be in flight. Blocks that do not fit are not sent, and are counted. At most half of "
-        "the CPU tier is used for it.",
+        "Write-behind queue to daemons: bytes of CPU-tier blocks per worker that are pinned until "
+        "they are sent. Further blocks wait without a pin and are not sent if the CPU tier evicts "
+        "them before; these are counted. At most half of the CPU tier is pinned.",
     )
     remote_landing: int = size(
         128 << 20,

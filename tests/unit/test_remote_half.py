@@ -191,15 +191,23 @@ class Asked:
         self.keys = chain(4)
         self.server = Server("tcp://a:1")
         servers = placed(self.keys, self.server)
-        index = BlockIndex(ArenaGeometry(64, (64,)), "lru")
+        self.index = BlockIndex(ArenaGeometry(4 * 64, (64,)), "lru")
         self.lookups = RemoteLookups(servers, [RankTag()], 30.0, fresh_s, Recorder())  # type: ignore[arg-type]
-        self.tier = RemoteTier(servers, self.lookups, None, index, [GROUP], True)  # type: ignore[arg-type]
+        self.tier = RemoteTier(servers, self.lookups, None, self.index, [GROUP], True)  # type: ignore[arg-type]
         keys = SimpleNamespace(of_group=[self.keys])
         self.state = RequestState(None, keys, [0])  # type: ignore[arg-type]
 
-    def positions(self) -> range:
+    def keep(self, *positions: int) -> None:
+        """The CPU tier has these blocks, and no others."""
+        self.index.clear()
+        for n in positions:
+            slot = self.index.reserve(self.keys[n], self.keys[n - 1] if n else None, 0)
+            assert slot is not None
+            self.index.commit(slot)
+
+    def positions(self, computed: int = 0) -> range:
         end = time.monotonic() + 60
-        while (answer := self.tier.positions(self.state, 0, 16)) is None:
+        while (answer := self.tier.positions(self.state, computed, 16)) is None:
             assert time.monotonic() < end, "a request waits forever"
             time.sleep(0.001)
         return answer[0]
@@ -222,6 +230,32 @@ def test_a_request_that_waited_in_line_is_looked_up_anew() -> None:
     asked.server.holds = set()
     asked.age()
     assert asked.positions() == range(0)
+    asked.lookups.close()
+
+
+def test_blocks_evicted_while_a_request_waits_are_looked_up_too() -> None:
+    """When it arrived the CPU tier had its head, so the daemon was asked for the rest alone."""
+    asked = Asked(fresh_s=60)
+    asked.server.holds = set(asked.keys)
+    asked.keep(0, 1)
+    asked.tier.begin(asked.state, 16)
+    assert asked.positions() == range(2, 4)
+    asked.keep()
+    assert asked.positions() == range(4)
+    asked.keep(0)
+    asked.keep()
+    assert asked.positions() == range(4)
+    assert len(asked.server.asked) == 2, "an answer for all blocks depends on no other tier"
+    asked.lookups.close()
+
+
+def test_blocks_that_the_gpu_evicts_meanwhile_are_looked_up_too() -> None:
+    asked = Asked(fresh_s=60)
+    asked.server.holds = set(asked.keys)
+    assert asked.positions(computed=12) == range(3, 4)
+    assert asked.positions(computed=4) == range(1, 4)
+    assert asked.positions(computed=8) == range(1, 4)
+    assert len(asked.server.asked) == 2
     asked.lookups.close()
 
 
@@ -292,19 +326,49 @@ def test_a_block_on_its_way_is_pinned_until_every_rank_has_sent_it() -> None:
     assert tiers.dropped(DropReason.REFUSED) == 1
 
 
-def test_a_full_queue_drops_tails_and_counts_them() -> None:
+def test_blocks_that_find_the_queue_full_are_sent_when_it_has_room() -> None:
     tiers = Tiers(slots=16, queue_blocks=4)
     tiers.store(0, 6)
     (job,) = tiers.writes.take()
     assert job.keys == tuple(tiers.keys[:4])
-    assert tiers.dropped(DropReason.QUEUE_FULL) == 2
     tiers.store(6, 8)
     assert tiers.writes.take() == []
-    assert tiers.dropped(DropReason.QUEUE_FULL) == 4
+    assert not tiers.writes.has_next
+    assert tiers.index.pinned_slots() == set(job.slots.tolist()), "waiting blocks are pinned"
     tiers.ledger.report_put(job.job_id, [StoreReport(4)])
-    tiers.store(8, 10)
+    assert tiers.writes.has_next, "an idle engine would leave the rest unsent"
     (job,) = tiers.writes.take()
-    assert len(job.keys) == 2
+    assert job.keys == tuple(tiers.keys[4:8])
+    assert job.parents == tuple(tiers.keys[3:7])
+    tiers.ledger.report_put(job.job_id, [StoreReport(4)])
+    assert not tiers.writes.has_next
+    assert tiers.dropped(DropReason.QUEUE_FULL) == 0
+
+
+def test_blocks_evicted_before_they_are_sent_are_counted() -> None:
+    tiers = Tiers(slots=6, queue_blocks=2)
+    tiers.store(0, 6)
+    (job,) = tiers.writes.take()
+    assert job.keys == tuple(tiers.keys[:2])
+    tiers.store(8, 11)  # evicts three of those that wait
+    sent = set(job.keys)
+    while True:
+        tiers.ledger.report_put(job.job_id, [StoreReport(len(job.keys))])
+        jobs = tiers.writes.take()
+        if not jobs:
+            break
+        (job,) = jobs
+        sent |= set(job.keys)
+    assert sent == {*tiers.keys[:3], *tiers.keys[8:11]}
+    assert tiers.dropped(DropReason.QUEUE_FULL) == 3
+
+
+def test_evicted_blocks_do_not_wait_for_ever() -> None:
+    tiers = Tiers(slots=4, queue_blocks=1)
+    for start in range(0, 16, 2):
+        tiers.store(start, start + 2)
+    assert len(tiers.writes._waiting) <= 8
+    assert tiers.dropped(DropReason.QUEUE_FULL) > 0
 
 
 def test_without_a_daemon_nothing_is_pinned() -> None:

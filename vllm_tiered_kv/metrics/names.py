@@ -28,7 +28,7 @@ class DropReason(str, enum.Enum):
     NOT_PINNED_YET = "not_pinned_yet"  # the arena is still being pinned in the background
     COPY_FAILED = "copy_failed"
     RESET = "reset"  # the cache was reset while the store was under way
-    QUEUE_FULL = "queue_full"  # too many blocks are on their way to the daemon already
+    QUEUE_FULL = "queue_full"  # evicted from the CPU tier before it could be sent to the daemon
     UNAVAILABLE = "unavailable"  # no daemon answers, or the one it was sent to did not
     UNREPORTED = "unreported"  # not all ranks said in time what became of it
     REFUSED = "refused"  # the daemon did not take it: no room, a failed write, not in time

@@ -90,6 +90,9 @@ class RemoteLookup:
     asked_at: float
     deadline: float
     fresh_until: float
+    firsts: Sequence[int] = ()
+    """Per full group: the first position it asks for. The tiers of this engine held the others."""
+    windows: WindowSearch | None = None
     answer: RemoteAnswer | None = None
     given_up: bool = False
     was_awaited: bool = False
@@ -211,7 +214,7 @@ class RemoteLookups:
         lengths = list(block_bytes) or [0] * len(wanted)
         # The lookup has its own future: the pool returns none if it queues the task and then fails
         # to start a thread for it.
-        lookup = RemoteLookup(Future(), now, deadline, deadline + self._pin_s)
+        lookup = RemoteLookup(Future(), now, deadline, deadline + self._pin_s, firsts, windows)
         try:
             self._pool.submit(
                 self._answer, lookup.future, wanted, firsts, lengths, deadline, windows

@@ -85,8 +85,10 @@ class RemoteTier:
         if state.remote is not None:
             state.remote.renewable = True
 
-    def _ask(self, state: RequestState, computed: int, limit: int) -> None:
-        """Starts a lookup of the blocks that the CPU tier lacks, if there are any."""
+    def _ask(
+        self, state: RequestState, computed: int, limit: int, leave_out_held: bool = True
+    ) -> None:
+        """Starts a lookup if the CPU tier lacks blocks: of those, or of all after `computed`."""
         if state.remote is not None or state.remote_failed:
             return
         keys, firsts = [], []
@@ -97,15 +99,17 @@ class RemoteTier:
             is_full = group.window is None
             found = self._index.match_prefix(group_keys, first, stop) if is_full else stop - first
             lacks_some |= first + found < stop
-            firsts.append(first + found)
+            firsts.append(first + found if leave_out_held or not is_full else first)
             keys.append(group_keys[: stop + tail])
-        windows = self._window_search(keys, computed, limit) if self._has_windows else None
-        if windows is None:
-            missing = lacks_some
-        else:
-            alone = loadable_tokens(
-                self._index, self._groups, keys, computed, limit, windows.alignment
-            )
+        missing = lacks_some
+        windows = None
+        if self._has_windows:
+            held = [self._index.are_readable(group_keys) for group_keys in keys]
+            if not leave_out_held:
+                held = [[False] * len(group) for group in held]
+            alignment = math.lcm(*(group.block_size for group in self._groups))
+            windows = WindowSearch(self._groups, held, computed, limit, alignment)
+            alone = loadable_tokens(self._index, self._groups, keys, computed, limit, alignment)
             missing = computed + alone < limit
         if not missing:
             return
@@ -115,12 +119,23 @@ class RemoteTier:
         lengths = [group.block_bytes for group in self._groups]
         state.remote = self._lookups.start(keys, firsts, lengths, windows)
 
-    def _window_search(
-        self, keys: Sequence[Sequence[BlockKey]], computed: int, limit: int
-    ) -> WindowSearch:
-        held = [self._index.are_readable(group_keys) for group_keys in keys]
-        alignment = math.lcm(*(group.block_size for group in self._groups))
-        return WindowSearch(self._groups, held, computed, limit, alignment)
+    def _has_lost_blocks(self, state: RequestState, computed: int) -> bool:
+        """Whether the GPU or the CPU tier has evicted blocks that the lookup left out because they
+        were held. Its answer then begins after a gap."""
+        lookup = state.remote
+        if lookup is None or lookup.given_up:
+            return False
+        for group, keys in zip(self._groups, state.loadable_keys, strict=True):
+            first, stop = computed // group.block_size, lookup.firsts[group.group_id]
+            if group.window is not None:
+                held = lookup.windows.held[group.group_id] if lookup.windows is not None else ()
+                if not all(
+                    self._index.are_readable([keys[n] for n, had in enumerate(held) if had])
+                ):
+                    return True
+            elif first < stop and self._index.match_prefix(keys, first, stop) < stop - first:
+                return True
+        return False
 
     def positions(self, state: RequestState, computed: int, limit: int) -> list[range] | None:
         """The positions that daemons hold of a request, per group; None while the lookup runs."""
@@ -128,7 +143,12 @@ class RemoteTier:
             return [range(0)] * len(self._groups)  # the GPU has all blocks
         if state.remote is not None and state.remote.is_outdated:
             state.drop_lookup()
-        self._ask(state, computed, limit)
+        # A request may wait in vLLM's queue for seconds after its lookup. What it asks for now does
+        # not depend on the CPU tier, so it need not ask again when more is evicted.
+        has_lost = self._has_lost_blocks(state, computed)
+        if has_lost:
+            state.drop_lookup()
+        self._ask(state, computed, limit, leave_out_held=not has_lost)
         if state.remote is None:
             return [range(0)] * len(self._groups)
         self._lookups.poll(state.remote)
@@ -210,9 +230,9 @@ class RemoteTier:
         return self.puts.take(), probes
 
     @property
-    def has_probes(self) -> bool:
-        """Whether a probe waits for a step."""
-        return bool(self._probes)
+    def has_planned(self) -> bool:
+        """Whether a probe or a put waits for a step."""
+        return bool(self._probes) or self.puts.has_next
 
     def update_mapped_arenas(self, by_rank: Mapping[int, Mapping[bytes, int]]) -> None:
         """Records which daemon memory the workers have mapped (`RemoteIO.ready_arenas`)."""

@@ -351,7 +351,7 @@ class SchedulerHalf:
                 and (self.index.has_unflushed_recency or self.stores.has_deferred)
             )
             or self._next.stores_before
-            or (self.remote is not None and self.remote.has_probes)
+            or (self.remote is not None and self.remote.has_planned)
             or self._must_query_ranks
             or self._next.identity  # workers connect to the daemons in the first step
         )
