@@ -62,10 +62,10 @@ def test_plan_pauses_have_the_asked_distribution() -> None:
 
 def test_distinct_tokens_counts_a_shared_prompt_once() -> None:
     agents = PRESETS["agents"]
-    own = 16 * 8 * (536 + 64)
+    own = 16 * (4_000 + 5 * 720 + 6 * 64)
     assert distinct_tokens(sessions(agents, 0)) == 24_000 + own
     assert own > agents.cache_tokens  # the histories alone do not fit
-    assert agents.longest_tokens == 24_000 + 8 * 600
+    assert agents.longest_tokens == 24_000 + own // 16
 
 
 def test_token_ids_depend_on_piece_and_seed_alone() -> None:
