@@ -123,7 +123,7 @@ def serve(engine: RealEngine, at: str, seed: int) -> None:
     assert engine.worker_half._remote is not None
     if at.startswith("ipc://"):
         regions = engine.worker_half._remote._regions
-        eventually(lambda: regions.covers(at))
+        eventually(lambda: regions.of(at))
     cold = engine.ask(asked)
     engine.settle()
     for tier in (Tier.CPU.value, Tier.REMOTE.value):

@@ -51,6 +51,6 @@ def wait_attached(toy: ToyEngine, at: str) -> None:
     toy.run()
     regions = toy.worker.worker_half._remote._regions
     end = time.monotonic() + 30
-    while at.startswith("ipc://") and not regions.covers(at):
+    while at.startswith("ipc://") and not regions.of(at):
         assert time.monotonic() < end, "the daemon's memory was never attached"
         time.sleep(0.01)

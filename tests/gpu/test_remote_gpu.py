@@ -57,7 +57,7 @@ def engine(
         if request.param == "ipc":
             regions = running.worker_half._remote._regions
             deadline = time.monotonic() + 120
-            while not regions.covers(remote):
+            while not regions.of(remote):
                 assert time.monotonic() < deadline, "the daemon's memory was never pinned"
                 time.sleep(0.05)
         yield running

@@ -13,6 +13,7 @@ from vllm_tiered_kv.cache.cost_model import Choice, Span
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.planner import Group
 from vllm_tiered_kv.config import TieredKVConfig
+from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier, EngineFacts
 from vllm_tiered_kv.connector.scheduler.load_policy import LoadDecider
 from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteAnswer, RemoteLookup, RemoteSpan
 from vllm_tiered_kv.connector.scheduler.request_state import RequestState
@@ -42,7 +43,8 @@ class ClockedDecider(LoadDecider):
         self.clock, self.recorder = Clock(), Recorder()
         self.index = BlockIndex(ArenaGeometry.for_blocks(64 * 1024, [64]), "lru", lambda *_: None)
         config = TieredKVConfig.load({"remote": "tcp://far:1", **options}, {})
-        super().__init__(config, groups, self.index, self.recorder, 64, self.clock, num_ranks)
+        tier = CpuTier(groups, self.index, None, self.recorder)  # type: ignore[arg-type]
+        super().__init__(config, tier, EngineFacts(num_ranks, 64), clock=self.clock)
         self.steps: list[tuple[int, float, float]] = []
         learn = self.costs.step_ended
 
@@ -275,9 +277,9 @@ def test_an_answer_is_waited_for_as_long_as_it_may_save() -> None:
     assert decider.waits_for_daemons(asked, 0)  # the first load is the probe
     taught(decider, 0.0005)
     assert decider.waits_for_daemons(asked, 0)  # 200 ms to save
-    decider.answers.extend([(100, 0)] * 60)
+    decider._answers.extend([(100, 0)] * 60)
     assert not decider.waits_for_daemons(asked, 0)  # but daemons never have anything
-    decider.answers.extend([(100, 100)] * 60)
+    decider._answers.extend([(100, 100)] * 60)
     assert decider.waits_for_daemons(asked, 0)
     for _ in range(8):
         decider.costs.speeds[Tier.MEMORY].observe(64 * 100, 10.0)
@@ -289,7 +291,7 @@ def test_always_waits() -> None:
     decider = ClockedDecider(load_policy="always")
     asked = waiting(decider, 400)
     taught(decider, 0.0005)
-    decider.answers.extend([(100, 0)] * 60)
+    decider._answers.extend([(100, 0)] * 60)
     decider.clock.now += 0.09
     assert decider.waits_for_daemons(asked, 0)
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import StoreReport, TransferLedger
 from vllm_tiered_kv.cache.planner import Group, loadable_tokens, plan_store
+from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier
 from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookups
 from vllm_tiered_kv.connector.scheduler.remote_puts import RemotePuts
 from vllm_tiered_kv.connector.scheduler.remote_tier import RemoteTier
@@ -193,7 +194,8 @@ class Asked:
         servers = placed(self.keys, self.server)
         index = BlockIndex(ArenaGeometry(64, (64,)), "lru")
         self.lookups = RemoteLookups(servers, [RankTag()], 30.0, fresh_s, Recorder())  # type: ignore[arg-type]
-        self.tier = RemoteTier(servers, self.lookups, None, index, [GROUP], True)  # type: ignore[arg-type]
+        cpu = CpuTier([GROUP], index, None, Recorder())  # type: ignore[arg-type]
+        self.tier = RemoteTier(servers, self.lookups, None, cpu, True)  # type: ignore[arg-type]
         keys = SimpleNamespace(of_group=[self.keys])
         self.state = RequestState(None, keys, [0])  # type: ignore[arg-type]
 
@@ -253,14 +255,9 @@ class Tiers:
         self.keys = chain(16)
         self.server = Server("tcp://a:1")
         self.servers = placed(self.keys, self.server)
-        self.writes = RemotePuts(
-            self.servers,  # type: ignore[arg-type]
-            [GROUP],
-            self.index,
-            self.ledger,
-            queue_blocks * GROUP.block_bytes,
-        )
-        self.ledger.on_commit = self.writes.offer
+        tier = CpuTier([GROUP], self.index, self.ledger, self.recorder)
+        queue_bytes = queue_blocks * GROUP.block_bytes
+        self.writes = RemotePuts(self.servers, tier, queue_bytes)  # type: ignore[arg-type]
 
     def store(self, start: int, stop: int) -> None:
         plan = plan_store(self.index, GROUP, self.keys, start, stop)
@@ -269,7 +266,7 @@ class Tiers:
             plan.slots, int64_array(plan.slots), GROUP.block_bytes, None, anchors
         )
         for _ in range(self.ledger._num_ranks):
-            self.ledger.report_store(job, [StoreReport(len(plan.slots))])
+            self.writes.offer(self.ledger.report_store(job, [StoreReport(len(plan.slots))]))
 
     def dropped(self, reason: DropReason) -> float:
         return self.recorder.total(names.DROPPED_BLOCKS, "remote", reason.value)

@@ -20,6 +20,7 @@ from vllm_tiered_kv.cache.ledger import TransferLedger
 from vllm_tiered_kv.cache.planner import Group
 from vllm_tiered_kv.config import TieredKVConfig
 from vllm_tiered_kv.connector.identity.shard import distinct_tags, holding_of, replicas_of
+from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier
 from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookups
 from vllm_tiered_kv.connector.scheduler.remote_puts import RemotePuts
 from vllm_tiered_kv.connector.scheduler.remote_tier import RemoteTier
@@ -133,12 +134,9 @@ class Engine:
         self.cluster = Cluster([address], IDENTITY)
         tags = distinct_tags(parallel(2), replicas)  # type: ignore[arg-type]
         self.lookups = RemoteLookups(self.cluster, tags, 20.0, 20.0, self.recorder)
-        self.writes = RemotePuts(
-            self.cluster, [GROUP], self.index, self.ledger, self.geometry.capacity_bytes
-        )
-        self.tier = RemoteTier(
-            self.cluster, self.lookups, self.writes, self.index, [GROUP], True, num_workers=2
-        )
+        cpu = CpuTier([GROUP], self.index, self.ledger, self.recorder)
+        self.writes = RemotePuts(self.cluster, cpu, self.geometry.capacity_bytes)
+        self.tier = RemoteTier(self.cluster, self.lookups, self.writes, cpu, True, num_workers=2)
         self.workers = [Worker(rank, replicas, address, self.geometry) for rank in range(2)]
 
     def send(self, content: np.ndarray, per_job: int) -> None:

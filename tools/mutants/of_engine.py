@@ -366,8 +366,8 @@ ENGINE = (
     Mutation(
         "load-ahead-of-the-first-forward",
         "connector/assembly.py",
-        "    half.loads.awaits_first_forward = first_forward_clears(kv_cache_config)\n",
-        "",
+        "        first_forward_clears=engine.first_forward_clears,\n",
+        "        first_forward_clears=False,\n",
         "the first forward sets scales that were loaded to one",
         ("tests/engine/test_remote_hazards.py",),
         Needs.VLLM,

@@ -6,15 +6,13 @@ A *step load* runs in the step that computes the request: the forward waits for 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.cache.cost_model import between
-from vllm_tiered_kv.cache.index import BlockIndex
-from vllm_tiered_kv.cache.ledger import TransferLedger
 from vllm_tiered_kv.cache.planner import Group, loadable_tokens, telling_group
+from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier
 from vllm_tiered_kv.connector.scheduler.hashed_blocks import ids_of
 from vllm_tiered_kv.connector.scheduler.load_policy import LoadDecider
 from vllm_tiered_kv.connector.scheduler.partial_tail import tail_of
@@ -26,7 +24,6 @@ from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Lookup, Tier
 from vllm_tiered_kv.core.transfer import GroupTransfer, LoadJob, int64_array, pick
 from vllm_tiered_kv.metrics import names
-from vllm_tiered_kv.metrics.recorder import Recorder
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -44,27 +41,28 @@ class LoadPlanner:
 
     def __init__(
         self,
-        groups: Sequence[Group],
-        index: BlockIndex,
-        ledger: TransferLedger,
-        recorder: Recorder,
+        tier: CpuTier,
         step_policy: StepLoadPolicy,
         load_policy: LoadDecider,
+        remote: RemoteTier | None,
+        verification: Verification | None,
+        reuses_tails: bool,
+        first_forward_clears: bool,
     ) -> None:
+        """`first_forward_clears`: see `EngineFacts`."""
         self.step_policy = step_policy
         self.load_policy = load_policy
-        self._groups = groups
-        self._alignment = math.lcm(*(group.block_size for group in groups))
-        self._index = index
-        self._ledger = ledger
-        self._recorder = recorder
-        self.remote: RemoteTier | None = None
-        self.awaits_first_forward = False
-        """The first forward would overwrite blocks that were loaded before it, so daemons are not
-        asked until then. The CPU tier is still empty."""
+        self._groups = tier.groups
+        self._alignment = tier.alignment
+        self._index = tier.index
+        self._ledger = tier.ledger
+        self._recorder = tier.recorder
+        self._remote = remote
+        # Daemons are not asked until then. The CPU tier is still empty.
+        self._awaits_first_forward = first_forward_clears
         self._pool: BlockPool | None = None
-        self.verification: Verification | None = None
-        self.reuses_tails = False
+        self._verification = verification
+        self._reuses_tails = reuses_tails
         self._awaiting_recompute: set[str] = set()
         """Requests that wait to be computed after a failed load. Whenever vLLM admits an
         asynchronous load, it reserves blocks for the full length of each of them."""
@@ -88,16 +86,16 @@ class LoadPlanner:
     @property
     def _daemons(self) -> RemoteTier | None:
         """The remote tier, if it may be asked now."""
-        if self.remote is None or self.awaits_first_forward or not self.load_policy.may_load:
+        if self._remote is None or self._awaits_first_forward or not self.load_policy.may_load:
             return None
-        return self.remote
+        return self._remote
 
     def step_planned(self, scheduled: Collection[str]) -> None:
         """vLLM has planned a step with these requests. Loads admitted from now on belong to a later
         step."""
         self.step_policy.step_planned(scheduled)
         if scheduled:
-            self.awaits_first_forward = False
+            self._awaits_first_forward = False
 
     def finished(self, request_id: str) -> None:
         self.step_policy.finished(request_id)
@@ -154,11 +152,11 @@ class LoadPlanner:
             # Windows need other blocks at the end of a shorter prefix.
             loadable = self._find(state, computed, computed + choice.tokens, daemon_ranges)
         verified = 0
-        if loadable and self.verification is not None and self.verification.selects(state):
+        if loadable and self._verification is not None and self._verification.selects(state):
             verified, loadable = min(loadable, full - computed), 0
         is_step_load = (
             bool(loadable)
-            and (self.remote is None or self.remote.is_resident(state))
+            and (self._remote is None or self._remote.is_resident(state))
             and self.step_policy.allows(request.request_id, self._bytes(loadable))
         )
         if (state.keeps_reservation or self._awaiting_recompute) and not is_step_load:
@@ -196,13 +194,13 @@ class LoadPlanner:
 
     def _ensure_tail(self, state: RequestState) -> None:
         """Computes the tail of the prompt once, if tails are reused."""
-        if self.reuses_tails and state.tail is None:
+        if self._reuses_tails and state.tail is None:
             state.tail = tail_of(state.request, state.keys, self._alignment)
 
     def _keeps_tail(self, state: RequestState, load: LoadSplit) -> bool:
         """Whether a later request finds the loaded tail again without another store: the CPU tier
         holds it, or a daemon does that later requests ask anyway."""
-        if self.remote is None or not self.remote.keep_copies:
+        if self._remote is None or not self._remote.keep_copies:
             return True
         return bool(load.local) and load.local[-1] == len(state.loadable_keys[0]) - 1
 
@@ -225,8 +223,8 @@ class LoadPlanner:
         state.on_gpu = match.on_gpu
         state.computed_again = match.computed_again
         covered = -(-tokens // self._alignment) * self._alignment  # rounded up for a tail
-        if match.verified and self.verification is not None:
-            self.verification.begin(state, match.computed, match.verified)
+        if match.verified and self._verification is not None:
+            self._verification.begin(state, match.computed, match.verified)
         loads = [
             self._split(state, group, match.computed, covered, blocks) for group in self._groups
         ]
@@ -236,11 +234,11 @@ class LoadPlanner:
             is_timed = not match.is_step_load
             name = request.request_id
             probed = self.load_policy.admitted(name, match.choice, covered, is_timed)
-            if probed and self.remote is not None:
+            if probed and self._remote is not None:
                 first, stop = match.computed + probed.start, match.computed + probed.stop
                 nbytes = self.load_policy.bytes_of(probed)
                 group = telling_group(self._groups)
-                self.remote.probe(state, group, range(first, stop), nbytes)
+                self._remote.probe(state, group, range(first, stop), nbytes)
         lookup, state.remote = state.remote, None  # a restarted request looks up again
         if lookup is not None and not any(load.remote for load in loads):
             lookup.drop()
@@ -309,9 +307,9 @@ class LoadPlanner:
             before = span.start - 1
             assert not table[span.start].is_null, "vLLM dropped a block of the window"
             assert before < computed // group.block_size or table[before].is_null
-        if self.remote is None:
+        if self._remote is None:
             return LoadSplit(span, [])
-        return self.remote.split(state, group, span, ids_of(pick(table, span)))
+        return self._remote.split(state, group, span, ids_of(pick(table, span)))
 
     def _open(
         self,

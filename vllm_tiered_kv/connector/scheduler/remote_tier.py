@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.planner import Group, loadable_tokens
+from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier
 from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookups, RemoteSpan
 from vllm_tiered_kv.connector.scheduler.remote_puts import RemotePuts
 from vllm_tiered_kv.connector.scheduler.request_state import RequestState
@@ -26,6 +25,7 @@ from vllm_tiered_kv.core.transfer import (
 )
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.remote.address import EngineIdentity
 from vllm_tiered_kv.remote.placement import Cluster
 from vllm_tiered_kv.remote.shared_memory import LookupLease
 
@@ -46,16 +46,15 @@ class LoadSplit:
 
 
 class RemoteTier:
-    """Lookups, loads, probes and puts at the daemons, as the scheduler plans them. The scheduler
-    half builds it; the load planner and the load policy call it in the scheduler's thread."""
+    """Lookups, loads, probes and puts at the daemons, as the scheduler plans them. The load planner
+    and the scheduler half call it, in the scheduler's thread."""
 
     def __init__(
         self,
         cluster: Cluster,
         lookups: RemoteLookups,
         puts: RemotePuts,
-        index: BlockIndex,
-        groups: Sequence[Group],
+        tier: CpuTier,
         keep_copies: bool,
         num_workers: int = 1,
     ) -> None:
@@ -64,20 +63,20 @@ class RemoteTier:
         self._num_workers = num_workers
         self._cluster = cluster
         self._lookups = lookups
-        self.answers = lookups.answers
-        self.read_speeds = lookups.read_speeds
         self.puts = puts
-        self._index = index
-        self._groups = groups
+        self._index = tier.index
+        self._groups = tier.groups
+        self._alignment = tier.alignment
         self.keep_copies = keep_copies
-        self._has_windows = any(group.window is not None for group in groups)
+        self._has_windows = any(group.window is not None for group in tier.groups)
         self._arenas_of_rank: dict[int, Mapping[bytes, int]] = {}
         self._probes: list[ProbeJob] = []
         self._probe_deadline = 0.0
 
-    def greet(self) -> None:
-        """Connects to the daemons before the first request arrives. Never blocks."""
-        self._lookups.greet()
+    @property
+    def identity(self) -> EngineIdentity:
+        """The engine's identity at the daemons."""
+        return self._cluster.identity
 
     def begin(self, state: RequestState, limit: int) -> None:
         """Starts the lookup of a request that has just arrived, ahead of need."""
@@ -104,7 +103,7 @@ class RemoteTier:
             missing = lacks_some
         else:
             alone = loadable_tokens(
-                self._index, self._groups, keys, computed, limit, windows.alignment
+                self._index, self._groups, keys, computed, limit, self._alignment
             )
             missing = computed + alone < limit
         if not missing:
@@ -119,8 +118,7 @@ class RemoteTier:
         self, keys: Sequence[Sequence[BlockKey]], computed: int, limit: int
     ) -> WindowSearch:
         held = [self._index.are_readable(group_keys) for group_keys in keys]
-        alignment = math.lcm(*(group.block_size for group in self._groups))
-        return WindowSearch(self._groups, held, computed, limit, alignment)
+        return WindowSearch(self._groups, held, computed, limit, self._alignment)
 
     def positions(self, state: RequestState, computed: int, limit: int) -> list[range] | None:
         """The positions that daemons hold of a request, per group; None while the lookup runs."""
@@ -247,10 +245,6 @@ class RemoteTier:
         """Writes to the metrics which daemons are up."""
         for address, store in self._cluster.stores.items():
             recorder.set(names.DAEMON_UP, int(store.is_up), address)
-
-    def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Deletes blocks of all ranks at the daemons. Never blocks."""
-        self._lookups.delete(keys)
 
     @property
     def open_leases(self) -> int:

@@ -18,42 +18,31 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from vllm_tiered_kv.cache.index import BlockIndex
-from vllm_tiered_kv.cache.ledger import TransferLedger
-from vllm_tiered_kv.cache.planner import groups_of
 from vllm_tiered_kv.config import Mode, TieredKVConfig
 from vllm_tiered_kv.connector.identity.request_keys import KeyMaker
 from vllm_tiered_kv.connector.metadata import TieredKVMetadata, TieredKVWorkerMetadata
+from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier, EngineFacts
 from vllm_tiered_kv.connector.scheduler.early_loads import EarlyLoads
 from vllm_tiered_kv.connector.scheduler.hashed_blocks import ids_of
 from vllm_tiered_kv.connector.scheduler.invalid_load_recovery import InvalidLoadRecovery
-from vllm_tiered_kv.connector.scheduler.lazy_store import LazyStore
 from vllm_tiered_kv.connector.scheduler.load_planner import LoadPlanner
-from vllm_tiered_kv.connector.scheduler.load_policy import LoadDecider
-from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookups
-from vllm_tiered_kv.connector.scheduler.remote_puts import RemotePuts
 from vllm_tiered_kv.connector.scheduler.remote_tier import RemoteTier
 from vllm_tiered_kv.connector.scheduler.request_state import (
     RequestState,
     awaits_first_token,
     detect_replaced_adapters,
 )
-from vllm_tiered_kv.connector.scheduler.step_load_policy import StepLoadPolicy
+from vllm_tiered_kv.connector.scheduler.stale_hash_guard import StaleHashGuard
 from vllm_tiered_kv.connector.scheduler.store_planner import StorePlanner
 from vllm_tiered_kv.connector.scheduler.verification import Verification
 from vllm_tiered_kv.connector.stats import TieredKVStats
-from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
-from vllm_tiered_kv.core.key import RankTag
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.errors import TieredKVError
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.names import DropReason
-from vllm_tiered_kv.metrics.recorder import Recorder
-from vllm_tiered_kv.remote.address import EngineIdentity
-from vllm_tiered_kv.remote.placement import Cluster
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -80,28 +69,29 @@ class SchedulerHalf:
     def __init__(
         self,
         config: TieredKVConfig,
+        engine: EngineFacts,
         key_maker: KeyMaker,
-        block_sizes: list[int],
-        block_bytes: list[int],
-        geometry: ArenaGeometry,
-        num_ranks: int,
-        steps_zero_blocks: bool,
-        lazy: LazyStore | None,
-        hash_block_size: int | None,
-        step_tokens: int = 8192,
-        windows: Sequence[int | None] = (),
-        computes_on_cpu: bool = False,
+        tier: CpuTier,
+        loads: LoadPlanner,
+        stores: StorePlanner,
+        remote: RemoteTier | None,
+        verification: Verification | None,
+        early_loads: EarlyLoads | None,
     ) -> None:
-        """`steps_zero_blocks`: vLLM zeroes new blocks in a step before it calls the connector.
-        `windows`: per group, see `Group`. See `StorePlanner` for the others."""
         self._config = config
-        self._num_ranks = num_ranks
+        self._engine = engine
         self._key_maker = key_maker
-        self._groups = groups_of(block_sizes, block_bytes, windows, geometry)
-        self._store_on_finish = not steps_zero_blocks
-        self.recorder = Recorder()
-        self.index = BlockIndex(geometry, config.eviction.value)
-        self.ledger = TransferLedger(self.index, self.recorder, num_ranks)
+        self._groups = tier.groups
+        self.index = tier.index
+        self.ledger = tier.ledger
+        self.recorder = tier.recorder
+        self.loads = loads
+        self.load_policy = loads.load_policy
+        self.stores = stores
+        self.remote = remote
+        self.verification = verification
+        self.early_loads = early_loads
+        self._store_on_finish = not engine.steps_zero_blocks
         self._requests: dict[str, RequestState] = {}
         self._usable_bytes: dict[int, int] = {}  # by rank
         self._uncached: dict[str, Request] = {}  # requests that the cache ignores
@@ -109,102 +99,33 @@ class SchedulerHalf:
         self._adapters_unread: dict[str, RequestState] = {}
         self._logged_reasons: set[str] = set()  # why requests are uncached, if logged already
         self._remote_failures: set[str] = set()  # loads in flight that failed at a daemon
-        self._next = TieredKVMetadata()
         self._manager: KVCacheManager | None = None
-        self.stores = StorePlanner(self._groups, self.index, self.ledger, lazy, hash_block_size)
-        self._step_loads = StepLoadPolicy(config.step_loads, self._groups, self.ledger)
-        self.load_policy = LoadDecider(
-            config,
-            self._groups,
-            self.index,
-            self.recorder,
-            step_tokens,
-            num_ranks=num_ranks,
-            computes_on_cpu=computes_on_cpu,
-        )
-        self.loads = LoadPlanner(
-            self._groups, self.index, self.ledger, self.recorder, self._step_loads, self.load_policy
-        )
-        self.early_loads: EarlyLoads | None = None
-        self.verification: Verification | None = None
-        if config.verify_fraction:
-            self.verification = self.loads.verification = Verification(
-                config.verify_fraction,
-                self._groups,
-                self.index,
-                self.ledger,
-                self.recorder,
-                num_ranks,
-            )
-        self.remote: RemoteTier | None = None
-        self._identity: EngineIdentity | None = None
-        self._is_inside_multi = False
-        self._unreported_ranks = 0  # ranks that have not reported their block sizes
-        self._must_query_ranks = False  # a step is needed to make them report
+        self._stale_hash_guard: StaleHashGuard | None = None
+        # A MultiConnector offers ranks no handshake. So they report their block sizes in their
+        # first step, and nothing is planned until all have: slots might not match.
+        awaits_ranks = engine.is_inside_multi and config.mode is Mode.TIERED
+        self._unreported_ranks = engine.num_ranks if awaits_ranks else 0
+        self._must_query_ranks = awaits_ranks  # a step is needed to make them report
+        self._identity = remote.identity if remote is not None else None
+        self._next = TieredKVMetadata(identity=None if awaits_ranks else self._identity)
         self._unreported_s = 0.0  # idle time without a report while transfers are in flight
         self._last_asked = 0.0
-        self.recorder.set(names.CAPACITY_BYTES, geometry.capacity_bytes, _CPU)
-
-    def enter_multi_connector(self) -> None:
-        """Adapts to a MultiConnector with other connectors beside this one.
-
-        It offers ranks no handshake. So they report their block sizes in their first step, and
-        nothing is planned until all have: slots might not match. Another connector may also pass
-        blocks to a peer while a step is planned, and the peer may write them before our workers
-        receive that step.
-        """
-        self._is_inside_multi = True
-        if self._config.mode is Mode.TIERED:
-            self._unreported_ranks = self._num_ranks
-            self._must_query_ranks = True
-            self._next.identity = None
-
-    def use_daemons(
-        self,
-        cluster: Cluster,
-        identity: EngineIdentity,
-        shards: Sequence[RankTag],
-        queue_bytes: int,
-        keep_copies: bool,
-    ) -> None:
-        """Adds the daemons as the tier behind the CPU tier. A daemon holds a block if it holds all
-        its `shards`."""
-        config = self._config
-        self._identity = self._next.identity = identity
-        self.remote = RemoteTier(
-            cluster,
-            RemoteLookups(
-                cluster,
-                shards,
-                config.remote_lookup_timeout,
-                config.remote_load_timeout,
-                self.recorder,
-            ),
-            RemotePuts(cluster, self._groups, self.index, self.ledger, queue_bytes),
-            self.index,
-            self._groups,
-            keep_copies,
-            self._num_ranks,
-        )
-        self.loads.remote = self.remote
-        self.load_policy.answers = self.remote.answers
-        self.load_policy.read_speeds = self.remote.read_speeds
-        self.ledger.on_commit = self.remote.puts.offer
-        if self.verification is not None:
-            self.verification.delete_at_daemons = self.remote.delete
+        self.recorder.set(names.CAPACITY_BYTES, self.index.geometry.capacity_bytes, _CPU)
 
     # ---- arrival, lookup, admission -----------------------------------------------------------
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
+        """vLLM has built its block pool, before the first request arrives."""
         self._manager = manager
+        if self._engine.has_priorities:
+            self._stale_hash_guard = StaleHashGuard(manager, range(len(self._groups)))
         watch_new_blocks(manager.block_pool, self._on_blocks_allocated)
         self.stores.bind(manager)
         self.loads.bind(manager.block_pool)
 
     @property
-    def has_requests(self) -> bool:
-        """Whether the engine has requests, uncached ones included."""
-        return bool(self._requests or self._uncached)
+    def has_daemons(self) -> bool:
+        return self.remote is not None
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
@@ -237,6 +158,8 @@ class SchedulerHalf:
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """vLLM has admitted the request and allocated its blocks."""
+        if self._stale_hash_guard is not None:
+            self._stale_hash_guard.admitted(request)
         state = self._requests.get(request.request_id)
         if state is not None:
             job = self.loads.admit(state, request, blocks, num_external_tokens)
@@ -255,6 +178,8 @@ class SchedulerHalf:
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> TieredKVMetadata:
         """vLLM has planned a step: plans its stores and returns everything for the workers."""
+        if self._stale_hash_guard is not None:
+            self._stale_hash_guard.step_planned(scheduler_output)
         for request_id in scheduler_output.preempted_req_ids or ():
             if request_id in self._requests:
                 self._requests[request_id].forget_blocks()
@@ -314,7 +239,9 @@ class SchedulerHalf:
             if self.remote is not None:
                 self.remote.update_mapped_arenas(metadata.ready_arenas)
             for job_id, reports in metadata.stores.items():
-                self.ledger.report_store(job_id, reports)
+                readable = self.ledger.report_store(job_id, reports)
+                if self.remote is not None:
+                    self.remote.puts.offer(readable)
             for job_id, reports in metadata.puts.items():
                 self.ledger.report_put(job_id, reports)
             if self.verification is not None:
@@ -356,6 +283,11 @@ class SchedulerHalf:
             or self._next.identity  # workers connect to the daemons in the first step
         )
 
+    def has_only_push_work(self) -> bool:
+        """Whether the engine has nothing left to do but stores and puts."""
+        is_idle = not (self._requests or self._uncached or self.ledger.has_open_loads)
+        return is_idle and self.has_pending_push_work()
+
     def _awaits_reports(self) -> bool:
         """Whether transfers are in flight, loads included: nothing may write to a paused engine.
         Gives up after a timeout, so that lost reports do not keep it stepping forever."""
@@ -382,6 +314,8 @@ class SchedulerHalf:
 
     def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> None:
         """Drops the state of the request, and plans the stores of its last full blocks."""
+        if self._stale_hash_guard is not None:
+            self._stale_hash_guard.finished(request)
         self._uncached.pop(request.request_id, None)
         self.stores.remove_stale_request(request.request_id)
         self.loads.finished(request.request_id)
@@ -440,7 +374,7 @@ class SchedulerHalf:
 
     def stats(self) -> TieredKVStats | None:
         self.recorder.set(names.USED_BYTES, self.index.used_bytes, _CPU)
-        self.stores.record(self.recorder)
+        self.recorder.set(names.PENDING_STORES, self.ledger.pending_store_blocks, _CPU)
         self.load_policy.record()
         if self.remote is not None:
             self.remote.record(self.recorder)
@@ -477,8 +411,10 @@ class SchedulerHalf:
         return state
 
     def _on_blocks_allocated(self, block_ids: list[int]) -> None:
-        """vLLM has allocated GPU blocks, for a request or for another connector."""
-        if self.ledger.fence.hand_out(block_ids) and self._is_inside_multi:
+        """vLLM has allocated GPU blocks, for a request or for another connector. The latter may
+        pass them to a peer while a step is planned, and the peer may write them before our workers
+        receive that step."""
+        if self.ledger.fence.hand_out(block_ids) and self._engine.is_inside_multi:
             self.ledger.spoil_reads_of(block_ids)
             if self.verification is not None:
                 self.verification.void(())

@@ -25,18 +25,14 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
-from vllm_tiered_kv.cache.index import BlockIndex
-from vllm_tiered_kv.cache.ledger import TransferLedger
 from vllm_tiered_kv.cache.planner import Group, plan_store
+from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier
 from vllm_tiered_kv.connector.scheduler.hashed_blocks import HashedRun, StoreBatch, ids_of
 from vllm_tiered_kv.connector.scheduler.lazy_store import LazyStore
 from vllm_tiered_kv.connector.scheduler.partial_tail import Tail
 from vllm_tiered_kv.connector.scheduler.request_state import RequestState
-from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.core.transfer import GroupTransfer, StoreJob, int64_array
-from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.names import DropReason
-from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.remote.placement import anchors_of
 
 if TYPE_CHECKING:
@@ -46,7 +42,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _T = TypeVar("_T")
-_CPU = Tier.CPU.value
 _MAX_DEFERRED = 16  # deferred requests, while a client waits for a first token
 
 
@@ -66,17 +61,18 @@ class StorePlanner:
 
     def __init__(
         self,
-        groups: Sequence[Group],
-        index: BlockIndex,
-        ledger: TransferLedger,
+        tier: CpuTier,
         lazy: LazyStore | None,
         hash_block_size: int | None,
+        has_daemons: bool,
     ) -> None:
-        """`hash_block_size`: tokens per block hash of vLLM; None if its prefix cache is off."""
-        self._groups = groups
-        self._index = index
-        self._ledger = ledger
+        """`hash_block_size`: tokens per block hash of vLLM; None if its prefix cache is off.
+        `has_daemons`: stored blocks are sent on, so they need anchors."""
+        self._groups = tier.groups
+        self._index = tier.index
+        self._ledger = tier.ledger
         self._lazy = lazy
+        self._has_daemons = has_daemons
         self._planned: list[_Planned] = []
         # Finished requests whose stores are deferred, with their block tables and token counts.
         self._deferred: deque[tuple[RequestState, Sequence[list[int]], int]] = deque()
@@ -123,9 +119,7 @@ class StorePlanner:
         self._ledger.drop(plan.dropped, DropReason.TIER_FULL)
         if not plan.slots:
             return
-        anchors = []
-        if self._ledger.on_commit is not None:
-            anchors = anchors_of(tail.keys, plan.positions)
+        anchors = anchors_of(tail.keys, plan.positions) if self._has_daemons else []
         block_ids = ids_of(table[tail.position : tail.position + 1])
         batch = StoreBatch(group, block_ids, plan.slots, anchors)
         self._planned.append(_Planned(batch, is_reused_first=True))
@@ -205,10 +199,6 @@ class StorePlanner:
                 state.close(DropReason.RESET)
             self._stale_blocks.clear()
 
-    def record(self, recorder: Recorder) -> None:
-        """Writes the number of pending stores to the metrics."""
-        recorder.set(names.PENDING_STORES, self._ledger.pending_store_blocks, _CPU)
-
     def _store_next(self, state: RequestState, tables: Sequence[list[int]]) -> None:
         """Plans stores of a request's next full blocks, per group."""
         self._reject_stale(state, tables)
@@ -285,9 +275,7 @@ class StorePlanner:
         sources = ids
         if len(plan.slots) < len(ids):
             sources = int64_array(ids)[int64_array(plan.positions) - start].tolist()
-        anchors = []
-        if self._ledger.on_commit is not None:
-            anchors = anchors_of(keys, plan.positions)
+        anchors = anchors_of(keys, plan.positions) if self._has_daemons else []
         batch = StoreBatch(group, sources, plan.slots, anchors)
         # The window may have passed these blocks when the next step is planned.
         self._planned.append(_Planned(batch, state, is_reused_first=group.window is not None))
@@ -361,7 +349,7 @@ class StorePlanner:
             block_ids,
             batch.group.block_bytes,
             store.owner.close if store.owner is not None else None,
-            batch.anchors,
+            batch.anchors if self._has_daemons else (),
         )
         transfer = GroupTransfer(batch.group.group_id, block_ids, int64_array(batch.slots))
         return StoreJob(job_id, transfer)

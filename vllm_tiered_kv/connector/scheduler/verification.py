@@ -16,16 +16,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from vllm_tiered_kv.cache.index import BlockIndex
-from vllm_tiered_kv.cache.ledger import TransferLedger
 from vllm_tiered_kv.cache.planner import Group
 from vllm_tiered_kv.cache.verification_ledger import Findings, VerificationLedger
+from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier
 from vllm_tiered_kv.connector.scheduler.request_state import Candidate, RequestState
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Lookup, Tier
 from vllm_tiered_kv.core.transfer import GroupTransfer, int64_array
 from vllm_tiered_kv.core.verdict import BlockVerdict, Verdict, VerifyJob
-from vllm_tiered_kv.metrics.recorder import Recorder
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -58,17 +56,15 @@ class Verification:
     def __init__(
         self,
         fraction: float,
-        groups: Sequence[Group],
-        index: BlockIndex,
-        ledger: TransferLedger,
-        recorder: Recorder,
+        tier: CpuTier,
         num_ranks: int,
+        delete_at_daemons: Callable[[Sequence[BlockKey]], None] | None,
     ) -> None:
         self._fraction = fraction
-        self._groups = groups
-        self._index = index
-        self._ledger = VerificationLedger(index, ledger, recorder, num_ranks)
-        self.delete_at_daemons: Callable[[Sequence[BlockKey]], None] | None = None
+        self._groups = tier.groups
+        self._index = tier.index
+        self._ledger = VerificationLedger(tier.index, tier.ledger, tier.recorder, num_ranks)
+        self._delete_at_daemons = delete_at_daemons
 
     @property
     def has_open(self) -> bool:
@@ -158,9 +154,9 @@ class Verification:
         else:
             for key in keys:
                 self._index.remove(key)  # another request may have loaded it into the CPU tier
-        if self.delete_at_daemons is not None:
+        if self._delete_at_daemons is not None:
             # Blocks of the CPU tier too: the same bytes may have been sent to a daemon.
-            self.delete_at_daemons(keys)
+            self._delete_at_daemons(keys)
         for start in range(0, len(different), _MAX_NAMED):
             some = different[start : start + _MAX_NAMED]
             logger.warning(
