@@ -43,7 +43,7 @@ def filled(model: Path, daemon: DaemonProcess, asked: list[list[int]], **setting
 def answered(toy: ToyEngine, prompt: list[int]) -> str:
     """A request that the daemon has been asked about, and which no step has seen yet."""
     request = toy.add(prompt, COUNT)
-    lookup = toy.half._requests[request].remote
+    lookup = toy.half._requests[request].remote.lookup
     assert lookup is not None
     answer = lookup.future.result(timeout=30)
     assert answer.leases, "nothing was leased"
@@ -223,8 +223,8 @@ def _reset_while_loading(toy: ToyEngine, prompt: list[int]) -> None:
 
 def _outdate(toy: ToyEngine, prompt: list[int]) -> None:
     state = toy.half._requests[answered(toy, prompt)]
-    state.remote.renewable = True
-    state.remote.fresh_until = 0.0
+    state.remote.lookup.renewable = True
+    state.remote.lookup.fresh_until = 0.0
 
 
 def _finish_on_the_device(toy: ToyEngine, prompt: list[int]) -> None:
@@ -365,7 +365,7 @@ def test_more_than_a_daemon_leases_is_loaded_all_the_same(tiny_model: Path, fold
         before = requests_of(daemon)
         ids = {toy.add(prompt, COUNT): prompt for prompt in asked}
         for request in ids:
-            toy.half._requests[request].remote.future.result(timeout=30)
+            toy.half._requests[request].remote.lookup.future.result(timeout=30)
         assert leases_of(daemon) == 64 < whole_blocks(asked)
         toy.run()
         for request, prompt in ids.items():

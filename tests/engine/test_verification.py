@@ -229,7 +229,7 @@ def test_a_request_that_lost_its_adapter_accuses_nobody(tiny_model: Path) -> Non
     engine.drop_gpu_cache()
     request = engine.add(ids, 4)
     engine.step()
-    engine.half._requests[request].lose_adapter()
+    engine.half._requests[request].lost_adapter = True
     engine.run()
     assert counts(engine) == {"verified": 2, "inexact": 0, "different": 0, "skipped": 8}
     assert_at_rest(engine)

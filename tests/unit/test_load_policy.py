@@ -58,7 +58,7 @@ class ClockedDecider(LoadDecider):
 def state(tokens: int, computed: int = 0) -> RequestState:
     request = SimpleNamespace(request_id="r", num_tokens=tokens, num_computed_tokens=computed)
     keys = [BlockKey(n.to_bytes(16, "little") + b"\0") for n in range(1, tokens // 4 + 1)]
-    return RequestState(request, SimpleNamespace(of_group=[keys]), [0])
+    return RequestState(request, SimpleNamespace(of_group=[keys]))
 
 
 # ---- steps --------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def test_spans_follow_the_chain() -> None:
     for n in (*range(4), *range(16, 20)):
         slot = decider.index.reserve(keys[n], keys[n - 1] if n else None, 0)
         decider.index.commit(slot)
-    asked.remote = RemoteLookup(
+    asked.remote.lookup = RemoteLookup(
         Future(),
         0.0,
         0.0,
@@ -246,7 +246,7 @@ def test_a_window_stands_for_all_tokens_before_it_and_costs_the_same_whatever_th
     alone = ClockedDecider((window,))
     asked = state(81)
     parts = (RemoteSpan(16, 19, "a", by_tier={Tier.MEMORY: 1, Tier.SSD: 1}),)
-    asked.remote = RemoteLookup(Future(), 0.0, 0.0, 0.0, RemoteAnswer((parts,)))
+    asked.remote.lookup = RemoteLookup(Future(), 0.0, 0.0, 0.0, RemoteAnswer((parts,)))
     assert alone._spans(asked, 0, 76, [range(16, 19)]) == [
         Span(Tier.REMOTE, 76, {Tier.MEMORY: 0.5, Tier.SSD: 0.5})
     ]
@@ -261,7 +261,7 @@ def test_a_window_stands_for_all_tokens_before_it_and_costs_the_same_whatever_th
 
 def waiting(decider: ClockedDecider, tokens: int) -> RequestState:
     asked = state(tokens)
-    asked.remote = RemoteLookup(Future(), decider.clock.now, decider.clock.now + 0.1, 1e9)
+    asked.remote.lookup = RemoteLookup(Future(), decider.clock.now, decider.clock.now + 0.1, 1e9)
     return asked
 
 

@@ -11,11 +11,15 @@ from types import SimpleNamespace
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import StoreReport, TransferLedger
 from vllm_tiered_kv.cache.planner import Group, loadable_tokens, plan_store
-from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier
+from vllm_tiered_kv.config import StepLoads, TieredKVConfig
+from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier, EngineFacts
+from vllm_tiered_kv.connector.scheduler.load_planner import LoadPlanner
+from vllm_tiered_kv.connector.scheduler.load_policy import LoadDecider
 from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookups
 from vllm_tiered_kv.connector.scheduler.remote_puts import RemotePuts
 from vllm_tiered_kv.connector.scheduler.remote_tier import RemoteTier
 from vllm_tiered_kv.connector.scheduler.request_state import RequestState
+from vllm_tiered_kv.connector.scheduler.step_load_policy import StepLoadPolicy
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.key import BlockKey, RankTag
 from vllm_tiered_kv.core.tiers import Tier
@@ -194,10 +198,10 @@ class Asked:
         servers = placed(self.keys, self.server)
         index = BlockIndex(ArenaGeometry(64, (64,)), "lru")
         self.lookups = RemoteLookups(servers, [RankTag()], 30.0, fresh_s, Recorder())  # type: ignore[arg-type]
-        cpu = CpuTier([GROUP], index, None, Recorder())  # type: ignore[arg-type]
-        self.tier = RemoteTier(servers, self.lookups, None, cpu, True)  # type: ignore[arg-type]
+        self.cpu = CpuTier([GROUP], index, TransferLedger(index, Recorder(), 1), Recorder())
+        self.tier = RemoteTier(servers, self.lookups, None, self.cpu, True)  # type: ignore[arg-type]
         keys = SimpleNamespace(of_group=[self.keys])
-        self.state = RequestState(None, keys, [0])  # type: ignore[arg-type]
+        self.state = RequestState(None, keys)  # type: ignore[arg-type]
 
     def positions(self) -> range:
         end = time.monotonic() + 60
@@ -207,8 +211,8 @@ class Asked:
         return answer[0]
 
     def age(self) -> None:
-        assert self.state.remote is not None
-        self.state.remote.fresh_until = 0.0
+        assert self.state.remote.lookup is not None
+        self.state.remote.lookup.fresh_until = 0.0
 
 
 def test_a_request_that_waited_in_line_is_looked_up_anew() -> None:
@@ -239,10 +243,21 @@ def test_an_answer_is_used_even_when_steps_take_longer_than_it_stays_fresh() -> 
 
 def test_a_request_that_starts_over_keeps_its_blocks_again() -> None:
     """What a daemon had of it then, it need not have now."""
-    state = RequestState(None, None, [7])  # type: ignore[arg-type]
-    state.daemon_copies = [range(5)]
-    state.forget_blocks()
-    assert state.daemon_copies == [range(0)]
+    asked = Asked(fresh_s=60)
+    asked.tier.begin(asked.state, 16)
+    asked.state.remote.copies = {0: range(5)}
+    LoadPlanner(
+        asked.cpu,
+        StepLoadPolicy(StepLoads.NEVER, [GROUP], asked.cpu.ledger),
+        LoadDecider(TieredKVConfig(), asked.cpu, EngineFacts()),
+        asked.tier,
+        verification=None,
+        reuses_tails=False,
+        first_forward_clears=False,
+    ).preempted(asked.state)
+    assert not asked.state.remote.copies
+    assert asked.state.remote.lookup is None
+    asked.lookups.close()
 
 
 class Tiers:

@@ -167,7 +167,7 @@ class Engine:
     def find(self) -> RequestState:
         self.index.clear()
         keys = SimpleNamespace(of_group=[self.keys])
-        state = RequestState(None, keys, [0])  # type: ignore[arg-type]
+        state = RequestState(None, keys)  # type: ignore[arg-type]
         eventually(lambda: self.tier.positions(state, 0, 4 * len(self.keys)) is not None)
         return state
 
@@ -216,7 +216,7 @@ def test_daemons_hold_one_copy_and_both_ranks_load_it(
     for worker in engine.workers:
         assert worker.load(split.remote) is None
         assert np.array_equal(worker.device[:blocks], content)
-    state.drop_lookup()
+    engine.tier.drop_lookup(state)
     engine.close()
 
 
@@ -232,7 +232,7 @@ def test_a_step_waits_until_each_worker_has_mapped_what_is_leased(daemon: Daemon
     assert not engine.tier.is_resident(state)
     engine.tier.update_mapped_arenas({1: engine.workers[1].io.ready_arenas})
     assert engine.tier.is_resident(state)
-    state.drop_lookup()
+    engine.tier.drop_lookup(state)
     engine.close()
 
 

@@ -65,7 +65,7 @@ def search(
     lookups = RemoteLookups(servers, [RankTag()], 30.0, 60.0, Recorder(), threads=1)  # type: ignore[arg-type]
     cpu = CpuTier(groups, index, None, Recorder())  # type: ignore[arg-type]
     tier = RemoteTier(servers, lookups, None, cpu, True)  # type: ignore[arg-type]
-    state = RequestState(None, SimpleNamespace(of_group=keys), [0] * len(groups))  # type: ignore[arg-type]
+    state = RequestState(None, SimpleNamespace(of_group=keys))  # type: ignore[arg-type]
     end = time.monotonic() + 60
     while (told := tier.positions(state, computed, limit)) is None:
         assert time.monotonic() < end, "a request waits forever"

@@ -92,8 +92,8 @@ def make_scheduler_half(
     block_sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
     lazy = _lazy_store(config, vllm_config, block_sizes)
     namespace = fingerprint(vllm_config, kv_cache_config, config.namespace).namespace()
-    # Daemons use this form of the namespace in logs, listings and quotas.
     model = str(vllm_config.model_config.model)
+    # Daemons use this form of the namespace in logs, listings and quotas.
     logger.info("namespace %s: model %s", namespace[:NAMESPACE_BYTES].hex(), model)
     key_maker = _key_maker(config, vllm_config, namespace, block_sizes)
 

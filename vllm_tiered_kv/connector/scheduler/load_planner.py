@@ -17,7 +17,7 @@ from vllm_tiered_kv.connector.scheduler.hashed_blocks import ids_of
 from vllm_tiered_kv.connector.scheduler.load_policy import LoadDecider
 from vllm_tiered_kv.connector.scheduler.partial_tail import tail_of
 from vllm_tiered_kv.connector.scheduler.remote_tier import LoadSplit, RemoteTier
-from vllm_tiered_kv.connector.scheduler.request_state import Match, RequestState
+from vllm_tiered_kv.connector.scheduler.request_state import LoadState, Match, RequestState
 from vllm_tiered_kv.connector.scheduler.step_load_policy import StepLoadPolicy
 from vllm_tiered_kv.connector.scheduler.verification import Verification
 from vllm_tiered_kv.core.key import BlockKey
@@ -97,9 +97,55 @@ class LoadPlanner:
         if scheduled:
             self._awaits_first_forward = False
 
-    def finished(self, request_id: str) -> None:
+    def finished(self, request_id: str, state: RequestState | None) -> None:
         self.step_policy.finished(request_id)
         self._awaiting_recompute.discard(request_id)
+        if self._remote is not None and state is not None:
+            self._remote.drop_lookup(state)
+
+    def preempted(self, state: RequestState) -> None:
+        """The request has lost its blocks and starts over."""
+        self.forget_blocks(state)
+        state.load.keeps_reservation = state.load.is_at_queue_head = False
+        if self._remote is not None:
+            self._remote.forget(state)
+
+    def forget_blocks(self, state: RequestState) -> None:
+        """The GPU or the tier may lack blocks now that they held when vLLM admitted the request."""
+        state.load.on_gpu = state.load.computed_again = 0
+        state.load.keeps_tail = False
+
+    def reset(self, state: RequestState) -> None:
+        """The request has other keys now. What it knows of failures stays."""
+        state.load = LoadState(
+            has_failed=state.load.has_failed,
+            keeps_reservation=state.load.keeps_reservation,
+            is_at_queue_head=state.load.is_at_queue_head,
+        )
+        if self._remote is not None:
+            self._remote.forget(state)
+
+    def restart_after_failed_load(self, state: RequestState) -> None:
+        """An asynchronous load has failed, ours or another connector's, and vLLM computes the whole
+        request."""
+        state.load.keeps_reservation = state.load.is_at_queue_head = True
+
+    def load_ended(self, request_id: str, state: RequestState | None, failed: Tier | None) -> None:
+        """An asynchronous load has ended on all ranks; `failed` is the tier that failed, if any."""
+        if not self._ledger.is_loading(request_id):
+            return  # another connector's load (MultiConnector)
+        self._ledger.close_load(request_id, failed)
+        self.load_policy.load_ended(request_id, failed)
+        if state is not None and failed is not None:
+            self.load_failed(state, failed)
+
+    def load_failed(self, state: RequestState, tier: Tier) -> None:
+        """This tier is not asked again for the request. Its recomputed blocks may be the only
+        copy, so they are stored even if daemons held them."""
+        state.load.keeps_tail = False
+        state.load.has_failed |= tier is Tier.CPU
+        if self._remote is not None:
+            self._remote.load_failed(state, tier)
 
     def _gpu_has_block_before(self, request: Request, end: int) -> bool:
         """Whether vLLM's prefix cache has the blocks of all groups that end at token `end`."""
@@ -115,11 +161,11 @@ class LoadPlanner:
         """Tokens after `computed` that can be loaded. None makes vLLM ask again in the next step:
         a daemon has not answered yet, this step loads the prefix that the request builds on, stores
         in flight will soon hold the next blocks, or the request must leave the queue's head."""
-        if state.is_at_queue_head:
+        if state.load.is_at_queue_head:
             # Computed windows need more blocks than loaded ones. vLLM considers no request behind
             # this one until enough blocks are free, and requests behind it may hold them. After
             # None, vLLM moves it back among the requests that hold no blocks.
-            state.is_at_queue_head = False
+            state.load.is_at_queue_head = False
             self._awaiting_recompute.add(request.request_id)
             return None
         full = limit = end = self.limit(request)
@@ -132,7 +178,7 @@ class LoadPlanner:
         computed_again = self._computed_again(request, computed) if has_all_full else 0
         loadable = 0
         daemon_ranges = None
-        is_usable = not state.load_failed and not state.lost_adapter
+        is_usable = not state.load.has_failed and not state.lost_adapter
         if computed < end and is_usable and not request.skip_reading_prefix_cache:
             daemons = self._daemons
             if daemons is not None and not has_all_full:  # a tail alone is not worth a lookup
@@ -145,7 +191,9 @@ class LoadPlanner:
             if may_load and self._waits_for_stores(state, computed + loadable, end):
                 return None
         if has_all_full and not loadable:
-            state.match = Match(computed, 0, limit, on_gpu=on_gpu, computed_again=computed_again)
+            state.load.match = Match(
+                computed, 0, limit, on_gpu=on_gpu, computed_again=computed_again
+            )
             return 0
         choice = self.load_policy.choose(state, computed, loadable, daemon_ranges)
         if choice.tokens < loadable:
@@ -159,7 +207,7 @@ class LoadPlanner:
             and (self._remote is None or self._remote.is_resident(state))
             and self.step_policy.allows(request.request_id, self._bytes(loadable))
         )
-        if (state.keeps_reservation or self._awaiting_recompute) and not is_step_load:
+        if (state.load.keeps_reservation or self._awaiting_recompute) and not is_step_load:
             # The tiers may still hold the prefix. But vLLM keeps the blocks that it reserved for
             # the failed load, and reserves them once more for a second asynchronous load. For a
             # request that needs half of the GPU's blocks this is more than the GPU has, and the
@@ -172,7 +220,7 @@ class LoadPlanner:
             self.step_policy.forbid_in_next_step()
             return None
         loadable = min(loadable, limit - computed)  # all but the last token of a tail
-        state.match = Match(
+        state.load.match = Match(
             computed, loadable, limit, is_step_load, choice, verified, on_gpu, computed_again
         )
         return loadable
@@ -187,15 +235,15 @@ class LoadPlanner:
         for group, keys in zip(self._groups, state.loadable_keys, strict=True):
             if self._index.lookup(keys[found // group.block_size]) is Lookup.PENDING:
                 now = time.monotonic()
-                if state.store_wait_deadline is None:
-                    state.store_wait_deadline = now + _STORE_WAIT_S
-                return now < state.store_wait_deadline
+                if state.load.store_wait_deadline is None:
+                    state.load.store_wait_deadline = now + _STORE_WAIT_S
+                return now < state.load.store_wait_deadline
         return False
 
     def _ensure_tail(self, state: RequestState) -> None:
         """Computes the tail of the prompt once, if tails are reused."""
-        if self._reuses_tails and state.tail is None:
-            state.tail = tail_of(state.request, state.keys, self._alignment)
+        if self._reuses_tails and state.load.tail is None:
+            state.load.tail = tail_of(state.request, state.keys, self._alignment)
 
     def _keeps_tail(self, state: RequestState, load: LoadSplit) -> bool:
         """Whether a later request finds the loaded tail again without another store: the CPU tier
@@ -217,11 +265,11 @@ class LoadPlanner:
         """vLLM has admitted the request and allocated its blocks: pins what was offered and returns
         the load job."""
         self._awaiting_recompute.discard(request.request_id)
-        match, state.match = state.match, None
+        match, state.load.match = state.load.match, None
         if match is None:
             return None
-        state.on_gpu = match.on_gpu
-        state.computed_again = match.computed_again
+        state.load.on_gpu = match.on_gpu
+        state.load.computed_again = match.computed_again
         covered = -(-tokens // self._alignment) * self._alignment  # rounded up for a tail
         if match.verified and self._verification is not None:
             self._verification.begin(state, match.computed, match.verified)
@@ -229,7 +277,7 @@ class LoadPlanner:
             self._split(state, group, match.computed, covered, blocks) for group in self._groups
         ]
         self._count(match, tokens, loads)
-        state.loaded_from_disk = _from_disk(match, tokens)
+        state.load.from_disk = _from_disk(match, tokens)
         if match.choice is not None:
             is_timed = not match.is_step_load
             name = request.request_id
@@ -239,7 +287,8 @@ class LoadPlanner:
                 nbytes = self.load_policy.bytes_of(probed)
                 group = telling_group(self._groups)
                 self._remote.probe(state, group, range(first, stop), nbytes)
-        lookup, state.remote = state.remote, None  # a restarted request looks up again
+        # A restarted request looks up again.
+        lookup = self._remote.take_lookup(state) if self._remote is not None else None
         if lookup is not None and not any(load.remote for load in loads):
             lookup.drop()
             lookup = None
@@ -263,7 +312,7 @@ class LoadPlanner:
             # The whole prefix counts as used, including the part that the GPU had.
             used = group.needed(0, match.computed + covered)
             self._index.touch(state.loadable_keys[group.group_id][used.start : used.stop])
-        state.has_tail = covered > tokens and self._keeps_tail(state, loads[0])
+        state.load.keeps_tail = covered > tokens and self._keeps_tail(state, loads[0])
         remote = tuple(transfer for load in loads for transfer in load.remote)
         if not match.is_step_load:
             return LoadJob(request.request_id, tuple(transfers), remote)

@@ -115,7 +115,7 @@ class LoadDecider:
     def waits_for_daemons(self, state: RequestState, computed: int) -> bool:
         """Whether a request should keep waiting for its daemon lookup. It waits as long as the
         answer is expected to save, judged by the hit rate of recent answers."""
-        lookup = state.remote
+        lookup = state.remote.lookup
         tokens = state.request.num_tokens - computed
         compute_s = self.costs.compute_seconds(computed, tokens)
         if self._policy is not LoadPolicy.AUTO or lookup is None or compute_s is None:
@@ -286,7 +286,7 @@ class LoadDecider:
         self, state: RequestState, computed: int, held: int, daemon_ranges: Sequence[range] | None
     ) -> list[Span]:
         """The held tokens in order, split by the tier that they would be loaded from."""
-        answer = state.remote.answer if state.remote is not None else None
+        answer = state.remote.lookup.answer if state.remote.lookup is not None else None
         remote = daemon_ranges[self._group.group_id] if daemon_ranges is not None else range(0)
         if not remote or answer is None:
             return [Span(Tier.CPU, held)]

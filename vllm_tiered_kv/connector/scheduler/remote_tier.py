@@ -10,11 +10,16 @@ import numpy as np
 
 from vllm_tiered_kv.cache.planner import Group, loadable_tokens
 from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier
-from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookups, RemoteSpan
+from vllm_tiered_kv.connector.scheduler.remote_lookups import (
+    RemoteLookup,
+    RemoteLookups,
+    RemoteSpan,
+)
 from vllm_tiered_kv.connector.scheduler.remote_puts import RemotePuts
 from vllm_tiered_kv.connector.scheduler.request_state import RequestState
 from vllm_tiered_kv.connector.scheduler.window_search import WindowSearch
 from vllm_tiered_kv.core.key import BlockKey
+from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.core.transfer import (
     MAX_LEASE_AGE_S,
     ProbeJob,
@@ -81,12 +86,35 @@ class RemoteTier:
     def begin(self, state: RequestState, limit: int) -> None:
         """Starts the lookup of a request that has just arrived, ahead of need."""
         self._ask(state, 0, limit)
-        if state.remote is not None:
-            state.remote.renewable = True
+        if state.remote.lookup is not None:
+            state.remote.lookup.renewable = True
+
+    def take_lookup(self, state: RequestState) -> RemoteLookup | None:
+        """Returns the lookup of an admitted request; the caller drops it when its load has
+        ended."""
+        lookup, state.remote.lookup = state.remote.lookup, None
+        return lookup
+
+    def drop_lookup(self, state: RequestState) -> None:
+        """Drops the lookup of a request and releases its leases."""
+        lookup = self.take_lookup(state)
+        if lookup is not None:
+            lookup.drop()
+
+    def forget(self, state: RequestState) -> None:
+        """Forgets what daemons hold of a request, so that they are asked again and the CPU tier
+        stores all its blocks."""
+        self.drop_lookup(state)
+        state.remote.copies = {}
+
+    def load_failed(self, state: RequestState, tier: Tier) -> None:
+        """A load has failed at this tier: the CPU tier stores the recomputed blocks."""
+        state.remote.copies = {}
+        state.remote.has_failed |= tier is Tier.REMOTE
 
     def _ask(self, state: RequestState, computed: int, limit: int) -> None:
         """Starts a lookup of the blocks that the CPU tier lacks, if there are any."""
-        if state.remote is not None or state.remote_failed:
+        if state.remote.lookup is not None or state.remote.has_failed:
             return
         keys, firsts = [], []
         lacks_some = False
@@ -109,10 +137,10 @@ class RemoteTier:
         if not missing:
             return
         if self._cluster.server_for(keys[0][0]) is None:
-            state.remote = self._lookups.unavailable()
+            state.remote.lookup = self._lookups.unavailable()
             return
         lengths = [group.block_bytes for group in self._groups]
-        state.remote = self._lookups.start(keys, firsts, lengths, windows)
+        state.remote.lookup = self._lookups.start(keys, firsts, lengths, windows)
 
     def _window_search(
         self, keys: Sequence[Sequence[BlockKey]], computed: int, limit: int
@@ -124,23 +152,23 @@ class RemoteTier:
         """The positions that daemons hold of a request, per group; None while the lookup runs."""
         if computed >= limit:
             return [range(0)] * len(self._groups)  # the GPU has all blocks
-        if state.remote is not None and state.remote.is_outdated:
-            state.drop_lookup()
+        if state.remote.lookup is not None and state.remote.lookup.is_outdated:
+            self.drop_lookup(state)
         self._ask(state, computed, limit)
-        if state.remote is None:
+        if state.remote.lookup is None:
             return [range(0)] * len(self._groups)
-        self._lookups.poll(state.remote)
-        if state.remote.is_pending:
+        self._lookups.poll(state.remote.lookup)
+        if state.remote.lookup.is_pending:
             return None
-        state.remote.renewable = True
-        answer = state.remote.answer
+        state.remote.lookup.renewable = True
+        answer = state.remote.lookup.answer
         return answer.positions() if answer is not None else [range(0)] * len(self._groups)
 
     def split(
         self, state: RequestState, group: Group, span: range, block_ids: Sequence[int]
     ) -> LoadSplit:
         """Where each block of an admitted load comes from. The CPU tier is preferred."""
-        answer = state.remote.answer if state.remote is not None else None
+        answer = state.remote.lookup.answer if state.remote.lookup is not None else None
         keys = state.loadable_keys[group.group_id]
         if answer is None:
             return LoadSplit(span, [])
@@ -160,7 +188,7 @@ class RemoteTier:
             held = answer.positions()[group.group_id]
             # Without the tail: a full block takes its position later.
             full = len(state.keys.of_group[group.group_id])
-            state.daemon_copies[group.group_id] = range(held.start, min(held.stop, full))
+            state.remote.copies[group.group_id] = range(held.start, min(held.stop, full))
         return LoadSplit(
             local,
             [
@@ -178,7 +206,7 @@ class RemoteTier:
     def probe(self, state: RequestState, group: Group, tokens: range, nbytes: int) -> None:
         """Plans a probe: workers fetch `nbytes` of what a daemon holds of these tokens and discard
         them. All blocks come from one group and end with the last of the tokens."""
-        answer = state.remote.answer if state.remote is not None else None
+        answer = state.remote.lookup.answer if state.remote.lookup is not None else None
         if answer is None:
             return
         position, end = tokens.start // group.block_size, -(-tokens.stop // group.block_size)
@@ -223,10 +251,10 @@ class RemoteTier:
         This holds even if the daemon goes down now: it was up when it granted the lease, and
         workers keep its memory mapped for a while after it is gone.
         """
-        answer = state.remote.answer if state.remote is not None else None
+        answer = state.remote.lookup.answer if state.remote.lookup is not None else None
         if answer is None or not any(answer.spans):
             return True
-        if state.remote is None or state.remote.age_s > MAX_LEASE_AGE_S:
+        if state.remote.lookup is None or state.remote.lookup.age_s > MAX_LEASE_AGE_S:
             return False
         if len(self._arenas_of_rank) < self._num_workers:
             return False

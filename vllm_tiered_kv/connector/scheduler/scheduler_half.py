@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.config import Mode, TieredKVConfig
@@ -30,11 +30,7 @@ from vllm_tiered_kv.connector.scheduler.hashed_blocks import ids_of
 from vllm_tiered_kv.connector.scheduler.invalid_load_recovery import InvalidLoadRecovery
 from vllm_tiered_kv.connector.scheduler.load_planner import LoadPlanner
 from vllm_tiered_kv.connector.scheduler.remote_tier import RemoteTier
-from vllm_tiered_kv.connector.scheduler.request_state import (
-    RequestState,
-    awaits_first_token,
-    detect_replaced_adapters,
-)
+from vllm_tiered_kv.connector.scheduler.request_state import RequestState
 from vllm_tiered_kv.connector.scheduler.stale_hash_guard import StaleHashGuard
 from vllm_tiered_kv.connector.scheduler.store_planner import StorePlanner
 from vllm_tiered_kv.connector.scheduler.verification import Verification
@@ -42,9 +38,9 @@ from vllm_tiered_kv.connector.stats import TieredKVStats
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.errors import TieredKVError
 from vllm_tiered_kv.metrics import names
-from vllm_tiered_kv.metrics.names import DropReason
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -81,6 +77,7 @@ class SchedulerHalf:
         self._config = config
         self._engine = engine
         self._key_maker = key_maker
+        self._tier = tier
         self._groups = tier.groups
         self.index = tier.index
         self.ledger = tier.ledger
@@ -149,10 +146,10 @@ class SchedulerHalf:
         if num_computed_tokens < self.loads.limit(request):
             state.keys.extend(request, request.num_tokens)
         loadable = self.loads.loadable(state, request, num_computed_tokens)
-        if loadable and state.check_adapter(self._key_maker):
+        if loadable and self._has_lost_adapter(state):
             loadable = self.loads.loadable(state, request, num_computed_tokens)  # now 0
-        is_async = state.match is not None and not state.match.is_step_load
-        return loadable, bool(loadable) and is_async
+        match = state.load.match
+        return loadable, bool(loadable) and match is not None and not match.is_step_load
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -172,7 +169,7 @@ class SchedulerHalf:
         """How many tokens of the load that a request was just admitted with come from a daemon's
         disk."""
         state = self._requests.get(request.request_id)
-        return 0 if state is None else state.loaded_from_disk
+        return 0 if state is None else state.load.from_disk
 
     # ---- one step -----------------------------------------------------------------------------
 
@@ -182,16 +179,15 @@ class SchedulerHalf:
             self._stale_hash_guard.step_planned(scheduler_output)
         for request_id in scheduler_output.preempted_req_ids or ():
             if request_id in self._requests:
-                self._requests[request_id].forget_blocks()
-                self.stores.remove_stale_request(request_id)
+                self.loads.preempted(self._requests[request_id])
+                self.stores.preempted(self._requests[request_id])
                 self._end_verification(self._requests[request_id])
         self.stores.mark_stale_blocks()
         counts = scheduler_output.num_scheduled_tokens
         self.loads.step_planned(counts)
         for request_id, scheduled in counts.items():
             self._plan_stores(request_id, scheduled)
-        is_awaited = self.stores.has_deferred and awaits_first_token(self._requests, counts)
-        self.stores.store_unowned(is_awaited)
+        self.stores.store_unowned(self.stores.has_deferred and self._awaits_first_token(counts))
         self._next.stores_after = self.stores.take_jobs()
         if self.verification is not None:
             for request_id, scheduled in counts.items():
@@ -253,20 +249,19 @@ class SchedulerHalf:
             for job_id, ended in metadata.step_loads.items():
                 failed_request = self.ledger.report_step_load(job_id, ended)
                 if failed_request in self._requests:
-                    self._requests[failed_request].load_failed = True
-                    self._requests[failed_request].clear_daemon_copies()
+                    self.loads.load_failed(self._requests[failed_request], Tier.CPU)
             # A rank reports this when its own part ends; vLLM reports the load when all ranks end.
             self._remote_failures |= metadata.remote_failures
         for request_id in output.failed_recving or ():  # loads of any connector
             if request_id in self._requests:
-                self._requests[request_id].restart_after_failed_load()
+                self.loads.restart_after_failed_load(self._requests[request_id])
         for request_id in output.finished_recving or ():
             self._unreported_s = 0.0
             failed = None
             if request_id in output.failed_recving:
                 failed = Tier.REMOTE if request_id in self._remote_failures else Tier.CPU
             self._remote_failures.discard(request_id)
-            self._finish_load(request_id, failed)
+            self.loads.load_ended(request_id, self._requests.get(request_id), failed)
 
     def has_pending_push_work(self) -> bool:
         """Keeps an idle engine stepping until the last stores are committed and sent. Deferred work
@@ -318,17 +313,17 @@ class SchedulerHalf:
             self._stale_hash_guard.finished(request)
         self._uncached.pop(request.request_id, None)
         self.stores.remove_stale_request(request.request_id)
-        self.loads.finished(request.request_id)
         state = self._requests.pop(request.request_id, None)
-        if state is not None:
-            state.drop_lookup()
-            self._end_verification(state)
-        if state is None or self._config.mode is not Mode.TIERED:
+        self.loads.finished(request.request_id, state)
+        if state is None:
+            return
+        self._end_verification(state)
+        if self._config.mode is not Mode.TIERED:
             return
         ready = state.storable_tokens(request.num_tokens - 1, self._config.store_decode)
         is_certain = self._store_on_finish and state.ended_by_itself
         if not is_certain:
-            ready = min(ready, state.on_gpu)
+            ready = min(ready, state.load.on_gpu)
         if not state.has_unplanned_blocks(self._groups, ready):
             return
         if self._was_all_on_gpu(state, ready) and self.stores.defer_finished(
@@ -350,21 +345,13 @@ class SchedulerHalf:
         """
         self._key_maker.new_epoch(os.urandom(16))
         self.index.clear()
-        states, self._requests = self._requests, {}
-        known = (state.request for state in states.values())
-        self.stores.reset((*self._uncached.values(), *known))
+        states = self._requests.values()
+        self.stores.reset(states, self._uncached.values())
         if self.verification is not None:
-            self.verification.void(states.values())
-        for state in states.values():
-            state.drop_lookup()
-            keys = self._key_maker.renewed(state.request, state.keys)
-            renewed = RequestState(state.request, keys, [0] * len(self._groups))
-            self._requests[state.request.request_id] = renewed
-            renewed.copy_failures(state)
-            if state.request.num_computed_tokens:
-                # The GPU blocks of this request were computed before the reset.
-                renewed.close(DropReason.RESET)
-                renewed.stored = state.stored
+            self.verification.void(states)
+        for state in states:
+            state.keys = self._key_maker.renewed(state.request, state.keys)
+            self.loads.reset(state)
         return True
 
     def shutdown(self) -> None:
@@ -399,16 +386,41 @@ class SchedulerHalf:
             if len(self._logged_reasons) < _MAX_LOGGED_REASONS:
                 self._logged_reasons.add(str(reason))  # all requests of an adapter may share it
             self._uncached[request.request_id] = request
-            detect_replaced_adapters(self._requests.values(), request.lora_request, None)
+            self._detect_replaced_adapters(request.lora_request, None)
             return None
-        detect_replaced_adapters(self._requests.values(), request.lora_request, keys.adapter)
+        self._detect_replaced_adapters(request.lora_request, keys.adapter)
         # A resumable session rewrites its own tokens between turns, so its keys would be wrong.
         if getattr(request, "resumable", False) or self._unreported_ranks:
             self._uncached[request.request_id] = request
             return None
-        state = RequestState(request, keys, [0] * len(self._groups))
+        state = RequestState(request, keys)
         self._requests[request.request_id] = state
         return state
+
+    def _detect_replaced_adapters(self, lora: LoRARequest | None, adapter: bytes | None) -> None:
+        """Called for every new request with its LoRA adapter and the adapter's identity, None if it
+        is unknown. vLLM may use these files from now on for all requests with the same adapter id,
+        so requests whose adapter has another identity have lost it."""
+        if lora is None:
+            return
+        for state in self._requests.values():
+            own = state.request.lora_request
+            has_same_id = own is not None and own.lora_int_id == lora.lora_int_id
+            if has_same_id and (adapter is None or state.keys.adapter != adapter):
+                state.lost_adapter = True
+
+    def _has_lost_adapter(self, state: RequestState) -> bool:
+        """Whether the request has lost its adapter, checked before it loads or stores."""
+        is_starting = not any(state.store.planned.values())
+        if self._key_maker.has_lost_adapter(state.request, state.keys, is_starting):
+            state.lost_adapter = True
+        return state.lost_adapter
+
+    def _awaits_first_token(self, scheduled: Collection[str]) -> bool:
+        """Whether a client waits for a first token from this step, or from one in flight if this
+        step computes nothing."""
+        states = map(self._requests.get, scheduled or self._requests)
+        return any(state is not None and not state.request.num_output_tokens for state in states)
 
     def _on_blocks_allocated(self, block_ids: list[int]) -> None:
         """vLLM has allocated GPU blocks, for a request or for another connector. The latter may
@@ -422,7 +434,7 @@ class SchedulerHalf:
     def _was_all_on_gpu(self, state: RequestState, ready: int) -> bool:
         """Whether the GPU had all full blocks of these tokens before the request arrived. Their
         stores can then be deferred until no client waits for a first token."""
-        hit = state.on_gpu + state.computed_again
+        hit = state.load.on_gpu + state.load.computed_again
         return (self._config.mode is Mode.TIERED and not self.stores.has_stale_blocks) and all(
             ready // group.block_size <= hit // group.block_size for group in self._groups
         )
@@ -436,12 +448,12 @@ class SchedulerHalf:
         has_full = state.has_unplanned_blocks(self._groups, ready) and not self._was_all_on_gpu(
             state, ready
         )
-        tail = None if state.tail is None else state.tail_to_store(ready)
+        tail = state.tail_to_store(ready)
         if not has_full and tail is None:
             return
         self._extend_keys(state, ready)
         if self._config.mode is Mode.HASH_ONLY:
-            state.stored = [ready // group.block_size for group in self._groups]
+            self.stores.skip(state, ready)
             return
         assert self._manager is not None, "vLLM did not bind its KV-cache manager"
         tables = self._manager.get_blocks(request_id).blocks
@@ -452,9 +464,8 @@ class SchedulerHalf:
 
     def _extend_keys(self, state: RequestState, ready: int) -> None:
         state.keys.extend(state.request, ready)
-        state.check_adapter(self._key_maker)
         request = state.request
-        is_read = state.lost_adapter or request.num_output_tokens
+        is_read = self._has_lost_adapter(state) or request.num_output_tokens
         if request.lora_request is not None and not is_read:
             self._adapters_unread[request.request_id] = state
 
@@ -463,7 +474,7 @@ class SchedulerHalf:
         it is unknown which weights the step used, so all stores in flight are dropped."""
         for request_id, state in tuple(self._adapters_unread.items()):
             if self._key_maker.has_lost_adapter(state.request, state.keys, is_starting=True):
-                state.lose_adapter()
+                state.lost_adapter = True
                 self.ledger.spoil_stores()
             is_read = state.request.num_output_tokens or state.request.is_finished()
             if is_read or state.lost_adapter:
@@ -473,7 +484,7 @@ class SchedulerHalf:
         self, verification: Verification, request_id: str, scheduled: int
     ) -> None:
         state = self._requests.get(request_id)
-        if state is None or not state.to_verify:
+        if state is None or not state.verification.waiting:
             return
         if state.lost_adapter:  # its blocks differ from those in the tiers
             self._end_verification(state)
@@ -492,26 +503,12 @@ class SchedulerHalf:
         if self.verification is not None:
             self.verification.end(state)
 
-    def _finish_load(self, request_id: str, failed: Tier | None) -> None:
-        if not self.ledger.is_loading(request_id):
-            return  # another connector's load (MultiConnector)
-        self.ledger.close_load(request_id, failed)
-        self.load_policy.load_ended(request_id, failed)
-        state = self._requests.get(request_id)
-        if state is None or failed is None:
-            return
-        state.clear_daemon_copies()  # the recomputed blocks may be the only copy
-        if failed is Tier.REMOTE:
-            state.remote_failed = True
-        else:
-            state.load_failed = True
-
     def _recover_from_invalid_blocks(self, block_ids: set[int]) -> None:
         """Called if a load failed, ours or another connector's, after a step read its blocks."""
         assert self._manager is not None, "vLLM did not bind its KV-cache manager"
         cached, uncached = self._requests.values(), self._uncached.values()
         recovery = InvalidLoadRecovery(self._manager, self._groups, block_ids, cached, uncached)
-        recovery.undo(self.ledger, self.index, self.stores, self.verification)
+        recovery.undo(self._tier, self.loads, self.stores, self.verification)
 
 
 def watch_new_blocks(pool: BlockPool, on_allocated: Callable[[list[int]], None]) -> None:

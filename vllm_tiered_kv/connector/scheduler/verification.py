@@ -75,16 +75,18 @@ class Verification:
 
     def selects(self, state: RequestState) -> bool:
         """Whether to verify this request, at most once: a preempted request is late enough."""
-        return not state.was_verified and is_chosen(state.request.request_id, self._fraction)
+        return not state.verification.has_begun and is_chosen(
+            state.request.request_id, self._fraction
+        )
 
     def begin(self, state: RequestState, computed: int, tokens: int) -> None:
         """vLLM has admitted the request, which computes the `tokens` after `computed` that tiers
         hold."""
-        state.was_verified = True
-        state.to_verify = []
+        state.verification.has_begun = True
+        state.verification.waiting = []
         for group in self._groups:
             span = range(computed // group.block_size, (computed + tokens) // group.block_size)
-            state.to_verify.append(deque(self._candidates(state, group, span)))
+            state.verification.waiting.append(deque(self._candidates(state, group, span)))
 
     def plan(
         self,
@@ -95,7 +97,7 @@ class Verification:
         """Returns jobs for the blocks that this step's forward fills, and for earlier ones that had
         no spare slot."""
         jobs: list[VerifyJob] = []
-        for group, waiting in zip(self._groups, state.to_verify, strict=True):
+        for group, waiting in zip(self._groups, state.verification.waiting, strict=True):
             table = tables[group.group_id]
             stop = min(ready_tokens // group.block_size, len(table))
             batches: dict[str | None, _Batch] = {}
@@ -122,13 +124,13 @@ class Verification:
                 if pinned is not None:
                     batch.pinned.append(pinned)
             jobs += [self._job(group, address, batch) for address, batch in batches.items()]
-        if not any(state.to_verify):
-            state.to_verify = []
+        if not any(state.verification.waiting):
+            state.verification.waiting = []
         return jobs
 
     def end(self, state: RequestState) -> None:
         """The request has lost its blocks: it finished, was preempted, or the cache was reset."""
-        waiting, state.to_verify = state.to_verify, []
+        waiting, state.verification.waiting = state.verification.waiting, []
         for group in waiting:
             for candidate in group:
                 self._ledger.skip(1, candidate.tier)
@@ -168,7 +170,7 @@ class Verification:
             )
 
     def _candidates(self, state: RequestState, group: Group, span: range) -> Iterator[Candidate]:
-        answer = state.remote.answer if state.remote is not None else None
+        answer = state.remote.lookup.answer if state.remote.lookup is not None else None
         parts = answer.spans[group.group_id] if answer is not None else ()
         keys = state.keys.of_group[group.group_id]
         for position in span:
