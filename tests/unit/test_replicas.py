@@ -216,7 +216,7 @@ def test_daemons_hold_one_copy_and_both_ranks_load_it(
     for worker in engine.workers:
         assert worker.load(split.remote) is None
         assert np.array_equal(worker.device[:blocks], content)
-    engine.tier.drop_lookup(state)
+    state.remote.drop_lookup()
     engine.close()
 
 
@@ -232,7 +232,7 @@ def test_a_step_waits_until_each_worker_has_mapped_what_is_leased(daemon: Daemon
     assert not engine.tier.is_resident(state)
     engine.tier.update_mapped_arenas({1: engine.workers[1].io.ready_arenas})
     assert engine.tier.is_resident(state)
-    engine.tier.drop_lookup(state)
+    state.remote.drop_lookup()
     engine.close()
 
 

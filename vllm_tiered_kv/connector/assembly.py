@@ -10,7 +10,6 @@ from __future__ import annotations
 import datetime
 import logging
 import os
-from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -47,7 +46,6 @@ from vllm_tiered_kv.connector.worker.kv_layout import (
 from vllm_tiered_kv.connector.worker.remote_io import open_cluster
 from vllm_tiered_kv.connector.worker.worker_half import StepFacts, WorkerHalf
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
-from vllm_tiered_kv.core.key import RankTag
 from vllm_tiered_kv.core.store import NAMESPACE_BYTES
 from vllm_tiered_kv.device.arena import memory_limit
 from vllm_tiered_kv.device.replica_arena import Replicas, share_memory
@@ -114,8 +112,7 @@ def make_scheduler_half(
             f"vLLM, pid {os.getpid()}, model {model}"[:MAX_TEXT],
         )
         replicas = replicas_of(kv_cache_config, vllm_config.parallel_config)
-        shards = distinct_tags(vllm_config.parallel_config, replicas)
-        remote, lookups = _remote_tier(config, identity, shards, replicas, tier, engine.num_ranks)
+        remote, lookups = _remote_tier(config, identity, tier, vllm_config, replicas)
     if config.verify_fraction:
         delete = lookups.delete if lookups is not None else None
         verification = Verification(config.verify_fraction, tier, engine.num_ranks, delete)
@@ -144,16 +141,19 @@ def make_scheduler_half(
 def _remote_tier(
     config: TieredKVConfig,
     identity: EngineIdentity,
-    shards: Sequence[RankTag],
-    replicas: int,
     tier: CpuTier,
-    num_ranks: int,
+    vllm_config: VllmConfig,
+    replicas: int,
 ) -> tuple[RemoteTier, RemoteLookups]:
-    """The daemons as the tier behind the CPU tier. A daemon holds a block if it holds all its
-    `shards`."""
+    """The daemons as the tier behind the CPU tier."""
+    parallel = vllm_config.parallel_config
     cluster = open_cluster(config, identity)
     lookups = RemoteLookups(
-        cluster, shards, config.remote_lookup_timeout, config.remote_load_timeout, tier.recorder
+        cluster,
+        distinct_tags(parallel, replicas),  # a daemon holds a block if it holds all its shards
+        config.remote_lookup_timeout,
+        config.remote_load_timeout,
+        tier.recorder,
     )
     lookups.greet()
     # Replicas that cannot share memory have only their part of the arena each.
@@ -161,7 +161,8 @@ def _remote_tier(
     puts = RemotePuts(cluster, tier, min(config.remote_queue, capacity // 2))
     # A daemon on this host is as near as the CPU tier and holds one copy for all engines.
     keep_copies = not all(address.startswith("ipc://") for address in config.remote)
-    return RemoteTier(cluster, lookups, puts, tier, keep_copies, num_ranks), lookups
+    remote = RemoteTier(cluster, lookups, puts, tier, keep_copies, parallel.world_size)
+    return remote, lookups
 
 
 def _key_maker(

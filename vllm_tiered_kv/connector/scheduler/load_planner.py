@@ -67,7 +67,7 @@ class LoadPlanner:
         """Requests that wait to be computed after a failed load. Whenever vLLM admits an
         asynchronous load, it reserves blocks for the full length of each of them."""
 
-    def bind(self, pool: BlockPool) -> None:
+    def bind_block_pool(self, pool: BlockPool) -> None:
         self._pool = pool
 
     def begin(self, state: RequestState, request: Request) -> None:
@@ -100,15 +100,14 @@ class LoadPlanner:
     def finished(self, request_id: str, state: RequestState | None) -> None:
         self.step_policy.finished(request_id)
         self._awaiting_recompute.discard(request_id)
-        if self._remote is not None and state is not None:
-            self._remote.drop_lookup(state)
+        if state is not None:
+            state.remote.drop_lookup()
 
     def preempted(self, state: RequestState) -> None:
         """The request has lost its blocks and starts over."""
         self.forget_blocks(state)
         state.load.keeps_reservation = state.load.is_at_queue_head = False
-        if self._remote is not None:
-            self._remote.forget(state)
+        state.remote.forget()
 
     def forget_blocks(self, state: RequestState) -> None:
         """The GPU or the tier may lack blocks now that they held when vLLM admitted the request."""
@@ -122,8 +121,7 @@ class LoadPlanner:
             keeps_reservation=state.load.keeps_reservation,
             is_at_queue_head=state.load.is_at_queue_head,
         )
-        if self._remote is not None:
-            self._remote.forget(state)
+        state.remote.forget()
 
     def restart_after_failed_load(self, state: RequestState) -> None:
         """An asynchronous load has failed, ours or another connector's, and vLLM computes the whole
@@ -140,12 +138,10 @@ class LoadPlanner:
             self.load_failed(state, failed)
 
     def load_failed(self, state: RequestState, tier: Tier) -> None:
-        """This tier is not asked again for the request. Its recomputed blocks may be the only
-        copy, so they are stored even if daemons held them."""
+        """A load has failed at this tier, which is not asked again for the request."""
         state.load.keeps_tail = False
         state.load.has_failed |= tier is Tier.CPU
-        if self._remote is not None:
-            self._remote.load_failed(state, tier)
+        state.remote.load_failed(tier)
 
     def _gpu_has_block_before(self, request: Request, end: int) -> bool:
         """Whether vLLM's prefix cache has the blocks of all groups that end at token `end`."""
@@ -287,8 +283,7 @@ class LoadPlanner:
                 nbytes = self.load_policy.bytes_of(probed)
                 group = telling_group(self._groups)
                 self._remote.probe(state, group, range(first, stop), nbytes)
-        # A restarted request looks up again.
-        lookup = self._remote.take_lookup(state) if self._remote is not None else None
+        lookup = state.remote.take_lookup()  # a restarted request looks up again
         if lookup is not None and not any(load.remote for load in loads):
             lookup.drop()
             lookup = None

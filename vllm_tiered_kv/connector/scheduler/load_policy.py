@@ -286,7 +286,7 @@ class LoadDecider:
         self, state: RequestState, computed: int, held: int, daemon_ranges: Sequence[range] | None
     ) -> list[Span]:
         """The held tokens in order, split by the tier that they would be loaded from."""
-        answer = state.remote.lookup.answer if state.remote.lookup is not None else None
+        answer = state.remote.answer
         remote = daemon_ranges[self._group.group_id] if daemon_ranges is not None else range(0)
         if not remote or answer is None:
             return [Span(Tier.CPU, held)]

@@ -10,16 +10,11 @@ import numpy as np
 
 from vllm_tiered_kv.cache.planner import Group, loadable_tokens
 from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier
-from vllm_tiered_kv.connector.scheduler.remote_lookups import (
-    RemoteLookup,
-    RemoteLookups,
-    RemoteSpan,
-)
+from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookups, RemoteSpan
 from vllm_tiered_kv.connector.scheduler.remote_puts import RemotePuts
 from vllm_tiered_kv.connector.scheduler.request_state import RequestState
 from vllm_tiered_kv.connector.scheduler.window_search import WindowSearch
 from vllm_tiered_kv.core.key import BlockKey
-from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.core.transfer import (
     MAX_LEASE_AGE_S,
     ProbeJob,
@@ -89,29 +84,6 @@ class RemoteTier:
         if state.remote.lookup is not None:
             state.remote.lookup.renewable = True
 
-    def take_lookup(self, state: RequestState) -> RemoteLookup | None:
-        """Returns the lookup of an admitted request; the caller drops it when its load has
-        ended."""
-        lookup, state.remote.lookup = state.remote.lookup, None
-        return lookup
-
-    def drop_lookup(self, state: RequestState) -> None:
-        """Drops the lookup of a request and releases its leases."""
-        lookup = self.take_lookup(state)
-        if lookup is not None:
-            lookup.drop()
-
-    def forget(self, state: RequestState) -> None:
-        """Forgets what daemons hold of a request, so that they are asked again and the CPU tier
-        stores all its blocks."""
-        self.drop_lookup(state)
-        state.remote.copies = {}
-
-    def load_failed(self, state: RequestState, tier: Tier) -> None:
-        """A load has failed at this tier: the CPU tier stores the recomputed blocks."""
-        state.remote.copies = {}
-        state.remote.has_failed |= tier is Tier.REMOTE
-
     def _ask(self, state: RequestState, computed: int, limit: int) -> None:
         """Starts a lookup of the blocks that the CPU tier lacks, if there are any."""
         if state.remote.lookup is not None or state.remote.has_failed:
@@ -153,7 +125,7 @@ class RemoteTier:
         if computed >= limit:
             return [range(0)] * len(self._groups)  # the GPU has all blocks
         if state.remote.lookup is not None and state.remote.lookup.is_outdated:
-            self.drop_lookup(state)
+            state.remote.drop_lookup()
         self._ask(state, computed, limit)
         if state.remote.lookup is None:
             return [range(0)] * len(self._groups)
@@ -161,14 +133,14 @@ class RemoteTier:
         if state.remote.lookup.is_pending:
             return None
         state.remote.lookup.renewable = True
-        answer = state.remote.lookup.answer
+        answer = state.remote.answer
         return answer.positions() if answer is not None else [range(0)] * len(self._groups)
 
     def split(
         self, state: RequestState, group: Group, span: range, block_ids: Sequence[int]
     ) -> LoadSplit:
         """Where each block of an admitted load comes from. The CPU tier is preferred."""
-        answer = state.remote.lookup.answer if state.remote.lookup is not None else None
+        answer = state.remote.answer
         keys = state.loadable_keys[group.group_id]
         if answer is None:
             return LoadSplit(span, [])
@@ -206,7 +178,7 @@ class RemoteTier:
     def probe(self, state: RequestState, group: Group, tokens: range, nbytes: int) -> None:
         """Plans a probe: workers fetch `nbytes` of what a daemon holds of these tokens and discard
         them. All blocks come from one group and end with the last of the tokens."""
-        answer = state.remote.lookup.answer if state.remote.lookup is not None else None
+        answer = state.remote.answer
         if answer is None:
             return
         position, end = tokens.start // group.block_size, -(-tokens.stop // group.block_size)
@@ -251,7 +223,7 @@ class RemoteTier:
         This holds even if the daemon goes down now: it was up when it granted the lease, and
         workers keep its memory mapped for a while after it is gone.
         """
-        answer = state.remote.lookup.answer if state.remote.lookup is not None else None
+        answer = state.remote.answer
         if answer is None or not any(answer.spans):
             return True
         if state.remote.lookup is None or state.remote.lookup.age_s > MAX_LEASE_AGE_S:
@@ -273,11 +245,6 @@ class RemoteTier:
         """Writes to the metrics which daemons are up."""
         for address, store in self._cluster.stores.items():
             recorder.set(names.DAEMON_UP, int(store.is_up), address)
-
-    @property
-    def open_leases(self) -> int:
-        """The number of answers whose blocks are still leased to this engine."""
-        return self._lookups.open_leases
 
     def close(self) -> None:
         self._lookups.close()

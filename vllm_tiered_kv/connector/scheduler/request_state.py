@@ -11,7 +11,7 @@ from vllm_tiered_kv.cache.cost_model import Choice
 from vllm_tiered_kv.cache.planner import Group
 from vllm_tiered_kv.connector.identity.request_keys import RequestKeys
 from vllm_tiered_kv.connector.scheduler.partial_tail import Tail
-from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookup
+from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteAnswer, RemoteLookup
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics.names import DropReason
@@ -70,12 +70,36 @@ class LoadState:
 
 @dataclass
 class RemoteState:
-    """What daemons hold of a request. The remote tier alone writes it."""
+    """What daemons hold of a request. The remote tier alone fills it in."""
 
     lookup: RemoteLookup | None = None
     copies: dict[int, range] = field(default_factory=dict)
     """By group: positions that a daemon on this host holds. The CPU tier does not store them."""
     has_failed: bool = False  # daemons are not asked again
+
+    @property
+    def answer(self) -> RemoteAnswer | None:
+        return self.lookup.answer if self.lookup is not None else None
+
+    def take_lookup(self) -> RemoteLookup | None:
+        """Returns the lookup and forgets it. Who takes it drops it, to release its leases."""
+        lookup, self.lookup = self.lookup, None
+        return lookup
+
+    def drop_lookup(self) -> None:
+        lookup = self.take_lookup()
+        if lookup is not None:
+            lookup.drop()
+
+    def forget(self) -> None:
+        """Lets daemons be asked again, and the CPU tier store all blocks."""
+        self.drop_lookup()
+        self.copies = {}
+
+    def load_failed(self, tier: Tier) -> None:
+        """A load has failed at this tier. The recomputed blocks may be the only copy."""
+        self.copies = {}
+        self.has_failed |= tier is Tier.REMOTE
 
 
 @dataclass

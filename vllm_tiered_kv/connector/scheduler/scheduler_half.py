@@ -59,8 +59,8 @@ time out earlier."""
 
 
 class SchedulerHalf:
-    """Plans all loads and stores of an engine. `TieredKVConnector` builds it in the scheduler's
-    process and forwards vLLM's calls to it, all in the scheduler's thread."""
+    """Plans all loads and stores of an engine. The assembly builds it, and `TieredKVConnector`
+    forwards vLLM's calls to it, all in the scheduler's thread."""
 
     def __init__(
         self,
@@ -117,8 +117,8 @@ class SchedulerHalf:
         if self._engine.has_priorities:
             self._stale_hash_guard = StaleHashGuard(manager, range(len(self._groups)))
         watch_new_blocks(manager.block_pool, self._on_blocks_allocated)
-        self.stores.bind(manager)
-        self.loads.bind(manager.block_pool)
+        self.stores.bind_kv_cache_manager(manager)
+        self.loads.bind_block_pool(manager.block_pool)
 
     @property
     def has_daemons(self) -> bool:

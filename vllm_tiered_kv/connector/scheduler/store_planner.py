@@ -83,7 +83,7 @@ class StorePlanner:
         self._stale_requests: set[str] = set()  # ran before the reset, or build on stale blocks
         self._manager: KVCacheManager | None = None
 
-    def bind(self, manager: KVCacheManager) -> None:
+    def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         self._manager = manager
         if self._hash_block_size is not None:
             self._hash_block_size = manager.block_pool.hash_block_size

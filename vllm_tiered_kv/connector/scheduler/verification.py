@@ -170,7 +170,7 @@ class Verification:
             )
 
     def _candidates(self, state: RequestState, group: Group, span: range) -> Iterator[Candidate]:
-        answer = state.remote.lookup.answer if state.remote.lookup is not None else None
+        answer = state.remote.answer
         parts = answer.spans[group.group_id] if answer is not None else ()
         keys = state.keys.of_group[group.group_id]
         for position in span:

@@ -68,7 +68,7 @@ class StepFacts:
 
 class WorkerHalf:
     """Executes the copies that the scheduler half plans, and reports their results.
-    `TieredKVConnector` constructs it in each worker and calls it from the model's thread."""
+    The assembly builds it in each worker; `TieredKVConnector` calls it from the model's thread."""
 
     def __init__(
         self,
