@@ -122,7 +122,7 @@ def serve(engine: RealEngine, at: str, seed: int) -> None:
     engine.settle()  # nobody has asked yet: the worker opens its way to the daemon
     assert engine.worker_half._remote is not None
     if at.startswith("ipc://"):
-        regions = engine.worker_half._remote._regions
+        regions = engine.worker_half._remote.regions
         eventually(lambda: regions.of(at))
     cold = engine.ask(asked)
     engine.settle()

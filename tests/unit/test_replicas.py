@@ -199,7 +199,7 @@ def test_daemons_hold_one_copy_and_both_ranks_load_it(
     engine = Engine(daemon.ipc if way == "ipc" else daemon.endpoint, replicas, blocks)
     if way == "ipc":
         for worker in engine.workers:
-            eventually(lambda worker=worker: worker.io.ready_arenas)
+            eventually(lambda worker=worker: worker.io.regions.ready_arenas)
     engine.send(content, per_job=3)
     assert not engine.index.pinned_slots()
     assert engine.recorder.total(names.STORED_BLOCKS, "remote") == blocks
@@ -224,13 +224,13 @@ def test_a_step_waits_until_each_worker_has_mapped_what_is_leased(daemon: Daemon
     """However few shards there are to ask for."""
     engine = Engine(daemon.ipc, replicas=2, blocks=8)
     for worker in engine.workers:
-        eventually(lambda worker=worker: worker.io.ready_arenas)
+        eventually(lambda worker=worker: worker.io.regions.ready_arenas)
     engine.send(np.ones((8, NBYTES), np.uint8), per_job=8)
     state = engine.find()
     assert not engine.tier.is_resident(state)
-    engine.tier.update_mapped_arenas({0: engine.workers[0].io.ready_arenas})
+    engine.tier.update_mapped_arenas({0: engine.workers[0].io.regions.ready_arenas})
     assert not engine.tier.is_resident(state)
-    engine.tier.update_mapped_arenas({1: engine.workers[1].io.ready_arenas})
+    engine.tier.update_mapped_arenas({1: engine.workers[1].io.regions.ready_arenas})
     assert engine.tier.is_resident(state)
     state.remote.drop_lookup()
     engine.close()

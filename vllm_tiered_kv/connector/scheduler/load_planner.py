@@ -70,9 +70,9 @@ class LoadPlanner:
     def bind_block_pool(self, pool: BlockPool) -> None:
         self._pool = pool
 
-    def begin(self, state: RequestState, request: Request) -> None:
+    def begin(self, state: RequestState) -> None:
         """Starts the daemon lookup of a new request, before vLLM asks for its prefix hit."""
-        daemons = self._daemons
+        daemons, request = self._daemons, state.request
         if daemons is None:
             return
         limit = self.limit(request)
@@ -153,10 +153,11 @@ class LoadPlanner:
         groups = [group.group_id for group in self._groups]
         return self._pool.get_cached_block(request.block_hashes[last], groups) is not None
 
-    def loadable(self, state: RequestState, request: Request, computed: int) -> int | None:
+    def loadable(self, state: RequestState, computed: int) -> int | None:
         """Tokens after `computed` that can be loaded. None makes vLLM ask again in the next step:
         a daemon has not answered yet, this step loads the prefix that the request builds on, stores
         in flight will soon hold the next blocks, or the request must leave the queue's head."""
+        request = state.request
         if state.load.is_at_queue_head:
             # Computed windows need more blocks than loaded ones. vLLM considers no request behind
             # this one until enough blocks are free, and requests behind it may hold them. After
@@ -255,12 +256,11 @@ class LoadPlanner:
         has_block = end > computed and self._gpu_has_block_before(request, end)
         return end - computed if has_block else 0
 
-    def admit(
-        self, state: RequestState, request: Request, blocks: KVCacheBlocks, tokens: int
-    ) -> LoadJob | None:
+    def admit(self, state: RequestState, blocks: KVCacheBlocks, tokens: int) -> LoadJob | None:
         """vLLM has admitted the request and allocated its blocks: pins what was offered and returns
         the load job."""
-        self._awaiting_recompute.discard(request.request_id)
+        request_id = state.request.request_id
+        self._awaiting_recompute.discard(request_id)
         match, state.load.match = state.load.match, None
         if match is None:
             return None
@@ -276,8 +276,7 @@ class LoadPlanner:
         state.load.from_disk = _from_disk(match, tokens)
         if match.choice is not None:
             is_timed = not match.is_step_load
-            name = request.request_id
-            probed = self.load_policy.admitted(name, match.choice, covered, is_timed)
+            probed = self.load_policy.admitted(request_id, match.choice, covered, is_timed)
             if probed and self._remote is not None:
                 first, stop = match.computed + probed.start, match.computed + probed.stop
                 nbytes = self.load_policy.bytes_of(probed)
@@ -289,8 +288,7 @@ class LoadPlanner:
             lookup = None
         if not tokens:
             return None
-        on_end = None if lookup is None else lookup.drop
-        slots = self._open(state, request, loads, on_end)
+        slots = self._open(state, loads, None if lookup is None else lookup.drop)
         taken = 0
         transfers: list[GroupTransfer] = []
         for group, load in zip(self._groups, loads, strict=True):
@@ -310,10 +308,10 @@ class LoadPlanner:
         state.load.keeps_tail = covered > tokens and self._keeps_tail(state, loads[0])
         remote = tuple(transfer for load in loads for transfer in load.remote)
         if not match.is_step_load:
-            return LoadJob(request.request_id, tuple(transfers), remote)
+            return LoadJob(request_id, tuple(transfers), remote)
         self.step_policy.admitted(self._bytes(covered))
-        job_id = self._ledger.to_step_load(request.request_id)
-        return LoadJob(request.request_id, tuple(transfers), remote, job_id)
+        job_id = self._ledger.to_step_load(request_id)
+        return LoadJob(request_id, tuple(transfers), remote, job_id)
 
     def _find(
         self, state: RequestState, computed: int, limit: int, daemon_ranges: Sequence[range] | None
@@ -358,7 +356,6 @@ class LoadPlanner:
     def _open(
         self,
         state: RequestState,
-        request: Request,
         loads: Sequence[LoadSplit],
         on_end: Callable[[], None] | None,
     ) -> list[int]:
@@ -370,7 +367,7 @@ class LoadPlanner:
             remote_blocks += load.num_remote
             remote_bytes += load.num_remote * group.block_bytes
         return self._ledger.open_load(
-            request.request_id, keys, nbytes, remote_blocks, remote_bytes, on_end
+            state.request.request_id, keys, nbytes, remote_blocks, remote_bytes, on_end
         )
 
     def _count(self, match: Match, loaded: int, loads: Sequence[LoadSplit]) -> None:

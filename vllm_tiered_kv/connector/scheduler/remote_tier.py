@@ -213,7 +213,7 @@ class RemoteTier:
         return bool(self._probes)
 
     def update_mapped_arenas(self, by_rank: Mapping[int, Mapping[bytes, int]]) -> None:
-        """Records which daemon memory the workers have mapped (`RemoteIO.ready_arenas`)."""
+        """Records which daemon memory the workers have mapped (`SharedRegions.ready_arenas`)."""
         self._arenas_of_rank.update(by_rank)
 
     def is_resident(self, state: RequestState) -> bool:

@@ -133,7 +133,7 @@ class SchedulerHalf:
             return  # all ranks may have reported by the time it is admitted
         state = self._state(request)
         if state is not None:
-            self.loads.begin(state, request)
+            self.loads.begin(state)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -145,9 +145,9 @@ class SchedulerHalf:
             return 0, False
         if num_computed_tokens < self.loads.limit(request):
             state.keys.extend(request, request.num_tokens)
-        loadable = self.loads.loadable(state, request, num_computed_tokens)
+        loadable = self.loads.loadable(state, num_computed_tokens)
         if loadable and self._has_lost_adapter(state):
-            loadable = self.loads.loadable(state, request, num_computed_tokens)  # now 0
+            loadable = self.loads.loadable(state, num_computed_tokens)  # now 0
         match = state.load.match
         return loadable, bool(loadable) and match is not None and not match.is_step_load
 
@@ -159,7 +159,7 @@ class SchedulerHalf:
             self._stale_hash_guard.admitted(request)
         state = self._requests.get(request.request_id)
         if state is not None:
-            job = self.loads.admit(state, request, blocks, num_external_tokens)
+            job = self.loads.admit(state, blocks, num_external_tokens)
             if job is not None:
                 self._next.loads.append(job)
                 if self.early_loads is not None:

@@ -174,6 +174,7 @@ class SharedRegions:
             daemon.keep_attached()
 
     def step_begins(self) -> None:
+        """Notes that a step runs; it may take long, and its loads may read shared memory."""
         self._steps += 1
         self._is_stepping = True
 
@@ -216,7 +217,8 @@ class SharedRegions:
 
     @property
     def ready_arenas(self) -> dict[bytes, int]:
-        """How many bytes of each daemon's memory are pinned, by arena id, from its start."""
+        """How many bytes of each daemon's memory are pinned, by arena id, from its start. A daemon
+        may die at any time after that; `resident` then returns None."""
         regions = [self.attached(address) for address in self._daemons]
         return {r.memory.arena_id: r.pinned_bytes for r in regions if r is not None}
 

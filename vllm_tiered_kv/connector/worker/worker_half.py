@@ -170,7 +170,7 @@ class WorkerHalf:
             self._remote = self._open_remote(metadata.identity)
         if self._remote is not None:
             # Here and not in `start_loads`, which usually comes after the forward.
-            self._remote.step_begins()
+            self._remote.regions.step_begins()
         self._store(metadata.stores_before)
         self._wait_for_stores(metadata.wait_for_stores)
         self._device.begin_step()
@@ -257,7 +257,7 @@ class WorkerHalf:
             return results
         self._collect(self._copier)
         if self._remote is not None:
-            self._remote.step_ends()
+            self._remote.regions.step_ends()
         for request_id, failed in self._loads.take_finished():
             results.finished_recving.add(request_id)
             if failed is not None:
@@ -296,7 +296,7 @@ class WorkerHalf:
     def worker_metadata(self) -> TieredKVWorkerMetadata | None:
         """Returns the report for the scheduler half; None if nothing has changed since the last."""
         usable = self.arena.ready_bytes if self.arena is not None else None
-        arenas = self._remote.ready_arenas if self._remote is not None else {}
+        arenas = self._remote.regions.ready_arenas if self._remote is not None else {}
         if (
             not self._stored
             and not self._put
