@@ -123,8 +123,8 @@ def _measure(way: str, address: str, tiny: bool, repetitions: int) -> dict[str, 
         assert llm.reset_prefix_cache()
 
     ask(prompt())
-    regions = get_kv_transfer_group().worker_half._remote._regions
-    while way == "ipc" and not regions.covers(address):
+    regions = get_kv_transfer_group().worker_half._remote.regions
+    while way == "ipc" and not regions.of(address):
         time.sleep(0.05)
     far, near = [prompt() for _ in range(prompts)], [prompt() for _ in range(prompts)]
     cold = []

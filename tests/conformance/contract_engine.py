@@ -158,7 +158,7 @@ class ContractEngine(ToyEngine):
             "ledger": half.ledger,
             "stores": half.stores,
             "loads": half.loads,
-            "ahead": half._step_loads,
+            "ahead": half.loads.step_policy,
             "load_policy": half.load_policy,
         }.items():
             for attribute, value in vars(owner).items():

@@ -269,7 +269,7 @@ def vanished(run: Run, ids: list[int]) -> dict[str, Turn]:
     """The daemon loses one shard after it was asked, and before that is loaded."""
     turns = {"stored": run.ask(ids)}
     run.forget(also_in_cpu_tier=True)
-    lookup = run.begin(ids).remote
+    lookup = run.begin(ids).remote.lookup
     found = lookup.future.result(timeout=60).positions()
     run.delete_shard(HEAD_BLOCKS)
     turns["failed"] = run.end()

@@ -53,7 +53,7 @@ def step_that_fails(engine: ToyEngine) -> None:
 def answered(engine: ToyEngine, ids: list[int]) -> str:
     """Adds a request and waits for the answer to its daemon lookup."""
     request = engine.add(ids, 3)
-    engine.half._requests[request].remote.future.result(timeout=30)
+    engine.half._requests[request].remote.lookup.future.result(timeout=30)
     return request
 
 
@@ -400,8 +400,8 @@ def test_reset_keeps_recorded_failures(tiny_model: Path) -> None:
         engine.step()
     assert engine.scheduler.reset_connector_cache()
     state = engine.half._requests[request]
-    assert state.load_failed
-    assert state.keeps_reservation
+    assert state.load.has_failed
+    assert state.load.keeps_reservation
     engine.run()
     assert engine.finished[request].tokens == play(ids, 3)[0]
     engine.assert_at_rest()

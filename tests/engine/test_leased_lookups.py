@@ -43,7 +43,7 @@ def filled(model: Path, daemon: DaemonProcess, asked: list[list[int]], **setting
 def answered(toy: ToyEngine, prompt: list[int]) -> str:
     """A request that the daemon has been asked about, and which no step has seen yet."""
     request = toy.add(prompt, COUNT)
-    lookup = toy.half._requests[request].remote
+    lookup = toy.half._requests[request].remote.lookup
     assert lookup is not None
     answer = lookup.future.result(timeout=30)
     assert answer.leases, "nothing was leased"
@@ -89,7 +89,7 @@ def test_a_load_waits_for_nobody_when_every_rank_has_mapped_what_was_leased(
 ) -> None:
     (asked,) = prompts(9, 1)
     toy = filled(tiny_model, daemon, [asked])
-    remote, ready = toy.half.remote, toy.worker.worker_half._remote.ready_arenas
+    remote, ready = toy.half.remote, toy.worker.worker_half._remote.regions.ready_arenas
     remote._arenas_of_rank.clear()
     state = toy.half._requests[answered(toy, asked)]
     remote.positions(state, 0, 4)  # takes the answer
@@ -110,7 +110,7 @@ def test_a_step_has_begun_before_its_forward(tiny_model: Path, daemon: DaemonPro
     has gone would be given up before the steps that were planned with it."""
     asked = prompts(3, 2)
     toy = filled(tiny_model, daemon, asked)
-    regions = toy.worker.worker_half._remote._regions
+    regions = toy.worker.worker_half._remote.regions
     forward, seen = toy._forward, []
 
     def watched(request_id: str, count: int) -> list[int]:
@@ -223,8 +223,8 @@ def _reset_while_loading(toy: ToyEngine, prompt: list[int]) -> None:
 
 def _outdate(toy: ToyEngine, prompt: list[int]) -> None:
     state = toy.half._requests[answered(toy, prompt)]
-    state.remote.renewable = True
-    state.remote.fresh_until = 0.0
+    state.remote.lookup.renewable = True
+    state.remote.lookup.fresh_until = 0.0
 
 
 def _finish_on_the_device(toy: ToyEngine, prompt: list[int]) -> None:
@@ -315,7 +315,7 @@ def test_room_that_came_too_late_goes_back_though_nothing_is_asked_any_more(
     daemon.freeze()
     serve(toy, [second])
     daemon.thaw()
-    memory = toy.worker.worker_half._remote._regions.of(daemon.ipc).memory
+    memory = toy.worker.worker_half._remote.regions.of(daemon.ipc).memory
     eventually(lambda: memory.is_settled and leases_of(daemon) == 0)
     toy.close()
 
@@ -365,7 +365,7 @@ def test_more_than_a_daemon_leases_is_loaded_all_the_same(tiny_model: Path, fold
         before = requests_of(daemon)
         ids = {toy.add(prompt, COUNT): prompt for prompt in asked}
         for request in ids:
-            toy.half._requests[request].remote.future.result(timeout=30)
+            toy.half._requests[request].remote.lookup.future.result(timeout=30)
         assert leases_of(daemon) == 64 < whole_blocks(asked)
         toy.run()
         for request, prompt in ids.items():

@@ -52,8 +52,8 @@ def test_blocks_of_a_request_that_is_taken_out_of_its_step_are_not_found(
     assert engine.finished[victim].tokens == play(long, 2)[0]
     engine.assert_at_rest()
     assert assert_tier_is_right(engine)
-    assert not engine.scheduler.connector._stale_hash_guard._requests
-    assert not engine.scheduler.connector._stale_hash_guard._filled
+    assert not engine.half._stale_hash_guard._requests
+    assert not engine.half._stale_hash_guard._filled
 
 
 @pytest.mark.parametrize("seed", [0, 2, 3])  # with preemptions

@@ -122,8 +122,8 @@ def serve(engine: RealEngine, at: str, seed: int) -> None:
     engine.settle()  # nobody has asked yet: the worker opens its way to the daemon
     assert engine.worker_half._remote is not None
     if at.startswith("ipc://"):
-        regions = engine.worker_half._remote._regions
-        eventually(lambda: regions.covers(at))
+        regions = engine.worker_half._remote.regions
+        eventually(lambda: regions.of(at))
     cold = engine.ask(asked)
     engine.settle()
     for tier in (Tier.CPU.value, Tier.REMOTE.value):

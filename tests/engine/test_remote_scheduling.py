@@ -134,7 +134,7 @@ def test_bytes_changed_in_the_daemon_are_recomputed(
     first.close()
     local = engine_at(tiny_model, daemon.ipc)
     wait_attached(local, daemon.ipc)
-    memory: SharedMemory = local.worker.worker_half._remote._regions.of(daemon.ipc).memory
+    memory: SharedMemory = local.worker.worker_half._remote.regions.of(daemon.ipc).memory
     np.frombuffer(memory.arena.view(0, memory.arena.capacity_bytes), np.uint8)[:] ^= 0x10
     del memory
     local.close()

@@ -12,7 +12,7 @@ from tests.engine.delayed_copier import LAYERS
 from tests.engine.toy_engine import ToyEngine
 from vllm_tiered_kv.config import TieredKVConfig
 from vllm_tiered_kv.connector.identity.shard import holding_of
-from vllm_tiered_kv.connector.worker.worker_half import WorkerHalf
+from vllm_tiered_kv.connector.worker.worker_half import StepFacts, WorkerHalf
 from vllm_tiered_kv.errors import ConfigError, UnsupportedError
 
 
@@ -24,7 +24,7 @@ def toy(tiny_model: Path) -> ToyEngine:
 def open_half(toy: ToyEngine, fd: int | None) -> WorkerHalf:
     config = TieredKVConfig.load({}, {})
     geometry = toy.half.index.geometry
-    return WorkerHalf(config, geometry, 1, holding_of(1, 2, 2), shared_fd=fd)
+    return WorkerHalf(config, geometry, 1, holding_of(1, 2, 2), StepFacts(), shared_fd=fd)
 
 
 def shared_memory(toy: ToyEngine) -> int:

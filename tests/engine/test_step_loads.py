@@ -211,7 +211,7 @@ def test_step_load_that_vllm_declines_leaks_nothing(
     half = engine.half
     offered, _ = half.get_num_new_matched_tokens(request, 0)
     assert offered
-    decisions = half._requests[request.request_id].match.choice.decisions
+    decisions = half._requests[request.request_id].load.match.choice.decisions
     assert decisions == {Tier.CPU: Decision.LOAD}
     half.update_state_after_alloc(request, KVCacheBlocks(([],)), 0)
     assert not half.load_policy.costs.loads, "no load is in flight"

@@ -25,7 +25,7 @@ from vllm_tiered_kv.metrics import names
 
 
 def tail_state(engine: ToyEngine, request: str) -> Tail:
-    tail = engine.half._requests[request].tail
+    tail = engine.half._requests[request].load.tail
     assert tail is not None
     return tail
 
@@ -96,7 +96,7 @@ def test_a_tail_is_stored_when_all_of_its_tokens_are_there(
     while not engine.requests[request].is_finished():
         engine.step()
         state = engine.half._requests.get(request)
-        if state is not None and state.has_tail:
+        if state is not None and state.store.has_tail:
             assert engine.requests[request].num_computed_tokens >= 23
     engine.run()
     assert total(engine, names.STORED_BLOCKS) == 6

@@ -158,7 +158,7 @@ def test_a_daemon_that_cannot_be_asked_to_forget_is_named(
     toy.run()
     daemon.kill()
     with caplog.at_level(logging.WARNING, "vllm_tiered_kv"):
-        toy.half.remote.delete([BlockKey(bytes(17))])
+        toy.half.remote._lookups.delete([BlockKey(bytes(17))])
         eventually(lambda: "may serve them again" in caplog.text)
     toy.close()
 
@@ -229,7 +229,7 @@ def test_a_request_that_lost_its_adapter_accuses_nobody(tiny_model: Path) -> Non
     engine.drop_gpu_cache()
     request = engine.add(ids, 4)
     engine.step()
-    engine.half._requests[request].lose_adapter()
+    engine.half._requests[request].lost_adapter = True
     engine.run()
     assert counts(engine) == {"verified": 2, "inexact": 0, "different": 0, "skipped": 8}
     assert_at_rest(engine)
@@ -414,7 +414,7 @@ def test_blocks_of_a_daemon_are_verified_and_bad_ones_deleted_there(
 
 
 def _tamper_before_sending(engine: ToyEngine, position: int) -> None:
-    offer = engine.half.ledger.on_commit
+    offer = engine.half.remote.puts.offer
 
     def tampered(stored: list[tuple[bytes, list[int]]]) -> None:
         for slot in (slot for _, slots in stored for slot in slots):
@@ -424,4 +424,4 @@ def _tamper_before_sending(engine: ToyEngine, position: int) -> None:
                 engine.arena[slot, 0, 0] ^= 1 << 40
         offer(stored)
 
-    engine.half.ledger.on_commit = tampered
+    engine.half.remote.puts.offer = tampered

@@ -49,8 +49,8 @@ def serve(toy: ToyEngine, asked: list[list[int]], count: int = 5) -> None:
 def wait_attached(toy: ToyEngine, at: str) -> None:
     """Lets the worker connect to the daemon, and waits until its memory is mapped."""
     toy.run()
-    regions = toy.worker.worker_half._remote._regions
+    regions = toy.worker.worker_half._remote.regions
     end = time.monotonic() + 30
-    while at.startswith("ipc://") and not regions.covers(at):
+    while at.startswith("ipc://") and not regions.of(at):
         assert time.monotonic() < end, "the daemon's memory was never attached"
         time.sleep(0.01)

@@ -395,7 +395,9 @@ class ToyEngine:
         assert not self.half.ledger._loads
         assert not self.half.ledger.has_open_puts
         end = time.monotonic() + 30
-        while self.half.remote is not None and self.half.remote.open_leases:
+        remote = self.half.remote
+        daemons = remote._lookups._local_daemons.values() if remote is not None else ()
+        while any(daemon.lookup_leases for daemon in list(daemons)):
             # The answer to a dropped lookup may still arrive.
             assert time.monotonic() < end, "a daemon's lease was not released"
             time.sleep(0.001)

@@ -52,7 +52,7 @@ def one_round(address: str, wait: bool) -> Arena:
     regions = SharedRegions({address: store}, pin, unpin)
     try:
         end = time.monotonic() + 60
-        while wait and not (regions.covers(address) and arena.ready_bytes == arena.nbytes):
+        while wait and not (regions.of(address) and arena.ready_bytes == arena.nbytes):
             assert time.monotonic() < end, "memory was never pinned"
             time.sleep(0.01)
     finally:

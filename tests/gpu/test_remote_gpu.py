@@ -55,9 +55,9 @@ def engine(
     ) as running:
         running.ask([[7, 8, 9]], 1)
         if request.param == "ipc":
-            regions = running.worker_half._remote._regions
+            regions = running.worker_half._remote.regions
             deadline = time.monotonic() + 120
-            while not regions.covers(remote):
+            while not regions.of(remote):
                 assert time.monotonic() < deadline, "the daemon's memory was never pinned"
                 time.sleep(0.05)
         yield running

@@ -217,9 +217,9 @@ class EngineSoak:
         self.torment.revive()
         self._run_out()
         self.engine.assert_at_rest()
-        regions = self.engine.worker_half._remote._regions
+        regions = self.engine.worker_half._remote.regions
         # The memory of a daemon that died stays mapped for a while.
-        eventually(lambda: regions.covers(self.daemon.ipc) and len(regions._regions) == 1)
+        eventually(lambda: regions.of(self.daemon.ipc) and len(regions._regions) == 1)
         self._ask(self.engine, PROMPTS[0])  # the scheduler has found the daemon that is there now
         self._run_out()
         eventually(lambda: leases_of(self.daemon) == 0)

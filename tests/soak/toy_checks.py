@@ -55,7 +55,7 @@ def describe(toy: ToyEngine) -> str:
     scheduler, half, ledger = toy.scheduler, toy.half, toy.half.ledger
     requests = [
         f"{r.request_id} {r.status.name} {r.num_computed_tokens}/{r.num_tokens} "
-        f"{half._requests[name].remote if name in half._requests else 'unknown'}"
+        f"{half._requests[name].remote.lookup if name in half._requests else 'unknown'}"
         for name, r in scheduler.requests.items()
     ]
     return (

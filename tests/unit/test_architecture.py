@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -106,3 +107,24 @@ def test_registering_does_not_load_the_connector() -> None:
         "assert 'vllm' not in sys.modules and 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], cwd=PACKAGE.parent, check=True)
+
+
+def test_each_part_of_a_request_state_has_one_writer() -> None:
+    """Else whoever reads a part has to know what all others may do to it."""
+    written: dict[str, set[str]] = {}
+    for path in (PACKAGE / "connector").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            if isinstance(node, ast.AugAssign | ast.AnnAssign):
+                targets = [node.target]
+            for target in targets:
+                for part in re.findall(r"\bstate\.(\w+)", ast.unparse(target)):
+                    written.setdefault(part, set()).add(path.name)
+    assert written == {
+        "keys": {"scheduler_half.py"},
+        "lost_adapter": {"scheduler_half.py"},
+        "load": {"load_planner.py"},
+        "remote": {"remote_tier.py"},
+        "store": {"store_planner.py"},
+        "verification": {"verification.py"},
+    }

@@ -108,7 +108,7 @@ def make(daemon: DaemonProcess) -> Worker:
     own = RemoteStore(daemon.ipc, IDENTITY, timeout_s=1.0, connect_timeout_s=10.0)
     regions = SharedRegions({daemon.ipc: own}, None, None)
     end = time.monotonic() + 30
-    while not regions.covers(daemon.ipc):
+    while not regions.of(daemon.ipc):
         assert time.monotonic() < end
         time.sleep(0.01)
     device = np.zeros((len(KEYS), NBYTES), np.uint8)

@@ -13,6 +13,7 @@ from vllm_tiered_kv.cache.cost_model import Choice, Span
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.planner import Group
 from vllm_tiered_kv.config import TieredKVConfig
+from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier, EngineFacts
 from vllm_tiered_kv.connector.scheduler.load_policy import LoadDecider
 from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteAnswer, RemoteLookup, RemoteSpan
 from vllm_tiered_kv.connector.scheduler.request_state import RequestState
@@ -42,7 +43,8 @@ class ClockedDecider(LoadDecider):
         self.clock, self.recorder = Clock(), Recorder()
         self.index = BlockIndex(ArenaGeometry.for_blocks(64 * 1024, [64]), "lru", lambda *_: None)
         config = TieredKVConfig.load({"remote": "tcp://far:1", **options}, {})
-        super().__init__(config, groups, self.index, self.recorder, 64, self.clock, num_ranks)
+        tier = CpuTier(groups, self.index, None, self.recorder)  # type: ignore[arg-type]
+        super().__init__(config, tier, EngineFacts(num_ranks, 64), clock=self.clock)
         self.steps: list[tuple[int, float, float]] = []
         learn = self.costs.step_ended
 
@@ -56,7 +58,7 @@ class ClockedDecider(LoadDecider):
 def state(tokens: int, computed: int = 0) -> RequestState:
     request = SimpleNamespace(request_id="r", num_tokens=tokens, num_computed_tokens=computed)
     keys = [BlockKey(n.to_bytes(16, "little") + b"\0") for n in range(1, tokens // 4 + 1)]
-    return RequestState(request, SimpleNamespace(of_group=[keys]), [0])
+    return RequestState(request, SimpleNamespace(of_group=[keys]))
 
 
 # ---- steps --------------------------------------------------------------------------------------
@@ -213,7 +215,7 @@ def test_spans_follow_the_chain() -> None:
     for n in (*range(4), *range(16, 20)):
         slot = decider.index.reserve(keys[n], keys[n - 1] if n else None, 0)
         decider.index.commit(slot)
-    asked.remote = RemoteLookup(
+    asked.remote.lookup = RemoteLookup(
         Future(),
         0.0,
         0.0,
@@ -244,7 +246,7 @@ def test_a_window_stands_for_all_tokens_before_it_and_costs_the_same_whatever_th
     alone = ClockedDecider((window,))
     asked = state(81)
     parts = (RemoteSpan(16, 19, "a", by_tier={Tier.MEMORY: 1, Tier.SSD: 1}),)
-    asked.remote = RemoteLookup(Future(), 0.0, 0.0, 0.0, RemoteAnswer((parts,)))
+    asked.remote.lookup = RemoteLookup(Future(), 0.0, 0.0, 0.0, RemoteAnswer((parts,)))
     assert alone._spans(asked, 0, 76, [range(16, 19)]) == [
         Span(Tier.REMOTE, 76, {Tier.MEMORY: 0.5, Tier.SSD: 0.5})
     ]
@@ -259,7 +261,7 @@ def test_a_window_stands_for_all_tokens_before_it_and_costs_the_same_whatever_th
 
 def waiting(decider: ClockedDecider, tokens: int) -> RequestState:
     asked = state(tokens)
-    asked.remote = RemoteLookup(Future(), decider.clock.now, decider.clock.now + 0.1, 1e9)
+    asked.remote.lookup = RemoteLookup(Future(), decider.clock.now, decider.clock.now + 0.1, 1e9)
     return asked
 
 
@@ -275,9 +277,9 @@ def test_an_answer_is_waited_for_as_long_as_it_may_save() -> None:
     assert decider.waits_for_daemons(asked, 0)  # the first load is the probe
     taught(decider, 0.0005)
     assert decider.waits_for_daemons(asked, 0)  # 200 ms to save
-    decider.answers.extend([(100, 0)] * 60)
+    decider._answers.extend([(100, 0)] * 60)
     assert not decider.waits_for_daemons(asked, 0)  # but daemons never have anything
-    decider.answers.extend([(100, 100)] * 60)
+    decider._answers.extend([(100, 100)] * 60)
     assert decider.waits_for_daemons(asked, 0)
     for _ in range(8):
         decider.costs.speeds[Tier.MEMORY].observe(64 * 100, 10.0)
@@ -289,7 +291,7 @@ def test_always_waits() -> None:
     decider = ClockedDecider(load_policy="always")
     asked = waiting(decider, 400)
     taught(decider, 0.0005)
-    decider.answers.extend([(100, 0)] * 60)
+    decider._answers.extend([(100, 0)] * 60)
     decider.clock.now += 0.09
     assert decider.waits_for_daemons(asked, 0)
 

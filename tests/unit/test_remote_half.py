@@ -11,10 +11,15 @@ from types import SimpleNamespace
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import StoreReport, TransferLedger
 from vllm_tiered_kv.cache.planner import Group, loadable_tokens, plan_store
+from vllm_tiered_kv.config import StepLoads, TieredKVConfig
+from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier, EngineFacts
+from vllm_tiered_kv.connector.scheduler.load_planner import LoadPlanner
+from vllm_tiered_kv.connector.scheduler.load_policy import LoadDecider
 from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookups
 from vllm_tiered_kv.connector.scheduler.remote_puts import RemotePuts
 from vllm_tiered_kv.connector.scheduler.remote_tier import RemoteTier
 from vllm_tiered_kv.connector.scheduler.request_state import RequestState
+from vllm_tiered_kv.connector.scheduler.step_load_policy import StepLoadPolicy
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.key import BlockKey, RankTag
 from vllm_tiered_kv.core.tiers import Tier
@@ -193,9 +198,12 @@ class Asked:
         servers = placed(self.keys, self.server)
         self.index = BlockIndex(ArenaGeometry(4 * 64, (64,)), "lru")
         self.lookups = RemoteLookups(servers, [RankTag()], 30.0, fresh_s, Recorder())  # type: ignore[arg-type]
-        self.tier = RemoteTier(servers, self.lookups, None, self.index, [GROUP], True)  # type: ignore[arg-type]
+        self.cpu = CpuTier(
+            [GROUP], self.index, TransferLedger(self.index, Recorder(), 1), Recorder()
+        )
+        self.tier = RemoteTier(servers, self.lookups, None, self.cpu, True)  # type: ignore[arg-type]
         keys = SimpleNamespace(of_group=[self.keys])
-        self.state = RequestState(None, keys, [0])  # type: ignore[arg-type]
+        self.state = RequestState(None, keys)  # type: ignore[arg-type]
 
     def keep(self, *positions: int) -> None:
         """The CPU tier has these blocks, and no others."""
@@ -213,8 +221,8 @@ class Asked:
         return answer[0]
 
     def age(self) -> None:
-        assert self.state.remote is not None
-        self.state.remote.fresh_until = 0.0
+        assert self.state.remote.lookup is not None
+        self.state.remote.lookup.fresh_until = 0.0
 
 
 def test_a_request_that_waited_in_line_is_looked_up_anew() -> None:
@@ -271,10 +279,21 @@ def test_an_answer_is_used_even_when_steps_take_longer_than_it_stays_fresh() -> 
 
 def test_a_request_that_starts_over_keeps_its_blocks_again() -> None:
     """What a daemon had of it then, it need not have now."""
-    state = RequestState(None, None, [7])  # type: ignore[arg-type]
-    state.daemon_copies = [range(5)]
-    state.forget_blocks()
-    assert state.daemon_copies == [range(0)]
+    asked = Asked(fresh_s=60)
+    asked.tier.begin(asked.state, 16)
+    asked.state.remote.copies = {0: range(5)}
+    LoadPlanner(
+        asked.cpu,
+        StepLoadPolicy(StepLoads.NEVER, [GROUP], asked.cpu.ledger),
+        LoadDecider(TieredKVConfig(), asked.cpu, EngineFacts()),
+        asked.tier,
+        verification=None,
+        reuses_tails=False,
+        first_forward_clears=False,
+    ).preempted(asked.state)
+    assert not asked.state.remote.copies
+    assert asked.state.remote.lookup is None
+    asked.lookups.close()
 
 
 class Tiers:
@@ -287,14 +306,9 @@ class Tiers:
         self.keys = chain(16)
         self.server = Server("tcp://a:1")
         self.servers = placed(self.keys, self.server)
-        self.writes = RemotePuts(
-            self.servers,  # type: ignore[arg-type]
-            [GROUP],
-            self.index,
-            self.ledger,
-            queue_blocks * GROUP.block_bytes,
-        )
-        self.ledger.on_commit = self.writes.offer
+        tier = CpuTier([GROUP], self.index, self.ledger, self.recorder)
+        queue_bytes = queue_blocks * GROUP.block_bytes
+        self.writes = RemotePuts(self.servers, tier, queue_bytes)  # type: ignore[arg-type]
 
     def store(self, start: int, stop: int) -> None:
         plan = plan_store(self.index, GROUP, self.keys, start, stop)
@@ -303,7 +317,7 @@ class Tiers:
             plan.slots, int64_array(plan.slots), GROUP.block_bytes, None, anchors
         )
         for _ in range(self.ledger._num_ranks):
-            self.ledger.report_store(job, [StoreReport(len(plan.slots))])
+            self.writes.offer(self.ledger.report_store(job, [StoreReport(len(plan.slots))]))
 
     def dropped(self, reason: DropReason) -> float:
         return self.recorder.total(names.DROPPED_BLOCKS, "remote", reason.value)

@@ -63,7 +63,7 @@ class Loads:
         stores = {daemon.ipc: self.store}
         self.regions = SharedRegions(stores if attached else {}, None, None)
         end = time.monotonic() + 30
-        while attached and not self.regions.covers(daemon.ipc):
+        while attached and not self.regions.of(daemon.ipc):
             assert time.monotonic() < end
             time.sleep(0.01)
         self.device = np.zeros((len(KEYS), NBYTES), np.uint8)

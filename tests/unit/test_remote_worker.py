@@ -163,7 +163,7 @@ def attached(daemon: DaemonProcess) -> tuple[RemoteStore, SharedRegions, list[Bl
     assert set(store.put(items)) == {PutResult.STORED}
     regions = SharedRegions({daemon.ipc: store}, None, None)
     end = time.monotonic() + 30
-    while not regions.covers(daemon.ipc):
+    while not regions.of(daemon.ipc):
         assert time.monotonic() < end
         time.sleep(0.01)
     return store, regions, keys
@@ -199,7 +199,7 @@ def test_blocks_are_sent_through_memory_that_is_not_pinned_yet(
     store, regions, _ = attached(daemon)
     monkeypatch.setattr(SharedRegion, "pinned_bytes", 0)
     monkeypatch.setattr(store, "put", None)  # the way through a socket
-    assert not regions.covers(daemon.ipc)
+    assert not regions.of(daemon.ipc)
     arena = Arena(4 * 4096)
     arena.bytes_at(4096, 4096)[:] = 7
     shard = Shard(bytes(32), RankTag(), {0: 4096})

@@ -20,6 +20,7 @@ from vllm_tiered_kv.cache.ledger import TransferLedger
 from vllm_tiered_kv.cache.planner import Group
 from vllm_tiered_kv.config import TieredKVConfig
 from vllm_tiered_kv.connector.identity.shard import distinct_tags, holding_of, replicas_of
+from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier
 from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookups
 from vllm_tiered_kv.connector.scheduler.remote_puts import RemotePuts
 from vllm_tiered_kv.connector.scheduler.remote_tier import RemoteTier
@@ -133,12 +134,9 @@ class Engine:
         self.cluster = Cluster([address], IDENTITY)
         tags = distinct_tags(parallel(2), replicas)  # type: ignore[arg-type]
         self.lookups = RemoteLookups(self.cluster, tags, 20.0, 20.0, self.recorder)
-        self.writes = RemotePuts(
-            self.cluster, [GROUP], self.index, self.ledger, self.geometry.capacity_bytes
-        )
-        self.tier = RemoteTier(
-            self.cluster, self.lookups, self.writes, self.index, [GROUP], True, num_workers=2
-        )
+        cpu = CpuTier([GROUP], self.index, self.ledger, self.recorder)
+        self.writes = RemotePuts(self.cluster, cpu, self.geometry.capacity_bytes)
+        self.tier = RemoteTier(self.cluster, self.lookups, self.writes, cpu, True, num_workers=2)
         self.workers = [Worker(rank, replicas, address, self.geometry) for rank in range(2)]
 
     def send(self, content: np.ndarray, per_job: int) -> None:
@@ -169,7 +167,7 @@ class Engine:
     def find(self) -> RequestState:
         self.index.clear()
         keys = SimpleNamespace(of_group=[self.keys])
-        state = RequestState(None, keys, [0])  # type: ignore[arg-type]
+        state = RequestState(None, keys)  # type: ignore[arg-type]
         eventually(lambda: self.tier.positions(state, 0, 4 * len(self.keys)) is not None)
         return state
 
@@ -201,7 +199,7 @@ def test_daemons_hold_one_copy_and_both_ranks_load_it(
     engine = Engine(daemon.ipc if way == "ipc" else daemon.endpoint, replicas, blocks)
     if way == "ipc":
         for worker in engine.workers:
-            eventually(lambda worker=worker: worker.io.ready_arenas)
+            eventually(lambda worker=worker: worker.io.regions.ready_arenas)
     engine.send(content, per_job=3)
     assert not engine.index.pinned_slots()
     assert engine.recorder.total(names.STORED_BLOCKS, "remote") == blocks
@@ -218,7 +216,7 @@ def test_daemons_hold_one_copy_and_both_ranks_load_it(
     for worker in engine.workers:
         assert worker.load(split.remote) is None
         assert np.array_equal(worker.device[:blocks], content)
-    state.drop_lookup()
+    state.remote.drop_lookup()
     engine.close()
 
 
@@ -226,15 +224,15 @@ def test_a_step_waits_until_each_worker_has_mapped_what_is_leased(daemon: Daemon
     """However few shards there are to ask for."""
     engine = Engine(daemon.ipc, replicas=2, blocks=8)
     for worker in engine.workers:
-        eventually(lambda worker=worker: worker.io.ready_arenas)
+        eventually(lambda worker=worker: worker.io.regions.ready_arenas)
     engine.send(np.ones((8, NBYTES), np.uint8), per_job=8)
     state = engine.find()
     assert not engine.tier.is_resident(state)
-    engine.tier.update_mapped_arenas({0: engine.workers[0].io.ready_arenas})
+    engine.tier.update_mapped_arenas({0: engine.workers[0].io.regions.ready_arenas})
     assert not engine.tier.is_resident(state)
-    engine.tier.update_mapped_arenas({1: engine.workers[1].io.ready_arenas})
+    engine.tier.update_mapped_arenas({1: engine.workers[1].io.regions.ready_arenas})
     assert engine.tier.is_resident(state)
-    state.drop_lookup()
+    state.remote.drop_lookup()
     engine.close()
 
 

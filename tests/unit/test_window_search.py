@@ -16,6 +16,7 @@ from tests.unit.test_planner import TOKENS, Case, can_go_on, cases
 from tests.unit.test_remote_half import Server
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.planner import Group, loadable_tokens
+from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier
 from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookups
 from vllm_tiered_kv.connector.scheduler.remote_tier import RemoteTier
 from vllm_tiered_kv.connector.scheduler.request_state import RequestState
@@ -62,8 +63,9 @@ def search(
             index.commit(slot)
     servers = OneServer(server)
     lookups = RemoteLookups(servers, [RankTag()], 30.0, 60.0, Recorder(), threads=1)  # type: ignore[arg-type]
-    tier = RemoteTier(servers, lookups, None, index, groups, True)  # type: ignore[arg-type]
-    state = RequestState(None, SimpleNamespace(of_group=keys), [0] * len(groups))  # type: ignore[arg-type]
+    cpu = CpuTier(groups, index, None, Recorder())  # type: ignore[arg-type]
+    tier = RemoteTier(servers, lookups, None, cpu, True)  # type: ignore[arg-type]
+    state = RequestState(None, SimpleNamespace(of_group=keys))  # type: ignore[arg-type]
     end = time.monotonic() + 60
     while (told := tier.positions(state, computed, limit)) is None:
         assert time.monotonic() < end, "a request waits forever"

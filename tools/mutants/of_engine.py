@@ -163,7 +163,7 @@ ENGINE = (
     Mutation(
         "failed-step-is-stored",
         "connector/scheduler/invalid_load_recovery.py",
-        "        ledger.spoil_stores()\n",
+        "        tier.ledger.spoil_stores()\n",
         "",
         "what was computed from a failed load is stored for everybody",
         _FAILED,
@@ -181,7 +181,7 @@ ENGINE = (
     Mutation(
         "other-connectors-failure-is-not-seen",
         "connector/scheduler/scheduler_half.py",
-        "                self._requests[request_id].restart_after_failed_load()\n",
+        "                self.loads.restart_after_failed_load(self._requests[request_id])\n",
         "                pass\n",
         "after another connector's failure a request waits for ever",
         _FAILED,
@@ -190,7 +190,7 @@ ENGINE = (
     Mutation(
         "preempted-request-keeps-its-blocks",
         "connector/scheduler/scheduler_half.py",
-        "                self._requests[request_id].forget_blocks()\n",
+        "                self.stores.preempted(self._requests[request_id])\n",
         "                pass\n",
         "the blocks of a preempted request are not stored a second time",
         _HAZARDS,
@@ -366,8 +366,8 @@ ENGINE = (
     Mutation(
         "load-ahead-of-the-first-forward",
         "connector/assembly.py",
-        "    half.loads.awaits_first_forward = first_forward_clears(kv_cache_config)\n",
-        "",
+        "        first_forward_clears=engine.first_forward_clears,\n",
+        "        first_forward_clears=False,\n",
         "the first forward sets scales that were loaded to one",
         ("tests/engine/test_remote_hazards.py",),
         Needs.VLLM,
@@ -481,8 +481,8 @@ ENGINE = (
     Mutation(
         "adapter-replaced-while-in-use",
         "connector/scheduler/request_state.py",
-        "        self.lost_adapter = True\n        self.close(DropReason.RESET)\n",
-        "        self.lost_adapter = True\n",
+        "return self.store.closed or (DropReason.RESET if self.lost_adapter else None)",
+        "return self.store.closed",
         "blocks computed with a new adapter are stored as the old one's",
         _ISOLATION,
         Needs.VLLM,
@@ -490,8 +490,8 @@ ENGINE = (
     Mutation(
         "lost-adapter-loaded-from",
         "connector/scheduler/load_planner.py",
-        "is_usable = not state.load_failed and not state.lost_adapter",
-        "is_usable = not state.load_failed",
+        "is_usable = not state.load.has_failed and not state.lost_adapter",
+        "is_usable = not state.load.has_failed",
         "a request that waits for an adapter loads what the one before it computed",
         ("tests/conformance/test_adapters.py",),
         Needs.VLLM,

@@ -88,8 +88,6 @@ class TransferLedger:
         self._overdue: set[int | str] = set()  # open transfers whose reports were given up
         self.pending_put_bytes = 0
         self.fence = WriteFence()
-        self.on_commit: Callable[[list[tuple[BlockKey, list[int]]]], None] | None = None
-        """Called with slots that became readable, grouped by the anchors of their store."""
 
     @property
     def has_open_puts(self) -> bool:
@@ -140,7 +138,11 @@ class TransferLedger:
                 key, _ = self._index.block_in(store.slots[at])
                 store.reused += self._index.remove(key, store.slots[at])
 
-    def report_store(self, job_id: int, reports: Iterable[StoreReport]) -> None:
+    def report_store(
+        self, job_id: int, reports: Iterable[StoreReport]
+    ) -> list[tuple[BlockKey, list[int]]]:
+        """Adds reports of ranks. With the last one, returns the slots that became readable, grouped
+        by the anchors of their store."""
         store = self._stores[job_id]
         store.reports.extend(reports)
         if len(store.reports) > self._num_ranks:
@@ -150,7 +152,8 @@ class TransferLedger:
         if len(store.reports) == self._num_ranks:
             del self._stores[job_id]
             self.fence.end_read(job_id)
-            self._finish_store(store, self._was_overdue(job_id))
+            return self._finish_store(store, self._was_overdue(job_id))
+        return []
 
     def open_put(self, slots: Sequence[int], keys: Sequence[BlockKey], block_bytes: int) -> int:
         """Pins readable blocks that are sent to a daemon and returns the job id."""
@@ -290,14 +293,16 @@ class TransferLedger:
         self._next_job_id += 1
         return self._next_job_id - 1
 
-    def _finish_store(self, store: _OpenStore, is_counted: bool) -> None:
+    def _finish_store(
+        self, store: _OpenStore, is_counted: bool
+    ) -> list[tuple[BlockKey, list[int]]]:
         least = min(store.reports, key=lambda report: report.stored)
         readable = self._index.commit_all(store.slots[: least.stored])
         committed = sum(readable)
         for slot in store.slots[least.stored :]:
             self._index.abort(slot)
         if is_counted:
-            return
+            return []
         tier = Tier.CPU.value
         self._recorder.add(names.STORED_BLOCKS, committed, tier)
         self._recorder.add(names.STORED_BYTES, committed * store.block_bytes, tier)
@@ -310,8 +315,7 @@ class TransferLedger:
             self.drop(len(store.slots) - least.stored, reason)
             if store.on_drop is not None:
                 store.on_drop(reason)
-        if self.on_commit is not None and store.anchors and committed:
-            self.on_commit(_by_anchor(store, readable))
+        return _by_anchor(store, readable)
 
 
 def _by_anchor(store: _OpenStore, readable: Sequence[bool]) -> list[tuple[BlockKey, list[int]]]:

@@ -1,4 +1,5 @@
-"""Builds the scheduler half and the worker half from vLLM's configuration.
+"""Builds the scheduler half and the worker half from vLLM's configuration, bottom-up: every part
+is complete when it is built. What vLLM tells later, it tells the halves by a call.
 
 Each half computes the arena's geometry from its own view of the block sizes. A handshake at start
 checks that all views agree.
@@ -12,6 +13,9 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING
 
+from vllm_tiered_kv.cache.index import BlockIndex
+from vllm_tiered_kv.cache.ledger import TransferLedger
+from vllm_tiered_kv.cache.planner import groups_of
 from vllm_tiered_kv.config import Mode, StorePolicy, TieredKVConfig
 from vllm_tiered_kv.connector.identity.model_fingerprint import (
     changed_since_start,
@@ -23,20 +27,30 @@ from vllm_tiered_kv.connector.identity.request_keys import KeyMaker
 from vllm_tiered_kv.connector.identity.shard import Holding, distinct_tags, holding_of, replicas_of
 from vllm_tiered_kv.connector.same_process import find_worker
 from vllm_tiered_kv.connector.scheduler import early_loads
+from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier, EngineFacts
 from vllm_tiered_kv.connector.scheduler.lazy_store import LazyStore
+from vllm_tiered_kv.connector.scheduler.load_planner import LoadPlanner
+from vllm_tiered_kv.connector.scheduler.load_policy import LoadDecider
+from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookups
+from vllm_tiered_kv.connector.scheduler.remote_puts import RemotePuts
+from vllm_tiered_kv.connector.scheduler.remote_tier import RemoteTier
 from vllm_tiered_kv.connector.scheduler.scheduler_half import SchedulerHalf
+from vllm_tiered_kv.connector.scheduler.step_load_policy import StepLoadPolicy
+from vllm_tiered_kv.connector.scheduler.store_planner import StorePlanner
+from vllm_tiered_kv.connector.scheduler.verification import Verification
 from vllm_tiered_kv.connector.worker.kv_layout import (
     first_forward_clears,
     group_block_bytes,
     group_windows,
 )
 from vllm_tiered_kv.connector.worker.remote_io import open_cluster
-from vllm_tiered_kv.connector.worker.worker_half import WorkerHalf
+from vllm_tiered_kv.connector.worker.worker_half import StepFacts, WorkerHalf
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.store import NAMESPACE_BYTES
 from vllm_tiered_kv.device.arena import memory_limit
 from vllm_tiered_kv.device.replica_arena import Replicas, share_memory
 from vllm_tiered_kv.errors import ConfigError, TieredKVError
+from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.options import format_size
 from vllm_tiered_kv.remote.address import EngineIdentity
 from vllm_tiered_kv.wire.limits import MAX_TEXT
@@ -53,20 +67,107 @@ of all ranks at the same time."""
 
 
 def make_scheduler_half(
-    config: TieredKVConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+    config: TieredKVConfig,
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    is_inside_multi: bool = False,
 ) -> SchedulerHalf:
-    block_sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
-    namespace = fingerprint(vllm_config, kv_cache_config, config.namespace).namespace()
-    model = str(vllm_config.model_config.model)
-    # Daemons use this form of the namespace in logs, listings and quotas.
-    logger.info("namespace %s: model %s", namespace[:NAMESPACE_BYTES].hex(), model)
-    geometry = arena_geometry(config, vllm_config, kv_cache_config)
     windows = group_windows(kv_cache_config)
     if config.reuse_partial_tail and (len(windows) > 1 or windows[0] is not None):
         raise ConfigError(
             "reuse_partial_tail",
             "needs a model with full attention in all layers; remove it for this model",
         )
+    engine = EngineFacts(
+        num_ranks=vllm_config.parallel_config.world_size,
+        step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        computes_on_cpu=vllm_config.device_config.device_type == "cpu",
+        steps_zero_blocks=kv_cache_config.needs_kv_cache_zeroing,
+        first_forward_clears=first_forward_clears(kv_cache_config),
+        has_priorities=vllm_config.scheduler_config.policy == "priority",
+        is_inside_multi=is_inside_multi,
+    )
+    block_sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
+    lazy = _lazy_store(config, vllm_config, block_sizes)
+    namespace = fingerprint(vllm_config, kv_cache_config, config.namespace).namespace()
+    model = str(vllm_config.model_config.model)
+    # Daemons use this form of the namespace in logs, listings and quotas.
+    logger.info("namespace %s: model %s", namespace[:NAMESPACE_BYTES].hex(), model)
+    key_maker = _key_maker(config, vllm_config, namespace, block_sizes)
+
+    geometry = arena_geometry(config, vllm_config, kv_cache_config)
+    block_bytes = group_block_bytes(kv_cache_config)
+    recorder = Recorder()
+    index = BlockIndex(geometry, config.eviction.value)
+    ledger = TransferLedger(index, recorder, engine.num_ranks)
+    groups = groups_of(block_sizes, block_bytes, windows, geometry)
+    tier = CpuTier(groups, index, ledger, recorder)
+
+    remote = lookups = verification = None
+    if config.remote and config.mode is Mode.TIERED:
+        identity = EngineIdentity(
+            namespace,
+            tuple(block_bytes),
+            str(kv_cache_config.kv_cache_layout),
+            f"vLLM, pid {os.getpid()}, model {model}"[:MAX_TEXT],
+        )
+        replicas = replicas_of(kv_cache_config, vllm_config.parallel_config)
+        remote, lookups = _remote_tier(config, identity, tier, vllm_config, replicas)
+    if config.verify_fraction:
+        delete = lookups.delete if lookups is not None else None
+        verification = Verification(config.verify_fraction, tier, engine.num_ranks, delete)
+    loads = LoadPlanner(
+        tier,
+        StepLoadPolicy(config.step_loads, groups, ledger),
+        LoadDecider(config, tier, engine, lookups),
+        remote,
+        verification,
+        reuses_tails=config.reuse_partial_tail and config.mode is Mode.TIERED,
+        first_forward_clears=engine.first_forward_clears,
+    )
+    # vLLM 0.31 has no such field. The bound block pool's value replaces this one later.
+    hash_block_size = getattr(kv_cache_config, "hash_block_size", None) or min(block_sizes)
+    if not vllm_config.cache_config.enable_prefix_caching:
+        hash_block_size = None
+    stores = StorePlanner(tier, lazy, hash_block_size, has_daemons=remote is not None)
+    early = None
+    if early_loads.is_possible(vllm_config, engine.steps_zero_blocks):
+        early = early_loads.EarlyLoads(partial(find_worker, vllm_config), recorder)
+    return SchedulerHalf(
+        config, engine, key_maker, tier, loads, stores, remote, verification, early
+    )
+
+
+def _remote_tier(
+    config: TieredKVConfig,
+    identity: EngineIdentity,
+    tier: CpuTier,
+    vllm_config: VllmConfig,
+    replicas: int,
+) -> tuple[RemoteTier, RemoteLookups]:
+    """The daemons as the tier behind the CPU tier."""
+    parallel = vllm_config.parallel_config
+    cluster = open_cluster(config, identity)
+    lookups = RemoteLookups(
+        cluster,
+        distinct_tags(parallel, replicas),  # a daemon holds a block if it holds all its shards
+        config.remote_lookup_timeout,
+        config.remote_load_timeout,
+        tier.recorder,
+    )
+    lookups.greet()
+    # Replicas that cannot share memory have only their part of the arena each.
+    capacity = tier.index.geometry.capacity_bytes // replicas
+    puts = RemotePuts(cluster, tier, min(config.remote_queue, capacity // 2))
+    # A daemon on this host is as near as the CPU tier and holds one copy for all engines.
+    keep_copies = not all(address.startswith("ipc://") for address in config.remote)
+    remote = RemoteTier(cluster, lookups, puts, tier, keep_copies, parallel.world_size)
+    return remote, lookups
+
+
+def _key_maker(
+    config: TieredKVConfig, vllm_config: VllmConfig, namespace: bytes, block_sizes: list[int]
+) -> KeyMaker:
     key_maker = KeyMaker(
         namespace,
         block_sizes,
@@ -92,50 +193,7 @@ def make_scheduler_half(
                 "restart; restart it to share again",
                 changed,
             )
-    half = SchedulerHalf(
-        config,
-        key_maker,
-        block_sizes,
-        group_block_bytes(kv_cache_config),
-        geometry,
-        windows=windows,
-        num_ranks=vllm_config.parallel_config.world_size,
-        steps_zero_blocks=kv_cache_config.needs_kv_cache_zeroing,
-        lazy=_lazy_store(config, vllm_config, block_sizes),
-        hash_block_size=(
-            # vLLM 0.31 has no such field. The bound block pool's value replaces this one later.
-            getattr(kv_cache_config, "hash_block_size", None) or min(block_sizes)
-            if vllm_config.cache_config.enable_prefix_caching
-            else None
-        ),
-        step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-        computes_on_cpu=vllm_config.device_config.device_type == "cpu",
-    )
-    half.loads.reuses_tails = config.reuse_partial_tail and config.mode is Mode.TIERED
-    half.loads.awaits_first_forward = first_forward_clears(kv_cache_config)
-    if early_loads.is_possible(vllm_config, kv_cache_config.needs_kv_cache_zeroing):
-        half.early_loads = early_loads.EarlyLoads(partial(find_worker, vllm_config), half.recorder)
-    if config.remote and config.mode is Mode.TIERED:
-        identity = EngineIdentity(
-            namespace,
-            tuple(group_block_bytes(kv_cache_config)),
-            str(kv_cache_config.kv_cache_layout),
-            f"vLLM, pid {os.getpid()}, model {model}"[:MAX_TEXT],
-        )
-        parallel = vllm_config.parallel_config
-        replicas = replicas_of(kv_cache_config, parallel)
-        half.use_daemons(
-            open_cluster(config, identity),
-            identity,
-            distinct_tags(parallel, replicas),
-            # Replicas that cannot share memory have only their part of the arena each.
-            queue_bytes=min(config.remote_queue, geometry.capacity_bytes // replicas // 2),
-            # A daemon on this host is as near as the CPU tier and holds one copy for all engines.
-            keep_copies=not all(address.startswith("ipc://") for address in config.remote),
-        )
-        assert half.remote is not None
-        half.remote.greet()
-    return half
+    return key_maker
 
 
 def _media_have_hashes(vllm_config: VllmConfig) -> bool:
@@ -146,7 +204,10 @@ def _media_have_hashes(vllm_config: VllmConfig) -> bool:
 
 
 def make_worker_half(
-    config: TieredKVConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+    config: TieredKVConfig,
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    is_inside_multi: bool = False,
 ) -> WorkerHalf:
     geometry = arena_geometry(config, vllm_config, kv_cache_config)
     parallel = vllm_config.parallel_config
@@ -158,11 +219,14 @@ def make_worker_half(
         geometry,
         parallel.rank,
         holding,
-        steps_can_be_discarded=_steps_can_be_discarded(vllm_config),
+        StepFacts(
+            can_be_discarded=_steps_can_be_discarded(vllm_config),
+            zero_blocks=kv_cache_config.needs_kv_cache_zeroing,
+            let_loads_overtake=_loads_overtake(vllm_config, kv_cache_config),
+            have_other_connectors=is_inside_multi,
+        ),
         cache_dtype=str(vllm_config.cache_config.cache_dtype),
         shared_fd=_share_among_replicas(geometry.capacity_bytes, holding),
-        steps_zero_blocks=kv_cache_config.needs_kv_cache_zeroing,
-        loads_overtake=_loads_overtake(vllm_config, kv_cache_config),
     )
 
 

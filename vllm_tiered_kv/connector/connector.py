@@ -40,7 +40,6 @@ from vllm_tiered_kv.connector.metadata import (  # noqa: E402
     TieredKVWorkerMetadata,
 )
 from vllm_tiered_kv.connector.scheduler.scheduler_half import SchedulerHalf  # noqa: E402
-from vllm_tiered_kv.connector.scheduler.stale_hash_guard import StaleHashGuard  # noqa: E402
 from vllm_tiered_kv.connector.stats import TieredKVPromMetrics, TieredKVStats  # noqa: E402
 from vllm_tiered_kv.connector.vllm_log import join_vllm_log  # noqa: E402
 from vllm_tiered_kv.connector.worker.forward_hooks import calls_each_layer, wanted_layout  # noqa: E402
@@ -90,7 +89,6 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         config = TieredKVConfig.load(self._kv_transfer_config.kv_connector_extra_config)
         self.scheduler_half: SchedulerHalf | None = None
         self.worker_half: WorkerHalf | None = None
-        self._stale_hash_guard: StaleHashGuard | None = None
         self._idle_steps: idle_steps.IdleSteps | None = None
         self._is_inside_multi = is_inside_multi_connector()
         # A failed load is recomputed, never an error. vLLM reads this after it has built us.
@@ -107,15 +105,15 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
                 if message is not None:
                     logger.warning(message)
             logger.info("tiered KV cache: %s", config.describe())
-            self.scheduler_half = make_scheduler_half(config, vllm_config, kv_cache_config)
-            if self._is_inside_multi:
-                self.scheduler_half.enter_multi_connector()
-            if self.scheduler_half.remote is not None and idle_steps.are_needed(vllm_config):
+            self.scheduler_half = make_scheduler_half(
+                config, vllm_config, kv_cache_config, self._is_inside_multi
+            )
+            if self.scheduler_half.has_daemons and idle_steps.are_needed(vllm_config):
                 self._idle_steps = idle_steps.IdleSteps(self.scheduler_half, vllm_config)
         elif config.mode is Mode.TIERED:
-            self.worker_half = make_worker_half(config, vllm_config, kv_cache_config)
-            self.worker_half.wait_for_sources = self._is_inside_multi
-            self.worker_half.reports_block_bytes = self._is_inside_multi
+            self.worker_half = make_worker_half(
+                config, vllm_config, kv_cache_config, self._is_inside_multi
+            )
             same_process.register_worker(self.worker_half, vllm_config)
 
     @classmethod
@@ -198,9 +196,6 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_kv_cache_manager(kv_cache_manager)
         if self.scheduler_half is not None:
             self.scheduler_half.bind_kv_cache_manager(kv_cache_manager)
-            if self._vllm_config.scheduler_config.policy == "priority":
-                groups = range(len(self._kv_cache_config.kv_cache_groups))
-                self._stale_hash_guard = StaleHashGuard(kv_cache_manager, groups)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -226,7 +221,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
             half.block_bytes,
         )
         half.shutdown()
-        self.scheduler_half = self._stale_hash_guard = None
+        self.scheduler_half = None
 
     def on_new_request(self, request: Request) -> None:
         if self.scheduler_half is not None:
@@ -244,8 +239,6 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         if self.scheduler_half is not None:
             self.scheduler_half.update_state_after_alloc(request, blocks, num_external_tokens)
-        if self._stale_hash_guard is not None:
-            self._stale_hash_guard.admitted(request)
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
@@ -262,8 +255,6 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self.scheduler_half is None:
             return TieredKVMetadata()
-        if self._stale_hash_guard is not None:
-            self._stale_hash_guard.step_planned(scheduler_output)
         return self.scheduler_half.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -284,8 +275,6 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         if self.scheduler_half is not None:
             self.scheduler_half.request_finished(request, block_ids)
-        if self._stale_hash_guard is not None:
-            self._stale_hash_guard.finished(request)
         return False, None
 
     def has_pending_push_work(self) -> bool:

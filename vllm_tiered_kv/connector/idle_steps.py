@@ -52,7 +52,7 @@ class IdleSteps:
         """If no request is left, steps until all stores and puts are done, for a few seconds at
         most. The rest follows with the next request."""
         half = self._half
-        if half.has_requests or half.ledger.has_open_loads or not half.has_pending_push_work():
+        if not half.has_only_push_work():
             return
         worker = find_worker(self._vllm_config)
         if worker is None or worker.is_in_step:

@@ -94,6 +94,7 @@ class Cluster:
         curve: CurveKeys | None = None,
         max_connections: int = 8,
     ) -> None:
+        self.identity = identity
         self.placement = Placement(addresses)
         self.stores = {
             address: RemoteStore(

@@ -19,9 +19,9 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from vllm_tiered_kv.cache.index import BlockIndex
-from vllm_tiered_kv.cache.ledger import TransferLedger
 from vllm_tiered_kv.cache.planner import Group
+from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier
+from vllm_tiered_kv.connector.scheduler.load_planner import LoadPlanner
 from vllm_tiered_kv.connector.scheduler.request_state import RequestState
 from vllm_tiered_kv.connector.scheduler.store_planner import StorePlanner
 from vllm_tiered_kv.connector.scheduler.verification import Verification
@@ -61,22 +61,25 @@ class InvalidLoadRecovery:
 
     def undo(
         self,
-        ledger: TransferLedger,
-        index: BlockIndex,
+        tier: CpuTier,
+        loads: LoadPlanner,
         stores: StorePlanner,
         verification: Verification | None,
     ) -> None:
         self._rewind_holders()
         for state in self._states:
             if self._still_awaits_load(state.request):
-                state.restart_after_failed_load()
+                loads.restart_after_failed_load(state)
         if not self._was_any_read:
             return
         if verification is not None:
             verification.void(self._states)
         stores.on_hashes_lost(self._states)
         self._evict_gpu_blocks()
-        self._drop_tier_blocks(ledger, index)
+        self._drop_tier_blocks(tier)
+        for state in self._states:
+            loads.forget_blocks(state)  # they have lost their hashes
+            stores.store_again(state)
 
     def _still_awaits_load(self, request: Request) -> bool:
         """Whether a request holds invalid blocks that it has not read yet. This happens with
@@ -110,22 +113,20 @@ class InvalidLoadRecovery:
         it, because they require the hashes of their blocks."""
         self._manager.evict_blocks(set(range(len(self._manager.block_pool.blocks))))
 
-    def _drop_tier_blocks(self, ledger: TransferLedger, index: BlockIndex) -> None:
+    def _drop_tier_blocks(self, tier: CpuTier) -> None:
         """Removes everything from the tier that may have been computed from invalid blocks, stores
         in flight included. Blocks that were valid after all are stored again."""
-        ledger.spoil_stores()
+        tier.ledger.spoil_stores()
         for state in self._states:
             first_invalid = self._first_invalid.get(state.request.request_id)
             if first_invalid is not None:
                 state.keys.extend(state.request, state.request.num_tokens)
                 for keys, position in zip(state.keys.of_group, first_invalid, strict=True):
                     for key in keys[position:] if position is not None else ():
-                        index.remove(key)
-                if state.tail is not None and any(each is not None for each in first_invalid):
-                    index.remove(state.tail.key)
-            state.stored = [0] * len(state.stored)
-            state.has_tail = False
-            state.on_gpu = state.computed_again = 0  # the blocks have lost their hashes
+                        tier.index.remove(key)
+                tail = state.load.tail
+                if tail is not None and any(each is not None for each in first_invalid):
+                    tier.index.remove(tail.key)
 
     def _record_holder(self, request: Request) -> None:
         """Records where this request holds invalid blocks, if it holds any."""

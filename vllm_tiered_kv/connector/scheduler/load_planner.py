@@ -6,27 +6,24 @@ A *step load* runs in the step that computes the request: the forward waits for 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.cache.cost_model import between
-from vllm_tiered_kv.cache.index import BlockIndex
-from vllm_tiered_kv.cache.ledger import TransferLedger
 from vllm_tiered_kv.cache.planner import Group, loadable_tokens, telling_group
+from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier
 from vllm_tiered_kv.connector.scheduler.hashed_blocks import ids_of
 from vllm_tiered_kv.connector.scheduler.load_policy import LoadDecider
 from vllm_tiered_kv.connector.scheduler.partial_tail import tail_of
 from vllm_tiered_kv.connector.scheduler.remote_tier import LoadSplit, RemoteTier
-from vllm_tiered_kv.connector.scheduler.request_state import Match, RequestState
+from vllm_tiered_kv.connector.scheduler.request_state import LoadState, Match, RequestState
 from vllm_tiered_kv.connector.scheduler.step_load_policy import StepLoadPolicy
 from vllm_tiered_kv.connector.scheduler.verification import Verification
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Lookup, Tier
 from vllm_tiered_kv.core.transfer import GroupTransfer, LoadJob, int64_array, pick
 from vllm_tiered_kv.metrics import names
-from vllm_tiered_kv.metrics.recorder import Recorder
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -44,37 +41,38 @@ class LoadPlanner:
 
     def __init__(
         self,
-        groups: Sequence[Group],
-        index: BlockIndex,
-        ledger: TransferLedger,
-        recorder: Recorder,
+        tier: CpuTier,
         step_policy: StepLoadPolicy,
         load_policy: LoadDecider,
+        remote: RemoteTier | None,
+        verification: Verification | None,
+        reuses_tails: bool,
+        first_forward_clears: bool,
     ) -> None:
+        """`first_forward_clears`: see `EngineFacts`."""
         self.step_policy = step_policy
         self.load_policy = load_policy
-        self._groups = groups
-        self._alignment = math.lcm(*(group.block_size for group in groups))
-        self._index = index
-        self._ledger = ledger
-        self._recorder = recorder
-        self.remote: RemoteTier | None = None
-        self.awaits_first_forward = False
-        """The first forward would overwrite blocks that were loaded before it, so daemons are not
-        asked until then. The CPU tier is still empty."""
+        self._groups = tier.groups
+        self._alignment = tier.alignment
+        self._index = tier.index
+        self._ledger = tier.ledger
+        self._recorder = tier.recorder
+        self._remote = remote
+        # Daemons are not asked until then. The CPU tier is still empty.
+        self._awaits_first_forward = first_forward_clears
         self._pool: BlockPool | None = None
-        self.verification: Verification | None = None
-        self.reuses_tails = False
+        self._verification = verification
+        self._reuses_tails = reuses_tails
         self._awaiting_recompute: set[str] = set()
         """Requests that wait to be computed after a failed load. Whenever vLLM admits an
         asynchronous load, it reserves blocks for the full length of each of them."""
 
-    def bind(self, pool: BlockPool) -> None:
+    def bind_block_pool(self, pool: BlockPool) -> None:
         self._pool = pool
 
-    def begin(self, state: RequestState, request: Request) -> None:
+    def begin(self, state: RequestState) -> None:
         """Starts the daemon lookup of a new request, before vLLM asks for its prefix hit."""
-        daemons = self._daemons
+        daemons, request = self._daemons, state.request
         if daemons is None:
             return
         limit = self.limit(request)
@@ -88,20 +86,62 @@ class LoadPlanner:
     @property
     def _daemons(self) -> RemoteTier | None:
         """The remote tier, if it may be asked now."""
-        if self.remote is None or self.awaits_first_forward or not self.load_policy.may_load:
+        if self._remote is None or self._awaits_first_forward or not self.load_policy.may_load:
             return None
-        return self.remote
+        return self._remote
 
     def step_planned(self, scheduled: Collection[str]) -> None:
         """vLLM has planned a step with these requests. Loads admitted from now on belong to a later
         step."""
         self.step_policy.step_planned(scheduled)
         if scheduled:
-            self.awaits_first_forward = False
+            self._awaits_first_forward = False
 
-    def finished(self, request_id: str) -> None:
+    def finished(self, request_id: str, state: RequestState | None) -> None:
         self.step_policy.finished(request_id)
         self._awaiting_recompute.discard(request_id)
+        if state is not None:
+            state.remote.drop_lookup()
+
+    def preempted(self, state: RequestState) -> None:
+        """The request has lost its blocks and starts over."""
+        self.forget_blocks(state)
+        state.load.keeps_reservation = state.load.is_at_queue_head = False
+        state.remote.forget()
+
+    def forget_blocks(self, state: RequestState) -> None:
+        """The GPU or the tier may lack blocks now that they held when vLLM admitted the request."""
+        state.load.on_gpu = state.load.computed_again = 0
+        state.load.keeps_tail = False
+
+    def reset(self, state: RequestState) -> None:
+        """The request has other keys now. What it knows of failures stays."""
+        state.load = LoadState(
+            has_failed=state.load.has_failed,
+            keeps_reservation=state.load.keeps_reservation,
+            is_at_queue_head=state.load.is_at_queue_head,
+        )
+        state.remote.forget()
+
+    def restart_after_failed_load(self, state: RequestState) -> None:
+        """An asynchronous load has failed, ours or another connector's, and vLLM computes the whole
+        request."""
+        state.load.keeps_reservation = state.load.is_at_queue_head = True
+
+    def load_ended(self, request_id: str, state: RequestState | None, failed: Tier | None) -> None:
+        """An asynchronous load has ended on all ranks; `failed` is the tier that failed, if any."""
+        if not self._ledger.is_loading(request_id):
+            return  # another connector's load (MultiConnector)
+        self._ledger.close_load(request_id, failed)
+        self.load_policy.load_ended(request_id, failed)
+        if state is not None and failed is not None:
+            self.load_failed(state, failed)
+
+    def load_failed(self, state: RequestState, tier: Tier) -> None:
+        """A load has failed at this tier, which is not asked again for the request."""
+        state.load.keeps_tail = False
+        state.load.has_failed |= tier is Tier.CPU
+        state.remote.load_failed(tier)
 
     def _gpu_has_block_before(self, request: Request, end: int) -> bool:
         """Whether vLLM's prefix cache has the blocks of all groups that end at token `end`."""
@@ -113,15 +153,16 @@ class LoadPlanner:
         groups = [group.group_id for group in self._groups]
         return self._pool.get_cached_block(request.block_hashes[last], groups) is not None
 
-    def loadable(self, state: RequestState, request: Request, computed: int) -> int | None:
+    def loadable(self, state: RequestState, computed: int) -> int | None:
         """Tokens after `computed` that can be loaded. None makes vLLM ask again in the next step:
         a daemon has not answered yet, this step loads the prefix that the request builds on, stores
         in flight will soon hold the next blocks, or the request must leave the queue's head."""
-        if state.is_at_queue_head:
+        request = state.request
+        if state.load.is_at_queue_head:
             # Computed windows need more blocks than loaded ones. vLLM considers no request behind
             # this one until enough blocks are free, and requests behind it may hold them. After
             # None, vLLM moves it back among the requests that hold no blocks.
-            state.is_at_queue_head = False
+            state.load.is_at_queue_head = False
             self._awaiting_recompute.add(request.request_id)
             return None
         full = limit = end = self.limit(request)
@@ -134,7 +175,7 @@ class LoadPlanner:
         computed_again = self._computed_again(request, computed) if has_all_full else 0
         loadable = 0
         daemon_ranges = None
-        is_usable = not state.load_failed and not state.lost_adapter
+        is_usable = not state.load.has_failed and not state.lost_adapter
         if computed < end and is_usable and not request.skip_reading_prefix_cache:
             daemons = self._daemons
             if daemons is not None and not has_all_full:  # a tail alone is not worth a lookup
@@ -147,21 +188,23 @@ class LoadPlanner:
             if may_load and self._waits_for_stores(state, computed + loadable, end):
                 return None
         if has_all_full and not loadable:
-            state.match = Match(computed, 0, limit, on_gpu=on_gpu, computed_again=computed_again)
+            state.load.match = Match(
+                computed, 0, limit, on_gpu=on_gpu, computed_again=computed_again
+            )
             return 0
         choice = self.load_policy.choose(state, computed, loadable, daemon_ranges)
         if choice.tokens < loadable:
             # Windows need other blocks at the end of a shorter prefix.
             loadable = self._find(state, computed, computed + choice.tokens, daemon_ranges)
         verified = 0
-        if loadable and self.verification is not None and self.verification.selects(state):
+        if loadable and self._verification is not None and self._verification.selects(state):
             verified, loadable = min(loadable, full - computed), 0
         is_step_load = (
             bool(loadable)
-            and (self.remote is None or self.remote.is_resident(state))
+            and (self._remote is None or self._remote.is_resident(state))
             and self.step_policy.allows(request.request_id, self._bytes(loadable))
         )
-        if (state.keeps_reservation or self._awaiting_recompute) and not is_step_load:
+        if (state.load.keeps_reservation or self._awaiting_recompute) and not is_step_load:
             # The tiers may still hold the prefix. But vLLM keeps the blocks that it reserved for
             # the failed load, and reserves them once more for a second asynchronous load. For a
             # request that needs half of the GPU's blocks this is more than the GPU has, and the
@@ -174,7 +217,7 @@ class LoadPlanner:
             self.step_policy.forbid_in_next_step()
             return None
         loadable = min(loadable, limit - computed)  # all but the last token of a tail
-        state.match = Match(
+        state.load.match = Match(
             computed, loadable, limit, is_step_load, choice, verified, on_gpu, computed_again
         )
         return loadable
@@ -189,20 +232,20 @@ class LoadPlanner:
         for group, keys in zip(self._groups, state.loadable_keys, strict=True):
             if self._index.lookup(keys[found // group.block_size]) is Lookup.PENDING:
                 now = time.monotonic()
-                if state.store_wait_deadline is None:
-                    state.store_wait_deadline = now + _STORE_WAIT_S
-                return now < state.store_wait_deadline
+                if state.load.store_wait_deadline is None:
+                    state.load.store_wait_deadline = now + _STORE_WAIT_S
+                return now < state.load.store_wait_deadline
         return False
 
     def _ensure_tail(self, state: RequestState) -> None:
         """Computes the tail of the prompt once, if tails are reused."""
-        if self.reuses_tails and state.tail is None:
-            state.tail = tail_of(state.request, state.keys, self._alignment)
+        if self._reuses_tails and state.load.tail is None:
+            state.load.tail = tail_of(state.request, state.keys, self._alignment)
 
     def _keeps_tail(self, state: RequestState, load: LoadSplit) -> bool:
         """Whether a later request finds the loaded tail again without another store: the CPU tier
         holds it, or a daemon does that later requests ask anyway."""
-        if self.remote is None or not self.remote.keep_copies:
+        if self._remote is None or not self._remote.keep_copies:
             return True
         return bool(load.local) and load.local[-1] == len(state.loadable_keys[0]) - 1
 
@@ -213,42 +256,39 @@ class LoadPlanner:
         has_block = end > computed and self._gpu_has_block_before(request, end)
         return end - computed if has_block else 0
 
-    def admit(
-        self, state: RequestState, request: Request, blocks: KVCacheBlocks, tokens: int
-    ) -> LoadJob | None:
+    def admit(self, state: RequestState, blocks: KVCacheBlocks, tokens: int) -> LoadJob | None:
         """vLLM has admitted the request and allocated its blocks: pins what was offered and returns
         the load job."""
-        self._awaiting_recompute.discard(request.request_id)
-        match, state.match = state.match, None
+        request_id = state.request.request_id
+        self._awaiting_recompute.discard(request_id)
+        match, state.load.match = state.load.match, None
         if match is None:
             return None
-        state.on_gpu = match.on_gpu
-        state.computed_again = match.computed_again
+        state.load.on_gpu = match.on_gpu
+        state.load.computed_again = match.computed_again
         covered = -(-tokens // self._alignment) * self._alignment  # rounded up for a tail
-        if match.verified and self.verification is not None:
-            self.verification.begin(state, match.computed, match.verified)
+        if match.verified and self._verification is not None:
+            self._verification.begin(state, match.computed, match.verified)
         loads = [
             self._split(state, group, match.computed, covered, blocks) for group in self._groups
         ]
         self._count(match, tokens, loads)
-        state.loaded_from_disk = _from_disk(match, tokens)
+        state.load.from_disk = _from_disk(match, tokens)
         if match.choice is not None:
             is_timed = not match.is_step_load
-            name = request.request_id
-            probed = self.load_policy.admitted(name, match.choice, covered, is_timed)
-            if probed and self.remote is not None:
+            probed = self.load_policy.admitted(request_id, match.choice, covered, is_timed)
+            if probed and self._remote is not None:
                 first, stop = match.computed + probed.start, match.computed + probed.stop
                 nbytes = self.load_policy.bytes_of(probed)
                 group = telling_group(self._groups)
-                self.remote.probe(state, group, range(first, stop), nbytes)
-        lookup, state.remote = state.remote, None  # a restarted request looks up again
+                self._remote.probe(state, group, range(first, stop), nbytes)
+        lookup = state.remote.take_lookup()  # a restarted request looks up again
         if lookup is not None and not any(load.remote for load in loads):
             lookup.drop()
             lookup = None
         if not tokens:
             return None
-        on_end = None if lookup is None else lookup.drop
-        slots = self._open(state, request, loads, on_end)
+        slots = self._open(state, loads, None if lookup is None else lookup.drop)
         taken = 0
         transfers: list[GroupTransfer] = []
         for group, load in zip(self._groups, loads, strict=True):
@@ -265,13 +305,13 @@ class LoadPlanner:
             # The whole prefix counts as used, including the part that the GPU had.
             used = group.needed(0, match.computed + covered)
             self._index.touch(state.loadable_keys[group.group_id][used.start : used.stop])
-        state.has_tail = covered > tokens and self._keeps_tail(state, loads[0])
+        state.load.keeps_tail = covered > tokens and self._keeps_tail(state, loads[0])
         remote = tuple(transfer for load in loads for transfer in load.remote)
         if not match.is_step_load:
-            return LoadJob(request.request_id, tuple(transfers), remote)
+            return LoadJob(request_id, tuple(transfers), remote)
         self.step_policy.admitted(self._bytes(covered))
-        job_id = self._ledger.to_step_load(request.request_id)
-        return LoadJob(request.request_id, tuple(transfers), remote, job_id)
+        job_id = self._ledger.to_step_load(request_id)
+        return LoadJob(request_id, tuple(transfers), remote, job_id)
 
     def _find(
         self, state: RequestState, computed: int, limit: int, daemon_ranges: Sequence[range] | None
@@ -309,14 +349,13 @@ class LoadPlanner:
             before = span.start - 1
             assert not table[span.start].is_null, "vLLM dropped a block of the window"
             assert before < computed // group.block_size or table[before].is_null
-        if self.remote is None:
+        if self._remote is None:
             return LoadSplit(span, [])
-        return self.remote.split(state, group, span, ids_of(pick(table, span)))
+        return self._remote.split(state, group, span, ids_of(pick(table, span)))
 
     def _open(
         self,
         state: RequestState,
-        request: Request,
         loads: Sequence[LoadSplit],
         on_end: Callable[[], None] | None,
     ) -> list[int]:
@@ -328,7 +367,7 @@ class LoadPlanner:
             remote_blocks += load.num_remote
             remote_bytes += load.num_remote * group.block_bytes
         return self._ledger.open_load(
-            request.request_id, keys, nbytes, remote_blocks, remote_bytes, on_end
+            state.request.request_id, keys, nbytes, remote_blocks, remote_bytes, on_end
         )
 
     def _count(self, match: Match, loaded: int, loads: Sequence[LoadSplit]) -> None:

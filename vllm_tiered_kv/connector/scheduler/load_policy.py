@@ -25,14 +25,14 @@ from dataclasses import dataclass, field
 
 from vllm_tiered_kv.cache.background_probes import BackgroundProbes
 from vllm_tiered_kv.cache.cost_model import Choice, CostModel, Span, between, major_places
-from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.planner import Group, telling_group
 from vllm_tiered_kv.config import LoadPolicy, TieredKVConfig
+from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier, EngineFacts
+from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookups
 from vllm_tiered_kv.connector.scheduler.request_state import RequestState
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.core.transfer import Fetched
 from vllm_tiered_kv.metrics import names
-from vllm_tiered_kv.metrics.recorder import Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -59,50 +59,45 @@ class _Step:
 
 
 class LoadDecider:
-    """Decides how much of a request is loaded, and how long it waits for daemon answers. The
-    scheduler half builds and calls it, all in the scheduler's thread."""
+    """Decides how much of a request is loaded, and how long it waits for daemon answers. The load
+    planner and the scheduler half call it, in the scheduler's thread."""
 
     def __init__(
         self,
         config: TieredKVConfig,
-        groups: Sequence[Group],
-        index: BlockIndex,
-        recorder: Recorder,
-        step_tokens: int,
+        tier: CpuTier,
+        engine: EngineFacts,
+        lookups: RemoteLookups | None = None,
         clock: Callable[[], float] = time.monotonic,
-        num_ranks: int = 1,
-        computes_on_cpu: bool = False,
     ) -> None:
-        """`step_tokens`: the maximum number of tokens that vLLM computes in a step. `num_ranks`:
-        the number of ranks that report loads and probes."""
         self._policy = config.load_policy
-        self._group = telling_group(groups)
-        self._index = index
-        self._recorder = recorder
+        self._group = telling_group(tier.groups)
+        self._index = tier.index
+        self._recorder = tier.recorder
         self._clock = clock
         self._load_timeout_s = config.remote_load_timeout
         self._lookup_timeout_s = config.remote_lookup_timeout
         self._are_daemons_local = all(address.startswith("ipc://") for address in config.remote)
         self.costs = CostModel(
             config.load_policy,
-            _bytes_per_token(groups),
-            math.lcm(*(group.block_size for group in groups)),
-            step_tokens,
+            _bytes_per_token(tier.groups),
+            tier.alignment,
+            engine.step_tokens,
             config.remote_load_timeout,
             (Tier.CPU, Tier.MEMORY) if self._are_daemons_local else (Tier.CPU,),
-            computes_on_cpu,
+            engine.computes_on_cpu,
         )
         self.probes = BackgroundProbes(self.costs)
-        self.answers: deque[tuple[int, int]] = deque()
+        self._answers = lookups.answers if lookups is not None else deque()
         """One pair per new daemon answer: blocks asked for and blocks found."""
         self._recent_answers: deque[tuple[int, int]] = deque(maxlen=_RECENT)
-        self.read_speeds: Mapping[Tier, float] = {}
+        self._read_speeds = lookups.read_speeds if lookups is not None else {}
         """Read speeds of their slower tiers that daemons on this host report, in bytes per
         second."""
         self._last_remote_shares: Mapping[Tier, float] = {}
         self._logged_at = -math.inf
         self._unlogged = 0  # requests that recompute cached tokens, since the last log line
-        self._num_ranks = num_ranks
+        self._num_ranks = engine.num_ranks
         self._loads: dict[str, _Load] = {}
         self._probed: tuple[str, list[Fetched]] = "", []  # reports of ranks whose part has ended
         self._steps: dict[int, _Step] = {}
@@ -120,13 +115,13 @@ class LoadDecider:
     def waits_for_daemons(self, state: RequestState, computed: int) -> bool:
         """Whether a request should keep waiting for its daemon lookup. It waits as long as the
         answer is expected to save, judged by the hit rate of recent answers."""
-        lookup = state.remote
+        lookup = state.remote.lookup
         tokens = state.request.num_tokens - computed
         compute_s = self.costs.compute_seconds(computed, tokens)
         if self._policy is not LoadPolicy.AUTO or lookup is None or compute_s is None:
             return True
-        while self.answers:
-            self._recent_answers.append(self.answers.popleft())
+        while self._answers:
+            self._recent_answers.append(self._answers.popleft())
         asked = sum(asked for asked, _ in self._recent_answers)
         found = sum(found for _, found in self._recent_answers)
         now = self._clock()
@@ -142,7 +137,7 @@ class LoadDecider:
         """How many of the `held` tokens after `computed` to load. Has no side effects on requests,
         because vLLM may ask again."""
         if self._are_daemons_local:  # the daemon's read speed does not include a network
-            for tier, rate in list(self.read_speeds.items()):
+            for tier, rate in list(self._read_speeds.items()):
                 self.costs.speeds[tier].announce(rate)
         spans = self._spans(state, computed, held, daemon_ranges)
         now = self._clock()
@@ -291,7 +286,7 @@ class LoadDecider:
         self, state: RequestState, computed: int, held: int, daemon_ranges: Sequence[range] | None
     ) -> list[Span]:
         """The held tokens in order, split by the tier that they would be loaded from."""
-        answer = state.remote.answer if state.remote is not None else None
+        answer = state.remote.answer
         remote = daemon_ranges[self._group.group_id] if daemon_ranges is not None else range(0)
         if not remote or answer is None:
             return [Span(Tier.CPU, held)]

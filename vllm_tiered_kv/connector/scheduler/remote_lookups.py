@@ -299,11 +299,6 @@ class RemoteLookups:
         whole = LeasedBlocks(lease.arena_id, tuple(self._ranks), lease.offsets, lease.generations)
         return whole.at(int64_array(positions) - span.start + span.column)
 
-    @property
-    def open_leases(self) -> int:
-        """The number of answers whose blocks are still leased to this engine."""
-        return sum(daemon.lookup_leases for daemon in list(self._local_daemons.values()))
-
     def _answer(
         self,
         future: Future[RemoteAnswer],

@@ -11,9 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import cast
 
-from vllm_tiered_kv.cache.index import BlockIndex
-from vllm_tiered_kv.cache.ledger import TransferLedger
-from vllm_tiered_kv.cache.planner import Group
+from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Lookup, Tier
 from vllm_tiered_kv.core.transfer import PutJob, int64_array
@@ -22,21 +20,14 @@ from vllm_tiered_kv.remote.placement import Cluster
 
 
 class RemotePuts:
-    """Builds put jobs for blocks that became readable. The transfer ledger and the remote tier call
+    """Builds put jobs for blocks that became readable. The scheduler half and the remote tier call
     it, in the scheduler's thread."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        groups: Sequence[Group],
-        index: BlockIndex,
-        ledger: TransferLedger,
-        queue_bytes: int,
-    ) -> None:
+    def __init__(self, cluster: Cluster, tier: CpuTier, queue_bytes: int) -> None:
         self._cluster = cluster
-        self._groups = groups
-        self._index = index
-        self._ledger = ledger
+        self._groups = tier.groups
+        self._index = tier.index
+        self._ledger = tier.ledger
         self._queue_bytes = queue_bytes
         self._next: list[PutJob] = []
         self._waiting: deque[tuple[BlockKey, BlockKey]] = deque()  # anchor and key, oldest first

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.planner import Group, loadable_tokens
+from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier
 from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookups, RemoteSpan
 from vllm_tiered_kv.connector.scheduler.remote_puts import RemotePuts
 from vllm_tiered_kv.connector.scheduler.request_state import RequestState
 from vllm_tiered_kv.connector.scheduler.window_search import WindowSearch
-from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.transfer import (
     MAX_LEASE_AGE_S,
     ProbeJob,
@@ -26,6 +24,7 @@ from vllm_tiered_kv.core.transfer import (
 )
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.remote.address import EngineIdentity
 from vllm_tiered_kv.remote.placement import Cluster
 from vllm_tiered_kv.remote.shared_memory import LookupLease
 
@@ -46,16 +45,15 @@ class LoadSplit:
 
 
 class RemoteTier:
-    """Lookups, loads, probes and puts at the daemons, as the scheduler plans them. The scheduler
-    half builds it; the load planner and the load policy call it in the scheduler's thread."""
+    """Lookups, loads, probes and puts at the daemons, as the scheduler plans them. The load planner
+    and the scheduler half call it, in the scheduler's thread."""
 
     def __init__(
         self,
         cluster: Cluster,
         lookups: RemoteLookups,
         puts: RemotePuts,
-        index: BlockIndex,
-        groups: Sequence[Group],
+        tier: CpuTier,
         keep_copies: bool,
         num_workers: int = 1,
     ) -> None:
@@ -64,32 +62,32 @@ class RemoteTier:
         self._num_workers = num_workers
         self._cluster = cluster
         self._lookups = lookups
-        self.answers = lookups.answers
-        self.read_speeds = lookups.read_speeds
         self.puts = puts
-        self._index = index
-        self._groups = groups
+        self._index = tier.index
+        self._groups = tier.groups
+        self._alignment = tier.alignment
         self.keep_copies = keep_copies
-        self._has_windows = any(group.window is not None for group in groups)
+        self._has_windows = any(group.window is not None for group in tier.groups)
         self._arenas_of_rank: dict[int, Mapping[bytes, int]] = {}
         self._probes: list[ProbeJob] = []
         self._probe_deadline = 0.0
 
-    def greet(self) -> None:
-        """Connects to the daemons before the first request arrives. Never blocks."""
-        self._lookups.greet()
+    @property
+    def identity(self) -> EngineIdentity:
+        """The engine's identity at the daemons."""
+        return self._cluster.identity
 
     def begin(self, state: RequestState, limit: int) -> None:
         """Starts the lookup of a request that has just arrived, ahead of need."""
         self._ask(state, 0, limit)
-        if state.remote is not None:
-            state.remote.renewable = True
+        if state.remote.lookup is not None:
+            state.remote.lookup.renewable = True
 
     def _ask(
         self, state: RequestState, computed: int, limit: int, leave_out_held: bool = True
     ) -> None:
         """Starts a lookup if the CPU tier lacks blocks: of those, or of all after `computed`."""
-        if state.remote is not None or state.remote_failed:
+        if state.remote.lookup is not None or state.remote.has_failed:
             return
         keys, firsts = [], []
         lacks_some = False
@@ -107,31 +105,31 @@ class RemoteTier:
             held = [self._index.are_readable(group_keys) for group_keys in keys]
             if not leave_out_held:
                 held = [[False] * len(group) for group in held]
-            alignment = math.lcm(*(group.block_size for group in self._groups))
-            windows = WindowSearch(self._groups, held, computed, limit, alignment)
-            alone = loadable_tokens(self._index, self._groups, keys, computed, limit, alignment)
+            windows = WindowSearch(self._groups, held, computed, limit, self._alignment)
+            alone = loadable_tokens(
+                self._index, self._groups, keys, computed, limit, self._alignment
+            )
             missing = computed + alone < limit
         if not missing:
             return
         if self._cluster.server_for(keys[0][0]) is None:
-            state.remote = self._lookups.unavailable()
+            state.remote.lookup = self._lookups.unavailable()
             return
         lengths = [group.block_bytes for group in self._groups]
-        state.remote = self._lookups.start(keys, firsts, lengths, windows)
+        state.remote.lookup = self._lookups.start(keys, firsts, lengths, windows)
 
     def _has_lost_blocks(self, state: RequestState, computed: int) -> bool:
         """Whether the GPU or the CPU tier has evicted blocks that the lookup left out because they
         were held. Its answer then begins after a gap."""
-        lookup = state.remote
+        lookup = state.remote.lookup
         if lookup is None or lookup.given_up:
             return False
         for group, keys in zip(self._groups, state.loadable_keys, strict=True):
             first, stop = computed // group.block_size, lookup.firsts[group.group_id]
             if group.window is not None:
                 held = lookup.windows.held[group.group_id] if lookup.windows is not None else ()
-                if not all(
-                    self._index.are_readable([keys[n] for n, had in enumerate(held) if had])
-                ):
+                left_out = [keys[n] for n, was_held in enumerate(held) if was_held]
+                if not all(self._index.are_readable(left_out)):
                     return True
             elif first < stop and self._index.match_prefix(keys, first, stop) < stop - first:
                 return True
@@ -141,20 +139,20 @@ class RemoteTier:
         """The positions that daemons hold of a request, per group; None while the lookup runs."""
         if computed >= limit:
             return [range(0)] * len(self._groups)  # the GPU has all blocks
-        if state.remote is not None and state.remote.is_outdated:
-            state.drop_lookup()
+        if state.remote.lookup is not None and state.remote.lookup.is_outdated:
+            state.remote.drop_lookup()
         # A request may wait in vLLM's queue for seconds after its lookup. What it asks for now does
         # not depend on the CPU tier, so it need not ask again when more is evicted.
         has_lost = self._has_lost_blocks(state, computed)
         if has_lost:
-            state.drop_lookup()
+            state.remote.drop_lookup()
         self._ask(state, computed, limit, leave_out_held=not has_lost)
-        if state.remote is None:
+        if state.remote.lookup is None:
             return [range(0)] * len(self._groups)
-        self._lookups.poll(state.remote)
-        if state.remote.is_pending:
+        self._lookups.poll(state.remote.lookup)
+        if state.remote.lookup.is_pending:
             return None
-        state.remote.renewable = True
+        state.remote.lookup.renewable = True
         answer = state.remote.answer
         return answer.positions() if answer is not None else [range(0)] * len(self._groups)
 
@@ -162,7 +160,7 @@ class RemoteTier:
         self, state: RequestState, group: Group, span: range, block_ids: Sequence[int]
     ) -> LoadSplit:
         """Where each block of an admitted load comes from. The CPU tier is preferred."""
-        answer = state.remote.answer if state.remote is not None else None
+        answer = state.remote.answer
         keys = state.loadable_keys[group.group_id]
         if answer is None:
             return LoadSplit(span, [])
@@ -182,7 +180,7 @@ class RemoteTier:
             held = answer.positions()[group.group_id]
             # Without the tail: a full block takes its position later.
             full = len(state.keys.of_group[group.group_id])
-            state.daemon_copies[group.group_id] = range(held.start, min(held.stop, full))
+            state.remote.copies[group.group_id] = range(held.start, min(held.stop, full))
         return LoadSplit(
             local,
             [
@@ -200,7 +198,7 @@ class RemoteTier:
     def probe(self, state: RequestState, group: Group, tokens: range, nbytes: int) -> None:
         """Plans a probe: workers fetch `nbytes` of what a daemon holds of these tokens and discard
         them. All blocks come from one group and end with the last of the tokens."""
-        answer = state.remote.answer if state.remote is not None else None
+        answer = state.remote.answer
         if answer is None:
             return
         position, end = tokens.start // group.block_size, -(-tokens.stop // group.block_size)
@@ -235,7 +233,7 @@ class RemoteTier:
         return bool(self._probes) or self.puts.has_next
 
     def update_mapped_arenas(self, by_rank: Mapping[int, Mapping[bytes, int]]) -> None:
-        """Records which daemon memory the workers have mapped (`RemoteIO.ready_arenas`)."""
+        """Records which daemon memory the workers have mapped (`SharedRegions.ready_arenas`)."""
         self._arenas_of_rank.update(by_rank)
 
     def is_resident(self, state: RequestState) -> bool:
@@ -245,10 +243,10 @@ class RemoteTier:
         This holds even if the daemon goes down now: it was up when it granted the lease, and
         workers keep its memory mapped for a while after it is gone.
         """
-        answer = state.remote.answer if state.remote is not None else None
+        answer = state.remote.answer
         if answer is None or not any(answer.spans):
             return True
-        if state.remote is None or state.remote.age_s > MAX_LEASE_AGE_S:
+        if state.remote.lookup is None or state.remote.lookup.age_s > MAX_LEASE_AGE_S:
             return False
         if len(self._arenas_of_rank) < self._num_workers:
             return False
@@ -267,15 +265,6 @@ class RemoteTier:
         """Writes to the metrics which daemons are up."""
         for address, store in self._cluster.stores.items():
             recorder.set(names.DAEMON_UP, int(store.is_up), address)
-
-    def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Deletes blocks of all ranks at the daemons. Never blocks."""
-        self._lookups.delete(keys)
-
-    @property
-    def open_leases(self) -> int:
-        """The number of answers whose blocks are still leased to this engine."""
-        return self._lookups.open_leases
 
     def close(self) -> None:
         self._lookups.close()

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.cache.cost_model import Choice
 from vllm_tiered_kv.cache.planner import Group
-from vllm_tiered_kv.connector.identity.request_keys import KeyMaker, RequestKeys
+from vllm_tiered_kv.connector.identity.request_keys import RequestKeys
 from vllm_tiered_kv.connector.scheduler.partial_tail import Tail
-from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookup
+from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteAnswer, RemoteLookup
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics.names import DropReason
 
 if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
     from vllm.v1.request import Request
 
 
@@ -52,52 +51,97 @@ class Candidate:
 
 
 @dataclass
-class RequestState:
-    """The cache's state of one request. The scheduler half builds it when the request arrives and
-    drops it when the request finishes; only the scheduler's thread uses it."""
+class LoadState:
+    """What a request has loaded, or could. The load planner alone writes it."""
 
-    request: Request
-    keys: RequestKeys
-    stored: list[int]  # per group: blocks already stored or planned
+    match: Match | None = None
     on_gpu: int = 0  # tokens, if the GPU had all that could have been loaded
     computed_again: int = 0  # tokens after `on_gpu` that the GPU had too
-    closed: DropReason | None = None  # why no further blocks of this sequence are stored
-    lost_adapter: bool = False  # vLLM has replaced its LoRA adapter with another one
-    load_failed: bool = False
-    match: Match | None = None
-    loaded_from_disk: int = 0  # tokens of its last load
-    remote: RemoteLookup | None = None
-    remote_failed: bool = False  # daemons are not asked again
+    from_disk: int = 0  # tokens of its last load
+    tail: Tail | None = None  # the last block of its prompt, if tails are reused
+    keeps_tail: bool = False  # the loaded tail needs no store: later requests find it again
     store_wait_deadline: float | None = None  # by `time.monotonic`; set by its first wait
+    has_failed: bool = False  # the CPU tier is not asked again
     keeps_reservation: bool = False  # vLLM still reserves blocks for its failed load
     is_at_queue_head: bool = False
     """Its load failed and it lost its blocks, but vLLM still schedules it before all others, like a
     request that holds blocks."""
-    daemon_copies: list[range] = field(default_factory=list)
-    """Per group: positions that a daemon on this host holds. The CPU tier does not store them."""
-    tail: Tail | None = None  # the last block of its prompt, if tails are reused
-    has_tail: bool = False  # the tail needs no store: a tier holds it, or it was dropped
-    to_verify: list[deque[Candidate]] = field(default_factory=list)  # per group, in order
-    was_verified: bool = False
 
-    def __post_init__(self) -> None:
-        self.clear_daemon_copies()
 
-    def clear_daemon_copies(self) -> None:
-        """Forgets which blocks daemons hold, so that the CPU tier stores them again."""
-        self.daemon_copies = [range(0)] * len(self.stored)
-        self.has_tail = False
+@dataclass
+class RemoteState:
+    """What daemons hold of a request. The remote tier alone fills it in."""
 
-    def restart_after_failed_load(self) -> None:
-        """An asynchronous load has failed and vLLM computes the whole request."""
-        self.keeps_reservation = self.is_at_queue_head = True
+    lookup: RemoteLookup | None = None
+    copies: dict[int, range] = field(default_factory=dict)
+    """By group: positions that a daemon on this host holds. The CPU tier does not store them."""
+    has_failed: bool = False  # daemons are not asked again
+
+    @property
+    def answer(self) -> RemoteAnswer | None:
+        return self.lookup.answer if self.lookup is not None else None
+
+    def take_lookup(self) -> RemoteLookup | None:
+        """Returns the lookup and forgets it. Who takes it drops it, to release its leases."""
+        lookup, self.lookup = self.lookup, None
+        return lookup
+
+    def drop_lookup(self) -> None:
+        lookup = self.take_lookup()
+        if lookup is not None:
+            lookup.drop()
+
+    def forget(self) -> None:
+        """Lets daemons be asked again, and the CPU tier store all blocks."""
+        self.drop_lookup()
+        self.copies = {}
+
+    def load_failed(self, tier: Tier) -> None:
+        """A load has failed at this tier. The recomputed blocks may be the only copy."""
+        self.copies = {}
+        self.has_failed |= tier is Tier.REMOTE
+
+
+@dataclass
+class StoreState:
+    """Which blocks of a request are stored. The store planner alone writes it."""
+
+    planned: Counter[int] = field(default_factory=Counter)  # by group: blocks stored or planned
+    has_tail: bool = False  # the tail is planned, or was dropped
+    closed: DropReason | None = None
+    """Why no further blocks are stored: after a block that is not stored, later ones could never be
+    found."""
+
+
+@dataclass
+class VerificationState:
+    """Which blocks of a request are still to be verified. The verification alone writes it."""
+
+    waiting: list[deque[Candidate]] = field(default_factory=list)  # per group, in order
+    has_begun: bool = False
+
+
+@dataclass
+class RequestState:
+    """The cache's state of one request. The scheduler half builds it when the request arrives and
+    drops it when the request finishes; only the scheduler's thread uses it. Each part has one
+    module that writes it; the others read it."""
+
+    request: Request
+    keys: RequestKeys
+    load: LoadState = field(default_factory=LoadState)
+    remote: RemoteState = field(default_factory=RemoteState)
+    store: StoreState = field(default_factory=StoreState)
+    verification: VerificationState = field(default_factory=VerificationState)
+    lost_adapter: bool = False
+    """vLLM has loaded another LoRA adapter in place of this request's. Blocks it computes from now
+    on belong to neither adapter, even after a restart. The scheduler half alone writes it."""
 
     @property
     def loadable_tail(self) -> Tail | None:
         """The tail, while the request still ends with its prompt."""
-        if self.tail is None or self.request.num_tokens != self.tail.end:
-            return None
-        return self.tail
+        tail = self.load.tail
+        return tail if tail is not None and self.request.num_tokens == tail.end else None
 
     @property
     def loadable_keys(self) -> Sequence[list[BlockKey]]:
@@ -111,6 +155,11 @@ class RequestState:
         computed."""
         return self.request.status.name in _REGULAR_ENDS
 
+    @property
+    def closed(self) -> DropReason | None:
+        """Why no further blocks of this sequence are stored."""
+        return self.store.closed or (DropReason.RESET if self.lost_adapter else None)
+
     def storable_tokens(self, computed: int, with_answer: bool) -> int:
         """How many of the `computed` tokens are confirmed and to be stored. A request from before a
         reset stores nothing, but its answer counts here too: its blocks must be marked stale,
@@ -122,79 +171,12 @@ class RequestState:
 
     def has_unplanned_blocks(self, groups: Sequence[Group], ready: int) -> bool:
         """Whether a group has full blocks among these tokens whose store is not planned yet."""
-        return any(
-            ready // group.block_size > stored
-            for group, stored in zip(groups, self.stored, strict=True)
-        )
+        planned = self.store.planned
+        return any(ready // group.block_size > planned[group.group_id] for group in groups)
 
     def tail_to_store(self, ready: int) -> Tail | None:
         """The tail, if it is partial, not stored yet, and within the first `ready` tokens."""
-        tail = self.tail
-        if tail is None or not tail.is_partial or self.has_tail or ready < tail.end:
+        tail = self.load.tail
+        if tail is None or not tail.is_partial or ready < tail.end:
             return None
-        return tail
-
-    def drop_lookup(self) -> None:
-        """Drops the daemon lookup and releases its leases."""
-        lookup, self.remote = self.remote, None
-        if lookup is not None:
-            lookup.drop()
-
-    def close(self, reason: DropReason) -> None:
-        """Stops storing this sequence: after a block that is not stored, later ones could never be
-        found."""
-        self.closed = self.closed or reason
-
-    def check_adapter(self, maker: KeyMaker) -> bool:
-        """Returns whether the request has lost its adapter, and records it. Call it before the
-        request loads or stores."""
-        is_lost = maker.has_lost_adapter(self.request, self.keys, not any(self.stored))
-        if is_lost:
-            self.lose_adapter()
-        return is_lost
-
-    def lose_adapter(self) -> None:
-        """vLLM has loaded another adapter in place of this request's. Blocks it computes from now
-        on belong to neither adapter, even after a restart, so they are not stored."""
-        self.lost_adapter = True
-        self.close(DropReason.RESET)
-
-    def copy_failures(self, other: RequestState) -> None:
-        """Takes over the failures that were recorded in a former state of the same request."""
-        if other.lost_adapter:
-            self.lose_adapter()
-        self.load_failed = other.load_failed
-        self.remote_failed = other.remote_failed
-        self.keeps_reservation = other.keeps_reservation
-        self.is_at_queue_head = other.is_at_queue_head
-
-    def forget_blocks(self) -> None:
-        """The request was preempted: it lost its blocks and starts over."""
-        self.stored = [0] * len(self.stored)
-        self.on_gpu = self.computed_again = 0
-        self.closed = DropReason.RESET if self.lost_adapter else None
-        self.keeps_reservation = self.is_at_queue_head = False
-        self.drop_lookup()
-        self.clear_daemon_copies()
-
-
-def detect_replaced_adapters(
-    states: Iterable[RequestState], lora: LoRARequest | None, adapter: bytes | None
-) -> None:
-    """Called for every new request with its LoRA adapter and the adapter's identity, None if it is
-    unknown. vLLM may use these files from now on for all requests with the same adapter id, so
-    requests whose adapter has another identity have lost it."""
-    if lora is None:
-        return
-    for state in states:
-        own = state.request.lora_request
-        has_same_id = own is not None and own.lora_int_id == lora.lora_int_id
-        if has_same_id and (adapter is None or state.keys.adapter != adapter):
-            state.lose_adapter()
-
-
-def awaits_first_token(states: Mapping[str, RequestState], scheduled: Collection[str]) -> bool:
-    """Whether a client waits for a first token from this step, or from one in flight if this step
-    computes nothing."""
-    waiting = (states[request_id] for request_id in scheduled or states if request_id in states)
-    return any(not state.request.num_output_tokens for state in waiting)
+        return None if self.store.has_tail or self.load.keeps_tail else tail

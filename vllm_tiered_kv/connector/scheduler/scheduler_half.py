@@ -18,44 +18,29 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-from vllm_tiered_kv.cache.index import BlockIndex
-from vllm_tiered_kv.cache.ledger import TransferLedger
-from vllm_tiered_kv.cache.planner import groups_of
 from vllm_tiered_kv.config import Mode, TieredKVConfig
 from vllm_tiered_kv.connector.identity.request_keys import KeyMaker
 from vllm_tiered_kv.connector.metadata import TieredKVMetadata, TieredKVWorkerMetadata
+from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier, EngineFacts
 from vllm_tiered_kv.connector.scheduler.early_loads import EarlyLoads
 from vllm_tiered_kv.connector.scheduler.hashed_blocks import ids_of
 from vllm_tiered_kv.connector.scheduler.invalid_load_recovery import InvalidLoadRecovery
-from vllm_tiered_kv.connector.scheduler.lazy_store import LazyStore
 from vllm_tiered_kv.connector.scheduler.load_planner import LoadPlanner
-from vllm_tiered_kv.connector.scheduler.load_policy import LoadDecider
-from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookups
-from vllm_tiered_kv.connector.scheduler.remote_puts import RemotePuts
 from vllm_tiered_kv.connector.scheduler.remote_tier import RemoteTier
-from vllm_tiered_kv.connector.scheduler.request_state import (
-    RequestState,
-    awaits_first_token,
-    detect_replaced_adapters,
-)
-from vllm_tiered_kv.connector.scheduler.step_load_policy import StepLoadPolicy
+from vllm_tiered_kv.connector.scheduler.request_state import RequestState
+from vllm_tiered_kv.connector.scheduler.stale_hash_guard import StaleHashGuard
 from vllm_tiered_kv.connector.scheduler.store_planner import StorePlanner
 from vllm_tiered_kv.connector.scheduler.verification import Verification
 from vllm_tiered_kv.connector.stats import TieredKVStats
-from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
-from vllm_tiered_kv.core.key import RankTag
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.errors import TieredKVError
 from vllm_tiered_kv.metrics import names
-from vllm_tiered_kv.metrics.names import DropReason
-from vllm_tiered_kv.metrics.recorder import Recorder
-from vllm_tiered_kv.remote.address import EngineIdentity
-from vllm_tiered_kv.remote.placement import Cluster
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -74,34 +59,36 @@ time out earlier."""
 
 
 class SchedulerHalf:
-    """Plans all loads and stores of an engine. `TieredKVConnector` builds it in the scheduler's
-    process and forwards vLLM's calls to it, all in the scheduler's thread."""
+    """Plans all loads and stores of an engine. The assembly builds it, and `TieredKVConnector`
+    forwards vLLM's calls to it, all in the scheduler's thread."""
 
     def __init__(
         self,
         config: TieredKVConfig,
+        engine: EngineFacts,
         key_maker: KeyMaker,
-        block_sizes: list[int],
-        block_bytes: list[int],
-        geometry: ArenaGeometry,
-        num_ranks: int,
-        steps_zero_blocks: bool,
-        lazy: LazyStore | None,
-        hash_block_size: int | None,
-        step_tokens: int = 8192,
-        windows: Sequence[int | None] = (),
-        computes_on_cpu: bool = False,
+        tier: CpuTier,
+        loads: LoadPlanner,
+        stores: StorePlanner,
+        remote: RemoteTier | None,
+        verification: Verification | None,
+        early_loads: EarlyLoads | None,
     ) -> None:
-        """`steps_zero_blocks`: vLLM zeroes new blocks in a step before it calls the connector.
-        `windows`: per group, see `Group`. See `StorePlanner` for the others."""
         self._config = config
-        self._num_ranks = num_ranks
+        self._engine = engine
         self._key_maker = key_maker
-        self._groups = groups_of(block_sizes, block_bytes, windows, geometry)
-        self._store_on_finish = not steps_zero_blocks
-        self.recorder = Recorder()
-        self.index = BlockIndex(geometry, config.eviction.value)
-        self.ledger = TransferLedger(self.index, self.recorder, num_ranks)
+        self._tier = tier
+        self._groups = tier.groups
+        self.index = tier.index
+        self.ledger = tier.ledger
+        self.recorder = tier.recorder
+        self.loads = loads
+        self.load_policy = loads.load_policy
+        self.stores = stores
+        self.remote = remote
+        self.verification = verification
+        self.early_loads = early_loads
+        self._store_on_finish = not engine.steps_zero_blocks
         self._requests: dict[str, RequestState] = {}
         self._usable_bytes: dict[int, int] = {}  # by rank
         self._uncached: dict[str, Request] = {}  # requests that the cache ignores
@@ -109,102 +96,33 @@ class SchedulerHalf:
         self._adapters_unread: dict[str, RequestState] = {}
         self._logged_reasons: set[str] = set()  # why requests are uncached, if logged already
         self._remote_failures: set[str] = set()  # loads in flight that failed at a daemon
-        self._next = TieredKVMetadata()
         self._manager: KVCacheManager | None = None
-        self.stores = StorePlanner(self._groups, self.index, self.ledger, lazy, hash_block_size)
-        self._step_loads = StepLoadPolicy(config.step_loads, self._groups, self.ledger)
-        self.load_policy = LoadDecider(
-            config,
-            self._groups,
-            self.index,
-            self.recorder,
-            step_tokens,
-            num_ranks=num_ranks,
-            computes_on_cpu=computes_on_cpu,
-        )
-        self.loads = LoadPlanner(
-            self._groups, self.index, self.ledger, self.recorder, self._step_loads, self.load_policy
-        )
-        self.early_loads: EarlyLoads | None = None
-        self.verification: Verification | None = None
-        if config.verify_fraction:
-            self.verification = self.loads.verification = Verification(
-                config.verify_fraction,
-                self._groups,
-                self.index,
-                self.ledger,
-                self.recorder,
-                num_ranks,
-            )
-        self.remote: RemoteTier | None = None
-        self._identity: EngineIdentity | None = None
-        self._is_inside_multi = False
-        self._unreported_ranks = 0  # ranks that have not reported their block sizes
-        self._must_query_ranks = False  # a step is needed to make them report
+        self._stale_hash_guard: StaleHashGuard | None = None
+        # A MultiConnector offers ranks no handshake. So they report their block sizes in their
+        # first step, and nothing is planned until all have: slots might not match.
+        awaits_ranks = engine.is_inside_multi and config.mode is Mode.TIERED
+        self._unreported_ranks = engine.num_ranks if awaits_ranks else 0
+        self._must_query_ranks = awaits_ranks  # a step is needed to make them report
+        self._identity = remote.identity if remote is not None else None
+        self._next = TieredKVMetadata(identity=None if awaits_ranks else self._identity)
         self._unreported_s = 0.0  # idle time without a report while transfers are in flight
         self._last_asked = 0.0
-        self.recorder.set(names.CAPACITY_BYTES, geometry.capacity_bytes, _CPU)
-
-    def enter_multi_connector(self) -> None:
-        """Adapts to a MultiConnector with other connectors beside this one.
-
-        It offers ranks no handshake. So they report their block sizes in their first step, and
-        nothing is planned until all have: slots might not match. Another connector may also pass
-        blocks to a peer while a step is planned, and the peer may write them before our workers
-        receive that step.
-        """
-        self._is_inside_multi = True
-        if self._config.mode is Mode.TIERED:
-            self._unreported_ranks = self._num_ranks
-            self._must_query_ranks = True
-            self._next.identity = None
-
-    def use_daemons(
-        self,
-        cluster: Cluster,
-        identity: EngineIdentity,
-        shards: Sequence[RankTag],
-        queue_bytes: int,
-        keep_copies: bool,
-    ) -> None:
-        """Adds the daemons as the tier behind the CPU tier. A daemon holds a block if it holds all
-        its `shards`."""
-        config = self._config
-        self._identity = self._next.identity = identity
-        self.remote = RemoteTier(
-            cluster,
-            RemoteLookups(
-                cluster,
-                shards,
-                config.remote_lookup_timeout,
-                config.remote_load_timeout,
-                self.recorder,
-            ),
-            RemotePuts(cluster, self._groups, self.index, self.ledger, queue_bytes),
-            self.index,
-            self._groups,
-            keep_copies,
-            self._num_ranks,
-        )
-        self.loads.remote = self.remote
-        self.load_policy.answers = self.remote.answers
-        self.load_policy.read_speeds = self.remote.read_speeds
-        self.ledger.on_commit = self.remote.puts.offer
-        if self.verification is not None:
-            self.verification.delete_at_daemons = self.remote.delete
+        self.recorder.set(names.CAPACITY_BYTES, self.index.geometry.capacity_bytes, _CPU)
 
     # ---- arrival, lookup, admission -----------------------------------------------------------
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
+        """vLLM has built its block pool, before the first request arrives."""
         self._manager = manager
+        if self._engine.has_priorities:
+            self._stale_hash_guard = StaleHashGuard(manager, range(len(self._groups)))
         watch_new_blocks(manager.block_pool, self._on_blocks_allocated)
-        self.stores.bind(manager)
-        self.loads.bind(manager.block_pool)
+        self.stores.bind_kv_cache_manager(manager)
+        self.loads.bind_block_pool(manager.block_pool)
 
     @property
-    def has_requests(self) -> bool:
-        """Whether the engine has requests, uncached ones included."""
-        return bool(self._requests or self._uncached)
+    def has_daemons(self) -> bool:
+        return self.remote is not None
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
@@ -215,7 +133,7 @@ class SchedulerHalf:
             return  # all ranks may have reported by the time it is admitted
         state = self._state(request)
         if state is not None:
-            self.loads.begin(state, request)
+            self.loads.begin(state)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -227,19 +145,21 @@ class SchedulerHalf:
             return 0, False
         if num_computed_tokens < self.loads.limit(request):
             state.keys.extend(request, request.num_tokens)
-        loadable = self.loads.loadable(state, request, num_computed_tokens)
-        if loadable and state.check_adapter(self._key_maker):
-            loadable = self.loads.loadable(state, request, num_computed_tokens)  # now 0
-        is_async = state.match is not None and not state.match.is_step_load
-        return loadable, bool(loadable) and is_async
+        loadable = self.loads.loadable(state, num_computed_tokens)
+        if loadable and self._has_lost_adapter(state):
+            loadable = self.loads.loadable(state, num_computed_tokens)  # now 0
+        match = state.load.match
+        return loadable, bool(loadable) and match is not None and not match.is_step_load
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """vLLM has admitted the request and allocated its blocks."""
+        if self._stale_hash_guard is not None:
+            self._stale_hash_guard.admitted(request)
         state = self._requests.get(request.request_id)
         if state is not None:
-            job = self.loads.admit(state, request, blocks, num_external_tokens)
+            job = self.loads.admit(state, blocks, num_external_tokens)
             if job is not None:
                 self._next.loads.append(job)
                 if self.early_loads is not None:
@@ -249,24 +169,25 @@ class SchedulerHalf:
         """How many tokens of the load that a request was just admitted with come from a daemon's
         disk."""
         state = self._requests.get(request.request_id)
-        return 0 if state is None else state.loaded_from_disk
+        return 0 if state is None else state.load.from_disk
 
     # ---- one step -----------------------------------------------------------------------------
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> TieredKVMetadata:
         """vLLM has planned a step: plans its stores and returns everything for the workers."""
+        if self._stale_hash_guard is not None:
+            self._stale_hash_guard.step_planned(scheduler_output)
         for request_id in scheduler_output.preempted_req_ids or ():
             if request_id in self._requests:
-                self._requests[request_id].forget_blocks()
-                self.stores.remove_stale_request(request_id)
+                self.loads.preempted(self._requests[request_id])
+                self.stores.preempted(self._requests[request_id])
                 self._end_verification(self._requests[request_id])
         self.stores.mark_stale_blocks()
         counts = scheduler_output.num_scheduled_tokens
         self.loads.step_planned(counts)
         for request_id, scheduled in counts.items():
             self._plan_stores(request_id, scheduled)
-        is_awaited = self.stores.has_deferred and awaits_first_token(self._requests, counts)
-        self.stores.store_unowned(is_awaited)
+        self.stores.store_unowned(self.stores.has_deferred and self._awaits_first_token(counts))
         self._next.stores_after = self.stores.take_jobs()
         if self.verification is not None:
             for request_id, scheduled in counts.items():
@@ -314,7 +235,9 @@ class SchedulerHalf:
             if self.remote is not None:
                 self.remote.update_mapped_arenas(metadata.ready_arenas)
             for job_id, reports in metadata.stores.items():
-                self.ledger.report_store(job_id, reports)
+                readable = self.ledger.report_store(job_id, reports)
+                if self.remote is not None:
+                    self.remote.puts.offer(readable)
             for job_id, reports in metadata.puts.items():
                 self.ledger.report_put(job_id, reports)
             if self.verification is not None:
@@ -326,20 +249,19 @@ class SchedulerHalf:
             for job_id, ended in metadata.step_loads.items():
                 failed_request = self.ledger.report_step_load(job_id, ended)
                 if failed_request in self._requests:
-                    self._requests[failed_request].load_failed = True
-                    self._requests[failed_request].clear_daemon_copies()
+                    self.loads.load_failed(self._requests[failed_request], Tier.CPU)
             # A rank reports this when its own part ends; vLLM reports the load when all ranks end.
             self._remote_failures |= metadata.remote_failures
         for request_id in output.failed_recving or ():  # loads of any connector
             if request_id in self._requests:
-                self._requests[request_id].restart_after_failed_load()
+                self.loads.restart_after_failed_load(self._requests[request_id])
         for request_id in output.finished_recving or ():
             self._unreported_s = 0.0
             failed = None
             if request_id in output.failed_recving:
                 failed = Tier.REMOTE if request_id in self._remote_failures else Tier.CPU
             self._remote_failures.discard(request_id)
-            self._finish_load(request_id, failed)
+            self.loads.load_ended(request_id, self._requests.get(request_id), failed)
 
     def has_pending_push_work(self) -> bool:
         """Keeps an idle engine stepping until the last stores are committed and sent. Deferred work
@@ -355,6 +277,11 @@ class SchedulerHalf:
             or self._must_query_ranks
             or self._next.identity  # workers connect to the daemons in the first step
         )
+
+    def has_only_push_work(self) -> bool:
+        """Whether the engine has nothing left to do but stores and puts."""
+        is_idle = not (self._requests or self._uncached or self.ledger.has_open_loads)
+        return is_idle and self.has_pending_push_work()
 
     def _awaits_reports(self) -> bool:
         """Whether transfers are in flight, loads included: nothing may write to a paused engine.
@@ -382,19 +309,21 @@ class SchedulerHalf:
 
     def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> None:
         """Drops the state of the request, and plans the stores of its last full blocks."""
+        if self._stale_hash_guard is not None:
+            self._stale_hash_guard.finished(request)
         self._uncached.pop(request.request_id, None)
         self.stores.remove_stale_request(request.request_id)
-        self.loads.finished(request.request_id)
         state = self._requests.pop(request.request_id, None)
-        if state is not None:
-            state.drop_lookup()
-            self._end_verification(state)
-        if state is None or self._config.mode is not Mode.TIERED:
+        self.loads.finished(request.request_id, state)
+        if state is None:
+            return
+        self._end_verification(state)
+        if self._config.mode is not Mode.TIERED:
             return
         ready = state.storable_tokens(request.num_tokens - 1, self._config.store_decode)
         is_certain = self._store_on_finish and state.ended_by_itself
         if not is_certain:
-            ready = min(ready, state.on_gpu)
+            ready = min(ready, state.load.on_gpu)
         if not state.has_unplanned_blocks(self._groups, ready):
             return
         if self._was_all_on_gpu(state, ready) and self.stores.defer_finished(
@@ -416,21 +345,13 @@ class SchedulerHalf:
         """
         self._key_maker.new_epoch(os.urandom(16))
         self.index.clear()
-        states, self._requests = self._requests, {}
-        known = (state.request for state in states.values())
-        self.stores.reset((*self._uncached.values(), *known))
+        states = self._requests.values()
+        self.stores.reset(states, self._uncached.values())
         if self.verification is not None:
-            self.verification.void(states.values())
-        for state in states.values():
-            state.drop_lookup()
-            keys = self._key_maker.renewed(state.request, state.keys)
-            renewed = RequestState(state.request, keys, [0] * len(self._groups))
-            self._requests[state.request.request_id] = renewed
-            renewed.copy_failures(state)
-            if state.request.num_computed_tokens:
-                # The GPU blocks of this request were computed before the reset.
-                renewed.close(DropReason.RESET)
-                renewed.stored = state.stored
+            self.verification.void(states)
+        for state in states:
+            state.keys = self._key_maker.renewed(state.request, state.keys)
+            self.loads.reset(state)
         return True
 
     def shutdown(self) -> None:
@@ -440,7 +361,7 @@ class SchedulerHalf:
 
     def stats(self) -> TieredKVStats | None:
         self.recorder.set(names.USED_BYTES, self.index.used_bytes, _CPU)
-        self.stores.record(self.recorder)
+        self.recorder.set(names.PENDING_STORES, self.ledger.pending_store_blocks, _CPU)
         self.load_policy.record()
         if self.remote is not None:
             self.remote.record(self.recorder)
@@ -465,20 +386,47 @@ class SchedulerHalf:
             if len(self._logged_reasons) < _MAX_LOGGED_REASONS:
                 self._logged_reasons.add(str(reason))  # all requests of an adapter may share it
             self._uncached[request.request_id] = request
-            detect_replaced_adapters(self._requests.values(), request.lora_request, None)
+            self._detect_replaced_adapters(request.lora_request, None)
             return None
-        detect_replaced_adapters(self._requests.values(), request.lora_request, keys.adapter)
+        self._detect_replaced_adapters(request.lora_request, keys.adapter)
         # A resumable session rewrites its own tokens between turns, so its keys would be wrong.
         if getattr(request, "resumable", False) or self._unreported_ranks:
             self._uncached[request.request_id] = request
             return None
-        state = RequestState(request, keys, [0] * len(self._groups))
+        state = RequestState(request, keys)
         self._requests[request.request_id] = state
         return state
 
+    def _detect_replaced_adapters(self, lora: LoRARequest | None, adapter: bytes | None) -> None:
+        """Called for every new request with its LoRA adapter and the adapter's identity, None if it
+        is unknown. vLLM may use these files from now on for all requests with the same adapter id,
+        so requests whose adapter has another identity have lost it."""
+        if lora is None:
+            return
+        for state in self._requests.values():
+            own = state.request.lora_request
+            has_same_id = own is not None and own.lora_int_id == lora.lora_int_id
+            if has_same_id and (adapter is None or state.keys.adapter != adapter):
+                state.lost_adapter = True
+
+    def _has_lost_adapter(self, state: RequestState) -> bool:
+        """Whether the request has lost its adapter, checked before it loads or stores."""
+        is_starting = not any(state.store.planned.values())
+        if self._key_maker.has_lost_adapter(state.request, state.keys, is_starting):
+            state.lost_adapter = True
+        return state.lost_adapter
+
+    def _awaits_first_token(self, scheduled: Collection[str]) -> bool:
+        """Whether a client waits for a first token from this step, or from one in flight if this
+        step computes nothing."""
+        states = map(self._requests.get, scheduled or self._requests)
+        return any(state is not None and not state.request.num_output_tokens for state in states)
+
     def _on_blocks_allocated(self, block_ids: list[int]) -> None:
-        """vLLM has allocated GPU blocks, for a request or for another connector."""
-        if self.ledger.fence.hand_out(block_ids) and self._is_inside_multi:
+        """vLLM has allocated GPU blocks, for a request or for another connector. The latter may
+        pass them to a peer while a step is planned, and the peer may write them before our workers
+        receive that step."""
+        if self.ledger.fence.hand_out(block_ids) and self._engine.is_inside_multi:
             self.ledger.spoil_reads_of(block_ids)
             if self.verification is not None:
                 self.verification.void(())
@@ -486,7 +434,7 @@ class SchedulerHalf:
     def _was_all_on_gpu(self, state: RequestState, ready: int) -> bool:
         """Whether the GPU had all full blocks of these tokens before the request arrived. Their
         stores can then be deferred until no client waits for a first token."""
-        hit = state.on_gpu + state.computed_again
+        hit = state.load.on_gpu + state.load.computed_again
         return (self._config.mode is Mode.TIERED and not self.stores.has_stale_blocks) and all(
             ready // group.block_size <= hit // group.block_size for group in self._groups
         )
@@ -500,12 +448,12 @@ class SchedulerHalf:
         has_full = state.has_unplanned_blocks(self._groups, ready) and not self._was_all_on_gpu(
             state, ready
         )
-        tail = None if state.tail is None else state.tail_to_store(ready)
+        tail = state.tail_to_store(ready)
         if not has_full and tail is None:
             return
         self._extend_keys(state, ready)
         if self._config.mode is Mode.HASH_ONLY:
-            state.stored = [ready // group.block_size for group in self._groups]
+            self.stores.skip(state, ready)
             return
         assert self._manager is not None, "vLLM did not bind its KV-cache manager"
         tables = self._manager.get_blocks(request_id).blocks
@@ -516,9 +464,8 @@ class SchedulerHalf:
 
     def _extend_keys(self, state: RequestState, ready: int) -> None:
         state.keys.extend(state.request, ready)
-        state.check_adapter(self._key_maker)
         request = state.request
-        is_read = state.lost_adapter or request.num_output_tokens
+        is_read = self._has_lost_adapter(state) or request.num_output_tokens
         if request.lora_request is not None and not is_read:
             self._adapters_unread[request.request_id] = state
 
@@ -527,7 +474,7 @@ class SchedulerHalf:
         it is unknown which weights the step used, so all stores in flight are dropped."""
         for request_id, state in tuple(self._adapters_unread.items()):
             if self._key_maker.has_lost_adapter(state.request, state.keys, is_starting=True):
-                state.lose_adapter()
+                state.lost_adapter = True
                 self.ledger.spoil_stores()
             is_read = state.request.num_output_tokens or state.request.is_finished()
             if is_read or state.lost_adapter:
@@ -537,7 +484,7 @@ class SchedulerHalf:
         self, verification: Verification, request_id: str, scheduled: int
     ) -> None:
         state = self._requests.get(request_id)
-        if state is None or not state.to_verify:
+        if state is None or not state.verification.waiting:
             return
         if state.lost_adapter:  # its blocks differ from those in the tiers
             self._end_verification(state)
@@ -556,26 +503,12 @@ class SchedulerHalf:
         if self.verification is not None:
             self.verification.end(state)
 
-    def _finish_load(self, request_id: str, failed: Tier | None) -> None:
-        if not self.ledger.is_loading(request_id):
-            return  # another connector's load (MultiConnector)
-        self.ledger.close_load(request_id, failed)
-        self.load_policy.load_ended(request_id, failed)
-        state = self._requests.get(request_id)
-        if state is None or failed is None:
-            return
-        state.clear_daemon_copies()  # the recomputed blocks may be the only copy
-        if failed is Tier.REMOTE:
-            state.remote_failed = True
-        else:
-            state.load_failed = True
-
     def _recover_from_invalid_blocks(self, block_ids: set[int]) -> None:
         """Called if a load failed, ours or another connector's, after a step read its blocks."""
         assert self._manager is not None, "vLLM did not bind its KV-cache manager"
         cached, uncached = self._requests.values(), self._uncached.values()
         recovery = InvalidLoadRecovery(self._manager, self._groups, block_ids, cached, uncached)
-        recovery.undo(self.ledger, self.index, self.stores, self.verification)
+        recovery.undo(self._tier, self.loads, self.stores, self.verification)
 
 
 def watch_new_blocks(pool: BlockPool, on_allocated: Callable[[list[int]], None]) -> None:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 class StaleHashGuard:
     """Tracks which tokens of each request are really computed, and evicts hashed blocks beyond them
-    when vLLM preempts the request. The connector calls it in the scheduler's thread; only priority
-    scheduling needs it."""
+    when vLLM preempts the request. The scheduler half calls it in the scheduler's thread; only
+    priority scheduling needs it."""
 
     def __init__(self, manager: KVCacheManager, groups: Sequence[int]) -> None:
         self._manager = manager

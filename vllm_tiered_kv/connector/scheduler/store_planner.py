@@ -19,24 +19,21 @@ reset and must not be stored.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
-from vllm_tiered_kv.cache.index import BlockIndex
-from vllm_tiered_kv.cache.ledger import TransferLedger
 from vllm_tiered_kv.cache.planner import Group, plan_store
+from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier
 from vllm_tiered_kv.connector.scheduler.hashed_blocks import HashedRun, StoreBatch, ids_of
 from vllm_tiered_kv.connector.scheduler.lazy_store import LazyStore
 from vllm_tiered_kv.connector.scheduler.partial_tail import Tail
-from vllm_tiered_kv.connector.scheduler.request_state import RequestState
-from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.connector.scheduler.request_state import RequestState, StoreState
 from vllm_tiered_kv.core.transfer import GroupTransfer, StoreJob, int64_array
-from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.names import DropReason
-from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.remote.placement import anchors_of
 
 if TYPE_CHECKING:
@@ -46,7 +43,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _T = TypeVar("_T")
-_CPU = Tier.CPU.value
 _MAX_DEFERRED = 16  # deferred requests, while a client waits for a first token
 
 
@@ -66,17 +62,18 @@ class StorePlanner:
 
     def __init__(
         self,
-        groups: Sequence[Group],
-        index: BlockIndex,
-        ledger: TransferLedger,
+        tier: CpuTier,
         lazy: LazyStore | None,
         hash_block_size: int | None,
+        has_daemons: bool,
     ) -> None:
-        """`hash_block_size`: tokens per block hash of vLLM; None if its prefix cache is off."""
-        self._groups = groups
-        self._index = index
-        self._ledger = ledger
+        """`hash_block_size`: tokens per block hash of vLLM; None if its prefix cache is off.
+        `has_daemons`: stored blocks are sent on, so they need anchors."""
+        self._groups = tier.groups
+        self._index = tier.index
+        self._ledger = tier.ledger
         self._lazy = lazy
+        self._has_daemons = has_daemons
         self._planned: list[_Planned] = []
         # Finished requests whose stores are deferred, with their block tables and token counts.
         self._deferred: deque[tuple[RequestState, Sequence[list[int]], int]] = deque()
@@ -86,7 +83,7 @@ class StorePlanner:
         self._stale_requests: set[str] = set()  # ran before the reset, or build on stale blocks
         self._manager: KVCacheManager | None = None
 
-    def bind(self, manager: KVCacheManager) -> None:
+    def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         self._manager = manager
         if self._hash_block_size is not None:
             self._hash_block_size = manager.block_pool.hash_block_size
@@ -115,7 +112,7 @@ class StorePlanner:
         group = self._groups[0]
         if self._stale_blocks:
             self._reject_stale(state, [ids_of(table[: tail.position + 1])])
-        state.has_tail = True
+        state.store.has_tail = True
         if state.closed is not None:
             self._ledger.drop(1, state.closed)
             return
@@ -123,9 +120,7 @@ class StorePlanner:
         self._ledger.drop(plan.dropped, DropReason.TIER_FULL)
         if not plan.slots:
             return
-        anchors = []
-        if self._ledger.on_commit is not None:
-            anchors = anchors_of(tail.keys, plan.positions)
+        anchors = anchors_of(tail.keys, plan.positions) if self._has_daemons else []
         block_ids = ids_of(table[tail.position : tail.position + 1])
         batch = StoreBatch(group, block_ids, plan.slots, anchors)
         self._planned.append(_Planned(batch, is_reused_first=True))
@@ -166,11 +161,28 @@ class StorePlanner:
         planned.sort(key=lambda store: not store.is_reused_first)
         return [self._open(store) for store in planned]
 
-    def reset(self, requests: Iterable[Request]) -> None:
-        """Drops deferred and lazy stores, and marks all hashed GPU blocks as stale.
+    def skip(self, state: RequestState, ready_tokens: int) -> None:
+        """Counts the full blocks of these tokens as stored."""
+        state.store.planned = Counter(
+            {group.group_id: ready_tokens // group.block_size for group in self._groups}
+        )
 
-        vLLM resets its own cache first, but cannot while requests run. `requests`: all requests of
-        the engine, uncached ones included.
+    def preempted(self, state: RequestState) -> None:
+        """The request has lost its blocks and stores again from its first block."""
+        state.store = StoreState()
+        self.remove_stale_request(state.request.request_id)
+
+    def store_again(self, state: RequestState) -> None:
+        """The tier may have lost blocks whose stores were planned: plans them again."""
+        state.store.planned.clear()
+        state.store.has_tail = False
+
+    def reset(self, states: Iterable[RequestState], uncached: Iterable[Request]) -> None:
+        """Drops deferred and lazy stores, and marks all hashed GPU blocks as stale. Requests with
+        computed tokens store nothing more.
+
+        vLLM resets its own cache first, but cannot while requests run. `states` and `uncached` are
+        all requests of the engine.
         """
         if self._lazy is not None:
             self._lazy.clear()
@@ -180,7 +192,13 @@ class StorePlanner:
             for block in self._block_pool.blocks
             if block.block_hash is not None
         }
-        self._stale_requests = {each.request_id for each in requests if each.num_computed_tokens}
+        self._stale_requests = {each.request_id for each in uncached if each.num_computed_tokens}
+        for state in states:
+            if state.request.num_computed_tokens:
+                self._stale_requests.add(state.request.request_id)
+                state.store = StoreState(state.store.planned, closed=DropReason.RESET)
+            else:
+                state.store = StoreState()
 
     def mark_stale_blocks(self) -> None:
         """Marks new blocks of stale requests. vLLM may set the hash of a block some steps after the
@@ -202,12 +220,8 @@ class StorePlanner:
         Running requests may hold some, so they store nothing more."""
         if self._stale_blocks:
             for state in states:
-                state.close(DropReason.RESET)
+                _close(state, DropReason.RESET)
             self._stale_blocks.clear()
-
-    def record(self, recorder: Recorder) -> None:
-        """Writes the number of pending stores to the metrics."""
-        recorder.set(names.PENDING_STORES, self._ledger.pending_store_blocks, _CPU)
 
     def _store_next(self, state: RequestState, tables: Sequence[list[int]]) -> None:
         """Plans stores of a request's next full blocks, per group."""
@@ -226,7 +240,7 @@ class StorePlanner:
         null = self._block_pool.null_block.block_id
         is_present = int64_array(ids) != null
         passed = int(is_present.argmax()) if is_present.any() else len(ids)
-        state.stored[group.group_id] += passed
+        state.store.planned[group.group_id] += passed
         ids = ids[passed:]
         return ids[: ids.index(null)] if null in ids else ids
 
@@ -236,11 +250,11 @@ class StorePlanner:
         """Touches the blocks of a finished request, and plans stores of those the tier lacks."""
         state.keys.extend(state.request, ready_tokens)
         for group in self._groups:
-            start, stop = state.stored[group.group_id], ready_tokens // group.block_size
+            start, stop = state.store.planned[group.group_id], ready_tokens // group.block_size
             ids = tables[group.group_id][start:stop]
             if group.window is not None:
                 ids = self._still_in_window(state, group, ids)
-                start = state.stored[group.group_id]
+                start = state.store.planned[group.group_id]
             stop = start + len(ids)
             keys = state.keys.of_group[group.group_id]
             self._index.touch(keys[start:stop])
@@ -254,7 +268,8 @@ class StorePlanner:
         """Plans stores of blocks that no request owns, if they still have their hashes."""
         group = run.group
         batch = StoreBatch(group)
-        for part in _without(state.daemon_copies[group.group_id], positions.start, positions.stop):
+        skip = state.remote.copies.get(group.group_id, range(0))
+        for part in _without(skip, positions.start, positions.stop):
             there = run.still_hashed(self._block_pool, part)
             self._ledger.drop(there.count(False), DropReason.REUSED)
             for intact in _true_runs(there, part.start):
@@ -266,17 +281,17 @@ class StorePlanner:
 
     def _store_blocks(self, state: RequestState, group: Group, ids: list[int]) -> None:
         """Plans stores of those of the next full blocks that the tier lacks."""
-        start = state.stored[group.group_id]
+        start = state.store.planned[group.group_id]
         stop = start + len(ids)
-        state.stored[group.group_id] = stop
+        state.store.planned[group.group_id] = stop
         if state.closed is not None:
             self._ledger.drop(len(ids), state.closed)
             return
         keys = state.keys.of_group[group.group_id]
-        skip = state.daemon_copies[group.group_id]
+        skip = state.remote.copies.get(group.group_id, range(0))
         plan = plan_store(self._index, group, keys, start, stop, skip)
         if plan.dropped:
-            state.closed = DropReason.TIER_FULL
+            state.store.closed = DropReason.TIER_FULL
             self._ledger.drop(plan.dropped, DropReason.TIER_FULL)
         if (not start or group.window is not None) and len(plan.slots) < len(ids):
             self._index.touch(keys[start:stop])  # GPU hits count as used in the tier too
@@ -285,9 +300,7 @@ class StorePlanner:
         sources = ids
         if len(plan.slots) < len(ids):
             sources = int64_array(ids)[int64_array(plan.positions) - start].tolist()
-        anchors = []
-        if self._ledger.on_commit is not None:
-            anchors = anchors_of(keys, plan.positions)
+        anchors = anchors_of(keys, plan.positions) if self._has_daemons else []
         batch = StoreBatch(group, sources, plan.slots, anchors)
         # The window may have passed these blocks when the next step is planned.
         self._planned.append(_Planned(batch, state, is_reused_first=group.window is not None))
@@ -296,12 +309,13 @@ class StorePlanner:
         self, lazy: LazyStore, state: RequestState, group: Group, block_ids: list[int]
     ) -> None:
         """Remembers the next full blocks of a request for lazy stores."""
-        start = state.stored[group.group_id]
-        stop = state.stored[group.group_id] = start + len(block_ids)
+        start = state.store.planned[group.group_id]
+        stop = state.store.planned[group.group_id] = start + len(block_ids)
         if state.closed is not None:
             return
         run = self._hashed_run(state, group, start, block_ids)
-        for positions in _without(state.daemon_copies[group.group_id], start, stop):
+        skip = state.remote.copies.get(group.group_id, range(0))
+        for positions in _without(skip, start, stop):
             lazy.observe(run, positions)
 
     def _hashed_run(
@@ -323,7 +337,7 @@ class StorePlanner:
             if vllm_hash is None:
                 continue
             if blocks[block_id].block_hash == vllm_hash:
-                state.close(DropReason.RESET)
+                _close(state, DropReason.RESET)
                 break
             del self._stale_blocks[block_id]
         if state.closed is DropReason.RESET:
@@ -345,8 +359,8 @@ class StorePlanner:
     ) -> list[Sequence[_T]]:
         """Per group: the next full blocks of a request whose stores are not planned."""
         return [
-            tables[group.group_id][state.stored[group.group_id] : ready_tokens // group.block_size]
-            for group in self._groups
+            tables[n][state.store.planned[n] : ready_tokens // group.block_size]
+            for n, group in enumerate(self._groups)
         ]
 
     @property
@@ -360,11 +374,16 @@ class StorePlanner:
             batch.slots,
             block_ids,
             batch.group.block_bytes,
-            store.owner.close if store.owner is not None else None,
-            batch.anchors,
+            partial(_close, store.owner) if store.owner is not None else None,
+            batch.anchors if self._has_daemons else (),
         )
         transfer = GroupTransfer(batch.group.group_id, block_ids, int64_array(batch.slots))
         return StoreJob(job_id, transfer)
+
+
+def _close(state: RequestState, reason: DropReason) -> None:
+    """Stops storing this request's blocks. The first reason stays."""
+    state.store.closed = state.closed or reason
 
 
 def _without(skip: range, start: int, stop: int) -> list[range]:

@@ -16,16 +16,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from vllm_tiered_kv.cache.index import BlockIndex
-from vllm_tiered_kv.cache.ledger import TransferLedger
 from vllm_tiered_kv.cache.planner import Group
 from vllm_tiered_kv.cache.verification_ledger import Findings, VerificationLedger
+from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier
 from vllm_tiered_kv.connector.scheduler.request_state import Candidate, RequestState
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Lookup, Tier
 from vllm_tiered_kv.core.transfer import GroupTransfer, int64_array
 from vllm_tiered_kv.core.verdict import BlockVerdict, Verdict, VerifyJob
-from vllm_tiered_kv.metrics.recorder import Recorder
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -58,17 +56,15 @@ class Verification:
     def __init__(
         self,
         fraction: float,
-        groups: Sequence[Group],
-        index: BlockIndex,
-        ledger: TransferLedger,
-        recorder: Recorder,
+        tier: CpuTier,
         num_ranks: int,
+        delete_at_daemons: Callable[[Sequence[BlockKey]], None] | None,
     ) -> None:
         self._fraction = fraction
-        self._groups = groups
-        self._index = index
-        self._ledger = VerificationLedger(index, ledger, recorder, num_ranks)
-        self.delete_at_daemons: Callable[[Sequence[BlockKey]], None] | None = None
+        self._groups = tier.groups
+        self._index = tier.index
+        self._ledger = VerificationLedger(tier.index, tier.ledger, tier.recorder, num_ranks)
+        self._delete_at_daemons = delete_at_daemons
 
     @property
     def has_open(self) -> bool:
@@ -79,16 +75,18 @@ class Verification:
 
     def selects(self, state: RequestState) -> bool:
         """Whether to verify this request, at most once: a preempted request is late enough."""
-        return not state.was_verified and is_chosen(state.request.request_id, self._fraction)
+        return not state.verification.has_begun and is_chosen(
+            state.request.request_id, self._fraction
+        )
 
     def begin(self, state: RequestState, computed: int, tokens: int) -> None:
         """vLLM has admitted the request, which computes the `tokens` after `computed` that tiers
         hold."""
-        state.was_verified = True
-        state.to_verify = []
+        state.verification.has_begun = True
+        state.verification.waiting = []
         for group in self._groups:
             span = range(computed // group.block_size, (computed + tokens) // group.block_size)
-            state.to_verify.append(deque(self._candidates(state, group, span)))
+            state.verification.waiting.append(deque(self._candidates(state, group, span)))
 
     def plan(
         self,
@@ -99,7 +97,7 @@ class Verification:
         """Returns jobs for the blocks that this step's forward fills, and for earlier ones that had
         no spare slot."""
         jobs: list[VerifyJob] = []
-        for group, waiting in zip(self._groups, state.to_verify, strict=True):
+        for group, waiting in zip(self._groups, state.verification.waiting, strict=True):
             table = tables[group.group_id]
             stop = min(ready_tokens // group.block_size, len(table))
             batches: dict[str | None, _Batch] = {}
@@ -126,13 +124,13 @@ class Verification:
                 if pinned is not None:
                     batch.pinned.append(pinned)
             jobs += [self._job(group, address, batch) for address, batch in batches.items()]
-        if not any(state.to_verify):
-            state.to_verify = []
+        if not any(state.verification.waiting):
+            state.verification.waiting = []
         return jobs
 
     def end(self, state: RequestState) -> None:
         """The request has lost its blocks: it finished, was preempted, or the cache was reset."""
-        waiting, state.to_verify = state.to_verify, []
+        waiting, state.verification.waiting = state.verification.waiting, []
         for group in waiting:
             for candidate in group:
                 self._ledger.skip(1, candidate.tier)
@@ -158,9 +156,9 @@ class Verification:
         else:
             for key in keys:
                 self._index.remove(key)  # another request may have loaded it into the CPU tier
-        if self.delete_at_daemons is not None:
+        if self._delete_at_daemons is not None:
             # Blocks of the CPU tier too: the same bytes may have been sent to a daemon.
-            self.delete_at_daemons(keys)
+            self._delete_at_daemons(keys)
         for start in range(0, len(different), _MAX_NAMED):
             some = different[start : start + _MAX_NAMED]
             logger.warning(
@@ -172,7 +170,7 @@ class Verification:
             )
 
     def _candidates(self, state: RequestState, group: Group, span: range) -> Iterator[Candidate]:
-        answer = state.remote.answer if state.remote is not None else None
+        answer = state.remote.answer
         parts = answer.spans[group.group_id] if answer is not None else ()
         keys = state.keys.of_group[group.group_id]
         for position in span:

@@ -51,9 +51,6 @@ class BlockVerifier:
     comparisons run in a thread that starts with the first job."""
 
     def __init__(self, geometry: ArenaGeometry, tolerance: float) -> None:
-        self.is_ours: Callable[[BlockKey], bool] = lambda first: True
-        """Returns whether this rank compares the job with this first block. Of the ranks that share
-        an arena only one does, because the job has one slot for the copy."""
         self._geometry = geometry
         self._tolerance = tolerance
         self._layers: Mapping[int, Sequence[LayerNumbers]] = {}
@@ -68,13 +65,16 @@ class BlockVerifier:
         """Sets the number formats of each group's layers; without them, blocks compare by bytes."""
         self._layers = layers
 
-    def begin_step(self, jobs: Sequence[VerifyJob]) -> None:
-        """Takes the jobs of the coming step; gives up those of a step that vLLM did not finish."""
+    def begin_step(
+        self, jobs: Sequence[VerifyJob], is_ours: Callable[[BlockKey], bool] = lambda first: True
+    ) -> None:
+        """Takes the jobs of the coming step; gives up those of a step that vLLM did not finish.
+        `is_ours` returns whether this rank compares the job with this first block."""
         for job in self._due:
             self._done.put((job.job_id, [_NOT_COMPARED] * len(job.keys)))
         self._due = []
         for job in jobs:
-            if self.is_ours(job.keys[0]):
+            if is_ours(job.keys[0]):
                 self._due.append(job)
             else:
                 # The rank that compares the job reports any difference.

@@ -56,11 +56,11 @@ class RemoteIO:
         self._timeout_s = config.remote_load_timeout
         self._cluster = open_cluster(config, identity)
         stores = self._cluster.stores
-        self._regions = SharedRegions(stores, *pinning())
+        self.regions = SharedRegions(stores, *pinning())
         self.loader = RemoteLoader(
             stores,
             shard,
-            self._regions,
+            self.regions,
             open_channel,
             # Pinned in one chunk before use: a GPU must not read memory that is not pinned.
             lambda nbytes: Arena(nbytes, *pinning(), chunk_bytes=nbytes),
@@ -76,39 +76,26 @@ class RemoteIO:
         self.writer = PutWorker(
             stores,
             shard,
-            self._regions,
+            self.regions,
             arena,
             offsets_of,
             config.remote_load_timeout,
             holding.sends,
         )
 
-    def step_begins(self) -> None:
-        """Notes that a step runs; it may take long, and its loads may read shared memory."""
-        self._regions.step_begins()
-
-    def step_ends(self) -> None:
-        self._regions.step_ends()
-
     def resident(self, transfer: RemoteTransfer) -> Resident | None:
         """Returns the leased blocks of a transfer if they can be copied now, without a request to
         the daemon."""
         nbytes = self._shard.block_bytes[transfer.group_id]
-        return self._regions.resident(transfer, self._rank, nbytes)
+        return self.regions.resident(transfer, self._rank, nbytes)
 
     def read(self, address: str, key: BlockKey, into: memoryview) -> bool:
         """Reads this rank's shard of a block like a load would; False if it is not there."""
         deadline = time.monotonic() + self._timeout_s
-        region = self._regions.attached(address)
+        region = self.regions.attached(address)
         if region is not None:
             return region.read(self._shard.key(key), into, deadline)
         return all(self._cluster.stores[address].get([self._shard.key(key)], [into], deadline))
-
-    @property
-    def ready_arenas(self) -> dict[bytes, int]:
-        """Returns how many bytes of each daemon's memory are pinned here, by arena id, from its
-        start. A daemon may die at any time after that; `resident` then returns None."""
-        return self._regions.ready_arenas
 
     def settle(self) -> None:
         """Ends all loads and puts; their results can still be polled. No new ones may follow."""
@@ -117,5 +104,5 @@ class RemoteIO:
 
     def close(self) -> None:
         self.settle()
-        self._regions.close()
+        self.regions.close()
         self._cluster.close()

@@ -28,6 +28,11 @@ class ReplicaStriping:
         self._begun: dict[int, _Begun] = {}
 
     @property
+    def is_shared(self) -> bool:
+        """Whether other ranks copy a part of each job."""
+        return self._replicas > 1
+
+    @property
     def is_first(self) -> bool:
         return self._replica == 0
 

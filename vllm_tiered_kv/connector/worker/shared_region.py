@@ -71,8 +71,13 @@ class SharedRegion:
         self._pinner = BackgroundPinner(
             memory.arena.region, pin, unpin, "blocks of this daemon use the socket instead"
         )
-        self.departed_at: float | None = None  # when this process noticed that the daemon is gone
-        self.departed_step = 0
+        self._departure: tuple[float, int] | None = None
+
+    def departure(self, step: int) -> tuple[float, int]:
+        """The time and the step at which this process noticed that the daemon is gone. The first
+        call notices it, in the given step."""
+        self._departure = self._departure or (time.monotonic(), step)
+        return self._departure
 
     @property
     def is_pinned(self) -> bool:
@@ -169,6 +174,7 @@ class SharedRegions:
             daemon.keep_attached()
 
     def step_begins(self) -> None:
+        """Notes that a step runs; it may take long, and its loads may read shared memory."""
         self._steps += 1
         self._is_stepping = True
 
@@ -211,12 +217,10 @@ class SharedRegions:
 
     @property
     def ready_arenas(self) -> dict[bytes, int]:
-        """How many bytes of each daemon's memory are pinned, by arena id, from its start."""
+        """How many bytes of each daemon's memory are pinned, by arena id, from its start. A daemon
+        may die at any time after that; `resident` then returns None."""
         regions = [self.attached(address) for address in self._daemons]
         return {r.memory.arena_id: r.pinned_bytes for r in regions if r is not None}
-
-    def covers(self, address: str) -> bool:
-        return self.of(address) is not None
 
     def piece_bytes(self, address: str) -> int | None:
         """Returns how many bytes of a load to lease at a time; None if nothing can be leased.
@@ -261,12 +265,11 @@ class SharedRegions:
         region = self._regions.get(memory)
         if region is None:
             return False
+        departed_at, departed_step = region.departure(self._steps)
         now = time.monotonic()
-        if region.departed_at is None:
-            region.departed_at, region.departed_step = now, self._steps
-        if now <= region.departed_at + _KEPT_S:
+        if now <= departed_at + _KEPT_S:
             return True
         # A long step, such as one that compiles, may be followed by one that was planned before the
         # daemon died.
         is_idle = not self._is_stepping and now > self._stepped_at + _KEPT_S
-        return not is_idle and self._steps < region.departed_step + _STEPS_AHEAD
+        return not is_idle and self._steps < departed_step + _STEPS_AHEAD

@@ -14,6 +14,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,6 +33,7 @@ from vllm_tiered_kv.connector.worker.remote_io import RemoteIO
 from vllm_tiered_kv.connector.worker.replica_striping import ReplicaStriping
 from vllm_tiered_kv.connector.worker.step_loads import StepLoads
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
+from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.layout import BlockRuns
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.core.transfer import Fetched, GroupTransfer, LoadJob, StoreJob
@@ -53,9 +55,20 @@ logger = logging.getLogger(__name__)
 _STEPS_IN_FLIGHT = 2  # most that vLLM runs with a single worker
 
 
+@dataclass(frozen=True)
+class StepFacts:
+    """How vLLM runs the steps of a worker. The assembly reads it from vLLM's configuration."""
+
+    can_be_discarded: bool = True  # see `StepLoads`
+    zero_blocks: bool = False  # vLLM may clear new blocks before it calls any hook of a step
+    let_loads_overtake: bool = False
+    """vLLM hands out no block that a step in flight uses, so that loads need not wait for it."""
+    have_other_connectors: bool = False  # beside this one, inside a MultiConnector
+
+
 class WorkerHalf:
     """Executes the copies that the scheduler half plans, and reports their results.
-    `TieredKVConnector` constructs it in each worker and calls it from the model's thread."""
+    The assembly builds it in each worker; `TieredKVConnector` calls it from the model's thread."""
 
     def __init__(
         self,
@@ -63,27 +76,22 @@ class WorkerHalf:
         geometry: ArenaGeometry,
         rank: int,
         holding: Holding,
-        steps_can_be_discarded: bool = True,
+        steps: StepFacts,
         cache_dtype: str = "auto",
         shared_fd: int | None = None,
-        steps_zero_blocks: bool = False,
-        loads_overtake: bool = False,
     ) -> None:
-        """`steps_can_be_discarded`: see `StepLoads`. `cache_dtype`: vLLM's --kv-cache-dtype.
-        `shared_fd`: memory that all ranks with the same KV share; the worker half closes it.
-        `steps_zero_blocks`: vLLM may clear new blocks before it calls any hook of a step.
-        `loads_overtake`: vLLM hands out no block that a step in flight uses, so that loads need not
-        wait for that step."""
+        """`cache_dtype`: vLLM's --kv-cache-dtype. `shared_fd`: memory that all ranks with the same
+        KV share; the worker half closes it."""
         self._verifier: BlockVerifier | None = None
         if config.verify_fraction:
             self._verifier = BlockVerifier(geometry, config.verify_tolerance)
         self._cache_dtype = cache_dtype
-        self._step_loads = StepLoads(steps_can_be_discarded)
+        self._step_loads = StepLoads(steps.can_be_discarded)
         self._config = config
         self._holding = holding
         self._shared_fd = shared_fd
-        self._steps_zero_blocks = steps_zero_blocks
-        self._loads_overtake = loads_overtake
+        self._steps_zero_blocks = steps.zero_blocks
+        self._loads_overtake = steps.let_loads_overtake
         self._striping = ReplicaStriping()
         self._remote: RemoteIO | None = None
         self._loads = LoadTracker()
@@ -108,11 +116,10 @@ class WorkerHalf:
         self.arena: Arena | None = None
         self._stored: dict[int, list[StoreReport]] = {}
         self.block_bytes: tuple[int, ...] = ()
-        self.wait_for_sources = False
-        """Set if other connectors write GPU blocks on their own streams before any hook of this
-        connector. The host then waits until stores have read their GPU blocks."""
-        self.reports_block_bytes = False
-        """Set if the next report must include `block_bytes`, because vLLM makes no handshake."""
+        self.wait_for_sources = steps.have_other_connectors
+        """Other connectors write GPU blocks on their own streams before any hook of this connector,
+        so the host waits until stores have read their GPU blocks."""
+        self._must_report_block_bytes = steps.have_other_connectors  # there is no handshake
 
     def register_kv_caches(
         self, kv_caches: dict[str, torch.Tensor], kv_cache_config: KVCacheConfig
@@ -155,7 +162,7 @@ class WorkerHalf:
         self._due = metadata.stores_after
         self.is_in_step = True
         if self._verifier is not None:
-            self._verifier.begin_step(metadata.verifications)
+            self._verifier.begin_step(metadata.verifications, self._compares)
         self._measured_step = metadata.measured_step
         self._device.finish_step_loads()
         self._step_thread = threading.get_ident()
@@ -163,7 +170,7 @@ class WorkerHalf:
             self._remote = self._open_remote(metadata.identity)
         if self._remote is not None:
             # Here and not in `start_loads`, which usually comes after the forward.
-            self._remote.step_begins()
+            self._remote.regions.step_begins()
         self._store(metadata.stores_before)
         self._wait_for_stores(metadata.wait_for_stores)
         self._device.begin_step()
@@ -250,7 +257,7 @@ class WorkerHalf:
             return results
         self._collect(self._copier)
         if self._remote is not None:
-            self._remote.step_ends()
+            self._remote.regions.step_ends()
         for request_id, failed in self._loads.take_finished():
             results.finished_recving.add(request_id)
             if failed is not None:
@@ -289,7 +296,7 @@ class WorkerHalf:
     def worker_metadata(self) -> TieredKVWorkerMetadata | None:
         """Returns the report for the scheduler half; None if nothing has changed since the last."""
         usable = self.arena.ready_bytes if self.arena is not None else None
-        arenas = self._remote.ready_arenas if self._remote is not None else {}
+        arenas = self._remote.regions.ready_arenas if self._remote is not None else {}
         if (
             not self._stored
             and not self._put
@@ -298,7 +305,7 @@ class WorkerHalf:
             and not self._step_loads
             and not self._times
             and not self._verifier
-            and not self.reports_block_bytes
+            and not self._must_report_block_bytes
             and self._measured_step is None
             and usable == self._reported_usable
             and arenas == self._reported_arenas
@@ -314,11 +321,11 @@ class WorkerHalf:
             self._measured_step,
             {self.rank: arenas} if arenas != self._reported_arenas else {},
             {} if self._verifier is None else self._verifier.take_verdicts(),
-            {self.rank: self.block_bytes} if self.reports_block_bytes else {},
+            {self.rank: self.block_bytes} if self._must_report_block_bytes else {},
             {name: [fetched] for name, fetched in self._probed.items()},
         )
         self._measured_step = None
-        self.reports_block_bytes = False
+        self._must_report_block_bytes = False
         self._stored, self._put, self._remote_failures, self._probed = {}, {}, set(), {}
         self._reported_usable, self._reported_arenas = usable, arenas
         self.last_reports.append(report)
@@ -389,8 +396,11 @@ class WorkerHalf:
         """Divides stores among the replicas: they share one arena, and one of them copies each
         block."""
         self._striping = ReplicaStriping(self._holding.replica, self._holding.replicas)
-        if self._verifier is not None:
-            self._verifier.is_ours = self._holding.sends
+
+    def _compares(self, first: BlockKey) -> bool:
+        """Whether this rank runs the verification that starts with this block. Of the ranks that
+        share an arena only one does, because the job has one slot for the copy."""
+        return not self._striping.is_shared or self._holding.sends(first)
 
     def _open_remote(self, identity: EngineIdentity) -> RemoteIO:
         assert self.arena is not None, "vLLM did not register its KV caches"
