@@ -169,8 +169,10 @@ class RealEngine:
                 elif isinstance(spec, SlidingWindowSpec):
                     kind = LayerKind.WINDOW
                 found[kind] += spec.unpadded_page_size_bytes // spec.block_size
+        # On CPUs vLLM keeps recurrent state in float32, on GPUs in the model's dtype.
+        state_dtype = config.cache_config.mamba_ssm_cache_dtype
         shape = read_shape(
-            read_config(model),
+            {**read_config(model), "mamba_ssm_cache_dtype": state_dtype},
             str(config.model_config.dtype).removeprefix("torch."),
             config.cache_config.cache_dtype,
         )
@@ -178,7 +180,7 @@ class RealEngine:
         computed: Counter[LayerKind] = Counter()
         for part in shape.groups:
             computed[part.kind] += part.layers * part.layer_bytes
-        assert found == computed
+        assert found == computed, (found, computed)
 
     def _keep_kv_bytes(self) -> None:
         scheduler, block_size = self.scheduler, self.scheduler.block_size
