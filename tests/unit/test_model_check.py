@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.engine import window_models
 from tests.models import TINY_BERT, TINY_GEMMA3N, TINY_LLAMA, TINY_MLA, TINY_QWEN2, write_config
@@ -364,6 +366,36 @@ def test_bad_files_are_one_line_and_status_two(
     assert captured.err.startswith("tiered-kv: ")
     assert captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+_FIELDS = sorted(
+    {name for model in NAMED for name in model.config}
+    | {"text_config", "quantization_config", "block_configs", "attn_type_list", "full_attn_idxs"}
+    | {"layers_block_type", "attn_config", "conv_L_cache", "no_rope_layers", "torch_dtype"}
+)
+_WORDS = ["", "x", "M*", "bfloat16", "full_attention", "mamba"]
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 200) | st.sampled_from(_WORDS),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(_FIELDS), inner),
+    max_leaves=4,
+)
+
+
+@given(
+    st.sampled_from([dict(model.config) for model in NAMED]),
+    st.dictionaries(st.sampled_from(_FIELDS), _JSON, max_size=3),
+    st.integers(1, 8),
+)
+def test_whatever_a_file_contains_ends_in_an_answer_or_an_error(
+    config: dict[str, Any], changes: dict[str, Any], ranks: int
+) -> None:
+    try:
+        answer = check({**config, **changes}, ranks)
+    except ModelConfigError:
+        return
+    assert answer.lines()
+    assert json.dumps(answer.as_json())
+    assert answer.token_bytes >= 0
 
 
 def test_a_missing_file_is_explained(tmp_path: Path) -> None:

@@ -114,9 +114,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ReplayError, ModelConfigError) as error:
         print(f"tiered-kv: {error}", file=sys.stderr)
         return Exit.FAILED
-    except BrokenPipeError:
-        sys.stderr.close()  # or Python complains about the pipe once more at exit
-        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 

@@ -223,22 +223,26 @@ class _Reader:
     asked_dtype: str
     asked_kv_dtype: str
     ranks: int
+    dtype: str = ""
+    kv_dtype: str = ""
     notes: list[str] = field(default_factory=list)
     guesses: list[str] = field(default_factory=list)
 
-    def read(self) -> ModelShape:
+    def __post_init__(self) -> None:
         self.text = _text_config(self.config)
         architectures = self.config.get("architectures") or self.text.get("architectures")
         self.architecture = (
             str(architectures[0]) if isinstance(architectures, list) and architectures else ""
         )
-        own_type = self.text.get("model_type") or self.config.get("model_type") or ""
-        self.model_type = str(_ALIASES.get(own_type, own_type)).lower()
+        own_type = str(self.text.get("model_type") or self.config.get("model_type") or "").lower()
+        self.model_type = _ALIASES.get(own_type, own_type)
+        self.defaults = _DEFAULTS.get(self.model_type, {})
+
+    def read(self) -> ModelShape:
         if not self.architecture and not self.model_type:
             raise ModelConfigError(
                 "the file has neither architectures nor model_type: is it a model's config.json?"
             )
-        self.defaults = _DEFAULTS.get(self.model_type, {})
         other = self._other_kind()
         if other is not None:
             return self._shape(layers=0, groups=(), also=(other,))
@@ -255,8 +259,8 @@ class _Reader:
             self.architecture,
             self.model_type,
             layers,
-            getattr(self, "dtype", ""),
-            getattr(self, "kv_dtype", ""),
+            self.dtype,
+            self.kv_dtype,
             groups,
             also,
             max((self._optional(name) or 0 for name in _DRAFT_LAYERS), default=0),
@@ -313,7 +317,8 @@ class _Reader:
         quantization = self.config.get("quantization_config") or self.text.get(
             "quantization_config"
         )
-        for part in (quantization, (quantization or {}).get("quantization")):
+        outer = quantization if isinstance(quantization, dict) else {}
+        for part in (outer, outer.get("quantization")):
             if not isinstance(part, dict):
                 continue
             scheme = part.get("kv_cache_scheme") or part.get("kv_cache_quant_algo")
@@ -422,7 +427,7 @@ class _Reader:
         """The type of each layer as `layer_types` would list it; None if all are alike."""
         linear = self.text.get("linear_attn_config")
         if isinstance(linear, dict) and isinstance(linear.get("full_attn_layers"), list):
-            full = set(linear["full_attn_layers"])  # counted from one
+            full = linear["full_attn_layers"]  # counted from one
             return ["attention" if n + 1 in full else "linear_attention" for n in range(layers)]
         full_layers = self._full_layers(layers)
         if full_layers is not None:
@@ -442,22 +447,22 @@ class _Reader:
             return self._with_last_full(names)
         return None
 
-    def _full_layers(self, layers: int) -> set[int] | None:
+    def _full_layers(self, layers: int) -> list[int] | None:
         """The layers with attention among recurrent ones; None without recurrent layers."""
         for name in ("full_attn_idxs", "attn_layer_indices"):
             listed = self.text.get(name)
             if isinstance(listed, list):
-                return set(listed)
+                return listed
         types = self.text.get("attn_type_list")
         if isinstance(types, list):  # MiniMax: 0 is lightning attention
-            return {n for n, kind in enumerate(types) if kind == 1}
+            return [n for n, kind in enumerate(types) if kind == 1]
         period = self._optional("attn_layer_period")
         if period:
             offset = self._count("attn_layer_offset", default=0)
-            return {n for n in range(layers) if n % period == offset}
+            return [n for n in range(layers) if n % period == offset]
         interval = self._optional("full_attention_interval")
         if interval:
-            return {n for n in range(layers) if (n + 1) % interval == 0}
+            return [n for n in range(layers) if (n + 1) % interval == 0]
         return None
 
     def _chunked_names(self, layers: int) -> list[str] | None:
@@ -535,6 +540,8 @@ class _Reader:
         return self._optional(*names) or heads
 
     def _per_rank(self, heads: int) -> int:
+        if heads < 1:
+            raise ModelConfigError(f"a layer with attention cannot have {heads} KV heads")
         if max(heads, self.ranks) % min(heads, self.ranks):
             raise ModelConfigError(
                 f"{heads} KV heads cannot be divided among {self.ranks} tensor-parallel ranks"
@@ -648,7 +655,7 @@ class _Reader:
     def _state_dtype(self) -> str:
         default = "float32" if self.model_type == "nemotron_h" else self.dtype
         named = self.text.get("mamba_ssm_cache_dtype") or self.text.get("mamba_ssm_dtype")
-        return named if named in DTYPE_BYTES else default
+        return str(named) if str(named) in DTYPE_BYTES else default
 
     def _split(self, width: int) -> int:
         if width % self.ranks:
