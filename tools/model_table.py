@@ -1,4 +1,4 @@
-"""Which models and features are cached, and the tests that show it: the rows of docs/models.md.
+"""Which models and features are cached, and the tests that show it: the tables of docs/models.md.
 
 The log message for a model that is not cached is not written here but read from the source that
 logs it, so that the page always quotes the real message.
@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import ast
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from vllm_tiered_kv.api.model_check import ModelCheck, kib
+from vllm_tiered_kv.api.model_shape import read_shape
 
 ROOT = Path(__file__).parents[1]
 _SUPPORT = ROOT / "vllm_tiered_kv" / "connector" / "support.py"
@@ -239,6 +244,214 @@ ROWS = (
 )
 
 
+@dataclass(frozen=True)
+class NamedModel:
+    """A published model: the numbers of its config.json that decide, and what shows the verdict."""
+
+    name: str
+    config: Mapping[str, Any]
+    tiny: str = ""  # the tiny model with which a test runs these kinds of layers
+    test: str = ""  # without one, the verdict is a guess from the architecture
+
+
+def _published(
+    model_type: str, layers: int, kv_heads: int, head_dim: int, **fields: object
+) -> dict[str, Any]:
+    return {
+        "model_type": model_type,
+        "num_hidden_layers": layers,
+        "num_attention_heads": kv_heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "dtype": "bfloat16",
+        **fields,
+    }
+
+
+def _latent(model_type: str, layers: int, **fields: object) -> dict[str, Any]:
+    return _published(model_type, layers, 1, 0, kv_lora_rank=512, qk_rope_head_dim=64, **fields)
+
+
+def _delta_net(model_type: str, layers: int, kv_heads: int, value_heads: int) -> dict[str, Any]:
+    """Qwen's hybrids: three layers with a gated delta net to one with attention."""
+    return _published(
+        model_type,
+        layers,
+        kv_heads,
+        256,
+        full_attention_interval=4,
+        linear_num_key_heads=16,
+        linear_num_value_heads=value_heads,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_conv_kernel_dim=4,
+        **({} if model_type == "qwen3_next" else {"mamba_ssm_dtype": "float32"}),
+    )
+
+
+def _windows(name: str) -> str:
+    return f"tests/engine/test_window_engines.py::{name}"
+
+
+_FULL = ("a tiny Qwen2", _kinds("test_full_attention"))
+_MLA = ("a tiny DeepSeek-V2", _kinds("test_mla"))
+_EACH_PROMPT = _windows("test_each_prompt_is_found_as_by_vllm_itself")
+_RECURRENT = (
+    "a tiny Qwen3-Next",
+    "tests/engine/test_recurrent_engine.py"
+    "::test_a_hybrid_with_recurrent_state_runs_without_the_tier",
+)
+
+NAMED = (
+    NamedModel("Qwen3-8B", _published("qwen3", 36, 8, 128), *_FULL),
+    NamedModel("Qwen3-32B", _published("qwen3", 64, 8, 128), *_FULL),
+    NamedModel("Qwen3-30B-A3B", _published("qwen3_moe", 48, 4, 128), *_FULL),
+    NamedModel("Qwen3-235B-A22B", _published("qwen3_moe", 94, 4, 128), *_FULL),
+    NamedModel("Qwen3-Next-80B-A3B", _delta_net("qwen3_next", 48, 2, 32), *_RECURRENT),
+    NamedModel("Qwen3.5-35B-A3B, Qwen3.6-35B-A3B", _delta_net("qwen3_5_moe_text", 40, 2, 32)),
+    NamedModel("Qwen3.5-27B, Qwen3.6-27B", _delta_net("qwen3_5_text", 64, 4, 48)),
+    NamedModel("Qwen3.5-397B-A17B", _delta_net("qwen3_5_moe_text", 60, 2, 64)),
+    NamedModel("DeepSeek-V3, R1", _latent("deepseek_v3", 61), *_MLA),
+    NamedModel("DeepSeek-V3.2", _latent("deepseek_v32", 61, index_topk=2048, index_head_dim=128)),
+    NamedModel(
+        "DeepSeek-V4",
+        {"model_type": "deepseek_v4", "num_hidden_layers": 61, "compress_ratios": [4, 128]},
+        "vLLM's description of its cache",
+        _SUPPORT_TESTS,
+    ),
+    NamedModel("Kimi-K2", _latent("kimi_k2", 61), *_MLA),
+    NamedModel(
+        "Kimi-K3",
+        _latent(
+            "kimi_linear",
+            93,
+            linear_attn_config={
+                "full_attn_layers": [*range(4, 93, 4), 93],
+                "num_heads": 96,
+                "head_dim": 128,
+                "short_conv_kernel_size": 4,
+            },
+        ),
+    ),
+    NamedModel("GLM-4.6", _published("glm4_moe", 92, 8, 128), *_FULL),
+    NamedModel("GLM-5", _latent("glm_moe_dsa", 78, index_topk=2048, index_head_dim=128)),
+    NamedModel("MiniMax-M2", _published("minimax_m2", 62, 8, 128), *_FULL),
+    NamedModel(
+        "gpt-oss-20b",
+        _published("gpt_oss", 24, 8, 64, sliding_window=128),
+        "a tiny one",
+        _EACH_PROMPT,
+    ),
+    NamedModel(
+        "gpt-oss-120b",
+        _published("gpt_oss", 36, 8, 64, sliding_window=128),
+        "a tiny one",
+        _EACH_PROMPT,
+    ),
+    NamedModel(
+        "Gemma-3-27B",
+        _published("gemma3_text", 62, 16, 128, sliding_window=1024),
+        "a tiny one",
+        _EACH_PROMPT,
+    ),
+    NamedModel(
+        "Gemma-3n-E4B",
+        _published("gemma3n_text", 35, 2, 256, sliding_window=512, num_kv_shared_layers=15),
+        "a tiny one without windows",
+        _kinds("test_layers_that_share_the_cache_of_others"),
+    ),
+    NamedModel(
+        "Gemma-4-26B-A4B",
+        _published(
+            "gemma4_text",
+            30,
+            8,
+            256,
+            sliding_window=1024,
+            global_head_dim=512,
+            num_global_key_value_heads=2,
+            attention_k_eq_v=True,
+        ),
+    ),
+    NamedModel("Llama-3.1-8B", _published("llama", 32, 8, 128), *_FULL),
+    NamedModel("Llama-3.1-70B", _published("llama", 80, 8, 128), *_FULL),
+    NamedModel(
+        "Llama-4 Scout, Maverick", _published("llama4_text", 48, 8, 128, attention_chunk_size=8192)
+    ),
+    NamedModel(
+        "Mistral-7B-v0.1",
+        _published("mistral", 32, 8, 128, sliding_window=4096),
+        "a tiny one",
+        _EACH_PROMPT,
+    ),
+    NamedModel(
+        "Mistral-Small-3.2-24B", _published("mistral", 40, 8, 128, sliding_window=None), *_FULL
+    ),
+    NamedModel("Mixtral-8x22B", _published("mixtral", 56, 8, 128), *_FULL),
+    NamedModel("Phi-4", _published("phi3", 40, 10, 128), *_FULL),
+    NamedModel(
+        "Granite-4.0-H-Small",
+        _published(
+            "granitemoehybrid",
+            40,
+            8,
+            128,
+            layer_types=["attention" if n % 10 == 5 else "mamba" for n in range(40)],
+            mamba_n_heads=128,
+            mamba_d_head=64,
+            mamba_n_groups=1,
+            mamba_d_state=128,
+            mamba_d_conv=4,
+        ),
+    ),
+    NamedModel(
+        "Jamba-1.5-Mini",
+        _published(
+            "jamba",
+            32,
+            8,
+            128,
+            hidden_size=4096,
+            attn_layer_period=8,
+            attn_layer_offset=4,
+            mamba_d_state=16,
+            mamba_d_conv=4,
+            mamba_expand=2,
+        ),
+    ),
+    NamedModel(
+        "Nemotron-H-56B",
+        _published(
+            "nemotron_h",
+            118,
+            8,
+            128,
+            hybrid_override_pattern="M-M-M-M*-" + "M-M-M-M-M*-" * 9 + "M-M-M-M-M-",
+            mamba_num_heads=256,
+            mamba_head_dim=64,
+            n_groups=8,
+            ssm_state_size=256,
+            conv_kernel=4,
+        ),
+    ),
+    NamedModel(
+        "Nemotron-3-Nano-30B-A3B",
+        _published(
+            "nemotron_h",
+            52,
+            2,
+            128,
+            hybrid_override_pattern="MEMEM*E" * 5 + "MEMEMEM*E" + "MEMEMEME",
+            mamba_num_heads=64,
+            mamba_head_dim=64,
+            n_groups=8,
+            ssm_state_size=128,
+            conv_kernel=4,
+        ),
+    ),
+)
+
+
 def sentence(piece: str) -> str:
     """The one message in support.py that contains this text, with its variables shown as …"""
     found = [text for text in _sentences() if piece in text]
@@ -273,4 +486,20 @@ def models_table() -> str:
         said = f"“{sentence(row.says)}”" if row.says else row.note
         tests = "<br>".join(f"`{test}`" for test in row.tests)
         lines.append(f"| {row.feature} | {row.state.value} | {said} | {tests} |")
+    return "\n".join(lines) + "\n"
+
+
+def named_table() -> str:
+    lines = [
+        "| model | state | KiB per token | shown with |",
+        "| --- | --- | --- | --- |",
+    ]
+    for model in NAMED:
+        check = ModelCheck(read_shape(model.config), block_size=16, ranks=1, memory=0)
+        state = State.CACHED if check.is_cached else State.LEFT_ALONE
+        size = kib(check.token_bytes) if check.token_bytes else "not computed"
+        if check.snapshot_bytes:
+            size += f", and {kib(check.snapshot_bytes)} per snapshot"
+        shown = f"{model.tiny}: `{model.test}`" if model.test else "guess from the architecture"
+        lines.append(f"| {model.name} | {state.value} | {size} | {shown} |")
     return "\n".join(lines) + "\n"

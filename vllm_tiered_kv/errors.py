@@ -114,6 +114,10 @@ class ReplayError(TieredKVError, RuntimeError):
     """A replay of prompts cannot continue; the text says what to change."""
 
 
+class ModelConfigError(TieredKVError, ValueError):
+    """A model's config.json cannot be read, or lacks what `tiered-kv model` needs."""
+
+
 class TokenCacheError(TieredKVError, RuntimeError):
     """A `TokenCache` could not use daemons; `failures` maps their addresses to the reasons."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,9 +24,15 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
-from vllm.v1.kv_cache_interface import SlidingWindowSpec, group_kernel_blocks
+from vllm.v1.kv_cache_interface import (
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    group_kernel_blocks,
+)
 
 from tests.models import has_bfloat16
+from vllm_tiered_kv.api.model_shape import LayerKind, read_config, read_shape
 from vllm_tiered_kv.connector.connector import TieredKVConnector
 from vllm_tiered_kv.metrics.names import Metric
 
@@ -136,6 +143,44 @@ class RealEngine:
         assert not self.half.ledger.has_open_puts
         assert not self.half._requests
         self.half.index.check()
+
+    def assert_bytes_as_computed_from(self, model: Path) -> None:
+        """vLLM's own sizes are those that `tiered-kv model` derives from the config.json: of a
+        token, or of a snapshot where the state is recurrent."""
+        config = self.scheduler.vllm_config
+        found: Counter[LayerKind] = Counter()
+        placed = {
+            name
+            for tensor in self.scheduler.kv_cache_config.kv_cache_tensors
+            for name in tensor.layers
+        }
+        for group in self.scheduler.kv_cache_config.kv_cache_groups:
+            for name in placed.intersection(group.layer_names):
+                spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(
+                    name, group.kv_cache_spec
+                )
+                if isinstance(spec, MambaSpec):
+                    found[LayerKind.RECURRENT] += spec.state_content_size_bytes
+                    continue
+                assert spec.unpadded_page_size_bytes % spec.block_size == 0
+                kind = LayerKind.FULL
+                if isinstance(spec, MLAAttentionSpec):
+                    kind = LayerKind.MLA
+                elif isinstance(spec, SlidingWindowSpec):
+                    kind = LayerKind.WINDOW
+                found[kind] += spec.unpadded_page_size_bytes // spec.block_size
+        # On CPUs vLLM keeps recurrent state in float32, on GPUs in the model's dtype.
+        state_dtype = config.cache_config.mamba_ssm_cache_dtype
+        shape = read_shape(
+            {**read_config(model), "mamba_ssm_cache_dtype": state_dtype},
+            str(config.model_config.dtype).removeprefix("torch."),
+            config.cache_config.cache_dtype,
+        )
+        assert not shape.guesses
+        computed: Counter[LayerKind] = Counter()
+        for part in shape.groups:
+            computed[part.kind] += part.layers * part.layer_bytes
+        assert found == computed, (found, computed)
 
     def _keep_kv_bytes(self) -> None:
         scheduler, block_size = self.scheduler, self.scheduler.block_size

@@ -103,6 +103,7 @@ def test_full_attention(tmp_path: Path, kv_heads: int) -> None:
     model = write_model(tmp_path / "model", num_key_value_heads=kv_heads)
     with real_engine(model, ROOMY) as engine:
         assert engine.half.block_bytes == (4 * 2 * kv_heads * 32 * 32 * 4,)
+        engine.assert_bytes_as_computed_from(model)
         cold, tier = assert_tier_serves(engine)
         assert [(a.tokens, a.logprobs) for a in cold] == [(a.tokens, a.logprobs) for a in tier]
         assert_spoiled_bytes_show(engine, tier)
@@ -114,6 +115,7 @@ def test_layers_that_share_the_cache_of_others(tmp_path: Path) -> None:
     with real_engine(model, ROOMY) as engine:
         owners = TINY_GEMMA3N["num_hidden_layers"] - TINY_GEMMA3N["num_kv_shared_layers"]
         assert engine.half.block_bytes == (owners * 2 * 2 * 32 * 32 * 4,)
+        engine.assert_bytes_as_computed_from(model)
         cold, tier = assert_tier_serves(engine)
         assert [a.tokens for a in cold] == [a.tokens for a in tier]
         assert_spoiled_bytes_show(engine, tier)
@@ -149,6 +151,7 @@ def test_mla(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ) as engine:
         assert "CPU_MLA) round a cached prefix" in caplog.text
         assert engine.half.block_bytes == (2 * 16 * 576 * 4,)
+        engine.assert_bytes_as_computed_from(model)
         cold, tier = assert_tier_serves(engine)
         for first, second in zip(cold, tier, strict=True):
             assert first.tokens == second.tokens
@@ -191,6 +194,7 @@ def test_fp8_cache(tmp_path: Path, kind: str) -> None:
     model = write_model(tmp_path / "model")
     with real_engine(model, ROOMY, dtype="bfloat16", kv_cache_dtype=kind) as engine:
         assert engine.half.block_bytes == (4 * 2 * 2 * 32 * 32,)
+        engine.assert_bytes_as_computed_from(model)
         assert {cache.element_size() for cache in engine.runner.kv_caches} == {1}
         _, tier = assert_tier_serves(engine)
         assert_spoiled_bytes_show(engine, tier)

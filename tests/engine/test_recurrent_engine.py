@@ -27,6 +27,7 @@ def test_a_hybrid_with_recurrent_state_runs_without_the_tier(
         assert len(said) == 1
         assert "MambaSpec: recurrent state" in said[0]
         assert engine.half is None
+        engine.assert_bytes_as_computed_from(model)
         answers = [engine.ask([ids], 4)[0].tokens for _ in range(2)]
     with real_engine(model, None, dtype="bfloat16") as alone:
         assert answers == [alone.ask([ids], 4)[0].tokens for _ in range(2)]

@@ -32,6 +32,7 @@ def engine(
     folder = model_folder(tmp_path_factory.mktemp("models"), request.param)
     with real_engine(folder, {"cpu_memory": "64MiB"}) as running:
         assert any(group.window == window_models.WINDOW for group in running.half._groups)
+        running.assert_bytes_as_computed_from(folder)
         yield running
 
 

@@ -7,9 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from tools.model_table import ROOT, ROWS, Row, State, models_table, sentence
+from tools.model_table import (
+    NAMED,
+    ROOT,
+    ROWS,
+    Row,
+    State,
+    models_table,
+    named_table,
+    sentence,
+)
 
-TESTS = sorted({test for row in ROWS for test in row.tests})
+TESTS = sorted(
+    {test for row in ROWS for test in row.tests} | {model.test for model in NAMED if model.test}
+)
 
 
 def exists(test: str) -> bool:
@@ -63,6 +74,14 @@ def test_the_table_has_a_line_for_each_row() -> None:
     assert len(lines) == 2 + len(ROWS)
     assert len({row.feature for row in ROWS}) == len(ROWS)
     assert all(line.count(" | ") == 3 for line in lines)
+
+
+def test_models_by_name_have_a_line_each_and_say_what_shows_it() -> None:
+    lines = named_table().splitlines()
+    assert len(lines) == 2 + len(NAMED)
+    assert len({model.name for model in NAMED}) == len(NAMED)
+    assert all(line.count(" | ") == 3 for line in lines)
+    assert all(bool(model.test) == bool(model.tiny) for model in NAMED)
 
 
 def test_what_must_be_cached_is() -> None:

@@ -1,4 +1,4 @@
-"""The `tiered-kv` command: tools that check a running server from outside."""
+"""The `tiered-kv` command: checks a model before it is served, or a running server."""
 
 from __future__ import annotations
 
@@ -12,10 +12,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_tiered_kv import __version__
+from vllm_tiered_kv.api.model_check import ModelCheck
+from vllm_tiered_kv.api.model_shape import (
+    DTYPE_BYTES,
+    FP8_DS_MLA,
+    KV_DTYPE_BYTES,
+    read_config,
+    read_shape,
+)
 from vllm_tiered_kv.api.openai_server import OpenAIServer
 from vllm_tiered_kv.api.prompt_file import read_prompts
 from vllm_tiered_kv.api.replay import Exit, Replay, ReplaySettings
-from vllm_tiered_kv.errors import ReplayError
+from vllm_tiered_kv.errors import ConfigError, ModelConfigError, ReplayError
+from vllm_tiered_kv.options import parse_size
 
 _MAX_TIMEOUT_S = 7 * 86400
 
@@ -58,13 +67,41 @@ examples:
   tiered-kv replay prompts.jsonl --json report.json --max-tokens 256
 """
 
+_MODEL = """\
+Reads a model's config.json and says whether the model would be cached, how many KiB of KV cache a
+token takes and how many tokens fit into an amount of memory. Starts no engine, loads no weights,
+downloads nothing, and needs neither torch nor vLLM.
+"""
+
+_MODEL_DETAILS = """\
+output:
+  KiB/rank     what each tensor-parallel rank holds on its GPU
+  KiB in all   what the CPU tier and daemons store: the sum of the ranks, but latent KV (MLA) once
+  per token    for full attention, and for sliding windows too: a window's blocks are all stored
+  per snapshot for recurrent layers (Mamba, linear attention): one state, however long the prompt
+  note         something that changes the answer, such as an environment variable
+  guess        a part that the file does not say or this command does not know: check it with the
+               engine, whose log says at start what is cached
+
+exit status:
+  0  the model is cached     1  it is not     2  the file cannot be read or lacks something
+
+examples:
+  tiered-kv model ~/models/Qwen3-8B
+  tiered-kv model config.json --kv-cache-dtype fp8 --tensor-parallel 8 --memory 1TiB
+  tiered-kv model ~/models/Qwen3-8B --json | jq .stored_bytes_per_token
+"""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="tiered-kv", description="Checks a running server with a tiered KV cache."
+        prog="tiered-kv",
+        description="Checks a model before it is served, or a running server, with a tiered KV "
+        "cache.",
     )
     parser.add_argument("--version", action="version", version=f"tiered-kv {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_model(commands)
     _add_replay(commands)
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments and not arguments[0].startswith("-") and arguments[0] not in commands.choices:
@@ -74,11 +111,67 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         return int(given.run(given))
-    except ReplayError as error:
+    except (ReplayError, ModelConfigError) as error:
         print(f"tiered-kv: {error}", file=sys.stderr)
         return Exit.FAILED
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+
+
+def _add_model(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "model",
+        help="say whether a model is cached, and how many KiB a token takes",
+        description=_MODEL,
+        epilog=_MODEL_DETAILS,
+        formatter_class=_Formatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=_check_model)
+    parser.add_argument("path", metavar="PATH", type=Path, help="config.json, or its folder")
+    parser.add_argument(
+        "--dtype",
+        choices=["auto", *DTYPE_BYTES],
+        default="auto",
+        help="as vLLM's option; auto is that of the file",
+    )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=["auto", *KV_DTYPE_BYTES, FP8_DS_MLA],
+        default="auto",
+        help="as vLLM's option; auto is that of the checkpoint, or else --dtype",
+    )
+    parser.add_argument(
+        "--block-size",
+        metavar="N",
+        type=_positive,
+        default=16,
+        help="tokens of a block (%(default)s)",
+    )
+    parser.add_argument(
+        "--tensor-parallel",
+        metavar="N",
+        type=_positive,
+        default=1,
+        help="tensor-parallel ranks (%(default)s)",
+    )
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        type=_size,
+        default="100GiB",
+        help="how much of a tier to fill (%(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _check_model(given: argparse.Namespace) -> int:
+    shape = read_shape(
+        read_config(given.path), given.dtype, given.kv_cache_dtype, given.tensor_parallel
+    )
+    check = ModelCheck(shape, given.block_size, given.tensor_parallel, given.memory)
+    print(json.dumps(check.as_json(), indent=1) if given.json else "\n".join(check.lines()))
+    return 0 if check.is_cached else 1
 
 
 def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -180,6 +273,13 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
     return int(text)
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size("--memory", text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error).partition(": ")[2]) from None
 
 
 def _not_negative(text: str) -> float:

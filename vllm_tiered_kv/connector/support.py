@@ -140,7 +140,8 @@ def _is_legacy_ray(parallel: ParallelConfig) -> bool:
 
     backend = parallel.distributed_executor_backend
     if backend == "ray":
-        return not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND
+        # 0.33 has no legacy executor, and neither the variable.
+        return not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
     name = backend.__name__ if isinstance(backend, type) else str(backend).rpartition(".")[2]
     return name == "RayDistributedExecutor"
 
