@@ -90,9 +90,6 @@ class RemoteLookup:
     asked_at: float
     deadline: float
     fresh_until: float
-    firsts: Sequence[int] = ()
-    """Per full group: the first position it asks for. The tiers of this engine held the others."""
-    windows: WindowSearch | None = None
     answer: RemoteAnswer | None = None
     given_up: bool = False
     was_awaited: bool = False
@@ -100,6 +97,9 @@ class RemoteLookup:
     """The lookup started ahead of need, or its answer went to vLLM before, so an outdated answer is
     looked up again. Otherwise an answer is used at any age: if steps take longer than an answer
     stays fresh, the request must not wait forever."""
+    firsts: Sequence[int] = ()
+    """Per full group: the first position it asks for. The tiers of this engine held the others."""
+    windows: WindowSearch | None = None
 
     @property
     def is_pending(self) -> bool:
@@ -214,7 +214,9 @@ class RemoteLookups:
         lengths = list(block_bytes) or [0] * len(wanted)
         # The lookup has its own future: the pool returns none if it queues the task and then fails
         # to start a thread for it.
-        lookup = RemoteLookup(Future(), now, deadline, deadline + self._pin_s, firsts, windows)
+        lookup = RemoteLookup(
+            Future(), now, deadline, deadline + self._pin_s, firsts=firsts, windows=windows
+        )
         try:
             self._pool.submit(
                 self._answer, lookup.future, wanted, firsts, lengths, deadline, windows
