@@ -18,7 +18,7 @@ from vllm_tiered_kv.connector.identity.model_fingerprint import (
     fingerprint,
     why_weights_are_unknown,
 )
-from vllm_tiered_kv.connector.identity.model_settings import adapter_settings
+from vllm_tiered_kv.connector.identity.model_settings import adapter_settings, draft_lookahead
 from vllm_tiered_kv.connector.identity.request_keys import KeyMaker
 from vllm_tiered_kv.connector.identity.shard import Holding, distinct_tags, holding_of, replicas_of
 from vllm_tiered_kv.connector.same_process import find_worker
@@ -67,11 +67,19 @@ def make_scheduler_half(
             "reuse_partial_tail",
             "needs a model with full attention in all layers; remove it for this model",
         )
+    lookahead = draft_lookahead(vllm_config)
+    if config.reuse_partial_tail and lookahead:
+        raise ConfigError(
+            "reuse_partial_tail",
+            "is not possible with EAGLE or MTP, whose layers read the token after the tail; "
+            "remove one of both",
+        )
     key_maker = KeyMaker(
         namespace,
         block_sizes,
         _media_have_hashes(vllm_config),
         adapter_settings(vllm_config.lora_config),
+        lookahead,
     )
     unknown = why_weights_are_unknown(vllm_config)
     if unknown is not None:
@@ -112,6 +120,9 @@ def make_scheduler_half(
         computes_on_cpu=vllm_config.device_config.device_type == "cpu",
     )
     half.loads.reuses_tails = config.reuse_partial_tail and config.mode is Mode.TIERED
+    half.loads.lookahead = max(1, lookahead)
+    speculative = vllm_config.speculative_config
+    half.loads.drops_last_block = speculative is not None and speculative.use_eagle_block_drop()
     half.loads.awaits_first_forward = first_forward_clears(kv_cache_config)
     if early_loads.is_possible(vllm_config, kv_cache_config.needs_kv_cache_zeroing):
         half.early_loads = early_loads.EarlyLoads(partial(find_worker, vllm_config), half.recorder)
