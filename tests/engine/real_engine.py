@@ -175,7 +175,7 @@ def _draw_weights(gain: float) -> Callable[[DummyModelLoader, torch.nn.Module, A
             for name, weight in model.named_parameters():
                 if weight.dim() <= 1:
                     weight.fill_(1.0 if "norm" in name.lower() else 0.0)
-                elif name.endswith(_DRAFT_INPUTS):
+                elif name.endswith(_DRAFT_INPUTS) and weight.shape[1] == 2 * weight.shape[0]:
                     first, second = torch.eye(len(weight)), torch.zeros(len(weight), len(weight))
                     halves = (second, first) if "input_proj" in name else (first, second)
                     weight.copy_(torch.cat(halves, dim=1))
