@@ -31,8 +31,8 @@ from vllm_tiered_kv.metrics.names import Metric
 
 Tokens = tuple[int, ...]
 _DRAFT_INPUTS = ("model.fc.weight", ".input_proj.weight", ".eh_proj.weight")
-"""Where draft layers join a token's embedding and the hidden state before it. These weights pass the
-embedding on alone: then drafts are often right, whatever the other weights are."""
+"""Where draft layers join a token's embedding and the hidden state before it. These weights pass on
+the embedding alone: then drafts are often right, whatever the other weights are."""
 
 
 @dataclass(frozen=True)

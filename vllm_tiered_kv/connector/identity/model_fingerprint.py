@@ -491,4 +491,7 @@ def _stable(config: dict[str, Any]) -> str:
     """Returns the canonical text of a config, without where and by which library it was saved."""
     ignored = {"_name_or_path", "transformers_version", "_commit_hash"}
     kept = {key: value for key, value in config.items() if key not in ignored}
+    inner = kept.get("model")
+    if isinstance(inner, dict):  # vLLM wraps the config of an EAGLE head
+        kept["model"] = {key: value for key, value in inner.items() if key not in ignored}
     return json.dumps(kept, sort_keys=True, default=canonical_text)
