@@ -18,6 +18,7 @@ import torch
 
 from tests.engine.real_engine import Answer, RealEngine, real_engine
 from tests.models import TINY_LLAMA, TINY_MLA, TINY_QWEN2, write_config
+from vllm_tiered_kv.connector.worker.number_formats import is_draft_layer
 from vllm_tiered_kv.metrics import names
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -126,6 +127,8 @@ class Drafting:
         (group,) = self.engine.scheduler.kv_cache_config.kv_cache_groups
         own = self.engine.llm.llm_engine.model_config.hf_config.num_hidden_layers
         (nbytes,) = self.engine.half.block_bytes
+        is_draft = [is_draft_layer(name, own) for name in group.layer_names]
+        assert is_draft == [False] * own + [True] * (len(is_draft) - own)
         first = nbytes // len(group.layer_names) * own
         geometry, arena = self.engine.half.index.geometry, self.engine.worker_half.arena
         for offset in geometry.offsets(np.arange(geometry.max_slots), 0).tolist():

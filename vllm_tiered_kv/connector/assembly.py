@@ -30,6 +30,7 @@ from vllm_tiered_kv.connector.worker.kv_layout import (
     group_block_bytes,
     group_windows,
 )
+from vllm_tiered_kv.connector.worker.number_formats import is_draft_layer
 from vllm_tiered_kv.connector.worker.remote_io import open_cluster
 from vllm_tiered_kv.connector.worker.worker_half import WorkerHalf
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
@@ -164,7 +165,7 @@ def make_worker_half(
     holding = holding_of(
         parallel.rank, parallel.tensor_parallel_size, replicas_of(kv_cache_config, parallel)
     )
-    return WorkerHalf(
+    half = WorkerHalf(
         config,
         geometry,
         parallel.rank,
@@ -175,6 +176,13 @@ def make_worker_half(
         steps_zero_blocks=kv_cache_config.needs_kv_cache_zeroing,
         loads_overtake=_loads_overtake(vllm_config, kv_cache_config),
     )
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.uses_draft_kv_cache():
+        # Model Runner V1 gives draft layers a wrong next token where a prompt is split into chunks.
+        # So their KV depends on the chunks. The model verifies all drafts, and no token changes.
+        layers = vllm_config.model_config.get_total_num_hidden_layers()
+        half.is_verified_layer = lambda name: not is_draft_layer(name, layers)
+    return half
 
 
 def _loads_overtake(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:

@@ -97,6 +97,7 @@ class WorkerHalf:
         self._layers_not_seen: set[str] = set()
         self._pinning: Callable[[], tuple[Pin | None, Unpin | None]] = lambda: (None, None)
         self._geometry = geometry
+        self.is_verified_layer: Callable[[str], bool] = lambda name: True
         self.rank = rank
         self._reported_usable: int | None = None
         self.last_reports: deque[TieredKVWorkerMetadata] = deque(maxlen=_STEPS_IN_FLIGHT)
@@ -137,7 +138,9 @@ class WorkerHalf:
         )
         self._pinning = functools.partial(_pinning, device)
         if self._verifier is not None:
-            self._verifier.describe(layer_numbers(kv_caches, runs, self._cache_dtype))
+            self._verifier.describe(
+                layer_numbers(kv_caches, runs, self._cache_dtype, self.is_verified_layer)
+            )
         logger.info(
             "CPU tier of %s on %s: %d slabs, %d byte runs per block",
             format_size(self.arena.nbytes),
