@@ -62,6 +62,12 @@ def mtp(folder: Path) -> Draft:
     return TINY_MIMO, {"method": "mtp", "num_speculative_tokens": 1}
 
 
+def mtp_modules(folder: Path) -> Draft:
+    """Keys cover two tokens more, although the CPU's model runner runs the first module alone."""
+    modules = {**TINY_MIMO, "num_nextn_predict_layers": 2}
+    return modules, {"method": "mtp", "num_speculative_tokens": 2}
+
+
 def mtp_over_mla(folder: Path) -> Draft:
     """DeepSeek-V3."""
     if not torch.cpu._is_amx_tile_supported():
@@ -105,6 +111,7 @@ class Drafting:
 
     def __init__(self, engine: RealEngine) -> None:
         self.engine = engine
+        self.tokens = engine.scheduler.num_spec_tokens
         self.accepted = self.drafted = 0
         self._before = self._counts()
 
@@ -136,7 +143,8 @@ class Drafting:
 
 
 @pytest.fixture(
-    params=[eagle, mtp, mtp_over_mla, draft_model, eagle3], ids=lambda draft: draft.__name__
+    params=[eagle, mtp, mtp_modules, mtp_over_mla, draft_model, eagle3],
+    ids=lambda draft: draft.__name__,
 )
 def drafting(
     request: pytest.FixtureRequest, tmp_path: Path, plain_tokens: Callable[..., list]
@@ -162,7 +170,9 @@ def test_a_tier_hit_is_a_device_hit(drafting: tuple[str, Drafting, list]) -> Non
     assert [answer.tokens for answer in cold] == plain
     assert asked.drafted > 0
     # Blocks of drafts that were rejected are not among them.
-    full = [(len(ids) + COUNT - 1) // BLOCK for ids in PROMPTS]
+    ahead = engine.half.loads.lookahead
+    assert ahead == {"eagle": 1, "eagle3": 1, "draft_model": 0}.get(method, asked.tokens)
+    full = [(len(ids) + COUNT - max(1, ahead)) // BLOCK for ids in PROMPTS]
     assert engine.total(names.STORED_BLOCKS) == sum(full)
     stored = dict(engine.kv_bytes)
     device = asked.ask(PROMPTS)
@@ -221,3 +231,26 @@ def test_a_tier_hit_is_a_device_hit(drafting: tuple[str, Drafting, list]) -> Non
     wrong = asked.ask(PROMPTS)
     assert all(a.logprobs != b.logprobs for a, b in zip(wrong, tier, strict=True))
     engine.assert_at_rest()
+
+
+def test_verification_compares_the_model_but_not_its_drafts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other chunks change the KV of draft layers with the CPU's model runner, but no other KV."""
+    config, drafts = eagle(tmp_path)
+    model = write_config(tmp_path / "model", config)
+    options = {**OPTIONS, "verify_fraction": 1}
+    with real_engine(model, options, gain=GAIN, speculative_config=drafts) as engine:
+        for tokens in (256, 96):
+            engine.scheduler.max_num_scheduled_tokens = tokens
+            engine.ask(PROMPTS, 4)
+            engine.settle()
+            engine.drop_gpu_cache()
+        assert engine.total(names.VERIFIED_BLOCKS) > 0
+        assert engine.total(names.DIFFERING_BLOCKS) == 0
+        arena = engine.worker_half.arena
+        arena.bytes_at(0, arena.nbytes)[1::2] ^= 0x15
+        engine.ask(PROMPTS, 4)
+        engine.settle()
+        assert engine.total(names.DIFFERING_BLOCKS) > 0
+        assert "model.layers.4" not in caplog.text  # the draft layer

@@ -121,7 +121,7 @@ def make_scheduler_half(
         computes_on_cpu=vllm_config.device_config.device_type == "cpu",
     )
     half.loads.reuses_tails = config.reuse_partial_tail and config.mode is Mode.TIERED
-    half.loads.lookahead = max(1, lookahead)
+    half.loads.lookahead = lookahead
     speculative = vllm_config.speculative_config
     half.loads.drops_last_block = speculative is not None and speculative.use_eagle_block_drop()
     half.loads.awaits_first_forward = first_forward_clears(kv_cache_config)

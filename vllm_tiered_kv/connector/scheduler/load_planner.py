@@ -65,9 +65,7 @@ class LoadPlanner:
         self._pool: BlockPool | None = None
         self.verification: Verification | None = None
         self.reuses_tails = False
-        self.lookahead = 1
-        """Tokens after a hit that must be known: the last token, which is always computed for its
-        logits, or those that draft layers read."""
+        self.lookahead = 0  # tokens after a hit that must be known, because draft layers read them
         self.drops_last_block = False
         """vLLM's own hits end one block early, so that draft layers compute it. A hit in the tiers
         ends there too: otherwise every GPU hit would be followed by a lookup and a load."""
@@ -296,9 +294,13 @@ class LoadPlanner:
         return sum(tokens // group.block_size * group.block_bytes for group in self._groups)
 
     def limit(self, request: Request) -> int:
-        """The maximum end of a load in full blocks."""
-        full = (request.num_tokens - self.lookahead) // self._alignment - self.drops_last_block
-        return max(0, full * self._alignment)
+        """The maximum end of a load in full blocks. The last token is always computed, for its
+        logits."""
+        blocks = min(
+            (request.num_tokens - 1) // self._alignment - self.drops_last_block,
+            (request.num_tokens - self.lookahead) // self._alignment,
+        )
+        return max(0, blocks * self._alignment)
 
     def _split(
         self,
