@@ -11,6 +11,7 @@ import pytest
 from tests.engine.toy_asking import prompt, total
 from tests.engine.toy_engine import play
 from tests.engine.toy_speculation import DraftingToyEngine, SpeculatingToyEngine
+from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.metrics import names
 
 pytestmark = pytest.mark.engine
@@ -31,6 +32,10 @@ DRAFTING: dict[str, dict[str, Any]] = {
     "eagle, windows": {"prefix_caching": False, "windows": (None, 10), "gpu_blocks": 40},
     "eagle, lazy": KINDS["lazy"],
     "draft model": {"method": "draft_model"},
+    "draft model, tails": {
+        "method": "draft_model",
+        "extra_config": {"reuse_partial_tail": True, "load_policy": "always"},
+    },
 }
 
 
@@ -44,6 +49,11 @@ def test_random_clients_of_drafting_engines_read_no_wrong_kv(
     tiny_model: Path, async_scheduling: bool, kind: str
 ) -> None:
     play_all(DraftingToyEngine, tiny_model, async_scheduling, DRAFTING[kind])
+
+
+def test_partial_tails_with_layers_that_read_ahead_are_refused(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match="not possible with EAGLE or MTP"):
+        DraftingToyEngine(tiny_model, extra_config={"reuse_partial_tail": True})
 
 
 def play_all(
