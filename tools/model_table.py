@@ -153,15 +153,28 @@ ROWS = (
             "tests/engine/test_toy_speculation.py::test_random_clients",
             _gpu("test_ngram_speculation"),
         ),
+        note="shares its blocks with engines that do not speculate",
     ),
     Row(
-        "Speculative decoding: EAGLE, MTP, a draft model",
-        State.LEFT_ALONE,
+        "Speculative decoding: EAGLE, EAGLE-3, MTP, a draft model",
+        State.CACHED,
         (
-            _kinds("test_draft_layers_are_left_alone"),
-            "tests/engine/test_support_engine.py::test_other_engines_are_left_alone",
+            "tests/engine/test_drafts.py::test_a_tier_hit_is_a_device_hit",
+            "tests/engine/test_toy_speculation.py"
+            "::test_random_clients_of_drafting_engines_read_no_wrong_kv",
+            "tests/engine/test_namespace.py"
+            "::test_a_draft_model_changes_the_namespace_by_its_content",
+            _gpu("test_drafts"),
         ),
-        says="speculative decoding with a draft",
+        "draft layers are cached with those of the model; with EAGLE and MTP hits end one block "
+        "early, as in vLLM's own prefix cache; of several MTP modules Model Runner V1 (CPUs) "
+        "runs only the first, except in Step-3.5",
+    ),
+    Row(
+        "Speculative decoding: DFlash, DSpark, extraction of hidden states",
+        State.LEFT_ALONE,
+        ("tests/engine/test_support_engine.py::test_other_engines_are_left_alone",),
+        says="speculative decoding with",
     ),
     Row(
         "Images and other multimodal inputs",

@@ -112,7 +112,7 @@ class TieredKVConfig:
         False,
         "Also store the last block of a prompt when it is not full, so that a repeated prompt"
         " computes one token instead of up to a block. Costs one block per prompt. Only for "
-        "models with full attention in all layers, and with `store: eager`.",
+        "models with full attention in all layers, with `store: eager`, and without EAGLE or MTP.",
     )
     eviction: Eviction = choice(
         Eviction.LRU,

@@ -37,6 +37,9 @@ from vllm_tiered_kv.connector.connector import TieredKVConnector
 from vllm_tiered_kv.metrics.names import Metric
 
 Tokens = tuple[int, ...]
+_DRAFT_INPUTS = ("model.fc.weight", ".input_proj.weight", ".eh_proj.weight")
+"""Where draft layers join a token's embedding and the hidden state before it. These weights pass on
+the embedding alone: then drafts are often right, whatever the other weights are."""
 
 
 @dataclass(frozen=True)
@@ -217,6 +220,10 @@ def _draw_weights(gain: float) -> Callable[[DummyModelLoader, torch.nn.Module, A
             for name, weight in model.named_parameters():
                 if weight.dim() <= 1:
                     weight.fill_(1.0 if "norm" in name.lower() else 0.0)
+                elif name.endswith(_DRAFT_INPUTS) and weight.shape[1] == 2 * weight.shape[0]:
+                    first, second = torch.eye(len(weight)), torch.zeros(len(weight), len(weight))
+                    halves = (second, first) if "input_proj" in name else (first, second)
+                    weight.copy_(torch.cat(halves, dim=1))
                 else:
                     inner = gain if "layers." in name else 2.5
                     scale = 1.0 if "embed" in name else inner / weight.shape[-1] ** 0.5

@@ -7,7 +7,7 @@ bytes must change the answer: otherwise equality would prove nothing.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from tests.engine.real_engine import Answer, RealEngine, real_engine
 from tests.models import (
     TINY_BERT,
     TINY_GEMMA3N,
-    TINY_LLAMA,
     TINY_MLA,
     TINY_QWEN2,
     write_config,
@@ -376,40 +375,6 @@ def test_an_encoder_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         assert "not tiered: the model has no KV cache" in caplog.text
         (out,) = engine.llm.embed([{"prompt_token_ids": PROMPTS[0][:50]}], use_tqdm=False)
         assert len(out.outputs.embedding) == TINY_BERT["hidden_size"]
-
-
-# ---- draft layers -------------------------------------------------------------------------------
-
-
-def eagle(folder: Path) -> tuple[Path, dict[str, Any]]:
-    model = write_config(folder / "model", TINY_LLAMA)
-    draft = write_config(folder / "draft", {**TINY_LLAMA, "num_hidden_layers": 1})
-    return model, {"method": "eagle", "model": str(draft), "num_speculative_tokens": 2}
-
-
-def mtp(folder: Path) -> tuple[Path, dict[str, Any]]:
-    layers = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
-    model = write_config(folder / "model", {**TINY_QWEN2, **layers})
-    return model, {"method": "mtp", "num_speculative_tokens": 1}
-
-
-@pytest.mark.parametrize("draft", [eagle, mtp])
-@pytest.mark.slow
-def test_draft_layers_are_left_alone(
-    draft: Callable[[Path], tuple[Path, dict[str, Any]]],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    model, speculation = draft(tmp_path)
-    with real_engine(model, ROOMY, speculative_config=speculation) as engine:
-        assert engine.half is None
-        assert "not tiered: speculative decoding with a draft model" in caplog.text
-        cold = engine.ask(PROMPTS, COUNT)
-        warm = engine.ask(PROMPTS, COUNT)
-        assert [a.tokens for a in warm] == [a.tokens for a in cold]
-        assert all(answer.cached > 0 for answer in warm)  # vLLM's own cache works on
-        engine.drop_gpu_cache()
-        assert [a.cached for a in engine.ask(PROMPTS, COUNT)] == [0, 0]
 
 
 def test_an_encoder_decoder_is_refused_by_vllm(tmp_path: Path) -> None:

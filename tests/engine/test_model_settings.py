@@ -15,16 +15,18 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import LoadConfig, LoRAConfig, ModelConfig
+from vllm.config import LoadConfig, LoRAConfig, ModelConfig, SpeculativeConfig
 from vllm.config.multimodal import MultiModalConfig
 
 from vllm_tiered_kv.connector.identity.model_fingerprint import model_digest
 from vllm_tiered_kv.connector.identity.model_settings import (
     IGNORED_OF_ADAPTERS,
+    IGNORED_OF_DRAFTS,
     IGNORED_OF_MEDIA,
     IGNORED_OF_MODEL,
     adapter_settings,
     canonical_text,
+    draft_settings,
 )
 
 CONFIG = {
@@ -71,7 +73,8 @@ def config_of(folder: Path, **options: Any) -> ModelConfig:
 
 def digest(config: ModelConfig) -> str:
     load = LoadConfig(load_format="safetensors")
-    return model_digest(SimpleNamespace(model_config=config, load_config=load))  # type: ignore[arg-type]
+    engine = SimpleNamespace(model_config=config, load_config=load, speculative_config=None)
+    return model_digest(engine)  # type: ignore[arg-type]
 
 
 def another(value: Any) -> Any:
@@ -150,6 +153,28 @@ def test_a_setting_of_adapters_is_ignored_by_name_or_counts(name: str) -> None:
     assert (adapter_settings(config) == before) == (name in IGNORED_OF_ADAPTERS)
     assert not {"target_modules", "lora_dtype"} & IGNORED_OF_ADAPTERS
     assert adapter_settings(None) == ""
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(SpeculativeConfig)])
+def test_a_setting_of_drafts_is_ignored_by_name_or_counts(name: str) -> None:
+    drafts = object.__new__(SpeculativeConfig)  # vLLM's own needs a draft model
+    for field in dataclasses.fields(SpeculativeConfig):
+        drafts.__dict__[field.name] = None
+    drafts.__dict__["method"] = "eagle"
+    engine = SimpleNamespace(speculative_config=drafts, num_prefill_lookahead_tokens=1)
+    before = dict(draft_settings(engine))
+    drafts.__dict__[name] = "mtp" if name == "method" else "another"
+    assert (dict(draft_settings(engine)) == before) == (name in IGNORED_OF_DRAFTS)
+    counted = {"method", "quantization", "kv_cache_dtype", "parallel_drafting"}
+    assert not counted & IGNORED_OF_DRAFTS
+
+
+def test_drafts_without_kv_have_no_settings() -> None:
+    for method in ("ngram", "suffix"):
+        drafts = object.__new__(SpeculativeConfig)
+        drafts.__dict__["method"] = method
+        assert not dict(draft_settings(SimpleNamespace(speculative_config=drafts)))
+    assert not dict(draft_settings(SimpleNamespace(speculative_config=None)))
 
 
 def test_a_file_of_scales_counts_by_what_it_holds(folder: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from tests.engine.keyed_requests import flat, make_request
 from tests.engine.made_configs import engine_config, one_group
-from tests.models import write_model
+from tests.models import TINY_LLAMA, write_config, write_model
 from vllm_tiered_kv.config import TieredKVConfig
 from vllm_tiered_kv.connector import assembly
 from vllm_tiered_kv.connector.identity import model_fingerprint
@@ -24,10 +24,14 @@ from vllm_tiered_kv.core.key import BlockKey
 
 
 def namespaces_hex(model: str) -> list[str]:
-    """With dummy weights and with those of the folder."""
+    """With dummy weights, with those of the folder, and with the model as its own draft model."""
+    drafts = {"method": "draft_model", "model": model, "num_speculative_tokens": 2}
+    engines = ({"load_format": "dummy"}, {}, {"speculative_config": drafts})
     return [
-        fingerprint(engine_config(Path(model), load_format=how), one_group()).namespace().hex()
-        for how in ("dummy", "auto")
+        fingerprint(engine_config(Path(model), **{"load_format": "auto", **engine}), one_group())
+        .namespace()
+        .hex()
+        for engine in engines
     ]
 
 
@@ -50,7 +54,7 @@ def test_another_process_finds_the_same_namespace(tmp_path: Path) -> None:
             )
         )
     mine = namespaces_hex(str(model))
-    assert len(set(mine)) == 2
+    assert len(set(mine)) == 3
     for process in processes:
         printed, complaint = process.communicate(timeout=300)
         assert process.returncode == 0, complaint[-3000:]
@@ -78,6 +82,58 @@ def test_the_engine_changes_the_namespace(tmp_path: Path) -> None:
     # What does not touch the bytes of a block does not separate engines.
     for harmless in ({"max_num_seqs": 3}, {"max_model_len": 256}, {"served_model_name": "x"}):
         assert fingerprint(engine_config(model, **harmless), cache) == base, harmless
+
+
+def test_a_draft_model_changes_the_namespace_by_its_content(tmp_path: Path) -> None:
+    model = write_config(tmp_path / "model", TINY_LLAMA)
+    (model / "model.safetensors").write_bytes(b"weights")
+
+    def head(name: str, weights: bytes = b"draft", **changes: object) -> Path:
+        folder = write_config(tmp_path / name, {**TINY_LLAMA, "num_hidden_layers": 1, **changes})
+        (folder / "model.safetensors").write_bytes(weights)
+        return folder
+
+    def namespace(**drafts: object) -> bytes:
+        config = {"num_speculative_tokens": 2, **drafts} if drafts else None
+        engine = engine_config(model, load_format="safetensors", speculative_config=config)
+        return fingerprint(engine, one_group()).namespace()
+
+    def eagle(folder: Path, **changes: object) -> bytes:
+        return namespace(method="eagle", model=str(folder), **changes)
+
+    one = head("one")
+    base = eagle(one)
+    others = [
+        namespace(),
+        eagle(head("weights", b"DRAFT")),
+        eagle(head("config", rope_theta=5e5)),
+        eagle(one, parallel_drafting=True),
+        namespace(method="draft_model", model=str(one)),
+        namespace(method="draft_model", model=str(model)),
+    ]
+    assert len({base, *others}) == 1 + len(others)
+    # Names, and how many tokens are drafted, change no KV.
+    assert eagle(head("copy")) == base
+    assert eagle(one, num_speculative_tokens=3) == base
+    assert eagle(one, disable_padded_drafter_batch=True) == base
+    # Nor does a method without KV: such engines share blocks with those that do not speculate.
+    assert namespace(method="ngram", prompt_lookup_max=4) == namespace()
+
+
+def test_mtp_modules_change_the_namespace_by_how_far_they_read(tmp_path: Path) -> None:
+    modules = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 3}
+    model = write_model(tmp_path / "model", **modules)
+    (model / "model.safetensors").write_bytes(b"weights")
+
+    def namespace(tokens: int) -> bytes:
+        drafts = {"method": "mtp", "num_speculative_tokens": tokens}
+        engine = engine_config(model, load_format="safetensors", speculative_config=drafts)
+        return fingerprint(engine, one_group()).namespace()
+
+    assert len({namespace(tokens) for tokens in (1, 2, 3)}) == 3
+    before = namespace(1)
+    (model / "model.safetensors").write_bytes(b"WEIGHTS")
+    assert namespace(1) != before
 
 
 def test_kernels_that_write_blocks_otherwise_change_the_namespace(

@@ -92,6 +92,42 @@ def test_one_group_of_two_sees_a_block_before_the_other() -> None:
     assert counts == [(0, 0), (1, 0), (1, 0), (2, 1), (3, 1), (4, 2)]
 
 
+@pytest.mark.parametrize("lookahead", [1, 3])
+@pytest.mark.parametrize("block_sizes", [(BLOCK,), (BLOCK, 2 * BLOCK)])
+def test_keys_with_lookahead_cover_the_tokens_after_a_block(
+    lookahead: int, block_sizes: tuple[int, ...]
+) -> None:
+    def keys(tokens: Sequence[int], stops: Sequence[int] = ()) -> list[list[BlockKey]]:
+        maker = KeyMaker(NAMESPACE, block_sizes, lookahead=lookahead)
+        return keys_of(make_request(tokens), stops, maker=maker)
+
+    base = keys(TOKENS)
+    assert keys(TOKENS, stops=range(1, len(TOKENS), 5)) == base
+    assert [len(group) for group in base] == [len(TOKENS) // size for size in block_sizes]
+    # The key of a block is known with the tokens after it, not before.
+    for known in (3 * BLOCK, 3 * BLOCK + lookahead - 1, 3 * BLOCK + lookahead):
+        expected = (known - lookahead) // BLOCK
+        assert keys(TOKENS[:known])[0] == base[0][:expected]
+    # Each token counts for its own block, and for the one before it if that reads it.
+    for at in range(5 * BLOCK):
+        changed = [*TOKENS[:at], TOKENS[at] + 1, *TOKENS[at + 1 :]]
+        first = max(0, at - lookahead) // BLOCK
+        for group, size in zip(keys(changed), block_sizes, strict=True):
+            here = base[block_sizes.index(size)]
+            assert differ_from(here, group) == first * BLOCK // size
+    assert keys(TOKENS) != keys_of(make_request(TOKENS), block_sizes=block_sizes)
+
+
+def test_keys_with_lookahead_cover_an_image_after_a_block() -> None:
+    maker = KeyMaker(NAMESPACE, (BLOCK,), lookahead=1)
+    for offset, first in ((0, 0), (BLOCK - 1, 0), (BLOCK, 0), (BLOCK + 1, 1)):
+        one, other = (
+            flat(make_request(mm_features=[image(name, offset, 4)]), maker=maker)
+            for name in ("a" * 32, "b" * 32)
+        )
+        assert differ_from(one, other) == first
+
+
 # ---- the scope ----------------------------------------------------------------------------------
 
 

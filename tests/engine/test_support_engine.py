@@ -79,7 +79,6 @@ def test_sliding_windows_are_cached_alone_and_beside_full_attention() -> None:
         (groups(FULL, CircularBufferSpec(**SHAPE)), "ring buffer"),
         (groups(RSWASpec(**SHAPE, rswa_window=64)), "RSWASpec: blocks between"),
         (groups(FULL, enable_kv_transfer=False), "does not let"),
-        (groups(FULL, is_eagle_group=True), "draft model"),
         (groups(replace(FULL, non_causal=True)), "not causal"),
     ],
 )
@@ -97,10 +96,9 @@ def test_a_rank_without_layers_of_a_group_is_left_alone() -> None:
 
 
 def test_other_engines_are_left_alone() -> None:
-    draft = SimpleNamespace(uses_draft_kv_cache=lambda: True)
-    assert "EAGLE" in (why_not_cacheable(bare_config(speculative_config=draft), groups(FULL)) or "")
-    ngram = SimpleNamespace(uses_draft_kv_cache=lambda: False)
-    assert why_not_cacheable(bare_config(speculative_config=ngram), groups(FULL)) is None
+    for method in ("dflash", "dspark", "extract_hidden_states", "a newer one"):
+        drafts = bare_config(speculative_config=SimpleNamespace(method=method))
+        assert f"with {method} is not" in (why_not_cacheable(drafts, groups(FULL)) or "")
     diffusion = bare_model(is_diffusion=True)
     said = why_not_cacheable(bare_config(model_config=diffusion), groups(FULL))
     assert "diffusion" in (said or "")
@@ -113,6 +111,12 @@ def test_other_engines_are_left_alone() -> None:
             bare_config(parallel_config=bare_parallel(**changes)), groups(FULL)
         )
         assert reason in (said or "")
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix", "eagle", "eagle3", "mtp", "draft_model"])
+def test_speculating_engines_are_cached(method: str) -> None:
+    drafts = bare_config(speculative_config=SimpleNamespace(method=method))
+    assert why_not_cacheable(drafts, groups(FULL, is_eagle_group=True)) is None
 
 
 @pytest.mark.parametrize("backend", ["ray", "vllm.v1.executor.ray_executor.RayDistributedExecutor"])

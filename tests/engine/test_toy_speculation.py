@@ -10,7 +10,8 @@ import pytest
 
 from tests.engine.toy_asking import prompt, total
 from tests.engine.toy_engine import play
-from tests.engine.toy_speculation import SpeculatingToyEngine
+from tests.engine.toy_speculation import DraftingToyEngine, SpeculatingToyEngine
+from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.metrics import names
 
 pytestmark = pytest.mark.engine
@@ -23,19 +24,55 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+DRAFTING: dict[str, dict[str, Any]] = {
+    # Without vLLM's own cache, which may hold draft KV of another next token, all KV is exact.
+    "eagle": {"prefix_caching": False},
+    "eagle beside vLLM's cache": {},
+    "eagle, slow stores": {"prefix_caching": False, "store_delay": 4},
+    "eagle, windows": {"prefix_caching": False, "windows": (None, 10), "gpu_blocks": 40},
+    "eagle, lazy": KINDS["lazy"],
+    "draft model": {"method": "draft_model"},
+    "draft model, tails": {
+        "method": "draft_model",
+        "extra_config": {"reuse_partial_tail": True, "load_policy": "always"},
+    },
+}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_clients(tiny_model: Path, async_scheduling: bool, kind: str) -> None:
+    play_all(SpeculatingToyEngine, tiny_model, async_scheduling, KINDS[kind])
+
+
+@pytest.mark.parametrize("kind", DRAFTING)
+def test_random_clients_of_drafting_engines_read_no_wrong_kv(
+    tiny_model: Path, async_scheduling: bool, kind: str
+) -> None:
+    play_all(DraftingToyEngine, tiny_model, async_scheduling, DRAFTING[kind])
+
+
+def test_partial_tails_with_layers_that_read_ahead_are_refused(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match="not possible with EAGLE or MTP"):
+        DraftingToyEngine(tiny_model, extra_config={"reuse_partial_tail": True})
+
+
+def play_all(
+    engine_class: type[SpeculatingToyEngine],
+    model: Path,
+    async_scheduling: bool,
+    settings: dict[str, Any],
+) -> None:
     accepted = rejected = loaded = preempted = 0
     for seed in range(4):
-        engine = SpeculatingToyEngine(
-            tiny_model,
+        engine = engine_class(
+            model,
             async_scheduling=async_scheduling,
             seed=seed,
             **{
                 "gpu_blocks": 26,
                 "cpu_blocks": 200,
                 "extra_config": {"load_policy": "always"},
-                **KINDS[kind],
+                **settings,
             },
         )
         play_clients(engine, random.Random(seed))

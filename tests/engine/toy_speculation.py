@@ -3,6 +3,8 @@
 A step writes the KV of all its drafts before it is known which are right. A later step overwrites
 the KV of wrong drafts, or none does. With asynchronous scheduling vLLM counts all drafts of a step
 in flight as accepted, and the worker corrects its positions itself.
+
+`DraftingToyEngine` also has a draft layer with KV of its own, like EAGLE.
 """
 
 from __future__ import annotations
@@ -13,19 +15,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
-from tests.engine.toy_engine import ToyEngine, next_token, play
+from tests.engine.delayed_copier import LAYERS
+from tests.engine.toy_engine import VOCAB, ToyEngine, next_token, play
+from tests.engine.toy_groups import ToyGroup, WrongRead
 
 DRAFTS = 3
 _WRONG = 2  # a token that the model never samples
 _NONSENSE = -7  # the KV of a wrong draft
+_STRIDE = 64  # more than there are tokens, a power of two
+assert VOCAB < _STRIDE
 
 
 @dataclass
 class SpeculatingToyEngine(ToyEngine):
     """A toy engine that drafts up to `DRAFTS` tokens per step."""
+
+    layers: int = len(LAYERS)  # of the model itself; further ones are draft layers
 
     def __post_init__(self) -> None:
         drafts = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_max": 3}
@@ -85,14 +94,25 @@ class SpeculatingToyEngine(ToyEngine):
         states[end:] = _NONSENSE
         for group, blocks in zip(self.groups, running.blocks, strict=True):
             group.forward(
-                request_id, self.caches, blocks, states, range(start, stop), self._before_layer
+                request_id,
+                self.caches[: self.layers],
+                blocks,
+                states,
+                range(start, stop),
+                self._before_layer,
             )
+            self._forward_draft(request_id, group, blocks, range(start, end))
         if end < max(known, self.requests[request_id].num_tokens):
             return []  # the step covers only tokens that are known already
         self.accepted += right_drafts
         self.rejected += len(drafts) - right_drafts
         self._known[request_id] = end + 1
         return [next_token(int(state)) for state in states[end - right_drafts - 1 : end]]
+
+    def _forward_draft(
+        self, request_id: str, group: ToyGroup, blocks: Sequence[int], span: range
+    ) -> None:
+        """For subclasses: runs the draft layer over the accepted tokens."""
 
     def _right_ones(self, request_id: str, drafts: Sequence[int], first: int) -> int:
         """How many drafts, from token `first` on, the model would sample itself."""
@@ -104,3 +124,48 @@ class SpeculatingToyEngine(ToyEngine):
             for draft, token in zip(drafts, said, strict=False)
         ]
         return int(np.argmin([*right, False]))
+
+
+@dataclass
+class DraftingToyEngine(SpeculatingToyEngine):
+    """A toy engine whose last layer belongs to a draft model. Its KV depends on the token at its
+    own position ("draft_model"), or on that and the next one ("eagle")."""
+
+    layers: int = len(LAYERS) - 1
+    method: str = "eagle"
+
+    def _adjust(self, config: VllmConfig) -> None:
+        # Set only now: no draft model is loaded.
+        config.speculative_config.method = self.method
+
+    def _forward_draft(
+        self, request_id: str, group: ToyGroup, blocks: Sequence[int], span: range
+    ) -> None:
+        """The draft layer runs after sampling, so it knows the token after the accepted ones. After
+        these it writes the KV of its own drafts."""
+        self._before_layer(self.layers)
+        start, stop = span.start, span.stop
+        tokens = np.array(self._said[request_id])
+        right = group.kv(self._draft_kv(self._right(request_id), tokens), self.layers)
+        rows = group.rows(self.caches[self.layers])
+        drafted = min(stop + DRAFTS, len(blocks) * group.block_size)
+        table, place = group.table(blocks, drafted)
+        first = 0 if group.window is None else max(0, start - group.window + 1)
+        read = rows[table[first:start], place[first:start]]
+        is_wrong = read != right[first:start]
+        if self.prefix_caching:
+            # Of two GPU blocks with equal tokens, vLLM finds the one computed first, whichever
+            # token followed it.
+            ends = place[first:start] == group.block_size - 1
+            is_wrong &= ~(ends & ((read ^ right[first:start]) < _STRIDE))
+        if is_wrong.any():
+            at = first + int(is_wrong.argmax())
+            raise WrongRead(f"{request_id} drafts from wrong KV at token {at} of {start}")
+        rows[table[start:stop], place[start:stop]] = right[start:stop]
+        rows[table[stop:], place[stop:]] = _NONSENSE
+
+    def _draft_kv(self, states: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        if self.method == "draft_model":
+            return states * _STRIDE
+        following = np.append(tokens[1:], _WRONG)[: len(states)]
+        return states * _STRIDE + following

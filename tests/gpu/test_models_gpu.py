@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -215,4 +215,97 @@ def test_many_requests_with_one_long_prefix(tmp_path: Path) -> None:
         for mine, theirs in zip(tier, device, strict=True):
             assert mine.logprobs[0] == pytest.approx(theirs.logprobs[0], abs=0.1)
         settle(engine)
+        engine.assert_at_rest()
+
+
+LLAMA: dict[str, Any] = {**QWEN2, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+MIMO = {**QWEN2, "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+DEEPSEEK: dict[str, Any] = {
+    **MLA,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "num_nextn_predict_layers": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
+
+
+def eagle(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    head = write_config(folder / "draft", {**LLAMA, "num_hidden_layers": 1})
+    return LLAMA, {"method": "eagle", "model": str(head), "num_speculative_tokens": 3}
+
+
+def mtp(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    return MIMO, {"method": "mtp", "num_speculative_tokens": 1}
+
+
+def mtp_modules(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The second module reads two tokens ahead."""
+    config = {**MIMO, "num_nextn_predict_layers": 2}
+    return config, {"method": "mtp", "num_speculative_tokens": 2}
+
+
+def mtp_over_mla(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    return DEEPSEEK, {"method": "mtp", "num_speculative_tokens": 1}
+
+
+def draft_model(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The model itself: all its drafts are right unless its KV is wrong."""
+    model = write_config(folder / "draft", LLAMA)
+    return LLAMA, {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
+
+
+@pytest.mark.parametrize("draft", [eagle, mtp, mtp_modules, mtp_over_mla, draft_model])
+def test_drafts(
+    tmp_path: Path, draft: Callable[[Path], tuple[dict[str, Any], dict[str, Any]]]
+) -> None:
+    """Wrong KV of draft layers would change no token, but how many drafts are accepted."""
+    config, speculation = draft(tmp_path)
+    with tiny_engine(tmp_path, config, gain=0.7, speculative_config=speculation) as engine:
+        counted: dict[str, float] = {}
+
+        def ask(prompts: list[list[int]], count: int) -> tuple[list[Answer], float]:
+            """The answers, and the share of drafts that were accepted."""
+            answers = engine.ask(prompts, count)
+            settle(engine)
+            now = {
+                metric.name.removeprefix("vllm:spec_decode_num_"): metric.value
+                for metric in engine.llm.get_metrics()
+                if metric.name.startswith("vllm:spec_decode_num_") and hasattr(metric, "value")
+            }
+            new = {name: value - counted.get(name, 0) for name, value in now.items()}
+            counted.update(now)
+            return answers, new["accepted_tokens"] / new["draft_tokens"]
+
+        cold, _ = ask(PROMPTS, 100)
+        device, device_rate = ask(PROMPTS, 100)
+        engine.drop_gpu_cache()
+        before = engine.total(names.LOADED_BLOCKS)
+        tier, tier_rate = ask(PROMPTS, 100)
+        tokens = engine.scheduler.block_size
+        blocks = sum(answer.cached for answer in tier) // tokens
+        assert engine.total(names.LOADED_BLOCKS) - before == blocks > 0
+        assert [answer.cached for answer in tier] == [answer.cached for answer in device]
+        assert [answer.tokens for answer in tier] == [answer.tokens for answer in device]
+        rates = f"accepted after vLLM's own hit {device_rate:.3f}, after a tier hit {tier_rate:.3f}"
+        print(rates)
+        # At most the first drafts of each answer could read KV of another next token.
+        allowance = len(PROMPTS) * speculation["num_speculative_tokens"] / 100
+        assert device_rate > 0
+        assert tier_rate >= device_rate - allowance, rates
+        # The next turn of a chat: what was generated is loaded, with the draft layers' KV.
+        engine.drop_gpu_cache()
+        turns = [[*ids, *one.tokens, 5, 6, 7] for ids, one in zip(PROMPTS, cold, strict=True)]
+        dropped = speculation["method"] != "draft_model"
+        ahead = max(1, engine.half._engine.draft_lookahead)
+        turn, _ = ask(turns, COUNT)
+        for ids, answer in zip(turns, turn, strict=True):
+            # The blocks of all computed tokens, and one less where vLLM's own hit would end.
+            full, longest = (len(ids) - 3 - ahead) // tokens, (len(ids) - 1) // tokens - dropped
+            assert answer.cached == min(full, longest) * tokens
+        engine.drop_gpu_cache()
+        arena = engine.worker_half.arena
+        arena.bytes_at(0, arena.nbytes)[1::2] ^= 0x15
+        spoiled, _ = ask(PROMPTS, 100)
+        assert all(a.logprobs != b.logprobs for a, b in zip(spoiled, tier, strict=True))
         engine.assert_at_rest()

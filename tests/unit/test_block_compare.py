@@ -159,3 +159,13 @@ def test_compare_small_errors_everywhere_is_different() -> None:
     found = against(held.view(np.uint8), computed.view(np.uint8), NumberFormat.FLOAT32)
     assert found.likeness is Likeness.DIFFERENT
     assert found.largest < 0.05 < found.overall
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 0.02])
+def test_compare_ignores_layers_that_are_not_compared(tolerance: float) -> None:
+    layers = [LayerNumbers("model", 64), LayerNumbers("draft", 128, is_compared=False)]
+    computed = np.arange(128, dtype=np.uint8)
+    for at, likeness in ((100, Likeness.EQUAL), (10, Likeness.DIFFERENT)):
+        held = computed.copy()
+        held[at] ^= 0xFF
+        assert compare(held, computed, layers, tolerance).likeness is likeness

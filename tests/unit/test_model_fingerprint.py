@@ -85,7 +85,8 @@ def digest(
         multimodal_config=SimpleNamespace(mm_processor_kwargs=processor) if has_media else None,
     )
     load = SimpleNamespace(load_format=load_format, download_dir=None)
-    return model_digest(SimpleNamespace(model_config=model, load_config=load))
+    engine = SimpleNamespace(model_config=model, load_config=load, speculative_config=None)
+    return model_digest(engine)
 
 
 @pytest.fixture

@@ -289,7 +289,7 @@ def test_a_request_that_starts_over_keeps_its_blocks_again() -> None:
         asked.tier,
         verification=None,
         reuses_tails=False,
-        first_forward_clears=False,
+        engine=EngineFacts(),
     ).preempted(asked.state)
     assert not asked.state.remote.copies
     assert asked.state.remote.lookup is None

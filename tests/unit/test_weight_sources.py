@@ -43,7 +43,8 @@ def digest(
     load = SimpleNamespace(
         load_format=load_format, download_dir=None, model_loader_extra_config=loader or {}
     )
-    return model_digest(SimpleNamespace(model_config=model, load_config=load))
+    engine = SimpleNamespace(model_config=model, load_config=load, speculative_config=None)
+    return model_digest(engine)
 
 
 @pytest.mark.parametrize("load_format", ["runai_streamer", "sharded_state", "auto"])

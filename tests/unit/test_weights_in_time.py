@@ -31,6 +31,7 @@ def config(model: Path | str, **load: Any) -> Any:
     return SimpleNamespace(
         model_config=SimpleNamespace(model=str(model), revision=None),
         load_config=SimpleNamespace(**{"load_format": "auto", "download_dir": None, **load}),
+        speculative_config=None,
     )
 
 

@@ -100,10 +100,19 @@ ENGINE = (
     Mutation(
         "unconfirmed-tokens-stored",
         "connector/scheduler/request_state.py",
-        "ready = min(computed, self.request.num_tokens)",
+        "ready = min(computed, self.request.num_tokens - self.keys.lookahead)",
         "ready = computed",
         "rejected drafts and placeholders get keys, or the engine stops",
         _SCHEDULING,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "keys-ignore-the-next-token",
+        "connector/assembly.py",
+        "lookahead = draft_lookahead(vllm_config)",
+        "lookahead = 0",
+        "draft layers read KV that was computed for another next token",
+        ("tests/engine/test_toy_speculation.py",),
         Needs.VLLM,
     ),
     Mutation(

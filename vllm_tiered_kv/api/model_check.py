@@ -43,7 +43,7 @@ VERDICTS = {
         "sliding windows over latent KV (DeepSeek-V4) are not supported so far",
     ),
     LayerKind.DRAFT: Verdict(
-        False, "", "speculative decoding with a draft model (EAGLE, MTP) is not supported so far"
+        True, "", "a draft model is cached together with the model that it drafts for"
     ),
     LayerKind.CROSS: Verdict(
         False, "CrossAttentionSpec", "vLLM starts no encoder-decoder with a KV connector"
@@ -98,10 +98,10 @@ class ModelCheck:
         shape = self.shape
         notes = [VERDICTS[kind].why for kind in shape.kinds if VERDICTS[kind].is_cached]
         notes += shape.notes
-        if shape.draft_layers and not VERDICTS[LayerKind.DRAFT].is_cached:
+        if shape.draft_layers:
             notes.append(
                 f"the checkpoint has {shape.draft_layers} layer(s) for speculative decoding (MTP); "
-                "a server that uses them does not cache"
+                "a server that uses them caches their KV too, which is not counted here"
             )
         if self.ranks > 1 and any(group.is_replicated for group in shape.groups):
             notes.append("all ranks hold the same latent KV; the tiers store it once per host")

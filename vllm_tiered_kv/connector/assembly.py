@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import logging
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from vllm_tiered_kv.connector.identity.model_fingerprint import (
     fingerprint,
     why_weights_are_unknown,
 )
-from vllm_tiered_kv.connector.identity.model_settings import adapter_settings
+from vllm_tiered_kv.connector.identity.model_settings import adapter_settings, draft_lookahead
 from vllm_tiered_kv.connector.identity.request_keys import KeyMaker
 from vllm_tiered_kv.connector.identity.shard import Holding, distinct_tags, holding_of, replicas_of
 from vllm_tiered_kv.connector.same_process import find_worker
@@ -43,6 +44,7 @@ from vllm_tiered_kv.connector.worker.kv_layout import (
     group_block_bytes,
     group_windows,
 )
+from vllm_tiered_kv.connector.worker.number_formats import is_draft_layer
 from vllm_tiered_kv.connector.worker.remote_io import open_cluster
 from vllm_tiered_kv.connector.worker.worker_half import StepFacts, WorkerHalf
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
@@ -78,6 +80,14 @@ def make_scheduler_half(
             "reuse_partial_tail",
             "needs a model with full attention in all layers; remove it for this model",
         )
+    lookahead = draft_lookahead(vllm_config)
+    if config.reuse_partial_tail and lookahead:
+        raise ConfigError(
+            "reuse_partial_tail",
+            "is not possible with EAGLE or MTP, whose layers read the token after the tail; "
+            "remove one of both",
+        )
+    speculative = vllm_config.speculative_config
     engine = EngineFacts(
         num_ranks=vllm_config.parallel_config.world_size,
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
@@ -86,6 +96,8 @@ def make_scheduler_half(
         first_forward_clears=first_forward_clears(kv_cache_config),
         has_priorities=vllm_config.scheduler_config.policy == "priority",
         is_inside_multi=is_inside_multi,
+        draft_lookahead=lookahead,
+        drops_last_block=speculative is not None and speculative.use_eagle_block_drop(),
     )
     block_sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
     lazy = _lazy_store(config, vllm_config, block_sizes)
@@ -123,7 +135,7 @@ def make_scheduler_half(
         remote,
         verification,
         reuses_tails=config.reuse_partial_tail and config.mode is Mode.TIERED,
-        first_forward_clears=engine.first_forward_clears,
+        engine=engine,
     )
     # vLLM 0.31 has no such field. The bound block pool's value replaces this one later.
     hash_block_size = getattr(kv_cache_config, "hash_block_size", None) or min(block_sizes)
@@ -173,6 +185,7 @@ def _key_maker(
         block_sizes,
         _media_have_hashes(vllm_config),
         adapter_settings(vllm_config.lora_config),
+        draft_lookahead(vllm_config),
     )
     unknown = why_weights_are_unknown(vllm_config)
     if unknown is not None:
@@ -227,7 +240,19 @@ def make_worker_half(
         ),
         cache_dtype=str(vllm_config.cache_config.cache_dtype),
         shared_fd=_share_among_replicas(geometry.capacity_bytes, holding),
+        is_verified_layer=_is_verified_layer(vllm_config),
     )
+
+
+def _is_verified_layer(vllm_config: VllmConfig) -> Callable[[str], bool]:
+    """Verification leaves out draft layers. Model Runner V1 gives them a wrong next token where a
+    prompt is split into chunks, so their KV depends on the chunks. Tokens do not: the model
+    verifies all drafts."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or not speculative.uses_draft_kv_cache():
+        return lambda name: True
+    layers = vllm_config.model_config.get_total_num_hidden_layers()
+    return lambda name: not is_draft_layer(name, layers)
 
 
 def _loads_overtake(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:

@@ -39,6 +39,17 @@ _UNSUPPORTED = {
 """Why kinds of KV cache are not supported, by the name of vLLM's specification class."""
 
 
+_SPECULATIVE_METHODS = frozenset(
+    {
+        # Without KV of their own.
+        *("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "custom_class"),
+        # Their layers are cached with those of the model.
+        *("eagle", "eagle3", "mtp", "draft_model"),
+    }
+)
+"""vLLM's speculative methods whose engines are cached."""
+
+
 def parse_version(text: str) -> tuple[int, int] | None:
     match = re.match(r"(\d+)\.(\d+)", text)
     return (int(match.group(1)), int(match.group(2))) if match else None
@@ -105,8 +116,6 @@ def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
             return "attention is not causal: the KV of a prefix depends on what follows it"
         if not group.enable_kv_transfer or group.host_resident or not spec.prefix_cacheable:
             return f"vLLM does not let KV-cache group {group_id} be transferred"
-        if group.is_eagle_group:
-            return f"KV-cache group {group_id} belongs to a draft model"
     empty = [n for n, nbytes in enumerate(group_block_bytes(kv_cache_config)) if not nbytes]
     if empty:
         return f"KV-cache group {empty[0]} has no layers on one of the ranks"
@@ -117,8 +126,8 @@ def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     if every_token is not None:
         return every_token
     speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.uses_draft_kv_cache():
-        return "speculative decoding with a draft model (EAGLE, MTP) is not supported so far"
+    if speculative is not None and speculative.method not in _SPECULATIVE_METHODS:
+        return f"speculative decoding with {speculative.method} is not supported so far"
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         return "context parallelism is not supported so far"

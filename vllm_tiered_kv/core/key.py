@@ -9,6 +9,9 @@ test checks that both return the same keys.
     BlockKey   = digest[i][:16] | group id
     tail       = SHA256("tiered-kv tail" | parent | extra | tokens)[:16] | group id
 
+With draft layers that read ahead by k tokens (EAGLE, MTP), the chain starts with a digest of the
+first k tokens, and block i covers the tokens k positions later. So its key covers k more tokens.
+
 A prompt may end within a block. The key of such a tail covers the tokens present, and its parent is
 the key of the block before it, or the root.
 

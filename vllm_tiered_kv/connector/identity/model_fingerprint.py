@@ -17,18 +17,23 @@ import os
 import struct
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_tiered_kv.connector.identity.kernel_format import kv_format
-from vllm_tiered_kv.connector.identity.model_settings import canonical_text, settings
+from vllm_tiered_kv.connector.identity.model_settings import (
+    canonical_text,
+    draft_settings,
+    settings,
+)
 from vllm_tiered_kv.core.key import Fingerprint
 from vllm_tiered_kv.errors import UnsupportedError
 from vllm_tiered_kv.native.cpu import xxh3_64
 
 if TYPE_CHECKING:
-    from vllm.config import LoadConfig, VllmConfig
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(__name__)
@@ -63,6 +68,14 @@ _MAX_HEADER = 256 << 20
 _CLOCK_SKEW_NS = 2_000_000_000  # how far a file server's clock may lag behind this host's
 
 
+@dataclass(frozen=True)
+class _LoadedModel:
+    """What vLLM loads a model from: the engine's model, or its draft model."""
+
+    model_config: ModelConfig
+    load_config: LoadConfig
+
+
 def fingerprint(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, tenant: str = ""
 ) -> Fingerprint:
@@ -93,20 +106,47 @@ def fingerprint(
 
 
 def model_digest(vllm_config: VllmConfig) -> str:
-    """Returns a digest of weights, config and all settings that change what they compute."""
-    model = vllm_config.model_config
+    """Returns a digest of weights, config and all settings that change what they compute, including
+    those of a draft model whose KV is cached too."""
     digest = hashlib.sha256()
-    load_format = str(getattr(vllm_config.load_config, "load_format", "auto"))
+    models = _loaded_models(vllm_config)
+    for model in models:
+        _add_model(digest, model, has_own_files=model is models[0] or _differ(model, models[0]))
+    for setting, value in draft_settings(vllm_config):
+        _add(digest, setting, value)
+    return digest.hexdigest()
+
+
+def _loaded_models(vllm_config: VllmConfig) -> list[_LoadedModel]:
+    """Returns the engine's model, and its draft model if that has KV."""
+    models = [_LoadedModel(vllm_config.model_config, vllm_config.load_config)]
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.uses_draft_kv_cache():
+        load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
+        models.append(_LoadedModel(speculative.draft_model_config, load))
+    return models
+
+
+def _differ(draft: _LoadedModel, model: _LoadedModel) -> bool:
+    """Whether a draft model has other files than the engine's model. MTP modules have the same."""
+    return draft.load_config != model.load_config or any(
+        getattr(draft.model_config, name, None) != getattr(model.model_config, name, None)
+        for name in ("model", "revision", "model_weights")
+    )
+
+
+def _add_model(digest: Any, loaded: _LoadedModel, has_own_files: bool) -> None:
+    model = loaded.model_config
+    load_format = str(getattr(loaded.load_config, "load_format", "auto"))
     _add(digest, "load_format", load_format)
     _add(digest, "hf_config", _stable(model.hf_config.to_dict()))
     for setting, value in settings(model):
         _add(digest, setting, value)
     if load_format == "dummy":
         _add(digest, "seed", str(model.seed))
-        return digest.hexdigest()
-    _add(digest, "loader", _loader_text(vllm_config.load_config))
-    _add_weights(digest, vllm_config)
-    return digest.hexdigest()
+    elif has_own_files:
+        _add(digest, "loader", _loader_text(loaded.load_config))
+        _add_weights(digest, loaded)
 
 
 def why_weights_are_unknown(vllm_config: VllmConfig) -> str | None:
@@ -126,11 +166,16 @@ def changed_since_start(vllm_config: VllmConfig) -> Path | None:
     vLLM's workers read the weights after that start and before the digest does. After a change in
     between, the digest may belong to other weights than the workers'. Call it after the digest.
     """
-    if str(vllm_config.load_config.load_format) == "dummy":
+    changed = (_changed_file(model) for model in _loaded_models(vllm_config))
+    return next((path for path in changed if path is not None), None)
+
+
+def _changed_file(loaded: _LoadedModel) -> Path | None:
+    if str(loaded.load_config.load_format) == "dummy":
         return None
     since = _process_start_ns() - _CLOCK_SKEW_NS
-    model, source = vllm_config.model_config, _other_source(vllm_config)
-    place = Path(source) if source else _model_folder(vllm_config)
+    model, source = loaded.model_config, _other_source(loaded)
+    place = Path(source) if source else _model_folder(loaded)
     if place is None or not place.exists():
         return None
     refs = place.parent.parent / "refs"
@@ -178,14 +223,14 @@ def _process_start_ns() -> int:
     return time.time_ns() - int(age * 1e9)
 
 
-def _add_weights(digest: Any, vllm_config: VllmConfig) -> None:
+def _add_weights(digest: Any, loaded: _LoadedModel) -> None:
     """Adds the contents of the weight files, or their address if they are not on this host."""
-    model, load_format = vllm_config.model_config, str(vllm_config.load_config.load_format)
+    model, load_format = loaded.model_config, str(loaded.load_config.load_format)
     # These formats read other files even if there are safetensors.
     every_format = load_format in ("pt", "npcache")
     code = (".py",) if getattr(model, "trust_remote_code", False) else ()
-    folder = _model_folder(vllm_config)
-    source = _other_source(vllm_config)
+    folder = _model_folder(loaded)
+    source = _other_source(loaded)
     ignored = _NO_CONFIGS if not source else frozenset()  # without weights every file counts
     if ignored and getattr(model, "multimodal_config", None) is None:
         ignored |= {"tokenizer_config.json"}  # with media it may name their processor
@@ -203,19 +248,19 @@ def _add_weights(digest: Any, vllm_config: VllmConfig) -> None:
         _add(digest, "name", f"{name}@{model.revision}")
 
 
-def _other_source(vllm_config: VllmConfig) -> str:
+def _other_source(loaded: _LoadedModel) -> str:
     """Returns the address of the weights if they are not in the model's folder, else "".
 
     For a model in an object store, vLLM's model folder is a temporary one without weights.
     """
-    load = vllm_config.load_config
+    load = loaded.load_config
     if str(load.load_format) == "tensorizer":
         options = _loader_options(load)
         folder = options.get("tensorizer_dir")
         uri = options.get("tensorizer_uri") or (folder and f"{folder}/model.tensors")
         if uri:
             return str(uri)
-    return str(getattr(vllm_config.model_config, "model_weights", None) or "")
+    return str(getattr(loaded.model_config, "model_weights", None) or "")
 
 
 def _loader_options(load: LoadConfig) -> dict[str, Any]:
@@ -304,12 +349,12 @@ def _hub_is_asked() -> bool:
     return not constants.HF_HUB_OFFLINE
 
 
-def _model_folder(vllm_config: VllmConfig) -> Path | None:
-    model = vllm_config.model_config
+def _model_folder(loaded: _LoadedModel) -> Path | None:
+    model = loaded.model_config
     local = Path(model.model)
     if local.exists():
         return local
-    return _snapshot(model.model, model.revision, vllm_config.load_config.download_dir)
+    return _snapshot(model.model, model.revision, loaded.load_config.download_dir)
 
 
 def _snapshot(
@@ -446,4 +491,7 @@ def _stable(config: dict[str, Any]) -> str:
     """Returns the canonical text of a config, without where and by which library it was saved."""
     ignored = {"_name_or_path", "transformers_version", "_commit_hash"}
     kept = {key: value for key, value in config.items() if key not in ignored}
+    inner = kept.get("model")
+    if isinstance(inner, dict):  # vLLM wraps the config of an EAGLE head
+        kept["model"] = {key: value for key, value in inner.items() if key not in ignored}
     return json.dumps(kept, sort_keys=True, default=canonical_text)

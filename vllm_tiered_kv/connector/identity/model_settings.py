@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm.config import LoRAConfig, ModelConfig
+    from vllm.config import LoRAConfig, ModelConfig, VllmConfig
 
 IGNORED_OF_MODEL = frozenset(
     {
@@ -42,8 +42,7 @@ IGNORED_OF_MODEL = frozenset(
         *("enforce_eager", "disable_cascade_attn", "enable_cumem_allocator", "enable_sleep_mode"),
         *("sleep_preserve_parameter_names", "sleep_mode_backend", "sleep_mode_offload_cudagraph"),
         "enable_nccl_comm_suspend",
-        # For draft models, whose KV is not cached.
-        "spec_target_max_model_len",
+        "spec_target_max_model_len",  # of a draft model: restricts the requests
         # Derived from the weights, and set only in the process that loads them.
         "word_embeddings_untied_by_checkpoint",
     }
@@ -73,6 +72,28 @@ IGNORED_OF_ADAPTERS = frozenset(
     }
 )
 
+IGNORED_OF_DRAFTS = frozenset(
+    {
+        # Covered separately, see `model_fingerprint`: what they load counts, not its name.
+        *("model", "revision", "code_revision", "draft_model_config", "draft_load_config"),
+        # The engine's own configs, and a draft's that follows from its tensor parallelism.
+        *("target_model_config", "target_parallel_config", "draft_parallel_config"),
+        "tensor_parallel_size",  # unused
+        # How many tokens are drafted, sampled and accepted. Of drafts only the KV of accepted
+        # tokens is cached. Modules that read further tokens count, see `draft_lookahead`.
+        *("num_speculative_tokens", "num_speculative_tokens_per_batch_size", "max_model_len"),
+        *("rejection_sample_method", "synthetic_acceptance_rates", "synthetic_acceptance_length"),
+        *("draft_sample_method", "enable_adaptive_verification", "use_local_argmax_reduction"),
+        # Change how, not what is computed, or where vLLM's own hits end.
+        *("enforce_eager", "moe_backend", "attention_backend", "disable_padded_drafter_batch"),
+        "disable_eagle_block_drop",
+        # Of methods without KV.
+        *("prompt_lookup_max", "prompt_lookup_min", "suffix_decoding_max_tree_depth"),
+        *("suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor"),
+        "suffix_decoding_min_token_prob",
+    }
+)
+
 _FILES = ("mm_encoder_fp8_scale_path",)  # the contents of these files count, not their paths
 _LLAMA4_LONG = 32768  # tokens; for longer contexts vLLM turns on attn_temperature_tuning
 _MAX_DEPTH = 8
@@ -91,6 +112,25 @@ def settings(model: ModelConfig) -> Iterator[tuple[str, str]]:
 def adapter_settings(lora: LoRAConfig | None) -> str:
     """Returns the settings that change what an engine computes with any adapter."""
     return "" if lora is None else canonical_text(dict(_counted(lora, IGNORED_OF_ADAPTERS, "")))
+
+
+def draft_settings(vllm_config: VllmConfig) -> Iterator[tuple[str, str]]:
+    """Yields the settings that change the KV of draft layers; none if the engine has no such
+    layers: methods like n-gram change no KV."""
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.uses_draft_kv_cache():
+        yield from _counted(speculative, IGNORED_OF_DRAFTS, "draft ")
+        yield "draft lookahead", str(draft_lookahead(vllm_config))
+
+
+def draft_lookahead(vllm_config: VllmConfig) -> int:
+    """Returns how many tokens after its own the KV of a draft layer depends on. EAGLE and MTP
+    compute the KV of a position from the model's hidden state there and the token after it."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or not speculative.use_eagle():
+        return 0
+    # vLLM 0.31 lacks the property, and modules that read more than one token.
+    return int(getattr(vllm_config, "num_prefill_lookahead_tokens", 1))
 
 
 def _counted(config: object, ignored: frozenset[str], prefix: str) -> Iterator[tuple[str, str]]:

@@ -30,6 +30,10 @@ class RequestKeys:
 
     The chain is hashed once, in units that divide the block sizes of all groups; a group's key is
     the digest at the end of its block.
+
+    With `lookahead`, a key also covers that many tokens after its block: layers of a draft model
+    such as EAGLE read the token after the one whose KV they compute. The chain then starts with the
+    first `lookahead` tokens, and all units lie that many tokens later.
     """
 
     def __init__(
@@ -38,10 +42,12 @@ class RequestKeys:
         block_sizes: Sequence[int],
         adapter: bytes | None = None,
         engine: bytes = b"",
+        lookahead: int = 0,
     ) -> None:
         """`adapter`: the digest of the request's adapter, which is part of the root. `engine`: an
         id that is unique to this engine process."""
         self.adapter = adapter
+        self.lookahead = lookahead
         self._engine = engine
         self._digest = self._root = root
         self._unit = math.gcd(*block_sizes)
@@ -53,11 +59,16 @@ class RequestKeys:
 
     def extend(self, request: Request, num_tokens: int) -> None:
         """Adds the keys of the full blocks of the first `num_tokens` tokens, which must be
-        confirmed."""
+        confirmed, as far as the tokens after them are known."""
         start = len(self._units) * self._unit
-        stop = num_tokens - num_tokens % self._unit
+        stop = min(num_tokens, len(request._all_token_ids) - self.lookahead)
+        stop -= stop % self._unit
         if stop <= start:
             return
+        if self.lookahead:
+            if not start:
+                self._digest = self._first_tokens(request)
+            start, stop = start + self.lookahead, stop + self.lookahead
         single = len(self._steps) == 1
         keys, self._digest = extend_keys(
             self._digest,
@@ -78,6 +89,19 @@ class RequestKeys:
             ends = self._units[have * step + step - 1 :: step]
             self.of_group[group].extend(BlockKey(end + self._suffixes[group]) for end in ends)
 
+    def _first_tokens(self, request: Request) -> bytes:
+        """Returns the digest of the first `lookahead` tokens, which no unit covers."""
+        _, digest = extend_keys(
+            self._root,
+            request._all_token_ids,
+            0,
+            self.lookahead,
+            self.lookahead,
+            self._extras(request, 0, self.lookahead, self.lookahead),
+            b"",
+        )
+        return digest
+
     def of_tail(self, request: Request, start: int, end: int) -> BlockKey:
         """Returns the key of the partial block with the tokens `start` to `end` of the prompt. The
         blocks before it must have their keys."""
@@ -87,13 +111,16 @@ class RequestKeys:
         parent = self._units[start // self._unit - 1] if start else self._root
         return tail_key(parent, request._all_token_ids[start:end], extra)
 
-    def _extras(self, request: Request, start: int, stop: int) -> dict[int, bytes] | None:
+    def _extras(
+        self, request: Request, start: int, stop: int, unit: int | None = None
+    ) -> dict[int, bytes] | None:
         """Returns, by unit, what decides the contents besides the token ids: media, embeddings."""
         if not request.mm_features and request.prompt_embeds is None:
             return None
+        unit = unit or self._unit
         extras: dict[int, bytes] = {}
-        for index, first in enumerate(range(start, stop, self._unit)):
-            end = first + self._unit
+        for index, first in enumerate(range(start, stop, unit)):
+            end = first + unit
             extra, self._mm_index = _extra(request, first, end, self._mm_index, self._engine)
             if extra:
                 extras[index] = extra
@@ -158,9 +185,12 @@ class KeyMaker:
         block_sizes: Sequence[int],
         media_have_hashes: bool = True,
         adapter_settings: str = "",
+        lookahead: int = 0,
     ) -> None:
         """`media_have_hashes`: vLLM names media by a hash of their contents. `adapter_settings`:
-        settings that change what the engine computes with any adapter."""
+        settings that change what the engine computes with any adapter. `lookahead`: see
+        `RequestKeys`."""
+        self._lookahead = lookahead
         self._namespace = namespace
         self._adapter_settings = adapter_settings
         self._media_have_hashes = media_have_hashes
@@ -201,7 +231,7 @@ class KeyMaker:
     def _keys(self, request: Request, adapter: bytes | None) -> RequestKeys:
         scope = (self._epoch, adapter, request.cache_salt or None)
         root = root_digest(self._namespace, scope)
-        return RequestKeys(root, self._block_sizes, adapter, self._engine)
+        return RequestKeys(root, self._block_sizes, adapter, self._engine, self._lookahead)
 
     def _adapter(self, lora: LoRARequest) -> bytes:
         """Returns the digest of the request's adapter.

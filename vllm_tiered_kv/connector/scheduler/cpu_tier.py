@@ -25,6 +25,11 @@ class EngineFacts:
     """The first forward overwrites blocks that were loaded before it."""
     has_priorities: bool = False  # vLLM may preempt a request that the same step has scheduled
     is_inside_multi: bool = False  # a MultiConnector has other connectors beside this one
+    draft_lookahead: int = 0
+    """Tokens after a hit that must be known, because draft layers read them."""
+    drops_last_block: bool = False
+    """vLLM's own hits end one block early, so that draft layers compute it. A hit in the tiers ends
+    there too: otherwise every GPU hit would be followed by a lookup and a load."""
 
 
 @dataclass(frozen=True)

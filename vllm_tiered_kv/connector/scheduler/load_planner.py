@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.cache.cost_model import between
 from vllm_tiered_kv.cache.planner import Group, loadable_tokens, telling_group
-from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier
+from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier, EngineFacts
 from vllm_tiered_kv.connector.scheduler.hashed_blocks import ids_of
 from vllm_tiered_kv.connector.scheduler.load_policy import LoadDecider
 from vllm_tiered_kv.connector.scheduler.partial_tail import tail_of
@@ -47,9 +47,8 @@ class LoadPlanner:
         remote: RemoteTier | None,
         verification: Verification | None,
         reuses_tails: bool,
-        first_forward_clears: bool,
+        engine: EngineFacts,
     ) -> None:
-        """`first_forward_clears`: see `EngineFacts`."""
         self.step_policy = step_policy
         self.load_policy = load_policy
         self._groups = tier.groups
@@ -59,7 +58,8 @@ class LoadPlanner:
         self._recorder = tier.recorder
         self._remote = remote
         # Daemons are not asked until then. The CPU tier is still empty.
-        self._awaits_first_forward = first_forward_clears
+        self._awaits_first_forward = engine.first_forward_clears
+        self._engine = engine
         self._pool: BlockPool | None = None
         self._verification = verification
         self._reuses_tails = reuses_tails
@@ -332,7 +332,11 @@ class LoadPlanner:
     def limit(self, request: Request) -> int:
         """The maximum end of a load in full blocks. The last token is always computed, for its
         logits."""
-        return (request.num_tokens - 1) // self._alignment * self._alignment
+        blocks = min(
+            (request.num_tokens - 1) // self._alignment - self._engine.drops_last_block,
+            (request.num_tokens - self._engine.draft_lookahead) // self._alignment,
+        )
+        return max(0, blocks * self._alignment)
 
     def _split(
         self,

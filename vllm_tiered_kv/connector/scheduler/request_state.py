@@ -161,10 +161,12 @@ class RequestState:
         return self.store.closed or (DropReason.RESET if self.lost_adapter else None)
 
     def storable_tokens(self, computed: int, with_answer: bool) -> int:
-        """How many of the `computed` tokens are confirmed and to be stored. A request from before a
+        """How many of the `computed` tokens are confirmed and to be stored. The tokens after them
+        that draft layers read must be confirmed too: until then a draft may be in their place, and
+        the KV of the last position may be overwritten. A request from before a
         reset stores nothing, but its answer counts here too: its blocks must be marked stale,
         because others may find them on the GPU."""
-        ready = min(computed, self.request.num_tokens)
+        ready = min(computed, self.request.num_tokens - self.keys.lookahead)
         if with_answer or self.closed is DropReason.RESET:
             return ready
         return min(ready, self.request.num_prompt_tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.core.block_compare import LayerNumbers, NumberFormat
@@ -34,13 +34,29 @@ def number_format(dtype: str, cache_dtype: str) -> NumberFormat:
     return formats.get(name, NumberFormat.OPAQUE)
 
 
+def is_draft_layer(name: str, num_layers: int) -> bool:
+    """Whether a layer belongs to the draft model of a model with `num_layers` layers. vLLM has no
+    mark for it: it numbers such layers after those of the model, or gives them a prefix."""
+    numbers = [int(part) for part in name.split(".") if part.isdigit()]
+    return name.startswith(("draft_model.", "mtp.")) or (bool(numbers) and numbers[0] >= num_layers)
+
+
 def layer_numbers(
-    kv_caches: Mapping[str, torch.Tensor], runs: Mapping[int, BlockRuns], cache_dtype: str
+    kv_caches: Mapping[str, torch.Tensor],
+    runs: Mapping[int, BlockRuns],
+    cache_dtype: str,
+    is_compared: Callable[[str], bool] = lambda name: True,
 ) -> dict[int, list[LayerNumbers]]:
-    """Returns the layers of a block with their number formats, per group."""
+    """Returns the layers of a block with their number formats, per group. `is_compared`: whether a
+    verification compares the layer with this name."""
     return {
         group_id: [
-            LayerNumbers(name, end, number_format(str(kv_caches[name].dtype), cache_dtype))
+            LayerNumbers(
+                name,
+                end,
+                number_format(str(kv_caches[name].dtype), cache_dtype),
+                is_compared(name),
+            )
             for name, end in group.layer_ends
         ]
         for group_id, group in runs.items()

@@ -79,6 +79,7 @@ class WorkerHalf:
         steps: StepFacts,
         cache_dtype: str = "auto",
         shared_fd: int | None = None,
+        is_verified_layer: Callable[[str], bool] = lambda name: True,
     ) -> None:
         """`cache_dtype`: vLLM's --kv-cache-dtype. `shared_fd`: memory that all ranks with the same
         KV share; the worker half closes it."""
@@ -105,6 +106,7 @@ class WorkerHalf:
         self._layers_not_seen: set[str] = set()
         self._pinning: Callable[[], tuple[Pin | None, Unpin | None]] = lambda: (None, None)
         self._geometry = geometry
+        self._is_verified_layer = is_verified_layer
         self.rank = rank
         self._reported_usable: int | None = None
         self.last_reports: deque[TieredKVWorkerMetadata] = deque(maxlen=_STEPS_IN_FLIGHT)
@@ -144,7 +146,9 @@ class WorkerHalf:
         )
         self._pinning = functools.partial(_pinning, device)
         if self._verifier is not None:
-            self._verifier.describe(layer_numbers(kv_caches, runs, self._cache_dtype))
+            self._verifier.describe(
+                layer_numbers(kv_caches, runs, self._cache_dtype, self._is_verified_layer)
+            )
         logger.info(
             "CPU tier of %s on %s: %d slabs, %d byte runs per block",
             format_size(self.arena.nbytes),
