@@ -29,6 +29,7 @@ from vllm_tiered_kv.connector.worker.kv_layout import (
     first_forward_clears,
     group_block_bytes,
     group_windows,
+    recurrent_groups,
 )
 from vllm_tiered_kv.connector.worker.remote_io import open_cluster
 from vllm_tiered_kv.connector.worker.worker_half import WorkerHalf
@@ -110,6 +111,7 @@ def make_scheduler_half(
         ),
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         computes_on_cpu=vllm_config.device_config.device_type == "cpu",
+        recurrent_groups=recurrent_groups(kv_cache_config),
     )
     half.loads.reuses_tails = config.reuse_partial_tail and config.mode is Mode.TIERED
     half.loads.awaits_first_forward = first_forward_clears(kv_cache_config)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from vllm_tiered_kv.cache.cost_model import between
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import TransferLedger
-from vllm_tiered_kv.cache.planner import Group, loadable_tokens, telling_group
+from vllm_tiered_kv.cache.planner import Group, end_of_full_groups, loadable_tokens, telling_group
 from vllm_tiered_kv.connector.scheduler.hashed_blocks import ids_of
 from vllm_tiered_kv.connector.scheduler.load_policy import LoadDecider
 from vllm_tiered_kv.connector.scheduler.partial_tail import tail_of
@@ -55,6 +55,9 @@ class LoadPlanner:
         self.load_policy = load_policy
         self._groups = groups
         self._alignment = math.lcm(*(group.block_size for group in groups))
+        self._has_states = any(group.is_recurrent for group in groups) and any(
+            group.window is None for group in groups
+        )
         self._index = index
         self._ledger = ledger
         self._recorder = recorder
@@ -146,6 +149,8 @@ class LoadPlanner:
             may_load = self.load_policy.may_load and not has_all_full
             if may_load and self._waits_for_stores(state, computed + loadable, end):
                 return None
+            if self._has_states:
+                self._request_state(state, computed, computed + loadable, end, daemon_ranges)
         if has_all_full and not loadable:
             state.match = Match(computed, 0, limit, on_gpu=on_gpu, computed_again=computed_again)
             return 0
@@ -193,6 +198,29 @@ class LoadPlanner:
                     state.store_wait_deadline = now + _STORE_WAIT_S
                 return now < state.store_wait_deadline
         return False
+
+    def _request_state(
+        self,
+        state: RequestState,
+        computed: int,
+        found: int,
+        limit: int,
+        daemon_ranges: Sequence[range] | None,
+    ) -> None:
+        """Lets vLLM keep the recurrent state where a prefix ends that the tiers hold without it, so
+        that the next request with this prefix finds it. vLLM keeps states at few boundaries, and
+        does the same by itself if its own cache holds such a prefix."""
+        shared = end_of_full_groups(
+            self._index,
+            self._groups,
+            state.loadable_keys,
+            computed,
+            limit,
+            self._alignment,
+            daemon_ranges,
+        )
+        if shared > max(found, state.request.shared_prefix_boundary):
+            state.request.shared_prefix_boundary = shared
 
     def _ensure_tail(self, state: RequestState) -> None:
         """Computes the tail of the prompt once, if tails are reused."""

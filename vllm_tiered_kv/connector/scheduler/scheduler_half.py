@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.cache.index import BlockIndex
@@ -91,13 +91,14 @@ class SchedulerHalf:
         step_tokens: int = 8192,
         windows: Sequence[int | None] = (),
         computes_on_cpu: bool = False,
+        recurrent_groups: Collection[int] = (),
     ) -> None:
         """`steps_zero_blocks`: vLLM zeroes new blocks in a step before it calls the connector.
-        `windows`: per group, see `Group`. See `StorePlanner` for the others."""
+        `windows`, `recurrent_groups`: see `groups_of`. See `StorePlanner` for the others."""
         self._config = config
         self._num_ranks = num_ranks
         self._key_maker = key_maker
-        self._groups = groups_of(block_sizes, block_bytes, windows, geometry)
+        self._groups = groups_of(block_sizes, block_bytes, windows, geometry, recurrent_groups)
         self._store_on_finish = not steps_zero_blocks
         self.recorder = Recorder()
         self.index = BlockIndex(geometry, config.eviction.value)
@@ -485,10 +486,12 @@ class SchedulerHalf:
 
     def _was_all_on_gpu(self, state: RequestState, ready: int) -> bool:
         """Whether the GPU had all full blocks of these tokens before the request arrived. Their
-        stores can then be deferred until no client waits for a first token."""
+        stores can then be deferred until no client waits for a first token. Not with recurrent
+        layers: the state that was hit leaves the request's table after its first step."""
         hit = state.on_gpu + state.computed_again
         return (self._config.mode is Mode.TIERED and not self.stores.has_stale_blocks) and all(
-            ready // group.block_size <= hit // group.block_size for group in self._groups
+            not group.is_recurrent and ready // group.block_size <= hit // group.block_size
+            for group in self._groups
         )
 
     def _plan_stores(self, request_id: str, scheduled: int) -> None:
