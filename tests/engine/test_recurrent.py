@@ -144,6 +144,28 @@ def test_a_state_that_only_the_gpu_has_is_stored_again(
     assert assert_tier_is_right(engine)
 
 
+def test_a_state_that_is_being_stored_is_waited_for(
+    tiny_model: Path, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most blocks of attention were stored before it, so that it alone is missing."""
+    windows = (None, STATE)
+    engine = ToyEngine(tiny_model, async_scheduling, windows=windows, cpu_blocks=128, retention=0)
+    ids = prompt(random.Random(1), 75)
+    first = engine.add(ids, 1)
+    while engine.requests[first].num_computed_tokens < 64:
+        engine.step()
+    # The first chunks are stored by now, and the next ones are slow.
+    polls = iter(range(20))
+    monkeypatch.setattr(engine.copier, "_due", lambda queue: next(polls, None) is None)
+    while first not in engine.finished:
+        engine.step()
+    assert engine.half.ledger.has_open_stores
+    engine.drop_gpu_cache()
+    ask(engine, ids, 1)
+    assert total(engine, names.HIT_TOKENS) == 72
+    engine.assert_at_rest()
+
+
 def test_a_failed_load_starts_over(tiny_model: Path, async_scheduling: bool) -> None:
     engine = ToyEngine(
         tiny_model, async_scheduling, windows=(None, STATE), cpu_blocks=128, retention=0

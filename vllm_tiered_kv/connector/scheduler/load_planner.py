@@ -192,7 +192,10 @@ class LoadPlanner:
         if found >= end or not self._ledger.has_open_stores:
             return False
         for group, keys in zip(self._groups, state.loadable_keys, strict=True):
-            if self._index.lookup(keys[found // group.block_size]) is Lookup.PENDING:
+            first = found // group.block_size
+            # The next recurrent state may be several blocks away.
+            stop = end // group.block_size if group.is_recurrent else first + 1
+            if any(self._index.lookup(key) is Lookup.PENDING for key in keys[first:stop]):
                 now = time.monotonic()
                 if state.store_wait_deadline is None:
                     state.store_wait_deadline = now + _STORE_WAIT_S
