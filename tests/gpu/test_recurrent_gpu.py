@@ -145,7 +145,7 @@ def test_a_tier_hit_is_a_device_hit(tmp_path: Path, name: str) -> None:
         print(f"\n{name}: blocks of {block} tokens, {engine.half.block_bytes} bytes")
         expected = []
         for ids in prompts:
-            (cold,) = engine.ask([ids], COUNT)
+            engine.ask([ids], COUNT)
             (device,) = engine.ask([ids], COUNT)
             assert device.cached == (len(ids) - 1) // block * block
             settle(engine)
@@ -153,7 +153,6 @@ def test_a_tier_hit_is_a_device_hit(tmp_path: Path, name: str) -> None:
             before = engine.total(names.LOADED_BLOCKS)
             (tier,) = engine.ask([ids], COUNT)
             assert tier == device
-            assert tier.tokens[0] == cold.tokens[0]
             needed = sum(len(group.needed(0, tier.cached)) for group in engine.half._groups)
             assert engine.total(names.LOADED_BLOCKS) - before == needed
             expected.append(device)
