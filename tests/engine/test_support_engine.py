@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
 )
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -42,6 +43,7 @@ from vllm_tiered_kv.cache.planner import STATE_WINDOW
 from vllm_tiered_kv.connector.connector import TieredKVConnector
 from vllm_tiered_kv.connector.metadata import TieredKVHandshake, TieredKVMetadata
 from vllm_tiered_kv.connector.support import why_not_cacheable
+from vllm_tiered_kv.connector.worker.forward_hooks import wanted_layout
 from vllm_tiered_kv.connector.worker.kv_layout import (
     group_block_bytes,
     group_windows,
@@ -189,6 +191,20 @@ def test_results_that_promise_the_same_bits_are_left_alone(
     assert said("FLASH_ATTN") is None
     for backend in (None, "FLASHINFER", "TRITON_MLA"):  # what vLLM chooses is not known here
         assert "VLLM_BATCH_INVARIANT" in (said(backend) or "")
+
+
+def test_hybrids_with_recurrent_layers_keep_the_layout_that_vllm_chooses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(current_platform, "is_cuda_alike", lambda: True)
+    transfer = SimpleNamespace(kv_connector_extra_config={"cpu_memory": "1GiB"})
+    layouts = [
+        wanted_layout(
+            bare_config(kv_transfer_config=transfer, model_config=bare_model(is_hybrid=is_hybrid))
+        )
+        for is_hybrid in (False, True)
+    ]
+    assert layouts == ["BLHNC", None]
 
 
 def test_a_model_that_is_left_alone_is_told_so_and_runs(
