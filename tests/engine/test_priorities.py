@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.made_configs import WITH_RECURRENT_STATES
 from tests.engine.toy_asking import assert_tier_is_right, prompt, total, workload
 from tests.engine.toy_engine import ToyEngine, play
 from tests.engine.toy_groups import EXPORTED_STATE, STATE
@@ -79,6 +80,7 @@ def test_random_clients(
     assert total(engine, names.LOADED_BLOCKS) > 0
 
 
+@WITH_RECURRENT_STATES
 @pytest.mark.parametrize("state", [STATE, EXPORTED_STATE], ids=["state", "exported"])
 def test_random_clients_with_recurrent_layers(
     tiny_model: Path, async_scheduling: bool, state: int

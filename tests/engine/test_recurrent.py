@@ -14,12 +14,15 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
+from tests.engine.made_configs import WITH_RECURRENT_STATES
 from tests.engine.toy_asking import ask, assert_tier_is_right, keys_of, prompt, total, workload
 from tests.engine.toy_engine import ToyEngine, play
 from tests.engine.toy_groups import EXPORTED_STATE, STATE, WrongRead
 from vllm_tiered_kv.cache.planner import STATE_WINDOW
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.metrics import names
+
+pytestmark = WITH_RECURRENT_STATES
 
 SHAPES = {
     "hybrid": {"windows": (None, STATE)},

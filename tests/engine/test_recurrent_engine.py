@@ -15,11 +15,12 @@ from vllm import SamplingParams
 from vllm.v1.request import Request
 
 from tests.engine import window_models
+from tests.engine.made_configs import WITH_RECURRENT_STATES
 from tests.engine.real_engine import RealEngine, real_engine
 from vllm_tiered_kv.cache.planner import Group
 from vllm_tiered_kv.metrics import names
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, WITH_RECURRENT_STATES]
 
 BLOCK = 160  # vLLM chooses it, so that a block of attention is as large as a state
 COUNT = 4

@@ -33,6 +33,7 @@ from vllm.v1.kv_cache_interface import (
 from tests.engine.made_configs import (
     FULL,
     SHAPE,
+    WITH_RECURRENT_STATES,
     bare_config,
     bare_model,
     bare_parallel,
@@ -80,6 +81,7 @@ def test_sliding_windows_are_cached_alone_and_beside_full_attention() -> None:
     assert group_windows(groups(retained)) == [67]
 
 
+@WITH_RECURRENT_STATES
 def test_recurrent_states_are_cached_alone_and_beside_attention() -> None:
     sizes = UniformTypeKVCacheSpecs(
         block_size=16, kv_cache_specs={"l0": STATE, "l2": replace(STATE, shapes=((8, 8), (2, 8)))}

@@ -334,7 +334,7 @@ class ToyEngine:
         self._update_batch(output)
         for cache in self.caches:
             cache[output.new_block_ids_to_zero or []] = 0
-            for copy in output.kv_cache_block_copies or ():
+            for copy in getattr(output, "kv_cache_block_copies", None) or ():  # from 0.32 on
                 cache[copy.dst_block_id] = cache[copy.src_block_id]
         for request_id, count in output.num_scheduled_tokens.items():
             running = self._running[request_id]
