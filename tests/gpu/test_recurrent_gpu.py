@@ -49,9 +49,10 @@ QWEN3_NEXT = {
     **_SMALL,
     "linear_num_value_heads": 8,
     "linear_num_key_heads": 4,
-    "mlp_only_layers": [0, 1, 2, 3],
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
 }
-"""Gated delta nets (GDN); no experts, whose choice may flip with the rounding."""
+"""Gated delta nets (GDN)."""
 
 GRANITE = {
     **_SMALL,
