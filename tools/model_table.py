@@ -98,13 +98,30 @@ ROWS = (
         ),
     ),
     Row(
-        "Mamba, and hybrids of Mamba and attention",
-        State.LEFT_ALONE,
+        "Recurrent layers, alone or beside attention: GDN (Qwen3-Next, Qwen3.5), Mamba 2 "
+        "(Granite-4, Nemotron-H), Mamba 1 (Jamba)",
+        State.CACHED,
         (
-            "tests/engine/test_recurrent_engine.py::test_a_hybrid_with_recurrent_state_runs_without_the_tier",
-            _SUPPORT_TESTS,
+            "tests/engine/test_recurrent_engine.py::test_each_prompt_is_found_as_by_vllm_itself",
+            "tests/engine/test_recurrent.py::test_random_clients",
+            "tests/engine/test_remote_windows.py::test_a_second_engine_finds_recurrent_states",
+            "tests/gpu/test_recurrent_gpu.py::test_a_tier_hit_is_a_device_hit",
         ),
-        says="recurrent state",
+        "a hit ends where vLLM keeps a state: at the last full block of a prompt and where prompts "
+        "diverge, or more often with --prefix-cache-retention-interval. vLLM's CPU back-end runs "
+        "only GDN with prefix caching, so the other kinds are tested on a GPU",
+    ),
+    Row(
+        "Recurrent layers without vLLM's prefix caching",
+        State.LEFT_ALONE,
+        (_SUPPORT_TESTS,),
+        says="is cached only with vLLM's prefix caching",
+    ),
+    Row(
+        "Recurrent layers with speculative decoding",
+        State.LEFT_ALONE,
+        ("tests/engine/test_support_engine.py::test_recurrent_states_with_drafts_are_left_alone",),
+        says="is not cached with speculative decoding",
     ),
     Row(
         "Chunked local attention that frees blocks (Llama-4, opt-in)",
@@ -311,8 +328,7 @@ _MLA = ("a tiny DeepSeek-V2", _kinds("test_mla"))
 _EACH_PROMPT = _windows("test_each_prompt_is_found_as_by_vllm_itself")
 _RECURRENT = (
     "a tiny Qwen3-Next",
-    "tests/engine/test_recurrent_engine.py"
-    "::test_a_hybrid_with_recurrent_state_runs_without_the_tier",
+    "tests/engine/test_recurrent_engine.py::test_each_prompt_is_found_as_by_vllm_itself",
 )
 
 NAMED = (

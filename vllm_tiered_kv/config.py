@@ -136,8 +136,8 @@ class TieredKVConfig:
     block_layout: BlockLayout = choice(
         BlockLayout.CONTIGUOUS,
         "`contiguous` asks vLLM to keep all layers of a GPU block together, so that whole "
-        "blocks move by DMA; attention back-ends that cannot do this keep their layout. `any`"
-        " keeps vLLM's own layout.",
+        "blocks move by DMA; attention back-ends that cannot do this and hybrids with recurrent "
+        "layers keep their layout. `any` keeps vLLM's own layout.",
     )
     step_loads: StepLoads = choice(
         StepLoads.AUTO,

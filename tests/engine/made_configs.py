@@ -6,8 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -16,6 +18,10 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
 )
 
+WITH_RECURRENT_STATES = pytest.mark.skipif(
+    not hasattr(KVConnectorBase_V1, "get_loaded_kv_cache_group_ids"),
+    reason="recurrent states are cached only with vLLM 0.32 or newer",
+)
 SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
 FULL = FullAttentionSpec(**SHAPE)
 

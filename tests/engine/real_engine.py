@@ -218,7 +218,9 @@ def _draw_weights(gain: float) -> Callable[[DummyModelLoader, torch.nn.Module, A
         generator = torch.Generator(device).manual_seed(7)
         with torch.no_grad():
             for name, weight in model.named_parameters():
-                if weight.dim() <= 1:
+                if name.endswith(".A"):
+                    weight.fill_(-1.0)  # recurrent layers: a state that decays
+                elif weight.dim() <= 1:
                     weight.fill_(1.0 if "norm" in name.lower() else 0.0)
                 elif name.endswith(_DRAFT_INPUTS) and weight.shape[1] == 2 * weight.shape[0]:
                     first, second = torch.eye(len(weight)), torch.zeros(len(weight), len(weight))

@@ -221,7 +221,7 @@ def test_two_engines_in_one_process_load_early_independently(tiny_model: Path) -
 def test_engine_has_early_loads_unless_vllm_zeroes_blocks(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, zeroes: bool
 ) -> None:
-    made_for = kv_cache_config([ToyGroup(0, None, 4, 32)], 64)
+    made_for = kv_cache_config([ToyGroup(0, None, 4, 32)], 64, 4)
     monkeypatch.setattr(type(made_for), "needs_kv_cache_zeroing", zeroes)
     assert (ToyEngine(tiny_model).half.early_loads is None) is zeroes
 

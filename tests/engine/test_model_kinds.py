@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheSpec, MambaSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
+    KVCacheSpec,
+    MambaSpec,
+)
 
 from tests.engine.made_configs import (
     FULL,
@@ -124,7 +130,7 @@ def test_layers_that_share_the_cache_of_others(tmp_path: Path) -> None:
     "spec",
     [
         ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64),
-        MambaSpec(block_size=16, shapes=((2, 32),), dtypes=(torch.float32,)),
+        CircularBufferSpec(**SHAPE),
     ],
     ids=lambda spec: type(spec).__name__,
 )
@@ -208,6 +214,28 @@ def test_each_kind_of_kv_cache_has_keys_of_its_own(tmp_path: Path) -> None:
         for kind in ("auto", "bfloat16", "fp8_e4m3", "fp8_e5m2")
     }
     assert len(namespaces) == 4
+
+
+def test_states_of_other_formats_have_keys_of_their_own(tmp_path: Path) -> None:
+    """Of recurrent layers: the dtypes of their states, and where vLLM keeps them."""
+    config = engine_config(write_model(tmp_path / "model"))
+    state = MambaSpec(
+        block_size=16,
+        shapes=((4, 8), (2, 8)),
+        dtypes=(torch.float32, torch.float32),
+        mamba_cache_mode="align",
+        page_size_padded=4096,
+    )
+    states = [
+        state,
+        replace(state, dtypes=(torch.bfloat16, torch.float32)),
+        replace(state, dtypes=(torch.float32, torch.bfloat16)),
+        replace(state, shapes=((8, 4), (2, 8))),
+        replace(state, block_size=32),
+        replace(state, mamba_cache_mode="all"),
+    ]
+    namespaces = {fingerprint(config, groups(FULL, each)).namespace() for each in states}
+    assert len(namespaces) == len(states)
 
 
 def test_scales_of_the_checkpoint_are_part_of_its_identity(tmp_path: Path) -> None:

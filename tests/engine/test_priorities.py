@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.engine.made_configs import WITH_RECURRENT_STATES
 from tests.engine.toy_asking import assert_tier_is_right, prompt, total, workload
 from tests.engine.toy_engine import ToyEngine, play
+from tests.engine.toy_groups import EXPORTED_STATE, STATE
 from vllm_tiered_kv.metrics import names
 
 STORES = pytest.mark.parametrize(
@@ -72,6 +74,28 @@ def test_random_clients(
         seed=seed,
     )
     workload(engine, seed, 50)
+    engine.assert_at_rest()
+    assert assert_tier_is_right(engine)
+    assert sum(r.num_preemptions for r in engine.requests.values()) > 0
+    assert total(engine, names.LOADED_BLOCKS) > 0
+
+
+@WITH_RECURRENT_STATES
+@pytest.mark.parametrize("state", [STATE, EXPORTED_STATE], ids=["state", "exported"])
+def test_random_clients_with_recurrent_layers(
+    tiny_model: Path, async_scheduling: bool, state: int
+) -> None:
+    engine = prioritized(
+        tiny_model,
+        async_scheduling,
+        windows=(None, state),
+        gpu_blocks=36,  # forces preemption
+        cpu_blocks=60,
+        max_tokens_per_step=24,
+        retention=8,
+        seed=2,
+    )
+    workload(engine, 2, 50)
     engine.assert_at_rest()
     assert assert_tier_is_right(engine)
     assert sum(r.num_preemptions for r in engine.requests.values()) > 0

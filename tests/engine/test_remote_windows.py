@@ -22,6 +22,7 @@ from tests.engine.toy_at_daemon import (
     wait_attached,
 )
 from tests.engine.toy_engine import ToyEngine
+from tests.engine.toy_groups import STATE
 from tests.engine.window_shapes import EVERY_SHAPE, SHAPES, window_blocks
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import names
@@ -120,9 +121,36 @@ def test_a_window_that_a_daemon_lacks_ends_the_hit_before_it(open_engine) -> Non
     assert total(second, names.LOADED_BLOCKS, REMOTE) == 9 + 3
 
 
-@pytest.mark.parametrize("name", ["window", "two_windows", "small_window_blocks"])
+@pytest.mark.parametrize("windows", [(None, STATE), (STATE, None, STATE)], ids=["one", "two"])
+def test_a_second_engine_finds_recurrent_states(open_engine, windows: tuple) -> None:
+    asked = prompts(1, 6)
+    first = open_engine(windows=windows, retention=0)
+    serve(first, asked)
+    second = open_engine(windows=windows, retention=0)
+    serve(second, asked)
+    ends = [(len(ids) - 1) // 4 * 4 for ids in asked]
+    assert total(second, names.HIT_TOKENS, REMOTE) == sum(ends)
+    states = (len(windows) - 1) * len(asked)
+    assert total(second, names.LOADED_BLOCKS, REMOTE) == sum(ends) // 4 + states
+    # Where a prompt diverges there is no state, but the blocks of attention tell vLLM to keep it.
+    (ids,) = asked[:1]
+    second.drop_gpu_cache()
+    second.half.index.clear()
+    before = total(second, names.HIT_TOKENS, REMOTE)
+    serve(second, [ids[: ends[0] - 1] + [7] * 9])
+    assert total(second, names.HIT_TOKENS, REMOTE) == before
+    second.drop_gpu_cache()
+    second.half.index.clear()
+    serve(second, [ids[: ends[0] - 1] + [8] * 9])
+    assert total(second, names.HIT_TOKENS, REMOTE) - before == ends[0] - 4
+
+
+RECURRENT = {"recurrent": {"windows": (None, STATE), "retention": 0}}
+
+
+@pytest.mark.parametrize("name", ["window", "two_windows", "small_window_blocks", "recurrent"])
 def test_random_clients_of_two_engines(open_engine, name: str, async_scheduling: bool) -> None:
-    shape = SHAPES[name]
+    shape = {**SHAPES, **RECURRENT}[name]
     groups = len(shape["windows"])
     for seed in range(2):
         toy = open_engine(

@@ -15,7 +15,7 @@ import pytest
 from tests.engine.delayed_copier import LAYERS
 from tests.engine.toy_asking import ask, prompt, seeded_prompt
 from tests.engine.toy_engine import ToyEngine, play
-from tests.engine.toy_groups import ToyGroup
+from tests.engine.toy_groups import STATE, ToyGroup
 from tests.engine.toy_speculation import SpeculatingToyEngine
 from vllm_tiered_kv.core.tiers import Lookup
 
@@ -30,6 +30,8 @@ class AgedGroup(ToyGroup):
 
     def read(self, cache: np.ndarray, blocks: Sequence[int], start: int) -> list[int]:
         """What the tokens from `start` on build on."""
+        if self.is_recurrent:
+            return self.rows(cache)[blocks[(start - 1) // self.block_size]].tolist() * bool(start)
         table, place = self.table(blocks, start)
         first = 0 if self.window is None else max(0, start - self.window + 1)
         return self.rows(cache)[table[first:], place[first:]].tolist()
@@ -44,6 +46,9 @@ class AgedGroup(ToyGroup):
         before_layer: Callable[[int], None],
     ) -> None:
         super().forward(name, caches[:_LAST], blocks, right, span, before_layer)
+        if self.is_recurrent:
+            self.rows(caches[_LAST])[blocks[(span.stop - 1) // self.block_size]] = self.age
+            return
         table, place = self.table(blocks, span.stop)
         self.rows(caches[_LAST])[table[span.start :], place[span.start :]] = self.age
 
@@ -183,6 +188,7 @@ STORMS: dict[str, dict[str, Any]] = {
     "lazy": {"extra_config": {"store": "lazy", "lazy_window": 48}},
     "a window, prompts alone": {"windows": (10,), "extra_config": {"store_decode": False}},
     "window first": {"windows": (6, None), "gpu_blocks": 72},
+    "a recurrent layer": {"windows": (None, STATE), "retention": 0},
     "two sizes of blocks": {"windows": (None, 10), "block_sizes": (4, 8), "gpu_blocks": 72},
 }
 

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
 )
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -33,20 +34,34 @@ from vllm.v1.kv_cache_interface import (
 from tests.engine.made_configs import (
     FULL,
     SHAPE,
+    WITH_RECURRENT_STATES,
     bare_config,
     bare_model,
     bare_parallel,
     groups,
 )
 from tests.engine.toy_engine import ToyEngine
+from vllm_tiered_kv.cache.planner import STATE_WINDOW
 from vllm_tiered_kv.connector.connector import TieredKVConnector
 from vllm_tiered_kv.connector.metadata import TieredKVHandshake, TieredKVMetadata
 from vllm_tiered_kv.connector.support import why_not_cacheable
-from vllm_tiered_kv.connector.worker.kv_layout import group_windows
+from vllm_tiered_kv.connector.worker.forward_hooks import wanted_layout
+from vllm_tiered_kv.connector.worker.kv_layout import (
+    group_block_bytes,
+    group_windows,
+    recurrent_groups,
+)
 
 WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=64)
 LATENT = {**SHAPE, "num_kv_heads": 1, "sliding_window": 64}
-STATE = MambaSpec(block_size=16, shapes=((4, 8),), dtypes=(torch.float32,))
+OVERWRITTEN = MambaSpec(block_size=16, shapes=((4, 8),), dtypes=(torch.float32,))
+STATE = replace(
+    OVERWRITTEN,
+    mamba_cache_mode="align",
+    shapes=((4, 8), (2, 8)),
+    dtypes=(torch.float32, torch.bfloat16),
+    page_size_padded=512,
+)
 
 
 def test_full_attention_is_cached_in_one_group_or_several() -> None:
@@ -67,13 +82,32 @@ def test_sliding_windows_are_cached_alone_and_beside_full_attention() -> None:
     assert group_windows(groups(retained)) == [67]
 
 
+@WITH_RECURRENT_STATES
+def test_recurrent_states_are_cached_alone_and_beside_attention() -> None:
+    sizes = UniformTypeKVCacheSpecs(
+        block_size=16, kv_cache_specs={"l0": STATE, "l2": replace(STATE, shapes=((8, 8), (2, 8)))}
+    )
+    for cache in (groups(STATE), groups(FULL, STATE, WINDOW), groups(sizes)):
+        assert why_not_cacheable(bare_config(), cache) is None
+    cache = groups(FULL, STATE, sizes)
+    assert group_windows(cache) == [None, STATE_WINDOW, STATE_WINDOW]
+    assert recurrent_groups(cache) == [1, 2]
+    assert group_block_bytes(groups(STATE)) == [4 * 8 * 4 + 2 * 8 * 2]  # without the padding
+
+
+def test_recurrent_states_with_drafts_are_left_alone() -> None:
+    ngram = SimpleNamespace(uses_draft_kv_cache=lambda: False)
+    said = why_not_cacheable(bare_config(speculative_config=ngram), groups(FULL, STATE))
+    assert "not cached with speculative decoding" in (said or "")
+
+
 @pytest.mark.parametrize(
     ("cache", "reason"),
     [
         (groups(), "no KV cache"),
         (groups(FULL, SlidingWindowMLASpec(**LATENT)), "group 1 is SlidingWindowMLASpec: "),
         (groups(ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64)), "chunked local"),
-        (groups(FULL, STATE), "group 1 is MambaSpec: recurrent state"),
+        (groups(FULL, OVERWRITTEN), "recurrent state (Mamba, linear attention) is cached only"),
         (groups(FULL, CrossAttentionSpec(**SHAPE)), "encoder"),
         (groups(SinkFullAttentionSpec(**SHAPE, sink_len=4)), "sinks"),
         (groups(FULL, CircularBufferSpec(**SHAPE)), "ring buffer"),
@@ -171,18 +205,32 @@ def test_results_that_promise_the_same_bits_are_left_alone(
         assert "VLLM_BATCH_INVARIANT" in (said(backend) or "")
 
 
+def test_hybrids_with_recurrent_layers_keep_the_layout_that_vllm_chooses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(current_platform, "is_cuda_alike", lambda: True)
+    transfer = SimpleNamespace(kv_connector_extra_config={"cpu_memory": "1GiB"})
+    layouts = [
+        wanted_layout(
+            bare_config(kv_transfer_config=transfer, model_config=bare_model(is_hybrid=is_hybrid))
+        )
+        for is_hybrid in (False, True)
+    ]
+    assert layouts == ["BLHNC", None]
+
+
 def test_a_model_that_is_left_alone_is_told_so_and_runs(
     tiny_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = ToyEngine(tiny_model).config
-    hybrid = groups(FULL, STATE)
+    hybrid = groups(FULL, CircularBufferSpec(**SHAPE))
     with caplog.at_level(logging.WARNING):
         scheduler = TieredKVConnector(config, KVConnectorRole.SCHEDULER, hybrid)
         worker = TieredKVConnector(config, KVConnectorRole.WORKER, hybrid)
     said = [record.message for record in caplog.records if "not tiered" in record.message]
     assert said == [
-        "the KV cache of this model is not tiered: KV-cache group 1 is MambaSpec: recurrent state "
-        "(Mamba, linear attention) is not supported so far"
+        "the KV cache of this model is not tiered: KV-cache group 1 is CircularBufferSpec: a ring "
+        "buffer is overwritten while its request runs"
     ]
     assert scheduler.get_num_new_matched_tokens(None, 0) == (0, False)
     assert scheduler.build_connector_meta(None) == TieredKVMetadata()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import time
 from pathlib import Path
@@ -9,15 +10,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheLayout, MambaSpec
+from vllm.v1.worker.utils import allocate_kv_cache
 
 from tests.engine.delayed_copier import LAYERS
-from tests.engine.made_configs import one_group
+from tests.engine.made_configs import FULL, engine_config, one_group
 from tests.engine.toy_engine import ToyEngine
+from tests.models import write_model
 from vllm_tiered_kv.cache.ledger import StoreReport
 from vllm_tiered_kv.connector import assembly
 from vllm_tiered_kv.connector.idle_steps import IdleSteps, are_needed
 from vllm_tiered_kv.connector.metadata import TieredKVMetadata
-from vllm_tiered_kv.connector.worker.kv_layout import require_whole_blocks
+from vllm_tiered_kv.connector.worker.kv_layout import group_runs, require_whole_blocks
 from vllm_tiered_kv.connector.worker.worker_half import WorkerHalf, _pinning
 from vllm_tiered_kv.core.transfer import GroupTransfer, LoadJob, StoreJob, int64_array
 from vllm_tiered_kv.errors import CudaError, UnsupportedError
@@ -47,6 +53,33 @@ def worker(engine: ToyEngine) -> WorkerHalf:
     yield worker
     worker.shutdown()
     worker.shutdown()
+
+
+@pytest.mark.parametrize("layout", ["LBNHC", "LBHNC", "BLNHC", "BLHNC"])
+def test_a_recurrent_block_holds_the_states_of_its_layers(tmp_path: Path, layout: str) -> None:
+    """Behind each other, as vLLM's layers see them, without the padding between pages."""
+    page = FULL.page_size_bytes
+    shapes, dtypes = ((3, 8), (4, 16)), (torch.bfloat16, torch.float32)
+    state = MambaSpec(block_size=16, shapes=shapes, dtypes=dtypes, page_size_padded=page)
+    config = engine_config(write_model(tmp_path))
+    config.cache_config.kv_cache_layout = layout
+    groups = [KVCacheGroupSpec(["s0", "s1"], state), KVCacheGroupSpec(["a0", "a1"], FULL)]
+    cache_config = get_kv_cache_config_from_groups(config, groups, 2 * page * BLOCKS)
+    tensors = allocate_kv_cache(cache_config, torch.device("cpu"), KVCacheLayout[layout])
+    expected = b""
+    for name in ("s0", "s1"):
+        layer = SimpleNamespace(get_state_shape=lambda: shapes, get_state_dtype=lambda: dtypes)
+        MambaBase.bind_kv_cache(layer, tensors[name])
+        for part in layer.kv_cache:
+            part[5] = torch.randn(part.shape[1:]).to(part.dtype)
+            expected += part[5].contiguous().view(torch.uint8).numpy().tobytes()
+    runs = group_runs(tensors, cache_config)[0]
+    assert runs.block_bytes == len(expected) == 2 * (3 * 8 * 2 + 4 * 16 * 4)
+    found = bytearray(len(expected))
+    for run in runs.runs:
+        content = ctypes.string_at(run.address + 5 * run.block_stride, run.nbytes)
+        found[run.slot_offset : run.slot_offset + run.nbytes] = content
+    assert found == expected
 
 
 def pairs(blocks: list[int], slots: list[int]) -> GroupTransfer:

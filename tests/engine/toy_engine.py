@@ -40,7 +40,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.engine.delayed_copier import LAYERS, DelayedCopier
-from tests.engine.toy_groups import ToyGroup, kv_cache_config
+from tests.engine.toy_groups import EXPORTED_STATE, ToyGroup, kv_cache_config
 from vllm_tiered_kv.connector import assembly
 from vllm_tiered_kv.connector.connector import TieredKVConnector
 from vllm_tiered_kv.device.arena import Arena
@@ -89,8 +89,10 @@ class ToyEngine:
     model: Path
     async_scheduling: bool = False
     block_size: int = 4  # of the first group
-    windows: tuple[int | None, ...] = (None,)  # one for each group
+    windows: tuple[int | None, ...] = (None,)  # one for each group, see `toy_groups.STATE`
     block_sizes: tuple[int, ...] = ()  # per group, if they differ: once or twice the first
+    hash_size: int = 0  # tokens of a block hash; 0: the smallest block size
+    retention: int | None = None  # vLLM's prefix_cache_retention_interval
     gpu_blocks: int = 64
     cpu_blocks: int = 32
     max_tokens_per_step: int = 32
@@ -146,17 +148,22 @@ class ToyEngine:
             for number, (window, size) in enumerate(zip(self.windows, sizes, strict=True))
         ]
         self.alignment = math.lcm(*sizes)
-        self.kv_cache_config = kv_cache_config(self.groups, self.gpu_blocks)
+        if any(group.is_recurrent for group in self.groups):
+            config.cache_config.mamba_cache_mode = "align"
+        hash_size = self.hash_size or min(sizes)
+        self.kv_cache_config = kv_cache_config(self.groups, self.gpu_blocks, hash_size)
         self.kv_cache_config.kv_tp_replicas = self.replicas
+        if self.retention is not None:
+            self.kv_cache_config.prefix_cache_retention_interval = self.retention
         scheduler_class = AsyncScheduler if self.async_scheduling else Scheduler
         init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(min(sizes), sha256)
+        self._hasher = get_request_block_hasher(hash_size, sha256)
         self.scheduler = scheduler_class(
             vllm_config=config,
             kv_cache_config=self.kv_cache_config,
             structured_output_manager=StructuredOutputManager(config),
             block_size=self.alignment,
-            hash_block_size=min(sizes),
+            hash_block_size=hash_size,
             log_stats=True,
         )
         self.half = _ours(self.scheduler.connector).scheduler_half
@@ -278,9 +285,12 @@ class ToyEngine:
         metadata = output.kv_connector_metadata
         if not self._in_flight:
             self.copier.last_writes = {}
+        if self.second_runner:
+            self._prepare(output)  # before any hook
         self.worker.handle_preemptions(metadata)
         self.worker.bind_connector_metadata(metadata)
-        self._update_batch(output)
+        if not self.second_runner:
+            self._prepare(output)
         context = SimpleNamespace(
             attn_metadata={} if self.rng.random() < self.layer_calls else None,
             cudagraph_runtime_mode=CUDAGraphMode.NONE,
@@ -317,6 +327,40 @@ class ToyEngine:
             sampled_token_ids=[sampled[r] for r in ids],
             kv_connector_output=connector_output,
         )
+
+    def _prepare(self, output: SchedulerOutput) -> None:
+        """Updates the batch, and writes blocks as vLLM does before the forward: clears new ones,
+        copies those that requests share, and moves recurrent states."""
+        self._update_batch(output)
+        for cache in self.caches:
+            cache[output.new_block_ids_to_zero or []] = 0
+            for copy in getattr(output, "kv_cache_block_copies", None) or ():  # from 0.32 on
+                cache[copy.dst_block_id] = cache[copy.src_block_id]
+        for request_id, count in output.num_scheduled_tokens.items():
+            running = self._running[request_id]
+            span = range(running.computed, running.computed + count)
+            for group, blocks in zip(self.groups, running.blocks, strict=True):
+                if group.is_recurrent:
+                    group.migrate(self.caches, blocks, span)
+
+    def _export_state(self, group: ToyGroup, blocks: list[int], right: Any, span: range) -> None:
+        """Writes the state at a boundary within these tokens where the scheduler expects it."""
+        from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
+
+        coordinator = self.scheduler.kv_cache_manager.coordinator
+        (offset,), (column,) = compute_mamba_prefill_checkpoints(
+            [span.stop],
+            [len(span)],
+            hash_block_size=coordinator.hash_block_size,
+            mamba_block_size=group.block_size,
+            checkpoint_alignment=1,
+            drop_eagle_block=False,
+            cache_hit_alignment_tokens=coordinator._cache_hit_alignment_tokens,
+        )
+        if offset:
+            for layer, cache in enumerate(self.caches):
+                state = group.state(right, span.start + offset, layer)
+                group.rows(cache)[blocks[column]] = state
 
     def _update_batch(self, output: SchedulerOutput) -> None:
         """Applies the scheduler output. Model Runner V2 counts the tokens of a request on the GPU,
@@ -357,6 +401,8 @@ class ToyEngine:
             group.forward(
                 request_id, self.caches, blocks, right, range(start, stop), self._before_layer
             )
+            if group.window == EXPORTED_STATE:
+                self._export_state(group, blocks, right, range(start, stop))
         # A chunk that ends before the last known token samples nothing: a part of a prompt, or of a
         # request that restarts after a preemption.
         known = self.requests[request_id].num_tokens

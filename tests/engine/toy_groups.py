@@ -1,4 +1,5 @@
-"""KV-cache groups of the toy model: full attention, sliding windows, several block sizes.
+"""KV-cache groups of the toy model: full attention, sliding windows, recurrent states, several
+block sizes.
 
 As in vLLM, all groups share one memory, and a block belongs to one group at a time. Each group has
 its own KV, so the model detects a block of the wrong group too.
@@ -16,11 +17,19 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheSpec,
     KVCacheTensor,
+    MambaSpec,
     SlidingWindowSpec,
 )
 
 from tests.engine.delayed_copier import LAYERS
+
+STATE = -1
+"""In place of a window: the group has recurrent layers, with vLLM's "align" mode."""
+EXPORTED_STATE = -2
+"""Like `STATE`, and a forward can also write the state at a boundary inside its tokens, as Mamba 2
+does."""
 
 
 class WrongRead(AssertionError):
@@ -41,7 +50,21 @@ class ToyGroup:
         return [f"g{self.group_id}.{name}" for name in LAYERS] if self.group_id else list(LAYERS)
 
     @property
-    def spec(self) -> AttentionSpec:
+    def is_recurrent(self) -> bool:
+        return self.window in (STATE, EXPORTED_STATE)
+
+    @property
+    def spec(self) -> KVCacheSpec:
+        if self.is_recurrent:
+            exports = int(self.window == EXPORTED_STATE)
+            return MambaSpec(
+                block_size=self.block_size,
+                shapes=((self.page // 8,), (self.page // 4,)),
+                dtypes=(torch.int32, torch.int16),
+                mamba_cache_mode="align",
+                num_prefill_checkpoint_blocks=exports,
+                prefill_checkpoint_alignment=exports or None,
+            )
         shape = {
             "block_size": self.block_size,
             "num_kv_heads": 1,
@@ -65,6 +88,18 @@ class ToyGroup:
         kv = right ^ layer ^ (self.group_id << 20)
         return kv if self.page == 8 * self.block_size else (kv & 0x7FFFFFFF).astype(np.int32)
 
+    def state(self, right: np.ndarray, stop: int, layer: int) -> np.ndarray:
+        """The right block of a recurrent layer after `stop` tokens."""
+        kv = self.kv(right[stop - 1 : stop], layer)
+        return kv + np.arange(self.page // kv.itemsize, dtype=kv.dtype)
+
+    def block(self, right: np.ndarray, position: int, layer: int) -> np.ndarray:
+        """The right content of a full block."""
+        first, stop = position * self.block_size, (position + 1) * self.block_size
+        if self.is_recurrent:
+            return self.state(right, stop, layer)
+        return self.kv(right[first:stop], layer)
+
     def table(self, blocks: Sequence[int], stop: int) -> tuple[np.ndarray, np.ndarray]:
         """The block and the offset within it, for each of the first `stop` tokens."""
         at = np.arange(stop)
@@ -81,6 +116,9 @@ class ToyGroup:
     ) -> None:
         """Checks the KV that the tokens of `span` attend to, and writes their own."""
         start, stop = span.start, span.stop
+        if self.is_recurrent:
+            self._advance_state(name, caches, blocks, right, span, before_layer)
+            return
         table, place = self.table(blocks, stop)
         first = 0 if self.window is None else max(0, start - self.window + 1)
         if not table[first:stop].all():
@@ -96,8 +134,37 @@ class ToyGroup:
                 )
             rows[table[start:], place[start:]] = kv[start:]
 
+    def migrate(self, caches: Sequence[np.ndarray], blocks: Sequence[int], span: range) -> None:
+        """Copies the state before the tokens of `span` to the block where they write theirs, which
+        vLLM does before the forward."""
+        before, after = (span.start - 1) // self.block_size, (span.stop - 1) // self.block_size
+        if span.start and before != after:
+            for cache in caches:
+                cache[blocks[after]] = cache[blocks[before]]
 
-def kv_cache_config(groups: Sequence[ToyGroup], num_blocks: int) -> KVCacheConfig:
+    def _advance_state(
+        self,
+        name: str,
+        caches: Sequence[np.ndarray],
+        blocks: Sequence[int],
+        right: np.ndarray,
+        span: range,
+        before_layer: Callable[[int], None],
+    ) -> None:
+        block = blocks[(span.stop - 1) // self.block_size]
+        if not block:
+            raise WrongRead(f"{name} has no block for its state")
+        for layer, cache in enumerate(caches):
+            before_layer(layer)
+            row = self.rows(cache)[block]
+            if span.start and (row != self.state(right, span.start, layer)).any():
+                raise WrongRead(
+                    f"{name} reads a wrong state at token {span.start}, group {self.group_id}"
+                )
+            row[:] = self.state(right, span.stop, layer)
+
+
+def kv_cache_config(groups: Sequence[ToyGroup], num_blocks: int, hash_size: int) -> KVCacheConfig:
     page = groups[0].page
     config = KVCacheConfig(
         num_blocks=num_blocks,
@@ -114,5 +181,5 @@ def kv_cache_config(groups: Sequence[ToyGroup], num_blocks: int) -> KVCacheConfi
         kv_cache_layout="LBHNC",
     )
     if hasattr(config, "hash_block_size"):  # not before 0.32
-        config.hash_block_size = min(group.block_size for group in groups)
+        config.hash_block_size = hash_size
     return config

@@ -69,8 +69,12 @@ QWEN3_NEXT = {
     "model_type": "qwen3_next",
     "num_hidden_layers": 4,
     "full_attention_interval": 4,
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
+    # Large heads of attention and few of the recurrence: vLLM chooses blocks as large as a state.
+    "hidden_size": 256,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 1,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
@@ -85,7 +89,7 @@ QWEN3_NEXT = {
     "hidden_act": "silu",
     "torch_dtype": "bfloat16",
 }
-"""Recurrent layers beside full attention; no windows."""
+"""Recurrent layers (GDN) beside full attention; no windows. Blocks of 160 tokens."""
 
 
 def write(folder: Path, config: dict[str, Any]) -> Path:

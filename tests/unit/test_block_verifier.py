@@ -5,15 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from vllm_tiered_kv.connector.worker.block_verifier import BlockVerifier
-from vllm_tiered_kv.connector.worker.number_formats import number_format
+from vllm_tiered_kv.connector.worker.number_formats import layer_numbers, number_format
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.block_compare import LayerNumbers, NumberFormat
 from vllm_tiered_kv.core.key import BlockKey
+from vllm_tiered_kv.core.layout import BlockRuns
 from vllm_tiered_kv.core.transfer import GroupTransfer, int64_array
 from vllm_tiered_kv.core.verdict import BlockVerdict, Verdict, VerifyJob
 from vllm_tiered_kv.device.arena import Arena
@@ -162,3 +164,27 @@ def test_a_job_that_finds_no_thread_is_not_compared(
         patch.setattr(threading.Thread, "start", fail)
         assert bench.run(bench.local(1, [0, 1], [0, 1])) == [Verdict.NOT_COMPARED] * 2
     assert bench.run(bench.local(2, [0, 1], [0, 1])) == [Verdict.EQUAL] * 2
+
+
+def test_the_parts_of_a_recurrent_state_have_number_formats_of_their_own() -> None:
+    """vLLM registers a recurrent layer as bytes. Compared as bytes, a state that was rounded
+    differently would count as wrong."""
+    caches = {
+        "attention": SimpleNamespace(dtype="torch.float16"),
+        "one": SimpleNamespace(dtype="torch.int8"),
+        "two": SimpleNamespace(dtype="torch.int8"),
+    }
+    runs = {
+        0: BlockRuns((), 1, (("attention", 64),)),
+        1: BlockRuns((), 1, (("one", 40), ("two", 80))),
+    }
+    state = [(8, "torch.bfloat16"), (32, "torch.float32")]
+    assert layer_numbers(caches, runs, "auto", {"one": state, "two": state}) == {
+        0: [LayerNumbers("attention", 64, NumberFormat.FLOAT16)],
+        1: [
+            LayerNumbers("one", 8, NumberFormat.BFLOAT16),
+            LayerNumbers("one", 40, NumberFormat.FLOAT32),
+            LayerNumbers("two", 48, NumberFormat.BFLOAT16),
+            LayerNumbers("two", 80, NumberFormat.FLOAT32),
+        ],
+    }

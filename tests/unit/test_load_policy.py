@@ -11,7 +11,7 @@ import pytest
 
 from vllm_tiered_kv.cache.cost_model import Choice, Span
 from vllm_tiered_kv.cache.index import BlockIndex
-from vllm_tiered_kv.cache.planner import Group
+from vllm_tiered_kv.cache.planner import STATE_WINDOW, Group
 from vllm_tiered_kv.config import TieredKVConfig
 from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier, EngineFacts
 from vllm_tiered_kv.connector.scheduler.load_policy import LoadDecider
@@ -338,3 +338,9 @@ def test_an_end_seen_late_is_told_only_if_it_cannot_be_far_off(
     clock.now = 101.0
     times.end("a", Tier.CPU, None, True)
     assert bool(times.take()) == is_told
+
+
+def test_states_of_recurrent_layers_have_a_fixed_cost() -> None:
+    state = replace(GROUP, group_id=1, window=STATE_WINDOW, is_recurrent=True)
+    assert ClockedDecider((GROUP, state)).costs.bytes_per_token == 16
+    assert ClockedDecider((replace(state, group_id=0),)).costs.bytes_per_token == 1

@@ -144,9 +144,9 @@ def test_chunked_attention_is_counted_as_full() -> None:
 
 def test_recurrent_state_is_counted_per_snapshot() -> None:
     (state, attention) = groups(window_models.QWEN3_NEXT)
-    conv, recurrent = (2 * 2 * 128 + 4 * 128) * 3, 4 * 128 * 128
+    conv, recurrent = (2 * 1 * 128 + 2 * 128) * 3, 2 * 128 * 128
     assert state == (LayerKind.RECURRENT, 3, 3 * (conv + recurrent) * 2)
-    assert attention == (LayerKind.FULL, 1, 2 * 2 * 32 * 2)
+    assert attention == (LayerKind.FULL, 1, 2 * 4 * 64 * 2)
     answer = check(window_models.QWEN3_NEXT, 2)
     assert answer.snapshot_bytes == state[2]
     assert answer.token_bytes == attention[2]

@@ -20,6 +20,7 @@ _ADAPTERS = ("tests/engine/test_adapter_keys.py",)
 _ISOLATION = ("tests/engine/test_isolation.py",)
 _TAILS = "tests/engine/test_partial_tail.py"
 _PLANNER = ("tests/unit/test_planner.py",)
+_RECURRENT = ("tests/engine/test_recurrent.py::test_a_repeated_prompt_is_found_as_by_vllm_itself",)
 _SEARCH = ("tests/unit/test_window_search.py",)
 _VERIFICATION = ("tests/engine/test_verification.py",)
 
@@ -530,6 +531,24 @@ ENGINE = (
         "        parent = self._root\n",
         "prompts that end alike get each other's answers",
         (*_KEYS, f"{_TAILS}::test_tail_matches_only_a_prompt_with_the_same_end"),
+        Needs.VLLM,
+    ),
+    Mutation(
+        "states-by-their-place-in-the-table",
+        "connector/scheduler/store_planner.py",
+        "compress(positions, run.still_hashed(self._block_pool, positions))",
+        "compress(positions, ids)",
+        "the state of other tokens is loaded: recurrent layers continue from a wrong state",
+        _RECURRENT,
+        Needs.VLLM,
+    ),
+    Mutation(
+        "states-one-token-early",
+        "cache/planner.py",
+        "STATE_WINDOW = 2",
+        "STATE_WINDOW = 1",
+        "a hit is found without a state, and recurrent layers continue from a block never loaded",
+        _RECURRENT,
         Needs.VLLM,
     ),
     Mutation(

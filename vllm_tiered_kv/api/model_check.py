@@ -35,7 +35,10 @@ VERDICTS = {
         "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE=1 the model is not cached",
     ),
     LayerKind.RECURRENT: Verdict(
-        False, "MambaSpec", "recurrent state (Mamba, linear attention) is not supported so far"
+        True,
+        "MambaSpec",
+        "recurrent state is cached with vLLM's prefix caching (--enable-prefix-caching) and without "
+        "speculative decoding",
     ),
     LayerKind.LATENT_WINDOW: Verdict(
         False,

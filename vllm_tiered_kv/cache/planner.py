@@ -5,16 +5,22 @@ A group with full attention needs every block of a prefix. A group with a slidin
 the last ones: tokens before the window of the next token are never read again, and vLLM keeps no
 blocks for them. So a hit can end wherever the full-attention groups have all blocks and the windows
 of the other groups are complete.
+
+A group of recurrent layers needs one block, with the state after the last token of the hit. vLLM
+keeps that state only at some block boundaries, so a hit can end only there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from vllm_tiered_kv.cache.index import BlockIndex, Reservations
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.key import BlockKey
+
+STATE_WINDOW = 2
+"""The window of recurrent layers: a token reads the state after the token before it."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,8 @@ class Group:
     block_bytes: int  # per rank
     size_class: int
     window: int | None = None  # tokens a token attends to, including itself; None: full attention
+    is_recurrent: bool = False
+    """A block holds the state after its last token. The window is `STATE_WINDOW`."""
 
     def needed(self, computed: int, end: int) -> range:
         """Returns the block positions that a request with `computed` tokens must load to continue
@@ -41,10 +49,19 @@ def groups_of(
     block_bytes: Sequence[int],
     windows: Sequence[int | None],
     geometry: ArenaGeometry,
+    recurrent: Collection[int] = (),
 ) -> list[Group]:
-    """Returns the groups of an engine. An empty `windows` means full attention everywhere."""
+    """Returns the groups of an engine. An empty `windows` means full attention everywhere;
+    `recurrent` are the groups of recurrent layers."""
     return [
-        Group(group_id, size, nbytes, geometry.class_of_block(nbytes), window)
+        Group(
+            group_id,
+            size,
+            nbytes,
+            geometry.class_of_block(nbytes),
+            window,
+            group_id in recurrent,
+        )
         for group_id, (size, nbytes, window) in enumerate(
             zip(block_sizes, block_bytes, windows or [None] * len(block_sizes), strict=True)
         )
@@ -88,19 +105,9 @@ def loadable_tokens(
     A hit ends where the first group ends, at a multiple of `alignment`. `elsewhere` gives the
     positions of each group that another tier holds.
     """
-    end = limit - limit % alignment
-    for group, group_keys in zip(groups, keys, strict=True):
-        if end <= computed:
-            return 0
-        if group.window is not None:
-            continue
-        position, stop = computed // group.block_size, end // group.block_size
-        position += index.match_prefix(group_keys, position, stop)
-        if elsewhere is not None and position in elsewhere[group.group_id]:
-            position = elsewhere[group.group_id].stop
-            position += index.match_prefix(group_keys, position, stop)
-        end = min(end, position * group.block_size)
-        end -= end % alignment
+    end = end_of_full_groups(index, groups, keys, computed, limit, alignment, elsewhere)
+    if end <= computed:
+        return 0
 
     def last_missing(group: Group, needed: range) -> int | None:
         held = elsewhere[group.group_id] if elsewhere is not None else range(0)
@@ -111,6 +118,33 @@ def loadable_tokens(
         return None if all(there) else needed.stop - 1 - there[::-1].index(False)
 
     return max(0, end_of_windows(groups, computed, end, alignment, last_missing) - computed)
+
+
+def end_of_full_groups(
+    index: BlockIndex,
+    groups: Sequence[Group],
+    keys: Sequence[Sequence[BlockKey]],
+    computed: int,
+    limit: int,
+    alignment: int,
+    elsewhere: Sequence[range] | None = None,
+) -> int:
+    """Returns the end of the prefix that all groups with full attention can load, up to `limit`. A
+    result of `computed` or less means that they can load nothing."""
+    end = limit - limit % alignment
+    for group, group_keys in zip(groups, keys, strict=True):
+        if end <= computed:
+            break
+        if group.window is not None:
+            continue
+        position, stop = computed // group.block_size, end // group.block_size
+        position += index.match_prefix(group_keys, position, stop)
+        if elsewhere is not None and position in elsewhere[group.group_id]:
+            position = elsewhere[group.group_id].stop
+            position += index.match_prefix(group_keys, position, stop)
+        end = min(end, position * group.block_size)
+        end -= end % alignment
+    return end
 
 
 def end_of_windows(

@@ -43,6 +43,7 @@ from vllm_tiered_kv.connector.worker.kv_layout import (
     first_forward_clears,
     group_block_bytes,
     group_windows,
+    recurrent_groups,
 )
 from vllm_tiered_kv.connector.worker.number_formats import is_draft_layer
 from vllm_tiered_kv.connector.worker.remote_io import open_cluster
@@ -112,7 +113,8 @@ def make_scheduler_half(
     recorder = Recorder()
     index = BlockIndex(geometry, config.eviction.value)
     ledger = TransferLedger(index, recorder, engine.num_ranks)
-    groups = groups_of(block_sizes, block_bytes, windows, geometry)
+    states = recurrent_groups(kv_cache_config)
+    groups = groups_of(block_sizes, block_bytes, windows, geometry, states)
     tier = CpuTier(groups, index, ledger, recorder)
 
     remote = lookups = verification = None

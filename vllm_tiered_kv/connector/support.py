@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 from vllm_tiered_kv.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import FrameType
 
     from vllm.config import ParallelConfig, VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 
 OLDEST_VLLM = (0, 31)
 """The first release that calls all hooks as the connector needs them. 0.30 has the hooks, but does
@@ -29,7 +30,6 @@ _UNSUPPORTED = {
         "sliding windows over latent KV (DeepSeek-V4) are rebuilt by vLLM in ways not supported "
         "so far"
     ),
-    "MambaSpec": "recurrent state (Mamba, linear attention) is not supported so far",
     "CrossAttentionSpec": "the KV of an encoder's output depends on no prefix of tokens",
     "EncoderOnlyAttentionSpec": "an encoder has no KV cache to keep",
     "SinkFullAttentionSpec": "blocks of attention sinks belong to no request",
@@ -92,6 +92,7 @@ def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     """The reason why this model's KV cache is not cached, or None if it can be."""
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
+        MambaSpec,
         MLAAttentionSpec,
         SlidingWindowSpec,
         iter_layer_specs,
@@ -107,11 +108,16 @@ def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         spec = group.kv_cache_spec
         kinds = {type(layer_spec) for layer_spec in iter_layer_specs(spec)}
         # Only known classes pass: a subclass may drop or rewrite blocks of a running request.
-        for kind in kinds - {FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec}:
+        for kind in kinds - {FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, MambaSpec}:
             reason = _UNSUPPORTED.get(kind.__name__, "a kind of cache that is not supported so far")
             return f"KV-cache group {group_id} is {kind.__name__}: {reason}"
-        if SlidingWindowSpec in kinds and len(kinds) > 1:
-            return f"KV-cache group {group_id} mixes sliding windows with other attention"
+        for kind, name in ((SlidingWindowSpec, "sliding windows"), (MambaSpec, "recurrent state")):
+            if kind in kinds and len(kinds) > 1:
+                return f"KV-cache group {group_id} mixes {name} with other kinds of cache"
+        if MambaSpec in kinds:
+            unusable = _why_not_recurrent(vllm_config, [*iter_layer_specs(spec)])
+            if unusable is not None:
+                return unusable
         if any(getattr(layer_spec, "non_causal", False) for layer_spec in iter_layer_specs(spec)):
             return "attention is not causal: the KV of a prefix depends on what follows it"
         if not group.enable_kv_transfer or group.host_resident or not spec.prefix_cacheable:
@@ -141,6 +147,26 @@ def why_not_cacheable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     if getattr(parallel, "enable_fault_tolerance", False):
         # Blocks of a failed step must not be stored, its reports are lost, and vLLM calls no hook.
         return "with fault tolerance vLLM continues after failed steps, unknown to the cache"
+    return None
+
+
+def _why_not_recurrent(vllm_config: VllmConfig, specs: Sequence[MambaSpec]) -> str | None:
+    """The reason why the states of recurrent layers are not cached, or None if they can be."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    if any(spec.mamba_cache_mode != "align" for spec in specs):
+        # Each request then has a single state, which every step overwrites.
+        return (
+            "recurrent state (Mamba, linear attention) is cached only with vLLM's prefix caching; "
+            "set --enable-prefix-caching"
+        )
+    if vllm_config.speculative_config is not None or any(
+        spec.num_speculative_blocks for spec in specs
+    ):
+        return "recurrent state (Mamba, linear attention) is not cached with speculative decoding"
+    if not hasattr(KVConnectorBase_V1, "get_loaded_kv_cache_group_ids"):
+        # vLLM would clear blocks while they are loaded.
+        return "recurrent state (Mamba, linear attention) is cached only with vLLM 0.32 or newer"
     return None
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.cache.cost_model import between
-from vllm_tiered_kv.cache.planner import Group, loadable_tokens, telling_group
+from vllm_tiered_kv.cache.planner import Group, end_of_full_groups, loadable_tokens, telling_group
 from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier, EngineFacts
 from vllm_tiered_kv.connector.scheduler.hashed_blocks import ids_of
 from vllm_tiered_kv.connector.scheduler.load_policy import LoadDecider
@@ -53,6 +53,9 @@ class LoadPlanner:
         self.load_policy = load_policy
         self._groups = tier.groups
         self._alignment = tier.alignment
+        self._has_states = any(group.is_recurrent for group in tier.groups) and any(
+            group.window is None for group in tier.groups
+        )
         self._index = tier.index
         self._ledger = tier.ledger
         self._recorder = tier.recorder
@@ -187,6 +190,8 @@ class LoadPlanner:
             may_load = self.load_policy.may_load and not has_all_full
             if may_load and self._waits_for_stores(state, computed + loadable, end):
                 return None
+            if self._has_states:
+                self._request_state(state, computed, computed + loadable, end, daemon_ranges)
         if has_all_full and not loadable:
             state.load.match = Match(
                 computed, 0, limit, on_gpu=on_gpu, computed_again=computed_again
@@ -230,12 +235,39 @@ class LoadPlanner:
         if found >= end or not self._ledger.has_open_stores:
             return False
         for group, keys in zip(self._groups, state.loadable_keys, strict=True):
-            if self._index.lookup(keys[found // group.block_size]) is Lookup.PENDING:
+            first = found // group.block_size
+            # The next recurrent state may be several blocks away.
+            stop = end // group.block_size if group.is_recurrent else first + 1
+            if any(self._index.lookup(key) is Lookup.PENDING for key in keys[first:stop]):
                 now = time.monotonic()
                 if state.load.store_wait_deadline is None:
                     state.load.store_wait_deadline = now + _STORE_WAIT_S
                 return now < state.load.store_wait_deadline
         return False
+
+    def _request_state(
+        self,
+        state: RequestState,
+        computed: int,
+        found: int,
+        limit: int,
+        daemon_ranges: Sequence[range] | None,
+    ) -> None:
+        """Lets vLLM keep the recurrent state where a prefix ends that the tiers hold without it, so
+        that the next request with this prefix finds it. vLLM keeps states at few boundaries, and
+        does the same by itself if its own cache holds such a prefix."""
+        shared = end_of_full_groups(
+            self._index,
+            self._groups,
+            state.loadable_keys,
+            computed,
+            limit,
+            self._alignment,
+            daemon_ranges,
+        )
+        request = state.request
+        if shared > max(found, request.shared_prefix_boundary):
+            request.shared_prefix_boundary = shared
 
     def _ensure_tail(self, state: RequestState) -> None:
         """Computes the tail of the prompt once, if tails are reused."""

@@ -310,6 +310,7 @@ class LoadDecider:
 
 def _bytes_per_token(groups: Sequence[Group]) -> float:
     """The bytes that each further token adds to a load. Windows have a fixed size, so their blocks
-    count as latency."""
+    count as latency. So does the single state of recurrent layers, also if there are no others."""
     full = [group for group in groups if group.window is None]
-    return sum(group.block_bytes / group.block_size for group in full or groups)
+    windows = [group for group in groups if not group.is_recurrent]
+    return sum(group.block_bytes / group.block_size for group in full or windows) or 1.0

@@ -433,10 +433,12 @@ class SchedulerHalf:
 
     def _was_all_on_gpu(self, state: RequestState, ready: int) -> bool:
         """Whether the GPU had all full blocks of these tokens before the request arrived. Their
-        stores can then be deferred until no client waits for a first token."""
+        stores can then be deferred until no client waits for a first token. Not with recurrent
+        layers: the state that was hit leaves the request's table after its first step."""
         hit = state.load.on_gpu + state.load.computed_again
         return (self._config.mode is Mode.TIERED and not self.stores.has_stale_blocks) and all(
-            ready // group.block_size <= hit // group.block_size for group in self._groups
+            not group.is_recurrent and ready // group.block_size <= hit // group.block_size
+            for group in self._groups
         )
 
     def _plan_stores(self, request_id: str, scheduled: int) -> None:

@@ -6,6 +6,8 @@
   forward.
 - Blocks behind a sliding window return to the pool while their request runs. vLLM puts its null
   block in their places, which is never stored.
+- vLLM keeps the state of recurrent layers at some block boundaries only, and uses other blocks as
+  scratch. A block that has vLLM's hash of a boundary holds the state there; no others are stored.
 - A request whose blocks were all GPU hits rarely has anything to store. Its stores are not planned
   while it waits for its first token. If it ends before they are, they are deferred, and later
   planned for the blocks that still have vLLM's hash. Lazy stores check the same hash.
@@ -23,7 +25,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, compress
 from typing import TYPE_CHECKING, TypeVar
 
 from vllm_tiered_kv.cache.planner import Group, plan_store
@@ -227,12 +229,31 @@ class StorePlanner:
         """Plans stores of a request's next full blocks, per group."""
         self._reject_stale(state, tables)
         for group, ids in zip(self._groups, tables, strict=True):
+            if group.is_recurrent:
+                start = state.store.planned[group.group_id]
+                for position in self._states(state, group, start, ids):
+                    state.store.planned[group.group_id] = position
+                    self._store_or_observe(state, group, [ids[position - start]])
+                state.store.planned[group.group_id] = start + len(ids)
+                continue
             if group.window is not None:
                 ids = self._still_in_window(state, group, ids)
-            if self._lazy is not None:
-                self._observe(self._lazy, state, group, ids)
-            else:
-                self._store_blocks(state, group, ids)
+            self._store_or_observe(state, group, ids)
+
+    def _store_or_observe(self, state: RequestState, group: Group, ids: list[int]) -> None:
+        if self._lazy is not None:
+            self._observe(self._lazy, state, group, ids)
+        else:
+            self._store_blocks(state, group, ids)
+
+    def _states(
+        self, state: RequestState, group: Group, start: int, ids: Sequence[int]
+    ) -> list[int]:
+        """Those positions of a recurrent group, from `start` on, whose blocks hold the state after
+        their last token."""
+        run = self._hashed_run(state, group, start, list(ids))
+        positions = range(start, start + len(ids))
+        return list(compress(positions, run.still_hashed(self._block_pool, positions)))
 
     def _still_in_window(self, state: RequestState, group: Group, ids: list[int]) -> list[int]:
         """Those of a request's next blocks that its window has not passed. The passed ones count as

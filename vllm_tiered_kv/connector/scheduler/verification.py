@@ -106,8 +106,9 @@ class Verification:
                 key = state.keys.of_group[group.group_id][candidate.position]
                 block = table[candidate.position]
                 is_local = candidate.address is None
-                pinned = self._ledger.pin(key) if is_local and not block.is_null else None
-                if block.is_null or (is_local and pinned is None):
+                is_computed = not block.is_null and _holds(group, block, candidate.position)
+                pinned = self._ledger.pin(key) if is_local and is_computed else None
+                if not is_computed or (is_local and pinned is None):
                     self._ledger.skip(1, candidate.tier)
                     waiting.popleft()
                     continue
@@ -195,6 +196,13 @@ class Verification:
             int64_array(batch.pinned) if address is None else None,
             address,
         )
+
+
+def _holds(group: Group, block: KVCacheBlock, position: int) -> bool:
+    """Whether a block of a request's table holds what its position stands for. vLLM may use the
+    block of a recurrent layer as scratch; one with a hash of so many tokens holds the state."""
+    tokens = (position + 1) * group.block_size
+    return not group.is_recurrent or block.block_hash_num_tokens == tokens
 
 
 def _describe(verdict: BlockVerdict) -> str:

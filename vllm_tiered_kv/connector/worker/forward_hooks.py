@@ -23,6 +23,11 @@ def wanted_layout(vllm_config: VllmConfig) -> str | None:
         return None
     if not current_platform.is_cuda_alike():
         return None  # CPU copies gain nothing, and CPU attention supports one layout only
+    if vllm_config.model_config.is_hybrid:
+        # Blocks are as large as a recurrent state. vLLM cannot split them in this layout for
+        # attention back-ends that need smaller ones, and would not start. Each layer's part of such
+        # a block is large enough to move by DMA.
+        return None
     # A MultiConnector refuses to start when two of its connectors request different layouts, and
     # this connector works with any layout.
     return None if is_inside_multi_connector() else _BLOCK_OUTERMOST

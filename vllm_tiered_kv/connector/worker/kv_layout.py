@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from vllm_tiered_kv.cache.planner import STATE_WINDOW
 from vllm_tiered_kv.core.layout import BlockRuns, StridedView, block_runs
 from vllm_tiered_kv.errors import UnsupportedError
 
 if TYPE_CHECKING:
     import torch
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 
 def group_block_bytes(kv_cache_config: KVCacheConfig) -> list[int]:
@@ -20,7 +22,7 @@ def group_block_bytes(kv_cache_config: KVCacheConfig) -> list[int]:
     """
     return [
         sum(
-            int(_layer_spec(group.kv_cache_spec, name).unpadded_page_size_bytes)
+            _unpadded_bytes(_layer_spec(group.kv_cache_spec, name))
             for name in _own_layers(kv_cache_config, group.layer_names)
         )
         for group in kv_cache_config.kv_cache_groups
@@ -31,16 +33,44 @@ def group_windows(kv_cache_config: KVCacheConfig) -> list[int | None]:
     """Returns the sliding window in tokens, per group; None for a group that keeps all blocks."""
     from vllm.v1.kv_cache_interface import SlidingWindowSpec, iter_layer_specs
 
+    def window_of(spec: KVCacheSpec) -> int | None:
+        if _is_recurrent(spec):
+            return STATE_WINDOW
+        if isinstance(spec, SlidingWindowSpec):
+            return int(spec.sliding_window + spec.extra_retained_tokens)
+        return None
+
     windows: list[int | None] = []
     for group in kv_cache_config.kv_cache_groups:
-        (window,) = {
-            spec.sliding_window + spec.extra_retained_tokens
-            if isinstance(spec, SlidingWindowSpec)
-            else None
-            for spec in iter_layer_specs(group.kv_cache_spec)
-        }
+        (window,) = {window_of(spec) for spec in iter_layer_specs(group.kv_cache_spec)}
         windows.append(window)
     return windows
+
+
+def recurrent_groups(kv_cache_config: KVCacheConfig) -> list[int]:
+    """Returns the groups whose layers keep a recurrent state (Mamba, linear attention)."""
+    from vllm.v1.kv_cache_interface import iter_layer_specs
+
+    return [
+        group_id
+        for group_id, group in enumerate(kv_cache_config.kv_cache_groups)
+        if any(map(_is_recurrent, iter_layer_specs(group.kv_cache_spec)))
+    ]
+
+
+def state_parts(kv_cache_config: KVCacheConfig) -> dict[str, list[tuple[int, str]]]:
+    """Returns the parts of each recurrent layer's state (of its convolution, of its recurrence), as
+    they follow each other in a block: bytes and dtype. vLLM registers the whole as bytes."""
+    parts: dict[str, list[tuple[int, str]]] = {}
+    for group in kv_cache_config.kv_cache_groups:
+        for name in _own_layers(kv_cache_config, group.layer_names):
+            spec = _layer_spec(group.kv_cache_spec, name)
+            if _is_recurrent(spec):
+                parts[name] = [
+                    (math.prod(shape) * dtype.itemsize, str(dtype))
+                    for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+                ]
+    return parts
 
 
 def first_forward_clears(kv_cache_config: KVCacheConfig) -> bool:
@@ -112,6 +142,19 @@ def _own_layers(kv_cache_config: KVCacheConfig, layer_names: list[str]) -> list[
     """Returns the layers of a group that have their own memory on this rank, in order."""
     placed = {name for tensor in kv_cache_config.kv_cache_tensors for name in tensor.layers}
     return [name for name in layer_names if name in placed]
+
+
+def _unpadded_bytes(spec: Any) -> int:
+    """Returns the bytes of one layer's block without the padding behind it."""
+    if _is_recurrent(spec):
+        return int(spec.state_content_size_bytes)
+    return int(spec.unpadded_page_size_bytes)
+
+
+def _is_recurrent(spec: KVCacheSpec) -> bool:
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    return isinstance(spec, MambaSpec)
 
 
 def _layer_spec(spec: Any, layer: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.core.block_compare import LayerNumbers, NumberFormat
@@ -45,19 +45,25 @@ def layer_numbers(
     kv_caches: Mapping[str, torch.Tensor],
     runs: Mapping[int, BlockRuns],
     cache_dtype: str,
+    state_parts: Mapping[str, Sequence[tuple[int, str]]],
     is_compared: Callable[[str], bool] = lambda name: True,
 ) -> dict[int, list[LayerNumbers]]:
-    """Returns the layers of a block with their number formats, per group. `is_compared`: whether a
+    """Returns the layers of a block with their number formats, per group. The parts of a recurrent
+    layer's state (`kv_layout.state_parts`) count as layers of their own. `is_compared`: whether a
     verification compares the layer with this name."""
+
+    def numbers_of(name: str, end: int) -> Iterator[LayerNumbers]:
+        parts = state_parts.get(name)
+        if parts is None:
+            dtype = str(kv_caches[name].dtype)
+            yield LayerNumbers(name, end, number_format(dtype, cache_dtype), is_compared(name))
+            return
+        at = end - sum(nbytes for nbytes, _ in parts)
+        for nbytes, dtype in parts:
+            at += nbytes
+            yield LayerNumbers(name, at, number_format(dtype, cache_dtype), is_compared(name))
+
     return {
-        group_id: [
-            LayerNumbers(
-                name,
-                end,
-                number_format(str(kv_caches[name].dtype), cache_dtype),
-                is_compared(name),
-            )
-            for name, end in group.layer_ends
-        ]
+        group_id: [numbers for name, end in group.layer_ends for numbers in numbers_of(name, end)]
         for group_id, group in runs.items()
     }

@@ -25,7 +25,11 @@ from vllm_tiered_kv.config import TieredKVConfig
 from vllm_tiered_kv.connector.identity.shard import Holding
 from vllm_tiered_kv.connector.metadata import TieredKVMetadata, TieredKVWorkerMetadata
 from vllm_tiered_kv.connector.worker.block_verifier import BlockVerifier
-from vllm_tiered_kv.connector.worker.kv_layout import group_runs, require_whole_blocks
+from vllm_tiered_kv.connector.worker.kv_layout import (
+    group_runs,
+    require_whole_blocks,
+    state_parts,
+)
 from vllm_tiered_kv.connector.worker.load_times import LoadTimes
 from vllm_tiered_kv.connector.worker.load_tracker import LoadTracker
 from vllm_tiered_kv.connector.worker.number_formats import layer_numbers
@@ -146,8 +150,9 @@ class WorkerHalf:
         )
         self._pinning = functools.partial(_pinning, device)
         if self._verifier is not None:
+            parts = state_parts(kv_cache_config)
             self._verifier.describe(
-                layer_numbers(kv_caches, runs, self._cache_dtype, self._is_verified_layer)
+                layer_numbers(kv_caches, runs, self._cache_dtype, parts, self._is_verified_layer)
             )
         logger.info(
             "CPU tier of %s on %s: %d slabs, %d byte runs per block",
