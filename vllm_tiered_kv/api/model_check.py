@@ -37,8 +37,8 @@ VERDICTS = {
     LayerKind.RECURRENT: Verdict(
         True,
         "MambaSpec",
-        "recurrent state is cached with vLLM's prefix caching (--enable-prefix-caching) and without "
-        "speculative decoding",
+        "recurrent state is cached with vLLM's prefix caching (--enable-prefix-caching), and not "
+        "with speculative decoding",
     ),
     LayerKind.LATENT_WINDOW: Verdict(
         False,
