@@ -51,7 +51,7 @@ class NetworkMemory:
         self._held[peer] = self._held.get(peer, 0) + nbytes
         if peer not in self._disconnected:
             self._total += nbytes
-            if self.total > self.limit:
+            if self._total + self.unfinished > self.limit:
                 self.on_excess()
 
     def release(self, peer: Peer, nbytes: int) -> None:

@@ -156,6 +156,8 @@ class Outbox:
         return True
 
     def unclaim(self, peer: Peer, nbytes: int) -> None:
+        if not nbytes:
+            return
         queue = self._queues[peer]
         queue.claimed -= nbytes
         self._claimed -= nbytes

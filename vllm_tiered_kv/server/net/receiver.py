@@ -12,7 +12,6 @@ the socket had in the turn before.
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, field
 
 import zmq
@@ -66,19 +65,18 @@ class Receiver:
         message = self._current
         while self._messages_left > 0 and self._frames_left > 0 and self._header_bytes_left > 0:
             try:
+                if message is None:  # a frame with the header always follows the identity
+                    message = self._current = Message(receive(zmq.NOBLOCK))
                 frame = receive(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return None
             self._frames_left -= 1
-            if message is None:
-                message = self._current = Message(frame.bytes)
+            message.count += 1
+            message.nbytes += len(frame)
+            if 1 < message.count <= 1 + MAX_FRAMES:
+                message.frames.append(frame)
             else:
-                message.count += 1
-                message.nbytes += len(frame)
-                if 1 < message.count <= 1 + MAX_FRAMES:
-                    message.frames.append(frame)
-                else:
-                    self._add_other(message, frame)
+                self._add_other(message, frame)
             if not frame.more:
                 return self._finish(message)
         return None
@@ -87,8 +85,10 @@ class Receiver:
         """Handles the header, or a frame beyond the limit."""
         if message.count == 1:
             message.frames.append(frame)
-            with contextlib.suppress(zmq.ZMQError):  # inproc connections have no descriptor
+            try:
                 message.descriptor = int(frame.get(zmq.SRCFD))
+            except zmq.ZMQError:  # inproc connections have none
+                pass
         elif message.frames:
             self._dropped_id = peek_request_id(message.frames[0].buffer)
             message.frames.clear()
