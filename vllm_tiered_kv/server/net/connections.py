@@ -155,6 +155,11 @@ class Connections:
             connection.had_message = True
             connection.delivered += message.nbytes + _FRAME_BYTES * message.count
 
+    def read_monitors(self) -> None:
+        """Handles what zmq has reported about connections so far."""
+        for listener in self._monitors:
+            self._read_monitor(listener)
+
     def _read_monitor(self, listener: Listener) -> None:
         while True:
             try:
