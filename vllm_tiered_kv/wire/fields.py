@@ -194,7 +194,8 @@ class Uints:
             packed = array("Q", value)
         except (TypeError, OverflowError) as error:
             raise invalid(f"expected whole numbers: {error}") from None
-        self._check(packed)
+        if not self._is_valid(packed):
+            raise self._fault(packed)
         if _IS_BIG_ENDIAN:
             packed.byteswap()
         return packed.tobytes()
@@ -208,17 +209,26 @@ class Uints:
         if _IS_BIG_ENDIAN:
             packed.byteswap()
         numbers = packed.tolist()
-        self._check(numbers)
+        if not self._is_valid(numbers):
+            raise self._fault(numbers)
         return numbers
 
-    def _check(self, numbers: Sequence[int]) -> None:
-        count = len(numbers)
-        if count > self.max_count:
-            _require_count(count, self.max_count, "numbers")
-        if count and not self.low <= min(numbers) <= max(numbers) <= self.high:
-            raise invalid(f"expected numbers, {_range(self.low, self.high)}")
-        if self.distinct and count > 1 and len(set(numbers)) != count:
-            raise invalid("the numbers are not distinct")
+    def _is_valid(self, numbers: Sequence[int]) -> bool:
+        if len(numbers) == 1:
+            return self.low <= numbers[0] <= self.high
+        return not numbers or (
+            len(numbers) <= self.max_count
+            and self.low <= min(numbers)
+            and max(numbers) <= self.high
+            and (not self.distinct or len(set(numbers)) == len(numbers))
+        )
+
+    def _fault(self, numbers: Sequence[int]) -> ProtocolError:
+        if len(numbers) > self.max_count:
+            return too_large(f"{len(numbers)} numbers; at most {self.max_count} are allowed")
+        if self.low <= min(numbers) and max(numbers) <= self.high:
+            return invalid("the numbers are not distinct")
+        return invalid(f"expected numbers, {_range(self.low, self.high)}")
 
 
 @dataclass(frozen=True)

@@ -308,9 +308,9 @@ def _check_version(protocol: Any) -> None:
 
 def _check_together(message: Message) -> None:
     for name, per in _PAIRS[type(message)]:
-        here, there = len(getattr(message, name)), len(getattr(message, per))
-        if here != there:
-            raise ProtocolError(ErrorCode.BAD_MESSAGE, f"{there} {per} but {here} {name}")
+        here, there = getattr(message, name), getattr(message, per)
+        if len(here) != len(there):
+            raise ProtocolError(ErrorCode.BAD_MESSAGE, f"{len(there)} {per} but {len(here)} {name}")
     message.check()
 
 
