@@ -8,8 +8,8 @@
 
 namespace tiered_kv {
 
-// Functions of the libzmq that made the sockets. They are passed in instead of linked, because pyzmq
-// brings a libzmq of its own.
+// Functions of the libzmq that made the sockets. They are passed in instead of linked, because
+// pyzmq brings a libzmq of its own.
 struct ZmqFunctions {
   int (*send)(void* socket, const void* data, size_t size, int flags);
   int (*msg_init_data)(void* message, void* data, size_t size, void (*release)(void*, void*),

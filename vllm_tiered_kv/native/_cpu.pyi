@@ -51,9 +51,7 @@ def send_frames(function: int, socket: int, buffers: Sequence[Buffer], flags: in
 def copy_and_hash(into: Sequence[Buffer], sources: Sequence[Buffer], threads: int) -> list[int]: ...
 
 class ZmqSender:
-    def __init__(
-        self, send: int, msg_init_data: int, msg_send: int, msg_close: int
-    ) -> None: ...
+    def __init__(self, send: int, msg_init_data: int, msg_send: int, msg_close: int) -> None: ...
     def send(
         self,
         socket: int,

@@ -114,7 +114,7 @@ class Text:
 class CutText(Text):
     """Text for people. The sender truncates it, so that a long message is never an error."""
 
-    def encode(self, value: Any, width: int) -> Any:
+    def encode(self, value: Any, width: int = 0) -> Any:
         _require(value, str, "text")
         return value[: self.max_chars].encode(errors="replace").decode()
 

@@ -2,14 +2,14 @@
 
 Payloads are sent zero-copy: zmq references the memory of a block until its bytes are in the kernel,
 and the block stays pinned until the sender reports the ticket of its message. Small payloads are
-copied instead. A client that stops reading therefore pins the blocks it asked for. *Claims*, made before a
-block is fetched, bound how many bytes those are, per client and in total. A client that reads
-nothing for the stall timeout is disconnected (over tcp by the kernel, with TCP_USER_TIMEOUT), which
-ends zmq's references.
+copied instead. A client that stops reading therefore pins the blocks it asked for. *Claims*, made
+before a block is fetched, bound how many bytes those are, per client and in total. A client that
+reads nothing for the stall timeout is disconnected (over tcp by the kernel, with TCP_USER_TIMEOUT),
+which ends zmq's references.
 
-If zmq loses a message together with its connection, its ticket is never reported. Once a client is known
-to be disconnected, the outbox therefore releases its blocks after a grace period regardless: zmq
-has no connection left over which it could send them.
+If zmq loses a message together with its connection, its ticket is never reported. Once a client is
+known to be disconnected, the outbox therefore releases its blocks after a grace period regardless:
+zmq has no connection left over which it could send them.
 """
 
 from __future__ import annotations

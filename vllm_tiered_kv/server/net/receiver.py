@@ -12,12 +12,13 @@ the socket had in the turn before.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 
 import zmq
 
 from vllm_tiered_kv.errors import ErrorCode, ProtocolError
-from vllm_tiered_kv.wire.frames import peek_request_id
+from vllm_tiered_kv.wire.header import peek_request_id
 from vllm_tiered_kv.wire.limits import MAX_FRAMES
 
 # Limits of one socket per turn of the loop.
@@ -85,10 +86,8 @@ class Receiver:
         """Handles the header, or a frame beyond the limit."""
         if message.count == 1:
             message.frames.append(frame)
-            try:
+            with contextlib.suppress(zmq.ZMQError):  # inproc connections have no descriptor
                 message.descriptor = int(frame.get(zmq.SRCFD))
-            except zmq.ZMQError:  # inproc connections have none
-                pass
         elif message.frames:
             self._dropped_id = peek_request_id(message.frames[0].buffer)
             message.frames.clear()
