@@ -234,6 +234,7 @@ setup(
             "block_keys.cpp",
             "token_reader.cpp",
             "xxh3.cpp",
+            "zmq_sender.cpp",
             "index/keys.cpp",
             "index/slot_pool.cpp",
             "index/eviction.cpp",

@@ -19,6 +19,7 @@
 #include "thread_pool.h"
 #include "token_reader.h"
 #include "xxh3.h"
+#include "zmq_sender.h"
 
 namespace tiered_kv {
 namespace {
@@ -130,6 +131,32 @@ int send_frames(uintptr_t function, uintptr_t socket, const py::sequence& buffer
     while (send(reinterpret_cast<void*>(socket), frame.data(), frame.size(), flags) < 0)
       if (errno != EINTR) return errno;
   return 0;
+}
+
+ZmqSender make_zmq_sender(uintptr_t send, uintptr_t msg_init_data, uintptr_t msg_send,
+                          uintptr_t msg_close) {
+  if (send == 0 || msg_init_data == 0 || msg_send == 0 || msg_close == 0)
+    throw ArgumentError("functions", "a null address");
+  return ZmqSender({reinterpret_cast<decltype(ZmqFunctions::send)>(send),
+                    reinterpret_cast<decltype(ZmqFunctions::msg_init_data)>(msg_init_data),
+                    reinterpret_cast<decltype(ZmqFunctions::msg_send)>(msg_send),
+                    reinterpret_cast<decltype(ZmqFunctions::msg_close)>(msg_close)});
+}
+
+// Keeps the GIL: nothing here waits, and taking it again would cost more than the call.
+int send_message(ZmqSender& sender, uintptr_t socket, const py::bytes& identity,
+                 const py::bytes& header, const py::sequence& payload, bool copies,
+                 uint64_t ticket) {
+  if (socket == 0) throw ArgumentError("socket", "a null address");
+  if (!copies && ticket == 0 && !payload.empty())
+    throw ArgumentError("ticket", "a payload that is not copied needs one");
+  const Bytes to(identity), head(header);
+  const std::deque<Bytes> opened = open_buffers(payload, "payload", PyBUF_SIMPLE);
+  std::vector<Frame> frames;
+  frames.reserve(opened.size());
+  for (const Bytes& frame : opened) frames.push_back({frame.data(), frame.size()});
+  return sender.send(reinterpret_cast<void*>(socket), {to.data(), to.size()},
+                     {head.data(), head.size()}, frames, copies, ticket);
 }
 
 // Follows a linked list up to `last` or None and returns one attribute of each object.
@@ -377,6 +404,12 @@ PYBIND11_MODULE(_cpu, module) {
              py::arg("wanted"), py::arg("most"));
   module.def("send_frames", &send_frames, py::arg("function"), py::arg("socket"),
              py::arg("buffers"), py::arg("flags"));
+  py::class_<ZmqSender>(module, "ZmqSender")
+      .def(py::init(&make_zmq_sender), py::arg("send"), py::arg("msg_init_data"),
+           py::arg("msg_send"), py::arg("msg_close"))
+      .def("send", &send_message, py::arg("socket"), py::arg("identity"), py::arg("header"),
+           py::arg("payload"), py::arg("copies"), py::arg("ticket"))
+      .def("take_sent", &ZmqSender::take_sent);
   module.def("copy_and_hash", &copy_and_hash, py::arg("into"), py::arg("sources"),
              py::arg("threads"));
   py::class_<FillPool>(module, "FillPool")

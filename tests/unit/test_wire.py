@@ -23,7 +23,8 @@ from tests.wire_samples import (
 )
 from vllm_tiered_kv.core.store import Durability, PutResult
 from vllm_tiered_kv.errors import TieredKVError
-from vllm_tiered_kv.wire import frames, limits
+from vllm_tiered_kv.wire import limits
+from vllm_tiered_kv.wire.header import peek_request_id
 from vllm_tiered_kv.wire.messages import (
     REPLIES,
     REQUESTS,
@@ -82,7 +83,7 @@ def test_messages_round_trip(message: Request | Reply, request_id: int) -> None:
     for buffer in (header, bytearray(header), memoryview(header)):
         found = decode(is_request(message), buffer, lengths_of(message))
         assert found == (request_id, message)
-    assert frames.peek_request_id(header) == request_id
+    assert peek_request_id(header) == request_id
 
 
 def test_samples_cover_every_message() -> None:
@@ -303,6 +304,8 @@ BROKEN_HEADERS = {
     "key not text": b"\x81\x01\x02",
     "not UTF-8": b"\x81\xa2id\xa1\xff",
     "extension": b"\x81\xa2id\xd4\x01\x00",
+    "empty extension": b"\x82\xa2id\x01\xa2op\xc7\x00\x05",
+    "nested too deep": b"\x83\xa2id\x01\xa2op\xa5flush\xa1x" + b"\x91" * 9 + b"\x01",
     "timestamp": b"\x81\xa2id\xd6\xff\0\0\0\0",
     "reserved type": b"\x81\xa2id\xc1",
     "length cut off": b"\x81\xa2id\xc6\x00",
@@ -361,7 +364,7 @@ def test_decode_hostile_header_needs_no_memory(name: str) -> None:
             with pytest.raises(ProtocolError) as caught:
                 decode(request, header, [])
             assert len(str(caught.value)) < 1000
-        frames.peek_request_id(header)
+        peek_request_id(header)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -385,37 +388,15 @@ def test_decode_largest_valid_header_memory_is_bounded() -> None:
     assert peak_of_many < 16 * len(many)
 
 
-def test_frames_do_not_copy_payload() -> None:
-    block = memoryview(bytearray(8)).cast("I")
-    packed = frames.pack(b"header", [block])
-    assert packed[1] is block
-    header, payload = frames.split(packed)
-    assert header == b"header"
-    assert payload == [block]
-    assert frames.size_of(block) == 8
-
-
 @pytest.mark.parametrize(
-    "parts",
-    [
-        [bytes(limits.MAX_HEADER_BYTES + 1)],
-        [b"\x81\xa2id\x05", *[b""] * (limits.MAX_FRAMES + 1)],
-        [b"\x81\xa2id\x05", *[bytes(16 << 20)] * 65],
-    ],
-    ids=["header", "frames", "payload"],
+    "lengths", [[0] * (limits.MAX_FRAMES + 1), [16 << 20] * 65], ids=["frames", "bytes"]
 )
-def test_frames_beyond_the_limits_are_refused(parts: list[bytes]) -> None:
-    with pytest.raises(ProtocolError) as caught:
-        frames.split(parts)
-    assert caught.value.code is ErrorCode.TOO_LARGE
-    assert caught.value.request_id == frames.peek_request_id(parts[0])
-    with pytest.raises(ProtocolError):
-        frames.pack(parts[0], parts[1:])
-
-
-def test_frames_empty_message_is_refused() -> None:
-    with pytest.raises(ProtocolError):
-        frames.split([])
+def test_decode_payload_beyond_the_limits_is_refused(lengths: list[int]) -> None:
+    for message in (REQUEST_SAMPLES[5], REQUEST_SAMPLES[8]):
+        with pytest.raises(ProtocolError) as caught:
+            decode(True, encode(ID, message), lengths)
+        assert caught.value.code is ErrorCode.TOO_LARGE
+        assert caught.value.request_id == ID
 
 
 @pytest.mark.parametrize(
@@ -435,7 +416,7 @@ def test_frames_empty_message_is_refused() -> None:
     ],
 )
 def test_peek_request_id_of_broken_header(header: bytes, found: int | None) -> None:
-    assert frames.peek_request_id(header) == found
+    assert peek_request_id(header) == found
 
 
 def documented(kind: str) -> bytes:

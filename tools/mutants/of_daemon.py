@@ -160,8 +160,8 @@ DAEMON = (
     Mutation(
         "reply-let-go-while-it-is-sent",
         "server/net/outbox.py",
-        "while queue.in_zmq and queue.in_zmq[0][0]() is None:",
-        "while queue.in_zmq:",
+        "for ticket in self._sender.take_sent():",
+        "for ticket in list(self._tickets):",
         "a block is overwritten while zmq sends it",
         ("tests/daemon/test_outbox.py",),
     ),

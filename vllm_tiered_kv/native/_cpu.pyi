@@ -50,6 +50,19 @@ def follow(first: Any, last: Any, next: str, wanted: str, most: int) -> list[Any
 def send_frames(function: int, socket: int, buffers: Sequence[Buffer], flags: int) -> int: ...
 def copy_and_hash(into: Sequence[Buffer], sources: Sequence[Buffer], threads: int) -> list[int]: ...
 
+class ZmqSender:
+    def __init__(self, send: int, msg_init_data: int, msg_send: int, msg_close: int) -> None: ...
+    def send(
+        self,
+        socket: int,
+        identity: bytes,
+        header: bytes,
+        payload: Sequence[Buffer],
+        copies: bool,
+        ticket: int,
+    ) -> int: ...
+    def take_sent(self) -> list[int]: ...
+
 class FillPool:
     @property
     def descriptor(self) -> int: ...

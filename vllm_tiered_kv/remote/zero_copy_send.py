@@ -8,8 +8,6 @@ breaks, only the end of the zmq context proves that zmq no longer reads the memo
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +15,7 @@ from typing import Any
 import zmq
 
 from vllm_tiered_kv.native.cpu import send_frames
+from vllm_tiered_kv.native.zmq_sender import zmq_function
 
 
 class ZeroCopySend:
@@ -34,7 +33,7 @@ class ZeroCopySend:
         payload = self._payload
         last = len(payload) - 1
         first = 0
-        if last > 0 and (function := _send_const()) is not None:
+        if last > 0 and (function := zmq_function("zmq_send_const")) is not None:
             flags = zmq.NOBLOCK | zmq.SNDMORE
             error = send_frames(function, socket.underlying, payload[:last], flags)
             if error:
@@ -51,15 +50,3 @@ class ZeroCopySend:
         """Waits until zmq has read the payload; raises zmq.NotDone at the deadline."""
         for tracker in self._trackers:
             tracker.wait(max(0.0, deadline - time.monotonic()))
-
-
-@functools.cache
-def _send_const() -> int | None:
-    """Returns the address of zmq_send_const in pyzmq's libzmq; None if it is not exported."""
-    try:
-        from zmq.backend.cython import _zmq
-
-        function = ctypes.CDLL(_zmq.__file__).zmq_send_const
-    except (ImportError, OSError, AttributeError):
-        return None
-    return ctypes.cast(function, ctypes.c_void_p).value

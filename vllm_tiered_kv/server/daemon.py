@@ -121,6 +121,7 @@ class Daemon:
             reactor, memory, self._limits, self._recorder, self._network, options.stall_timeout
         )
         self._outbox.disconnect = self._connections.disconnect
+        self._outbox.read_disconnects = self._connections.read_monitors
         self._leases = Leases(memory, self._limits)
         self._pins = Pins(memory, self._limits)
         folder = Path(options.ssd) if options.ssd else None

@@ -1,1 +1,1 @@
-"""Protocol between clients and the daemon: `messages` for headers, `frames` for whole messages."""
+"""Protocol between clients and the daemon: `messages` encodes and decodes headers."""

@@ -11,7 +11,6 @@ import enum
 import math
 import struct
 import sys
-from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,9 +19,15 @@ from typing import Any, Protocol
 from vllm_tiered_kv.errors import ErrorCode, ProtocolError
 from vllm_tiered_kv.wire.limits import MAX_TEXT, MAX_TREE_DEPTH, MAX_UINT64
 
+_IS_BIG_ENDIAN = sys.byteorder == "big"
+
 
 class Kind(Protocol):
-    """Encodes, decodes and validates the values of one type of field. Stateless and thread-safe."""
+    """Encodes, decodes and validates the values of one type of field. Stateless and thread-safe.
+
+    Kinds whose value is the same in the header and in the message have one `check` for both
+    directions. Every request passes through here, so the checks are written to be cheap.
+    """
 
     def describe(self) -> str:
         """Returns the msgpack type and the valid values, for docs/protocol.md."""
@@ -61,81 +66,78 @@ def _require_count(count: int, max_count: int, noun: str) -> None:
         raise too_large(f"{count} {noun}; at most {max_count} are allowed")
 
 
-class _Unconverted(ABC):
-    """A kind whose value is the same in the header and in the message."""
-
-    @abstractmethod
-    def check(self, value: Any) -> None: ...
-
-    def encode(self, value: Any, width: int) -> Any:
-        self.check(value)
-        return value
-
-    def decode(self, raw: Any, width: int) -> Any:
-        self.check(raw)
-        return raw
-
-
 @dataclass(frozen=True)
-class Uint(_Unconverted):
+class Uint:
     low: int = 0
     high: int = MAX_UINT64
 
     def describe(self) -> str:
         return f"uint, {_range(self.low, self.high)}"
 
-    def check(self, value: Any) -> None:
-        _require(value, int, "a whole number")
-        if not self.low <= value <= self.high:
+    def check(self, value: Any, width: int = 0) -> Any:
+        if type(value) is not int or not self.low <= value <= self.high:
+            _require(value, int, "a whole number")
             raise invalid(f"expected {_range(self.low, self.high)}, got {value}")
+        return value
+
+    encode = decode = check
 
 
 @dataclass(frozen=True)
-class Flag(_Unconverted):
+class Flag:
     def describe(self) -> str:
         return "bool"
 
-    def check(self, value: Any) -> None:
+    def check(self, value: Any, width: int = 0) -> Any:
         _require(value, bool, "true or false")
+        return value
+
+    encode = decode = check
 
 
 @dataclass(frozen=True)
-class Text(_Unconverted):
+class Text:
     max_chars: int = MAX_TEXT
 
     def describe(self) -> str:
         return f"str, at most {self.max_chars} characters"
 
-    def check(self, value: Any) -> None:
+    def check(self, value: Any, width: int = 0) -> Any:
         _require(value, str, "text")
         _require_count(len(value), self.max_chars, "characters")
+        return value
+
+    encode = decode = check
 
 
 @dataclass(frozen=True)
 class CutText(Text):
     """Text for people. The sender truncates it, so that a long message is never an error."""
 
-    def encode(self, value: Any, width: int) -> Any:
+    def encode(self, value: Any, width: int = 0) -> Any:
         _require(value, str, "text")
         return value[: self.max_chars].encode(errors="replace").decode()
 
 
 @dataclass(frozen=True)
-class Bin(_Unconverted):
+class Bin:
     sizes: tuple[int, ...]
 
     def describe(self) -> str:
         return f"bin, {' or '.join(map(str, self.sizes))} bytes"
 
-    def check(self, value: Any) -> None:
+    def check(self, value: Any, width: int = 0) -> Any:
         _require(value, bytes, "bytes")
         if len(value) not in self.sizes:
             expected = " or ".join(map(str, self.sizes))
             raise invalid(f"expected {expected} bytes, got {len(value)}")
+        return value
+
+    encode = decode = check
 
 
 @dataclass(frozen=True)
-class Codes(_Unconverted):
+class Codes:
     """One byte per key."""
 
     low: int
@@ -145,11 +147,14 @@ class Codes(_Unconverted):
     def describe(self) -> str:
         return f"bin, a byte each, {self.low} to {self.high}"
 
-    def check(self, value: Any) -> None:
+    def check(self, value: Any, width: int = 0) -> Any:
         _require(value, bytes, "bytes")
         _require_count(len(value), self.max_count, "codes")
         if value and not self.low <= min(value) <= max(value) <= self.high:
             raise invalid(f"expected codes from {self.low} to {self.high}")
+        return value
+
+    encode = decode = check
 
 
 @dataclass(frozen=True)
@@ -189,30 +194,45 @@ class Uints:
             packed = array("Q", value)
         except (TypeError, OverflowError) as error:
             raise invalid(f"expected whole numbers: {error}") from None
-        self._check(packed)
-        return _little_endian(packed).tobytes()
+        if not self._is_valid(packed):
+            raise self._fault(packed)
+        if _IS_BIG_ENDIAN:
+            packed.byteswap()
+        return packed.tobytes()
 
     def decode(self, raw: Any, width: int) -> Any:
         _require(raw, bytes, "packed numbers")
         if len(raw) % 8:
             raise invalid(f"{len(raw)} bytes are not a multiple of 8, as u64le numbers need")
         _require_count(len(raw) // 8, self.max_count, "numbers")
-        packed = array("Q")
-        packed.frombytes(raw)
-        numbers = _little_endian(packed).tolist()
-        self._check(numbers)
+        packed = array("Q", raw)
+        if _IS_BIG_ENDIAN:
+            packed.byteswap()
+        numbers = packed.tolist()
+        if not self._is_valid(numbers):
+            raise self._fault(numbers)
         return numbers
 
-    def _check(self, numbers: Sequence[int]) -> None:
-        _require_count(len(numbers), self.max_count, "numbers")
-        if numbers and not self.low <= min(numbers) <= max(numbers) <= self.high:
-            raise invalid(f"expected numbers, {_range(self.low, self.high)}")
-        if self.distinct and len(set(numbers)) != len(numbers):
-            raise invalid("the numbers are not distinct")
+    def _is_valid(self, numbers: Sequence[int]) -> bool:
+        if len(numbers) == 1:
+            return self.low <= numbers[0] <= self.high
+        return not numbers or (
+            len(numbers) <= self.max_count
+            and self.low <= min(numbers)
+            and max(numbers) <= self.high
+            and (not self.distinct or len(set(numbers)) == len(numbers))
+        )
+
+    def _fault(self, numbers: Sequence[int]) -> ProtocolError:
+        if len(numbers) > self.max_count:
+            return too_large(f"{len(numbers)} numbers; at most {self.max_count} are allowed")
+        if self.low <= min(numbers) and max(numbers) <= self.high:
+            return invalid("the numbers are not distinct")
+        return invalid(f"expected numbers, {_range(self.low, self.high)}")
 
 
 @dataclass(frozen=True)
-class PackedUints(_Unconverted):
+class PackedUints:
     """Like `Uints`, but the value stays packed, for callers that use it as an array."""
 
     max_count: int
@@ -220,15 +240,21 @@ class PackedUints(_Unconverted):
     def describe(self) -> str:
         return f"bin, u64le numbers, {_range(0, MAX_UINT64)}"
 
-    def check(self, value: Any) -> None:
+    def check(self, value: Any, width: int = 0) -> Any:
         _require(value, bytes, "packed numbers")
         if len(value) % 8:
             raise invalid(f"{len(value)} bytes are not a multiple of 8, as u64le numbers need")
         _require_count(len(value) // 8, self.max_count, "numbers")
+        return value
+
+    encode = decode = check
 
 
 def pack_uints(numbers: Iterable[int]) -> bytes:
-    return _little_endian(array("Q", numbers)).tobytes()
+    packed = array("Q", numbers)
+    if _IS_BIG_ENDIAN:
+        packed.byteswap()
+    return packed.tobytes()
 
 
 @dataclass(frozen=True)
@@ -252,6 +278,8 @@ class Keys:
 
     def decode(self, raw: Any, width: int) -> Any:
         _require(raw, bytes, "packed keys")
+        if len(raw) == width:
+            return [raw]
         if len(raw) % width:
             raise invalid(f"{len(raw)} bytes are not a multiple of the key width of {width} bytes")
         _require_count(len(raw) // width, self.max_count, "keys")
@@ -277,7 +305,7 @@ class Parents(Keys):
 
 
 @dataclass(frozen=True)
-class Suffixes(_Unconverted):
+class Suffixes:
     max_count: int
     max_bytes: int
 
@@ -287,7 +315,7 @@ class Suffixes(_Unconverted):
             f"{self.max_bytes} bytes"
         )
 
-    def check(self, value: Any) -> None:
+    def check(self, value: Any, width: int = 0) -> Any:
         _require(value, list, "an array")
         _require_count(len(value), self.max_count, "suffixes")
         for suffix in value:
@@ -297,20 +325,26 @@ class Suffixes(_Unconverted):
             raise invalid(f"suffixes must have one length, from 1 to {self.max_bytes} bytes")
         if len(set(value)) != len(value):
             raise invalid("the suffixes are not distinct")
+        return value
+
+    encode = decode = check
 
 
 @dataclass(frozen=True)
-class Texts(_Unconverted):
+class Texts:
     max_count: int
 
     def describe(self) -> str:
         return f"array of at most {self.max_count} str, each at most {MAX_TEXT} characters"
 
-    def check(self, value: Any) -> None:
+    def check(self, value: Any, width: int = 0) -> Any:
         _require(value, list, "an array")
         _require_count(len(value), self.max_count, "texts")
         for text in value:
             Text().check(text)
+        return value
+
+    encode = decode = check
 
 
 @dataclass(frozen=True)
@@ -338,7 +372,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Tree(_Unconverted):
+class Tree:
     """Free-form data for people and monitoring; its names are not part of the protocol."""
 
     def describe(self) -> str:
@@ -347,9 +381,12 @@ class Tree(_Unconverted):
             f"nested at most {MAX_TREE_DEPTH} levels"
         )
 
-    def check(self, value: Any) -> None:
+    def check(self, value: Any, width: int = 0) -> Any:
         _require(value, dict, "a map")
         _check_tree(value, MAX_TREE_DEPTH)
+        return value
+
+    encode = decode = check
 
 
 def _check_tree(value: Any, depth: int) -> None:
@@ -372,12 +409,6 @@ def _check_tree(value: Any, depth: int) -> None:
             raise invalid("a number does not fit in 64 bits")
     elif type(value) is not bool:
         raise invalid(f"a {type(value).__name__} cannot be sent")
-
-
-def _little_endian(numbers: array[int]) -> array[int]:
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return numbers
 
 
 def _range(low: int, high: int) -> str:

@@ -3,11 +3,13 @@
 A msgpack decoder allocates an array as soon as it reads the array's declared length, so a header of
 a few bytes can request gigabytes. Nested empty containers take sixty times their encoded size.
 `check_structure` scans the bytes before any object is created and limits both, so that decoding
-needs at most a small multiple of the header's size.
+needs at most a small multiple of the header's size. A short header has too few bytes to need much,
+and the types of its fields rule out deep nesting, so it is not scanned.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import Any, TypeAlias
 
 import msgpack
@@ -28,6 +30,7 @@ _FIXED |= {0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
 _SIZED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}  # bin, str: size of the length
 _CONTAINERS = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}  # and values per entry
 _PEEK_BYTES = 32
+_UNSCANNED_BYTES = 512  # must stay below MAX_HEADER_VALUES
 
 
 def _scalar_bytes(tag: int) -> int | None:
@@ -42,10 +45,20 @@ def _scalar_bytes(tag: int) -> int | None:
 _SCALARS = tuple(map(_scalar_bytes, range(256)))
 
 
+class _Packer(threading.local):
+    """A packer of each thread: `msgpack.packb` allocates a buffer of 256 KiB for every header."""
+
+    def __init__(self) -> None:
+        self.pack = msgpack.Packer(use_bin_type=True).pack
+
+
+_PACKER = _Packer()
+
+
 def pack_map(fields: dict[str, Any], is_flat: bool = False) -> bytes:
     """Packs a header. With `is_flat` no value is a container, so only the size needs a check."""
     try:
-        header: bytes = msgpack.packb(fields, use_bin_type=True)
+        header: bytes = _PACKER.pack(fields)
     except (ValueError, TypeError, OverflowError) as error:
         raise ProtocolError(
             ErrorCode.BAD_MESSAGE, f"the header cannot be encoded: {error}"
@@ -58,16 +71,17 @@ def pack_map(fields: dict[str, Any], is_flat: bool = False) -> bytes:
 def unpack_map(header: Buffer) -> dict[Any, Any]:
     """Unpacks a header. The names and values of the returned fields are not validated yet."""
     data = memoryview(header).cast("B")
-    check_structure(data)
+    size = len(data)
+    if size > _UNSCANNED_BYTES:
+        check_structure(data)
     try:
         fields = msgpack.unpackb(
             data,
             raw=False,
             strict_map_key=True,
             max_str_len=4 * MAX_ERROR_TEXT,
-            max_bin_len=MAX_HEADER_BYTES,
-            max_array_len=MAX_HEADER_VALUES,
-            max_map_len=MAX_HEADER_VALUES,
+            max_array_len=min(size, MAX_HEADER_VALUES),
+            max_map_len=min(size, MAX_HEADER_VALUES),
             max_ext_len=0,
             object_pairs_hook=_without_duplicates,
         )

@@ -8,8 +8,8 @@ first invalid one. It raises no other error, whatever the bytes are.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from vllm_tiered_kv.errors import ErrorCode, ProtocolError
 from vllm_tiered_kv.wire.fields import Record, Spec, Suffixes, Text, Texts, Tree, Uint
@@ -130,6 +130,7 @@ REPLIES: dict[str, type[Message]] = {
 
 _MAX_OP = 32
 _ID = Uint(0, MAX_UINT64)
+_OP = Text(_MAX_OP)
 _M = TypeVar("_M", bound=Message)
 
 
@@ -143,17 +144,31 @@ def _specs(cls: type[Message]) -> dict[str, Spec]:
 
 
 _SPECS = {cls: _specs(cls) for cls in (*REQUESTS.values(), *REPLIES.values(), ErrorReply)}
-# A field with its default value is omitted, for example `more` in the last reply of a stream.
-_DEFAULTS = {
-    cls: {
+_REQUIRED = object()
+
+
+class _Field(NamedTuple):
+    """One field as the loops of `_encode` and `_decode` need it."""
+
+    name: str
+    encode: Callable[[Any, int], Any]
+    decode: Callable[[Any, int], Any]
+    default: Any  # omitted from the header if equal, as `more` in the last reply of a stream
+
+
+def _fields(cls: type[Message]) -> list[_Field]:
+    defaults = {
         field.name: field.default
-        for field in dataclasses.fields(cls)
-        if field.name in _SPECS[cls] and field.default is not dataclasses.MISSING
+        for field in dataclasses.fields(cls)  # type: ignore[arg-type]
+        if field.default is not dataclasses.MISSING
     }
-    for cls in _SPECS
-}
+    return [
+        _Field(name, spec.kind.encode, spec.kind.decode, defaults.get(name, _REQUIRED))
+        for name, spec in _SPECS[cls].items()
+    ]
 
 
+_FIELDS = {cls: _fields(cls) for cls in _SPECS}
 # Messages without container fields.
 _FLAT = {
     cls
@@ -213,19 +228,19 @@ def decode_reply(header: Buffer, payload_lengths: Sequence[int]) -> tuple[int, R
 
 
 def _encode(fields: dict[str, Any], message: Message, request_id: int) -> bytes:
-    specs, defaults = _SPECS[type(message)], _DEFAULTS[type(message)]
+    cls = type(message)
     width = getattr(message, "width", 0)
     name = "id"
     try:
         _ID.check(request_id)
-        for name, spec in specs.items():
+        for name, encode, _, default in _FIELDS[cls]:
             value = getattr(message, name)
-            raw = spec.kind.encode(value, width)
-            if name not in defaults or value != defaults[name]:
+            raw = encode(value, width)
+            if default is _REQUIRED or value != default:
                 fields[name] = raw
         name = "message"
         _check_together(message)
-        return pack_map(fields, type(message) in _FLAT)
+        return pack_map(fields, cls in _FLAT)
     except ProtocolError as error:
         raise _in_context(error, message.op, name, request_id) from None
 
@@ -240,7 +255,7 @@ def _open(header: Buffer) -> tuple[dict[Any, Any], int, str]:
         _ID.check(fields.get("id"))
         request_id = fields.pop("id")
         name = "op"
-        Text(_MAX_OP).check(fields.get("op"))
+        _OP.check(fields.get("op"))
         return fields, request_id, fields.pop("op")
     except ProtocolError as error:
         raise ProtocolError(
@@ -253,29 +268,27 @@ def _open(header: Buffer) -> tuple[dict[Any, Any], int, str]:
 def _decode(
     cls: type[_M], fields: dict[Any, Any], payload_lengths: Sequence[int], request_id: int
 ) -> _M:
-    specs, defaults = _SPECS[cls], _DEFAULTS[cls]
-    values: dict[str, Any] = {}
+    values: list[Any] = []
     name = "message"
+    width = 0
     try:
         if cls.op == Hello.op:
             _check_version(fields.get("protocol"))
-        unknown = fields.keys() - specs.keys()
-        if unknown:
-            raise ProtocolError(
-                ErrorCode.BAD_MESSAGE, f"unknown field {next(iter(unknown))[:32]!r}"
-            )
-        width = 0
-        for name, spec in specs.items():
-            if name in fields:
-                values[name] = spec.kind.decode(fields[name], width)
-            elif name in defaults:
-                values[name] = defaults[name]
+        for name, _, decode, default in _FIELDS[cls]:
+            raw = fields.pop(name, _REQUIRED)
+            if raw is not _REQUIRED:
+                value = decode(raw, width)
+            elif default is not _REQUIRED:
+                value = default
             else:
                 raise ProtocolError(ErrorCode.BAD_MESSAGE, "is missing")
             if name == "width":
-                width = values[name]
+                width = value
+            values.append(value)
         name = "message"
-        message = cls(**values)
+        if fields:
+            raise ProtocolError(ErrorCode.BAD_MESSAGE, f"unknown field {next(iter(fields))[:32]!r}")
+        message = cls(*values)
         _check_together(message)
         name = "payload"
         _check_payload(message, payload_lengths)
@@ -295,14 +308,16 @@ def _check_version(protocol: Any) -> None:
 
 def _check_together(message: Message) -> None:
     for name, per in _PAIRS[type(message)]:
-        here, there = len(getattr(message, name)), len(getattr(message, per))
-        if here != there:
-            raise ProtocolError(ErrorCode.BAD_MESSAGE, f"{there} {per} but {here} {name}")
+        here, there = getattr(message, name), getattr(message, per)
+        if len(here) != len(there):
+            raise ProtocolError(ErrorCode.BAD_MESSAGE, f"{len(there)} {per} but {len(here)} {name}")
     message.check()
 
 
 def _check_payload(message: Message, payload_lengths: Sequence[int]) -> None:
     stated: list[int] = [] if message.payload is None else getattr(message, message.payload)
+    if payload_lengths == stated and len(stated) <= MAX_FRAMES:
+        return  # the message's own check limits their sum
     if len(payload_lengths) > MAX_FRAMES or sum(payload_lengths) > MAX_MESSAGE_BYTES:
         raise ProtocolError(
             ErrorCode.TOO_LARGE,

@@ -138,8 +138,9 @@ class Connections:
             monitor.close()
         self._monitors.clear()
 
-    def message_received(self, listener: Listener, message: Message) -> None:
+    def message_received(self, peer: Peer, message: Message) -> None:
         """Must be called for every message received."""
+        listener = peer.listener
         if listener not in self._monitors or message.descriptor is None:
             return
         self._messages_since_check[listener] += 1
@@ -149,11 +150,15 @@ class Connections:
         if connection is not None:
             if connection.identity is None:
                 connection.identity = message.identity
-                peer = Peer(listener, message.identity)
                 self._by_peer[peer] = message.descriptor
                 self._network.mark_reconnected(peer)
             connection.had_message = True
             connection.delivered += message.nbytes + _FRAME_BYTES * message.count
+
+    def read_monitors(self) -> None:
+        """Handles what zmq has reported about connections so far."""
+        for listener in self._monitors:
+            self._read_monitor(listener)
 
     def _read_monitor(self, listener: Listener) -> None:
         while True:

@@ -7,6 +7,7 @@ changes the daemon's state.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
@@ -28,7 +29,6 @@ from vllm_tiered_kv.server.requests.call import Call
 from vllm_tiered_kv.server.requests.handlers import Handlers
 from vllm_tiered_kv.server.shm.leases import Leases
 from vllm_tiered_kv.server.tiers.namespaces import Namespaces
-from vllm_tiered_kv.wire.frames import split
 from vllm_tiered_kv.wire.messages import (
     BORROW_CAPABILITY,
     PROTOCOL_VERSION,
@@ -79,6 +79,7 @@ class Gateway:
         self._recorder = recorder
         self._instance = instance
         self._capabilities = list(capabilities)
+        self._counts: Counter[str] = Counter()  # requests of this turn by op
         self.is_closing = False
         outbox.on_client_lost = self._drop_client
         connections.on_client_shed = self._drop_client
@@ -90,10 +91,12 @@ class Gateway:
 
     def _receive(self, listener: Listener, receiver: Receiver) -> None:
         receiver.begin_turn()
+        nbytes = 0
+        self._counts.clear()
         while (message := receiver.next()) is not None:
             peer = Peer(listener, message.identity)
-            self._connections.message_received(listener, message)
-            self._recorder.add(names.BYTES_IN, message.nbytes)
+            self._connections.message_received(peer, message)
+            nbytes += message.nbytes
             try:
                 if message.fault is not None:
                     raise message.fault
@@ -103,13 +106,16 @@ class Gateway:
             except Exception:
                 logger.exception("cannot handle a message because of an internal error")
                 self._refuse(peer, ProtocolError(ErrorCode.INTERNAL, "the daemon failed"))
+        self._recorder.add(names.BYTES_IN, nbytes)
+        for op, count in self._counts.items():
+            self._recorder.add(names.REQUESTS, count, op)
 
     def _handle(self, peer: Peer, frames: Sequence[zmq.Frame]) -> None:
         if not frames:
             raise ProtocolError(ErrorCode.BAD_MESSAGE, "the message has no header")
-        header, payload = split([frame.buffer for frame in frames])
-        request_id, request = decode_request(header, [len(part) for part in payload])
-        self._recorder.add(names.REQUESTS, 1, request.op)
+        header, *payload = [frame.buffer for frame in frames]
+        request_id, request = decode_request(header, [part.nbytes for part in payload])
+        self._counts[request.op] += 1
         try:
             user = self._user(peer, frames[0])
             if self.is_closing:

@@ -51,7 +51,7 @@ class NetworkMemory:
         self._held[peer] = self._held.get(peer, 0) + nbytes
         if peer not in self._disconnected:
             self._total += nbytes
-            if self.total > self.limit:
+            if self._total + self.unfinished > self.limit:
                 self.on_excess()
 
     def release(self, peer: Peer, nbytes: int) -> None:
@@ -85,16 +85,16 @@ class NetworkMemory:
                 ErrorCode.UNAVAILABLE,
                 f"requests in flight of this session use {mine} bytes already; wait for replies",
             )
-        if self.total + nbytes > self.limit:
+        if self._total + self.unfinished + nbytes > self.limit:
             largest = max((self.held_by(one) for one in self._held), default=0)
-            mine = self._held.get(peer, 0)
-            if nbytes > largest or (mine and mine + nbytes >= largest):
+            held = self._held.get(peer, 0)
+            if nbytes > largest or (held and held + nbytes >= largest):
                 raise ProtocolError(
                     ErrorCode.UNAVAILABLE,
                     f"requests and replies in flight use {self.total} of {self.limit} bytes; "
                     "try again later",
                 )
-        self._requests[peer] = self._requests.get(peer, 0) + nbytes
+        self._requests[peer] = mine + nbytes
         self.hold(peer, nbytes)
 
     def end_request(self, peer: Peer, nbytes: int) -> None:

@@ -1,23 +1,21 @@
 """Replies on their way to clients, and the blocks they keep pinned.
 
 Payloads are sent zero-copy: zmq references the memory of a block until its bytes are in the kernel,
-and the block stays pinned until zmq has dropped the view it was given. A weak reference to the view
-shows that; a zmq MessageTracker would cost more than the frame itself. Small payloads are copied
-instead. A client that stops reading therefore pins the blocks it asked for. *Claims*, made before a
-block is fetched, bound how many bytes those are, per client and in total. A client that reads
-nothing for the stall timeout is disconnected (over tcp by the kernel, with TCP_USER_TIMEOUT), which
-ends zmq's references.
+and the block stays pinned until the sender reports the ticket of its message. Small payloads are
+copied instead. A client that stops reading therefore pins the blocks it asked for. *Claims*, made
+before a block is fetched, bound how many bytes those are, per client and in total. A client that
+reads nothing for the stall timeout is disconnected (over tcp by the kernel, with TCP_USER_TIMEOUT),
+which ends zmq's references.
 
-If zmq loses a message together with its connection, it never drops the view. Once a client is known
-to be disconnected, the outbox therefore releases its blocks after a grace period regardless: zmq
-has no connection left over which it could send them.
+If zmq loses a message together with its connection, its ticket is never reported. Once a client is
+known to be disconnected, the outbox therefore releases its blocks after a grace period regardless:
+zmq has no connection left over which it could send them.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +25,7 @@ import zmq
 from vllm_tiered_kv.errors import ErrorCode
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.native.zmq_sender import make_zmq_sender
 from vllm_tiered_kv.server.net.limits import ClientLimits
 from vllm_tiered_kv.server.net.network_memory import NetworkMemory
 from vllm_tiered_kv.server.net.reactor import Reactor
@@ -47,12 +46,10 @@ _PROBE = encode_reply(
 _GRACE_S = 10.0  # for zmq to drop what was being sent to a disconnected client
 
 
-_View = weakref.ref[memoryview]
-"""A view given to zmq; the reference is dead once zmq is done with it."""
-
-
 @dataclass(slots=True)
 class _Message:
+    """A reply that waits until zmq accepts it."""
+
     header: bytes
     payload: Sequence[PinnedSlot]
     on_unsent: Callable[[], None] | None
@@ -69,9 +66,9 @@ class _PeerQueue:
 
     claimed: int = 0  # bytes of blocks that are being fetched or sent
     waiting: deque[_Message] = field(default_factory=deque)  # not accepted by zmq yet
-    in_zmq: deque[tuple[_View, PinnedSlot | None, int]] = field(default_factory=deque)
-    """In sending order: a view given to zmq; its block, or None for the header of a small message;
-    and the bytes copied for this client before it, which are sent once this view is dropped."""
+    in_zmq: dict[int, tuple[Sequence[PinnedSlot], int]] = field(default_factory=dict)
+    """By ticket, in sending order: the blocks that zmq references, and the bytes copied for this
+    client before, which zmq has sent, too, when it reports the ticket."""
     last_progress: float = field(default_factory=time.monotonic)
     last_probe: float = 0.0
 
@@ -82,10 +79,9 @@ class _PeerQueue:
 
 @dataclass(frozen=True, slots=True)
 class _Orphan:
-    """A block that zmq may still reference for a client that has disconnected."""
+    """Blocks that zmq may still reference for a client that has disconnected."""
 
-    view: _View
-    block: PinnedSlot
+    blocks: Sequence[PinnedSlot]
     until: float
 
 
@@ -103,7 +99,11 @@ class Outbox:
         stall_s: float,
     ) -> None:
         self._network = network
-        self._copied: dict[Peer, int] = {}  # bytes copied into zmq since the last tracked view
+        self._sender = make_zmq_sender()
+        self._copied: dict[Peer, int] = {}  # bytes copied into zmq since the last ticket
+        self._last_ticket = 0
+        self._tickets: dict[int, Peer] = {}  # receivers of messages in zmq
+        self._sent_bytes = 0  # not yet recorded
         self._reactor = reactor
         self._memory = memory
         self._limits = limits
@@ -111,7 +111,7 @@ class Outbox:
         self._stall_s = stall_s
         self._queues: dict[Peer, _PeerQueue] = {}
         self._busy: set[Peer] = set()  # peers with replies that are waiting or in zmq
-        self._orphans: list[_Orphan] = []
+        self._orphans: dict[int, _Orphan] = {}  # by ticket
         self._claimed = 0
         self._has_freed_room = False  # since `on_room_freed` was last called
         self._poll_delay_s = _MIN_POLL_S
@@ -122,6 +122,8 @@ class Outbox:
         """Called after claims have become smaller."""
         self.disconnect: Callable[[Peer], None] = lambda peer: None
         """Closes the connection of a client, and with it zmq's references to its blocks."""
+        self.read_disconnects: Callable[[], None] = lambda: None
+        """Calls `connection_closed` for connections that have ended but are not known to have."""
         reactor.each_turn(self._poll_sent)
         reactor.every(1.0, self._disconnect_stalled)
 
@@ -156,6 +158,8 @@ class Outbox:
         return True
 
     def unclaim(self, peer: Peer, nbytes: int) -> None:
+        if not nbytes:
+            return
         queue = self._queues[peer]
         queue.claimed -= nbytes
         self._claimed -= nbytes
@@ -180,11 +184,11 @@ class Outbox:
     ) -> None:
         """Sends a reply. Takes over the claimed blocks of `payload`. Calls `on_unsent` if the
         reply can never be sent."""
-        message = _Message(header, payload, on_unsent)
         queue = self._queues.get(peer)
         if queue is None:
             queue = self._queues[peer] = _PeerQueue()
-        if queue.waiting or not self._try_send(peer, queue, message):
+        if queue.waiting or not self._try_send(peer, queue, header, payload, on_unsent):
+            message = _Message(header, payload, on_unsent)
             queue.waiting.append(message)
             self._network.hold(peer, message.nbytes)
             self._busy.add(peer)
@@ -202,7 +206,7 @@ class Outbox:
         waiting, queue.waiting = queue.waiting, deque()
         for message in waiting:
             self._network.release(peer, message.nbytes)
-            self._discard(peer, message)
+            self._discard(peer, message.payload, message.on_unsent)
         if queue.is_idle:
             self._queues.pop(peer, None)
 
@@ -217,70 +221,79 @@ class Outbox:
         has_unread = bool(queue.waiting or queue.in_zmq)
         return has_unread and queue.last_progress < now - self._stall_s
 
-    def _try_send(self, peer: Peer, queue: _PeerQueue, message: _Message) -> bool:
+    def _try_send(
+        self,
+        peer: Peer,
+        queue: _PeerQueue,
+        header: bytes,
+        payload: Sequence[PinnedSlot],
+        on_unsent: Callable[[], None] | None,
+    ) -> bool:
         """False if the client must read something first. Reports a client that is gone."""
-        socket = peer.listener.socket
-        payload_bytes = sum(block.nbytes for block in message.payload)
+        payload_bytes = sum([block.nbytes for block in payload])
         is_small = payload_bytes <= _COPY_BYTES
-        views = [memoryview(block.view) for block in message.payload]
-        frames = [zmq.Frame(view, copy=is_small, copy_threshold=0) for view in views]
-        try:
-            flags = zmq.NOBLOCK | zmq.SNDMORE
-            socket.send(peer.identity, flags)  # zmq accepts or rejects the message at this frame
-        except zmq.Again:
+        copied = self._copied.get(peer, 0) + _MESSAGE_BYTES + len(header) + is_small * payload_bytes
+        ticket = 0
+        if not is_small or copied > _TRACK_BYTES:
+            ticket = self._last_ticket = self._last_ticket + 1
+        error = self._sender.send(
+            peer.listener.socket.underlying,
+            peer.identity,
+            header,
+            [block.view for block in payload],
+            is_small,
+            ticket,
+        )
+        if error == zmq.EAGAIN:
             return False
-        except zmq.ZMQError as error:
-            self._discard(peer, message)
-            if error.errno == zmq.EHOSTUNREACH:
+        if error:
+            self._discard(peer, payload, on_unsent)
+            if error == zmq.EHOSTUNREACH:
                 self._orphan_sent(peer, queue)
                 self.on_client_lost(peer, "it has disconnected")
             else:
-                logger.warning("cannot send a reply: %s", error)
+                logger.warning("cannot send a reply: %s", zmq.strerror(error))
             return True
-        copied = self._copied.get(peer, 0) + message.nbytes + is_small * payload_bytes
-        refers = not is_small or copied > _TRACK_BYTES
-        if refers and is_small:  # zmq sends in order: this view is dropped after all before it
-            view = memoryview(message.header)
-            queue.in_zmq.append((weakref.ref(view), None, copied))
-            header: zmq.Frame | bytes = zmq.Frame(view, copy=False, copy_threshold=0)
-            del view
-        else:
-            header = message.header
-        self._copied[peer] = 0 if refers else copied
-        socket.send(header, zmq.SNDMORE if message.payload else 0, copy=header is message.header)
-        del header
-        for n, frame in enumerate(frames, 1):
-            socket.send(frame, zmq.SNDMORE if n < len(frames) else 0, copy=False)
-        if not is_small:
-            counts = (copied, *[0] * (len(views) - 1))
-            queue.in_zmq.extend(zip(map(weakref.ref, views), message.payload, counts, strict=True))
-        self._recorder.add(names.BYTES_OUT, len(message.header) + payload_bytes)
-        if is_small:
-            self.release_claimed(peer, message.payload)
-        if refers:
+        self._sent_bytes += len(header) + payload_bytes
+        if ticket:
+            self._copied[peer] = 0
+            self._tickets[ticket] = peer
+            queue.in_zmq[ticket] = (() if is_small else payload, copied)
             self._network.hold(peer, copied)
             queue.last_progress = time.monotonic()
             self._busy.add(peer)
             self._poll_delay_s = _MIN_POLL_S
+        else:
+            self._copied[peer] = copied
+        if is_small:
+            self.release_claimed(peer, payload)  # last, because it forgets an idle queue
         return True
 
-    def _discard(self, peer: Peer, message: _Message) -> None:
-        self.release_claimed(peer, message.payload)
-        if message.on_unsent is not None:
-            message.on_unsent()
+    def _discard(
+        self, peer: Peer, payload: Sequence[PinnedSlot], on_unsent: Callable[[], None] | None
+    ) -> None:
+        self.release_claimed(peer, payload)
+        if on_unsent is not None:
+            on_unsent()
 
     # ---- releasing what was sent ----------------------------------------------------------------
 
     def _poll_sent(self) -> None:
+        if self._sent_bytes:
+            self._recorder.add(names.BYTES_OUT, self._sent_bytes)
+            self._sent_bytes = 0
+        if self._busy:
+            self._release_sent()
         for peer in list(self._busy):
             queue = self._queues.get(peer)
             if queue is None:
                 self._busy.discard(peer)
                 continue
-            self._release_sent(peer, queue)
             while queue.waiting:
                 message = queue.waiting.popleft()
-                if not self._try_send(peer, queue, message):
+                if not self._try_send(
+                    peer, queue, message.header, message.payload, message.on_unsent
+                ):
                     queue.waiting.appendleft(message)
                     break
                 self._network.release(peer, message.nbytes)
@@ -303,24 +316,34 @@ class Outbox:
     def _wake_up(self) -> None:
         self._is_poll_scheduled = False
 
-    def _release_sent(self, peer: Peer, queue: _PeerQueue) -> None:
+    def _release_sent(self) -> None:
         """Releases the blocks that zmq has finished sending."""
         done: list[PinnedSlot] = []
-        copied = 0
-        while queue.in_zmq and queue.in_zmq[0][0]() is None:
-            _, block, before = queue.in_zmq.popleft()
-            copied += before
-            if block is not None:
-                done.append(block)
-        if copied:
-            queue.last_progress = time.monotonic()
+        now = time.monotonic()
+        for ticket in self._sender.take_sent():
+            peer = self._tickets.pop(ticket, None)
+            if peer is None:
+                orphan = self._orphans.pop(ticket, None)
+                if orphan is not None:
+                    done += orphan.blocks
+                continue
+            queue = self._queues[peer]
+            if queue.last_progress < now - self._stall_s:
+                # Sent at last, or dropped with the connection, whose end zmq has reported before.
+                self.read_disconnects()
+            blocks, copied = queue.in_zmq.pop(ticket)
+            queue.last_progress = now
             self._network.release(peer, copied)
-        if done:
-            queue.last_progress = time.monotonic()
-            self._memory.let_go(done)
-            nbytes = sum(block.nbytes for block in done)
-            queue.claimed -= nbytes
-            self._claimed -= nbytes
+            for block in blocks:
+                queue.claimed -= block.nbytes
+            done += blocks
+        self._release(done)
+
+    def _release(self, blocks: Sequence[PinnedSlot]) -> None:
+        """Unpins blocks whose clients do not count them any more."""
+        if blocks:
+            self._memory.let_go(blocks)
+            self._claimed -= sum([block.nbytes for block in blocks])
             self._has_freed_room = True
 
     def _disconnect_stalled(self) -> None:
@@ -342,24 +365,15 @@ class Outbox:
     def _orphan_sent(self, peer: Peer, queue: _PeerQueue) -> None:
         """Moves what zmq still references for a disconnected client to the orphans."""
         until = time.monotonic() + _GRACE_S
-        while queue.in_zmq:
-            view, block, copied = queue.in_zmq.popleft()
-            if copied:
-                self._network.release(peer, copied)
-            if block is not None:
-                queue.claimed -= block.nbytes
-                self._orphans.append(_Orphan(view, block, until))
+        for ticket, (blocks, copied) in queue.in_zmq.items():
+            del self._tickets[ticket]
+            self._network.release(peer, copied)
+            if blocks:
+                queue.claimed -= sum(block.nbytes for block in blocks)
+                self._orphans[ticket] = _Orphan(blocks, until)
+        queue.in_zmq.clear()
 
     def _release_orphans(self, now: float) -> None:
-        kept: list[_Orphan] = []
-        over: list[PinnedSlot] = []
-        for left in self._orphans:
-            if left.view() is None or left.until <= now:
-                over.append(left.block)
-            else:
-                kept.append(left)
-        if over:
-            self._orphans = kept
-            self._memory.let_go(over)
-            self._claimed -= sum(block.nbytes for block in over)
-            self._has_freed_room = True
+        self._release_sent()
+        over = [ticket for ticket, orphan in self._orphans.items() if orphan.until <= now]
+        self._release([block for ticket in over for block in self._orphans.pop(ticket).blocks])

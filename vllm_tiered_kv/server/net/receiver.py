@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import zmq
 
 from vllm_tiered_kv.errors import ErrorCode, ProtocolError
-from vllm_tiered_kv.wire.frames import peek_request_id
+from vllm_tiered_kv.wire.header import peek_request_id
 from vllm_tiered_kv.wire.limits import MAX_FRAMES
 
 # Limits of one socket per turn of the loop.
@@ -66,19 +66,18 @@ class Receiver:
         message = self._current
         while self._messages_left > 0 and self._frames_left > 0 and self._header_bytes_left > 0:
             try:
+                if message is None:  # a frame with the header always follows the identity
+                    message = self._current = Message(receive(zmq.NOBLOCK))
                 frame = receive(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return None
             self._frames_left -= 1
-            if message is None:
-                message = self._current = Message(frame.bytes)
+            message.count += 1
+            message.nbytes += len(frame)
+            if 1 < message.count <= 1 + MAX_FRAMES:
+                message.frames.append(frame)
             else:
-                message.count += 1
-                message.nbytes += len(frame)
-                if 1 < message.count <= 1 + MAX_FRAMES:
-                    message.frames.append(frame)
-                else:
-                    self._add_other(message, frame)
+                self._add_other(message, frame)
             if not frame.more:
                 return self._finish(message)
         return None

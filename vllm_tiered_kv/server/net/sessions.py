@@ -51,14 +51,12 @@ class Session:
     last_seen: float = field(default_factory=time.monotonic)
     in_flight: int = 0  # requests not yet answered
     is_open: bool = True
+    largest_block: int = field(init=False)
     _prefix: bytes = field(init=False)
 
     def __post_init__(self) -> None:
+        self.largest_block = max(self.shape.block_bytes, default=1)
         self._prefix = key_prefix(self.namespace)
-
-    @property
-    def largest_block(self) -> int:
-        return max(self.shape.block_bytes, default=1)
 
     def key(self, wire_key: bytes) -> StoreKey:
         return StoreKey(self._prefix + wire_key)

@@ -154,7 +154,18 @@ class TieredStore:
         here, missing = self.hold_in_memory(keys)
         for n, block in here:
             ready(n, block)
-        self.fetch_slower([(n, keys[n]) for n in missing], ready, client)
+        if missing:
+            self.fetch_slower([(n, keys[n]) for n in missing], ready, client)
+
+    def hold_all(self, keys: Sequence[StoreKey]) -> list[PinnedSlot] | None:
+        """All blocks, pinned for the receiver, or None if one of them is not in memory."""
+        held = self.memory.hold(keys)
+        found = [block for block in held if block is not None]
+        if len(found) < len(keys):
+            self.memory.let_go(found)
+            return None
+        self._recorder.add(names.HITS, len(found), _MEMORY)
+        return found
 
     def hold_in_memory(
         self, keys: Sequence[StoreKey]
