@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import shutil
 import signal
@@ -17,20 +18,18 @@ import pytest
 
 from tests.patience import eventually
 
-INSTALL = "needs redis-server; install it with `apt-get install redis-server`"
 PRIMARIES = 3
 
 
-def require_redis() -> None:
+def require_redis(*more_programs: str) -> None:
     """Skips the test where there is no Redis; with REQUIRE_REDIS=1 it fails instead."""
-    if shutil.which("redis-server") is not None:
-        with contextlib.suppress(ImportError):
-            import redis  # noqa: F401
-
-            return
-        reason = "needs redis-py; install it with `pip install -r requirements/unit.txt`"
+    programs = [p for p in ("redis-server", *more_programs) if shutil.which(p) is None]
+    if programs:
+        reason = f"needs {' '.join(programs)}; run apt-get install {' '.join(programs)}"
+    elif importlib.util.find_spec("redis") is None:
+        reason = "needs redis-py; run pip install -r requirements/unit.txt"
     else:
-        reason = INSTALL
+        return
     if os.environ.get("REQUIRE_REDIS") == "1":
         pytest.fail(f"REQUIRE_REDIS=1, but this {reason}")
     pytest.skip(reason)

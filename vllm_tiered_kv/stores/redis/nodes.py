@@ -8,6 +8,7 @@ breaker then keeps later calls from waiting for it.
 from __future__ import annotations
 
 import logging
+import select
 import ssl
 import threading
 import time
@@ -102,7 +103,8 @@ class Node:
 
     def _connect(self, deadline: float) -> RespConnection:
         settings = self._settings
-        wait_s = min(deadline - time.monotonic(), settings.timeout_s)
+        # A part of the time of a call, so that other servers have some left.
+        wait_s = min(deadline - time.monotonic(), settings.timeout_s / 3)
         if wait_s <= 0:
             raise TimeoutError("no time left to connect")
         arguments: dict[str, Any] = {
@@ -132,16 +134,18 @@ class Node:
             raise RefusedError(f"user or password: {error}") from None
         except redis.ResponseError as error:
             raise RefusedError(str(error)) from None
-        except redis.RedisError as error:
+        except (redis.RedisError, OSError) as error:
             raise _cause_of(error) from None
+        except ValueError as error:  # redis-py raises it for what is not RESP
+            raise ConnectionError(f"is not a Redis: {error}") from None
         # redis-py closes the socket of a connection that is collected, so it is detached.
         sock, link._sock = link._sock, None
         return RespConnection(sock, settings.timeout_s)
 
 
-def _cause_of(error: redis.RedisError) -> Exception:
+def _cause_of(error: Exception) -> Exception:
     """The error of the system behind an error of redis-py."""
-    cause = error.__cause__ or error.__context__
+    cause = error if isinstance(error, OSError) else error.__cause__ or error.__context__
     if isinstance(cause, ssl.SSLError):
         hint = "; does it require a client certificate?" if isinstance(cause, _CUT_OFF) else ""
         return RefusedError(f"TLS: {cause}{hint}")
@@ -164,10 +168,16 @@ class _Session:
         self._attempt = node.breaker.begin()
         self.is_up = self._attempt is not None
 
-    def run(self, work: Callable[[RespConnection], None]) -> None:
+    @property
+    def descriptor(self) -> int:
+        """Of the connection; -1 if there is none."""
+        return -1 if self._connection is None else self._connection.descriptor
+
+    def run(self, work: Callable[[RespConnection], None], has_waited: bool = False) -> None:
+        """`has_waited`: the server had the time of the whole call, so a timeout is its fault."""
         if not self.is_up or self._attempt is None:
             return
-        begun = time.monotonic()
+        had_time = has_waited or self._deadline - time.monotonic() > _MIN_FAIR_S
         try:
             if self._connection is None:
                 self._connection = self.node.take(self._deadline)
@@ -177,7 +187,7 @@ class _Session:
             self.node.breaker.refuse(self._attempt, str(error))
             self._break_off()
         except OSError as error:
-            if not isinstance(error, TimeoutError) or self._deadline - begun > _MIN_FAIR_S:
+            if had_time or not isinstance(error, TimeoutError):
                 is_absent = isinstance(error, ConnectionRefusedError)
                 self.node.breaker.fail(self._attempt, error.strerror or str(error), is_absent)
             self._break_off()
@@ -290,8 +300,7 @@ class Nodes:
                 windows = [(session, _take_window(left)) for session, left in active]
                 for session, window in windows:
                     session.run(partial(_send, window))
-                for session, window in windows:
-                    session.run(partial(_receive, window))
+                _receive_all(windows, deadline)
             has_ended = True
         finally:
             for session, _ in turns:
@@ -305,7 +314,9 @@ class Nodes:
         if now < self._next_refresh or not self._refreshing.acquire(blocking=False):
             return
         try:
-            for address in list(dict.fromkeys([*self._nodes, *self._seeds])):
+            with self._lock:
+                addresses = list(dict.fromkeys([*self._nodes, *self._seeds]))
+            for address in addresses:
                 until = min(deadline, time.monotonic() + self._settings.timeout_s / 3)
                 node = self._node(address)
                 reply = self.ask(node, _CLUSTER_SLOTS, until)
@@ -372,6 +383,23 @@ def _take_window(left: deque[Request]) -> list[Request]:
 
 def _send(window: Iterable[Request], connection: RespConnection) -> None:
     connection.send([piece for request in window for piece in request.pieces])
+
+
+def _receive_all(windows: Sequence[tuple[_Session, list[Request]]], deadline: float) -> None:
+    """Receives the replies of each server once they begin to arrive, so that a server that hangs
+    takes no time from the others."""
+    waiting = {session.descriptor: (session, window) for session, window in windows}
+    waiting.pop(-1, None)  # could not be asked
+    poll = select.poll()
+    for descriptor in waiting:
+        poll.register(descriptor, select.POLLIN)
+    while waiting:
+        left_s = max(0.0, deadline - time.monotonic())
+        ready = [descriptor for descriptor, _ in poll.poll(1000 * left_s)]
+        for descriptor in ready or list(waiting):
+            session, window = waiting.pop(descriptor)
+            poll.unregister(descriptor)
+            session.run(partial(_receive, window), has_waited=not ready)
 
 
 def _receive(window: Iterable[Request], connection: RespConnection) -> None:

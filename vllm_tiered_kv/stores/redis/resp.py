@@ -12,9 +12,10 @@ import time
 from collections.abc import Iterable
 from typing import Union
 
-_BUFFER_BYTES = 16 << 10
+_BUFFER_BYTES = 64 << 10
 _MAX_SMALL = 16 << 10  # smaller pieces are joined before they are sent
 _MAX_DEPTH = 8
+_MAX_VALUE = 1 << 20  # of values that are not blocks
 
 Reply = Union[int, bytes, None, "ReplyError", list["Reply"]]
 Piece = bytes | memoryview
@@ -58,6 +59,10 @@ class RespConnection:
         self._view = memoryview(self._buffer)
         self._start = self._end = 0  # of what is received and not yet used
         self.deadline = 0.0  # monotonic; of the current call
+
+    @property
+    def descriptor(self) -> int:
+        return self._socket.fileno()
 
     def is_idle(self) -> bool:
         """False if the server has closed the connection or sent something unasked."""
@@ -103,6 +108,8 @@ class RespConnection:
             return [self.reply(depth + 1) for _ in range(_integer(text))]
         if kind == b"$":
             nbytes = _integer(text)
+            if nbytes > _MAX_VALUE:
+                raise ConnectionError(f"the server replied a value of {nbytes} bytes")
             return None if nbytes < 0 else self.value(nbytes)
         return _simple(kind, text)
 
@@ -119,6 +126,11 @@ class RespConnection:
         raise ConnectionError(f"the server replied {line[:20]!r} where a value was expected")
 
     def value(self, nbytes: int) -> bytes:
+        if self._end - self._start >= nbytes + 2:  # all of it has arrived
+            here = bytes(self._view[self._start : self._start + nbytes])
+            self._start += nbytes
+            self.end_value()
+            return here
         content = bytearray(nbytes)
         self.read_into(memoryview(content))
         self.end_value()

@@ -158,10 +158,7 @@ class RedisStore:
     ) -> list[tuple[BlockFacts | None, bool]]:
         """The facts of each block, if all parts of it are there; and whether Redis has answered.
         Deletes damage."""
-        last = b"%d" % (HEADER_BYTES - 1)
-        heads = [
-            self._request(key, encode(b"GETRANGE", self._name(key), b"0", last)) for key in keys
-        ]
+        heads = [self._request(key, _read_header(self._name(key))) for key in keys]
         self._exchange(heads, deadline)
         headers = [_header_of(key, head.reply) for key, head in zip(keys, heads, strict=True)]
         parts: dict[int, Request] = {}
@@ -390,6 +387,8 @@ class RedisStore:
 
     def _part_names(self, key: StoreKey, payload_bytes: int) -> list[bytes]:
         """The keys after the first one."""
+        if payload_bytes <= PART_BYTES:
+            return []
         name = self._name(key)
         return [b"%b:%d" % (name, part) for part in range(1, _parts_of(payload_bytes))]
 
@@ -470,6 +469,15 @@ class _Read:
             self.is_whole = xxh3_64(self.into) == self._header.payload_checksum
             self.is_damaged = self.is_damaged or not self.is_whole
         return None
+
+
+def _read_header(name: bytes) -> bytes:
+    """`GETRANGE name 0 255`; lookups send thousands, and this is faster than `encode`."""
+    return b"*4\r\n$8\r\nGETRANGE\r\n$%d\r\n%b\r\n$1\r\n0\r\n$3\r\n%d\r\n" % (
+        len(name),
+        name,
+        HEADER_BYTES - 1,
+    )
 
 
 def _parts_of(payload_bytes: int) -> int:
