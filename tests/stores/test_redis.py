@@ -236,6 +236,8 @@ def test_full_server_drops_and_evicting_server_stores(empty: RedisServer, store:
         results = store.put(chain_items(keys, MIB))
         assert set(results) == {PutResult.STORED, PutResult.DROPPED}
         assert store.failed_blocks == results.count(PutResult.DROPPED)
+        assert store.put([item(store_key("large"), 17 * MIB)]) == [PutResult.DROPPED]
+        assert_lacks(store, store_key("large"))
         client.config_set("maxmemory-policy", "allkeys-lru")
         assert store.put([item(store_key("b"), MIB)]) == [PutResult.STORED]
         usage = store.usage()
@@ -257,6 +259,9 @@ def test_full_server_drops_and_evicting_server_stores(empty: RedisServer, store:
         ("redis://a:b", "is not an address"),
         ("redis://a,,b", "is not an address"),
         ("redis://a/x", "is not the number of a database"),
+        ("redis://me:pa/ss@a", "write / ? # and @ of a password"),
+        ("redis://me:pa#ss@a", "write / ? # and @ of a password"),
+        ("redis://a:99999", "is not an address"),
         ("redis://a/?tl=1d", "unknown option 'tl', expected one of ttl, prefix"),
         ("redis://a/?cacert=x", "use rediss:// for TLS"),
         ("redis://a/?ttl=x", "is not a duration"),
@@ -292,6 +297,7 @@ def test_url_with_everything_is_understood(monkeypatch: pytest.MonkeyPatch) -> N
     assert "p@ss" not in repr(settings)
     assert redacted(url).startswith("rediss://me:***@a:1,b,[::1]:3/2?ttl")
     assert redacted("redis://:x@y@a") == "redis://:***@a"
+    assert redacted("redis://u:a/b?c#d@e@a:1/") == "redis://u:***@a:1/"
     assert redacted("redis://a:6379/?ttl=1d") == "redis://a:6379/?ttl=1d"
     monkeypatch.setenv("TIERED_KV_REDIS_USERNAME", "env")
     monkeypatch.setenv("TIERED_KV_REDIS_PASSWORD", "secret")

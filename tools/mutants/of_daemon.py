@@ -401,8 +401,8 @@ DAEMON = (
     Mutation(
         "redis-hung-server-takes-the-time-of-others",
         "stores/redis/nodes.py",
-        "        ready = [descriptor for descriptor, _ in poll.poll(1000 * left_s)]\n",
-        "        ready = list(waiting)[:1]\n",
+        "[descriptor for descriptor, _ in poll.poll(1000 * min(left_s, silence_s))]",
+        "list(waiting)[:1]",
         "while one server of a cluster hangs, lookups miss the blocks of all others, too",
         _REDIS,
     ),

@@ -84,8 +84,9 @@ def open_store(options: BackingOptions) -> BackingStore:
 
 
 def redacted(url: str) -> str:
-    """The URL without its password, for logs and errors."""
-    return re.sub(r"(?<=://)([^/?#@:]*):[^/?#]*@", r"\1:***@", url)
+    """The URL without its password, for logs and errors. Rather hides too much, as a password may
+    have characters that should have been encoded."""
+    return re.sub(r"(?<=://)([^/?#@:]*):.*@", r"\1:***@", url)
 
 
 def _module_of(url: str) -> StoreModule:

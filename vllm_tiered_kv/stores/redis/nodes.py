@@ -228,6 +228,7 @@ class Nodes:
         self._nodes: dict[Address, Node] = {}
         self._owners: list[Node | None] | None = None  # by slot; None: nothing is known yet
         self.is_cluster = False
+        self._is_closed = False
 
     @property
     def is_known(self) -> bool:
@@ -252,6 +253,7 @@ class Nodes:
 
     def close(self) -> None:
         with self._lock:
+            self._is_closed = True
             nodes = list(self._nodes.values())
         for node in nodes:
             node.close()
@@ -291,8 +293,9 @@ class Nodes:
         if any(not r.is_answered for r in requests):
             self._on_unanswered()
 
-    @staticmethod
-    def _exchange_with(shares: Iterable[tuple[Node, Sequence[Request]]], deadline: float) -> None:
+    def _exchange_with(
+        self, shares: Iterable[tuple[Node, Sequence[Request]]], deadline: float
+    ) -> None:
         turns = [(_Session(node, deadline), deque(share)) for node, share in shares]
         has_ended = False
         try:
@@ -300,7 +303,7 @@ class Nodes:
                 windows = [(session, _take_window(left)) for session, left in active]
                 for session, window in windows:
                     session.run(partial(_send, window))
-                _receive_all(windows, deadline)
+                _receive_all(windows, deadline, self._settings.timeout_s)
             has_ended = True
         finally:
             for session, _ in turns:
@@ -328,7 +331,10 @@ class Nodes:
 
     def _node(self, address: Address) -> Node:
         with self._lock:
-            return self._nodes.setdefault(address, Node(address, self._settings))
+            node = self._nodes.setdefault(address, Node(address, self._settings))
+            if self._is_closed:
+                node.close()
+            return node
 
     def _learn(self, node: Node, reply: Reply) -> bool:
         """Whether the reply of this node tells who has the slots."""
@@ -385,9 +391,11 @@ def _send(window: Iterable[Request], connection: RespConnection) -> None:
     connection.send([piece for request in window for piece in request.pieces])
 
 
-def _receive_all(windows: Sequence[tuple[_Session, list[Request]]], deadline: float) -> None:
+def _receive_all(
+    windows: Sequence[tuple[_Session, list[Request]]], deadline: float, silence_s: float
+) -> None:
     """Receives the replies of each server once they begin to arrive, so that a server that hangs
-    takes no time from the others."""
+    takes no time from the others. Gives up those that are all silent for `silence_s`."""
     waiting = {session.descriptor: (session, window) for session, window in windows}
     waiting.pop(-1, None)  # could not be asked
     poll = select.poll()
@@ -395,14 +403,21 @@ def _receive_all(windows: Sequence[tuple[_Session, list[Request]]], deadline: fl
         poll.register(descriptor, select.POLLIN)
     while waiting:
         left_s = max(0.0, deadline - time.monotonic())
-        ready = [descriptor for descriptor, _ in poll.poll(1000 * left_s)]
+        ready = [descriptor for descriptor, _ in poll.poll(1000 * min(left_s, silence_s))]
         for descriptor in ready or list(waiting):
             session, window = waiting.pop(descriptor)
             poll.unregister(descriptor)
-            session.run(partial(_receive, window), has_waited=not ready)
+            if ready:
+                session.run(partial(_receive, window))
+            else:
+                session.run(_give_up, has_waited=True)
 
 
 def _receive(window: Iterable[Request], connection: RespConnection) -> None:
     for request in window:
         request.reply = request.receive(connection)
         request.is_answered = True
+
+
+def _give_up(connection: RespConnection) -> None:
+    raise TimeoutError("no answer in time")

@@ -58,6 +58,10 @@ def parse_settings(options: BackingOptions) -> RedisSettings:
     if options.ttl_s:
         raise ConfigError("backing_ttl", "is for file:// only; write it as redis://…/?ttl=7d")
     url = urlsplit(options.url)
+    if "@" in url.path + url.query + url.fragment:  # errors below would show a part of the password
+        raise ConfigError(
+            "backing", "write / ? # and @ of a password, or @ of an option, as %2F etc."
+        )
     user_info, _, hosts = url.netloc.rpartition("@")
     username, has_password, password = user_info.partition(":")
     is_tls = url.scheme == "rediss"

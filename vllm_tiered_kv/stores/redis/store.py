@@ -134,14 +134,15 @@ class RedisStore:
     # ---- lookups --------------------------------------------------------------------------------
 
     def match(self, keys: Sequence[StoreKey]) -> int:
-        start, batch = 0, _FIRST_MATCH
-        while start < len(keys):
-            here = self.contains(keys[start : start + batch])
-            if not all(here):
-                return start + here.index(False)
-            start += len(here)
+        deadline = self._deadline()
+        count, batch = 0, _FIRST_MATCH
+        while count < len(keys):
+            for facts, _ in self._look_up(keys[count : count + batch], deadline):
+                if facts is None:
+                    return count
+                count += 1
             batch = min(2 * batch, _MAX_MATCH)
-        return start
+        return count
 
     def contains(self, keys: Sequence[StoreKey]) -> list[bool]:
         """Redis counts this as a use of the block."""
@@ -149,8 +150,9 @@ class RedisStore:
 
     def describe(self, keys: Sequence[StoreKey]) -> list[BlockFacts | None]:
         """Reads headers only: a block whose payload is damaged is still described."""
-        facts = [facts for facts, _ in self._look_up(keys, self._deadline())]
-        self._refresh_usage()
+        deadline = self._deadline()
+        facts = [facts for facts, _ in self._look_up(keys, deadline)]
+        self._refresh_usage(deadline)
         return facts
 
     def _look_up(
@@ -201,7 +203,7 @@ class RedisStore:
         self._count(_Event.READ_ERROR, failed)
         damaged = {read.key: len(read.into) for read in reads if read.is_damaged}
         self._remove_damaged(damaged, deadline)
-        self._refresh_usage()
+        self._refresh_usage(deadline)
         return [read.is_whole for read in reads]
 
     def put(
@@ -253,7 +255,7 @@ class RedisStore:
                 results[n] = self._refused(head)
             else:
                 results[n] = PutResult.STORED if head.reply == b"OK" else PutResult.PRESENT
-        self._refresh_usage()
+        self._refresh_usage(deadline)
         return results
 
     def _write(
@@ -330,7 +332,9 @@ class RedisStore:
 
     def usage(self) -> StoreUsage:
         """Keys and memory of the servers, with those of other programs that use them."""
-        deadline = self._deadline()
+        return self._ask_usage(self._deadline())
+
+    def _ask_usage(self, deadline: float) -> StoreUsage:
         blocks = used = capacity = 0
         is_limited = True
         for node in self.nodes.masters():
@@ -348,7 +352,7 @@ class RedisStore:
     def known_usage(self) -> StoreUsage:
         return self._usage
 
-    def _refresh_usage(self) -> None:
+    def _refresh_usage(self, deadline: float) -> None:
         """At the end of some calls, so that `known_usage` is not old on a daemon that works."""
         with self._lock:
             now = time.monotonic()
@@ -356,7 +360,7 @@ class RedisStore:
             if is_due:
                 self._next_usage = now + _USAGE_MAX_AGE_S
         if is_due:
-            self.usage()
+            self._ask_usage(deadline)
 
     @property
     def is_absent(self) -> bool:
