@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,9 @@ from vllm_tiered_kv.stores.redis.settings import Address, RedisSettings
 logger = logging.getLogger(__name__)
 
 SLOTS = 16384
-_WINDOW_BYTES = 8 << 20  # in flight on a connection; more makes the server's buffers slow
+# In flight on a connection; more makes the server's buffers slow.
+_WINDOWS = 2
+_WINDOW_BYTES = (4 << 20) + (64 << 10)  # of blocks with their headers
 _REFRESH_S = 0.5  # between questions for the slots of a cluster
 _MIN_FAIR_S = 0.05  # a server that had less time than this is not to blame for a timeout
 _REFUSALS = {"NOAUTH", "WRONGPASS", "NOPERM"}
@@ -169,9 +171,8 @@ class _Session:
         self.is_up = self._attempt is not None
 
     @property
-    def descriptor(self) -> int:
-        """Of the connection; -1 if there is none."""
-        return -1 if self._connection is None else self._connection.descriptor
+    def connection(self) -> RespConnection | None:
+        return self._connection
 
     def run(self, work: Callable[[RespConnection], None], has_waited: bool = False) -> None:
         """`has_waited`: the server had the time of the whole call, so a timeout is its fault."""
@@ -212,6 +213,21 @@ class _Session:
         self.node.breaker.succeed(self._attempt)
         if self._connection is not None:
             self.node.give_back(self._connection)
+
+
+@dataclass(slots=True)
+class _Turn:
+    """What one call has for one node. While replies to one window arrive, the next is sent."""
+
+    session: _Session
+    left: deque[Request]
+    sent: deque[list[Request]] = field(default_factory=deque)  # windows without replies
+
+    def send(self) -> None:
+        while self.left and len(self.sent) < _WINDOWS and self.session.is_up:
+            window = _take_window(self.left)
+            self.sent.append(window)
+            self.session.run(partial(_send, window))
 
 
 class Nodes:
@@ -296,18 +312,22 @@ class Nodes:
     def _exchange_with(
         self, shares: Iterable[tuple[Node, Sequence[Request]]], deadline: float
     ) -> None:
-        turns = [(_Session(node, deadline), deque(share)) for node, share in shares]
+        turns = [_Turn(_Session(node, deadline), deque(share)) for node, share in shares]
         has_ended = False
         try:
-            while active := [(session, left) for session, left in turns if left and session.is_up]:
-                windows = [(session, _take_window(left)) for session, left in active]
-                for session, window in windows:
-                    session.run(partial(_send, window))
-                _receive_all(windows, deadline, self._settings.timeout_s)
+            while True:
+                for turn in turns:
+                    turn.send()
+                waiting = [
+                    (t.session, t.sent.popleft()) for t in turns if t.sent and t.session.is_up
+                ]
+                if not waiting:
+                    break
+                _receive_all(waiting, deadline, self._settings.timeout_s)
             has_ended = True
         finally:
-            for session, _ in turns:
-                session.close(has_ended)
+            for turn in turns:
+                turn.session.close(has_ended)
 
     # ---- slots ----------------------------------------------------------------------------------
 
@@ -396,11 +416,14 @@ def _receive_all(
 ) -> None:
     """Receives the replies of each server once they begin to arrive, so that a server that hangs
     takes no time from the others. Gives up those that are all silent for `silence_s`."""
-    waiting = {session.descriptor: (session, window) for session, window in windows}
-    waiting.pop(-1, None)  # could not be asked
     poll = select.poll()
-    for descriptor in waiting:
-        poll.register(descriptor, select.POLLIN)
+    waiting: dict[int, tuple[_Session, list[Request]]] = {}
+    for session, window in windows:
+        if session.connection is None or session.connection.has_received:
+            session.run(partial(_receive, window))
+        else:
+            waiting[session.connection.descriptor] = (session, window)
+            poll.register(session.connection.descriptor, select.POLLIN)
     while waiting:
         left_s = max(0.0, deadline - time.monotonic())
         ready = [descriptor for descriptor, _ in poll.poll(1000 * min(left_s, silence_s))]

@@ -1,13 +1,14 @@
 """The part of Redis's protocol (RESP 2) that moves blocks without copying them.
 
 redis-py connects, encrypts and authenticates; then this module uses the socket. redis-py itself
-collects a reply in buffers of its own, and moves blocks at less than half the speed (ADR 0021).
+collects a reply in buffers of its own, which takes time (ADR 0021).
 """
 
 from __future__ import annotations
 
 import select
 import socket
+import ssl
 import time
 from collections.abc import Iterable
 from typing import Union
@@ -64,11 +65,18 @@ class RespConnection:
     def descriptor(self) -> int:
         return self._socket.fileno()
 
+    @property
+    def has_received(self) -> bool:
+        """Whether there are bytes that the descriptor no longer shows."""
+        if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():
+            return True
+        return self._start < self._end
+
     def is_idle(self) -> bool:
         """False if the server has closed the connection or sent something unasked."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN | select.POLLRDHUP)
-        return self._start == self._end and not poll.poll(0)
+        return not self.has_received and not poll.poll(0)
 
     def close(self) -> None:
         self._socket.close()

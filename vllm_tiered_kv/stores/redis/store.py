@@ -54,7 +54,7 @@ _WRITE_TIMEOUT_FACTOR = 10  # as long as the daemon waits for writes
 _PARTS_LIVE_LONGER_S = 60  # so that a block never expires in parts
 _USAGE_MAX_AGE_S = 10.0
 _LOG_INTERVAL_S = 60.0
-RIGHTS = "+get +getex +getrange +exists +set +expire +unlink +info +dbsize +cluster|slots"
+RIGHTS = "+get +getex +getrange +strlen +exists +set +expire +unlink +info +dbsize +cluster|slots"
 
 
 def check(options: BackingOptions) -> None:
@@ -116,6 +116,7 @@ class RedisStore:
         probes = [
             self._request(key, encode(b"GETRANGE", name, b"0", b"0")),
             self._request(key, encode(b"GETEX", name)),
+            self._request(key, _read_length(name)),
             self._request(key, encode(b"SET", name, b"", b"NX", b"PX", b"1000")),
             self._request(key, encode(b"EXPIRE", name, b"1")),
             self._request(key, encode(b"UNLINK", name)),
@@ -137,16 +138,32 @@ class RedisStore:
         deadline = self._deadline()
         count, batch = 0, _FIRST_MATCH
         while count < len(keys):
-            for facts, _ in self._look_up(keys[count : count + batch], deadline):
-                if facts is None:
+            for is_here in self._contains(keys[count : count + batch], deadline):
+                if not is_here:
                     return count
                 count += 1
             batch = min(2 * batch, _MAX_MATCH)
         return count
 
     def contains(self, keys: Sequence[StoreKey]) -> list[bool]:
-        """Redis counts this as a use of the block."""
-        return [facts is not None for facts in self.describe(keys)]
+        """Sees neither damage nor whether a single value is a block at all; a get does. Redis
+        counts it as a use."""
+        deadline = self._deadline()
+        here = self._contains(keys, deadline)
+        self._refresh_usage(deadline)
+        return here
+
+    def _contains(self, keys: Sequence[StoreKey], deadline: float) -> list[bool]:
+        lookups = [self._request(key, _read_length(self._name(key))) for key in keys]
+        self._exchange(lookups, deadline)
+        lengths = [reply if isinstance(reply := r.reply, int) else 0 for r in lookups]
+        here = [nbytes >= HEADER_BYTES for nbytes in lengths]
+        long = [n for n, nbytes in enumerate(lengths) if nbytes >= HEADER_BYTES + PART_BYTES]
+        if long:  # there may be further parts
+            known = self._look_up([keys[n] for n in long], deadline)
+            for n, (facts, _) in zip(long, known, strict=True):
+                here[n] = facts is not None
+        return here
 
     def describe(self, keys: Sequence[StoreKey]) -> list[BlockFacts | None]:
         """Reads headers only: a block whose payload is damaged is still described."""
@@ -160,7 +177,10 @@ class RedisStore:
     ) -> list[tuple[BlockFacts | None, bool]]:
         """The facts of each block, if all parts of it are there; and whether Redis has answered.
         Deletes damage."""
-        heads = [self._request(key, _read_header(self._name(key))) for key in keys]
+        last = b"%d" % (HEADER_BYTES - 1)
+        heads = [
+            self._request(key, encode(b"GETRANGE", self._name(key), b"0", last)) for key in keys
+        ]
         self._exchange(heads, deadline)
         headers = [_header_of(key, head.reply) for key, head in zip(keys, heads, strict=True)]
         parts: dict[int, Request] = {}
@@ -475,13 +495,9 @@ class _Read:
         return None
 
 
-def _read_header(name: bytes) -> bytes:
-    """`GETRANGE name 0 255`; lookups send thousands, and this is faster than `encode`."""
-    return b"*4\r\n$8\r\nGETRANGE\r\n$%d\r\n%b\r\n$1\r\n0\r\n$3\r\n%d\r\n" % (
-        len(name),
-        name,
-        HEADER_BYTES - 1,
-    )
+def _read_length(name: bytes) -> bytes:
+    """`STRLEN name`; lookups send thousands, and this is faster than `encode`."""
+    return b"*2\r\n$6\r\nSTRLEN\r\n$%d\r\n%b\r\n" % (len(name), name)
 
 
 def _parts_of(payload_bytes: int) -> int:
