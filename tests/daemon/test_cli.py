@@ -107,7 +107,9 @@ def test_options_path_below_home_is_expanded(monkeypatch: pytest.MonkeyPatch) ->
         ({"memory_quota": {"xyz": "1GiB"}}, "not the start of a namespace"),
         ({"ssd_quota": "1GiB"}, "there is no SSD tier"),
         ({"secret_key": "/x"}, "belong together"),
-        ({"backing": "redis://x"}, "is not like"),
+        ({"backing": "file://mnt/kv"}, "is not like"),
+        ({"backing": "memcached://x"}, "must start with one of file://, redis://, rediss://"),
+        ({"backing": "/mnt/kv"}, "must start with one of file://, redis://, rediss://"),
         (
             {"backing": "file:///mnt/kv", "backing_ttl": "5min"},
             "backing_ttl: must be at least 20min",

@@ -18,12 +18,13 @@ from vllm_tiered_kv.core.store import Durability, PutItem, PutResult, StoreKey
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.native.cpu import xxh3_64
-from vllm_tiered_kv.server.tiers.backing import BackingFolder
+from vllm_tiered_kv.server.tiers.backing import BackingTier
 from vllm_tiered_kv.server.tiers.demotion import _SSD_WRITERS
 from vllm_tiered_kv.server.tiers.store_executor import StoreExecutor
 from vllm_tiered_kv.server.tiers.tiered_store import TieredStore
 from vllm_tiered_kv.server.tiers.write_behind import WriteBehind
 from vllm_tiered_kv.stores.memory import MemoryStore, PinnedSlot
+from vllm_tiered_kv.stores.registry import BackingOptions
 from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps
 from vllm_tiered_kv.stores.ssd.disk import OsDisk
 from vllm_tiered_kv.stores.ssd.settings import FsyncPolicy
@@ -560,7 +561,9 @@ def test_flush_with_full_backing_folder_reports(
     def is_full(self: FileOps, fd: int, parts: Sequence[memoryview]) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    store = TieredStore(4 * MIB, None, BackingFolder(str(tmp_path), 0, 0), Recorder())
+    store = TieredStore(
+        4 * MIB, None, BackingTier(BackingOptions(f"file://{tmp_path}")), Recorder()
+    )
     with monkeypatch.context() as full:
         full.setattr(FileOps, "writev", is_full)
         assert put(store, 1) is PutResult.STORED
@@ -583,7 +586,9 @@ def test_flush_writes_blocks_lost_by_backing_sync(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(FileOps, "writev", count)
-    store = TieredStore(4 * MIB, None, BackingFolder(str(tmp_path), 0, 0), Recorder())
+    store = TieredStore(
+        4 * MIB, None, BackingTier(BackingOptions(f"file://{tmp_path}")), Recorder()
+    )
     assert put(store, 1) is PutResult.STORED
     with monkeypatch.context() as failing:
         failing.setattr(FileOps, "syncfs", fail)

@@ -23,10 +23,11 @@ from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.errors import ErrorCode
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
-from vllm_tiered_kv.server.tiers.backing import BackingFolder
+from vllm_tiered_kv.server.tiers.backing import BackingTier
 from vllm_tiered_kv.server.tiers.store_executor import StoreExecutor
 from vllm_tiered_kv.server.tiers.tiered_store import BACKING_THREADS, TieredStore
 from vllm_tiered_kv.stores.memory import PinnedSlot
+from vllm_tiered_kv.stores.registry import BackingOptions
 
 MIB = 1 << 20
 PATIENCE_S = 60.0
@@ -104,7 +105,7 @@ def name(n: int) -> StoreKey:
 
 
 def fill(folder: Path, count: int) -> None:
-    backing = BackingFolder(str(folder), 0, 0)
+    backing = BackingTier(BackingOptions(f"file://{folder}"))
     items = [PutItem(name(n), None, memoryview(block(n, SIZE))) for n in range(count)]
     assert backing.put(items) == [PutResult.STORED] * count
     backing.close()
@@ -119,11 +120,11 @@ def shared() -> Iterator[Path]:
     shutil.rmtree(path, ignore_errors=True)
 
 
-class Gated(BackingFolder):
+class Gated(BackingTier):
     """Answers while `gate` is open."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(str(folder), 0, 0)
+        super().__init__(BackingOptions(f"file://{folder}"))
         self.gate = threading.Event()
         self.asked: list[StoreKey] = []
 

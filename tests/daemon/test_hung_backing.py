@@ -19,12 +19,13 @@ from vllm_tiered_kv.core.tiers import Lookup, Tier
 from vllm_tiered_kv.errors import ErrorCode, NotDeletedError
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
-from vllm_tiered_kv.server.tiers.backing import BackingFolder
+from vllm_tiered_kv.server.tiers.backing import BackingTier
 from vllm_tiered_kv.server.tiers.demotion import _WRITERS
 from vllm_tiered_kv.server.tiers.lookups import Located
 from vllm_tiered_kv.server.tiers.store_executor import StoreExecutor, StoreHungError
 from vllm_tiered_kv.server.tiers.tiered_store import TieredStore
 from vllm_tiered_kv.stores.memory import PinnedSlot
+from vllm_tiered_kv.stores.registry import BackingOptions
 from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps
 from vllm_tiered_kv.stores.ssd.store import SsdStore
 
@@ -174,7 +175,7 @@ class Hung:
         self.gate.set()
         self.hanging = 0
         self.ssd = SsdStore(folder / "ssd", 16 * MIB)
-        self.backing = BackingFolder(str(folder / "shared"), 64 * MIB, 0)
+        self.backing = BackingTier(BackingOptions(f"file://{folder / 'shared'}", 64 * MIB))
         ops = self.backing._store.ops
         for call in [call for call in vars(FileOps) if not call.startswith("_")]:
             setattr(ops, call, self.gated(getattr(ops, call)))

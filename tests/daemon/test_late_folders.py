@@ -17,7 +17,9 @@ from tests.patience import eventually
 from vllm_tiered_kv.core.store import Durability, PutResult, StoreKey
 from vllm_tiered_kv.errors import ConfigError, ErrorCode
 from vllm_tiered_kv.server.tiers import backing as backing_module
-from vllm_tiered_kv.server.tiers.backing import BackingFolder
+from vllm_tiered_kv.server.tiers.backing import BackingTier
+from vllm_tiered_kv.stores.registry import BackingOptions
+from vllm_tiered_kv.stores.shared_dir.backing import SharedDirBacking, open_store
 from vllm_tiered_kv.stores.shared_dir.store import SharedDirSettings, SharedDirStore
 from vllm_tiered_kv.stores.shared_dir.tree import FOLDER, MARKER, MARKER_TEXT
 
@@ -64,7 +66,7 @@ def test_daemon_with_hung_folder_uses_it_once_it_answers(
     hung: HungFolder, start: StartDaemon, connect: Connect
 ) -> None:
     daemon = start("--memory", "16MiB", *hung.arguments, program=HUNG_BY_PIPES)
-    assert f"backing: {hung.folder} has not answered for 1 s" in daemon.logs
+    assert f"backing: file://{hung.folder} has not answered for 1 s" in daemon.logs
     client = connect(daemon.endpoint)
     assert client.put(blocks(4)) == [PutResult.STORED] * 4
     assert client.get([*blocks(4), key(99)]) == blocks(4), "a miss, in time"
@@ -130,7 +132,7 @@ def in_a_thread(work: Callable[[], object]) -> threading.Thread:
 
 def test_backing_open_failure_in_time_raises(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    backing = BackingFolder(str(tmp_path / "file"), 0, 0)
+    backing = BackingTier(BackingOptions(f"file://{tmp_path / 'file'}"))
     with pytest.raises(ConfigError, match="Not a directory"):
         backing.open()
     assert not backing.is_open
@@ -141,7 +143,7 @@ def test_backing_open_failure_later_is_retried(
 ) -> None:
     monkeypatch.setattr(backing_module, "_REOPEN_S", 0.05)
     (tmp_path / "folder").touch()
-    backing = BackingFolder(str(tmp_path / "folder"), 0, 0)
+    backing = BackingTier(BackingOptions(f"file://{tmp_path / 'folder'}"))
     found: list[list[bool]] = []
     waiting = [
         in_a_thread(lambda: found.append(backing.contains([StoreKey(bytes(24))]))) for _ in range(2)
@@ -158,17 +160,17 @@ def test_backing_open_failure_later_is_retried(
 def test_backing_opened_after_close_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened: list[SharedDirStore] = []
+    opened: list[SharedDirBacking] = []
     begun, gate = threading.Event(), threading.Event()
 
-    def open_late(settings: SharedDirSettings) -> SharedDirStore:
+    def open_late(options: BackingOptions) -> SharedDirBacking:
         begun.set()
         assert gate.wait(PATIENCE_S)
-        opened.append(SharedDirStore(settings))
+        opened.append(open_store(options))
         return opened[0]
 
-    monkeypatch.setattr(backing_module, "SharedDirStore", open_late)
-    backing = BackingFolder(str(tmp_path), 0, 0)
+    monkeypatch.setattr(backing_module, "open_store", open_late)
+    backing = BackingTier(BackingOptions(f"file://{tmp_path}"))
     opening = in_a_thread(backing.open)
     assert begun.wait(PATIENCE_S)
     backing.close()
@@ -178,7 +180,7 @@ def test_backing_opened_after_close_is_closed(
 
 
 def test_backing_closed_before_open_is_not_opened(tmp_path: Path) -> None:
-    backing = BackingFolder(str(tmp_path), 0, 0)
+    backing = BackingTier(BackingOptions(f"file://{tmp_path}"))
     backing.close()
     with pytest.raises(OSError, match="not opened before the daemon stopped"):
         backing.contains([StoreKey(bytes(24))])

@@ -16,9 +16,10 @@ from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.tiers import promotion
-from vllm_tiered_kv.server.tiers.backing import BackingFolder
+from vllm_tiered_kv.server.tiers.backing import BackingTier
 from vllm_tiered_kv.server.tiers.tiered_store import TieredStore
 from vllm_tiered_kv.stores.memory import PinnedSlot
+from vllm_tiered_kv.stores.registry import BackingOptions
 from vllm_tiered_kv.stores.ssd.folder import DATA
 from vllm_tiered_kv.stores.ssd.store import SsdStore
 
@@ -51,7 +52,11 @@ class Tiers:
     def __init__(self, folder: Path, with_backing: bool, memory: int = 4 * MIB) -> None:
         self.recorder = Recorder()
         self.ssd = Moody(folder / "ssd", 16 * MIB)
-        backing = BackingFolder(str(folder / "shared"), 16 * MIB, 0) if with_backing else None
+        backing = (
+            BackingTier(BackingOptions(f"file://{folder / 'shared'}", 16 * MIB))
+            if with_backing
+            else None
+        )
         self.store = TieredStore(
             memory, self.ssd, backing, self.recorder, backing_timeout_s=PATIENCE_S
         )

@@ -30,6 +30,7 @@ from tests.remote.engine import (
     keys,
     within,
 )
+from vllm_tiered_kv.core.breaker import BreakerState
 from vllm_tiered_kv.core.key import RankTag
 from vllm_tiered_kv.core.store import Durability, PutItem, PutResult, store_key
 from vllm_tiered_kv.core.tiers import Tier
@@ -37,7 +38,6 @@ from vllm_tiered_kv.errors import ConnectionLost
 from vllm_tiered_kv.remote.address import ServerAddress
 from vllm_tiered_kv.remote.connection import Connection, Settings
 from vllm_tiered_kv.remote.curve import CurveKeys
-from vllm_tiered_kv.remote.health import BreakerState
 from vllm_tiered_kv.remote.placement import Cluster
 from vllm_tiered_kv.remote.store import RemoteMatch, RemoteStore
 from vllm_tiered_kv.server.cli import main

@@ -24,13 +24,13 @@ from tests.remote.engine import (
     within,
 )
 from tests.remote.faulty_daemon import Fault, FaultyDaemon, Frames, block_reply, framed
+from vllm_tiered_kv.core.breaker import BreakerState
 from vllm_tiered_kv.core.store import Durability, PutResult
 from vllm_tiered_kv.errors import ConnectionLost, ErrorCode
 from vllm_tiered_kv.native import cpu
 from vllm_tiered_kv.remote import transfers
 from vllm_tiered_kv.remote.address import ServerAddress
 from vllm_tiered_kv.remote.connection import Connection, Settings
-from vllm_tiered_kv.remote.health import BreakerState
 from vllm_tiered_kv.remote.store import RemoteStore
 from vllm_tiered_kv.remote.transfers import WRITES_IN_FLIGHT
 from vllm_tiered_kv.wire.messages import (
@@ -292,7 +292,7 @@ def test_refused_engine_gets_misses_and_warns_once(
         assert set(store.put(items(KEYS[:1]))) == {PutResult.FAILED}
     assert not store.available
     assert daemon.ops() == ["hello"]
-    said = [r.getMessage() for r in caplog.records if "refuses this engine" in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if "refuses this client" in r.getMessage()]
     assert len(said) == 1
     assert "blocks of 4096 bytes are expected" in said[0]
 

@@ -21,10 +21,10 @@ from tests.remote.engine import (
     within,
 )
 from tests.soak.footprint import Footprint
+from vllm_tiered_kv.core.breaker import Attempt, Breaker, BreakerState
 from vllm_tiered_kv.core.store import PutResult
 from vllm_tiered_kv.remote import shared_memory
 from vllm_tiered_kv.remote.connection import Connection
-from vllm_tiered_kv.remote.health import Attempt, Breaker, BreakerState
 from vllm_tiered_kv.remote.shared_memory import BlockLease, Reservation, SharedMemory
 from vllm_tiered_kv.remote.store import RemoteStore
 

@@ -20,13 +20,13 @@ from tests.stores.contract import assert_holds, assert_lacks, chain_keys, conten
 from tests.stores.shared_dir_cases import as_ordinary_user, file_of, litter, opened
 from vllm_tiered_kv.core.store import PutResult, StoreKey
 from vllm_tiered_kv.errors import ConfigError, NotDeletedError
-from vllm_tiered_kv.stores.shared_dir.counters import Event
-from vllm_tiered_kv.stores.shared_dir.format import (
+from vllm_tiered_kv.stores.block_format import (
     HEADER_BYTES,
     BlockHeader,
     decode_header,
     encode_header,
 )
+from vllm_tiered_kv.stores.shared_dir.counters import Event
 from vllm_tiered_kv.stores.shared_dir.store import SharedDirSettings, SharedDirStore
 from vllm_tiered_kv.stores.shared_dir.tree import FOLDER, MARKER
 

@@ -46,7 +46,7 @@ def test_workflows_run_make_targets_that_exist() -> None:
         for workflow in sorted((ROOT / ".github" / "workflows").glob("*.yml"))
         for job in yaml.safe_load(workflow.read_text())["jobs"].values()
         for step in job["steps"]
-        if "run" in step
+        if "run" in step and not step["run"].startswith("sudo apt-get install ")
     ]
     assert {command.split()[0] for command in commands} == {"make"}
     called = {command.split()[1] for command in commands}

@@ -17,6 +17,7 @@ _VERBS = ("tests/daemon/test_verbs.py",)
 _FILLS = ("tests/daemon/test_fills.py",)
 _LEASES = ("tests/daemon/test_shared_memory.py",)
 _TIERS = ("tests/daemon/test_tiers.py",)
+_REDIS = ("tests/stores/test_redis.py",)
 _CONTRACT = "tests/stores/test_contract.py::TestContract::"
 _WRONG_CHECKSUM = (_CONTRACT + "test_put_with_wrong_checksum_fails_and_stores_nothing",)
 _MEMORY_STORE = ("tests/stores/test_memory_store.py",)
@@ -372,5 +373,37 @@ DAEMON = (
         "elif age_ns >= 0:",
         "a block just published by another host is removed",
         _DIR_GC,
+    ),
+    Mutation(
+        "redis-checksum-not-compared",
+        "stores/redis/store.py",
+        "self.is_whole = xxh3_64(self.into) == self._header.payload_checksum",
+        "self.is_whole = True",
+        "a damaged block in Redis is read as if it were whole",
+        _REDIS,
+    ),
+    Mutation(
+        "redis-value-of-another-key-read",
+        "stores/redis/store.py",
+        "return header if header is not None and header.key == key else None",
+        "return header",
+        "a value that was copied to another key is read as the block of that key",
+        _REDIS,
+    ),
+    Mutation(
+        "redis-block-without-a-part-found",
+        "stores/redis/store.py",
+        "lacks_parts = part is not None and part.reply != _parts_of(payload_bytes) - 1",
+        "lacks_parts = False",
+        "a block of which Redis evicted a part is offered and then fails to load",
+        _REDIS,
+    ),
+    Mutation(
+        "redis-hung-server-takes-the-time-of-others",
+        "stores/redis/nodes.py",
+        "[descriptor for descriptor, _ in poll.poll(1000 * min(left_s, silence_s))]",
+        "list(waiting)[:1]",
+        "while one server of a cluster hangs, lookups miss the blocks of all others, too",
+        _REDIS,
     ),
 )

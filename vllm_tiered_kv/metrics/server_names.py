@@ -46,7 +46,8 @@ NOT_KEPT = _counter(
 )
 BACKING_LATE = _counter(
     "backing_timeouts",
-    "Calls to the backing tier that timed out or were not made because it hangs.",
+    "Calls to the backing tier that got no answer in time, or were not made because it does "
+    "not answer.",
 )
 REQUESTS = _counter("requests", "Requests received, by op.", "op")
 ERRORS = _counter("errors", "Requests answered with an error, by code.", "code")

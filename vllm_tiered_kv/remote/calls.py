@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from vllm_tiered_kv.core.breaker import Attempt, Breaker
 from vllm_tiered_kv.errors import (
     ErrorCode,
     ProtocolError,
@@ -19,7 +20,6 @@ from vllm_tiered_kv.errors import (
 )
 from vllm_tiered_kv.remote.address import EngineIdentity
 from vllm_tiered_kv.remote.connection import Connection, Settings
-from vllm_tiered_kv.remote.health import Attempt, Breaker
 from vllm_tiered_kv.remote.pool import ConnectionPool, PoolBusy
 from vllm_tiered_kv.wire.messages import HelloReply
 

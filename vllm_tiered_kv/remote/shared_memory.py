@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from vllm_tiered_kv.core.breaker import Breaker
 from vllm_tiered_kv.core.key import BlockKey, RankTag
 from vllm_tiered_kv.core.store import PutResult, StoreKey
 from vllm_tiered_kv.core.transfer import Int64Array, UInt64Array
@@ -46,7 +47,6 @@ from vllm_tiered_kv.errors import (
 from vllm_tiered_kv.remote.address import EngineIdentity
 from vllm_tiered_kv.remote.calls import record_failure, retry_forgotten_session
 from vllm_tiered_kv.remote.connection import Connection, Settings
-from vllm_tiered_kv.remote.health import Breaker
 from vllm_tiered_kv.wire.header import pack_map, unpack_map
 from vllm_tiered_kv.wire.limits import MAX_KEYS, MAX_LOOKUPS, MAX_TEXT, PROTOCOL_VERSION
 from vllm_tiered_kv.wire.messages import (

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_tiered_kv.core.breaker import Breaker
 from vllm_tiered_kv.core.key import BlockKey, RankTag
 from vllm_tiered_kv.core.store import Durability, PutItem, PutResult, StoreKey, StoreUsage
 from vllm_tiered_kv.core.tiers import Tier
@@ -22,7 +23,6 @@ from vllm_tiered_kv.remote.address import EngineIdentity, ServerAddress
 from vllm_tiered_kv.remote.calls import Caller, RemoteCounts
 from vllm_tiered_kv.remote.connection import Connection, Settings
 from vllm_tiered_kv.remote.curve import CurveKeys
-from vllm_tiered_kv.remote.health import Breaker
 from vllm_tiered_kv.remote.shared_memory import SharedMemory
 from vllm_tiered_kv.remote.transfers import ReadTask, WriteTask, hash_first_request, read, write
 from vllm_tiered_kv.wire.limits import MAX_KEYS, MAX_LOOKUPS
@@ -73,7 +73,7 @@ class RemoteStore:
         second for every 64 MiB."""
         self.address = ServerAddress.parse(address)
         self.identity = identity
-        self.breaker = breaker or Breaker(str(self.address))
+        self.breaker = breaker or Breaker(f"the daemon at {self.address}")
         self._timeout = timeout_s
         largest = max(identity.block_bytes, default=0)
         settings = Settings(self.address, connect_timeout_s, curve, largest)

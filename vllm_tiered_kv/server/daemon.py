@@ -49,7 +49,7 @@ from vllm_tiered_kv.server.shm.arena_server import ArenaServer
 from vllm_tiered_kv.server.shm.lease_handlers import ArenaHandlers
 from vllm_tiered_kv.server.shm.leases import Leases
 from vllm_tiered_kv.server.tiers import opening
-from vllm_tiered_kv.server.tiers.backing import BackingFolder
+from vllm_tiered_kv.server.tiers.backing import BackingTier
 from vllm_tiered_kv.server.tiers.demotion import Unwritten
 from vllm_tiered_kv.server.tiers.namespaces import Namespaces
 from vllm_tiered_kv.server.tiers.pins import Pins
@@ -314,10 +314,10 @@ class Daemon:
             if speed is not None:
                 yield names.READ_SPEED, (Tier.SSD.value,), round(speed)
         backing = self._store.backing
-        if isinstance(backing, BackingFolder):
+        if isinstance(backing, BackingTier):
             yield names.DAMAGED, (Tier.BACKING.value,), backing.damaged_blocks
             yield names.NOT_KEPT, (Tier.BACKING.value,), backing.failed_blocks
-            is_absent = not backing.is_open or self._store.is_backing_absent
+            is_absent = backing.is_absent or self._store.is_backing_absent
             yield names.BACKING_ABSENT, (), is_absent
         if self._authenticator is not None:
             yield names.CLIENTS_REFUSED, (), self._authenticator.refused

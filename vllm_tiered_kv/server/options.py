@@ -30,7 +30,7 @@ from vllm_tiered_kv.options import (
     text,
     texts,
 )
-from vllm_tiered_kv.stores.shared_dir.store import SharedDirSettings
+from vllm_tiered_kv.stores.registry import BackingOptions, check
 from vllm_tiered_kv.stores.ssd.settings import FsyncPolicy
 
 Quotas = Mapping[str, int]
@@ -84,7 +84,8 @@ class ServerOptions:
     backing: str = text(
         "",
         "A slower tier behind the others, shared by many daemons: `file:///mnt/kv` is a "
-        "folder on a shared file system. Needs `backing_space`, `backing_ttl` or both.",
+        "folder on a shared file system and needs `backing_space`, `backing_ttl` or both; "
+        "`redis://HOST:PORT` is a Redis server or cluster, `rediss://` the same with TLS.",
     )
     backing_space: int = size(
         0, "Size to which garbage collection shrinks the backing folder. 0: no limit.", zero=True
@@ -96,9 +97,9 @@ class ServerOptions:
     )
     backing_timeout: int = duration(
         2,
-        "How long the daemon waits for the backing folder: for an answer, or for a block once"
-        " it is being read. After that a block counts as a miss and a delete fails. A flush "
-        "or shutdown gives up on a folder that accepts no writes for ten times as long.",
+        "How long the daemon waits for the backing tier: for an answer, or for a block once "
+        "it is being read. After that a block counts as a miss and a delete fails. A flush or "
+        "shutdown gives up on a backing tier that accepts no writes for ten times as long.",
         low=1,
     )
     listen: list[str] = texts(
@@ -194,20 +195,8 @@ class ServerOptions:
                 "secret_key" if self.clients else "clients",
                 "secret_key and clients belong together; set both or neither",
             )
-        if self.backing and not self.backing.startswith("file:///"):
-            raise ConfigError("backing", f'{self.backing!r} is not like "file:///mnt/kv"')
-        if self.backing and not (self.backing_space or self.backing_ttl):
-            raise ConfigError(
-                "backing",
-                "the folder would grow until its file system is full; limit its size with "
-                "backing_space, or the age of its blocks with backing_ttl",
-            )
-
-        least = int(2 * SharedDirSettings.touch_interval_s)  # uses are recorded only this often
-        if self.backing and 0 < self.backing_ttl < least:
-            raise ConfigError(
-                "backing_ttl", f"must be at least {least // 60}min, got {self.backing_ttl}s"
-            )
+        if (backing := self.backing_options) is not None:
+            check(backing)
 
     def _check_use(self, given: Mapping[str, Any]) -> None:
         """Rejects options of a tier that is not configured: the user expects that tier to exist."""
@@ -216,11 +205,15 @@ class ServerOptions:
                 raise ConfigError(name, "there is no SSD tier; name its folder with ssd")
         for name in ("backing_space", "backing_ttl"):
             if given.get(name) and not self.backing:
-                raise ConfigError(name, "there is no backing tier; name its folder with backing")
+                raise ConfigError(name, "there is no backing tier; name its URL with backing")
 
     @property
-    def backing_folder(self) -> str | None:
-        return self.backing.removeprefix("file://") if self.backing else None
+    def backing_options(self) -> BackingOptions | None:
+        if not self.backing:
+            return None
+        return BackingOptions(
+            self.backing, self.backing_space, self.backing_ttl, float(self.backing_timeout)
+        )
 
 
 def quota_of(quotas: Quotas, namespace: bytes) -> int | None:

@@ -153,7 +153,7 @@ class Handlers:
         if request.durability is Durability.DISK and not self._store.has_disk:
             raise ProtocolError(
                 ErrorCode.NOT_WRITTEN,
-                "this daemon has no disk, neither an SSD nor a backing folder; nothing was stored",
+                "this daemon has no disk, neither an SSD nor a backing tier; nothing was stored",
             )
         total = sum(request.lengths)
         if total > self._limits.message:

@@ -15,9 +15,10 @@ from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.options import format_size
 from vllm_tiered_kv.server.options import ServerOptions, may_have_quota, quota_of
-from vllm_tiered_kv.server.tiers.backing import BackingFolder
+from vllm_tiered_kv.server.tiers.backing import BackingTier
 from vllm_tiered_kv.server.tiers.store_executor import StoreExecutor, StoreHungError
 from vllm_tiered_kv.server.tiers.tiered_store import TieredStore
+from vllm_tiered_kv.stores.registry import redacted
 from vllm_tiered_kv.stores.ssd.store import SsdStore
 
 logger = logging.getLogger(__name__)
@@ -27,9 +28,8 @@ _PROGRESS_INTERVAL_S = 10.0
 
 def open_tiers(options: ServerOptions, recorder: Recorder) -> TieredStore:
     _require_memory(options)
-    backing = None
-    if options.backing_folder is not None:
-        backing = BackingFolder(options.backing_folder, options.backing_space, options.backing_ttl)
+    where = options.backing_options
+    backing = None if where is None else BackingTier(where, recorder)
     ssd = _open_ssd(options) if options.ssd else None
     try:
         store = TieredStore(
@@ -79,7 +79,7 @@ def describe(options: ServerOptions, store: TieredStore) -> list[str]:
             f"ssd: {format_size(options.ssd_space)} in {options.ssd}, {usages['ssd'].blocks} blocks"
         )
     if options.backing:
-        lines.append(f"backing: {options.backing}")
+        lines.append(f"backing: {redacted(options.backing)}")
     return lines
 
 
@@ -117,12 +117,12 @@ def _logging_progress(what: str) -> Iterator[None]:
         has_ended.set()
 
 
-def _open_backing(options: ServerOptions, backing: BackingFolder, executor: StoreExecutor) -> None:
-    """Returns when the folder is open or the timeout has passed; a late folder is used once it
+def _open_backing(options: ServerOptions, backing: BackingTier, executor: StoreExecutor) -> None:
+    """Returns when the store is open or the timeout has passed; a late store is used once it
     answers."""
     is_late = threading.Event()
 
-    def open_folder() -> None:
+    def open_store() -> None:
         try:
             backing.open()
         except Exception:
@@ -130,16 +130,16 @@ def _open_backing(options: ServerOptions, backing: BackingFolder, executor: Stor
                 raise
             backing.open_with_retries()
         if is_late.is_set() and backing.is_open:
-            logger.warning("backing: %s answers; using it from now on", options.backing_folder)
+            logger.warning("backing: %s answers; using it from now on", backing.name)
 
     try:
-        executor.call(open_folder)
+        executor.call(open_store)
     except StoreHungError:
         is_late.set()
         logger.warning(
             "backing: %s has not answered for %g s; it counts as absent until it does",
-            options.backing_folder,
+            backing.name,
             options.backing_timeout,
         )
     except OSError as error:
-        raise ConfigError("backing", f"{options.backing}: {error.strerror or error}") from error
+        raise ConfigError("backing", f"{backing.name}: {error.strerror or error}") from error

@@ -354,7 +354,7 @@ class TieredStore:
         try:
             self._fills.settle()
             wait(self._finishing.copy())
-            # An SSD without room evicts blocks, which is no error. A backing folder without room,
+            # An SSD without room evicts blocks, which is no error. A backing store without room,
             # as on a full file system, accepts nothing more.
             failed = [
                 str(left)
@@ -387,7 +387,7 @@ class TieredStore:
         return usages
 
     def usages_by_namespace(self) -> dict[str, dict[bytes, tuple[int, int]]]:
-        """Blocks and bytes of each namespace, by tier. Unknown for a backing folder."""
+        """Blocks and bytes of each namespace, by tier. Unknown for a backing store."""
         usages = {_MEMORY: self.memory.usage_by_namespace()}
         if self.ssd is not None:
             usages[_SSD] = self.ssd.usage_by_namespace()

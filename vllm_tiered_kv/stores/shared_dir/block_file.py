@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from vllm_tiered_kv.core.store import StoreKey
 from vllm_tiered_kv.native.cpu import xxh3_64
+from vllm_tiered_kv.stores.block_format import HEADER_BYTES, BlockHeader, decode_header
 from vllm_tiered_kv.stores.shared_dir.counters import Event, EventCounts
 from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps, advance, is_absent
-from vllm_tiered_kv.stores.shared_dir.format import HEADER_BYTES, BlockHeader, decode_header
 from vllm_tiered_kv.stores.shared_dir.removal import Remover
 from vllm_tiered_kv.stores.shared_dir.tree import Identity, Tree
 

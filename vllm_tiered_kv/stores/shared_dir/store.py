@@ -29,16 +29,16 @@ from vllm_tiered_kv.core.store import (
 )
 from vllm_tiered_kv.errors import ConfigError, NotDeletedError
 from vllm_tiered_kv.native.cpu import xxh3_64
-from vllm_tiered_kv.stores.io_threads import IoThreads
-from vllm_tiered_kv.stores.shared_dir.block_file import BlockReader, ReadBlock
-from vllm_tiered_kv.stores.shared_dir.counters import Event, EventCounts, Totals, UsageTracker
-from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps, is_absent
-from vllm_tiered_kv.stores.shared_dir.format import (
+from vllm_tiered_kv.stores.block_format import (
     HEADER_BYTES,
     BlockHeader,
     encode_header,
     is_key,
 )
+from vllm_tiered_kv.stores.io_threads import IoThreads
+from vllm_tiered_kv.stores.shared_dir.block_file import BlockReader, ReadBlock
+from vllm_tiered_kv.stores.shared_dir.counters import Event, EventCounts, Totals, UsageTracker
+from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps, is_absent
 from vllm_tiered_kv.stores.shared_dir.publication import NO_SPACE, Published, Publisher
 from vllm_tiered_kv.stores.shared_dir.recency import Recency, ServerClock, Use
 from vllm_tiered_kv.stores.shared_dir.removal import Deleter, Removal, Remover

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from vllm_tiered_kv.core.store import StoreKey, namespace_of
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.native.cpu import xxh3_64
+from vllm_tiered_kv.stores.block_format import is_key
 from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps, is_absent, sync_folder
-from vllm_tiered_kv.stores.shared_dir.format import is_key
 
 FOLDER = "tiered-kv-shared-v1"
 MARKER = "FORMAT"

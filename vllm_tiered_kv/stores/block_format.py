@@ -1,4 +1,6 @@
-"""Defines the file format of a block: a header of 256 bytes, then the payload.
+"""Defines the format of a block in shared stores: a header of 256 bytes, then the payload.
+
+It is the content of a file of the shared directory and of a value in Redis.
 
 All integers are little-endian.
 
@@ -15,10 +17,10 @@ All integers are little-endian.
         96     64  parent's key, padded with zeros
        160     88  zero
        248      8  XXH3-64 of the 248 bytes before it
-       256         payload, up to the end of the file
+       256         payload, up to the end
 
-A file is valid if both checksums match, the key matches its name, and its length is exactly that
-of header and payload; otherwise it is damaged. Files never change after they are published. The
+A block is valid if both checksums match, the key matches its name, and its length is exactly that
+of header and payload; otherwise it is damaged. Blocks never change after they are published. The
 header contains the key because a file may be copied or renamed by mistake, and the parent so that
 a collector can distinguish the tail of a chain from its head.
 """
@@ -43,7 +45,7 @@ assert MAX_KEY_BYTES == 64
 
 @dataclass(frozen=True)
 class BlockHeader:
-    """The decoded header of a block file."""
+    """The decoded header of a block."""
 
     key: StoreKey
     parent: StoreKey | None

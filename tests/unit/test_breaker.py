@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tests.patience import examples
-from vllm_tiered_kv.remote.health import Attempt, Breaker, BreakerState
+from vllm_tiered_kv.core.breaker import Attempt, Breaker, BreakerState
 
 CLOSED, OPEN, HALF_OPEN = BreakerState.CLOSED, BreakerState.OPEN, BreakerState.HALF_OPEN
 
@@ -29,7 +29,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def breaker(clock: Clock) -> Breaker:
-    return Breaker("tcp://a:1", clock=clock, jitter=lambda: 0.0)
+    return Breaker("the daemon at tcp://a:1", clock=clock, jitter=lambda: 0.0)
 
 
 def begin(breaker: Breaker) -> Attempt:
@@ -139,7 +139,7 @@ def test_each_state_change_is_logged_once(
         "cannot reach the daemon at tcp://a:1 (no answer in time; is it running?); "
         "continuing without it",
         "the daemon at tcp://a:1 is back",
-        "the daemon at tcp://a:1 refuses this engine: wrong version; continuing without it",
+        "the daemon at tcp://a:1 refuses this client: wrong version; continuing without it",
     ]
 
 

@@ -1,9 +1,10 @@
-"""The breaker: decides whether to call a daemon. There is one for each daemon.
+"""The breaker: decides whether to call a server. There is one for each daemon, and one for each
+server of a distributed store.
 
-A daemon that does not answer costs every call its full deadline. After a few consecutive failures
+A server that does not answer costs every call its full deadline. After a few consecutive failures
 the breaker opens, and calls end at once, as misses. After a cool-down it admits one call as a
-probe: success closes the breaker, failure doubles the cool-down up to a cap. A daemon that answers
-but refuses this engine gets a long cool-down, because an operator has to act.
+probe: success closes the breaker, failure doubles the cool-down up to a cap. A server that answers
+but refuses this client gets a long cool-down, because an operator has to act.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 class BreakerState(enum.Enum):
     CLOSED = enum.auto()  # calls go through
     OPEN = enum.auto()  # calls end at once
-    HALF_OPEN = enum.auto()  # one call probes the daemon
+    HALF_OPEN = enum.auto()  # one call probes the server
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class BreakerCounts:
 
 
 class Breaker:
-    """Circuit breaker of one daemon. Any thread may call it; no call waits."""
+    """Circuit breaker of one server, named in logs. Any thread may call it; no call waits."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class Breaker:
         jitter: Callable[[], float] = random.random,
     ) -> None:
         """`jitter` returns a number from 0 to 1 that shortens a cool-down by up to a quarter, so
-        that engines do not all return to a daemon at once."""
+        that clients do not all return to a server at once."""
         self._name = name
         self._threshold = threshold
         self._cooldown = cooldown_s
@@ -94,7 +95,7 @@ class Breaker:
             )
 
     def begin(self) -> Attempt | None:
-        """Admits a call; None if the caller must do without the daemon."""
+        """Admits a call; None if the caller must do without the server."""
         with self._lock:
             if self._state is BreakerState.CLOSED:
                 return Attempt(self._period, probe=False)
@@ -105,7 +106,7 @@ class Breaker:
             return None
 
     def succeed(self, attempt: Attempt) -> None:
-        """The daemon answered."""
+        """The server answered."""
         with self._lock:
             if attempt.period != self._period:
                 return
@@ -115,10 +116,10 @@ class Breaker:
                 self._opened_in_row = 0
                 self._last_refusal = ""
                 self._enter(BreakerState.CLOSED)
-                logger.warning("the daemon at %s is back", self._name)
+                logger.warning("%s is back", self._name)
 
     def fail(self, attempt: Attempt, reason: str, is_absent: bool = False) -> None:
-        """The daemon did not answer, or its answer was unusable. `is_absent`: nothing listens at
+        """The server did not answer, or its answer was unusable. `is_absent`: nothing listens at
         the address. One such failure opens the breaker, and the cool-down stays short because the
         next check is cheap."""
         with self._lock:
@@ -135,19 +136,19 @@ class Breaker:
             self._open(cooldown)
             if not attempt.probe:
                 logger.warning(
-                    "cannot reach the daemon at %s (%s; is it running?); continuing without it",
+                    "cannot reach %s (%s; is it running?); continuing without it",
                     self._name,
                     reason,
                 )
 
     def refuse(self, attempt: Attempt, reason: str) -> None:
-        """The daemon refused this engine's session."""
+        """The server refused this client."""
         with self._lock:
             self._counts = replace(self._counts, refusals=self._counts.refusals + 1)
             if reason != self._last_refusal:
                 self._last_refusal = reason
                 logger.warning(
-                    "the daemon at %s refuses this engine: %s; continuing without it",
+                    "%s refuses this client: %s; continuing without it",
                     self._name,
                     reason,
                 )
@@ -156,7 +157,7 @@ class Breaker:
                 self._open(max(self._refusal_cooldown, self._longest))
 
     def forget(self, attempt: Attempt) -> None:
-        """The call ended without telling anything about the daemon. No effect after a result."""
+        """The call ended without telling anything about the server. No effect after a result."""
         with self._lock:
             if attempt.probe and attempt.period == self._period:
                 self._enter(BreakerState.OPEN)  # the next call may probe at once

@@ -1,0 +1,194 @@
+"""A store behind the daemon beside its own client library, over loopback.
+
+    python -m benchmarks.distributed_store --out result.json
+
+Starts a Redis server (or takes `--url`, where it writes and deletes keys) and moves blocks between
+it and buffers that exist before: with the store that the daemon uses, and with redis-py, which does
+the same with its pipelines (`SET … NX`, `GET` and a copy into the buffer; `EXISTS` for lookups).
+redis-py neither verifies nor checksums; the store does both. Each round runs both, the first one
+last in the next round; ratios are of the same round and above 1 where the store is faster.
+`cpu_seconds` is the processor time of this process, as others may be busy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import redis
+from redis.utils import HIREDIS_AVAILABLE
+
+from benchmarks.result_files import describe_environment, save, spread
+from tests.stores.redis_servers import redis_server
+from vllm_tiered_kv.core.store import PutItem, PutResult, StoreKey
+from vllm_tiered_kv.options import format_size, parse_size
+from vllm_tiered_kv.stores.registry import BackingOptions, BackingStore, open_store
+
+ACTIONS = ("put", "get", "get_one", "match")
+BATCH_BYTES = 8 << 20  # of one call, for both
+LOOKUPS = 2048
+
+
+def key(number: int) -> StoreKey:
+    return StoreKey(bytes(16) + number.to_bytes(17, "little") + bytes(8))
+
+
+class OurStore:
+    """The store of the daemon."""
+
+    def __init__(self, store: BackingStore, block: int, count: int) -> None:
+        self._store = store
+        self._keys = [key(n) for n in range(count)]
+        self._batch = max(1, BATCH_BYTES // block)
+        self._lookups = [key(n % count) for n in range(LOOKUPS)]
+
+    def clear(self) -> None:
+        self._store.delete(self._keys)
+
+    def put(self, blocks: Sequence[memoryview]) -> None:
+        items = [PutItem(key, None, b) for key, b in zip(self._keys, blocks, strict=True)]
+        for start in range(0, len(items), self._batch):
+            results = self._store.put(items[start : start + self._batch])
+            assert set(results) == {PutResult.STORED}, results
+
+    def get(self, into: Sequence[memoryview]) -> None:
+        for start in range(0, len(into), self._batch):
+            some = slice(start, start + self._batch)
+            assert all(self._store.get(self._keys[some], into[some]))
+
+    def get_one(self, into: Sequence[memoryview]) -> None:
+        for key, buffer in zip(self._keys, into, strict=True):
+            assert self._store.get([key], [buffer]) == [True]
+
+    def match(self, into: Sequence[memoryview]) -> None:
+        assert self._store.match(self._lookups) == len(self._lookups)
+
+
+class TheirClient:
+    """redis-py, as its users would move blocks."""
+
+    def __init__(self, client: Any, block: int, count: int) -> None:
+        self._client = client
+        self._keys = [f"beside:{n}" for n in range(count)]
+        self._batch = max(1, BATCH_BYTES // block)
+        self._lookups = [f"beside:{n % count}" for n in range(LOOKUPS)]
+
+    def clear(self) -> None:
+        self._client.unlink(*self._keys)
+
+    def put(self, blocks: Sequence[memoryview]) -> None:
+        for start in range(0, len(blocks), self._batch):
+            pipeline = self._client.pipeline(transaction=False)
+            for n in range(start, min(start + self._batch, len(blocks))):
+                pipeline.set(self._keys[n], blocks[n], nx=True)
+            assert all(pipeline.execute())
+
+    def get(self, into: Sequence[memoryview]) -> None:
+        for start in range(0, len(into), self._batch):
+            pipeline = self._client.pipeline(transaction=False)
+            for key in self._keys[start : start + self._batch]:
+                pipeline.get(key)
+            for n, value in enumerate(pipeline.execute(), start):
+                into[n][:] = value
+
+    def get_one(self, into: Sequence[memoryview]) -> None:
+        for key, buffer in zip(self._keys, into, strict=True):
+            buffer[:] = self._client.get(key)
+
+    def match(self, into: Sequence[memoryview]) -> None:
+        pipeline = self._client.pipeline(transaction=False)
+        for key in self._lookups:
+            pipeline.exists(key)
+        assert all(pipeline.execute())
+
+
+def timed(work: Callable[[], None]) -> tuple[float, float]:
+    begin, used = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - begin, time.process_time() - used
+
+
+def measure(url: str, block: int, total: int, rounds: int) -> dict[str, Any]:
+    count = max(1, total // block)
+    content = memoryview(bytearray(os.urandom(count * block)))
+    arena = memoryview(bytearray(count * block))
+    blocks = [content[n * block : (n + 1) * block] for n in range(count)]
+    into = [arena[n * block : (n + 1) * block] for n in range(count)]
+    store = open_store(BackingOptions(url, timeout_s=60.0))
+    client = redis.Redis.from_url(url, protocol=2)
+    sides: dict[str, OurStore | TheirClient] = {
+        "store": OurStore(store, block, count),
+        "redis-py": TheirClient(client, block, count),
+    }
+    samples: dict[str, dict[str, list[tuple[float, float]]]] = {
+        action: {side: [] for side in sides} for action in ACTIONS
+    }
+    for number in range(rounds + 1):  # the first one warms up
+        for side, one in sorted(sides.items(), reverse=bool(number % 2)):
+            one.clear()
+            for action in ACTIONS:
+                where = blocks if action == "put" else into
+                took = timed(lambda one=one, a=action, w=where: getattr(one, a)(w))  # type: ignore[misc]
+                if number:
+                    samples[action][side].append(took)
+            assert arena == content, f"{side} returned other bytes"
+            arena[:] = bytes(len(arena))
+            one.clear()
+    store.close()
+    client.close()
+    return {"block_bytes": block, "blocks": count, **{a: row(samples[a], count * block, a)
+                                                     for a in ACTIONS}}  # fmt: skip
+
+
+def row(by_side: dict[str, list[tuple[float, float]]], nbytes: int, action: str) -> dict[str, Any]:
+    ours, theirs = by_side["store"], by_side["redis-py"]
+    found: dict[str, Any] = {
+        "ratio": spread([them[0] / us[0] for us, them in zip(ours, theirs, strict=True)]),
+        "cpu_ratio": spread([them[1] / us[1] for us, them in zip(ours, theirs, strict=True)]),
+    }
+    for side, samples in by_side.items():
+        seconds = statistics.median(wall for wall, _ in samples)
+        if action == "match":
+            found[side] = {"us_per_key": round(1e6 * seconds / LOOKUPS, 2)}
+        else:
+            found[side] = {"gb_per_s": round(nbytes / seconds / 1e9, 3)}
+        found[side]["cpu_seconds"] = round(statistics.median(cpu for _, cpu in samples), 4)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--url", help="of a Redis that may be used; default: start one")
+    parser.add_argument("--blocks", nargs="+", default=["256KiB", "1MiB", "4MiB"])
+    parser.add_argument("--total", default="256MiB", help="bytes of all blocks of a size")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=Path, help="where the JSON goes")
+    args = parser.parse_args()
+    report: dict[str, Any] = {
+        "environment": describe_environment(),
+        "redis_py": redis.__version__,
+        "hiredis": HIREDIS_AVAILABLE,
+        "load_average_before": os.getloadavg()[0],
+        "sizes": [],
+    }
+    with ExitStack() as stack:
+        url = args.url or stack.enter_context(redis_server()).url
+        for block in (parse_size("--blocks", size) for size in args.blocks):
+            found = measure(url, block, parse_size("--total", args.total), args.rounds)
+            report["sizes"].append(found)
+            for action in ACTIONS:
+                one = found[action]
+                print(format_size(block), action, f"ratio {one['ratio']['median']}",
+                      f"cpu {one['cpu_ratio']['median']}", one["store"], one["redis-py"],
+                      flush=True)  # fmt: skip
+            save(args.out, report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Blocks in Redis: one server or a cluster, shared by many daemons."""

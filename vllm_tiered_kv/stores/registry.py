@@ -1,0 +1,107 @@
+"""The stores that a daemon can have behind its own tiers, by the scheme of their URL.
+
+A scheme names a module with the two functions of `StoreModule`. The module is imported when its
+scheme is used, so that the client library of one store is not needed for another. To add a store,
+add a line to `_SCHEMES` and, if it needs a library, an extra to `pyproject.toml`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from vllm_tiered_kv.core.store import LowerStore, StoreUsage
+from vllm_tiered_kv.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class BackingOptions:
+    """Where a backing store is and how it may be used."""
+
+    url: str
+    capacity_bytes: int = 0  # 0: not given
+    ttl_s: int = 0  # 0: not given
+    timeout_s: float = 2.0  # how long a call may wait for an answer
+
+
+class BackingStore(LowerStore, Protocol):
+    """An open store behind the daemon's own tiers. The threads of its executors call it. The
+    properties and `known_usage` only return what is known: monitors call them on any thread."""
+
+    on_unanswered: Callable[[], None]
+    """Called from any thread when the store could not ask one of its servers, or got no answer."""
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether the store knows that it cannot be reached now."""
+
+    @property
+    def damaged_blocks(self) -> int:
+        """Blocks that were found but not readable, since the start."""
+
+    @property
+    def failed_blocks(self) -> int:
+        """Blocks that were offered but not stored, since the start."""
+
+    def known_usage(self) -> StoreUsage:
+        """The usage as of the last time the store looked."""
+
+
+class StoreModule(Protocol):
+    """What the module of a scheme defines."""
+
+    def check(self, options: BackingOptions) -> None:
+        """Raises ConfigError for options that cannot work. Asks neither network nor disk."""
+
+    def open_store(self, options: BackingOptions) -> BackingStore:
+        """Raises ConfigError or OSError if the store cannot be used."""
+
+
+@dataclass(frozen=True)
+class _Scheme:
+    module: str
+    extra: str = ""  # of this distribution; brings the client library
+
+
+_REDIS = _Scheme("vllm_tiered_kv.stores.redis.store", "redis")
+_SCHEMES = {
+    "file": _Scheme("vllm_tiered_kv.stores.shared_dir.backing"),
+    "redis": _REDIS,
+    "rediss": _REDIS,
+}
+
+
+def check(options: BackingOptions) -> None:
+    """Raises ConfigError if no store can be opened with these options, without trying to."""
+    _module_of(options.url).check(options)
+
+
+def open_store(options: BackingOptions) -> BackingStore:
+    return _module_of(options.url).open_store(options)
+
+
+def redacted(url: str) -> str:
+    """The URL without its password, for logs and errors. Rather hides too much, as a password may
+    have characters that should have been encoded."""
+    return re.sub(r"(?<=://)([^/?#@:]*):.*@", r"\1:***@", url)
+
+
+def _module_of(url: str) -> StoreModule:
+    name, separator, _ = url.partition("://")
+    scheme = _SCHEMES.get(name) if separator else None
+    if scheme is None:
+        known = ", ".join(f"{name}://" for name in _SCHEMES)
+        raise ConfigError("backing", f"{redacted(url)!r} must start with one of {known}")
+    try:
+        return cast(StoreModule, importlib.import_module(scheme.module))
+    except ModuleNotFoundError as error:
+        if not scheme.extra or (error.name or "").startswith("vllm_tiered_kv"):
+            raise
+        raise ConfigError(
+            "backing",
+            f"{name}:// needs a library that is not installed ({error.name}); run "
+            f"pip install 'vllm-tiered-kv[{scheme.extra}]'",
+        ) from error

@@ -1,0 +1,85 @@
+"""The shared directory as a backing store (`file://`): the store with its garbage collector."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from vllm_tiered_kv.core.store import Durability, PutItem, PutResult, StoreUsage
+from vllm_tiered_kv.errors import ConfigError
+from vllm_tiered_kv.stores.registry import BackingOptions
+from vllm_tiered_kv.stores.shared_dir.counters import Event
+from vllm_tiered_kv.stores.shared_dir.gc import GcThread, SharedDirGc
+from vllm_tiered_kv.stores.shared_dir.store import SharedDirSettings, SharedDirStore
+
+_COLLECT_EVERY_S = 300.0
+
+
+def check(options: BackingOptions) -> None:
+    if not options.url.startswith("file:///"):
+        raise ConfigError("backing", f'{options.url!r} is not like "file:///mnt/kv"')
+    if not (options.capacity_bytes or options.ttl_s):
+        raise ConfigError(
+            "backing",
+            "the folder would grow until its file system is full; limit its size with "
+            "backing_space, or the age of its blocks with backing_ttl",
+        )
+    least = int(2 * SharedDirSettings.touch_interval_s)  # uses are recorded only this often
+    if 0 < options.ttl_s < least:
+        raise ConfigError("backing_ttl", f"must be at least {least // 60}min, got {options.ttl_s}s")
+
+
+def open_store(options: BackingOptions) -> SharedDirBacking:
+    return SharedDirBacking(
+        SharedDirSettings(
+            options.url.removeprefix("file://"),
+            capacity_bytes=options.capacity_bytes,
+            ttl_s=float(options.ttl_s) if options.ttl_s else None,
+        )
+    )
+
+
+class SharedDirBacking(SharedDirStore):
+    """A shared directory whose garbage the daemon collects in a thread. `open_store` creates it;
+    the threads of the backing tier's executors call it."""
+
+    is_absent = False  # a file system that does not answer hangs; see StoreExecutor
+
+    def __init__(self, settings: SharedDirSettings) -> None:
+        super().__init__(settings)
+        self.on_unanswered: Callable[[], None] = lambda: None
+        self._collector = GcThread(SharedDirGc(self), _COLLECT_EVERY_S)
+        self._collector.start()
+
+    def put(
+        self, items: Sequence[PutItem], durability: Durability = Durability.MEMORY
+    ) -> list[PutResult]:
+        results = super().put(items, durability)
+        if PutResult.DROPPED in results:
+            self._collector.wake()
+        return results
+
+    def retry(self) -> None:
+        """No-op: this store does not pause after a failure."""
+
+    @property
+    def damaged_blocks(self) -> int:
+        return self._count(Event.DAMAGED, Event.READ_ERROR)
+
+    @property
+    def failed_blocks(self) -> int:
+        return self._count(Event.WRITE_ERROR, Event.NO_SPACE, Event.BAD_CHECKSUM, Event.BAD_KEY)
+
+    def _count(self, *events: Event) -> int:
+        counted = self.counts.snapshot()
+        return sum(counted[event] for event in events)
+
+    def known_usage(self) -> StoreUsage:
+        """As of the last garbage collection; zero before the first one."""
+        known = self.usage_tracker.latest(math.inf)
+        blocks, nbytes = (0, 0) if known is None else (known.blocks, known.nbytes)
+        return StoreUsage(blocks, nbytes, self.settings.capacity_bytes)
+
+    def close(self) -> None:
+        self._collector.stop()
+        super().close()
