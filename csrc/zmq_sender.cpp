@@ -20,7 +20,7 @@ struct ZmqSender::Sent {
   // One message with frames that zmq refers to. It deletes itself when zmq has dropped them all.
   struct Message {
     std::shared_ptr<Sent> sent;
-    uint64_t ticket;
+    uint64_t ticket = 0;
     std::atomic<size_t> frames;
     std::string header;  // if that is the frame which zmq refers to
 
@@ -67,8 +67,9 @@ ZmqSender::ZmqSender(const ZmqFunctions& functions)
 
 int ZmqSender::send(void* socket, const Frame& identity, const Frame& header,
                     const std::vector<Frame>& payload, bool copies, uint64_t ticket) {
-  const bool refers_to_header = ticket != 0 && (copies || payload.empty());
-  size_t left = ticket == 0 ? 0 : refers_to_header ? 1 : payload.size();  // frames to refer to
+  const size_t count = payload.size();
+  const bool refers_to_header = ticket != 0 && (copies || count == 0);
+  size_t left = ticket == 0 ? 0 : refers_to_header ? 1 : count;  // frames to refer to
   std::unique_ptr<Sent::Message> owned;
   if (ticket != 0) {
     owned.reset(new Sent::Message{sent_, ticket, {left}, {}});
@@ -101,13 +102,13 @@ int ZmqSender::send(void* socket, const Frame& identity, const Frame& header,
     errno = error;
     fail();
   };
-  const int flags = kDontWait | (payload.empty() ? 0 : kMore);
+  const int flags = kDontWait | (count == 0 ? 0 : kMore);
   if (refers_to_header)
     refer(message->header.data(), message->header.size(), flags);
   else
     copy(header, flags);
-  for (size_t i = 0; i < payload.size(); ++i) {
-    const int last = kDontWait | (i + 1 < payload.size() ? kMore : 0);
+  for (size_t i = 0; i < count; ++i) {
+    const int last = kDontWait | (i + 1 < count ? kMore : 0);
     if (copies)
       copy(payload[i], last);
     else
