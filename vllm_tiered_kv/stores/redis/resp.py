@@ -1,7 +1,7 @@
 """The part of Redis's protocol (RESP 2) that moves blocks without copying them.
 
 redis-py connects, encrypts and authenticates; then this module uses the socket. redis-py itself
-collects a reply in buffers of its own, which takes time (ADR 0021).
+collects a reply in buffers of its own, which takes time (ADR 0022).
 """
 
 from __future__ import annotations
