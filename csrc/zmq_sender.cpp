@@ -77,8 +77,15 @@ int ZmqSender::send(void* socket, const Frame& identity, const Frame& header,
       owned->header.assign(reinterpret_cast<const char*>(header.data), header.size);
     sent_->expect();
   }
+  const auto send = [&](const Frame& frame, int flags) {
+    int sent = 0;
+    do {  // a signal may interrupt zmq
+      sent = zmq_.send(socket, frame.data, frame.size, flags);
+    } while (sent < 0 && errno == EINTR);
+    return sent;
+  };
   // zmq accepts or refuses the whole message at this frame.
-  if (zmq_.send(socket, identity.data, identity.size, kDontWait | kMore) < 0) {
+  if (send(identity, kDontWait | kMore) < 0) {
     const int error = errno;
     if (owned) sent_->refused();
     return error;
@@ -90,13 +97,17 @@ int ZmqSender::send(void* socket, const Frame& identity, const Frame& header,
     throw std::system_error(error, std::generic_category(), "zmq failed within a message");
   };
   const auto copy = [&](const Frame& frame, int flags) {
-    if (zmq_.send(socket, frame.data, frame.size, flags) < 0) fail();
+    if (send(frame, flags) < 0) fail();
   };
   const auto refer = [&](void* data, size_t size, int flags) {
     alignas(void*) unsigned char frame[64];  // a zmq_msg_t
     if (zmq_.msg_init_data(frame, data, size, &Sent::Message::release, message) < 0) fail();
     --left;  // from here on zmq drops it
-    if (zmq_.msg_send(frame, socket, flags) >= 0) return;
+    int sent = 0;
+    do {
+      sent = zmq_.msg_send(frame, socket, flags);
+    } while (sent < 0 && errno == EINTR);
+    if (sent >= 0) return;
     const int error = errno;
     zmq_.msg_close(frame);
     errno = error;

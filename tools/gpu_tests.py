@@ -27,7 +27,9 @@ ALONE = (  # one measures time, the other takes most of the memory
 )
 GROUPS = (  # longest first; each engine takes a minute to start
     ("windows", "tests/gpu/test_windows_gpu.py"),
-    ("models", "tests/gpu/test_models_gpu.py"),
+    ("models", "tests/gpu/test_models_gpu.py", "-k", "not drafts"),
+    ("drafts", "tests/gpu/test_models_gpu.py", "-k", "drafts"),
+    ("recurrent layers", "tests/gpu/test_recurrent_gpu.py"),
     ("engine, async scheduling", "tests/gpu/test_engine_gpu.py", "-k", "async_on"),
     ("engine, plain scheduling", "tests/gpu/test_engine_gpu.py", "-k", "async_off"),
     ("verified hits", "tests/gpu/test_verified_gpu.py"),

@@ -264,6 +264,9 @@ def test_blocks_that_the_gpu_evicts_meanwhile_are_looked_up_too() -> None:
     assert asked.positions(computed=4) == range(1, 4)
     assert asked.positions(computed=8) == range(1, 4)
     assert len(asked.server.asked) == 2
+    for computed in (3, 2, 1, 0):  # the second repeat is the last
+        assert asked.positions(computed) == range(4)
+    assert len(asked.server.asked) == 3
     asked.lookups.close()
 
 
@@ -375,6 +378,48 @@ def test_blocks_evicted_before_they_are_sent_are_counted() -> None:
         sent |= set(job.keys)
     assert sent == {*tiers.keys[:3], *tiers.keys[8:11]}
     assert tiers.dropped(DropReason.QUEUE_FULL) == 3
+
+
+def test_an_idle_engine_sends_as_much_as_the_queue_holds_and_rests() -> None:
+    """A pause would otherwise take as long as sending the whole tier."""
+    tiers = Tiers(slots=16, queue_blocks=2)
+    tiers.store(0, 8)
+    (job,) = tiers.writes.take()
+    tiers.ledger.report_put(job.job_id, [StoreReport(2)])
+    assert not tiers.writes.has_next
+    tiers.store(8, 9)
+    (job,) = tiers.writes.take()
+    assert job.keys == tuple(tiers.keys[2:4])
+
+
+def test_a_reset_forgets_what_waits() -> None:
+    tiers = Tiers(slots=16, queue_blocks=2)
+    tiers.store(0, 8)
+    tiers.index.clear()
+    tiers.writes.reset()
+    (job,) = tiers.writes.take()
+    tiers.ledger.report_put(job.job_id, [StoreReport(2)])
+    assert tiers.writes.take() == []
+    assert tiers.dropped(DropReason.RESET) == 6
+
+
+def test_a_block_larger_than_the_queue_is_sent_alone() -> None:
+    tiers = Tiers(slots=16, queue_blocks=0)
+    tiers.store(0, 2)
+    for key in tiers.keys[:2]:
+        (job,) = tiers.writes.take()
+        assert job.keys == (key,)
+        assert tiers.writes.take() == []
+        tiers.ledger.report_put(job.job_id, [StoreReport(1)])
+    assert tiers.writes.take() == []
+
+
+def test_a_block_stored_again_waits_once() -> None:
+    tiers = Tiers(slots=4, queue_blocks=1)
+    for _ in range(4):
+        tiers.store(0, 4)
+        tiers.store(8, 12)
+    assert len(tiers.writes._waiting) <= 8
 
 
 def test_evicted_blocks_do_not_wait_for_ever() -> None:

@@ -375,9 +375,9 @@ ENGINE = (
     ),
     Mutation(
         "load-ahead-of-the-first-forward",
-        "connector/assembly.py",
-        "        first_forward_clears=engine.first_forward_clears,\n",
-        "        first_forward_clears=False,\n",
+        "connector/scheduler/load_planner.py",
+        "        self._awaits_first_forward = engine.first_forward_clears\n",
+        "        self._awaits_first_forward = False\n",
         "the first forward sets scales that were loaded to one",
         ("tests/engine/test_remote_hazards.py",),
         Needs.VLLM,

@@ -27,7 +27,7 @@ class DropReason(str, enum.Enum):
     REUSED = "reused"  # its request had ended, and the GPU block has been given out again
     NOT_PINNED_YET = "not_pinned_yet"  # the arena is still being pinned in the background
     COPY_FAILED = "copy_failed"
-    RESET = "reset"  # the cache was reset while the store was under way
+    RESET = "reset"  # the cache was reset while the block was on its way
     QUEUE_FULL = "queue_full"  # evicted from the CPU tier before it could be sent to the daemon
     UNAVAILABLE = "unavailable"  # no daemon answers, or the one it was sent to did not
     UNREPORTED = "unreported"  # not all ranks said in time what became of it
@@ -125,6 +125,7 @@ DROPPED_BLOCKS = _counter_by(
     (
         *((_REMOTE if reason in _NOT_SENT else _CPU, reason.value) for reason in DropReason),
         (_REMOTE, DropReason.UNREPORTED.value),
+        (_REMOTE, DropReason.RESET.value),
     ),
 )
 EVICTED_BLOCKS = _counter("evicted_blocks", "Blocks evicted to make room.", _CPU)

@@ -129,8 +129,7 @@ def draft_lookahead(vllm_config: VllmConfig) -> int:
     speculative = vllm_config.speculative_config
     if speculative is None or not speculative.use_eagle():
         return 0
-    # vLLM 0.31 lacks the property, and modules that read more than one token.
-    return int(getattr(vllm_config, "num_prefill_lookahead_tokens", 1))
+    return int(vllm_config.num_prefill_lookahead_tokens)
 
 
 def _counted(config: object, ignored: frozenset[str], prefix: str) -> Iterator[tuple[str, str]]:

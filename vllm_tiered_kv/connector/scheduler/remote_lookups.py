@@ -100,6 +100,7 @@ class RemoteLookup:
     firsts: Sequence[int] = ()
     """Per full group: the first position it asks for. The tiers of this engine held the others."""
     windows: WindowSearch | None = None
+    repeats: int = 0  # lookups of this request before it whose answers began after a gap
 
     @property
     def is_pending(self) -> bool:

@@ -135,18 +135,30 @@ class RemoteTier:
                 return True
         return False
 
+    def _ask_again(self, state: RequestState, computed: int, limit: int) -> None:
+        """Repeats a lookup, because a request may wait in vLLM's queue for seconds after the first.
+        The second repeat asks for all blocks, so that it depends on no other tier and is the
+        last."""
+        assert state.remote.lookup is not None
+        repeats = state.remote.lookup.repeats + 1
+        state.remote.drop_lookup()
+        if repeats == 1:
+            self._ask(state, computed, limit)
+        else:
+            self._ask(state, 0, limit, leave_out_held=False)
+        if state.remote.lookup is not None:
+            state.remote.lookup.repeats = repeats
+
     def positions(self, state: RequestState, computed: int, limit: int) -> list[range] | None:
         """The positions that daemons hold of a request, per group; None while the lookup runs."""
         if computed >= limit:
             return [range(0)] * len(self._groups)  # the GPU has all blocks
         if state.remote.lookup is not None and state.remote.lookup.is_outdated:
             state.remote.drop_lookup()
-        # A request may wait in vLLM's queue for seconds after its lookup. What it asks for now does
-        # not depend on the CPU tier, so it need not ask again when more is evicted.
-        has_lost = self._has_lost_blocks(state, computed)
-        if has_lost:
-            state.remote.drop_lookup()
-        self._ask(state, computed, limit, leave_out_held=not has_lost)
+        if self._has_lost_blocks(state, computed):
+            self._ask_again(state, computed, limit)
+        else:
+            self._ask(state, computed, limit)
         if state.remote.lookup is None:
             return [range(0)] * len(self._groups)
         self._lookups.poll(state.remote.lookup)

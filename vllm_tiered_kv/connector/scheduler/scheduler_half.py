@@ -345,6 +345,8 @@ class SchedulerHalf:
         """
         self._key_maker.new_epoch(os.urandom(16))
         self.index.clear()
+        if self.remote is not None:
+            self.remote.puts.reset()
         states = self._requests.values()
         self.stores.reset(states, self._uncached.values())
         if self.verification is not None:
