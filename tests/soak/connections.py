@@ -67,7 +67,7 @@ def _pooled(scheduler: RemoteTier, worker: RemoteIO) -> list[Connection]:
 
 
 def _memories(scheduler: RemoteTier, worker: RemoteIO) -> set[SharedMemory]:
-    found = set(worker._regions._regions)
+    found = set(worker.regions._regions)
     for local_daemon in scheduler._lookups._local_daemons.values():
         found |= set(local_daemon._mapped)
     for store in scheduler._cluster.stores.values():
