@@ -29,7 +29,10 @@ GROUPS = (  # longest first; each engine takes a minute to start
     ("windows", "tests/gpu/test_windows_gpu.py"),
     ("models", "tests/gpu/test_models_gpu.py", "-k", "not drafts"),
     ("drafts", "tests/gpu/test_models_gpu.py", "-k", "drafts"),
-    ("recurrent layers", "tests/gpu/test_recurrent_gpu.py"),
+    *(
+        (f"recurrent layers of {name}", "tests/gpu/test_recurrent_gpu.py", "-k", name)
+        for name in ("qwen3_next", "granite", "nemotron_h", "jamba")
+    ),
     ("engine, async scheduling", "tests/gpu/test_engine_gpu.py", "-k", "async_on"),
     ("engine, plain scheduling", "tests/gpu/test_engine_gpu.py", "-k", "async_off"),
     ("verified hits", "tests/gpu/test_verified_gpu.py"),

@@ -9,18 +9,23 @@ from tests.engine.real_engine import RealEngine
 
 
 def memory(gib: int) -> dict[str, Any]:
-    """Settings of an engine with a KV cache of so much, whatever else lives on the device.
+    """Settings of an engine with a KV cache of this size.
 
-    vLLM measures what is free only when it has to find the size by itself; engines that are told
-    can run beside each other.
+    vLLM measures free memory only if it has to choose the size itself, so several engines with a
+    given size can share the device.
     """
     return {"kv_cache_memory_bytes": gib << 30, "gpu_memory_utilization": 0.05}
 
 
 def settle(engine: RealEngine) -> None:
-    """Lets an idle engine commit its last stores, as the engine's own loop does."""
+    """Lets an idle engine commit its last stores, as the engine's own loop does, and take the output
+    of the last step, which frees the blocks of finished requests."""
+
+    def is_busy() -> bool:
+        return engine.half.has_pending_push_work() or bool(engine.scheduler.deferred_frees)
+
     deadline = time.monotonic() + 30
-    while engine.half.has_pending_push_work() and time.monotonic() < deadline:
+    while is_busy() and time.monotonic() < deadline:
         engine.core.step_fn()
         time.sleep(0.001)
-    assert not engine.half.has_pending_push_work()
+    assert not is_busy()

@@ -131,7 +131,7 @@ def test_a_batch_is_stored_though_nobody_steps_after_its_last_output(engine: Rea
 def test_slow_stores_read_what_was_computed_though_blocks_are_reused_at_once(
     engine: RealEngine, monkeypatch: pytest.MonkeyPatch, fence: bool
 ) -> None:
-    """So few free blocks that each prompt is computed into those of the one before."""
+    """There are so few free blocks that each prompt is computed into those of the previous one."""
     forget_all(engine)
     copier = engine.worker_half._copier
     stream = torch.cuda.ExternalStream(copier._store_stream.handle)
@@ -140,7 +140,7 @@ def test_slow_stores_read_what_was_computed_though_blocks_are_reused_at_once(
 
     def enqueue_slowly(blocks: object) -> object:
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(3_000_000_000)  # more than a second
+            torch.cuda._sleep(12_000_000_000)  # about six seconds, longer than a prompt takes
         return enqueue(blocks)
 
     def wait_if_fenced(newest: int) -> None:
