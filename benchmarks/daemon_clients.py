@@ -2,6 +2,7 @@
 
     python -m benchmarks.daemon_clients --out result.json
 
+A request asks for one block or for several, as engines do: theirs ask for all blocks of a prompt.
 Rounds of the daemon and of the router take turns, so that whatever else the machine does concerns
 both; the result is the median of their ratios. In the rounds of two endpoints one client uses the
 second, all others the first; its share is compared with a client's fair one.
@@ -34,8 +35,8 @@ WARM_S = 0.3
 SPAWN = multiprocessing.get_context("spawn")
 
 
-def bare_router(endpoints: list[str], nbytes: int, stop: Any) -> None:
-    """Answers every message with a header and as many bytes as a block has."""
+def bare_router(endpoints: list[str], blocks: int, nbytes: int, stop: Any) -> None:
+    """Answers every message with a header and as many frames and bytes as the daemon."""
     context = zmq.Context(8)
     poller = zmq.Poller()
     for endpoint in endpoints:
@@ -43,7 +44,8 @@ def bare_router(endpoints: list[str], nbytes: int, stop: Any) -> None:
         router.linger = 0
         router.bind(endpoint)
         poller.register(router, zmq.POLLIN)
-    payload = block(0, nbytes)  # written memory: untouched zeros would all be one cached page
+    # Written memory: untouched zeros would all be one cached page.
+    payloads = [block(number, nbytes) for number in range(blocks)]
     while not stop.is_set():
         for router, _ in poller.poll(100):
             for _ in range(32):
@@ -51,17 +53,17 @@ def bare_router(endpoints: list[str], nbytes: int, stop: Any) -> None:
                     identity, header = router.recv_multipart(zmq.NOBLOCK)
                 except zmq.Again:
                     break
-                router.send_multipart([identity, header, payload], copy=nbytes <= 65536)
+                router.send_multipart([identity, header, *payloads], copy=nbytes <= 65536)
     context.destroy(linger=0)
 
 
-def ask(endpoint: str, nbytes: int, depth: int, go: Any, stop: Any, done: Any) -> None:
+def ask(endpoint: str, blocks: int, nbytes: int, depth: int, go: Any, stop: Any, done: Any) -> None:
     """Keeps `depth` requests in flight and counts the replies."""
     with RawClient(endpoint) as client:
         is_daemon = "bare" not in endpoint
         if is_daemon:
             client.hello(block_bytes=[nbytes])
-        request = wire.Get(KEY_BYTES, [key(0)], False)
+        request = wire.Get(KEY_BYTES, [key(number) for number in range(blocks)], False)
         go.wait()  # for all of them
         for _ in range(depth):
             client.send(request)
@@ -73,11 +75,11 @@ def ask(endpoint: str, nbytes: int, depth: int, go: Any, stop: Any, done: Any) -
 
 
 @contextmanager
-def clients(endpoints: list[str], nbytes: int, depth: int) -> Iterator[Any]:
+def clients(endpoints: list[str], blocks: int, nbytes: int, depth: int) -> Iterator[Any]:
     go, stop = SPAWN.Barrier(len(endpoints) + 1), SPAWN.Event()
     counts: list[Synchronized[int]] = [SPAWN.Value("q", 0, lock=False) for _ in endpoints]
     processes = [
-        SPAWN.Process(target=ask, args=(one, nbytes, depth, go, stop, count))
+        SPAWN.Process(target=ask, args=(one, blocks, nbytes, depth, go, stop, count))
         for one, count in zip(endpoints, counts, strict=True)
     ]
     for process in processes:
@@ -98,7 +100,7 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def measure(nbytes: int, depth: int, rounds: int, seconds: float) -> dict[str, Any]:
+def measure(blocks: int, nbytes: int, depth: int, rounds: int, seconds: float) -> dict[str, Any]:
     names = ("daemon", "bare", "daemon_two", "bare_two")
     results: dict[str, list[list[float]]] = {name: [] for name in names}
     cpus: dict[str, list[float]] = {name: [] for name in names}
@@ -107,14 +109,14 @@ def measure(nbytes: int, depth: int, rounds: int, seconds: float) -> dict[str, A
         own.mkdir()
         bare = [f"ipc://{folder}/bare{n}" for n in range(2)]
         stop = SPAWN.Event()
-        router = SPAWN.Process(target=bare_router, args=(bare, nbytes, stop))
+        router = SPAWN.Process(target=bare_router, args=(bare, blocks, nbytes, stop))
         router.start()
         second = f"ipc://{folder}/second"
         with DaemonProcess(own, "--memory", "1GiB", "--listen", second) as daemon:
             first = daemon.ipc
             with RawClient(first) as client:
                 client.hello(block_bytes=[nbytes])
-                client.put({key(0): block(0, nbytes)})
+                client.put({key(n): block(n, nbytes) for n in range(blocks)})
             for _ in range(rounds):
                 for name, one, other in (
                     ("daemon", first, first),
@@ -124,7 +126,7 @@ def measure(nbytes: int, depth: int, rounds: int, seconds: float) -> dict[str, A
                 ):
                     pid = daemon.pid if name.startswith("daemon") else router.pid
                     assert pid is not None
-                    with clients([one] * (CLIENTS - 1) + [other], nbytes, depth) as counts:
+                    with clients([one] * (CLIENTS - 1) + [other], blocks, nbytes, depth) as counts:
                         time.sleep(WARM_S)
                         before = [count.value for count in counts]
                         cpu = cpu_seconds(pid)
@@ -142,6 +144,7 @@ def measure(nbytes: int, depth: int, rounds: int, seconds: float) -> dict[str, A
         for name in ("daemon_two", "bare_two")
     }
     return {
+        "blocks": blocks,
         "nbytes": nbytes,
         "depth": depth,
         "requests_per_s": {
@@ -159,12 +162,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.0)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[4096, 65536, 1 << 20])
+    parser.add_argument(
+        "--requests",
+        nargs="+",
+        default=["1x4096", "1x65536", "1x1048576", "64x65536", "8x1048576"],
+        help="blocks of a request, and bytes of a block",
+    )
     parser.add_argument(
         "--depth", type=int, default=4, help="requests that each client keeps in flight"
     )
     given = parser.parse_args()
-    found = [measure(size, given.depth, given.rounds, given.seconds) for size in given.sizes]
+    found = []
+    for request in given.requests:
+        blocks, nbytes = map(int, request.split("x"))
+        found.append(measure(blocks, nbytes, given.depth, given.rounds, given.seconds))
     result = {"environment": describe_environment(), "clients": CLIENTS, "results": found}
     save(given.out, result)
     for one in found:
