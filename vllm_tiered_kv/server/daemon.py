@@ -54,7 +54,7 @@ from vllm_tiered_kv.server.tiers.demotion import Unwritten
 from vllm_tiered_kv.server.tiers.namespaces import Namespaces
 from vllm_tiered_kv.server.tiers.pins import Pins
 from vllm_tiered_kv.server.tiers.tiered_store import TieredStore
-from vllm_tiered_kv.wire.messages import PROTOCOL_VERSION
+from vllm_tiered_kv.wire.limits import PROTOCOL_VERSION
 
 logger = logging.getLogger(__name__)
 

@@ -13,16 +13,9 @@ from vllm_tiered_kv.errors import ConfigError, ProtocolError, TieredKVError
 from vllm_tiered_kv.options import format_size
 from vllm_tiered_kv.remote.address import ServerAddress
 from vllm_tiered_kv.server.net.curve import load_server_keys, read_public_key
-from vllm_tiered_kv.wire.messages import (
-    PROTOCOL_VERSION,
-    ErrorReply,
-    Hello,
-    Info,
-    Request,
-    Stats,
-    decode_reply,
-    encode_request,
-)
+from vllm_tiered_kv.wire.codec import decode_reply, encode_request
+from vllm_tiered_kv.wire.limits import PROTOCOL_VERSION
+from vllm_tiered_kv.wire.messages import ErrorReply, Hello, Info, Request, Stats
 
 
 class StatusError(TieredKVError, RuntimeError):
