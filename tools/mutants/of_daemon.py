@@ -271,8 +271,8 @@ DAEMON = (
     Mutation(
         "ssd-checksum-of-a-read-not-compared",
         "stores/ssd/store.py",
-        "read.good = moved.checksum == read.checksum",
-        "read.good = True",
+        "if moved.error is None and moved.checksum == read.checksum:",
+        "if moved.error is None:",
         "bits that the disk flipped are served",
         _DAMAGE,
     ),

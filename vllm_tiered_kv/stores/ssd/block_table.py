@@ -17,7 +17,6 @@ import numpy as np
 from vllm_tiered_kv.cache.durable_index import DurableIndex
 from vllm_tiered_kv.core.arena_geometry import SlabGeometry, aligned
 from vllm_tiered_kv.core.store import (
-    MAX_KEY_BYTES,
     BlockFacts,
     OnLost,
     PutItem,
@@ -31,10 +30,8 @@ from vllm_tiered_kv.stores.ssd.budget import Budget
 from vllm_tiered_kv.stores.ssd.committer import Committer
 from vllm_tiered_kv.stores.ssd.record_format import (
     ALIGNMENT,
-    RecordArray,
     encode_del,
     encode_put,
-    put_records,
     rows_of,
 )
 from vllm_tiered_kv.stores.ssd.recovery import LiveBlocks
@@ -50,8 +47,7 @@ _MIN_SLOTS_FOR_AHEAD = 512  # no slots are kept free in smaller classes
 
 
 class BlockTable:
-    """Index and journal records of one store. `SsdStore` owns it; its committer calls it as
-    `CommitOwner`."""
+    """Index and journal records of one store. `SsdStore` owns it."""
 
     committer: Committer  # set before the first change
 
@@ -188,24 +184,9 @@ class BlockTable:
         self._counters.evicted_blocks += 1
         self._counters.evicted_bytes += nbytes
 
-    # ---- for the committer --------------------------------------------------------------------
-
-    def live_records(self) -> RecordArray:
-        return put_records(self.index.rows(MAX_KEY_BYTES))
-
-    def live_count(self) -> int:
-        return len(self.index)
-
-    def take_quarantined(self) -> list[int]:
-        return self.index.take_quarantined()
-
-    def released(self, slots: list[int]) -> None:
-        self.index.release(slots)
-
-    def quarantine_again(self, slots: list[int]) -> None:
-        self.index.quarantine_again(slots)
-
-    def lost(self, slots: list[int]) -> int:
+    def drop_lost(self, slots: list[int]) -> int:
+        """Removes blocks whose data may never reach the disk; returns how many of them were removed
+        without being reported. For the committer."""
         keys = []
         for slot in slots:
             with suppress(InvariantError):  # the slot is free by now

@@ -66,7 +66,7 @@ class BlockWrite:
     is_readable: bool = False
 
 
-@dataclass
+@dataclass(frozen=True)
 class BlockRead:
     """A block being read from its slot."""
 
@@ -76,9 +76,6 @@ class BlockRead:
     length: int
     checksum: int
     into: memoryview
-    ended: bool = False  # the read was attempted; `good` and `refused` are valid
-    good: bool = False
-    refused: bool = False  # the disk reported an error
 
 
 def as_bytes(view: memoryview) -> memoryview:
@@ -149,14 +146,12 @@ class SsdStore:
         self._index.quota_of = quota_of
         self._committer = self._table.committer = Committer(
             self._lock,
-            self._table,
+            self._index,
+            self._table.drop_lost,
             disk,
             folder,
-            opened.store,
-            opened.data,
-            opened.journal,
+            opened,
             fsync,
-            opened.budget.max_journal_records,
             self.counters,
             Backoff(retry_seconds),
         )
@@ -228,13 +223,16 @@ class SsdStore:
             with self._operation():
                 with self._lock:
                     reads = self._pin(requested)
+                outcomes: list[Moved] = []
                 try:
-                    self._read(reads)
+                    outcomes = self._read_blocks(
+                        [Place(self._table.offset(r.slot, r.length), r.into) for r in reads]
+                    )
                 finally:
                     with self._lock:
-                        self._unpin(reads)
-                for read in reads:
-                    found[read.position] = read.good
+                        for read, moved in zip(reads, outcomes, strict=False):
+                            found[read.position] = self._count_read(read, moved)
+                        self._index.unpin([read.slot for read in reads])
         except _ClosedError:
             pass
         return found
@@ -252,16 +250,6 @@ class SsdStore:
             reads.append(BlockRead(position, slot, key, length, checksum, view))
         self._touch([StoreKey(read.key) for read in reads])
         return reads
-
-    def _read(self, reads: Sequence[BlockRead]) -> None:
-        places = [Place(self._table.offset(read.slot, read.length), read.into) for read in reads]
-        for read, moved in zip(reads, self._read_blocks(places), strict=True):
-            read.ended = True
-            if moved.error is not None:
-                self._warn_once("a block cannot be read and is removed (%s)", moved.error)
-                read.refused = True
-            else:
-                read.good = moved.checksum == read.checksum
 
     def measure_reads(self) -> None:
         """Reads a few blocks and discards them, so that `read_speed` is known before a load.
@@ -303,20 +291,22 @@ class SsdStore:
         self.read_speed.add(sum(place.view.nbytes for place, end in moved if not end.error))
         return outcomes
 
-    def _unpin(self, reads: list[BlockRead]) -> None:
-        for read in reads:
-            if read.good:
-                self.counters.read_blocks += 1
-                self.counters.read_bytes += read.length
-            elif read.ended and self._table.forget(read.slot, read.key):
-                if read.refused:
-                    self.counters.read_errors += 1
-                else:
-                    self.counters.bad_blocks += 1
-                    self._warn_once(
-                        "a block is damaged and is removed (%s)", "its checksum does not match"
-                    )
-            self._index.unpin([read.slot])
+    def _count_read(self, read: BlockRead, moved: Moved) -> bool:
+        """Returns whether the block is good; removes it otherwise."""
+        if moved.error is None and moved.checksum == read.checksum:
+            self.counters.read_blocks += 1
+            self.counters.read_bytes += read.length
+            return True
+        if moved.error is not None:
+            self._warn_once("a block cannot be read and is removed (%s)", moved.error)
+        else:
+            self._warn_once("a block is damaged and is removed (%s)", "its checksum does not match")
+        if self._table.forget(read.slot, read.key):
+            if moved.error is not None:
+                self.counters.read_errors += 1
+            else:
+                self.counters.bad_blocks += 1
+        return False
 
     # ---- write --------------------------------------------------------------------------------
 
