@@ -31,12 +31,10 @@ from vllm_tiered_kv.device.shared_arena import PAGE, SharedArena
 from vllm_tiered_kv.native.cpu import copy_and_hash, copy_bytes, hash_buffers
 from vllm_tiered_kv.options import format_size
 from vllm_tiered_kv.stores.namespaces import (
-    HasQuota,
     NamespaceUsage,
     QuotaOf,
-    any_may,
+    no_quota,
     owner_of,
-    require_own,
 )
 
 logger = logging.getLogger(__name__)
@@ -128,18 +126,17 @@ class MemoryStore:
         may_evict: Callable[[bytes], bool] | None = None,
         on_evict: Callable[[bytes, int], None] = lambda key, nbytes: None,
         is_below: Callable[[bytes], bool] | None = None,
-        has_quota: HasQuota = any_may,
-        quota_of: QuotaOf | None = None,
+        quota_of: QuotaOf = no_quota,
     ) -> None:
         """The callbacks run under this store's lock; see BlockIndex. Namespaces without a quota
-        share slabs. `quota_of` supplies quotas on demand, instead of `set_quota`."""
+        share slabs."""
         self.arena = SharedArena.create(capacity_bytes, huge_pages)
         capacity = self.arena.capacity_bytes
         self._geometry = SlabGeometry(capacity, default_slab(capacity, PAGE), PAGE)
         self._index = BlockIndex(self._geometry, eviction, self._evicted, may_evict, is_below)
         self._index.quota_of = quota_of
         self._on_evict = on_evict
-        self._has_quota = has_quota
+        self._quota_of = quota_of
         self._readable: dict[StoreKey, PinnedSlot] = {}
         self._by_namespace = NamespaceUsage()
         self._slab_slot_bytes = [0] * self._geometry.num_slabs  # slot size of each slab
@@ -216,11 +213,6 @@ class MemoryStore:
                 self.arena.close()
 
     # ---- zero-copy ------------------------------------------------------------------------------
-
-    def set_quota(self, namespace: bytes, quota_bytes: int) -> None:
-        require_own(namespace, self._has_quota)
-        with self._lock:
-            self._index.set_quota(namespace, quota_bytes)
 
     def lookup(self, key: StoreKey) -> Lookup:
         with self._lock:
@@ -540,7 +532,7 @@ class MemoryStore:
         if not 0 < nbytes <= self._geometry.slab_bytes:
             self._too_large.warn(nbytes, self._geometry.slab_bytes)
             return None
-        return self._index.class_for(nbytes, owner_of(key, self._has_quota))
+        return self._index.class_for(nbytes, owner_of(key, self._quota_of))
 
     def _assign_slabs(self, slabs: set[int], size_class: int) -> None:
         """Records the slot size of slabs, and renews all their generations when it changes.

@@ -25,7 +25,7 @@ from vllm_tiered_kv.core.store import (
 )
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.errors import InvariantError
-from vllm_tiered_kv.stores.namespaces import HasQuota, NamespaceUsage, owner_of
+from vllm_tiered_kv.stores.namespaces import NamespaceUsage, QuotaOf, owner_of
 from vllm_tiered_kv.stores.ssd.budget import Budget
 from vllm_tiered_kv.stores.ssd.committer import Committer
 from vllm_tiered_kv.stores.ssd.record_format import (
@@ -57,16 +57,17 @@ class BlockTable:
         budget: Budget,
         eviction: str,
         counters: SsdCounters,
-        has_quota: HasQuota,
+        quota_of: QuotaOf,
     ) -> None:
         self._folder = folder
         self._budget = budget
         self._counters = counters
-        self._has_quota = has_quota
+        self._quota_of = quota_of
         self._logged_full = False
         self._awaited: Counter[int] = Counter()  # slots that waiting puts need, by class
         self.geometry = SlabGeometry(budget.data_bytes, budget.slab_bytes, ALIGNMENT)
         self.index = DurableIndex(self.geometry, eviction, self._on_evict, self._on_leave)
+        self.index.quota_of = quota_of
         self.live_bytes = 0  # bytes of the slots of readable blocks
         self.by_namespace = NamespaceUsage()  # of the same slots
         self.on_lost: OnLost | None = None
@@ -85,7 +86,7 @@ class BlockTable:
 
     def size_class(self, key: StoreKey, nbytes: int) -> int:
         """Returns the size class of a block; valid as long as the class has a block."""
-        return self.index.class_for(nbytes, owner_of(key, self._has_quota))
+        return self.index.class_for(nbytes, owner_of(key, self._quota_of))
 
     def offset(self, slot: int, length: int) -> int:
         slab, position = divmod(slot, self.geometry.slots_per_slab)

@@ -28,13 +28,12 @@ from vllm_tiered_kv.core.store import (
     PutResult,
     StoreKey,
     StoreUsage,
-    namespace_of,
 )
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.errors import NotDeletedError
 from vllm_tiered_kv.native import cpu
 from vllm_tiered_kv.options import format_size
-from vllm_tiered_kv.stores.namespaces import HasQuota, QuotaOf, any_may, require_own
+from vllm_tiered_kv.stores.namespaces import QuotaOf, no_quota
 from vllm_tiered_kv.stores.ssd.block_table import BlockTable
 from vllm_tiered_kv.stores.ssd.committer import Committer
 from vllm_tiered_kv.stores.ssd.data_file import Moved, Place
@@ -108,12 +107,10 @@ class SsdStore:
         progress: Callable[[str], None] | None = None,
         slab_bytes: int | None = None,
         retry_seconds: float = 5.0,
-        has_quota: HasQuota = any_may,
-        quota_of: QuotaOf | None = None,
+        quota_of: QuotaOf = no_quota,
     ) -> None:
         """`slab_bytes` bounds the size of a block; it is fixed when the folder is made. Namespaces
-        without a quota share slabs. With `quota_of`, `set_quota` is needed only for namespaces that
-        already have blocks."""
+        without a quota share slabs."""
         begin = time.monotonic()
         self.folder = folder
         self.counters = SsdCounters()
@@ -128,14 +125,13 @@ class SsdStore:
         self._backoff = Backoff(retry_seconds)  # for writes of blocks
         self._progress = progress or (lambda line: None)
         disk = disk or OsDisk()
-        self._has_quota = has_quota
         opened = open_folder(
-            folder, capacity_bytes, slab_bytes, disk, io_threads, self._progress, has_quota
+            folder, capacity_bytes, slab_bytes, disk, io_threads, self._progress, quota_of
         )
         self._budget = opened.budget
         self._data = opened.data
         self._folder_lock = opened.lock
-        self._table = BlockTable(folder, opened.budget, eviction, self.counters, has_quota)
+        self._table = BlockTable(folder, opened.budget, eviction, self.counters, quota_of)
         try:
             self._table.restore(opened.live)
         except BaseException:
@@ -143,7 +139,6 @@ class SsdStore:
             raise
         self._to_measure = [StoreKey(key) for key in opened.live.last_keys(_MEASURED_BLOCKS)]
         self._index = self._table.index
-        self._index.quota_of = quota_of
         self._committer = self._table.committer = Committer(
             self._lock,
             self._index,
@@ -156,6 +151,8 @@ class SsdStore:
             Backoff(retry_seconds),
         )
         self._committer.start()
+        with self._lock:
+            self._index.apply_quotas()  # recovered blocks beyond a quota leave
         self.recovery: RecoveryReport = opened.report
         del opened  # frees the records of the journal
         cpu.release_free_memory()
@@ -207,12 +204,6 @@ class SsdStore:
         """Returns the number of readable blocks and the bytes of their slots for each namespace."""
         with self._lock:
             return self._table.by_namespace.snapshot()
-
-    def set_quota(self, namespace: bytes, quota_bytes: int) -> None:
-        """Limits the bytes of a namespace, in whole slabs and at least one."""
-        require_own(namespace_of(StoreKey(namespace)), self._has_quota)
-        with self._lock:
-            self._index.set_quota(namespace_of(StoreKey(namespace)), quota_bytes)
 
     # ---- read ---------------------------------------------------------------------------------
 
