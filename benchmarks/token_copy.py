@@ -22,7 +22,6 @@ from benchmarks.result_files import describe_environment, save, spread
 from vllm_tiered_kv.core.transfer import Int64Array
 from vllm_tiered_kv.device.dma_lanes import DmaLanes
 from vllm_tiered_kv.native import cuda as native
-from vllm_tiered_kv.native.cpu import HostRegion
 
 BLOCK_BYTES = 28 * 32 << 10
 BLOCKS = 640
@@ -35,7 +34,6 @@ def measure() -> dict[str, Any]:
 
     staging = torch.zeros(BLOCKS * BLOCK_BYTES, dtype=torch.uint8, device="cuda")
     host = torch.zeros(BLOCKS * BLOCK_BYTES, dtype=torch.uint8, pin_memory=True)
-    region = HostRegion(host.data_ptr(), host.nbytes)
     sources = np.arange(BLOCKS, dtype=np.int64) * BLOCK_BYTES
     targets = np.random.default_rng(0).permutation(BLOCKS).astype(np.int64) * BLOCK_BYTES
     stream, lanes = native.Stream(0), DmaLanes(0)
@@ -50,7 +48,8 @@ def measure() -> dict[str, Any]:
             plainly(sources[number : number + 1], targets[number : number + 1], BLOCK_BYTES)
 
     def in_lanes() -> None:
-        lanes.to_host(stream, staging.data_ptr(), sources, region, targets, BLOCK_BYTES)
+        source, target = staging.data_ptr(), host.data_ptr()
+        lanes.copy(native.copy_to_host, stream, source, sources, target, targets, BLOCK_BYTES, 0)
 
     whole = np.zeros(1, dtype=np.int64)
     ways: dict[str, Callable[[], None]] = {

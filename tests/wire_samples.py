@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from vllm_tiered_kv.core.store import Durability, PutResult
+from vllm_tiered_kv.errors import ErrorCode
+from vllm_tiered_kv.wire.codec import decode_reply, decode_request, encode_reply, encode_request
 from vllm_tiered_kv.wire.fields import pack_uints
 from vllm_tiered_kv.wire.messages import (
     Borrow,
@@ -11,7 +13,6 @@ from vllm_tiered_kv.wire.messages import (
     ContainsReply,
     Delete,
     DeleteReply,
-    ErrorCode,
     ErrorReply,
     Flush,
     FlushReply,
@@ -41,10 +42,6 @@ from vllm_tiered_kv.wire.messages import (
     SealReply,
     Stats,
     StatsReply,
-    decode_reply,
-    decode_request,
-    encode_reply,
-    encode_request,
     put_codes,
 )
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from vllm_tiered_kv.core.store import PutResult
 from vllm_tiered_kv.errors import ErrorCode
 from vllm_tiered_kv.wire import limits
-from vllm_tiered_kv.wire.messages import REPLIES, REQUESTS, ErrorReply, Message, TierCode, specs_of
-from vllm_tiered_kv.wire.replies import put_codes
+from vllm_tiered_kv.wire.codec import REPLIES, REQUESTS, specs_of
+from vllm_tiered_kv.wire.messages import ErrorReply, Message, TierCode, put_codes
 
 _ERRORS = {
     ErrorCode.BAD_MESSAGE: "A header, field or payload breaks this protocol.",

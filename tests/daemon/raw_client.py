@@ -17,6 +17,7 @@ from vllm_tiered_kv.core.store import Durability, PutResult
 from vllm_tiered_kv.errors import ErrorCode
 from vllm_tiered_kv.native.cpu import xxh3_64
 from vllm_tiered_kv.wire import messages as wire
+from vllm_tiered_kv.wire.codec import decode_reply, encode_request
 
 TIMEOUT_S = 30.0
 KEY_BYTES = 24
@@ -62,14 +63,14 @@ class RawClient:
 
     def send(self, request: Any, payload: Sequence[bytes] = ()) -> int:
         request_id = next(self.ids)
-        self.socket.send_multipart([wire.encode_request(request_id, request), *payload])
+        self.socket.send_multipart([encode_request(request_id, request), *payload])
         return request_id
 
     def receive(self, timeout_s: float | None = None) -> tuple[int, Any, list[bytes]]:
         if not self.socket.poll(int((timeout_s or self.timeout_s) * 1000)):
             raise TimeoutError("no reply")
         header, *payload = self.socket.recv_multipart()
-        request_id, reply = wire.decode_reply(header, [len(part) for part in payload])
+        request_id, reply = decode_reply(header, [len(part) for part in payload])
         return request_id, reply, payload
 
     def ask(self, request: Any, payload: Sequence[bytes] = ()) -> Any:

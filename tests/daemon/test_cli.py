@@ -29,7 +29,6 @@ from vllm_tiered_kv.server.net.endpoints import bind
 from vllm_tiered_kv.server.net.limits import ClientLimits
 from vllm_tiered_kv.server.options import (
     ServerOptions,
-    may_have_quota,
     quota_of,
 )
 
@@ -73,13 +72,12 @@ def test_quota_of_name_prefix_finds_quota() -> None:
     assert quota_of({"ab": 1}, bytes(16)) is None
 
 
-def test_may_have_quota_of_name_prefix_is_known() -> None:
+def test_quota_of_namespace_without_quota_is_none() -> None:
     quotas = {"ab12": 1, "cd" * 20: 1}
-    assert may_have_quota(quotas, bytes.fromhex("ab12ff"))
-    assert may_have_quota(quotas, bytes.fromhex("cd" * 16))
-    assert not may_have_quota(quotas, bytes.fromhex("ab13ff"))
-    assert not may_have_quota({}, bytes(16))
-    assert may_have_quota({"": 1}, bytes(16))
+    starts = ("ab12ff", "cd" * 16, "ab13ff")
+    assert [quota_of(quotas, bytes.fromhex(start)) for start in starts] == [1, 1, None]
+    assert quota_of({}, bytes(16)) is None
+    assert quota_of({"": 1}, bytes(16)) == 1
 
 
 def test_options_path_below_home_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:

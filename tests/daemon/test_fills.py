@@ -102,12 +102,11 @@ def test_delete_during_copy_stays_deleted(store: TieredStore, loop: Loop) -> Non
 def test_put_that_cannot_reserve_leaks_nothing(loop: Loop) -> None:
     """Otherwise network memory and slots would leak."""
 
-    def has_quota(namespace: bytes) -> bool:
+    def quota_of(namespace: bytes) -> None:
         if namespace[0]:
             raise MemoryError("as if")
-        return False
 
-    store = TieredStore(16 * MIB, None, None, Recorder(), has_quota=has_quota)
+    store = TieredStore(16 * MIB, None, None, Recorder(), quota_of=quota_of)
     strange = item(1)._replace(key=StoreKey(b"\1" * 24))
     with pytest.raises(MemoryError):
         loop.put(store, [item(1), strange])

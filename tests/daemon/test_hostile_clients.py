@@ -22,6 +22,7 @@ from tests.daemon.raw_client import KEY_BYTES, NAMESPACE, RawClient, block, bloc
 from tests.patience import eventually, examples, mostly_slow
 from vllm_tiered_kv.core.store import Durability, PutResult
 from vllm_tiered_kv.native.cpu import xxh3_64
+from vllm_tiered_kv.wire.codec import encode_request
 
 MIB = 1 << 20
 ROOM_TO_GROW = 48 * MIB  # allocators keep some; what is leaked by thousands of messages is more
@@ -30,16 +31,16 @@ some_key = st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES)
 headers = st.one_of(
     st.binary(max_size=300),
     st.builds(
-        lambda keys: wire.encode_request(1, wire.Contains(KEY_BYTES, keys)),
+        lambda keys: encode_request(1, wire.Contains(KEY_BYTES, keys)),
         st.lists(some_key, max_size=5),
     ),
     st.builds(
-        lambda keys, stream: wire.encode_request(2, wire.Get(KEY_BYTES, keys, stream)),
+        lambda keys, stream: encode_request(2, wire.Get(KEY_BYTES, keys, stream)),
         st.lists(some_key, max_size=5),
         st.booleans(),
     ),
     st.builds(
-        lambda keys, lengths: wire.encode_request(
+        lambda keys, lengths: encode_request(
             3,
             wire.Put(
                 KEY_BYTES,
@@ -54,7 +55,7 @@ headers = st.one_of(
         st.lists(st.sampled_from([1, 4096, 8192]), min_size=1, max_size=5),
     ),
     st.builds(
-        lambda ns, width, lengths: wire.encode_request(
+        lambda ns, width, lengths: encode_request(
             4, wire.Hello(1, "fuzz", ns, width, lengths, "x", b"")
         ),
         st.sampled_from([NAMESPACE, bytes(32)]),
@@ -62,11 +63,11 @@ headers = st.one_of(
         st.lists(st.integers(1, 10000), max_size=3, unique=True),
     ),
     st.builds(
-        lambda leases: wire.encode_request(5, wire.Release(leases)),
+        lambda leases: encode_request(5, wire.Release(leases)),
         st.lists(st.integers(1, 100), max_size=5, unique=True),
     ),
     st.sampled_from([wire.Flush(), wire.Info(), wire.Stats()]).map(
-        lambda request: wire.encode_request(6, request)
+        lambda request: encode_request(6, request)
     ),
 )
 bodies = st.lists(st.one_of(st.binary(max_size=200), st.just(bytes(4096))), max_size=4)

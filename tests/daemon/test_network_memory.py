@@ -18,6 +18,7 @@ from vllm_tiered_kv.errors import ConfigError, ErrorCode, ProtocolError
 from vllm_tiered_kv.server.net.limits import ClientLimits
 from vllm_tiered_kv.server.net.network_memory import NetworkMemory, request_cost
 from vllm_tiered_kv.server.net.sessions import Listener, Peer
+from vllm_tiered_kv.wire.codec import encode_request
 
 MIB = 1 << 20
 LIMIT = ("--memory", "32MiB", "--network-memory", "64MiB")
@@ -124,9 +125,7 @@ def test_stalled_message_drops_client(start: StartDaemon, connect: Connect) -> N
     honest = connect(daemon.endpoint)
     client = ZmtpClient(daemon.endpoint)
     with client:
-        hello = wire.encode_request(
-            1, wire.Hello(1, "slow", bytes(32), KEY_BYTES, [4096], "test", b"")
-        )
+        hello = encode_request(1, wire.Hello(1, "slow", bytes(32), KEY_BYTES, [4096], "test", b""))
         client.send(bytes([0, len(hello)]) + hello)
         client.receive()
         client.send(b"\x03" + (8192).to_bytes(8, "big") + bytes(8192))

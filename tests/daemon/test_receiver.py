@@ -14,6 +14,7 @@ from tests.daemon.zmtp import ZmtpClient, frame
 from tests.patience import eventually
 from vllm_tiered_kv.errors import ErrorCode
 from vllm_tiered_kv.server.net.receiver import Message, Receiver
+from vllm_tiered_kv.wire.codec import encode_request
 from vllm_tiered_kv.wire.limits import MAX_FRAMES
 
 Pair = tuple[zmq.Socket[bytes], zmq.Socket[bytes]]
@@ -49,7 +50,7 @@ def test_message_with_max_frames_is_received(pair: Pair) -> None:
 
 def test_message_with_too_many_frames_is_dropped_over_turns(pair: Pair) -> None:
     router, dealer = pair
-    dealer.send_multipart([wire.encode_request(7, wire.Info()), *[b"x"] * 10_000])
+    dealer.send_multipart([encode_request(7, wire.Info()), *[b"x"] * 10_000])
     dealer.send_multipart([b"next"])
     intake = Receiver(router)
     turns = [turn(intake) for _ in range(6)]
@@ -67,7 +68,7 @@ def test_message_with_too_many_frames_is_dropped_over_turns(pair: Pair) -> None:
 
 def test_dropped_message_reports_own_request_id(pair: Pair) -> None:
     router, dealer = pair
-    dealer.send_multipart([wire.encode_request(7, wire.Info()), *[b"x"] * 1100])
+    dealer.send_multipart([encode_request(7, wire.Info()), *[b"x"] * 1100])
     dealer.send_multipart([b"unreadable", *[b"x"] * 1100])
     intake = Receiver(router)
     [first, second] = turn(intake) + turn(intake)
@@ -113,7 +114,7 @@ def test_message_with_many_frames_does_not_block_daemon(
     honest = connect(daemon.ipc)
     honest.put(blocks(1))
     with ZmtpClient(daemon.endpoint) as rude:
-        rude.send(frame(wire.encode_request(7, wire.Info()), more=True))
+        rude.send(frame(encode_request(7, wire.Info()), more=True))
         before = daemon.rss_bytes()
         rude.send(frame(b"x", more=True) * 300_000)
         eventually(lambda: daemon.rss_bytes() > before + 300_000 * 50)  # zmq has them
@@ -127,7 +128,7 @@ def test_message_with_many_frames_does_not_block_daemon(
         request_id, reply = rude.receive()
         assert isinstance(reply, wire.ErrorReply)
         assert (request_id, reply.code) == (7, ErrorCode.TOO_LARGE)
-        rude.send(frame(wire.encode_request(8, wire.Info()), more=False))
+        rude.send(frame(encode_request(8, wire.Info()), more=False))
         request_id, reply = rude.receive()
         assert isinstance(reply, wire.ErrorReply)
         assert (request_id, reply.code) == (8, ErrorCode.NO_HELLO)

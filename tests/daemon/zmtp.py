@@ -7,7 +7,7 @@ import socket
 from types import TracebackType
 
 from tests.daemon.raw_client import TIMEOUT_S
-from vllm_tiered_kv.wire import messages as wire
+from vllm_tiered_kv.wire.codec import decode_reply
 
 _GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 _READY = b"\x05READY" + b"\x0bSocket-Type" + b"\0\0\0\x06DEALER"
@@ -51,7 +51,7 @@ class ZmtpClient:
         flags, size = self._receive(2)
         if flags & 2:
             size = int.from_bytes(bytes([size]) + self._receive(7), "big")
-        return wire.decode_reply(self._receive(size), [])
+        return decode_reply(self._receive(size), [])
 
     def is_closed(self) -> bool:
         """Whether the daemon has closed the connection."""

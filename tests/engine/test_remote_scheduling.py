@@ -33,15 +33,10 @@ from tests.patience import eventually, mostly_slow
 from tests.remote.daemon_facts import leases_of
 from tests.remote.faulty_daemon import Fault, FaultyDaemon, Frames, block_reply, forgetful, framed
 from vllm_tiered_kv.core.tiers import Tier
+from vllm_tiered_kv.errors import ErrorCode
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.remote.shared_memory import SharedMemory
-from vllm_tiered_kv.wire.messages import (
-    ErrorCode,
-    ErrorReply,
-    Get,
-    Match,
-    Request,
-)
+from vllm_tiered_kv.wire.messages import ErrorReply, Get, Match, Request
 
 pytestmark = pytest.mark.engine
 

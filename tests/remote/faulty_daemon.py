@@ -18,8 +18,9 @@ import xxhash
 import zmq
 
 from vllm_tiered_kv.core.store import PutResult
+from vllm_tiered_kv.wire.codec import decode_request, encode_reply
+from vllm_tiered_kv.wire.limits import PROTOCOL_VERSION
 from vllm_tiered_kv.wire.messages import (
-    PROTOCOL_VERSION,
     Contains,
     ContainsReply,
     Delete,
@@ -39,8 +40,6 @@ from vllm_tiered_kv.wire.messages import (
     Request,
     Stats,
     StatsReply,
-    decode_request,
-    encode_reply,
     put_codes,
 )
 

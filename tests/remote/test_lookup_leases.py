@@ -227,10 +227,10 @@ def test_restarted_daemon_leases_new_memory(
 
 _OLD_DAEMON = """
 from vllm_tiered_kv.server import cli, daemon
-from vllm_tiered_kv.wire import messages
+from vllm_tiered_kv.wire import codec
 
 daemon.ARENA_CAPABILITIES = ("shared_memory",)
-del messages.REQUESTS["borrow"]
+del codec.REQUESTS["borrow"]
 raise SystemExit(cli.main())
 """
 

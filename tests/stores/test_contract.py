@@ -39,7 +39,7 @@ def open_ssd(folder: Path, capacity_bytes: int) -> Iterator[BlockStore]:
 
 
 CASES = [
-    StoreCase("memory", open_memory, exact_capacity=True, describes=True),
+    StoreCase("memory", open_memory, exact_capacity=True),
     StoreCase("shared_dir", open_shared_dir, persistent=True, describes=True),
     StoreCase("ssd", open_ssd, exact_capacity=True, persistent=True, describes=True),
 ]

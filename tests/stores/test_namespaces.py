@@ -10,7 +10,7 @@ import pytest
 
 from vllm_tiered_kv.core.store import PutItem, PutResult, StoreKey
 from vllm_tiered_kv.stores.memory import MemoryStore
-from vllm_tiered_kv.stores.namespaces import HasQuota, all_share, any_may
+from vllm_tiered_kv.stores.namespaces import QuotaOf, no_quota
 from vllm_tiered_kv.stores.ssd.store import SsdStore
 
 MIB = 1 << 20
@@ -19,7 +19,12 @@ SIZE = 128 << 10  # smaller blocks fill the index of an SSD before its space
 LARGE = b"large".ljust(16)
 
 Store = MemoryStore | SsdStore
-Open = Callable[[HasQuota], Store]
+Open = Callable[[QuotaOf], Store]
+
+
+def all_of_it(namespace: bytes) -> int:
+    """A quota that limits nothing, but gives each namespace its own slabs."""
+    return CAPACITY
 
 
 def key(namespace: bytes, n: int = 0) -> StoreKey:
@@ -49,11 +54,11 @@ def check(store: Store) -> None:
 def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
     stores: list[Store] = []
 
-    def make(has_quota: HasQuota) -> Store:
+    def make(quota_of: QuotaOf) -> Store:
         if request.param == "memory":
-            stores.append(MemoryStore(CAPACITY, has_quota=has_quota))
+            stores.append(MemoryStore(CAPACITY, quota_of=quota_of))
         else:
-            stores.append(SsdStore(tmp_path / "ssd", CAPACITY, io_threads=2, has_quota=has_quota))
+            stores.append(SsdStore(tmp_path / "ssd", CAPACITY, io_threads=2, quota_of=quota_of))
         return stores[-1]
 
     yield make
@@ -62,11 +67,11 @@ def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]
         store.close()
 
 
-@pytest.mark.parametrize("has_quota", [all_share, any_may])
+@pytest.mark.parametrize("quota_of", [no_quota, all_of_it])
 def test_namespaces_that_come_and_go_use_bounded_classes(
-    open_store: Open, has_quota: HasQuota
+    open_store: Open, quota_of: QuotaOf
 ) -> None:
-    store = open_store(has_quota)
+    store = open_store(quota_of)
     geometry = store._index.geometry
     for _ in range(5000 if isinstance(store, MemoryStore) else 500):  # a disk syncs for each
         assert put(store, key(os.urandom(16)), 4096) is PutResult.STORED
@@ -75,7 +80,7 @@ def test_namespaces_that_come_and_go_use_bounded_classes(
 
 
 def test_small_namespaces_share_slabs(open_store: Open) -> None:
-    store = open_store(all_share)
+    store = open_store(no_quota)
     count = 0
     while all(store.contains(keys(LARGE, count))[:1]):
         assert put(store, key(LARGE, count)) is PutResult.STORED
@@ -87,17 +92,10 @@ def test_small_namespaces_share_slabs(open_store: Open) -> None:
     assert sum(store.contains(keys(LARGE, count))) >= before - 40 - ahead
 
 
-def test_set_quota_for_shared_namespace_raises(open_store: Open) -> None:
-    store = open_store(lambda namespace: namespace == LARGE)
-    store.set_quota(LARGE, MIB)
-    with pytest.raises(ValueError, match="shares its slabs"):
-        store.set_quota(bytes(16), MIB)
-
-
 def test_namespace_with_quota_stays_within_it(open_store: Open) -> None:
-    store = open_store(lambda namespace: namespace == LARGE)
-    slab = store._index.geometry.slab_bytes
-    store.set_quota(LARGE, slab)
+    quotas = {LARGE: 0}
+    store = open_store(quotas.get)
+    slab = quotas[LARGE] = store._index.geometry.slab_bytes
     others = [key(os.urandom(16)) for _ in range(20)]
     for name in others:
         assert put(store, name) is PutResult.STORED
@@ -108,7 +106,7 @@ def test_namespace_with_quota_stays_within_it(open_store: Open) -> None:
 
 
 def test_blocks_of_different_lengths_use_different_slabs(open_store: Open) -> None:
-    store = open_store(all_share)
+    store = open_store(no_quota)
     names = [(key(os.urandom(16)), SIZE * (1 + n % 5)) for n in range(40)]
     for name, nbytes in names:
         assert put(store, name, nbytes) is PutResult.STORED
@@ -118,17 +116,17 @@ def test_blocks_of_different_lengths_use_different_slabs(open_store: Open) -> No
 # ---- on a disk, which outlives what it was told of quotas ---------------------------------------
 
 
-def opened(folder: Path, has_quota: HasQuota) -> SsdStore:
-    return SsdStore(folder, CAPACITY, io_threads=2, has_quota=has_quota)
+def opened(folder: Path, quota_of: QuotaOf) -> SsdStore:
+    return SsdStore(folder, CAPACITY, io_threads=2, quota_of=quota_of)
 
 
 def test_recovery_restores_shared_slabs(tmp_path: Path) -> None:
     names = [key(os.urandom(16)) for _ in range(20)]
-    store = opened(tmp_path / "ssd", all_share)
+    store = opened(tmp_path / "ssd", no_quota)
     for name in names:
         put(store, name)
     store.close()
-    store = opened(tmp_path / "ssd", all_share)
+    store = opened(tmp_path / "ssd", no_quota)
     assert store.recovery.dropped == {}
     assert all(is_whole(store, name) for name in names)
     check(store)
@@ -137,14 +135,14 @@ def test_recovery_restores_shared_slabs(tmp_path: Path) -> None:
 
 def test_recovery_with_new_quota_separates_shared_slab(tmp_path: Path) -> None:
     first, last = b"a" * 16, b"b" * 16
-    store = opened(tmp_path / "ssd", all_share)
+    store = opened(tmp_path / "ssd", no_quota)
     for namespace in (first, last):
         for name in keys(namespace, 3):
             put(store, name)
     store.close()
-    for has_quota in (any_may, all_share):  # and nothing is lost when it is taken back
-        store = opened(tmp_path / "ssd", has_quota)
-        assert sum(store.recovery.dropped.values()) == (3 if has_quota is any_may else 0)
+    for quota_of in (all_of_it, no_quota):  # and nothing is lost when it is taken back
+        store = opened(tmp_path / "ssd", quota_of)
+        assert sum(store.recovery.dropped.values()) == (3 if quota_of is all_of_it else 0)
         assert store.contains(keys(first, 3)) == [False] * 3
         assert all(is_whole(store, name) for name in keys(last, 3))
         check(store)
@@ -155,7 +153,7 @@ def test_reserve_after_wait_does_not_use_reassigned_class(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A put releases the lock while it waits for room, and its class has no block yet."""
-    store = opened(tmp_path / "ssd", any_may)
+    store = opened(tmp_path / "ssd", all_of_it)
     count = 0
     while not store.counters.evicted_blocks:
         put(store, key(LARGE, count))

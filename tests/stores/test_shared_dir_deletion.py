@@ -13,8 +13,8 @@ from tests.stores.contract import assert_holds, assert_lacks, chain_items, chain
 from tests.stores.contract import store_key as named
 from tests.stores.shared_dir_cases import FaultyOps, failing, file_of, litter, opened
 from vllm_tiered_kv.errors import NotDeletedError
+from vllm_tiered_kv.stores.shared_dir.block_files import Removal
 from vllm_tiered_kv.stores.shared_dir.counters import Event
-from vllm_tiered_kv.stores.shared_dir.removal import Removal
 from vllm_tiered_kv.stores.shared_dir.tree import Identity
 
 SIZE = 5000
@@ -66,7 +66,7 @@ def test_collector_does_not_restore_deleted_block(root: Path, moment: str) -> No
 
         def put_back(*args: Any) -> None:
             ops.faults.clear()
-            assert other.remover.settle(KEY, trash, before) is Removal.SPARED
+            assert other.files.settle(KEY, trash, before) is Removal.SPARED
 
         ops.faults[moment] = put_back
         assert store.delete([KEY, KEY]) == 1
@@ -83,7 +83,7 @@ def test_delete_removes_trash_of_dead_collector(root: Path) -> None:
         os.rename(file_of(store, KEY), trash)
         assert store.delete([KEY]) == 1
         assert litter(root) == []
-        assert store.remover.settle(KEY, trash, seen) is Removal.GONE
+        assert store.files.settle(KEY, trash, seen) is Removal.GONE
         assert_lacks(store, KEY, SIZE)
         assert_holds(store, named("b"), SIZE)
         assert store.usage().blocks == before.blocks - 1

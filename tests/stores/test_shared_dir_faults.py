@@ -17,7 +17,7 @@ from tests.stores.contract import store_key as named
 from tests.stores.shared_dir_cases import FaultyOps, failing, file_of, litter, opened
 from vllm_tiered_kv.core.store import Durability, PutResult
 from vllm_tiered_kv.errors import ConfigError
-from vllm_tiered_kv.stores.shared_dir import synced_files
+from vllm_tiered_kv.stores.shared_dir import store as store_module
 from vllm_tiered_kv.stores.shared_dir.counters import Event
 from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps
 from vllm_tiered_kv.stores.shared_dir.gc import SharedDirGc
@@ -527,7 +527,7 @@ def test_put_during_failing_sync_fails(root: Path) -> None:
 def test_put_syncs_when_too_many_blocks_are_unsynced(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(synced_files, "_MAX_UNSYNCED", 2)
+    monkeypatch.setattr(store_module, "_MAX_UNSYNCED", 2)
     ops = FaultyOps()
     with opened(root, ops) as store:
         store.put([item(named("a"), SIZE)])

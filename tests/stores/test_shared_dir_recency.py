@@ -117,7 +117,7 @@ def test_slow_conversation_refreshes_its_head(tmp_path: Path) -> None:
     with opened(tmp_path, touch_interval_s=INTERVAL) as store:
         now = [0.0]
         recency = Recency(
-            store.tree, store.ops, store.counts, store.reader, store.clock, INTERVAL, lambda: now[0]
+            store.tree, store.ops, store.counts, store.files, store.clock, INTERVAL, lambda: now[0]
         )
         keys = chain_keys("a", 30)
         for turn, (key, parent) in enumerate(zip(keys, [None, *keys[:-1]], strict=True)):

@@ -142,9 +142,8 @@ def test_shrinking_evicts_tails_first(tmp_path: Path) -> None:
 
 
 def test_quota_protects_other_namespaces(tmp_path: Path) -> None:
-    with opened(tmp_path / "store", MIB) as store:
-        greedy = b"greedy".ljust(16)
-        store.set_quota(greedy, 240 * KIB)
+    greedy = b"greedy".ljust(16)
+    with opened(tmp_path / "store", MIB, quota_of={greedy: 240 * KIB}.get) as store:
         put(store, *range(20))
         for number in range(400):
             name = StoreKey(greedy + number.to_bytes(8, "little"))
@@ -217,9 +216,9 @@ def test_concurrent_puts_waiting_for_room_all_succeed(
 
 
 def test_evict_ahead_keeps_few_slots_free_and_fills_quota(tmp_path: Path) -> None:
-    with opened(tmp_path / "store", 16 * MIB, slab_bytes=MIB) as store:
-        limited = b"limited".ljust(16)
-        store.set_quota(limited, MIB)
+    limited = b"limited".ljust(16)
+    quota_of = {limited: MIB}.get
+    with opened(tmp_path / "store", 16 * MIB, slab_bytes=MIB, quota_of=quota_of) as store:
         block = memoryview(bytes(8192))
         for number in range(1500):
             mine = StoreKey(limited + number.to_bytes(8, "little"))
@@ -256,13 +255,14 @@ def test_smaller_quota_applies_to_recovered_blocks(tmp_path: Path) -> None:
     def used(store: SsdStore) -> int:
         return sum(store.contains(names(100))) * 4096
 
-    with opened(tmp_path / "store", MIB, slab_bytes=64 * KIB) as store:
+    owner = b"owner".ljust(16)
+    unlimited, limited = {owner: MIB}.get, {owner: 128 * KIB}.get
+    with opened(tmp_path / "store", MIB, slab_bytes=64 * KIB, quota_of=unlimited) as store:
         put(store, *range(20))
         for name in names(100):
             assert store.put([PutItem(name, None, memoryview(bytes(4096)))]) == [PutResult.STORED]
         assert used(store) == 400 * KIB
-    with opened(tmp_path / "store", MIB) as store:
-        store.set_quota(names(1)[0], 128 * KIB)
+    with opened(tmp_path / "store", MIB, quota_of=limited) as store:
         assert 64 * KIB < used(store) <= 128 * KIB
         assert present(store, range(20)) == list(range(20))
         check(store)

@@ -105,7 +105,6 @@ def with_quotas() -> BlockIndex:
 def test_quota_lasts_as_long_as_classes_of_owner() -> None:
     index = with_quotas()
     for number in range(3000):
-        index.set_quota(name(number), PAGE)  # it may never store a block
         nbytes = PAGE * (1 + number % 3)
         for block in range(number % 40):
             assert store(index, number * 100 + block, name(number), nbytes) is not None

@@ -22,15 +22,21 @@ from tests.wire_samples import (
     lengths_of,
 )
 from vllm_tiered_kv.core.store import Durability, PutResult
-from vllm_tiered_kv.errors import TieredKVError
+from vllm_tiered_kv.errors import ErrorCode, ProtocolError, TieredKVError
 from vllm_tiered_kv.wire import limits
-from vllm_tiered_kv.wire.header import peek_request_id
-from vllm_tiered_kv.wire.messages import (
+from vllm_tiered_kv.wire.codec import (
     REPLIES,
     REQUESTS,
     UNREADABLE_ID,
+    decode_reply,
+    decode_request,
+    encode_reply,
+    encode_request,
+    specs_of,
+)
+from vllm_tiered_kv.wire.header import peek_request_id
+from vllm_tiered_kv.wire.messages import (
     Contains,
-    ErrorCode,
     ErrorReply,
     Get,
     GetReply,
@@ -40,20 +46,14 @@ from vllm_tiered_kv.wire.messages import (
     Limits,
     Match,
     MatchReply,
-    ProtocolError,
     Put,
     Release,
     Reply,
     Request,
     Reserve,
     ReserveReply,
-    decode_reply,
-    decode_request,
-    encode_reply,
-    encode_request,
     put_codes,
     put_results,
-    specs_of,
 )
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "protocol.md"

@@ -12,20 +12,10 @@ from hypothesis import strategies as st
 from tests.patience import examples
 from tests.wire_samples import SAMPLES, decode, encode, is_request, lengths_of
 from vllm_tiered_kv.core.store import Durability
+from vllm_tiered_kv.errors import ErrorCode, ProtocolError
+from vllm_tiered_kv.wire.codec import REPLIES, REQUESTS, UNREADABLE_ID, specs_of
 from vllm_tiered_kv.wire.header import peek_request_id
-from vllm_tiered_kv.wire.messages import (
-    REPLIES,
-    REQUESTS,
-    UNREADABLE_ID,
-    ErrorCode,
-    ErrorReply,
-    Message,
-    ProtocolError,
-    Put,
-    Reply,
-    Request,
-    specs_of,
-)
+from vllm_tiered_kv.wire.messages import ErrorReply, Message, Put, Reply, Request
 
 EXAMPLES = examples(300)
 

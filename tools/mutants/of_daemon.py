@@ -271,8 +271,8 @@ DAEMON = (
     Mutation(
         "ssd-checksum-of-a-read-not-compared",
         "stores/ssd/store.py",
-        "read.good = moved.checksum == read.checksum",
-        "read.good = True",
+        "if moved.error is None and moved.checksum == read.checksum:",
+        "if moved.error is None:",
         "bits that the disk flipped are served",
         _DAMAGE,
     ),
@@ -334,7 +334,7 @@ DAEMON = (
     ),
     Mutation(
         "dir-checksum-not-compared",
-        "stores/shared_dir/block_file.py",
+        "stores/shared_dir/block_files.py",
         "if xxh3_64(into) != header.payload_checksum:",
         "if xxh3_64(into) < 0:",
         "bits that a file system flipped are served",
@@ -342,7 +342,7 @@ DAEMON = (
     ),
     Mutation(
         "dir-file-of-another-key",
-        "stores/shared_dir/block_file.py",
+        "stores/shared_dir/block_files.py",
         "header is None or header.key != key or header.file_bytes != file_bytes",
         "header is None or header.file_bytes != file_bytes",
         "a renamed or copied file is served as another block",
@@ -350,7 +350,7 @@ DAEMON = (
     ),
     Mutation(
         "dir-file-not-synced",
-        "stores/shared_dir/publication.py",
+        "stores/shared_dir/block_files.py",
         "            if sync:\n                self._ops.fsync(fd)\n",
         "",
         "a block acknowledged as on disk is empty after a power loss",
@@ -358,10 +358,10 @@ DAEMON = (
     ),
     Mutation(
         "dir-published-before-it-is-written",
-        "stores/shared_dir/publication.py",
+        "stores/shared_dir/block_files.py",
         "            synced = self._write(fd, header, payload, sync)\n"
-        "            outcome = self._give_name(temp, path)\n",
-        "            outcome = self._give_name(temp, path)\n"
+        "            is_new = self._give_name(temp, path)\n",
+        "            is_new = self._give_name(temp, path)\n"
         "            synced = self._write(fd, header, payload, sync)\n",
         "a reader on another host sees half a block",
         _DIR_FAULTS,

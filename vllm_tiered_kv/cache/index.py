@@ -146,15 +146,23 @@ class BlockIndex:
             self._classes[owner, slot_bytes] = size_class
             if self.quota_of is not None and not self._has_class(previous[0]):
                 self._native.forget_quota(previous[0])
-        if owner and self.quota_of is not None and (quota := self.quota_of(owner)) is not None:
-            self.set_quota(owner, quota)
+        if owner:
+            self._apply_quota(owner)
         return size_class
+
+    def apply_quotas(self) -> None:
+        """Limits the owners of all classes, after a recovery."""
+        for owner in {owner for owner, _ in self._class_names if owner}:
+            self._apply_quota(owner)
+
+    def _apply_quota(self, owner: bytes) -> None:
+        if self.quota_of is not None and (quota := self.quota_of(owner)) is not None:
+            self.set_quota(owner, quota)
 
     def set_quota(self, owner: bytes, quota_bytes: int) -> None:
         """Limits the bytes of this owner's classes, in whole slabs and at least one slab."""
-        if self.quota_of is None or self._has_class(owner):
-            self.flush_recency()
-            self._native.set_quota(owner, quota_bytes)
+        self.flush_recency()
+        self._native.set_quota(owner, quota_bytes)
 
     def _has_class(self, owner: bytes) -> bool:
         return any(name == owner for name, _ in self._class_names)

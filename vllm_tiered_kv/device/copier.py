@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from vllm_tiered_kv.core.transfer import GroupTransfer, Int64Array
+from vllm_tiered_kv.errors import NativeError
 from vllm_tiered_kv.metrics.names import DropReason
 from vllm_tiered_kv.native.cpu import HostRegion
 
@@ -58,6 +59,25 @@ class PinnedBlocks:
     block_ids: Int64Array
     region: HostRegion
     offsets: Int64Array
+
+    def part(self, start: int, stop: int) -> PinnedBlocks:
+        which = slice(start, stop)
+        return PinnedBlocks(self.group_id, self.block_ids[which], self.region, self.offsets[which])
+
+    def require_within(self, nbytes: int) -> None:
+        """Checks slot offsets before a DMA, which accepts any address. Kernels check them."""
+        if not len(self.offsets):
+            return
+        if self.offsets.min() < 0 or self.offsets.max() + nbytes > self.region.nbytes:
+            raise NativeError(
+                f"slot_offsets: not all lie in a region of {self.region.nbytes} bytes"
+            )
+
+    def require_blocks(self, num_blocks: int) -> None:
+        """Checks block ids before a DMA, which accepts any address."""
+        ids = self.block_ids
+        if len(ids) and (ids.min() < 0 or ids.max() >= num_blocks):
+            raise NativeError(f"block_ids: not all are in [0, {num_blocks})")
 
 
 class Channel(Protocol):

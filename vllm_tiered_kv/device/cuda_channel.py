@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from vllm_tiered_kv.core.transfer import Int64Array
-from vllm_tiered_kv.device.inbound import DIRECT_CTAS
+from vllm_tiered_kv.device.copier import PinnedBlocks
+from vllm_tiered_kv.device.inbound import Direct
 from vllm_tiered_kv.native import cuda as native
 from vllm_tiered_kv.native.cpu import HostRegion
 
@@ -20,7 +21,7 @@ class CudaChannel:
     def __init__(
         self, device: int, layouts: Mapping[int, native.CudaBlockLayout], fence: native.Event
     ) -> None:
-        self._layouts = layouts
+        self._direct = Direct(layouts)
         self._fence = fence
         self._stream = native.Stream(device, low_priority=True)
 
@@ -28,15 +29,7 @@ class CudaChannel:
         self, group_id: int, block_ids: Int64Array, region: HostRegion, offsets: Int64Array
     ) -> None:
         self._stream.wait(self._fence)
-        native.scatter(
-            self._layouts[group_id],
-            block_ids,
-            region.address,
-            region.nbytes,
-            offsets,
-            self._stream.handle,
-            ctas=DIRECT_CTAS,
-        )
+        self._direct.enqueue(PinnedBlocks(group_id, block_ids, region, offsets), self._stream)
 
     def finish(self) -> None:
         self._stream.synchronize()

@@ -158,8 +158,7 @@ class CudaCopier:
             self._load_stream.wait(self._fence)
             for transfer in transfers:
                 self._inbound.enqueue(self.locate(transfer), self._load_stream)
-            event = self._event()
-            event.record(self._load_stream.handle)
+            event = self._mark(self._load_stream)
             self._loads.append(_OpenLoad(request_id, event))
         except TieredKVError as failure:
             logger.exception("the load of request %s failed; it is recomputed", request_id)
@@ -183,8 +182,7 @@ class CudaCopier:
                 self._inbound.enqueue(part, self._load_stream)
             if by_layer:
                 self._enqueue_parts(blocks[whole:])
-            event = self._event()
-            event.record(self._load_stream.handle)
+            event = self._mark(self._load_stream)
         except TieredKVError:
             logger.exception("a load failed; retrying with plain copies")
             self._parts_waited = None
@@ -201,8 +199,7 @@ class CudaCopier:
             self._load_stream.wait(self._fence)
             for part in blocks:
                 self._inbound.enqueue(part, self._load_stream)
-            event = self._event()
-            event.record(self._load_stream.handle)
+            event = self._mark(self._load_stream)
         except TieredKVError:
             logger.exception("a load failed; retrying with plain copies")
             event = self._load_with_fallback(blocks)
@@ -267,9 +264,7 @@ class CudaCopier:
         self._filled.record(self._compute_stream())
         self._store_stream.wait(self._filled)
         self._outbound.enqueue(blocks, self._store_stream)
-        event = self._event()
-        event.record(self._store_stream.handle)
-        return event
+        return self._mark(self._store_stream)
 
     def _bound_backlog(self) -> None:
         """Makes the next forward pass wait for the oldest stores if the backlog is too large."""
@@ -313,8 +308,7 @@ class CudaCopier:
             self._load_stream.wait(self._fence)
             for part in blocks:
                 self._fallback.enqueue(part, self._load_stream)
-            event = self._event()
-            event.record(self._load_stream.handle)
+            event = self._mark(self._load_stream)
         except TieredKVError:
             self._settle_loads()  # some copies may be running already
             raise
@@ -327,8 +321,11 @@ class CudaCopier:
     def _offsets(self, transfer: GroupTransfer) -> Int64Array:
         return self._geometry.offsets(transfer.slots, self._classes[transfer.group_id])
 
-    def _event(self) -> native.Event:
-        return self._spare_events.pop() if self._spare_events else native.Event(self._device)
+    def _mark(self, stream: native.Stream) -> native.Event:
+        """Records an event behind the current work of the stream."""
+        event = self._spare_events.pop() if self._spare_events else native.Event(self._device)
+        event.record(stream.handle)
+        return event
 
     def _ended(self, event: native.Event | None) -> bool:
         if event is None:

@@ -12,7 +12,6 @@ import numpy as np
 
 from vllm_tiered_kv.core.transfer import Int64Array
 from vllm_tiered_kv.native import cuda as native
-from vllm_tiered_kv.native.cpu import HostRegion
 
 _LANES = 4
 _MIN_BLOCKS_PER_LANE = 4  # with fewer, synchronizing the streams costs more than the idle time
@@ -27,55 +26,46 @@ class DmaLanes:
         self._begin = native.Event(device)
         self._ends = [native.Event(device) for _ in self._streams]
 
-    def to_device(
+    def copy(
         self,
+        direction: Callable[..., None],
         stream: native.Stream,
-        region: HostRegion,
+        source: int,
         sources: Int64Array,
         target: int,
         targets: Int64Array,
         nbytes: int,
+        host_piece_bytes: int,
     ) -> None:
-        """Enqueues copies after the current work of `stream`; later work of it waits for them."""
+        """Enqueues copies after the current work of `stream`; later work of it waits for them.
+        `direction` is `native.copy_to_device` or `native.copy_to_host`."""
+        count = len(sources)
+        lanes = min(_LANES, max(1, count // _MIN_BLOCKS_PER_LANE))
+        bounds = np.linspace(0, count, lanes + 1).astype(int).tolist()
 
-        def copy(part: slice, handle: int) -> None:
-            native.copy_to_device(
-                region.address,
+        def enqueue(lane: int, handle: int) -> None:
+            part = slice(bounds[lane], bounds[lane + 1])
+            direction(
+                source,
                 sources[part],
                 target,
                 targets[part],
                 nbytes,
                 handle,
                 device=self._device,
-                host_piece_bytes=region.piece_bytes,
+                host_piece_bytes=host_piece_bytes,
             )
 
-        self._share(stream, len(sources), copy)
-
-    def to_host(
-        self,
-        stream: native.Stream,
-        source: int,
-        sources: Int64Array,
-        region: HostRegion,
-        targets: Int64Array,
-        nbytes: int,
-    ) -> None:
-        """Like `to_device`, in the other direction."""
-
-        def copy(part: slice, handle: int) -> None:
-            native.copy_to_host(
-                source,
-                sources[part],
-                region.address,
-                targets[part],
-                nbytes,
-                handle,
-                device=self._device,
-                host_piece_bytes=region.piece_bytes,
-            )
-
-        self._share(stream, len(sources), copy)
+        if lanes > 1:
+            self._begin.record(stream.handle)
+        for lane in range(1, lanes):
+            helper = self._streams[lane - 1]
+            helper.wait(self._begin)
+            enqueue(lane, helper.handle)
+            self._ends[lane - 1].record(helper.handle)
+        enqueue(0, stream.handle)
+        for lane in range(1, lanes):
+            stream.wait(self._ends[lane - 1])
 
     def synchronize(self) -> None:
         for stream in self._streams:
@@ -87,17 +77,3 @@ class DmaLanes:
             stream.close()
         for event in (self._begin, *self._ends):
             event.close()
-
-    def _share(self, stream: native.Stream, count: int, copy: Callable[[slice, int], None]) -> None:
-        lanes = min(_LANES, max(1, count // _MIN_BLOCKS_PER_LANE))
-        bounds = np.linspace(0, count, lanes + 1).astype(int).tolist()
-        if lanes > 1:
-            self._begin.record(stream.handle)
-        for lane in range(1, lanes):
-            helper = self._streams[lane - 1]
-            helper.wait(self._begin)
-            copy(slice(bounds[lane], bounds[lane + 1]), helper.handle)
-            self._ends[lane - 1].record(helper.handle)
-        copy(slice(bounds[0], bounds[1]), stream.handle)
-        for lane in range(1, lanes):
-            stream.wait(self._ends[lane - 1])

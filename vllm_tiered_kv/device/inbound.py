@@ -17,30 +17,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-import numpy as np
-
 from vllm_tiered_kv.core.arena_geometry import aligned
 from vllm_tiered_kv.core.layout import BlockRuns
+from vllm_tiered_kv.core.transfer import Int64Array
 from vllm_tiered_kv.device.copier import PinnedBlocks
 from vllm_tiered_kv.device.dma_lanes import DmaLanes
-from vllm_tiered_kv.device.staging import STAGES, stage_bytes
-from vllm_tiered_kv.errors import NativeError
+from vllm_tiered_kv.device.staging import STAGES, StagingRing, stage_bytes
 from vllm_tiered_kv.native import cuda as native
 
-DIRECT_CTAS = 8  # enough to saturate PCIe; more would only take SMs from the model
+_DIRECT_CTAS = 8  # enough to saturate PCIe; more would only take SMs from the model
 _SCATTER_CTAS = 32  # many times faster than the bus, and a quarter of a large device
 
 
-def require_within(blocks: PinnedBlocks, nbytes: int) -> None:
-    """Checks slot offsets before a DMA, which accepts any address. Kernels check them already."""
-    if not len(blocks.offsets):
-        return
-    if blocks.offsets.min() < 0 or blocks.offsets.max() + nbytes > blocks.region.nbytes:
-        raise NativeError(f"slot_offsets: not all lie in a region of {blocks.region.nbytes} bytes")
-
-
-class Inbound(Protocol):
-    """One strategy to copy blocks to the device. The worker's main thread calls it."""
+class Strategy(Protocol):
+    """One way to copy blocks between pinned memory and the device, in one direction. The worker's
+    main thread calls it."""
 
     def enqueue(self, blocks: PinnedBlocks, stream: native.Stream) -> None: ...
 
@@ -50,19 +41,12 @@ class Inbound(Protocol):
     def close(self) -> None: ...
 
 
-def require_blocks(blocks: PinnedBlocks, num_blocks: int) -> None:
-    """Checks block ids before a DMA, which accepts any address."""
-    ids = blocks.block_ids
-    if len(ids) and (ids.min() < 0 or ids.max() >= num_blocks):
-        raise NativeError(f"block_ids: not all are in [0, {num_blocks})")
-
-
 class WholeBlocks:
-    """Plain DMA of blocks that are one run of device memory."""
+    """Plain DMA of blocks that are one run of device memory, in either direction."""
 
-    def __init__(self, device: int, runs: Mapping[int, BlockRuns]) -> None:
-        self._runs = {group_id: group.runs[0] for group_id, group in runs.items()}
-        self._num_blocks = {group_id: group.num_blocks for group_id, group in runs.items()}
+    def __init__(self, device: int, runs: Mapping[int, BlockRuns], to_host: bool = False) -> None:
+        self._groups = runs
+        self._to_host = to_host
         self._lanes = DmaLanes(device)
 
     @staticmethod
@@ -70,13 +54,18 @@ class WholeBlocks:
         return all(len(group.runs) == 1 for group in runs.values())
 
     def enqueue(self, blocks: PinnedBlocks, stream: native.Stream) -> None:
-        run, num_blocks = self._runs[blocks.group_id], self._num_blocks[blocks.group_id]
-        require_within(blocks, run.nbytes)
-        require_blocks(blocks, num_blocks)
-        targets = blocks.block_ids * run.block_stride
-        self._lanes.to_device(
-            stream, blocks.region, blocks.offsets, run.address, targets, run.nbytes
-        )
+        group = self._groups[blocks.group_id]
+        (run,) = group.runs
+        blocks.require_within(run.nbytes)
+        blocks.require_blocks(group.num_blocks)
+        device_side = run.address, blocks.block_ids * run.block_stride
+        host_side = blocks.region.address, blocks.offsets
+        piece_bytes = blocks.region.piece_bytes
+        if self._to_host:
+            ends, direction = (*device_side, *host_side), native.copy_to_host
+        else:
+            ends, direction = (*host_side, *device_side), native.copy_to_device
+        self._lanes.copy(direction, stream, *ends, run.nbytes, piece_bytes)
 
     def synchronize(self) -> None:
         self._lanes.synchronize()
@@ -94,8 +83,8 @@ class Pages:
 
     def enqueue(self, blocks: PinnedBlocks, stream: native.Stream) -> None:
         group = self._runs[blocks.group_id]
-        require_within(blocks, group.block_bytes)
-        require_blocks(blocks, group.num_blocks)
+        blocks.require_within(group.block_bytes)
+        blocks.require_blocks(group.num_blocks)
         for run in group.runs:
             native.copy_to_device(
                 blocks.region.address,
@@ -135,7 +124,7 @@ class Direct:
             blocks.region.nbytes,
             blocks.offsets,
             stream.handle,
-            ctas=DIRECT_CTAS,
+            ctas=_DIRECT_CTAS,
             part_begin=begin,
             part_end=end,
         )
@@ -149,7 +138,7 @@ class Direct:
             blocks.region.nbytes,
             blocks.offsets,
             stream.handle,
-            ctas=DIRECT_CTAS,
+            ctas=_DIRECT_CTAS,
         )
 
     def synchronize(self) -> None:
@@ -159,7 +148,7 @@ class Direct:
         pass
 
 
-class Staged:
+class Staged(StagingRing):
     """DMA of whole blocks into staging memory, followed by a kernel that scatters them."""
 
     def __init__(
@@ -169,63 +158,32 @@ class Staged:
         block_bytes: Mapping[int, int],
         staging: native.DeviceBuffer,
     ) -> None:
-        """Takes ownership of the staging memory."""
+        super().__init__(device, block_bytes, staging)
         self._layouts = layouts
-        self._block_bytes = block_bytes
-        self._staging = staging
-        self._stage_bytes = stage_bytes(staging.nbytes, STAGES)
-        self._device = device
-        self._bus = native.Stream(device, low_priority=True)
-        self._begin = native.Event(device)
-        self._filled = [native.Event(device) for _ in range(STAGES)]
-        self._emptied = [native.Event(device) for _ in range(STAGES)]
-        self._next = 0
 
     @staticmethod
     def fits(staging_bytes: int, block_bytes: Mapping[int, int]) -> bool:
         return stage_bytes(staging_bytes, STAGES) >= max(aligned(n) for n in block_bytes.values())
 
-    def enqueue(self, blocks: PinnedBlocks, stream: native.Stream) -> None:
-        nbytes = self._block_bytes[blocks.group_id]
-        require_within(blocks, nbytes)
-        per_stage = self._stage_bytes // aligned(nbytes)
-        self._begin.record(stream.handle)
-        self._bus.wait(self._begin)
-        for start in range(0, len(blocks.block_ids), per_stage):
-            part = slice(start, start + per_stage)
-            stage, self._next = self._next, (self._next + 1) % STAGES
-            count = len(blocks.block_ids[part])
-            staged = np.arange(count, dtype=np.int64) * aligned(nbytes) + stage * self._stage_bytes
-            self._bus.wait(self._emptied[stage])
-            native.copy_to_device(
-                blocks.region.address,
-                blocks.offsets[part],
-                self._staging.address,
-                staged,
-                nbytes,
-                self._bus.handle,
-                device=self._device,
-                host_piece_bytes=blocks.region.piece_bytes,
-            )
-            self._filled[stage].record(self._bus.handle)
-            stream.wait(self._filled[stage])
-            native.scatter(
-                self._layouts[blocks.group_id],
-                blocks.block_ids[part],
-                self._staging.address,
-                self._staging.nbytes,
-                staged,
-                stream.handle,
-                ctas=_SCATTER_CTAS,
-            )
-            self._emptied[stage].record(stream.handle)
+    def _fill(self, blocks: PinnedBlocks, staged: Int64Array, stream: native.Stream) -> None:
+        native.copy_to_device(
+            blocks.region.address,
+            blocks.offsets,
+            self._staging.address,
+            staged,
+            self._block_bytes[blocks.group_id],
+            stream.handle,
+            device=self._device,
+            host_piece_bytes=blocks.region.piece_bytes,
+        )
 
-    def synchronize(self) -> None:
-        self._bus.synchronize()
-
-    def close(self) -> None:
-        self._bus.synchronize()
-        self._bus.close()
-        self._staging.close()
-        for event in (self._begin, *self._filled, *self._emptied):
-            event.close()
+    def _empty(self, blocks: PinnedBlocks, staged: Int64Array, stream: native.Stream) -> None:
+        native.scatter(
+            self._layouts[blocks.group_id],
+            blocks.block_ids,
+            self._staging.address,
+            self._staging.nbytes,
+            staged,
+            stream.handle,
+            ctas=_SCATTER_CTAS,
+        )

@@ -16,7 +16,7 @@ from vllm_tiered_kv.core.layout import BlockRuns
 from vllm_tiered_kv.device.arena import Arena
 from vllm_tiered_kv.device.copier import PinnedBlocks
 from vllm_tiered_kv.device.copy_tuning import CopyPlan, tuned_plan
-from vllm_tiered_kv.device.inbound import Direct, Inbound, Staged, WholeBlocks
+from vllm_tiered_kv.device.inbound import Direct, Staged, Strategy, WholeBlocks
 from vllm_tiered_kv.errors import CudaError
 from vllm_tiered_kv.native import cuda as native
 
@@ -54,7 +54,7 @@ class ChosenInbound:
         self._tuning = tuning
         self._staging_bytes = staging_bytes
         self._direct = Direct(layouts)
-        self._strategies: dict[str, Inbound] = {"direct": self._direct}
+        self._strategies: dict[str, Strategy] = {"direct": self._direct}
         wanted = tuning.strategy if tuning is not None else CopyStrategy.DIRECT
         if WholeBlocks.fits(runs) and wanted in (CopyStrategy.AUTO, CopyStrategy.DMA):
             self._strategies["dma"] = WholeBlocks(device, runs)

@@ -38,6 +38,7 @@ from vllm_tiered_kv.errors import (
 from vllm_tiered_kv.remote.address import ServerAddress
 from vllm_tiered_kv.remote.curve import CurveKeys
 from vllm_tiered_kv.remote.zero_copy_send import ZeroCopySend
+from vllm_tiered_kv.wire.codec import decode_reply, encode_request
 from vllm_tiered_kv.wire.limits import MAX_FRAMES, MAX_HEADER_BYTES
 from vllm_tiered_kv.wire.messages import (
     ErrorReply,
@@ -48,8 +49,6 @@ from vllm_tiered_kv.wire.messages import (
     PutReply,
     Reply,
     Request,
-    decode_reply,
-    encode_request,
 )
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,6 @@ from typing import Any
 import zmq
 
 from vllm_tiered_kv import __version__
-from vllm_tiered_kv.core.store import key_prefix
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
@@ -41,7 +40,7 @@ from vllm_tiered_kv.server.net.network_memory import NetworkMemory
 from vllm_tiered_kv.server.net.outbox import Outbox
 from vllm_tiered_kv.server.net.reactor import Reactor
 from vllm_tiered_kv.server.net.sessions import Listener, Sessions
-from vllm_tiered_kv.server.options import ServerOptions, quota_of
+from vllm_tiered_kv.server.options import ServerOptions
 from vllm_tiered_kv.server.requests.handlers import Handlers
 from vllm_tiered_kv.server.requests.pin_handlers import PinHandlers
 from vllm_tiered_kv.server.requests.server_stats import Sample, ServerStats, tier_samples
@@ -54,7 +53,7 @@ from vllm_tiered_kv.server.tiers.demotion import Unwritten
 from vllm_tiered_kv.server.tiers.namespaces import Namespaces
 from vllm_tiered_kv.server.tiers.pins import Pins
 from vllm_tiered_kv.server.tiers.tiered_store import TieredStore
-from vllm_tiered_kv.wire.messages import PROTOCOL_VERSION
+from vllm_tiered_kv.wire.limits import PROTOCOL_VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +124,7 @@ class Daemon:
         self._leases = Leases(memory, self._limits)
         self._pins = Pins(memory, self._limits)
         folder = Path(options.ssd) if options.ssd else None
-        self._namespaces = Namespaces(folder, self._limits.namespaces, self._set_quotas)
+        self._namespaces = Namespaces(folder, self._limits.namespaces)
         self._stats = ServerStats(self._recorder, self._gauges)
         self._handlers = Handlers(
             reactor,
@@ -340,12 +339,3 @@ class Daemon:
             return "stopping"
         behind = time.monotonic() - self._reactor.last_turn
         return f"not responding for {behind:.0f} s" if behind > _SLOW_LOOP_S else None
-
-    def _set_quotas(self, namespace: bytes) -> None:
-        owner = key_prefix(namespace)
-        quota = quota_of(self.options.memory_quota, owner)
-        if quota is not None:
-            self._store.memory.set_quota(owner, quota)
-        quota = quota_of(self.options.ssd_quota, owner)
-        if quota is not None:
-            self._store.set_ssd_quota(owner, quota)

@@ -219,17 +219,11 @@ class ServerOptions:
 def quota_of(quotas: Quotas, namespace: bytes) -> int | None:
     """The quota of this namespace, or of those that start with these bytes: that of the longest
     matching prefix."""
+    if not quotas:  # fast path: called for every block
+        return None
     name = namespace.hex()
     fitting = [prefix for prefix in quotas if name.startswith(prefix[: len(name)])]
     return quotas[max(fitting, key=len)] if fitting else None
-
-
-def may_have_quota(quotas: Quotas, start: bytes) -> bool:
-    """Whether some namespace that starts with these bytes has a quota."""
-    if not quotas:  # fast path: called for every block
-        return False
-    name = start.hex()
-    return any(name.startswith(prefix[: len(name)]) for prefix in quotas)
 
 
 def read_yaml(path: str) -> Mapping[str, Any]:

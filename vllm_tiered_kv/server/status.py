@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import json
 import secrets
-import socket as sockets
+import time
 from typing import Any
 
-import zmq
-
-from vllm_tiered_kv.errors import ConfigError, ProtocolError, TieredKVError
+from vllm_tiered_kv.errors import ConfigError, RemoteError, TieredKVError
 from vllm_tiered_kv.options import format_size
 from vllm_tiered_kv.remote.address import ServerAddress
+from vllm_tiered_kv.remote.connection import Connection, Settings
+from vllm_tiered_kv.remote.curve import CurveKeys
 from vllm_tiered_kv.server.net.curve import load_server_keys, read_public_key
-from vllm_tiered_kv.wire.messages import (
-    PROTOCOL_VERSION,
-    ErrorReply,
-    Hello,
-    Info,
-    Request,
-    Stats,
-    decode_reply,
-    encode_request,
-)
+from vllm_tiered_kv.wire.limits import PROTOCOL_VERSION
+from vllm_tiered_kv.wire.messages import Hello, Info, InfoReply, Stats, StatsReply
 
 
 class StatusError(TieredKVError, RuntimeError):
@@ -39,33 +31,25 @@ def show_status(
     if bool(server_key) != bool(secret_key):
         raise ConfigError("status", "--server-key and --secret-key belong together")
     address = ServerAddress.parse(endpoint, "status")
-    if address.socket_path is not None:
-        _require_listener(address.socket_path)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = context.socket(zmq.DEALER)
+    curve = None
+    if server_key and secret_key:
+        own = load_server_keys(secret_key)
+        curve = CurveKeys(read_public_key(server_key), own.public, own.secret)
+    if (absent := address.why_absent()) is not None:
+        raise StatusError(f"{endpoint}: {absent}")
+    # A client that names no block lengths does not register a namespace.
+    hello = Hello(PROTOCOL_VERSION, "status", secrets.token_bytes(32), 1, [], "", b"")
+    connection = Connection(Settings(address, timeout_s, curve), hello)
+    deadline = time.monotonic() + timeout_s
     try:
-        socket.linger = 0
-        socket.ipv6 = "[" in endpoint
-        if server_key and secret_key and address.socket_path is None:
-            own = load_server_keys(secret_key)
-            socket.curve_serverkey = read_public_key(server_key)
-            socket.curve_publickey, socket.curve_secretkey = own.public, own.secret
-        try:
-            socket.connect(address.endpoint)
-        except zmq.ZMQError as error:
-            raise ConfigError("status", f"{endpoint!r}: {error}") from error
-        # A client that names no block lengths does not register a namespace.
-        _ask(
-            socket,
-            1,
-            Hello(PROTOCOL_VERSION, "status", secrets.token_bytes(32), 1, [], "", b""),
-            timeout_s,
-        )
-        info = _ask(socket, 2, Info(), timeout_s)
-        stats = _ask(socket, 3, Stats(), timeout_s)
+        info = connection.call(Info(), InfoReply, deadline=deadline)
+        stats = connection.call(Stats(), StatsReply, deadline=deadline)
+    except RemoteError as error:
+        raise StatusError(
+            f"no answer from {endpoint}: {error}; is it running, and do the keys match?"
+        ) from error
     finally:
-        socket.close()
-        context.term()
+        connection.close()
     if as_json:
         print(json.dumps({"info": info.facts, "stats": stats.facts}, indent=1))
         return 0
@@ -74,31 +58,6 @@ def show_status(
         print("\n".join(_lines(facts)))
     print("\n".join(_table(by_namespace)))
     return 0
-
-
-def _require_listener(path: str) -> None:
-    """Reports why the path cannot be connected to; zmq would retry silently."""
-    with sockets.socket(sockets.AF_UNIX) as probe:
-        try:
-            probe.connect(path)
-        except OSError as error:
-            raise StatusError(f"ipc://{path}: {error.strerror}") from error
-
-
-def _ask(socket: zmq.Socket[bytes], request_id: int, request: Request, timeout_s: float) -> Any:
-    socket.send(encode_request(request_id, request))
-    if not socket.poll(int(timeout_s * 1000)):
-        raise StatusError(
-            f"no answer within {timeout_s:g} s; is it running, and do the keys match?"
-        )
-    header, *payload = socket.recv_multipart()
-    try:
-        _, reply = decode_reply(header, [len(part) for part in payload])
-    except ProtocolError as error:
-        raise StatusError(f"not a daemon of this version: {error.message}") from error
-    if isinstance(reply, ErrorReply):
-        raise StatusError(f"refused: {reply.message}")
-    return reply
 
 
 def _lines(facts: dict[str, Any]) -> list[str]:

@@ -19,7 +19,6 @@ from vllm_tiered_kv.cache.index import NOWHERE, BlockIndex
 from vllm_tiered_kv.core.arena_geometry import SlabGeometry, default_slab
 from vllm_tiered_kv.core.store import (
     NAMESPACE_BYTES,
-    BlockFacts,
     Durability,
     PutItem,
     PutResult,
@@ -31,12 +30,10 @@ from vllm_tiered_kv.device.shared_arena import PAGE, SharedArena
 from vllm_tiered_kv.native.cpu import copy_and_hash, copy_bytes, hash_buffers
 from vllm_tiered_kv.options import format_size
 from vllm_tiered_kv.stores.namespaces import (
-    HasQuota,
     NamespaceUsage,
     QuotaOf,
-    any_may,
+    no_quota,
     owner_of,
-    require_own,
 )
 
 logger = logging.getLogger(__name__)
@@ -128,18 +125,17 @@ class MemoryStore:
         may_evict: Callable[[bytes], bool] | None = None,
         on_evict: Callable[[bytes, int], None] = lambda key, nbytes: None,
         is_below: Callable[[bytes], bool] | None = None,
-        has_quota: HasQuota = any_may,
-        quota_of: QuotaOf | None = None,
+        quota_of: QuotaOf = no_quota,
     ) -> None:
         """The callbacks run under this store's lock; see BlockIndex. Namespaces without a quota
-        share slabs. `quota_of` supplies quotas on demand, instead of `set_quota`."""
+        share slabs."""
         self.arena = SharedArena.create(capacity_bytes, huge_pages)
         capacity = self.arena.capacity_bytes
         self._geometry = SlabGeometry(capacity, default_slab(capacity, PAGE), PAGE)
         self._index = BlockIndex(self._geometry, eviction, self._evicted, may_evict, is_below)
         self._index.quota_of = quota_of
         self._on_evict = on_evict
-        self._has_quota = has_quota
+        self._quota_of = quota_of
         self._readable: dict[StoreKey, PinnedSlot] = {}
         self._by_namespace = NamespaceUsage()
         self._slab_slot_bytes = [0] * self._geometry.num_slabs  # slot size of each slab
@@ -186,14 +182,6 @@ class MemoryStore:
                 self._index.remove(key)  # also blocks that are still being written
             return present
 
-    def describe(self, keys: Sequence[StoreKey]) -> list[BlockFacts | None]:
-        with self._lock:
-            held = [self._readable.get(key) for key in keys]
-            return [
-                None if block is None else BlockFacts(block.nbytes, block.checksum, block.parent)
-                for block in held
-            ]
-
     def flush(self) -> bool:
         return True  # memory does not outlive the process; there is nothing to flush
 
@@ -216,11 +204,6 @@ class MemoryStore:
                 self.arena.close()
 
     # ---- zero-copy ------------------------------------------------------------------------------
-
-    def set_quota(self, namespace: bytes, quota_bytes: int) -> None:
-        require_own(namespace, self._has_quota)
-        with self._lock:
-            self._index.set_quota(namespace, quota_bytes)
 
     def lookup(self, key: StoreKey) -> Lookup:
         with self._lock:
@@ -298,22 +281,11 @@ class MemoryStore:
             return HandoffResult.REFUSED
 
     def reserve(
-        self, key: StoreKey, parent: StoreKey | None, nbytes: int, more: int = 0
+        self, key: StoreKey, parent: StoreKey | None, nbytes: int
     ) -> PinnedSlot | PutResult:
-        """Returns a slot to fill, until `commit` or `abort`, or the reason why there is none.
-        `more` is the number of blocks that the caller is about to reserve after this one."""
+        """Returns a slot to fill, until `commit` or `abort`, or the reason why there is none."""
         with self._lock:
-            if self._closed:
-                return PutResult.DROPPED
-            if self._index.lookup(key) is not Lookup.MISS:
-                return PutResult.PRESENT
-            size_class = self._class_for(key, nbytes)
-            slot = None
-            if size_class is not None:
-                slot = self._index.reserve(key, parent, size_class, more)
-            if slot is None or size_class is None:
-                return PutResult.DROPPED
-            return self._begin([(key, parent, slot)], size_class, nbytes)[0]
+            return next(iter(self._reserve_run([(key, parent, nbytes)])), PutResult.DROPPED)
 
     def reserve_chain(
         self,
@@ -326,54 +298,55 @@ class MemoryStore:
         reach them, and they would evict the heads of other chains. They are kept if `is_elsewhere`
         says that another tier has that block.
         """
-        blocks = list(blocks)
         slots: list[PinnedSlot | PutResult] = []
+
+        def is_reachable(block: NewBlock) -> bool:
+            key, parent, _ = block
+            is_cut_off = parent in self._dropped and self._index.lookup(key) is Lookup.MISS
+            return not is_cut_off or is_elsewhere(cast(StoreKey, parent))
+
         with self._lock, self.giving_back(slots):
             # A failed search for a slot is slow, and others wait for the lock meanwhile: search
             # only once for each kind of block.
             full: set[tuple[bytes, int]] = set()
-            if self._reserve_runs(blocks, slots):
-                full.add(kind_of(blocks[len(slots)]))
-            rest = blocks[len(slots) :]
-            for block, more in zip(rest, self._followers(rest), strict=True):
-                key, parent, nbytes = block
-                if self._index.lookup(key) is Lookup.MISS and (
-                    kind_of(block) in full
-                    or (parent is not None and parent in self._dropped and not is_elsewhere(parent))
-                ):
-                    slot: PinnedSlot | PutResult = PutResult.DROPPED
-                else:
-                    slot = self.reserve(key, parent, nbytes, more)
-                    if slot is PutResult.DROPPED:
-                        full.add(kind_of(block))
-                slots.append(slot)
-                if slot is PutResult.DROPPED:
-                    self.turn_away([key])
+            for run in split_by_kind(list(blocks)):
+                kind = kind_of(run[0])
+                done = 0
+                while done < len(run):
+                    wanted = [] if kind in full else run[done:]
+                    if self._dropped:
+                        wanted = list(itertools.takewhile(is_reachable, wanted))
+                    found = self._reserve_run(wanted)
+                    if len(found) < len(wanted):
+                        full.add(kind)
+                    if not found:  # no room for this block, or for one before it
+                        key = run[done][0]
+                        is_missing = self._index.lookup(key) is Lookup.MISS
+                        found = [PutResult.DROPPED if is_missing else PutResult.PRESENT]
+                        self.turn_away([key])
+                    slots += found
+                    done += len(found)
         return slots
 
-    def _reserve_runs(self, blocks: list[NewBlock], slots: list[PinnedSlot | PutResult]) -> bool:
-        """Reserves slots for the blocks before the first one without room, one run of equal kind at
-        a time because a message has hundreds of blocks. Returns whether a block got no slot."""
-        if not self._dropped.keys().isdisjoint(parent for _, parent, _ in blocks):
-            return False
-        for run in split_by_kind(blocks):
-            nbytes = run[0][2]
-            size_class = None if self._closed else self._class_for(run[0][0], nbytes)
-            if size_class is None:
-                return False
-            found = self._index.reserve_all(
-                [key for key, _, _ in run], [parent for _, parent, _ in run], size_class
-            )
-            taken = [
-                (key, parent, slot)
-                for (key, parent, _), slot in zip(run, found, strict=False)
-                if slot != NOWHERE
-            ]
-            begun = iter(self._begin(taken, size_class, nbytes))
-            slots += [PutResult.PRESENT if slot == NOWHERE else next(begun) for slot in found]
-            if len(found) < len(run):
-                return True
-        return False
+    def _reserve_run(self, run: list[NewBlock]) -> list[PinnedSlot | PutResult]:
+        """Reserves slots for blocks of one kind at once, because a message has hundreds of them.
+        The list ends before the first block without room."""
+        if not run or self._closed:
+            return []
+        nbytes = run[0][2]
+        size_class = self._class_for(run[0][0], nbytes)
+        if size_class is None:
+            return []
+        found = self._index.reserve_all(
+            [key for key, _, _ in run], [parent for _, parent, _ in run], size_class
+        )
+        taken = [
+            (key, parent, slot)
+            for (key, parent, _), slot in zip(run, found, strict=False)
+            if slot != NOWHERE
+        ]
+        begun = iter(self._begin(taken, size_class, nbytes))
+        return [PutResult.PRESENT if slot == NOWHERE else next(begun) for slot in found]
 
     def _begin(
         self, taken: Sequence[tuple[StoreKey, StoreKey | None, int]], size_class: int, nbytes: int
@@ -393,17 +366,6 @@ class MemoryStore:
                 taken, offsets, generations, views, strict=True
             )
         ]
-
-    def _followers(self, blocks: Sequence[NewBlock]) -> list[int]:
-        """Returns for each block how many new blocks of its kind follow directly in its chain."""
-        counts = [0] * len(blocks)
-        for n in range(len(blocks) - 1, 0, -1):
-            key, parent, nbytes = blocks[n]
-            before, _, length = blocks[n - 1]
-            is_new = parent == before and nbytes == length
-            if is_new and self._index.lookup(key) is Lookup.MISS:
-                counts[n - 1] = counts[n] + 1
-        return counts
 
     def turn_away(self, keys: Sequence[StoreKey]) -> None:
         """Records that these blocks got no slot, so that their successors are dropped too."""
@@ -540,7 +502,7 @@ class MemoryStore:
         if not 0 < nbytes <= self._geometry.slab_bytes:
             self._too_large.warn(nbytes, self._geometry.slab_bytes)
             return None
-        return self._index.class_for(nbytes, owner_of(key, self._has_quota))
+        return self._index.class_for(nbytes, owner_of(key, self._quota_of))
 
     def _assign_slabs(self, slabs: set[int], size_class: int) -> None:
         """Records the slot size of slabs, and renews all their generations when it changes.

@@ -14,32 +14,23 @@ from numpy.typing import NDArray
 
 from vllm_tiered_kv.core.store import NAMESPACE_BYTES, StoreKey, namespace_of
 
-HasQuota = Callable[[bytes], bool]  # must always return the same for one namespace
-QuotaOf = Callable[[bytes], "int | None"]  # in bytes; called for namespaces with a quota
+QuotaOf = Callable[[bytes], "int | None"]
+"""The quota of a namespace in bytes; None: it has none and shares slabs. The answer for a namespace
+must not change while a store is open."""
 
 SHARED = b""
 """The owner of slabs that all namespaces without a quota share."""
 
 
-def any_may(namespace: bytes) -> bool:
-    """A `HasQuota` for stores in which every namespace may have a quota."""
-    return True
+def no_quota(namespace: bytes) -> None:
+    """A `QuotaOf` for stores without quotas."""
+    return
 
 
-def all_share(namespace: bytes) -> bool:
-    """A `HasQuota` for stores without quotas."""
-    return False
-
-
-def owner_of(key: bytes, has_quota: HasQuota) -> bytes:
+def owner_of(key: bytes, quota_of: QuotaOf) -> bytes:
     """Returns the owner of the slabs in which a block with this key is stored."""
     namespace = namespace_of(StoreKey(key))
-    return namespace if has_quota(namespace) else SHARED
-
-
-def require_own(namespace: bytes, has_quota: HasQuota) -> None:
-    if not has_quota(namespace):
-        raise ValueError(f"namespace {namespace.hex()} shares its slabs and cannot have a quota")
+    return SHARED if quota_of(namespace) is None else namespace
 
 
 class NamespaceUsage:

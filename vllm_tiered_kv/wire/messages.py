@@ -1,340 +1,616 @@
-"""Encodes and decodes headers, using the message definitions in `requests` and `replies`.
-
-Other packages import messages from here. A header is a flat msgpack map `{"id", "op", fields...}`;
-a reply also has `"ok"`. Decoding validates every field and raises a ProtocolError that names the
-first invalid one. It raises no other error, whatever the bytes are.
-"""
+"""The messages of the protocol. Each is defined here once; `codec` and the docs derive from it."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, TypeAlias
 
+from vllm_tiered_kv.core.store import Durability, PutResult
 from vllm_tiered_kv.errors import ErrorCode, ProtocolError
-from vllm_tiered_kv.wire.fields import Record, Spec, Suffixes, Text, Texts, Tree, Uint
-from vllm_tiered_kv.wire.header import Buffer, pack_map, peek_request_id, unpack_map
+from vllm_tiered_kv.wire.fields import (
+    Bin,
+    Choice,
+    Codes,
+    CutText,
+    Flag,
+    Keys,
+    PackedUints,
+    Parents,
+    Record,
+    Spec,
+    Suffixes,
+    Text,
+    Texts,
+    Tree,
+    Uint,
+    Uints,
+    invalid,
+    too_large,
+)
 from vllm_tiered_kv.wire.limits import (
+    MAX_BLOCK_BYTES,
+    MAX_BLOCK_LENGTHS,
+    MAX_CAPABILITIES,
+    MAX_ERROR_TEXT,
     MAX_FRAMES,
+    MAX_HEADER_BYTES,
+    MAX_KEYS,
+    MAX_LOOKUPS,
     MAX_MESSAGE_BYTES,
-    MAX_UINT64,
+    MAX_SUFFIXES,
+    MAX_TEXT,
+    MAX_TTL_MS,
+    MAX_WIRE_KEY_BYTES,
     PROTOCOL_VERSION,
 )
-from vllm_tiered_kv.wire.replies import (
-    RESERVED,
-    BorrowReply,
-    ContainsReply,
-    DeleteReply,
-    ErrorReply,
-    FlushReply,
-    GetReply,
-    HelloReply,
-    InfoReply,
-    LendReply,
-    Limits,
-    MatchReply,
-    PinReply,
-    PutReply,
-    ReleaseReply,
-    Reply,
-    ReserveReply,
-    SealReply,
-    StatsReply,
-    TierCode,
-    put_codes,
-    put_results,
-)
-from vllm_tiered_kv.wire.requests import (
-    BORROW_CAPABILITY,
-    Borrow,
-    Contains,
-    Delete,
-    Flush,
-    Get,
-    Hello,
-    Info,
-    Lend,
-    Match,
-    Message,
-    Pin,
-    Put,
-    Release,
-    Request,
-    Reserve,
-    Seal,
-    Stats,
-)
 
-__all__ = [
-    "BORROW_CAPABILITY",
-    "PROTOCOL_VERSION",
-    "REPLIES",
-    "REQUESTS",
-    "RESERVED",
-    "UNREADABLE_ID",
-    "Borrow",
-    "BorrowReply",
-    "Buffer",
-    "Contains",
-    "ContainsReply",
-    "Delete",
-    "DeleteReply",
-    "ErrorCode",
-    "ErrorReply",
-    "Flush",
-    "FlushReply",
-    "Get",
-    "GetReply",
-    "Hello",
-    "HelloReply",
-    "Info",
-    "InfoReply",
-    "Lend",
-    "LendReply",
-    "Limits",
-    "Match",
-    "MatchReply",
-    "Message",
-    "Pin",
-    "PinReply",
-    "ProtocolError",
-    "Put",
-    "PutReply",
-    "Release",
-    "ReleaseReply",
-    "Reply",
-    "Request",
-    "Reserve",
-    "ReserveReply",
-    "Seal",
-    "SealReply",
-    "Stats",
-    "StatsReply",
-    "TierCode",
-    "decode_reply",
-    "decode_request",
-    "encode_reply",
-    "encode_request",
-    "put_codes",
-    "put_results",
-    "specs_of",
+BORROW_CAPABILITY = "borrow"
+"""Announced by a daemon that supports the op of this name."""
+
+
+class Message:
+    """Base of all messages. `payload` names the field with the lengths of its payload frames."""
+
+    __slots__ = ()
+    op: ClassVar[str]
+    payload: ClassVar[str | None] = None
+
+    def check(self) -> None:
+        """Raises ProtocolError where fields that are valid alone do not fit each other."""
+
+
+def check_total(lengths: list[int]) -> None:
+    if sum(lengths) > MAX_MESSAGE_BYTES:
+        raise too_large(f"a payload of {sum(lengths)} bytes; at most {MAX_MESSAGE_BYTES} allowed")
+
+
+def check_suffixes(width: int, keys: list[bytes], suffixes: list[bytes]) -> None:
+    if suffixes and width + len(suffixes[0]) > MAX_WIRE_KEY_BYTES:
+        raise invalid(f"key and suffix are longer than {MAX_WIRE_KEY_BYTES} bytes")
+    if len(keys) * len(suffixes) > MAX_LOOKUPS:
+        raise too_large(f"keys times suffixes are more than {MAX_LOOKUPS}")
+
+
+# ---- requests of a client -----------------------------------------------------------------------
+
+Width: TypeAlias = Annotated[
+    int, Spec(Uint(1, MAX_WIRE_KEY_BYTES), "bytes per key in this message")
 ]
-
-UNREADABLE_ID = 0
-"""Request id of an error reply to a message whose id could not be read. No request uses it."""
-
-REQUESTS: dict[str, type[Message]] = {cls.op: cls for cls in get_args(Request)}
-REPLIES: dict[str, type[Message]] = {
-    cls.op: cls for cls in get_args(Reply) if cls is not ErrorReply
-}
-
-_MAX_OP = 32
-_ID = Uint(0, MAX_UINT64)
-_OP = Text(_MAX_OP)
-_M = TypeVar("_M", bound=Message)
-
-
-def _specs(cls: type[Message]) -> dict[str, Spec]:
-    hints = get_type_hints(cls, include_extras=True)
-    return {
-        field.name: get_args(hints[field.name])[1]
-        for field in dataclasses.fields(cls)  # type: ignore[arg-type]
-        if get_origin(hints[field.name]) is Annotated
-    }
+KeyList: TypeAlias = Annotated[
+    list[bytes], Spec(Keys(MAX_KEYS), "keys of the blocks, head of the chain first")
+]
+SuffixList: TypeAlias = Annotated[
+    list[bytes],
+    Spec(
+        Suffixes(MAX_SUFFIXES, MAX_WIRE_KEY_BYTES - 1), "suffixes that complete the keys, or empty"
+    ),
+]
+ParentList: TypeAlias = Annotated[
+    list[bytes | None],
+    Spec(Parents(MAX_KEYS), "key of the preceding block in the chain", per="keys"),
+]
+BlockLengths: TypeAlias = Annotated[
+    list[int],
+    Spec(Uints(MAX_KEYS, 1, MAX_BLOCK_BYTES), "bytes of each block", per="keys"),
+]
+LeaseList: TypeAlias = Annotated[list[int], Spec(Uints(MAX_KEYS, 1, distinct=True), "lease ids")]
 
 
-_SPECS = {cls: _specs(cls) for cls in (*REQUESTS.values(), *REPLIES.values(), ErrorReply)}
-_REQUIRED = object()
+@dataclass(frozen=True, slots=True)
+class Hello(Message):
+    """Opens a session and binds its namespace, key width and block lengths."""
 
-
-class _Field(NamedTuple):
-    """One field as the loops of `_encode` and `_decode` need it."""
-
-    name: str
-    encode: Callable[[Any, int], Any]
-    decode: Callable[[Any, int], Any]
-    default: Any  # omitted from the header if equal, as `more` in the last reply of a stream
-
-
-def _fields(cls: type[Message]) -> list[_Field]:
-    defaults = {
-        field.name: field.default
-        for field in dataclasses.fields(cls)  # type: ignore[arg-type]
-        if field.default is not dataclasses.MISSING
-    }
-    return [
-        _Field(name, spec.kind.encode, spec.kind.decode, defaults.get(name, _REQUIRED))
-        for name, spec in _SPECS[cls].items()
+    op: ClassVar[str] = "hello"
+    protocol: Annotated[
+        int, Spec(Uint(PROTOCOL_VERSION, PROTOCOL_VERSION), "protocol version of the client")
+    ]
+    client: Annotated[
+        str,
+        Spec(Text(), "name of the client, for logs and status; an engine sends its model's name"),
+    ]
+    namespace: Annotated[
+        bytes, Spec(Bin((32,)), "digest of everything that makes blocks incompatible")
+    ]
+    key_bytes: Annotated[
+        int, Spec(Uint(1, MAX_WIRE_KEY_BYTES), "bytes of a full key in this session")
+    ]
+    block_bytes: Annotated[
+        list[int],
+        Spec(
+            Uints(MAX_BLOCK_LENGTHS, 1, MAX_BLOCK_BYTES, distinct=True),
+            f"block lengths the client will use, at most {MAX_BLOCK_LENGTHS} of them",
+        ),
+    ]
+    layout: Annotated[str, Spec(Text(), "byte layout of a block")]
+    arena: Annotated[
+        bytes, Spec(Bin((0, 16)), "token of an attached shared-memory session, or empty")
     ]
 
 
-_FIELDS = {cls: _fields(cls) for cls in _SPECS}
-# Messages without container fields.
-_FLAT = {
-    cls
-    for cls, specs in _SPECS.items()
-    if not any(isinstance(spec.kind, (Suffixes, Texts, Record, Tree)) for spec in specs.values())
+@dataclass(frozen=True, slots=True)
+class Match(Message):
+    """Counts the leading positions that are present without a gap.
+
+    Each key followed by each suffix is a full key; a position counts only if all of its full keys
+    are present. Without suffixes, the keys are full keys.
+    """
+
+    op: ClassVar[str] = "match"
+    width: Width
+    keys: KeyList
+    suffixes: SuffixList
+    pin_ms: Annotated[
+        int, Spec(Uint(0, MAX_TTL_MS), "pin the matched blocks for this long; 0: no pin")
+    ]
+
+    def check(self) -> None:
+        check_suffixes(self.width, self.keys, self.suffixes)
+
+
+@dataclass(frozen=True, slots=True)
+class Contains(Message):
+    """Reports which tier holds each key. Changes nothing, not even the eviction order."""
+
+    op: ClassVar[str] = "contains"
+    width: Width
+    keys: KeyList
+
+
+@dataclass(frozen=True, slots=True)
+class Get(Message):
+    """Reads blocks.
+
+    Blocks that do not fit in one message must be requested with `stream`.
+    """
+
+    op: ClassVar[str] = "get"
+    width: Width
+    keys: KeyList
+    stream: Annotated[bool, Spec(Flag(), "the daemon may answer in several messages, in any order")]
+
+    def check(self) -> None:
+        if not self.stream and len(self.keys) > MAX_FRAMES:
+            raise too_large(f"{len(self.keys)} keys; more than {MAX_FRAMES} need a stream")
+
+
+@dataclass(frozen=True, slots=True)
+class Put(Message):
+    """Stores blocks, one payload frame each."""
+
+    op: ClassVar[str] = "put"
+    payload: ClassVar[str | None] = "lengths"
+    width: Width
+    keys: Annotated[
+        list[bytes], Spec(Keys(MAX_FRAMES), "keys of the blocks, head of the chain first")
+    ]
+    parents: ParentList
+    lengths: BlockLengths
+    checksums: Annotated[
+        list[int], Spec(Uints(MAX_FRAMES), "XXH3-64 of each payload frame", per="keys")
+    ]
+    durability: Annotated[
+        Durability, Spec(Choice(Durability), "durability at which the daemon acknowledges")
+    ]
+
+    def check(self) -> None:
+        check_total(self.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Pin(Message):
+    """Protects blocks from eviction for a limited time."""
+
+    op: ClassVar[str] = "pin"
+    width: Width
+    keys: KeyList
+    ttl_ms: Annotated[int, Spec(Uint(0, MAX_TTL_MS), "duration of the pin; 0 releases it")]
+
+
+@dataclass(frozen=True, slots=True)
+class Delete(Message):
+    """Deletes blocks and their pins."""
+
+    op: ClassVar[str] = "delete"
+    width: Width
+    keys: KeyList
+
+
+@dataclass(frozen=True, slots=True)
+class Flush(Message):
+    """Makes everything acknowledged before as durable as the daemon can."""
+
+    op: ClassVar[str] = "flush"
+
+
+@dataclass(frozen=True, slots=True)
+class Info(Message):
+    """Asks for facts about the daemon: version, tiers, capacities."""
+
+    op: ClassVar[str] = "info"
+
+
+@dataclass(frozen=True, slots=True)
+class Stats(Message):
+    """Asks for the daemon's counters: what it has done and what it holds."""
+
+    op: ClassVar[str] = "stats"
+
+
+@dataclass(frozen=True, slots=True)
+class Lend(Message):
+    """Leases blocks in shared memory for reading. A block stays in its slot until released."""
+
+    op: ClassVar[str] = "lend"
+    width: Width
+    keys: KeyList
+
+
+@dataclass(frozen=True, slots=True)
+class Borrow(Message):
+    """Like `match`, and leases the leading positions that are in memory.
+
+    A position is leased with all its suffixes or not at all. Needs the capability `borrow`.
+    """
+
+    op: ClassVar[str] = "borrow"
+    width: Width
+    keys: KeyList
+    suffixes: SuffixList
+    length: Annotated[
+        int, Spec(Uint(1, MAX_BLOCK_BYTES), "block length; blocks of other lengths are not leased")
+    ]
+
+    def check(self) -> None:
+        check_suffixes(self.width, self.keys, self.suffixes)
+
+
+@dataclass(frozen=True, slots=True)
+class Release(Message):
+    """Releases leases. A reserved block that was not sealed is dropped."""
+
+    op: ClassVar[str] = "release"
+    leases: LeaseList
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve(Message):
+    """Leases free slots in shared memory for new blocks, which the client then writes and seals."""
+
+    op: ClassVar[str] = "reserve"
+    width: Width
+    keys: KeyList
+    parents: ParentList
+    lengths: BlockLengths
+
+
+@dataclass(frozen=True, slots=True)
+class Seal(Message):
+    """Makes reserved blocks readable. Ends their leases, whatever the result."""
+
+    op: ClassVar[str] = "seal"
+    leases: LeaseList
+
+
+Request: TypeAlias = (
+    Hello
+    | Match
+    | Contains
+    | Get
+    | Put
+    | Pin
+    | Delete
+    | Flush
+    | Info
+    | Stats
+    | Lend
+    | Borrow
+    | Release
+    | Reserve
+    | Seal
+)
+
+
+# ---- replies of the daemon ----------------------------------------------------------------------
+
+
+class TierCode(enum.IntEnum):
+    """The tier of a block, as one byte."""
+
+    MISS = 0
+    MEMORY = 1
+    SSD = 2
+    BACKING = 3
+
+
+RESERVED = 0  # in ReserveReply.results: the client holds a lease
+_PUT_CODES = {
+    PutResult.STORED: 1,
+    PutResult.PRESENT: 2,
+    PutResult.DROPPED: 3,
+    PutResult.FAILED: 4,
 }
-# Pairs of fields that must have equally many entries.
-_PAIRS = {
-    cls: [(name, spec.per) for name, spec in specs.items() if spec.per is not None]
-    for cls, specs in _SPECS.items()
-}
+_PUT_RESULTS = {code: result for result, code in _PUT_CODES.items()}
 
 
-def specs_of(cls: type[Message]) -> dict[str, Spec]:
-    """Returns the fields of a message in the order of its header."""
-    return dict(_SPECS[cls])
+def put_codes(results: Iterable[PutResult]) -> bytes:
+    return bytes(_PUT_CODES[result] for result in results)
 
 
-def encode_request(request_id: int, request: Request) -> bytes:
-    if request_id == UNREADABLE_ID:
-        raise ProtocolError(ErrorCode.BAD_MESSAGE, "a request cannot have the id 0")
-    return _encode({"id": request_id, "op": request.op}, request, request_id)
+def put_results(codes: bytes) -> list[PutResult]:
+    """The outcomes in a valid `results`; those of ReserveReply may also hold RESERVED."""
+    return [_PUT_RESULTS[code] for code in codes]
 
 
-def encode_reply(request_id: int, reply: Reply) -> bytes:
-    failed = isinstance(reply, ErrorReply)
-    op = reply.request_op[:_MAX_OP] if isinstance(reply, ErrorReply) else reply.op
-    return _encode({"id": request_id, "op": op, "ok": not failed}, reply, request_id)
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What this daemon accepts in one message; never more than the protocol allows."""
+
+    keys: int = MAX_KEYS
+    frames: int = MAX_FRAMES
+    message_bytes: int = MAX_MESSAGE_BYTES
+    header_bytes: int = MAX_HEADER_BYTES
 
 
-def decode_request(header: Buffer, payload_lengths: Sequence[int]) -> tuple[int, Request]:
-    """Returns the id and the request. `payload_lengths` are those of the payload frames."""
-    fields, request_id, op = _open(header)
-    if request_id == UNREADABLE_ID:
-        raise ProtocolError(ErrorCode.BAD_MESSAGE, "a request cannot have the id 0", None, op)
-    cls = REQUESTS.get(op)
-    if cls is None:
-        raise ProtocolError(ErrorCode.UNKNOWN_OP, f"unknown op {op!r}", request_id, op)
-    request = _decode(cls, fields, payload_lengths, request_id)
-    return request_id, request  # type: ignore[return-value]
+Count: TypeAlias = Annotated[
+    int, Spec(Uint(0, MAX_KEYS), "number of keys or leases this applied to")
+]
+Matched: TypeAlias = Annotated[
+    int, Spec(Uint(0, MAX_KEYS), "leading positions that are present without a gap")
+]
+TierCounts: TypeAlias = Annotated[
+    list[int],
+    Spec(Uints(3, 0, MAX_KEYS), "how many of them are in memory, on SSD and in the backing tier"),
+]
+Results: TypeAlias = Annotated[bytes, Spec(Codes(1, 4, MAX_KEYS), "put code of each key or lease")]
+Facts: TypeAlias = Annotated[dict[str, Any], Spec(Tree(), "values by name")]
+Leases: TypeAlias = Annotated[list[int], Spec(Uints(MAX_KEYS), "lease id of each key; 0: no lease")]
+Offsets: TypeAlias = Annotated[
+    list[int],
+    Spec(Uints(MAX_KEYS), "offset of each block from the first slot", per="leases"),
+]
+Generations: TypeAlias = Annotated[
+    list[int], Spec(Uints(MAX_KEYS), "generation of each block's slot", per="leases")
+]
 
 
-def decode_reply(header: Buffer, payload_lengths: Sequence[int]) -> tuple[int, Reply]:
-    """Returns the id and the reply. `payload_lengths` are those of the payload frames."""
-    fields, request_id, op = _open(header)
-    ok = fields.pop("ok", None)
-    if not isinstance(ok, bool):
-        raise ProtocolError(ErrorCode.BAD_MESSAGE, "ok: expected true or false", request_id, op)
-    if not ok:
-        error = _decode(ErrorReply, fields, payload_lengths, request_id)
-        return request_id, dataclasses.replace(error, request_op=op)
-    cls = REPLIES.get(op)
-    if cls is None:
-        raise ProtocolError(ErrorCode.UNKNOWN_OP, f"unknown op {op!r}", request_id, op)
-    reply = _decode(cls, fields, payload_lengths, request_id)
-    return request_id, reply  # type: ignore[return-value]
+def _check_tiers(count: int, tiers: list[int]) -> None:
+    if len(tiers) != 3 or sum(tiers) != count:
+        raise invalid("tiers must be three numbers that add up to count")
 
 
-def _encode(fields: dict[str, Any], message: Message, request_id: int) -> bytes:
-    cls = type(message)
-    width = getattr(message, "width", 0)
-    name = "id"
-    try:
-        _ID.check(request_id)
-        for name, encode, _, default in _FIELDS[cls]:
-            value = getattr(message, name)
-            raw = encode(value, width)
-            if default is _REQUIRED or value != default:
-                fields[name] = raw
-        name = "message"
-        _check_together(message)
-        return pack_map(fields, cls in _FLAT)
-    except ProtocolError as error:
-        raise _in_context(error, message.op, name, request_id) from None
+@dataclass(frozen=True, slots=True)
+class HelloReply(Message):
+    """The session is open."""
+
+    op: ClassVar[str] = "hello"
+    protocol: Annotated[
+        int, Spec(Uint(PROTOCOL_VERSION, PROTOCOL_VERSION), "protocol version of the session")
+    ]
+    server: Annotated[str, Spec(CutText(MAX_TEXT), "name and version of the daemon, for logs")]
+    capabilities: Annotated[list[str], Spec(Texts(MAX_CAPABILITIES), "capabilities of this daemon")]
+    instance: Annotated[bytes, Spec(Bin((16,)), "random id, new at each start of the daemon")]
+    session: Annotated[bytes, Spec(Bin((16,)), "random id of this session")]
+    limits: Annotated[Limits, Spec(Record(Limits), "limits of this daemon for one message")]
 
 
-def _open(header: Buffer) -> tuple[dict[Any, Any], int, str]:
-    """Unpacks a header; returns its message-specific fields, the request id and the op."""
-    request_id = None
-    name = "header"
-    try:
-        fields = unpack_map(header)
-        name = "id"
-        _ID.check(fields.get("id"))
-        request_id = fields.pop("id")
-        name = "op"
-        _OP.check(fields.get("op"))
-        return fields, request_id, fields.pop("op")
-    except ProtocolError as error:
-        raise ProtocolError(
-            error.code,
-            f"{name}: {error.message}",
-            peek_request_id(header) if request_id is None else request_id,
-        ) from None
+@dataclass(frozen=True, slots=True)
+class MatchReply(Message):
+    """The leading positions that are present, counted by the fastest tier that holds them."""
+
+    op: ClassVar[str] = "match"
+    count: Matched
+    tiers: TierCounts
+
+    def check(self) -> None:
+        _check_tiers(self.count, self.tiers)
 
 
-def _decode(
-    cls: type[_M], fields: dict[Any, Any], payload_lengths: Sequence[int], request_id: int
-) -> _M:
-    values: list[Any] = []
-    name = "message"
-    width = 0
-    try:
-        if cls.op == Hello.op:
-            _check_version(fields.get("protocol"))
-        for name, _, decode, default in _FIELDS[cls]:
-            raw = fields.pop(name, _REQUIRED)
-            if raw is not _REQUIRED:
-                value = decode(raw, width)
-            elif default is not _REQUIRED:
-                value = default
-            else:
-                raise ProtocolError(ErrorCode.BAD_MESSAGE, "is missing")
-            if name == "width":
-                width = value
-            values.append(value)
-        name = "message"
-        if fields:
-            raise ProtocolError(ErrorCode.BAD_MESSAGE, f"unknown field {next(iter(fields))[:32]!r}")
-        message = cls(*values)
-        _check_together(message)
-        name = "payload"
-        _check_payload(message, payload_lengths)
-        return message
-    except ProtocolError as error:
-        raise _in_context(error, cls.op, name, request_id) from None
+@dataclass(frozen=True, slots=True)
+class ContainsReply(Message):
+    """A tier code for each key of the request."""
+
+    op: ClassVar[str] = "contains"
+    tiers: Annotated[
+        bytes, Spec(Codes(min(TierCode), max(TierCode), MAX_KEYS), "tier code of each key")
+    ]
 
 
-def _check_version(protocol: Any) -> None:
-    """Checked before all other fields, because another version may have unknown fields."""
-    if type(protocol) is int and protocol != PROTOCOL_VERSION:
-        raise ProtocolError(
-            ErrorCode.UNSUPPORTED_VERSION,
-            f"protocol version {protocol} is not supported, only version {PROTOCOL_VERSION}",
-        )
+@dataclass(frozen=True, slots=True)
+class GetReply(Message):
+    """Some or all of the requested blocks, one payload frame each.
+
+    A key that no reply of the stream names is a miss.
+    """
+
+    op: ClassVar[str] = "get"
+    payload: ClassVar[str | None] = "lengths"
+    positions: Annotated[
+        list[int],
+        Spec(
+            Uints(MAX_FRAMES, 0, MAX_KEYS - 1, distinct=True),
+            "index of each block in the request's keys, from 0",
+        ),
+    ]
+    lengths: Annotated[
+        list[int],
+        Spec(Uints(MAX_FRAMES, 1, MAX_BLOCK_BYTES), "bytes of each block", per="positions"),
+    ]
+    checksums: Annotated[
+        list[int], Spec(Uints(MAX_FRAMES), "XXH3-64 of each payload frame", per="positions")
+    ]
+    more: Annotated[bool, Spec(Flag(), "more replies to this request follow; absent: false")] = (
+        False
+    )
+
+    def check(self) -> None:
+        check_total(self.lengths)
 
 
-def _check_together(message: Message) -> None:
-    for name, per in _PAIRS[type(message)]:
-        here, there = getattr(message, name), getattr(message, per)
-        if len(here) != len(there):
-            raise ProtocolError(ErrorCode.BAD_MESSAGE, f"{len(there)} {per} but {len(here)} {name}")
-    message.check()
+@dataclass(frozen=True, slots=True)
+class PutReply(Message):
+    """A put code for each key of the request."""
+
+    op: ClassVar[str] = "put"
+    results: Results
 
 
-def _check_payload(message: Message, payload_lengths: Sequence[int]) -> None:
-    stated: list[int] = [] if message.payload is None else getattr(message, message.payload)
-    if payload_lengths == stated and len(stated) <= MAX_FRAMES:
-        return  # the message's own check limits their sum
-    if len(payload_lengths) > MAX_FRAMES or sum(payload_lengths) > MAX_MESSAGE_BYTES:
-        raise ProtocolError(
-            ErrorCode.TOO_LARGE,
-            f"more than {MAX_FRAMES} payload frames or {MAX_MESSAGE_BYTES} bytes",
-        )
-    if len(payload_lengths) != len(stated):
-        raise ProtocolError(
-            ErrorCode.BAD_MESSAGE, f"{len(payload_lengths)} frames, expected {len(stated)}"
-        )
-    for index, (actual, expected) in enumerate(zip(payload_lengths, stated, strict=True)):
-        if actual != expected:
-            raise ProtocolError(
-                ErrorCode.BAD_MESSAGE,
-                f"frame {index} has {actual} bytes, expected {expected}",
-            )
+@dataclass(frozen=True, slots=True)
+class PinReply(Message):
+    """How many keys are present and were pinned, or whose pins were released."""
+
+    op: ClassVar[str] = "pin"
+    count: Count
 
 
-def _in_context(error: ProtocolError, op: str, name: str, request_id: int) -> ProtocolError:
-    text = f"{op or 'error'}: {name}: {error.message}"
-    return ProtocolError(error.code, text, request_id, op)
+@dataclass(frozen=True, slots=True)
+class DeleteReply(Message):
+    """How many of the keys were present."""
+
+    op: ClassVar[str] = "delete"
+    count: Count
+
+
+@dataclass(frozen=True, slots=True)
+class FlushReply(Message):
+    """Everything is as durable as the daemon can make it."""
+
+    op: ClassVar[str] = "flush"
+
+
+@dataclass(frozen=True, slots=True)
+class InfoReply(Message):
+    """Facts about the daemon, for display only: a client must not depend on them."""
+
+    op: ClassVar[str] = "info"
+    facts: Facts
+
+
+@dataclass(frozen=True, slots=True)
+class StatsReply(Message):
+    """The daemon's counters, for display only: a client must not depend on them."""
+
+    op: ClassVar[str] = "stats"
+    facts: Facts
+
+
+@dataclass(frozen=True, slots=True)
+class LendReply(Message):
+    """Where the blocks are; all lists have one entry per key. A key without a lease is a miss.
+
+    Blocks may share a lease; they are then released together.
+    """
+
+    op: ClassVar[str] = "lend"
+    leases: Leases
+    offsets: Offsets
+    lengths: Annotated[
+        list[int],
+        Spec(Uints(MAX_KEYS, 0, MAX_BLOCK_BYTES), "bytes of each block", per="leases"),
+    ]
+    generations: Generations
+
+
+@dataclass(frozen=True, slots=True)
+class BorrowReply(Message):
+    """The reply of `match`, and where the leased positions are.
+
+    Blocks are ordered by position, then by suffix, as in the request. They share one lease.
+    """
+
+    op: ClassVar[str] = "borrow"
+    count: Matched
+    tiers: TierCounts
+    lent: Annotated[int, Spec(Uint(0, MAX_KEYS), "leading positions that are leased")]
+    lease: Annotated[int, Spec(Uint(), "lease id of all of them; 0: nothing is leased")]
+    offsets: Annotated[
+        bytes, Spec(PackedUints(MAX_KEYS), "offset of each leased block from the first slot")
+    ]
+    generations: Annotated[
+        bytes, Spec(PackedUints(MAX_KEYS), "generation of each block's slot", per="offsets")
+    ]
+
+    def check(self) -> None:
+        _check_tiers(self.count, self.tiers)
+        if self.lent > self.tiers[0]:
+            raise invalid("more is lent than lies in memory")
+        if not (bool(self.lent) == bool(self.lease) == bool(self.offsets)):
+            raise invalid("blocks are lent exactly when there is a lease")
+        if self.lent and len(self.offsets) // 8 % self.lent:
+            raise invalid("positions must have as many blocks each")
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseReply(Message):
+    """How many of the leases existed and were released."""
+
+    op: ClassVar[str] = "release"
+    count: Count
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveReply(Message):
+    """Where to write; all lists have one entry per key."""
+
+    op: ClassVar[str] = "reserve"
+    leases: Leases
+    offsets: Offsets
+    generations: Generations
+    results: Annotated[
+        bytes,
+        Spec(
+            Codes(RESERVED, 4, MAX_KEYS),
+            "0: reserved; otherwise a put code, and no lease",
+            per="leases",
+        ),
+    ]
+
+    def check(self) -> None:
+        for lease, result in zip(self.leases, self.results, strict=True):
+            if (lease != 0) != (result == RESERVED):
+                raise invalid("a key has a lease exactly when its result is 0")
+
+
+@dataclass(frozen=True, slots=True)
+class SealReply(Message):
+    """A put code for each lease of the request."""
+
+    op: ClassVar[str] = "seal"
+    results: Results
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorReply(Message):
+    """The request was refused or failed. Ends a stream. Any request may get it."""
+
+    op: ClassVar[str] = ""  # on the wire it carries the op of the request
+    code: Annotated[ErrorCode, Spec(Choice(ErrorCode), "error code, for programs")]
+    message: Annotated[
+        str, Spec(CutText(MAX_ERROR_TEXT), "text for people; the sender truncates it")
+    ]
+    request_op: str = ""  # the request's op; empty where it could not be read
+
+    @classmethod
+    def of(cls, error: ProtocolError) -> ErrorReply:
+        return cls(error.code, error.message, error.op)
+
+
+Reply: TypeAlias = (
+    HelloReply
+    | MatchReply
+    | ContainsReply
+    | GetReply
+    | PutReply
+    | PinReply
+    | DeleteReply
+    | FlushReply
+    | InfoReply
+    | StatsReply
+    | LendReply
+    | BorrowReply
+    | ReleaseReply
+    | ReserveReply
+    | SealReply
+    | ErrorReply
+)

@@ -29,16 +29,9 @@ from vllm_tiered_kv.server.requests.call import Call
 from vllm_tiered_kv.server.requests.handlers import Handlers
 from vllm_tiered_kv.server.shm.leases import Leases
 from vllm_tiered_kv.server.tiers.namespaces import Namespaces
-from vllm_tiered_kv.wire.messages import (
-    BORROW_CAPABILITY,
-    PROTOCOL_VERSION,
-    UNREADABLE_ID,
-    ErrorReply,
-    Hello,
-    HelloReply,
-    decode_request,
-    encode_reply,
-)
+from vllm_tiered_kv.wire.codec import UNREADABLE_ID, decode_request, encode_reply
+from vllm_tiered_kv.wire.limits import PROTOCOL_VERSION
+from vllm_tiered_kv.wire.messages import BORROW_CAPABILITY, ErrorReply, Hello, HelloReply
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,8 @@ from vllm_tiered_kv.server.net.network_memory import NetworkMemory
 from vllm_tiered_kv.server.net.reactor import Reactor
 from vllm_tiered_kv.server.net.sessions import Peer
 from vllm_tiered_kv.stores.memory import MemoryStore, PinnedSlot
-from vllm_tiered_kv.wire.messages import UNREADABLE_ID, ErrorReply, encode_reply
+from vllm_tiered_kv.wire.codec import UNREADABLE_ID, encode_reply
+from vllm_tiered_kv.wire.messages import ErrorReply
 
 logger = logging.getLogger(__name__)
 

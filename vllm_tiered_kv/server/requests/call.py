@@ -11,7 +11,8 @@ from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.server.net.reactor import Reactor
 from vllm_tiered_kv.server.net.sessions import Peer, Session
 from vllm_tiered_kv.stores.memory import PinnedSlot
-from vllm_tiered_kv.wire.messages import ErrorReply, Reply, encode_reply
+from vllm_tiered_kv.wire.codec import encode_reply
+from vllm_tiered_kv.wire.messages import ErrorReply, Reply
 
 
 class Replies(Protocol):

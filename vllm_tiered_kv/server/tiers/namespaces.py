@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from vllm_tiered_kv.core.store import key_prefix
@@ -25,13 +25,9 @@ class Namespaces:
     """Remembers the shape of each namespace, in a file if there is a folder. The gateway calls it
     on the reactor's thread."""
 
-    def __init__(
-        self, folder: Path | None, max_namespaces: int, on_new: Callable[[bytes], None]
-    ) -> None:
-        """`on_new` is called for each namespace at its first hello to this process."""
+    def __init__(self, folder: Path | None, max_namespaces: int) -> None:
         self._max_namespaces = max_namespaces
-        self._on_new = on_new
-        self._seen: set[bytes] = set()
+        self._seen: set[bytes] = set()  # logged
         self._shapes: dict[bytes, Shape] = {}  # least recently used first
         self._lock = threading.Lock()  # the file's thread reads `_shapes`
         self._file: NamespaceFile | None = None
@@ -65,7 +61,6 @@ class Namespaces:
                 hello.client,
                 sorted(self._shapes[hello.namespace].block_bytes),
             )
-            self._on_new(hello.namespace)
         return known or announced
 
     def rows(

@@ -14,7 +14,7 @@ from vllm_tiered_kv.device.arena import memory_limit
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.options import format_size
-from vllm_tiered_kv.server.options import ServerOptions, may_have_quota, quota_of
+from vllm_tiered_kv.server.options import ServerOptions, quota_of
 from vllm_tiered_kv.server.tiers.backing import BackingTier
 from vllm_tiered_kv.server.tiers.store_executor import StoreExecutor, StoreHungError
 from vllm_tiered_kv.server.tiers.tiered_store import TieredStore
@@ -43,7 +43,6 @@ def open_tiers(options: ServerOptions, recorder: Recorder) -> TieredStore:
             options.write_queue or None,
             options.prefault,
             float(options.backing_timeout),
-            partial(may_have_quota, options.memory_quota),
             partial(quota_of, options.memory_quota),
         )
     except BaseException:
@@ -92,7 +91,6 @@ def _open_ssd(options: ServerOptions) -> SsdStore:
                 eviction=options.ssd_eviction.value,
                 fsync=options.ssd_fsync,
                 progress=lambda line: logger.info("ssd: %s", line),
-                has_quota=partial(may_have_quota, options.ssd_quota),
                 quota_of=partial(quota_of, options.ssd_quota),
             )
     except OSError as error:

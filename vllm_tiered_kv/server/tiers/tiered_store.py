@@ -36,7 +36,7 @@ from vllm_tiered_kv.server.tiers.lookups import Located, Lookups
 from vllm_tiered_kv.server.tiers.promotion import Promotion, Ready
 from vllm_tiered_kv.server.tiers.store_executor import StoreExecutor
 from vllm_tiered_kv.stores.memory import MemoryStore, PinnedSlot
-from vllm_tiered_kv.stores.namespaces import HasQuota, QuotaOf, any_may
+from vllm_tiered_kv.stores.namespaces import QuotaOf, no_quota
 from vllm_tiered_kv.stores.ssd.store import SsdStore
 
 logger = logging.getLogger(__name__)
@@ -62,8 +62,7 @@ class TieredStore:
         write_queue_bytes: int | None = None,
         prefault: bool = False,
         backing_timeout_s: float = 2.0,
-        has_quota: HasQuota = any_may,
-        quota_of: QuotaOf | None = None,
+        quota_of: QuotaOf = no_quota,
     ) -> None:
         """`backing_timeout_s` limits how long a request waits for an answer or a block of the
         backing store; writes to it may take ten times as long."""
@@ -75,7 +74,6 @@ class TieredStore:
             lambda key: self._demotion.may_leave_memory(StoreKey(key)),
             lambda key, nbytes: self._demotion.left_memory(StoreKey(key)),
             None if ssd is None else lambda key: ssd.contains([StoreKey(key)])[0],
-            has_quota,
             quota_of,
         )
         self._prefaulter = Prefaulter(self.memory.arena.region) if prefault else None
@@ -392,10 +390,6 @@ class TieredStore:
         if self.ssd is not None:
             usages[_SSD] = self.ssd.usage_by_namespace()
         return usages
-
-    def set_ssd_quota(self, namespace: bytes, quota_bytes: int) -> None:
-        if self.ssd is not None:
-            self.ssd.set_quota(namespace, quota_bytes)
 
     def drain(
         self, progress: Callable[[str, int], None] = lambda tier, left: None

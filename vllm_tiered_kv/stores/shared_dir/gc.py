@@ -5,7 +5,7 @@ Any number of collectors may run at once, on any number of hosts, without coordi
 - Ages are measured by the clock of the file server (`recency.py`).
 - A block is a candidate only if it was neither used nor published within the grace period. Its
   mtime is the time of the last write or use, its ctime that of publication.
-- A removal is undone if the block has changed since the scan (`removal.py`).
+- A removal is undone if the block has changed since the scan (`block_files.py`).
 - Two collectors choose the same blocks. A block that another collector has removed counts as freed,
   so that two of them do not free twice as much as necessary.
 
@@ -34,9 +34,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_tiered_kv.core.store import StoreKey
+from vllm_tiered_kv.stores.shared_dir.block_files import Removal
 from vllm_tiered_kv.stores.shared_dir.counters import Totals
 from vllm_tiered_kv.stores.shared_dir.file_ops import is_absent
-from vllm_tiered_kv.stores.shared_dir.removal import Removal
 from vllm_tiered_kv.stores.shared_dir.store import SharedDirStore
 from vllm_tiered_kv.stores.shared_dir.tree import FOLDER, Entry, EntryKind, Identity
 
@@ -294,7 +294,7 @@ class SharedDirGc:
                 break
             outcome = Removal.SPARED
             if block.key not in in_use:
-                outcome = self._store.remover.remove(block.key, block.seen)
+                outcome = self._store.files.remove(block.key, block.seen)
             if outcome is Removal.REMOVED:
                 report.removed_blocks += 1
                 report.removed_bytes += block.nbytes
@@ -311,13 +311,13 @@ class SharedDirGc:
         return free_bytes
 
     def _parent_of(self, block: Candidate) -> StoreKey | None:
-        found = self._store.reader.peek(block.key)
+        found = self._store.files.peek(block.key)
         return None if found is None else found.header.parent
 
     def _settle(self, entry: Entry, report: GcReport) -> None:
         assert entry.key is not None
         assert entry.condemned is not None
-        outcome = self._store.remover.settle(entry.key, entry.path, entry.condemned)
+        outcome = self._store.files.settle(entry.key, entry.path, entry.condemned)
         report.removed_trash += outcome is Removal.REMOVED
         report.restored_blocks += outcome is Removal.SPARED
         report.errors += outcome is Removal.FAILED

@@ -35,7 +35,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm_tiered_kv.core.store import StoreKey
-from vllm_tiered_kv.stores.shared_dir.block_file import BlockReader
+from vllm_tiered_kv.stores.shared_dir.block_files import BlockFiles
 from vllm_tiered_kv.stores.shared_dir.counters import Event, EventCounts
 from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps, is_absent
 from vllm_tiered_kv.stores.shared_dir.tree import Tree
@@ -109,7 +109,7 @@ class Recency:
         tree: Tree,
         ops: FileOps,
         counts: EventCounts,
-        reader: BlockReader,
+        files: BlockFiles,
         clock: ServerClock,
         interval_s: float,
         monotonic: Callable[[], float] = time.monotonic,
@@ -117,7 +117,7 @@ class Recency:
         self._tree = tree
         self._ops = ops
         self._counts = counts
-        self._reader = reader
+        self._files = files
         self._clock = clock
         self._period_s = interval_s / 2
         self._monotonic = monotonic
@@ -218,7 +218,7 @@ class Recency:
         return stale
 
     def _read_use(self, key: StoreKey) -> Use | None:
-        found = self._reader.peek(key)
+        found = self._files.peek(key)
         if found is None:
             return None
         return Use(key, found.header.parent, found.used_at_s)

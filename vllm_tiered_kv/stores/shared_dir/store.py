@@ -1,8 +1,8 @@
 """A BlockStore in a directory that many daemons or engines on many hosts share.
 
 There is no index and no lock. A block is present if its file exists (`tree.py`). Files are
-published when they are complete (`publication.py`), verified at every read (`block_file.py`), and
-removed by the garbage collector (`gc.py`). Errors of the file system become results of a call, not
+published when they are complete and verified at every read (`block_files.py`), and removed by the
+garbage collector (`gc.py`). Errors of the file system become results of a call, not
 exceptions, except that `delete` raises if a block may remain.
 """
 
@@ -36,13 +36,10 @@ from vllm_tiered_kv.stores.block_format import (
     is_key,
 )
 from vllm_tiered_kv.stores.io_threads import IoThreads
-from vllm_tiered_kv.stores.shared_dir.block_file import BlockReader, ReadBlock
+from vllm_tiered_kv.stores.shared_dir.block_files import BlockFiles, ReadBlock, Removal
 from vllm_tiered_kv.stores.shared_dir.counters import Event, EventCounts, Totals, UsageTracker
 from vllm_tiered_kv.stores.shared_dir.file_ops import FileOps, is_absent
-from vllm_tiered_kv.stores.shared_dir.publication import NO_SPACE, Published, Publisher
 from vllm_tiered_kv.stores.shared_dir.recency import Recency, ServerClock, Use
-from vllm_tiered_kv.stores.shared_dir.removal import Deleter, Removal, Remover
-from vllm_tiered_kv.stores.shared_dir.synced_files import SyncedFiles, UnsyncedBlocks
 from vllm_tiered_kv.stores.shared_dir.tree import EntryKind, Identity, open_tree
 
 logger = logging.getLogger(__name__)
@@ -50,6 +47,8 @@ logger = logging.getLogger(__name__)
 _PUT_ATTEMPTS = 3  # a present block may be collected before it is made durable
 _KEYS_PER_TASK = 32  # passing one lookup to another thread costs more than the lookup
 _LOG_INTERVAL_S = 60.0
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+_MAX_UNSYNCED = 65536
 _KEPT = frozenset({PutResult.STORED, PutResult.PRESENT})
 
 _In = TypeVar("_In")
@@ -88,6 +87,66 @@ class SharedDirSettings:
             )
 
 
+class UnsyncedBlocks:
+    """Blocks that this process has written but not synced, and those that a failed sync lost.
+
+    Both are bounded: when the unsynced ones are full, the store syncs; of the lost ones the oldest
+    are removed first. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._written: dict[StoreKey, None] = {}
+        self._lost: dict[StoreKey, None] = {}
+        self.failures = 0  # number of failed syncs
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._written) >= _MAX_UNSYNCED
+
+    def wrote(self, keys: Sequence[StoreKey], failures: int) -> bool:
+        """Adds blocks whose writing started after this number of failures. Returns False if a sync
+        has failed since, which may have lost them."""
+        with self._lock:
+            if failures != self.failures:
+                self._lose(keys)
+                return False
+            for key in keys:
+                self._written[key] = None
+                self._lost.pop(key, None)
+            return True
+
+    def synced(self, keys: Sequence[StoreKey]) -> None:
+        """Records blocks that were written and synced individually."""
+        with self._lock:
+            for key in keys:
+                self._lost.pop(key, None)
+
+    def take(self) -> list[StoreKey]:
+        """Takes the blocks that a sync starting now covers."""
+        with self._lock:
+            taken, self._written = self._written, {}
+            return list(taken)
+
+    def failed(self, taken: Sequence[StoreKey]) -> list[StoreKey]:
+        """Records that the sync of these blocks failed. Returns all blocks it may have lost,
+        including those written meanwhile."""
+        with self._lock:
+            self.failures += 1
+            lost = [*taken, *self._written]
+            self._written = {}
+            self._lose(lost)
+            return lost
+
+    def _lose(self, keys: Sequence[StoreKey]) -> None:
+        self._lost.update(dict.fromkeys(keys))
+        while len(self._lost) > _MAX_UNSYNCED:
+            del self._lost[next(iter(self._lost))]
+
+    def is_lost(self, key: StoreKey) -> bool:
+        return key in self._lost
+
+
 class SharedDirStore:
     """A BlockStore in a shared directory, which it opens or creates. Thread-safe.
 
@@ -102,18 +161,14 @@ class SharedDirStore:
         self.tree = open_tree(settings.root, self.ops)
         self.clock = ServerClock(self.ops, self.tree.clock_path)
         self.usage_tracker = UsageTracker()
-        self.remover = Remover(self.tree, self.ops, self.counts, self.usage_tracker)
-        self._deleter = Deleter(self.tree, self.ops, self.usage_tracker)
-        self.reader = BlockReader(self.tree, self.ops, self.counts, self.remover)
-        self._durable = SyncedFiles()
+        self.files = BlockFiles(self.tree, self.ops, self.counts, self.usage_tracker)
         self._unsynced = UnsyncedBlocks()
         self.on_lost: OnLost = lambda keys: None
-        self._publisher = Publisher(self.tree, self.ops, self._durable, self.remover)
         self.recency = Recency(
             self.tree,
             self.ops,
             self.counts,
-            self.reader,
+            self.files,
             self.clock,
             settings.touch_interval_s,
         )
@@ -161,7 +216,7 @@ class SharedDirStore:
         return stat.S_ISREG(status.st_mode) and status.st_size >= HEADER_BYTES
 
     def _facts(self, key: StoreKey) -> BlockFacts | None:
-        found = self.reader.peek(key) if is_key(key) else None
+        found = self.files.peek(key) if is_key(key) else None
         if found is None:
             return None
         header = found.header
@@ -183,7 +238,7 @@ class SharedDirStore:
         if not is_key(key):
             self.counts.add(Event.BAD_KEY)
             return None
-        return self.reader.read(key, into.cast("B"))
+        return self.files.read(key, into.cast("B"))
 
     def put(
         self, items: Sequence[PutItem], durability: Durability = Durability.MEMORY
@@ -236,7 +291,7 @@ class SharedDirStore:
             return PutResult.DROPPED
         except OSError as error:
             self._warn_write_error(error)
-            if error.errno in NO_SPACE:
+            if error.errno in _NO_SPACE:
                 self.counts.add(Event.NO_SPACE)
                 return PutResult.DROPPED
             self.counts.add(Event.WRITE_ERROR)
@@ -267,11 +322,10 @@ class SharedDirStore:
             self.counts.add(Event.BAD_CHECKSUM)
             return PutResult.FAILED
         header = BlockHeader(item.key, item.parent, len(payload), checksum)
-        published = self._publisher.publish(item.key, encode_header(header), payload, sync)
-        if published is Published.NEW:
+        if self.files.publish(item.key, encode_header(header), payload, sync):
             self.usage_tracker.changed(1, header.file_bytes)
             return PutResult.STORED
-        if sync and not self._make_durable(item.key):
+        if sync and not self.files.make_durable(item.key):
             return None
         return PutResult.PRESENT
 
@@ -286,30 +340,17 @@ class SharedDirStore:
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EEXIST, f"the path of block {key.hex()} is not a regular file")
         if self._unsynced.is_lost(key):
-            removal = self.remover.remove(key, Identity.of(status))
+            removal = self.files.remove(key, Identity.of(status))
             if removal not in (Removal.REMOVED, Removal.GONE):
                 raise OSError(errno.EBUSY, "a block lost by a failed sync cannot be replaced")
             return False
-        if status.st_size != HEADER_BYTES + payload_bytes and self.reader.peek(key) is None:
+        if status.st_size != HEADER_BYTES + payload_bytes and self.files.peek(key) is None:
             return False  # truncated by a crash; `peek` has removed it
         # A collector checks for touches before it removes a block. If the touch finds no file, the
         # block was collected just now, and is written again.
         if self.recency.is_stale(status.st_mtime_ns / 1e9) and not self.recency.touch(key):
             return False
-        return not sync or self._make_durable(key)
-
-    def _make_durable(self, key: StoreKey) -> bool:
-        """Syncs and verifies a present block; returns whether it is durable. Removes damage."""
-        synced = self._publisher.sync_present(key)
-        if synced is None:
-            return False
-        if self._durable.knows(key, synced):
-            return True
-        found = self.reader.verify(key)
-        if found is None or found.file != synced:
-            return False
-        self._durable.note(key, synced)
-        return True
+        return not sync or self.files.make_durable(key)
 
     # ---- the rest -------------------------------------------------------------------------------
 
@@ -319,7 +360,7 @@ class SharedDirStore:
         shards: dict[str, list[StoreKey]] = {}
         for key in filter(is_key, keys):
             shards.setdefault(self.tree.shard_of(key), []).append(key)
-        by_shard = self._threads.map(self._deleter.delete, list(shards.values()))
+        by_shard = self._threads.map(self.files.delete, list(shards.values()))
         outcomes = [outcome for shard in by_shard for outcome in shard]
         failed = [outcome for outcome in outcomes if isinstance(outcome, OSError)]
         if failed:

@@ -17,7 +17,6 @@ import numpy as np
 from vllm_tiered_kv.cache.durable_index import DurableIndex
 from vllm_tiered_kv.core.arena_geometry import SlabGeometry, aligned
 from vllm_tiered_kv.core.store import (
-    MAX_KEY_BYTES,
     BlockFacts,
     OnLost,
     PutItem,
@@ -26,15 +25,13 @@ from vllm_tiered_kv.core.store import (
 )
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.errors import InvariantError
-from vllm_tiered_kv.stores.namespaces import HasQuota, NamespaceUsage, owner_of
+from vllm_tiered_kv.stores.namespaces import NamespaceUsage, QuotaOf, owner_of
 from vllm_tiered_kv.stores.ssd.budget import Budget
 from vllm_tiered_kv.stores.ssd.committer import Committer
 from vllm_tiered_kv.stores.ssd.record_format import (
     ALIGNMENT,
-    RecordArray,
     encode_del,
     encode_put,
-    put_records,
     rows_of,
 )
 from vllm_tiered_kv.stores.ssd.recovery import LiveBlocks
@@ -50,8 +47,7 @@ _MIN_SLOTS_FOR_AHEAD = 512  # no slots are kept free in smaller classes
 
 
 class BlockTable:
-    """Index and journal records of one store. `SsdStore` owns it; its committer calls it as
-    `CommitOwner`."""
+    """Index and journal records of one store. `SsdStore` owns it."""
 
     committer: Committer  # set before the first change
 
@@ -61,16 +57,17 @@ class BlockTable:
         budget: Budget,
         eviction: str,
         counters: SsdCounters,
-        has_quota: HasQuota,
+        quota_of: QuotaOf,
     ) -> None:
         self._folder = folder
         self._budget = budget
         self._counters = counters
-        self._has_quota = has_quota
+        self._quota_of = quota_of
         self._logged_full = False
         self._awaited: Counter[int] = Counter()  # slots that waiting puts need, by class
         self.geometry = SlabGeometry(budget.data_bytes, budget.slab_bytes, ALIGNMENT)
         self.index = DurableIndex(self.geometry, eviction, self._on_evict, self._on_leave)
+        self.index.quota_of = quota_of
         self.live_bytes = 0  # bytes of the slots of readable blocks
         self.by_namespace = NamespaceUsage()  # of the same slots
         self.on_lost: OnLost | None = None
@@ -89,7 +86,7 @@ class BlockTable:
 
     def size_class(self, key: StoreKey, nbytes: int) -> int:
         """Returns the size class of a block; valid as long as the class has a block."""
-        return self.index.class_for(nbytes, owner_of(key, self._has_quota))
+        return self.index.class_for(nbytes, owner_of(key, self._quota_of))
 
     def offset(self, slot: int, length: int) -> int:
         slab, position = divmod(slot, self.geometry.slots_per_slab)
@@ -188,24 +185,9 @@ class BlockTable:
         self._counters.evicted_blocks += 1
         self._counters.evicted_bytes += nbytes
 
-    # ---- for the committer --------------------------------------------------------------------
-
-    def live_records(self) -> RecordArray:
-        return put_records(self.index.rows(MAX_KEY_BYTES))
-
-    def live_count(self) -> int:
-        return len(self.index)
-
-    def take_quarantined(self) -> list[int]:
-        return self.index.take_quarantined()
-
-    def released(self, slots: list[int]) -> None:
-        self.index.release(slots)
-
-    def quarantine_again(self, slots: list[int]) -> None:
-        self.index.quarantine_again(slots)
-
-    def lost(self, slots: list[int]) -> int:
+    def drop_lost(self, slots: list[int]) -> int:
+        """Removes blocks whose data may never reach the disk; returns how many of them were removed
+        without being reported. For the committer."""
         keys = []
         for slot in slots:
             with suppress(InvariantError):  # the slot is free by now

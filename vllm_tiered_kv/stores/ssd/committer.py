@@ -17,12 +17,15 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
-from vllm_tiered_kv.stores.ssd.data_file import DataFile
+from vllm_tiered_kv.cache.durable_index import DurableIndex
+from vllm_tiered_kv.core.store import MAX_KEY_BYTES
 from vllm_tiered_kv.stores.ssd.disk import Disk
 from vllm_tiered_kv.stores.ssd.journal import Journal, Records
+from vllm_tiered_kv.stores.ssd.opening import OpenFolder
+from vllm_tiered_kv.stores.ssd.record_format import put_records
 from vllm_tiered_kv.stores.ssd.settings import Backoff, FsyncPolicy, SsdCounters
 
 logger = logging.getLogger(__name__)
@@ -31,27 +34,6 @@ INTERVAL_SECONDS = 1.0  # how long a record may wait for others, to share a sync
 BATCH_RECORDS = 1024  # a batch of this size is written at once
 _REMEMBERED_FAILURES = 256  # in cycles; no caller waits for a cycle older than this
 _DEAD_RECORDS = 4096  # a journal with more dead records than this, and mostly dead, is rewritten
-
-
-class CommitOwner(Protocol):
-    """What the committer needs of the store. It makes all calls under the store's lock."""
-
-    def live_records(self) -> Records:
-        """Returns the records of all readable blocks, coldest first."""
-
-    def live_count(self) -> int: ...
-    def take_quarantined(self) -> list[int]:
-        """Takes the slots that are in quarantine; the records of their removal are queued."""
-
-    def released(self, slots: list[int]) -> None:
-        """Frees slots whose removal is durable."""
-
-    def quarantine_again(self, slots: list[int]) -> None:
-        """Returns slots to quarantine, because their removal is not durable."""
-
-    def lost(self, slots: list[int]) -> int:
-        """Removes blocks whose data may never reach the disk. Returns how many of them were removed
-        without being reported."""
 
 
 class _DataSyncError(Exception):
@@ -65,28 +47,29 @@ class Committer:
     def __init__(
         self,
         lock: threading.Lock,
-        owner: CommitOwner,
+        index: DurableIndex,
+        drop_lost: Callable[[list[int]], int],
         disk: Disk,
         folder: Path,
-        store: bytes,
-        data: DataFile,
-        journal: Journal,
+        opened: OpenFolder,
         policy: FsyncPolicy,
-        max_journal_records: int,
         counters: SsdCounters,
         backoff: Backoff,
     ) -> None:
+        """`drop_lost` removes the blocks in these slots, whose data may never reach the disk, and
+        returns how many of them it could not report. The committer calls it under the lock."""
         self._lock = lock
         self._work = threading.Condition(lock)
         self._finished = threading.Condition(lock)
-        self._owner = owner
+        self._index = index
+        self._drop_lost = drop_lost
         self._disk = disk
         self._folder = folder
-        self._store = store
-        self._data = data
-        self._journal = journal
+        self._store = opened.store
+        self._data = opened.data
+        self._journal = opened.journal
         self._group = policy is FsyncPolicy.GROUP
-        self._max_records = max_journal_records
+        self._max_records = opened.budget.max_journal_records
         self._counters = counters
         self._backoff = backoff
         self._queue: list[bytes] = []
@@ -223,10 +206,10 @@ class Committer:
         batch, self._queue = self._queue, []
         sync_all, self._sync_all = self._sync_all, False
         self._urgent = False
-        quarantined = self._owner.take_quarantined()
+        quarantined = self._index.take_quarantined()
         self._releasing = bool(quarantined)
         rewrite = self._should_rewrite(len(batch))
-        records: Records = self._owner.live_records() if rewrite else batch
+        records: Records = put_records(self._index.rows(MAX_KEY_BYTES)) if rewrite else batch
         sync_data = sync_all or rewrite or (self._group and bool(self._unsynced))
         written: list[int] = []
         if sync_data:
@@ -264,7 +247,7 @@ class Committer:
 
     def _should_rewrite(self, more: int) -> bool:
         records = self._journal.records + more
-        mostly_dead = records > 2 * self._owner.live_count() + _DEAD_RECORDS
+        mostly_dead = records > 2 * len(self._index) + _DEAD_RECORDS
         return self._broken or self._rewrite or records > self._max_records or mostly_dead
 
     def _write(self, records: Records, rewrite: bool, sync_data: bool, sync_all: bool) -> None:
@@ -296,7 +279,7 @@ class Committer:
         self._durable = number
         self._broken = self._rewrite = False
         self._backoff.succeeded()
-        self._owner.released(quarantined)
+        self._index.release(quarantined)
 
     def _fail(self, error: OSError, quarantined: list[int], lost: list[int]) -> None:
         delay = self._backoff.failed(time.monotonic())
@@ -309,5 +292,5 @@ class Committer:
             )
         self._broken = True
         self._queue = []
-        self._owner.quarantine_again(quarantined)
-        self._has_lost = bool(self._owner.lost(lost)) or self._has_lost
+        self._index.quarantine_again(quarantined)
+        self._has_lost = bool(self._drop_lost(lost)) or self._has_lost

@@ -28,7 +28,7 @@ from vllm_tiered_kv.core.arena_geometry import SlabGeometry
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.native import cpu
 from vllm_tiered_kv.options import format_size
-from vllm_tiered_kv.stores.namespaces import HasQuota
+from vllm_tiered_kv.stores.namespaces import QuotaOf
 from vllm_tiered_kv.stores.ssd.budget import Budget
 from vllm_tiered_kv.stores.ssd.data_file import DataFile
 from vllm_tiered_kv.stores.ssd.disk import Disk
@@ -169,7 +169,7 @@ def open_folder(
     disk: Disk,
     threads: int,
     progress: Callable[[str], None],
-    has_quota: HasQuota,
+    quota_of: QuotaOf,
 ) -> OpenFolder:
     with ExitStack() as undo:
         make_folder(folder, disk)
@@ -186,9 +186,7 @@ def open_folder(
         data = DataFile(disk, folder, threads)
         undo.callback(data.close)
         report = RecoveryReport()
-        journal, live = _recover(
-            folder, superblock, budget, data, disk, report, progress, has_quota
-        )
+        journal, live = _recover(folder, superblock, budget, data, disk, report, progress, quota_of)
         undo.pop_all()
     return OpenFolder(lock, superblock.store, budget, data, journal, live, report)
 
@@ -210,11 +208,11 @@ def _recover(
     disk: Disk,
     report: RecoveryReport,
     progress: Callable[[str], None],
-    has_quota: HasQuota,
+    quota_of: QuotaOf,
 ) -> tuple[Journal, LiveBlocks]:
     contents = read_journal(disk, folder, superblock.store)
     generation = contents.header.generation if contents.header else 0
-    live = live_blocks(contents, superblock.slab_bytes, data.size(), report, has_quota)
+    live = live_blocks(contents, superblock.slab_bytes, data.size(), report, quota_of)
 
     def rewrite() -> Journal:
         nonlocal generation

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_tiered_kv.core.store import MAX_KEY_BYTES, NAMESPACE_BYTES
-from vllm_tiered_kv.stores.namespaces import HasQuota, owner_of
+from vllm_tiered_kv.stores.namespaces import QuotaOf, owner_of
 from vllm_tiered_kv.stores.ssd.journal import JournalContents
 from vllm_tiered_kv.stores.ssd.record_format import (
     ALIGNMENT,
@@ -69,7 +69,7 @@ def live_blocks(
     slab_bytes: int,
     data_bytes: int,
     report: RecoveryReport,
-    has_quota: HasQuota,
+    quota_of: QuotaOf,
 ) -> LiveBlocks:
     """Returns the blocks in a data file of this size; `report` gets what was dropped."""
     report.records = len(contents.records)
@@ -80,7 +80,7 @@ def live_blocks(
     records = _filter(records, _is_plausible(records))
     puts = _filter(records, records["kind"] == PUT)
     puts = _within(puts, slab_bytes, data_bytes, report)
-    classes, shapes = _classes(puts, has_quota)
+    classes, shapes = _classes(puts, quota_of)
     winners = _slab_winners(puts["slot"] // (slab_bytes // ALIGNMENT), classes)
     report.drop("two claims on one slab (damage, or a new quota)", int(np.count_nonzero(~winners)))
     puts, classes = _filter(puts, winners), classes[winners]
@@ -162,7 +162,7 @@ def _within(
 
 
 def _classes(
-    puts: RecordArray, has_quota: HasQuota
+    puts: RecordArray, quota_of: QuotaOf
 ) -> tuple[NDArray[np.int64], list[tuple[bytes, int]]]:
     """Numbers the distinct pairs of owner and slot size; returns the number of each record."""
     if not len(puts):
@@ -177,7 +177,7 @@ def _classes(
         _, number = np.unique(number * len(values) + inverse, return_inverse=True)
     _, first = np.unique(number, return_index=True)
     sizes = _slot_bytes(puts[first])
-    owners = [owner_of(key, has_quota) for key in _keys(puts[first], "key", "key_bytes")]
+    owners = [owner_of(key, quota_of) for key in _keys(puts[first], "key", "key_bytes")]
     named = list(zip(owners, sizes.tolist(), strict=True))
     shapes = list(dict.fromkeys(named))
     merged = {shape: n for n, shape in enumerate(shapes)}

@@ -28,13 +28,12 @@ from vllm_tiered_kv.core.store import (
     PutResult,
     StoreKey,
     StoreUsage,
-    namespace_of,
 )
 from vllm_tiered_kv.core.tiers import Lookup
 from vllm_tiered_kv.errors import NotDeletedError
 from vllm_tiered_kv.native import cpu
 from vllm_tiered_kv.options import format_size
-from vllm_tiered_kv.stores.namespaces import HasQuota, QuotaOf, any_may, require_own
+from vllm_tiered_kv.stores.namespaces import QuotaOf, no_quota
 from vllm_tiered_kv.stores.ssd.block_table import BlockTable
 from vllm_tiered_kv.stores.ssd.committer import Committer
 from vllm_tiered_kv.stores.ssd.data_file import Moved, Place
@@ -66,7 +65,7 @@ class BlockWrite:
     is_readable: bool = False
 
 
-@dataclass
+@dataclass(frozen=True)
 class BlockRead:
     """A block being read from its slot."""
 
@@ -76,9 +75,6 @@ class BlockRead:
     length: int
     checksum: int
     into: memoryview
-    ended: bool = False  # the read was attempted; `good` and `refused` are valid
-    good: bool = False
-    refused: bool = False  # the disk reported an error
 
 
 def as_bytes(view: memoryview) -> memoryview:
@@ -111,12 +107,10 @@ class SsdStore:
         progress: Callable[[str], None] | None = None,
         slab_bytes: int | None = None,
         retry_seconds: float = 5.0,
-        has_quota: HasQuota = any_may,
-        quota_of: QuotaOf | None = None,
+        quota_of: QuotaOf = no_quota,
     ) -> None:
         """`slab_bytes` bounds the size of a block; it is fixed when the folder is made. Namespaces
-        without a quota share slabs. With `quota_of`, `set_quota` is needed only for namespaces that
-        already have blocks."""
+        without a quota share slabs."""
         begin = time.monotonic()
         self.folder = folder
         self.counters = SsdCounters()
@@ -131,14 +125,13 @@ class SsdStore:
         self._backoff = Backoff(retry_seconds)  # for writes of blocks
         self._progress = progress or (lambda line: None)
         disk = disk or OsDisk()
-        self._has_quota = has_quota
         opened = open_folder(
-            folder, capacity_bytes, slab_bytes, disk, io_threads, self._progress, has_quota
+            folder, capacity_bytes, slab_bytes, disk, io_threads, self._progress, quota_of
         )
         self._budget = opened.budget
         self._data = opened.data
         self._folder_lock = opened.lock
-        self._table = BlockTable(folder, opened.budget, eviction, self.counters, has_quota)
+        self._table = BlockTable(folder, opened.budget, eviction, self.counters, quota_of)
         try:
             self._table.restore(opened.live)
         except BaseException:
@@ -146,21 +139,20 @@ class SsdStore:
             raise
         self._to_measure = [StoreKey(key) for key in opened.live.last_keys(_MEASURED_BLOCKS)]
         self._index = self._table.index
-        self._index.quota_of = quota_of
         self._committer = self._table.committer = Committer(
             self._lock,
-            self._table,
+            self._index,
+            self._table.drop_lost,
             disk,
             folder,
-            opened.store,
-            opened.data,
-            opened.journal,
+            opened,
             fsync,
-            opened.budget.max_journal_records,
             self.counters,
             Backoff(retry_seconds),
         )
         self._committer.start()
+        with self._lock:
+            self._index.apply_quotas()  # recovered blocks beyond a quota leave
         self.recovery: RecoveryReport = opened.report
         del opened  # frees the records of the journal
         cpu.release_free_memory()
@@ -213,12 +205,6 @@ class SsdStore:
         with self._lock:
             return self._table.by_namespace.snapshot()
 
-    def set_quota(self, namespace: bytes, quota_bytes: int) -> None:
-        """Limits the bytes of a namespace, in whole slabs and at least one."""
-        require_own(namespace_of(StoreKey(namespace)), self._has_quota)
-        with self._lock:
-            self._index.set_quota(namespace_of(StoreKey(namespace)), quota_bytes)
-
     # ---- read ---------------------------------------------------------------------------------
 
     def get(self, keys: Sequence[StoreKey], into: Sequence[memoryview]) -> list[bool]:
@@ -228,13 +214,16 @@ class SsdStore:
             with self._operation():
                 with self._lock:
                     reads = self._pin(requested)
+                outcomes: list[Moved] = []
                 try:
-                    self._read(reads)
+                    outcomes = self._read_blocks(
+                        [Place(self._table.offset(r.slot, r.length), r.into) for r in reads]
+                    )
                 finally:
                     with self._lock:
-                        self._unpin(reads)
-                for read in reads:
-                    found[read.position] = read.good
+                        for read, moved in zip(reads, outcomes, strict=False):
+                            found[read.position] = self._count_read(read, moved)
+                        self._index.unpin([read.slot for read in reads])
         except _ClosedError:
             pass
         return found
@@ -252,16 +241,6 @@ class SsdStore:
             reads.append(BlockRead(position, slot, key, length, checksum, view))
         self._touch([StoreKey(read.key) for read in reads])
         return reads
-
-    def _read(self, reads: Sequence[BlockRead]) -> None:
-        places = [Place(self._table.offset(read.slot, read.length), read.into) for read in reads]
-        for read, moved in zip(reads, self._read_blocks(places), strict=True):
-            read.ended = True
-            if moved.error is not None:
-                self._warn_once("a block cannot be read and is removed (%s)", moved.error)
-                read.refused = True
-            else:
-                read.good = moved.checksum == read.checksum
 
     def measure_reads(self) -> None:
         """Reads a few blocks and discards them, so that `read_speed` is known before a load.
@@ -303,20 +282,22 @@ class SsdStore:
         self.read_speed.add(sum(place.view.nbytes for place, end in moved if not end.error))
         return outcomes
 
-    def _unpin(self, reads: list[BlockRead]) -> None:
-        for read in reads:
-            if read.good:
-                self.counters.read_blocks += 1
-                self.counters.read_bytes += read.length
-            elif read.ended and self._table.forget(read.slot, read.key):
-                if read.refused:
-                    self.counters.read_errors += 1
-                else:
-                    self.counters.bad_blocks += 1
-                    self._warn_once(
-                        "a block is damaged and is removed (%s)", "its checksum does not match"
-                    )
-            self._index.unpin([read.slot])
+    def _count_read(self, read: BlockRead, moved: Moved) -> bool:
+        """Returns whether the block is good; removes it otherwise."""
+        if moved.error is None and moved.checksum == read.checksum:
+            self.counters.read_blocks += 1
+            self.counters.read_bytes += read.length
+            return True
+        if moved.error is not None:
+            self._warn_once("a block cannot be read and is removed (%s)", moved.error)
+        else:
+            self._warn_once("a block is damaged and is removed (%s)", "its checksum does not match")
+        if self._table.forget(read.slot, read.key):
+            if moved.error is not None:
+                self.counters.read_errors += 1
+            else:
+                self.counters.bad_blocks += 1
+        return False
 
     # ---- write --------------------------------------------------------------------------------
 

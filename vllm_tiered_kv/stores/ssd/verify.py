@@ -10,7 +10,7 @@ from pathlib import Path
 from vllm_tiered_kv.core.arena_geometry import aligned
 from vllm_tiered_kv.errors import StoreFormatError
 from vllm_tiered_kv.native import cpu
-from vllm_tiered_kv.stores.namespaces import all_share
+from vllm_tiered_kv.stores.namespaces import no_quota
 from vllm_tiered_kv.stores.ssd.disk import Disk, OsDisk, read_all
 from vllm_tiered_kv.stores.ssd.folder import DATA, FORMAT, LOCK, FolderLock, read_superblock
 from vllm_tiered_kv.stores.ssd.journal import JournalContents, read_journal
@@ -73,12 +73,12 @@ def _verify(folder: Path, disk: Disk, progress: Callable[[str], None]) -> Verify
         data = disk.open(folder / DATA, 0)  # O_RDONLY
     except FileNotFoundError:
         _note_if_unused(report, contents, 0)
-        live_blocks(contents, superblock.slab_bytes, 0, report.journal, all_share)
+        live_blocks(contents, superblock.slab_bytes, 0, report.journal, no_quota)
         return report
     try:
         size = disk.size(data)
         _note_if_unused(report, contents, size)
-        live = live_blocks(contents, superblock.slab_bytes, size, report.journal, all_share)
+        live = live_blocks(contents, superblock.slab_bytes, size, report.journal, no_quota)
         slots_per_slab = superblock.slab_bytes // ALIGNMENT
         for done, encoded in enumerate(live.records):
             if done % _PROGRESS_BLOCKS == 0:
