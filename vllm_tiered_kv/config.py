@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from vllm_tiered_kv.errors import ConfigError
@@ -148,16 +147,9 @@ class TieredKVConfig:
     )
     copy_strategy: CopyStrategy = choice(
         CopyStrategy.AUTO,
-        "How blocks are copied to a GPU. `auto` measures at start which is fastest and "
-        "remembers the result; `dma` needs contiguous blocks; `staged` goes through a buffer "
-        "in GPU memory; `direct` is a kernel that reads CPU memory. A strategy that the "
-        "layout does not allow becomes `direct`.",
-    )
-    copy_tuning_file: str = text(
-        "",
-        "File in which `copy_strategy: auto` remembers its measurement. Empty: "
-        "`vllm-tiered-kv/copy.json` in the user's cache folder (`$XDG_CACHE_HOME` or "
-        "`~/.cache`).",
+        "How blocks are copied to a GPU. `auto` chooses by layout and size; `dma` needs "
+        "contiguous blocks; `staged` goes through a buffer in GPU memory; `direct` is a kernel "
+        "that reads CPU memory. A strategy that the layout does not allow becomes `direct`.",
     )
     copy_threads: int = integer(
         0,
@@ -255,14 +247,6 @@ class TieredKVConfig:
                 'needs "store": "eager", since lazy stores know full blocks alone',
             )
         return config
-
-    def tuning_path(self, environ: Mapping[str, str] | None = None) -> Path:
-        """The file of `copy_tuning_file`."""
-        if self.copy_tuning_file:
-            return Path(self.copy_tuning_file)
-        environ = os.environ if environ is None else environ
-        cache = environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        return Path(cache) / "vllm-tiered-kv" / "copy.json"
 
     def describe(self) -> str:
         """One line for the log: what differs from the defaults."""

@@ -15,8 +15,8 @@ process of its own. All modes get the same arrival plan, one after the other. `l
 with a GPU cache that holds everything, `limit_seqs` the same with only as many requests at once as
 fit into the GPU cache of the other modes: where running requests fill that cache, as in `tight`, no
 cache behind it can be faster. In `agents` too, `limit` itself takes more than 0.7 of the best
-other connector's time at the 90th percentile. The *share from cache* counts prompt tokens that are not
-computed, on the GPU or in a tier. Times are in milliseconds and, like the share, those of turns
+other connector's time at the 90th percentile. The *share from cache* counts prompt tokens that are
+not computed, on the GPU or in a tier. Times are in milliseconds and, like the share, those of turns
 from the second on: to the first token (TTFT), in the engine's queue (where requests also wait for
 loads that run beside the steps), from there to the first token, and per output token. Blocks stored
 and dropped are those that our connector counts. *Host* is the memory of all processes (PSS) and the

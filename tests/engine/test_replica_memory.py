@@ -48,10 +48,10 @@ def test_it_is_closed_once_mapped_and_the_work_is_shared(toy: ToyEngine) -> None
     assert not is_open(fd)
     assert half.arena is not None
     assert half.arena.nbytes == toy.half.index.geometry.capacity_bytes
-    assert not half._striping.is_first
+    assert half._striping._replica == 1
     half.shutdown()
     half.shutdown()
-    assert half._striping.is_first  # whoever opens it again has an arena of its own
+    assert half._striping._replica == 0  # whoever opens it again has an arena of its own
 
 
 def test_it_is_closed_where_nothing_is_ever_registered(toy: ToyEngine) -> None:
@@ -80,7 +80,7 @@ def test_memory_that_cannot_be_mapped_leaves_nothing_shared(
     with pytest.raises(ConfigError, match="cpu_memory"):
         half.register_kv_caches(caches(), toy.kv_cache_config)
     assert not is_open(fd)
-    assert half._striping.is_first
+    assert half._striping._replica == 0
     half.shutdown()
 
 
@@ -89,5 +89,5 @@ def test_without_it_a_rank_has_its_part_and_copies_all(toy: ToyEngine) -> None:
     half.register_kv_caches(caches(), toy.kv_cache_config)
     assert half.arena is not None
     assert half.arena.nbytes == toy.half.index.geometry.capacity_bytes // 2
-    assert half._striping.is_first
+    assert half._striping._replica == 0
     half.shutdown()

@@ -18,8 +18,8 @@ def memory(gib: int) -> dict[str, Any]:
 
 
 def settle(engine: RealEngine) -> None:
-    """Lets an idle engine commit its last stores, as the engine's own loop does, and take the output
-    of the last step, which frees the blocks of finished requests."""
+    """Lets an idle engine commit its last stores, as the engine's own loop does, and take the
+    output of the last step, which frees the blocks of finished requests."""
 
     def is_busy() -> bool:
         return engine.half.has_pending_push_work() or bool(engine.scheduler.deferred_frees)

@@ -25,7 +25,6 @@ from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.layout import StridedView, block_runs
 from vllm_tiered_kv.device.arena import Arena
 from vllm_tiered_kv.device.cuda_copier import CudaCopier
-from vllm_tiered_kv.device.inbound_choice import TuningFile
 from vllm_tiered_kv.native import cuda
 from vllm_tiered_kv.remote.store import RemoteStore
 
@@ -46,8 +45,9 @@ def one_round(address: str, wait: bool) -> Arena:
     geometry = ArenaGeometry.for_blocks(ARENA_BYTES, [runs.block_bytes])
     arena = Arena(geometry.capacity_bytes, pin, unpin)
     stream = torch.cuda.current_stream().cuda_stream
-    tuning = TuningFile("test", CopyStrategy.AUTO, None)
-    copier = CudaCopier({0: runs}, geometry, arena, 0, lambda: stream, STAGING_BYTES, tuning)
+    copier = CudaCopier(
+        {0: runs}, geometry, arena, 0, lambda: stream, STAGING_BYTES, CopyStrategy.AUTO
+    )
     store = RemoteStore(address, IDENTITY, timeout_s=20.0, connect_timeout_s=20.0)
     regions = SharedRegions({address: store}, pin, unpin)
     try:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vllm_tiered_kv.config import CopyStrategy
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
 from vllm_tiered_kv.core.layout import BlockRuns
 from vllm_tiered_kv.core.transfer import GroupTransfer, Int64Array
@@ -25,7 +26,7 @@ from vllm_tiered_kv.device.arena import Arena
 from vllm_tiered_kv.device.copier import LoadDone, PinnedBlocks, StoreDone
 from vllm_tiered_kv.device.cuda_channel import CudaChannel
 from vllm_tiered_kv.device.inbound import Pages
-from vllm_tiered_kv.device.inbound_choice import ChosenInbound, TuningFile
+from vllm_tiered_kv.device.inbound_choice import ChosenInbound
 from vllm_tiered_kv.device.layer_parts import LayerParts
 from vllm_tiered_kv.device.outbound import open_outbound
 from vllm_tiered_kv.errors import TieredKVError
@@ -72,12 +73,10 @@ class CudaCopier:
         device: int,
         compute_stream: Callable[[], int],
         staging_bytes: int,
-        tuning: TuningFile | None = None,
-        is_fresh: bool = True,
+        strategy: CopyStrategy,
     ) -> None:
         """`compute_stream` returns the handle of the stream the model currently runs on.
-        `staging_bytes` is the size of the staging buffer of each direction. With `is_fresh` the
-        arena holds no blocks yet, so the measurement of copies may overwrite it."""
+        `staging_bytes` is the size of the staging buffer of each direction."""
         self._device = device
         self._layouts = {
             group_id: native.CudaBlockLayout(device, *group_runs.arrays(), group_runs.num_blocks)
@@ -93,7 +92,7 @@ class CudaCopier:
         self._store_stream = native.Stream(device, low_priority=True)
         self._outbound = open_outbound(device, runs, self._layouts, staging_bytes)
         self._load_stream = native.Stream(device, low_priority=True)
-        self._inbound = ChosenInbound(device, runs, self._layouts, staging_bytes, tuning)
+        self._inbound = ChosenInbound(device, runs, self._layouts, staging_bytes, strategy)
         self._fallback = Pages(device, runs)
         self._fence = native.Event(device)
         self._filled = native.Event(device)
@@ -109,7 +108,6 @@ class CudaCopier:
         self._closed = False
         self.fence()
         self._load_stream.wait(self._fence)  # vLLM may still be initializing its cache
-        self._inbound.tune(self._load_stream, arena, is_fresh)
 
     def open_channel(self) -> CudaChannel:
         return CudaChannel(self._device, self._layouts, self._fence)

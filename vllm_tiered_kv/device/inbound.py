@@ -9,7 +9,7 @@
 - `Pages`: plain copies of every run of every block. Slow; the fallback if a kernel fails.
 
 All of them start after the current work of the stream, and later work of the stream waits for them.
-`copy_tuning` measures which one is fastest.
+`inbound_choice` selects one by layout and size.
 """
 
 from __future__ import annotations
@@ -127,18 +127,6 @@ class Direct:
             ctas=_DIRECT_CTAS,
             part_begin=begin,
             part_end=end,
-        )
-
-    def gather(self, blocks: PinnedBlocks, stream: native.Stream) -> None:
-        """Copies in the other direction, from the device to the slots."""
-        native.gather(
-            self._layouts[blocks.group_id],
-            blocks.block_ids,
-            blocks.region.address,
-            blocks.region.nbytes,
-            blocks.offsets,
-            stream.handle,
-            ctas=_DIRECT_CTAS,
         )
 
     def synchronize(self) -> None:

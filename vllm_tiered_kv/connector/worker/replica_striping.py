@@ -32,10 +32,6 @@ class ReplicaStriping:
         """Whether other ranks copy a part of each job."""
         return self._replicas > 1
 
-    @property
-    def is_first(self) -> bool:
-        return self._replica == 0
-
     def begin(self, job: StoreJob, usable: int) -> GroupTransfer:
         """Returns the blocks of the job that this rank copies, possibly none.
 

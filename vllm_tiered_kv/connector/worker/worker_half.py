@@ -139,15 +139,10 @@ class WorkerHalf:
         self._layers_not_seen = {name for group in runs.values() for name, _ in group.layer_ends}
         device = next(iter(kv_caches.values())).device
         self._close_copies()
-        is_fresh = self.arena is None
         if self.arena is None:
             # Kept when vLLM registers its caches again: the scheduler's index refers to its slots.
             self.arena = self._open_arena(device)
-        # Measuring copies overwrites the arena, so no other rank may use it.
-        may_measure = is_fresh and self._striping.is_first
-        self._copier = _open_copier(
-            device, runs, self._config, self._geometry, self.arena, may_measure
-        )
+        self._copier = _open_copier(device, runs, self._config, self._geometry, self.arena)
         self._pinning = functools.partial(_pinning, device)
         if self._verifier is not None:
             parts = state_parts(kv_cache_config)
@@ -468,7 +463,6 @@ def _open_copier(
     config: TieredKVConfig,
     geometry: ArenaGeometry,
     arena: Arena,
-    is_fresh: bool,
 ) -> Copier:
     if device.type == "cpu":
         from vllm_tiered_kv.device.cpu_copier import CpuCopier
@@ -477,7 +471,6 @@ def _open_copier(
     import torch
 
     from vllm_tiered_kv.device.cuda_copier import CudaCopier
-    from vllm_tiered_kv.device.inbound_choice import TuningFile
     from vllm_tiered_kv.device.staging import affordable_staging
 
     index = _cuda_index(device)
@@ -489,12 +482,7 @@ def _open_copier(
         index,
         lambda: int(torch.cuda.current_stream(index).cuda_stream),
         affordable_staging(free),
-        TuningFile(
-            f"{torch.cuda.get_device_name(index)}, CUDA {torch.version.cuda}",
-            config.copy_strategy,
-            config.tuning_path(),
-        ),
-        is_fresh,
+        config.copy_strategy,
     )
 
 
