@@ -21,6 +21,7 @@ from tests.daemon.daemon_process import DaemonProcess
 from tests.remote.token_states import states
 from vllm_tiered_kv.api import FileCacheConfig, KVCache, KVTensor, MemoryCacheConfig, kv_cache
 from vllm_tiered_kv.errors import ConfigError, TokenCacheError
+from vllm_tiered_kv.stores.block_format import HEADER_BYTES
 
 LAYERS, TENSOR_BYTES = 3, 16
 TOKEN_BYTES = LAYERS * 2 * TENSOR_BYTES
@@ -242,10 +243,10 @@ def test_unused_chunks_of_a_folder_expire(tmp_path: Path) -> None:
 
 
 def test_capacity_of_a_folder_counts_tokens_of_all_ranks(tmp_path: Path) -> None:
-    config = FileCacheConfig(root=tmp_path, namespace="n", ttl=None)
+    config = FileCacheConfig(root=tmp_path, namespace="n", chunk_size=10, ttl=None)
     with KVCache(config, TENSOR_BYTES, 1000, LAYERS, rank=1, world_size=2) as cache:
         chains: Any = cache._cache._chains
-        assert chains._store.usage().capacity_bytes == 1000 * 2 * TOKEN_BYTES
+        assert chains._store.usage().capacity_bytes == 2000 * TOKEN_BYTES + 200 * HEADER_BYTES
     with pytest.raises(ConfigError, match="the folder would fill its file system"):
         KVCache(config, TENSOR_BYTES, layer=LAYERS)
 

@@ -29,6 +29,7 @@ from vllm_tiered_kv.api.token_keys import Tokens
 from vllm_tiered_kv.core.transfer import Int64Array, int64_array
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.native.cpu import BlockLayout, HostRegion, gather, scatter
+from vllm_tiered_kv.stores.block_format import HEADER_BYTES
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -98,13 +99,14 @@ class FileCacheConfig:
     durability: str = "memory"  # see TokenCache.update
     strict: bool = False
 
-    def open(self, namespace: str, token_bytes: int, capacity_bytes: int) -> TokenCache:
+    def open(self, namespace: str, token_bytes: int, capacity_tokens: int) -> TokenCache:
         return TokenCache.open_folder(
             self.root,
             namespace,
             token_bytes,
             self.chunk_size,
-            capacity_bytes=capacity_bytes,
+            capacity_bytes=capacity_tokens * token_bytes
+            + -(-capacity_tokens // self.chunk_size) * HEADER_BYTES,
             ttl=self.ttl,
             collect_every=self.gc_interval,
             strict=self.strict,
@@ -125,8 +127,8 @@ class MemoryCacheConfig:
     server_key: str | os.PathLike[str] | None = None
     strict: bool = False
 
-    def open(self, namespace: str, token_bytes: int, capacity_bytes: int) -> TokenCache:
-        """`capacity_bytes` is not used: the operator of a daemon limits its memory."""
+    def open(self, namespace: str, token_bytes: int, capacity_tokens: int) -> TokenCache:
+        """`capacity_tokens` is not used: the operator of a daemon limits its memory."""
         return TokenCache.connect(
             self.servers,
             namespace,
@@ -184,7 +186,7 @@ class KVCache:
             # Equally long states of another number of layers or ranks are not the same states.
             f"{self.layer} layers, rank {rank or 0} of {ranks}: {cache_config.namespace}",
             self._token_bytes,
-            self.cache_capacity * self._token_bytes * ranks,
+            self.cache_capacity * ranks,
         )
         self._buffers: list[NDArray[np.uint8]] = []
         # Programs written for vineyard do not close their caches.
