@@ -149,6 +149,7 @@ def in_daemon(folder: Path, prompts: Prompts, chunk: int) -> Iterator[Actions]:
         tempfile.TemporaryDirectory() as sockets,
         DaemonProcess(Path(sockets), "--memory", str(DAEMON_MEMORY), *disk) as daemon,
     ):
+        wait_until_populated(daemon)
         config = MemoryCacheConfig(
             servers=daemon.ipc,
             namespace="benchmark",
@@ -167,11 +168,18 @@ def in_daemon(folder: Path, prompts: Prompts, chunk: int) -> Iterator[Actions]:
                 prompts.query(cache)
 
         def restart() -> int:
-            daemon.restart()
+            wait_until_populated(daemon.restart())
             return 0  # its disk is not read through the page cache
 
         yield update, restart, query
     shutil.rmtree(folder / "ssd")
+
+
+def wait_until_populated(daemon: DaemonProcess) -> None:
+    """A daemon takes its memory from the kernel in the background, which needs a core meanwhile."""
+    end = time.monotonic() + 60
+    while daemon.rss_bytes() < DAEMON_MEMORY and time.monotonic() < end:
+        time.sleep(0.1)
 
 
 WAYS = {"files": in_files, "daemon": in_daemon}
