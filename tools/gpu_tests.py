@@ -39,6 +39,7 @@ GROUPS = (  # longest first; each engine takes a minute to start
     ("partial tails", "tests/gpu/test_tails_gpu.py"),
     ("daemon over ipc", "tests/gpu/test_remote_gpu.py", "-k", "ipc"),
     ("daemon over tcp", "tests/gpu/test_remote_gpu.py", "-k", "tcp"),
+    ("tier of OffloadingConnector", "tests/gpu/test_offloading_tier_gpu.py"),
     ("copies", "tests/gpu/test_cuda_copy.py", "tests/gpu/test_cuda_copier.py"),
     ("graph captures", "tests/gpu/test_cuda_capture.py"),
 )

@@ -140,6 +140,44 @@ def _ssd_ratio(case: dict[str, Any], name: str) -> str:
     return f"{text} ({number(spread[0], 2)} … {number(spread[1], 2)})" if spread else text
 
 
+_TOKEN_CACHE = """\
+Tokens of 5 MiB, updated and queried through `KVCache`, beside the disk's own speed with direct I/O.
+*files*: a folder without a daemon, through the page cache, which is empty before the queries.
+*daemon*: its SSD tier, with direct I/O, after a restart. Updates end when everything is on the
+disk. Medians of all rounds; ratios are medians of those of a round.
+"""
+
+
+def token_cache_section(results: Results) -> str:
+    found = results.of("token_cache")
+    if not found:
+        return ""
+    return "\n".join(["## KVCache\n", _TOKEN_CACHE, *(_token_cache(result) for result in found)])
+
+
+def _token_cache(result: Result) -> str:
+    data = result.data
+    rows = []
+    for name, row in data["rows"].items():
+        query, update = (row[f"{action}_mib_per_s"]["median"] for action in ("query", "update"))
+        per_token = data["token_bytes"] / 2**20
+        rows.append(
+            [
+                name if name != "disk" else f"the disk, by {data['disk_by']}",
+                *(number(speed / per_token, 0) for speed in (query, update)),
+                *(number(speed, 0) for speed in (query, update)),
+                *(number(row[f"{action}_of_disk"], 2) for action in ("query", "update")),
+            ]
+        )
+    header = ["", "query, tokens/s", "update, tokens/s", "query, MiB/s", "update, MiB/s"]
+    facts = (
+        f"\n{data['bytes'] / 2**30:.1f} GiB a round, {data['callers']} callers at a time, "
+        f"{data['prompt_tokens']} tokens a call; load average before: "
+        f"{data['load_average_before']:.1f}.\n\n"
+    )
+    return measured_on(result) + facts + table([*header, "query of disk", "update of disk"], rows)
+
+
 _LOOKUP = """\
 What the scheduler half costs: keys and lookup of one long prompt (goal P11: at most 3 ms), and the
 index as it grows (goal P12: constant cost, at most 150 bytes a block).

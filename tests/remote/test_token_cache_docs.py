@@ -8,7 +8,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.daemon.daemon_process import DaemonProcess
@@ -62,3 +64,18 @@ def test_example_without_arguments_prints_usage() -> None:
     assert "expected at least one address" in done.stderr
     assert "python examples/token_cache.py ipc:///tmp/kv.sock" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["memory", "files"])
+def test_vineyard_samples_run(daemon: DaemonProcess, tmp_path: Path, name: str) -> None:
+    text = (ROOT / "examples" / f"vineyard_{name}.py").read_text()
+    place, ours = {
+        "memory": ("ipc:///tmp/kv.sock", daemon.ipc),
+        "files": ("/tmp/vineyard/llm_cache", str(tmp_path / "vineyard" / "llm_cache")),
+    }[name]
+    assert text.count(f'"{place}"') == 1
+    found: dict[str, Any] = {}
+    exec(text.replace(f'"{place}"', repr(ours)), found)
+    if name == "files":  # vineyard's program does not look at the result of its comparison
+        pairs = zip(found["original_kv_tensors"], found["kv_tensors_from_cache"], strict=True)
+        assert all(np.array_equal(stored, queried) for stored, queried in pairs)

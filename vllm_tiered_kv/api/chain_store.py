@@ -1,4 +1,5 @@
-"""Looks up, reads and writes chains of equally long blocks at one or several daemons, in bulk.
+"""Looks up, reads and writes chains of equally long blocks in bulk: at one or several daemons
+(`ChainStore`), or in a shared directory without a daemon (`FolderChains`).
 
 A failure counts as a miss, as everywhere in this package. But the outcome also lists the failures,
 so that callers can distinguish a daemon without the blocks from an unavailable one.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +23,7 @@ from vllm_tiered_kv.remote.placement import Cluster, placed_runs
 from vllm_tiered_kv.remote.shared_memory import SharedMemory
 from vllm_tiered_kv.remote.shm_copy import ByteRows, copy_rows, read_rows, write_blocks
 from vllm_tiered_kv.remote.store import SLOWEST_BYTES_PER_S, RemoteStore
+from vllm_tiered_kv.stores.shared_dir.backing import SharedDirBacking
 from vllm_tiered_kv.wire.limits import MAX_KEYS
 
 _RANK = RankTag()
@@ -43,14 +46,89 @@ class Outcome:
     """Addresses of daemons that could not be used, and why. They may hold more blocks."""
 
 
-class ChainStore:
-    """The block store behind `TokenCache`. Thread-safe; failures of a daemon raise no error."""
+class Chains(ABC):
+    """What `TokenCache` needs of the place where its blocks are. Any thread may call it."""
 
-    def __init__(self, cluster: Cluster, namespace: bytes, timeout_s: float) -> None:
-        self._cluster = cluster
-        self._timeout_s = timeout_s
+    def __init__(self, namespace: bytes) -> None:
         self._prefix = namespace[:NAMESPACE_BYTES]
         self._suffix = _RANK.encode()
+
+    @abstractmethod
+    def match(self, keys: Sequence[BlockKey]) -> Outcome:
+        """Returns how many leading blocks are held."""
+
+    @abstractmethod
+    def read(self, keys: Sequence[BlockKey], into: ByteRows) -> Outcome:
+        """Reads the leading blocks that are held, each into its row. The content of the other rows
+        is undefined afterwards."""
+
+    @abstractmethod
+    def write(
+        self, keys: Sequence[BlockKey], first: int, rows: ByteRows, durability: Durability
+    ) -> Outcome:
+        """Stores blocks whose chain positions start at `first`. The count of the outcome is the
+        number of these blocks that are held now, from `first` without a gap."""
+
+    @abstractmethod
+    def flush(self) -> Outcome:
+        """Makes everything as durable as possible."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Waits for running calls of other threads, then releases everything."""
+
+    def _store_keys(self, keys: Sequence[BlockKey]) -> list[StoreKey]:
+        """Like `store_key`, but faster for thousands of keys."""
+        return [StoreKey(self._prefix + key + self._suffix) for key in keys]
+
+
+class FolderChains(Chains):
+    """Blocks in a shared directory, which this process uses without a daemon. `TokenCache` calls it
+    from any thread; a file system that does not answer blocks the call."""
+
+    def __init__(self, store: SharedDirBacking, namespace: bytes) -> None:
+        super().__init__(namespace)
+        self._store = store
+
+    def match(self, keys: Sequence[BlockKey]) -> Outcome:
+        return Outcome(self._store.match(self._store_keys(keys)), {})
+
+    def read(self, keys: Sequence[BlockKey], into: ByteRows) -> Outcome:
+        # Without the match, a query of a long prompt would read every block behind a gap.
+        held = self.match(keys).count
+        found = self._store.get(self._store_keys(keys[:held]), [row.data for row in into[:held]])
+        return Outcome(_leading(found), {})
+
+    def write(
+        self, keys: Sequence[BlockKey], first: int, rows: ByteRows, durability: Durability
+    ) -> Outcome:
+        chain = _chain(self._store_keys(keys), first)
+        items = [
+            PutItem(key, parent, row.data) for (key, parent), row in zip(chain, rows, strict=True)
+        ]
+        results = self._store.put(items, durability)
+        kept = _leading([result in _HELD for result in results])
+        is_failure = PutResult.FAILED in results[kept : kept + 1]
+        return Outcome(kept, self._reason("could not be written") if is_failure else {})
+
+    def flush(self) -> Outcome:
+        is_flushed = self._store.flush()
+        return Outcome(int(is_flushed), {} if is_flushed else self._reason("could not be synced"))
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _reason(self, what: str) -> Mapping[str, str]:
+        return {self._store.settings.root: f"{what}; the log has the error"}
+
+
+class ChainStore(Chains):
+    """The chains of daemons. Thread-safe; failures of a daemon raise no error."""
+
+    def __init__(self, cluster: Cluster, namespace: bytes, timeout_s: float) -> None:
+        super().__init__(namespace)
+        self._cluster = cluster
+        self._timeout_s = timeout_s
         self._local_daemons = {
             store: LocalDaemon(store)
             for store in cluster.stores.values()
@@ -62,8 +140,6 @@ class ChainStore:
         return self._match(keys, self._runs(keys), self._deadline())
 
     def read(self, keys: Sequence[BlockKey], into: ByteRows) -> Outcome:
-        """Reads the leading blocks that are held, each into its row. The content of the other rows
-        is undefined afterwards."""
         end = self._deadline(into.nbytes)
         runs = self._runs(keys)
         held = self._match(keys, runs, end)
@@ -71,7 +147,8 @@ class ChainStore:
             stop = min(stop, held.count)
             if start >= stop:
                 break
-            count = self._read(server, self._store_keys(keys[start:stop]), into[start:stop], end)
+            theirs = self._store_keys(keys[start:stop])
+            count = self._read(server, theirs, into[start:stop], end)
             if start + count < stop:
                 failures = self._read_failures(server, keys[start + count], end)
                 return Outcome(start + count, failures)
@@ -80,14 +157,11 @@ class ChainStore:
     def write(
         self, keys: Sequence[BlockKey], first: int, rows: ByteRows, durability: Durability
     ) -> Outcome:
-        """Stores blocks whose chain positions start at `first`. The count of the outcome is the
-        number of these blocks that are held now, from `first` without a gap."""
         end = self._deadline(rows.nbytes)
         count = 0
         for start, stop, server in self._runs(keys, first):
-            store_keys = self._store_keys(keys[max(0, start - 1) : stop])
-            parents = [None, *store_keys[:-1]] if start == 0 else store_keys[:-1]
-            chain = list(zip(store_keys[-(stop - start) :], parents, strict=True))
+            before = max(0, start - 1)  # the parent of the first block
+            chain = _chain(self._store_keys(keys[before:stop]), start - before)
             results = self._write(
                 server, chain, rows[start - first : stop - first], durability, end
             )
@@ -107,7 +181,6 @@ class ChainStore:
         return Outcome(len(stores) - len(failed), self._reasons(failed))
 
     def close(self) -> None:
-        """Waits for running calls of other threads, then closes the connections."""
         for daemon in self._local_daemons.values():
             daemon.close(waits_for_readers=True)
         self._cluster.close()
@@ -119,10 +192,6 @@ class ChainStore:
 
     def _runs(self, keys: Sequence[BlockKey], first: int = 0) -> list[Run]:
         return list(placed_runs(self._cluster, keys, first))
-
-    def _store_keys(self, keys: Sequence[BlockKey]) -> list[StoreKey]:
-        """Like `store_key`, but faster for thousands of keys."""
-        return [StoreKey(self._prefix + key + self._suffix) for key in keys]
 
     def _match(self, keys: Sequence[BlockKey], runs: Sequence[Run], end: float) -> Outcome:
         count = 0
@@ -163,7 +232,7 @@ class ChainStore:
             return count
         # A local daemon may hold the rest too, but cannot lease it now because of its limit.
         found = server.get(keys[count:], [row.data for row in into[count:]], end)
-        return count + (found.index(False) if False in found else len(found))
+        return count + _leading(found)
 
     def _write(
         self,
@@ -206,6 +275,16 @@ class ChainStore:
         return {
             str(server.address): str(server.last_error or "no answer in time") for server in servers
         }
+
+
+def _chain(keys: list[StoreKey], first: int) -> list[tuple[StoreKey, StoreKey | None]]:
+    """Returns the keys from position `first` on, each with the key before it."""
+    parents = [None, *keys][first : len(keys)]
+    return list(zip(keys[first:], parents, strict=True))
+
+
+def _leading(found: Sequence[bool]) -> int:
+    return found.index(False) if False in found else len(found)
 
 
 def _blocks_at_once(memory: SharedMemory, nbytes: int) -> int:

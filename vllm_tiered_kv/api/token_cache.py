@@ -1,4 +1,4 @@
-"""Caches the KV state of token sequences in running daemons, for any Python program.
+"""Caches the KV state of token sequences in daemons or in a folder, for any Python program.
 
 docs/python-api.md is the user documentation.
 """
@@ -6,20 +6,24 @@ docs/python-api.md is the user documentation.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_tiered_kv.api.chain_store import ChainStore, Outcome
+from vllm_tiered_kv.api.chain_store import Chains, ChainStore, FolderChains, Outcome
 from vllm_tiered_kv.api.token_keys import TokenKeys, Tokens
+from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.store import Durability
 from vllm_tiered_kv.errors import ConfigError, RemoteRefusal, TokenCacheError
 from vllm_tiered_kv.remote.address import EngineIdentity, ServerAddress
 from vllm_tiered_kv.remote.curve import CurveKeys
 from vllm_tiered_kv.remote.placement import Cluster
 from vllm_tiered_kv.remote.shm_copy import ByteRows
+from vllm_tiered_kv.stores.shared_dir.backing import SharedDirBacking
+from vllm_tiered_kv.stores.shared_dir.store import SharedDirSettings
 from vllm_tiered_kv.wire.limits import MAX_BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -39,14 +43,14 @@ class TokenCache:
 
     State is cached in chunks of `chunk_tokens` tokens (1 by default). A chunk is held completely or
     not at all, and calls ignore tokens after the last complete chunk. Programs create it with
-    `connect` and may call it from any thread.
+    `connect` (daemons) or `open_folder` (no daemon) and may call it from any thread.
 
     If a daemon does not answer in time, its state counts as missing, and calls return fewer tokens.
     With `strict` they raise TokenCacheError instead.
     """
 
-    def __init__(self, chains: ChainStore, keys: TokenKeys, shape: tuple[int, int], strict: bool):
-        """Use `connect`."""
+    def __init__(self, chains: Chains, keys: TokenKeys, shape: tuple[int, int], strict: bool):
+        """Use `connect` or `open_folder`."""
         self.token_bytes, self.chunk_tokens = shape
         self._chains = chains
         self._keys = keys
@@ -80,7 +84,7 @@ class TokenCache:
         or no daemon answers.
         """
         addresses = _addresses(servers)
-        _require_name("namespace", namespace)
+        require_name("namespace", namespace)
         chunk_bytes = _chunk_bytes(token_bytes, chunk_tokens)
         _require_seconds("timeout", timeout)
         _require_seconds("connect_timeout", connect_timeout)
@@ -107,21 +111,73 @@ class TokenCache:
         chains = ChainStore(cluster, keys.namespace, timeout)
         return cls(chains, keys, (token_bytes, chunk_tokens), strict)
 
+    @classmethod
+    def open_folder(
+        cls,
+        root: str | os.PathLike[str],
+        namespace: str,
+        token_bytes: int,
+        chunk_tokens: int = 1,
+        *,
+        capacity_bytes: int = 0,
+        ttl: float | None = None,
+        collect_every: float = 1800.0,
+        strict: bool = False,
+    ) -> Self:
+        """Opens the cache of this namespace in a folder, one file per chunk, without a daemon.
+
+        Any number of processes and hosts may use the folder at once, and daemons too, as their
+        `backing`. It is created if it does not exist. Chunks that nobody uses for `ttl` seconds are
+        removed, and the least recently used ones if all together exceed `capacity_bytes`; each
+        process checks that every `collect_every` seconds while the cache is open.
+
+        Raises ConfigError for invalid arguments, and if the folder cannot be used.
+        """
+        require_name("namespace", namespace)
+        _chunk_bytes(token_bytes, chunk_tokens)
+        _require_seconds("collect_every", collect_every)
+        if ttl is not None:
+            _require_seconds("ttl", ttl)
+        if not require_whole("capacity_bytes", capacity_bytes, least=0) and ttl is None:
+            raise ConfigError(
+                "ttl",
+                "without ttl or capacity_bytes the folder would fill its file system; set one",
+            )
+        # Uses must be recorded more often than blocks expire.
+        interval = min(SharedDirSettings.touch_interval_s, (ttl or math.inf) / 2)
+        settings = SharedDirSettings(
+            os.path.abspath(root), capacity_bytes, ttl, grace_s=interval, touch_interval_s=interval
+        )
+        keys = TokenKeys(namespace, token_bytes, chunk_tokens)
+        try:
+            os.makedirs(settings.root, exist_ok=True)
+            store = SharedDirBacking(settings, collect_every)
+        except OSError as error:
+            raise ConfigError(
+                "root", f"{root} cannot be used: {error.strerror or error}"
+            ) from error
+        except ConfigError as error:
+            raise ConfigError("root", str(error).removeprefix(f"{error.key}: ")) from error
+        return cls(FolderChains(store, keys.namespace), keys, (token_bytes, chunk_tokens), strict)
+
     def match(self, tokens: Tokens) -> int:
         """Returns how many leading tokens are held, with at most one request per daemon."""
         self._require_open()
         return self._tokens(self._chains.match(self._keys.of((), tokens)))
 
-    def query(self, tokens: Tokens, into: Memory) -> int:
+    def query(self, tokens: Tokens, into: Memory, prefix: Tokens | None = None) -> int:
         """Reads the state of the leading tokens that are held; returns how many these are.
 
         `into` is writable memory of `len(tokens) * token_bytes` bytes, in the order of the tokens.
-        Its content after the tokens that were read is undefined.
+        Its content after the tokens that were read is undefined. With a `prefix` of complete
+        chunks, the call reads tokens that follow it, and not the state of the prefix itself.
         """
         self._require_open()
-        keys = self._keys.of((), tokens)
+        keys, first = self._chain(prefix, tokens)
         rows = self._rows("into", into, len(tokens), must_write=True)
-        return self._tokens(self._chains.read(keys, rows)) if keys else 0
+        if len(keys) == first:
+            return 0
+        return self._tokens(self._chains.read(keys[first:], rows))
 
     def update(
         self,
@@ -143,13 +199,7 @@ class TokenCache:
         """
         self._require_open()
         level = _durability(durability)
-        prefix = () if prefix is None else prefix
-        first, partial = divmod(len(prefix), self.chunk_tokens)
-        if partial:
-            raise ValueError(
-                f"prefix: {len(prefix)} tokens are not whole chunks of {self.chunk_tokens}"
-            )
-        keys = self._keys.of(prefix, tokens)
+        keys, first = self._chain(prefix, tokens)
         rows = self._rows("state", state, len(tokens))
         if len(keys) == first:
             return 0
@@ -180,9 +230,15 @@ class TokenCache:
         if self._closed:
             raise ValueError("this cache is closed")
 
+    def _chain(self, prefix: Tokens | None, tokens: Tokens) -> tuple[list[BlockKey], int]:
+        """Returns the keys of all chunks, and how many of them belong to the prefix."""
+        prefix = () if prefix is None else prefix
+        first = whole_chunks(prefix, self.chunk_tokens)
+        return self._keys.of(prefix, tokens), first
+
     def _raise_if_strict(self, outcome: Outcome) -> Outcome:
         if self._strict and outcome.failures:
-            raise TokenCacheError("daemons could not be used", outcome.failures)
+            raise TokenCacheError("the cache could not be used", outcome.failures)
         return outcome
 
     def _tokens(self, outcome: Outcome) -> int:
@@ -223,7 +279,7 @@ def _addresses(servers: str | Sequence[str]) -> list[str]:
     return addresses
 
 
-def _require_name(name: str, value: object) -> None:
+def require_name(name: str, value: object) -> None:
     if not isinstance(value, str) or not value or not _is_text(value):
         raise ConfigError(name, f"expected a name, got {value!r}")
 
@@ -241,14 +297,23 @@ def _require_seconds(name: str, value: object) -> None:
         raise ConfigError(name, f"expected seconds, up to {_MAX_TIMEOUT_S}, got {value!r}")
 
 
-def _require_positive(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(name, f"expected a whole number of at least 1, got {value!r}")
+def whole_chunks(prefix: Tokens, chunk_tokens: int) -> int:
+    """Returns how many chunks the prefix has; raises ValueError if the last one is partial."""
+    chunks, partial = divmod(len(prefix), chunk_tokens)
+    if partial:
+        raise ValueError(f"prefix: {len(prefix)} tokens are not whole chunks of {chunk_tokens}")
+    return chunks
+
+
+def require_whole(name: str, value: object, least: int = 1) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(name, f"expected a whole number of at least {least}, got {value!r}")
+    return value
 
 
 def _chunk_bytes(token_bytes: int, chunk_tokens: int) -> int:
-    _require_positive("token_bytes", token_bytes)
-    _require_positive("chunk_tokens", chunk_tokens)
+    require_whole("token_bytes", token_bytes)
+    require_whole("chunk_tokens", chunk_tokens)
     if token_bytes * chunk_tokens > MAX_BLOCK_BYTES:
         raise ConfigError(
             "chunk_tokens",

@@ -40,15 +40,18 @@ def open_store(options: BackingOptions) -> SharedDirBacking:
 
 
 class SharedDirBacking(SharedDirStore):
-    """A shared directory whose garbage the daemon collects in a thread. `open_store` creates it;
-    the threads of the backing tier's executors call it."""
+    """A shared directory whose garbage is collected in a thread. `open_store` creates it for a
+    daemon, where the threads of the backing tier's executors call it; `TokenCache.open_folder`
+    creates it for other programs."""
 
     is_absent = False  # a file system that does not answer hangs; see StoreExecutor
 
-    def __init__(self, settings: SharedDirSettings) -> None:
+    def __init__(
+        self, settings: SharedDirSettings, collect_every_s: float = _COLLECT_EVERY_S
+    ) -> None:
         super().__init__(settings)
         self.on_unanswered: Callable[[], None] = lambda: None
-        self._collector = GcThread(SharedDirGc(self), _COLLECT_EVERY_S)
+        self._collector = GcThread(SharedDirGc(self), collect_every_s)
         self._collector.start()
 
     def put(
