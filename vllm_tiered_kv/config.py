@@ -180,6 +180,17 @@ class TieredKVConfig:
         "Rendezvous hashing distributes blocks over several daemons; losing one costs only "
         "its share of the blocks.",
     )
+    portable_shards: int = integer(
+        0,
+        "Lets engines of different tensor-parallel sizes use each other's blocks at daemons: the "
+        "number of shards that a block is divided into, the same at all of these engines. It is a "
+        "multiple of each tensor-parallel size, best the largest, and divides the model's number "
+        "of KV heads. An engine of as many ranks copies as without the option, a smaller one in "
+        "smaller pieces (ADR 0023). 0: only engines of the same size share blocks. For models "
+        "with MLA any other value has the same effect.",
+        low=0,
+        high=1024,
+    )
     remote_lookup_timeout: float = seconds(
         0.1,
         "How long a new request may wait for a daemon's lookup. After that the lookup counts "

@@ -115,8 +115,7 @@ class RemoteTier:
         if self._cluster.server_for(keys[0][0]) is None:
             state.remote.lookup = self._lookups.unavailable()
             return
-        lengths = [group.block_bytes for group in self._groups]
-        state.remote.lookup = self._lookups.start(keys, firsts, lengths, windows)
+        state.remote.lookup = self._lookups.start(keys, firsts, self.identity.block_bytes, windows)
 
     def _has_lost_blocks(self, state: RequestState, computed: int) -> bool:
         """Whether the GPU or the CPU tier has evicted blocks that the lookup left out because they
@@ -263,9 +262,9 @@ class RemoteTier:
         if len(self._arenas_of_rank) < self._num_workers:
             return False
         return all(
-            span.lease is not None and self._is_usable(span.lease, group.block_bytes)
-            for group in self._groups
-            for span in answer.spans[group.group_id]
+            span.lease is not None and self._is_usable(span.lease, nbytes)
+            for spans, nbytes in zip(answer.spans, self.identity.block_bytes, strict=True)
+            for span in spans
         )
 
     def _is_usable(self, lease: LookupLease, nbytes: int) -> bool:
