@@ -187,7 +187,7 @@ class TieredKVConfig:
         "multiple of each tensor-parallel size, best the largest, and divides the model's number "
         "of KV heads. An engine of as many ranks copies as without the option, a smaller one in "
         "smaller pieces (ADR 0023). 0: only engines of the same size share blocks. For models "
-        "with MLA any other value has the same effect.",
+        "with MLA, whose ranks hold whole blocks, any number serves all sizes.",
         low=0,
         high=1024,
     )
@@ -265,6 +265,8 @@ class TieredKVConfig:
                 "reuse_partial_tail",
                 'needs "store": "eager", since lazy stores know full blocks alone',
             )
+        if config.portable_shards and not config.remote:
+            raise ConfigError("portable_shards", "is for blocks at daemons; set remote too")
         return config
 
     def tuning_path(self, environ: Mapping[str, str] | None = None) -> Path:

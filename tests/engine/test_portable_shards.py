@@ -344,5 +344,7 @@ def test_tensors_of_another_shape_are_refused(model: Path) -> None:
 
 def _worker(model: Path):
     config = sized(engine_config(model), 1)
-    options = TieredKVConfig.load({"cpu_memory": "16MiB", "portable_shards": SHARDS}, {})
+    options = TieredKVConfig.load(
+        {"cpu_memory": "16MiB", "remote": "tcp://127.0.0.1:1", "portable_shards": SHARDS}, {}
+    )
     return assembly.make_worker_half(options, config, cache_of(config, 1))
