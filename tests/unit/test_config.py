@@ -188,7 +188,7 @@ def test_shares_are_from_zero_to_one() -> None:
 
 
 def test_shards_for_other_sizes_need_a_daemon() -> None:
-    with pytest.raises(ConfigError, match="portable_shards: .* set remote too"):
+    with pytest.raises(ConfigError, match=r"portable_shards: .* set remote too"):
         TieredKVConfig.load({"portable_shards": 4}, {})
     at_daemon = TieredKVConfig.load({"portable_shards": 4, "remote": "tcp://host:1"}, {})
     assert at_daemon.portable_shards == 4
