@@ -187,7 +187,7 @@ def _remote_tier(
     puts = RemotePuts(cluster, tier, min(config.remote_queue, capacity // 2))
     # A daemon on this host is as near as the CPU tier and holds one copy for all engines.
     keep_copies = not all(address.startswith("ipc://") for address in config.remote)
-    remote = RemoteTier(cluster, lookups, puts, tier, keep_copies, parallel.world_size)
+    remote = RemoteTier(cluster, lookups, puts, tier, keep_copies, parallel.world_size, shards)
     return remote, lookups
 
 
