@@ -79,6 +79,20 @@ ROWS = (
         "rank)",
     ),
     Row(
+        "Blocks of engines with another tensor-parallel size",
+        State.CACHED,
+        (
+            "tests/engine/test_portable_shards.py::test_each_size_finds_the_blocks_of_each_other",
+            "tests/engine/test_portable_shards.py::test_with_mla_every_rank_holds_whole_blocks",
+            "tests/engine/test_remote_engines.py::"
+            "test_engines_share_a_daemon_across_their_sizes_their_deaths_and_its_own",
+            _kinds("test_engines_of_other_sizes_have_keys_of_their_own"),
+        ),
+        "only at daemons and with the option portable_shards, for full attention, sliding windows "
+        "and MLA; not with more ranks than KV heads, layers of different head counts, recurrent or "
+        "draft layers, pipelines or VLLM_BATCH_INVARIANT, which the option refuses",
+    ),
+    Row(
         "Sliding window",
         State.CACHED,
         (

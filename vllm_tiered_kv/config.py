@@ -172,6 +172,17 @@ class TieredKVConfig:
         "Rendezvous hashing distributes blocks over several daemons; losing one costs only "
         "its share of the blocks.",
     )
+    portable_shards: int = integer(
+        0,
+        "Lets engines of different tensor-parallel sizes use each other's blocks at daemons: the "
+        "number of shards that a block is divided into, the same at all of these engines. It is a "
+        "multiple of each tensor-parallel size, best the largest, and divides the model's number "
+        "of KV heads. An engine of as many ranks copies as without the option, a smaller one in "
+        "smaller pieces (ADR 0023). 0: only engines of the same size share blocks. For models "
+        "with MLA, whose ranks hold whole blocks, any number serves all sizes.",
+        low=0,
+        high=1024,
+    )
     remote_lookup_timeout: float = seconds(
         0.1,
         "How long a new request may wait for a daemon's lookup. After that the lookup counts "
@@ -246,6 +257,8 @@ class TieredKVConfig:
                 "reuse_partial_tail",
                 'needs "store": "eager", since lazy stores know full blocks alone',
             )
+        if config.portable_shards and not config.remote:
+            raise ConfigError("portable_shards", "is for blocks at daemons; set remote too")
         return config
 
     def describe(self) -> str:

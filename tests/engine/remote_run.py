@@ -1,6 +1,6 @@
 """Run in a process of its own by test_remote_engines.py: one engine over a daemon.
 
-Answers the prompts, waits until everything worth keeping has left for the daemon, prints the
+Answers the first prompts, waits until everything worth keeping has left for the daemon, prints the
 answers and its counters as JSON, and then stays up until it is killed.
 """
 
@@ -22,10 +22,12 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(3, 1000) for _ in range(n)] for n in LENGTHS]
 
 
-def main(model: str, options: dict, stored_blocks: int) -> None:
+def main(model: str, options: dict, stored_blocks: int, count: int, ranks: int) -> None:
     from vllm import SamplingParams
 
-    llm = open_engine(model, options, block_size=BLOCK, enforce_eager=True)
+    llm = open_engine(
+        model, options, block_size=BLOCK, enforce_eager=True, tensor_parallel_size=ranks
+    )
     params = SamplingParams(temperature=0, max_tokens=1)
 
     def counters() -> dict[str, float]:
@@ -36,7 +38,7 @@ def main(model: str, options: dict, stored_blocks: int) -> None:
                 found[name] = found.get(name, 0) + metric.value
         return found
 
-    told = answers(llm, prompts())
+    told = answers(llm, prompts()[:count])
     deadline = time.monotonic() + 60
     while counters().get("stored_blocks[remote]", 0) < stored_blocks:
         assert time.monotonic() < deadline, counters()
@@ -47,4 +49,4 @@ def main(model: str, options: dict, stored_blocks: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], json.loads(sys.argv[2]), *map(int, sys.argv[3:]))

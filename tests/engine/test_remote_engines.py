@@ -24,9 +24,17 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 WHOLE = [(length - 1) // BLOCK * BLOCK for length in LENGTHS]
 
 
-def run_and_kill(model: Path, options: dict, stored_blocks: int = 0) -> dict:
-    """An engine that answers all prompts and is then killed with everything it started."""
-    options = {"cpu_memory": "16MiB", "remote_lookup_timeout": 10, **options}  # a busy machine
+def run_and_kill(
+    model: Path, remote: str, stored_blocks: int = 0, count: int = len(LENGTHS), ranks: int = 1
+) -> dict:
+    """An engine that answers the first prompts and is then killed with everything it started."""
+    options = {
+        "cpu_memory": "16MiB",
+        "remote": remote,
+        "remote_lookup_timeout": 10,  # a busy machine
+        "load_policy": "always",
+        "portable_shards": 2,
+    }
     environment = {
         **os.environ,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
@@ -40,7 +48,7 @@ def run_and_kill(model: Path, options: dict, stored_blocks: int = 0) -> dict:
                 "tests.engine.remote_run",
                 str(model),
                 json.dumps(options),
-                str(stored_blocks),
+                *map(str, (stored_blocks, count, ranks)),
             ],
             env=environment,
             cwd=ROOT,
@@ -64,7 +72,7 @@ def run_and_kill(model: Path, options: dict, stored_blocks: int = 0) -> dict:
             process.wait()
 
 
-def test_engines_share_a_daemon_across_their_deaths_and_its_own(
+def test_engines_share_a_daemon_across_their_sizes_their_deaths_and_its_own(
     random_model: Path, folder: Path
 ) -> None:
     with DaemonProcess(
@@ -72,28 +80,37 @@ def test_engines_share_a_daemon_across_their_deaths_and_its_own(
         *("--memory", "64MiB"),
         *("--ssd", str(folder / "ssd"), "--ssd-space", "128MiB"),
     ) as daemon:
-        blocks = sum(length // BLOCK for length in LENGTHS)
-        first = run_and_kill(random_model, {"remote": daemon.endpoint}, blocks)
-        assert [answer["cached"] for answer in first["answers"]] == [0] * len(LENGTHS)
-        assert len({tuple(answer["tokens"]) for answer in first["answers"]}) == len(LENGTHS)
+        few = 3
+        blocks = [length // BLOCK for length in LENGTHS]
+        first = run_and_kill(random_model, daemon.endpoint, sum(blocks[:few]), few)
+        assert [answer["cached"] for answer in first["answers"]] == [0] * few
+        assert len({tuple(answer["tokens"]) for answer in first["answers"]}) == few
 
-        # The second maps the daemon's memory.
-        second = run_and_kill(random_model, {"remote": daemon.ipc})
-        assert [answer["cached"] for answer in second["answers"]] == WHOLE
-        assert _said(second) == _said(first)
+        # The second maps the daemon's memory. Each of its two ranks holds one of two KV heads.
+        new = sum(blocks[few:])
+        second = run_and_kill(random_model, daemon.ipc, new, ranks=2)
+        cached = [answer["cached"] for answer in second["answers"]]
+        assert cached == WHOLE[:few] + [0] * (len(LENGTHS) - few)
+        _assert_alike(second, first)
         assert "shares the memory" in daemon.logs
         assert f"model {random_model}" in daemon.logs
-        assert second["counters"]["hit_tokens[remote]"] == sum(WHOLE)
+        assert second["counters"]["hit_tokens[remote]"] == sum(WHOLE[:few])
         assert second["counters"].get("load_failures[remote]", 0) == 0
 
+        # The third has one rank again and finds what both stored.
         daemon.terminate()
         daemon.restart()
-        third = run_and_kill(random_model, {"remote": daemon.endpoint})
+        third = run_and_kill(random_model, daemon.endpoint)
         assert [answer["cached"] for answer in third["answers"]] == WHOLE
-        assert _said(third) == _said(first)
+        _assert_alike(third, first)
+        _assert_alike(third, second)
         assert third["counters"]["loaded_blocks[remote]"] == sum(WHOLE) // BLOCK
         assert "recovered" in daemon.logs
 
 
-def _said(report: dict) -> list[tuple]:
-    return [(answer["tokens"], answer["logprobs"]) for answer in report["answers"]]
+def _assert_alike(one: dict, other: dict) -> None:
+    """The same tokens, as far as both were asked. Ranks of another number add in another order, so
+    that logprobs differ in their last digits."""
+    for answer, expected in zip(one["answers"], other["answers"], strict=False):
+        assert answer["tokens"] == expected["tokens"]
+        assert answer["logprobs"] == pytest.approx(expected["logprobs"], abs=1e-3)

@@ -185,3 +185,10 @@ def test_shares_are_from_zero_to_one() -> None:
         TieredKVConfig.load({"verify_tolerance": 2}, {})
     with pytest.raises(ConfigError, match="a number of seconds"):
         TieredKVConfig.load({"remote_load_timeout": "soon"}, {})
+
+
+def test_shards_for_other_sizes_need_a_daemon() -> None:
+    with pytest.raises(ConfigError, match=r"portable_shards: .* set remote too"):
+        TieredKVConfig.load({"portable_shards": 4}, {})
+    at_daemon = TieredKVConfig.load({"portable_shards": 4, "remote": "tcp://host:1"}, {})
+    assert at_daemon.portable_shards == 4

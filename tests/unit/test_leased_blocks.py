@@ -145,11 +145,11 @@ def test_what_was_leased_is_loaded_whatever_becomes_of_the_daemon(worker: Worker
         worker.daemon.thaw()
     else:
         # Held as by a copy under way: otherwise the worker soon gives up a dead daemon's memory.
-        resident = worker.regions.resident(transfer, RANKS[1], NBYTES)
+        resident = worker.regions.resident(transfer, shard(RANKS[1]))
         assert resident is not None
         worker.daemon.kill()
         channel = worker.loader._channels[0]
-        blocks = resident.blocks
+        (blocks,) = resident.blocks
         channel.scatter(blocks.group_id, blocks.block_ids, blocks.region, blocks.offsets)
         error = None if resident.are_intact else "changed"
         resident.leave()
@@ -165,9 +165,9 @@ def test_what_was_leased_is_loaded_from_the_part_that_is_pinned(
     transfer = leased(lease)
     end = int(lease.offsets[1].max()) + NBYTES
     monkeypatch.setattr(shared_region.SharedRegion, "pinned_bytes", end - 1)
-    assert worker.regions.resident(transfer, RANKS[1], NBYTES) is None
+    assert worker.regions.resident(transfer, shard(RANKS[1])) is None
     monkeypatch.setattr(shared_region.SharedRegion, "pinned_bytes", end)
-    resident = worker.regions.resident(transfer, RANKS[1], NBYTES)
+    resident = worker.regions.resident(transfer, shard(RANKS[1]))
     assert resident is not None
     resident.leave()
     assert worker.load(transfer) is None
@@ -185,7 +185,7 @@ def test_places_that_are_not_ours_are_not_read(
     """The blocks are asked for by their keys instead."""
     lease = worker.lease()
     transfer = leased(lease, ranks, **changes)
-    assert worker.regions.resident(transfer, RANKS[1], NBYTES) is None
+    assert worker.regions.resident(transfer, shard(RANKS[1])) is None
     lease.offsets[:] = 0
     assert worker.load(transfer) is None
     assert worker.is_right()
@@ -216,7 +216,7 @@ def test_a_step_never_answers_from_blocks_that_changed(worker: Worker, later: in
     """Its answer may be out when that is seen."""
     lease = worker.lease()
     transfer = leased(lease, generations=lease.generations + np.uint64(later))
-    remote = SimpleNamespace(resident=lambda one: worker.regions.resident(one, RANKS[1], NBYTES))
+    remote = SimpleNamespace(resident=lambda one: worker.regions.resident(one, shard(RANKS[1])))
     ahead, copier = StepLoads(steps_can_be_discarded=True), StepCopier()
     job = LoadJob("r", (), (transfer,), 7)
     ahead.start(copier, remote, [job], by_layer=False, overtakes=False)  # type: ignore[arg-type]
@@ -231,14 +231,14 @@ def test_a_step_never_answers_from_blocks_that_changed(worker: Worker, later: in
 
 def test_memory_stays_mapped_until_the_last_copy_has_ended(worker: Worker) -> None:
     transfer = leased(worker.lease())
-    resident = worker.regions.resident(transfer, RANKS[1], NBYTES)
+    resident = worker.regions.resident(transfer, shard(RANKS[1]))
     assert resident is not None
     region = worker.regions.of(worker.daemon.ipc)
     assert region is not None
     worker.regions.close()
     assert not region.memory.closed
     assert resident.are_intact
-    assert worker.regions.resident(transfer, RANKS[1], NBYTES) is None
+    assert worker.regions.resident(transfer, shard(RANKS[1])) is None
     resident.leave()
     assert region.memory.closed
 
@@ -266,13 +266,13 @@ def test_memory_of_a_daemon_that_has_gone_is_kept_a_while_and_only_one_at_a_time
     old = transfer.leased.arena_id
     eventually(lambda: old not in worker.regions.ready_arenas)
     assert not worker.regions.ready_arenas
-    resident = worker.regions.resident(transfer, RANKS[1], NBYTES)
+    resident = worker.regions.resident(transfer, shard(RANKS[1]))
     assert resident is not None
     resident.leave()
     monkeypatch.setattr(shared_region, "_KEPT_S", 0.0)
     eventually(lambda: bool(worker.regions.ready_arenas))
     assert old not in worker.regions.ready_arenas
-    assert worker.regions.resident(transfer, RANKS[1], NBYTES) is None
+    assert worker.regions.resident(transfer, shard(RANKS[1])) is None
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["it ends", "others follow"])
@@ -288,7 +288,7 @@ def test_memory_of_a_daemon_that_has_gone_outlasts_a_long_step(
     worker.daemon.start()
     eventually(lambda: not worker.regions.ready_arenas)
     time.sleep(0.5)  # many looks
-    resident = worker.regions.resident(transfer, RANKS[1], NBYTES)
+    resident = worker.regions.resident(transfer, shard(RANKS[1]))
     assert resident is not None
     resident.leave()
     if ends:
@@ -297,4 +297,4 @@ def test_memory_of_a_daemon_that_has_gone_outlasts_a_long_step(
         for _ in range(shared_region._STEPS_AHEAD):
             worker.regions.step_begins()
     eventually(lambda: bool(worker.regions.ready_arenas))
-    assert worker.regions.resident(transfer, RANKS[1], NBYTES) is None
+    assert worker.regions.resident(transfer, shard(RANKS[1])) is None

@@ -25,7 +25,13 @@ from vllm_tiered_kv.connector.identity.model_fingerprint import (
 )
 from vllm_tiered_kv.connector.identity.model_settings import adapter_settings, draft_lookahead
 from vllm_tiered_kv.connector.identity.request_keys import KeyMaker
-from vllm_tiered_kv.connector.identity.shard import Holding, distinct_tags, holding_of, replicas_of
+from vllm_tiered_kv.connector.identity.shard import (
+    Holding,
+    distinct_tags,
+    holding_of,
+    replicas_of,
+    shards_per_rank,
+)
 from vllm_tiered_kv.connector.same_process import find_worker
 from vllm_tiered_kv.connector.scheduler import early_loads
 from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier, EngineFacts
@@ -102,7 +108,10 @@ def make_scheduler_half(
     )
     block_sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
     lazy = _lazy_store(config, vllm_config, block_sizes)
-    namespace = fingerprint(vllm_config, kv_cache_config, config.namespace).namespace()
+    shards = shards_per_rank(config.portable_shards, vllm_config, kv_cache_config)
+    namespace = fingerprint(
+        vllm_config, kv_cache_config, config.namespace, config.portable_shards
+    ).namespace()
     model = str(vllm_config.model_config.model)
     # Daemons use this form of the namespace in logs, listings and quotas.
     logger.info("namespace %s: model %s", namespace[:NAMESPACE_BYTES].hex(), model)
@@ -121,12 +130,12 @@ def make_scheduler_half(
     if config.remote and config.mode is Mode.TIERED:
         identity = EngineIdentity(
             namespace,
-            tuple(block_bytes),
+            tuple(nbytes // shards for nbytes in block_bytes),
             str(kv_cache_config.kv_cache_layout),
             f"vLLM, pid {os.getpid()}, model {model}"[:MAX_TEXT],
         )
         replicas = replicas_of(kv_cache_config, vllm_config.parallel_config)
-        remote, lookups = _remote_tier(config, identity, tier, vllm_config, replicas)
+        remote, lookups = _remote_tier(config, identity, tier, vllm_config, replicas, shards)
     if config.verify_fraction:
         delete = lookups.delete if lookups is not None else None
         verification = Verification(config.verify_fraction, tier, engine.num_ranks, delete)
@@ -158,16 +167,19 @@ def _remote_tier(
     tier: CpuTier,
     vllm_config: VllmConfig,
     replicas: int,
+    shards: int,
 ) -> tuple[RemoteTier, RemoteLookups]:
     """The daemons as the tier behind the CPU tier."""
     parallel = vllm_config.parallel_config
     cluster = open_cluster(config, identity)
     lookups = RemoteLookups(
         cluster,
-        distinct_tags(parallel, replicas),  # a daemon holds a block if it holds all its shards
+        # A daemon holds a block if it holds all its shards.
+        distinct_tags(parallel, replicas, shards),
         config.remote_lookup_timeout,
         config.remote_load_timeout,
         tier.recorder,
+        shards,
     )
     lookups.greet()
     # Replicas that cannot share memory have only their part of the arena each.
@@ -175,7 +187,7 @@ def _remote_tier(
     puts = RemotePuts(cluster, tier, min(config.remote_queue, capacity // 2))
     # A daemon on this host is as near as the CPU tier and holds one copy for all engines.
     keep_copies = not all(address.startswith("ipc://") for address in config.remote)
-    remote = RemoteTier(cluster, lookups, puts, tier, keep_copies, parallel.world_size)
+    remote = RemoteTier(cluster, lookups, puts, tier, keep_copies, parallel.world_size, shards)
     return remote, lookups
 
 
@@ -227,7 +239,10 @@ def make_worker_half(
     geometry = arena_geometry(config, vllm_config, kv_cache_config)
     parallel = vllm_config.parallel_config
     holding = holding_of(
-        parallel.rank, parallel.tensor_parallel_size, replicas_of(kv_cache_config, parallel)
+        parallel.rank,
+        parallel.tensor_parallel_size,
+        replicas_of(kv_cache_config, parallel),
+        shards_per_rank(config.portable_shards, vllm_config, kv_cache_config),
     )
     return WorkerHalf(
         config,

@@ -27,6 +27,23 @@ class StridedView:
     strides: tuple[int, ...]
     itemsize: int
 
+    def shard(self, number: int, count: int) -> StridedView:
+        """Returns one of `count` equal ranges of the second dimension, the heads."""
+        heads = self.shape[1] // count
+        return StridedView(
+            self.name,
+            self.address + number * heads * self.strides[1] * self.itemsize,
+            (self.shape[0], heads, *self.shape[2:]),
+            self.strides,
+            self.itemsize,
+        )
+
+
+def shard_layout(group_id: int, shard: int) -> int:
+    """Returns the number of the layout of one of several shards of a group's blocks. It is no group
+    id, because those have one byte."""
+    return (shard + 1) << 8 | group_id
+
 
 @dataclass(frozen=True)
 class Run:
@@ -45,7 +62,8 @@ class BlockRuns:
     runs: tuple[Run, ...]
     num_blocks: int
     layer_ends: tuple[tuple[str, int], ...] = ()
-    """Where each layer's bytes end in a slot; layers that share memory end at the same place."""
+    """Where each layer's bytes end in a slot; layers that share memory end at the same place. With
+    several shards a layer has one entry per shard."""
 
     @property
     def block_bytes(self) -> int:
@@ -62,7 +80,8 @@ class BlockRuns:
 
 
 def block_runs(views: Iterable[StridedView], num_blocks: int) -> BlockRuns:
-    """Returns the runs of a block over all layers of a group; shared memory counts once."""
+    """Returns the runs of a block over all layers of a group; shared memory counts once. Views of
+    several shards follow each other, each with all layers."""
     runs: list[Run] = []
     offset = 0
     ends: dict[tuple[int, tuple[int, ...], tuple[int, ...]], int] = {}

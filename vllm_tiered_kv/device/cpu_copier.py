@@ -38,10 +38,7 @@ class CpuCopier:
             group_id: native.BlockLayout(*group_runs.arrays(), group_runs.num_blocks)
             for group_id, group_runs in runs.items()
         }
-        self._classes = {
-            group_id: geometry.class_of_block(group_runs.block_bytes)
-            for group_id, group_runs in runs.items()
-        }
+        self._block_bytes = {group_id: r.block_bytes for group_id, r in runs.items()}
         self._geometry = geometry
         self._arena = arena
         self._threads = threads
@@ -141,7 +138,8 @@ class CpuCopier:
             self._thread = None
 
     def _offsets(self, transfer: GroupTransfer) -> Int64Array:
-        return self._geometry.offsets(transfer.slots, self._classes[transfer.group_id])
+        size_class = self._geometry.class_of_block(self._block_bytes[transfer.group_id])
+        return self._geometry.offsets(transfer.slots, size_class)
 
     def _serve_loads(self) -> None:
         while (request := self._requests.get()) is not None:

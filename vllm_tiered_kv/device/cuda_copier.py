@@ -83,9 +83,6 @@ class CudaCopier:
             for group_id, group_runs in runs.items()
         }
         self._block_bytes = {group_id: r.block_bytes for group_id, r in runs.items()}
-        self._classes = {
-            group_id: geometry.class_of_block(r.block_bytes) for group_id, r in runs.items()
-        }
         self._geometry = geometry
         self._arena = arena
         self._compute_stream = compute_stream
@@ -317,7 +314,8 @@ class CudaCopier:
         self._load_stream.synchronize()
 
     def _offsets(self, transfer: GroupTransfer) -> Int64Array:
-        return self._geometry.offsets(transfer.slots, self._classes[transfer.group_id])
+        size_class = self._geometry.class_of_block(self._block_bytes[transfer.group_id])
+        return self._geometry.offsets(transfer.slots, size_class)
 
     def _mark(self, stream: native.Stream) -> native.Event:
         """Records an event behind the current work of the stream."""

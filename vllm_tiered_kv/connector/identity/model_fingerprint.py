@@ -28,6 +28,7 @@ from vllm_tiered_kv.connector.identity.model_settings import (
     draft_settings,
     settings,
 )
+from vllm_tiered_kv.connector.identity.shard import whole_model_spec
 from vllm_tiered_kv.core.key import Fingerprint
 from vllm_tiered_kv.errors import UnsupportedError
 from vllm_tiered_kv.native.cpu import xxh3_64
@@ -77,11 +78,19 @@ class _LoadedModel:
 
 
 def fingerprint(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, tenant: str = ""
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    tenant: str = "",
+    portable_shards: int = 0,
 ) -> Fingerprint:
-    """Returns everything that must be equal for two engines to share blocks."""
+    """Returns everything that must be equal for two engines to share blocks. With
+    `portable_shards`, the number of shards replaces the tensor-parallel size."""
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
+    ranks = parallel.tensor_parallel_size
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    if portable_shards:
+        specs = [whole_model_spec(spec, ranks) for spec in specs]
     return Fingerprint(
         model=model_digest(vllm_config),
         revision=str(model.revision or ""),
@@ -92,11 +101,11 @@ def fingerprint(
         kernels=kv_format(vllm_config),
         block_sizes=tuple(g.kv_cache_spec.block_size for g in kv_cache_config.kv_cache_groups),
         group_layers=tuple(
-            (*group.layer_names, repr(group.kv_cache_spec))
-            for group in kv_cache_config.kv_cache_groups
+            (*group.layer_names, repr(spec))
+            for group, spec in zip(kv_cache_config.kv_cache_groups, specs, strict=True)
         ),
         parallel={
-            "tp": parallel.tensor_parallel_size,
+            **({"shards": portable_shards} if portable_shards else {"tp": ranks}),
             "pp": parallel.pipeline_parallel_size,
             "dcp": parallel.decode_context_parallel_size,
             "pcp": parallel.prefill_context_parallel_size,

@@ -163,9 +163,12 @@ class RemoteLookups:
         timeout_s: float,
         pin_s: float,
         recorder: Recorder,
+        shards_per_rank: int = 1,
         threads: int = 4,
     ) -> None:
+        """`ranks`: the tags of all shards of a block; a worker loads `shards_per_rank` of them."""
         self._cluster = cluster
+        self._shards_per_rank = shards_per_rank
         self._ranks = list(ranks)
         self._timeout_s = timeout_s
         self._pin_s = pin_s
@@ -463,7 +466,7 @@ class RemoteLookups:
         if speeds:
             self._speeds_asked[address] = math.inf
         for tier, rate in speeds.items():
-            share = rate / len(self._ranks)  # ranks load at the same time
+            share = rate / len(self._ranks) * self._shards_per_rank  # ranks load at the same time
             self.read_speeds[tier] = min(share, self.read_speeds.get(tier, share))
 
     def _local_daemon(self, server: RemoteStore) -> LocalDaemon:

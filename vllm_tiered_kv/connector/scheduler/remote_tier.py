@@ -56,15 +56,18 @@ class RemoteTier:
         tier: CpuTier,
         keep_copies: bool,
         num_workers: int = 1,
+        shards_per_rank: int = 1,
     ) -> None:
         """`keep_copies`: blocks loaded from a daemon are stored in the CPU tier too. `num_workers`
-        exceeds the number of shards if workers hold replicas."""
+        exceeds the number of shards if workers hold replicas. Daemons hold a rank's block in
+        `shards_per_rank` pieces."""
         self._num_workers = num_workers
         self._cluster = cluster
         self._lookups = lookups
         self.puts = puts
         self._index = tier.index
         self._groups = tier.groups
+        self._shard_bytes = [group.block_bytes // shards_per_rank for group in tier.groups]
         self._alignment = tier.alignment
         self.keep_copies = keep_copies
         self._has_windows = any(group.window is not None for group in tier.groups)
@@ -115,8 +118,7 @@ class RemoteTier:
         if self._cluster.server_for(keys[0][0]) is None:
             state.remote.lookup = self._lookups.unavailable()
             return
-        lengths = [group.block_bytes for group in self._groups]
-        state.remote.lookup = self._lookups.start(keys, firsts, lengths, windows)
+        state.remote.lookup = self._lookups.start(keys, firsts, self._shard_bytes, windows)
 
     def _has_lost_blocks(self, state: RequestState, computed: int) -> bool:
         """Whether the GPU or the CPU tier has evicted blocks that the lookup left out because they
@@ -263,9 +265,9 @@ class RemoteTier:
         if len(self._arenas_of_rank) < self._num_workers:
             return False
         return all(
-            span.lease is not None and self._is_usable(span.lease, group.block_bytes)
-            for group in self._groups
-            for span in answer.spans[group.group_id]
+            span.lease is not None and self._is_usable(span.lease, nbytes)
+            for spans, nbytes in zip(answer.spans, self._shard_bytes, strict=True)
+            for span in spans
         )
 
     def _is_usable(self, lease: LookupLease, nbytes: int) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_tiered_kv.cache.planner import STATE_WINDOW
-from vllm_tiered_kv.core.layout import BlockRuns, StridedView, block_runs
+from vllm_tiered_kv.core.layout import BlockRuns, StridedView, block_runs, shard_layout
 from vllm_tiered_kv.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -86,10 +86,16 @@ def first_forward_clears(kv_cache_config: KVCacheConfig) -> bool:
 
 
 def group_runs(
-    kv_caches: Mapping[str, torch.Tensor], kv_cache_config: KVCacheConfig
+    kv_caches: Mapping[str, torch.Tensor], kv_cache_config: KVCacheConfig, shards: int = 1
 ) -> dict[int, BlockRuns]:
-    """Returns the byte runs of a block, per group, from the strides of the tensors."""
+    """Returns the byte runs of a block, per group, from the strides of the tensors.
+
+    With several shards, the heads are divided evenly and a slot holds one shard after the other,
+    each with all layers: its bytes are those of a rank that holds nothing else. The layout of each
+    shard alone is returned too, under the number `shard_layout` gives it.
+    """
     runs: dict[int, BlockRuns] = {}
+    num_blocks = kv_cache_config.num_blocks
     expected = group_block_bytes(kv_cache_config)
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
         names = _own_layers(kv_cache_config, group.layer_names)
@@ -99,13 +105,30 @@ def group_runs(
                 f"vLLM registered no KV cache for layer {missing[0]}; this model is not supported"
             )
         views = [strided_view(name, kv_caches[name]) for name in names]
-        runs[group_id] = block_runs(views, kv_cache_config.num_blocks)
+        if shards > 1:
+            _require_heads(views, shards, num_blocks)
+            divided = [[view.shard(n, shards) for view in views] for n in range(shards)]
+            for number, of_shard in enumerate(divided):
+                runs[shard_layout(group_id, number)] = block_runs(of_shard, num_blocks)
+            views = [view for of_shard in divided for view in of_shard]
+        runs[group_id] = block_runs(views, num_blocks)
         if runs[group_id].block_bytes != expected[group_id]:
             raise UnsupportedError(
                 f"KV-cache group {group_id} has {runs[group_id].block_bytes} bytes per block, but "
                 f"vLLM's configuration says {expected[group_id]}; this layout is not supported"
             )
     return runs
+
+
+def _require_heads(views: list[StridedView], shards: int, num_blocks: int) -> None:
+    """Raises unless the tensors have vLLM's shape of blocks, heads, tokens and values."""
+    for view in views:
+        shape = view.shape
+        if len(shape) != 4 or shape[0] != num_blocks or shape[1] % shards:
+            raise UnsupportedError(
+                f"the KV cache of layer {view.name} has the shape {shape}, whose heads cannot be "
+                f"divided into {shards} shards: remove the option portable_shards"
+            )
 
 
 def require_whole_blocks(

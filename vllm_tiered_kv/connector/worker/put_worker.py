@@ -105,12 +105,12 @@ class PutWorker:
         store = self._stores[job.address]
         if self._stopping or not store.available:
             return StoreReport(0, DropReason.UNAVAILABLE)
-        nbytes = self._shard.block_bytes[job.group_id]
+        nbytes, shards = self._shard.shard_bytes(job.group_id), self._shard.count
         items = [
             PutItem(
-                self._shard.key(key),
-                None if parent is None else self._shard.key(parent),
-                memoryview(self._arena.bytes_at(offset, nbytes).data),
+                self._shard.key(key, number),
+                None if parent is None else self._shard.key(parent, number),
+                memoryview(self._arena.bytes_at(offset + number * nbytes, nbytes).data),
             )
             for key, parent, offset in zip(
                 job.keys,
@@ -118,14 +118,18 @@ class PutWorker:
                 self._offsets_of(job.group_id, job.slots).tolist(),
                 strict=True,
             )
+            for number in range(shards)
         ]
         deadline = time.monotonic() + self._timeout_s
         region = self._regions.attached(job.address)
         results = region.store(items, deadline) if region is not None else None
         if results is None:
             results = store.put(items, Durability.MEMORY, deadline)
-        accepted = sum(result in _ACCEPTED for result in results)
-        if accepted == len(results):
-            return StoreReport(accepted)
+        are_accepted = [result in _ACCEPTED for result in results]
+        if all(are_accepted):
+            return StoreReport(len(job.keys))
+        accepted = sum(
+            all(are_accepted[n : n + shards]) for n in range(0, len(are_accepted), shards)
+        )
         reason = DropReason.REFUSED if store.is_up else DropReason.UNAVAILABLE
         return StoreReport(accepted, reason)

@@ -50,8 +50,8 @@ class RemoteIO:
         open_channel: Callable[[], Channel],
         pinning: Callable[[], tuple[Pin | None, Unpin | None]],
     ) -> None:
-        shard = Shard(identity.namespace, holding.tag, dict(enumerate(identity.block_bytes)))
-        self._rank = holding.tag
+        lengths = {group: n * holding.shards for group, n in enumerate(identity.block_bytes)}
+        shard = Shard(identity.namespace, holding.tag, lengths, holding.shards)
         self._shard = shard
         self._timeout_s = config.remote_load_timeout
         self._cluster = open_cluster(config, identity)
@@ -86,16 +86,20 @@ class RemoteIO:
     def resident(self, transfer: RemoteTransfer) -> Resident | None:
         """Returns the leased blocks of a transfer if they can be copied now, without a request to
         the daemon."""
-        nbytes = self._shard.block_bytes[transfer.group_id]
-        return self.regions.resident(transfer, self._rank, nbytes)
+        return self.regions.resident(transfer, self._shard)
 
     def read(self, address: str, key: BlockKey, into: memoryview) -> bool:
-        """Reads this rank's shard of a block like a load would; False if it is not there."""
+        """Reads this rank's shards of a block like a load would; False if they are not there."""
         deadline = time.monotonic() + self._timeout_s
         region = self.regions.attached(address)
+        nbytes = len(into) // self._shard.count
+        parts = [into[n * nbytes : (n + 1) * nbytes] for n in range(self._shard.count)]
+        keys = self._shard.keys([key])
         if region is not None:
-            return region.read(self._shard.key(key), into, deadline)
-        return all(self._cluster.stores[address].get([self._shard.key(key)], [into], deadline))
+            return all(
+                region.read(one, part, deadline) for one, part in zip(keys, parts, strict=True)
+            )
+        return all(self._cluster.stores[address].get(keys, parts, deadline))
 
     def settle(self) -> None:
         """Ends all loads and puts; their results can still be polled. No new ones may follow."""

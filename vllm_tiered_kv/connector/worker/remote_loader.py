@@ -189,8 +189,7 @@ class RemoteLoader:
         return [transfer.part(start, start + blocks) for start in range(0, len(transfer), blocks)]
 
     def _resident(self, piece: RemoteTransfer) -> Resident | None:
-        nbytes = self._shard.block_bytes[piece.group_id]
-        return self._regions.resident(piece, self._shard.rank, nbytes)
+        return self._regions.resident(piece, self._shard)
 
     def _blocks_in_piece(self, group_id: int, total: int, nbytes: int | None = None) -> int:
         block = aligned(self._shard.block_bytes[group_id])
@@ -225,9 +224,7 @@ class RemoteLoader:
                 elif (resident := self._resident(piece)) is not None:
                     self._copy(channel, resident, end)
                 elif (region := self._regions.of(piece.address)) is not None:
-                    keys = self._shard.keys(piece.keys)
-                    nbytes = self._shard.block_bytes[piece.group_id]
-                    region.load(channel, piece, keys, nbytes, load.deadline, end)
+                    region.load(channel, piece, self._shard, load.deadline, end)
                 else:
                     landing = landing or self._open_landing(self._piece_bytes)
                     error = self._fetch(channel, landing, piece, load.deadline)
@@ -260,10 +257,10 @@ class RemoteLoader:
     def _copy(
         self, channel: Channel, resident: Resident, end: Callable[[str | None], None]
     ) -> None:
-        blocks = resident.blocks
         try:
             try:
-                channel.scatter(blocks.group_id, blocks.block_ids, blocks.region, blocks.offsets)
+                for part in resident.blocks:
+                    channel.scatter(part.group_id, part.block_ids, part.region, part.offsets)
             finally:
                 channel.finish()  # also after an error: no copy may read memory after `leave`
             end(None if resident.are_intact else "blocks changed while they were copied")
@@ -293,10 +290,18 @@ class RemoteLoader:
     ) -> tuple[list[int], list[bool]]:
         """Fetches blocks into the landing buffer; returns the offset of each and whether it was
         found."""
-        nbytes = self._shard.block_bytes[group_id]
-        offsets = [n * aligned(nbytes) for n in range(len(keys))]
-        buffers = [memoryview(landing.bytes_at(offset, nbytes).data) for offset in offsets]
-        return offsets, self._stores[address].get(self._shard.keys(keys), buffers, deadline)
+        step = aligned(self._shard.block_bytes[group_id])
+        nbytes, shards = self._shard.shard_bytes(group_id), self._shard.count
+        offsets = [n * step for n in range(len(keys))]
+        buffers = [
+            memoryview(landing.bytes_at(offset + number * nbytes, nbytes).data)
+            for offset in offsets
+            for number in range(shards)
+        ]
+        found = self._stores[address].get(self._shard.keys(keys), buffers, deadline)
+        if shards > 1:
+            found = [all(found[n : n + shards]) for n in range(0, len(found), shards)]
+        return offsets, found
 
     def _probe_piece(self, probe: _Probe, landing: Arena | None) -> Arena | None:
         """Fetches one piece of a probe into the landing buffer; returns that buffer."""

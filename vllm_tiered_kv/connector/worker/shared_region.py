@@ -15,9 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from vllm_tiered_kv.core.key import RankTag
+import numpy as np
+
+from vllm_tiered_kv.connector.identity.shard import Shard
 from vllm_tiered_kv.core.store import PutItem, PutResult, StoreKey
-from vllm_tiered_kv.core.transfer import RemoteTransfer, UInt64Array, int64_array
+from vllm_tiered_kv.core.transfer import Int64Array, RemoteTransfer, UInt64Array, int64_array
 from vllm_tiered_kv.device.copier import Channel, PinnedBlocks
 from vllm_tiered_kv.device.pinning import BackgroundPinner, Pin, Unpin
 from vllm_tiered_kv.errors import CudaError
@@ -45,8 +47,8 @@ class Resident:
     caller calls when the copies have ended.
     """
 
-    blocks: PinnedBlocks
-    _generations: UInt64Array
+    blocks: tuple[PinnedBlocks, ...]  # one entry per shard
+    _generations: tuple[UInt64Array, ...]
     _memory: SharedMemory
 
     @property
@@ -55,7 +57,10 @@ class Resident:
 
         It is False only if the holder of the lease died or released it too early.
         """
-        return self._memory.arena.have_generations(self.blocks.offsets, self._generations)
+        return all(
+            self._memory.arena.have_generations(part.offsets, generations)
+            for part, generations in zip(self.blocks, self._generations, strict=True)
+        )
 
     def leave(self) -> None:
         """Lets the memory be unmapped. Call it exactly once."""
@@ -92,8 +97,7 @@ class SharedRegion:
         self,
         channel: Channel,
         piece: RemoteTransfer,
-        keys: Sequence[StoreKey],
-        nbytes: int,
+        shard: Shard,
         deadline: float,
         end: Callable[[str | None], None],
     ) -> None:
@@ -106,10 +110,10 @@ class SharedRegion:
             end("the daemon's shared memory went away")
             return
         try:
-            lease = self.memory.lease(keys, deadline)
+            lease = self.memory.lease(shard.keys(piece.keys), deadline)
             try:
                 try:
-                    error = self._copy(channel, piece, lease, nbytes)
+                    error = self._copy(channel, piece, lease, shard)
                 finally:
                     channel.finish()  # also after an error: no copy may read a released block
                 end(error)
@@ -119,13 +123,17 @@ class SharedRegion:
             self.memory.leave()
 
     def _copy(
-        self, channel: Channel, piece: RemoteTransfer, lease: BlockLease, nbytes: int
+        self, channel: Channel, piece: RemoteTransfer, lease: BlockLease, shard: Shard
     ) -> str | None:
+        nbytes, wanted = shard.shard_bytes(piece.group_id), len(piece) * shard.count
         there = sum(length == nbytes for length in lease.lengths)
-        if there < len(piece) or not lease.is_complete:
-            return f"{len(piece) - there} of {len(piece)} blocks are no longer there"
+        if there < wanted or not lease.is_complete:
+            return f"{wanted - there} of {wanted} blocks are no longer there"
         region = self.memory.arena.region
-        channel.scatter(piece.group_id, piece.block_ids, region, int64_array(lease.offsets))
+        offsets = int64_array(lease.offsets)
+        for number, layout in enumerate(shard.layouts(piece.group_id)):
+            of_shard = np.ascontiguousarray(offsets[number :: shard.count])
+            channel.scatter(layout, piece.block_ids, region, of_shard)
         channel.finish()
         if not self.memory.are_still_valid(lease):
             return "blocks changed while they were copied"
@@ -194,26 +202,28 @@ class SharedRegions:
         region = self.attached(address)
         return region if region is not None and region.is_pinned else None
 
-    def resident(self, transfer: RemoteTransfer, rank: RankTag, nbytes: int) -> Resident | None:
-        """Returns the blocks of a transfer, of `nbytes` each, if they are leased and this process
-        has them mapped and pinned, else None. A daemon may have died since: then nothing writes its
-        memory any more."""
+    def resident(self, transfer: RemoteTransfer, shard: Shard) -> Resident | None:
+        """Returns the blocks of a transfer if they are leased and this process has them mapped and
+        pinned, else None. A daemon may have died since: then nothing writes its memory any more."""
         daemon = self._daemons.get(transfer.address)
         if transfer.leased is None or daemon is None:
             return None
         memory = daemon.mapped(transfer.leased.arena_id)
         region = None if memory is None else self._regions.get(memory)
-        places = transfer.leased.of_rank(rank)
-        if region is None or places is None:
+        if region is None:
             return None
-        offsets, generations = places
-        end = int(offsets.max(initial=-nbytes)) + nbytes
-        if end > region.pinned_bytes or not region.memory.enter():
+        nbytes = shard.shard_bytes(transfer.group_id)
+        blocks, generations = [], []
+        for rank, layout in zip(shard.ranks, shard.layouts(transfer.group_id), strict=True):
+            places = transfer.leased.of_rank(rank)
+            if places is None or _end_of(places[0], nbytes) > region.pinned_bytes:
+                return None
+            pinned = region.memory.arena.region
+            blocks.append(PinnedBlocks(layout, transfer.block_ids, pinned, places[0]))
+            generations.append(places[1])
+        if not region.memory.enter():
             return None
-        blocks = PinnedBlocks(
-            transfer.group_id, transfer.block_ids, region.memory.arena.region, offsets
-        )
-        return Resident(blocks, generations, region.memory)
+        return Resident(tuple(blocks), tuple(generations), region.memory)
 
     @property
     def ready_arenas(self) -> dict[bytes, int]:
@@ -273,3 +283,7 @@ class SharedRegions:
         # daemon died.
         is_idle = not self._is_stepping and now > self._stepped_at + _KEPT_S
         return not is_idle and self._steps < departed_step + _STEPS_AHEAD
+
+
+def _end_of(offsets: Int64Array, nbytes: int) -> int:
+    return int(offsets.max(initial=-nbytes)) + nbytes

@@ -117,7 +117,7 @@ class StepLoads:
         residents = self._residents.setdefault(number, []) if job.remote else []
         for transfer in job.remote:
             residents.append(_resident(transfer, remote))
-        return [resident.blocks for resident in residents]
+        return [part for resident in residents for part in resident.blocks]
 
     def _leave(self, number: int) -> None:
         for resident in self._residents.pop(number, ()):

@@ -132,8 +132,9 @@ class WorkerHalf:
     ) -> None:
         if self._config.remote:
             require_whole_blocks(kv_caches, kv_cache_config)
-        runs = group_runs(kv_caches, kv_cache_config)
-        self.block_bytes = tuple(runs[group_id].block_bytes for group_id in sorted(runs))
+        runs = group_runs(kv_caches, kv_cache_config, self._holding.shards)
+        groups = range(len(kv_cache_config.kv_cache_groups))
+        self.block_bytes = tuple(runs[group_id].block_bytes for group_id in groups)
         # Loads wait layer by layer only after each layer's hook was called once. vLLM does not call
         # the hooks within a full CUDA graph.
         self._layers_not_seen = {name for group in runs.values() for name, _ in group.layer_ends}
@@ -410,7 +411,8 @@ class WorkerHalf:
         assert self.arena is not None, "vLLM did not register its KV caches"
         if self.block_bytes:
             # Inside a MultiConnector no handshake compares the sizes, so the daemon compares them.
-            identity = dataclasses.replace(identity, block_bytes=self.block_bytes)
+            lengths = tuple(nbytes // self._holding.shards for nbytes in self.block_bytes)
+            identity = dataclasses.replace(identity, block_bytes=lengths)
         return RemoteIO(
             self._config,
             identity,
