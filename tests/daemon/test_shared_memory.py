@@ -30,9 +30,12 @@ from tests.daemon.raw_client import (
     wire,
 )
 from tests.patience import eventually, mostly_slow
-from vllm_tiered_kv.core.store import PutResult
+from vllm_tiered_kv.core.store import PutResult, StoreKey
 from vllm_tiered_kv.device.shared_arena import SharedArena
 from vllm_tiered_kv.errors import ErrorCode
+from vllm_tiered_kv.server.net.limits import ClientLimits
+from vllm_tiered_kv.server.shm.leases import Attachment, Leases
+from vllm_tiered_kv.stores.memory import MemoryStore, PinnedSlot
 
 MIB = 1 << 20
 
@@ -210,6 +213,27 @@ def test_leases_survive_eviction_and_end_with_process(
     finally:
         process.kill()
         process.wait()
+
+
+def test_leaseholder_is_silent_until_it_is_seen() -> None:
+    memory = MemoryStore(1 << 20)
+    leases = Leases(memory, ClientLimits.of_memory(1 << 20), stall_s=60)
+    holder = Attachment(bytes(16), 1, -1, "test")
+    leases.attach(holder)
+    holder.last_seen -= 61
+    assert leases.silent() == [], "it holds nothing"
+    name = StoreKey(bytes(40))
+    slot = memory.reserve(name, None, 4096)
+    assert isinstance(slot, PinnedSlot)
+    lease = leases.reserve(holder, slot)
+    assert lease is not None
+    assert leases.silent() == [holder]
+    leases.was_seen(holder)
+    assert leases.silent() == []
+    holder.last_seen -= 61
+    leases.release(holder, [lease])
+    assert leases.silent() == []
+    memory.close()
 
 
 _STOPPED = """
