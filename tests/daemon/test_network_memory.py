@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from pathlib import Path
 
 import pytest
 import zmq
@@ -105,7 +106,7 @@ def begin(daemon: DaemonProcess, nbytes: int) -> ZmtpClient:
 def test_unfinished_messages_beyond_limit_drop_clients(
     start: StartDaemon, connect: Connect
 ) -> None:
-    daemon = start(*LIMIT)
+    daemon = start(*LIMIT, "--io-threads", "1")  # malloc keeps some memory for each
     honest = connect(daemon.endpoint)
     before = daemon.rss_bytes()
     with contextlib.ExitStack() as held:
@@ -118,6 +119,40 @@ def test_unfinished_messages_beyond_limit_drop_clients(
         assert honest.stats()["dropped_clients"] > 0
         assert daemon.rss_bytes() - before < 200 * MIB
         assert honest.get([key(0)]) == blocks(1)
+        # What clients had that were dropped is given back to the system.
+        eventually(lambda: daemon.rss_bytes() - before < 64 * MIB, 20)
+
+
+def hello_of(client: ZmtpClient) -> None:
+    hello = encode_request(1, wire.Hello(1, "slow", bytes(32), KEY_BYTES, [4096], "test", b""))
+    client.send(bytes([0, len(hello)]) + hello)
+    client.receive()
+
+
+_DAEMON_WITH_SHORT_DEADLINE = """
+from vllm_tiered_kv.server import cli
+from vllm_tiered_kv.server.net import connections
+
+connections._MAX_MESSAGE_STALLS = 1.5
+raise SystemExit(cli.main())
+"""
+
+
+def test_message_that_never_ends_drops_client(folder: Path) -> None:
+    """It makes progress all the time."""
+    daemon = DaemonProcess(folder, *LIMIT, "--stall-timeout", "1s")
+    daemon.program = ["-c", _DAEMON_WITH_SHORT_DEADLINE]
+    with daemon, ZmtpClient(daemon.endpoint) as client:
+        hello_of(client)
+        client.send(b"\x03" + MIB.to_bytes(8, "big") + bytes(8192))
+
+        def is_closed_after_more() -> bool:
+            with contextlib.suppress(ConnectionError):
+                client.send(bytes(100))
+            return client.is_closed()
+
+        eventually(is_closed_after_more)
+        eventually(lambda: "a message took more than 1.5 s" in daemon.logs)
 
 
 def test_stalled_message_drops_client(start: StartDaemon, connect: Connect) -> None:
@@ -125,9 +160,7 @@ def test_stalled_message_drops_client(start: StartDaemon, connect: Connect) -> N
     honest = connect(daemon.endpoint)
     client = ZmtpClient(daemon.endpoint)
     with client:
-        hello = encode_request(1, wire.Hello(1, "slow", bytes(32), KEY_BYTES, [4096], "test", b""))
-        client.send(bytes([0, len(hello)]) + hello)
-        client.receive()
+        hello_of(client)
         client.send(b"\x03" + (8192).to_bytes(8, "big") + bytes(8192))
         eventually(client.is_closed)
         eventually(lambda: "no more bytes of an unfinished message for 1 s" in daemon.logs)
