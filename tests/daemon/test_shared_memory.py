@@ -239,7 +239,7 @@ def test_leaseholder_is_silent_until_it_is_seen() -> None:
 _STOPPED = """
     import sys, time
     from tests.daemon.raw_client import RawClient, attach, key
-    attached = attach(sys.argv[1], {"protocol": 1, "client": "engine\\nof X"})
+    attached = attach(sys.argv[1], {"protocol": 1, "client": "engine\\nof X" + "\\0" * 240})
     client = RawClient("ipc://" + sys.argv[1])
     client.hello(arena=attached.token)
     reserved = client.reserve({key(n): 4096 for n in range(1000, 1200)})
@@ -270,9 +270,10 @@ def test_stopped_process_is_named_and_others_get_leases(
         assert process.stdout.readline() == "85\n"
         assert client.ask(wire.Info()).facts["silent_processes"] == []
         process.send_signal(signal.SIGSTOP)
-        held = f"process {process.pid} ('engine\\nof X') holds leases of {85 * 4096} bytes"
+        name = "engine\\nof X" + "\\x00" * 240  # escaped, it is longer than a text may be
+        held = f"process {process.pid} ('{name}') holds leases of {85 * 4096} bytes"
         eventually(lambda: f"{held} and has sent nothing for 1 s: if it is stopped" in daemon.logs)
-        assert client.ask(wire.Info()).facts["silent_processes"] == [held]
+        assert client.ask(wire.Info()).facts["silent_processes"] == [held[:256]]
         assert client.stats()["silent_leased_bytes"] == client.stats()["leased_bytes"] == 85 * 4096
         attached = attach(daemon.ipc_path)
         other = connect(daemon.ipc, arena=attached.token)
@@ -283,7 +284,7 @@ def test_stopped_process_is_named_and_others_get_leases(
         process.stdin.write("\n")
         process.stdin.flush()
         assert process.stdout.readline() == "released\n"
-        assert f"process {process.pid} ('engine\\nof X') sends again" in daemon.logs
+        assert f"process {process.pid} ('{name}') sends again" in daemon.logs
         eventually(lambda: f"{held.replace(str(85 * 4096), '4096')} and has" in daemon.logs)
         assert daemon.logs.count(f"{held} and has") == 1
         attached.close()

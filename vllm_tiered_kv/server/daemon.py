@@ -53,7 +53,7 @@ from vllm_tiered_kv.server.tiers.demotion import Unwritten
 from vllm_tiered_kv.server.tiers.namespaces import Namespaces
 from vllm_tiered_kv.server.tiers.pins import Pins
 from vllm_tiered_kv.server.tiers.tiered_store import TieredStore
-from vllm_tiered_kv.wire.limits import PROTOCOL_VERSION
+from vllm_tiered_kv.wire.limits import MAX_TEXT, PROTOCOL_VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -299,7 +299,9 @@ class Daemon:
             "tiers": {tier: usage.capacity_bytes for tier, usage in self._store.usages().items()},
             "largest_block": self._limits.largest_block,
             "message_bytes": self._limits.message,
-            "silent_processes": [one.held for one in self._leases.silent()[:_MAX_SILENT_SHOWN]],
+            "silent_processes": [
+                one.held[:MAX_TEXT] for one in self._leases.silent()[:_MAX_SILENT_SHOWN]
+            ],
             "by_namespace": self._namespaces.rows(self._store.usages_by_namespace()),
         }
 
