@@ -4,9 +4,9 @@ A lease ends when the process releases it or is dead, never by time: a stopped p
 copies queued that still read or write the slot. All blocks leased by one request share a lease,
 because a prompt has hundreds of blocks; each reservation has a lease of its own.
 
-So a process that is stopped or hangs keeps what it holds. Each process may therefore use at most two
-thirds of what the others leave of the limit: one that is stopped leaves a third of it, two a ninth.
-Processes that hold leases and are silent are named in the log and in `status`.
+So a process that is stopped or hangs keeps what it holds. Each process may therefore use at most
+two thirds of what the others leave of the limit: one that is stopped leaves a third of it, two a
+ninth. Processes that hold leases and are silent are named in the log and in `status`.
 
 A block leased with a lookup may wait a long time until its request is scheduled. Lookup leases
 therefore have a smaller limit of their own, so that there is always room for leases that are about
