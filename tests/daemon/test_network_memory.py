@@ -16,8 +16,11 @@ from tests.daemon.zmtp import ZmtpClient
 from tests.patience import eventually
 from vllm_tiered_kv.core.store import PutResult
 from vllm_tiered_kv.errors import ConfigError, ErrorCode, ProtocolError
+from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.server.net.connections import Connections, _Connection
 from vllm_tiered_kv.server.net.limits import ClientLimits
 from vllm_tiered_kv.server.net.network_memory import NetworkMemory, request_cost
+from vllm_tiered_kv.server.net.reactor import Reactor
 from vllm_tiered_kv.server.net.sessions import Listener, Peer
 from vllm_tiered_kv.wire.codec import encode_request
 
@@ -69,6 +72,41 @@ def test_admit_request_beyond_limit_refuses_largest_client(network: NetworkMemor
     assert network.total == 80
     network.end_request(peer(0), 30)
     assert network.total == 80
+
+
+def test_departed_clients_make_no_room(network: NetworkMemory) -> None:
+    """Their requests cannot be ended. If they made room, reconnecting would avoid the limit."""
+    for n in range(3):
+        network.admit_request(peer(n), 40 if n < 2 else 15)
+    for n in range(2):
+        network.mark_departed(peer(n))
+    assert_refused(network, peer(3), 16)
+    network.admit_request(peer(3), 14)  # less than client 2, which can be disconnected
+    network.end_request(peer(0), 40)
+    network.mark_reconnected(peer(1))
+    network.admit_request(peer(3), 20)
+
+
+def test_requests_of_departed_clients_do_not_disconnect_others(
+    network: NetworkMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    reactor = Reactor()
+    limits = ClientLimits.of_memory(MIB)
+    connections = Connections(reactor, context, limits, network, 10, 30.0, Recorder())
+    closed: list[int] = []
+    monkeypatch.setattr(connections, "_disconnect", closed.append)
+    connections._open[7] = _Connection(LISTENER, inode=0, identity=b"\1")
+    network.hold(peer(0), 90)
+    network.mark_departed(peer(0))
+    network.hold(peer(1), 30)
+    connections._shed()
+    assert closed == [], "it would be in vain"
+    network.hold(peer(1), 30)  # more than half of the limit
+    connections._shed()
+    assert closed == [7]
+    reactor.close()
+    context.term()
 
 
 def test_reconnected_client_is_counted_again(network: NetworkMemory) -> None:
