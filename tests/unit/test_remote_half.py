@@ -439,6 +439,17 @@ def test_without_a_daemon_nothing_is_pinned() -> None:
     assert tiers.dropped(DropReason.UNAVAILABLE) == 3
 
 
+def test_blocks_that_wait_while_their_daemon_goes_down_are_told_from_refused_ones() -> None:
+    tiers = Tiers(slots=8, queue_blocks=1)
+    tiers.store(0, 3)
+    (job,) = tiers.writes.take()
+    tiers.servers.by_anchor = dict.fromkeys(tiers.servers.by_anchor)
+    tiers.ledger.report_put(job.job_id, [StoreReport(0, DropReason.UNAVAILABLE)])
+    assert tiers.writes.take() == []
+    assert tiers.dropped(DropReason.UNAVAILABLE) == 3
+    assert not tiers.index.pinned_slots()
+
+
 def test_a_reset_while_blocks_are_sent_frees_them_afterwards() -> None:
     tiers = Tiers(slots=4, queue_blocks=4)
     tiers.store(0, 4)
