@@ -28,14 +28,14 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.result_files import describe_environment, save
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
-from vllm_tiered_kv.remote.placement import Placement, anchor_position
+from vllm_tiered_kv.remote.placement import RUN_BLOCKS, Placement, anchor_position
 
 TOKENS = 512
 """Of a simulated block. vLLM's are smaller; blocks between two anchors are never separated."""
@@ -280,46 +280,22 @@ def _index(blocks: int) -> BlockIndex:
     return BlockIndex(ArenaGeometry(_SLOT * blocks, (_SLOT,)), "lru")
 
 
-# ---- scenarios -----------------------------------------------------------------------------------
+# ---- cases ---------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Scale:
-    """How much of everything; `--tiny` is for tests."""
-
-    daemons: tuple[int, ...]
-    compared: int  # daemons where placements, copies and failures are compared
-    copies_per_daemon: float
-    agent_copies: int
-    warm_s: float  # no load is measured before
-    spread_s: float  # copies begin within
-    end_s: float
-
-
-FULL = Scale((16, 64, 256), 64, 0.25, 4, 1200.0, 900.0, 3500.0)
-TINY = Scale((2, 4), 4, 0.5, 1, 60.0, 30.0, 120.0)
-
-SHORT_HEAD, LONG_HEAD = 2048, 24576
-AGENT_HEAD = 12288
-"""Tokens of tools that the sessions of one product share."""
+HELD = 0.6
+"""Share of all distinct blocks of the trace that the daemons of a fleet hold together."""
 FEW_ANCHORS = (0, 64, 512, 4096)
-ALTERNATIVES: dict[str, tuple[int, ...]] = {
-    "first block only": (0,),
-    "0, 64, 512, 4096": FEW_ANCHORS,
-    "every 1024": tuple(range(0, 1 << 14, 1024)),
-    "every 512": tuple(range(0, 1 << 14, 512)),
-    "every 256": tuple(range(0, 1 << 14, 256)),
-    "every 128": tuple(range(0, 1 << 14, 128)),
-    "every 64": tuple(range(0, 1 << 14, 64)),
-}
+"""Where long runs would begin, to compare them with `placement.RUN_BLOCKS`."""
+WARM_S, SPREAD_S, END_S = 1200.0, 900.0, 3500.0
+"""Loads are measured after WARM_S. Copies of the chats begin within SPREAD_S, agents within END_S."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happens to daemons at a time; their number is a share of all."""
+    """Something that happens to the first `count` daemons; which ones they are is random anyway."""
 
     at: float
-    what: str  # kill, restart (with its SSD), replace (empty) or add
+    what: str  # kill, restart (with what its SSD holds), replace (empty) or add
     count: int
 
 
@@ -327,70 +303,87 @@ class Event:
 class Case:
     """One fleet under one kind of traffic."""
 
+    group: str
+    """The table that shows it."""
     traffic: str  # chats or agents
     daemons: int
+    copies: int  # of the trace
     head_tokens: int
-    anchors: str = ""  # of ALTERNATIVES; empty: as the code places
+    long_runs: bool = False
     engine_tokens: int = 0
+    """What an engine's GPU and CPU tier hold."""
     hot_copies: int = 1
     events: tuple[Event, ...] = ()
 
 
-class Simulation:
-    """Runs cases; the bytes of a token turn capacities into blocks."""
+def outage(what: str, count: int) -> tuple[Event, ...]:
+    return (Event(1800.0, "kill", count), Event(2400.0, what, count))
 
-    def __init__(
-        self,
-        scale: Scale,
-        traces: dict[str, Sequence[dict[str, Any]]],
-        kib_per_token: dict[str, float],
-        daemon_bytes: int,
-    ) -> None:
-        self.scale = scale
-        self.traces = traces
-        self.block_bytes = {name: int(kib * 1024 * TOKENS) for name, kib in kib_per_token.items()}
-        self.daemon_bytes = daemon_bytes
 
-    def requests(self, case: Case) -> Iterator[Request]:
-        scale, trace = self.scale, self.traces[case.traffic]
-        if case.traffic == "chats":
-            copies = max(1, round(case.daemons * scale.copies_per_daemon))
-            return chat_requests(trace, copies, case.head_tokens, scale.spread_s, seed=1)
-        return agent_requests(trace, scale.agent_copies, case.head_tokens, scale.end_s, seed=1)
+PLACED = [
+    Case("placement", "chats", daemons, copies, head, long_runs)
+    for daemons, copies, head in [
+        (64, 1, 0),
+        (64, 1, 2048),
+        (64, 1, 24576),
+        (16, 1, 2048),
+        (256, 2, 2048),
+    ]
+    for long_runs in (True, False)
+]
+CASES = [
+    *PLACED,
+    Case("hot", "chats", 64, 1, 24576, hot_copies=4),
+    Case("hot", "chats", 64, 1, 24576, engine_tokens=500_000),
+    Case("failures", "chats", 64, 1, 2048, events=outage("replace", 1)),
+    Case("failures", "chats", 64, 1, 2048, events=outage("replace", 8)),
+    Case("failures", "chats", 64, 1, 2048, events=outage("restart", 8)),
+    Case("failures", "chats", 64, 1, 2048, events=(Event(1800.0, "add", 16),)),
+    Case("placement", "agents", 64, 1, 12288, True),
+    Case("placement", "agents", 64, 1, 12288),
+]
+TINY = [
+    Case("placement", "chats", 4, 1, 2048),
+    Case("hot", "chats", 4, 1, 2048, engine_tokens=50_000, hot_copies=2),
+    Case("failures", "chats", 4, 1, 2048, events=outage("replace", 1)),
+    Case("placement", "agents", 4, 1, 2048, True),
+]
 
-    def run(self, case: Case) -> dict[str, Any]:
-        begin, scale = time.perf_counter(), self.scale
-        block_bytes = self.block_bytes[case.traffic]
-        fleet = Fleet(
-            case.daemons,
-            self.daemon_bytes // block_bytes,
-            case.engine_tokens // TOKENS,
-            Runs(ALTERNATIVES[case.anchors] if case.anchors else None),
-            case.hot_copies,
-        )
-        events = sorted(case.events, key=lambda event: event.at)
-        is_measuring = False
-        for request in self.requests(case):
-            if request.at >= scale.end_s:
-                break
-            if not is_measuring and request.at >= scale.warm_s:
-                fleet.measure()
-                is_measuring = True
-            while events and request.at >= events[0].at:
-                happen(fleet, events.pop(0))
-            fleet.serve(request)
-        found = summary(fleet, scale.warm_s, scale.end_s, block_bytes)
-        if case.events:
-            found["hit_by_minute"] = [
-                round((window.local + window.loaded) / max(window.asked, 1), 4)
-                for _, window in sorted(fleet.windows.items())
-            ]
-        print(f"{case} {found} {time.perf_counter() - begin:.1f} s", flush=True)
-        return found
+
+def requests_of(case: Case, trace: Sequence[dict[str, Any]]) -> Iterator[Request]:
+    if case.traffic == "chats":
+        return chat_requests(trace, case.copies, case.head_tokens, SPREAD_S, seed=1)
+    return agent_requests(trace, case.copies, case.head_tokens, END_S, seed=1)
+
+
+def distinct_blocks(case: Case, trace: Sequence[dict[str, Any]]) -> int:
+    keys: set[bytes] = set()
+    for request in requests_of(case, trace):
+        if request.at >= END_S:
+            break
+        keys.update(request.keys)
+    return len(keys)
+
+
+def run(case: Case, trace: Sequence[dict[str, Any]], distinct: int) -> dict[str, Any]:
+    daemon_blocks = max(1, int(distinct * HELD / case.daemons))
+    runs = Runs(FEW_ANCHORS if case.long_runs else None)
+    fleet = Fleet(case.daemons, daemon_blocks, case.engine_tokens // TOKENS, runs, case.hot_copies)
+    events = list(case.events)
+    is_measuring = False
+    for request in requests_of(case, trace):
+        if request.at >= END_S:
+            break
+        if not is_measuring and request.at >= WARM_S:
+            fleet.measure()
+            is_measuring = True
+        while events and request.at >= events[0].at:
+            happen(fleet, events.pop(0))
+        fleet.serve(request)
+    return {**asdict(case), "daemon_tokens": daemon_blocks * TOKENS, **summary(fleet)}
 
 
 def happen(fleet: Fleet, event: Event) -> None:
-    """The first daemons of the list are the ones that fail: which they are is random anyway."""
     some = list(fleet.daemons)[: event.count]
     if event.what == "kill":
         fleet.kill(some)
@@ -400,39 +393,76 @@ def happen(fleet: Fleet, event: Event) -> None:
         fleet.restart(some, is_warm=event.what == "restart")
 
 
-def summary(fleet: Fleet, begin_s: float, end_s: float, block_bytes: int) -> dict[str, Any]:
+def summary(fleet: Fleet) -> dict[str, Any]:
     loads = list(fleet.loads.values())
-    minutes = range(int(begin_s / _MINUTE), int(end_s / _MINUTE))
-    windows = [fleet.windows[minute] for minute in minutes if minute in fleet.windows]
+    minutes = [minute for minute in sorted(fleet.windows) if WARM_S <= minute * _MINUTE < END_S]
+    windows = [fleet.windows[minute] for minute in minutes]
     asked = max(sum(window.asked for window in windows), 1)
-    seconds = end_s - begin_s
-    in_and_out = [load.loaded + load.put for load in loads]
     by_minute = sorted(load.by_minute[minute] for load in loads for minute in minutes)
-    mean_minute = max(sum(by_minute) / len(by_minute), 1e-9)
     capacity = sum(index.geometry.num_slabs for index in fleet.daemons.values())
+    requests = max(fleet.requests, 1)
     return {
-        "requests_per_s": round(fleet.requests / seconds, 2),
-        "hit": round(sum(window.local + window.loaded for window in windows) / asked, 4),
-        "hit_in_engine": round(sum(window.local for window in windows) / asked, 4),
-        "lookups_per_prompt": round(
-            sum(load.lookups for load in loads) / max(fleet.prompts, 1), 2
-        ),
+        "requests": fleet.requests,
+        "prompt_tokens": round(asked * TOKENS / requests),
+        "hit": round(sum(w.local + w.loaded for w in windows) / asked, 4),
+        "hit_in_engine": round(sum(w.local for w in windows) / asked, 4),
+        "loaded_tokens": round(sum(load.loaded for load in loads) * TOKENS / requests),
+        "put_tokens": round(sum(load.put for load in loads) * TOKENS / requests),
         "max_over_mean": {
-            "lookups": over_mean([load.lookups for load in loads]),
+            "requests": over_mean([load.lookups for load in loads]),
             "loaded": over_mean([load.loaded for load in loads]),
             "put": over_mean([load.put for load in loads]),
-            "bytes": over_mean(in_and_out),
         },
-        "p99_minute_over_mean": round(by_minute[len(by_minute) * 99 // 100] / mean_minute, 2),
+        "p99_minute_over_mean": round(
+            by_minute[len(by_minute) * 99 // 100] * len(by_minute) / max(sum(by_minute), 1), 2
+        ),
         "capacity_used": round(sum(map(len, fleet.daemons.values())) / capacity, 4),
-        "gb_per_s": {
-            "loaded_in_all": round(sum(x.loaded for x in loads) * block_bytes / seconds / 1e9, 3),
-            "put_in_all": round(sum(x.put for x in loads) * block_bytes / seconds / 1e9, 3),
-            "busiest": round(max(in_and_out) * block_bytes / seconds / 1e9, 3),
-            "mean": round(sum(in_and_out) / len(loads) * block_bytes / seconds / 1e9, 3),
-        },
+        "hit_by_minute": [
+            round((window.local + window.loaded) / max(window.asked, 1), 4)
+            for _, window in sorted(fleet.windows.items())
+        ],
     }
 
 
 def over_mean(values: Sequence[int]) -> float:
     return round(max(values) * len(values) / max(sum(values), 1), 2)
+
+
+def moved_share(daemons: int, added: int, keys: int = 2000) -> float:
+    """The share of runs that another daemon holds after some were added."""
+    addresses = [f"tcp://10.0.0.1:{9000 + n}" for n in range(daemons + added)]
+    before, after = Placement(addresses[:daemons]), Placement(addresses)
+    some = [block_key(0, n) for n in range(keys)]
+    return sum(before.order(key)[0] != after.order(key)[0] for key in some) / keys
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--chats", type=Path, required=True, help="trace, .jsonl or .jsonl.xz")
+    parser.add_argument("--agents", type=Path, required=True, help="trace, .jsonl or .jsonl.xz")
+    parser.add_argument("--tiny", action="store_true", help="small fleets, to see that it works")
+    parser.add_argument("--out", type=Path, help="where the JSON goes")
+    args = parser.parse_args()
+    traces = {"chats": read_trace(args.chats), "agents": read_trace(args.agents)}
+    report: dict[str, Any] = {
+        "environment": describe_environment(),
+        "run_blocks": RUN_BLOCKS,
+        "held": HELD,
+        "moved": {"64 + 1": moved_share(64, 1), "64 + 16": moved_share(64, 16)},
+        "cases": [],
+    }
+    distinct: dict[tuple[Any, ...], int] = {}
+    for case in TINY if args.tiny else CASES:
+        trace = traces[case.traffic]
+        same = (case.traffic, case.copies, case.head_tokens)
+        if same not in distinct:
+            distinct[same] = distinct_blocks(case, trace)
+        begin = time.perf_counter()
+        found = run(case, trace, distinct[same])
+        report["cases"].append(found)
+        print(f"{case} {found} {time.perf_counter() - begin:.1f} s", flush=True)
+        save(args.out, report)
+
+
+if __name__ == "__main__":
+    main()

@@ -170,7 +170,9 @@ def examples_table() -> str:
     each = EXAMPLES
     rows = [
         row("", *(e.title for e in each)),
-        row("model, KV cache", *(f"{e.model}, {'fp8' if e.kv_bytes == 1 else 'bf16'}" for e in each)),
+        row(
+            "model, KV cache", *(f"{e.model}, {'fp8' if e.kv_bytes == 1 else 'bf16'}" for e in each)
+        ),
         row("given: requests a second", *(f"{e.requests_per_s:g}" for e in each)),
         row(
             "given: tokens of a prompt + answer",
@@ -186,7 +188,10 @@ def examples_table() -> str:
         ),
         row("a token", *(f"{e.token_bytes / KIB:,.0f} KiB" for e in each)),
         row("a prompt", *(f"{e.prompt_tokens * e.token_bytes / GIB:,.2f} GiB" for e in each)),
-        row("new blocks of a host", *(f"{e.new_bytes_per_s / e.hosts / 1e9:,.2f} GB/s" for e in each)),
+        row(
+            "new blocks of a host",
+            *(f"{e.new_bytes_per_s / e.hosts / 1e9:,.2f} GB/s" for e in each),
+        ),
         row(
             "loaded by a host",
             *(f"{e.loaded_bytes_per_s / e.hosts / 1e9:,.2f} GB/s" for e in each),

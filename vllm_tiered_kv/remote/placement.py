@@ -4,14 +4,14 @@ Placement uses rendezvous hashing: every address gets a score for each anchor ke
 score wins. All engines with the same addresses agree without communication, and adding or removing
 a daemon moves only its own share of the blocks.
 
-Runs of consecutive blocks are on one daemon. The first block of a run is its anchor, whose key chooses
-the daemon.
+Runs of consecutive blocks are on one daemon. The first block of a run is its anchor, whose key
+chooses the daemon.
 
-Runs are short because chains share their first blocks. The run in which chains separate has one anchor
-for all of them, and so one daemon: with a system prompt that all conversations share, it holds the
-rest of this run of every conversation. If runs were long, that daemon would hold almost all blocks
-that are not shared, and the others almost none. A lookup asks each daemon once for all its runs, so
-that short runs do not cost a query each.
+Runs are short because chains share their first blocks. The run in which chains separate has one
+anchor for all of them, and so one daemon: with a system prompt that all conversations share, it
+holds the rest of this run of every conversation. If runs were long, that daemon would hold almost
+all blocks that are not shared, and the others almost none. A lookup asks each daemon once for all
+its runs, so that short runs do not cost a query each.
 """
 
 from __future__ import annotations
