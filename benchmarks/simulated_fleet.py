@@ -93,8 +93,8 @@ def agent_requests(
             for first, count in added:
                 ids.extend(range(first, first + count))
             # The last of the small blocks stands for the prefix up to there.
-            for n in range(len(keys), len(ids) // whole):
-                keys.append(block_key(number, ids[(n + 1) * whole - 1]))
+            ends = ids[(len(keys) + 1) * whole - 1 :: whole]
+            keys.extend(block_key(number, end) for end in ends)
             yield start + at, number, keys[:]
 
     sessions = [session for _ in range(copies) for session in trace]
@@ -107,9 +107,9 @@ def agent_requests(
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
-    opened = lzma.open(path, "rt") if path.suffix == ".xz" else path.open()
-    with opened as lines:
-        return [json.loads(line) for line in lines]
+    data = path.read_bytes()
+    text = (lzma.decompress(data) if path.suffix == ".xz" else data).decode()
+    return [json.loads(line) for line in text.splitlines()]
 
 
 # ---- placement -----------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ HELD = 0.6
 FEW_ANCHORS = (0, 64, 512, 4096)
 """Where long runs would begin, to compare them with `placement.RUN_BLOCKS`."""
 WARM_S, SPREAD_S, END_S = 1200.0, 900.0, 3500.0
-"""Loads are measured after WARM_S. Copies of the chats begin within SPREAD_S, agents within END_S."""
+"""Loads are measured after WARM_S. Chats begin within SPREAD_S, agents within END_S."""
 
 
 @dataclass(frozen=True)

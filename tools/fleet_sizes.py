@@ -28,7 +28,8 @@ def token_bytes(name: str) -> int:
     """Bytes of a token with a KV cache in bfloat16, as `tiered-kv model` computes them."""
     (model,) = (model for model in NAMED if model.name == name)
     check = ModelCheck(read_shape(model.config), block_size=BLOCK_TOKENS, ranks=1, memory=0)
-    assert check.token_bytes and not check.snapshot_bytes, name
+    assert check.token_bytes, name
+    assert not check.snapshot_bytes, name
     return int(check.token_bytes)
 
 
