@@ -131,6 +131,19 @@ def test_a_lookup_asks_each_daemon_once_for_all_its_runs(gap: int) -> None:
     lookups.close()
 
 
+def test_a_lookup_asks_several_daemons_at_the_same_time() -> None:
+    keys = chain(64 * 6)
+    servers = [Server(name, set(keys)) for name in "abcdef"]
+    together = threading.Barrier(5)
+    for server in servers[1:]:
+        server.answers = SimpleNamespace(wait=lambda _: together.wait(30) >= 0)  # type: ignore[assignment]
+    lookup, _, lookups = ask(placed(keys, *servers), keys)
+    assert lookup.answer is not None
+    assert lookup.answer.positions() == [range(64 * 6)]
+    assert [len(server.asked) for server in servers] == [1] * 6
+    lookups.close()
+
+
 def test_questions_of_a_long_chain_are_limited_and_count_their_columns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

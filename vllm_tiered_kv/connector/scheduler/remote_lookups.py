@@ -39,6 +39,7 @@ from vllm_tiered_kv.remote.store import RemoteStore
 logger = logging.getLogger(__name__)
 
 _MAX_KEYS_PER_QUESTION = 16384
+_QUESTIONS_AT_ONCE = 8
 _MAX_STEP_WAIT_S = 0.002
 """Time that one step may wait in total for answers of daemons on this host."""
 _SPEEDS_RETRY_S = 1.0
@@ -200,6 +201,8 @@ class RemoteLookups:
         self._pin_ms = int(pin_s * 1000)
         self._recorder = recorder
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tiered-kv-lookup")
+        # Threads start when a prompt is on several daemons.
+        self._askers = ThreadPoolExecutor(_QUESTIONS_AT_ONCE, thread_name_prefix="tiered-kv-ask")
         self.answers: deque[tuple[int, int]] = deque(maxlen=64)
         """Blocks asked for and blocks found, of the last answers, dropped lookups included."""
         self._step_wait_left_s = 0.0
@@ -318,6 +321,7 @@ class RemoteLookups:
         """Releases all leases; no load may be in flight."""
         self._closing = True
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._askers.shutdown(wait=True)
         for local_daemon in self._local_daemons.values():
             local_daemon.close()
 
@@ -461,14 +465,27 @@ class RemoteLookups:
         for all its runs at once."""
         answers: dict[int, tuple[int, LookupLease | None, Mapping[Tier, int]]] = {}
         questions, parts = _questions(placed_runs(self._cluster, keys, first))
-        for number, column, part in parts:
+
+        def ask(number: int) -> tuple[int, LookupLease | None, Mapping[Tier, int]]:
             server, of_question = questions[number]
+            some = [key for each in of_question for key in keys[each.start : each.stop]]
+            return self._match(server, some, nbytes, deadline)
+
+        for number, column, part in parts:
             if number not in answers:
-                some = [key for each in of_question for key in keys[each.start : each.stop]]
-                answers[number] = self._match(server, some, nbytes, deadline)
+                # The first alone, because it is all that an unknown prompt costs. The others a few
+                # at a time, because a long prompt is on many daemons. Those on this host answer at
+                # once, and their leases must not be lost behind a gap.
+                ahead = range(number, min(number + _QUESTIONS_AT_ONCE, len(questions)))
+                together = [n for n in ahead if not _is_local(questions[n][0])]
+                if number == 0 or number not in together or len(together) == 1:
+                    answers[number] = ask(number)
+                else:
+                    answers.update(zip(together, self._askers.map(ask, together), strict=True))
             count, lease, by_tier = answers[number]
             held = range(part.start, min(part.stop, part.start + max(0, count - column)))
-            yield from _split_leased(held, column, str(server.address), lease, by_tier)
+            address = str(questions[number][0].address)
+            yield from _split_leased(held, column, address, lease, by_tier)
             if len(held) < len(part):
                 return
 
