@@ -215,6 +215,9 @@ class Fleet:
         self.loads = {address: Load() for address in self.daemons}
         self.requests = self.prompts = 0
 
+    def window(self, minute: int) -> Window:
+        return self.windows.get(minute, Window())
+
     def serve(self, request: Request) -> None:
         keys, minute = request.keys, int(request.at / _MINUTE)
         window = self.windows.setdefault(minute, Window())
@@ -419,7 +422,7 @@ def summary(fleet: Fleet) -> dict[str, Any]:
         "capacity_used": round(sum(map(len, fleet.daemons.values())) / capacity, 4),
         "hit_by_minute": [
             round((window.local + window.loaded) / max(window.asked, 1), 4)
-            for _, window in sorted(fleet.windows.items())
+            for window in map(fleet.window, range(max(fleet.windows) + 1))
         ],
     }
 
