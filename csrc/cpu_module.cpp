@@ -26,6 +26,7 @@ namespace tiered_kv {
 namespace {
 
 constexpr size_t kKeyHashBytes = 16;
+constexpr int kZmqDontWait = 1;  // ZMQ_DONTWAIT
 // With fewer bytes, releasing the GIL costs more than it gains.
 constexpr size_t kGilBytes = 4096;
 // With fewer bytes, waking a helper thread costs more than it saves.
@@ -132,6 +133,26 @@ int send_frames(uintptr_t function, uintptr_t socket, const py::sequence& buffer
     while (send(reinterpret_cast<void*>(socket), frame.data(), frame.size(), flags) < 0)
       if (errno != EINTR) return errno;
   return 0;
+}
+
+// Receives a frame of at most 255 bytes, as routing ids are, with zmq_recv, whose address the caller
+// passes. Returns None if there is none.
+py::object receive_short_frame(uintptr_t function, uintptr_t socket) {
+  if (function == 0 || socket == 0) throw ArgumentError("function, socket", "a null address");
+  auto* const receive = reinterpret_cast<int (*)(void*, void*, size_t, int)>(function);
+  char frame[255];
+  int received = 0;
+  do {
+    received = receive(reinterpret_cast<void*>(socket), frame, sizeof frame, kZmqDontWait);
+  } while (received < 0 && errno == EINTR);
+  if (received < 0 && errno == EAGAIN) return py::none();
+  if (received < 0) {
+    PyErr_SetFromErrno(PyExc_OSError);
+    throw py::error_already_set();
+  }
+  if (size_t(received) > sizeof frame)
+    throw ArgumentError("socket", "a frame of " + std::to_string(received) + " bytes");
+  return py::bytes(frame, size_t(received));
 }
 
 ZmqSender make_zmq_sender(uintptr_t send, uintptr_t msg_init_data, uintptr_t msg_send,
@@ -435,6 +456,7 @@ PYBIND11_MODULE(_cpu, module) {
              py::arg("wanted"), py::arg("most"));
   module.def("send_frames", &send_frames, py::arg("function"), py::arg("socket"),
              py::arg("buffers"), py::arg("flags"));
+  module.def("receive_short_frame", &receive_short_frame, py::arg("function"), py::arg("socket"));
   py::class_<ZmqSender>(module, "ZmqSender")
       .def(py::init(&make_zmq_sender), py::arg("send"), py::arg("msg_init_data"),
            py::arg("msg_send"), py::arg("msg_close"))

@@ -1,4 +1,4 @@
-"""Reads and writes the headers of most reads: a `get` of a few blocks, and the reply with all of them.
+"""Reads and writes the headers of most reads: a `get` of a few blocks, and the reply with them.
 
 `wire/codec.py` defines these messages and handles all of their forms. For a daemon under load its
 checks, field by field, take longer than the rest of such a request.

@@ -223,10 +223,8 @@ class MemoryStore:
                 self._index.touch(present)
             return held
 
-    def visit(
-        self, keys: Sequence[StoreKey], use: Callable[[list[PinnedSlot]], bool]
-    ) -> bool:
-        """Passes readable blocks to `use` if all of them are here, and returns its result, or False.
+    def visit(self, keys: Sequence[StoreKey], use: Callable[[list[PinnedSlot]], bool]) -> bool:
+        """Passes blocks to `use` if all of them are readable, and returns its result, or False.
 
         The blocks are valid during the call only: instead of a pin, this store's lock protects
         them. If `use` returns True, it counts as a use of the blocks.

@@ -45,7 +45,7 @@ class Transfers:
         self._waiting: deque[Transfer] = deque()
         self._hits = 0  # not yet counted
         outbox.on_room_freed = self.pump
-        reactor.each_turn(self._count_hits)
+        reactor.each_turn(self.count_hits)
 
     def start(self, call: Call, keys: Sequence[StoreKey], stream: bool) -> None:
         Transfer(self, call, keys, stream).advance()
@@ -67,9 +67,7 @@ class Transfers:
             cast("list[StoreKey]", keys), partial(self._send_copies, session, request_id)
         )
 
-    def _send_copies(
-        self, session: Session, request_id: int, blocks: Sequence[PinnedSlot]
-    ) -> bool:
+    def _send_copies(self, session: Session, request_id: int, blocks: Sequence[PinnedSlot]) -> bool:
         lengths = [block.nbytes for block in blocks]
         if not session.shape.block_bytes.issuperset(lengths):
             return False
@@ -101,7 +99,8 @@ class Transfers:
         self._hits += len(blocks)
         return True
 
-    def _count_hits(self) -> None:
+    def count_hits(self) -> None:
+        """Records the hits so far. Called every turn, and before someone asks for them."""
         if self._hits:
             self.store.count_hits(self._hits)
             self._hits = 0
