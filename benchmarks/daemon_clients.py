@@ -222,10 +222,9 @@ def main() -> None:
     for request in given.requests:
         blocks, nbytes = map(int, request.split("x"))
         found.append(measure(blocks, nbytes, given.depth, given.rounds, given.seconds))
-    result = {"environment": describe_environment(), "clients": CLIENTS, "results": found}
-    save(given.out, result)
-    for one in found:
-        print(json.dumps(one))
+        print(json.dumps(found[-1]), flush=True)
+        result = {"environment": describe_environment(), "clients": CLIENTS, "results": found}
+        save(given.out, result)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from vllm_tiered_kv.server.requests.handlers import Handlers
 from vllm_tiered_kv.server.shm.leases import Leases
 from vllm_tiered_kv.server.tiers.namespaces import Namespaces
 from vllm_tiered_kv.wire.codec import UNREADABLE_ID, decode_request, encode_reply
+from vllm_tiered_kv.wire.header import peek_request_id
 from vllm_tiered_kv.wire.limits import PROTOCOL_VERSION
 from vllm_tiered_kv.wire.messages import BORROW_CAPABILITY, ErrorReply, Get, Hello, HelloReply
 
@@ -100,7 +101,9 @@ class Gateway:
                 self._refuse(peer, error)
             except Exception:
                 logger.exception("cannot handle a message because of an internal error")
-                self._refuse(peer, ProtocolError(ErrorCode.INTERNAL, "the daemon failed"))
+                request_id = peek_request_id(message.frames[0].buffer) if message.frames else None
+                failed = ProtocolError(ErrorCode.INTERNAL, "the daemon failed", request_id)
+                self._refuse(peer, failed)
         self._recorder.add(names.BYTES_IN, nbytes)
         for op, count in self._counts.items():
             self._recorder.add(names.REQUESTS, count, op)
