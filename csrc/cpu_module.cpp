@@ -135,8 +135,8 @@ int send_frames(uintptr_t function, uintptr_t socket, const py::sequence& buffer
   return 0;
 }
 
-// Receives a frame of at most 255 bytes, as routing ids are, with zmq_recv, whose address the caller
-// passes. Returns None if there is none.
+// Receives a frame of at most 255 bytes, as routing ids are, with zmq_recv, whose address the
+// caller passes. Returns None if there is none.
 py::object receive_short_frame(uintptr_t function, uintptr_t socket) {
   if (function == 0 || socket == 0) throw ArgumentError("function, socket", "a null address");
   auto* const receive = reinterpret_cast<int (*)(void*, void*, size_t, int)>(function);
@@ -181,12 +181,11 @@ int send_message(ZmqSender& sender, uintptr_t socket, const py::bytes& identity,
                      {head.data(), head.size()}, frames, copies, ticket);
 }
 
-// Returns the request id and the keys after `prefix`; None for any other header and for a request that
-// is not for one to `most` keys of `width` bytes.
+// Returns the request id and the keys after `prefix`; None for any other header and for a request
+// that is not for one to `most` keys of `width` bytes.
 py::object read_get(const py::buffer& header, const py::bytes& prefix, size_t width, size_t most) {
   const Bytes bytes(header, "header");
-  const auto found =
-      read_get_header({reinterpret_cast<const char*>(bytes.data()), bytes.size()});
+  const auto found = read_get_header({reinterpret_cast<const char*>(bytes.data()), bytes.size()});
   if (!found || found->request_id == 0 || found->width != width) return py::none();
   const size_t count = found->keys.size() / width;
   if (count == 0 || count > most) return py::none();

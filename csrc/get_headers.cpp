@@ -110,7 +110,9 @@ std::string write_get_reply(uint64_t request_id, const std::vector<uint64_t>& le
   put_packed(out, count, [](size_t i) { return i; });
   out += "\xa7lengths"sv;
   put_packed(out, count, [&](size_t i) { return lengths[i]; });
-  out += "\xa9" "checksums"sv;
+  out +=
+      "\xa9"
+      "checksums"sv;
   put_packed(out, count, [&](size_t i) { return checksums[i]; });
   return out;
 }
