@@ -72,9 +72,9 @@ def _clients(result: Result) -> str:
     rows = [
         [
             f"{case['blocks']} of {case['nbytes'] // 1024:,} KiB",
-            *(number(case["requests_per_s"][name]) for name in ("daemon", "bare")),
+            *(number(case["requests_per_s"][name], 0) for name in ("daemon", "bare")),
             number(case["of_bare_zmq"], 2),
-            *(number(case["cpu_us_per_request"][name]) for name in ("daemon", "bare")),
+            *(number(case["cpu_us_per_request"][name], 0) for name in ("daemon", "bare")),
             *(number(case[name], 2) for name in ("of_fair_share", "of_fair_share_bare")),
         ]
         for case in result.data["results"]
