@@ -103,7 +103,7 @@ std::string write_get_reply(uint64_t request_id, const std::vector<uint64_t>& le
   using std::string_view_literals::operator""sv;
   const size_t count = lengths.size();
   std::string out;
-  out.reserve(64 + 3 * 8 * count);
+  out.reserve(64 + size_t{24} * count);
   out += "\x86\xa2id"sv;
   put_number(out, request_id);
   out += "\xa2op\xa3get\xa2ok\xc3\xa9positions"sv;

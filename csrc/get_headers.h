@@ -11,8 +11,8 @@
 namespace tiered_kv {
 
 struct GetHeader {
-  uint64_t request_id;
-  size_t width;  // of each key
+  uint64_t request_id = 0;
+  size_t width = 0;  // of each key
   std::string_view keys;
 };
 
