@@ -227,6 +227,26 @@ def test_client_reading_no_replies_is_dropped_and_counted(
 
 
 @pytest.mark.parametrize("over", ["tcp", "ipc"])
+def test_client_reading_no_small_replies_is_dropped_and_counted(
+    start: StartDaemon, connect: Connect, over: str
+) -> None:
+    """These are copied and answered at once, as long as zmq takes them."""
+    daemon = start("--memory", "64MiB", "--stall-timeout", "1s")
+    honest = connect(daemon.endpoint)
+    honest.put(blocks(1))
+    endpoint = daemon.endpoint if over == "tcp" else daemon.ipc
+    with RawClient(endpoint, rcvhwm=1, rcvbuf=65536) as stalled:
+        stalled.hello()
+        for _ in range(900):
+            stalled.send(wire.Get(KEY_BYTES, [key(0)], False))
+        eventually(lambda: honest.stats()["network_bytes"] > 256 << 10)
+        assert honest.get([key(0)]) == blocks(1)
+        eventually(lambda: honest.stats()["dropped_clients"] == 1)
+    eventually(lambda: honest.stats()["network_bytes"] < 16 << 10)
+    assert honest.stats()["reply_bytes"] == 0
+
+
+@pytest.mark.parametrize("over", ["tcp", "ipc"])
 def test_requests_beyond_limit_drop_clients(
     start: StartDaemon, connect: Connect, over: str
 ) -> None:

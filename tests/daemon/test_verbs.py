@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 
+import msgpack
 import pytest
 
 from tests.daemon.conftest import Connect, StartDaemon
@@ -75,6 +76,36 @@ def test_flush_info_stats(client) -> None:  # type: ignore[no-untyped-def]
     assert stats["requests"]["put"] == 1
     held = {"client": "test", "memory_blocks": 3, "memory_bytes": 3 * 4096}
     assert info["by_namespace"] == {key_prefix(NAMESPACE).hex(): held}
+
+
+@pytest.mark.parametrize("nbytes", [4096, 128 << 10])  # copied, and sent from where they are
+def test_get_of_any_form_returns_same_blocks(
+    start: StartDaemon, connect: Connect, nbytes: int
+) -> None:
+    """Requests that are answered at once, and those that are not, differ in nothing else."""
+    client = connect(start().ipc, block_bytes=[nbytes, 64])
+    there = blocks(3, nbytes)
+    client.put(there)
+    client.put({key(5): block(5, 64)})
+    asked = [key(0), key(2), key(5)]
+    expected = {key(0): there[key(0)], key(2): there[key(2)], key(5): block(5, 64)}
+    assert client.get(asked) == expected  # as our encoder writes it
+    fields = {"keys": b"".join(asked), "width": KEY_BYTES, "stream": False, "op": "get", "id": 99}
+    client.socket.send(msgpack.packb(fields))
+    request_id, reply, payload = client.receive()
+    assert (request_id, reply.positions) == (99, [0, 1, 2])
+    assert payload == list(expected.values())
+    assert client.get([*asked, key(9)]) == expected
+    assert client.stats()["hit_blocks"] == {"memory": 9}
+    assert client.stats()["requests"]["get"] == 3
+
+
+def test_get_of_deleted_block_is_a_miss(client) -> None:  # type: ignore[no-untyped-def]
+    client.put(blocks(2))
+    assert client.get([key(0), key(1)]) == blocks(2)
+    assert client.ask(wire.Delete(KEY_BYTES, [key(0)])).count == 1
+    assert client.get([key(0)]) == {}
+    assert client.get([key(0), key(1)]) == {key(1): block(1)}
 
 
 def test_match_counts_misses(client) -> None:  # type: ignore[no-untyped-def]

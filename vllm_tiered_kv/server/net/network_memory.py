@@ -49,6 +49,9 @@ class NetworkMemory:
         """How much memory disconnecting this client would free."""
         return 0 if peer in self._disconnected else self._held.get(peer, 0)
 
+    def has_room(self, nbytes: int) -> bool:
+        return self._total + self.unfinished + nbytes <= self.limit
+
     def hold(self, peer: Peer, nbytes: int) -> None:
         self._held[peer] = self._held.get(peer, 0) + nbytes
         if peer not in self._disconnected:
