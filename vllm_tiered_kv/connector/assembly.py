@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import TransferLedger
-from vllm_tiered_kv.cache.planner import groups_of
+from vllm_tiered_kv.cache.planner import groups_of, telling_group
 from vllm_tiered_kv.config import Mode, StorePolicy, TieredKVConfig
 from vllm_tiered_kv.connector.identity.model_fingerprint import (
     changed_since_start,
@@ -34,6 +34,7 @@ from vllm_tiered_kv.connector.identity.shard import (
 )
 from vllm_tiered_kv.connector.same_process import find_worker
 from vllm_tiered_kv.connector.scheduler import early_loads
+from vllm_tiered_kv.connector.scheduler.compute_once import ComputeOnce
 from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier, EngineFacts
 from vllm_tiered_kv.connector.scheduler.lazy_store import LazyStore
 from vllm_tiered_kv.connector.scheduler.load_planner import LoadPlanner
@@ -156,8 +157,33 @@ def make_scheduler_half(
     early = None
     if early_loads.is_possible(vllm_config, engine.steps_zero_blocks):
         early = early_loads.EarlyLoads(partial(find_worker, vllm_config), recorder)
+    once = _compute_once(config, vllm_config, tier, engine, loads)
     return SchedulerHalf(
-        config, engine, key_maker, tier, loads, stores, remote, verification, early
+        config, engine, key_maker, tier, loads, stores, remote, verification, early, once
+    )
+
+
+def _compute_once(
+    config: TieredKVConfig,
+    vllm_config: VllmConfig,
+    tier: CpuTier,
+    engine: EngineFacts,
+    loads: LoadPlanner,
+) -> ComputeOnce | None:
+    """Followers take blocks from vLLM's prefix cache. Without it there is nothing to wait for."""
+    if not vllm_config.cache_config.enable_prefix_caching or config.mode is not Mode.TIERED:
+        if config.compute_once and config.mode is Mode.TIERED:
+            raise ConfigError(
+                "compute_once", "needs vLLM's prefix caching; enable it or remove the option"
+            )
+        return None
+    return ComputeOnce(
+        telling_group(tier.groups).block_size,
+        engine.step_tokens,
+        config.remote_load_timeout,
+        loads.load_policy.costs.compute_seconds,
+        tier.recorder,
+        hit_lag=int(engine.drops_last_block),
     )
 
 

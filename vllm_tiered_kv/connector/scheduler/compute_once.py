@@ -1,0 +1,221 @@
+"""Compute once: of the requests that share a prefix nobody has, one computes it.
+
+The first of them that vLLM admits is the *leader*. A *follower* asks vLLM's scheduler for its
+prefix hit and finds less than what a leader is about to compute: it waits until the leader's blocks
+are in vLLM's prefix cache, and then computes only its own tokens. It holds no blocks while it
+waits.
+
+vLLM alone does the same wherever a prompt takes whole steps, since it offers blocks to others in
+the step that fills them. It does not where a prompt takes only a part of each step
+(`long_prefill_token_threshold`, limits of encoders), nor for requests that load a shared prefix
+beside the steps: all of them then compute what follows it.
+
+A wait ends when the shared prefix is there, or when its leader is *lost*: it has ended, was
+preempted or failed; it got no tokens in many steps; or it took longer than its prefill should. A
+lost leader is nobody's leader any more. The first follower that vLLM asks then computes, which
+makes it the leader of the others. A request follows a limited number of leaders, and none that
+would make it wait for much more than it saves.
+
+This module reads no vLLM: the scheduler half passes keys and lengths.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm_tiered_kv.core.key import BlockKey
+from vllm_tiered_kv.metrics import names
+from vllm_tiered_kv.metrics.names import WaitOutcome
+from vllm_tiered_kv.metrics.recorder import Recorder
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+PARAMETER = "compute_once"
+"""The key in a request's `kv_transfer_params` that overrides the option of the same name."""
+
+_SLACK_S = 1.0  # added to each deadline: steps of other requests, copies
+_EXPECTED_FACTOR = 3.0  # other prefills share the steps with the leader's
+_ASSUMED_RATE = 100.0  # tokens per second of an unmeasured prefill: a slow CPU
+_MAX_IDLE_STEPS = 16  # steps that compute something, but nothing of the leader
+_MAX_LEADERS = 3  # that a request follows one after the other
+_MAX_DETOUR = 2  # how many tokens the leader may compute for each that a follower saves
+
+
+def is_requested(request: Request, default: bool) -> bool:
+    """Whether this request may wait for others: its own parameter, or the engine's option."""
+    params = request.kv_transfer_params
+    wanted = params.get(PARAMETER) if isinstance(params, Mapping) else None
+    return wanted if isinstance(wanted, bool) else default
+
+
+@dataclass(eq=False)
+class _Leader:
+    request_id: str
+    keys: Sequence[BlockKey]
+    end: int  # blocks of its prompt
+    position: int  # tokens that it has loaded or planned to compute
+    has_begun: bool  # False while it loads the tokens before `position`
+    idle_steps: int = 0
+    lost: WaitOutcome | None = None
+
+
+@dataclass
+class _Wait:
+    had: int  # tokens that were there when it began
+    leader: _Leader
+    shared: int  # tokens that it has in common with this leader
+    deadline: float
+    leaders: int = 1
+
+
+class ComputeOnce:
+    """Decides which requests wait for a prefix that another one computes. The scheduler half calls
+    it, in the scheduler's thread."""
+
+    def __init__(
+        self,
+        block_size: int,
+        step_tokens: int,
+        load_timeout_s: float,
+        expected_s: Callable[[int, int], float | None],
+        recorder: Recorder,
+        hit_lag: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`block_size`: tokens for each key. `step_tokens`: the most that a step computes.
+        `load_timeout_s`: the longest load. `expected_s`: estimates the seconds to compute tokens
+        that follow others; None if unknown. `hit_lag`: blocks by which vLLM's hits end before what
+        is computed."""
+        self._block_size = block_size
+        # Fewer tokens cost about as much as the step that would be spent on waiting.
+        self._min_tokens = max(1, step_tokens // 256)
+        self._load_timeout_s = load_timeout_s
+        self._expected_s = expected_s
+        self._recorder = recorder
+        self._hit_lag = hit_lag
+        self._clock = clock
+        self._leaders: dict[str, _Leader] = {}  # in the order of their admission
+        self._waits: dict[str, _Wait] = {}
+
+    def should_wait(self, request_id: str, keys: Sequence[BlockKey], had: int, limit: int) -> bool:
+        """Whether a request that asks for its prefix hit should ask again in the next step. `had`:
+        tokens that the GPU and the tiers have. `limit`: the longest hit it can use."""
+        self._lose(request_id, WaitOutcome.LEADER_ENDED)  # it has lost its blocks, or it never led
+        found = self._leader_of(keys, had, limit)
+        while found is not None and not self._follow(request_id, *found, had):
+            if found[0].lost is None:
+                return False
+            found = self._leader_of(keys, had, limit)  # the next one
+        return found is not None
+
+    def admitted(
+        self, request_id: str, keys: Sequence[BlockKey], had: int, is_loading: bool
+    ) -> None:
+        """vLLM has admitted a request that need not compute its first `had` tokens. `is_loading`:
+        it first waits for a load of some of them."""
+        wait = self._waits.pop(request_id, None)
+        if wait is not None:
+            self._recorder.add(names.SHARED_PREFIX_TOKENS, max(0, had - wait.had))
+            if had >= wait.shared - self._hit_lag * self._block_size:
+                outcome = WaitOutcome.SERVED
+            else:
+                outcome = wait.leader.lost or WaitOutcome.NOT_FOUND
+            self._recorder.add(names.SHARED_PREFIX_WAITS, 1, outcome.value)
+        if len(keys) * self._block_size - had > self._min_tokens:
+            leader = _Leader(request_id, keys, len(keys), had, not is_loading)
+            self._leaders[request_id] = leader
+
+    def step_planned(self, scheduled: Mapping[str, int]) -> None:
+        """vLLM has planned a step that computes so many tokens of these requests."""
+        for request_id, leader in list(self._leaders.items()):
+            if request_id in scheduled:
+                leader.position += scheduled[request_id]
+                leader.has_begun, leader.idle_steps = True, 0
+                if leader.position // self._block_size >= leader.end:
+                    del self._leaders[request_id]
+            elif scheduled and leader.has_begun:
+                leader.idle_steps += 1
+                if leader.idle_steps > _MAX_IDLE_STEPS:
+                    self._lose(request_id, WaitOutcome.STALLED)
+
+    def restarted(self, request_id: str) -> None:
+        """The request was preempted, or its load has failed."""
+        self._lose(request_id, WaitOutcome.LEADER_ENDED)
+
+    def finished(self, request_id: str) -> None:
+        """The request has ended, wherever it was."""
+        self._lose(request_id, WaitOutcome.LEADER_ENDED)
+        if self._waits.pop(request_id, None) is not None:
+            self._recorder.add(names.SHARED_PREFIX_WAITS, 1, WaitOutcome.ABORTED.value)
+
+    def forget_leaders(self) -> None:
+        """Blocks that leaders have computed may be gone, or keys mean other content now."""
+        for request_id in list(self._leaders):
+            self._lose(request_id, WaitOutcome.LEADER_ENDED)
+
+    def _lose(self, request_id: str, why: WaitOutcome) -> None:
+        leader = self._leaders.pop(request_id, None)
+        if leader is not None:
+            leader.lost = why
+
+    def _leader_of(
+        self, keys: Sequence[BlockKey], had: int, limit: int
+    ) -> tuple[_Leader, int] | None:
+        """The first leader that has yet to compute the block after `had` tokens, and how many
+        tokens the request shares with it. None if that is not worth a wait."""
+        block, stop = had // self._block_size, min(len(keys), limit // self._block_size)
+        if block >= stop:
+            return None
+        for leader in self._leaders.values():
+            next_block = leader.position // self._block_size
+            is_ahead = next_block <= block + self._hit_lag and block < leader.end
+            if is_ahead and leader.keys[block] == keys[block]:
+                shared = self._block_size * _shared(leader.keys, keys, block, min(leader.end, stop))
+                saved = shared - had
+                if saved > self._min_tokens and shared - leader.position <= _MAX_DETOUR * saved:
+                    return leader, shared
+        return None
+
+    def _follow(self, request_id: str, leader: _Leader, shared: int, had: int) -> bool:
+        """Lets the request wait for this leader, or says that it should not. An overdue leader is
+        lost."""
+        now = self._clock()
+        wait = self._waits.get(request_id)
+        if wait is None:
+            wait = _Wait(had, leader, shared, self._deadline(now, leader, shared))
+            self._waits[request_id] = wait
+        elif wait.leader is not leader:
+            if wait.leaders >= _MAX_LEADERS:
+                return False
+            wait.leaders += 1
+            wait.leader, wait.shared = leader, shared
+            wait.deadline = self._deadline(now, leader, shared)
+        if now < wait.deadline:
+            return True
+        self._lose(leader.request_id, WaitOutcome.DEADLINE)
+        return False
+
+    def _deadline(self, now: float, leader: _Leader, shared: int) -> float:
+        tokens = shared - leader.position
+        expected_s = self._expected_s(leader.position, tokens)
+        if expected_s is None:
+            expected_s = tokens / _ASSUMED_RATE
+        load_s = 0.0 if leader.has_begun else self._load_timeout_s
+        return now + _SLACK_S + load_s + _EXPECTED_FACTOR * expected_s
+
+
+def _shared(first: Sequence[BlockKey], second: Sequence[BlockKey], start: int, stop: int) -> int:
+    """How many blocks two sequences of keys share, known to share the block at `start`. A key
+    stands for the whole prefix, so equal keys mean equal keys before them."""
+    low, high = start + 1, stop
+    while low < high:
+        middle = (low + high) // 2
+        if first[middle] == second[middle]:
+            low = middle + 1
+        else:
+            high = middle
+    return low
