@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from vllm_tiered_kv.connector.scheduler.compute_once import ComputeOnce, is_requested
+from vllm_tiered_kv.connector.scheduler.compute_once import (
+    Claims,
+    ComputeOnce,
+    Verdict,
+    is_requested,
+)
 from vllm_tiered_kv.core.key import BlockKey
+from vllm_tiered_kv.core.store import StoreKey
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.names import WaitOutcome
 from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.remote.store import ClaimResult
+from vllm_tiered_kv.server.requests.claims import Claims as DaemonClaims
 
 BLOCK = 16
 RATE = 1000.0  # tokens per second
@@ -22,7 +32,9 @@ class Engine:
     """What vLLM tells `ComputeOnce`, in blocks. Prompts are written in blocks too: `A4B4` shares
     the first four with `A8`."""
 
-    def __init__(self, hit_lag: int = 0, is_measured: bool = True) -> None:
+    def __init__(
+        self, hit_lag: int = 0, is_measured: bool = True, claims: Claims | None = None
+    ) -> None:
         self.now = 100.0
         self.recorder = Recorder()
         self.once = ComputeOnce(
@@ -32,6 +44,7 @@ class Engine:
             lambda computed, tokens: tokens / RATE if is_measured else None,
             self.recorder,
             hit_lag,
+            claims,
             lambda: self.now,
         )
 
@@ -39,6 +52,9 @@ class Engine:
         self.once.admitted(name, keys(prompt), had * BLOCK, is_loading)
 
     def waits(self, name: str, prompt: str, had: int = 0) -> bool:
+        return self.verdict(name, prompt, had) is not Verdict.GO
+
+    def verdict(self, name: str, prompt: str, had: int = 0) -> Verdict:
         limit = (len(keys(prompt)) * BLOCK - 1) // BLOCK * BLOCK
         return self.once.should_wait(name, keys(prompt), had * BLOCK, limit)
 
@@ -120,8 +136,8 @@ def test_small_gain_is_not_waited_for() -> None:
     """A step of so few tokens costs as much as the wait."""
     once = ComputeOnce(4, 8192, LOAD_TIMEOUT_S, lambda computed, tokens: None, Recorder())
     once.admitted("a", keys("A9B9"), 0, False)
-    assert not once.should_wait("b", keys("A8C9"), 0, 64)
-    assert once.should_wait("b", keys("A9C9"), 0, 64)
+    assert once.should_wait("b", keys("A8C9"), 0, 64) is Verdict.GO
+    assert once.should_wait("b", keys("A9C9"), 0, 64) is Verdict.WAIT
 
 
 def test_leader_far_behind_the_tiers_is_not_waited_for(engine: Engine) -> None:
@@ -261,6 +277,180 @@ def test_parameter_of_a_request_overrides_the_option(
 ) -> None:
     request: Any = SimpleNamespace(kv_transfer_params=params)
     assert is_requested(request, default) is (default if expected == "default" else expected)
+
+
+class Daemon:
+    """Claims as a daemon keeps them, here of engines that share its memory and the test's clock.
+    Answers arrive at once unless the test keeps them back."""
+
+    timeout_s = 0.1
+
+    def __init__(self, daemon: DaemonClaims, owner: bytes) -> None:
+        self._daemon, self._owner = daemon, owner
+        self.is_silent = False
+        self.asked = 0
+
+    def claim(self, keys: Sequence[BlockKey], first: int, ttl_s: float) -> Future[ClaimResult]:
+        self.asked += 1
+        future: Future[ClaimResult] = Future()
+        if not self.is_silent:
+            taken = [StoreKey(key) for key in keys[first:]]
+            future.set_result(ClaimResult(*self._daemon.take(taken, self._owner, ttl_s)))
+        return future
+
+    def release(self, keys: Sequence[BlockKey], first: int) -> None:
+        self._daemon.release([StoreKey(key) for key in keys[first:]], self._owner)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def engines() -> list[Engine]:
+    """Three engines at one daemon. A hundred blocks take 1.6 s."""
+    daemon = DaemonClaims(lambda: found[0].now)
+    found = [Engine(claims=Daemon(daemon, bytes([n]))) for n in range(3)]
+    return found
+
+
+def pass_time(engines: list[Engine], seconds: float) -> None:
+    for engine in engines:
+        engine.now += seconds
+
+
+LONG = "A9" * 10
+
+
+def test_one_engine_computes_and_the_others_wait(engines: list[Engine]) -> None:
+    first, second, third = engines
+    assert first.verdict("a", LONG) is Verdict.GO
+    first.admit("a", LONG)
+    for other in (second, third):
+        assert other.verdict("b", LONG) is Verdict.WAIT
+        assert other.verdict("c", LONG) is Verdict.WAIT
+    pass_time(engines, 0.05)
+    assert second.verdict("b", LONG) is Verdict.LOOK_AGAIN
+    assert second.verdict("b", LONG, had=40) is Verdict.WAIT
+    pass_time(engines, 0.05)
+    assert second.verdict("b", LONG, had=40) is Verdict.LOOK_AGAIN
+    assert second.verdict("b", LONG, had=89) is Verdict.GO
+    second.admit("b", LONG, had=89)
+    assert second.outcomes() == {"served": 1}
+    assert second.saved_blocks == 89
+
+
+def test_prompt_of_a_few_milliseconds_is_not_claimed(engines: list[Engine]) -> None:
+    assert engines[0].verdict("a", "A3") is Verdict.GO
+    assert engines[0].once._claims.asked == 0
+
+
+@pytest.mark.parametrize("end", ["finished", "restarted"])
+def test_one_of_the_waiting_engines_takes_over_at_once(engines: list[Engine], end: str) -> None:
+    first, second, third = engines
+    assert first.verdict("a", LONG) is Verdict.GO
+    first.admit("a", LONG)
+    assert second.verdict("b", LONG) is third.verdict("b", LONG) is Verdict.WAIT
+    first.step(a=20)
+    getattr(first.once, end)("a")
+    pass_time(engines, 0.05)
+    verdicts = []
+    for other in (second, third):
+        assert other.verdict("b", LONG, had=20) is Verdict.LOOK_AGAIN
+        verdicts.append(other.verdict("b", LONG, had=20))
+    assert verdicts == [Verdict.GO, Verdict.WAIT]
+    second.admit("b", LONG, had=20)
+    assert second.outcomes() == {"leader_ended": 1}
+
+
+def test_claim_of_a_dead_engine_ends(engines: list[Engine]) -> None:
+    first, second, _ = engines
+    assert first.verdict("a", LONG) is Verdict.GO
+    first.admit("a", LONG)
+    assert second.verdict("b", LONG) is Verdict.WAIT
+    pass_time(engines, 1.0 + 3 * 2 * 256 / RATE - 0.1)  # two steps, and the slack
+    assert second.verdict("b", LONG) is Verdict.LOOK_AGAIN
+    assert second.verdict("b", LONG) is Verdict.WAIT
+    pass_time(engines, 0.2)
+    assert second.verdict("b", LONG) is Verdict.LOOK_AGAIN
+    assert second.verdict("b", LONG) is Verdict.GO
+
+
+def test_claim_of_an_engine_that_makes_progress_is_extended(engines: list[Engine]) -> None:
+    first, second, _ = engines
+    assert first.verdict("a", LONG) is Verdict.GO
+    first.admit("a", LONG)
+    assert second.verdict("b", LONG) is Verdict.WAIT
+    for _ in range(4):
+        pass_time(engines, 0.9)
+        first.step(a=10)
+        assert second.verdict("b", LONG) is not Verdict.GO
+    assert first.once._claims.asked > 1
+
+
+def test_waiting_engine_gives_up_at_its_own_deadline(engines: list[Engine]) -> None:
+    """Whatever the other one claims: it may be hostile."""
+    first, second, _ = engines
+    hostile = first.once._claims
+    verdicts = set()
+    for _ in range(1000):
+        hostile.claim(keys(LONG), 0, 60.0)
+        verdicts.add(second.verdict("b", LONG))
+        pass_time(engines, 0.01)
+        if Verdict.GO in verdicts:
+            break
+    waited = second.now - 100.0
+    assert 1.0 + 3 * 89 * BLOCK / RATE <= waited < 1.2 + 3 * 89 * BLOCK / RATE
+    assert second.verdict("b", LONG) is Verdict.GO, "it has given up for good"
+    second.admit("b", LONG)
+    assert second.outcomes() == {"deadline": 1}
+
+
+def test_silent_daemon_is_not_waited_for(engines: list[Engine]) -> None:
+    first = engines[0]
+    first.once._claims.is_silent = True
+    assert first.verdict("a", LONG) is Verdict.WAIT
+    first.now += 0.101
+    assert first.verdict("a", LONG) is Verdict.GO
+    assert first.verdict("a", LONG) is Verdict.GO
+    assert first.once._claims.asked == 1
+
+
+def test_request_that_ends_before_it_is_admitted_releases_its_claim(engines: list[Engine]) -> None:
+    first, second, _ = engines
+    assert first.verdict("a", LONG) is Verdict.GO
+    first.once.finished("a")
+    assert second.verdict("b", LONG) is Verdict.GO
+
+
+def test_request_that_finds_no_room_keeps_its_claim_only_once(engines: list[Engine]) -> None:
+    first, second, _ = engines
+    assert first.verdict("a", LONG) is Verdict.GO
+    assert first.verdict("a", LONG) is Verdict.GO, "vLLM had no blocks for it"
+    assert second.verdict("b", LONG) is Verdict.WAIT
+    pass_time(engines, 3.0)
+    assert first.verdict("a", LONG) is Verdict.GO
+    assert second.verdict("b", LONG) is Verdict.LOOK_AGAIN
+    assert second.verdict("b", LONG) is Verdict.GO
+    assert first.once._claims.asked == 1
+
+
+def test_follower_that_asked_too_leaves_the_claim_to_its_leader(engines: list[Engine]) -> None:
+    first, second, _ = engines
+    assert first.verdict("a", LONG) is first.verdict("b", LONG) is Verdict.GO
+    first.admit("a", LONG)
+    first.step(a=90)
+    first.admit("b", LONG, had=89)
+    assert second.verdict("c", LONG) is Verdict.WAIT, "its last blocks are on their way"
+
+
+def test_requests_of_one_engine_wait_for_their_leader_without_asking(
+    engines: list[Engine],
+) -> None:
+    first = engines[0]
+    assert first.verdict("a", LONG) is Verdict.GO
+    first.admit("a", LONG)
+    assert first.verdict("b", LONG) is Verdict.WAIT
+    assert first.once._claims.asked == 1
 
 
 def test_every_outcome_is_exposed() -> None:

@@ -83,6 +83,7 @@ ATTACHMENTS = _gauge("attached_processes", "Processes that have mapped the memor
 NAMESPACES = _gauge("namespaces", "Namespaces whose block sizes and layout are known.")
 LEASES = _gauge("leases", "Slots leased for reading or reserved for writing by attached processes.")
 LEASED_BYTES = _gauge("leased_bytes", "Bytes of the leased and reserved slots.")
+CLAIMS = _gauge("claims", "Blocks that clients have announced to compute (`compute_once`).")
 PINS = _gauge("pins", "Blocks pinned by clients.")
 PINNED_BYTES = _gauge("pinned_bytes", "Bytes of the pinned blocks.")
 REPLY_BYTES = _gauge("reply_bytes", "Bytes of blocks in flight to clients.")
@@ -122,6 +123,7 @@ ALL: tuple[Metric, ...] = (
     NAMESPACES,
     LEASES,
     LEASED_BYTES,
+    CLAIMS,
     PINS,
     PINNED_BYTES,
     REPLY_BYTES,

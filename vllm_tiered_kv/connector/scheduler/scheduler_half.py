@@ -26,7 +26,7 @@ from vllm_tiered_kv.config import Mode, TieredKVConfig
 from vllm_tiered_kv.connector.identity.request_keys import KeyMaker
 from vllm_tiered_kv.connector.metadata import TieredKVMetadata, TieredKVWorkerMetadata
 from vllm_tiered_kv.connector.scheduler import compute_once
-from vllm_tiered_kv.connector.scheduler.compute_once import ComputeOnce
+from vllm_tiered_kv.connector.scheduler.compute_once import ComputeOnce, Verdict
 from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier, EngineFacts
 from vllm_tiered_kv.connector.scheduler.early_loads import EarlyLoads
 from vllm_tiered_kv.connector.scheduler.hashed_blocks import ids_of
@@ -385,6 +385,8 @@ class SchedulerHalf:
 
     def shutdown(self) -> None:
         self._requests.clear()
+        if self.once is not None:
+            self.once.close()
         if self.remote is not None:
             self.remote.close()
 
@@ -451,9 +453,12 @@ class SchedulerHalf:
             or not compute_once.is_requested(request, self._config.compute_once)
         ):
             return False
-        return self.once.should_wait(
+        verdict = self.once.should_wait(
             request.request_id, self._shared_keys(state), had, self.loads.limit(request)
         )
+        if verdict is Verdict.LOOK_AGAIN:
+            state.remote.drop_lookup()
+        return verdict is not Verdict.GO
 
     def _shared_keys(self, state: RequestState) -> list[BlockKey]:
         return state.keys.of_group[self._telling_group]

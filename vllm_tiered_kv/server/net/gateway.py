@@ -31,11 +31,17 @@ from vllm_tiered_kv.server.shm.leases import Leases
 from vllm_tiered_kv.server.tiers.namespaces import Namespaces
 from vllm_tiered_kv.wire.codec import UNREADABLE_ID, decode_request, encode_reply
 from vllm_tiered_kv.wire.limits import PROTOCOL_VERSION
-from vllm_tiered_kv.wire.messages import BORROW_CAPABILITY, ErrorReply, Hello, HelloReply
+from vllm_tiered_kv.wire.messages import (
+    BORROW_CAPABILITY,
+    CLAIM_CAPABILITY,
+    ErrorReply,
+    Hello,
+    HelloReply,
+)
 
 logger = logging.getLogger(__name__)
 
-CAPABILITIES = ("streaming", "pins")
+CAPABILITIES = ("streaming", "pins", CLAIM_CAPABILITY)
 ARENA_CAPABILITIES = ("shared_memory", BORROW_CAPABILITY)
 
 
