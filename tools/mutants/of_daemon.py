@@ -29,6 +29,14 @@ _DIR_GC = ("tests/stores/test_shared_dir_gc.py",)
 
 DAEMON = (
     Mutation(
+        "claims-never-end",
+        "server/requests/claims.py",
+        "known[0] != owner and known[1] > now:",
+        "known[0] != owner:",
+        "engines wait for blocks that a dead engine has claimed",
+        ("tests/unit/test_compute_once.py",),
+    ),
+    Mutation(
         "token-cache-match-past-a-gap",
         "api/chain_store.py",
         "            if here < stop - start:\n                return Outcome(count, {})\n",
