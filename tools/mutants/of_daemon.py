@@ -33,8 +33,8 @@ DAEMON = (
         "server/requests/claims.py",
         "known[0] != owner and known[1] > now:",
         "known[0] != owner:",
-        "engines wait for blocks that a dead engine has claimed",
-        ("tests/unit/test_compute_once.py",),
+        "nobody can claim what a dead engine had claimed, and all engines compute it",
+        ("tests/daemon/test_claims.py::test_claim_that_has_ended_is_free",),
     ),
     Mutation(
         "token-cache-match-past-a-gap",
