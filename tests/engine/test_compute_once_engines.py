@@ -15,6 +15,7 @@ from tests.daemon.daemon_process import DaemonProcess
 from tests.engine.toy_asking import prompt, total
 from tests.engine.toy_at_daemon import TRANSPORTS, address, wait_attached
 from tests.engine.toy_engine import ToyEngine, play
+from tests.patience import mostly_slow
 from vllm_tiered_kv.connector.scheduler import compute_once
 from vllm_tiered_kv.metrics import names
 
@@ -92,7 +93,7 @@ def assert_answered(engine: CountingEngine, requests: list[str], ids: list[int])
     engine.assert_at_rest()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", mostly_slow(TRANSPORTS, 1))
 def test_prompt_asked_of_four_engines_is_computed_once(
     make_engines: MakeEngines, transport: str, async_scheduling: bool
 ) -> None:

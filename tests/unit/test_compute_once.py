@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -36,6 +37,7 @@ class Engine:
         self, hit_lag: int = 0, is_measured: bool = True, claims: Claims | None = None
     ) -> None:
         self.now = 100.0
+        self.computed = Counter[str]()  # tokens
         self.recorder = Recorder()
         self.once = ComputeOnce(
             BLOCK,
@@ -50,6 +52,7 @@ class Engine:
 
     def admit(self, name: str, prompt: str, had: int = 0, is_loading: bool = False) -> None:
         self.once.admitted(name, keys(prompt), had * BLOCK, is_loading)
+        self.computed[name] = had * BLOCK
 
     def waits(self, name: str, prompt: str, had: int = 0) -> bool:
         return self.verdict(name, prompt, had) is not Verdict.GO
@@ -59,7 +62,11 @@ class Engine:
         return self.once.should_wait(name, keys(prompt), had * BLOCK, limit)
 
     def step(self, **blocks: int) -> None:
-        self.once.step_planned({name: count * BLOCK for name, count in blocks.items()})
+        self.step_tokens({name: count * BLOCK for name, count in blocks.items()})
+
+    def step_tokens(self, scheduled: dict[str, int]) -> None:
+        self.computed.update({name: self.computed[name] + n for name, n in scheduled.items()})
+        self.once.step_planned(scheduled, self.computed.__getitem__)
 
     def outcomes(self) -> dict[str, float]:
         samples = self.recorder.samples(names.SHARED_PREFIX_WAITS)
@@ -118,7 +125,7 @@ def test_hit_that_cannot_grow_is_not_waited_for(engine: Engine) -> None:
 
 def test_half_computed_block_is_still_ahead(engine: Engine) -> None:
     engine.admit("a", "A8")
-    engine.once.step_planned({"a": BLOCK + 3})
+    engine.step_tokens({"a": BLOCK + 3})
     assert engine.waits("b", "A8", had=1)
 
 

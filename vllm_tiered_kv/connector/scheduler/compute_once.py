@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -190,11 +190,12 @@ class ComputeOnce:
             leader.claim = claim if claim is not None and claim.is_mine else None
             self._leaders[request_id] = leader
 
-    def step_planned(self, scheduled: Mapping[str, int]) -> None:
-        """vLLM has planned a step that computes so many tokens of these requests."""
+    def step_planned(self, scheduled: Collection[str], position_of: Callable[[str], int]) -> None:
+        """vLLM has planned a step with these requests. `position_of`: how many tokens of one are
+        computed after it."""
         for request_id, leader in list(self._leaders.items()):
             if request_id in scheduled:
-                leader.position += scheduled[request_id]
+                leader.position = position_of(request_id)
                 leader.has_begun, leader.idle_steps = True, 0
                 is_done = leader.position // self._block_size >= leader.end
                 if leader.claim is not None:

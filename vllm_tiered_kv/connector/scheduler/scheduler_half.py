@@ -205,7 +205,9 @@ class SchedulerHalf:
         counts = scheduler_output.num_scheduled_tokens
         self.loads.step_planned(counts)
         if self.once is not None:
-            self.once.step_planned(counts)
+            self.once.step_planned(
+                counts, lambda name: self._requests[name].request.num_computed_tokens + counts[name]
+            )
         for request_id, scheduled in counts.items():
             self._plan_stores(request_id, scheduled)
         self.stores.store_unowned(self.stores.has_deferred and self._awaits_first_token(counts))
