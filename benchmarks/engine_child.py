@@ -94,7 +94,7 @@ class Engine:
         self.started_s = time.perf_counter() - begin
 
     def ask(
-        self, prompts: list[list[int]], max_tokens: int, transfer: dict[str, Any]
+        self, prompts: list[list[int]], max_tokens: int, transfer: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         params = self._sampling(

@@ -123,9 +123,7 @@ class EngineProcess:
         """All prompts at once, greedily; returns when the last of them is answered. `transfer`:
         their `kv_transfer_params`."""
         prompts = [list(prompt) for prompt in prompts]
-        return Asked(
-            **self._call("ask", prompts=prompts, max_tokens=max_tokens, transfer=transfer or {})
-        )
+        return Asked(**self._call("ask", prompts=prompts, max_tokens=max_tokens, transfer=transfer))
 
     def estimates(self, tokens: int) -> dict[str, Any]:
         """What `load_policy: auto` goes by; empty for any connector but ours."""
