@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.remote.placement import Cluster, placed_runs
-from vllm_tiered_kv.remote.store import ClaimResult
+from vllm_tiered_kv.remote.store import ClaimResult, RemoteStore
 
 
 class RemoteClaims:
@@ -52,13 +52,18 @@ class RemoteClaims:
             future.set_exception(error)
 
     def _ask(self, keys: list[BlockKey], first: int, ttl_s: float) -> ClaimResult:
-        """Asks each daemon for the blocks that are placed there, up to the first that another
-        engine computes."""
+        """Asks each daemon once for the blocks that are placed there. The one with the first block
+        decides whether this engine computes; if it does, the others are told."""
         deadline = time.monotonic() + self.timeout_s
-        count = 0
+        placed: dict[RemoteStore, list[int]] = {}
         for start, stop, server in placed_runs(self._cluster, keys, first):
-            result = server.claim(keys[start:stop], self._owner, ttl_s, deadline)
-            count += result.count
-            if ttl_s and result.count < stop - start:
-                return ClaimResult(count, result.others, result.wait_s)
-        return ClaimResult(count)
+            placed.setdefault(server, []).extend(range(start, stop))
+        answer: ClaimResult | None = None
+        for server, positions in placed.items():
+            result = server.claim([keys[p] for p in positions], self._owner, ttl_s, deadline)
+            answer = answer or result
+            if ttl_s and not answer.count:
+                # Blocks between these positions lie elsewhere, and are claimed by the same engine.
+                stop = positions[answer.others - 1] + 1 if answer.others else first
+                return ClaimResult(0, stop - first, answer.wait_s)
+        return answer or ClaimResult()
