@@ -227,6 +227,17 @@ def test_namespaces_do_not_see_each_other(start: StartDaemon, connect: Connect) 
     assert one.get([key(0)]) == blocks(1)
 
 
+def test_client_name_with_line_breaks_is_escaped_in_log(
+    start: StartDaemon, connect: Connect
+) -> None:
+    daemon = start()
+    connect(daemon.endpoint, greet=False).ask(
+        wire.Hello(1, "model\nforged line", NAMESPACE, KEY_BYTES, [4096], "test", b"")
+    )
+    assert f"namespace {key_prefix(NAMESPACE).hex()}: 'model\\nforged line'" in daemon.logs
+    assert "\nforged" not in daemon.logs
+
+
 def test_hello_with_too_large_blocks_is_refused(start: StartDaemon, connect: Connect) -> None:
     client = connect(start("--memory", "32MiB").endpoint, greet=False)
     with pytest.raises(Refused) as refused:

@@ -8,8 +8,9 @@ import pytest
 
 from tools.generate_docs import DOCS, GENERATED
 from vllm_tiered_kv.core.store import PutResult
-from vllm_tiered_kv.metrics import names
+from vllm_tiered_kv.metrics import names, server_names
 from vllm_tiered_kv.metrics.recorder import Recorder, label_values, merge
+from vllm_tiered_kv.wire.codec import REQUESTS
 
 
 def test_totals_stay_and_changes_are_drained() -> None:
@@ -81,6 +82,13 @@ def test_counters_name_all_values_of_their_labels() -> None:
     assert {values[1] for values in names.DROPPED_BLOCKS.series} == {
         reason.value for reason in names.DropReason
     }
+
+
+def test_counters_of_the_daemon_name_all_values_of_their_labels() -> None:
+    for metric in server_names.ALL:
+        has_label = metric.kind is names.Kind.COUNTER and bool(metric.labels)
+        assert bool(metric.series) == has_label, metric.name
+    assert {op for (op,) in server_names.REQUESTS.series} == set(REQUESTS)
 
 
 def test_a_metric_without_labels_survives_the_way() -> None:

@@ -125,6 +125,8 @@ class Gateway:
             session = self._sessions.find(peer, user)
             if session is None:
                 raise ProtocolError(ErrorCode.NO_HELLO, "this connection has no session; say hello")
+            if session.attachment is not None:
+                self._leases.was_seen(session.attachment)
             session.require_inflight_room(self._limits.requests_per_session)
             cost = request_cost(len(header), request)
             self._network.admit_request(peer, cost)
