@@ -93,10 +93,16 @@ class Engine:
         gc.freeze()
         self.started_s = time.perf_counter() - begin
 
-    def ask(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+    def ask(
+        self, prompts: list[list[int]], max_tokens: int, transfer: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         params = self._sampling(
-            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+            temperature=0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"kv_transfer_params": transfer} if transfer else None,
         )
         begin = time.perf_counter()
         outputs = self._llm.generate(inputs, params, use_tqdm=False)

@@ -114,10 +114,16 @@ class EngineProcess:
             self._ready = self._receive(timeout_s)
             self.started_s = self._ready["started_s"]
 
-    def ask(self, prompts: Sequence[Sequence[int]], max_tokens: int = 1) -> Asked:
-        """All prompts at once, greedily; returns when the last of them is answered."""
+    def ask(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int = 1,
+        transfer: dict[str, Any] | None = None,
+    ) -> Asked:
+        """All prompts at once, greedily; returns when the last of them is answered. `transfer`:
+        their `kv_transfer_params`."""
         prompts = [list(prompt) for prompt in prompts]
-        return Asked(**self._call("ask", prompts=prompts, max_tokens=max_tokens))
+        return Asked(**self._call("ask", prompts=prompts, max_tokens=max_tokens, transfer=transfer))
 
     def estimates(self, tokens: int) -> dict[str, Any]:
         """What `load_policy: auto` goes by; empty for any connector but ours."""

@@ -59,6 +59,8 @@ _LIMITS = {
     "MAX_BLOCK_LENGTHS": "block lengths in a `hello`",
     "MAX_CAPABILITIES": "capabilities in the reply to `hello`",
     "MAX_TTL_MS": "milliseconds of a pin",
+    "MAX_CLAIM_KEYS": "keys of a claim",
+    "MAX_CLAIM_MS": "milliseconds of a claim",
     "MAX_TEXT": "characters (code points) of a text",
     "MAX_ERROR_TEXT": "characters of the message of an error",
 }

@@ -125,6 +125,13 @@ class TieredKVConfig:
         "run time; after a start the first load is the probe. `always` loads every hit: it saves "
         "compute regardless of latency, and is used in tests. `never` only stores.",
     )
+    compute_once: bool = boolean(
+        False,
+        "Requests that share a prefix which neither the GPU nor a tier has wait until the first of "
+        "them has computed it, within deadlines (ADR 0026). vLLM does this by itself where a "
+        "prompt takes whole steps. A request overrides the option by `compute_once` in its "
+        "`kv_transfer_params`. Needs vLLM's prefix caching.",
+    )
     lazy_window: int = integer(
         0,
         "With `store: lazy`: how many blocks at the head of vLLM's free queue are kept "

@@ -76,6 +76,7 @@ def test_read_only_client_cannot_write(daemon: DaemonProcess, keys: Keys) -> Non
             (wire.Put(KEY_BYTES, [], [], [], [], Durability.MEMORY), []),
             (wire.Delete(KEY_BYTES, [key(1)]), []),
             (wire.Pin(KEY_BYTES, [key(1)], 1000), []),
+            (wire.Claim(KEY_BYTES, [key(1)], bytes(16), 1000), []),
         ]:
             with pytest.raises(Refused) as refused:
                 reader.ask(request, payload)

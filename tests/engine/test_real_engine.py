@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from vllm import SamplingParams
 
 from tests.engine.oracle import BLOCK, BLOCK_BYTES, COUNT, PROMPTS, Truth, assert_same
 from tests.engine.real_engine import Answer, RealEngine, real_engine
@@ -95,6 +96,33 @@ def test_a_batch_is_stored_though_nobody_steps_after_its_last_output(fresh: Real
     ]
     assert [answer.tokens for answer in warm] == [answer.tokens for answer in cold]
     assert fresh.total(names.DROPPED_BLOCKS) == 0
+
+
+def test_a_shared_prefix_is_computed_once(fresh: RealEngine, monkeypatch) -> None:
+    """Prompts that take a part of each step, with `compute_once` in the requests' parameters."""
+    prompts = [[3 + (13 * i * i) % 900 for i in range(600)] + [n, 5, 6] for n in range(100, 108)]
+    monkeypatch.setattr(fresh.scheduler.scheduler_config, "long_prefill_token_threshold", 64)
+    tokens, computed = {}, {}
+    for is_on in (False, True):
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=COUNT,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": {"compute_once": is_on}},
+        )
+        inputs = [{"prompt_token_ids": ids} for ids in prompts]
+        outputs = fresh.llm.generate(inputs, params, use_tqdm=False)
+        tokens[is_on] = [tuple(o.outputs[0].token_ids) for o in outputs]
+        computed[is_on] = sum(len(ids) for ids in prompts) - sum(
+            o.num_cached_tokens for o in outputs
+        )
+        assert fresh.llm.llm_engine.reset_prefix_cache(reset_connector=True)
+    assert tokens[True] == tokens[False]
+    assert len(set(tokens[True])) > 1
+    assert computed[True] <= len(prompts[0]) + len(prompts) * BLOCK * 2
+    assert computed[False] > 2 * computed[True]
+    assert fresh.total(names.SHARED_PREFIX_WAITS, "served") == len(prompts) - 1
+    fresh.assert_at_rest()
 
 
 def test_salts_are_kept_apart(fresh: RealEngine) -> None:

@@ -157,6 +157,9 @@ class _Episode:
             settings["windows"] = rng.choice([(None,), (None,), (10,), (None, 10)])
             # What does not fit the device at all would wait for ever.
             settings["gpu_blocks"] *= len(settings["windows"])
+        if settings["prefix_caching"] and rng.random() < 0.5:
+            extra["compute_once"] = True
+            settings["engine_args"] = {"long_prefill_token_threshold": rng.choice([4, 16])}
         if transport != "none":
             extra |= {
                 "remote": self.daemon.ipc if transport == "ipc" else self.daemon.endpoint,

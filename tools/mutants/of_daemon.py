@@ -29,6 +29,14 @@ _DIR_GC = ("tests/stores/test_shared_dir_gc.py",)
 
 DAEMON = (
     Mutation(
+        "claims-never-end",
+        "server/requests/claims.py",
+        "known[0] != owner and known[1] > now:",
+        "known[0] != owner:",
+        "nobody can claim what a dead engine had claimed, and all engines compute it",
+        ("tests/daemon/test_claims.py::test_claim_that_has_ended_is_free",),
+    ),
+    Mutation(
         "token-cache-match-past-a-gap",
         "api/chain_store.py",
         "            if here < stop - start:\n                return Outcome(count, {})\n",

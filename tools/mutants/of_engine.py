@@ -23,8 +23,41 @@ _PLANNER = ("tests/unit/test_planner.py",)
 _RECURRENT = ("tests/engine/test_recurrent.py::test_a_repeated_prompt_is_found_as_by_vllm_itself",)
 _SEARCH = ("tests/unit/test_window_search.py",)
 _VERIFICATION = ("tests/engine/test_verification.py",)
+_ONCE = ("tests/unit/test_compute_once.py",)
 
 ENGINE = (
+    Mutation(
+        "once-no-deadline",
+        "connector/scheduler/compute_once.py",
+        "        if now < wait.deadline:\n            return True\n",
+        "        if now:\n            return True\n",
+        "requests wait forever for one whose prefill hangs",
+        _ONCE,
+    ),
+    Mutation(
+        "once-lost-leader-leads",
+        "connector/scheduler/compute_once.py",
+        "leader = self._leaders.pop(request_id, None)",
+        "leader = self._leaders.get(request_id)",
+        "requests wait for one that was aborted, until their deadline",
+        _ONCE,
+    ),
+    Mutation(
+        "once-no-stall",
+        "connector/scheduler/compute_once.py",
+        "if leader.idle_steps > _MAX_IDLE_STEPS:",
+        "if leader.idle_steps < 0:",
+        "requests wait for one that gets no tokens, until their deadline",
+        _ONCE,
+    ),
+    Mutation(
+        "once-no-deadline-of-claims",
+        "connector/scheduler/compute_once.py",
+        "        if now >= wait.deadline:\n",
+        "        if now < 0:\n",
+        "a hostile client of the daemon makes requests wait forever",
+        _ONCE,
+    ),
     Mutation(
         "ledger-first-rank-commits",
         "cache/ledger.py",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import TransferLedger
-from vllm_tiered_kv.cache.planner import groups_of
+from vllm_tiered_kv.cache.planner import groups_of, telling_group
 from vllm_tiered_kv.config import Mode, StorePolicy, TieredKVConfig
 from vllm_tiered_kv.connector.identity.model_fingerprint import (
     changed_since_start,
@@ -34,10 +34,12 @@ from vllm_tiered_kv.connector.identity.shard import (
 )
 from vllm_tiered_kv.connector.same_process import find_worker
 from vllm_tiered_kv.connector.scheduler import early_loads
+from vllm_tiered_kv.connector.scheduler.compute_once import ComputeOnce
 from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier, EngineFacts
 from vllm_tiered_kv.connector.scheduler.lazy_store import LazyStore
 from vllm_tiered_kv.connector.scheduler.load_planner import LoadPlanner
 from vllm_tiered_kv.connector.scheduler.load_policy import LoadDecider
+from vllm_tiered_kv.connector.scheduler.remote_claims import RemoteClaims
 from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookups
 from vllm_tiered_kv.connector.scheduler.remote_puts import RemotePuts
 from vllm_tiered_kv.connector.scheduler.remote_tier import RemoteTier
@@ -62,6 +64,7 @@ from vllm_tiered_kv.errors import ConfigError, TieredKVError
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.options import format_size
 from vllm_tiered_kv.remote.address import EngineIdentity
+from vllm_tiered_kv.remote.placement import Cluster
 from vllm_tiered_kv.wire.limits import MAX_TEXT
 
 if TYPE_CHECKING:
@@ -126,7 +129,7 @@ def make_scheduler_half(
     groups = groups_of(block_sizes, block_bytes, windows, geometry, states)
     tier = CpuTier(groups, index, ledger, recorder)
 
-    remote = lookups = verification = None
+    remote = lookups = claims = verification = None
     if config.remote and config.mode is Mode.TIERED:
         identity = EngineIdentity(
             namespace,
@@ -135,7 +138,9 @@ def make_scheduler_half(
             f"vLLM, pid {os.getpid()}, model {model}"[:MAX_TEXT],
         )
         replicas = replicas_of(kv_cache_config, vllm_config.parallel_config)
-        remote, lookups = _remote_tier(config, identity, tier, vllm_config, replicas, shards)
+        cluster = open_cluster(config, identity)
+        remote, lookups = _remote_tier(config, cluster, tier, vllm_config, replicas, shards)
+        claims = RemoteClaims(cluster, config.remote_lookup_timeout)
     if config.verify_fraction:
         delete = lookups.delete if lookups is not None else None
         verification = Verification(config.verify_fraction, tier, engine.num_ranks, delete)
@@ -156,14 +161,41 @@ def make_scheduler_half(
     early = None
     if early_loads.is_possible(vllm_config, engine.steps_zero_blocks):
         early = early_loads.EarlyLoads(partial(find_worker, vllm_config), recorder)
+    once = _compute_once(config, vllm_config, tier, engine, loads, claims)
     return SchedulerHalf(
-        config, engine, key_maker, tier, loads, stores, remote, verification, early
+        config, engine, key_maker, tier, loads, stores, remote, verification, early, once
+    )
+
+
+def _compute_once(
+    config: TieredKVConfig,
+    vllm_config: VllmConfig,
+    tier: CpuTier,
+    engine: EngineFacts,
+    loads: LoadPlanner,
+    claims: RemoteClaims | None,
+) -> ComputeOnce | None:
+    """Followers take blocks from vLLM's prefix cache. Without it there is nothing to wait for."""
+    if not vllm_config.cache_config.enable_prefix_caching or config.mode is not Mode.TIERED:
+        if config.compute_once and config.mode is Mode.TIERED:
+            raise ConfigError(
+                "compute_once", "needs vLLM's prefix caching; enable it or remove the option"
+            )
+        return None
+    return ComputeOnce(
+        telling_group(tier.groups).block_size,
+        engine.step_tokens,
+        config.remote_load_timeout,
+        loads.load_policy.costs.compute_seconds,
+        tier.recorder,
+        int(engine.drops_last_block),
+        claims,
     )
 
 
 def _remote_tier(
     config: TieredKVConfig,
-    identity: EngineIdentity,
+    cluster: Cluster,
     tier: CpuTier,
     vllm_config: VllmConfig,
     replicas: int,
@@ -171,7 +203,6 @@ def _remote_tier(
 ) -> tuple[RemoteTier, RemoteLookups]:
     """The daemons as the tier behind the CPU tier."""
     parallel = vllm_config.parallel_config
-    cluster = open_cluster(config, identity)
     lookups = RemoteLookups(
         cluster,
         # A daemon holds a block if it holds all its shards.

@@ -55,6 +55,17 @@ class LookupOutcome(str, enum.Enum):
     UNAVAILABLE = "unavailable"  # no daemon could be reached
 
 
+class WaitOutcome(str, enum.Enum):
+    """What became of a request that waited while another computed a prefix that both share."""
+
+    SERVED = "served"  # the prefix was there when the request was admitted
+    LEADER_ENDED = "leader_ended"  # the other one ended, was preempted, or its load failed
+    STALLED = "stalled"  # the other one got no tokens in many steps
+    DEADLINE = "deadline"  # the other one took longer than its prefill should
+    NOT_FOUND = "not_found"  # it was computed, but neither the GPU nor a tier had it
+    ABORTED = "aborted"  # the request itself ended
+
+
 @dataclass(frozen=True)
 class Metric:
     name: str
@@ -153,6 +164,21 @@ LOAD_SPEED = _gauge(
 PREFILL_SPEED = _gauge(
     "prefill_tokens_per_second", "Estimated prefill speed at the beginning of a prompt."
 )
+SHARED_PREFIX_WAITS = Metric(
+    "shared_prefix_waits",
+    Kind.COUNTER,
+    ("outcome",),
+    "Requests that waited while another one computed a prefix that both share, by outcome "
+    "(`compute_once`).",
+    series=tuple((outcome.value,) for outcome in WaitOutcome),
+)
+SHARED_PREFIX_TOKENS = Metric(
+    "shared_prefix_tokens",
+    Kind.COUNTER,
+    (),
+    "Prompt tokens that these requests did not compute, because they had waited.",
+    series=((),),
+)
 VERIFIED_BLOCKS = _counter(
     "verified_blocks",
     "Cached blocks that were recomputed and compared.",
@@ -204,6 +230,8 @@ ALL: tuple[Metric, ...] = (
     LOAD_DECISIONS,
     LOAD_SPEED,
     PREFILL_SPEED,
+    SHARED_PREFIX_WAITS,
+    SHARED_PREFIX_TOKENS,
     VERIFIED_BLOCKS,
     INEXACT_BLOCKS,
     DIFFERING_BLOCKS,

@@ -127,6 +127,7 @@ SILENT_LEASED_BYTES = _gauge(
     "The part of these bytes held by processes that have sent nothing for `stall_timeout`; "
     "`status` names them.",
 )
+CLAIMS = _gauge("claims", "Blocks that clients have announced to compute (`compute_once`).")
 PINS = _gauge("pins", "Blocks pinned by clients.")
 PINNED_BYTES = _gauge("pinned_bytes", "Bytes of the pinned blocks.")
 REPLY_BYTES = _gauge("reply_bytes", "Bytes of blocks in flight to clients.")
@@ -167,6 +168,7 @@ ALL: tuple[Metric, ...] = (
     LEASES,
     LEASED_BYTES,
     SILENT_LEASED_BYTES,
+    CLAIMS,
     PINS,
     PINNED_BYTES,
     REPLY_BYTES,

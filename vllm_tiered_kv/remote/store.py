@@ -25,8 +25,11 @@ from vllm_tiered_kv.remote.connection import Connection, Settings
 from vllm_tiered_kv.remote.curve import CurveKeys
 from vllm_tiered_kv.remote.shared_memory import SharedMemory
 from vllm_tiered_kv.remote.transfers import ReadTask, WriteTask, hash_first_request, read, write
-from vllm_tiered_kv.wire.limits import MAX_KEYS, MAX_LOOKUPS
+from vllm_tiered_kv.wire.limits import MAX_CLAIM_KEYS, MAX_CLAIM_MS, MAX_KEYS, MAX_LOOKUPS
 from vllm_tiered_kv.wire.messages import (
+    CLAIM_CAPABILITY,
+    Claim,
+    ClaimReply,
     Contains,
     ContainsReply,
     Delete,
@@ -52,6 +55,15 @@ class RemoteMatch:
 
     count: int
     by_tier: dict[Tier, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimResult:
+    """What became of a claim, see `wire.messages.ClaimReply`."""
+
+    count: int = 0
+    others: int = 0
+    wait_s: float = 0.0
 
 
 class RemoteStore:
@@ -204,6 +216,31 @@ class RemoteStore:
         if wanted:
             self._caller.attempt(ask, end)
         return [key in present for key in ours]
+
+    # ---- claims ---------------------------------------------------------------------------------
+
+    def claim(
+        self, keys: Sequence[BlockKey], owner: bytes, ttl_s: float, deadline: float
+    ) -> ClaimResult:
+        """Announces that this client computes these blocks, or with `ttl_s` 0 that it no longer
+        does. Without an answer, or at a daemon without claims, nothing is claimed by anybody."""
+        result = ClaimResult()
+
+        def ask(connection: Connection) -> None:
+            nonlocal result
+            greeting = connection.greeting
+            if greeting is None or CLAIM_CAPABILITY not in greeting.capabilities:
+                return
+            some: list[bytes] = list(keys[: min(MAX_CLAIM_KEYS, connection.limits.keys)])
+            ttl_ms = min(MAX_CLAIM_MS, max(int(ttl_s > 0), round(ttl_s * 1000)))
+            request = Claim(len(keys[0]), some, owner, ttl_ms)
+            reply = connection.call(request, ClaimReply, deadline=deadline)
+            others = min(reply.others, len(some))
+            result = ClaimResult(min(reply.count, len(some)), others, reply.wait_ms / 1000)
+
+        if keys:
+            self._caller.attempt(ask, deadline)
+        return result
 
     # ---- blocks ---------------------------------------------------------------------------------
 

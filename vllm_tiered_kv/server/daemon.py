@@ -41,6 +41,7 @@ from vllm_tiered_kv.server.net.outbox import Outbox
 from vllm_tiered_kv.server.net.reactor import Reactor
 from vllm_tiered_kv.server.net.sessions import Listener, Sessions
 from vllm_tiered_kv.server.options import ServerOptions
+from vllm_tiered_kv.server.requests.claims import Claims
 from vllm_tiered_kv.server.requests.handlers import Handlers
 from vllm_tiered_kv.server.requests.pin_handlers import PinHandlers
 from vllm_tiered_kv.server.requests.server_stats import Sample, ServerStats, tier_samples
@@ -124,6 +125,7 @@ class Daemon:
         self._outbox.read_disconnects = self._connections.read_monitors
         self._leases = Leases(memory, self._limits, options.stall_timeout)
         self._pins = Pins(memory, self._limits)
+        self._claims = Claims()
         folder = Path(options.ssd) if options.ssd else None
         self._namespaces = Namespaces(folder, self._limits.namespaces)
         self._stats = ServerStats(self._recorder, self._gauges)
@@ -136,6 +138,7 @@ class Daemon:
             self._network,
             ArenaHandlers(reactor, self._store, self._leases, self._recorder),
             PinHandlers(reactor, self._store, self._pins),
+            self._claims,
             self.info,
             self._stats.stats,
         )
@@ -167,6 +170,7 @@ class Daemon:
         for listener in self._listeners:
             self._gateway.serve(listener)
         reactor.every(0.2, self._pins.expire)
+        reactor.every(1.0, self._claims.expire)
         reactor.every(1.0, self._leases.log_silent)
         reactor.every(30.0, self._sessions.drop_idle)
         if options.http != "off":
@@ -335,6 +339,7 @@ class Daemon:
         yield names.LEASED_BYTES, (), self._leases.held_bytes
         silent_bytes = sum(one.nbytes for one in self._leases.silent())
         yield names.SILENT_LEASED_BYTES, (), silent_bytes
+        yield names.CLAIMS, (), len(self._claims)
         yield names.PINS, (), len(self._pins)
         yield names.PINNED_BYTES, (), self._pins.held_bytes
         yield names.REPLY_BYTES, (), self._outbox.claimed_bytes

@@ -33,6 +33,8 @@ from vllm_tiered_kv.wire.limits import (
     MAX_BLOCK_BYTES,
     MAX_BLOCK_LENGTHS,
     MAX_CAPABILITIES,
+    MAX_CLAIM_KEYS,
+    MAX_CLAIM_MS,
     MAX_ERROR_TEXT,
     MAX_FRAMES,
     MAX_HEADER_BYTES,
@@ -47,7 +49,8 @@ from vllm_tiered_kv.wire.limits import (
 )
 
 BORROW_CAPABILITY = "borrow"
-"""Announced by a daemon that supports the op of this name."""
+CLAIM_CAPABILITY = "claim"
+"""Each announced by a daemon that supports the op of this name."""
 
 
 class Message:
@@ -209,6 +212,27 @@ class Pin(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Claim(Message):
+    """Announces that this client computes blocks, so that others wait for them.
+
+    Claims the leading keys that no other client has claimed, or extends claims of this client. Says
+    nothing about which of the blocks are present. Needs the capability `claim`.
+    """
+
+    op: ClassVar[str] = "claim"
+    width: Width
+    keys: Annotated[
+        list[bytes], Spec(Keys(MAX_CLAIM_KEYS), "keys to compute, head of the chain first")
+    ]
+    owner: Annotated[
+        bytes, Spec(Bin((16,)), "random id of the client, the same in all of its sessions")
+    ]
+    ttl_ms: Annotated[
+        int, Spec(Uint(0, MAX_CLAIM_MS), "duration of the claims; 0 releases those of this client")
+    ]
+
+
+@dataclass(frozen=True, slots=True)
 class Delete(Message):
     """Deletes blocks and their pins."""
 
@@ -300,6 +324,7 @@ Request: TypeAlias = (
     | Get
     | Put
     | Pin
+    | Claim
     | Delete
     | Flush
     | Info
@@ -465,6 +490,26 @@ class PinReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class ClaimReply(Message):
+    """Which of the keys are claimed, by whom, and until when."""
+
+    op: ClassVar[str] = "claim"
+    count: Annotated[
+        int, Spec(Uint(0, MAX_CLAIM_KEYS), "leading keys that this client holds, or has released")
+    ]
+    others: Annotated[
+        int, Spec(Uint(0, MAX_CLAIM_KEYS), "keys after them that another client has claimed")
+    ]
+    wait_ms: Annotated[
+        int, Spec(Uint(0, MAX_CLAIM_MS), "until the first of the others' claims ends; 0: none")
+    ]
+
+    def check(self) -> None:
+        if bool(self.others) != bool(self.wait_ms):
+            raise invalid("there is a time to wait exactly when others have claims")
+
+
+@dataclass(frozen=True, slots=True)
 class DeleteReply(Message):
     """How many of the keys were present."""
 
@@ -603,6 +648,7 @@ Reply: TypeAlias = (
     | GetReply
     | PutReply
     | PinReply
+    | ClaimReply
     | DeleteReply
     | FlushReply
     | InfoReply

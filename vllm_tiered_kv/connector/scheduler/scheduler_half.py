@@ -21,9 +21,12 @@ import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
+from vllm_tiered_kv.cache.planner import telling_group
 from vllm_tiered_kv.config import Mode, TieredKVConfig
 from vllm_tiered_kv.connector.identity.request_keys import KeyMaker
 from vllm_tiered_kv.connector.metadata import TieredKVMetadata, TieredKVWorkerMetadata
+from vllm_tiered_kv.connector.scheduler import compute_once
+from vllm_tiered_kv.connector.scheduler.compute_once import ComputeOnce, Verdict
 from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier, EngineFacts
 from vllm_tiered_kv.connector.scheduler.early_loads import EarlyLoads
 from vllm_tiered_kv.connector.scheduler.hashed_blocks import ids_of
@@ -35,6 +38,7 @@ from vllm_tiered_kv.connector.scheduler.stale_hash_guard import StaleHashGuard
 from vllm_tiered_kv.connector.scheduler.store_planner import StorePlanner
 from vllm_tiered_kv.connector.scheduler.verification import Verification
 from vllm_tiered_kv.connector.stats import TieredKVStats
+from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.errors import TieredKVError
 from vllm_tiered_kv.metrics import names
@@ -73,12 +77,14 @@ class SchedulerHalf:
         remote: RemoteTier | None,
         verification: Verification | None,
         early_loads: EarlyLoads | None,
+        once: ComputeOnce | None,
     ) -> None:
         self._config = config
         self._engine = engine
         self._key_maker = key_maker
         self._tier = tier
         self._groups = tier.groups
+        self._telling_group = telling_group(tier.groups).group_id
         self.index = tier.index
         self.ledger = tier.ledger
         self.recorder = tier.recorder
@@ -88,6 +94,7 @@ class SchedulerHalf:
         self.remote = remote
         self.verification = verification
         self.early_loads = early_loads
+        self.once = once
         self._store_on_finish = not engine.steps_zero_blocks
         self._requests: dict[str, RequestState] = {}
         self._usable_bytes: dict[int, int] = {}  # by rank
@@ -148,6 +155,8 @@ class SchedulerHalf:
         loadable = self.loads.loadable(state, num_computed_tokens)
         if loadable and self._has_lost_adapter(state):
             loadable = self.loads.loadable(state, num_computed_tokens)  # now 0
+        if loadable is None or self._waits_for_others(state, num_computed_tokens + loadable):
+            return None, False
         match = state.load.match
         return loadable, bool(loadable) and match is not None and not match.is_step_load
 
@@ -159,6 +168,14 @@ class SchedulerHalf:
             self._stale_hash_guard.admitted(request)
         state = self._requests.get(request.request_id)
         if state is not None:
+            match = state.load.match
+            if match is not None and self.once is not None:
+                self.once.admitted(
+                    request.request_id,
+                    self._shared_keys(state),
+                    match.computed + num_external_tokens,
+                    is_loading=bool(num_external_tokens) and not match.is_step_load,
+                )
             job = self.loads.admit(state, blocks, num_external_tokens)
             if job is not None:
                 self._next.loads.append(job)
@@ -182,9 +199,15 @@ class SchedulerHalf:
                 self.loads.preempted(self._requests[request_id])
                 self.stores.preempted(self._requests[request_id])
                 self._end_verification(self._requests[request_id])
+            if self.once is not None:
+                self.once.restarted(request_id)
         self.stores.mark_stale_blocks()
         counts = scheduler_output.num_scheduled_tokens
         self.loads.step_planned(counts)
+        if self.once is not None:
+            self.once.step_planned(
+                counts, lambda name: self._requests[name].request.num_computed_tokens + counts[name]
+            )
         for request_id, scheduled in counts.items():
             self._plan_stores(request_id, scheduled)
         self.stores.store_unowned(self.stores.has_deferred and self._awaits_first_token(counts))
@@ -255,6 +278,8 @@ class SchedulerHalf:
         for request_id in output.failed_recving or ():  # loads of any connector
             if request_id in self._requests:
                 self.loads.restart_after_failed_load(self._requests[request_id])
+            if self.once is not None:
+                self.once.restarted(request_id)
         for request_id in output.finished_recving or ():
             self._unreported_s = 0.0
             failed = None
@@ -315,6 +340,8 @@ class SchedulerHalf:
         self.stores.remove_stale_request(request.request_id)
         state = self._requests.pop(request.request_id, None)
         self.loads.finished(request.request_id, state)
+        if self.once is not None:
+            self.once.finished(request.request_id)
         if state is None:
             return
         self._end_verification(state)
@@ -351,6 +378,8 @@ class SchedulerHalf:
         self.stores.reset(states, self._uncached.values())
         if self.verification is not None:
             self.verification.void(states)
+        if self.once is not None:
+            self.once.forget_leaders()
         for state in states:
             state.keys = self._key_maker.renewed(state.request, state.keys)
             self.loads.reset(state)
@@ -358,6 +387,8 @@ class SchedulerHalf:
 
     def shutdown(self) -> None:
         self._requests.clear()
+        if self.once is not None:
+            self.once.close()
         if self.remote is not None:
             self.remote.close()
 
@@ -410,6 +441,29 @@ class SchedulerHalf:
             has_same_id = own is not None and own.lora_int_id == lora.lora_int_id
             if has_same_id and (adapter is None or state.keys.adapter != adapter):
                 state.lost_adapter = True
+
+    def _waits_for_others(self, state: RequestState, had: int) -> bool:
+        """Whether the request waits while another one computes what comes after `had` tokens. Not
+        if a load of it failed: vLLM may still hold blocks for it."""
+        request = state.request
+        if (
+            self.once is None
+            or state.load.has_failed
+            or state.load.keeps_reservation
+            or state.lost_adapter
+            or request.skip_reading_prefix_cache
+            or not compute_once.is_requested(request, self._config.compute_once)
+        ):
+            return False
+        verdict = self.once.should_wait(
+            request.request_id, self._shared_keys(state), had, self.loads.limit(request)
+        )
+        if verdict is Verdict.LOOK_AGAIN:
+            state.remote.drop_lookup()
+        return verdict is not Verdict.GO
+
+    def _shared_keys(self, state: RequestState) -> list[BlockKey]:
+        return state.keys.of_group[self._telling_group]
 
     def _has_lost_adapter(self, state: RequestState) -> bool:
         """Whether the request has lost its adapter, checked before it loads or stores."""
@@ -513,6 +567,8 @@ class SchedulerHalf:
         cached, uncached = self._requests.values(), self._uncached.values()
         recovery = InvalidLoadRecovery(self._manager, self._groups, block_ids, cached, uncached)
         recovery.undo(self._tier, self.loads, self.stores, self.verification)
+        if self.once is not None:
+            self.once.forget_leaders()
 
 
 def watch_new_blocks(pool: BlockPool, on_allocated: Callable[[list[int]], None]) -> None:

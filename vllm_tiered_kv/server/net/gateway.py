@@ -32,11 +32,18 @@ from vllm_tiered_kv.server.tiers.namespaces import Namespaces
 from vllm_tiered_kv.wire.codec import UNREADABLE_ID, decode_request, encode_reply
 from vllm_tiered_kv.wire.header import peek_request_id
 from vllm_tiered_kv.wire.limits import PROTOCOL_VERSION
-from vllm_tiered_kv.wire.messages import BORROW_CAPABILITY, ErrorReply, Get, Hello, HelloReply
+from vllm_tiered_kv.wire.messages import (
+    BORROW_CAPABILITY,
+    CLAIM_CAPABILITY,
+    ErrorReply,
+    Get,
+    Hello,
+    HelloReply,
+)
 
 logger = logging.getLogger(__name__)
 
-CAPABILITIES = ("streaming", "pins")
+CAPABILITIES = ("streaming", "pins", CLAIM_CAPABILITY)
 _PENDING_READ_BYTES = 8192  # more than `request_cost` of a read that is answered at once
 ARENA_CAPABILITIES = ("shared_memory", BORROW_CAPABILITY)
 

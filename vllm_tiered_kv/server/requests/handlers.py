@@ -17,12 +17,14 @@ from vllm_tiered_kv.server.net.outbox import Outbox
 from vllm_tiered_kv.server.net.reactor import Reactor
 from vllm_tiered_kv.server.requests.block_replies import Transfers
 from vllm_tiered_kv.server.requests.call import Call
+from vllm_tiered_kv.server.requests.claims import Claims
 from vllm_tiered_kv.server.requests.pin_handlers import PinHandlers
 from vllm_tiered_kv.server.shm.lease_handlers import ArenaHandlers
 from vllm_tiered_kv.server.tiers.lookups import Located
 from vllm_tiered_kv.server.tiers.tiered_store import TieredStore
 from vllm_tiered_kv.wire.messages import (
     Borrow,
+    Claim,
     Contains,
     ContainsReply,
     Delete,
@@ -74,6 +76,7 @@ class Handlers:
         network: NetworkMemory,
         arena: ArenaHandlers,
         pins: PinHandlers,
+        claims: Claims,
         info: Facts,
         stats: Facts,
     ) -> None:
@@ -97,6 +100,7 @@ class Handlers:
             Info: lambda call, request, payload: call.reply(InfoReply(self._info())),
             Stats: self._report,
             Pin: lambda call, request, payload: pins.pin(call, request),
+            Claim: lambda call, request, payload: claims.claim(call, request),
             Lend: lambda call, request, payload: arena.lend(call, request),
             Borrow: lambda call, request, payload: arena.borrow(call, request),
             Release: lambda call, request, payload: arena.release(call, request),
