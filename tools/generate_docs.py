@@ -15,6 +15,7 @@ from typing import Any
 from tools.model_table import models_table, named_table
 from tools.protocol_reference import protocol_reference
 from vllm_tiered_kv.config import ENV_PREFIX, TieredKVConfig
+from vllm_tiered_kv.connector.scheduler.request_control import RequestControl
 from vllm_tiered_kv.metrics import names, server_names
 from vllm_tiered_kv.metrics.names import Kind, Metric
 from vllm_tiered_kv.options import show_default
@@ -60,6 +61,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "models.md": models_table,
     "models.md#names": named_table,
     "protocol.md": protocol_reference,
+    "requests.md": lambda: options_table(RequestControl).replace("| option |", "| key |", 1),
     "server.md": partial(options_table, ServerOptions),
 }
 

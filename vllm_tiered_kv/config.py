@@ -125,6 +125,11 @@ class TieredKVConfig:
         "run time; after a start the first load is the probe. `always` loads every hit: it saves "
         "compute regardless of latency, and is used in tests. `never` only stores.",
     )
+    pin_share: float = share(
+        0.25,
+        "The share of the CPU tier that requests may pin with `pin_seconds` and `tool_pending`, "
+        "all together; see requests.md. 0: none.",
+    )
     lazy_window: int = integer(
         0,
         "With `store: lazy`: how many blocks at the head of vLLM's free queue are kept "
