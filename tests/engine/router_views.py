@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import hash_block_tokens
+from vllm.v1.core.kv_cache_utils import hash_block_tokens, maybe_convert_block_hash
 
 WEIGHTS = {"gpu": 1.0, "cpu": 0.8}
 _DYNAMO_MEDIA = {"GPU", "CPU", "CPU_PINNED", "CPU_TIER1", "DISK", "NVME", "STORAGE"}
@@ -31,6 +31,7 @@ class RouterViews:
         self.ever: set[Any] = set()
         self.stored = self.removed = 0
         self._hash_size = hash_size
+        self._full: dict[Any, Any] = {}
         self._has_extra_keys = salt_keys
 
     def feed(self, events: Sequence[Any]) -> None:
@@ -47,26 +48,35 @@ class RouterViews:
         assert event.medium in _DYNAMO_MEDIA
         assert event.locality != "REMOTE"
         assert event.ownership is None
-        if event.medium == "GPU":  # vLLM's own, checked as far as the tiers refer to them
-            self.held["GPU"].update(((one, event.group_idx), event) for one in event.block_hashes)
-            self.ever.update(event.block_hashes)
-            return
-        assert len(event.token_ids) == event.block_size * len(event.block_hashes)
+        is_ours = event.medium != "GPU"
+        is_whole = len(event.token_ids) == event.block_size * len(event.block_hashes)
+        assert is_whole or not is_ours  # vLLM leaves out null blocks, but not their tokens
         assert event.parent_block_hash is None or event.parent_block_hash in self.ever
-        parent = event.parent_block_hash
-        for at, block_hash in enumerate(event.block_hashes):
-            tokens = event.token_ids[at * event.block_size : (at + 1) * event.block_size]
-            if not self._has_extra_keys:  # the hash is that of these tokens
-                assert event.extra_keys is None or not any(event.extra_keys)
-                for start in range(0, len(tokens), self._hash_size):
-                    part = tokens[start : start + self._hash_size]
-                    parent = hash_block_tokens(sha256, parent, part, None)
-                assert parent == block_hash
-            assert (block_hash, event.group_idx) not in self.held[event.medium]
+        if is_whole and not self._has_extra_keys:
+            self._check_hashes(event)
+        for block_hash in event.block_hashes:
+            if is_ours:
+                assert (block_hash, event.group_idx) not in self.held[event.medium]
             self.held[event.medium][block_hash, event.group_idx] = event
             self.ever.add(block_hash)
-            parent = block_hash
             self.stored += 1
+
+    def _check_hashes(self, event: BlockStored) -> None:
+        """The hashes are those of the tokens. Events have only 64 bits of a hash."""
+        assert event.extra_keys is None or not any(event.extra_keys)
+        full = None
+        if event.parent_block_hash is not None:
+            full = self._full.get(event.parent_block_hash)
+            assert full is not None or event.medium == "GPU"
+            if full is None:
+                return
+        for at, block_hash in enumerate(event.block_hashes):
+            first = at * event.block_size
+            for start in range(first, first + event.block_size, self._hash_size):
+                part = event.token_ids[start : start + self._hash_size]
+                full = hash_block_tokens(sha256, full, part, None)
+                self._full[maybe_convert_block_hash(full)] = full
+            assert maybe_convert_block_hash(full) == block_hash
 
     def _remove(self, event: BlockRemoved) -> None:
         for block_hash in event.block_hashes:

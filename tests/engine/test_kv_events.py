@@ -13,6 +13,7 @@ import pytest
 import zmq
 from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed.kv_events import KVEventBatch
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from tests.daemon.daemon_process import DaemonProcess
 from tests.engine.router_views import RouterViews
@@ -36,6 +37,11 @@ def watch(engine: ToyEngine, views: RouterViews) -> RouterViews:
     return views
 
 
+def external(request: Any) -> list[Any]:
+    """vLLM's hashes of a request's blocks, as in events."""
+    return [maybe_convert_block_hash(one) for one in request.block_hashes]
+
+
 def in_tier(engine: ToyEngine) -> set[tuple[bytes, int]]:
     """vLLM's hashes of all readable blocks of the CPU tier."""
     found = set()
@@ -44,7 +50,7 @@ def in_tier(engine: ToyEngine) -> set[tuple[bytes, int]]:
             each = group.block_size // engine.half._events._hash_size
             for position, held in enumerate(engine.half.index.are_readable(keys)):
                 if held:
-                    found.add((request.block_hashes[(position + 1) * each - 1], group.group_id))
+                    found.add((external(request)[(position + 1) * each - 1], group.group_id))
     return found
 
 
@@ -82,7 +88,7 @@ def test_routers_know_exactly_what_the_cpu_tier_holds(
         KVEventBatch(ts=0, events=engine.scheduler.kv_cache_manager.take_events())
     )
     if not any(word in shape for word in ("windows", "gpu_blocks")):
-        assert views.score(request.block_hashes[:7]) == pytest.approx(0.8 * 7)
+        assert views.score(external(request)[:7]) == pytest.approx(0.8 * 7)
     engine.half.reset_cache()
     views.feed(engine.half.take_events())
     assert not views.held["CPU"]
@@ -98,7 +104,7 @@ def test_removed_and_spoilt_blocks_are_announced_as_removed(tiny_model: Path) ->
     (keys,) = keys_of(engine, request)
     engine.half.index.remove(keys[3])
     ask(engine, seeded_prompt(2, 9), 1)
-    assert (engine.requests[request].block_hashes[3], 0) not in views.held["CPU"]
+    assert (external(engine.requests[request])[3], 0) not in views.held["CPU"]
     assert len(views.held["CPU"]) == 9 + 2
     engine.assert_at_rest()
 
@@ -109,7 +115,7 @@ def test_salts_are_separate_blocks_and_named_in_extra_keys(tiny_model: Path) -> 
     for salt in ("", "a", "b"):
         ask(engine, seeded_prompt(1, 21), 1, salt=salt)
     assert len(views.held["CPU"]) == 15
-    salted = [e for e in views.held["CPU"].values() if e.extra_keys is not None]
+    salted = [event for event in views.held["CPU"].values() if any(event.extra_keys)]
     assert {event.extra_keys[0] for event in salted} == {("a",), ("b",)}
 
 
@@ -168,7 +174,7 @@ def test_daemon_blocks_are_announced_as_storage_until_the_daemon_lacks_them(
     engine.step()
     views.feed(engine.half.take_events())
     hashes = [one for one, _ in views.held["STORAGE"]]
-    blocks = engine.requests[request].block_hashes
+    blocks = external(engine.requests[request])
     assert set(hashes) & set(blocks) == set(blocks[:4])
     engine.assert_at_rest()
     engine.close()
