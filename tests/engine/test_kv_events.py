@@ -191,6 +191,7 @@ def subscriber(folder: Path) -> Iterator[tuple[str, zmq.Socket]]:
     context.destroy(linger=0)
 
 
+@pytest.mark.slow
 def test_real_engine_publishes_the_tiers_to_vllms_subscribers(
     random_model: Path, subscriber: tuple[str, zmq.Socket]
 ) -> None:
