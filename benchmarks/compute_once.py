@@ -83,7 +83,7 @@ def sample(
     with ThreadPoolExecutor(len(used)) as pool:
         answers = list(
             pool.map(
-                lambda pair: pair[0].ask(pair[1], 1, {"compute_once": is_on}),
+                lambda pair: pair[0].ask(pair[1], 1, {"tiered_kv": {"compute_once": is_on}}),
                 zip(used, asked, strict=True),
             )
         )

@@ -18,6 +18,7 @@ from tools.fleet_sizes import break_even_table, examples_table, sizes_table
 from tools.model_table import models_table, named_table
 from tools.protocol_reference import protocol_reference
 from vllm_tiered_kv.config import ENV_PREFIX, TieredKVConfig
+from vllm_tiered_kv.connector.scheduler.request_control import RequestControl
 from vllm_tiered_kv.metrics import names, server_names
 from vllm_tiered_kv.metrics.names import Kind, Metric
 from vllm_tiered_kv.options import show_default
@@ -70,6 +71,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "scaling.md#hot": lambda: fleet.hot_table(Results.load()),
     "scaling.md#moved": lambda: fleet.moved_table(Results.load()),
     "scaling.md#failures": lambda: fleet.failure_table(Results.load()),
+    "requests.md": lambda: options_table(RequestControl).replace("| option |", "| key |", 1),
     "server.md": partial(options_table, ServerOptions),
 }
 

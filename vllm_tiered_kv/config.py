@@ -129,8 +129,13 @@ class TieredKVConfig:
         False,
         "Requests that share a prefix which neither the GPU nor a tier has wait until the first of "
         "them has computed it, within deadlines (ADR 0026). vLLM does this by itself where a "
-        "prompt takes whole steps. A request overrides the option by `compute_once` in its "
-        "`kv_transfer_params`. Needs vLLM's prefix caching.",
+        "prompt takes whole steps. A request can override the option; see requests.md. "
+        "Needs vLLM's prefix caching.",
+    )
+    pin_share: float = share(
+        0.25,
+        "The share of the CPU tier that requests may pin with `pin_seconds` and `tool_pending`, "
+        "all together; see requests.md. 0: none.",
     )
     lazy_window: int = integer(
         0,

@@ -113,6 +113,13 @@ void BlockIndex::touch(std::string_view key) {
   policy_of(entries_[id]).touch(id);
 }
 
+void BlockIndex::mark_dead(std::string_view key) {
+  const uint32_t id = id_of(key);
+  if (id == kNone || !entries_[id].is_readable()) return;
+  entries_[id].used = 0;
+  policy_of(entries_[id]).mark_dead(id);
+}
+
 std::vector<int64_t> BlockIndex::pin(const std::vector<std::string_view>& keys) {
   std::vector<int64_t> slots;
   slots.reserve(keys.size());

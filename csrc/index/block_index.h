@@ -85,6 +85,8 @@ class BlockIndex {
   // ---- use
   // Marks a readable block as used.
   void touch(std::string_view key);
+  // Marks a readable block as one that nobody is expected to use again, until it is touched.
+  void mark_dead(std::string_view key);
   // Pins readable blocks until `unpin` and returns their slots. Pins all of them, or throws.
   std::vector<int64_t> pin(const std::vector<std::string_view>& keys);
   void pin_slots(const std::vector<int64_t>& slots);

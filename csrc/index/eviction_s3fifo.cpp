@@ -75,6 +75,15 @@ class S3Fifo final : public EvictionPolicy {
     entry.uses = uint8_t(std::min<int>(entry.uses + 1, kMaxUses));
   }
 
+  // It moves to the eviction end of its queue, and leaves there without another round.
+  void mark_dead(uint32_t id) override {
+    Entry& entry = entries_[id];
+    entry.uses = 0;
+    if (!entry.is_queued) return;
+    remove(id);
+    prepend(id);
+  }
+
   void forget(uint32_t id, bool evicted) override {
     remove(id);
     if (evicted && !entries_[id].is_in_main) ghosts_.add(hash_of(id));

@@ -160,6 +160,11 @@ void touch(BlockIndex& index, const py::object& keys) {
   for (size_t i = all.size(); i-- > 0;) index.touch(all[i]);
 }
 
+void mark_dead(BlockIndex& index, const py::object& keys) {
+  const Keys all(keys);
+  for (size_t i = 0; i < all.size(); ++i) index.mark_dead(all[i]);
+}
+
 // Reserves slots for the missing blocks in [start, stop), except those in `skip`, in chain order:
 // if room runs out, the tail of the sequence is dropped, never its head.
 py::tuple reserve_missing(BlockIndex& index, const py::object& keys, int64_t start, int64_t stop,
@@ -460,6 +465,7 @@ void bind_block_index(const py::module_& module) {
              return all;
            })
       .def("touch", &touch, py::arg("keys"))
+      .def("mark_dead", &mark_dead, py::arg("keys"))
       .def(
           "pin",
           [](BlockIndex& self, const py::object& keys) { return self.pin(Keys(keys).all()); },

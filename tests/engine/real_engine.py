@@ -85,11 +85,13 @@ class RealEngine:
         count: int = 6,
         together: bool = False,
         lora_request: Any = None,
+        control: dict[str, Any] | None = None,
         **extra: Any,
     ) -> list[Answer]:
-        """Answers, one prompt after the other or all at once."""
+        """Answers, one prompt after the other or all at once. `control`: what the requests ask of
+        the cache."""
         inputs = [{"prompt_token_ids": list(ids), **extra} for ids in prompts]
-        return self.ask_inputs(inputs, count, together, lora_request)
+        return self.ask_inputs(inputs, count, together, lora_request, control)
 
     def ask_inputs(
         self,
@@ -97,9 +99,12 @@ class RealEngine:
         count: int,
         together: bool = False,
         lora_request: Any = None,
+        control: dict[str, Any] | None = None,
     ) -> list[Answer]:
         """Whatever prompts are made of."""
         params = SamplingParams(temperature=0, max_tokens=count, logprobs=1, ignore_eos=True)
+        if control is not None:
+            params.extra_args = {"kv_transfer_params": {"tiered_kv": control}}
         batches = [inputs] if together else [[one] for one in inputs]
         outputs = [
             output

@@ -159,8 +159,7 @@ def test_parameter_of_a_request_decides_whether_it_waits(tiny_model: Path, is_on
     )
     ids = prompts(LENGTH, 0)[0]
     for _ in range(4):
-        request = engine.requests[engine.add(ids, 1)]
-        request.kv_transfer_params = {"compute_once": is_on}
+        engine.add(ids, 1, control={"compute_once": is_on})
     engine.run()
     assert bool(outcomes(engine)) is is_on
 

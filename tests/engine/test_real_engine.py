@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -108,7 +109,7 @@ def test_a_shared_prefix_is_computed_once(fresh: RealEngine, monkeypatch) -> Non
             temperature=0,
             max_tokens=COUNT,
             ignore_eos=True,
-            extra_args={"kv_transfer_params": {"compute_once": is_on}},
+            extra_args={"kv_transfer_params": {"tiered_kv": {"compute_once": is_on}}},
         )
         inputs = [{"prompt_token_ids": ids} for ids in prompts]
         outputs = fresh.llm.generate(inputs, params, use_tqdm=False)
@@ -133,6 +134,30 @@ def test_salts_are_kept_apart(fresh: RealEngine) -> None:
     assert fresh.total(names.HIT_TOKENS) == before
     fresh.ask([PROMPTS[5]], cache_salt="alice")
     assert fresh.total(names.HIT_TOKENS) == before + (len(PROMPTS[5]) - 1) // BLOCK * BLOCK
+
+
+def test_controls_narrow_what_is_stored_and_loaded(fresh: RealEngine, truth: Truth) -> None:
+    ids, expected = PROMPTS[0], truth[0][0]
+    # Each step: what the request asks for, and the tokens that it finds in the tier.
+    script: list[tuple[dict[str, object], int]] = [
+        ({"store": False}, 0),
+        ({"max_store_tokens": 3 * BLOCK + 5}, 0),
+        ({"load": False, "store": False}, 0),
+        ({"max_load_tokens": 2 * BLOCK + 1, "store": False}, 2 * BLOCK),
+        ({"tiers": ["remote"], "store": False, "unknown": 1}, 0),
+        ({}, 3 * BLOCK),
+    ]
+    for control, found in script:
+        (answer,) = fresh.ask([ids], COUNT, control=control)
+        assert answer.cached == found, control
+        assert (answer.tokens, answer.logprobs) == (expected.tokens, expected.logprobs)
+        fresh.drop_gpu_cache()
+    (answer,) = fresh.ask([ids], COUNT, control={"pin_seconds": 0.01, "session": "a"})
+    assert answer.cached == (len(ids) - 1) // BLOCK * BLOCK
+    time.sleep(0.02)
+    fresh.ask([ids], COUNT, control={"session": "a", "session_ended": True})
+    assert fresh.total(names.ENDED_BLOCKS) == (len(ids) + COUNT - 1) // BLOCK
+    fresh.assert_at_rest()
 
 
 def test_a_load_that_fails_is_recomputed(fresh: RealEngine, truth: Truth, monkeypatch) -> None:

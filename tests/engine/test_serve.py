@@ -26,6 +26,7 @@ from typing import Any
 import pytest
 
 from examples.smollm2 import ensure_model
+from vllm_tiered_kv.api.cli import main
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -255,6 +256,29 @@ def test_an_answer_from_the_cpu_tier_is_the_computed_one(server: Server) -> None
     )
     assert server.metric(hits, tier="cpu") - before == expected
     assert server.metric("vllm:tiered_kv_load_failures_total", tier="cpu") == 0
+
+
+def test_controls_of_a_request_reach_the_cache_and_mistakes_the_client(
+    server: Server, tmp_path: Path
+) -> None:
+    controls = {"tiered_kv": {"stor": False, "session": "a"}, "do_remote_decode": False}
+    body = {"model": "smollm2", "prompt": "Once upon a time", "max_tokens": 1}
+    status, content = server.call(
+        "POST", "/v1/completions", {**body, "kv_transfer_params": controls}
+    )
+    assert status == 200
+    (ignored,) = json.loads(content)["kv_transfer_params"]["tiered_kv"]["ignored"]
+    assert "did you mean store?" in ignored
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": TEXT[:2000]}) + "\n")
+    assert main(["warm", str(path), "--url", f"http://127.0.0.1:{server.port}", "--pin", "1"]) == 0
+    counted = "vllm:tiered_kv_request_controls_total"
+    for control in ("session", "pin_seconds", "ignored"):
+        wait_until(
+            lambda control=control: server.metric(counted, control=control) == 1,
+            SETTLE_S,
+            f"{control} is counted",
+        )
 
 
 def test_a_client_that_hangs_up_takes_nothing_with_it(server: Server) -> None:

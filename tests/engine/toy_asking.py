@@ -21,8 +21,10 @@ def seeded_prompt(seed: int, length: int = 41) -> list[int]:
     return prompt(random.Random(seed), length)
 
 
-def ask(engine: ToyEngine, ids: list[int], count: int = 6, salt: str = "") -> str:
-    request = engine.add(ids, count, salt)
+def ask(
+    engine: ToyEngine, ids: list[int], count: int = 6, salt: str = "", **control: object
+) -> str:
+    request = engine.add(ids, count, salt, control=control)
     engine.run()
     assert engine.finished[request].tokens == play(ids, count, salt)[0]
     return request

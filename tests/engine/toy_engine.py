@@ -222,15 +222,21 @@ class ToyEngine:
         max_tokens: int,
         salt: str = "",
         model: str = "",
+        control: dict[str, Any] | None = None,
         **request_args: Any,
     ) -> str:
-        """`model`: anything besides the salt that changes the KV of the tokens, like an adapter."""
+        """`model`: anything besides the salt that changes the KV of the tokens, like an adapter.
+        `control`: what the request asks of the cache, see `request_control`."""
         request_id = f"r{self._next_id}"
         self._next_id += 1
         request = Request(
             request_id=request_id,
             prompt_token_ids=list(prompt),
-            sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            sampling_params=SamplingParams(
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                extra_args={"kv_transfer_params": {"tiered_kv": control}} if control else None,
+            ),
             pooling_params=None,
             cache_salt=salt or None,
             block_hasher=self._hasher,

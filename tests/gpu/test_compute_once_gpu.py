@@ -76,7 +76,7 @@ def _ask(
         temperature=0,
         max_tokens=1,
         ignore_eos=True,
-        extra_args={"kv_transfer_params": {"compute_once": is_on}},
+        extra_args={"kv_transfer_params": {"tiered_kv": {"compute_once": is_on}}},
     )
     begin = time.perf_counter()
     outputs = engine.llm.generate(

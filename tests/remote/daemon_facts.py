@@ -15,6 +15,12 @@ def leases_of(daemon: DaemonProcess) -> int:
     return leases
 
 
+def pins_of(daemon: DaemonProcess) -> int:
+    pins = _facts(daemon)["pins"]
+    assert isinstance(pins, int)
+    return pins
+
+
 def requests_of(daemon: DaemonProcess) -> dict[str, int]:
     """Returns how many requests the daemon has served, by verb."""
     return dict(_facts(daemon)["requests"])

@@ -250,10 +250,27 @@ class _Episode:
     def _ask(
         self, prompt: list[int], count: int, salt: str = "", patience: int | None = None
     ) -> None:
-        name = self.toy.add(prompt, count, salt)
+        name = self.toy.add(prompt, count, salt, control=self._control())
         self.asked[name] = _Asked(prompt, count, salt, self.steps, time.monotonic(), patience)
         self.since_rest += 1
         self.soak.counts["requests"] += 1
+
+    def _control(self) -> dict[str, Any] | None:
+        """What a few of the requests ask of the cache. No pins: an idle engine holds none."""
+        if self.rng.random() < 0.8:
+            return None
+        choices: dict[str, Any] = {
+            "store": False,
+            "load": False,
+            "tiers": [self.rng.choice(["cpu", "remote"])],
+            "max_load_tokens": self.rng.randrange(40),
+            "max_store_tokens": self.rng.randrange(40),
+            "session": self.rng.choice("xyz"),
+        }
+        control = {name: choices[name] for name in self.rng.sample(list(choices), 2)}
+        if "session" in control:
+            control["session_ended"] = self.rng.random() < 0.5
+        return control
 
     def step(self) -> None:
         for _ in range(self.rng.randrange(1, 6)):

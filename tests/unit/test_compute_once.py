@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from vllm_tiered_kv.connector.scheduler.compute_once import (
     Claims,
     ComputeOnce,
     Verdict,
-    is_requested,
 )
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.store import StoreKey
@@ -265,25 +263,6 @@ def test_hits_that_end_a_block_early_are_waited_for() -> None:
     assert not engine.waits("b", "A6B2", had=5)
     engine.admit("b", "A6B2", had=5)
     assert engine.outcomes() == {"served": 1}
-
-
-@pytest.mark.parametrize(
-    ("params", "expected"),
-    [
-        (None, "default"),
-        ({}, "default"),
-        ({"compute_once": True}, True),
-        ({"compute_once": False}, False),
-        ({"compute_once": "yes"}, "default"),
-        (["compute_once"], "default"),
-    ],
-)
-@pytest.mark.parametrize("default", [False, True])
-def test_parameter_of_a_request_overrides_the_option(
-    params: Any, expected: Any, default: bool
-) -> None:
-    request: Any = SimpleNamespace(kv_transfer_params=params)
-    assert is_requested(request, default) is (default if expected == "default" else expected)
 
 
 class Daemon:

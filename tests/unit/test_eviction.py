@@ -80,6 +80,35 @@ def test_policy_evicts_chain_from_tail(eviction: str) -> None:
 _HANG_S = 10.0  # much more than needed, much less than one walk per block would take
 
 
+@pytest.mark.parametrize("eviction", EVICTION_POLICIES)
+def test_policy_evicts_dead_blocks_first_until_they_are_used(eviction: str) -> None:
+    tier = Tier(eviction, 10)
+    for number in range(10):
+        assert tier.store(number)
+    tier.use(6)
+    tier.index.mark_dead([key(5), key(6), key(7), key(99)])
+    tier.use(7)
+    for number in range(10, 12):
+        assert tier.store(number)
+    assert sorted(tier.left) == [5, 6]
+    assert tier.has(7)
+    tier.index.check()
+
+
+@pytest.mark.parametrize("eviction", EVICTION_POLICIES)
+def test_policy_evicts_dead_chain_from_tail(eviction: str) -> None:
+    tier = Tier(eviction, 6)
+    assert tier.store(0)
+    for number in range(1, 4):
+        assert tier.store(number, number - 1)
+    assert tier.store(10)
+    assert tier.store(11)
+    tier.index.mark_dead([key(number) for number in range(4)])
+    for number in range(20, 23):
+        assert tier.store(number)
+    assert tier.left == [3, 2, 1]
+
+
 def store_many(index: BlockIndex, numbers: range, size_class: int = 0) -> None:
     slots = index.reserve_all([key(n) for n in numbers], [None] * len(numbers), size_class)
     assert len(slots) == len(numbers)

@@ -23,6 +23,7 @@ from vllm_tiered_kv.api.model_shape import (
 from vllm_tiered_kv.api.openai_server import OpenAIServer
 from vllm_tiered_kv.api.prompt_file import read_prompts
 from vllm_tiered_kv.api.replay import Exit, Replay, ReplaySettings
+from vllm_tiered_kv.api.warm import warm
 from vllm_tiered_kv.errors import ConfigError, ModelConfigError, ReplayError
 from vllm_tiered_kv.options import parse_size
 
@@ -67,6 +68,26 @@ examples:
   tiered-kv replay prompts.jsonl --json report.json --max-tokens 256
 """
 
+_WARM = """\
+Sends every prompt of a file to a running vLLM server for one token, so that its tiers hold the
+prompts before users ask: what a tier holds is loaded, the rest is computed and stored.
+"""
+
+_WARM_DETAILS = """\
+prompts, one on each line:
+  {"prompt": "Once upon a time"}                      to /v1/completions
+  {"messages": [{"role": "user", "content": "Hi"}]}   to /v1/chat/completions
+  Once upon a time                                    plain text, to /v1/completions
+  Further fields ("tools", …) are added to the request unchanged.
+
+exit status:
+  0  all prompts were processed     2  requests failed, or the file cannot be read
+
+examples:
+  tiered-kv warm prompts.jsonl --url http://127.0.0.1:8000
+  tiered-kv warm prompts.jsonl --pin 600 --concurrency 8
+"""
+
 _MODEL = """\
 Reads a model's config.json and says whether the model would be cached, how many KiB of KV cache a
 token takes and how many tokens fit into an amount of memory. Starts no engine, loads no weights,
@@ -103,6 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_model(commands)
     _add_replay(commands)
+    _add_warm(commands)
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments and not arguments[0].startswith("-") and arguments[0] not in commands.choices:
         close = difflib.get_close_matches(arguments[0], commands.choices, n=1)
@@ -263,6 +285,60 @@ def _replay(given: argparse.Namespace) -> int:
     if given.json is not None:
         _write(given.json, json.dumps(report.as_json(), indent=1) + "\n")
     return report.exit_status
+
+
+def _add_warm(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "warm",
+        help="bring prompts into the cache of a running server",
+        description=_WARM,
+        epilog=_WARM_DETAILS,
+        formatter_class=_Formatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=_warm)
+    parser.add_argument("prompts", metavar="PROMPTS", type=Path, help="file of prompts, see below")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (%(default)s)")
+    parser.add_argument("--model", metavar="NAME", help="needed if the server serves several")
+    parser.add_argument(
+        "--pin",
+        metavar="SECONDS",
+        type=_not_negative,
+        default=0.0,
+        help="how long the tiers keep the prompts, up to 3600 (no pin)",
+    )
+    parser.add_argument(
+        "--concurrency",
+        metavar="N",
+        type=_positive,
+        default=1,
+        help="concurrent requests (%(default)s)",
+    )
+    parser.add_argument("--salt", metavar="TEXT", help="cache_salt, if clients use one")
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=_seconds,
+        default=600.0,
+        help="per request (%(default)s)",
+    )
+    parser.add_argument("--api-key-file", metavar="FILE", type=Path, help="sent as bearer token")
+
+
+def _warm(given: argparse.Namespace) -> int:
+    prompts = read_prompts(given.prompts)
+    server = OpenAIServer(given.url, given.timeout, _read_key(given.api_key_file))
+    report = warm(
+        server,
+        prompts,
+        given.model,
+        given.concurrency,
+        given.pin,
+        given.salt,
+        _print_progress,
+    )
+    print("\n".join(report.lines()))
+    return Exit.FAILED if report.failures else Exit.EQUAL
 
 
 def _print_progress(line: str) -> None:

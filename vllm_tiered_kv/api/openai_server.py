@@ -23,7 +23,7 @@ _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})? (\S+)", re.MULTILINE)
 
 
 class OpenAIServer:
-    """Sends the requests of a replay to one server. Thread-safe."""
+    """Sends the requests of a replay, or of `warm`, to one server. Thread-safe."""
 
     def __init__(self, url: str, timeout_s: float, api_key: str | None = None) -> None:
         try:
@@ -72,6 +72,25 @@ class OpenAIServer:
             body["cache_salt"] = salt
         path = "/v1/chat/completions" if prompt.is_chat else "/v1/completions"
         return read_answer(self._json(path, body, self._timeout_s))
+
+    def prefill(
+        self, prompt: Prompt, model: str, controls: Mapping[str, Any], salt: str | None
+    ) -> int:
+        """Lets the server process a prompt and generate one token; returns the prompt's tokens.
+        `controls`: what the request asks of the cache (docs/requests.md)."""
+        body: dict[str, Any] = {**prompt.fields, "model": model, "n": 1, "stream": False}
+        for name in ("max_completion_tokens", "min_tokens", "stream_options"):
+            body.pop(name, None)
+        body["max_tokens"] = 1
+        if controls:
+            body["kv_transfer_params"] = {"tiered_kv": dict(controls)}
+        if salt is not None:
+            body["cache_salt"] = salt
+        path = "/v1/chat/completions" if prompt.is_chat else "/v1/completions"
+        reply = self._json(path, body, self._timeout_s)
+        usage = reply.get("usage") if isinstance(reply, dict) else None
+        tokens = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+        return tokens if isinstance(tokens, int) else 0
 
     def forget_gpu_cache(self) -> bool:
         """Empties vLLM's GPU prefix cache; False if the server does not support it or does not

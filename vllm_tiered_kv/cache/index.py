@@ -102,6 +102,8 @@ class BlockIndex:
         self.geometry = geometry
         self._hooks = hooks
         self._native = native
+        self.on_removed: Callable[[bytes], None] | None = None
+        """Called with the key of a block that `remove` has removed; evictions have `on_evict`."""
         self._touched: list[Sequence[bytes]] = []  # prefixes not yet reported to the policies
         self._classes: dict[tuple[bytes, int], int] = {}  # (owner, slot bytes) -> class
         self._class_names: list[tuple[bytes, int]] = []  # class -> (owner, slot bytes)
@@ -238,6 +240,12 @@ class BlockIndex:
         if len(self._touched) >= _MAX_PENDING_TOUCHES:
             self.flush_recency()
 
+    def mark_dead(self, keys: Sequence[bytes]) -> None:
+        """Marks blocks that nobody is expected to use again: they are evicted before others, until
+        they are touched."""
+        self.flush_recency()  # earlier touches must not undo it
+        self._native.mark_dead(keys)
+
     @property
     def has_unflushed_recency(self) -> bool:
         return bool(self._touched)
@@ -329,7 +337,10 @@ class BlockIndex:
         With `in_slot` the block is removed only if it is still in that slot: a good copy may have
         replaced it meanwhile.
         """
-        return self._native.remove(key, in_slot)
+        is_removed = self._native.remove(key, in_slot)
+        if is_removed and self.on_removed is not None:
+            self.on_removed(key)
+        return is_removed
 
     def clear(self) -> None:
         """Removes every block. Running copies keep their slots until they report."""

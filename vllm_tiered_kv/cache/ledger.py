@@ -41,7 +41,7 @@ class _OpenStore:
     block_ids: Int64Array
     block_bytes: int
     on_drop: Callable[[DropReason], None] | None
-    anchors: list[tuple[BlockKey, int]]
+    anchors: list[tuple[BlockKey | None, int]]
     reports: list[StoreReport] = field(default_factory=list)
     reused: int = 0  # blocks discarded because their GPU blocks were allocated again
 
@@ -88,6 +88,10 @@ class TransferLedger:
         self._overdue: set[int | str] = set()  # open transfers whose reports were given up
         self.pending_put_bytes = 0
         self.fence = WriteFence()
+        self.on_committed: list[Callable[[Sequence[int]], None]] = []
+        """Called with the slots of blocks that have just become readable."""
+        self.on_sent: list[Callable[[Sequence[int]], None]] = []
+        """Called with the slots of blocks that a daemon has just received from all ranks."""
 
     @property
     def has_open_puts(self) -> bool:
@@ -110,12 +114,13 @@ class TransferLedger:
         block_ids: Int64Array,
         block_bytes: int,
         on_drop: Callable[[DropReason], None] | None = None,
-        anchors: Sequence[tuple[BlockKey, int]] = (),
+        anchors: Sequence[tuple[BlockKey | None, int]] = (),
     ) -> int:
         """Opens a store of GPU blocks to reserved slots and returns its job id.
 
         `on_drop` is called if not all blocks are stored. `anchors` are the keys that decide to
-        which daemon the blocks belong, each with the number of slots it applies to.
+        which daemon the blocks belong, each with the number of slots it applies to; blocks
+        with None are not sent.
         """
         job_id = self.new_job()
         self._stores[job_id] = _OpenStore(
@@ -169,11 +174,13 @@ class TransferLedger:
         if len(put.reports) < self._num_ranks:
             return
         del self._puts[job_id]
+        least = min(put.reports, key=lambda report: report.stored)
+        for tell in self.on_sent:
+            tell(put.slots[: least.stored])  # still pinned, so they hold what was sent
         self._index.unpin(put.slots)
         self.pending_put_bytes -= len(put.slots) * put.block_bytes
         if self._was_overdue(job_id):
             return
-        least = min(put.reports, key=lambda report: report.stored)
         tier = Tier.REMOTE.value
         self._recorder.add(names.STORED_BLOCKS, least.stored, tier)
         self._recorder.add(names.STORED_BYTES, least.stored * put.block_bytes, tier)
@@ -299,6 +306,10 @@ class TransferLedger:
         least = min(store.reports, key=lambda report: report.stored)
         readable = self._index.commit_all(store.slots[: least.stored])
         committed = sum(readable)
+        if committed and self.on_committed:
+            slots = list(compress(store.slots, readable))
+            for tell in self.on_committed:
+                tell(slots)
         for slot in store.slots[least.stored :]:
             self._index.abort(slot)
         if is_counted:
@@ -324,6 +335,7 @@ def _by_anchor(store: _OpenStore, readable: Sequence[bool]) -> list[tuple[BlockK
     start = 0
     for anchor, count in store.anchors:
         part = slice(start, start + count)
-        grouped.append((anchor, list(compress(store.slots[part], readable[part]))))
+        if anchor is not None:
+            grouped.append((anchor, list(compress(store.slots[part], readable[part]))))
         start += count
     return [(anchor, slots) for anchor, slots in grouped if slots]

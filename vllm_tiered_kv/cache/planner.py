@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from vllm_tiered_kv.cache.index import BlockIndex, Reservations
 from vllm_tiered_kv.core.arena_geometry import ArenaGeometry
@@ -21,6 +22,26 @@ from vllm_tiered_kv.core.key import BlockKey
 
 STATE_WINDOW = 2
 """The window of recurrent layers: a token reads the state after the token before it."""
+
+
+class HeldBlocks(Protocol):
+    """What the plan of a load asks a tier. `BlockIndex` is one."""
+
+    def match_prefix(
+        self, keys: Sequence[bytes], start: int = 0, stop: int | None = None
+    ) -> int: ...
+
+    def are_readable(self, keys: Sequence[bytes]) -> list[bool]: ...
+
+
+class NoBlocks:
+    """A tier that a request may not use: to its plan the tier is empty."""
+
+    def match_prefix(self, keys: Sequence[bytes], start: int = 0, stop: int | None = None) -> int:
+        return 0
+
+    def are_readable(self, keys: Sequence[bytes]) -> list[bool]:
+        return [False] * len(keys)
 
 
 @dataclass(frozen=True)
@@ -92,7 +113,7 @@ def plan_store(
 
 
 def loadable_tokens(
-    index: BlockIndex,
+    index: HeldBlocks,
     groups: Sequence[Group],
     keys: Sequence[Sequence[BlockKey]],
     computed: int,
@@ -121,7 +142,7 @@ def loadable_tokens(
 
 
 def end_of_full_groups(
-    index: BlockIndex,
+    index: HeldBlocks,
     groups: Sequence[Group],
     keys: Sequence[Sequence[BlockKey]],
     computed: int,

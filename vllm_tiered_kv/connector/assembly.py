@@ -33,7 +33,7 @@ from vllm_tiered_kv.connector.identity.shard import (
     shards_per_rank,
 )
 from vllm_tiered_kv.connector.same_process import find_worker
-from vllm_tiered_kv.connector.scheduler import early_loads
+from vllm_tiered_kv.connector.scheduler import early_loads, kv_events
 from vllm_tiered_kv.connector.scheduler.compute_once import ComputeOnce
 from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier, EngineFacts
 from vllm_tiered_kv.connector.scheduler.lazy_store import LazyStore
@@ -43,6 +43,7 @@ from vllm_tiered_kv.connector.scheduler.remote_claims import RemoteClaims
 from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookups
 from vllm_tiered_kv.connector.scheduler.remote_puts import RemotePuts
 from vllm_tiered_kv.connector.scheduler.remote_tier import RemoteTier
+from vllm_tiered_kv.connector.scheduler.retention import Retention
 from vllm_tiered_kv.connector.scheduler.scheduler_half import SchedulerHalf
 from vllm_tiered_kv.connector.scheduler.step_load_policy import StepLoadPolicy
 from vllm_tiered_kv.connector.scheduler.store_planner import StorePlanner
@@ -123,8 +124,18 @@ def make_scheduler_half(
     geometry = arena_geometry(config, vllm_config, kv_cache_config)
     block_bytes = group_block_bytes(kv_cache_config)
     recorder = Recorder()
-    index = BlockIndex(geometry, config.eviction.value)
+    events = None
+    if kv_events.are_enabled(vllm_config) and config.mode is Mode.TIERED:
+        slots = geometry.capacity_bytes // min(geometry.slot_bytes)
+        events = kv_events.TierEvents(kv_cache_config.num_blocks, max_sent_blocks=4 * slots)
+    index = BlockIndex(
+        geometry, config.eviction.value, events.evicted if events is not None else None
+    )
     ledger = TransferLedger(index, recorder, engine.num_ranks)
+    if events is not None:
+        events.bind(index, bool(config.remote))
+        ledger.on_committed.append(events.committed)
+        ledger.on_sent.append(events.sent)
     states = recurrent_groups(kv_cache_config)
     groups = groups_of(block_sizes, block_bytes, windows, geometry, states)
     tier = CpuTier(groups, index, ledger, recorder)
@@ -157,13 +168,27 @@ def make_scheduler_half(
     hash_block_size = getattr(kv_cache_config, "hash_block_size", None) or min(block_sizes)
     if not vllm_config.cache_config.enable_prefix_caching:
         hash_block_size = None
-    stores = StorePlanner(tier, lazy, hash_block_size, has_daemons=remote is not None)
+    stores = StorePlanner(tier, lazy, hash_block_size, remote is not None, events)
     early = None
     if early_loads.is_possible(vllm_config, engine.steps_zero_blocks):
         early = early_loads.EarlyLoads(partial(find_worker, vllm_config), recorder)
     once = _compute_once(config, vllm_config, tier, engine, loads, claims)
+    if events is not None and remote is not None:
+        remote.on_missing = events.missing
+    retention = Retention(tier, config.pin_share, remote.pin if remote is not None else None)
     return SchedulerHalf(
-        config, engine, key_maker, tier, loads, stores, remote, verification, early, once
+        config,
+        engine,
+        key_maker,
+        tier,
+        loads,
+        stores,
+        remote,
+        verification,
+        early,
+        once,
+        retention,
+        events,
     )
 
 

@@ -273,9 +273,11 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
+        answer = None
         if self.scheduler_half is not None:
-            self.scheduler_half.request_finished(request, block_ids)
-        return False, None
+            answer = self.scheduler_half.request_finished(request, block_ids)
+        # A MultiConnector fails if two of its connectors answer under the same key.
+        return False, None if self._is_inside_multi else answer
 
     def has_pending_push_work(self) -> bool:
         return self.scheduler_half is not None and self.scheduler_half.has_pending_push_work()
@@ -284,7 +286,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         # vLLM calls this once a step, after it has processed the step's output.
         if self._idle_steps is not None and self.scheduler_half is not None:
             self._idle_steps.run()
-        return ()
+        return self.scheduler_half.take_events() if self.scheduler_half is not None else ()
 
     def reset_cache(self) -> bool | None:
         return self.scheduler_half.reset_cache() if self.scheduler_half is not None else True

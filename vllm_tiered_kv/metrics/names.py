@@ -211,6 +211,39 @@ CAPACITY_BYTES = _gauge("capacity_bytes", "Capacity of the tier in bytes, per ra
 PENDING_STORES = _gauge(
     "pending_stores", "Blocks that are being stored and are not yet readable.", "tier"
 )
+REQUEST_CONTROLS = Metric(
+    "request_controls",
+    Kind.COUNTER,
+    ("control",),
+    "Requests with `tiered_kv` in their `kv_transfer_params`, by key; `ignored`: with a key or "
+    "value that is none.",
+    series=tuple(
+        (name,)
+        for name in (
+            "store",
+            "load",
+            "tiers",
+            "max_load_tokens",
+            "max_store_tokens",
+            "pin_seconds",
+            "session",
+            "session_ended",
+            "tool_pending",
+            "ignored",
+        )
+    ),
+)
+PINNED_BYTES = _gauge(
+    "pinned_bytes", "Bytes of blocks that requests have pinned for a time, per rank.", "tier"
+)
+UNPINNED_BLOCKS = _counter(
+    "unpinned_blocks",
+    "Blocks that a request asked to pin, beyond `pin_share` of the tier.",
+    _CPU,
+)
+ENDED_BLOCKS = _counter(
+    "ended_blocks", "Blocks that are evicted first because their session has ended.", _CPU
+)
 ALL: tuple[Metric, ...] = (
     HIT_TOKENS,
     MISS_TOKENS,
@@ -240,6 +273,10 @@ ALL: tuple[Metric, ...] = (
     USED_BYTES,
     CAPACITY_BYTES,
     PENDING_STORES,
+    REQUEST_CONTROLS,
+    PINNED_BYTES,
+    UNPINNED_BLOCKS,
+    ENDED_BLOCKS,
 )
 
 BY_NAME: dict[str, Metric] = {metric.name: metric for metric in ALL}

@@ -31,19 +31,13 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.metrics import names
 from vllm_tiered_kv.metrics.names import WaitOutcome
 from vllm_tiered_kv.metrics.recorder import Recorder
 from vllm_tiered_kv.remote.store import ClaimResult
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
-
-PARAMETER = "compute_once"
-"""The key in a request's `kv_transfer_params` that overrides the option of the same name."""
 
 _SLACK_S = 1.0  # added to each deadline: steps of other requests, copies
 _EXPECTED_FACTOR = 3.0  # other prefills share the steps with the leader's
@@ -55,13 +49,6 @@ _MIN_CLAIM_S = 0.05  # a shorter prefill is not worth the way over a daemon
 _MAX_CLAIM_S = 60.0
 _LOOK_AGAIN_S = 0.03  # between two looks at what another engine computes
 _LOOK_AGAIN_EACH_S = 0.001  # added for each request that looks
-
-
-def is_requested(request: Request, default: bool) -> bool:
-    """Whether this request may wait for others: its own parameter, or the engine's option."""
-    params = request.kv_transfer_params
-    wanted = params.get(PARAMETER) if isinstance(params, Mapping) else None
-    return wanted if isinstance(wanted, bool) else default
 
 
 class Verdict(enum.Enum):
@@ -153,10 +140,16 @@ class ComputeOnce:
         self._not_asking: set[str] = set()  # requests that claim nothing and wait for no claim
 
     def should_wait(
-        self, request_id: str, keys: Sequence[BlockKey], had: int, limit: int
+        self,
+        request_id: str,
+        keys: Sequence[BlockKey],
+        had: int,
+        limit: int,
+        sends_blocks: bool = True,
     ) -> Verdict:
         """What a request does that asks for its prefix hit: go on, or ask again in the next step.
-        `had`: tokens that the GPU and the tiers have. `limit`: the longest hit it can use."""
+        `had`: tokens that the GPU and the tiers have. `limit`: the longest hit it can use.
+        `sends_blocks`: whether daemons will get what it computes; otherwise it claims nothing."""
         self._lose(request_id, WaitOutcome.LEADER_ENDED)  # it has lost its blocks, or it never led
         found = self._leader_of(keys, had, limit)
         while found is not None:
@@ -165,7 +158,7 @@ class ComputeOnce:
             if found[0].lost is None:
                 return Verdict.GO
             found = self._leader_of(keys, had, limit)  # the next one
-        if self._claims is None or request_id in self._not_asking:
+        if self._claims is None or not sends_blocks or request_id in self._not_asking:
             return Verdict.GO
         return self._ask_others(self._claims, request_id, keys, had, limit)
 

@@ -9,7 +9,9 @@ from functools import cached_property
 
 from vllm_tiered_kv.cache.index import BlockIndex
 from vllm_tiered_kv.cache.ledger import TransferLedger
-from vllm_tiered_kv.cache.planner import Group
+from vllm_tiered_kv.cache.planner import Group, HeldBlocks, NoBlocks
+from vllm_tiered_kv.connector.scheduler.request_control import RequestControl
+from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics.recorder import Recorder
 
 
@@ -46,3 +48,10 @@ class CpuTier:
     def alignment(self) -> int:
         """Hits end at multiples of this number of tokens: all groups have full blocks there."""
         return math.lcm(*(group.block_size for group in self.groups))
+
+    def held_for(self, control: RequestControl) -> HeldBlocks:
+        """What a request with this control may load from the tier."""
+        return self.index if control.may_use(Tier.CPU) else _NO_BLOCKS
+
+
+_NO_BLOCKS = NoBlocks()

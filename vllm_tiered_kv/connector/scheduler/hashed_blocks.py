@@ -35,10 +35,11 @@ def ids_of(blocks: Iterable[KVCacheBlock]) -> list[int]:
     return list(map(_BLOCK_ID, blocks))
 
 
-BlockRecord: TypeAlias = tuple[int, bytes, BlockKey, BlockKey | None, BlockKey, Group]
+BlockRecord: TypeAlias = "tuple[int, bytes, BlockKey, BlockKey | None, BlockKey | None, Group]"
 """One block of a `HashedRun`: block id, vLLM's block hash, key, key of the previous block, key of
-the anchor (which decides the daemon), group. It does not refer to the run, because a run keeps its
-request alive. It is a plain tuple because there may be one per GPU block."""
+the anchor (which decides the daemon; None: sent to none), group. It does not refer to the run,
+because a run keeps its request alive. It is a plain tuple because there may be one per GPU
+block."""
 
 
 def still_hashed(pool: BlockPool, known: Sequence[BlockRecord]) -> list[bool]:
@@ -58,6 +59,7 @@ class HashedRun:
     first: int
     block_ids: Sequence[int]
     hash_block_size: int
+    is_sent: bool = True  # to a daemon, once it is stored
 
     def ids(self, positions: Sequence[int]) -> list[int]:
         offsets = int64_array(positions) - self.first
@@ -80,7 +82,7 @@ class HashedRun:
             self._hashes(positions),
             self.keys[start:stop],
             chain(before, self.keys[start : stop - 1]),
-            chain.from_iterable(starmap(repeat, counted)),
+            chain.from_iterable(starmap(repeat, counted)) if self.is_sent else repeat(None),
             repeat(self.group),
             strict=False,
         )
@@ -105,9 +107,9 @@ class StoreBatch:
     group: Group
     block_ids: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
-    anchors: list[tuple[BlockKey, int]] = field(default_factory=list)
-    """An anchor decides which daemon blocks belong to. Each entry has an anchor and the number of
-    consecutive blocks it covers."""
+    anchors: list[tuple[BlockKey | None, int]] = field(default_factory=list)
+    """An anchor decides which daemon blocks belong to; None: they are sent to none. Each entry has
+    an anchor and the number of consecutive blocks it covers."""
 
     def extend(self, run: HashedRun, positions: list[int], slots: list[int]) -> None:
         self.block_ids += run.ids(positions)

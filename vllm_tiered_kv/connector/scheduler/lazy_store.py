@@ -41,7 +41,14 @@ class LazyStore:
     def observe(self, run: HashedRun, positions: range) -> None:
         """Remembers blocks of a request that are full now or were prefix hits."""
         ids = run.block_ids[positions.start - run.first : positions.stop - run.first]
-        self._known.update(zip(ids, run.records(positions), strict=False))
+        if run.is_sent:
+            self._known.update(zip(ids, run.records(positions), strict=False))
+            return
+        # Another request may want the same block sent to a daemon.
+        for block_id, record in zip(ids, run.records(positions), strict=False):
+            known = self._known.get(block_id)
+            if known is None or known[1] != record[1]:
+                self._known[block_id] = record
 
     def plan(self, pool: BlockPool, index: BlockIndex) -> tuple[list[StoreBatch], int]:
         """Returns what to store in this step, and for how many blocks the tier had no slot."""

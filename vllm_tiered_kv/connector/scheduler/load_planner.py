@@ -56,6 +56,7 @@ class LoadPlanner:
         self._has_states = any(group.is_recurrent for group in tier.groups) and any(
             group.window is None for group in tier.groups
         )
+        self._tier = tier
         self._index = tier.index
         self._ledger = tier.ledger
         self._recorder = tier.recorder
@@ -75,10 +76,10 @@ class LoadPlanner:
 
     def begin(self, state: RequestState) -> None:
         """Starts the daemon lookup of a new request, before vLLM asks for its prefix hit."""
-        daemons, request = self._daemons, state.request
+        daemons, request = self._daemons_for(state), state.request
         if daemons is None:
             return
-        limit = self.limit(request)
+        limit = self._load_end(state, 0, self.limit(request))
         # If the GPU has the last block it most likely has all, because vLLM evicts tails first. If
         # it does not, the daemons are asked when vLLM asks for the prefix hit.
         if not request.skip_reading_prefix_cache and not self._gpu_has_block_before(request, limit):
@@ -86,12 +87,17 @@ class LoadPlanner:
             self._ensure_tail(state)
             daemons.begin(state, limit)
 
-    @property
-    def _daemons(self) -> RemoteTier | None:
-        """The remote tier, if it may be asked now."""
+    def _daemons_for(self, state: RequestState) -> RemoteTier | None:
+        """The remote tier, if it may be asked now, and for this request."""
         if self._remote is None or self._awaits_first_forward or not self.load_policy.may_load:
             return None
-        return self._remote
+        control = state.control
+        return self._remote if control.load and control.may_use(Tier.REMOTE) else None
+
+    def _load_end(self, state: RequestState, computed: int, end: int) -> int:
+        """The end of what the request lets the cache load."""
+        wanted = state.control.load_end(computed, self._alignment)
+        return end if wanted is None else min(end, wanted)
 
     def step_planned(self, scheduled: Collection[str]) -> None:
         """vLLM has planned a step with these requests. Loads admitted from now on belong to a later
@@ -174,15 +180,16 @@ class LoadPlanner:
         if tail is not None:
             limit, end = request.num_tokens - 1, len(tail.keys) * self._alignment
         has_all_full = computed >= full
+        limit, end = (self._load_end(state, computed, one) for one in (limit, end))
         on_gpu = computed if has_all_full else 0
         computed_again = self._computed_again(request, computed) if has_all_full else 0
         loadable = 0
         daemon_ranges = None
         is_usable = not state.load.has_failed and not state.lost_adapter
         if computed < end and is_usable and not request.skip_reading_prefix_cache:
-            daemons = self._daemons
+            daemons = self._daemons_for(state)
             if daemons is not None and not has_all_full:  # a tail alone is not worth a lookup
-                daemon_ranges = daemons.positions(state, computed, full)
+                daemon_ranges = daemons.positions(state, computed, min(full, end))
                 if daemon_ranges is None and self.load_policy.waits_for_daemons(state, computed):
                     return None
             loadable = self._find(state, computed, end, daemon_ranges)
@@ -234,6 +241,8 @@ class LoadPlanner:
         only in the steps that this wait causes."""
         if found >= end or not self._ledger.has_open_stores:
             return False
+        if not state.control.may_use(Tier.CPU):
+            return False
         for group, keys in zip(self._groups, state.loadable_keys, strict=True):
             first = found // group.block_size
             # The next recurrent state may be several blocks away.
@@ -257,7 +266,7 @@ class LoadPlanner:
         that the next request with this prefix finds it. vLLM keeps states at few boundaries, and
         does the same by itself if its own cache holds such a prefix."""
         shared = end_of_full_groups(
-            self._index,
+            self._tier.held_for(state.control),
             self._groups,
             state.loadable_keys,
             computed,
@@ -349,7 +358,7 @@ class LoadPlanner:
         self, state: RequestState, computed: int, limit: int, daemon_ranges: Sequence[range] | None
     ) -> int:
         return loadable_tokens(
-            self._index,
+            self._tier.held_for(state.control),
             self._groups,
             state.loadable_keys,
             computed,

@@ -72,7 +72,7 @@ class LoadDecider:
     ) -> None:
         self._policy = config.load_policy
         self._group = telling_group(tier.groups)
-        self._index = tier.index
+        self._tier = tier
         self._recorder = tier.recorder
         self._clock = clock
         self._load_timeout_s = config.remote_load_timeout
@@ -297,7 +297,8 @@ class LoadDecider:
         size = self._group.block_size
         first, stop = computed // size, (computed + held) // size
         keys = state.loadable_keys[self._group.group_id]
-        position = first + self._index.match_prefix(keys, first, stop)
+        held_here = self._tier.held_for(state.control)
+        position = first + held_here.match_prefix(keys, first, stop)
         spans = [Span(Tier.CPU, (position - first) * size)]
         for part in answer.spans[self._group.group_id]:
             end = min(part.stop, stop)

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from vllm_tiered_kv.connector.scheduler.window_search import WindowSearch
 from vllm_tiered_kv.core.key import BlockKey, RankTag
@@ -43,7 +44,12 @@ _QUESTIONS_AT_ONCE = 8
 _MAX_STEP_WAIT_S = 0.002
 """Time that one step may wait in total for answers of daemons on this host."""
 _SPEEDS_RETRY_S = 1.0
+_MAX_PIN_THREADS = 2
 _REMOTE = Tier.REMOTE.value
+
+
+ChainPart: TypeAlias = tuple[list[BlockKey], int]
+"""The keys of a chain from its beginning on, and the first position that is meant."""
 
 
 @dataclass(frozen=True)
@@ -211,6 +217,7 @@ class RemoteLookups:
         the slowest daemon counts."""
         self._speeds_asked: dict[str, float] = {}  # time by address; infinity once answered
         self._closing = False
+        self._pin_threads = threading.Semaphore(_MAX_PIN_THREADS)
         self._local_daemons: dict[str, LocalDaemon] = {}
         self._local_daemons_lock = threading.Lock()
 
@@ -316,6 +323,26 @@ class RemoteLookups:
                     store.address,
                     len(keys),
                 )
+
+    def pin(self, parts: Sequence[ChainPart], hold_s: float) -> None:
+        """Lets daemons pin what they hold of these blocks, and read it into their memory. Never
+        blocks. Best effort: a daemon limits its pins, and lookups need most of the threads."""
+        if not self._pin_threads.acquire(blocking=False):
+            return
+        try:
+            self._pool.submit(self._pin, parts, max(1, int(hold_s * 1000)))
+        except RuntimeError:  # the engine is stopping
+            self._pin_threads.release()
+
+    def _pin(self, parts: Sequence[ChainPart], hold_ms: int) -> None:
+        try:
+            for keys, first in parts:
+                for start, stop, server in placed_runs(self._cluster, keys, first):
+                    for begin in range(start, stop, _MAX_KEYS_PER_QUESTION):
+                        part = keys[begin : min(stop, begin + _MAX_KEYS_PER_QUESTION)]
+                        server.match_all(part, self._ranks, hold_ms)
+        finally:
+            self._pin_threads.release()
 
     def close(self) -> None:
         """Releases all leases; no load may be in flight."""

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from vllm_tiered_kv.cache.planner import Group, loadable_tokens
 from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier
-from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteLookups, RemoteSpan
+from vllm_tiered_kv.connector.scheduler.remote_lookups import (
+    ChainPart,
+    RemoteLookups,
+    RemoteSpan,
+)
 from vllm_tiered_kv.connector.scheduler.remote_puts import RemotePuts
 from vllm_tiered_kv.connector.scheduler.request_state import RequestState
 from vllm_tiered_kv.connector.scheduler.window_search import WindowSearch
+from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.transfer import (
     MAX_LEASE_AGE_S,
     ProbeJob,
@@ -65,13 +70,16 @@ class RemoteTier:
         self._cluster = cluster
         self._lookups = lookups
         self.puts = puts
-        self._index = tier.index
+        self._tier = tier
         self._groups = tier.groups
         self._shard_bytes = [group.block_bytes // shards_per_rank for group in tier.groups]
         self._alignment = tier.alignment
         self.keep_copies = keep_copies
         self._has_windows = any(group.window is not None for group in tier.groups)
         self._arenas_of_rank: dict[int, Mapping[bytes, int]] = {}
+        self.on_missing: Callable[[Sequence[BlockKey]], None] | None = None
+        """Called with blocks that daemons lack, or hold after a gap, so that nobody can load
+        them."""
         self._probes: list[ProbeJob] = []
         self._probe_deadline = 0.0
 
@@ -92,26 +100,25 @@ class RemoteTier:
         """Starts a lookup if the CPU tier lacks blocks: of those, or of all after `computed`."""
         if state.remote.lookup is not None or state.remote.has_failed:
             return
+        held_here = self._tier.held_for(state.control)
         keys, firsts = [], []
         lacks_some = False
         tail = int(state.loadable_tail is not None)  # part of a lookup, never its only reason
         for group, group_keys in zip(self._groups, state.loadable_keys, strict=True):
             first, stop = computed // group.block_size, limit // group.block_size
             is_full = group.window is None
-            found = self._index.match_prefix(group_keys, first, stop) if is_full else stop - first
+            found = held_here.match_prefix(group_keys, first, stop) if is_full else stop - first
             lacks_some |= first + found < stop
             firsts.append(first + found if leave_out_held or not is_full else first)
             keys.append(group_keys[: stop + tail])
         missing = lacks_some
         windows = None
         if self._has_windows:
-            held = [self._index.are_readable(group_keys) for group_keys in keys]
+            held = [held_here.are_readable(group_keys) for group_keys in keys]
             if not leave_out_held:
                 held = [[False] * len(group) for group in held]
             windows = WindowSearch(self._groups, held, computed, limit, self._alignment)
-            alone = loadable_tokens(
-                self._index, self._groups, keys, computed, limit, self._alignment
-            )
+            alone = loadable_tokens(held_here, self._groups, keys, computed, limit, self._alignment)
             missing = computed + alone < limit
         if not missing:
             return
@@ -126,14 +133,15 @@ class RemoteTier:
         lookup = state.remote.lookup
         if lookup is None or lookup.given_up:
             return False
+        held_here = self._tier.held_for(state.control)
         for group, keys in zip(self._groups, state.loadable_keys, strict=True):
             first, stop = computed // group.block_size, lookup.firsts[group.group_id]
             if group.window is not None:
                 held = lookup.windows.held[group.group_id] if lookup.windows is not None else ()
                 left_out = [keys[n] for n, was_held in enumerate(held) if was_held]
-                if not all(self._index.are_readable(left_out)):
+                if not all(held_here.are_readable(left_out)):
                     return True
-            elif first < stop and self._index.match_prefix(keys, first, stop) < stop - first:
+            elif first < stop and held_here.match_prefix(keys, first, stop) < stop - first:
                 return True
         return False
 
@@ -163,12 +171,30 @@ class RemoteTier:
             self._ask(state, computed, limit)
         if state.remote.lookup is None:
             return [range(0)] * len(self._groups)
+        was_pending = state.remote.lookup.is_pending
         self._lookups.poll(state.remote.lookup)
         if state.remote.lookup.is_pending:
             return None
+        if was_pending and self.on_missing is not None:
+            self._report_missing(state, limit, self.on_missing)
         state.remote.lookup.renewable = True
         answer = state.remote.answer
         return answer.positions() if answer is not None else [range(0)] * len(self._groups)
+
+    def _report_missing(
+        self,
+        state: RequestState,
+        limit: int,
+        on_missing: Callable[[Sequence[BlockKey]], None],
+    ) -> None:
+        answer, lookup = state.remote.answer, state.remote.lookup
+        if answer is None or lookup is None or not answer.is_known:
+            return
+        for group, keys in zip(self._groups, state.loadable_keys, strict=True):
+            if group.window is None:
+                spans = answer.spans[group.group_id]
+                reached = spans[-1].stop if spans else lookup.firsts[group.group_id]
+                on_missing(keys[reached : limit // group.block_size])
 
     def split(
         self, state: RequestState, group: Group, span: range, block_ids: Sequence[int]
@@ -179,7 +205,8 @@ class RemoteTier:
         if answer is None:
             return LoadSplit(span, [])
         # Vectorised, because a long prompt has thousands of positions.
-        is_here = np.array(self._index.are_readable(keys[span.start : span.stop]), dtype=bool)
+        held_here = self._tier.held_for(state.control)
+        is_here = np.array(held_here.are_readable(keys[span.start : span.stop]), dtype=bool)
         local = (np.flatnonzero(is_here) + span.start).tolist()
         by_part: list[tuple[RemoteSpan, list[int]]] = []
         for part in answer.spans[group.group_id]:
@@ -228,6 +255,10 @@ class RemoteTier:
                 self._probes = [ProbeJob(name, group.group_id, part.address, tuple(keys))]
                 self._probe_deadline = time.monotonic() + _MAX_PROBE_DELAY_S
                 return
+
+    def pin(self, parts: Sequence[ChainPart], hold_s: float) -> None:
+        """Lets daemons keep these blocks in their memory for a time. Never blocks."""
+        self._lookups.pin(parts, hold_s)
 
     def take_jobs(self, scheduled: Mapping[str, int]) -> tuple[list[PutJob], list[ProbeJob]]:
         """Returns the jobs planned since the last call; `scheduled`: this step's tokens by request.

@@ -12,6 +12,7 @@ from vllm_tiered_kv.cache.planner import Group
 from vllm_tiered_kv.connector.identity.request_keys import RequestKeys
 from vllm_tiered_kv.connector.scheduler.partial_tail import Tail
 from vllm_tiered_kv.connector.scheduler.remote_lookups import RemoteAnswer, RemoteLookup
+from vllm_tiered_kv.connector.scheduler.request_control import NO_CONTROL, RequestControl
 from vllm_tiered_kv.core.key import BlockKey
 from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.metrics.names import DropReason
@@ -129,6 +130,8 @@ class RequestState:
 
     request: Request
     keys: RequestKeys
+    control: RequestControl = NO_CONTROL
+    ignored_controls: Sequence[str] = ()  # for the response
     load: LoadState = field(default_factory=LoadState)
     remote: RemoteState = field(default_factory=RemoteState)
     store: StoreState = field(default_factory=StoreState)
@@ -176,9 +179,16 @@ class RequestState:
         planned = self.store.planned
         return any(ready // group.block_size > planned[group.group_id] for group in groups)
 
+    def stop_storing_at(self, group: Group, start: int, stop: int) -> int:
+        """The end of those positions from `start` on that the request lets the cache store."""
+        limit = self.control.store_limit
+        return stop if limit is None else max(start, min(stop, limit // group.block_size))
+
     def tail_to_store(self, ready: int) -> Tail | None:
         """The tail, if it is partial, not stored yet, and within the first `ready` tokens."""
-        tail = self.load.tail
+        tail, limit = self.load.tail, self.control.store_limit
         if tail is None or not tail.is_partial or ready < tail.end:
+            return None
+        if limit is not None and limit < tail.end:
             return None
         return None if self.store.has_tail or self.load.keeps_tail else tail

@@ -19,21 +19,23 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_tiered_kv.cache.planner import telling_group
 from vllm_tiered_kv.config import Mode, TieredKVConfig
 from vllm_tiered_kv.connector.identity.request_keys import KeyMaker
 from vllm_tiered_kv.connector.metadata import TieredKVMetadata, TieredKVWorkerMetadata
-from vllm_tiered_kv.connector.scheduler import compute_once
 from vllm_tiered_kv.connector.scheduler.compute_once import ComputeOnce, Verdict
 from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier, EngineFacts
 from vllm_tiered_kv.connector.scheduler.early_loads import EarlyLoads
 from vllm_tiered_kv.connector.scheduler.hashed_blocks import ids_of
 from vllm_tiered_kv.connector.scheduler.invalid_load_recovery import InvalidLoadRecovery
+from vllm_tiered_kv.connector.scheduler.kv_events import TierEvents
 from vllm_tiered_kv.connector.scheduler.load_planner import LoadPlanner
 from vllm_tiered_kv.connector.scheduler.remote_tier import RemoteTier
+from vllm_tiered_kv.connector.scheduler.request_control import IGNORED, SECTION, ControlReader
 from vllm_tiered_kv.connector.scheduler.request_state import RequestState
+from vllm_tiered_kv.connector.scheduler.retention import Retention
 from vllm_tiered_kv.connector.scheduler.stale_hash_guard import StaleHashGuard
 from vllm_tiered_kv.connector.scheduler.store_planner import StorePlanner
 from vllm_tiered_kv.connector.scheduler.verification import Verification
@@ -44,6 +46,7 @@ from vllm_tiered_kv.errors import TieredKVError
 from vllm_tiered_kv.metrics import names
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.lora.request import LoRARequest
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -78,6 +81,8 @@ class SchedulerHalf:
         verification: Verification | None,
         early_loads: EarlyLoads | None,
         once: ComputeOnce | None,
+        retention: Retention,
+        events: TierEvents | None = None,
     ) -> None:
         self._config = config
         self._engine = engine
@@ -95,6 +100,9 @@ class SchedulerHalf:
         self.verification = verification
         self.early_loads = early_loads
         self.once = once
+        self.retention = retention
+        self._events = events
+        self._controls = ControlReader(tier.recorder)
         self._store_on_finish = not engine.steps_zero_blocks
         self._requests: dict[str, RequestState] = {}
         self._usable_bytes: dict[int, int] = {}  # by rank
@@ -125,6 +133,8 @@ class SchedulerHalf:
             self._stale_hash_guard = StaleHashGuard(manager, range(len(self._groups)))
         watch_new_blocks(manager.block_pool, self._on_blocks_allocated)
         self.stores.bind_kv_cache_manager(manager)
+        if self._events is not None:
+            self._events.bind_kv_cache_manager(manager)
         self.loads.bind_block_pool(manager.block_pool)
 
     @property
@@ -168,6 +178,7 @@ class SchedulerHalf:
             self._stale_hash_guard.admitted(request)
         state = self._requests.get(request.request_id)
         if state is not None:
+            self.retention.admitted(state)
             match = state.load.match
             if match is not None and self.once is not None:
                 self.once.admitted(
@@ -202,6 +213,7 @@ class SchedulerHalf:
             if self.once is not None:
                 self.once.restarted(request_id)
         self.stores.mark_stale_blocks()
+        self.retention.step()
         counts = scheduler_output.num_scheduled_tokens
         self.loads.step_planned(counts)
         if self.once is not None:
@@ -275,6 +287,7 @@ class SchedulerHalf:
                     self.loads.load_failed(self._requests[failed_request], Tier.CPU)
             # A rank reports this when its own part ends; vLLM reports the load when all ranks end.
             self._remote_failures |= metadata.remote_failures
+            self.retention.outputs_received()
         for request_id in output.failed_recving or ():  # loads of any connector
             if request_id in self._requests:
                 self.loads.restart_after_failed_load(self._requests[request_id])
@@ -332,8 +345,11 @@ class SchedulerHalf:
 
     # ---- the end of a request -----------------------------------------------------------------
 
-    def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> None:
-        """Drops the state of the request, and plans the stores of its last full blocks."""
+    def request_finished(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> dict[str, Any] | None:
+        """Drops the state of the request, and plans the stores of its last full blocks. Returns
+        what its response says about the cache."""
         if self._stale_hash_guard is not None:
             self._stale_hash_guard.finished(request)
         self._uncached.pop(request.request_id, None)
@@ -343,10 +359,15 @@ class SchedulerHalf:
         if self.once is not None:
             self.once.finished(request.request_id)
         if state is None:
-            return
+            return None
         self._end_verification(state)
-        if self._config.mode is not Mode.TIERED:
-            return
+        if self._config.mode is Mode.TIERED:
+            self._store_finished(state, block_ids)
+            self.retention.finished(state)
+        return {SECTION: {IGNORED: state.ignored_controls}} if state.ignored_controls else None
+
+    def _store_finished(self, state: RequestState, block_ids: tuple[list[int], ...]) -> None:
+        request = state.request
         ready = state.storable_tokens(request.num_tokens - 1, self._config.store_decode)
         is_certain = self._store_on_finish and state.ended_by_itself
         if not is_certain:
@@ -372,6 +393,9 @@ class SchedulerHalf:
         """
         self._key_maker.new_epoch(os.urandom(16))
         self.index.clear()
+        self.retention.reset()
+        if self._events is not None:
+            self._events.reset()
         if self.remote is not None:
             self.remote.puts.reset()
         states = self._requests.values()
@@ -392,10 +416,15 @@ class SchedulerHalf:
         if self.remote is not None:
             self.remote.close()
 
+    def take_events(self) -> list[KVCacheEvent]:
+        """What has become of blocks of the tiers since the last call, if vLLM publishes events."""
+        return self._events.take() if self._events is not None else []
+
     def stats(self) -> TieredKVStats | None:
         self.recorder.set(names.USED_BYTES, self.index.used_bytes, _CPU)
         self.recorder.set(names.PENDING_STORES, self.ledger.pending_store_blocks, _CPU)
         self.load_policy.record()
+        self.retention.record()
         if self.remote is not None:
             self.remote.record(self.recorder)
         samples = self.recorder.drain()
@@ -426,7 +455,8 @@ class SchedulerHalf:
         if getattr(request, "resumable", False) or self._unreported_ranks:
             self._uncached[request.request_id] = request
             return None
-        state = RequestState(request, keys)
+        control, ignored = self._controls.read(request.kv_transfer_params)
+        state = RequestState(request, keys, control, ignored)
         self._requests[request.request_id] = state
         return state
 
@@ -452,11 +482,17 @@ class SchedulerHalf:
             or state.load.keeps_reservation
             or state.lost_adapter
             or request.skip_reading_prefix_cache
-            or not compute_once.is_requested(request, self._config.compute_once)
         ):
             return False
+        is_wanted = state.control.compute_once
+        if not (self._config.compute_once if is_wanted is None else is_wanted):
+            return False
         verdict = self.once.should_wait(
-            request.request_id, self._shared_keys(state), had, self.loads.limit(request)
+            request.request_id,
+            self._shared_keys(state),
+            had,
+            self.loads.limit(request),
+            state.control.sends_blocks,
         )
         if verdict is Verdict.LOOK_AGAIN:
             state.remote.drop_lookup()

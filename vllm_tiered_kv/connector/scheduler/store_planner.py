@@ -31,9 +31,11 @@ from typing import TYPE_CHECKING, TypeVar
 from vllm_tiered_kv.cache.planner import Group, plan_store
 from vllm_tiered_kv.connector.scheduler.cpu_tier import CpuTier
 from vllm_tiered_kv.connector.scheduler.hashed_blocks import HashedRun, StoreBatch, ids_of
+from vllm_tiered_kv.connector.scheduler.kv_events import TierEvents
 from vllm_tiered_kv.connector.scheduler.lazy_store import LazyStore
 from vllm_tiered_kv.connector.scheduler.partial_tail import Tail
 from vllm_tiered_kv.connector.scheduler.request_state import RequestState, StoreState
+from vllm_tiered_kv.core.tiers import Tier
 from vllm_tiered_kv.core.transfer import GroupTransfer, StoreJob, int64_array
 from vllm_tiered_kv.metrics.names import DropReason
 from vllm_tiered_kv.remote.placement import anchors_of
@@ -56,6 +58,7 @@ class _Planned:
     owner: RequestState | None = None
     is_reused_first: bool = False
     """vLLM reallocates these blocks before others, because they have no hash."""
+    is_sent: bool = True  # to a daemon, once it is stored
 
 
 class StorePlanner:
@@ -68,9 +71,11 @@ class StorePlanner:
         lazy: LazyStore | None,
         hash_block_size: int | None,
         has_daemons: bool,
+        events: TierEvents | None = None,
     ) -> None:
         """`hash_block_size`: tokens per block hash of vLLM; None if its prefix cache is off.
         `has_daemons`: stored blocks are sent on, so they need anchors."""
+        self._events = events
         self._groups = tier.groups
         self._index = tier.index
         self._ledger = tier.ledger
@@ -124,8 +129,8 @@ class StorePlanner:
             return
         anchors = anchors_of(tail.keys, plan.positions) if self._has_daemons else []
         block_ids = ids_of(table[tail.position : tail.position + 1])
-        batch = StoreBatch(group, block_ids, plan.slots, anchors)
-        self._planned.append(_Planned(batch, is_reused_first=True))
+        batch = StoreBatch(group, block_ids, plan.slots, [*anchors])
+        self._planned.append(_Planned(batch, is_reused_first=True, is_sent=_sends(state)))
 
     def store_finished(
         self, state: RequestState, tables: Sequence[list[int]], ready_tokens: int
@@ -279,10 +284,11 @@ class StorePlanner:
             stop = start + len(ids)
             keys = state.keys.of_group[group.group_id]
             self._index.touch(keys[start:stop])
-            missing = self._index.first_missing(keys, start, stop)
-            if missing < stop and state.closed is None:
+            wanted = state.stop_storing_at(group, start, stop)
+            missing = self._index.first_missing(keys, start, wanted)
+            if missing < wanted and state.closed is None:
                 self._store_still_hashed(
-                    self._hashed_run(state, group, start, ids), range(missing, stop), state
+                    self._hashed_run(state, group, start, ids), range(missing, wanted), state
                 )
 
     def _store_still_hashed(self, run: HashedRun, positions: range, state: RequestState) -> None:
@@ -297,20 +303,23 @@ class StorePlanner:
                 plan = plan_store(self._index, group, run.keys, intact.start, intact.stop)
                 self._ledger.drop(plan.dropped, DropReason.TIER_FULL)
                 batch.extend(run, plan.positions, plan.slots)
+                if self._events is not None:
+                    self._events.planned(run.request, group, run.keys, plan.positions)
         if batch.slots:
-            self._planned.append(_Planned(batch))
+            self._planned.append(_Planned(batch, is_sent=_sends(state)))
 
     def _store_blocks(self, state: RequestState, group: Group, ids: list[int]) -> None:
         """Plans stores of those of the next full blocks that the tier lacks."""
         start = state.store.planned[group.group_id]
         stop = start + len(ids)
         state.store.planned[group.group_id] = stop
+        wanted = state.stop_storing_at(group, start, stop)
         if state.closed is not None:
-            self._ledger.drop(len(ids), state.closed)
+            self._ledger.drop(wanted - start, state.closed)
             return
         keys = state.keys.of_group[group.group_id]
         skip = state.remote.copies.get(group.group_id, range(0))
-        plan = plan_store(self._index, group, keys, start, stop, skip)
+        plan = plan_store(self._index, group, keys, start, wanted, skip)
         if plan.dropped:
             state.store.closed = DropReason.TIER_FULL
             self._ledger.drop(plan.dropped, DropReason.TIER_FULL)
@@ -318,13 +327,17 @@ class StorePlanner:
             self._index.touch(keys[start:stop])  # GPU hits count as used in the tier too
         if not plan.slots:
             return
+        if self._events is not None:
+            self._events.planned(state.request, group, keys, plan.positions)
         sources = ids
         if len(plan.slots) < len(ids):
             sources = int64_array(ids)[int64_array(plan.positions) - start].tolist()
         anchors = anchors_of(keys, plan.positions) if self._has_daemons else []
-        batch = StoreBatch(group, sources, plan.slots, anchors)
+        batch = StoreBatch(group, sources, plan.slots, [*anchors])
         # The window may have passed these blocks when the next step is planned.
-        self._planned.append(_Planned(batch, state, is_reused_first=group.window is not None))
+        self._planned.append(
+            _Planned(batch, state, group.window is not None, is_sent=_sends(state))
+        )
 
     def _observe(
         self, lazy: LazyStore, state: RequestState, group: Group, block_ids: list[int]
@@ -336,15 +349,19 @@ class StorePlanner:
             return
         run = self._hashed_run(state, group, start, block_ids)
         skip = state.remote.copies.get(group.group_id, range(0))
-        for positions in _without(skip, start, stop):
+        for positions in _without(skip, start, state.stop_storing_at(group, start, stop)):
             lazy.observe(run, positions)
+            if self._events is not None:
+                self._events.planned(state.request, group, run.keys, positions)
 
     def _hashed_run(
         self, state: RequestState, group: Group, start: int, block_ids: list[int]
     ) -> HashedRun:
         assert self._hash_block_size is not None
         keys = state.keys.of_group[group.group_id]
-        return HashedRun(state.request, group, keys, start, block_ids, self._hash_block_size)
+        return HashedRun(
+            state.request, group, keys, start, block_ids, self._hash_block_size, _sends(state)
+        )
 
     def _reject_stale(self, state: RequestState, tables: Sequence[Sequence[int]]) -> None:
         """Stops storing a request that builds on stale blocks, in any group.
@@ -396,10 +413,15 @@ class StorePlanner:
             block_ids,
             batch.group.block_bytes,
             partial(_close, store.owner) if store.owner is not None else None,
-            batch.anchors if self._has_daemons else (),
+            batch.anchors if self._has_daemons and store.is_sent else (),
         )
         transfer = GroupTransfer(batch.group.group_id, block_ids, int64_array(batch.slots))
         return StoreJob(job_id, transfer)
+
+
+def _sends(state: RequestState) -> bool:
+    """Whether blocks of the request go on to daemons."""
+    return state.control.may_use(Tier.REMOTE)
 
 
 def _close(state: RequestState, reason: DropReason) -> None:
