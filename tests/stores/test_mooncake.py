@@ -326,7 +326,7 @@ def test_killed_master_costs_one_slow_call_and_is_used_when_it_is_back() -> None
         store.close()
 
 
-@pytest.mark.parametrize("replicas", mostly_slow([2, 1]))
+@pytest.mark.parametrize("replicas", mostly_slow([2, 1], quick=1))
 def test_killed_node_costs_misses_and_is_used_when_it_is_back(replicas: int) -> None:
     """A node is killed while blocks are read and written: no wrong byte, no hang; with two
     replicas all blocks are there again once the master has noticed."""
