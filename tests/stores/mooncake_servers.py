@@ -97,25 +97,27 @@ class Master(_Process):
 class StoreNode(_Process):
     """`mooncake_client`, which lends its memory to the store."""
 
-    def __init__(self, folder: Path, name: str, master: Master) -> None:
+    def __init__(self, folder: Path, name: str, master: Master, nbytes: int) -> None:
         super().__init__(folder, name)
         self._master = master
+        self._nbytes = nbytes
 
     def start(self) -> None:
         self._start(
             program("mooncake_client"),
             "--host=127.0.0.1", f"--port={free_port()}", "--metadata_server=P2PHANDSHAKE",
             f"--master_server_address=127.0.0.1:{self._master.port}",
-            f"--global_segment_size={NODE_BYTES >> 20} MB",
+            f"--global_segment_size={self._nbytes >> 20} MB",
         )  # fmt: skip
 
 
 class MooncakeServers:
     """A master and two store nodes on loopback."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, node_bytes: int) -> None:
+        self._node_bytes = node_bytes
         self.master = Master(folder)
-        self.nodes = [StoreNode(folder, f"node-{n}", self.master) for n in range(2)]
+        self.nodes = [StoreNode(folder, f"node-{n}", self.master, node_bytes) for n in range(2)]
 
     @property
     def url(self) -> str:
@@ -137,7 +139,7 @@ class MooncakeServers:
 
     def wait_for_nodes(self, count: int) -> None:
         """Until this many nodes lend their memory."""
-        eventually(lambda: self.metric("master_total_capacity_bytes") == count * NODE_BYTES)
+        eventually(lambda: self.metric("master_total_capacity_bytes") == count * self._node_bytes)
 
     def kill(self) -> None:
         for process in (*self.nodes, self.master):
@@ -150,10 +152,10 @@ def _listens(port: int) -> bool:
 
 
 @contextlib.contextmanager
-def mooncake_servers() -> Iterator[MooncakeServers]:
+def mooncake_servers(node_bytes: int = NODE_BYTES) -> Iterator[MooncakeServers]:
     require_mooncake()
     with tempfile.TemporaryDirectory(prefix="kv-mooncake-") as folder:
-        servers = MooncakeServers(Path(folder))
+        servers = MooncakeServers(Path(folder), node_bytes)
         try:
             servers.start()
             yield servers

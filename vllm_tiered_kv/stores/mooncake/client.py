@@ -1,9 +1,12 @@
 """Calls to Mooncake's client library: when to make one, and what its answer says of the store.
 
-The library has no deadline of its own that is short enough. A transfer from a node that hangs takes
-a minute, and cannot be ended. So a call returns when the library does, and whoever cannot wait so
+The library has no deadline of its own that is short enough: a transfer from a node that hangs takes
+seconds, and cannot be ended. So a call returns when the library does, and whoever cannot wait so
 long makes it on a thread of an executor (`server/tiers/store_executor.py`). What this module adds
 is that such a call counts against the store while it still runs, so that few others follow it.
+
+After a minute the library gives up a transfer that may still write to its buffers. Such a call
+returns only when the library's client, with its sockets, is closed; later calls use another one.
 
 The library holds the interpreter's lock while it connects, for seconds if nobody answers. So a
 plain connection to the master is tried first.
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 import os
 import socket
 import threading
@@ -30,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _CONNECT_S = 1.0
 _CLOSE_S = 1.0
+_LIBRARY_GIVES_UP_S = 55.0  # it does after 60; a call that took less has no transfer left
 
 
 class Code(enum.IntEnum):
@@ -65,6 +70,8 @@ class MooncakeClient:
         self.replicas.replica_num = settings.replicas
         self._library = MooncakeDistributedStore()
         self._is_open = False
+        self._is_tainted = False  # a transfer may go on that its call has given up
+        self._inside = 0  # calls in the library
         self._closed = False
         self._regions: list[HostRegion] = []
         self._running: dict[_Running, None] = {}
@@ -93,12 +100,12 @@ class MooncakeClient:
             self._running[running] = None
         try:
             if self._connect(attempt):
-                codes = work(self._library)
-                gone = next((Code(code) for code in codes if code in _NO_ANSWER), None)
+                codes = self._enter(work)
+                gone = next((Code(code) for code in codes or () if code in _NO_ANSWER), None)
                 if gone is not None:
                     codes = None
                     self.breaker.fail(attempt, "no answer", is_absent=gone is Code.NO_MASTER)
-                else:
+                elif codes is not None:
                     self.breaker.succeed(attempt)
         finally:
             self.breaker.forget(attempt)
@@ -108,6 +115,34 @@ class MooncakeClient:
         if codes is None:
             self._on_unanswered()
         return codes
+
+    def _enter(self, work: Callable[[MooncakeDistributedStore], list[int]]) -> list[int] | None:
+        with self._lock:
+            if not self._is_open:  # it is being replaced
+                return None
+            self._inside += 1
+            library = self._library
+        begin = time.monotonic()
+        try:
+            return work(library)
+        finally:
+            with self._lock:
+                self._inside -= 1
+                self._ended.notify_all()
+                if time.monotonic() - begin > _LIBRARY_GIVES_UP_S:
+                    self._replace(library)
+
+    def _replace(self, library: MooncakeDistributedStore) -> None:
+        """Returns when no transfer of this client of the library is left. Holds the lock."""
+        if self._library is not library:
+            return
+        self._is_open, self._is_tainted = False, True
+        self._ended.wait_for(lambda: not self._inside or self._library is not library)
+        if self._library is library:
+            logger.warning("Mooncake has not ended a transfer; connecting to it anew")
+            library.close()
+            self._library = MooncakeDistributedStore()
+            self._is_tainted = False
 
     def _fail_overdue(self) -> None:
         now = time.monotonic()
@@ -133,8 +168,9 @@ class MooncakeClient:
             self._opening.release()
 
     def _set_up(self, attempt: Attempt) -> bool:
-        if self._is_open:  # since this thread looked
-            return True
+        with self._lock:
+            if self._is_open or self._is_tainted:
+                return self._is_open
         settings = self._settings
         try:
             connect_s = min(_CONNECT_S, settings.timeout_s)
@@ -147,6 +183,8 @@ class MooncakeClient:
             return False
         # The library reads these when it connects. What an operator has set counts.
         os.environ.setdefault("MC_RPC_TIMEOUT_MS", str(max(1, int(1000 * settings.timeout_s))))
+        for variable in ("MC_TCP_STATUS_TIMEOUT_SEC", "MC_TCP_PROGRESS_TIMEOUT_SEC"):
+            os.environ.setdefault(variable, str(math.ceil(settings.timeout_s)))
         # With a port in the name the library tries once, not twenty times.
         name = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         status = self._library.setup(
@@ -162,18 +200,17 @@ class MooncakeClient:
             self.breaker.fail(attempt, f"its client library cannot connect, error {status}")
             return False
         with self._lock:
-            regions, self._is_open = list(self._regions), True
-        for region in regions:
-            self._register(region)
+            for region in self._regions:
+                self._register(region)
+            self._is_open = True
         return True
 
     def use_memory(self, region: HostRegion) -> None:
         """Registers memory with the network, now or when the client connects."""
         with self._lock:
             self._regions.append(region)
-            is_open = self._is_open
-        if is_open:
-            self._register(region)
+            if self._is_open:
+                self._register(region)
 
     def _register(self, region: HostRegion) -> None:
         status = self._library.register_buffer(region.address, region.nbytes)
@@ -190,7 +227,6 @@ class MooncakeClient:
         self._closed = True
         with self._lock:
             self._ended.wait_for(lambda: not self._running, _CLOSE_S)
-            is_idle, was_open = not self._running, self._is_open
-            self._is_open = self._is_open and not is_idle
-        if is_idle and was_open:
-            self._library.close()
+            if self._is_open and not self._running:
+                self._is_open = False
+                self._library.close()

@@ -48,7 +48,7 @@ from vllm_tiered_kv.stores.registry import BackingOptions
 
 logger = logging.getLogger(__name__)
 
-_BATCH = 64  # blocks of one call to the library; their headers fit one page of `_HeaderPages`
+_BATCH = 32  # blocks of one call to the library; their headers fit one page of `_HeaderPages`
 _FIRST_MATCH = 256  # keys of the first lookup of a match
 _MAX_LOOKUPS = 4096
 _WRITE_TIMEOUT_FACTOR = 10  # as long as the daemon waits for writes
