@@ -126,8 +126,9 @@ class MooncakeStore:
     def describe(self, keys: Sequence[StoreKey]) -> list[BlockFacts | None]:
         """Reads headers only: a block whose payload is damaged is still described."""
         facts: list[BlockFacts | None] = [None] * len(keys)
-        # One request for all: the library reads the headers of absent keys one by one.
-        here = [n for n, is_here in enumerate(self._present(keys)) if is_here]
+        here = list(range(len(keys)))
+        if len(keys) > 1:  # one request for all: the library asks for headers one by one
+            here = [n for n, is_here in enumerate(self._present(keys)) if is_here]
         for start in range(0, len(here), _BATCH):
             some = here[start : start + _BATCH]
             for n, header in zip(some, self._read_headers([keys[n] for n in some]), strict=True):
