@@ -55,6 +55,7 @@ def test_blocks_in_mooncake_outlive_their_daemon(
     assert "Traceback" not in one.logs + other.logs
 
 
+@pytest.mark.slow
 def test_daemon_whose_node_is_killed_serves_misses_and_all_blocks_after_that(
     start: StartDaemon, connect: Connect
 ) -> None:

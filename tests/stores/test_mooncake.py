@@ -132,15 +132,20 @@ def test_block_in_mooncake_has_the_documented_form(store: Any, library: Any) -> 
     assert library.get(name(key)) == block(key, 1000, parent)
 
 
-def test_prefixes_are_separate(empty: MooncakeServers, store: Any, library: Any) -> None:
+@pytest.fixture(scope="module")
+def other(servers: MooncakeServers) -> Iterator[Any]:
+    opened = open_store(BackingOptions(servers.url + "&prefix=other&replicas=2"))
+    yield opened
+    opened.close()
+
+
+def test_prefixes_are_separate(store: Any, other: Any, library: Any) -> None:
     key = store_key("a")
     store.put([item(key)])
-    other = open_store(BackingOptions(empty.url + "&prefix=other"))
     assert_lacks(other, key)
     assert other.put([item(key, version=1)]) == [PutResult.STORED]
     assert library.is_exist(name(key, "other")) == 1
     assert_holds(store, key, 4096)
-    other.close()
 
 
 def test_blocks_move_within_registered_memory_only(store: Any) -> None:
@@ -209,13 +214,11 @@ def test_describe_deletes_a_header_that_is_damaged(store: Any, library: Any) -> 
     assert store.contains(keys) == [True, False, False]
 
 
-def test_replicas_are_asked_for(empty: MooncakeServers, store: Any, library: Any) -> None:
-    twice = open_store(BackingOptions(empty.url + "&replicas=2"))
-    one, two = store_key("one"), store_key("two")
-    assert store.put([item(one)]) + twice.put([item(two)]) == [PutResult.STORED] * 2
-    assert len(library.get_replica_desc(name(one))) == 1
-    assert len(library.get_replica_desc(name(two))) == 2
-    twice.close()
+def test_replicas_are_asked_for(store: Any, other: Any, library: Any) -> None:
+    key = store_key("a")
+    assert store.put([item(key)]) + other.put([item(key)]) == [PutResult.STORED] * 2
+    assert len(library.get_replica_desc(name(key))) == 1
+    assert len(library.get_replica_desc(name(key, "other"))) == 2
 
 
 def test_full_store_drops_blocks_and_counts_them(store: Any) -> None:
@@ -284,6 +287,7 @@ def test_url_with_everything_is_understood() -> None:
 # ---- failures -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_store_without_its_master_is_absent_and_used_once_it_is_there() -> None:
     with mooncake_servers() as servers:
         servers.kill()
@@ -399,9 +403,10 @@ def test_frozen_master_opens_the_breaker_while_calls_still_wait() -> None:
         store.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given_up",
-    [False, pytest.param(True, marks=pytest.mark.slow)],
+    [False, True],
     ids=["node given up by itself", "call given up after a minute"],
 )
 def test_call_to_a_frozen_node_ends_and_touches_its_buffers_no_more(
