@@ -1,11 +1,9 @@
 """A BlockStore in a Mooncake Store (`mooncake://`): memory of many machines behind one master.
 
 A block is one value: its header and payload, as `block_format.py` defines them. Payloads move
-between the caller's buffers and the store nodes without a copy in this process, and headers from
-and to pages of their own. Over TCP each part of a value takes a connection, which costs more than
-copying a small payload: there small blocks move through a page in one part. `docs/stores.md`
-describes keys and values for other programs. Every read is verified; a damaged block is a miss, is
-counted and is deleted. The master evicts.
+between the caller's buffers and the store nodes without a copy in this process; only headers have
+memory of their own. `docs/stores.md` describes keys and values for other programs. Every read is
+verified; a damaged block is a miss, is counted and is deleted. The master evicts.
 
 Errors become results of a call, not exceptions, except that `delete` raises if a block may remain.
 A call returns when Mooncake's client does, so that nothing touches its buffers afterwards.
@@ -35,7 +33,7 @@ from vllm_tiered_kv.core.store import (
     StoreUsage,
 )
 from vllm_tiered_kv.errors import NotDeletedError
-from vllm_tiered_kv.native.cpu import HostRegion, copy_and_hash, copy_bytes, hash_buffers
+from vllm_tiered_kv.native.cpu import HostRegion, copy_bytes, hash_buffers
 from vllm_tiered_kv.stores.block_format import (
     HEADER_BYTES,
     VERSION,
@@ -50,9 +48,7 @@ from vllm_tiered_kv.stores.registry import BackingOptions
 
 logger = logging.getLogger(__name__)
 
-_BATCH = 32  # blocks of one call to the library; their headers fit one page
-_STAGED_BYTES = 1 << 20  # larger payloads are not copied, whatever the protocol
-_PAGE_BYTES = _BATCH * HEADER_BYTES + (8 << 20)
+_BATCH = 32  # blocks of one call to the library; their headers fit one page of `_HeaderPages`
 _FIRST_MATCH = 256  # keys of the first lookup of a match
 _MAX_LOOKUPS = 4096
 _WRITE_TIMEOUT_FACTOR = 10  # as long as the daemon waits for writes
@@ -90,9 +86,7 @@ class MooncakeStore:
         self.on_lost: OnLost = lambda keys: None  # never called: nothing is acknowledged early
         self.on_unanswered: Callable[[], None] = lambda: None
         self.client = MooncakeClient(settings, lambda: self.on_unanswered())
-        self._pages = _Pages(
-            self.client.use_memory, _STAGED_BYTES if settings.protocol == "tcp" else 0
-        )
+        self._pages = _HeaderPages(self.client.use_memory)
         self._prefix = f"{settings.prefix}:{VERSION}:"
         self._counts: Counter[_Event] = Counter()
         self._lock = threading.Lock()
@@ -151,7 +145,7 @@ class MooncakeStore:
         with self._pages.lend() as page:
             parts = [[self._name(key)] for key in keys]
             here, size = [[[0]]] * len(keys), [[[HEADER_BYTES]]] * len(keys)
-            where = [page.parts(None)[0][0] for _ in keys]
+            where = [page.address + n * HEADER_BYTES for n in range(len(keys))]
             codes = self._call(
                 lambda library: [
                     code for ((code,),) in library.get_into_ranges(where, parts, here, here, size)
@@ -196,13 +190,17 @@ class MooncakeStore:
         found = [False] * len(keys)
         left = list(range(len(keys)))
         for is_last in (False, True):
-            codes, whole = self._read_once([keys[n] for n in left], [into[n] for n in left])
+            codes, headers = self._read_once([keys[n] for n in left], [into[n] for n in left])
             if codes is None:
                 return found
+            whole = [n for n, header in zip(left, headers, strict=True) if header is not None]
+            checksums = hash_buffers([into[n] for n in whole], threads=0)
+            by_position = dict(zip(whole, checksums, strict=True))
             damaged: list[StoreKey] = []
             failed: list[int] = []
-            for n, code, is_whole in zip(left, codes, whole, strict=True):
-                found[n] = is_whole
+            for n, code, header in zip(left, codes, headers, strict=True):
+                if header is not None:
+                    found[n] = by_position[n] == header.payload_checksum
                 if code == HEADER_BYTES + len(into[n]):
                     damaged += [] if found[n] else [keys[n]]
                 elif code not in (Code.ABSENT, Code.BUSY):
@@ -220,27 +218,23 @@ class MooncakeStore:
 
     def _read_once(
         self, keys: Sequence[StoreKey], into: Sequence[memoryview]
-    ) -> tuple[list[int] | None, list[bool]]:
-        """The library's codes, and which blocks were sent in full length and are intact."""
+    ) -> tuple[list[int] | None, list[BlockHeader | None]]:
+        """The library's codes, and the header of each block that was sent in full length."""
         with self._pages.lend() as page:
             names = [self._name(key) for key in keys]
-            parts = [page.parts(buffer) for buffer in into]
+            parts = [page.parts(n, buffer) for n, buffer in enumerate(into)]
             where = [[address for address, _ in part] for part in parts]
             sizes = [[nbytes for _, nbytes in part] for part in parts]
             codes = self._call(
                 lambda library: library.batch_get_into_multi_buffers(names, where, sizes)
             )
-            headers: dict[int, BlockHeader] = {}
+            headers: list[BlockHeader | None] = [None] * len(keys)
             for n, code in enumerate(codes or ()):
                 if code == HEADER_BYTES + len(into[n]):
                     header = page.header(n, keys[n])
-                    if header is not None and header.payload_bytes == len(into[n]):
-                        headers[n] = header
-            checksums = page.take(list(headers), [into[n] for n in headers])
-        whole = [False] * len(keys)
-        for (n, header), checksum in zip(headers.items(), checksums, strict=True):
-            whole[n] = checksum == header.payload_checksum
-        return codes, whole
+                    is_whole = header is not None and header.payload_bytes == len(into[n])
+                    headers[n] = header if is_whole else None
+        return codes, headers
 
     def _why_not_sent(
         self, failed: Sequence[int], keys: Sequence[StoreKey], into: Sequence[memoryview]
@@ -313,9 +307,9 @@ class MooncakeStore:
     ) -> list[PutResult]:
         with self._pages.lend() as page:
             names = [self._name(header.key) for header in headers]
-            parts = [page.parts(payload) for payload in payloads]
-            for n, (header, payload) in enumerate(zip(headers, payloads, strict=True)):
-                page.write(n, encode_header(header), payload)
+            parts = [page.parts(n, payload) for n, payload in enumerate(payloads)]
+            for n, header in enumerate(headers):
+                page.write(n, encode_header(header))
             where = [[address for address, _ in part] for part in parts]
             sizes = [[nbytes for _, nbytes in part] for part in parts]
             codes = self._call(
@@ -456,83 +450,41 @@ class MooncakeStore:
             logger.warning("Mooncake: %s (logged at most once a minute)", what)
 
 
-class _Page:
-    """Memory for what a call moves through this process: headers, and small payloads behind them.
+class _HeaderPage:
+    """Memory for the headers of the blocks of one call."""
 
-    The blocks of a call are numbered in the order of `parts`.
-    """
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, _BATCH * HEADER_BYTES)
+        self.address = _address(memoryview(self._memory))
 
-    def __init__(self, staged_bytes: int) -> None:
-        self._staged_bytes = staged_bytes
-        self._view = memoryview(mmap.mmap(-1, _PAGE_BYTES))
-        self.address = _address(self._view)
-        self._starts: list[int] = []  # of each header
-        self._is_staged: list[bool] = []
-        self._end = 0
-
-    def clear(self) -> None:
-        self._starts, self._is_staged, self._end = [], [], 0
-
-    def parts(self, payload: memoryview | None) -> list[tuple[int, int]]:
-        """Where the parts of the next value are, with their lengths; None: a header alone."""
-        nbytes = 0 if payload is None else len(payload)
-        headers_left = (_BATCH - len(self._starts)) * HEADER_BYTES
-        fits = self._end + headers_left + nbytes <= _PAGE_BYTES
-        is_staged = 0 < nbytes <= self._staged_bytes and fits
-        self._starts.append(self._end)
-        self._is_staged.append(is_staged)
-        address = self.address + self._end
-        self._end += HEADER_BYTES + (nbytes if is_staged else 0)
-        if payload is None or not nbytes:
-            return [(address, HEADER_BYTES)]
-        if is_staged:
-            return [(address, HEADER_BYTES + nbytes)]
-        return [(address, HEADER_BYTES), (_address(payload), nbytes)]
-
-    def _payload(self, n: int, nbytes: int) -> memoryview:
-        start = self._starts[n] + HEADER_BYTES
-        return self._view[start : start + nbytes]
-
-    def write(self, n: int, header: bytes, payload: memoryview) -> None:
-        self._view[self._starts[n] : self._starts[n] + HEADER_BYTES] = header
-        if self._is_staged[n]:
-            copy_bytes(self._payload(n, len(payload)), payload)
+    def write(self, n: int, header: bytes) -> None:
+        self._memory[n * HEADER_BYTES : (n + 1) * HEADER_BYTES] = header
 
     def header(self, n: int, key: StoreKey) -> BlockHeader | None:
         """The header that was read, if it is that of this block."""
-        start = self._starts[n]
-        header = decode_header(bytes(self._view[start : start + HEADER_BYTES]))
+        header = decode_header(self._memory[n * HEADER_BYTES : (n + 1) * HEADER_BYTES])
         return header if header is not None and header.key == key else None
 
-    def take(self, numbers: Sequence[int], into: Sequence[memoryview]) -> list[int]:
-        """The checksums of payloads that were read, which are in their buffers afterwards."""
-        checksums = [0] * len(numbers)
-        staged = [at for at, n in enumerate(numbers) if self._is_staged[n]]
-        direct = [at for at, n in enumerate(numbers) if not self._is_staged[n]]
-        sources = [self._payload(numbers[at], len(into[at])) for at in staged]
-        copied = copy_and_hash([into[at] for at in staged], sources, threads=0)
-        hashed = hash_buffers([into[at] for at in direct], threads=0)
-        for at, checksum in zip((*staged, *direct), (*copied, *hashed), strict=True):
-            checksums[at] = checksum
-        return checksums
+    def parts(self, n: int, payload: memoryview) -> list[tuple[int, int]]:
+        """Where the parts of a value are, with their lengths."""
+        header = (self.address + n * HEADER_BYTES, HEADER_BYTES)
+        return [header, (_address(payload), len(payload))] if len(payload) else [header]
 
 
-class _Pages:
+class _HeaderPages:
     """Lends pages to calls; a page is lent again when its call has ended."""
 
-    def __init__(self, register: Callable[[HostRegion], None], staged_bytes: int) -> None:
+    def __init__(self, register: Callable[[HostRegion], None]) -> None:
         self._register = register
-        self._staged_bytes = staged_bytes
-        self._free: list[_Page] = []
+        self._free: list[_HeaderPage] = []
 
     @contextmanager
-    def lend(self) -> Iterator[_Page]:
+    def lend(self) -> Iterator[_HeaderPage]:
         try:
             page = self._free.pop()
         except IndexError:
-            page = _Page(self._staged_bytes)
-            self._register(HostRegion(page.address, _PAGE_BYTES))
-        page.clear()
+            page = _HeaderPage()
+            self._register(HostRegion(page.address, _BATCH * HEADER_BYTES))
         try:
             yield page
         finally:
