@@ -1,13 +1,14 @@
 """A store behind the daemon beside its own client library, over loopback.
 
-    python -m benchmarks.distributed_store --out result.json
+    python -m benchmarks.distributed_store --store redis --out result.json
 
-Starts a Redis server (or takes `--url`, where it writes and deletes keys) and moves blocks between
-it and buffers that exist before: with the store that the daemon uses, and with redis-py, which does
-the same with its pipelines (`SET … NX`, `GET` and a copy into the buffer; `EXISTS` for lookups).
-redis-py neither verifies nor checksums; the store does both. Each round runs both, the first one
-last in the next round; ratios are of the same round and above 1 where the store is faster.
-`cpu_seconds` is the processor time of this process, as others may be busy.
+Starts a Redis server, or a Mooncake master with two store nodes, and moves blocks between it and
+buffers that exist before: with the store that the daemon uses, and with the client library, as its
+users would do it. With redis-py these are pipelines (`SET … NX`, `GET` and a copy into the buffer,
+`EXISTS`), with Mooncake its batched calls on registered memory. A client neither verifies nor
+checksums; the store does both. Each round runs both, the first one last in the next round; ratios
+are of the same round and above 1 where the store is faster. `cpu_seconds` is the processor time of
+this process, as others may be busy.
 """
 
 from __future__ import annotations
@@ -16,17 +17,19 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import redis
-from redis.utils import HIREDIS_AVAILABLE
+import numpy as np
 
 from benchmarks.result_files import describe_environment, save, spread
+from tests.stores.mooncake_servers import mooncake_servers
 from tests.stores.redis_servers import redis_server
 from vllm_tiered_kv.core.store import PutItem, PutResult, StoreKey
+from vllm_tiered_kv.native.cpu import HostRegion
 from vllm_tiered_kv.options import format_size, parse_size
 from vllm_tiered_kv.stores.registry import BackingOptions, BackingStore, open_store
 
@@ -37,6 +40,20 @@ LOOKUPS = 2048
 
 def key(number: int) -> StoreKey:
     return StoreKey(bytes(16) + number.to_bytes(17, "little") + bytes(8))
+
+
+class Side(Protocol):
+    """What is measured, for a fixed set of blocks."""
+
+    def clear(self) -> None: ...
+
+    def put(self, blocks: Sequence[memoryview]) -> None: ...
+
+    def get(self, into: Sequence[memoryview]) -> None: ...
+
+    def get_one(self, into: Sequence[memoryview]) -> None: ...
+
+    def match(self, into: Sequence[memoryview]) -> None: ...
 
 
 class OurStore:
@@ -70,7 +87,7 @@ class OurStore:
         assert self._store.match(self._lookups) == len(self._lookups)
 
 
-class TheirClient:
+class RedisPy:
     """redis-py, as its users would move blocks."""
 
     def __init__(self, client: Any, block: int, count: int) -> None:
@@ -108,24 +125,100 @@ class TheirClient:
         assert all(pipeline.execute())
 
 
+class MooncakeLibrary:
+    """Mooncake's own client, as its users would move blocks between it and registered memory."""
+
+    def __init__(self, client: Any, block: int, count: int) -> None:
+        self._client = client
+        self._size = block
+        self._keys = [f"beside:{n}" for n in range(count)]
+        self._batch = max(1, BATCH_BYTES // block)
+        self._lookups = [f"beside:{n % count}" for n in range(LOOKUPS)]
+
+    def clear(self) -> None:
+        self._client.batch_remove(self._keys, True)
+
+    def put(self, blocks: Sequence[memoryview]) -> None:
+        for start in range(0, len(blocks), self._batch):
+            some = slice(start, start + self._batch)
+            where = [address_of(block) for block in blocks[some]]
+            codes = self._client.batch_put_from(self._keys[some], where, [self._size] * len(where))
+            assert not any(codes), codes
+
+    def get(self, into: Sequence[memoryview], batch: int = 0) -> None:
+        batch = batch or self._batch
+        for start in range(0, len(into), batch):
+            some = slice(start, start + batch)
+            where = [address_of(buffer) for buffer in into[some]]
+            codes = self._client.batch_get_into(self._keys[some], where, [self._size] * len(where))
+            assert set(codes) == {self._size}, codes
+
+    def get_one(self, into: Sequence[memoryview]) -> None:
+        self.get(into, 1)
+
+    def match(self, into: Sequence[memoryview]) -> None:
+        assert set(self._client.batch_is_exist(self._lookups)) == {1}
+
+
+Open = Callable[[int, int, Sequence[memoryview]], tuple[BackingStore, Side, Callable[[], Any]]]
+"""Opens store and client for blocks of a size, their number, and the memory that they move in;
+returns both, and what closes the client."""
+
+
+@contextmanager
+def beside_redis(url: str | None) -> Iterator[Open]:
+    import redis
+
+    def open_both(block: int, count: int, memory: Sequence[memoryview]) -> Any:
+        client = redis.Redis.from_url(used, protocol=2)
+        store = open_store(BackingOptions(used, timeout_s=60.0))
+        return store, RedisPy(client, block, count), client.close
+
+    if url is not None:
+        used = url
+        yield open_both
+        return
+    with redis_server() as server:
+        used = server.url
+        yield open_both
+
+
+@contextmanager
+def beside_mooncake(node_bytes: int) -> Iterator[Open]:
+    from mooncake.store import MooncakeDistributedStore
+
+    def open_both(block: int, count: int, memory: Sequence[memoryview]) -> Any:
+        client = MooncakeDistributedStore()
+        master = f"127.0.0.1:{servers.master.port}"
+        assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", master) == 0
+        store = open_store(BackingOptions(servers.url, timeout_s=60.0))
+        for view in memory:
+            client.register_buffer(address_of(view), view.nbytes)
+            store.use_memory(HostRegion(address_of(view), view.nbytes))
+        return store, MooncakeLibrary(client, block, count), client.close
+
+    with mooncake_servers(node_bytes) as servers:
+        yield open_both
+
+
+def address_of(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).ctypes.data)
+
+
 def timed(work: Callable[[], None]) -> tuple[float, float]:
     begin, used = time.perf_counter(), time.process_time()
     work()
     return time.perf_counter() - begin, time.process_time() - used
 
 
-def measure(url: str, block: int, total: int, rounds: int) -> dict[str, Any]:
+def measure(open_both: Open, block: int, total: int, rounds: int) -> dict[str, Any]:
     count = max(1, total // block)
     content = memoryview(bytearray(os.urandom(count * block)))
     arena = memoryview(bytearray(count * block))
     blocks = [content[n * block : (n + 1) * block] for n in range(count)]
     into = [arena[n * block : (n + 1) * block] for n in range(count)]
-    store = open_store(BackingOptions(url, timeout_s=60.0))
-    client = redis.Redis.from_url(url, protocol=2)
-    sides: dict[str, OurStore | TheirClient] = {
-        "store": OurStore(store, block, count),
-        "redis-py": TheirClient(client, block, count),
-    }
+    store, client, close_client = open_both(block, count, [content, arena])
+    sides: dict[str, Side] = {"store": OurStore(store, block, count), "client": client}
     samples: dict[str, dict[str, list[tuple[float, float]]]] = {
         action: {side: [] for side in sides} for action in ACTIONS
     }
@@ -141,13 +234,13 @@ def measure(url: str, block: int, total: int, rounds: int) -> dict[str, Any]:
             arena[:] = bytes(len(arena))
             one.clear()
     store.close()
-    client.close()
+    close_client()
     return {"block_bytes": block, "blocks": count, **{a: row(samples[a], count * block, a)
                                                      for a in ACTIONS}}  # fmt: skip
 
 
 def row(by_side: dict[str, list[tuple[float, float]]], nbytes: int, action: str) -> dict[str, Any]:
-    ours, theirs = by_side["store"], by_side["redis-py"]
+    ours, theirs = by_side["store"], by_side["client"]
     found: dict[str, Any] = {
         "ratio": spread([them[0] / us[0] for us, them in zip(ours, theirs, strict=True)]),
         "cpu_ratio": spread([them[1] / us[1] for us, them in zip(ours, theirs, strict=True)]),
@@ -162,30 +255,35 @@ def row(by_side: dict[str, list[tuple[float, float]]], nbytes: int, action: str)
     return found
 
 
+CLIENTS = {"redis": ("redis", "hiredis"), "mooncake": ("mooncake-transfer-engine-non-cuda",)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--store", choices=CLIENTS, required=True)
     parser.add_argument("--url", help="of a Redis that may be used; default: start one")
     parser.add_argument("--blocks", nargs="+", default=["256KiB", "1MiB", "4MiB"])
     parser.add_argument("--total", default="256MiB", help="bytes of all blocks of a size")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     args = parser.parse_args()
+    total = parse_size("--total", args.total)
     report: dict[str, Any] = {
         "environment": describe_environment(),
-        "redis_py": redis.__version__,
-        "hiredis": HIREDIS_AVAILABLE,
+        "store": args.store,
+        "client": [f"{name} {version(name)}" for name in CLIENTS[args.store]],
         "load_average_before": os.getloadavg()[0],
         "sizes": [],
     }
-    with ExitStack() as stack:
-        url = args.url or stack.enter_context(redis_server()).url
+    begin = beside_redis(args.url) if args.store == "redis" else beside_mooncake(2 * total)
+    with begin as open_both:
         for block in (parse_size("--blocks", size) for size in args.blocks):
-            found = measure(url, block, parse_size("--total", args.total), args.rounds)
+            found = measure(open_both, block, total, args.rounds)
             report["sizes"].append(found)
             for action in ACTIONS:
                 one = found[action]
                 print(format_size(block), action, f"ratio {one['ratio']['median']}",
-                      f"cpu {one['cpu_ratio']['median']}", one["store"], one["redis-py"],
+                      f"cpu {one['cpu_ratio']['median']}", one["store"], one["client"],
                       flush=True)  # fmt: skip
             save(args.out, report)
 

@@ -26,6 +26,7 @@ SECTIONS: list[Callable[[Results], str]] = [
     copies.block_section,
     tiers.daemon_section,
     tiers.ssd_section,
+    tiers.distributed_section,
     tiers.token_cache_section,
     tiers.lookup_section,
     tiers.pinning_section,

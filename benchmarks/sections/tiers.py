@@ -102,6 +102,44 @@ def _bytes(result: Result) -> str:
     return measured_on(result) + "\n" + table([name.replace("_", " ") for name in header], rows)
 
 
+_DISTRIBUTED = """\
+The store behind a daemon beside its own client library, one call at a time over the loopback, with
+servers on the same cores: GB/s of the store, and in brackets the client's. *ratio*: store over
+client, medians of the same rounds (goal P22: at least 0.9); *processor*: the processor time of the
+client over that of the store. The store verifies what it reads and checksums what it writes; a
+client does neither. A lookup is one key of 2,048.
+"""
+
+
+def distributed_section(results: Results) -> str:
+    found = results.of("distributed_store")
+    if not found:
+        return ""
+    return "\n".join(["## Stores behind a daemon\n", _DISTRIBUTED, *map(_distributed, found)])
+
+
+def _distributed(result: Result) -> str:
+    rows = []
+    for size in result.data["sizes"]:
+        cells = [f"{size['block_bytes'] // 1024:,} KiB"]
+        for action in ("put", "get", "get_one"):
+            one = size[action]
+            both = [number(one[side]["gb_per_s"], 2) for side in ("store", "client")]
+            cells += [f"{both[0]} ({both[1]})", number(one["ratio"]["median"], 2)]
+        cells.append(number(size["get"]["cpu_ratio"]["median"], 2))
+        match = size["match"]
+        both = [number(match[side]["us_per_key"], 2) for side in ("store", "client")]
+        cells.append(f"{both[0]} ({both[1]})")
+        rows.append(cells)
+    header = [
+        "block", "put", "ratio", "get", "ratio", "get, single", "ratio", "processor, get",
+        "lookup, µs",
+    ]  # fmt: skip
+    client = ", ".join(result.data["client"])
+    title = f"### {result.data['store'].capitalize()}, beside {client}\n"
+    return "\n".join([title, measured_on(result), table(header, rows)])
+
+
 _SSD = """\
 Blocks written, read and replaced, in GB/s, and as a part of what fio reaches with the same block
 size and direct I/O (goal P9: at least 0.95): with as many threads, each of which reuses one buffer

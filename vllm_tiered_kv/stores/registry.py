@@ -2,7 +2,7 @@
 
 A scheme names a module with the two functions of `StoreModule`. The module is imported when its
 scheme is used, so that the client library of one store is not needed for another. To add a store,
-add a line to `_SCHEMES` and, if it needs a library, an extra to `pyproject.toml`.
+add an entry to `_SCHEMES` and, if it needs a library, an extra to `pyproject.toml`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Protocol, cast
 
 from vllm_tiered_kv.core.store import LowerStore, StoreUsage
 from vllm_tiered_kv.errors import ConfigError
+from vllm_tiered_kv.native.cpu import HostRegion
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,10 @@ class BackingStore(LowerStore, Protocol):
     def known_usage(self) -> StoreUsage:
         """The usage as of the last time the store looked."""
 
+    def use_memory(self, memory: HostRegion) -> None:
+        """Says in which memory most buffers of later calls lie. A store may register it with its
+        network; it stays mapped until the store is closed and all its calls have ended."""
+
 
 class StoreModule(Protocol):
     """What the module of a scheme defines."""
@@ -64,11 +69,17 @@ class StoreModule(Protocol):
 class _Scheme:
     module: str
     extra: str = ""  # of this distribution; brings the client library
+    packages: str = ""  # of the system, that the library needs
 
 
 _REDIS = _Scheme("vllm_tiered_kv.stores.redis.store", "redis")
 _SCHEMES = {
     "file": _Scheme("vllm_tiered_kv.stores.shared_dir.backing"),
+    "mooncake": _Scheme(
+        "vllm_tiered_kv.stores.mooncake.store",
+        "mooncake",
+        "libibverbs1 librdmacm1 libnuma1 libcurl4",
+    ),
     "redis": _REDIS,
     "rediss": _REDIS,
 }
@@ -97,9 +108,15 @@ def _module_of(url: str) -> StoreModule:
         raise ConfigError("backing", f"{redacted(url)!r} must start with one of {known}")
     try:
         return cast(StoreModule, importlib.import_module(scheme.module))
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         if not scheme.extra or (error.name or "").startswith("vllm_tiered_kv"):
             raise
+        if not isinstance(error, ModuleNotFoundError):
+            raise ConfigError(
+                "backing",
+                f"{name}:// cannot load its library ({error}); on Debian and Ubuntu it needs "
+                f"apt-get install {scheme.packages}",
+            ) from error
         raise ConfigError(
             "backing",
             f"{name}:// needs a library that is not installed ({error.name}); run "

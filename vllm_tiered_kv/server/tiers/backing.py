@@ -17,6 +17,7 @@ from vllm_tiered_kv.core.store import (
 )
 from vllm_tiered_kv.metrics import server_names as names
 from vllm_tiered_kv.metrics.recorder import Recorder
+from vllm_tiered_kv.native.cpu import HostRegion
 from vllm_tiered_kv.stores.registry import BackingOptions, BackingStore, open_store, redacted
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ class BackingTier:
         """`recorder` counts calls that the store could not make."""
         self.name = redacted(options.url)
         self.on_lost: OnLost = lambda keys: None
+        self.memory: HostRegion | None = None
+        """Set before `open`: the memory in which most blocks lie that are read and written."""
         self._options = options
         self._recorder = recorder
         self._opened: BackingStore | None = None
@@ -56,6 +59,8 @@ class BackingTier:
                 store = open_store(self._options)
                 store.on_lost = lambda keys: self.on_lost(keys)
                 store.on_unanswered = self._count_unanswered
+                if self.memory is not None:
+                    store.use_memory(self.memory)
                 self._opened = store
                 if self._closed.is_set():  # closed while it was being opened
                     store.close()

@@ -51,6 +51,7 @@ def open_tiers(options: ServerOptions, recorder: Recorder) -> TieredStore:
         raise
     try:
         if backing is not None and store.backing_executor is not None:
+            backing.memory = store.memory.arena.region
             _open_backing(options, backing, store.backing_executor)
     except BaseException:
         store.close()

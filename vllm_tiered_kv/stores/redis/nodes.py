@@ -28,7 +28,8 @@ from vllm_tiered_kv.stores.redis.resp import (
     RespConnection,
     encode,
 )
-from vllm_tiered_kv.stores.redis.settings import Address, RedisSettings
+from vllm_tiered_kv.stores.redis.settings import RedisSettings
+from vllm_tiered_kv.stores.store_url import Address
 
 logger = logging.getLogger(__name__)
 

@@ -8,28 +8,25 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import NamedTuple
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 from vllm_tiered_kv.errors import ConfigError
 from vllm_tiered_kv.options import parse_duration
 from vllm_tiered_kv.stores.registry import BackingOptions
+from vllm_tiered_kv.stores.store_url import (
+    DEFAULT_PREFIX,
+    Address,
+    checked_prefix,
+    parse_address,
+    parse_query,
+)
 
 USERNAME_VARIABLE = "TIERED_KV_REDIS_USERNAME"
 PASSWORD_VARIABLE = "TIERED_KV_REDIS_PASSWORD"
 
 _DEFAULT_PORT = 6379
-_DEFAULT_PREFIX = "tiered-kv"
 _OPTIONS = ("ttl", "prefix")
 _TLS_OPTIONS = ("cacert", "cert", "key")
-
-
-class Address(NamedTuple):
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ class RedisSettings:
     cacert: str | None = None  # file; without it the system's authorities are trusted
     cert: str | None = None  # file with this client's certificate
     key: str | None = None  # file with its secret key
-    prefix: str = _DEFAULT_PREFIX
+    prefix: str = DEFAULT_PREFIX
     ttl_s: int = 0  # blocks unused for longer expire; 0: they do not
     timeout_s: float = 2.0  # of a call, except that a put as a whole may take ten times as long
 
@@ -65,14 +62,15 @@ def parse_settings(options: BackingOptions) -> RedisSettings:
     user_info, _, hosts = url.netloc.rpartition("@")
     username, has_password, password = user_info.partition(":")
     is_tls = url.scheme == "rediss"
-    given = _query(url.query, is_tls)
+    given = parse_query(
+        url.query,
+        (*_OPTIONS, *_TLS_OPTIONS) if is_tls else _OPTIONS,
+        lambda name: "; use rediss:// for TLS" if name in _TLS_OPTIONS else "",
+    )
     if bool(given.get("cert")) != bool(given.get("key")):
         raise ConfigError("backing", "cert and key belong together; set both or neither")
-    prefix = given.get("prefix", _DEFAULT_PREFIX)
-    if not prefix.isascii() or not prefix.isprintable() or set(prefix) & set("{} "):
-        raise ConfigError("backing", "prefix may have no spaces, braces or special characters")
     return RedisSettings(
-        tuple(_address(host) for host in hosts.split(",")),
+        tuple(parse_address(host, _DEFAULT_PORT) for host in hosts.split(",")),
         unquote(username) or os.environ.get(USERNAME_VARIABLE) or None,
         (unquote(password) if has_password else os.environ.get(PASSWORD_VARIABLE)) or None,
         _database(url.path),
@@ -80,37 +78,11 @@ def parse_settings(options: BackingOptions) -> RedisSettings:
         given.get("cacert"),
         given.get("cert"),
         given.get("key"),
-        prefix,
+        checked_prefix(given.get("prefix", DEFAULT_PREFIX)),
         parse_duration("backing", given["ttl"], 1) if "ttl" in given else 0,
         # A little less than the daemon waits, so that calls end before it gives them up.
         0.9 * options.timeout_s,
     )
-
-
-def _query(query: str, is_tls: bool) -> dict[str, str]:
-    known = (*_OPTIONS, *_TLS_OPTIONS) if is_tls else _OPTIONS
-    given: dict[str, str] = {}
-    for name, value in parse_qsl(query, keep_blank_values=True):
-        if name not in known:
-            hint = "; use rediss:// for TLS" if name in _TLS_OPTIONS else ""
-            raise ConfigError(
-                "backing", f"unknown option {name!r}, expected one of {', '.join(known)}{hint}"
-            )
-        if name in given:
-            raise ConfigError("backing", f"{name} is given more than once")
-        given[name] = value
-    return given
-
-
-def _address(text: str) -> Address:
-    try:
-        parts = urlsplit(f"//{text}")
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host, port = None, None
-    if not host or "/" in text:
-        raise ConfigError("backing", f"{text!r} is not an address like host:{_DEFAULT_PORT}")
-    return Address(host, _DEFAULT_PORT if port is None else port)
 
 
 def _database(path: str) -> int:

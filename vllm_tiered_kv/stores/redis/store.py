@@ -29,7 +29,7 @@ from vllm_tiered_kv.core.store import (
     StoreUsage,
 )
 from vllm_tiered_kv.errors import ConfigError, NotDeletedError
-from vllm_tiered_kv.native.cpu import xxh3_64
+from vllm_tiered_kv.native.cpu import HostRegion, xxh3_64
 from vllm_tiered_kv.stores.block_format import (
     HEADER_BYTES,
     VERSION,
@@ -349,6 +349,9 @@ class RedisStore:
 
     def retry(self) -> None:
         """No-op: the breakers decide when a server is asked again."""
+
+    def use_memory(self, memory: HostRegion) -> None:
+        """No-op: sockets read into any memory."""
 
     def usage(self) -> StoreUsage:
         """Keys and memory of the servers, with those of other programs that use them."""

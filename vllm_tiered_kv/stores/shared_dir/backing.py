@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from vllm_tiered_kv.core.store import Durability, PutItem, PutResult, StoreUsage
 from vllm_tiered_kv.errors import ConfigError
+from vllm_tiered_kv.native.cpu import HostRegion
 from vllm_tiered_kv.stores.registry import BackingOptions
 from vllm_tiered_kv.stores.shared_dir.counters import Event
 from vllm_tiered_kv.stores.shared_dir.gc import GcThread, SharedDirGc
@@ -64,6 +65,9 @@ class SharedDirBacking(SharedDirStore):
 
     def retry(self) -> None:
         """No-op: this store does not pause after a failure."""
+
+    def use_memory(self, memory: HostRegion) -> None:
+        """No-op: files are read into any memory."""
 
     @property
     def damaged_blocks(self) -> int:

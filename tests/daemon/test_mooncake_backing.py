@@ -1,0 +1,158 @@
+"""Daemons that share a Mooncake Store as their backing tier."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.daemon.conftest import Connect, StartDaemon
+from tests.daemon.raw_client import KEY_BYTES, Refused, blocks, key, wire
+from tests.patience import eventually
+from tests.stores.mooncake_servers import MooncakeServers, mooncake_servers
+from vllm_tiered_kv.core.store import Durability, PutResult
+from vllm_tiered_kv.errors import ErrorCode
+
+SIZE = 64 << 10
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[MooncakeServers]:
+    with mooncake_servers() as started:
+        yield started
+
+
+def backed_by(servers: MooncakeServers, more: str = "", memory: str = "16MiB") -> list[str]:
+    return ["--memory", memory, "--backing", servers.url + more, "--backing-timeout", "5s"]
+
+
+def test_blocks_in_mooncake_outlive_their_daemon(
+    servers: MooncakeServers, start: StartDaemon, connect: Connect
+) -> None:
+    one = start(*backed_by(servers, "&prefix=outlive"))
+    wanted = blocks(20, SIZE)
+    client = connect(one.endpoint, block_bytes=[SIZE])
+    client.put(wanted)
+    assert client.put(blocks(1, SIZE, start=50), Durability.DISK) == [PutResult.STORED]
+    client.ask(wire.Flush())
+    one.kill()
+    other = start(*backed_by(servers, "&prefix=outlive"))
+    reader = connect(other.endpoint, block_bytes=[SIZE])
+    assert reader.match([*wanted, key(99)]).tiers == [0, 0, 20]
+    assert reader.get([*wanted, key(99)], stream=True) == wanted
+    assert reader.match(list(wanted)).tiers == [20, 0, 0]
+    assert reader.stats()["blocks"]["backing"] >= 21
+    assert reader.ask(wire.Delete(KEY_BYTES, [key(0)])).count == 1
+    assert reader.tiers([key(0)]) == [0]
+    assert reader.stats()["backing_absent"] == 0
+    assert other.terminate() == 0
+    assert "Traceback" not in one.logs + other.logs
+
+
+@pytest.mark.slow
+def test_daemon_whose_node_is_killed_serves_misses_and_all_blocks_after_that(
+    start: StartDaemon, connect: Connect
+) -> None:
+    """Two replicas; the memory of the daemon holds half of the blocks, so that others are read from
+    the store while a node dies."""
+    with mooncake_servers() as servers:
+        daemon = start(*backed_by(servers, "&replicas=2", memory="8MiB"))
+        client = connect(daemon.endpoint, block_bytes=[SIZE])
+        wanted = blocks(200, SIZE)
+        keys = list(wanted)
+        for n in range(0, 200, 20):
+            client.put({key: wanted[key] for key in keys[n : n + 20]})
+            client.ask(wire.Flush())
+        stop = threading.Event()
+        wrong: list[str] = []
+        slowest = [0.0]
+
+        def read() -> None:
+            reader = connect(daemon.endpoint, block_bytes=[SIZE])
+            while not stop.is_set():
+                for n in range(0, 200, 20):
+                    begin = time.monotonic()
+                    got = reader.get(keys[n : n + 20], stream=True)
+                    slowest[0] = max(slowest[0], time.monotonic() - begin)
+                    wrong.extend("other bytes" for key in got if got[key] != wanted[key])
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        time.sleep(0.3)
+        servers.nodes[0].kill()
+        client.put(blocks(20, SIZE, start=500))
+        servers.wait_for_nodes(1)
+        stop.set()
+        thread.join(60)
+        assert not thread.is_alive()
+        assert wrong == []
+        assert slowest[0] < 30
+        for n in range(0, 200, 20):
+            some = {key: wanted[key] for key in keys[n : n + 20]}
+            eventually(lambda some=some: client.get(list(some), stream=True) == some)
+        assert daemon.terminate() == 0
+        assert "Traceback" not in daemon.logs
+
+
+def test_daemon_without_its_mooncake_serves_and_uses_it_once_it_is_back(
+    start: StartDaemon, connect: Connect
+) -> None:
+    with mooncake_servers() as servers:
+        servers.kill()
+        daemon = start(*backed_by(servers))
+        client = connect(daemon.endpoint, block_bytes=[SIZE])
+        wanted = blocks(4, SIZE)
+        assert client.put(wanted) == [PutResult.STORED] * 4
+        assert client.get([*wanted, key(99)]) == wanted, "the rest are misses, in time"
+        stats = client.stats()
+        assert stats["backing_absent"] == 1
+        assert stats["backing_timeouts"] > 0
+        with pytest.raises(Refused) as refused:
+            client.ask(wire.Delete(KEY_BYTES, [key(3)]))
+        assert refused.value.code is ErrorCode.NOT_WRITTEN
+        servers.start()
+        eventually(lambda: client.match([key(99)]).count or client.stats()["backing_absent"] == 0)
+        client.ask(wire.Flush())  # writes what could not be written before
+        assert servers.metric("master_key_count") == 3
+        assert daemon.terminate() == 0
+        assert "Traceback" not in daemon.logs
+
+
+def test_daemon_without_the_library_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake" / "__init__.py").write_text(
+        "raise ModuleNotFoundError('gone', name='mooncake')\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    said = subprocess.run(
+        [sys.executable, "-m", "vllm_tiered_kv.server.cli", "--backing", "mooncake://localhost"],
+        capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert said.returncode == 2
+    assert "mooncake:// needs a library that is not installed (mooncake)" in said.stderr
+    assert "pip install 'vllm-tiered-kv[mooncake]'" in said.stderr
+
+
+def test_unknown_scheme_names_the_known_ones() -> None:
+    said = subprocess.run(
+        [sys.executable, "-m", "vllm_tiered_kv.server.cli", "--backing", "moon://localhost"],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert said.returncode == 2
+    assert "must start with one of file://, mooncake://, redis://, rediss://" in said.stderr
+
+
+def test_library_of_mooncake_is_loaded_only_for_mooncake() -> None:
+    program = (
+        "import sys\n"
+        "from vllm_tiered_kv.server.options import ServerOptions\n"
+        "ServerOptions.load({'backing': 'file:///mnt/kv', 'backing_ttl': '1d'})\n"
+        "assert not [name for name in sys.modules if 'mooncake' in name]\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

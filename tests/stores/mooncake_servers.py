@@ -1,0 +1,163 @@
+"""A real Mooncake Store for tests: a master and two store nodes, each a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import importlib
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.patience import eventually
+from tests.stores.redis_servers import free_port
+
+NODE_BYTES = 256 << 20
+CLIENT_TTL_S = 2  # the master forgets a node that is gone after this time
+_PACKAGES = "libibverbs1 librdmacm1 libnuma1 libcurl4"
+
+
+def require_mooncake() -> None:
+    """Skips the test where there is no Mooncake; with REQUIRE_MOONCAKE=1 it fails instead."""
+    if importlib.util.find_spec("mooncake") is None:
+        reason = "needs Mooncake; run pip install --no-deps -r requirements/mooncake.txt"
+    else:
+        try:
+            importlib.import_module("mooncake.store")
+        except ImportError as error:
+            reason = f"cannot load Mooncake ({error}); run apt-get install {_PACKAGES}"
+        else:
+            return
+    if os.environ.get("REQUIRE_MOONCAKE") == "1":
+        pytest.fail(f"REQUIRE_MOONCAKE=1, but this {reason}")
+    pytest.skip(reason)
+
+
+def program(name: str) -> str:
+    """A program that Mooncake's wheel brings, as it is: its Python wrapper only starts it."""
+    spec = importlib.util.find_spec("mooncake")
+    assert spec is not None
+    assert spec.origin is not None
+    path = Path(spec.origin).parent / name
+    path.chmod(path.stat().st_mode | 0o111)
+    return str(path)
+
+
+class _Process:
+    def __init__(self, folder: Path, name: str) -> None:
+        self._log = folder / f"{name}.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def _start(self, *command: str) -> None:
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        self.signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.signal(signal.SIGCONT)
+
+
+class Master(_Process):
+    """`mooncake_master`; after another start its ports are the same and it knows no block."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, "master")
+        self.port, self.metrics_port = free_port(), free_port()
+
+    def start(self) -> None:
+        self._start(
+            program("mooncake_master"),
+            "--rpc_address=127.0.0.1", f"--rpc_port={self.port}",
+            "--metrics_host=127.0.0.1", f"--metrics_port={self.metrics_port}",
+            f"--client_ttl={CLIENT_TTL_S}", "--default_kv_lease_ttl=500",
+        )  # fmt: skip
+        eventually(lambda: _listens(self.port) and _listens(self.metrics_port))
+
+
+class StoreNode(_Process):
+    """`mooncake_client`, which lends its memory to the store."""
+
+    def __init__(self, folder: Path, name: str, master: Master, nbytes: int) -> None:
+        super().__init__(folder, name)
+        self._master = master
+        self._nbytes = nbytes
+
+    def start(self) -> None:
+        self._start(
+            program("mooncake_client"),
+            "--host=127.0.0.1", f"--port={free_port()}", "--metadata_server=P2PHANDSHAKE",
+            f"--master_server_address=127.0.0.1:{self._master.port}",
+            f"--global_segment_size={self._nbytes >> 20} MB",
+        )  # fmt: skip
+
+
+class MooncakeServers:
+    """A master and two store nodes on loopback."""
+
+    def __init__(self, folder: Path, node_bytes: int) -> None:
+        self._node_bytes = node_bytes
+        self.master = Master(folder)
+        self.nodes = [StoreNode(folder, f"node-{n}", self.master, node_bytes) for n in range(2)]
+
+    @property
+    def url(self) -> str:
+        """To which options can be added with `&`."""
+        return f"mooncake://127.0.0.1:{self.master.port}?metrics_port={self.master.metrics_port}"
+
+    def metric(self, name: str) -> int:
+        connection = http.client.HTTPConnection("127.0.0.1", self.master.metrics_port, timeout=5)
+        connection.request("GET", "/metrics")
+        lines = connection.getresponse().read().decode().splitlines()
+        connection.close()
+        return next(int(line.split()[1]) for line in lines if line.startswith(f"{name} "))
+
+    def start(self) -> None:
+        self.master.start()
+        for node in self.nodes:
+            node.start()
+        self.wait_for_nodes(len(self.nodes))
+
+    def wait_for_nodes(self, count: int) -> None:
+        """Until this many nodes lend their memory."""
+        eventually(lambda: self.metric("master_total_capacity_bytes") == count * self._node_bytes)
+
+    def kill(self) -> None:
+        for process in (*self.nodes, self.master):
+            process.kill()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@contextlib.contextmanager
+def mooncake_servers(node_bytes: int = NODE_BYTES) -> Iterator[MooncakeServers]:
+    require_mooncake()
+    with tempfile.TemporaryDirectory(prefix="kv-mooncake-") as folder:
+        servers = MooncakeServers(Path(folder), node_bytes)
+        try:
+            servers.start()
+            yield servers
+        finally:
+            servers.kill()

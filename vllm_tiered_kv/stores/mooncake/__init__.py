@@ -1,0 +1,1 @@
+"""Blocks in a Mooncake Store: memory of many machines behind one master, shared by many daemons."""
