@@ -113,6 +113,21 @@ void BlockIndex::touch(std::string_view key) {
   policy_of(entries_[id]).touch(id);
 }
 
+void BlockIndex::mark_dead(const std::vector<std::string_view>& keys) {
+  uint32_t behind = kNone;
+  for (size_t i = keys.size(); i-- > 0;) {
+    const uint32_t id = id_of(keys[i]);
+    if (id == kNone) continue;
+    Entry& entry = entries_[id];
+    const bool is_shared = !entry.is_leaf() && (entry.first_behind != behind ||
+                                                entries_[entry.first_behind].next != kNone);
+    if (is_shared) return;
+    entry.used = ++deaths_;
+    if (entry.is_readable()) policy_of(entry).expire(id);
+    behind = id;
+  }
+}
+
 std::vector<int64_t> BlockIndex::pin(const std::vector<std::string_view>& keys) {
   std::vector<int64_t> slots;
   slots.reserve(keys.size());
@@ -181,7 +196,7 @@ bool BlockIndex::commit(int64_t slot) {
 void BlockIndex::become_readable(uint32_t id) {
   Entry& entry = entries_[id];
   entry.state = State::kCommitted;
-  entry.used = ++clock_;
+  if (entry.used == 0) entry.used = ++clock_;  // otherwise it died while it was being written
   ++readable_;
   policy_of(entry).admit(id);
 }

@@ -85,6 +85,10 @@ class BlockIndex {
   // ---- use
   // Marks a readable block as used.
   void touch(std::string_view key);
+  // Makes the blocks of a sequence, in chain order, the first to be evicted, tail first, because no
+  // request is expected to ask for them. A later use makes them ordinary blocks again. Stops at a
+  // block that other sequences continue; missing blocks are skipped.
+  void mark_dead(const std::vector<std::string_view>& keys);
   // Pins readable blocks until `unpin` and returns their slots. Pins all of them, or throws.
   std::vector<int64_t> pin(const std::vector<std::string_view>& keys);
   void pin_slots(const std::vector<int64_t>& slots);
@@ -193,7 +197,8 @@ class BlockIndex {
   std::vector<Parked> parked_;  // per class
   std::unordered_map<int64_t, int64_t> blockers_;  // slab -> slot in use that kept it from eviction
   std::unordered_map<uint32_t, std::string> awaited_keys_;  // id of the awaiting block -> key
-  uint64_t clock_ = 0;
+  uint64_t clock_ = kFirstUse;
+  uint64_t deaths_ = 0;
   size_t readable_ = 0;
   int64_t evicted_blocks_ = 0;
   int64_t evicted_bytes_ = 0;

@@ -25,6 +25,13 @@ class Lru final : public EvictionPolicy {
     sink(entry.queue_next);
   }
 
+  void expire(uint32_t id) override {
+    const Entry& entry = entries_[id];
+    if (!entry.is_queued) return;
+    heap_[entry.queue_next].used = entry.used;
+    rise(entry.queue_next);
+  }
+
   void forget(uint32_t id, bool /*evicted*/) override { remove(id); }
 
   void shield(uint32_t id) override { remove(id); }

@@ -75,6 +75,15 @@ class S3Fifo final : public EvictionPolicy {
     entry.uses = uint8_t(std::min<int>(entry.uses + 1, kMaxUses));
   }
 
+  void expire(uint32_t id) override {
+    Entry& entry = entries_[id];
+    const bool is_queued = entry.is_queued;
+    remove(id);
+    entry.uses = 0;
+    entry.is_in_main = false;
+    if (is_queued) prepend(id);
+  }
+
   void forget(uint32_t id, bool evicted) override {
     remove(id);
     if (evicted && !entries_[id].is_in_main) ghosts_.add(hash_of(id));
@@ -171,7 +180,8 @@ class S3Fifo final : public EvictionPolicy {
   uint32_t leaving() {
     while (small_.count != 0 || main_.count != 0) {
       const bool from_small =
-          small_.count != 0 && (small_.count > small_target_ || main_.count == 0);
+          small_.count != 0 &&
+          (small_.count > small_target_ || main_.count == 0 || entries_[small_.first].is_dead());
       const uint32_t id = from_small ? small_.first : main_.first;
       Entry& entry = entries_[id];
       if (entry.uses == 0) return id;

@@ -461,6 +461,10 @@ void bind_block_index(const py::module_& module) {
            })
       .def("touch", &touch, py::arg("keys"))
       .def(
+          "mark_dead",
+          [](BlockIndex& self, const py::object& keys) { self.mark_dead(Keys(keys).all()); },
+          py::arg("keys"))
+      .def(
           "pin",
           [](BlockIndex& self, const py::object& keys) { return self.pin(Keys(keys).all()); },
           py::arg("keys"))

@@ -77,6 +77,60 @@ def test_policy_evicts_chain_from_tail(eviction: str) -> None:
     assert tier.left == [3, 2, 1, 0]
 
 
+@pytest.mark.parametrize("eviction", EVICTION_POLICIES)
+def test_policy_evicts_dead_sequence_first_and_from_its_tail(eviction: str) -> None:
+    tier = Tier(eviction, 8)
+    for number in range(6):
+        tier.store(number)
+    tier.store(10)
+    tier.store(11, parent=10)
+    for _ in range(2):
+        for number in (*range(6), 11, 10):
+            tier.use(number)
+    tier.index.mark_dead([key(10), key(11), key(12)])  # the last one is not there
+    tier.index.check()
+    for number in range(20, 23):
+        tier.store(number)
+    assert tier.left[:2] == [11, 10]
+    assert len(tier.left) == 3, "then the others"
+
+
+def test_mark_dead_spares_what_another_sequence_continues() -> None:
+    tier = Tier("lru", 5)
+    for number, parent in ((0, None), (1, 0), (2, 1), (3, 1)):  # 2 and 3 both continue 1
+        tier.store(number, parent)
+    tier.store(9)
+    tier.use(3)
+    tier.index.mark_dead([key(0), key(1), key(2)])
+    for number in (20, 21):
+        tier.store(number)
+    assert tier.left == [2, 9]
+    assert tier.has(3)
+    assert tier.has(1)
+
+
+def test_mark_dead_counts_blocks_that_are_being_written() -> None:
+    tier = Tier("lru", 3)
+    slot = tier.index.reserve(key(0), None, 0)
+    assert slot is not None
+    tier.index.mark_dead([key(0)])
+    tier.store(1)
+    tier.store(2)
+    tier.index.commit(slot)
+    tier.store(3)
+    assert tier.left == [0]
+
+
+def test_dead_block_that_is_used_again_is_ordinary() -> None:
+    tier = Tier("lru", 3)
+    for number in range(3):
+        tier.store(number)
+    tier.index.mark_dead([key(2)])
+    tier.use(2)
+    tier.store(3)
+    assert tier.left == [0]
+
+
 _HANG_S = 10.0  # much more than needed, much less than one walk per block would take
 
 
@@ -200,8 +254,12 @@ def test_lru_matches_naive_model(seed: int) -> None:
                 used[number] = now
         elif action < 0.85 and number in parents and number not in pins and len(pins) < 6:
             pins[number] = tier.index.pin([key(number)])
-        elif action < 0.97 and pins:
+        elif action < 0.93 and pins:
             tier.index.unpin(pins.pop(rng.choice(sorted(pins))))
+        elif action < 0.97:
+            tier.index.mark_dead([key(number)])
+            if number in parents and number not in parents.values():
+                used[number] = now - 10_000  # before all uses
         elif number in parents and number not in pins:
             assert tier.index.remove(key(number))
             del parents[number], used[number]

@@ -249,6 +249,16 @@ class BlockIndex:
             for keys in touched:
                 self._native.touch(keys)
 
+    def mark_dead(self, keys: Sequence[bytes]) -> None:
+        """Makes the blocks of a sequence the first to be evicted, tail first: its caller expects no
+        further request for them, for example because the session has ended.
+
+        Blocks that other sequences continue stay as they are, and so do those before them. A later
+        use makes a block ordinary again.
+        """
+        self.flush_recency()
+        self._native.mark_dead(keys)
+
     def pin(self, keys: Iterable[bytes]) -> list[int]:
         """Pins readable blocks until `unpin` and returns their slots. Pins all or raises."""
         return self._native.pin(keys)
