@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks import plots
 from benchmarks.plots import Plot
 from benchmarks.result_files import Results
-from benchmarks.sections import chats, connectors, copies, throughput, tiers
+from benchmarks.sections import chats, connectors, copies, eviction, throughput, tiers
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 
@@ -27,6 +27,7 @@ SECTIONS: list[Callable[[Results], str]] = [
     tiers.daemon_section,
     tiers.ssd_section,
     tiers.token_cache_section,
+    eviction.section,
     tiers.lookup_section,
     tiers.pinning_section,
     tiers.load_or_compute_section,
@@ -35,6 +36,7 @@ PLOTS: list[Callable[[Results], list[Plot]]] = [
     chats.plots,
     connectors.plots,
     throughput.plots,
+    eviction.plots,
 ]
 
 _HEAD = """\
