@@ -25,7 +25,10 @@ storing it. A block is never asked for later than those behind it, so this drops
 and no policy has more hits. *ended* is LRU told by `BlockIndex.mark_dead` that a session has had
 its last request. In the chat trace, which does not say so, a request continues the session of the
 last request that asked for the deepest block they share, if they share more than half of that
-request's blocks; those who share less have the same system prompt.
+request's blocks; those who share less have the same system prompt. *told* is that and, for the
+agents, `BlockIndex.expect_again`: how long the pause until the next request will be, wrong by a
+random factor (lognormal, sigma 0.5). Nothing is told of pauses beyond ten minutes, where a person
+has left rather than a tool is running.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ import lzma
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +53,7 @@ from vllm_tiered_kv.native._cpu import EVICTION_POLICIES
 
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2)
 ENDED = "ended"
+TOLD = "told"
 BELADY = "belady"
 _NEVER = 1 << 40
 _SECONDS_PER_TOKEN = 18.2e-6
@@ -57,6 +62,8 @@ _LOAD_SECONDS_PER_TOKEN = 57_344 / 55.5e9
 _AGENT_BLOCKS = 4  # of the trace in one of ours
 _AGENT_HOURS = 8
 _AGENT_SEED = 7
+_LONGEST_TOOL_SECONDS = 600
+_PAUSE_SIGMA = 0.5
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,8 @@ class Request:
     blocks: list[int]
     """Equal number: equal prefix up to and including that block."""
     ends_session: bool
+    pause: float | None = None
+    """Expected seconds until the next request of the session, where its client knows."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +126,7 @@ def read_agents(path: Path, published: bool) -> Trace:
     with lzma.open(path, "rt") as lines:
         sessions = [json.loads(line) for line in lines]
     rng = random.Random(_AGENT_SEED)
+    guesses = random.Random(_AGENT_SEED)
     requests: list[Request] = []
     base = 0
     for number, session in enumerate(sessions):
@@ -130,11 +140,17 @@ def read_agents(path: Path, published: bool) -> Trace:
             end = max(end, *prompt, base)
             blocks = prompt[_AGENT_BLOCKS - 1 :: _AGENT_BLOCKS]
             if (number % 2 == 1) == published and blocks:
-                is_last = at == len(session["rows"]) - 1
-                requests.append(Request(start + seconds, blocks, is_last))
+                following = session["rows"][at + 1 :][:1]
+                pause = _expected(following[0][0] - seconds, guesses) if following else None
+                requests.append(Request(start + seconds, blocks, not following, pause))
         base = end + 1
     requests.sort(key=lambda request: request.seconds)
     return Trace("agents", session["block"] * _AGENT_BLOCKS, requests)
+
+
+def _expected(pause: float, guesses: random.Random) -> float | None:
+    guess = pause * guesses.lognormvariate(0, _PAUSE_SIGMA)
+    return guess if pause <= _LONGEST_TOOL_SECONDS else None
 
 
 def saved_seconds(block_tokens: int, blocks: int) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -144,11 +160,19 @@ def saved_seconds(block_tokens: int, blocks: int) -> np.ndarray[Any, np.dtype[np
     return prefill - tokens * _LOAD_SECONDS_PER_TOKEN
 
 
-def hits_of_index(trace: Trace, capacity: int, eviction: str, tell_ends: bool) -> list[int]:
+def hits_of_index(
+    trace: Trace,
+    capacity: int,
+    eviction: str = "lru",
+    tell_ends: bool = False,
+    tell_pauses: bool = False,
+) -> list[int]:
     """The hit of each request, in blocks."""
-    index = BlockIndex(ArenaGeometry(64 * capacity, (64,)), eviction)
+    now = 0
+    index = BlockIndex(ArenaGeometry(64 * capacity, (64,)), eviction, now=lambda: now)
     hits = []
     for request in trace.requests:
+        now = int(request.seconds * 1e9)
         keys = [block.to_bytes(16, "little") for block in request.blocks]
         hit = index.match_prefix(keys)
         index.touch(keys[:hit])
@@ -158,6 +182,8 @@ def hits_of_index(trace: Trace, capacity: int, eviction: str, tell_ends: bool) -
         index.unpin(pinned)
         if tell_ends and request.ends_session:
             index.mark_dead(keys)
+        elif tell_pauses and request.pause is not None:
+            index.expect_again(keys, request.pause)
         hits.append(hit)
     index.check()
     return hits
@@ -197,10 +223,9 @@ def _next_requests(trace: Trace) -> list[list[int]]:
 def policies() -> dict[str, Callable[[Trace, int], list[int]]]:
     found: dict[str, Callable[[Trace, int], list[int]]] = {}
     for name in EVICTION_POLICIES:
-        found[name] = lambda trace, capacity, name=name: hits_of_index(
-            trace, capacity, name, tell_ends=False
-        )
-    found[ENDED] = lambda trace, capacity: hits_of_index(trace, capacity, "lru", tell_ends=True)
+        found[name] = partial(hits_of_index, eviction=name)
+    found[ENDED] = partial(hits_of_index, tell_ends=True)
+    found[TOLD] = partial(hits_of_index, tell_ends=True, tell_pauses=True)
     found[BELADY] = hits_of_belady
     return found
 
@@ -211,6 +236,8 @@ def measure(trace: Trace, share: float) -> dict[str, Any]:
     worth = saved_seconds(trace.block_tokens, max(asked))
     found: dict[str, dict[str, float]] = {}
     for name, hits_of in policies().items():
+        if name == TOLD and not any(request.pause for request in trace.requests):
+            continue
         hits = hits_of(trace, capacity)
         found[name] = {
             "hit": round(sum(hits) / sum(asked), 5),

@@ -17,6 +17,7 @@ Capacities are shares of the distinct blocks asked for.
 - `belady` knows the future. No policy has more hits: it drops what is asked for last or never
   again, and need not store it.
 - `ended` is LRU told which sessions have ended (`BlockIndex.mark_dead`).
+- `told` is LRU told that and how long tools will take, about (`BlockIndex.expect_again`).
 
 `chat` is the conversation trace of Mooncake (FAST '25), `agents` sessions of coding agents from
 kv-cache-tester; both are licensed under Apache-2.0. Only halves are shown that no policy was tuned

@@ -1,5 +1,7 @@
 #include "index/block_index.h"
 
+#include <time.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -8,6 +10,7 @@
 namespace tiered_kv {
 namespace {
 
+constexpr double kNanosecondsPerSecond = 1e9;
 constexpr size_t kLookAhead = 16;  // lookups whose cache lines are prefetched together
 
 size_t initial_capacity(const Geometry& geometry) {
@@ -109,7 +112,7 @@ void BlockIndex::for_each(
 void BlockIndex::touch(std::string_view key) {
   const uint32_t id = id_of(key);
   if (id == kNone || !entries_[id].is_readable()) return;
-  entries_[id].used = ++clock_;
+  entries_[id].used = tick();
   policy_of(entries_[id]).touch(id);
 }
 
@@ -127,6 +130,23 @@ void BlockIndex::mark_dead(const std::vector<std::string_view>& keys) {
     behind = id;
   }
 }
+
+void BlockIndex::expect_again(const std::vector<std::string_view>& keys, double seconds) {
+  if (last_evicted_use_ == 0) return;
+  const uint64_t at = std::max(clock_, now());
+  if (double(at - last_evicted_use_) < seconds * kNanosecondsPerSecond) mark_dead(keys);
+}
+
+// Times since the first use. Reading the coarse clock costs a fraction of a lookup.
+uint64_t BlockIndex::now() const {
+  if (hooks_.now) return kFirstUse + hooks_.now();
+  timespec time{};
+  clock_gettime(CLOCK_MONOTONIC_COARSE, &time);
+  return kFirstUse + uint64_t(time.tv_sec) * uint64_t(kNanosecondsPerSecond) +
+         uint64_t(time.tv_nsec);
+}
+
+uint64_t BlockIndex::tick() { return clock_ = std::max(clock_ + 1, now()); }
 
 std::vector<int64_t> BlockIndex::pin(const std::vector<std::string_view>& keys) {
   std::vector<int64_t> slots;
@@ -196,7 +216,7 @@ bool BlockIndex::commit(int64_t slot) {
 void BlockIndex::become_readable(uint32_t id) {
   Entry& entry = entries_[id];
   entry.state = State::kCommitted;
-  if (entry.used == 0) entry.used = ++clock_;  // otherwise it died while it was being written
+  if (entry.used == 0) entry.used = tick();  // otherwise it died while it was being written
   ++readable_;
   policy_of(entry).admit(id);
 }

@@ -43,6 +43,8 @@ struct IndexHooks {
   std::function<bool(std::string_view key)> may_evict;
   // Whether a lower tier holds a block, so that its successors are useful without it.
   std::function<bool(std::string_view key)> is_below;
+  // The time in nanoseconds; empty: that of the system since its start.
+  std::function<uint64_t()> now;
 };
 
 struct BlockName {
@@ -89,6 +91,10 @@ class BlockIndex {
   // request is expected to ask for them. A later use makes them ordinary blocks again. Stops at a
   // block that other sequences continue; missing blocks are skipped.
   void mark_dead(const std::vector<std::string_view>& keys);
+  // The next request for a sequence is expected in so many seconds. Marks it as dead if blocks are
+  // evicted earlier than that after their last use: it would take the room of others until it is
+  // evicted as well.
+  void expect_again(const std::vector<std::string_view>& keys, double seconds);
   // Pins readable blocks until `unpin` and returns their slots. Pins all of them, or throws.
   std::vector<int64_t> pin(const std::vector<std::string_view>& keys);
   void pin_slots(const std::vector<int64_t>& slots);
@@ -176,6 +182,8 @@ class BlockIndex {
 
   EvictionPolicy& policy_of(const Entry& entry) { return *policies_[pool_.class_of(entry.slot)]; }
   Lookup state_of(uint32_t id) const;
+  uint64_t now() const;
+  uint64_t tick();
   bool may_evict(uint32_t id) const;
   bool is_in_use(uint32_t id) const;
   void park(uint32_t id);
@@ -197,8 +205,9 @@ class BlockIndex {
   std::vector<Parked> parked_;  // per class
   std::unordered_map<int64_t, int64_t> blockers_;  // slab -> slot in use that kept it from eviction
   std::unordered_map<uint32_t, std::string> awaited_keys_;  // id of the awaiting block -> key
-  uint64_t clock_ = kFirstUse;
+  uint64_t clock_ = kFirstUse;  // of the last use: in nanoseconds, but later than that before
   uint64_t deaths_ = 0;
+  uint64_t last_evicted_use_ = 0;  // of the block in use that was evicted last; 0: none yet
   size_t readable_ = 0;
   int64_t evicted_blocks_ = 0;
   int64_t evicted_bytes_ = 0;

@@ -25,10 +25,12 @@ class Tier:
 
     def __init__(self, eviction: str, slots: int) -> None:
         self.left: list[int] = []
+        self.seconds = 0.0
         self.index = BlockIndex(
             ArenaGeometry(slots * 64, (64,)),
             eviction,
             on_evict=lambda name, _: self.left.append(int.from_bytes(name, "little")),
+            now=lambda: int(self.seconds * 1e9),
         )
 
     def store(self, number: int, parent: int | None = None) -> bool:
@@ -129,6 +131,45 @@ def test_dead_block_that_is_used_again_is_ordinary() -> None:
     tier.use(2)
     tier.store(3)
     assert tier.left == [0]
+
+
+def test_sequence_expected_later_than_others_are_evicted_goes_first() -> None:
+    tier = Tier("lru", 3)
+    for number in range(3):
+        tier.seconds += 10
+        tier.store(number)
+    tier.index.expect_again([key(2)], 1000)
+    tier.store(3)
+    assert tier.left == [0], "nothing had been evicted, so that everything seemed to fit"
+    tier.index.expect_again([key(2)], 15)  # the evicted block was kept for 20 seconds
+    tier.store(4)
+    assert tier.left == [0, 1]
+    tier.index.expect_again([key(3)], 15)  # that one only for 10
+    tier.store(5)
+    assert tier.left == [0, 1, 3]
+
+
+def test_dead_blocks_say_nothing_of_how_long_others_are_kept() -> None:
+    tier = Tier("lru", 3)
+    for number in range(3):
+        tier.store(number)
+    tier.seconds = 60
+    tier.use(1)
+    tier.index.mark_dead([key(1)])
+    tier.store(3)
+    tier.index.expect_again([key(3)], 30)
+    tier.store(4)
+    assert tier.left == [1, 0]
+
+
+def test_time_that_stands_still_keeps_the_order_of_uses() -> None:
+    tier = Tier("lru", 3)
+    for number in range(3):
+        tier.store(number)
+    tier.use(0)
+    for number in (3, 4, 5):
+        tier.store(number)
+    assert tier.left == [1, 2, 0]
 
 
 _HANG_S = 10.0  # much more than needed, much less than one walk per block would take

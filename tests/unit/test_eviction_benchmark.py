@@ -103,5 +103,7 @@ def test_read_agents_takes_every_second_session(tmp_path: Path) -> None:
     assert tuned.block_tokens == 256
     assert [request.blocks for request in tuned.requests] == [[4, 8], [4, 12]]
     assert [request.ends_session for request in tuned.requests] == [False, True]
+    assert tuned.requests[0].pause is not None
+    assert tuned.requests[1].pause is None
     assert len(published.requests) == 1
     assert not set(published.requests[0].blocks) & {4, 8, 12}, "sessions share no blocks"
