@@ -384,7 +384,7 @@ void bind_block_index(const py::module_& module) {
            }),
            py::arg("capacity_bytes"), py::arg("slab_bytes"), py::arg("num_slabs"),
            py::arg("slots_per_slab"), py::arg("eviction"), py::arg("on_evict"),
-           py::arg("may_evict"), py::arg("is_below"))
+           py::arg("may_evict"), py::arg("is_below"), py::arg("now"))
       .def(
           "add_class",
           [](BlockIndex& self, int64_t slot_bytes, const py::bytes& owner) {
