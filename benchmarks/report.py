@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks import plots
 from benchmarks.plots import Plot
 from benchmarks.result_files import Results
-from benchmarks.sections import chats, connectors, copies, fleet, throughput, tiers
+from benchmarks.sections import chats, connectors, copies, eviction, fleet, throughput, tiers
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 
@@ -28,6 +28,7 @@ SECTIONS: list[Callable[[Results], str]] = [
     tiers.ssd_section,
     tiers.distributed_section,
     tiers.token_cache_section,
+    eviction.section,
     tiers.lookup_section,
     tiers.pinning_section,
     tiers.load_or_compute_section,
@@ -38,6 +39,7 @@ PLOTS: list[Callable[[Results], list[Plot]]] = [
     connectors.plots,
     throughput.plots,
     fleet.plots,
+    eviction.plots,
 ]
 
 _HEAD = """\

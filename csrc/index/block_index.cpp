@@ -1,5 +1,7 @@
 #include "index/block_index.h"
 
+#include <time.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -8,6 +10,8 @@
 namespace tiered_kv {
 namespace {
 
+constexpr double kNanosecondsPerSecond = 1e9;
+constexpr int kMaxSearchedSuccessors = 16;
 constexpr size_t kLookAhead = 16;  // lookups whose cache lines are prefetched together
 
 size_t initial_capacity(const Geometry& geometry) {
@@ -109,16 +113,44 @@ void BlockIndex::for_each(
 void BlockIndex::touch(std::string_view key) {
   const uint32_t id = id_of(key);
   if (id == kNone || !entries_[id].is_readable()) return;
-  entries_[id].used = ++clock_;
+  entries_[id].used = tick();
   policy_of(entries_[id]).touch(id);
 }
 
-void BlockIndex::mark_dead(std::string_view key) {
-  const uint32_t id = id_of(key);
-  if (id == kNone || !entries_[id].is_readable()) return;
-  entries_[id].used = 0;
-  policy_of(entries_[id]).mark_dead(id);
+void BlockIndex::mark_dead(const std::vector<std::string_view>& keys) {
+  for (size_t i = keys.size(); i-- > 0;) {
+    const uint32_t id = id_of(keys[i]);
+    if (id == kNone || is_continued(id)) continue;
+    entries_[id].used = ++deaths_;
+    if (entries_[id].is_readable()) policy_of(entries_[id]).expire(id);
+  }
 }
+
+// Whether a successor of this block is not dead. Many successors, as of a shared system prompt, are
+// not searched: one of them is enough.
+bool BlockIndex::is_continued(uint32_t id) const {
+  int searched = 0;
+  for (uint32_t next = entries_[id].first_behind; next != kNone; next = entries_[next].next)
+    if (!entries_[next].is_dead() || ++searched > kMaxSearchedSuccessors) return true;
+  return false;
+}
+
+void BlockIndex::expect_again(const std::vector<std::string_view>& keys, double seconds) {
+  if (last_evicted_use_ == 0) return;
+  const uint64_t at = std::max(clock_, now());
+  if (double(at - last_evicted_use_) < seconds * kNanosecondsPerSecond) mark_dead(keys);
+}
+
+// Times since the first use. Reading the coarse clock costs a fraction of a lookup.
+uint64_t BlockIndex::now() const {
+  if (hooks_.now) return kFirstUse + hooks_.now();
+  timespec time{};
+  clock_gettime(CLOCK_MONOTONIC_COARSE, &time);
+  return kFirstUse + uint64_t(time.tv_sec) * uint64_t(kNanosecondsPerSecond) +
+         uint64_t(time.tv_nsec);
+}
+
+uint64_t BlockIndex::tick() { return clock_ = std::max(clock_ + 1, now()); }
 
 std::vector<int64_t> BlockIndex::pin(const std::vector<std::string_view>& keys) {
   std::vector<int64_t> slots;
@@ -188,7 +220,7 @@ bool BlockIndex::commit(int64_t slot) {
 void BlockIndex::become_readable(uint32_t id) {
   Entry& entry = entries_[id];
   entry.state = State::kCommitted;
-  entry.used = ++clock_;
+  if (entry.used == 0) entry.used = tick();  // otherwise it died while it was being written
   ++readable_;
   policy_of(entry).admit(id);
 }

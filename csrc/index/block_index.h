@@ -43,6 +43,8 @@ struct IndexHooks {
   std::function<bool(std::string_view key)> may_evict;
   // Whether a lower tier holds a block, so that its successors are useful without it.
   std::function<bool(std::string_view key)> is_below;
+  // The time in nanoseconds; empty: that of the system since its start.
+  std::function<uint64_t()> now;
 };
 
 struct BlockName {
@@ -85,8 +87,14 @@ class BlockIndex {
   // ---- use
   // Marks a readable block as used.
   void touch(std::string_view key);
-  // Marks a readable block as one that nobody is expected to use again, until it is touched.
-  void mark_dead(std::string_view key);
+  // Makes blocks the first to be evicted, because no request is expected to ask for them. They are
+  // in chain order, and leave tail first. A later use makes them ordinary blocks again. Blocks that
+  // other sequences continue stay as they are; missing blocks are skipped.
+  void mark_dead(const std::vector<std::string_view>& keys);
+  // The next request for a sequence is expected in so many seconds. Marks it as dead if blocks are
+  // evicted earlier than that after their last use: it would take the room of others until it is
+  // evicted as well.
+  void expect_again(const std::vector<std::string_view>& keys, double seconds);
   // Pins readable blocks until `unpin` and returns their slots. Pins all of them, or throws.
   std::vector<int64_t> pin(const std::vector<std::string_view>& keys);
   void pin_slots(const std::vector<int64_t>& slots);
@@ -174,8 +182,11 @@ class BlockIndex {
 
   EvictionPolicy& policy_of(const Entry& entry) { return *policies_[pool_.class_of(entry.slot)]; }
   Lookup state_of(uint32_t id) const;
+  uint64_t now() const;
+  uint64_t tick();
   bool may_evict(uint32_t id) const;
   bool is_in_use(uint32_t id) const;
+  bool is_continued(uint32_t id) const;
   void park(uint32_t id);
   void unpark(uint32_t id);
   void unlink(uint32_t id);
@@ -195,7 +206,9 @@ class BlockIndex {
   std::vector<Parked> parked_;  // per class
   std::unordered_map<int64_t, int64_t> blockers_;  // slab -> slot in use that kept it from eviction
   std::unordered_map<uint32_t, std::string> awaited_keys_;  // id of the awaiting block -> key
-  uint64_t clock_ = 0;
+  uint64_t clock_ = kFirstUse;  // of the last use: in nanoseconds, but later than that before
+  uint64_t deaths_ = 0;
+  uint64_t last_evicted_use_ = 0;  // of the block in use that was evicted last; 0: none yet
   size_t readable_ = 0;
   int64_t evicted_blocks_ = 0;
   int64_t evicted_bytes_ = 0;

@@ -28,10 +28,14 @@ enum class State : uint8_t {
   kRetired,      // DurableIndex only: the slot cannot be written
 };
 
+// The first logical time of a use. Earlier times are those of dead blocks, which no request is
+// expected to ask for, so that they count as colder than all others.
+constexpr uint64_t kFirstUse = uint64_t{1} << 62;
+
 // Kept to 48 bytes, because an index can have ten million blocks.
 struct Entry {
   int64_t slot = -1;
-  uint64_t used = 0;  // logical time of the last use
+  uint64_t used = 0;  // logical time of the last use, or of the block's death; 0: none
 
   uint32_t before = kNone;        // predecessor in the chain, if it is present
   uint32_t first_behind = kNone;  // first successor
@@ -58,6 +62,7 @@ struct Entry {
         is_parked(false),
         is_awaiting(false) {}
 
+  bool is_dead() const { return used != 0 && used < kFirstUse; }
   bool is_leaf() const { return first_behind == kNone; }
   bool is_readable() const { return state == State::kCommitted; }
   bool is_visible() const { return state == State::kCommitted || state == State::kReserved; }

@@ -27,8 +27,8 @@ class EvictionPolicy {
   virtual void admit(uint32_t id) = 0;
   // The entry was used; the index has updated its time of last use.
   virtual void touch(uint32_t id) = 0;
-  // The entry is not expected to be used again: it leaves before entries that are.
-  virtual void mark_dead(uint32_t id) = 0;
+  // The entry is dead: it is evicted before all others that are not.
+  virtual void expire(uint32_t id) = 0;
   // The entry is no longer readable: it was evicted, or removed for another reason.
   virtual void forget(uint32_t id, bool evicted) = 0;
   // The entry gained its first successor, or was found pinned: it cannot be evicted for now.

@@ -25,8 +25,7 @@ class Lru final : public EvictionPolicy {
     sink(entry.queue_next);
   }
 
-  // The index has set its time of last use to the beginning.
-  void mark_dead(uint32_t id) override {
+  void expire(uint32_t id) override {
     const Entry& entry = entries_[id];
     if (!entry.is_queued) return;
     heap_[entry.queue_next].used = entry.used;

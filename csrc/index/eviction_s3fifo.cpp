@@ -75,13 +75,13 @@ class S3Fifo final : public EvictionPolicy {
     entry.uses = uint8_t(std::min<int>(entry.uses + 1, kMaxUses));
   }
 
-  // It moves to the eviction end of its queue, and leaves there without another round.
-  void mark_dead(uint32_t id) override {
+  void expire(uint32_t id) override {
     Entry& entry = entries_[id];
-    entry.uses = 0;
-    if (!entry.is_queued) return;
+    const bool is_queued = entry.is_queued;
     remove(id);
-    prepend(id);
+    entry.uses = 0;
+    entry.is_in_main = false;
+    if (is_queued) prepend(id);
   }
 
   void forget(uint32_t id, bool evicted) override {
@@ -180,7 +180,8 @@ class S3Fifo final : public EvictionPolicy {
   uint32_t leaving() {
     while (small_.count != 0 || main_.count != 0) {
       const bool from_small =
-          small_.count != 0 && (small_.count > small_target_ || main_.count == 0);
+          small_.count != 0 &&
+          (small_.count > small_target_ || main_.count == 0 || entries_[small_.first].is_dead());
       const uint32_t id = from_small ? small_.first : main_.first;
       Entry& entry = entries_[id];
       if (entry.uses == 0) return id;

@@ -106,7 +106,7 @@ std::shared_ptr<const py::object> shared(const py::object& function) {
 }
 
 IndexHooks make_hooks(const py::object& on_evict, const py::object& may_evict,
-                      const py::object& is_below) {
+                      const py::object& is_below, const py::object& now) {
   IndexHooks hooks;
   if (const auto call = shared(on_evict))
     hooks.on_evict = [call](std::string_view key, int64_t nbytes) {
@@ -120,6 +120,7 @@ IndexHooks make_hooks(const py::object& on_evict, const py::object& may_evict,
     hooks.is_below = [call](std::string_view key) {
       return bool(py::bool_((*call)(to_bytes(key))));
     };
+  if (const auto call = shared(now)) hooks.now = [call] { return (*call)().cast<uint64_t>(); };
   return hooks;
 }
 
@@ -158,11 +159,6 @@ std::vector<bool> are_missing(const BlockIndex& index, const py::object& keys) {
 void touch(BlockIndex& index, const py::object& keys) {
   const Keys all(keys);
   for (size_t i = all.size(); i-- > 0;) index.touch(all[i]);
-}
-
-void mark_dead(BlockIndex& index, const py::object& keys) {
-  const Keys all(keys);
-  for (size_t i = 0; i < all.size(); ++i) index.mark_dead(all[i]);
 }
 
 // Reserves slots for the missing blocks in [start, stop), except those in `skip`, in chain order:
@@ -380,14 +376,15 @@ void bind_block_index(const py::module_& module) {
   py::class_<BlockIndex>(module, "BlockIndex")
       .def(py::init([](int64_t capacity_bytes, int64_t slab_bytes, int64_t num_slabs,
                        int64_t slots_per_slab, std::string eviction, const py::object& on_evict,
-                       const py::object& may_evict, const py::object& is_below) {
+                       const py::object& may_evict, const py::object& is_below,
+                       const py::object& now) {
              return std::make_unique<BlockIndex>(
                  make_geometry(capacity_bytes, slab_bytes, num_slabs, slots_per_slab),
-                 std::move(eviction), make_hooks(on_evict, may_evict, is_below));
+                 std::move(eviction), make_hooks(on_evict, may_evict, is_below, now));
            }),
            py::arg("capacity_bytes"), py::arg("slab_bytes"), py::arg("num_slabs"),
            py::arg("slots_per_slab"), py::arg("eviction"), py::arg("on_evict"),
-           py::arg("may_evict"), py::arg("is_below"))
+           py::arg("may_evict"), py::arg("is_below"), py::arg("now"))
       .def(
           "add_class",
           [](BlockIndex& self, int64_t slot_bytes, const py::bytes& owner) {
@@ -465,7 +462,16 @@ void bind_block_index(const py::module_& module) {
              return all;
            })
       .def("touch", &touch, py::arg("keys"))
-      .def("mark_dead", &mark_dead, py::arg("keys"))
+      .def(
+          "mark_dead",
+          [](BlockIndex& self, const py::object& keys) { self.mark_dead(Keys(keys).all()); },
+          py::arg("keys"))
+      .def(
+          "expect_again",
+          [](BlockIndex& self, const py::object& keys, double seconds) {
+            self.expect_again(Keys(keys).all(), seconds);
+          },
+          py::arg("keys"), py::arg("seconds"))
       .def(
           "pin",
           [](BlockIndex& self, const py::object& keys) { return self.pin(Keys(keys).all()); },
@@ -537,7 +543,7 @@ void bind_durable_index(const py::module_& module) {
                leave = [call](int64_t slot) { (*call)(slot); };
              return std::make_unique<DurableIndex>(
                  make_geometry(capacity_bytes, slab_bytes, num_slabs, slots_per_slab),
-                 std::move(eviction), make_hooks(on_evict, py::none(), py::none()),
+                 std::move(eviction), make_hooks(on_evict, py::none(), py::none(), py::none()),
                  std::move(leave));
            }),
            py::arg("capacity_bytes"), py::arg("slab_bytes"), py::arg("num_slabs"),

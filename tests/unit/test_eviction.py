@@ -25,10 +25,12 @@ class Tier:
 
     def __init__(self, eviction: str, slots: int) -> None:
         self.left: list[int] = []
+        self.seconds = 0.0
         self.index = BlockIndex(
             ArenaGeometry(slots * 64, (64,)),
             eviction,
             on_evict=lambda name, _: self.left.append(int.from_bytes(name, "little")),
+            now=lambda: int(self.seconds * 1e9),
         )
 
     def store(self, number: int, parent: int | None = None) -> bool:
@@ -75,6 +77,99 @@ def test_policy_evicts_chain_from_tail(eviction: str) -> None:
         tier.store(number)
         tier.index.pin([key(number)])
     assert tier.left == [3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("eviction", EVICTION_POLICIES)
+def test_policy_evicts_dead_sequence_first_and_from_its_tail(eviction: str) -> None:
+    tier = Tier(eviction, 8)
+    for number in range(6):
+        tier.store(number)
+    tier.store(10)
+    tier.store(11, parent=10)
+    for _ in range(2):
+        for number in (*range(6), 11, 10):
+            tier.use(number)
+    tier.index.mark_dead([key(10), key(11), key(12)])  # the last one is not there
+    tier.index.check()
+    for number in range(20, 23):
+        tier.store(number)
+    assert tier.left[:2] == [11, 10]
+    assert len(tier.left) == 3, "then the others"
+
+
+def test_mark_dead_spares_what_another_sequence_continues() -> None:
+    tier = Tier("lru", 5)
+    for number, parent in ((0, None), (1, 0), (2, 1), (3, 1)):  # 2 and 3 both continue 1
+        tier.store(number, parent)
+    tier.store(9)
+    tier.use(3)
+    tier.index.mark_dead([key(0), key(1), key(2)])
+    for number in (20, 21):
+        tier.store(number)
+    assert tier.left == [2, 9]
+    assert tier.has(3)
+    assert tier.has(1)
+
+
+def test_mark_dead_counts_blocks_that_are_being_written() -> None:
+    tier = Tier("lru", 3)
+    slot = tier.index.reserve(key(0), None, 0)
+    assert slot is not None
+    tier.index.mark_dead([key(0)])
+    tier.store(1)
+    tier.store(2)
+    tier.index.commit(slot)
+    tier.store(3)
+    assert tier.left == [0]
+
+
+def test_dead_block_that_is_used_again_is_ordinary() -> None:
+    tier = Tier("lru", 3)
+    for number in range(3):
+        tier.store(number)
+    tier.index.mark_dead([key(2)])
+    tier.use(2)
+    tier.store(3)
+    assert tier.left == [0]
+
+
+def test_sequence_expected_later_than_others_are_evicted_goes_first() -> None:
+    tier = Tier("lru", 3)
+    for number in range(3):
+        tier.seconds += 10
+        tier.store(number)
+    tier.index.expect_again([key(2)], 1000)
+    tier.store(3)
+    assert tier.left == [0], "nothing had been evicted, so that everything seemed to fit"
+    tier.index.expect_again([key(2)], 15)  # the evicted block was kept for 20 seconds
+    tier.store(4)
+    assert tier.left == [0, 1]
+    tier.index.expect_again([key(3)], 15)  # that one only for 10
+    tier.store(5)
+    assert tier.left == [0, 1, 3]
+
+
+def test_dead_blocks_say_nothing_of_how_long_others_are_kept() -> None:
+    tier = Tier("lru", 3)
+    for number in range(3):
+        tier.store(number)
+    tier.seconds = 60
+    tier.use(1)
+    tier.index.mark_dead([key(1)])
+    tier.store(3)
+    tier.index.expect_again([key(3)], 30)
+    tier.store(4)
+    assert tier.left == [1, 0]
+
+
+def test_time_that_stands_still_keeps_the_order_of_uses() -> None:
+    tier = Tier("lru", 3)
+    for number in range(3):
+        tier.store(number)
+    tier.use(0)
+    for number in (3, 4, 5):
+        tier.store(number)
+    assert tier.left == [1, 2, 0]
 
 
 _HANG_S = 10.0  # much more than needed, much less than one walk per block would take
@@ -229,8 +324,12 @@ def test_lru_matches_naive_model(seed: int) -> None:
                 used[number] = now
         elif action < 0.85 and number in parents and number not in pins and len(pins) < 6:
             pins[number] = tier.index.pin([key(number)])
-        elif action < 0.97 and pins:
+        elif action < 0.93 and pins:
             tier.index.unpin(pins.pop(rng.choice(sorted(pins))))
+        elif action < 0.97:
+            tier.index.mark_dead([key(number)])
+            if number in parents and number not in parents.values():
+                used[number] = now - 10_000  # before all uses
         elif number in parents and number not in pins:
             assert tier.index.remove(key(number))
             del parents[number], used[number]

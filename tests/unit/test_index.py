@@ -292,8 +292,11 @@ def test_index_random_operations_keep_invariants(
                 pinned.append(index.pin([name]))
         elif action < 0.96 and pinned:
             index.unpin(pinned.pop(rng.randrange(len(pinned))))
-        elif action < 0.99:
+        elif action < 0.98:
             index.remove(name)
+        elif action < 0.99:
+            chain = [key(*path[:depth]) for depth in range(2, len(path) + 1)]
+            index.expect_again(chain, rng.choice((0.0, 1e9)))
         elif action > 0.998:
             index.clear()
         index.check()

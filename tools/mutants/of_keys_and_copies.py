@@ -36,6 +36,14 @@ KEYS_AND_COPIES = (
         _INDEX,
     ),
     Mutation(
+        "index-dead-sequence-takes-shared-head",
+        "csrc/index/block_index.cpp",
+        "if (is_shared) return;",
+        "if (is_shared) continue;",
+        "the end of one session evicts what others continue",
+        _INDEX,
+    ),
+    Mutation(
         "index-slot-freed-while-pinned",
         "csrc/index/block_index.cpp",
         "if (!is_being_written && entries_[id].pins == 0) free(id);",

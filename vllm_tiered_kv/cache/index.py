@@ -80,12 +80,14 @@ class BlockIndex:
         on_evict: Callable[[bytes, int], None] | None = None,
         may_evict: Callable[[bytes], bool] | None = None,
         is_below: Callable[[bytes], bool] | None = None,
+        now: Callable[[], int] | None = None,
     ) -> None:
         """`on_evict(key, nbytes)` is called for every evicted block. `may_evict(key)` can veto an
         eviction and may pin the block. `is_below(key)` returns whether a lower tier holds the
         block, in which case its successors are useful without it. All three run while the index is
-        changing, so they may only pin and unpin."""
-        hooks = Hooks(on_evict=on_evict, may_evict=may_evict, is_below=is_below)
+        changing, so they may only pin and unpin. `now()` returns the time in nanoseconds; the
+        default is the system's."""
+        hooks = Hooks(on_evict=on_evict, may_evict=may_evict, is_below=is_below, now=now)
         self._open(
             geometry,
             hooks,
@@ -95,6 +97,7 @@ class BlockIndex:
                 hooks.call("on_evict"),
                 hooks.call("may_evict"),
                 hooks.call("is_below"),
+                hooks.call("now"),
             ),
         )
 
@@ -240,12 +243,6 @@ class BlockIndex:
         if len(self._touched) >= _MAX_PENDING_TOUCHES:
             self.flush_recency()
 
-    def mark_dead(self, keys: Sequence[bytes]) -> None:
-        """Marks blocks that nobody is expected to use again: they are evicted before others, until
-        they are touched."""
-        self.flush_recency()  # earlier touches must not undo it
-        self._native.mark_dead(keys)
-
     @property
     def has_unflushed_recency(self) -> bool:
         return bool(self._touched)
@@ -256,6 +253,25 @@ class BlockIndex:
             touched, self._touched = self._touched, []
             for keys in touched:
                 self._native.touch(keys)
+
+    def mark_dead(self, keys: Sequence[bytes]) -> None:
+        """Makes blocks, in chain order, the first to be evicted, tail first: its caller expects no
+        further request for them, for example because the session has ended.
+
+        Blocks that other sequences continue stay as they are. A later use makes a block ordinary
+        again.
+        """
+        self.flush_recency()  # earlier touches must not undo it
+        self._native.mark_dead(keys)
+
+    def expect_again(self, keys: Sequence[bytes], seconds: float) -> None:
+        """Tells when the next request for a sequence is expected, for example after a tool call.
+
+        If other blocks are evicted earlier than that after their last use, the sequence counts as
+        dead: it would take their room and be evicted too before it is asked for.
+        """
+        self.flush_recency()
+        self._native.expect_again(keys, seconds)
 
     def pin(self, keys: Iterable[bytes]) -> list[int]:
         """Pins readable blocks until `unpin` and returns their slots. Pins all or raises."""
