@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 from vllm_tiered_kv import __version__
 from vllm_tiered_kv.api import arguments
 from vllm_tiered_kv.api.arguments import HelpFormatter
+from vllm_tiered_kv.api.daemon_commands import add_daemon_commands
 from vllm_tiered_kv.api.doctor_command import add_doctor
 from vllm_tiered_kv.api.model_check import ModelCheck
 from vllm_tiered_kv.api.model_shape import (
@@ -25,7 +27,8 @@ from vllm_tiered_kv.api.model_shape import (
 from vllm_tiered_kv.api.openai_server import OpenAIServer
 from vllm_tiered_kv.api.prompt_file import read_prompts
 from vllm_tiered_kv.api.replay import Exit, Replay, ReplaySettings
-from vllm_tiered_kv.errors import ModelConfigError, ReplayError
+from vllm_tiered_kv.errors import ConfigError, ModelConfigError, ReplayError
+from vllm_tiered_kv.remote.inquiry import NoAnswerError
 
 _DESCRIPTION = """\
 Looks after a tiered KV cache for vLLM: the machine it runs on, the model it caches, the answers it
@@ -37,6 +40,9 @@ examples:
   tiered-kv doctor --model ~/models/Qwen3-8B --memory 20GiB
       before the first start: is all there that an engine with this cache needs?
   tiered-kv model ~/models/Qwen3-8B
+  tiered-kv ls tcp://127.0.0.1:9527
+  tiered-kv top tcp://127.0.0.1:9527
+      what does a daemon hold, by model, and what is it doing?
   tiered-kv replay prompts.jsonl --url http://127.0.0.1:8000
       are the answers of a running server the same with and without the cache?
 """
@@ -117,6 +123,7 @@ def main(given_words: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     add_doctor(commands)
     _add_model(commands)
+    add_daemon_commands(commands)
     _add_replay(commands)
     words = sys.argv[1:] if given_words is None else list(given_words)
     if words and not words[0].startswith("-") and words[0] not in commands.choices:
@@ -126,9 +133,15 @@ def main(given_words: Sequence[str] | None = None) -> int:
     given = parser.parse_args(words)
     try:
         return int(given.run(given))
-    except (ReplayError, ModelConfigError) as error:
+    except (ConfigError, ReplayError, ModelConfigError) as error:
         print(f"tiered-kv: {error}", file=sys.stderr)
         return Exit.FAILED
+    except NoAnswerError as error:
+        print(f"tiered-kv: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # of `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 

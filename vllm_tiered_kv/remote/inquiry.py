@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from typing import Any, TypeVar
 
-from vllm_tiered_kv.errors import RemoteError, TieredKVError
+from vllm_tiered_kv.errors import RemoteError, RemoteRefusal, TieredKVError
 from vllm_tiered_kv.remote.address import ServerAddress
 from vllm_tiered_kv.remote.connection import Connection, Settings
 from vllm_tiered_kv.remote.curve import CurveKeys
@@ -41,7 +42,9 @@ class Inquiry:
         self._timeout_s = timeout_s
         # A client that names no block lengths does not register a namespace.
         hello = Hello(PROTOCOL_VERSION, "status", secrets.token_bytes(32), 1, [], "", b"")
-        self._connection = Connection(Settings(address, timeout_s, curve), hello)
+        self._closing = threading.Event()
+        settings = Settings(address, timeout_s, curve)
+        self._connection = Connection(settings, hello, closing=self._closing)
 
     def __enter__(self) -> Inquiry:
         return self
@@ -61,6 +64,10 @@ class Inquiry:
         """Returns when everything that the daemon acknowledged is as durable as it can be."""
         self._call(Flush(), FlushReply)
 
+    def interrupt(self) -> None:
+        """Ends a call that another thread waits for."""
+        self._closing.set()
+
     def close(self) -> None:
         self._connection.close()
 
@@ -72,6 +79,8 @@ class Inquiry:
             return self._connection.call(
                 request, expected, deadline=time.monotonic() + self._timeout_s
             )
+        except RemoteRefusal as error:
+            raise NoAnswerError(f"{self.address} refuses: {error.message}") from error
         except RemoteError as error:
             raise NoAnswerError(
                 f"no answer from {self.address}: {error}; is it running, and do the keys match?"
